@@ -10,7 +10,6 @@ what a parameter starts as depends on the seed and its name alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -20,13 +19,13 @@ from torch.distributed import ProcessGroup
 
 from schedir.errors import UsageError
 from schedir.models.language import IGNORE as IGNORE
-from schedir.models.language import STD, Ends, Where, drawn, tied_copy
+from schedir.models.language import Ends, Where, tied_copy
 from schedir.models.language import count_tokens as count_tokens
 from schedir.models.language import loss as loss
 from schedir.models.llama_config import LlamaConfig as LlamaConfig
 from schedir.models.shape import split_heads, split_layers
+from schedir.models.weights import Weights
 from schedir.parallel.group import tp_size
-from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
 def build_stage(
@@ -107,26 +106,17 @@ class Layer(nn.Module):
         super().__init__()
         hidden, width = config.hidden, config.width
         self.head_width, self.queries = hidden // config.heads, config.heads // config.groups
-        # As in the GPT: what adds to the residual stream starts smaller, the more of it there is.
-        residual_std = STD / math.sqrt(2 * config.layers)
-
-        def column(name: str, k: int) -> ColumnParallelLinear:
-            weight = drawn(config.seed, f"layers.{index}.{name}.weight", k, hidden, where)
-            return ColumnParallelLinear(weight, None, tp)
-
-        def row(name: str, n: int) -> RowParallelLinear:
-            name = f"layers.{index}.{name}.weight"
-            weight = drawn(config.seed, name, hidden, n, where, 1, residual_std)
-            return RowParallelLinear(weight, None, tp)
-
+        weights = Weights(config.seed, f"layers.{index}", hidden, 2 * config.layers, tp, where)
         self.attention_norm = nn.RMSNorm(hidden, config.eps, **where)
         # Rows in the order (group, its queries k v, width): a slice of them is whole groups.
-        self.qkv = column("qkv", config.groups * (self.queries + 2) * self.head_width)
-        self.proj = row("proj", hidden)
+        self.qkv = weights.column(
+            "qkv", config.groups * (self.queries + 2) * self.head_width, bias=False
+        )
+        self.proj = weights.row("proj", hidden, bias=False)
         self.mlp_norm = nn.RMSNorm(hidden, config.eps, **where)
         # Rows in the order (unit, gate up): a slice of them is whole units.
-        self.gate_up = column("gate_up", 2 * width)
-        self.down = row("down", width)
+        self.gate_up = weights.column("gate_up", 2 * width, bias=False)
+        self.down = weights.row("down", width, bias=False)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         x = x + self.proj(self.attend(self.attention_norm(x), turns))

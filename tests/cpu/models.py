@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from schedir.models import llama
+from schedir.models import bert, encoder_decoder, llama
 from schedir.runtime.batch import Keywords, Microbatches
 from schedir.runtime.boundary import Boundary
 
@@ -64,7 +64,72 @@ def of_llama(tied: bool = False) -> Kind:
     )
 
 
-KINDS = {"llama": of_llama(), "tied llama": of_llama(tied=True)}
+def sentences(config: bert.BertConfig, microbatches: int, seed: int) -> Given:
+    """Pairs of sentences of any lengths, some tokens of them masked."""
+    numbers = torch.Generator().manual_seed(seed)
+    shape = (microbatches, BATCH, config.context)
+    tokens = torch.randint(config.text, shape, generator=numbers)
+    targets = torch.full(shape, bert.IGNORE)
+    keywords = []
+    for mb in range(microbatches):
+        of, mask = torch.zeros(shape[1:], dtype=torch.int64), torch.ones(shape[1:]).bool()
+        for row in range(BATCH):
+            second, end, masked = (5 + mb + row) % 3 + 2, 8 - mb % 2, 1 + row
+            of[row, second:], mask[row, end:] = 1, False
+            targets[mb, row, masked] = tokens[mb, row, masked]
+            targets[mb, row, 0] = (mb + row) % 5 == 0
+            tokens[mb, row, masked], tokens[mb, row, end:] = config.mask, config.pad
+            tokens[mb, row, 0] = config.cls
+        keywords.append({"sentences": of, "mask": mask})
+    return Given(tokens, targets, 1 / bert.count_tokens(targets), keywords)
+
+
+def of_bert() -> Kind:
+    config = bert.BertConfig(
+        vocab=VOCAB + 1, layers=LAYERS, hidden=HIDDEN, heads=4, context=CONTEXT
+    )
+    boundary = Boundary((BATCH, CONTEXT, HIDDEN))
+    return Kind(
+        partial(bert.build_stage, config),
+        bert.loss,
+        lambda stages: boundary,
+        partial(sentences, config),
+        lambda stages: stages > 1,
+    )
+
+
+SOURCE = 6
+
+
+def translations(microbatches: int, seed: int) -> Given:
+    """Sources of any lengths, and targets, whose tokens but the first are to be found."""
+    numbers = torch.Generator().manual_seed(seed)
+    source = torch.randint(VOCAB, (microbatches, BATCH, SOURCE), generator=numbers)
+    target = torch.randint(VOCAB, (microbatches, BATCH, CONTEXT + 1), generator=numbers)
+    lengths = SOURCE - torch.arange(microbatches)[:, None] % 2 - torch.arange(BATCH)
+    mask = torch.arange(SOURCE) < lengths[..., None]
+    after = target[..., 1:].clone()
+    after[:, 1, -2:] = encoder_decoder.IGNORE
+    keywords = [{"target": t[:, :-1], "mask": m} for t, m in zip(target, mask, strict=True)]
+    return Given(source, after, 1 / encoder_decoder.count_tokens(after), keywords)
+
+
+def of_encoder_decoder(encoder: int, decoder: int) -> Kind:
+    config = encoder_decoder.EncoderDecoderConfig(
+        vocab=VOCAB, encoder_layers=encoder, decoder_layers=decoder, hidden=HIDDEN, heads=4,
+        context=CONTEXT,
+    )  # fmt: skip
+    return Kind(
+        partial(encoder_decoder.build_stage, config),
+        encoder_decoder.loss,
+        lambda stages: encoder_decoder.boundaries(config, stages, BATCH, SOURCE, CONTEXT),
+        translations,
+        partial(encoder_decoder.tied_stages, config),
+    )
+
+
+KINDS = {"llama": of_llama(), "tied llama": of_llama(tied=True), "bert": of_bert()}
+KINDS |= {"encoder_decoder": of_encoder_decoder(2, 2), "uneven": of_encoder_decoder(1, 3)}
 
 
 def gradients(stages: Sequence[nn.Module]) -> list[dict[str, Tensor]]:

@@ -77,22 +77,22 @@ class Case(NamedTuple):
     options: Any = ()
 
 
-CASES = cases(
-    [
-        Case(one_f_one_b, tp=2),
-        Case(zb_h1, tp=2),
-        Case(one_f_one_b, tp=2, options=(("recompute", "all"),)),
-        Case(zb_h1, dp=2, zero=2),
-        Case(interleaved, dp=2, zero=3),
-    ],
-    [
-        *(Case(one_f_one_b, dp=2, zero=zero) for zero in range(4)),
-        Case(zb_v, tp=2),
-        Case(interleaved, tp=2),
-        Case(zb_h1, dp=2, zero=3, options=(("recompute", "all"),)),
-    ],
-)
-SHARED = [(name, case) for name in KINDS if name != "llama" for case in CASES]
+TP = Case(one_f_one_b, tp=2)
+SPLIT = Case(zb_h1, tp=2)
+AGAIN = Case(one_f_one_b, tp=2, options=(("recompute", "all"),))
+ZERO_2 = Case(zb_h1, dp=2, zero=2)
+ZERO_3 = Case(interleaved, dp=2, zero=3)
+MORE = [
+    *(Case(one_f_one_b, dp=2, zero=zero) for zero in range(4)),
+    Case(zb_v, tp=2),
+    Case(interleaved, tp=2),
+    Case(zb_h1, dp=2, zero=3, options=(("recompute", "all"),)),
+]
+SHARED = [
+    *(("tied llama", case) for case in cases([TP, SPLIT, AGAIN, ZERO_2, ZERO_3], MORE)),
+    *(("bert", case) for case in cases([TP, ZERO_2], [SPLIT, AGAIN, ZERO_3, *MORE])),
+    *(("encoder_decoder", case) for case in cases([SPLIT, ZERO_3], [TP, AGAIN, ZERO_2, *MORE])),
+]
 Weights = dict[tuple[int, str], tuple[Tensor, int | None]]
 
 

@@ -1,0 +1,76 @@
+"""Blocks: the parts of a layer, which each add to a residual stream what they make of its norm.
+
+Tensor-parallel ranks share heads and feed-forward width as in Megatron-LM (arXiv 1909.08053,
+section 3).  Masks are bool (b, S), true where there is a token to attend to.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from schedir.kernels.gelu import bias_gelu
+from schedir.models.weights import Weights
+
+
+class SelfAttention(nn.Module):
+    """x + attention of norm(x) to itself, (b, T, hidden)."""
+
+    def __init__(self, weights: Weights, heads: int, *, causal: bool) -> None:
+        super().__init__()
+        self.width, self.causal = weights.hidden // heads, causal
+        self.norm = weights.norm()
+        # Rows in the order (head, q k v, width): a slice of them is whole heads.
+        self.qkv = weights.column("qkv", 3 * weights.hidden)
+        self.proj = weights.row("proj", weights.hidden)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = _heads(self.qkv(self.norm(x)), 3, self.width)
+        x = x + self.proj(_attended(q, k, v, mask, self.causal))
+        return x
+
+
+class CrossAttention(nn.Module):
+    """x + attention of norm(x), (b, T, hidden), to memory, (b, S, hidden)."""
+
+    def __init__(self, weights: Weights, heads: int) -> None:
+        super().__init__()
+        self.width = weights.hidden // heads
+        self.norm = weights.norm()
+        self.q = weights.column("q", weights.hidden)
+        self.kv = weights.column("kv", 2 * weights.hidden)  # rows (head, k v, width)
+        self.proj = weights.row("proj", weights.hidden)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+        (q,) = _heads(self.q(self.norm(x)), 1, self.width)
+        k, v = _heads(self.kv(memory), 2, self.width)
+        x = x + self.proj(_attended(q, k, v, mask, False))
+        return x
+
+
+class FeedForward(nn.Module):
+    """x + down(gelu(up(norm(x)))), (b, T, hidden); it is 4 * hidden wide."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self.norm = weights.norm()
+        self.up = weights.column("up", 4 * weights.hidden)
+        self.down = weights.row("down", 4 * weights.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.up.bias is not None
+        x = x + self.down(bias_gelu(self.up.product(self.norm(x)), self.up.bias))
+        return x
+
+
+def _heads(x: Tensor, parts: int, width: int) -> tuple[Tensor, ...]:
+    """(b, T, heads * parts * width) as parts, each (b, heads, T, width)."""
+    each = x.view(*x.shape[:2], -1, parts, width).permute(3, 0, 2, 1, 4)
+    return tuple(each.unbind(0))
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """What heads attend to, (b, T, heads * width)."""
+    allowed = None if mask is None else mask[:, None, None, :]
+    heads = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=causal)
+    return heads.transpose(1, 2).flatten(2)

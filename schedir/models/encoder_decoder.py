@@ -1,0 +1,227 @@
+"""An encoder-decoder cut into pipeline stages, each shared by a tensor-parallel group.
+
+The model is that of Vaswani et al. (arXiv 1706.03762), positions as sines and cosines (section 3.5)
+and one weight for both embeddings and the head (section 3.4), with a norm before each part of a
+layer in place of one behind it, as Pegasus has it (Zhang et al., arXiv 1912.08777).  There is no
+dropout.
+
+Stages of the encoder give what they make of the source.  When it is done that is the *memory*,
+which stages of the decoder take with what they make of the target, and pass on: a boundary of two
+tensors.  So the gradient of the memory is summed up on the way back.  The tokens of the target,
+and which of the source are there, come from the data: every stage is given them by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from schedir.errors import UsageError
+from schedir.models.blocks import CrossAttention, FeedForward, SelfAttention
+from schedir.models.encoder_decoder_config import EncoderDecoderConfig as EncoderDecoderConfig
+from schedir.models.encoder_decoder_config import layers_of
+from schedir.models.encoder_decoder_config import tied_stages as tied_stages
+from schedir.models.language import IGNORE as IGNORE
+from schedir.models.language import Where, drawn
+from schedir.models.language import count_tokens as count_tokens
+from schedir.models.language import loss as loss
+from schedir.models.shape import split_heads
+from schedir.models.weights import Weights
+from schedir.parallel.group import tp_size
+from schedir.parallel.vocab import VocabParallelEmbedding, VocabParallelHead, shard_vocab
+from schedir.runtime.boundary import Boundary
+
+THETA = 10000.0  # of the longest wave of positions
+
+
+def build_stage(
+    config: EncoderDecoderConfig,
+    stage: int,
+    stages: int,
+    *,
+    tp: ProcessGroup | None = None,
+    division: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Stage:
+    """Stage `stage` of `stages`, this rank's shard of it, in `dtype` on `device`.
+
+    `division` is the number of layers of each stage, those of the encoder first; a stage may have
+    the encoder's end and the decoder's begin.  Raises UsageError if the layers do not fit the
+    stages, or the heads the tensor-parallel ranks.
+    """
+    layers = layers_of(config, stages, division)
+    if not 0 <= stage < stages:
+        raise UsageError(f"stage {stage} is not one of 0..{stages - 1}")
+    split_heads(config.heads, tp_size(tp))
+    where: Where = {"device": device, "dtype": dtype}
+    return Stage(config, layers[stage], stage == 0, stage == stages - 1, tp, where)
+
+
+def boundaries(
+    config: EncoderDecoderConfig,
+    stages: int,
+    batch: int,
+    source: int,
+    target: int,
+    *,
+    division: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> dict[int, tuple[Boundary, ...]]:
+    """What each stage but the last gives, for sequences of `source` and `target` tokens: what an
+    Executor takes as `boundary`."""
+    memory, hidden = (Boundary((batch, n, config.hidden), dtype) for n in (source, target))
+    ends = [own.stop for own in layers_of(config, stages, division)[:-1]]
+    return {
+        s: (memory,) if end <= config.encoder_layers else (hidden, memory)
+        for s, end in enumerate(ends)
+    }
+
+
+class Stage(nn.Module):
+    """Consecutive layers, with the source's embedding if first and the head if last.
+
+    The first stage takes the source, tokens int64 (b, S), and stages of the encoder give each other
+    (b, S, hidden); those of the decoder (b, T, hidden) and the memory, (b, S, hidden); the last
+    gives this rank's logits, (b, T, ceil(V/t)).  All are given `target`, int64 (b, T), by name, of
+    which the stage takes the embedding that has the decoder's first layer; and `mask`, bool (b, S),
+    which tokens of the source are there, if not all are.
+    """
+
+    def __init__(
+        self,
+        config: EncoderDecoderConfig,
+        layers: range,
+        first: bool,
+        last: bool,
+        tp: ProcessGroup | None,
+        where: Where,
+    ) -> None:
+        super().__init__()
+        self.config, begin = config, config.encoder_layers
+        ends = {"embedding": first, "decoder_embedding": begin in layers, "head": last}
+        weights = _ends([name for name, here in ends.items() if here], config, tp, where)
+        self.embedding = self.decoder_embedding = self.head = None
+        if first:
+            self.embedding = VocabParallelEmbedding(weights["embedding"], tp)
+        if begin in layers:
+            self.decoder_embedding = VocabParallelEmbedding(weights["decoder_embedding"], tp)
+        own = [(str(i), i) for i in layers]
+        self.encoder = nn.ModuleDict(
+            {name: EncoderLayer(config, i, tp, where) for name, i in own if i < begin}
+        )
+        self.decoder = nn.ModuleDict(
+            {name: DecoderLayer(config, i, tp, where) for name, i in own if i >= begin}
+        )
+        self.encoder_norm = nn.LayerNorm(config.hidden, **where) if begin - 1 in layers else None
+        self.norm = nn.LayerNorm(config.hidden, **where) if last else None
+        if last:
+            self.head = VocabParallelHead(weights["head"], config.vocab, tp)
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """This stage's copy of the embedding, if another stage has one: their gradients are summed.
+
+        None where nothing is tied, on the stages between, and where one stage is the model.
+        """
+        ends = [end for end in (self.embedding, self.decoder_embedding, self.head) if end]
+        return ends[0].weight if self.config.tied and 0 < len(ends) < 3 else None
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        target: Tensor,
+        mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if max(x.shape[1], target.shape[1]) > self.config.context:
+            raise UsageError(
+                f"{x.shape[1]} and {target.shape[1]} tokens do not fit a context of "
+                f"{self.config.context}"
+            )
+        if self.embedding is not None:
+            x = _placed(self.embedding(x))
+        for block in self.encoder.values():
+            x = block(x, mask)
+        if self.encoder_norm is not None:
+            x = self.encoder_norm(x)
+        if self.decoder_embedding is not None:
+            x, memory = _placed(self.decoder_embedding(target)), x
+        for block in self.decoder.values():
+            x = block(x, memory, mask)
+        if self.norm is not None and self.head is not None:
+            logits: Tensor = self.head(self.norm(x))
+            return logits
+        return x if memory is None else (x, memory)
+
+
+class EncoderLayer(nn.Module):
+    """Attention of the source to itself, and a feed-forward, (b, S, hidden)."""
+
+    def __init__(
+        self, config: EncoderDecoderConfig, index: int, tp: ProcessGroup | None, where: Where
+    ) -> None:
+        super().__init__()
+        adds = 2 * config.encoder_layers
+        weights = Weights(config.seed, f"encoder.{index}", config.hidden, adds, tp, where)
+        self.attention = SelfAttention(weights, config.heads, causal=False)
+        self.feed_forward = FeedForward(weights)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.feed_forward(self.attention(x, mask))
+        return x
+
+
+class DecoderLayer(nn.Module):
+    """Attention of the target to what is before in it, to the memory, and a feed-forward."""
+
+    def __init__(
+        self, config: EncoderDecoderConfig, index: int, tp: ProcessGroup | None, where: Where
+    ) -> None:
+        super().__init__()
+        adds = 3 * config.decoder_layers
+        weights = Weights(config.seed, f"decoder.{index}", config.hidden, adds, tp, where)
+        self.attention = SelfAttention(weights, config.heads, causal=True)
+        across = weights._replace(name=f"decoder.{index}.across")
+        self.across = CrossAttention(across, config.heads)
+        self.feed_forward = FeedForward(weights)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.feed_forward(self.across(self.attention(x), memory, mask))
+        return x
+
+
+def _ends(
+    names: Sequence[str], config: EncoderDecoderConfig, tp: ProcessGroup | None, where: Where
+) -> dict[str, nn.Parameter]:
+    """The weight of each end that a stage has; those that are tied share one Parameter."""
+
+    def made(name: str) -> nn.Parameter:
+        key = f"{name}.weight"
+        return shard_vocab(drawn(config.seed, key, config.vocab, config.hidden, where), tp)
+
+    if config.tied:
+        return dict.fromkeys(names, made("embedding")) if names else {}
+    return {name: made(name) for name in names}
+
+
+def _placed(x: Tensor) -> Tensor:
+    """Embeddings (b, T, hidden), times the root of their width, and where each is."""
+    return x * math.sqrt(x.shape[-1]) + waves(x.shape[1], x)
+
+
+def waves(length: int, like: Tensor) -> Tensor:
+    """Sines, and then cosines, of each position, (T, hidden), in the type of `like`.
+
+    Wave i of either has the angle p / theta^(2i / hidden) at position p (1706.03762, section 3.5).
+    """
+    hidden = like.shape[-1]
+    pairs = torch.arange(0, hidden, 2, device=like.device, dtype=torch.float32)
+    at = torch.arange(length, device=like.device, dtype=torch.float32)
+    angles = torch.outer(at, 1.0 / THETA ** (pairs / hidden))
+    return torch.cat([angles.sin(), angles.cos()], 1).to(like.dtype)
