@@ -47,7 +47,7 @@ GROUPS = {
     "Predict": (
         "Predicted and measured runs are one type. [Traces](traces.md) tells of runs as files, why "
         "ranks are idle, and what would shorten a step.",
-        ["Costs", "Sizes", "Cluster", "load_cluster", "save_cluster", "model_states",
+        ["Costs", "Sizes", "in_pieces", "Cluster", "load_cluster", "save_cluster", "model_states",
          "layer_bytes", "simulate", "Timeline",
          "save_timeline", "load_timeline", "traces.read_run", "traces.Imported"],
     ),

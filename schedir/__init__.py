@@ -36,6 +36,7 @@ from schedir.ir.text import parse, show
 from schedir.ir.ties import Ties, ties
 from schedir.ir.trust import trusting
 from schedir.ir.zero import model_states
+from schedir.passes.cut import in_pieces
 from schedir.predict.layer_bytes import layer_bytes
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
@@ -114,6 +115,7 @@ __all__ = [
     "forwards",
     "frontier",
     "greedy",
+    "in_pieces",
     "instrument",
     "layer_bytes",
     "load_cluster",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from schedir.ir.ops import Instr, Opcode
-from tests import away, sharded, snapshots, stepped, strange
+from tests import away, pieces, sharded, snapshots, stepped, strange
 from tests.carried import Entry, Event, Message, Slot, Tensor, Value, Wrong, met
 
 if TYPE_CHECKING:
@@ -198,7 +198,9 @@ class Host:
         if i.stage == self.machine.stages - 1:
             self.give("loss", i.mb)
         elif self.runs(i.stage + 1, i.mb):
-            self.make(self.give("act_in", i.stage + 1, i.mb), "act", i.stage, i.mb)
+            self.make(
+                self.give("act_in", i.stage + 1, i.mb), "act", i.stage, i.mb, pieces.summed(self, i)
+            )
         else:
             self.make(self.give("act_out", i.stage, i.mb), "act", i.stage, i.mb)
         if self.machine.trains and i.stage >= self.machine.frozen:
@@ -227,7 +229,13 @@ class Host:
         if i.stage == self.machine.frozen:
             return  # nobody wants it
         if self.runs(i.stage - 1, i.mb):
-            self.make(self.give("grad_in", i.stage - 1, i.mb), "grad", i.stage, i.mb)
+            self.make(
+                self.give("grad_in", i.stage - 1, i.mb),
+                "grad",
+                i.stage,
+                i.mb,
+                pieces.summed(self, i),
+            )
         else:
             self.make(self.give("grad_out", i.stage, i.mb), "grad", i.stage, i.mb)
 
@@ -273,18 +281,6 @@ class Host:
         )
         self.entry.actions.append(lambda: machine.post(message))
         self.entry.meets.append(met)
-
-    def reshape(self, i: Instr) -> None:
-        """Scatter and gather, in place: the slot is taken and given again."""
-        if self.machine.program.tp == 1:
-            raise Wrong(f"{i}: there is no tensor-parallel group")
-        grad, gathers = i.op in (O.ScatterGrad, O.GatherGrad), i.op in (O.Gather, O.GatherGrad)
-        self.queue("gathers" if gathers else "compute")
-        kind = "grad" if grad else "act"
-        slot = (f"{kind}_in" if gathers else f"{kind}_out", i.stage, i.mb)
-        maker = i.stage if not gathers else i.stage + (1 if grad else -1)
-        self.expect(self.take(*slot), kind, maker, i.mb, not gathers)
-        self.make(self.give(*slot), kind, maker, i.mb, gathers)
 
     def collective(self, communicator: object, members: int, update: int) -> None:
         """Meet the others; who meets them for another update notices."""
@@ -384,7 +380,8 @@ class Host:
         O.BackwardInput: backward_input,
         O.BackwardWeight: backward_weight,
         **dict.fromkeys(MESSAGES, message),
-        **dict.fromkeys((O.Scatter, O.Gather, O.ScatterGrad, O.GatherGrad), reshape),
+        **dict.fromkeys(pieces.SLICES, pieces.reshape),
+        **dict.fromkeys(pieces.SUMS, pieces.meet),
         O.ReduceGrads: reduce_grads,
         O.ReduceHolders: reduce_holders,
         O.ReduceTied: reduce_tied,

@@ -34,6 +34,7 @@ from schedir.verify.check import check, check_draft
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
 from tests.mutations_of_snapshots import COPIED
 from tests.mutations_of_states import STEPPED, on_host
+from tests.mutations_of_sums import SUMMED
 from tests.mutations_of_tiers import AWAY, moved
 from tests.mutations_of_turns import TURNED
 from tests.threads import verdict
@@ -87,10 +88,13 @@ def legal(
     copies: bool = False,
     away: bool = False,
     stepped: bool = False,
+    pieces: bool = False,
 ) -> Program:
     """A small program that is legal under `edge` at least, in all sorts of ways."""
     known = turns or stepped or rng.random() < 0.7
-    program = lowered(rng, turns=turns, away=away) if known else updating(rng)
+    program = lowered(rng, turns=turns, away=away, pieces=pieces) if known else updating(rng)
+    while pieces and not program.meets:
+        program = lowered(rng, pieces=True)
     while (copies or away or stepped) and not program.trains:
         program = lowered(rng)
     if copies:
@@ -152,6 +156,7 @@ def more(rng: random.Random, program: Program, *, away: bool = False) -> dict[st
         "ahead": rng.randint(0, 2),
         "offload": lambda s, m: rng.random() < 0.7,
         "spill": lambda s, m: rng.random() < 0.4,
+        "cut": rng.choice([1, 2, 3]),
     }
     without = {"host_limit"}  # which takes sizes
     without |= {"state_slots"}  # `on_host` says how many
@@ -167,7 +172,9 @@ def sharded(rng: random.Random) -> dict[str, Any]:
     return {"zero": zero, "reduce": rng.choice(["end", "turn"]) if zero > 1 else "end"}
 
 
-def lowered(rng: random.Random, *, turns: bool = False, away: bool = False) -> Program:
+def lowered(
+    rng: random.Random, *, turns: bool = False, away: bool = False, pieces: bool = False
+) -> Program:
     """A known schedule, or a random draft, lowered with random traits."""
     while True:
         ranks, m = rng.choice([1, 2, 2, 3, 3, 4]), rng.choice([1, 2, 2, 3, 3, 4, 6])
@@ -177,7 +184,7 @@ def lowered(rng: random.Random, *, turns: bool = False, away: bool = False) -> P
         anywhere: Any = rng.choice(["loop", "loop", "vee", "mirror", rows(rng, ranks)])
         placement, v = getattr(schedule, "placed", (anywhere, None))
         v = v or (1 if isinstance(placement, tuple) else rng.choice([1, 1, 2, 3 if turns else 1]))
-        tp, clip = rng.choice([1, 1, 2]), rng.random() < 0.5
+        tp, clip = 2 if pieces else rng.choice([1, 1, 2]), rng.random() < 0.5
         model = rng.choice([model for model in MODELS if model != "torch"])  # allows more than edge
         try:
             plan = Plan(ranks, m, v, placement)
@@ -186,7 +193,10 @@ def lowered(rng: random.Random, *, turns: bool = False, away: bool = False) -> P
             whole = replace(whole, frozen=frozen(plan, rng), skips=skips(plan, rng))
             if turns or rng.random() < 0.2:
                 whole = replace(whole, dp=2, **sharded(rng))
-            program = lower(whole, **(added := more(rng, whole, away=away)))
+            added = more(rng, whole, away=away)
+            if pieces:
+                added["cut"] = rng.choice([2, 3, "gf", "f-g"])
+            program = lower(whole, **added)
         except ProgramError:
             continue  # a schedule need not know every plan
         if added and verdict(program, "edge").kind != "ok":
@@ -261,8 +271,10 @@ def base(name: str, seed: int, again: int, mixed: bool) -> Program:
     away = name in AWAY or (mixed and rng.random() < 0.2)
     stepped = name in STEPPED
     copies = name in COPIED or (stepped and rng.random() < 0.3)
+    pieces = name in SUMMED
     turns = name in TURNED or (stepped and rng.random() < 0.3)
-    return legal(rng, PREPARED.get(name), turns=turns, copies=copies, away=away, stepped=stepped)
+    return legal(rng, PREPARED.get(name), turns=turns, copies=copies, away=away, stepped=stepped,
+                 pieces=pieces)  # fmt: skip
 
 
 def trial(name: str, seed: int, models: Sequence[Model] = MODELS, share: int = 4) -> Trial:

@@ -179,9 +179,10 @@ def away_once_more(e: Edit) -> None:
 
 @at(O.Spill)
 def stay_on_the_host(e: Edit) -> bool | None:
-    """As right as before: nothing goes to the disk."""
+    """As right as before: nothing goes to the disk, if the host has room."""
     back = [k for k in e.here(O.Fetch) if not (e.own[k] ^ e.word) & ADDRESS]
-    if len(back) != 1:
+    told = e.program.slots[e.rank].said() if e.program.slots else {}
+    if len(back) != 1 or "host" in told:
         return False
     for k in sorted((back[0], e.at), reverse=True):
         pull(e.own, k)

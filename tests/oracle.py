@@ -129,10 +129,12 @@ class Machine:
             steps = [(rank, k) for k, j in enumerate(own) if j.op == O.OptimizerStep]
             version *= s >= self.program.frozen
             skip = here((O.RecvSkip, s), (O.Forward, self._from(s)))
-            return here((O.Gather, s), (O.RecvAct, s), (O.Forward, s - 1)) + skip + steps[:version]
+            came = here((O.Gather, s), (O.SumAct, s), (O.RecvAct, s), (O.Forward, s - 1))
+            return came + skip + steps[:version]
         if i.op in (O.Backward, O.BackwardInput):
             before = [(O.Backward, s + 1), (O.BackwardInput, s + 1)]
-            grad = here((O.GatherGrad, s), (O.RecvGrad, s), *before) if s + 1 < S else []
+            grads = ((O.GatherGrad, s), (O.SumGrad, s), (O.RecvGrad, s), *before)
+            grad = here(*grads) if s + 1 < S else []
             late = dict(self.program.skips).get(s, -1)
             skip = here((O.RecvSkipGrad, s), (O.Backward, late), (O.BackwardInput, late))
             return here((O.Recompute, s), (O.Forward, s)) + grad + skip
@@ -147,6 +149,8 @@ class Machine:
             O.ScatterGrad: backward,
             O.Gather: [(O.RecvAct, s)],
             O.GatherGrad: [(O.RecvGrad, s)],
+            O.SumAct: [(O.Forward, s - 1)],
+            O.SumGrad: [(O.Backward, s + 1), (O.BackwardInput, s + 1)],
         }
         if i.op in simple:
             return here(*simple[i.op])

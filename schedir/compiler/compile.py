@@ -87,6 +87,9 @@ def compile(
     costs `offload`, `reload`, `spill` and `fetch`; `host_limit` is the most bytes that a rank may
     have on the host.  With "fit" for both `recompute` and `offload` the step is as short as with
     either, or shorter, as far as was tried.
+    `cut=5` cuts each stage into so many pieces, which are stages of the program from then on; where
+    tensor-parallel ranks meet between them is "fgfg" then, as one may say, too (`ir/meets.py`).
+    Costs, sizes, and stages that other options name, are those of pieces (`in_pieces`).
     `frozen=2` is such a trait: the first two stages are not trained, and whatever the schedule says
     of their backwards is left out.
 

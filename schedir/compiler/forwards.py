@@ -44,6 +44,7 @@ def forwards(
         frozen=program.frozen,
         skips=program.skips,
         zero=program.zero,
+        meets=program.meets,
     )
     scattered = not program.ops.isdisjoint(SCATTERS.values())
     boundary: Boundary = "replicated" if scattered or program.tp == 1 else "sharded"

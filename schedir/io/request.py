@@ -16,13 +16,14 @@ from schedir.compiler.compile import check_memory, compile
 from schedir.errors import PlanError, UsageError
 from schedir.io.load import Source
 from schedir.ir.cluster import Cluster
-from schedir.ir.costs import OF_A_STAGE, Costs
+from schedir.ir.costs import Costs
 from schedir.ir.fields import Field
 from schedir.ir.ops import RECOMPUTE
 from schedir.ir.per_stage import cut
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import FIELDS, HEADER, TRAITS, Program
-from schedir.ir.sizes import AT_REST, Sizes
+from schedir.ir.sizes import Sizes
+from schedir.passes.cut import SHARED, in_pieces
 from schedir.passes.moves import DISK, HOST
 from schedir.passes.record import Choice
 from schedir.passes.share_slots import share_slots
@@ -38,9 +39,6 @@ from schedir.schedules.words import (
     takes_v,
 )
 from schedir.verify.check import check
-
-# Costs and sizes that a rank has of its stages together: split over them, they are one model's.
-_OF_A_RANK = (*OF_A_STAGE, "saved", "tape", "both", "weights", "version", *AT_REST)
 
 
 def _contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
@@ -313,6 +311,12 @@ class Request:
         costs = self.costs or Costs()
         if self.cluster is None:
             return self._per_stage(costs.usual())
+        if "cut" in self.more:
+            raise UsageError(
+                "a cluster fills costs of whole stages, and these are cut in pieces",
+                hint="tell costs of pieces, sum among them",
+                fields=["cluster", "cut"],
+            )
         costs, found = self._per_stage(costs), self.source.found
         groups: dict[str, Any] = {"tp": 1, "dp": 1, "zero": 0, "snapshots": False}
         groups |= {"states": "device"}
@@ -335,9 +339,10 @@ class Request:
         """Costs or sizes of a microbatch on a rank as those on one of its stages."""
         if not self.share:
             return each
-        whole = {k: c for k in _OF_A_RANK if (c := getattr(each, k, None)) is not None}
+        whole = {k: c for k in SHARED if (c := getattr(each, k, None)) is not None}
         plan = self.plan
-        return replace(each, **{k: cut(c, plan.ranks, plan.stages) for k, c in whole.items()})
+        each = replace(each, **{k: cut(c, plan.ranks, plan.stages) for k, c in whole.items()})
+        return in_pieces(each, self.more["cut"], plan) if "cut" in self.more else each
 
 
 _Each = TypeVar("_Each", Costs, Sizes)

@@ -98,6 +98,7 @@ class Costs:
     load_state: Cost | None = None
     step_stage: Cost | None = None
     store_state: Cost | None = None
+    sum: Cost | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):

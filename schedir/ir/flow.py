@@ -301,9 +301,10 @@ class Flow:
         if TOKENS[token].found in (Found.AGAIN, Found.ALL):
             return True
         changed = [op for op in changes(token) if op in self.index.at]
-        return TOKENS[token].found is Found.ONCE and (
-            len(changed) > 1 or any(change_of(op, token) for op in changed)
-        )
+        if TOKENS[token].found is not Found.ONCE or not changed:
+            return False
+        often = np.sum([self.index.at[op] != NONE for op in changed], 0)
+        return bool((often > 1).any()) or any(change_of(op, token) for op in changed)
 
     def _chained(self, token: Token) -> Chains:
         parts = []

@@ -88,3 +88,5 @@ class Opcode(IntEnum):
     LoadState = 31
     StepStage = 32
     StoreState = 33
+    SumAct = 34
+    SumGrad = 35

@@ -58,7 +58,7 @@ LANES: Final[tuple[LaneRow, ...]] = (
     LaneRow(_L.COMPUTE, False, "runs", "what the rank computes"),
     LaneRow(_L.ACT, True, "starts", "messages with activations"),
     LaneRow(_L.GRAD, True, "starts", "messages with gradients"),
-    LaneRow(_L.TP, False, "waits", "gathers within the tensor-parallel group"),
+    LaneRow(_L.TP, False, "waits", "collectives of the tensor-parallel group"),
     LaneRow(_L.DP, False, "starts", "reductions over replicas and ranks"),
     LaneRow(_L.PARAMS, False, "starts", "gathers of weights over replicas"),
     LaneRow(_L.D2H, False, "starts", "copies to the host"),
@@ -180,6 +180,12 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(_O.StoreState, "store_state", _L.D2H, _STAGE, (_T.STATE,), (_T.STATE, _T.STORED), (),
         "Moves the stage's part of the state back to the host's memory.", cost="store_state",
         changes=(Change(_T.STATE, "device", "host"),)),
+    Row(_O.SumAct, "sum_act", _L.TP, _MB, (_T.ACT_IN,), (_T.ACT_IN,), (),
+        "Sums what a piece of a stage gives over the tensor-parallel group, before the next piece "
+        "takes it (Megatron-LM's g).", cost="sum", ring=Ring("tp", turns=2)),
+    Row(_O.SumGrad, "sum_grad", _L.TP, _MB, (_T.GRAD_IN,), (_T.GRAD_IN,), (),
+        "Sums the gradient of what a piece takes over the tensor-parallel group, before the piece "
+        "that gave it takes that (Megatron-LM's f).", cost="sum", ring=Ring("tp", turns=2)),
 )  # fmt: skip
 
 BY_TEXT: Final = {row.text: row.op for row in ROWS}
@@ -220,8 +226,14 @@ SENDS: Final = tuple(row.op for row in ROWS if row.hop and row.needs)
 RECEIVES: Final = tuple(row.op for row in ROWS if row.hop and row.gives)
 TRANSFERS: Final = SENDS + RECEIVES
 COLLECTIVES: Final = tuple(row.op for row in ROWS if row.meets is row.op)
-SHARDING: Final = tuple(  # what tells no change cuts a value in slices, or makes it whole
-    row.op for row in ROWS if {*row.needs} & {*row.gives} & {*BOUNDARY} and not row.changes
+_IN_PLACE: Final = tuple(
+    row for row in ROWS if {*row.needs} & {*row.gives} & {*BOUNDARY} and not row.changes
+)
+SUMS: Final = tuple(  # what goes around twice gives each the sum of all
+    row.op for row in _IN_PLACE if row.ring is not None and row.ring.turns == 2
+)
+SHARDING: Final = tuple(  # all else that tells no change cuts a value in slices, or makes it whole
+    row.op for row in _IN_PLACE if row.op not in SUMS
 )
 GATHERS: Final = tuple(op for op in SHARDING if ROWS[op].lane is Lane.TP)
 # What leaves a part of a value that is put out, by that value.

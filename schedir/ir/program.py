@@ -136,6 +136,8 @@ class Program:
     of the step before.
     `states` is where the optimizer's state lies between steps: on the "device", or on the "host".
     Then each update ends with a load, a step and a store of each own stage that is trained.
+    `meets` has a letter for each boundary between two stages, where any of them are pieces of one
+    that tensor-parallel ranks share (`schedir/ir/meets.py`): "fgfg-fgfg".
     `slots` has one entry per rank; where it is empty, each value has a slot of its own.
 
     `order` numbers the messages as the lowering places them: for each kind of send a number by
@@ -176,6 +178,7 @@ class Program:
     open: bool = field(default=False, metadata=traits.OPEN)
     snapshots: bool = field(default=False, metadata=traits.SNAPSHOTS)
     states: str = field(default="device", metadata=traits.STATES)
+    meets: str = field(default="", metadata=traits.MEETS)
     slots: tuple[Slots, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False
@@ -198,18 +201,8 @@ class Program:
         for f in TRAITS:
             value = f.kind.settle(f.name, getattr(self, f.name), self.plan)
             object.__setattr__(self, f.name, value)
-        traits.require_together(
-            self.plan,
-            self.tied,
-            clip=self.clip,
-            frozen=self.frozen,
-            validate=self.validate,
-            zero=self.zero,
-            reduce=self.reduce,
-            open=self.open,
-            snapshots=self.snapshots,
-            states=self.states,
-        )
+        told = {name: getattr(self, name) for name in traits.TOGETHER}
+        traits.require_together(self.plan, **told)
         try:
             slots = tuple(Slots(*map(index, counts)) for counts in self.slots)
         except TypeError:

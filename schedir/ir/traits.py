@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from typing import Any, Final
 
 from schedir.errors import PlanError, said
 from schedir.ir.fields import YES_OR_NO, Kind, Option, itself, setting, whole_number
+from schedir.ir.meets import MEETS as MEETS_KIND
 from schedir.ir.plan import MAX_STAGES, Plan
 from schedir.ir.skips import SKIPS as SKIPS_KIND
 from schedir.ir.ties import TIED as TIED_KIND
@@ -51,8 +53,8 @@ def _one_of(*words: str) -> Kind:
 
 def require_together(
     plan: Plan,
-    tied: Tied,
     *,
+    tied: Tied,
     clip: bool,
     frozen: int,
     validate: str,
@@ -61,6 +63,8 @@ def require_together(
     open: bool,
     snapshots: bool,
     states: str,
+    meets: str,
+    tp: int,
 ) -> None:
     """Raise PlanError for traits of which each is right, and that do not go together."""
     for stages in tied:
@@ -151,7 +155,15 @@ def require_together(
             hint="states='device', or validate='before'",
             fields=["states", "validate"],
         )
+    if meets and tp == 1:
+        raise PlanError(
+            "meets says where tensor-parallel ranks meet, and tp is 1: there is nobody to meet",
+            hint="tp=2, or leave out meets",
+            fields=["meets", "tp"],
+        )
 
+
+TOGETHER: Final = tuple(signature(require_together).parameters)[1:]  # the traits that it is told
 
 _NUMBER = whole_number(0, MAX_STAGES)
 _FROZEN_STAGES = replace(_NUMBER, settle=_settled_frozen)
@@ -206,4 +218,9 @@ SKIPS: Final = setting(
     SKIPS_KIND,
     "from which stage to which: 0=3,1=2",
     in_config=False,  # it is the model's there
+)
+MEETS: Final = setting(
+    MEETS_KIND,
+    "where tensor-parallel ranks meet between stages of one rank: fgfg-fgfg (--cut says it)",
+    in_config=False,  # a cut says it there
 )

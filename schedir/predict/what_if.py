@@ -180,6 +180,8 @@ class Lowering:
                 raise PlanError("of a model that is cut otherwise it is not known what is tied")
             if like.frozen:
                 raise PlanError("of a model that is cut otherwise it is not known what is frozen")
+            if like.meets:
+                raise PlanError("of a model that is cut otherwise it is not known where ranks meet")
             if like.skips:
                 raise PlanError("of a model that is cut otherwise it is not known what skips what")
         return compile(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from schedir.errors import ModelError
+from schedir.ir.meets import LEAVES
 from schedir.ir.ops import BOUNDARY, LOCAL_HANDOVER, RECOMPUTE, ROWS, Instr, Opcode, Token
 from schedir.runtime.around import around, on_version
 from schedir.runtime.batch import tensors_of
@@ -41,6 +42,7 @@ def forward(state: State, i: Instr) -> Call:
     # What is saved of it outlives its turn, or is moved.
     moved = Instr(Opcode.Offload, i.stage, mb) in state.index_of
     take = _look_at(taken, Tensor.clone if state.program.shares_slots or moved else Tensor.detach)
+    summed = state.program.meets[i.stage : i.stage + 1] == LEAVES
 
     def run() -> None:
         xs = take() if taken else tensors_of(state.batch.inputs[mb], mb)
@@ -54,6 +56,8 @@ def forward(state: State, i: Instr) -> Call:
             state.losses[mb] = ys[0].detach()
         else:
             values = [*map(Tensor.detach, ys)]
+            if summed and any(share_memory(values[0], x) for x in xs):
+                values[0] = values[0].clone()  # it is summed in its place
             give(values if stage.weights is None else stage.weights.apart(values))
         if saved is not None:
             if not stage.parameters_checked:
@@ -219,7 +223,7 @@ def _gradients(xs: Sequence[Tensor], dys: Sequence[Tensor], stage: int) -> Seque
         if dx is None:
             dx, unused = torch.zeros_like(x), unused + 1
         for dy in dys:
-            if _share(dx, dy):
+            if share_memory(dx, dy):
                 dx = dx.clone()  # autograd may hand on what it was given
         dxs.append(dx)
     if unused == len(xs):
@@ -228,7 +232,7 @@ def _gradients(xs: Sequence[Tensor], dys: Sequence[Tensor], stage: int) -> Seque
     return dxs
 
 
-def _share(one: Tensor, other: Tensor) -> bool:
+def share_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have one memory."""
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 

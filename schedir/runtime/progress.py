@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from schedir.analysis.graph import Graph
-from schedir.ir.ops import GATHERS, RECEIVES, ROWS, SENDS, Instr, Lane
+from schedir.ir.ops import GATHERS, RECEIVES, ROWS, SENDS, SUMS, Instr, Lane
 from schedir.ir.program import Program
 from schedir.runtime.events import event_on
 from schedir.runtime.executor import Executor
@@ -119,7 +119,7 @@ def _started(state: State, k: int, i: Instr) -> Callable[[], Sequence[Any]]:
     """Finds the message or gather that an instruction has just started."""
     if i.op in SENDS:
         return lambda: state.sending[k][:1]
-    if i.op in RECEIVES or i.op in GATHERS:
+    if i.op in (*RECEIVES, *GATHERS, *SUMS):
         arrivals, key = state.stages[i.stage].arrivals, (ROWS[i.op].gives[0], i.mb)
         return lambda: (arrivals[key],)
     return lambda: ()
@@ -133,7 +133,7 @@ def waits_for(program: Program, i: Instr) -> str:
         return f"waits for rank {peer} to {'send' if i.op in RECEIVES else 'receive'}"
     if row.group:
         return f"waits for {_GROUPS[row.group]}"
-    if i.op in GATHERS:
+    if i.op in (*GATHERS, *SUMS):
         return "waits for its tensor-parallel group"
     if row.lane is Lane.DP and program.dp > 1:
         return "waits for the other replicas"

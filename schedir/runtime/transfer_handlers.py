@@ -8,13 +8,14 @@ from typing import Final
 
 from torch import Tensor
 
-from schedir.ir.ops import GATHERS, RECEIVES, ROWS, SCATTERS, Instr, Opcode, Token
+from schedir.ir.ops import GATHERS, RECEIVES, ROWS, SCATTERS, SUMS, Instr, Opcode, Token
 from schedir.runtime.rank import Call, State
 from schedir.transports.transport import bytes_on, own_part
 
 # What is taken in is received, and made whole if it comes in parts.
 _RECEIVES = {ROWS[op].gives[0]: op for op in RECEIVES}
 _GATHERS = {ROWS[op].gives[0]: op for op in GATHERS}
+_SUMS = {ROWS[op].gives[0]: op for op in SUMS}
 
 
 def send(state: State, i: Instr) -> Call:
@@ -86,15 +87,15 @@ def _received(state: State, i: Instr, kind: Token) -> tuple[Tensor, tuple[Tensor
 
 
 def message_wait(state: State, i: Instr, kind: Token) -> Callable[[], None] | None:
-    """Waits until what an instruction takes in is there, if it comes by message.
+    """Waits until what an instruction takes in is there, if it comes by message, or is summed.
 
     Then what the message proves to have arrived is let go.
     """
-    k = state.index_of.get((_RECEIVES[kind], i.stage, i.mb))
-    if k is None:
-        return None
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
-    known = state.implied_acks.get(k, ())
+    k = state.index_of.get((_RECEIVES[kind], i.stage, i.mb))
+    if k is None and (_SUMS.get(kind), i.stage, i.mb) not in state.index_of:
+        return None
+    known = state.implied_acks.get(k, ()) if k is not None else ()
 
     def wait() -> None:
         arrivals.pop(key).wait()

@@ -247,6 +247,8 @@ class Config:
     def __post_init__(self) -> None:
         split_layers(self.model.layers, self.pipeline.plan.stages, self.pipeline.division)
         split_heads(self.model.heads, self.pipeline.tp)
+        if getattr(self.pipeline, "cut", None) is not None:
+            raise UsageError("a training run does not cut stages in pieces", fields=["cut"])
         if self.train.evaluate_every and not self.data.held_out:
             raise UsageError(
                 f"evaluate_every is {self.train.evaluate_every}, and nothing is held out to "

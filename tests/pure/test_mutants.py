@@ -13,6 +13,7 @@ from schedir.analysis.models import MODELS
 from tests.cases import ALL
 from tests.mutants import COMMUTING, HARMLESS, MUTATIONS, RARELY_WRONG, trial
 from tests.mutations_of_states import STEPPED
+from tests.mutations_of_sums import SUMMED
 from tests.mutations_of_tiers import AWAY
 from tests.mutations_of_turns import TURNED
 
@@ -27,7 +28,7 @@ def test_checker_equals_execution(name: str) -> None:
     Of what comes in turns, or moves, each is judged under one model, and in turns more of them
     share a program.
     """
-    share, one = TRIALS // 3 if name in TURNED else 4, name in (*TURNED, *AWAY, *STEPPED)
+    share, one = TRIALS // 3 if name in TURNED else 4, name in (*TURNED, *AWAY, *STEPPED, *SUMMED)
     models = [[model] if one else MODELS for model in MODELS]
     seeds = range(SEED, SEED + TRIALS)
     trials = [trial(name, seed, models[seed % len(MODELS)], share) for seed in seeds]

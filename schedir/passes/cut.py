@@ -1,0 +1,278 @@
+"""Cut: a stage becomes several, its pieces, on the rank that has it; and where pieces meet.
+
+What a stage computes lies between two collectives of its tensor-parallel group.  As pieces these
+are stages like any other, so all that is known of stages is known of them: they are checked,
+priced, recomputed, offloaded and drawn, and their collectives stand between them as instructions,
+in whose time something else can run (T3, arXiv 2401.16677, does that in hardware).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from operator import index
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import CostsError, UsageError, said
+from schedir.ir.costs import OF_A_STAGE, Costs
+from schedir.ir.fields import Kind
+from schedir.ir.meets import ENTERS, LEAVES, LETTERS, NONE
+from schedir.ir.numerals import NO_NUMBERS, whole
+from schedir.ir.ops import BACKWARDS, FORWARDS, LATE, ROWS, Opcode, Per
+from schedir.ir.per_stage import by_stage, from_grid
+from schedir.ir.plan import MAX_STAGES, Plan
+from schedir.ir.program import ADDRESS, JOINED, OP, STAGE, Program, Stream, Words, is_op
+from schedir.ir.sizes import AT_REST, Sizes
+from schedir.passes.insert import behind
+from schedir.passes.record import Expected, Pass, Present
+
+Pieces = int | str | Iterable["int | str"]
+_DOWN: Final = (*BACKWARDS, *LATE)  # from the last piece on
+
+# ---------------------------------------------------------------- what is said
+
+
+def letters_of(given: Pieces, plan: Plan) -> tuple[str, ...]:
+    """The letters between the pieces of each stage (`ir/meets.py`): of as many as `cut` says.
+
+    A number of pieces is that of layers as in Megatron-LM, whose ranks enter and leave a region in
+    turn: "fgfg" for 5.  Raises UsageError for what says no pieces.
+
+    >>> letters_of(3, Plan(ranks=2, microbatches=2)), letters_of([1, "g-"], Plan(2, 2))
+    (('fg', 'fg'), ('', 'g-'))
+    """
+    if isinstance(given, str):
+        given = _read_here(given)
+    several = isinstance(given, Iterable) and not isinstance(given, (str, *NO_NUMBERS))
+    each = [*given] if several and isinstance(given, Iterable) else [given]
+    if several and len(each) != plan.stages:
+        raise UsageError(f"cut has {len(each)} entries for {plan.stages} stages", fields=["cut"])
+    found = [_letters(one) for one in each]
+    return tuple(found if several else found * plan.stages)
+
+
+def _letters(one: object) -> str:
+    if isinstance(one, str) and one and {*one} <= {*LETTERS}:
+        return one
+    try:
+        if isinstance(one, NO_NUMBERS) or not 1 <= (number := index(one)) <= MAX_STAGES:  # type: ignore[arg-type]
+            raise TypeError
+    except TypeError:
+        raise UsageError(f"cut {_TAKES}, not {said(one)}", fields=["cut"]) from None
+    return ((ENTERS + LEAVES) * number)[: number - 1]
+
+
+def _read(text: str) -> Any:
+    """`5`, `fgfg`, or one of these for each stage: `5,fgfg,1`."""
+    each = [one if one and {*one} <= {*LETTERS} else whole(one) for one in text.split(",")]
+    return each[0] if len(each) == 1 else tuple(each)
+
+
+def _read_here(text: str) -> Any:
+    try:
+        return _read(text)
+    except ValueError:
+        raise UsageError(f"cut {_TAKES}, not {said(text)}", fields=["cut"]) from None
+
+
+_TAKES: Final = (
+    "is how many pieces a stage has, or the letters between them as fgfg, or one of these per stage"
+)
+PIECES: Final = Kind(_TAKES, _read, int | str | tuple[int | str, ...], metavar="PIECES")
+
+
+def pieces_of(given: Pieces, plan: Plan) -> tuple[int, ...]:
+    """How many pieces each stage of a plan has."""
+    return tuple(len(letters) + 1 for letters in letters_of(given, plan))
+
+
+# ---------------------------------------------------------------- the draft
+
+
+def cut(program: Program, given: Pieces) -> Program:
+    """A draft whose stages are cut in pieces: forward from the first on, backward from the last.
+
+    Two computes that ran together are woven, piece by piece.  With one tensor-parallel rank there
+    are pieces, and nobody meets.  What is frozen, tied, skipped and late is so of pieces: a skip
+    leads from the last piece of a stage to the first of another, and of a tied weight the first
+    stage of all has it in its first piece, the last in its last.
+
+    Raises UsageError for a cut of what is cut, and of other stages that are tied.
+    """
+    letters = letters_of(given, program.plan)
+    number = np.array([len(own) + 1 for own in letters])
+    if program.meets:
+        raise UsageError(
+            "the program is of pieces already, and says where they meet", fields=["cut"]
+        )
+    if (number == 1).all():
+        return program
+    first = np.concatenate([[0], np.cumsum(number)])
+    plan, streams = program.plan, []
+    for stream in program.streams:
+        stage = stream.stage.astype(np.int64)
+        streams.append(Stream(_pieces(stream.words, stage, number, first)))
+    return replace(
+        program,
+        plan=_plan(plan, number),
+        streams=tuple(streams),
+        frozen=int(first[program.frozen]),
+        skips=tuple((int(first[s + 1]) - 1, int(first[t])) for s, t in program.skips),
+        tied=tuple(
+            tuple(_tied(s, number, first, stages) for s in stages) for stages in program.tied
+        ),
+        meets=NONE.join(letters) if program.tp > 1 else "",
+        order={},
+    )
+
+
+def _pieces(words: Words, stage: Words, number: Words, first: Words) -> Words:
+    """The words of a Stream, each as those of its pieces."""
+    times = number[stage]
+    at = np.repeat(np.arange(len(words)), times)
+    turn = np.arange(len(at)) - np.repeat(np.cumsum(times) - times, times)
+    joined = words & JOINED != 0
+    begin = np.arange(len(words)) - joined  # of a pair the first
+    order = np.lexsort((joined[at], turn, begin[at]))
+    at, turn = at[order], turn[order]
+    down = is_op(words >> OP & 0xFF, _DOWN)[at]
+    piece = first[stage[at]] + np.where(down, times[at] - 1 - turn, turn)
+    found: Words = words[at] & ~(JOINED | 0xFFFF << STAGE) | piece << STAGE
+    return found
+
+
+def _plan(plan: Plan, number: Words) -> Plan:
+    rows = tuple(tuple(np.repeat(row, number).tolist()) for row in plan.holders)
+    delay = plan.delay
+    if isinstance(delay, tuple):
+        delay = tuple(np.repeat(delay, number).tolist())
+    return replace(
+        plan, placement=rows if len(rows) > 1 else rows[0], stages_per_rank=1, delay=delay
+    )
+
+
+def _tied(stage: int, number: Words, first: Words, stages: tuple[int, ...]) -> int:
+    """The piece of a stage that has its tied weight."""
+    if stage not in (0, len(number) - 1) and number[stage] > 1:
+        raise UsageError(
+            f"stages {', '.join(map(str, stages))} share a weight, and which piece of stage "
+            f"{stage} has it nobody says",
+            hint="leave that stage whole: cut=(5, 1, 5); or draft pieces as stages, with meets",
+            fields=["cut", "tied"],
+        )
+    return int(first[stage + 1] - 1 if stage else first[0])
+
+
+# ---------------------------------------------------------------- what pieces cost
+
+# Costs and sizes of which each piece of a stage has its share; of all others as much as the stage.
+SHARED: Final = (*OF_A_STAGE, "saved", "tape", "both", "weights", "version", *AT_REST)
+_Each = TypeVar("_Each", Costs, Sizes)
+
+
+def in_pieces(each: _Each, cut: Pieces, plan: Plan, shares: Iterable[float] | None = None) -> _Each:
+    """Costs or Sizes of pieces, of those of the whole stages of a plan.
+
+    `shares` says what part of its stage each piece is, as any numbers, one per piece of a stage, or
+    per piece of all stages; equal parts unless told.  So shared out is what a stage computes, saves
+    and holds.  What passes between stages, and its message, is as large between pieces: tell it
+    anew where pieces hand over more, as a residual stream beside what is summed.
+
+    Raises UsageError for another number of shares, or one that is negative.
+
+    >>> from schedir import Costs, Plan, in_pieces
+    >>> in_pieces(Costs(F=8, B=16, send=1, sum=0.5), "fg", Plan(2, 4), shares=(1, 6, 1)).told["F"]
+    (1.0, 6.0, 1.0, 1.0, 6.0, 1.0)
+    """
+    number = pieces_of(cut, plan)
+    part = np.concatenate([own / own.sum() for own in _shares(shares, number)])
+    found: dict[str, Any] = {}
+    for f in fields(each):
+        if (value := getattr(each, f.name)) is None:
+            continue
+        error = CostsError if isinstance(each, Costs) else UsageError
+        rows = np.repeat(by_stage(f.name, value, plan.stages, error), number, axis=0)
+        rows = rows * part[:, None] if f.name in SHARED else rows
+        if f.name in _OF_A_RANK:  # the k-th number is rank k's
+            rows = by_stage(f.name, value, plan.stages, error)
+            rows = np.concatenate([rows, np.repeat(rows[-1:], len(part) - len(rows), axis=0)])
+        found[f.name] = from_grid(rows[:1] if (rows == rows[:1]).all() else rows)
+    return replace(each, **found)
+
+
+_OF_A_RANK: Final = {row.cost for row in ROWS if row.per is Per.RANK and row.cost}
+
+
+def _shares(shares: Iterable[float] | None, number: tuple[int, ...]) -> list[NDArray[np.float64]]:
+    """The shares of each stage."""
+    if shares is None:
+        return [np.ones(pieces) for pieces in number]
+    told = np.array([*shares], float)
+    if not (told >= 0).all():
+        raise UsageError(f"shares are not negative, and one is {told.min():g}", fields=["shares"])
+    ends = np.cumsum(number)
+    if len(told) == ends[-1]:
+        found = np.split(told, ends[:-1])
+    elif {*number} == {len(told)}:
+        found = [told] * len(number)
+    else:
+        raise UsageError(
+            f"there are {len(told)} shares for stages of {said([*number])} pieces",
+            fields=["shares", "cut"],
+        )
+    if any(not own.sum() > 0 for own in found):
+        raise UsageError("the shares of a stage's pieces are all 0", fields=["shares"])
+    return found
+
+
+# ---------------------------------------------------------------- where they meet
+
+
+def sums(program: Program) -> Program:
+    """The program with the sums that `meets` asks for, each just behind what gives what it sums."""
+    for op, makers, shift in _sums_of(program):
+        address, given = program.words & ADDRESS, FORWARDS if shift > 0 else BACKWARDS
+        at = np.flatnonzero(is_op(program.op, given) & makers[address >> STAGE])
+        program = behind(program, at, address[at] + (shift << STAGE) | int(op) << OP)
+    return program
+
+
+def _sums_of(program: Program) -> Iterator[tuple[Opcode, NDArray[np.bool_], int]]:
+    """Of each kind of sum, which stages give what is summed, shape (stages,), and how many stages
+    farther is the one that takes it, whose sum it is."""
+    stages, trained = program.plan.stages, np.arange(program.plan.stages) > program.frozen
+    letters = np.array([*(program.meets or NONE * (stages - 1)), NONE])
+    yield Opcode.SumAct, letters == LEAVES, 1
+    yield Opcode.SumGrad, np.roll(letters == ENTERS, 1) & trained & program.trains, -1
+
+
+def _expected(program: Program, present: Present) -> Iterator[Expected]:
+    for op, makers, shift in _sums_of(program):
+        there = np.repeat(np.roll(makers, shift), program.plan.microbatches)
+        yield Expected(op, there, "the program does not say that ranks meet there")
+
+
+PASSES: Final = (
+    Pass(
+        "cut",
+        "draft",
+        lambda program, options: cut(program, options.more["cut"]),
+        wanted=lambda program, options: options.more.get("cut") is not None,
+        options=("cut",),
+        kinds={"cut": PIECES},
+        about="cut stages in so many pieces where tensor-parallel ranks meet: 5, 5,9,5, or letters "
+        "between pieces, as fgfg",
+        order=-2,
+    ),
+    Pass(
+        "sums",
+        "messages",
+        lambda program, options: sums(program),
+        wanted=lambda program, options: bool(program.meets),
+        expected=_expected,
+        order=2,
+    ),
+)

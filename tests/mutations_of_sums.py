@@ -1,0 +1,60 @@
+"""Mutations of what pieces of a stage sum where tensor-parallel ranks meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from schedir.ir.ops import Opcode
+from tests.edits import MUTATIONS, Edit, at, mb, move, pull, push, stage, whole, with_op, word
+
+SUMS = (Opcode.SumAct, Opcode.SumGrad)
+_BEFORE = {*MUTATIONS}
+
+
+@at(*SUMS)
+def drop_sum(e: Edit) -> object:
+    return pull(e.own, e.at)
+
+
+@at(*SUMS)
+def double_sum(e: Edit) -> None:
+    push(e.own, e.at + e.rng.randint(0, 3), e.word)
+
+
+@at(*SUMS)
+def move_sum(e: Edit) -> None:
+    move(e.own, e.at, e.at + e.rng.choice([-3, -2, -1, 1, 2, 3, 4]))
+
+
+@at(*SUMS)
+def sum_elsewhere(e: Edit) -> None:
+    """At a boundary beside it, or of another microbatch."""
+    s, m = stage(e.word), mb(e.word)
+    if e.rng.random() < 0.5:
+        s = max(s + e.rng.choice([-1, 1]), 0)
+    else:
+        m = e.rng.randrange(e.program.plan.microbatches)
+    e.put(word(Opcode(e.word >> 48 & 0xFF), s, m))
+
+
+@at(*SUMS)
+def sum_the_other(e: Edit) -> None:
+    """Of an activation in the place of a gradient, or the other way round."""
+    op = Opcode(e.word >> 48 & 0xFF)
+    e.put(with_op(e.word, SUMS[1 - SUMS.index(op)]))
+
+
+@whole
+def other_letter(e: Edit) -> Any:
+    """Another letter at one boundary, in what the program says."""
+    meets = e.program.meets
+    if not meets:
+        return False
+    k = e.rng.randrange(len(meets))
+    letter = e.rng.choice([*{*"fg-"} - {meets[k]}])
+    e.program = replace(e.program, meets=meets[:k] + letter + meets[k + 1 :])
+    return None
+
+
+SUMMED = tuple(name for name in MUTATIONS if name not in _BEFORE)

@@ -1,0 +1,170 @@
+"""Stages in pieces: what is cut, where ranks meet, what it costs, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from schedir import (
+    Costs,
+    Plan,
+    Program,
+    Sizes,
+    check,
+    compile,
+    forwards,
+    in_pieces,
+    parse,
+    schedules,
+    show,
+    simulate,
+)
+from schedir.compiler.again import compute_of, options_of
+from schedir.errors import CompletenessError, OrderError, PlanError, ProgramError, UsageError
+from schedir.ir.ops import COMPUTE, SUMS, Opcode
+from tests.mutants import known
+from tests.threads import verdict
+
+WHOLE = Costs(F=5, B=10, I=5, W=5, send=0.5)
+NAMES = [schedule.__name__ for schedule in known()]
+
+
+def plan_of(schedule: Any, ranks: int = 2, microbatches: int = 4) -> Plan:
+    placement, v = getattr(schedule, "placed", ("loop", None))
+    return Plan(ranks, microbatches, v or 1, placement)
+
+
+@pytest.mark.parametrize("schedule", known(), ids=NAMES)
+def test_whole_zoo_in_pieces(schedule: Any) -> None:
+    """Complete, in order under every model, as the independent machine says, too; and where nothing
+    takes time to sum, as long as uncut, but for pairs, which are woven."""
+    plan = plan_of(schedule)
+    try:
+        uncut = compile(schedule, plan, tp=2)
+    except ProgramError:
+        pytest.skip("not for this plan")
+    program = compile(schedule, plan, tp=2, cut=3)
+    assert check(program, "serial") and verdict(program, "edge").kind == "ok"
+    assert parse(show(program)) == program and program.plan.stages == 3 * plan.stages
+    number = plan.stages * plan.microbatches
+    trains = 1 + uncut.trains
+    assert sum(program.op == Opcode.SumAct) + sum(program.op == Opcode.SumGrad) == number * trains
+    if not uncut.joined.any():
+        span = simulate(program, in_pieces(WHOLE, 3, plan, (1, 3, 1))).span
+        assert span == pytest.approx(simulate(uncut, WHOLE).span)
+
+
+def test_pieces_of_a_stage_are_its_neighbours() -> None:
+    program = compile(schedules.zb_h1, Plan(2, 2, segments=1), tp=2, cut=(2, "gf"), clip=True)
+    assert program.plan.rank_of.tolist() == [0, 0, 1, 1, 1] and program.meets == "f-gf"
+    last = [str(i) for i in program.streams[1] if i.op in (*COMPUTE, *SUMS)]
+    assert last[:5] == ["F 2.0", "sum_act 3.0", "F 3.0", "F 4.0", "I 4.0"]
+    assert last[5:9] == ["sum_grad 3.0", "I 3.0", "I 2.0", "F 2.1"]
+    assert [i.stage for i in program.streams[1] if i.op is Opcode.BackwardWeight] == [4, 3, 2] * 2
+
+
+def test_traits_are_of_pieces() -> None:
+    plan = Plan(4, 8, updates=2, delay=(3, 2, 1, 0))
+    program = compile(schedules.one_f_one_b, plan, tp=2, cut=(1, 2, 1, 3), tied=True)
+    assert program.plan.delay == (3, 2, 2, 1, 0, 0, 0) and program.tied == ((0, 6),)
+    program = compile(schedules.gpipe, Plan(4, 4), tp=2, cut=3, skips=[(0, 2)], frozen=2)
+    assert program.skips == ((2, 6),) and program.frozen == 6
+    grads = {i.stage for own in program.streams for i in own if i.op is Opcode.SumGrad}
+    assert grads == {6, 9}, "nothing is summed for what is frozen"
+    assert replace(program, name="x").digest != replace(program, meets="fg-" * 3 + "gf").digest
+
+
+def test_one_rank_meets_nobody() -> None:
+    program = compile(schedules.gpipe, Plan(2, 2), cut=5)
+    assert program.plan.stages == 10 and not program.meets and program.ops.isdisjoint(SUMS)
+    assert compile(schedules.gpipe, Plan(2, 2), tp=2, cut=1) == compile(
+        schedules.gpipe, Plan(2, 2), tp=2
+    )
+
+
+def test_lowered_again_it_is_the_same() -> None:
+    program = compile(schedules.one_f_one_b, Plan(2, 4), tp=2, cut="fg")
+    draft = compute_of(program)
+    assert compile(draft, **options_of(program, "device", draft)) == program
+    told = forwards(program)
+    assert told.meets == program.meets and (told.op == Opcode.SumAct).any()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "after"), [("g", Costs(F=2, B=2, sum=3)), ("f", Costs(F=2, B=2, sum=3))]
+)
+def test_sums_take_their_time(pieces: str, after: Costs) -> None:
+    program = compile(schedules.gpipe, Plan(1, 2), tp=2, cut=pieces)
+    for blocks in (False, True):
+        assert simulate(program, after, blocks=blocks).span == 2 * (2 * 2 + 2 * 2) + 2 * 3
+
+
+def test_host_goes_on_while_ranks_meet() -> None:
+    """What stands between a sum and its taker runs meanwhile, on hosts that block, too."""
+    text = "F 0.0; sum_act 1.0; F 0.1; sum_act 1.1; F 1.0; F 1.1"
+    header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
+    program = parse(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
+    for blocks in (False, True):
+        assert simulate(program, Costs(F=2, sum=2), blocks=blocks).span == 8
+
+
+def test_shares_of_pieces() -> None:
+    plan = Plan(2, 2)
+    costs = in_pieces(Costs(F=(6, 12), B=12, send=1, step=(7, 8)), 3, plan, (1, 4, 1))
+    assert costs.F == (1, 4, 1, 2, 8, 2) and costs.send == 1 and costs.step == (7, 8, 8, 8, 8, 8)
+    sizes = in_pieces(Sizes(activation=3, saved=10, params=4), (1, 2), plan)
+    assert sizes.saved == (10, 5, 5) and sizes.activation == 3 and sizes.params == (4, 2, 2)
+    program = compile(schedules.one_f_one_b, plan, tp=2, cut=3)
+    whole = simulate(compile(schedules.one_f_one_b, plan, tp=2), sizes=Sizes(saved=90.0))
+    parts = simulate(program, sizes=in_pieces(Sizes(saved=90.0), 3, plan))
+    assert parts.peak_memory.tolist() == whole.peak_memory.tolist()
+
+
+def refused(say: Any, kind: type[ProgramError], *words: str) -> None:
+    with pytest.raises(kind) as error:
+        say()
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_refusals() -> None:
+    plan = Plan(2, 2)
+
+    def cut(pieces: Any, **more: Any) -> Any:
+        return lambda: compile(schedules.gpipe, plan, tp=2, cut=pieces, **more)
+
+    nothing: list[Any] = [0, "fx", 2.5, True, [1], (1, 2, 3), {}, "", "5,x"]
+    for wrong in nothing:
+        refused(cut(wrong), UsageError, "cut")
+    refused(
+        lambda: compile(schedules.gpipe, Plan(3, 2), tp=2, cut=3, tied=[(0, 1)]),
+        UsageError, "stages 0, 1 share a weight", "stage 1",
+    )  # fmt: skip
+    program = compile(schedules.gpipe, plan, tp=2, cut=3)
+    refused(lambda: replace(program, tp=1), PlanError, "nobody to meet")
+    refused(lambda: replace(program, meets="fgf"), PlanError, "3 letters for the 5 boundaries")
+    refused(lambda: replace(program, meets="fggfg"), PlanError, "stages 2 and 3", "different ranks")
+    refused(lambda: replace(program, meets="fxxfg"), PlanError, "fgfg-fgfg")
+    refused(lambda: compile(compute_of(program), cut=2), UsageError, "of pieces already")
+    for shares, words in ((1, -1, 1), "not negative"), ((1, 1), "2 shares"), ((0, 0, 0), "all 0"):
+        refused(lambda s=shares: in_pieces(WHOLE, 3, plan, s), UsageError, words)
+
+
+def edited(program: Program, old: str, new: str) -> Program:
+    text = show(program, folded=False)
+    assert text.count(old) == 1
+    return parse(text.replace(old, new))
+
+
+def test_checker_demands_sums() -> None:
+    program = compile(schedules.one_f_one_b, Plan(1, 1), tp=2, cut="gf")
+    for sums in ("  sum_act 1.0\n", "  sum_grad 1.0\n"):
+        refused(
+            lambda s=sums: check(edited(program, s, "")), CompletenessError, "missing", sums.strip()
+        )
+        refused(lambda s=sums: check(edited(program, s, 2 * s)), CompletenessError, "twice")
+    late = edited(program, "  sum_act 1.0\n  F 1.0\n", "  F 1.0\n  sum_act 1.0\n")
+    refused(lambda: check(late), OrderError, "F 1.0", "sum_act 1.0")
+    other = edited(program, "  sum_act 1.0\n", "  sum_act 1.0\n  sum_act 2.0\n")
+    refused(lambda: check(other), CompletenessError, "sum_act 2.0 has nothing to do", "meet there")
