@@ -21,6 +21,7 @@ from schedir.runtime.reduction import Reduction
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.transports.processes import Gloo, Processes
 from schedir.transports.queues import streams_of
+from tests.cases import cases
 from tests.cpu.happens_before import Races
 from tests.cpu.nccl_like import Kind, NcclLike
 from tests.cpu.spawn import run
@@ -50,22 +51,25 @@ class Case(NamedTuple):
         )  # fmt: skip
 
 
-CASES = {
-    "1f1b": Case(one_f_one_b, Plan(2, 4), tp=2),
-    "1f1b, slots shared": Case(one_f_one_b, Plan(2, 4), tp=2, slots="fewest"),
-    "1f1b, slots shared, recorded": Case(
-        one_f_one_b, Plan(2, 4), tp=2, slots="fewest", record=True
-    ),
-    "split": Case(zb, Plan(2, 4), tp=2),
-    "split, slots shared": Case(zb, Plan(2, 4), tp=2, slots="fewest", record=True),
-    "interleaved": Case(interleaved, Plan(2, 4, 2), tp=2, record=True),
-    "interleaved, slots shared": Case(interleaved, Plan(2, 4, 2), tp=2, slots="fewest"),
-    "gpipe, slots enough": Case(gpipe, Plan(2, 4), tp=2, slots="enough"),
-    "replicas": Case(one_f_one_b, Plan(2, 4), dp=2),
-    "replicas, split": Case(zb, Plan(2, 4), dp=2, slots="fewest", record=True),
-    "two holders": Case(chimera, Plan(2, 4, placement="mirror"), tp=2, slots="fewest"),
-    "updates": Case(pipedream_2bw, Plan(2, 8, updates=2, delay=1), dp=2, clip=False),
-}
+CASES = dict(cases(
+    [
+        ("1f1b", Case(one_f_one_b, Plan(2, 4), tp=2)),
+        ("1f1b, slots shared", Case(one_f_one_b, Plan(2, 4), tp=2, slots="fewest")),
+        ("split, slots shared", Case(zb, Plan(2, 4), tp=2, slots="fewest", record=True)),
+        ("interleaved, slots shared", Case(interleaved, Plan(2, 4, 2), tp=2, slots="fewest")),
+        ("gpipe, slots enough", Case(gpipe, Plan(2, 4), tp=2, slots="enough")),
+        ("replicas, split", Case(zb, Plan(2, 4), dp=2, slots="fewest", record=True)),
+        ("two holders", Case(chimera, Plan(2, 4, placement="mirror"), tp=2, slots="fewest")),
+        ("updates", Case(pipedream_2bw, Plan(2, 8, updates=2, delay=1), dp=2, clip=False)),
+    ],
+    [
+        ("1f1b, slots shared, recorded",
+         Case(one_f_one_b, Plan(2, 4), tp=2, slots="fewest", record=True)),
+        ("split", Case(zb, Plan(2, 4), tp=2)),
+        ("interleaved", Case(interleaved, Plan(2, 4, 2), tp=2, record=True)),
+        ("replicas", Case(one_f_one_b, Plan(2, 4), dp=2)),
+    ],
+))  # fmt: skip
 
 
 REPLICAS = [name for name, case in CASES.items() if case.dp > 1]
@@ -137,7 +141,7 @@ def ranks() -> list[tuple[dict[str, Ran], dict[str, Ran]]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_races(name: str, ranks: list[Any]) -> None:
-    for found, uses, same, uncounted in (cases[name] for cases, _ in ranks):
+    for found, uses, same, uncounted in (ran[name] for ran, _ in ranks):
         assert not found
         assert same
         assert uncounted == 0

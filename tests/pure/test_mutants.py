@@ -17,7 +17,7 @@ from tests.mutations_of_sums import SUMMED
 from tests.mutations_of_tiers import AWAY
 from tests.mutations_of_turns import TURNED
 
-TRIALS = 63 if ALL else 30  # of each mutation: some 3000 programs
+TRIALS = 63 if ALL else 21  # of each mutation: some 2500 programs
 SEED = int(os.environ.get("MUTANTS_SEED", "0"))
 
 
