@@ -29,12 +29,22 @@ class ColumnParallelLinear(nn.Module):
         self.bias = None if bias is None else shard(bias, 0, group)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.product(x)
-        return y if self.bias is None else y + self.bias
+        return self._with_bias(self.product(x))
+
+    def entered(self, x: Tensor) -> Tensor:
+        """The output, where others sum the gradient of x over the group."""
+        return self._with_bias(self.entered_product(x))
 
     def product(self, x: Tensor) -> Tensor:
         """The output without the bias, for who adds it along with what comes next."""
         return split.linear(x, self.weight, reduce=f(self.group))
+
+    def entered_product(self, x: Tensor) -> Tensor:
+        """That without the bias."""
+        return split.linear(x, self.weight)
+
+    def _with_bias(self, y: Tensor) -> Tensor:
+        return y if self.bias is None else y + self.bias
 
 
 class RowParallelLinear(nn.Module):
@@ -53,6 +63,12 @@ class RowParallelLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        y = g(split.linear(x, self.weight), self.group)
-        # The bias after the sum over ranks, or it would be added t times.
+        return self.with_bias(g(self.part(x), self.group))
+
+    def part(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum that is the output without the bias."""
+        return split.linear(x, self.weight)
+
+    def with_bias(self, y: Tensor) -> Tensor:
+        """The output, of that sum: the bias after it, or it would be added t times."""
         return y if self.bias is None else y + self.bias

@@ -257,7 +257,9 @@ def backward_input(state: State, i: Instr) -> Call:
         stage.layers_seen = not could  # what this microbatch has not used, another may
         if not stage.warned_of_layers and not could:
             stage.warned_of_layers = True
-            if alone := left_whole(stage.module, came, bool(len(tape))):
+            # Of pieces some have nothing to split.
+            split = len(tape) > 0 or bool(state.program.meets)
+            if alone := left_whole(stage.module, came, split):
                 warnings.warn(f"{_name(stage, i)} is not split in {alone}", stacklevel=2)
 
     return Call(wait, on_version(state, i, run))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -97,6 +97,13 @@ class Stage(nn.Module):
         return tied_copy(self.config, self.embedding, self.head)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.begin(x)
+        for block in self.layers.values():
+            x = block(x)
+        return self.end(x)
+
+    def begin(self, x: Tensor) -> Tensor:
+        """The embedding of tokens; what is none, as it is."""
         if self.embedding is not None and self.positions is not None:
             length = x.shape[-1]
             if length > self.config.context:
@@ -105,8 +112,10 @@ class Stage(nn.Module):
             if self.training and self.config.dropout:
                 with layer(0):
                     x = F.dropout(x, self.config.dropout)
-        for block in self.layers.values():
-            x = block(x)
+        return x
+
+    def end(self, x: Tensor) -> Tensor:
+        """Logits, if this is the last stage; else x as it is."""
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
         return x
@@ -138,24 +147,41 @@ class Layer(nn.Module):
         self.down = RowParallelLinear(*full("down", hidden, 4 * hidden, 1, residual_std), tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (self.training and self.dropout):
-            return self._forward(x, 0.0)
-        with layer(self.number):
-            return self._forward(x, self.dropout)
+        with self.drawing():
+            attended = self.proj(self.heads(self.qkv(self.attention_norm(x))))
+            x, normed = self.between(attended, x)
+            return self.add(self.down(self.widened(self.up.product(normed))), x)
 
-    def _forward(self, x: Tensor, dropout: float) -> Tensor:
-        b, length, _ = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(b, length, -1, 3, self.head_width)
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (b, heads/t, T, width)
-        with layer(self.number, self.slice) if dropout else nullcontext():
-            heads = attention(q, k, v, self.window, dropout)
-        attended, norm = self.proj(heads.transpose(1, 2).reshape(b, length, -1)), self.mlp_norm
-        attended = _dropped(attended, dropout)
-        x, normed = add_layer_norm(attended, x, norm.weight, norm.bias, norm.eps)
+    def drawing(self) -> AbstractContextManager[None]:
+        """Within this the layer draws: what is dropped of what attention adds comes first."""
+        return layer(self.number) if self.share else nullcontext()
+
+    @property
+    def share(self) -> float:
+        """The share of dropout, 0 where it does not train."""
+        return self.dropout if self.training else 0.0
+
+    def heads(self, qkv: Tensor) -> Tensor:
+        """Attention of this rank's heads: (b, T, 3 * hidden/t) to (b, T, hidden/t)."""
+        b, length, _ = qkv.shape
+        q, k, v = qkv.view(b, length, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)
+        with layer(self.number, self.slice) if self.share else nullcontext():
+            heads = attention(q, k, v, self.window, self.share)  # (b, heads/t, T, width)
+        return heads.transpose(1, 2).reshape(b, length, -1)
+
+    def between(self, attended: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream with what attention adds to it, and its norm."""
+        norm = self.mlp_norm
+        return add_layer_norm(self.dropped(attended), x, norm.weight, norm.bias, norm.eps)
+
+    def widened(self, product: Tensor) -> Tensor:
+        """What the feed-forward makes of its first product."""
         assert self.up.bias is not None
-        down = self.down(bias_gelu(self.up.product(normed), self.up.bias))
-        return x + _dropped(down, dropout)
+        return bias_gelu(product, self.up.bias)
 
+    def add(self, down: Tensor, x: Tensor) -> Tensor:
+        """The residual stream with what the feed-forward adds to it."""
+        return x + self.dropped(down)
 
-def _dropped(x: Tensor, share: float) -> Tensor:
-    return F.dropout(x, share) if share else x
+    def dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.share) if self.share else x

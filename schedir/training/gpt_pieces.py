@@ -1,0 +1,149 @@
+"""The GPT in pieces: a stage cut where its tensor-parallel ranks meet, for `compile(..., cut=...)`.
+
+A layer is four pieces, between the sums of Megatron-LM (arXiv 1909.08053, section 3):
+
+    norm | f | attention | g | bias, residual, norm | f | feed-forward | g | bias, residual, ...
+
+What ends a layer begins the next one, so a stage of n layers has 4 n + 1 pieces.  All but the last
+pass two tensors on, what is summed and then the residual stream.  The sums are the program's; the
+pieces have the stage's own parameters, under their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from schedir.errors import ModelError
+from schedir.parallel.pieces import part_of
+from schedir.runtime.boundary import Boundary
+from schedir.training.gpt import Layer, Stage
+
+Given = tuple[Tensor, ...]
+
+
+class _Step(NamedTuple):
+    """Something that a piece computes of what it is given, and the parameters that it takes."""
+
+    names: list[str]
+    run: Callable[..., Given]
+
+
+class Piece(Stage):
+    """A piece of a stage: it has some of its parameters, and computes what they are for."""
+
+    def __init__(self, stage: Stage, steps: list[_Step]) -> None:
+        vars(self).update(vars(part_of(stage, [name for step in steps for name in step.names])))
+        self.steps = steps
+
+    def forward(self, *given: Tensor) -> Any:
+        """One tensor, or what is summed and the residual stream."""
+        for step in self.steps:
+            given = step.run(self, *given)
+        return given if len(given) > 1 else given[0]
+
+
+def pieces(stage: Stage) -> list[nn.Module]:
+    """The pieces of a stage, in order: stages of a program whose `cut` says so many.
+
+    They share its parameters, and draw what it draws for dropout.  With one tensor-parallel rank
+    they are as right: nothing is summed.  Raises ModelError for a stage that is the whole model,
+    and whose embedding is its head's weight.
+
+    >>> from schedir import Plan, compile, schedules
+    >>> from schedir.training.gpt import GPTConfig, build_stage
+    >>> from schedir.training.gpt_pieces import cut_of, pieces
+    >>> stages = [build_stage(GPTConfig(layers=4), s, 2) for s in range(2)]
+    >>> program = compile(schedules.one_f_one_b, Plan(2, 4), tied=True, cut=cut_of([2, 2]))
+    >>> program.plan.stages, sum(len(pieces(stage)) for stage in stages)
+    (18, 18)
+    """
+    if (
+        stage.embedding is not None
+        and stage.head is not None
+        and stage.config.tied
+        and stage.layers
+    ):
+        raise ModelError(
+            "the embedding is the head's weight, and they are in the first and the last of the "
+            "pieces of one stage",
+            hint="two stages, or a model that is not tied",
+        )
+    found = [[_Step(["embedding", "positions"] * (stage.embedding is not None), _begin)]]
+    for number in stage.layers:
+        own = _Layer(number)
+        found[-1].append(own.step(own.enter, "attention_norm"))
+        found.append([own.step(own.attend, "qkv", "proj.weight")])
+        found.append([own.step(own.between, "proj.bias", "mlp_norm")])
+        found.append([own.step(own.feed, "up", "down.weight")])
+        found.append([own.step(own.add, "down.bias")])
+    found[-1].append(_Step(["norm", "head"] * (stage.head is not None), _end))
+    return [Piece(stage, steps) for steps in found]
+
+
+def cut_of(layers: Iterable[int]) -> tuple[int, ...]:
+    """How many pieces stages of so many layers have, as `compile(..., cut=...)` takes it."""
+    return tuple(4 * number + 1 for number in layers)
+
+
+def boundaries(cut: Sequence[int], boundary: Boundary | Sequence[int]) -> dict[int, Any]:
+    """What passes behind each piece of stages that are cut so: a boundary of the stages, or two.
+
+    >>> from schedir.training.gpt_pieces import boundaries
+    >>> {s: str(one) for s, one in boundaries((2, 1), (8, 64)).items()}  # doctest: +ELLIPSIS
+    {0: '(Boundary(shape=(8, 64), ...), Boundary(shape=(8, 64), ...))', 1: 'Boundary(shape=...)'}
+    """
+    one, found = Boundary.of(boundary), list[Any]()
+    for number in cut:
+        found += [(one, one)] * (number - 1) + [one]
+    return dict(enumerate(found[:-1]))
+
+
+def _begin(stage: Stage, x: Tensor) -> Given:
+    return (stage.begin(x),)
+
+
+def _end(stage: Stage, x: Tensor) -> Given:
+    return (stage.end(x),)
+
+
+class _Layer:
+    """What pieces compute of the layer of a number."""
+
+    def __init__(self, number: str) -> None:
+        self.number = number
+
+    def step(self, run: Callable[..., Given], *names: str) -> _Step:
+        return _Step([f"layers.{self.number}.{name}" for name in names], run)
+
+    def of(self, stage: Stage) -> Layer:
+        found = stage.layers[self.number]
+        assert isinstance(found, Layer)
+        return found
+
+    def enter(self, stage: Stage, x: Tensor) -> Given:
+        return self.of(stage).attention_norm(x), x
+
+    def attend(self, stage: Stage, normed: Tensor, x: Tensor) -> Given:
+        layer = self.of(stage)
+        return layer.proj.part(layer.heads(layer.qkv.entered(normed))), x
+
+    def between(self, stage: Stage, part: Tensor, x: Tensor) -> Given:
+        layer = self.of(stage)
+        with layer.drawing():
+            x, normed = layer.between(layer.proj.with_bias(part), x)
+        return normed, x
+
+    def feed(self, stage: Stage, normed: Tensor, x: Tensor) -> Given:
+        layer = self.of(stage)
+        return layer.down.part(layer.widened(layer.up.entered_product(normed))), x
+
+    def add(self, stage: Stage, part: Tensor, x: Tensor) -> Given:
+        layer = self.of(stage)
+        with layer.drawing():
+            if layer.share:  # what `between` has drawn
+                F.dropout(x.detach(), layer.share)
+            return (layer.add(layer.down.with_bias(part), x),)

@@ -1,0 +1,221 @@
+"""Stages in pieces over Gloo: the bits of uncut stages, and what cannot be summed in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedir import Plan, compile, schedules
+from schedir.errors import ModelError
+from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from schedir.parallel.pieces import part_of
+from schedir.runtime import Boundary, Executor, Gloo
+from schedir.training import gpt
+from schedir.training.gpt_pieces import boundaries, cut_of, pieces
+from tests.cpu.spawn import RankError, run
+
+CONFIG = gpt.GPTConfig(vocab=61, layers=4, hidden=32, heads=4, context=8, dropout=0.1)
+HIDDEN = (2, 8, 32)
+
+# Schedules, stages per rank, and what else is said of their programs.
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one_f_one_b": (1, {"recompute": lambda s, mb: mb == 1, "overlap": True}),
+    "zb_h1": (1, {"slots": "fewest"}),
+    "interleaved": (2, {}),
+}
+
+
+def modules(
+    stages: Mapping[int, gpt.Stage], cut: tuple[int, ...] | None
+) -> Mapping[int, nn.Module]:
+    """Stages by number, or all their pieces."""
+    if cut is None:
+        return stages
+    first = [0, *accumulate(cut)]
+    return {first[s] + k: one for s in stages for k, one in enumerate(pieces(stages[s]))}
+
+
+def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dict[str, Any]:
+    """Losses, norm, weights and gradients of two steps, and the loss of an evaluation."""
+    torch.manual_seed(0)
+    plan = Plan(2, 4, CASES[name][0])
+    how: Any = {"tp": 2, "tied": True, "clip": True, "model": "edge", "cut": cut, **more}
+    program = compile(getattr(schedules, name), plan, blocks=True, **how)
+    evaluates = compile(
+        schedules.forward_only, plan, tp=2, cut=cut, tied=True, model="edge", blocks=True
+    )
+    transport = Gloo(program, more=[evaluates])
+    tp = transport.tp_group
+    stages = {
+        s: gpt.build_stage(CONFIG, s, plan.stages, tp=tp) for s in plan.stages_of[transport.rank]
+    }
+    own = {f"{s} {n}": p for s, stage in stages.items() for n, p in stage.named_parameters()}
+    executor = Executor(
+        program, transport.rank, modules(stages, cut), transport, loss=partial(gpt.loss, tp=tp),
+        boundary=HIDDEN if cut is None else boundaries(cut, HIDDEN), max_norm=1.0,
+        optimizer=torch.optim.SGD(own.values(), lr=0.1), more=[evaluates],
+    )  # fmt: skip
+    tokens = torch.randint(CONFIG.vocab, (4, 2, 9))
+    batch = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+    told: dict[str, Any] = {"loss": [executor.step(*batch, 0.01) for _ in range(2)]}
+    told |= {"norm": executor.norm, "evaluated": executor.evaluate(*batch)}
+    return told | {name: (p.detach(), p.grad) for name, p in own.items()}
+
+
+def both(rank: int, name: str) -> list[str]:
+    """What of a run in pieces has other bits than of one of whole stages."""
+    plan = Plan(2, 4, CASES[name][0])
+    uncut, cut = (
+        trained(name, each, CASES[name][1])
+        for each in (None, cut_of([CONFIG.layers // plan.stages] * plan.stages))
+    )
+    return [key for key, value in uncut.items() if not _same(value, cut[key])]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if one is None:
+        return other is None
+    return all(_same(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pieces_have_the_bits_of_stages(name: str) -> None:
+    """Losses, gradients, weights and norm, of a tied model with dropout on 2 x 2 processes."""
+    assert run(both, 4, name) == [[]] * 4
+
+
+# ---------------------------------------------------------------- modules of one's own
+
+
+class Ahead(nn.Module):
+    """Rows of a product, in which a rank has its slice of the features: a part of a sum."""
+
+    def __init__(self, up: ColumnParallelLinear, down: RowParallelLinear) -> None:
+        super().__init__()
+        self.up, self.down = up, part_of(down, ["weight"])
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return self.down.part(self.up.entered(x).relu()), residual
+
+
+class Behind(nn.Module):
+    def __init__(self, down: RowParallelLinear, last: bool) -> None:
+        super().__init__()
+        self.down, self.last = part_of(down, ["bias"]), last
+
+    def forward(self, part: Tensor, residual: Tensor) -> Any:
+        x = residual + self.down.with_bias(part)
+        return x.sum(-1) if self.last else x
+
+
+class Twice(nn.Module):
+    """What is summed, and beside it the same tensor, which is not."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+def mine(rank: int) -> bool:
+    """A user's stage, cut "fg": gradients are those of one process without tensor parallelism."""
+    program = compile(schedules.one_f_one_b, Plan(1, 3), tp=2, cut="fg", model="edge")
+    transport = Gloo(program)
+    torch.manual_seed(0)
+    w, b, v, c = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8), torch.randn(4)
+    group = transport.tp_group
+    up, down = ColumnParallelLinear(w, b, group), RowParallelLinear(v, c, group)
+    one = Boundary((2, 4))
+    x = torch.randn(3, 2, 4)
+    executor = Executor(
+        program, 0, [Twice(), Ahead(up, down), Behind(down, True)], transport,
+        loss=lambda y, target: ((y - target) ** 2).sum(), boundary=(one, one),
+    )  # fmt: skip
+    loss = executor.step(x, torch.ones(3, 2))
+    whole = [p.clone().requires_grad_() for p in (w, b, v, c)]
+    y = x + (x @ whole[0].T + whole[1]).relu() @ whole[2].T + whole[3]
+    want = ((y.sum(-1) - 1) ** 2).sum()
+    want.backward()
+    mine = slice(4 * rank, 4 * rank + 4)
+    parts = (whole[0].grad[mine], whole[1].grad[mine], whole[2].grad[:, mine], whole[3].grad)  # type: ignore[index]
+    got = (up.weight.grad, up.bias.grad, down.weight.grad, down.bias.grad)  # type: ignore[union-attr]
+    close = [torch.allclose(a, b, rtol=1e-5) for a, b in zip(got, parts, strict=True)]  # type: ignore[arg-type]
+    return all(close) and loss is not None and torch.allclose(loss, want.detach())
+
+
+def test_a_stage_of_ones_own() -> None:
+    assert run(mine, 2) == [True, True]
+
+
+class Saves(nn.Module):
+    """Its output is what its backward takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).sigmoid()
+
+
+class Same(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, *x: Tensor) -> Tensor:
+        return (x[0] * self.scale).sum()
+
+
+def of_two(
+    first: nn.Module, boundary: Any = (2, 4), inputs: Tensor | None = None
+) -> tuple[Tensor | None, Tensor]:
+    program = compile(schedules.gpipe, Plan(1, 2), tp=2, cut="g", model="edge")
+    x = torch.ones(2, 2, 4) if inputs is None else inputs
+    executor = Executor(
+        program, 0, [first, Sums()], Gloo(program), loss=lambda y, _: y, boundary=boundary
+    )
+    return executor.step(x, torch.ones(2, 1)), x
+
+
+def alone(rank: int) -> None:
+    """What is summed is what a backward has saved; or has no gradient."""
+    of_two(Saves())
+
+
+def inputs_stay(rank: int) -> tuple[float, float]:
+    loss, x = of_two(Same())
+    assert loss is not None
+    return float(loss), float(x.sum())
+
+
+def without_gradient(rank: int) -> None:
+    table = Boundary((2, 4), torch.float32, grad=False)
+    of_two(Twice(), (table, Boundary((2, 4))))
+
+
+def test_what_is_summed_in_its_place() -> None:
+    """Inputs that pass as they are stay as they are; what a backward needs is not overwritten."""
+    assert run(inputs_stay, 2) == [(32.0, 16.0)] * 2
+    with pytest.raises(RankError, match="modified by an inplace operation"):
+        run(alone, 2)
+    with pytest.raises(RankError, match=r"sums the first tensor .* has no gradient"):
+        run(without_gradient, 2)
+
+
+def test_pieces_of_a_whole_tied_model_are_refused() -> None:
+    with pytest.raises(ModelError, match="two stages, or a model that is not tied"):
+        pieces(gpt.build_stage(CONFIG, 0, 1))
+    with pytest.raises(ModelError, match="has no parameter or submodule 'up'"):
+        part_of(nn.Linear(2, 2), ["up.weight"])
