@@ -1,0 +1,136 @@
+"""A GPT with windows: in one process with a mask, in pipelines, and trained in slices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from schedir.compiler.compile import compile
+from schedir.ir.plan import Plan
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.reference import reference
+from schedir.runtime.sizes import sizes_of
+from schedir.schedules import interleaved, one_f_one_b, zb_h1
+from schedir.training import gpt
+from schedir.training.attention import mask_of
+from tests.cpu.tiny_stages import gradients
+from tests.cpu.training import CONFIG as TRAINED
+from tests.cpu.training import alone, train
+
+torch.set_num_threads(1)
+
+T = 160  # of several tiles
+CONFIG = gpt.GPTConfig(
+    vocab=32, layers=4, hidden=16, heads=2, context=T, tied=False,
+    window=(0, 48, 100, 64), stride=(1, 16, 1, 64),
+)  # fmt: skip
+BOUNDARY = Boundary((1, T, 16))
+
+
+def tokens(m: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(seed)
+    inputs, targets = (torch.randint(0, 32, (m, 1, T), generator=numbers) for _ in range(2))
+    return inputs, targets
+
+
+def step(config: gpt.GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of two microbatches, in float64."""
+    stage = gpt.build_stage(config, 0, 1, dtype=torch.float64)
+    total = reference([stage], *tokens(2), loss=gpt.loss)
+    return total, gradients([stage])[0]
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, window: Any, dropout: float) -> Tensor:
+    mask = mask_of(T, *(window or (T, 1)))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+
+
+@pytest.mark.parametrize("window", [(CONFIG.window, CONFIG.stride), (16, 16), (1, 1), (T, 1)])
+def test_the_loss_and_gradients_of_a_mask(window: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(CONFIG, window=window[0], stride=window[1])
+    total, grads = step(config)
+    without, _ = step(replace(CONFIG, window=0, stride=1))
+    assert bool((total == without).item()) == (window == (T, 1))
+    monkeypatch.setattr(gpt, "attention", masked)
+    want, want_grads = step(config)
+    assert torch.allclose(total, want, rtol=1e-6, atol=0)  # the loss is float32
+    assert grads.keys() == want_grads.keys()
+    for name, grad in grads.items():
+        error = float((grad - want_grads[name]).norm())
+        assert error <= 1e-6 * float(1e-3 + want_grads[name].norm()), name
+
+
+@pytest.mark.parametrize(
+    ("schedule", "plan", "options"),
+    [
+        (one_f_one_b, Plan(2, 3), {}),
+        (zb_h1, Plan(4, 4), {"recompute": "all"}),
+        (interleaved, Plan(2, 4, 2), {"offload": "all"}),
+        (zb_h1, Plan(2, 4), {"offload": "all", "recompute": "half"}),
+    ],
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_any_pipeline_has_the_bits_of_one_process(
+    schedule: Any, plan: Plan, options: Any, dropout: float
+) -> None:
+    """Split backwards, recomputation and offload included, in another order each step."""
+    config = replace(CONFIG, dropout=dropout)
+
+    def stages() -> list[nn.Module]:
+        return [gpt.build_stage(config, s, plan.stages) for s in range(plan.stages)]
+
+    program = compile(schedule, plan, model="edge", **options)
+    own, plain = stages(), stages()
+    world = InProcess(program, own, loss=gpt.loss, boundary=BOUNDARY, seed=2)
+    for k in range(2):
+        data = tokens(plan.microbatches, k)
+        want = reference(plain, *data, loss=gpt.loss, program=program, seed=2, step=k)
+        assert torch.equal(world.step(*data, seed=5 + k), want)
+    for one, other in zip(gradients(own), gradients(plain), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_a_shorter_sequence_is_the_beginning_of_a_longer_one() -> None:
+    stage = gpt.build_stage(CONFIG, 0, 1).eval()
+    inputs, _ = tokens(1)
+    with torch.no_grad():
+        whole = stage(inputs[0])
+        for length in (1, 63, 100):
+            part = stage(inputs[0][:, :length])
+            assert torch.allclose(part, whole[:, :length], atol=1e-6)
+
+
+def test_as_many_bytes_are_kept_as_without_windows() -> None:
+    (inputs, targets), found = tokens(1), []
+    for config in (CONFIG, replace(CONFIG, window=0, stride=1)):
+        stages = [gpt.build_stage(config, s, 2) for s in range(2)]
+        kept = sizes_of(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
+        found.append((kept.saved, kept.tape, kept.both))
+    assert found[0] == found[1]
+
+
+def test_schedir_train(tmp_path: Path) -> None:
+    """Two slices have the losses of the whole, held-out ones too; without windows they differ."""
+    text, path = tmp_path / "text.txt", tmp_path / "config.toml"
+    text.write_text("to be or not to be " * 300)
+    said = TRAINED.replace("context = 16", "context = 80\nwindow = [8, 0, 66, 80]\nstride = 4")
+    path.write_text(
+        said.format(text=text).replace("steps = 6", "steps = 2")
+        + "evaluate_every = 2\nevaluate_batches = 1\n"
+    )
+    more = ("output.record=false", "data.held_out=0.2", "pipeline.stages_per_rank=1")
+    two = train(str(path), tmp_path / "two", *more, "pipeline.ranks=1", "pipeline.tp=2")
+    one = alone(str(path), tmp_path / "one", *more)
+    without = alone(str(path), tmp_path / "without", *more, "model.window=0", "model.stride=1")
+    assert two == pytest.approx(one, rel=1e-5)
+    assert without != pytest.approx(one, rel=1e-5)
+    found = [(tmp_path / name / "evaluation.csv").read_text() for name in ("two", "one")]
+    lost = [float(lines.splitlines()[1].split(",")[1]) for lines in found]
+    assert lost[0] == pytest.approx(lost[1], rel=1e-5)
