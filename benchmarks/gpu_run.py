@@ -123,6 +123,10 @@ STEPS: Final = (
     Step("random", "random numbers", 120, tests("tests/gpu/test_random.py")),
     Step("offload", "what forwards saved, on the host and its disk", 180,
          tests("tests/gpu/test_offload.py")),
+    Step("windows", "attention with windows, by FlexAttention", 300,
+         tests("tests/gpu/test_attention.py")),
+    Step("gains", "what windows gain, beside what tiles predict", 560,
+         ["benchmarks/windows.py", "--device", "cuda"]),
 )  # fmt: skip
 
 

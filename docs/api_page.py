@@ -72,7 +72,7 @@ GROUPS = {
         "[Pictures](pictures.md) has every way to look at a run, from the shell and from Python.",
         ["viz.gantt", "viz.compare", "viz.Style", "viz.idle_map", "viz.tradeoff",
          "viz.frontier", "viz.plan_times", "viz.plan_memory", "viz.plan_scaling",
-         "viz.save", "viz.letters", "viz.html", "viz.save_html"],
+         "viz.visited", "viz.save", "viz.letters", "viz.html", "viz.save_html"],
     ),
     "Run": (
         "[Your own nn.Module](own-model.md) on one process and on four; [what has the bits of a "

@@ -56,6 +56,7 @@ TREE: dict[str, dict[str, list[str]]] = {
             "/docs/memory",
             "/docs/zero",
             "/docs/offload",
+            "/docs/windows",
             "/docs/splitting",
             "/docs/same-bits",
         ]

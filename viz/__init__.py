@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from schedir.viz.style import Style
     from schedir.viz.summary_charts import frontier, idle_map, tradeoff
     from schedir.viz.text_chart import letters
+    from schedir.viz.windows import visited
 
 _HOME: Final = {
     "Style": "style",
@@ -29,6 +30,7 @@ _HOME: Final = {
     "save": "output",
     "save_html": "page",
     "tradeoff": "summary_charts",
+    "visited": "windows",
 }
 __all__ = [
     "Style",
@@ -44,6 +46,7 @@ __all__ = [
     "save",
     "save_html",
     "tradeoff",
+    "visited",
 ]
 
 

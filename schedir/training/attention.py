@@ -7,12 +7,12 @@ which tiles that visits).  What a token sees does not depend on how many come af
 
 Tiles that nobody sees are not computed: on CPUs a tile of queries after the other is, with the keys
 that it visits, by torch's own operation for CPUs, and on GPUs FlexAttention skips them.  Neither
-leaves out weights at random, so with dropout attention is computed whole, and masked.
+leaves out weights at random, so with dropout attention is computed whole, and masked; so it is on
+GPUs for heads that are too narrow for FlexAttention, and without triton.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -21,11 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schedir.predict.windows import Tiles, tiles
+from schedir.kernels.choice import on_triton
+from schedir.training.tiles import TILE, tiles_of
 
-# Queries and keys of a tile.  On CPUs: small enough for caches, and to cut little that is not seen;
-# on GPUs FlexAttention's own.
-TILE: Final = {"cpu": 64, "cuda": 128}
 _NARROWEST: Final = 16  # heads that FlexAttention takes on a GPU
 _KEPT: Final = 32  # lengths and windows whose masks are kept
 
@@ -45,7 +43,7 @@ def attention(
             q, k, v, _cuts(q.shape[2], *window, q.dtype)
         )
         return tiled
-    if not dropout and q.shape[3] >= _NARROWEST:
+    if not dropout and q.shape[3] >= _NARROWEST and on_triton(q):
         skipping: Tensor = _flex()(q, k, v, block_mask=block_mask(q.shape[2], *window, q.device))
         return skipping
     mask = mask_of(q.shape[2], *window, q.device)
@@ -59,27 +57,8 @@ def mask_of(length: int, window: int, stride: int, device: torch.device | str = 
     [[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]
     """
     at = torch.arange(length, device=device)
-    return _sees(window, stride)(0, 0, at[:, None], at)
-
-
-def tiles_of(length: int, window: int, stride: int, device: str = "cpu") -> Tiles:
-    """The tiles that are computed on such a device, without dropout.
-
-    >>> found = tiles_of(1024, 256, 64)
-    >>> found.visited, found.dense
-    (58, 136)
-    """
-    tile = TILE[device]
-    return tiles(length, window, stride, q_tile=tile, kv_tile=tile, causal=True)
-
-
-def _sees(window: int, stride: int) -> Callable[[Any, Any, Tensor, Tensor], Tensor]:
-    """Whether a query sees a key, as FlexAttention asks."""
-
-    def sees(b: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= query // stride * stride + stride - window)
-
-    return sees
+    first = at // stride * stride + stride - window
+    return (at <= at[:, None]) & (at >= first[:, None])
 
 
 # ---------------------------------------------------------------- on CPUs
@@ -180,6 +159,11 @@ def block_mask(length: int, window: int, stride: int, device: torch.device) -> A
 
     found = tiles_of(length, window, stride, "cuda")
     tile, grid = TILE["cuda"], torch.from_numpy(found.grid)
+    first = torch.from_numpy(found.axes[0].axis.seen[0]).to(device)
+
+    def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        # Of a tensor, and no numbers: so all windows are compiled at once.
+        return (key <= query) & (key >= first[query])
 
     def listed(kind: int) -> tuple[Tensor, Tensor]:
         """By query tile, how many key tiles are of a kind, and which, those first."""
@@ -192,7 +176,7 @@ def block_mask(length: int, window: int, stride: int, device: torch.device) -> A
         *listed(1),
         *listed(2),
         BLOCK_SIZE=tile,
-        mask_mod=_sees(window, stride),
+        mask_mod=sees,
         seq_lengths=(length, length),
     )
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from schedir.predict.windows import Axis
-from schedir.training.attention import _sees, attention, block_mask, mask_of, tiles_of
+from schedir.training.attention import attention, block_mask, mask_of
+from schedir.training.tiles import tiles_of
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -136,9 +137,16 @@ def test_with_dropout_the_whole_is_computed_with_the_same_numbers() -> None:
 @pytest.mark.parametrize(("length", "window"), [(1024, (256, 64)), (700, (100, 7)), (90, (64, 1))])
 def test_flex_attention_is_told_the_same_tiles(length: int, window: tuple[int, int]) -> None:
     got = block_mask(length, *window, CPU)
-    want = create_block_mask(_sees(*window), None, None, length, length, "cpu", BLOCK_SIZE=128)
+    mask = mask_of(length, *window)
+
+    def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return mask[query, key]
+
+    want = create_block_mask(sees, None, None, length, length, "cpu", BLOCK_SIZE=128)
     assert torch.equal(got.to_dense(), want.to_dense())
     grid = torch.from_numpy(tiles_of(length, *window, "cuda").grid)
     assert torch.equal(got.to_dense()[0, 0] > 0, grid > 0)
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
+    at = torch.arange(length)
+    assert torch.equal(got.mask_mod(at, at, at[:, None], at), mask)

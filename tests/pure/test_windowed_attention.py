@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from schedir import viz
 from schedir.errors import UsageError
 from schedir.predict.windows import Axis, tiles
 
@@ -185,3 +186,19 @@ def test_refused(given: dict[str, Any], fields: list[str]) -> None:
     with pytest.raises(UsageError) as error:
         tiles(**usual | given)
     assert [*error.value.fields] == fields
+
+
+def test_a_picture_has_each_tile() -> None:
+    causal = tiles(300, 64, 16, q_tile=32, kv_tile=16, causal=True)
+    plane = tiles((12, 8), (5, 4), (1, 4), q_tile=(4, 4), kv_tile=(4, 2))
+    figure = viz.visited(causal, plane)
+    for axes, found in zip(figure.axes, (causal, plane), strict=True):
+        (shown,) = axes.images
+        kinds = np.asarray(shown.get_array())
+        assert kinds.shape == found.grid.shape
+        assert (np.maximum(kinds - 1, 0) == found.grid).all()
+        assert (kinds > 0).sum() == found.dense
+    large = tiles(10**4, 64, q_tile=1, kv_tile=1)
+    for wrong in ((), (causal, large)):
+        with pytest.raises(UsageError):
+            viz.visited(*wrong)

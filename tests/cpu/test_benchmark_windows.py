@@ -1,0 +1,21 @@
+"""The benchmark of windows: that it runs, and says what tiles predict."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import windows
+from schedir.training.tiles import tiles_of
+
+
+def test_each_window_that_is_shorter_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--lengths 100 200 --windows 64:64 128:1 --heads 2 --width 8 --rounds 2"
+    assert windows.main(words.split()) == 0
+    rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines() if " | " in row][2:]
+    assert [row[:3] for row in rows] == [
+        ["| 100", "64", "64"], ["| 200", "64", "64"], ["| 200", "128", "1"],
+    ]  # fmt: skip
+    for row, given in zip(rows, [(100, 64, 64), (200, 64, 64), (200, 128, 1)], strict=True):
+        found = tiles_of(*given)
+        assert row[3:5] == [f"{found.visited} of {found.dense}", f"{found.speedup:.2f}"]
+        assert len(row) == len(windows.HEAD)
