@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from schedir.ir.ops import Instr, Opcode
-from tests import away, pieces, sharded, snapshots, stepped, strange
+from tests import away, pieces, sequenced, sharded, snapshots, stepped, strange
 from tests.carried import Entry, Event, Message, Slot, Tensor, Value, Wrong, met
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ COMPUTES = (O.Forward, O.Backward, O.BackwardInput, O.BackwardWeight)
 SENDING = (O.SendAct, O.SendGrad, O.SendSkip, O.SendSkipGrad)
 TAKING = (O.RecvAct, O.RecvGrad, O.RecvSkip, O.RecvSkipGrad)
 MESSAGES = SENDING + TAKING
-MOVES = dict(zip(SENDING, ("act", "grad", "skip", "skip_grad"), strict=True)) | dict(
-    zip(TAKING, ("act", "grad", "skip", "skip_grad"), strict=True)
-)
+MOVES = dict(zip(MESSAGES, 2 * ("act", "grad", "skip", "skip_grad"), strict=True))
+PER_STAGE = {O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.ReduceSequence, O.Snapshot}
+PER_STAGE |= {*stepped.NEXT}
 LARGEST = 256
 Part = tuple[int, str]  # of a stage's gradient: the microbatch's "plain" weights, or "split" ones
 
@@ -46,6 +46,7 @@ class Host:
         self.whole: dict[int, int] = {}  # stages whose weights are, and after how many steps
         self.adding: set[int] = set()  # stages whose sums of gradients are there
         self.stepped = 0
+        self.summed: dict[tuple[int, int], Event] = {}  # over parts of the sequence, when
         self.room: dict[str, list[Event]] = {}  # slots of some kinds, by when they are free
         self.states: dict[int, tuple[str, Event]] = {}  # how far they are, and when
         for each in (sharded, away, stepped):
@@ -98,8 +99,7 @@ class Host:
     def address(self, i: Instr) -> None:
         """Whether there is such a stage here, and such a microbatch."""
         per_rank = i.op in (O.ReduceNorm, O.OptimizerStep)
-        per_stage = i.op in (O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.Snapshot)
-        per_stage |= i.op in stepped.NEXT
+        per_stage = i.op in PER_STAGE
         most = self.machine.updates if per_rank or per_stage else self.machine.microbatches
         if i.op in sharded.TURNS:
             per_stage, most = True, i.mb + 1
@@ -329,6 +329,7 @@ class Host:
 
     def final(self, update: int) -> list[Slot]:
         """Where the rank's gradients are when nothing is left to add."""
+        sequenced.expect(self, *self.trained, update=update)
         tied = self.machine.tied
         return [("tied grad" if s in tied else "grad", s, update) for s in self.trained]
 
@@ -343,8 +344,7 @@ class Host:
         self.queue("reductions")
         for slot in self.final(i.mb):
             self.look(*slot)
-        for stage in self.trained:
-            sharded.reduced(self, stage)
+        sharded.reduced(self, *self.trained)
         self.give("norm", i.mb)
         self.collective("all ranks", len(self.machine.lists), i.mb)
 
@@ -385,6 +385,7 @@ class Host:
         O.ReduceGrads: reduce_grads,
         O.ReduceHolders: reduce_holders,
         O.ReduceTied: reduce_tied,
+        O.ReduceSequence: sequenced.reduce,
         O.ReduceNorm: reduce_norm,
         O.OptimizerStep: step,
         O.Unshard: sharded.unshard,

@@ -190,6 +190,7 @@ def lowered(
             plan = Plan(ranks, m, v, placement)
             draft = drafted(schedule, plan) if schedule else random_draft(plan, rng)
             whole = replace(check_draft(draft), tp=tp, tied=ties(plan, rng), clip=clip)
+            whole = replace(whole, sequence=tp > 1 and rng.random() < 0.5)
             whole = replace(whole, frozen=frozen(plan, rng), skips=skips(plan, rng))
             if turns or rng.random() < 0.2:
                 whole = replace(whole, dp=2, **sharded(rng))
@@ -222,6 +223,7 @@ def updating(rng: random.Random) -> Program:
                 else random_draft(plan, rng, split=rng.choice([0, 0.5, 1, 1]))
             )
             whole = replace(check_draft(draft), tied=tied_stages(tied, plan), clip=clip)
+            whole = replace(whole, tp=2, sequence=True) if rng.random() < 0.3 else whole
             whole = replace(whole, frozen=frozen(plan, rng), skips=skips(plan, rng))
             program = lower(whole, **more(rng, whole))
         except ProgramError:

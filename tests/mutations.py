@@ -34,7 +34,9 @@ from tests.edits import (
 
 O = Opcode
 (B,), (I,), (W,) = WHOLES, SPLITS, LATE
-REDUCTIONS = (O.ReduceGrads, O.ReduceScatter, O.ReduceHolders, O.ReduceTied, O.ReduceNorm)
+REDUCTIONS = (
+    O.ReduceGrads, O.ReduceScatter, O.ReduceHolders, O.ReduceTied, O.ReduceSequence, O.ReduceNorm,
+)  # fmt: skip
 TURNS = (O.Unshard, O.Reshard, O.ReduceScatter)
 PER_MB = tuple(row.op for row in ROWS if row.per is Per.MICROBATCH)
 CUTS = {O.Scatter: (O.Gather, +1), O.ScatterGrad: (O.GatherGrad, -1)}
@@ -76,7 +78,7 @@ def move_anywhere(e: Edit) -> None:
     move(e.own, e.at, e.rng.randint(0, len(e.own)))
 
 
-@at(*PER_MB, O.ReduceGrads, O.ReduceHolders, O.ReduceTied, *TURNS)
+@at(*PER_MB, O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.ReduceSequence, *TURNS)
 def change_stage(e: Edit) -> None:
     plan = e.program.plan
     new = e.rng.choice([*plan.stages_of[e.rank], *range(plan.stages + 1)])
@@ -284,6 +286,21 @@ def reduce_never(e: Edit) -> object:
 @at(*REDUCTIONS)
 def swap_reductions(e: Edit) -> None:
     swap(e.own, e.at, e.rng.choice(e.here(*REDUCTIONS, O.OptimizerStep)))
+
+
+@at(O.ReduceSequence)
+def sum_no_sequence(e: Edit) -> object:
+    return pull(e.own, e.at)
+
+
+@at(O.ReduceSequence)
+def sum_sequence_twice(e: Edit) -> None:
+    push(e.own, e.rng.randint(0, len(e.own)), e.word)
+
+
+@at(O.ReduceSequence)
+def sum_sequence_elsewhere(e: Edit) -> None:
+    move(e.own, e.at, e.rng.randint(0, len(e.own)))
 
 
 @at(O.OptimizerStep)

@@ -191,9 +191,9 @@ def _replan(e: Edit, **changes: Any) -> None:
 
 @whole
 def change_traits(e: Edit) -> None:
-    trait = e.rng.choice(["tp", "dp", "tied", "clip", "frozen", "zero", "reduce"])
+    trait = e.rng.choice(["tp", "dp", "tied", "clip", "frozen", "zero", "reduce", "sequence"])
     old = getattr(e.program, trait)
-    new: Any = not old if trait in ("tied", "clip") else old
+    new: Any = not old if trait in ("tied", "clip", "sequence") else old
     if trait == "reduce":
         new = "end" if old == "turn" else "turn"
     elif trait in ("tp", "dp"):

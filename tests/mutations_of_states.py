@@ -30,8 +30,8 @@ from tests.stepped import NEXT
 O = Opcode
 _OTHERS = {*MUTATIONS}
 REDUCTIONS = (
-    O.ReduceGrads, O.ReduceScatter, O.ReduceHolders, O.ReduceTied, O.ReduceNorm, O.Reshard,
-    O.Snapshot,
+    O.ReduceGrads, O.ReduceScatter, O.ReduceHolders, O.ReduceTied, O.ReduceSequence, O.ReduceNorm,
+    O.Reshard, O.Snapshot,
 )  # fmt: skip
 
 

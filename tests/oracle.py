@@ -167,17 +167,20 @@ class Machine:
         makers = {
             O.ReduceHolders: (O.ReduceGrads,),
             O.ReduceTied: (O.ReduceGrads, O.ReduceHolders),
-            O.ReduceNorm: (O.ReduceGrads, O.ReduceHolders, O.ReduceTied),
+            O.ReduceSequence: (O.ReduceGrads, O.ReduceHolders, O.ReduceTied),
+            O.ReduceNorm: (O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.ReduceSequence),
             O.OptimizerStep: (
                 O.ReduceGrads,
                 O.ReduceHolders,
                 O.ReduceTied,
+                O.ReduceSequence,
                 O.ReduceNorm,
                 O.Snapshot,
             ),
         }.get(i.op, ())
         of = {
             O.ReduceHolders: {s},
+            O.ReduceSequence: {s},
             O.ReduceTied: {s for tie in self.program.tied for s in tie},
         }.get(i.op, range(S))
         return [
@@ -211,7 +214,7 @@ class Machine:
             needs += (before(O.Unshard) or all_of(O.Unshard))[-1:]
         if i.op == O.ReduceScatter:
             needs += before(*adds) if all_of(O.ReduceScatter)[-1] != at else all_of(*adds)
-        if i.op in (O.ReduceHolders, O.ReduceNorm, O.OptimizerStep):
+        if i.op in (O.ReduceHolders, O.ReduceSequence, O.ReduceNorm, O.OptimizerStep):
             needs += all_of(O.ReduceScatter)
         if i.op == O.ReduceTied:
             tied = {s for tie in self.program.tied for s in tie}

@@ -46,9 +46,9 @@ def meet_replicas(host: Host, i: Instr, lane: str) -> None:
     host.entry.meets.append(met)
 
 
-def reduced(host: Host, stage: int) -> None:
-    """Have the entry find all in the part that is reduced, where it may be by turns."""
-    if host.machine.zero:
+def reduced(host: Host, *stages: int) -> None:
+    """Have the entry find all in the parts that are reduced, where it may be by turns."""
+    for stage in stages if host.machine.zero else ():
         host.total(stage, 0)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from schedir.ir.ops import Instr, Opcode
-from tests import away, sharded, snapshots
+from tests import away, sequenced, sharded, snapshots
 
 if TYPE_CHECKING:
     from tests.host import Host
@@ -55,10 +55,8 @@ def turn(host: Host, i: Instr) -> None:
 
 def _load(host: Host, i: Instr) -> None:
     away.enter(host, "state")
-    copies = [s for s in host.own if s in host.machine.tied]
-    there = [name for name in ("grad", "tied grad") if (name, i.stage, i.mb) in host.slots]
-    host.look("tied grad" if [i.stage] == copies[:1] else [*there, "grad"][0], i.stage, i.mb)
-    host.total(i.stage, i.mb)
+    sequenced.reduced(host, i)
+    sequenced.expect(host, i.stage, update=i.mb)
     if i.stage in snapshots.copied(host):
         host.look("copy", i.stage)
 

@@ -49,7 +49,7 @@ def compile(
     tied: bool | Ties | Sequence[Sequence[int]] | None = None,
     clip: bool | None = None,
     skips: Sequence[tuple[int, int]] | None = None,
-    boundary: Boundary = "replicated",
+    boundary: Boundary | None = None,
     overlap: bool = False,
     slots: Choice | None = None,
     sizes: Sizes | None = None,
@@ -69,8 +69,9 @@ def compile(
     global norm.  `skips` says from which stage to which a second value passes: `((0, 3), (1, 2))`.
     `boundary` is the layout of activations between stages within a tensor-parallel
     group: "replicated" ones are scattered for the wire and gathered behind it, "sharded" ones
-    go as they are.  `overlap` groups opposite transfers, and begins gathers and posts other
-    receives early.
+    go as they are; by default the former, or the latter where the program says that ranks share the
+    `sequence`, so that what passes is a part already.  `overlap` groups opposite transfers, and
+    begins gathers and posts other receives early.
     `slots` says how many static buffers values share: the "fewest" there can be, or "enough" to
     lose no time at these costs, or, where they say that messages are free, at messages of half a
     forward; by default each value has its own.  `limit` is the most bytes
@@ -121,7 +122,7 @@ def compile(
       send_grad 1.3
       step
     """
-    if boundary not in ("replicated", "sharded"):
+    if boundary not in (None, "replicated", "sharded"):
         raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
     overlap, debug = flag(overlap, "overlap"), flag(debug, "debug")
     if costs is not None:
@@ -224,7 +225,7 @@ def lower(
     costs: Costs | None = None,
     model: Model = "device",
     *,
-    boundary: Boundary = "replicated",
+    boundary: Boundary | None = None,
     overlap: bool = False,
     slots: Choice | None = None,
     sizes: Sizes | None = None,
@@ -250,6 +251,14 @@ def lower(
         more["host_limit"] = _bytes(host, "host_limit")
     if limit is not None:
         limit = _bytes(limit, "limit")
+    if boundary == "replicated" and program.sequence:
+        raise UsageError(
+            "boundary is 'replicated', and tensor-parallel ranks share the sequence: what passes "
+            "between stages is each one's part of it",
+            hint="boundary='sharded', or sequence=False",
+            fields=["boundary", "sequence"],
+        )
+    boundary = boundary or ("sharded" if program.sequence else "replicated")
     # Passes read what is said more than once.
     more = {k: tuple(v) if isinstance(v, Iterator) else v for k, v in more.items()}
     options = Options(costs, model, boundary, overlap, slots, more, sizes, limit)

@@ -45,7 +45,8 @@ def forwards(
         skips=program.skips,
         zero=program.zero,
         meets=program.meets,
+        sequence=program.sequence,
     )
     scattered = not program.ops.isdisjoint(SCATTERS.values())
-    boundary: Boundary = "replicated" if scattered or program.tp == 1 else "sharded"
+    boundary: Boundary | None = None if scattered or program.tp == 1 else "sharded"
     return lower(draft, None, model, boundary=boundary, overlap=overlap, slots=slots)

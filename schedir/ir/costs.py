@@ -99,6 +99,7 @@ class Costs:
     step_stage: Cost | None = None
     store_state: Cost | None = None
     sum: Cost | None = None
+    reduce_sequence: Cost | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):

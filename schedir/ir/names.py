@@ -90,3 +90,4 @@ class Opcode(IntEnum):
     StoreState = 33
     SumAct = 34
     SumGrad = 35
+    ReduceSequence = 36

@@ -186,6 +186,10 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(_O.SumGrad, "sum_grad", _L.TP, _MB, (_T.GRAD_IN,), (_T.GRAD_IN,), (),
         "Sums the gradient of what a piece takes over the tensor-parallel group, before the piece "
         "that gave it takes that (Megatron-LM's f).", cost="sum", ring=Ring("tp", turns=2)),
+    Row(_O.ReduceSequence, "reduce_sequence", _L.TP, _STAGE, (_T.GRAD,), (_T.GRAD,), (),
+        "Sums over the tensor-parallel group the gradients of what each of its ranks holds whole, "
+        "and has seen its own part of the sequence with: norms, and biases behind sums.",
+        cost="reduce_sequence"),
 )  # fmt: skip
 
 BY_TEXT: Final = {row.text: row.op for row in ROWS}

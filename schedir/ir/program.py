@@ -132,12 +132,13 @@ class Program:
     the "end", or each "turn", so that no whole one is held between runs of backwards.
     `open` says that the gradients are left as sums, neither reduced nor stepped: the next program
     on the same stages adds to them, and one that is not open ends the update.
-    `snapshots` says that what a step changes can be copied while its forwards run: for a checkpoint
-    of the step before.
+    `snapshots` says that what a step changes can be copied while its forwards run, to be saved.
     `states` is where the optimizer's state lies between steps: on the "device", or on the "host".
     Then each update ends with a load, a step and a store of each own stage that is trained.
     `meets` has a letter for each boundary between two stages, where any of them are pieces of one
     that tensor-parallel ranks share (`schedir/ir/meets.py`): "fgfg-fgfg".
+    `sequence` says that tensor-parallel ranks share the sequence, too (arXiv 2205.05198): each has
+    sent its part, and what each has of gradients of weights that all hold whole is summed.
     `slots` has one entry per rank; where it is empty, each value has a slot of its own.
 
     `order` numbers the messages as the lowering places them: for each kind of send a number by
@@ -179,6 +180,7 @@ class Program:
     snapshots: bool = field(default=False, metadata=traits.SNAPSHOTS)
     states: str = field(default="device", metadata=traits.STATES)
     meets: str = field(default="", metadata=traits.MEETS)
+    sequence: bool = field(default=False, metadata=traits.SEQUENCE)
     slots: tuple[Slots, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False

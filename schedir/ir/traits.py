@@ -64,6 +64,7 @@ def require_together(
     snapshots: bool,
     states: str,
     meets: str,
+    sequence: bool,
     tp: int,
 ) -> None:
     """Raise PlanError for traits of which each is right, and that do not go together."""
@@ -161,6 +162,19 @@ def require_together(
             hint="tp=2, or leave out meets",
             fields=["meets", "tp"],
         )
+    if meets and sequence:
+        raise PlanError(
+            "tensor-parallel ranks share the sequence, and meet between pieces of stages (meets), "
+            "where all of it is summed",
+            hint="sequence=False, or leave out cut and meets",
+            fields=["sequence", "meets"],
+        )
+    if sequence and tp == 1:
+        raise PlanError(
+            "tensor-parallel ranks share the sequence, and tp is 1: there is nobody to share with",
+            hint="tp=2, or sequence=False",
+            fields=["sequence", "tp"],
+        )
 
 
 TOGETHER: Final = tuple(signature(require_together).parameters)[1:]  # the traits that it is told
@@ -213,6 +227,9 @@ STATES: Final = setting(
     _one_of("device", "host"),
     "where the optimizer's state lies between steps: on the device (device), or on the host",
     section="memory",
+)
+SEQUENCE: Final = setting(
+    YES_OR_NO, "tensor-parallel ranks share the sequence, too: norms, dropout, and what is sent"
 )
 SKIPS: Final = setting(
     SKIPS_KIND,

@@ -58,7 +58,14 @@ class Ends(NamedTuple):
 
     @classmethod
     def of(
-        cls, config: OfTokens, first: bool, last: bool, tp: ProcessGroup | None, where: Where
+        cls,
+        config: OfTokens,
+        first: bool,
+        last: bool,
+        tp: ProcessGroup | None,
+        where: Where,
+        *,
+        sequence: bool = False,
     ) -> Ends:
         """This rank's shards of them; where they are tied, they share one Parameter, or have
         copies of it if they are in two stages."""
@@ -68,10 +75,12 @@ class Ends(NamedTuple):
 
         shared = weight("embedding.weight") if first or (last and config.tied) else None
         own = shared if config.tied else weight("head.weight") if last else None
-        return cls(
-            VocabParallelEmbedding(shared, tp) if first and shared is not None else None,
-            VocabParallelHead(own, config.vocab, tp) if last and own is not None else None,
-        )
+        embedding = head = None
+        if first and shared is not None:
+            embedding = VocabParallelEmbedding(shared, tp, sequence=sequence)
+        if last and own is not None:
+            head = VocabParallelHead(own, config.vocab, tp, sequence=sequence)
+        return cls(embedding, head)
 
 
 def tied_copy(

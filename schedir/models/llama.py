@@ -25,7 +25,7 @@ from schedir.models.language import loss as loss
 from schedir.models.llama_config import LlamaConfig as LlamaConfig
 from schedir.models.shape import split_heads, split_layers
 from schedir.models.weights import Weights
-from schedir.parallel.group import tp_size
+from schedir.parallel.group import seen_in_parts, tp_size
 
 
 def build_stage(
@@ -34,15 +34,17 @@ def build_stage(
     stages: int,
     *,
     tp: ProcessGroup | None = None,
+    sequence: bool = False,
     division: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Stage:
     """Stage `stage` of `stages`, this rank's shard of it, in `dtype` on `device`.
 
-    `division` is the number of layers of each stage (`split_layers`).  Tensor-parallel ranks share
-    out whole groups: a head of keys and values, with its queries.  Raises UsageError if the layers
-    do not fit the stages, or the groups or the feed-forward width the ranks.
+    With `sequence` tensor-parallel ranks share the tokens, too: for a program that says `sequence
+    yes`.  `division` is the number of layers of each stage (`split_layers`).  Tensor-parallel ranks
+    share out whole groups: a head of keys and values, with its queries.  Raises UsageError if the
+    layers do not fit the stages, or the groups or the feed-forward width the ranks.
     """
     counts = split_layers(config.layers, stages, division)
     if not 0 <= stage < stages:
@@ -51,15 +53,17 @@ def build_stage(
     first = sum(counts[:stage])
     layers = range(first, first + counts[stage])
     where: Where = {"device": device, "dtype": dtype}
-    return Stage(config, layers, stage == 0, stage == stages - 1, tp, where)
+    sequence = sequence and tp_size(tp) > 1
+    return Stage(config, layers, stage == 0, stage == stages - 1, tp, where, sequence=sequence)
 
 
 class Stage(nn.Module):
     """Consecutive layers, with the embedding if first and the head if last.
 
-    Maps (b, T, hidden) to (b, T, hidden). The first stage takes tokens instead, int64 (b, T);
-    the last gives this rank's logits, (b, T, ceil(V/t)). Parameters bear the names that they
-    have in the model of one stage.
+    Maps (b, T, hidden) to (b, T, hidden), or with `sequence` (b, T/t, hidden) to the same, of the
+    rank's own tokens. The first stage takes tokens instead, int64 (b, T); the last gives this
+    rank's logits, (b, T, ceil(V/t)). Parameters bear the names that they have in the model of one
+    stage.
     """
 
     def __init__(
@@ -70,12 +74,19 @@ class Stage(nn.Module):
         last: bool,
         tp: ProcessGroup | None,
         where: Where,
+        *,
+        sequence: bool = False,
     ) -> None:
         super().__init__()
-        self.config = config
-        self.embedding, head = Ends.of(config, first, last, tp, where)
-        self.layers = nn.ModuleDict({str(i): Layer(config, i, tp, where) for i in layers})
-        self.norm = nn.RMSNorm(config.hidden, config.eps, **where) if last else None
+        self.config, self.share = config, tp_size(tp) if sequence else 1
+        self.embedding, head = Ends.of(config, first, last, tp, where, sequence=sequence)
+        self.layers = nn.ModuleDict(
+            {str(i): Layer(config, i, tp, where, sequence=sequence) for i in layers}
+        )
+        self.norm: nn.RMSNorm | None = None
+        if last:
+            norm = nn.RMSNorm(config.hidden, config.eps, **where)
+            self.norm = seen_in_parts(norm, tp, sequence=sequence)
         self.head = head
 
     @property
@@ -84,7 +95,7 @@ class Stage(nn.Module):
         return tied_copy(self.config, self.embedding, self.head)
 
     def forward(self, x: Tensor) -> Tensor:
-        length = x.shape[1]
+        length = x.shape[1] * (1 if self.embedding is not None else self.share)
         if length > self.config.context:
             raise UsageError(f"{length} tokens do not fit a context of {self.config.context}")
         if self.embedding is not None:
@@ -101,19 +112,30 @@ class Layer(nn.Module):
     """One layer; tensor-parallel ranks share its groups of heads and its feed-forward width."""
 
     def __init__(
-        self, config: LlamaConfig, index: int, tp: ProcessGroup | None, where: Where
+        self,
+        config: LlamaConfig,
+        index: int,
+        tp: ProcessGroup | None,
+        where: Where,
+        *,
+        sequence: bool = False,
     ) -> None:
         super().__init__()
         hidden, width = config.hidden, config.width
         self.head_width, self.queries = hidden // config.heads, config.heads // config.groups
-        weights = Weights(config.seed, f"layers.{index}", hidden, 2 * config.layers, tp, where)
-        self.attention_norm = nn.RMSNorm(hidden, config.eps, **where)
+        adds = 2 * config.layers
+        weights = Weights(config.seed, f"layers.{index}", hidden, adds, tp, where, sequence)
+
+        def norm() -> nn.RMSNorm:
+            return seen_in_parts(nn.RMSNorm(hidden, config.eps, **where), tp, sequence=sequence)
+
+        self.attention_norm = norm()
         # Rows in the order (group, its queries k v, width): a slice of them is whole groups.
         self.qkv = weights.column(
             "qkv", config.groups * (self.queries + 2) * self.head_width, bias=False
         )
         self.proj = weights.row("proj", hidden, bias=False)
-        self.mlp_norm = nn.RMSNorm(hidden, config.eps, **where)
+        self.mlp_norm = norm()
         # Rows in the order (unit, gate up): a slice of them is whole units.
         self.gate_up = weights.column("gate_up", 2 * width, bias=False)
         self.down = weights.row("down", width, bias=False)
@@ -125,9 +147,10 @@ class Layer(nn.Module):
         return x
 
     def attend(self, x: Tensor, turns: Tensor) -> Tensor:
-        """(b, T, hidden) to this rank's heads, (b, T, hidden / t)."""
-        b, length, _ = x.shape
-        qkv = self.qkv(x).view(b, length, -1, self.queries + 2, self.head_width)
+        """What `qkv` takes to this rank's heads, (b, T, hidden / t)."""
+        qkv = self.qkv(x)
+        b, length, _ = qkv.shape
+        qkv = qkv.view(b, length, -1, self.queries + 2, self.head_width)
         q, k, v = qkv.split((self.queries, 1, 1), 3)  # each (b, T, groups/t, heads of it, width)
         q, k, v = (one.flatten(2, 3).transpose(1, 2) for one in (q, k, v))
         q, k = rotated(q, turns), rotated(k, turns)

@@ -63,3 +63,17 @@ def split_heads(heads: int, tp: int, what: str = "heads", field: str = "heads") 
     if heads % tp:
         raise UsageError(f"tp {tp} does not divide {heads} {what}", fields=["tp", field])
     return heads // tp
+
+
+def split_tokens(context: int, tp: int) -> int:
+    """Tokens of each of the tensor-parallel ranks that share a sequence.
+
+    Raises UsageError if they cannot be shared evenly.
+    """
+    if context % tp:
+        raise UsageError(
+            f"tp {tp} does not divide a context of {context} tokens, which its ranks are to share",
+            hint=f"context = {context - context % tp or tp}, or sequence = false",
+            fields=["context", "sequence"],
+        )
+    return context // tp

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from schedir.models.language import STD, Where, drawn
+from schedir.parallel.group import seen_in_parts
 from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -17,6 +18,7 @@ class Weights(NamedTuple):
     """What makes the linear layers and norms of the layer `name`, `hidden` wide at its ends.
 
     As in GPT-2, what adds to the residual stream starts smaller, the more there is that `adds`.
+    With `sequence` tensor-parallel ranks share the tokens, too.
     """
 
     seed: int
@@ -25,18 +27,20 @@ class Weights(NamedTuple):
     adds: int
     tp: ProcessGroup | None
     where: Where
+    sequence: bool = False
 
     def column(self, name: str, k: int, *, bias: bool = True) -> ColumnParallelLinear:
         """(..., hidden) to this rank's part of (..., k)."""
         weight = drawn(self.seed, f"{self.name}.{name}.weight", k, self.hidden, self.where)
-        return ColumnParallelLinear(weight, torch.zeros(k, **self.where) if bias else None, self.tp)
+        zeros = torch.zeros(k, **self.where) if bias else None
+        return ColumnParallelLinear(weight, zeros, self.tp, sequence=self.sequence)
 
     def row(self, name: str, n: int, *, bias: bool = True) -> RowParallelLinear:
         """This rank's part of (..., n) to (..., hidden), the sum of all ranks'."""
         name, std = f"{self.name}.{name}.weight", STD / math.sqrt(self.adds)
         weight = drawn(self.seed, name, self.hidden, n, self.where, 1, std)
         zeros = torch.zeros(self.hidden, **self.where) if bias else None
-        return RowParallelLinear(weight, zeros, self.tp)
+        return RowParallelLinear(weight, zeros, self.tp, sequence=self.sequence)
 
     def whole(self, name: str, k: int) -> ColumnParallelLinear:
         """(..., hidden) to (..., k), the same on all ranks, which each hold it."""
@@ -44,4 +48,5 @@ class Weights(NamedTuple):
 
     def norm(self) -> nn.LayerNorm:
         """A LayerNorm."""
-        return nn.LayerNorm(self.hidden, **self.where)
+        norm = nn.LayerNorm(self.hidden, **self.where)
+        return seen_in_parts(norm, self.tp, sequence=self.sequence)

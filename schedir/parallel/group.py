@@ -1,12 +1,17 @@
 """What every tensor-parallel layer needs of its group: who am I, my shard, f and g.
 
 A group is a `ProcessGroup`, or None for tensor parallelism of 1, where nothing is sent.
+
+With sequence parallelism ("Reducing Activation Recomputation in Large Transformer Models",
+arXiv 2205.05198, section 4.2.2) each rank of it has 1/t of the tokens wherever layers are not
+shared out: rank r those from r * s / t on, of the last dimension but one.  An all-reduce is then
+cut in its two halves: a reduce-scatter where ranks go apart, and an all-gather where they meet.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from schedir.errors import UsageError
-from schedir.runtime.split import Reduce
-from schedir.transports.transport import Work
+from schedir.runtime.rules import Entry, Later
+
+_Whole = TypeVar("_Whole", nn.Parameter, nn.LayerNorm, nn.RMSNorm)
 
 
 def tp_size(group: ProcessGroup | None) -> int:
@@ -72,24 +78,49 @@ def shard_dim(param: Tensor) -> int | None:
     return getattr(param, "shard_dim", None)
 
 
-def f(group: ProcessGroup | None) -> Reduce | None:
-    """Enter a sharded region: identity forward, all-reduce backward (1909.08053, section 3).
+def seen_in_parts(whole: _Whole, group: ProcessGroup | None, *, sequence: bool) -> _Whole:
+    """A parameter, or a module with its own, that each rank holds whole, and that sees 1/t of the
+    tokens if they share the `sequence`: then each parameter says that its gradients are to be
+    summed over them, which a program does that says `sequence yes`."""
+    for parameter in whole.parameters() if isinstance(whole, nn.Module) else (whole,):
+        if sequence and tp_size(group) > 1:
+            parameter.summed_over_tp = True  # type: ignore[attr-defined]
+    return whole
 
-    For `split.linear(x, weight, reduce=f(group))`, which starts the all-reduce before it computes
-    the weight's gradient; None where there is nobody to sum with.
+
+def f(group: ProcessGroup | None, *, sequence: bool = False) -> Entry | None:
+    """Enter a sharded region: identity forward, all-reduce backward (1909.08053, section 3); with
+    `sequence`, all-gather forward, reduce-scatter backward.
+
+    For `split.linear(x, weight, entry=f(group))`, which starts the sum before it computes the
+    weight's gradient; None where there is nobody to sum with.
     """
-    return None if group is None or group.size() == 1 else partial(_start_sum, group)
+    if group is None or group.size() == 1:
+        return None
+    if sequence:
+        return Entry(partial(_start_scatter, group), partial(_start_gather, group))
+    return Entry(partial(_start_sum, group))
 
 
-def g(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Leave a sharded region: all-reduce forward, identity backward (1909.08053, section 3).
+def g(x: Tensor, group: ProcessGroup | None, *, sequence: bool = False) -> Tensor:
+    """Leave a sharded region: all-reduce forward, identity backward (1909.08053, section 3); with
+    `sequence`, reduce-scatter forward, all-gather backward: (..., s, n) to (..., s / t, n).
 
-    The sum is written over x, which is to be what nobody else needs, as a product.
+    A sum of all may be written over x, which is to be what nobody else needs, as a product.
+    Raises UsageError for tokens that ranks cannot share evenly.
     """
     if tp_size(group) == 1:
         return x
-    y: Tensor = _G.apply(x.contiguous(), group)  # type: ignore[no-untyped-call]
+    y: Tensor = (_ScatterSequence if sequence else _G).apply(x.contiguous(), group)  # type: ignore[no-untyped-call]
     return y
+
+
+def own_tokens(x: Tensor, group: ProcessGroup | None, *, sequence: bool = True) -> Tensor:
+    """Of (..., s, n) the rank's own tokens, (..., s / t, n); all, if they do not share the
+    `sequence`.  Raises UsageError for tokens that cannot be shared evenly."""
+    t = tp_size(group) if sequence else 1
+    _require_even(x.shape[-2], t)
+    return x.chunk(t, -2)[tp_rank(group) if t > 1 else 0]
 
 
 def all_gather(whole: Tensor, shard: Tensor, group: ProcessGroup) -> None:
@@ -102,8 +133,65 @@ def all_gather(whole: Tensor, shard: Tensor, group: ProcessGroup) -> None:
     gather(whole.view(-1), shard.view(-1), group=group)
 
 
-def _start_sum(group: ProcessGroup, x: Tensor) -> Work:
-    return cast(Work, dist.all_reduce(x, group=group, async_op=True))
+def _require_even(tokens: int, t: int) -> None:
+    if tokens % t:
+        raise UsageError(
+            f"{t} tensor-parallel ranks cannot share a sequence of {tokens} tokens evenly",
+            hint=f"a length that {t} divides, or no sequence parallelism",
+        )
+
+
+def _start_sum(group: ProcessGroup, x: Tensor) -> Later:
+    work: Any = dist.all_reduce(x, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return x
+
+    return wait
+
+
+def _start_gather(group: ProcessGroup, part: Tensor) -> Later:
+    """Of (..., s / t, n) of each rank what all have, (..., s, n)."""
+    part = part.contiguous()
+    parts = part.new_empty(group.size(), *part.shape)
+    # torch 2.13 has a new name for it and warns of the old one.
+    start: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work = start(parts.view(-1), part.view(-1), group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        # One behind the other in the sequence: of one sequence they lie so, else it is a copy.
+        return parts.movedim(0, -3).flatten(-3, -2)
+
+    return wait
+
+
+def _start_scatter(group: ProcessGroup, x: Tensor) -> Later:
+    """Of (..., s, n) of each rank the sum of the own tokens, (..., s / t, n)."""
+    t = group.size()
+    _require_even(x.shape[-2], t)
+    parts = x.unflatten(-2, (t, -1)).movedim(-3, 0).contiguous()
+    own = torch.empty_like(parts[0])
+    start: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work = start(own.view(-1), parts.view(-1), group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return own
+
+    return wait
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _start_scatter(group, x)()
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None]:
+        return _start_gather(ctx.group, dys[0])(), None
 
 
 class _G(torch.autograd.Function):

@@ -2,6 +2,9 @@
 
 Each is made from the full weight, a tensor or one that is drawn by slice (`drawn.Drawn`), and keeps
 its slice: so what is computed does not depend on how many ranks share it.
+
+With `sequence` they share the tokens, too (2205.05198, section 4.2.2): "the same on all ranks" is
+then each rank's own 1/t of them, (..., s / t, n).
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from schedir.parallel.group import Weight, f, g, shard
+from schedir.parallel.group import Weight, f, g, seen_in_parts, shard
 from schedir.runtime import split
 
 
@@ -21,10 +24,15 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, weight: Weight, bias: Tensor | None, group: ProcessGroup | None = None
+        self,
+        weight: Weight,
+        bias: Tensor | None,
+        group: ProcessGroup | None = None,
+        *,
+        sequence: bool = False,
     ) -> None:
         super().__init__()
-        self.group = group
+        self.entry = f(group, sequence=sequence)
         self.weight = shard(weight, 0, group)
         self.bias = None if bias is None else shard(bias, 0, group)
 
@@ -37,7 +45,7 @@ class ColumnParallelLinear(nn.Module):
 
     def product(self, x: Tensor) -> Tensor:
         """The output without the bias, for who adds it along with what comes next."""
-        return split.linear(x, self.weight, reduce=f(self.group))
+        return split.linear(x, self.weight, entry=self.entry)
 
     def entered_product(self, x: Tensor) -> Tensor:
         """That without the bias."""
@@ -55,15 +63,22 @@ class RowParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, weight: Weight, bias: Tensor | None, group: ProcessGroup | None = None
+        self,
+        weight: Weight,
+        bias: Tensor | None,
+        group: ProcessGroup | None = None,
+        *,
+        sequence: bool = False,
     ) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.sequence = group, sequence
         self.weight = shard(weight, 1, group)
-        self.bias = None if bias is None else nn.Parameter(bias.clone())
+        self.bias: nn.Parameter | None = None
+        if bias is not None:
+            self.bias = seen_in_parts(nn.Parameter(bias.clone()), group, sequence=sequence)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.with_bias(g(self.part(x), self.group))
+        return self.with_bias(g(self.part(x), self.group, sequence=self.sequence))
 
     def part(self, x: Tensor) -> Tensor:
         """This rank's part of the sum that is the output without the bias."""

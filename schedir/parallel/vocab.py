@@ -29,11 +29,16 @@ def shard_vocab(full: Weight, group: ProcessGroup | None = None) -> nn.Parameter
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids int64 (...) to (..., n), the same on all ranks; `weight` from `shard_vocab`."""
+    """Token ids int64 (...) to (..., n), the same on all ranks; `weight` from `shard_vocab`.
 
-    def __init__(self, weight: nn.Parameter, group: ProcessGroup | None = None) -> None:
+    Of ids (..., s) with `sequence` to the rank's own tokens, (..., s / t, n).
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, group: ProcessGroup | None = None, *, sequence: bool = False
+    ) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.sequence = group, sequence
         self.weight = weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -41,24 +46,32 @@ class VocabParallelEmbedding(nn.Module):
             return split.embedding(tokens, self.weight)
         row, absent = _own_rows(tokens, len(self.weight), self.group)
         x = split.embedding(row, self.weight).masked_fill_(absent.unsqueeze(-1), 0)
-        return g(x, self.group)
+        return g(x, self.group, sequence=self.sequence)
 
 
 class VocabParallelHead(nn.Module):
     """(..., n) to this rank's logits (..., k), padding -inf; `weight` from `shard_vocab`.
 
-    The weight may be the embedding's own parameter (tied).
+    The weight may be the embedding's own parameter (tied).  With `sequence`, of the rank's own
+    tokens (..., s / t, n) to its logits of all, (..., s, k).
     """
 
-    def __init__(self, weight: nn.Parameter, vocab: int, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        vocab: int,
+        group: ProcessGroup | None = None,
+        *,
+        sequence: bool = False,
+    ) -> None:
         super().__init__()
-        self.group = group
+        self.entry = f(group, sequence=sequence)
         self.weight = weight
         # How many rows are no padding.
         self.own = min(max(vocab - tp_rank(group) * len(weight), 0), len(weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = split.linear(x, self.weight, reduce=f(self.group))
+        logits = split.linear(x, self.weight, entry=self.entry)
         if self.own < len(self.weight):
             logits[..., self.own :] = float("-inf")
         return logits

@@ -118,6 +118,18 @@ def reduce_tied(program: Program) -> Program:
     return append(program, Opcode.ReduceTied, [own[:1] for own in copies])
 
 
+def reduce_sequence(program: Program) -> Program:
+    """Sum over tensor-parallel ranks what each has of its part of the sequence, where they share
+    it: when it is summed over all others, as Megatron-LM does.
+
+    So of what replicas keep in parts it is the part that is summed, however often that is added to.
+    """
+    if not (program.sequence and program.closes):
+        return program
+    own_of = [[s for s in own if s >= program.frozen] for own in program.plan.stages_of]
+    return append(program, Opcode.ReduceSequence, own_of)
+
+
 def reduce_norm(program: Program) -> Program:
     """The global norm that clipping needs; all ranks meet."""
     if not (program.clip and program.closes and program.validate == "before"):
@@ -203,6 +215,16 @@ def _tied(program: Program, present: Present) -> Iterator[Expected]:
     yield Expected(Opcode.ReduceTied, once, why if program.tied else "the program says 'tied no'")
 
 
+def _sequence(program: Program, present: Present) -> Iterator[Expected]:
+    once = _each(program, Per.STAGE) & program.sequence
+    yield Expected(
+        Opcode.ReduceSequence,
+        once,
+        "the program says 'sequence no': each rank has seen all of it",
+        "the program says 'sequence yes': one stands behind what sums the stage's gradient",
+    )
+
+
 def _norm(program: Program, present: Present) -> Iterator[Expected]:
     once = _each(program, Per.RANK) & program.clip & (program.validate == "before")
     why = "the program says 'validate after'" if program.clip else "the program says 'clip no'"
@@ -247,7 +269,14 @@ PASSES: Final = (
         "reduce_holders", "ends", lambda p, options: reduce_holders(p), expected=_holders, order=2
     ),
     Pass("reduce_tied", "ends", lambda p, options: reduce_tied(p), expected=_tied, order=3),
-    Pass("reduce_norm", "ends", lambda p, options: reduce_norm(p), expected=_norm, order=4),
+    Pass(
+        "reduce_sequence",
+        "ends",
+        lambda p, options: reduce_sequence(p),
+        expected=_sequence,
+        order=4,
+    ),
+    Pass("reduce_norm", "ends", lambda p, options: reduce_norm(p), expected=_norm, order=5),
     Pass("optimizer_step", "ends", lambda p, options: optimizer_step(p), expected=_steps, order=9),
     Pass("validate", "ends", lambda p, options: validate(p), expected=_validated, order=10),
 )

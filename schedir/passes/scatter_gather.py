@@ -43,6 +43,8 @@ def scatter_gather(program: Program) -> Program:
 
 
 def _read(program: Program, model: Model) -> dict[str, Any]:
+    if program.sequence:
+        return {}
     whole = program.tp == 1 or not program.ops.isdisjoint(SHARDING)
     return {"boundary": "replicated" if whole else "sharded"}
 

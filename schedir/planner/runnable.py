@@ -54,8 +54,9 @@ def program(choice: Choice, *, tied: bool = True, **options: Any) -> Program:
     """The checked program of a choice, its messages, reductions and recomputation in it.
 
     A replica's step, as `schedir.compile` makes it of the schedule: with scatters and gathers at
-    boundaries where t > 1 (not with `sequence_parallel`, whose boundaries are sharded), with the
-    level of ZeRO, and an R for each forward that is run again where `recompute` is "full".
+    boundaries where t > 1 (with `sequence_parallel` parts of the sequence cross as they are, and
+    gradients of parts are summed at the end), with the level of ZeRO, and an R for each forward
+    that is run again where `recompute` is "full".
     "selective" shows in what backwards take.  Parts of a sequence (`c`) are replicas to what sums
     gradients.  The norm of gradients is taken, as trainers do that clip.  `tied` says that the head
     shares the embedding's weight; `options` are those of `compile`; unless told, messages have a
@@ -86,6 +87,7 @@ def _made(shape: Choice, *, tied: bool, options: dict[str, Any]) -> Program:
     found, plan = Source(shape.schedule).found, plan_of(shape)
     if isinstance(found, Program) and not found.is_draft:
         said = {"tp": shape.t, "dp": shape.d, "zero": shape.zero, "tied": tied}
+        said["sequence"] = shape.sequence_parallel and shape.t > 1
         return Request(Source(shape.schedule), said, usual={}, model="edge").program
     drafted = found if isinstance(found, Program) else draft(found, plan)
     return lowered(drafted, shape, tied=tied, **options)
@@ -96,7 +98,7 @@ def lowered(drafted: Program, choice: Choice, *, tied: bool = True, **options: A
     how: dict[str, Any] = {
         "model": "edge",
         "slots": "fewest",
-        "boundary": "sharded" if choice.sequence_parallel else "replicated",
+        "sequence": choice.sequence_parallel and choice.t > 1,
     }
     if choice.recompute == "full":
         how["recompute"] = "all"
@@ -121,7 +123,6 @@ _WITHOUT: Final = (
     ("experts", 1, "its layers have one feed-forward network"),
     ("c", 1, "it takes whole sequences"),
     ("e", 1, "its layers have one feed-forward network"),
-    ("sequence_parallel", False, "each slice computes all of its norms"),
 )
 
 
@@ -180,6 +181,8 @@ def config(model: Model, choice: Choice, **train: str | int | float) -> str:
         tables["pipeline"]["division"] = list(parts)
     if choice.zero:
         tables["pipeline"]["zero"] = choice.zero
+    if choice.sequence_parallel and choice.t > 1:
+        tables["pipeline"]["sequence"] = True
     if _by_turns(choice):
         tables["pipeline"]["reduce"] = "turn"
     if choice.recompute == "full":

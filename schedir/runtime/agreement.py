@@ -12,6 +12,8 @@ from schedir.ir.program import Program
 from schedir.ir.ties import Ties
 from schedir.runtime.ahead import require_torchs
 from schedir.runtime.cuttable import require_cuttable
+from schedir.runtime.gradients import is_sharded
+from schedir.runtime.layout import is_summed
 from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.tied import Print, Weight, prints, weights_of
@@ -80,6 +82,9 @@ def facts_of(
     facts: dict[str, str] = {}
     for s, module in stages.items():
         facts |= _shapes(module, f"stage {s}, slice {transport.tp_rank}")
+        summed = [f"{name} {_shape(p)}" for name, p in module.named_parameters() if is_summed(p)]
+        if summed:
+            facts[f"what tensor-parallel ranks sum in stage {s}"] = ", ".join(summed)
         if program.summed and (weight := getattr(module, "tied_weight", None)) is not None:
             facts[f"the tied weight, slice {transport.tp_rank}"] = _shape(weight)
     for s, parameters in prints.items():
@@ -165,6 +170,7 @@ def _require_others_step(program: Program, optimizer: Steps | None) -> None:
     does = {
         "sums them over replicas": program.dp > 1,
         "sums them over the holders of a stage": program.plan.rows > 1 and program.trains,
+        "sums them over tensor-parallel ranks": program.sequence,
         "has several updates": program.plan.updates > 1,
         "takes their norm": program.clip,
         "steps an optimizer": optimizer is not None,
@@ -190,6 +196,35 @@ def _require_each_once(optimizer: Steps | None, program: Program) -> None:
                     hint="dict.fromkeys(parameters) has each once",
                 )
             seen.add(key)
+
+
+def _require_summed(program: Program, stage: int, module: nn.Module) -> None:
+    """Refuse gradients of a part of the sequence that nobody would sum, or whole ones of which
+    nobody has said what they are."""
+    for name, p in module.named_parameters() if program.tp > 1 else ():
+        if not p.requires_grad or (is_sharded(p) and not is_summed(p)):
+            continue
+        said = getattr(p, "summed_over_tp", None)
+        if said is True and is_sharded(p):
+            raise ModelError(
+                f"{name} of stage {stage} is a slice, and its gradients are to be summed over "
+                "those that hold others (summed_over_tp)",
+                program=program.name,
+            )
+        if said is True and not program.sequence:
+            raise ModelError(
+                f"{name} of stage {stage} sees a part of the sequence (summed_over_tp), and the "
+                "program says 'sequence no': tensor-parallel ranks would drift apart",
+                program=program.name,
+                hint="compile(..., sequence=True), or a model whose ranks all see the whole",
+            )
+        if said is None and program.sequence:
+            raise ModelError(
+                f"the program says 'sequence yes', and {name} of stage {stage} is held whole by "
+                "each tensor-parallel rank and does not say what of the sequence it sees",
+                program=program.name,
+                hint=f"{name}.summed_over_tp = True if it sees a part of it, or False if all",
+            )
 
 
 def require_fit(
@@ -220,4 +255,6 @@ def require_fit(
                 "train it",
                 f"stages[{s}].requires_grad_(False), or compile(..., frozen={s})",
             )
+        if program.trains:
+            _require_summed(program, s, module)
     passing.fit(program)

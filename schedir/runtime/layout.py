@@ -37,6 +37,12 @@ class Share(NamedTuple):
         return self.zero >= CUT_FROM[what]
 
 
+def is_summed(parameter: Tensor) -> bool:
+    """Whether tensor-parallel ranks, which hold it whole, each have its gradient of their own part
+    of the sequence, which they sum."""
+    return getattr(parameter, "summed_over_tp", None) is True
+
+
 class Bucket:
     """Parameters, and where each begins in a flat tensor of `numel` numbers, cut into `parts`.
 
@@ -93,12 +99,13 @@ def buckets_of(
     bytes, unless one parameter has more, cut from the last on.
 
     Each of `alone` has one of its own, as a weight that is tied: its parts are then those of the
-    copies of other stages.
+    copies of other stages.  What tensor-parallel ranks sum lies apart from what they do not.
     """
     own = {id(p) for p in alone}
     kinds: dict[tuple[object, ...], list[nn.Parameter]] = {}
     for p in parameters:
-        key = (p.dtype, p.grad_dtype or p.dtype, p.device, id(p) if id(p) in own else 0)
+        one = id(p) if id(p) in own else 0
+        key = (p.dtype, p.grad_dtype or p.dtype, p.device, one, is_summed(p))
         kinds.setdefault(key, []).append(p)
     return [
         Bucket(run, parts, aligned=aligned)

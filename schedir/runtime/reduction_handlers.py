@@ -12,14 +12,14 @@ from torch import Tensor
 from schedir.ir.ops import Instr, Opcode
 from schedir.ir.ties import ranks_of
 from schedir.runtime.gradients import is_sharded, scale, spoil, sum_of_squares
-from schedir.runtime.layout import Share
+from schedir.runtime.layout import Share, is_summed
 from schedir.runtime.parts import expect_state_of_pieces
 from schedir.runtime.precision import are_finite
 from schedir.runtime.random import UPDATE
 from schedir.runtime.rank import Call, State
 from schedir.runtime.reduction import Reduction
-from schedir.runtime.tied import Weight, summing
-from schedir.transports.transport import Work
+from schedir.runtime.tied import Weight, spread, summing
+from schedir.transports.transport import Then, Work
 
 
 def reduce_grads(state: State, i: Instr) -> Call:
@@ -101,6 +101,29 @@ def _summed(state: State, weight: Weight, stage: int) -> Tensor:
             return kept
     assert copy.grad is not None, "gradients have their buffers"
     return copy.grad
+
+
+def reduce_sequence(state: State, i: Instr) -> Call:
+    """What is summed lies in buckets of its own, and so is one collective each, mostly one.
+
+    It is little: each rank gets what all have and adds it up, in their order, whatever the library;
+    so where a number lies in a buffer, or in a replica's part of it, does not change its bits.
+    """
+    gradients, t = state.stages[i.stage].gradients, state.program.tp
+    start, reducing = state.transport.collective, state.reducing
+    summed = [
+        kept
+        for bucket, kept in zip(gradients.buckets, gradients.kept, strict=True)
+        if is_summed(bucket.parameters[0])
+    ]
+
+    def run() -> None:
+        for kept in summed:
+            each = kept.new_empty(t, kept.numel())
+            work = start("all_gather", "tp", each.view(-1), kept)
+            reducing.append(Then(work, partial(spread, *each, into=[kept])))
+
+    return Call(state.wait_for_reductions, run)
 
 
 def reduce_norm(state: State, i: Instr) -> Call:
@@ -233,6 +256,7 @@ HANDLERS: Final = {
     Opcode.ReduceGrads: reduce_grads,
     Opcode.ReduceHolders: reduce_holders,
     Opcode.ReduceTied: reduce_tied,
+    Opcode.ReduceSequence: reduce_sequence,
     Opcode.ReduceNorm: reduce_norm,
     Opcode.OptimizerStep: step,
     Opcode.Validate: validate,

@@ -13,15 +13,32 @@ from schedir.kernels.embedding_gradient import accumulate_rows_, row_sums
 from schedir.kernels.weight_gradient import accumulate_
 
 Rule = Callable[..., Tensor]  # weight, what the forward has kept (mostly its input), dy -> dW
+Later = Callable[[], Tensor]  # waits for what is under way, and gives it
+
+
+class Entry(NamedTuple):
+    """How ranks that share a weight come by what all of them multiply.
+
+    `sum` starts to sum the gradient of that over them, perhaps in place, and gives what is due to
+    what this rank was given.  Where that is a part, `whole` starts to put all parts together.
+    """
+
+    sum: Callable[[Tensor], Later]
+    whole: Callable[[Tensor], Later] | None = None
 
 
 class Product(NamedTuple):
-    """The gradient of a weight that is multiplied with, from the right; or its transpose is."""
+    """The gradient of a weight that is multiplied with, from the right; or its transpose is.
+
+    Where ranks keep a part each of what was multiplied, `whole` starts to put these together.
+    """
 
     transposed: bool
+    whole: Callable[[Tensor], Later] | None = None
 
     def factors(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
         """Matrices a and b of as many rows, of which a.T @ b is the gradient."""
+        x = x if self.whole is None else self.whole(x)()
         given, back = as_rows(x).conj(), as_rows(dy)
         return (back, given) if self.transposed else (given, back)
 

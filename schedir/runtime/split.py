@@ -35,10 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from schedir.errors import ModelError
-from schedir.runtime.rules import Product, Rows, Rule, add, adds_rows, adds_up_wider, as_rows
-from schedir.transports.transport import Work
-
-Reduce = Callable[[Tensor], Work]  # starts a sum over ranks, in place
+from schedir.runtime.rules import Entry, Product, Rows, Rule, add, adds_rows, adds_up_wider, as_rows
 
 
 class _Deferred(NamedTuple):
@@ -150,15 +147,16 @@ def recording(tape: Tape) -> Iterator[Tape]:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, reduce: Reduce | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, entry: Entry | None = None
 ) -> Tensor:
     """`x @ weight.T + bias`, splittable: (..., n), (k, n) and (k,) to (..., k).
 
-    The gradient of the bias is cheap, and not left for later.  `reduce` starts to sum the gradient
-    of x over ranks, in place; that of the weight, if it is not left for later, is computed before
-    anybody waits for the sum.
+    The gradient of the bias is cheap, and not left for later.  With an `entry`, ranks share the
+    weight, and x may be a part of what is multiplied: only that is kept, and put together again
+    while its gradient is computed, or later, with that of the weight.  The gradient of x is on its
+    way before that of the weight is computed, if this is not left for later, and waited for after.
     """
-    y: Tensor = _Linear.apply(x, weight, bias, _LINEAR, reduce)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x, weight, bias, _LINEAR, entry)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -188,7 +186,7 @@ def _weight_gradient(
     None when it went to the tape, or to its sum.
     """
     compiled = torch.compiler.is_compiling()
-    if not can_wait(weight) or not (compiled or _is_added(ctx.next_functions[k][0])):
+    if not _may_be_left(ctx, k, weight):
         return rule(weight, *kept, dy)
     if _tape is not None:
         _tape.defer(rule, weight, kept, dy)
@@ -200,6 +198,13 @@ def _weight_gradient(
     else:
         return rule(weight, *kept, dy)
     return None
+
+
+def _may_be_left(ctx: Any, k: int, weight: Tensor) -> bool:
+    """Whether the gradient of tensor `k`, a weight, may go elsewhere than to autograd."""
+    if not can_wait(weight):
+        return False
+    return torch.compiler.is_compiling() or _is_added(ctx.next_functions[k][0])
 
 
 def can_wait(weight: Tensor) -> bool:
@@ -262,16 +267,18 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         rule: Product,
-        reduce: Reduce | None,
+        entry: Entry | None,
     ) -> Tensor:
         _remember(ctx, weight)
-        ctx.rule, ctx.reduce, ctx.dtype = rule, reduce, x.dtype
+        ctx.rule, ctx.entry, ctx.dtype = rule, entry, x.dtype
+        whole = x if entry is None or entry.whole is None else entry.whole(x)()
         if rule.transposed:
-            y = F.linear(x, weight, bias)
+            y = F.linear(whole, weight, bias)
         elif bias is None:
-            y = x @ weight
+            y = whole @ weight
         else:
-            y = torch.addmm(bias, as_rows(x), weight).view(*x.shape[:-1], weight.shape[-1])
+            y = torch.addmm(bias, as_rows(whole), weight)
+            y = y.view(*whole.shape[:-1], weight.shape[-1])
         ctx.save_for_backward(x.to(y.dtype))  # under autocast, what was multiplied
         return _owned(y)
 
@@ -279,16 +286,20 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         (weight,), (x,), (dy,) = _remembered(ctx), ctx.saved_tensors, dys
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
-        back = weight if ctx.rule.transposed else weight.t()
-        dx, sum_of_dx = dy @ back.to(dy.dtype).conj() if needs_dx else None, None
-        if dx is not None and ctx.reduce is not None:
-            dx = dx.to(ctx.dtype).contiguous()
-            sum_of_dx = ctx.reduce(dx)
+        rule, entry, whole, sum_of_dx = ctx.rule, ctx.entry, None, None
+        if needs_dw and entry is not None and entry.whole is not None:
+            if _tape is not None and _may_be_left(ctx, 1, weight):
+                rule = rule._replace(whole=entry.whole)  # when it is needed
+            else:
+                whole = entry.whole(x)
+        back = weight if rule.transposed else weight.t()
+        dx = dy @ back.to(dy.dtype).conj() if needs_dx else None
+        if dx is not None and entry is not None:
+            sum_of_dx = entry.sum(dx.to(ctx.dtype).contiguous())
         db = as_rows(dy).sum(0) if needs_db else None
-        dw = _weight_gradient(ctx, 1, ctx.rule, weight, (x,), dy) if needs_dw else None
-        if sum_of_dx is not None:
-            sum_of_dx.wait()
-        return dx, dw, db, None, None
+        x = x if whole is None else whole()
+        dw = _weight_gradient(ctx, 1, rule, weight, (x,), dy) if needs_dw else None
+        return dx if sum_of_dx is None else sum_of_dx(), dw, db, None, None
 
 
 class _Embedding(torch.autograd.Function):

@@ -339,7 +339,7 @@ def stand_ins(
     return instead, aliases
 
 
-def _spread(*sums: Tensor, into: Sequence[Tensor] | None = None) -> None:
+def spread(*sums: Tensor, into: Sequence[Tensor] | None = None) -> None:
     """Add up sums, the first first, into each of them, or into others."""
     total, *others = sums
     for other in others:
@@ -363,7 +363,7 @@ def summing(
     """
     own, ranks = [*weight.own], ranks_of(weight.stages, plan)
     if not meets(weight.stages, plan):
-        return lambda: _spread(*map(grad_of, own))
+        return lambda: spread(*map(grad_of, own))
     if len(ranks) == len(weight.stages) == 2:  # in place: a sum of two has one order
         (copy,) = own
 
@@ -382,6 +382,6 @@ def summing(
             if s in own and plan.rank_of[s] == rank:
                 row.copy_(grads[s])
         work = transport.collective("all_reduce", ranks, rows, rows)
-        under_way.append(Then(work, partial(_spread, *rows, into=[*grads.values()])))
+        under_way.append(Then(work, partial(spread, *rows, into=[*grads.values()])))
 
     return begin

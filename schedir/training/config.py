@@ -16,6 +16,7 @@ from schedir.ir.placement import Placement
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.ir.sizes import Sizes, bytes_of
+from schedir.models.shape import split_tokens
 from schedir.passes.lowering import OPTIONS, SECTION_OF
 from schedir.passes.record import Choice
 from schedir.training.gpt_config import GPTConfig, split_heads, split_layers
@@ -73,12 +74,14 @@ class PipelineConfig:
     schedule that is for one placement brings that along, and one that takes `v` has 2 stages per
     rank unless told. A step has one update, or several `updates` without a flush, on weights that
     are `delay` updates old (one number per stage, if need be); `pipedream_2bw` brings its delay
-    along. `overlap` groups opposite transfers, and begins gathers and posts receives early; `slots`
-    says whether each value has a buffer of its own ("own"), or they share the "fewest", or "enough"
-    to lose no time where a message takes half a forward, and hardly any where less; "auto" is
-    "enough" on GPUs, where buffers of their own would take gigabytes, and "own" on CPUs, and leaves
-    a FILE.sched that says its slots as it is. `division` is the layers of each stage, where they
-    cannot be or shall not be the same. pp x tp x dp processes run it.
+    along. With `sequence` tensor-parallel ranks share the sequence, too, where each would do the
+    same with all of it: what they save of that, and send, is 1/tp. `overlap` groups opposite
+    transfers, and begins gathers and posts receives early; `slots` says whether each value has a
+    buffer of its own ("own"), or they share the "fewest", or "enough" to lose no time where a
+    message takes half a forward, and hardly any where less; "auto" is "enough" on GPUs, where
+    buffers of their own would take gigabytes, and "own" on CPUs, and leaves a FILE.sched that says
+    its slots as it is. `division` is the layers of each stage, where they cannot be or shall not be
+    the same. pp x tp x dp processes run it.
     """
 
     schedule: str = "one_f_one_b"
@@ -249,6 +252,8 @@ class Config:
         split_heads(self.model.heads, self.pipeline.tp)
         if getattr(self.pipeline, "cut", None) is not None:
             raise UsageError("a training run does not cut stages in pieces", fields=["cut"])
+        if getattr(self.pipeline, "sequence", False):
+            split_tokens(self.model.context, self.pipeline.tp)
         if self.train.evaluate_every and not self.data.held_out:
             raise UsageError(
                 f"evaluate_every is {self.train.evaluate_every}, and nothing is held out to "

@@ -4,7 +4,8 @@ The model is GPT-2's (pre-LayerNorm, GELU, learned positions), parallel within a
 Megatron-LM (arXiv 1909.08053). What a parameter starts as depends on the seed and its name
 alone: any number of stages and tensor-parallel ranks starts from the same model. What dropout
 leaves out depends on the layer, whatever its stage; tensor-parallel ranks leave out the same of
-what each holds whole, and each its own of its attention heads, as in Megatron-LM (appendix B.2).
+what each holds whole, and each its own of its attention heads, as in Megatron-LM (appendix B.2),
+and of its tokens, where they share the sequence (arXiv 2205.05198, section 4.2.2).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +29,7 @@ from schedir.models.language import count_tokens as count_tokens
 from schedir.models.language import loss as loss
 from schedir.models.shape import split_heads, split_layers
 from schedir.parallel.drawn import Drawn
-from schedir.parallel.group import shard, tp_rank, tp_size
+from schedir.parallel.group import own_tokens, seen_in_parts, shard, tp_rank, tp_size
 from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.runtime.random import layer
 from schedir.training.attention import attention
@@ -40,6 +42,7 @@ def build_stage(
     stages: int,
     *,
     tp: ProcessGroup | None = None,
+    sequence: bool = False,
     division: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -47,9 +50,10 @@ def build_stage(
     """Stage `stage` of `stages`, this rank's shard of it, in `dtype` on `device`.
 
     To make it takes the shard's own memory, and on the CPU one block of a weight (`Drawn`).  Its
-    numbers are the same on any device, but rounded to `dtype`.  `division` is the number of layers
-    of each stage (`split_layers`). Raises UsageError if the layers do not fit the stages, or the
-    heads the tensor-parallel ranks.
+    numbers are the same on any device, but rounded to `dtype`.  With `sequence` tensor-parallel
+    ranks share the tokens, too: for a program that says `sequence yes`.  `division` is the number
+    of layers of each stage (`split_layers`). Raises UsageError if the layers do not fit the stages,
+    or the heads the tensor-parallel ranks.
     """
     counts = split_layers(config.layers, stages, division)
     if not 0 <= stage < stages:
@@ -58,13 +62,15 @@ def build_stage(
     first = sum(counts[:stage])
     layers = range(first, first + counts[stage])
     where: Where = {"device": device, "dtype": dtype}
-    return Stage(config, layers, stage == 0, stage == stages - 1, tp, where)
+    sequence = sequence and tp_size(tp) > 1
+    return Stage(config, layers, stage == 0, stage == stages - 1, tp, where, sequence=sequence)
 
 
 class Stage(nn.Module):
     """Consecutive layers of a GPT, with the embedding if first and the head if last.
 
-    Maps (b, T, hidden) to (b, T, hidden). The first stage takes tokens instead, int64 (b, T);
+    Maps (b, T, hidden) to (b, T, hidden), or with `sequence` (b, T/t, hidden) to the same, of the
+    rank's own tokens. The first stage takes tokens instead, int64 (b, T);
     the last gives this rank's logits, (b, T, ceil(V/t)). Parameters bear the names that they
     have in the model of one stage.
     """
@@ -77,18 +83,23 @@ class Stage(nn.Module):
         last: bool,
         tp: ProcessGroup | None,
         where: Where,
+        *,
+        sequence: bool = False,
     ) -> None:
         super().__init__()
-        self.config = config
-        self.embedding, head = Ends.of(config, first, last, tp, where)
+        self.config, self.tp, self.sequence = config, tp, sequence
+        self.embedding, head = Ends.of(config, first, last, tp, where, sequence=sequence)
         self.positions: nn.Parameter | None = None
         self.norm: nn.LayerNorm | None = None
         if first:
             positions = drawn(config.seed, "positions", config.context, config.hidden, where)
-            self.positions = shard(positions, 0, None)
-        self.layers = nn.ModuleDict({str(i): Layer(config, i, tp, where) for i in layers})
+            self.positions = seen_in_parts(shard(positions, 0, None), tp, sequence=sequence)
+        self.layers = nn.ModuleDict(
+            {str(i): Layer(config, i, tp, where, sequence=sequence) for i in layers}
+        )
         if last:
-            self.norm = nn.LayerNorm(config.hidden, **where)
+            norm = nn.LayerNorm(config.hidden, **where)
+            self.norm = seen_in_parts(norm, tp, sequence=sequence)
         self.head = head
 
     @property
@@ -108,9 +119,10 @@ class Stage(nn.Module):
             length = x.shape[-1]
             if length > self.config.context:
                 raise UsageError(f"{length} tokens do not fit a context of {self.config.context}")
-            x = self.embedding(x) + self.positions[:length]
+            positions = own_tokens(self.positions[:length], self.tp, sequence=self.sequence)
+            x = self.embedding(x) + positions
             if self.training and self.config.dropout:
-                with layer(0):
+                with layer(0, tp_rank(self.tp) if self.sequence else None):
                     x = F.dropout(x, self.config.dropout)
         return x
 
@@ -125,12 +137,18 @@ class Layer(nn.Module):
     """One transformer layer; tensor-parallel ranks share its heads and its feed-forward width."""
 
     def __init__(
-        self, config: GPTConfig, index: int, tp: ProcessGroup | None, where: Where
+        self,
+        config: GPTConfig,
+        index: int,
+        tp: ProcessGroup | None,
+        where: Where,
+        *,
+        sequence: bool = False,
     ) -> None:
         super().__init__()
         hidden, self.head_width = config.hidden, config.hidden // config.heads
         self.number, self.dropout, self.slice = 1 + index, config.dropout, tp_rank(tp)
-        self.window = config.windows[index]
+        self.window, self.sequence = config.windows[index], sequence
         # GPT-2: what adds to the residual stream starts smaller, the more of it there is.
         residual_std = STD / math.sqrt(2 * config.layers)
 
@@ -138,13 +156,16 @@ class Layer(nn.Module):
             weight = drawn(config.seed, f"layers.{index}.{name}.weight", k, n, where, dim, std)
             return weight, torch.zeros(k, **where)
 
-        self.attention_norm = nn.LayerNorm(hidden, **where)
+        column = partial(ColumnParallelLinear, group=tp, sequence=sequence)
+        row = partial(RowParallelLinear, group=tp, sequence=sequence)
+        seen = partial(seen_in_parts, group=tp, sequence=sequence)
+        self.attention_norm = seen(nn.LayerNorm(hidden, **where))
         # Rows in the order (head, q k v, width): a slice of them is whole heads.
-        self.qkv = ColumnParallelLinear(*full("qkv", 3 * hidden, hidden), tp)
-        self.proj = RowParallelLinear(*full("proj", hidden, hidden, 1, residual_std), tp)
-        self.mlp_norm = nn.LayerNorm(hidden, **where)
-        self.up = ColumnParallelLinear(*full("up", 4 * hidden, hidden), tp)
-        self.down = RowParallelLinear(*full("down", hidden, 4 * hidden, 1, residual_std), tp)
+        self.qkv = column(*full("qkv", 3 * hidden, hidden))
+        self.proj = row(*full("proj", hidden, hidden, 1, residual_std))
+        self.mlp_norm = seen(nn.LayerNorm(hidden, **where))
+        self.up = column(*full("up", 4 * hidden, hidden))
+        self.down = row(*full("down", hidden, 4 * hidden, 1, residual_std))
 
     def forward(self, x: Tensor) -> Tensor:
         with self.drawing():
@@ -154,7 +175,8 @@ class Layer(nn.Module):
 
     def drawing(self) -> AbstractContextManager[None]:
         """Within this the layer draws: what is dropped of what attention adds comes first."""
-        return layer(self.number) if self.share else nullcontext()
+        own = self.slice if self.sequence else None
+        return layer(self.number, own) if self.share else nullcontext()
 
     @property
     def share(self) -> float:
@@ -165,7 +187,9 @@ class Layer(nn.Module):
         """Attention of this rank's heads: (b, T, 3 * hidden/t) to (b, T, hidden/t)."""
         b, length, _ = qkv.shape
         q, k, v = qkv.view(b, length, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)
-        with layer(self.number, self.slice) if self.share else nullcontext():
+        # Where all that it draws is the slice's own, its numbers go on.
+        own = self.share and not self.sequence
+        with layer(self.number, self.slice) if own else nullcontext():
             heads = attention(q, k, v, self.window, self.share)  # (b, heads/t, T, width)
         return heads.transpose(1, 2).reshape(b, length, -1)
 

@@ -21,6 +21,7 @@ from schedir.dumps.box import Phase
 from schedir.errors import ExecutionError, in_bytes, in_words
 from schedir.ir.program import Program
 from schedir.ir.sizes import AT_REST, Sizes
+from schedir.models.shape import split_tokens
 from schedir.predict.calibrate import calibrate, format_bubbles
 from schedir.predict.recomputation import recomputed
 from schedir.predict.simulate import simulate
@@ -91,8 +92,9 @@ class _Trainer:
             self.device = torch.device("cuda", torch.cuda.current_device())
         dtype: torch.dtype = getattr(torch, config.train.precision)
         self.size = config.data.microbatch_size
-        boundary = Boundary((self.size, config.model.context, config.model.hidden), dtype)
-        message = math.prod(boundary.shape) * dtype.itemsize // program.tp  # each sends its slice
+        tokens = split_tokens(config.model.context, program.tp if program.sequence else 1)
+        boundary = Boundary((self.size, tokens, config.model.hidden), dtype)
+        message = boundary.nbytes // (1 if program.sequence else program.tp)  # each sends its slice
         beside = partial(program_beside, config)  # what evaluates on its stages
         connect = partial(
             choose(config.train.transport, config.train.device, program, *beside(program)),
@@ -103,10 +105,10 @@ class _Trainer:
         self.transport = connect(program, more=beside(program))
         self.transport.agree(facts_of(config))
         plan, tp = program.plan, self.transport.tp_group
+        make_stage = partial(gpt.build_stage, tp=tp, sequence=program.sequence, device=self.device)
         division = config.pipeline.division
-        make_stage = partial(gpt.build_stage, tp=tp, division=division, device=self.device)
         stages = {
-            s: make_stage(config.model, s, plan.stages, dtype=dtype)
+            s: make_stage(config.model, s, plan.stages, division=division, dtype=dtype)
             for s in plan.stages_of[self.transport.rank]
         }
         for s, stage in stages.items():

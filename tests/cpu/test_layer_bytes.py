@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from schedir.models.language import Where
 from schedir.predict.layer_bytes import TERMS, Recompute, layer_bytes, layer_terms
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.sizes import sizes_of
@@ -103,20 +104,23 @@ OURS = [
 ]  # fmt: skip
 
 
-def expected(names: list[str], s: int, b: int, h: int, a: int, tp: int = 1) -> list[float]:
+def expected(
+    names: list[str], s: int, b: int, h: int, a: int, tp: int = 1, *, sequence: bool = False
+) -> list[float]:
     """Bytes of each: the paper's terms by its formula, and others by ours."""
-    terms = layer_terms(s, b, h, a, tp)
+    terms = layer_terms(s, b, h, a, tp, sequence_parallel=sequence)
     terms |= {half: terms[both] / 2 for half, both in HALVES.items()}
     terms["Q, K and V"] = terms["Q and K"] + terms["V"]  # one storage
-    terms[STATISTICS] = 2 * s * b
+    terms[STATISTICS] = 2 * s * b / (tp if sequence else 1)
     terms["sums of the softmax"] = 4 * a * b * s / tp  # in float32, one for each row of scores
     return [terms[name] for name in names]
 
 
-def ours(s: int, b: int, h: int, a: int, tp: Any = None) -> list[int]:
+def ours(s: int, b: int, h: int, a: int, tp: Any = None, *, sequence: bool = False) -> list[int]:
     config = GPTConfig(vocab=8, layers=1, hidden=h, heads=a, context=s)
-    layer = Layer(config, 0, tp, {"device": "cpu", "dtype": torch.bfloat16})
-    return kept(layer, _input(s, b, h))
+    where: Where = {"device": "cpu", "dtype": torch.bfloat16}
+    layer = Layer(config, 0, tp, where, sequence=sequence)
+    return kept(layer, _input(s // (tp.size() if sequence else 1), b, h))
 
 
 def _input(s: int, b: int, h: int) -> Tensor:
@@ -150,11 +154,17 @@ def test_our_layer_differs_in_named_terms(s: int, b: int, h: int, a: int) -> Non
     assert sum(ours(s, b, h, a)) == of_the_paper - masks + 8 * s * b + 4 * a * b * s
 
 
-def _shared(rank: int) -> list[list[int]]:
-    return [ours(*shape, dist.group.WORLD) for shape in SHAPES]
+def _shared(rank: int) -> list[list[list[int]]]:
+    group = dist.group.WORLD
+    return [[ours(*shape, group, sequence=cut) for shape in SHAPES] for cut in (False, True)]
 
 
 def test_ranks_share_what_the_paper_says() -> None:
-    """Norms and their outputs are whole on each of two ranks, all else is cut in halves."""
+    """Norms and their outputs are whole on each of two ranks, all else is cut in halves (equation
+    2); and all is, where they share the sequence (equation 4)."""
     for found in run(_shared, 2):
-        assert found == [expected(OURS, *shape, tp=2) for shape in SHAPES]
+        for cut, each in zip((False, True), found, strict=True):
+            assert each == [expected(OURS, *shape, tp=2, sequence=cut) for shape in SHAPES]
+    for shape in SHAPES:
+        whole, parts = (sum(expected(OURS, *shape, tp=2, sequence=cut)) for cut in (False, True))
+        assert parts == sum(expected(OURS, *shape)) / 2 < whole

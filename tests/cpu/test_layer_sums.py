@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedir.parallel import group as layers_group
+from schedir.parallel.group import own_tokens
 from schedir.parallel.layers import ColumnParallelLinear
 from schedir.parallel.vocab import VocabParallelHead, shard_vocab
+from schedir.runtime.rules import Entry, Later
 from schedir.runtime.split import Tape, recording
-from schedir.transports.transport import Work
 from tests.cpu.spawn import run
 
-TOKENS, HIDDEN, WIDTH = 5, 4, 6
+TOKENS, HIDDEN, WIDTH = 8, 4, 6
+
+Layer = ColumnParallelLinear | VocabParallelHead
 
 
 class Order(TorchDispatchMode):
@@ -36,29 +39,31 @@ class Order(TorchDispatchMode):
             self.noted.append(names[tuple(out.shape)])
         return out
 
-    def start(self, group: Any, x: Tensor) -> Work:
-        self.noted.append("sum")
-        return Noted(self, start_sum(group, x))
+    def noting(self, name: str, start: Callable[[Tensor], Later]) -> Callable[[Tensor], Later]:
+        """Notes when it starts, and when somebody waits."""
+
+        def started(x: Tensor) -> Later:
+            self.noted.append(name)
+            later = start(x)
+
+            def wait() -> Tensor:
+                self.noted.append(f"{name} waits")
+                return later()
+
+            return wait
+
+        return started
 
 
-class Noted:
-    def __init__(self, order: Order, work: Work) -> None:
-        self.order, self.work = order, work
-
-    def wait(self) -> None:
-        self.order.noted.append("wait")
-        self.work.wait()
-
-
-start_sum = layers_group._start_sum
-
-
-def backward(layer: nn.Module, x: Tensor, tape: Tape | None) -> tuple[list[str], Tensor]:
+def backward(layer: Layer, x: Tensor, tape: Tape | None) -> tuple[list[str], Tensor]:
     """The order of a backward pass, and the gradient of x."""
     leaf, order = x.clone().requires_grad_(), Order()
     y = layer(leaf)
+    entry = layer.entry
+    assert entry is not None
+    whole = entry.whole and order.noting("gather", entry.whole)
     with pytest.MonkeyPatch.context() as patch, order:
-        patch.setattr(layers_group, "_start_sum", order.start)
+        patch.setattr(layer, "entry", Entry(order.noting("sum", entry.sum), whole))
         if tape is None:
             torch.autograd.backward(layer(leaf), torch.ones_like(y))
         else:
@@ -66,17 +71,19 @@ def backward(layer: nn.Module, x: Tensor, tape: Tape | None) -> tuple[list[str],
                 torch.autograd.backward(layer(leaf), torch.ones_like(y))
             tape.run()
     assert leaf.grad is not None
-    return order.noted[1:], leaf.grad
+    return order.noted[order.noted.index("y") + 1 :], leaf.grad
 
 
-def orders(rank: int, dtype: torch.dtype) -> list[list[str]]:
+def orders(rank: int, dtype: torch.dtype, sequence: bool) -> list[list[str]]:
     """Those of a column-parallel layer and of a head, each whole and split."""
     group, numbers = dist.group.WORLD, torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, HIDDEN, generator=numbers).to(dtype)
     weight = torch.randn(WIDTH, HIDDEN, generator=numbers).to(dtype)
-    layers: list[ColumnParallelLinear | VocabParallelHead] = [
-        ColumnParallelLinear(weight, torch.zeros(WIDTH, dtype=dtype), group),
-        VocabParallelHead(shard_vocab(weight, group), WIDTH, group),
+    bias = torch.zeros(WIDTH, dtype=dtype)
+    x = own_tokens(x, group, sequence=sequence)
+    layers: list[Layer] = [
+        ColumnParallelLinear(weight, bias, group, sequence=sequence),
+        VocabParallelHead(shard_vocab(weight, group), WIDTH, group, sequence=sequence),
     ]
     found = []
     for layer in layers:
@@ -84,6 +91,7 @@ def orders(rank: int, dtype: torch.dtype) -> list[list[str]]:
         layer.weight.grad = torch.zeros(layer.weight.shape)
         want = torch.ones(TOKENS, WIDTH // 2, dtype=dtype) @ layer.weight.detach()
         dist.all_reduce(want, group=group)
+        want = own_tokens(want, group, sequence=sequence)
         for tape in (None, Tape()):
             noted, dx = backward(layer, x, tape)
             assert torch.equal(dx, want)
@@ -93,5 +101,9 @@ def orders(rank: int, dtype: torch.dtype) -> list[list[str]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_sum_of_dx_is_under_way_while_dw_is_computed(dtype: torch.dtype) -> None:
-    whole, split = ["dX", "sum", "dW", "wait"], ["dX", "sum", "wait", "dW"]
-    assert run(orders, 2, dtype) == [[whole, split] * 2] * 2
+    whole, split = ["dX", "sum", "dW", "sum waits"], ["dX", "sum", "sum waits", "dW"]
+    assert run(orders, 2, dtype, False) == [[whole, split] * 2] * 2
+    # Where they share the tokens, these are put together meanwhile, or later when they are needed.
+    whole = ["gather", "dX", "sum", "gather waits", "dW", "sum waits"]
+    split = ["dX", "sum", "sum waits", "gather", "gather waits", "dW"]
+    assert run(orders, 2, dtype, True) == [[whole, split] * 2] * 2

@@ -158,7 +158,7 @@ def test_a_choice_is_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("model", "choice"), [
     ({"kv_heads": 4}, {}), ({"gated": True}, {}), ({"ffn": 100}, {}),
     ({"experts": 4, "active": 2}, {}), ({}, {"c": 2}), ({}, {"e": 2, "d": 2}),
-    ({}, {"sequence_parallel": True}), ({}, {"recompute": "selective"}), ({}, {"t": 5}),
+    ({}, {"recompute": "selective"}), ({}, {"t": 5}),
     ({}, {"layers_of": (4, 0, 4, 4), "p": 4}), ({}, {"order": "tdp", "p": 2, "d": 2}),
 ])  # fmt: skip
 def test_what_the_trainer_cannot_do_is_refused(

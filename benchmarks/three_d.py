@@ -1,0 +1,303 @@
+"""3D: a GPT of two layers on p x t x d processes, beside the same on one, in a loop of plain torch.
+
+    python benchmarks/three_d.py [WORDS ...]
+
+All cases, or those whose name has all the words, each three steps of SGD with momentum over Gloo.
+Prints a table: how far losses, norms, the gradients of the first step and the weights after the
+last are from those of one process, each relative to its norm, the furthest of its kind.  A case is
+as it must be where that is 1e-6 at most, all processes that hold a weight have the same bits of it,
+and these are those of plain data parallelism under 1F1B on a mesh of the same shape, whatever the
+level of ZeRO, the schedule, and what is recomputed or moved.  Exits with 1 where one is not.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import schedir
+from schedir import Plan, Program
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.testing import processes
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
+
+NEAR, MAX_NORM = 1e-6, 0.05  # of gradients whose norm is about 1
+WORLD, STEPS, MICROBATCHES, BATCH, CONTEXT, VOCAB = 8, 3, 2, 2, 8, 29  # 29: padded
+MODEL = partial(gpt.GPTConfig, vocab=VOCAB, layers=2, hidden=16, heads=4, context=CONTEXT)
+Told = dict[str, Tensor]  # by name
+Whole = Mapping[str, Tensor]
+
+
+class Case(NamedTuple):
+    """What is run: pipeline ranks, tensor-parallel ranks, replicas, and how."""
+
+    p: int
+    t: int
+    d: int
+    zero: int = 0
+    tied: bool = False
+    clip: bool = False
+    sequence: bool = False
+    schedule: str = "one_f_one_b"
+    options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The case in words."""
+        words = [f"{self.p} x {self.t} x {self.d}", f"zero {self.zero}"]
+        words += [word for word in ("tied", "clip", "sequence") if getattr(self, word)]
+        words += [self.schedule] * (self.schedule != "one_f_one_b")
+        return ", ".join([*words, *(f"{k} {v}" for k, v in self.options)])
+
+    @property
+    def program(self) -> Program:
+        """Its program: a stage for each layer, or one of both on one rank."""
+        plan = Plan(self.p, MICROBATCHES)
+        return schedir.compile(
+            getattr(schedir.schedules, self.schedule), plan, self.t, self.d,
+            tied=self.tied and self.p > 1, clip=self.clip, zero=self.zero,
+            sequence=self.sequence, blocks=True, **dict(self.options),
+        )  # fmt: skip
+
+
+def cases() -> list[Case]:
+    """All of them, those first that others are compared with."""
+    both = (False, True)
+    shapes = ((2, 2, 2), (2, 4, 1), (1, 4, 2), (1, 2, 4), (2, 1, 4))
+    found = [
+        Case(p, t, d, zero, tied, clip, sequence)
+        for p, t, d in shapes
+        for sequence, tied, clip, zero in product(both[: 1 + (t > 1)], both, both, range(4))
+        if (p, t, d) == shapes[0] or tied == clip
+    ]
+    for sequence in both:
+        every = Case(2, 2, 2, 0, True, True, sequence)
+        found += [
+            every._replace(zero=3, schedule="zb_h1"),
+            every._replace(schedule="gpipe"),
+            every._replace(options=(("recompute", "all"),)),
+            every._replace(zero=2, options=(("reduce", "turn"),)),
+            every._replace(options=(("offload", "all"),)),
+            every._replace(zero=1, options=(("states", "host"),)),
+        ]
+    return found
+
+
+# ---------------------------------------------------------------- of several processes
+
+
+def data(step: int, replicas: int) -> tuple[Tensor, Tensor]:
+    """The tokens of a step and what follows them, each (microbatches of all, batch, context)."""
+    numbers = torch.Generator().manual_seed(1 + step)
+    shape = (2, replicas * MICROBATCHES, BATCH, CONTEXT)
+    x, y = torch.randint(0, VOCAB, shape, generator=numbers)
+    y[:, 0, :3] = gpt.IGNORE
+    return x, y
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """What steps weights: of gradients alone, where Adam would make signs of what is nearly 0."""
+    return torch.optim.SGD(parameters, 0.3, momentum=0.9)
+
+
+def run(rank: int, wanted: Sequence[Case]) -> dict[Case, Told]:
+    """What a process has of each case: losses, norms, and its share of weights and gradients."""
+    torch.set_num_threads(1)
+    found: dict[Case, Told] = {}
+    for shape in dict.fromkeys(case[:3] for case in wanted):
+        programs = {case: case.program for case in wanted if case[:3] == shape}
+        first, *more = programs.values()
+        transport = Gloo(first, more=more)
+        for case, program in programs.items():
+            found[case] = _trained(case, program, transport)
+        transport.end()
+    return found
+
+
+def _trained(case: Case, program: Program, transport: Any) -> Told:
+    tp, rank, replica = transport.tp_group, transport.rank, transport.dp_rank
+    config = MODEL(tied=case.tied)
+    stages = {
+        s: gpt.build_stage(config, s, program.plan.stages, tp=tp, sequence=case.sequence)
+        for s in program.plan.stages_of[rank]
+    }
+    tokens = CONTEXT // (case.t if case.sequence else 1)
+    executor = Executor(
+        program,
+        rank,
+        stages,
+        transport,
+        loss=partial(gpt.loss, tp=tp),
+        boundary=Boundary((BATCH, tokens, config.hidden)),
+        optimizer=sgd([p for stage in stages.values() for p in stage.parameters()]),
+        max_norm=MAX_NORM if case.clip else None,
+    )
+    told: Told = {}
+    own = slice(replica * MICROBATCHES, (replica + 1) * MICROBATCHES)
+    for step in range(STEPS):
+        x, y = data(step, case.d)
+        loss = executor.step(x[own], y[own], 1 / gpt.count_tokens(y))
+        if loss is not None:
+            told[f"loss {step}.{replica}"] = loss.clone()
+        if case.clip:
+            told[f"norm {step}"] = executor.norm.clone()
+        if not (case.zero or step):  # of the same weights
+            told |= {f"gradient {name}": grad(p).clone() for name, p in _named(stages, transport)}
+    with executor.whole():
+        told |= {f"weight {name}": p.detach().clone() for name, p in _named(stages, transport)}
+    return told
+
+
+def _named(stages: Mapping[int, Any], transport: Any) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of some stages; of a slice its name has the dimension, and which it is."""
+    for stage in stages.values():
+        for name, p in stage.named_parameters():
+            cut = getattr(p, "shard_dim", None)
+            yield name if cut is None else f"{name} {cut} {transport.tp_rank}", p
+
+
+def grad(p: Tensor) -> Tensor:
+    """The gradient, which is there."""
+    assert p.grad is not None
+    return p.grad
+
+
+def merged(told: Sequence[Told], case: Case) -> tuple[dict[str, Tensor], list[str]]:
+    """What all processes have, each thing once and whole; and what they have other bits of."""
+    each: dict[str, Tensor] = {}
+    differ: list[str] = []
+    for own in told:
+        for name, value in own.items():
+            if not torch.equal(each.setdefault(name, value), value):
+                differ.append(name)
+    whole: dict[str, Tensor] = {}
+    slices: dict[str, dict[int, Tensor]] = {}
+    for name, value in each.items():
+        match name.split():
+            case [_, _, cut, k]:
+                slices.setdefault(name.removesuffix(f" {k}"), {})[int(k)] = value
+            case _:
+                whole[name] = value
+    for name, parts in slices.items():
+        cut = int(name.rsplit(" ", 1)[1])
+        value = torch.cat([parts[k] for k in range(case.t)], cut)
+        rows = VOCAB if ".weight" in name and name.split()[1][:4] in ("embe", "head") else None
+        whole[name.rsplit(" ", 1)[0]] = value[:rows]
+    for step in range(STEPS):
+        losses = [whole.pop(f"loss {step}.{replica}") for replica in range(case.d)]
+        whole[f"loss {step}"] = torch.stack(losses).double().sum()
+    return whole, differ
+
+
+# ---------------------------------------------------------------- beside one
+
+
+def plain(case: Case) -> Whole:
+    """The same on one process, in a loop of torch: what `merged` has."""
+    model = gpt.build_stage(MODEL(tied=case.tied), 0, 1)
+    parameters = dict(model.named_parameters())
+    optimizer, found = sgd(parameters.values()), {}
+    for step in range(STEPS):
+        x, y = data(step, case.d)
+        optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for tokens, targets in zip(x, y, strict=True):
+            loss = gpt.loss(model(tokens), targets)
+            torch.autograd.backward(loss / gpt.count_tokens(y))
+            total += loss.detach()
+        found[f"loss {step}"] = total
+        if case.clip:
+            found[f"norm {step}"] = torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_NORM)
+        if not step:
+            found |= {f"gradient {name}": grad(p).clone() for name, p in parameters.items()}
+        optimizer.step()
+    return found | {f"weight {name}": p.detach() for name, p in parameters.items()}
+
+
+def far(found: Whole, want: Whole) -> dict[str, float]:
+    """How far what is found is from what is wanted, relative to its norm, by kind: the furthest."""
+    worst: dict[str, float] = {}
+    for name, value in found.items():
+        kind, (a, b) = name.split()[0], (value.double(), want[_of_head(name, want)].double())
+        off = float((a - b).norm() / b.norm().clamp(min=1e-30))
+        worst[kind] = max(worst.get(kind, 0.0), off)
+    return worst
+
+
+def _of_head(name: str, want: Whole) -> str:
+    """A tied weight has one name in the model of one stage."""
+    return name if name in want else name.replace("head.weight", "embedding.weight")
+
+
+def like(case: Case) -> Case | None:
+    """A case whose sums have the same order: plain data parallelism, 1F1B, nothing moved."""
+    other = case._replace(zero=0, schedule="one_f_one_b", options=())
+    return None if other == case else other
+
+
+class Judged(NamedTuple):
+    """What is found of a case."""
+
+    case: Case
+    off: dict[str, float]  # from one process, by kind
+    differ: list[str]  # what processes have other bits of
+    bits: list[str]  # what has other bits than in the case that it is like
+
+    @property
+    def right(self) -> bool:
+        """Whether it is as it must be."""
+        return not self.differ and not self.bits and all(off <= NEAR for off in self.off.values())
+
+
+def judged(told: Sequence[Mapping[Case, Told]]) -> Iterator[Judged]:
+    """Each case that processes tell of, beside one process, and beside the case that it is like."""
+    known: dict[tuple[Any, ...], Whole] = {}
+    whole: dict[Case, dict[str, Tensor]] = {}
+    for case in told[0]:
+        whole[case], differ = merged([own[case] for own in told], case)
+        key = (case.d, case.tied, case.clip)
+        if key not in known:
+            known[key] = plain(case)
+        twin = whole.get(like(case) or case, {})
+        bits = [
+            name
+            for name, value in whole[case].items()
+            if name in twin and not torch.equal(value, twin[name])
+        ]
+        yield Judged(case, far(whole[case], known[key]), differ, bits)
+
+
+def main(words: Sequence[str]) -> int:
+    wanted = [case for case in cases() if all(word in case.name for word in words)]
+    context = multiprocessing.get_context("spawn")
+    told = processes.run(run, WORLD, wanted, context=context, limit=3600)
+    print("| p x t x d | loss | norm | gradients | weights | as it must be |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    wrong = 0
+    for one in judged(told):
+        kinds = ("loss", "norm", "gradient", "weight")
+        off = (f"{one.off[kind]:.1e}" if kind in one.off else "-" for kind in kinds)
+        print(f"| {one.case.name} | {' | '.join(off)} | {'yes' if one.right else 'NO'} |")
+        for what, names in (("processes", one.differ), ("its like", one.bits)):
+            if names:
+                print(f"  other bits than {what}: {', '.join(names)}", file=sys.stderr)
+        wrong += not one.right
+    print(f"\n{len(wanted)} cases, {wrong} of them not as they must be")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

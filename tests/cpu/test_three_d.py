@@ -1,0 +1,53 @@
+"""3D: a GPT of two layers on eight processes is that of one; parts have the bits of wholes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.three_d import WORLD, Case, cases, judged, merged, run
+from tests.cases import ALL
+from tests.cpu import spawn
+
+SHAPE = (2, 2, 2)
+PLAIN = Case(*SHAPE, tied=True, clip=True)
+FEW = [
+    PLAIN,
+    PLAIN._replace(zero=3),
+    PLAIN._replace(sequence=True),
+    PLAIN._replace(sequence=True, zero=3, schedule="zb_h1"),
+    PLAIN._replace(sequence=True, zero=2, options=(("reduce", "turn"),)),
+    PLAIN._replace(clip=False),
+    PLAIN._replace(clip=False, sequence=True),
+    Case(1, 4, 2, 0, sequence=True),
+    Case(1, 4, 2, 1, sequence=True),
+]
+
+
+@pytest.fixture(scope="module")
+def told() -> Any:
+    return spawn.run(run, WORLD, cases() if ALL else FEW, limit=1800 if ALL else 300)
+
+
+def test_eight_processes_are_one(told: Any) -> None:
+    """Losses, norms, gradients and weights within 1e-6; all that hold a weight have one; parts, and
+    sums in turns, have the bits of whole ones."""
+    found = [*judged(told)]
+    assert {one.case for one in found} >= {*FEW}
+    assert not [one for one in found if not one.right]
+    assert all({"loss", "weight"} <= one.off.keys() for one in found)
+
+
+def test_two_ranks_that_share_the_sequence_have_the_bits_of_those_that_do_not(told: Any) -> None:
+    """Until the first step: a sum of two is one sum, whoever adds.  Sums over tokens are others."""
+    whole, parts = (
+        merged([own[case] for own in told], case)[0]
+        for case in (PLAIN._replace(clip=False, sequence=cut) for cut in (False, True))
+    )
+    first = {name for name in whole if name.startswith("gradient")}
+    over_tokens = {n for n in first if "norm." in n or n.endswith(("proj.bias", "down.bias"))}
+    assert len(over_tokens) == 2 * (4 + 2) + 2
+    same = {name for name, value in whole.items() if torch.equal(value, parts[name])}
+    assert {"loss 0"} | (first - over_tokens) <= same and not over_tokens <= same

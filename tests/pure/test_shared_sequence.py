@@ -1,0 +1,174 @@
+"""Programs whose tensor-parallel ranks share the sequence: what they say, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import (
+    Costs,
+    Plan,
+    Program,
+    check,
+    compile,
+    forwards,
+    parse,
+    planner,
+    schedules,
+    show,
+    simulate,
+)
+from schedir.errors import PlanError, ProgramError, ReductionError, UsageError
+from schedir.ir.ops import SHARDING, Opcode
+from schedir.schedules import interleaved, one_f_one_b, zb_h1
+from schedir.training.config import Config, PipelineConfig
+from schedir.training.config_file import read
+from schedir.training.gpt_config import GPTConfig
+from tests.edits import Edit, move, op, pull, push
+
+O = Opcode
+
+
+PLAN = Plan(2, 4)
+
+
+def made(schedule: Any = one_f_one_b, plan: Plan = PLAN, **how: Any) -> Program:
+    return compile(schedule, plan, tp=2, dp=2, sequence=True, **how)
+
+
+@given(
+    schedule=st.sampled_from([one_f_one_b, zb_h1, interleaved]),
+    ranks=st.integers(1, 3),
+    frozen=st.integers(0, 1),
+    zero=st.integers(0, 3),
+    turn=st.booleans(),
+    tied=st.booleans(),
+    clip=st.booleans(),
+)
+def test_each_trained_stage_is_summed_once_behind_all_else(
+    schedule: Any, ranks: int, frozen: int, zero: int, turn: bool, tied: bool, clip: bool
+) -> None:
+    plan = Plan(ranks, 2 * ranks, 2 if schedule is interleaved else 1)
+    frozen = min(frozen, plan.stages - 1)
+    how: dict[str, Any] = {"reduce": "turn"} if turn and zero > 1 else {}
+    tied = tied and not frozen
+    whole = made(schedule, plan, frozen=frozen, zero=zero, tied=tied, clip=clip, **how)
+    assert whole.ops.isdisjoint(SHARDING)
+    for rank, own in enumerate(plan.stages_of):
+        stream = [*whole.streams[rank]]
+        summed = [k for k, i in enumerate(stream) if i.op is O.ReduceSequence]
+        assert [stream[k].stage for k in summed] == [s for s in own if s >= frozen]
+        others = (O.ReduceGrads, O.ReduceScatter, O.ReduceTied)
+        assert all(k < min(summed) for k, i in enumerate(stream) if i.op in others and summed)
+    bare = compile(schedule, plan, tp=2, dp=2, boundary="sharded", frozen=frozen, zero=zero,
+                   tied=tied, clip=clip, **how)  # fmt: skip
+    left = [[i for i in s if i.op is not O.ReduceSequence] for s in whole.streams]
+    assert left == [[*s] for s in bare.streams]
+
+
+def test_the_header_says_it_and_the_digest_has_it() -> None:
+    program = made()
+    assert "sequence yes" in show(program) and parse(show(program)) == program
+    assert "sequence" not in show(compile(one_f_one_b, Plan(2, 4), tp=2))
+    assert parse(show(program)).digest == program.digest
+    assert replace(program, sequence=False).digest != program.digest
+
+
+EDITS: dict[str, tuple[Callable[[list[int], int], object], str]] = {
+    "dropped": (lambda own, at: pull(own, at), "reduce_sequence 0 is missing on rank 0"),
+    "doubled": (lambda own, at: push(own, at, own[at]), "reduce_sequence 0 is there twice"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_one_too_few_or_too_many_is_refused(name: str, zero: int) -> None:
+    change, fact = EDITS[name]
+    e = Edit.of(made(clip=True, zero=zero), Random(0))
+    change(e.lists[0], [op(word) for word in e.lists[0]].index(O.ReduceSequence))
+    with pytest.raises(ReductionError, match=fact) as refused:
+        check(e.result())
+    if name == "dropped":
+        assert "'sequence yes'" in refused.value.hint
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+def test_it_stands_between_the_other_sums_and_who_uses_them(tied: bool, clip: bool) -> None:
+    """Moved to any other place it is refused, but for those where nothing comes between."""
+    program = made(tied=tied, clip=clip)
+    own = [i.op for i in program.streams[0]]
+    at, end = own.index(O.ReduceSequence), len(own)
+    last = own.index(O.ReduceTied if tied else O.ReduceGrads)
+    uses = own.index(O.ReduceNorm if clip else O.OptimizerStep)
+    for place in range(end):
+        e = Edit.of(program, Random(0))
+        move(e.lists[0], at, place if place <= at else place + 1)
+        moved = [op(word) for word in e.lists[0]]
+        assert moved.index(O.ReduceSequence) == place
+        if last <= place < uses and (place > last or moved[place - 1] is own[last]):
+            check(e.result())
+        elif place != at:
+            with pytest.raises(ProgramError):
+                check(e.result())
+
+
+def test_without_a_shared_sequence_it_has_nothing_to_do() -> None:
+    program = replace(made(), sequence=False)
+    with pytest.raises(ReductionError, match="each rank has seen all of it"):
+        check(program)
+
+
+def test_what_is_a_part_is_not_cut_again() -> None:
+    with pytest.raises(UsageError, match="each one's part of it") as refused:
+        made(boundary="replicated")
+    assert refused.value.fields == ("boundary", "sequence")
+    program = compile(one_f_one_b, Plan(2, 1), tp=2)  # with a scatter and its gather
+    with pytest.raises(ProgramError, match="is a part already"):
+        check(replace(program, sequence=True))
+
+
+def test_it_takes_several_to_share_a_sequence() -> None:
+    for dp in (1, 2):
+        with pytest.raises(PlanError, match="tp is 1") as refused:
+            compile(one_f_one_b, Plan(2, 4), dp=dp, sequence=True)
+        assert refused.value.fields == ("sequence", "tp")
+
+
+def test_what_evaluates_or_leaves_sums_has_none() -> None:
+    for program in (forwards(made()), made(schedules.forward_only), made(open=True)):
+        assert program.sequence and O.ReduceSequence not in program.ops
+        assert program.ops.isdisjoint(SHARDING)
+
+
+def test_it_runs_beside_what_computes_and_costs_what_is_said() -> None:
+    program = made(one_f_one_b, Plan(1, 2))
+    spans = [simulate(program, Costs(F=1, B=2, reduce_sequence=c)).span for c in (0, 0.5)]
+    assert spans == [6, 6.5]
+
+
+def test_a_training_run_says_it() -> None:
+    pipeline: Any = {"tp": 2, "sequence": True}
+    config = Config(GPTConfig(heads=2, context=8), PipelineConfig(**pipeline))
+    assert config.request.program.sequence
+    with pytest.raises(UsageError, match="tp 2 does not divide a context of 9 tokens") as refused:
+        Config(GPTConfig(heads=2, context=9), PipelineConfig(**pipeline))
+    assert refused.value.fields == ("context", "sequence")
+    with pytest.raises(PlanError, match="tp is 1"):
+        Config(pipeline=PipelineConfig(**pipeline | {"tp": 1})).request.program  # noqa: B018
+
+
+def test_a_plan_that_cuts_the_sequence_is_one_to_train(tmp_path: Any) -> None:
+    choice = planner.Choice(p=2, t=2, m=4, sequence_parallel=True)
+    model = planner.Model(layers=4, hidden=64, heads=4, vocab=256, sequence=64)
+    file = tmp_path / "plan.toml"
+    file.write_text(planner.config(model, choice))
+    assert "sequence = true" in file.read_text()
+    assert read(str(file)).request.program.sequence and planner.program(choice).sequence
+    assert not planner.program(replace(choice, t=1)).sequence
