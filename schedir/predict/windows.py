@@ -58,6 +58,8 @@ class Axis:
     def __post_init__(self) -> None:
         for name in ("length", "window", "stride"):
             _require_number(name, getattr(self, name))
+        if not isinstance(self.causal, bool):
+            raise UsageError(f"causal is True or False, not {said(self.causal)}", fields=["causal"])
         if self.stride > self.window:
             raise UsageError(
                 f"stride {self.stride} is longer than window {self.window}: keys between two "
@@ -260,7 +262,7 @@ def tiles(
         )
     )  # fmt: skip
     flags = _each("causal", causal, n)
-    axes = map(Axis, lengths, windows, strides, map(bool, flags))
+    axes = map(Axis, lengths, windows, strides, flags)
     return Tiles(tuple(map(AxisTiles, axes, q_tiles, kv_tiles)))
 
 
@@ -300,5 +302,5 @@ def _each(name: str, value: Any, number: int | None) -> tuple[Any, ...]:
 
 
 def _require_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise UsageError(f"{name} is a number from 1 on, not {said(value)}", fields=[name])

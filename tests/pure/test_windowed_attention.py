@@ -177,6 +177,7 @@ def test_a_large_one_takes_no_time_and_little_memory() -> None:
         ({"length": (8, True)}, ["length"]),
         ({"length": (8, 8), "window": (4, 4, 4)}, ["window"]),
         ({"causal": (True, False)}, ["causal"]),
+        ({"causal": "no"}, ["causal"]),
         ({"q_tile": 0}, ["q_tile"]),
         ({"kv_tile": 2.5}, ["kv_tile"]),
     ],
