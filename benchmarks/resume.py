@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from schedir.checkpoints.folder import Folder
-from schedir.training import results, saving, steps, trainer, world
+from schedir.training import gpt, results, saving, steps, trainer, world
 from schedir.training.train import run
 from schedir.training.watchdog import Watchdog
 
@@ -118,7 +118,7 @@ def arm(kill: Kill) -> None:
     match kill.where:
         case "set-up":
             for owner, name in (
-                (world, "met"), (trainer.gpt, "build_stage"), (trainer, "Executor"),
+                (world, "met"), (gpt, "build_stage"), (trainer, "Executor"),
                 (saving, "load"), (results.Losses, "begin"), (Watchdog, "watching"),
             ):  # fmt: skip
                 wrap(owner, name)

@@ -17,7 +17,7 @@ from schedir.ir.ops import LANES, ROWS, TOKENS, Token
 from schedir.ir.text import FORMAT
 from schedir.schedules import one_f_one_b
 from schedir.schedules.words import placed_for
-from schedir.training.config import settings
+from schedir.training.sections import heading, settings
 from schedir.transports.registry import TRANSPORTS
 
 HERE = Path(__file__).parent
@@ -216,9 +216,8 @@ def config_page() -> str:
     sections = ""
     for section, (about, own) in settings().items():
         rows = [[f"`{name}`", takes, f"`{usual}`" if usual else "-"] for name, takes, usual in own]
-        sections += (
-            f"## [{section}]\n\n{about}\n\n{table(['setting', 'takes', 'default'], rows)}\n\n"
-        )
+        shown = table(["setting", "takes", "default"], rows)
+        sections += f"## {heading(section)}\n\n{about}\n\n{shown}\n\n"
     demo = (HERE.parent / "examples" / "demo.toml").read_text().strip()
     transports = table(
         ["device", "transport", "messages travel", "model"],

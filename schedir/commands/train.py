@@ -23,11 +23,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def more() -> str:
     """The settings, by section."""
-    from schedir.training.config import settings
+    from schedir.training.sections import heading, settings
 
     lines = ["\nsettings, what they take, and their defaults:\n"]
     for section, (_, own) in settings().items():
-        lines.append(f"\n[{section}]\n")
+        lines.append(f"\n{heading(section)}\n")
         lines += [f"  {name:<16}  {takes:<52}  {default}".rstrip() + "\n"
                   for name, takes, default in own]  # fmt: skip
     return "".join(lines)

@@ -70,7 +70,10 @@ def loss(found: Found, targets: Tensor, tp: ProcessGroup | None = None) -> Tenso
     """
     logits, follows = found
     masked = vocab_parallel_cross_entropy(logits[:, 1:], targets[:, 1:], tp, IGNORE)
-    return masked + _masked(targets).sum() * F.cross_entropy(follows.float(), targets[:, 0])
+    follow = F.cross_entropy(
+        follows.float(), targets[:, 0], ignore_index=IGNORE, reduction="sum"
+    ) / (targets[:, 0] != IGNORE).sum().clamp(min=1)
+    return masked + _masked(targets).sum() * follow
 
 
 def count_tokens(targets: Tensor) -> int:

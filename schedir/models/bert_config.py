@@ -32,6 +32,11 @@ class BertConfig:
             raise UsageError(
                 f"vocab is {self.vocab}, and four tokens of it are no text", fields=["vocab"]
             )
+        if self.context < 5:
+            raise UsageError(
+                f"context is {self.context}, and two sentences with what marks them are 5 tokens",
+                fields=["context"],
+            )
         if self.hidden % self.heads:
             raise UsageError(
                 f"hidden {self.hidden} is no multiple of heads {self.heads}",

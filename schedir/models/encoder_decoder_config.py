@@ -30,6 +30,11 @@ class EncoderDecoderConfig:
     def __post_init__(self) -> None:
         names = ("vocab", "encoder_layers", "decoder_layers", "hidden", "heads", "context")
         expect_positive(self, *names)
+        if self.context < 2:
+            raise UsageError(
+                f"context is {self.context}; it must be 2 or more, for a source and a target",
+                fields=["context"],
+            )
         if self.hidden % self.heads or self.hidden % 2:
             raise UsageError(
                 f"hidden {self.hidden} is no even multiple of heads {self.heads}",

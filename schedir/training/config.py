@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from inspect import getdoc
-from typing import Annotated, Any, Final, NamedTuple, TypeVar, cast, get_type_hints
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar, cast
 
 from schedir.errors import UsageError
 from schedir.io.load import Source
@@ -16,12 +15,13 @@ from schedir.ir.placement import Placement
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.ir.sizes import Sizes, bytes_of
-from schedir.models.shape import split_tokens
+from schedir.models.shape import split_layers, split_tokens
 from schedir.passes.lowering import OPTIONS, SECTION_OF
 from schedir.passes.record import Choice
-from schedir.training.gpt_config import GPTConfig, split_heads, split_layers
-from schedir.training.settings import Range, describe
-from schedir.training.train_config import CHOICES, Count, Share, TrainConfig
+from schedir.training.gpt_config import GPTConfig
+from schedir.training.kinds import KINDS, ModelConfig, kind_of
+from schedir.training.settings import Range
+from schedir.training.train_config import Count, Share, TrainConfig
 from schedir.transports.registry import AUTO, DEVICES
 
 _Section = TypeVar("_Section", bound=type)
@@ -240,7 +240,7 @@ class OutputConfig:
 class Config:
     """A training run; raises ProgramError if its sections do not go together."""
 
-    model: GPTConfig = field(default_factory=GPTConfig)
+    model: ModelConfig = field(default_factory=GPTConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -249,11 +249,25 @@ class Config:
 
     def __post_init__(self) -> None:
         split_layers(self.model.layers, self.pipeline.plan.stages, self.pipeline.division)
-        split_heads(self.model.heads, self.pipeline.tp)
         if getattr(self.pipeline, "cut", None) is not None:
             raise UsageError("a training run does not cut stages in pieces", fields=["cut"])
+        kind = KINDS[kind_of(self.model)]
+        kind.share(self.model, self.pipeline.tp)
         if getattr(self.pipeline, "sequence", False):
+            if not kind.sequence:
+                raise UsageError(
+                    f"ranks do not share the sequence of a model of kind {kind_of(self.model)}",
+                    hint="sequence = false",
+                    fields=["sequence", "kind"],
+                )
             split_tokens(self.model.context, self.pipeline.tp)
+        if self.data.documents == "packed" and not kind.packs:
+            raise UsageError(
+                f"samples of kind {kind_of(self.model)} are cut out of windows, and packed ones "
+                "have padding",
+                hint='documents = "joined"',
+                fields=["documents", "kind"],
+            )
         if self.train.evaluate_every and not self.data.held_out:
             raise UsageError(
                 f"evaluate_every is {self.train.evaluate_every}, and nothing is held out to "
@@ -272,7 +286,9 @@ class Config:
         these are known, nothing is recomputed for it."""
         pipeline, train = self.pipeline, self.train
         said = {f.name: getattr(getattr(self, f.section), f.name) for f in HEADER if f.in_config}
-        said |= {"tied": self.model.tied, "clip": train.clip > 0, "skips": (), "validate": "before"}
+        kind, stages = KINDS[kind_of(self.model)], pipeline.plan.stages
+        tied = kind.tied(self.model, stages, pipeline.division)
+        said |= {"tied": tied, "clip": train.clip > 0, "skips": (), "validate": "before"}
         source = Source(pipeline.schedule)
         found = source.found if train.checkpoint is not None else None
         # A file that has its transfers has its snapshots, or none: it is saved between steps.
@@ -311,11 +327,12 @@ class Config:
     @property
     def told(self) -> dict[str, str]:
         """Every setting, as "section.name", in words."""
-        return {
+        said = {
             f"{section}.{name}": str(value)
-            for section in SECTIONS
-            for name, value in vars(getattr(self, section)).items()
+            for section, own in vars(self).items()
+            for name, value in vars(own).items()
         }
+        return {"model.kind": kind_of(self.model)} | said
 
     @property
     def world(self) -> int:
@@ -334,47 +351,3 @@ def contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
         right = own.format(json.dumps(has != "no") if field.name == "tied" else has != "no")
         hint = f"{right}, or compile it with{'out' * (said == 'no')} --{field.name}"
     return UsageError(fact, hint=hint, fields=[field.name])
-
-
-# By name, the class of each section, and the types of its settings.
-SECTIONS: Final = get_type_hints(Config)
-TYPES: Final = {name: get_type_hints(kind, include_extras=True) for name, kind in SECTIONS.items()}
-
-
-class Setting(NamedTuple):
-    """A setting of a section: what it takes, in words, and its default, as in TOML or in words."""
-
-    name: str
-    takes: str
-    default: str
-
-
-def settings() -> dict[str, tuple[str, list[Setting]]]:
-    """By section, what it is about and its settings."""
-    return {
-        section: (
-            str(getdoc(kind)),
-            [
-                Setting(
-                    f.name,
-                    _takes(section, f.name),
-                    f.metadata.get("default", _toml(f.default)),
-                )
-                for f in fields(kind)
-            ],
-        )
-        for section, kind in SECTIONS.items()
-    }
-
-
-def _takes(section: str, name: str) -> str:
-    """What a setting takes, in words."""
-    if name not in CHOICES:
-        return describe(TYPES[section][name])
-    *others, last = map(json.dumps, CHOICES[name])
-    return f"{', '.join(others)} or {last}"
-
-
-def _toml(value: Any) -> str:
-    """A default as it would be written; nothing where there is none."""
-    return "" if value is None else json.dumps(list(value) if isinstance(value, tuple) else value)

@@ -7,10 +7,11 @@ no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from schedir.errors import ConfigError, PlanError, ProgramError, said
 from schedir.io.files import read_text
@@ -20,7 +21,8 @@ from schedir.io.toml import MOST_BYTES, tables_of
 from schedir.ir.plan import PLAN
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.passes.lowering import OPTIONS, SECTION_OF
-from schedir.training.config import SECTIONS, TYPES, Config, PipelineConfig, contradicts
+from schedir.training.config import Config, PipelineConfig, contradicts
+from schedir.training.sections import SECTIONS, sections_of, types_of
 from schedir.training.settings import coerce, describe
 
 
@@ -41,6 +43,7 @@ class _Given(NamedTuple):
 # By section and name.
 _Settings = dict[tuple[str, str], _Given]
 _Values = dict[tuple[str, str], Any]
+_KIND: Final = ("model", "kind")  # which decides what settings a model has
 
 
 def read(path: str, sets: Sequence[str] = ()) -> Config:
@@ -51,21 +54,26 @@ def read(path: str, sets: Sequence[str] = ()) -> Config:
     """
     given = dict(_of_file(path))
     given.update(map(_of_set, sets))
+    with _blaming(path, given):
+        sections = sections_of(given[_KIND].value if _KIND in given else "gpt")
+    types = {section: types_of(kind) for section, kind in sections.items()}
     values: _Values = {}
     for (section, name), setting in given.items():
-        kind = TYPES[section][name]
+        _known(name, types[section], f"setting {section}", setting, types)
+        kind = types[section][name]
         try:
             values[section, name] = coerce(setting.value, kind)
         except TypeError:
             raise setting.error(
                 f"{section}.{name} must be {describe(kind)}, not {said(setting.value)}"
             ) from None
+    values.pop(_KIND, None)
     with _blaming(path, given):
         values |= _of_source(values, given)
         return Config(
             **{
                 section: kind(**{name: v for (s, name), v in values.items() if s == section})
-                for section, kind in SECTIONS.items()
+                for section, kind in sections.items()
             }
         )
 
@@ -80,7 +88,6 @@ def _of_file(path: str) -> Iterator[tuple[tuple[str, str], _Given]]:
             raise at.error(f"{section} is a section, not {said(table)}", f"[{section}]")
         for name, value in table.items():
             setting = _Given(value, path, *_find(text, section, name))
-            _known(name, TYPES[section], f"setting {section}", setting)
             yield (section, name), setting
 
 
@@ -96,7 +103,6 @@ def _of_set(option: str) -> tuple[tuple[str, str], _Given]:
     if not equals or not dot:
         raise setting.error("is not SECTION.NAME=VALUE", "pipeline.ranks=2")
     _known(section, SECTIONS, "section", setting)
-    _known(name, TYPES[section], f"setting {section}", setting)
     return (section, name), setting
 
 
@@ -124,7 +130,13 @@ def _of_source(values: _Values, given: _Settings) -> _Values:
     return {(home.get(name, "pipeline"), name): value for name, value in said.items()}
 
 
-def _known(name: str, known: dict[str, Any], what: str, at: _Given) -> None:
+def _known(
+    name: str,
+    known: Mapping[str, Any],
+    what: str,
+    at: _Given,
+    types: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> None:
     if name in known:
         return
     near = get_close_matches(name, known, 1)
@@ -132,7 +144,7 @@ def _known(name: str, known: dict[str, Any], what: str, at: _Given) -> None:
     said = f"{what} {name!r}"
     if "setting" in what:
         said = f"{what}.{name}"
-        homes = [f"{section}.{name}" for section, types in TYPES.items() if name in types]
+        homes = [f"{section}.{name}" for section, own in types.items() if name in own]
         hint = f"it is {' or '.join(homes)}" if homes else hint
     raise at.error(f"no {said}", hint)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from schedir.data.corpus import Source, read, split, tokenizer_of
@@ -13,6 +13,8 @@ from schedir.data.windows import Packed
 from schedir.errors import UsageError
 from schedir.training.config import Config
 from schedir.training.data import Batches
+from schedir.training.kinds import KINDS, kind_of
+from schedir.training.models import model_of
 from schedir.training.resume import DATA
 
 
@@ -52,9 +54,15 @@ class Corpus:
             "the held-out data": self.held_out.told if self.held_out else "none",
         }
 
+    @property
+    def _vocab(self) -> int:
+        """How many tokens of the model are text."""
+        model = self.config.model
+        return KINDS[kind_of(model)].text(model)
+
     @cached_property
     def _parts(self) -> _Parts:
-        data, vocab = self.config.data, self.config.model.vocab
+        data, vocab = self.config.data, self._vocab
         tokenizer = tokenizer_of(data.tokenizer, data.source, vocab, data.end_of_document)
         whole, share = data.documents == "packed", data.held_out
         trained = read(data.source, tokenizer, vocab, whole=whole)
@@ -83,8 +91,9 @@ class Corpus:
                 )
             windows = Packed(ends, model.context, where)
         return Batches(
-            tokens, model.context, size, seed, vocab=model.vocab, windows=windows, where=where
-        )
+            tokens, model.context, size, seed, vocab=self._vocab, windows=windows, where=where,
+            made=partial(model_of(model).samples, model),
+        )  # fmt: skip
 
 
 class _Parts(NamedTuple):

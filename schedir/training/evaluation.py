@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from schedir.compiler.forwards import forwards
 from schedir.ir.program import Program
+from schedir.models.language import IGNORE
 from schedir.runtime.executor import Executor
-from schedir.training import gpt
 from schedir.training.config import Config
 from schedir.training.data import Batches
+from schedir.training.models import model_of
 from schedir.transports.processes import Processes
 
 
@@ -62,16 +65,16 @@ class Evaluation:
         own = plan.microbatches * self.size  # windows of a replica in a batch
         each = own * executor.program.dp
         count = min(len(held), config.train.evaluate_batches * each)
-        inputs, targets = held.batch(0, count)
-        self.tokens = gpt.count_tokens(targets)
+        samples = held.samples(0, count)
+        self.tokens = model_of(config.model).module.count_tokens(samples.targets)
         room = -(-count // each) * each
-        shape = (room - count, inputs.shape[1])
-        inputs = torch.cat([inputs, torch.zeros(shape, dtype=inputs.dtype)])
-        targets = torch.cat([targets, torch.full(shape, gpt.IGNORE, dtype=targets.dtype)])
+        # What is missing is the first sample again, and counts nowhere.
+        again = torch.zeros(room, dtype=torch.int64)
+        again[:count] = torch.arange(count)
+        samples = samples.each(partial(torch.index_select, dim=0, index=again))
+        samples.targets[count:] = IGNORE
         first = transport.dp_rank * own
-        self.batches = [
-            (inputs[at : at + own], targets[at : at + own]) for at in range(first, room, each)
-        ]
+        self.batches = [samples.rows(at, at + own) for at in range(first, room, each)]
         # Tensor-parallel ranks all know the loss: the first counts.
         self.counts = plan.stages - 1 in executor.stages and transport.tp_rank == 0
 
@@ -83,8 +86,8 @@ class Evaluation:
         """The loss after a step, known to all; all processes must call this."""
         total = torch.zeros((), dtype=torch.float64)
         for given in self.batches:
-            inputs, targets = (x.to(self.executor.held.device).split(self.size) for x in given)
-            loss = self.executor.evaluate(inputs, targets)
+            there = given.each(partial(Tensor.to, device=self.executor.held.device))
+            loss = self.executor.evaluate(*there.split(self.size))
             if loss is not None and self.counts:
                 total += loss.double().cpu()
         dist.all_reduce(total)

@@ -7,8 +7,9 @@ streams from running beside each other (CUDA C++ Programming Guide, "Implicit Sy
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from schedir.runtime.events import event_on
-from schedir.training.data import Batches
+from schedir.training.data import Batches, Samples
 
 # A step that runs, the one before it, whose numbers may not have been read, and the one drawn.
 SLOTS: Final = 3
@@ -27,12 +28,11 @@ MOMENT: Final = 1.0  # seconds that the end of a run waits for a batch that nobo
 
 
 class Batch(NamedTuple):
-    """What a step is given: `inputs` and `targets` of one replica, int64 (n, context), on its
-    device, and how many `tokens` count in the batch of all replicas.  `read` is a crc32 of all that
-    was drawn of the run up to here, of all replicas: every process must have the same."""
+    """What a step is given: `samples` of one replica, on its device, and how many `tokens` count in
+    the batch of all replicas.  `read` is a crc32 of all that was drawn of the run up to here, of
+    all replicas: every process must have the same."""
 
-    inputs: Tensor
-    targets: Tensor
+    samples: Samples
     tokens: int
     read: int
 
@@ -60,8 +60,8 @@ class Prefetch:
         self.batches, self.steps, self.count = batches, steps, count
         self.begin, self.before = begin, taken
         share = batches.size // replicas
-        self.mine = slice(replica * share, (replica + 1) * share)
-        self.slots = [_Slot((2, share, batches.context), device) for _ in range(SLOTS)]
+        self.mine = replica * share, (replica + 1) * share
+        self.slots: list[_Slot] = []  # made when it is known what there is in a batch
         self.device = device
         self.read = 0
         self.next: Future[tuple[int, int]] | None = None
@@ -97,9 +97,10 @@ class Prefetch:
         tokens, read = self.next.result()
         self._begin(step + 1)
         slot = self.slots[step % SLOTS]
-        slot.device.copy_(slot.host, non_blocking=True)
+        for there, here in zip(tensors_of(slot.device), tensors_of(slot.host), strict=True):
+            there.copy_(here, non_blocking=True)
         slot.copied.record()
-        return Batch(slot.device[0], slot.device[1], tokens, read)
+        return Batch(slot.device, tokens, read)
 
     def _begin(self, step: int) -> None:
         self.next = None
@@ -119,17 +120,31 @@ class Prefetch:
         if self.device.type == "cuda":  # a thread uses the first GPU unless told
             torch.cuda.set_device(self.device)
         # Every rank draws the batch of all replicas, so that each can count its tokens.
-        slot, first = self.slots[step % SLOTS], self.taken(step)
-        inputs, targets = self.batches.batch(first, self.batches.size)
+        samples = self.batches.samples(self.taken(step), self.batches.size)
+        own = samples.rows(*self.mine)
+        if not self.slots:
+            self.slots = [_Slot(own, self.device) for _ in range(SLOTS)]
+        slot = self.slots[step % SLOTS]
         slot.copied.synchronize()  # what was here before: a copy may still read it
-        for row, drawn in zip(slot.host, (inputs, targets), strict=True):
-            row.copy_(drawn[self.mine])
+        for here, mine in zip(tensors_of(slot.host), tensors_of(own), strict=True):
+            here.copy_(mine)
+        for drawn in tensors_of(samples):
             self.read = crc32(drawn.contiguous().numpy().data, self.read)
-        return self.count(targets), self.read
+        return self.count(samples.targets), self.read
+
+
+def tensors_of(samples: Samples) -> Iterator[Tensor]:
+    """All tensors of samples, in one order."""
+    yield from (samples.inputs, samples.targets, *samples.named.values())
 
 
 class _Slot:
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        self.host = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.device = torch.zeros(shape, dtype=torch.int64, device=device)
+    def __init__(self, like: Samples, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+
+        def host(one: Tensor) -> Tensor:
+            return torch.zeros(one.shape, dtype=one.dtype, pin_memory=pinned)
+
+        self.host = like.each(host)
+        self.device = like.each(partial(torch.zeros_like, device=device))
         self.copied = event_on(device)

@@ -21,24 +21,22 @@ from schedir.dumps.box import Phase
 from schedir.errors import ExecutionError, in_bytes, in_words
 from schedir.ir.program import Program
 from schedir.ir.sizes import AT_REST, Sizes
-from schedir.models.shape import split_tokens
 from schedir.predict.calibrate import calibrate, format_bubbles
 from schedir.predict.recomputation import recomputed
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
-from schedir.runtime.boundary import Boundary
 from schedir.runtime.device_memory import times_asked, warning
 from schedir.runtime.executor import Executor
 from schedir.runtime.living import Living
 from schedir.runtime.measured import measured
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
 from schedir.runtime.sizes import sizes_of
-from schedir.training import gpt
 from schedir.training.config import Config
 from schedir.training.corpus import Corpus
 from schedir.training.ends import Told
 from schedir.training.evaluation import Evaluated, Evaluation, program_beside
 from schedir.training.meeting import agree_on_data, facts_of
+from schedir.training.models import Cut, Passing, largest, model_of
 from schedir.training.optimizer import optimizer_of
 from schedir.training.prefetch import Batch, Prefetch
 from schedir.training.results import Losses, Result
@@ -92,9 +90,11 @@ class _Trainer:
             self.device = torch.device("cuda", torch.cuda.current_device())
         dtype: torch.dtype = getattr(torch, config.train.precision)
         self.size = config.data.microbatch_size
-        tokens = split_tokens(config.model.context, program.tp if program.sequence else 1)
-        boundary = Boundary((self.size, tokens, config.model.hidden), dtype)
-        message = boundary.nbytes // (1 if program.sequence else program.tp)  # each sends its slice
+        model, shared = model_of(config.model), program.tp if program.sequence else 1
+        division, self.module = config.pipeline.division, model.module
+        cut = Cut(program.plan.stages, self.size, division, dtype, shared)
+        boundary = model.boundaries(config.model, cut)
+        message = largest(boundary) * shared // program.tp  # each sends its slice
         beside = partial(program_beside, config)  # what evaluates on its stages
         connect = partial(
             choose(config.train.transport, config.train.device, program, *beside(program)),
@@ -105,8 +105,9 @@ class _Trainer:
         self.transport = connect(program, more=beside(program))
         self.transport.agree(facts_of(config))
         plan, tp = program.plan, self.transport.tp_group
-        make_stage = partial(gpt.build_stage, tp=tp, sequence=program.sequence, device=self.device)
-        division = config.pipeline.division
+        make_stage = partial(self.module.build_stage, tp=tp, device=self.device)
+        if program.sequence:
+            make_stage = partial(make_stage, sequence=True)
         stages = {
             s: make_stage(config.model, s, plan.stages, division=division, dtype=dtype)
             for s in plan.stages_of[self.transport.rank]
@@ -117,7 +118,7 @@ class _Trainer:
         parameters = [p for stage in stages.values() for p in stage.parameters()]
         self.optimizer = optimizer_of(parameters, config.train)
         self.loss_scale = LossScale(device=self.device) if dtype == torch.float16 else None
-        loss = partial(gpt.loss, tp=tp)
+        loss = partial(self.module.loss, tp=tp)
         self.sizes = self._sizes(stages, loss, boundary)
         fitting = self._fitting()
         if fitting != program:
@@ -172,7 +173,7 @@ class _Trainer:
             self.device,
             replica=self.transport.dp_rank,
             replicas=self.program.dp,
-            count=gpt.count_tokens,
+            count=self.module.count_tokens,
             begin=made,
             taken=self.saving.taken,
         )
@@ -253,15 +254,18 @@ class _Trainer:
             self.losses.evaluated(found.row)
 
     def _sizes(
-        self, own: Mapping[int, nn.Module], loss: Callable[..., Tensor], boundary: Boundary
+        self, own: Mapping[int, nn.Module], loss: Callable[..., Tensor], boundary: Passing
     ) -> Sizes:
         """What each stage keeps of a microbatch, and its weights: found by running it once."""
         stages = range(self.program.plan.stages)
-        inputs, targets = (x.to(self.device) for x in self.batches.batch(0, self.size))
+        inputs, targets, named = self.batches.samples(0, self.size).each(
+            partial(Tensor.to, device=self.device)
+        )
         sizes = sizes_of(
             [own.get(s) for s in stages],
             inputs,
             targets,
+            keywords=named,
             loss=loss,
             boundary=boundary,
             # AdamW's moments, and the float32 copies of other weights.

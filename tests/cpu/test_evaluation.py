@@ -39,6 +39,7 @@ def test_the_held_out_loss_is_that_of_a_plain_model(
     held = Corpus(settings).held_out
     assert held is not None and len(held) % (3 * 2)
     inputs, targets = held.batch(0, len(held))
+    assert isinstance(settings.model, gpt.GPTConfig)
     model = gpt.build_stage(settings.model, 0, 1).eval()
     with torch.no_grad():
         mean = float(gpt.loss(model(inputs), targets)) / targets.numel()

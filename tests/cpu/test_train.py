@@ -154,6 +154,7 @@ def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None
             "train.lr=0.01", f'output.folder="{tmp_path}/out"']  # fmt: skip
     assert run(config, sets) == 0
     told = read(config, sets)
+    assert isinstance(told.model, gpt.GPTConfig)
     model = gpt.build_stage(told.model, 0, 1)
     parameters = list(model.parameters())
     groups = [

@@ -226,7 +226,7 @@ schedir.simulate(schedir.check(program, model="device"), schedir.Costs())
 assert schedir.parse(schedir.show(program)) == program
 """,
         """
-from schedir.training.config import settings
+from schedir.training.sections import settings
 from schedir.training.train_config import TrainConfig
 settings()
 assert TrainConfig(device="cuda", transport="grouped").model == "device"

@@ -63,7 +63,7 @@ from dataclasses import replace
 import schedir
 from schedir.errors import ConfigError, ParseError, PlanError
 from schedir.schedules import one_f_one_b
-from schedir.training.config import settings
+from schedir.training.sections import settings
 from schedir.training.config_file import read
 
 plain = schedir.compile(one_f_one_b, schedir.Plan(2, 4))
