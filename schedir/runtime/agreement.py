@@ -83,8 +83,8 @@ def facts_of(
     for s, module in stages.items():
         facts |= _shapes(module, f"stage {s}, slice {transport.tp_rank}")
         summed = [f"{name} {_shape(p)}" for name, p in module.named_parameters() if is_summed(p)]
-        if summed:
-            facts[f"what tensor-parallel ranks sum in stage {s}"] = ", ".join(summed)
+        if transport.tp > 1:
+            facts[f"what tensor-parallel ranks sum in stage {s}"] = ", ".join(summed) or "nothing"
         if program.summed and (weight := getattr(module, "tied_weight", None)) is not None:
             facts[f"the tied weight, slice {transport.tp_rank}"] = _shape(weight)
     for s, parameters in prints.items():

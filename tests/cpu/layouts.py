@@ -51,21 +51,21 @@ class Model(NamedTuple):
     clip: bool = False
     optimizer: Any = partial(torch.optim.AdamW, lr=1e-2)
 
-    def stage(self, s: int, plan: Plan, tp: Any) -> torch.nn.Module:
+    def stage(self, s: int, plan: Plan, tp: Any, *, sequence: bool = False) -> torch.nn.Module:
         """A stage of a plan."""
         cfg = gpt.GPTConfig(
             vocab=VOCAB, layers=LAYERS, hidden=HIDDEN, heads=2, context=CONTEXT, tied=self.tied,
             dropout=self.dropout,
         )  # fmt: skip
-        stage = gpt.build_stage(cfg, s, plan.stages, tp=tp)
+        stage = gpt.build_stage(cfg, s, plan.stages, tp=tp, sequence=sequence)
         if self.half:
             float32_gradients(stage.bfloat16())
         return stage
 
-    @property
-    def boundary(self) -> Boundary:
-        """What stages give each other."""
-        return Boundary((BATCH, CONTEXT, HIDDEN), torch.bfloat16 if self.half else torch.float32)
+    def boundary(self, cut: int = 1) -> Boundary:
+        """What stages give each other: one in so many of the tokens."""
+        dtype = torch.bfloat16 if self.half else torch.float32
+        return Boundary((BATCH, CONTEXT // cut, HIDDEN), dtype)
 
     def make(self, parameters: Any) -> Any:
         """The optimizer of some parameters."""
@@ -85,12 +85,15 @@ def executor_of(layout: Layout, model: Model) -> Executor:
     program = program_of(layout, model)
     transport = Gloo(program)
     tp = transport.tp_group
-    stages = {s: model.stage(s, layout.plan, tp) for s in layout.plan.stages_of[transport.rank]}
+    stages = {
+        s: model.stage(s, layout.plan, tp, sequence=program.sequence)
+        for s in layout.plan.stages_of[transport.rank]
+    }
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     return Executor(
         program, transport.rank, stages, transport,
         loss=partial(gpt.loss, tp=tp),
-        boundary=model.boundary,
+        boundary=model.boundary(layout.tp if program.sequence else 1),
         optimizer=model.make(parameters),
         max_norm=0.05 if model.clip else None,
     )  # fmt: skip
@@ -103,7 +106,7 @@ def in_process(layout: Layout, model: Model) -> InProcess:
     return InProcess(
         program, stages,
         loss=gpt.loss,
-        boundary=model.boundary,
+        boundary=model.boundary(),
         optimizer=model.make,
         max_norm=0.05 if model.clip else None,
     )  # fmt: skip

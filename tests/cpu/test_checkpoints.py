@@ -29,6 +29,9 @@ OTHERS = {
     "two holders": Layout(dualpipe, Plan(2, 4, placement="mirror"), dp=2, zero=3),
     "slices": Layout(one_f_one_b, Plan(2, 8), tp=2),
     "slices and replicas": Layout(one_f_one_b, Plan(1, 4), tp=2, dp=2, zero=2),
+    "slices of the sequence": Layout(
+        one_f_one_b, Plan(1, 4), tp=2, dp=2, zero=3, options={"sequence": True}
+    ),
     "four replicas": Layout(looped_bfs, Plan(1, 2, 2), dp=4, zero=3),
     "four ranks": Layout(one_f_one_b, Plan(4, 8)),
     "one rank": Layout(one_f_one_b, Plan(1, 8)),
