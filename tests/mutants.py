@@ -159,6 +159,7 @@ def more(rng: random.Random, program: Program, *, away: bool = False) -> dict[st
         "cut": rng.choice([1, 2, 3]),
     }
     without = {"host_limit"}  # which takes sizes
+    without |= {"fill"}  # which takes costs
     without |= {"state_slots"}  # `on_host` says how many
     without |= {"active", "ahead"} if program.zero < 3 else set()
     without |= {"offload", "spill"} if not away else set()

@@ -250,7 +250,11 @@ class Config:
     def __post_init__(self) -> None:
         split_layers(self.model.layers, self.pipeline.plan.stages, self.pipeline.division)
         if getattr(self.pipeline, "cut", None) is not None:
-            raise UsageError("a training run does not cut stages in pieces", fields=["cut"])
+            raise UsageError(
+                "a training run has whole stages, and cut says pieces",
+                hint="an Executor runs pieces: schedir.training.gpt_pieces",
+                fields=["cut"],
+            )
         kind = KINDS[kind_of(self.model)]
         kind.share(self.model, self.pipeline.tp)
         if getattr(self.pipeline, "sequence", False):

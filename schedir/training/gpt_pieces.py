@@ -51,7 +51,7 @@ def pieces(stage: Stage) -> list[nn.Module]:
 
     They share its parameters, and draw what it draws for dropout.  With one tensor-parallel rank
     they are as right: nothing is summed.  Raises ModelError for a stage that is the whole model,
-    and whose embedding is its head's weight.
+    and whose embedding is its head's weight, and where ranks share the sequence.
 
     >>> from schedir import Plan, compile, schedules
     >>> from schedir.training.gpt import GPTConfig, build_stage
@@ -61,6 +61,11 @@ def pieces(stage: Stage) -> list[nn.Module]:
     >>> program.plan.stages, sum(len(pieces(stage)) for stage in stages)
     (18, 18)
     """
+    if stage.sequence:
+        raise ModelError(
+            "tensor-parallel ranks share the sequence, and pieces of a stage pass it whole",
+            hint="sequence=False, or whole stages",
+        )
     if (
         stage.embedding is not None
         and stage.head is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,17 @@ from schedir import (
     simulate,
 )
 from schedir.compiler.again import compute_of, options_of
-from schedir.errors import CompletenessError, OrderError, PlanError, ProgramError, UsageError
+from schedir.errors import (
+    CompletenessError,
+    ConfigError,
+    OrderError,
+    PlanError,
+    ProgramError,
+    UsageError,
+)
 from schedir.ir.ops import COMPUTE, SUMS, Opcode
+from schedir.training.config import Config, PipelineConfig
+from schedir.training.config_file import read
 from tests.mutants import known
 from tests.threads import verdict
 
@@ -149,6 +159,15 @@ def test_refusals() -> None:
     refused(lambda: compile(compute_of(program), cut=2), UsageError, "of pieces already")
     for shares, words in ((1, -1, 1), "not negative"), ((1, 1), "2 shares"), ((0, 0, 0), "all 0"):
         refused(lambda s=shares: in_pieces(WHOLE, 3, plan, s), UsageError, words)
+
+
+def test_training_runs_have_whole_stages(tmp_path: Path) -> None:
+    refused(lambda: Config(pipeline=PipelineConfig(cut=5)), UsageError, "whole stages")  # type: ignore[call-arg]
+    path = tmp_path / "pieces.sched"
+    path.write_text(show(compile(schedules.gpipe, Plan(1, 2), tp=2, cut=3, clip=True)))
+    config = tmp_path / "config.toml"
+    config.write_text(f'[pipeline]\nschedule = "{path}"\n')
+    refused(lambda: read(str(config)), ConfigError, "is of pieces of stages")
 
 
 def edited(program: Program, old: str, new: str) -> Program:

@@ -1,0 +1,125 @@
+"""Fill: what computes while pieces wait for sums, and what it never costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from schedir import (
+    Costs,
+    Plan,
+    Program,
+    Sizes,
+    Timeline,
+    check,
+    compile,
+    in_pieces,
+    parse,
+    schedules,
+    simulate,
+)
+from schedir.errors import ProgramError, UsageError
+from schedir.ir.ops import LATE
+from tests.mutants import known
+from tests.threads import verdict
+
+PIECES = 5
+SHARES = (0.2, 1, 0.2, 1, 0.2)
+
+
+def costs_of(plan: Plan, sum: float = 0.6) -> Costs:
+    """Of pieces, of a stage of which a forward takes 2."""
+    return in_pieces(Costs(F=2, B=4, I=2, W=2, send=0.1, sum=sum), PIECES, plan, SHARES)
+
+
+def made(schedule: Any, plan: Plan, fill: str | None, **more: Any) -> Timeline:
+    costs = costs_of(plan)
+    program = compile(schedule, plan, tp=2, cut=PIECES, costs=costs, fill=fill, **more)
+    return simulate(program, costs)
+
+
+@pytest.mark.parametrize("schedule", known(), ids=lambda schedule: schedule.__name__)
+def test_whole_zoo_filled(schedule: Any) -> None:
+    """The same work in another order, which is right, no longer, adds in the same order, and holds
+    no more forwards at once."""
+    placement, v = getattr(schedule, "placed", ("loop", None))
+    plan = Plan(2, 4, v or 1, placement)
+    try:
+        plain = made(schedule, plan, None)
+    except ProgramError:
+        pytest.skip("not for this plan")
+    for fill in ("W", "F", "all"):
+        timeline = made(schedule, plan, fill)
+        program = timeline.program
+        assert check(program, "edge", blocks=True) and verdict(program, "edge").kind == "ok"
+        assert timeline.span <= plain.span * (1 + 1e-9)
+        assert program.ascending == plain.program.ascending
+        if program.trains:
+            assert (timeline.peak_in_flight <= plain.peak_in_flight).all()
+        for own, was in zip(program.streams, plain.program.streams, strict=True):
+            assert sorted(map(str, own)) == sorted(map(str, was))
+
+
+def test_weight_gradients_run_under_sums() -> None:
+    """Of I, whose W nobody waits for: each W that fits runs while a gradient is summed, and all
+    others stay in their order."""
+    plan = Plan(1, 4)
+    plain, filled = (made(schedules.zb_h1, plan, fill) for fill in (None, "W"))
+    assert filled.span < plain.span - 3
+
+    def others(program: Program) -> list[str]:
+        return [str(i) for i in program.streams[0] if i.op not in LATE and "sum" not in str(i)]
+
+    assert others(filled.program)[:8] == others(plain.program)[:8]
+
+
+def test_what_it_wins() -> None:
+    """All sums of a rank that has other microbatches run beside what computes, but for the first
+    and the last."""
+    plan = Plan(1, 8)
+    plain = made(schedules.gpipe, plan, None)
+    assert plain.span == pytest.approx(8 * (2 + 4) + 8 * 4 * 0.6)
+    assert made(schedules.gpipe, plan, "all").span < 8 * (2 + 4) + 4 * 0.6 + 1e-9
+    two = Plan(4, 8, 2)
+    assert made(schedules.interleaved, two, "F").span < 0.95 * made(
+        schedules.interleaved, two, None
+    ).span  # fmt: skip
+
+
+def test_within_a_limit() -> None:
+    """With a limit more forwards may be held at once, and never more bytes than it says."""
+    plan, costs = Plan(4, 16), costs_of(Plan(4, 16))
+    sizes = in_pieces(Sizes(activation=1.0, saved=100.0), PIECES, plan, SHARES)
+    spans = []
+    for limit in (460.0, 1800.0):
+        program = compile(
+            schedules.one_f_one_b, plan, tp=2, cut=PIECES, costs=costs, fill="all", sizes=sizes,
+            limit=limit, boundary="sharded",
+        )  # fmt: skip
+        timeline = simulate(program, costs, sizes=sizes)
+        assert (timeline.peak_memory <= limit).all()
+        spans.append(timeline.span)
+    assert spans[1] < 0.95 * spans[0], "room for more lets more run"
+    assert np.isclose(spans[0], made(schedules.one_f_one_b, plan, None).span, rtol=0.03)
+
+
+def test_refusals() -> None:
+    def of(**more: Any) -> Any:
+        plan = Plan(2, 4)
+        how: dict[str, Any] = {"tp": 2, "cut": PIECES, "costs": costs_of(plan), "fill": "W"} | more
+        return compile(schedules.zb_h1, plan, **how)
+
+    with pytest.raises(UsageError, match="fill is W, F or all, not 'X'"):
+        of(fill="X")
+    with pytest.raises(UsageError, match="needs costs"):
+        of(costs=None)
+    with pytest.raises(UsageError, match="the program is not cut in pieces"):
+        of(cut=None)
+    assert of(tp=1) == of(tp=1, fill=None), "one rank meets nobody"
+    text = "F 0.0; F 1.0; B 1.0; F 0.1 & B 0.0; F 1.1; B 1.1; B 0.1"
+    header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
+    pair = parse(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
+    with pytest.raises(UsageError, match="some of a stage that is not cut run together"):
+        compile(pair, costs=Costs(sum=1), fill="all")
