@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from schedir import Plan, compile
 from schedir.errors import ModelError, UsageError
+from schedir.models import llama
+from schedir.models.llama_config import LlamaConfig
 from schedir.parallel.group import own_tokens, seen_in_parts, shard_dim
 from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.parallel.vocab import VocabParallelEmbedding, VocabParallelHead, shard_vocab
@@ -171,6 +173,25 @@ def refusals(group: Any, rank: int) -> Told:
     return found
 
 
+def llama_like(group: Any) -> Told:
+    """The loss and gradients of a model of two stages; of what is summed, the sums."""
+    config = LlamaConfig(vocab=13, layers=2, hidden=16, heads=4, kv_heads=2, context=8)
+    tokens = torch.arange(18).view(2, 9) % 13
+    x = tokens[:, :-1]
+    stages = [llama.build_stage(config, s, 2, tp=group, sequence=True) for s in range(2)]
+    for stage in stages:
+        x = stage(x)
+    total = llama.loss(x, tokens[:, 1:], group)
+    torch.autograd.backward(total)
+    found: Told = {"loss": (total.detach(), None)}
+    for name, p in (pair for stage in stages for pair in stage.named_parameters()):
+        assert p.grad is not None
+        if is_summed(p):
+            dist.all_reduce(p.grad, group=group)
+        found[name] = p.grad, shard_dim(p)
+    return found
+
+
 def lengths(group: Any) -> Told:
     """Losses and gradients of microbatches of several lengths, and of one too odd to share."""
     tokens = [torch.arange(2 * (n + 1)).view(2, -1) % 13 for n in (8, 2, 6)]
@@ -217,6 +238,7 @@ def all_of_it(rank: int) -> Told:
     found["shapes"] += differing_shapes(2, pair, rank)
     found["refused"] = refusals(pair, rank)
     found["lengths"], found["drawn"] = lengths(pair), drawn(pair)
+    found["llama"] = llama_like(pair)
     return found
 
 
@@ -234,6 +256,17 @@ def test_a_stage_says_what_its_program_does(told: list[Told], name: str) -> None
     said = [own["refused"].get(name, "") for own in told[:2]]
     assert all(STAGES[name][2] in one for one in said) and said[0] == said[1]
     assert bool(STAGES[name][2]) == bool(said[0])
+
+
+def test_the_llama_like_model_shares_the_sequence(told: list[Told]) -> None:
+    """Its gradients are those of one process; of norms, when they are summed."""
+    want, parts = llama_like(None), [own["llama"] for own in told[:2]]
+    assert len(want) == 1 + 3 + 2 * 6
+    for name, (one, _) in want.items():
+        cut = parts[0][name][1]
+        pair = [own[name][0] for own in parts]
+        whole = pair[0] if cut is None else torch.cat(pair, cut)[: len(one)]
+        assert (whole - one).norm() <= 1e-5 * one.norm(), name
 
 
 def test_microbatches_may_differ_and_are_shared_evenly(told: list[Told]) -> None:
