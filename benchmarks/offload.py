@@ -2,10 +2,13 @@
 
     python benchmarks/offload.py [--rounds 20] [--only slowed|fits|torch]
 
-slowed: two processes over Gloo, of one thread each.  Copies are slow: each takes at least its bytes
-over a bandwidth, in which no processor works (`Lanes.bandwidth`).  A program that keeps all and one
-that offloads all take turns, a step each.  Costs are calibrated by the last step of the former, and
-a copy costs its bytes over the bandwidth: at these the latter is predicted.
+slowed: two processes over Gloo, of one thread each.  Copies are slow: each takes at least its
+bytes over a bandwidth, in which no processor works (`Lanes.bandwidth`).  Layers are wide and
+microbatches small, so that a copy itself is little work beside what is computed, and no NaN is left
+behind.  One program, with as few slots as it needs, is run with free lanes and with slowed ones, a
+step each by turns.  Costs are calibrated by the step with free lanes of the round.  At these it is
+predicted itself, which tells what calibration misses; and, with a copy at its bytes over the
+bandwidth, the step with slowed lanes of the same round.
 
 fits: a limit of memory between what a program needs that offloads, and what it needs that keeps or
 recomputes; the limit refuses the others, and the one is trained, and what is alive counted.
@@ -59,6 +62,7 @@ from schedir.transports.processes import Gloo
 
 RANKS, WARM = 2, 3
 CONFIG = gpt.GPTConfig(vocab=512, layers=8, hidden=256, heads=4, context=64, tied=False)
+DEEP = gpt.GPTConfig(vocab=256, layers=2, hidden=1024, heads=8, context=32, tied=False)
 SMALL = gpt.GPTConfig(vocab=256, layers=2, hidden=64, heads=2, context=32, tied=False)
 ROWS = 2  # of a microbatch
 
@@ -124,45 +128,69 @@ def cells(took: list[list[float]]) -> list[str]:
 
 
 def slowed(rank: int, rounds: int) -> None:
-    """Predicted beside measured."""
-    found = sizes(CONFIG, RANKS)
-    saved = found.of("saved", RANKS)
-    for name, m, share in (
-        ("gpipe", 8, 0.5),
-        ("gpipe", 8, 1.5),
-        ("one_f_one_b", 8, 0.5),
-        ("one_f_one_b", 8, 1.5),
-        ("zb_h1", 8, 1.0),
+    """Predicted beside measured, and how well a step predicts another."""
+    saved = sizes(DEEP, RANKS).of("saved", RANKS)
+    for name, which, share in (
+        ("gpipe", "all", 0.5),
+        ("gpipe", "all", 1.5),
+        ("gpipe", [0, 1], 3.0),
+        ("one_f_one_b", "all", 1.5),
+        ("one_f_one_b", [0], 4.0),
+        ("zb_h1", [0, 1], 2.0),
     ):
-        schedule = getattr(schedules, name)
-        plain = Run(CONFIG, compile(schedule, Plan(RANKS, m), model="edge"), rank)
+        schedule, plan = getattr(schedules, name), Plan(RANKS, 8)
+        plain = Run(DEEP, compile(schedule, plan, model="edge"), rank)
         for _ in range(WARM):
             plain.step()
-        timeline = measured(plain.executor, plain.transport)
-        told: list[Any] = [calibrate(timeline) if timeline is not None else None]
+        told: list[Any] = [_costs(plain)]
         dist.broadcast_object_list(told)
         forward = float(np.mean(told[0].F))
         bandwidth = float(saved.mean()) / (share * forward)  # a copy takes a share of a forward
         copy = tuple(float(size) / bandwidth for size in saved)
         costs: Costs = replace(told[0], offload=copy, reload=copy)
-        program = compile(schedule, Plan(RANKS, m), costs=costs, model="edge", offload="all")
-        away = Run(CONFIG, program, rank)
+        program = compile(schedule, plan, costs=costs, model="edge", offload=which, slots="fewest")
+        pair = free, slow = Run(DEEP, program, rank), Run(DEEP, program, rank)
+        for each in pair:
+            each.executor.held.tiers.poisons = False
         for lane in (Lane.D2H, Lane.H2D):
-            away.executor.held.lanes.bandwidth[lane] = bandwidth
-        took = alternate(plain.step, away.step, rounds)
-        timeline = measured(plain.executor, plain.transport)
+            slow.executor.held.lanes.bandwidth[lane] = bandwidth
+        took: list[list[float]] = []  # freely and slowed, both measured; and both predicted
+        for turn in range(WARM + rounds):
+            spans = [0.0] * 4
+            for each in pair if turn % 2 else pair[::-1]:
+                dist.barrier()
+                each.step()
+                timeline = measured(each.executor, each.transport)
+                if timeline is None:
+                    continue
+                spans[pair.index(each)] = timeline.span
+                if each is free:
+                    costs = calibrate(timeline)
+                    for k, at in ((2, costs), (3, replace(costs, offload=copy, reload=copy))):
+                        spans[k] = simulate(program, at, model="edge", blocks=True).span
+            took.append(spans)
         if rank:
             continue
-        assert timeline is not None
-        costs = replace(calibrate(timeline), offload=copy, reload=copy)
-        span = [
-            simulate(each.executor.program, costs, model="edge", blocks=True).span
-            for each in (plain, away)
-        ]
+        found = np.array(took[WARM:])
+        longer = found[:, 3] / found[:, 2]
         line(
-            f"{name}, m={m}", f"{share:g} F", *cells(took), f"{span[1] / span[0]:.3f}",
-            f"{span[1] / statistics.median(pair[1] for pair in took) - 1:+.1%}",
+            f"{name}, of {which}", f"{share:g} F",
+            *(f"{1e3 * each:.1f}" for each in np.median(found[:, :2], 0)),
+            f"{np.median(longer):.3f}",
+            *(_off(found[:, a] / found[:, b]) for a, b in ((2, 0), (3, 1))),
         )  # fmt: skip
+
+
+def _costs(of: Run) -> Costs | None:
+    """Those of the last step, on process 0."""
+    timeline = measured(of.executor, of.transport)
+    return None if timeline is None else calibrate(timeline)
+
+
+def _off(ratios: Any) -> str:
+    """The median of how far a prediction is from what it predicts, and its spread."""
+    low, high = spread(ratios.tolist())
+    return f"{np.median(ratios) - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
 
 
 def fits(rank: int, rounds: int) -> None:
@@ -238,8 +266,9 @@ def _unpack(packed: Tensor) -> Tensor:
 
 
 TABLES: dict[str, tuple[Any, int, list[str]]] = {
-    "slowed": (slowed, RANKS, ["program", "a copy takes", "kept, ms", "offloaded, ms", "ratio",
-                               "predicted", "predicted step less measured"]),
+    "slowed": (slowed, RANKS, ["program, m=8", "a copy takes", "free, ms", "slowed, ms",
+                               "slowed over free, predicted", "free, predicted less measured",
+                               "slowed, predicted less measured"]),
     "fits": (fits, RANKS, ["2 ranks, m=96", "predicted, MB", "limit, MB", "lived, MB"]),
     "torch": (beside_torch, 1, ["microbatches", "save_on_cpu, ms", "ours, ms", "ratio",
                                 "without NaN"]),

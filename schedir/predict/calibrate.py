@@ -20,6 +20,7 @@ from schedir.ir.ops import (
     RECOMPUTE,
     ROWS,
     Lane,
+    Per,
 )
 from schedir.ir.per_stage import from_grid, grid
 from schedir.ir.program import Program
@@ -30,6 +31,7 @@ Floats = NDArray[np.float64]
 
 MISSED: Final = 0.1  # of a step: a prediction that is further off says nothing of its run
 SAID: Final = 0.01  # of ranks x span: what is less is not worth a word
+SAME: Final = 1e-9  # of a time: two that differ by less differ by rounding
 USUAL: Final = 0.9  # of the host's gaps are no longer than usual
 _OPS: Final = {name: [op for op in FIELD if FIELD[op] == name] for name in FIELD.values()}
 # What runs beside computes, and is seen to end when somebody looks.
@@ -55,7 +57,8 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     that the host leaves between two computes with nothing to wait for, and longer than the
     error of the clocks.
 
-    All else costs its mean time, per stage for F, B, I, W and pairs, one number for each other
+    All else costs its mean time, per stage for F, B, I, W and pairs, per rank for a step, which may
+    run alone on one and beside a neighbour's backwards on another, and one number for each other
     kind.  An instruction of the compute lane takes its span and the delay before it that nothing
     explains: how much earlier a simulation would begin it in which all computes end as they did and
     messages take the times above.  The delay is the host's own work, messages that took longer
@@ -92,6 +95,8 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
             costs[name] = tuple(_alone(name, took[:, w], paired[w]) for w in of)
             if per_microbatch:
                 costs[name] = _of_each(costs[name], measured, took, here & ~paired)
+        elif ROWS[ops[0]].per is Per.RANK and name not in _LATE:
+            costs[name] = _of_ranks(measured, took, here)
         elif name not in _LATE:
             costs[name] = _mean(took[:, here])
     if second.any():
@@ -143,6 +148,17 @@ def _of_each(mean: Cost, measured: Timeline, took: Floats, here: NDArray[np.bool
     each = np.repeat(grid(mean), plan.microbatches, 1)
     each[spans["stage"], spans["mb"]] = took[:, here].max(0)
     return from_grid(each)
+
+
+def _of_ranks(measured: Timeline, took: Floats, here: NDArray[np.bool_]) -> Cost:
+    """The mean of what is once on each rank, the k-th number rank k's; one if all are alike."""
+    plan = measured.program.plan
+    column = np.minimum(measured.spans["rank"], plan.stages - 1)  # as Costs has them
+    each = range(min(plan.ranks, plan.stages)) if here.any() else ()
+    own = [_mean(took[:, here & (column == k)]) for k in each]
+    if not own or np.ptp(own) <= SAME * max(own):
+        return _mean(took[:, here])
+    return tuple(own + own[-1:] * (plan.stages - len(own)))
 
 
 def _alone(name: str, took: Floats, paired: NDArray[np.bool_]) -> float:

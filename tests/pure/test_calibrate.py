@@ -47,6 +47,18 @@ def test_simulated_costs_come_back() -> None:
     assert again.bubble == pytest.approx(timeline.bubble)
 
 
+def test_a_step_costs_each_rank_its_own_time() -> None:
+    """Of ranks with different steps none is predicted to take the mean of them."""
+    given = replace(GIVEN, step=(1, 2, 5, 5))
+    for schedule, plan in ((gpipe, Plan(4, 4)), (interleaved, Plan(2, 4, 2))):
+        program = schedir.compile(schedule, plan)
+        timeline = schedir.simulate(program, given)
+        found = calibrate(timeline)
+        assert found.step is not None
+        assert np.allclose(grid(found.step)[: plan.ranks, 0], (1, 2, 5, 5)[: plan.ranks])
+        assert schedir.simulate(program, found).span == pytest.approx(timeline.span)
+
+
 def test_what_is_not_there_costs_nothing() -> None:
     plan = Plan(4, 4)
     found = calibrate(schedir.simulate(schedir.compile(split, plan), Costs(I=2, W=3)))
