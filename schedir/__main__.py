@@ -10,9 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from schedir import __version__
 from schedir.commands import files, listed
@@ -36,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         argv = sys.argv[1:] if argv is None else argv
         args = _parser(argv).parse_args(argv, argparse.Namespace(typed=argv))
-        with trusting(instructions=args.most_instructions, code=not args.no_code and None):
+        code_too = not args.no_code and None
+        with trusting(instructions=args.most_instructions, code=code_too), _plain_warnings():
             said: str | int | tuple[str, int] = args.run(args)
         text, code = said if isinstance(said, tuple) else (said, 0)
         return (_say(text) or code) if isinstance(text, str) else text
@@ -55,6 +59,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("this is a bug in schedir", file=sys.stderr)
         print_exc()
         return 1
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Within this our warnings are a sentence, without the line of ours that gave it."""
+    usual, own = warnings.formatwarning, str(Path(__file__).parent)
+
+    def plain(message: Any, category: Any, filename: str, *more: Any, **named: Any) -> str:
+        if category is UserWarning and filename.startswith(own):
+            return f"warning: {message}\n"
+        return usual(message, category, filename, *more, **named)
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _say(text: str) -> int:

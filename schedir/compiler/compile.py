@@ -23,6 +23,7 @@ from schedir.errors import (
     said,
 )
 from schedir.ir.costs import Costs
+from schedir.ir.ops import RECOMPUTE
 from schedir.ir.plan import Plan
 from schedir.ir.program import TRAITS, Program
 from schedir.ir.sizes import Sizes, ample, bytes_of
@@ -204,6 +205,15 @@ def check_memory(
         most = max(own.bytes.max(initial=0.0) for own in held(few, sizes, late=True))
         if most <= ample(bytes_):
             error.hint = f"with the fewest slots no rank holds more than {in_bytes(most)}"
+        elif program.ops.isdisjoint((*HOST, RECOMPUTE)):
+            # One of what it holds it needs there.
+            number, size = next((own[1:] for own in error.holds if own[0] == "saved"), (0, 0.0))
+            rest = size * (number - 1) / max(number, 1)
+            if rest and error.needs - rest <= ample(bytes_):
+                error.hint = (
+                    f"{in_bytes(size)} of it is what forwards saved: offload='fit' moves that to "
+                    "the host, recompute='fit' runs it again"
+                )
         raise
 
 

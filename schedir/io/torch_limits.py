@@ -51,10 +51,11 @@ def require_torch_has_it(program: Program, *, computes: bool) -> None:
         )
     if not program.ops.isdisjoint(_MOVES):
         raise UsageError(
-            f"{program.name} offloads what forwards saved, and torch's schedules do not",
+            f"{program.name} offloads what forwards saved, for which schedules of torch, and what "
+            "stands in the place of one, have no action",
             program=program.name,
-            hint="leave offload out, and run what is in these stages under "
-            "torch.autograd.graph.save_on_cpu",
+            hint="schedir.runtime.Executor runs it; or leave offload out, and run what is in these "
+            "stages under torch.autograd.graph.save_on_cpu",
         )
     fields = program.words.view(FIELDS)
     if not computes and (is_op(fields["op"], _IN_TURNS) & (fields["mb"] > 0)).any():

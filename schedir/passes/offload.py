@@ -6,6 +6,7 @@ beside what is computed, as long as moving takes no longer than computing.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -40,6 +41,7 @@ from schedir.passes.which import by_word, fits, kind, meant, pairs, stages_of
 
 Floats = NDArray[np.float64]
 Positions = NDArray[np.intp]
+SAID: Final = 4  # of what is named for nothing
 _SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)  # of what need not move, that is tried as well
 
 
@@ -131,7 +133,25 @@ def _chosen(
                 )
     if fits(which):
         return candidates
-    return candidates[meant(which, option, candidates, program.plan)]
+    chosen = candidates[meant(which, option, candidates, program.plan)]
+    if not (by_word(which) or callable(which)):
+        _tell_of_nothing(pairs(which, option, program.plan), option, chosen)
+    return chosen
+
+
+def _tell_of_nothing(named: set[tuple[int, ...]], option: str, chosen: Words) -> None:
+    """Warn of stages and microbatches that are named, and of which nothing moves."""
+    stage, mb = stages_of(chosen)
+    moved = {*zip(stage.tolist()), *zip(stage.tolist(), mb.tolist(), strict=True)}
+    if left := sorted(named - moved):
+        one = ", ".join(".".join(map(str, each)) for each in left[:SAID])
+        more = f" and {len(left) - SAID} more" if len(left) > SAID else ""
+        why = (
+            "nothing is computed between a forward there and its use"
+            if option == "offload"
+            else "it is not offloaded"
+        )
+        warnings.warn(f"{option} names {one}{more}, of which nothing moves: {why}", stacklevel=3)
 
 
 def _candidates(program: Program) -> Words:
