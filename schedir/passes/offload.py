@@ -45,6 +45,12 @@ SAID: Final = 4  # of what is named for nothing
 _SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)  # of what need not move, that is tried as well
 
 
+class AsRead(tuple[tuple[int, int], ...]):
+    """Pairs that a program moves, named by nobody: of another one some may have no use."""
+
+    __slots__ = ()
+
+
 def offload(program: Program, options: Options) -> Program:
     """Offload and Reload, and of some of these Spill and Fetch, for what the options say.
 
@@ -134,7 +140,7 @@ def _chosen(
     if fits(which):
         return candidates
     chosen = candidates[meant(which, option, candidates, program.plan)]
-    if not (by_word(which) or callable(which)):
+    if not (by_word(which) or callable(which) or isinstance(which, AsRead)):
         _tell_of_nothing(pairs(which, option, program.plan), option, chosen)
     return chosen
 
@@ -295,7 +301,7 @@ def _read(program: Program, model: Model) -> dict[str, Any]:
     found = {}
     for option, trip in (("offload", HOST), ("spill", DISK)):
         stage, mb = stages_of((program.words & ADDRESS)[program.op == trip.there])
-        found[option] = tuple(zip(stage.tolist(), mb.tolist(), strict=True)) or None
+        found[option] = AsRead(zip(stage.tolist(), mb.tolist(), strict=True)) or None
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -94,47 +93,6 @@ def test_nothing_goes_that_is_needed_at_once() -> None:
     with pytest.warns(UserWarning, match="names 3.0, of which nothing moves"):
         named = compile(one_f_one_b, Plan(4, 8), costs=slow, offload=[2, (3, 0)])
     assert [len(own) for own in moved(named)] == [0, 0, 8, 0]
-
-
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ({"offload": [3, 0]}, "offload names 3, of which nothing moves: nothing is computed"),
-        ({"offload": [(3, 1), (0, 0)]}, "offload names 3.1, of which"),
-        ({"offload": [0], "spill": [1, (2, 3)]}, "spill names 1, 2.3, .*it is not offloaded"),
-        ({"offload": [0], "spill": [(1, k) for k in range(6)]}, "1.3 and 2 more, of"),
-    ],
-)
-def test_what_is_named_for_nothing_is_told(how: dict[str, Any], told: str) -> None:
-    with pytest.warns(UserWarning, match=told):
-        program = compile(one_f_one_b, Plan(4, 8), **how)
-    assert Opcode.Offload in program.ops and Opcode.Spill not in program.ops
-
-
-def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-
-    def show(*warning: Any, **more: Any) -> None:
-        told.append(warnings.formatwarning(*warning[:4]))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        monkeypatch.setattr(warnings, "showwarning", show)
-        assert main(["check", "one_f_one_b", "--ranks=4", "--microbatches=8", "--offload=3"]) == 0
-    (own,) = told
-    assert own.startswith("warning: offload names 3, of which nothing moves: ")
-    assert own.endswith("its use\n")
-
-
-def test_a_limit_says_what_moving_would_spare() -> None:
-    plan, sizes = Plan(4, 8), Sizes(saved=10, weights=7)
-    with pytest.raises(MemoryLimitError) as caught:
-        compile(one_f_one_b, plan, sizes=sizes, limit=40)
-    assert caught.value.hint.startswith("40 B of it is what forwards saved: offload='fit' moves")
-    compile(one_f_one_b, plan, sizes=sizes, limit=40, costs=COSTS, offload="fit")
-    with pytest.raises(MemoryLimitError) as caught:  # which no offload would help
-        compile(one_f_one_b, plan, sizes=sizes, limit=6)
-    assert not caught.value.hint
 
 
 def test_spilled_goes_on_and_comes_back_through_the_host() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from schedir import Costs, Plan, Sizes, Timeline, check, compile, parse, schedules, show, simulate
 from schedir.__main__ import main
+from schedir.errors import MemoryLimitError
 from schedir.ir.ops import Opcode
 from schedir.predict.bubble_causes import Cause, by_cause, idleness
 from schedir.predict.late_moves import faster, late_moves
@@ -181,3 +183,45 @@ def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[s
         told = capsys.readouterr().out
         assert "\nspilled: 2 of 8 forwards: of stage 0 1-2\n" in f"\n{told}"
         assert "offloaded: " in told and ("peak on disk" in told) == (command == "simulate")
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ({"offload": [3, 0]}, "offload names 3, of which nothing moves: nothing is computed"),
+        ({"offload": [(3, 1), (0, 0)]}, "offload names 3.1, of which"),
+        ({"offload": [0], "spill": [1, (2, 3)]}, "spill names 1, 2.3, .*it is not offloaded"),
+        ({"offload": [0], "spill": [(1, k) for k in range(6)]}, "1.3 and 2 more, of"),
+    ],
+)
+def test_what_is_named_for_nothing_is_told(how: dict[str, Any], told: str) -> None:
+    with pytest.warns(UserWarning, match=told):
+        program = compile(schedules.one_f_one_b, Plan(4, 8), **how)
+    assert Opcode.Offload in program.ops and Opcode.Spill not in program.ops
+
+
+def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def shown(*warning: Any, **more: Any) -> None:
+        told.append(warnings.formatwarning(*warning[:4]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", shown)
+        assert main(["check", "one_f_one_b", "--ranks=4", "--microbatches=8", "--offload=3"]) == 0
+    (own,) = told
+    assert own.startswith("warning: offload names 3, of which nothing moves: ")
+    assert own.endswith("its use\n")
+
+
+def test_a_limit_says_what_moving_would_spare() -> None:
+    plan, sizes = Plan(4, 8), Sizes(saved=10, weights=7)
+    costs = Costs(F=1, B=2, offload=1, reload=1)
+    with pytest.raises(MemoryLimitError) as caught:
+        compile(schedules.one_f_one_b, plan, sizes=sizes, limit=40)
+    assert caught.value.hint.startswith("40 B of it is what forwards saved: offload='fit' moves")
+    compile(schedules.one_f_one_b, plan, sizes=sizes, limit=40, costs=costs, offload="fit")
+    with pytest.raises(MemoryLimitError) as caught:  # which no offload would help
+        compile(schedules.one_f_one_b, plan, sizes=sizes, limit=6)
+    assert not caught.value.hint
