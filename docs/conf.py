@@ -51,6 +51,7 @@ TREE: dict[str, dict[str, list[str]]] = {
     "docs/training": {
         "": [
             "/docs/own-model",
+            "/docs/models",
             "/docs/programs",
             "/docs/checkpoints",
             "/docs/memory",

@@ -7,6 +7,7 @@ order, and are close to it.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -196,6 +197,12 @@ def test_what_is_no_llama_is_refused(wrong: Any) -> None:
     with pytest.raises(UsageError) as error:
         LlamaConfig(**wrong)
     assert {*wrong} <= {*error.value.fields}
+
+
+def test_the_page_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    (code,) = (block for block in page.split("```")[1::2] if block.startswith("python\n"))
+    exec(code.removeprefix("python\n"), {})
 
 
 def test_a_sequence_longer_than_the_context_is_refused() -> None:
