@@ -57,6 +57,7 @@ TREE: dict[str, dict[str, list[str]]] = {
             "/docs/memory",
             "/docs/zero",
             "/docs/offload",
+            "/docs/parts",
             "/docs/windows",
             "/docs/splitting",
             "/docs/same-bits",

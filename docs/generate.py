@@ -238,6 +238,7 @@ PAGES: dict[str, Callable[[], str]] = {
     **runpy.run_path(str(HERE / "museum_page.py"))["PAGES"],
     **runpy.run_path(str(HERE / "planner_page.py"))["PAGES"],
     **runpy.run_path(str(HERE / "offload_page.py"))["PAGES"],
+    **runpy.run_path(str(HERE / "parts_page.py"))["PAGES"],
     **runpy.run_path(str(HERE / "windows_page.py"))["PAGES"],
     **runpy.run_path(str(HERE / "which_schedule_page.py"))["PAGES"],
     **runpy.run_path(str(HERE / "schedules_page.py"))["PAGES"],
