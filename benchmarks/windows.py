@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from schedir.models.attention import attention
+from schedir.models.tiles import tiles_of
 from schedir.predict.windows import layer_flops
-from schedir.training.attention import attention
 from schedir.training.gpt import Layer
 from schedir.training.gpt_config import GPTConfig
-from schedir.training.tiles import tiles_of
 
 Window = tuple[int, int]
 Run = Callable[[], object]

@@ -7,8 +7,8 @@ from pathlib import Path
 from runpy import run_path
 
 from schedir import viz
+from schedir.models.tiles import TILE
 from schedir.predict.windows import Tiles, tiles
-from schedir.training.tiles import TILE
 
 HERE = Path(__file__).parent
 GALLERY = run_path(str(HERE / "gallery_page.py"))
@@ -32,7 +32,7 @@ window = 256 # or one for each layer: [256, 256, 256, 0]; 0 sees all
 stride = 64  # 1 slides, and stride = window cuts the sequence into blocks
 ```
 
-In Python it is `GPTConfig(window=256, stride=64)`. Token i sees `j <= i` with `j > leader - window`, where the leader,
+It is for models of kind `gpt` and `llama`; in Python it is `GPTConfig(window=256, stride=64)`. Token i sees `j <= i` with `j > leader - window`, where the leader,
 `i // stride * stride + stride - 1`, is the last token that shares its window. So what a token sees does not depend on how
 many come after it, and a prefix of a text gives the beginning of what the text gives. A window that is no shorter than the
 context is none.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from schedir.errors import UsageError
+from schedir.models.attention import attention
 from schedir.models.language import IGNORE as IGNORE
 from schedir.models.language import Ends, Where, tied_copy
 from schedir.models.language import count_tokens as count_tokens
@@ -25,6 +26,7 @@ from schedir.models.language import loss as loss
 from schedir.models.llama_config import LlamaConfig as LlamaConfig
 from schedir.models.shape import split_heads, split_layers
 from schedir.models.weights import Weights
+from schedir.models.windows import windows_of
 from schedir.parallel.group import seen_in_parts, tp_size
 
 
@@ -123,7 +125,7 @@ class Layer(nn.Module):
         super().__init__()
         hidden, width = config.hidden, config.width
         self.head_width, self.queries = hidden // config.heads, config.heads // config.groups
-        adds = 2 * config.layers
+        self.window, adds = windows_of(config)[index], 2 * config.layers
         weights = Weights(config.seed, f"layers.{index}", hidden, adds, tp, where, sequence)
 
         def norm() -> nn.RMSNorm:
@@ -154,8 +156,7 @@ class Layer(nn.Module):
         q, k, v = qkv.split((self.queries, 1, 1), 3)  # each (b, T, groups/t, heads of it, width)
         q, k, v = (one.flatten(2, 3).transpose(1, 2) for one in (q, k, v))
         q, k = rotated(q, turns), rotated(k, turns)
-        shared = self.queries > 1
-        heads: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+        heads = attention(q, k, v, self.window)
         return heads.transpose(1, 2).reshape(b, length, -1)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from schedir.errors import UsageError
 from schedir.models.shape import expect_positive
+from schedir.models.windows import Each, expect_windows
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,10 @@ class LlamaConfig:
     is the width of the gated layer, unless told 8/3 of `hidden`, rounded up to a multiple of 8.
     Positions turn by angles of base `theta`; `eps` is that of the norms; `tied` means that the
     head uses the embedding's weight; `seed` is what parameters are drawn from.
+
+    In layers with a `window` each token sees that many at most, as in a GPT (`GPTConfig`): all of
+    them have one, or each its own, and 0 is none.  It moves every `stride` tokens.  With stride 1
+    these are Mistral's sliding windows (Jiang et al., arXiv 2310.06825, section 2).
     """
 
     vocab: int = 256
@@ -30,6 +35,8 @@ class LlamaConfig:
     eps: float = 1e-5
     tied: bool = False
     seed: int = 0
+    window: Each = 0
+    stride: Each = 1
 
     def __post_init__(self) -> None:
         expect_positive(self, "vocab", "layers", "hidden", "heads", "context")
@@ -52,6 +59,7 @@ class LlamaConfig:
                 raise UsageError(
                     f"{name} is {getattr(self, name):g}; it must be above 0", fields=[name]
                 )
+        expect_windows(self)
 
     @property
     def groups(self) -> int:

@@ -22,6 +22,7 @@ from schedir.ir.plan import PLAN
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.passes.lowering import OPTIONS, SECTION_OF
 from schedir.training.config import Config, PipelineConfig, contradicts
+from schedir.training.kinds import KINDS
 from schedir.training.sections import SECTIONS, sections_of, types_of
 from schedir.training.settings import coerce, describe
 
@@ -151,7 +152,11 @@ def _known(
     if "setting" in what:
         said = f"{what}.{name}"
         homes = [f"{section}.{name}" for section, own in types.items() if name in own]
-        hint = f"it is {' or '.join(homes)}" if homes else hint
+        kinds = [kind for kind, one in KINDS.items() if name in types_of(one.config)]
+        if homes:
+            hint = f"it is {' or '.join(homes)}"
+        elif what == "setting model" and kinds:
+            hint = f"it is for kind = {' or '.join(kinds)}"
     raise at.error(f"no {said}", hint)
 
 

@@ -23,16 +23,17 @@ from torch.distributed import ProcessGroup
 from schedir.errors import UsageError
 from schedir.kernels.gelu import bias_gelu
 from schedir.kernels.layer_norm import add_layer_norm
+from schedir.models.attention import attention
 from schedir.models.language import IGNORE as IGNORE
 from schedir.models.language import STD, Ends, Where, drawn, tied_copy
 from schedir.models.language import count_tokens as count_tokens
 from schedir.models.language import loss as loss
 from schedir.models.shape import split_heads, split_layers
+from schedir.models.windows import windows_of
 from schedir.parallel.drawn import Drawn
 from schedir.parallel.group import own_tokens, seen_in_parts, shard, tp_rank, tp_size
 from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.runtime.random import layer
-from schedir.training.attention import attention
 from schedir.training.gpt_config import GPTConfig as GPTConfig
 
 
@@ -148,7 +149,7 @@ class Layer(nn.Module):
         super().__init__()
         hidden, self.head_width = config.hidden, config.hidden // config.heads
         self.number, self.dropout, self.slice = 1 + index, config.dropout, tp_rank(tp)
-        self.window, self.sequence = config.windows[index], sequence
+        self.window, self.sequence = windows_of(config)[index], sequence
         # GPT-2: what adds to the residual stream starts smaller, the more of it there is.
         residual_std = STD / math.sqrt(2 * config.layers)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError
 from schedir.models.shape import expect_positive
 from schedir.models.shape import split_heads as split_heads
 from schedir.models.shape import split_layers as split_layers
+from schedir.models.windows import Each, expect_windows
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class GPTConfig:
     tied: bool = True
     seed: int = 0
     dropout: float = 0.0
-    window: int | tuple[int, ...] = 0
-    stride: int | tuple[int, ...] = 1
+    window: Each = 0
+    stride: Each = 1
 
     def __post_init__(self) -> None:
         expect_positive(self, "vocab", "layers", "hidden", "heads", "context")
@@ -48,57 +49,7 @@ class GPTConfig:
                 f"dropout is {self.dropout:g}; it must be at least 0 and below 1",
                 fields=["dropout"],
             )
-        self._require_windows()
-
-    def _require_windows(self) -> None:
-        for name, least in (("window", 0), ("stride", 1)):
-            given = getattr(self, name)
-            each = given if isinstance(given, tuple) else (given,)
-            if isinstance(given, tuple) and len(given) != self.layers:
-                raise UsageError(
-                    f"{name} has {len(given)} numbers for {self.layers} layers",
-                    hint="one number is for all layers",
-                    fields=[name, "layers"],
-                )
-            if wrong := [one for one in each if type(one) is not int or one < least]:
-                raise UsageError(
-                    f"{name} is {said(wrong[0])}; it must be a whole number of {least} or more",
-                    fields=[name],
-                )
-        for layer, (window, stride) in enumerate(self._each):
-            if 0 < window < stride:
-                raise UsageError(
-                    f"layer {layer} has stride {stride} and window {window}: keys between two "
-                    "windows would be seen by nobody",
-                    fields=["stride", "window"],
-                )
-        if not any(window for window, _ in self._each) and any(s > 1 for _, s in self._each):
-            raise UsageError(
-                f"stride is {said(self.stride)}, and no layer has a window that it could move",
-                hint="window = 256",
-                fields=["stride", "window"],
-            )
-
-    @property
-    def _each(self) -> list[tuple[int, int]]:
-        """Window and stride of each layer, as they are said."""
-        windows, strides = (
-            given if isinstance(given, tuple) else (given,) * self.layers
-            for given in (self.window, self.stride)
-        )
-        return [*zip(windows, strides, strict=True)]
-
-    @property
-    def windows(self) -> tuple[tuple[int, int] | None, ...]:
-        """Window and stride of each layer; None of those that see all, as with a window that is no
-        shorter than the context.
-
-        >>> GPTConfig(layers=3, context=64, window=(16, 0, 64), stride=(4, 1, 1)).windows
-        ((16, 4), None, None)
-        """
-        return tuple(
-            (window, stride) if 0 < window < self.context else None for window, stride in self._each
-        )
+        expect_windows(self)
 
     @property
     def parameters(self) -> int:

@@ -52,7 +52,7 @@ def sequences(microbatches: int, seed: int) -> Given:
 def of_llama(tied: bool = False) -> Kind:
     config = llama.LlamaConfig(
         vocab=VOCAB, layers=LAYERS, hidden=HIDDEN, heads=4, kv_heads=2, feed_forward=20,
-        context=CONTEXT, tied=tied,
+        context=CONTEXT, tied=tied, window=(0, 5, 3, 3), stride=(1, 2, 1, 3),
     )  # fmt: skip
     boundary = Boundary((BATCH, CONTEXT, HIDDEN))
     return Kind(

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+from schedir.models.attention import attention, block_mask, mask_of
+from schedir.models.tiles import tiles_of
 from schedir.predict.windows import Axis
-from schedir.training.attention import attention, block_mask, mask_of
-from schedir.training.tiles import tiles_of
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -97,6 +97,32 @@ def test_what_comes_before_does_not_change_with_what_comes_after() -> None:
         first = (x[:, :, :length] for x in (q, k, v))
         part = windowed(100, 64)(*first)
         assert_near([part], [found[:, :, :length]], 1e-12)
+
+
+@pytest.mark.parametrize("window", [None, (64, 16), (100, 7)])
+@pytest.mark.parametrize(("groups", "dropout"), [(1, 0.0), (3, 0.0), (3, 0.3)])
+def test_queries_share_keys_and_values(window: Any, groups: int, dropout: float) -> None:
+    """As if each query had its own: gradients of a head are the sums over queries."""
+    numbers = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, 200, 8) for heads in (6, groups, groups)]
+    q, k, v, grad = (
+        torch.randn(s, generator=numbers, dtype=torch.float64) for s in (*shapes, shapes[0])
+    )
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    mask = torch.ones(200, 200).bool().tril() if window is None else mask_of(200, *window)
+
+    def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, window, dropout)
+
+    def spread(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(6 // groups, 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+
+    found = []
+    for run_it in (grouped, spread):
+        torch.manual_seed(1)
+        found.append(run(run_it, q, k, v, grad))
+    assert_near(found[0], found[1], 1e-12)
 
 
 def test_any_layout_of_memory() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import windows
-from schedir.training.tiles import tiles_of
+from schedir.models.tiles import tiles_of
 
 
 def test_each_window_that_is_shorter_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,11 +116,15 @@ LLAMA = {
 } | ATTENTION  # fmt: skip
 
 
-@pytest.mark.parametrize(("tied", "kv_heads"), [(True, 2), (False, 1), (False, 4)])
-def test_llama(tied: bool, kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("tied", "kv_heads", "window"), [(True, 2, 0), (False, 1, 0), (False, 4, 0), (False, 2, 3)]
+)
+def test_llama(tied: bool, kv_heads: int, window: int) -> None:
+    """With windows, beside Mistral."""
     config = llama.LlamaConfig(
-        vocab=31, layers=2, hidden=24, heads=4, kv_heads=kv_heads, context=9, tied=tied, theta=50.0
-    )
+        vocab=31, layers=2, hidden=24, heads=4, kv_heads=kv_heads, context=9, tied=tied, theta=50.0,
+        window=window,
+    )  # fmt: skip
     queries = config.heads // kv_heads
 
     def pairs(own: dict[str, Tensor]) -> Pairs:
@@ -140,12 +144,14 @@ def test_llama(tied: bool, kv_heads: int) -> None:
             else:
                 yield f"{where}.{LLAMA[part]}.weight", value
 
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
+    name = "Mistral" if window else "Llama"
+    theirs = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(
             vocab_size=31, num_hidden_layers=2, hidden_size=24, num_attention_heads=4,
             num_key_value_heads=kv_heads, intermediate_size=config.width, rms_norm_eps=config.eps,
             max_position_embeddings=9, tie_word_embeddings=tied,
             rope_parameters={"rope_type": "default", "rope_theta": 50.0},
+            **({"sliding_window": window} if window else {}),
         )
     )  # fmt: skip
     stage = llama.build_stage(config, 0, 1)

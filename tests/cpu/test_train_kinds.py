@@ -17,7 +17,7 @@ from schedir.training.models import MODELS
 from tests.cpu.training import CONFIG, alone, losses, train
 
 SIZES = {
-    "llama": ["model.layers=4", "model.heads=4", "model.kv_heads=2"],
+    "llama": ["model.layers=4", "model.heads=4", "model.kv_heads=2", "model.window=[0, 6, 6, 5]"],
     "bert": ["model.layers=4", "model.vocab=260"],
     "encoder_decoder": ["model.encoder_layers=1", "model.decoder_layers=3"],
 }
@@ -62,7 +62,8 @@ def test_kinds_are_the_same_in_both_tables() -> None:
         (["model.kind=rnn"], "rnn"),
         (["model.kind=[1]"], "1"),
         (["model.kind=llama", "model.dropout=0.1"], "dropout"),
-        (["model.kv_heads=2"], "kv_heads"),
+        (["model.kv_heads=2"], "it is for kind = llama"),
+        (["model.kind=bert", "model.window=8"], "it is for kind = gpt or llama"),
         (["model.kind=llama", "model.heads=4", "model.kv_heads=1"], "keys and values"),
         (["model.kind=bert", "model.vocab=260", "data.documents=packed"], "packed"),
         (["model.kind=bert", "model.heads=4", "pipeline.sequence=true"], "sequence"),

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from schedir.compiler.compile import compile
 from schedir.ir.plan import Plan
+from schedir.models.attention import mask_of
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.reference import reference
 from schedir.runtime.sizes import sizes_of
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
 from schedir.training import gpt
-from schedir.training.attention import mask_of
 from tests.cpu.tiny_stages import gradients
 from tests.cpu.training import CONFIG as TRAINED
 from tests.cpu.training import alone, train

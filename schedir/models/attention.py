@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedir.kernels.choice import on_triton
-from schedir.training.tiles import TILE, tiles_of
+from schedir.models.tiles import TILE, tiles_of
 
 _NARROWEST: Final = 16  # heads that FlexAttention takes on a GPU
 _KEPT: Final = 32  # lengths and windows whose masks are kept
@@ -31,23 +31,32 @@ _KEPT: Final = 32  # lengths and windows whose masks are kept
 def attention(
     q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int] | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Causal attention of heads, (b, heads, T, width) each and like it.
+    """Causal attention of heads, (b, heads, T, width) each and like it.  Fewer of k and v are each
+    shared by as many neighbours of q (Ainslie et al., GQA, arXiv 2305.13245).
 
     `window` is (window, stride); without one each token sees all before it.  `dropout` is the share
     of the attention's weights that is left out.
     """
+    grouped = q.shape[1] > k.shape[1]
     if window is None:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        whole: Tensor = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+        )
+        return whole
     if not dropout and q.device.type == "cpu":
         tiled: Tensor = _Tiled.apply(  # type: ignore[no-untyped-call]
             q, k, v, _cuts(q.shape[2], *window, q.dtype)
         )
         return tiled
     if not dropout and q.shape[3] >= _NARROWEST and on_triton(q):
-        skipping: Tensor = _flex()(q, k, v, block_mask=block_mask(q.shape[2], *window, q.device))
+        tiles = block_mask(q.shape[2], *window, q.device)
+        skipping: Tensor = _flex()(q, k, v, block_mask=tiles, enable_gqa=grouped)
         return skipping
     mask = mask_of(q.shape[2], *window, q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    masked: Tensor = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=grouped
+    )
+    return masked
 
 
 def mask_of(length: int, window: int, stride: int, device: torch.device | str = "cpu") -> Tensor:
@@ -111,8 +120,9 @@ class _Tiled(torch.autograd.Function):
         out = q.new_empty(b, length, heads, width).transpose(1, 2)  # as that lays it out
         sums = q.new_empty(b, length, heads, dtype=_longer(q.dtype)).transpose(1, 2)
         for queries, keys, mask in cuts:
+            own = q[:, :, queries], *(_spread(x[:, :, keys], heads) for x in (k, v))
             out[:, :, queries], sums[:, :, queries] = _FORWARD(
-                q[:, :, queries], k[:, :, keys], v[:, :, keys], 0.0, mask is None, attn_mask=mask
+                *own, 0.0, mask is None, attn_mask=mask
             )
         ctx.save_for_backward(q, k, v, out, sums)
         ctx.cuts = cuts
@@ -127,17 +137,28 @@ class _Tiled(torch.autograd.Function):
         dk, dv = (torch.zeros_like(x, dtype=long) for x in (k, v))
         for queries, keys, mask in ctx.cuts:
             dq[:, :, queries], dk_part, dv_part = _BACKWARD(
-                *(grad[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys]),
+                *(grad[:, :, queries], q[:, :, queries]),
+                *(_spread(x[:, :, keys], q.shape[1]) for x in (k, v)),
                 *(out[:, :, queries], sums[:, :, queries], 0.0, mask is None),
                 attn_mask=mask,
             )
-            dk[:, :, keys] += dk_part
-            dv[:, :, keys] += dv_part
+            dk[:, :, keys] += _gathered(dk_part, k.shape[1], long)
+            dv[:, :, keys] += _gathered(dv_part, k.shape[1], long)
         return dq, dk.to(k.dtype), dv.to(v.dtype), None
 
 
 _FORWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _spread(x: Tensor, heads: int) -> Tensor:
+    """Heads of keys or values, each as often as queries share it."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _gathered(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """Gradients of so many heads: the sums over the queries that share each."""
+    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2, dtype=dtype)
 
 
 def _dense_rows(x: Tensor) -> Tensor:
