@@ -113,6 +113,8 @@ def reduce_scatter(host: Host, i: Instr) -> None:
     added = [slot for slot in host.slots if slot[0] == "added" and slot[-2] == i.stage]
     if not added:
         host.wrong("nothing was added since it was reduced")
+    if (i.stage, 0) in host.summed:
+        host.wrong("what it adds is not summed over parts of the sequence")
     for slot in added:
         host.take(*slot)
     if i.stage in host.adding:

@@ -47,9 +47,9 @@ def pair(
     >>> marks = Marks(cls=10, sep=11, mask=12, pad=13, text=10)
     >>> found = pair(np.arange(9), np.zeros(9, int), marks, np.random.default_rng(4))
     >>> found.tokens.tolist(), found.sentences.tolist()
-    ([10, 0, 1, 2, 11, 3, 12, 5, 11], [0, 0, 0, 0, 0, 1, 1, 1, 1])
+    ([10, 0, 1, 2, 12, 4, 11, 5, 11], [0, 0, 0, 0, 0, 0, 0, 1, 1])
     >>> found.targets.tolist()
-    [0, -1, -1, -1, -1, -1, 4, -1, -1]
+    [0, -1, -1, -1, 3, -1, -1, -1, -1]
     """
     room = len(own) - 3
     length = int(numbers.integers(2, room + 1)) if numbers.random() < SHORTER else room

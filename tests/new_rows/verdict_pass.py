@@ -29,6 +29,6 @@ PASSES = (
         wanted=lambda program, options: bool(options.more.get("judge")),
         expected=_all,
         options=("judge",),
-        order=5,
+        order=6,  # behind the norm
     ),
 )
