@@ -1,18 +1,21 @@
-"""Parts: steps of stages in pieces, unfilled and filled, as predicted and as measured.
+"""Parts: steps of stages in pieces, unfilled, filled and in chunks, as predicted and as measured.
 
-    python benchmarks/parts.py [--rounds 20] [--only slowed|real|predicted]
+    python benchmarks/parts.py [--rounds 15] [--only slowed|real|predicted]
 
 Two processes over Gloo, of one thread each, share all layers of a GPT of one stage (tp 2), which is
-cut in pieces; a program and the same one filled take turns, a step each.
+cut in pieces; programs take turns, a step each.  In chunks a microbatch of four samples is as many
+microbatches of fewer.
 
-slowed: what the tensor-parallel group sums between pieces takes at least a time, in a thread of its
-own in which no processor works (`Lanes.bandwidth`): half of an attention piece's, or as much.
-Costs are calibrated by steps of the unfilled program before and behind the rounds, and a sum costs
-the time told: at the former the other is filled, at the latter both are predicted.
+slowed: what the tensor-parallel group sums between pieces takes at least its bytes over a
+bandwidth, in a thread of its own in which no processor works (`Lanes.bandwidth`): of a whole
+microbatch half of what a forward's attention piece takes, or as much.  In each round costs are
+calibrated by the step of the plain program; at these it is predicted itself, which tells what
+calibration misses, and the other, whose chunks are as if they cost nothing besides.
 
-real: the same with sums as Gloo makes them; beside them uncut stages, whose layers sum.
+real: the same with sums as Gloo makes them, and no prediction; beside them uncut stages, whose
+layers sum.  Steps are those of the process where they take longest.
 
-predicted: no process: what filling wins by simulation, of pipelines on 4 ranks.
+predicted: no process: what filling and chunks win by simulation, of pipelines on 4 ranks.
 
 A ratio is one of two steps of the same round: its median, and in brackets the order statistics
 between which the median of such rounds lies 95 times of 100.
@@ -22,12 +25,12 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import statistics
 import sys
 import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -38,7 +41,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.executor import line
-from benchmarks.offload import WARM, alternate, cells
+from benchmarks.torch_face import spread
 from schedir import Plan, compile, in_pieces, schedules, simulate
 from schedir.ir.costs import Costs
 from schedir.ir.ops import Lane
@@ -55,123 +58,164 @@ from schedir.transports.processes import Gloo
 from schedir.transports.transport import Work
 
 CONFIG = gpt.GPTConfig(vocab=512, layers=2, hidden=512, heads=8, context=64, tied=False)
-ROWS, M = 6, 8  # of a microbatch; how many
+ROWS, M, WARM = 4, 6, 2  # samples of a microbatch; microbatches; rounds that are not counted
 CUT = cut_of([CONFIG.layers])
 ATTENTION = 1  # the first piece of its kind
+SUMMED = ROWS * CONFIG.context * CONFIG.hidden * 4  # bytes
+
+How = dict[str, Any]
+WAYS: tuple[tuple[str, How], ...] = (
+    ("gpipe", {"fill": "all"}),
+    ("zb_h1", {"fill": "W"}),
+    ("one_f_one_b", {"fill": "all"}),
+    ("one_f_one_b", {"chunks": 2}),
+    ("one_f_one_b", {"chunks": 2, "fill": "all"}),
+)
 
 
 class Slowed(Gloo):
-    """Gloo whose sums between pieces take at least so many `seconds`, one after the other."""
+    """Gloo whose sums between pieces go at a `bandwidth` at most, one after the other."""
 
-    seconds = 0.0
+    bandwidth = 0.0
 
     def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
         """As Transport.collective."""
         work = super().collective(kind, group, out, own)
-        if group != "tp" or not self.seconds:
+        if group != "tp" or not self.bandwidth:
             return work
         if not hasattr(self, "slow"):
             self.slow = Lanes(torch.device("cpu"))
-        self.slow.bandwidth[Lane.TP] = 1e6 / self.seconds
-        return self.slow.start(Lane.TP, work.wait, 1_000_000)
+        self.slow.bandwidth[Lane.TP] = self.bandwidth
+        return self.slow.start(Lane.TP, work.wait, own.nbytes)
 
 
 class Run:
     """An executor of a program of one stage, whole or in pieces, and its batch."""
 
-    def __init__(self, program: Program, seconds: float = 0.0) -> None:
+    def __init__(self, program: Program, bandwidth: float = 0.0) -> None:
         torch.manual_seed(0)
-        self.transport = Slowed(program)
-        self.transport.seconds = seconds
-        tp = self.transport.tp_group
+        self.program, self.transport = program, Slowed(program)
+        self.transport.bandwidth = bandwidth
+        tp, m = self.transport.tp_group, program.plan.microbatches
         stage = gpt.build_stage(CONFIG, 0, 1, tp=tp)
         whole = program.plan.stages == 1
         stages: list[nn.Module] = [stage] if whole else pieces(stage)
-        shape = (ROWS, CONFIG.context, CONFIG.hidden)
+        shape = (ROWS * M // m, CONFIG.context, CONFIG.hidden)
         self.executor = Executor(
             program, 0, stages, self.transport, loss=partial(gpt.loss, tp=tp),
             boundary=shape if whole else boundaries(CUT, shape),
             optimizer=torch.optim.AdamW(stage.parameters(), lr=1e-4),
         )  # fmt: skip
-        tokens = torch.randint(CONFIG.vocab, (M, ROWS, CONFIG.context + 1))
+        tokens = torch.randint(CONFIG.vocab, (m, shape[0], CONFIG.context + 1))
         self.x, self.y = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
 
-    def step(self) -> None:
+    def step(self) -> float:
+        """How long it takes; all processes begin together."""
+        dist.barrier()
+        began = perf_counter()
         self.executor.step(self.x, self.y, 1 / (M * ROWS * CONFIG.context))
+        return perf_counter() - began
 
-    def costs(self, steps: int = 5) -> Costs:
-        """Mean times of some steps, the same in all processes."""
-        found: list[Costs] = []
-        for _ in range(steps):
-            dist.barrier()
-            self.step()
-            timeline = measured(self.executor, self.transport)
-            found += [] if timeline is None else [calibrate(timeline)]
-        told: list[Any] = [None]
-        if found:
-            names = found[0].told
-            each = {n: np.mean([one.told[n] for one in found], 0).tolist() for n in names}
-            told = [Costs(**each)]
+    def costs(self) -> Costs:
+        """By the last step, the same in all processes."""
+        timeline = measured(self.executor, self.transport)
+        told: list[Any] = [None if timeline is None else calibrate(timeline)]
         dist.broadcast_object_list(told)
         own: Costs = told[0]
         return own
 
 
-WAYS = (("gpipe", "F"), ("gpipe", "all"), ("one_f_one_b", "all"), ("zb_h1", "W"), ("zb_h1", "all"))
-
-
-def programs(name: str, fill: str, costs: Costs | None = None) -> Program:
-    schedule, how = getattr(schedules, name), {"fill": fill} if fill else {}
+def made(name: str, costs: Costs | None = None, **how: Any) -> Program:
+    """A program of stages in pieces."""
+    plan = Plan(1, M)
+    if costs is not None and "chunks" in how:
+        costs = of_chunks(costs, how["chunks"])
     return compile(
-        schedule, Plan(1, M), tp=2, cut=CUT, model="edge", blocks=True, costs=costs, **how
+        getattr(schedules, name), plan, tp=2, cut=CUT, model="edge", blocks=True, costs=costs, **how
     )
+
+
+def of_chunks(costs: Costs, chunks: int) -> Costs:
+    """Costs of pieces as those of chunks, which cost nothing besides."""
+    return in_pieces(costs, 1, Plan(1, M, sum(CUT)), chunks=chunks)
+
+
+def told(name: str, how: How) -> str:
+    return ", ".join([name, *(f"{what}={value}" for what, value in how.items())])
 
 
 def slowed(rank: int, rounds: int) -> None:
     """Predicted beside measured."""
-    for name, fill in WAYS:
+    for name, how in WAYS:
         for share in (0.5, 1.0):
-            plain = Run(programs(name, ""))
+            plain = Run(made(name))
             for _ in range(WARM):
                 plain.step()
-            found = plain.costs()
-            seconds = share * float(np.ravel(found.told["F"])[ATTENTION])
-            plain.transport.seconds = seconds
-            costs = replace(plain.costs(), sum=seconds)
-            filled = Run(programs(name, fill, costs), seconds)
-            took = alternate(plain.step, filled.step, rounds)
-            costs = replace(plain.costs(), sum=seconds)
+            seconds = share * float(np.ravel(plain.costs().told["F"])[ATTENTION])
+            bandwidth = plain.transport.bandwidth = SUMMED / seconds
+            plain.step()
+            other = Run(made(name, plain.costs(), **how), bandwidth)
+            took: list[list[float]] = []  # both, measured; and both predicted
+            for turn in range(WARM + rounds):
+                spans = [0.0] * 4
+                for each in (plain, other) if turn % 2 else (other, plain):
+                    each.step()
+                    timeline = measured(each.executor, each.transport)
+                    if timeline is None:
+                        continue
+                    spans[each is other] = timeline.span
+                    if each is plain:
+                        costs = calibrate(timeline)
+                        chunked = of_chunks(costs, how.get("chunks", 1))
+                        for k, one, at in ((2, plain, costs), (3, other, chunked)):
+                            spans[k] = simulate(one.program, at, model="edge", blocks=True).span
+                took.append(spans)
             if rank:
                 continue
-            span = [
-                simulate(each.executor.program, costs, model="edge", blocks=True).span
-                for each in (plain, filled)
-            ]
-            off = [s / statistics.median(pair[k] for pair in took) - 1 for k, s in enumerate(span)]
-            ratio = statistics.median(other / one for one, other in took)
-            off.append(span[1] / span[0] / ratio - 1)
+            found = np.array(took[WARM:])
             line(
-                f"{name}, {fill}", f"{1e3 * seconds:.2f}", *cells(took),
-                f"{span[1] / span[0]:.3f}", *(f"{one:+.1%}" for one in off),
+                told(name, how), f"{1e3 * seconds:.2f}",
+                *(f"{1e3 * each:.1f}" for each in np.median(found[:, :2], 0)),
+                *(_ratio(found[:, a] / found[:, b]) for a, b in ((1, 0), (3, 2))),
+                *(_off(found[:, a] / found[:, b]) for a, b in ((2, 0), (3, 1))),
             )  # fmt: skip
 
 
 def real(rank: int, rounds: int) -> None:
     """As Gloo sums."""
-    whole = Run(compile(schedules.gpipe, Plan(1, M), tp=2, model="edge", blocks=True))
-    plain = Run(programs("gpipe", ""))
-    took = alternate(whole.step, plain.step, rounds)
-    if not rank:
-        line("gpipe, uncut beside cut", "", *cells(took))
-    for name, fill in WAYS:
-        plain = Run(programs(name, ""))
+    for name, how in WAYS:
+        whole = Run(compile(getattr(schedules, name), Plan(1, M), tp=2, model="edge", blocks=True))
+        plain = Run(made(name))
         for _ in range(WARM):
             plain.step()
         costs = plain.costs()
-        filled = Run(programs(name, fill, costs))
-        took = alternate(plain.step, filled.step, rounds)
+        runs = [whole, plain, Run(made(name, costs, **how))]
+        took = []
+        for turn in range(WARM + rounds):
+            order = [(turn + k) % len(runs) for k in range(len(runs))]
+            seconds = {k: runs[k].step() for k in order}
+            took.append([seconds[k] for k in range(len(runs))])
+        each: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(each, took[WARM:])
         if not rank:
-            line(f"{name}, {fill}", f"{1e3 * float(np.mean(costs.told['sum'])):.2f}", *cells(took))
+            found = np.array(each).max(0)
+            line(
+                told(name, how), f"{1e3 * float(np.mean(costs.told['sum'])):.2f}",
+                *(f"{1e3 * one:.1f}" for one in np.median(found, 0)),
+                *(_ratio(found[:, a] / found[:, b]) for a, b in ((1, 0), (2, 1), (2, 0))),
+            )  # fmt: skip
+
+
+def _ratio(ratios: Any) -> str:
+    """The median, and its spread."""
+    low, high = spread(ratios.tolist())
+    return f"{np.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+
+
+def _off(ratios: Any) -> str:
+    """By how much a prediction is off, likewise."""
+    low, high = spread(ratios.tolist())
+    return f"{np.median(ratios) - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
 
 
 def predicted() -> None:
@@ -181,34 +225,37 @@ def predicted() -> None:
                     ("zb_v", 2), ("dualpipe", 1)):  # fmt: skip
         schedule = getattr(schedules, name)
         placement, own = getattr(schedule, "placed", ("loop", v))
-        plan = Plan(4, 16, own or 1, placement)
-        v = plan.stages // 4 or 1
+        plan = Plan(4, 16, own or v, placement)
+        v = plan.stages // 4
         for share in (0.3, 0.6):
             costs = in_pieces(
                 Costs(F=5 / v, B=10 / v, I=5 / v, W=5 / v, send=0.1, sum=share / v), 9, plan, shares
             )
 
-            def span(fill: str | None, schedule: Any = schedule, plan: Plan = plan,
-                     costs: Costs = costs) -> float:  # fmt: skip
+            def span(schedule: Any = schedule, plan: Plan = plan, costs: Costs = costs,
+                     chunks: int = 1, **how: Any) -> float:  # fmt: skip
+                costs = in_pieces(costs, 1, Plan(1, 16, plan.stages * 9), chunks=chunks)
                 program = compile(
-                    schedule, plan, tp=2, cut=9, costs=costs, boundary="sharded", fill=fill
-                )
+                    schedule, plan, tp=2, cut=9, costs=costs, boundary="sharded", chunks=chunks,
+                    **how,
+                )  # fmt: skip
                 return simulate(program, costs).span
 
-            plain = span(None)
-            free = span(None, costs=replace(costs, sum=0.0))
-            each = [span(fill) for fill in ("W", "F", "all")]
-            line(name, f"{share:g}", f"{free:.1f}", f"{plain:.1f}",
-                 *(f"{one:.1f}" for one in each),
-                 f"{max(0.0, (plain - min(each)) / (plain - free)):.0%}")  # fmt: skip
+            plain, free = span(), span(costs=replace(costs, sum=0.0))
+            filled = [span(fill=fill) for fill in ("W", "F", "all")]
+            chunked = [span(chunks=2), span(chunks=4)]
+            line(name, f"{share:g}", *(f"{one:.1f}" for one in (free, plain, *filled)),
+                 f"{max(0.0, (plain - min(filled)) / (plain - free)):.0%}",
+                 *(f"{one:.1f}" for one in chunked))  # fmt: skip
 
 
 HEADS = {
-    "slowed": ["1 rank, m=8", "a sum takes, ms", "unfilled, ms", "filled, ms", "ratio", "predicted",
-               "predicted less measured, unfilled", "filled", "ratio"],
-    "real": ["1 rank, m=8", "a sum waited for, ms", "unfilled, ms", "filled, ms", "ratio"],
-    "predicted": ["4 ranks, m=16", "a sum takes", "sums free", "unfilled", "W", "F", "all",
-                  "of the sums' time won"],
+    "slowed": [f"1 rank, m={M}", "a sum takes, ms", "plain, ms", "other, ms", "ratio",
+               "predicted ratio", "predicted less measured, plain", "other"],
+    "real": [f"1 rank, m={M}", "a sum waited for, ms", "uncut, ms", "plain, ms", "other, ms",
+             "plain/uncut", "other/plain", "other/uncut"],
+    "predicted": ["4 ranks, m=16", "a sum takes", "sums free", "plain", "fill=W", "F", "all",
+                  "of the sums' time won", "chunks=2", "chunks=4"],
 }  # fmt: skip
 
 
@@ -225,7 +272,7 @@ def table(rank: int, rounds: int, name: str) -> None:
 def main() -> None:
     """Print the tables, a row as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="steps of each")
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each")
     parser.add_argument("--only", default="", choices=("", *HEADS), help="one table")
     args = parser.parse_args()
     if args.only in ("", "predicted"):

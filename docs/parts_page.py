@@ -13,6 +13,7 @@ COMMANDS = {
     "shown": "schedir show gpipe --ranks 1 --microbatches 2 --tp 2 --cut 3",
     "unfilled": f"schedir simulate {RUN}",
     "filled": f"schedir simulate {RUN} --fill W",
+    "chunked": "schedir show gpipe --ranks 1 --microbatches 1 --tp 2 --cut g --chunks 2",
 }
 PICTURES = {
     f"{name}.svg": f"schedir draw {RUN}{how} --show lanes -o {name}.svg"
@@ -66,6 +67,32 @@ What it wins depends on what else a rank has to do. 1F1B wins next to nothing wi
 itself, and as many as there are ranks are under way. Interleaved, zero-bubble and GPipe win from a fifth to two thirds of the time
 of sums by simulation; [results](results/parts.md) has this, and steps over Gloo.
 
+## In chunks
+
+T3 ([2401.16677](https://arxiv.org/abs/2401.16677)) lets what a product gives be summed while the rest of it is computed, in hardware.
+`--chunks 2` does so with instructions: each microbatch is cut in two, along its samples, and each piece takes one chunk after
+the other. While the first is summed, the second is computed; and the next piece begins as soon as the first is there:
+
+```
+$ {chunked_command}
+{chunked}```
+
+A product that takes g, and its sum s, take g/n + (n - 1) max(g, s)/n + s/n in n chunks that cost nothing besides: two machines in a
+row, with n equal jobs. That is what a simulation says, for any n; with many chunks, max(g, s). What a chunk costs besides is not in
+it: products of fewer rows are less efficient, there are n times as many instructions and messages, and weight gradients are
+added up n times as often. Measure it, and give those times.
+
+A chunk has no address of its own. Samples do not see each other, so a chunk along tokens is a microbatch of fewer samples:
+chunk k of microbatch m is microbatch m n + k of the program, which has n times as many. All that is known of
+microbatches is known of chunks, random numbers and the order of sums included: a run has the bits of one of as many small
+microbatches. Other ways were left: chunks as pieces that hand their parts over the heads of each other, to one that waits for all, would
+keep messages and weight gradients whole, but be a second kind of address, a second kind of sum, and a barrier behind each. What it takes is
+samples: a microbatch of one has none to spare. Segments of a sequence (`Plan(segments=...)`) are microbatches already.
+
+Schedules count whole microbatches, and so do `--microbatches`, `updates` and what holders of a stage share: it is the program that has more.
+`in_pieces(..., chunks=2)` makes costs and sizes of chunks. An executor takes a batch of the program's microbatches:
+`x.view(m * n, samples // n, ...)`, and boundaries of as few samples. Chunks go with `fill`, and without `cut`, too.
+
 ## Run
 
 `schedir.training.gpt_pieces` has the GPT in pieces, with its parameters, names and bits, dropout included:
@@ -112,10 +139,11 @@ With a first piece that gives `(norm(x), x)` these are `cut="fg"`. Modules that 
 
 - A sum that is missing, there twice, behind its taker, or where `meets` has none; `meets` with `tp` 1, or between ranks.
 - Sequence parallelism (`sequence`) with pieces that meet: what passes between these is whole.
-- `fill` without costs, or of what is not cut. A cluster (`--cluster`) with `--cut`: it fills costs of whole stages.
+- `fill` without costs, or of what is not cut. A cluster (`--cluster`) with `--cut` or `--chunks`: it fills costs of whole ones.
 - Ties of stages that are cut, other than the first and the last: which piece has the weight, nobody says.
 - A piece whose backward needs the output that is summed in its place; a first tensor without a gradient.
-- `schedir train` with `cut`: a training run has whole stages.
+- Chunks of microbatches that holders of a stage cannot share as before.
+- `schedir train` with `cut` or `chunks`: a training run has whole stages and microbatches.
 '''  # noqa: E501
 
 

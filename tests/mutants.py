@@ -157,6 +157,7 @@ def more(rng: random.Random, program: Program, *, away: bool = False) -> dict[st
         "offload": lambda s, m: rng.random() < 0.7,
         "spill": lambda s, m: rng.random() < 0.4,
         "cut": rng.choice([1, 2, 3]),
+        "chunks": rng.choice([1, 2, 2, 3]),
     }
     without = {"host_limit"}  # which takes sizes
     without |= {"fill"}  # which takes costs

@@ -1,15 +1,25 @@
-"""Mutations of what pieces of a stage sum where tensor-parallel ranks meet."""
+"""Mutations of pieces of stages, of their chunks, and of what they sum where ranks meet."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from schedir.ir.ops import Opcode
+from schedir.ir.ops import COMPUTE, Opcode
 from tests.edits import MUTATIONS, Edit, at, mb, move, pull, push, stage, whole, with_op, word
 
 SUMS = (Opcode.SumAct, Opcode.SumGrad)
 _BEFORE = {*MUTATIONS}
+
+
+def _beside(e: Edit) -> None:
+    """Another stage, or microbatch, in the place of the instruction's."""
+    s, m = stage(e.word), mb(e.word)
+    if e.rng.random() < 0.5:
+        s = max(s + e.rng.choice([-1, 1]), 0)
+    else:
+        m = e.rng.randrange(e.program.plan.microbatches)
+    e.put(word(Opcode(e.word >> 48 & 0xFF), s, m))
 
 
 @at(*SUMS)
@@ -30,12 +40,7 @@ def move_sum(e: Edit) -> None:
 @at(*SUMS)
 def sum_elsewhere(e: Edit) -> None:
     """At a boundary beside it, or of another microbatch."""
-    s, m = stage(e.word), mb(e.word)
-    if e.rng.random() < 0.5:
-        s = max(s + e.rng.choice([-1, 1]), 0)
-    else:
-        m = e.rng.randrange(e.program.plan.microbatches)
-    e.put(word(Opcode(e.word >> 48 & 0xFF), s, m))
+    _beside(e)
 
 
 @at(*SUMS)
@@ -43,6 +48,27 @@ def sum_the_other(e: Edit) -> None:
     """Of an activation in the place of a gradient, or the other way round."""
     op = Opcode(e.word >> 48 & 0xFF)
     e.put(with_op(e.word, SUMS[1 - SUMS.index(op)]))
+
+
+@at(*COMPUTE)
+def drop_piece(e: Edit) -> object:
+    return pull(e.own, e.at)
+
+
+@at(*COMPUTE)
+def double_piece(e: Edit) -> None:
+    push(e.own, e.at + e.rng.randint(0, 3), e.word)
+
+
+@at(*COMPUTE)
+def move_piece(e: Edit) -> None:
+    move(e.own, e.at, e.at + e.rng.choice([-3, -2, -1, 1, 2, 3, 4]))
+
+
+@at(*COMPUTE)
+def other_piece(e: Edit) -> None:
+    """The piece beside it, or another chunk, in its place."""
+    _beside(e)
 
 
 @whole

@@ -91,7 +91,8 @@ def compile(
     either, or shorter, as far as was tried.
     `cut=5` cuts each stage into so many pieces, which are stages of the program from then on; where
     tensor-parallel ranks meet between them is "fgfg" then, as one may say, too (`ir/meets.py`).
-    Costs, sizes, and stages that other options name, are those of pieces (`in_pieces`).
+    `chunks=4` cuts each microbatch into as many, which are microbatches of the program from then
+    on.  Costs, sizes, and what other options name, are those of pieces and chunks (`in_pieces`).
     `frozen=2` is such a trait: the first two stages are not trained, and whatever the schedule says
     of their backwards is left out.
 

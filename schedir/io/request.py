@@ -311,11 +311,11 @@ class Request:
         costs = self.costs or Costs()
         if self.cluster is None:
             return self._per_stage(costs.usual())
-        if "cut" in self.more:
+        if finer := {"cut", "chunks"} & self.more.keys():
             raise UsageError(
-                "a cluster fills costs of whole stages, and these are cut in pieces",
+                "a cluster fills costs of whole stages and microbatches, and these are cut",
                 hint="tell costs of pieces, sum among them",
-                fields=["cluster", "cut"],
+                fields=["cluster", *finer],
             )
         costs, found = self._per_stage(costs), self.source.found
         groups: dict[str, Any] = {"tp": 1, "dp": 1, "zero": 0, "snapshots": False}
@@ -342,7 +342,7 @@ class Request:
         whole = {k: c for k in SHARED if (c := getattr(each, k, None)) is not None}
         plan = self.plan
         each = replace(each, **{k: cut(c, plan.ranks, plan.stages) for k, c in whole.items()})
-        return in_pieces(each, self.more["cut"], plan) if "cut" in self.more else each
+        return in_pieces(each, self.more.get("cut", 1), plan, chunks=self.more.get("chunks", 1))
 
 
 _Each = TypeVar("_Each", Costs, Sizes)

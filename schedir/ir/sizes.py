@@ -37,9 +37,9 @@ _NAMED = [row.size for row in TOKENS if row.size] + [
 # What a stage holds all the time, told apart; `weights` is all of it together.
 AT_REST: Final = ("params", "grads", "optimizer", "buffers")
 
-_OF_A_MICROBATCH = {"activation", "gradient", "saved", "tape", "both"}
-_OF_A_MICROBATCH |= {row.size for row in TOKENS if row.per is Per.MICROBATCH}
-_OF_A_MICROBATCH |= {
+OF_A_MICROBATCH = {"activation", "gradient", "saved", "tape", "both"}
+OF_A_MICROBATCH |= {row.size for row in TOKENS if row.per is Per.MICROBATCH}
+OF_A_MICROBATCH |= {
     name
     for row in ROWS
     for change in row.changes
@@ -109,7 +109,7 @@ class Sizes:
             value = getattr(self, f.name)
             if value is None:
                 continue
-            arrays = f.name in _OF_A_MICROBATCH
+            arrays = f.name in OF_A_MICROBATCH
             value = per_stage(f"size {f.name}", value, UsageError, arrays=arrays)
             object.__setattr__(self, f.name, value)
         if self.both is not None:

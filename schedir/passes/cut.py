@@ -1,9 +1,13 @@
 """Cut: a stage becomes several, its pieces, on the rank that has it; and where pieces meet.
 
+A microbatch becomes several, its chunks, which go through each piece one after the other.
+
 What a stage computes lies between two collectives of its tensor-parallel group.  As pieces these
 are stages like any other, so all that is known of stages is known of them: they are checked,
 priced, recomputed, offloaded and drawn, and their collectives stand between them as instructions,
-in whose time something else can run (T3, arXiv 2401.16677, does that in hardware).
+in whose time something else can run (T3, arXiv 2401.16677, does that in hardware).  What can
+always run is the next chunk: the samples of a microbatch do not see each other, so a chunk of a
+product along tokens is a microbatch of fewer samples, and no other kind of address is needed.
 """
 
 from __future__ import annotations
@@ -18,16 +22,16 @@ from numpy.typing import NDArray
 
 from schedir.errors import CostsError, UsageError, said
 from schedir.ir.costs import OF_A_STAGE, Costs
-from schedir.ir.fields import Kind
+from schedir.ir.fields import Kind, whole_number
 from schedir.ir.meets import ENTERS, LEAVES, LETTERS, NONE
 from schedir.ir.numerals import NO_NUMBERS, whole
 from schedir.ir.ops import BACKWARDS, FORWARDS, LATE, ROWS, Opcode, Per
 from schedir.ir.per_stage import by_stage, from_grid
-from schedir.ir.plan import MAX_STAGES, Plan
+from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES, Plan
 from schedir.ir.program import ADDRESS, JOINED, OP, STAGE, Program, Stream, Words, is_op
-from schedir.ir.sizes import AT_REST, Sizes
+from schedir.ir.sizes import AT_REST, OF_A_MICROBATCH, Sizes
 from schedir.passes.insert import behind
-from schedir.passes.record import Expected, Pass, Present
+from schedir.passes.record import Expected, Options, Pass, Present
 
 Pieces = int | str | Iterable["int | str"]
 _DOWN: Final = (*BACKWARDS, *LATE)  # from the last piece on
@@ -82,6 +86,7 @@ _TAKES: Final = (
     "is how many pieces a stage has, or the letters between them as fgfg, or one of these per stage"
 )
 PIECES: Final = Kind(_TAKES, _read, int | str | tuple[int | str, ...], metavar="PIECES")
+CHUNKS: Final = whole_number(1, MAX_MICROBATCHES)
 
 
 def pieces_of(given: Pieces, plan: Plan) -> tuple[int, ...]:
@@ -92,7 +97,7 @@ def pieces_of(given: Pieces, plan: Plan) -> tuple[int, ...]:
 # ---------------------------------------------------------------- the draft
 
 
-def cut(program: Program, given: Pieces) -> Program:
+def cut(program: Program, given: Pieces = 1, chunks: int = 1) -> Program:
     """A draft whose stages are cut in pieces: forward from the first on, backward from the last.
 
     Two computes that ran together are woven, piece by piece.  With one tensor-parallel rank there
@@ -100,58 +105,74 @@ def cut(program: Program, given: Pieces) -> Program:
     leads from the last piece of a stage to the first of another, and of a tied weight the first
     stage of all has it in its first piece, the last in its last.
 
-    Raises UsageError for a cut of what is cut, and of other stages that are tied.
+    With `chunks` each microbatch is as many, microbatch m of a program without segments m * chunks
+    and those behind it; each piece takes all of them, in turn, and then the next piece does.
+
+    Raises UsageError for a cut of what is cut, of other stages that are tied, and where holders of
+    a stage would share the microbatches in another way.
     """
-    letters = letters_of(given, program.plan)
+    letters, chunks = letters_of(given, program.plan), CHUNKS.settle("chunks", chunks, None)
     number = np.array([len(own) + 1 for own in letters])
-    if program.meets:
+    if (number == 1).all() and chunks == 1:
+        return program
+    if program.meets and (number > 1).any():
         raise UsageError(
             "the program is of pieces already, and says where they meet", fields=["cut"]
         )
-    if (number == 1).all():
-        return program
     first = np.concatenate([[0], np.cumsum(number)])
-    plan, streams = program.plan, []
-    for stream in program.streams:
-        stage = stream.stage.astype(np.int64)
-        streams.append(Stream(_pieces(stream.words, stage, number, first)))
     return replace(
         program,
-        plan=_plan(plan, number),
-        streams=tuple(streams),
+        plan=_plan(program.plan, number, chunks),
+        streams=tuple(
+            Stream(_pieces(own, program.plan.segments, number, first, chunks))
+            for own in program.streams
+        ),
         frozen=int(first[program.frozen]),
         skips=tuple((int(first[s + 1]) - 1, int(first[t])) for s, t in program.skips),
         tied=tuple(
             tuple(_tied(s, number, first, stages) for s in stages) for stages in program.tied
         ),
-        meets=NONE.join(letters) if program.tp > 1 else "",
+        meets=program.meets or (NONE.join(letters) if program.tp > 1 else ""),
         order={},
     )
 
 
-def _pieces(words: Words, stage: Words, number: Words, first: Words) -> Words:
-    """The words of a Stream, each as those of its pieces."""
-    times = number[stage]
+def _pieces(own: Stream, segments: int, number: Words, first: Words, chunks: int) -> Words:
+    """The words of a Stream, each as those of its pieces, and of each of these its chunks'."""
+    words, stage = own.words, own.stage.astype(np.int64)
+    times = number[stage] * chunks
     at = np.repeat(np.arange(len(words)), times)
-    turn = np.arange(len(at)) - np.repeat(np.cumsum(times) - times, times)
+    turn, chunk = np.divmod(np.arange(len(at)) - np.repeat(np.cumsum(times) - times, times), chunks)
     joined = words & JOINED != 0
     begin = np.arange(len(words)) - joined  # of a pair the first
-    order = np.lexsort((joined[at], turn, begin[at]))
-    at, turn = at[order], turn[order]
+    order = np.lexsort((joined[at], chunk, turn, begin[at]))
+    at, turn, chunk = at[order], turn[order], chunk[order]
     down = is_op(words >> OP & 0xFF, _DOWN)[at]
-    piece = first[stage[at]] + np.where(down, times[at] - 1 - turn, turn)
-    found: Words = words[at] & ~(JOINED | 0xFFFF << STAGE) | piece << STAGE
+    piece = first[stage[at]] + np.where(down, number[stage[at]] - 1 - turn, turn)
+    sequence, segment = np.divmod(own.mb.astype(np.int64)[at], segments)
+    mb = (sequence * chunks + chunk) * segments + segment
+    found: Words = words[at] & ~(JOINED | ADDRESS) | piece << STAGE | mb
     return found
 
 
-def _plan(plan: Plan, number: Words) -> Plan:
-    rows = tuple(tuple(np.repeat(row, number).tolist()) for row in plan.holders)
-    delay = plan.delay
-    if isinstance(delay, tuple):
-        delay = tuple(np.repeat(delay, number).tolist())
-    return replace(
-        plan, placement=rows if len(rows) > 1 else rows[0], stages_per_rank=1, delay=delay
-    )
+def _plan(plan: Plan, number: Words, chunks: int) -> Plan:
+    parts, more = plan.parts, plan.microbatches * chunks
+    if (number > 1).any():
+        rows = tuple(tuple(np.repeat(row, number).tolist()) for row in plan.holders)
+        delay = plan.delay
+        if isinstance(delay, tuple):
+            delay = tuple(np.repeat(delay, number).tolist())
+        placement = rows if len(rows) > 1 else rows[0]
+        plan = replace(plan, placement=placement, stages_per_rank=1, delay=delay)
+    plan = replace(plan, microbatches=more)
+    if plan.parts != tuple(chunks * end for end in parts):
+        raise UsageError(
+            f"holders of a stage share {more // chunks} microbatches as {said([*parts[1:]])}, and "
+            f"{more} chunks as {said([*plan.parts[1:]])}",
+            hint="as many microbatches for each holder",
+            fields=["chunks", "microbatches"],
+        )
+    return plan
 
 
 def _tied(stage: int, number: Words, first: Words, stages: tuple[int, ...]) -> int:
@@ -173,36 +194,57 @@ SHARED: Final = (*OF_A_STAGE, "saved", "tape", "both", "weights", "version", *AT
 _Each = TypeVar("_Each", Costs, Sizes)
 
 
-def in_pieces(each: _Each, cut: Pieces, plan: Plan, shares: Iterable[float] | None = None) -> _Each:
+def in_pieces(
+    each: _Each,
+    cut: Pieces,
+    plan: Plan,
+    shares: Iterable[float] | None = None,
+    chunks: int = 1,
+) -> _Each:
     """Costs or Sizes of pieces, of those of the whole stages of a plan.
 
     `shares` says what part of its stage each piece is, as any numbers, one per piece of a stage, or
     per piece of all stages; equal parts unless told.  So shared out is what a stage computes, saves
     and holds.  What passes between stages, and its message, is as large between pieces: tell it
-    anew where pieces hand over more, as a residual stream beside what is summed.
+    anew where pieces hand over more, as a residual stream beside what is summed.  Of `chunks` each
+    has an equal part of all that is of a microbatch, as if a product of fewer rows took less time
+    by that much, and a message or a sum of fewer bytes, too: what a chunk costs besides is to be
+    measured.
 
     Raises UsageError for another number of shares, or one that is negative.
 
     >>> from schedir import Costs, Plan, in_pieces
     >>> in_pieces(Costs(F=8, B=16, send=1, sum=0.5), "fg", Plan(2, 4), shares=(1, 6, 1)).told["F"]
     (1.0, 6.0, 1.0, 1.0, 6.0, 1.0)
+    >>> in_pieces(Costs(F=8, sum=0.5), "g", Plan(2, 4), chunks=4).told
+    {'F': 1.0, 'sum': 0.125}
     """
-    number = pieces_of(cut, plan)
+    number, chunks = pieces_of(cut, plan), CHUNKS.settle("chunks", chunks, None)
     part = np.concatenate([own / own.sum() for own in _shares(shares, number)])
+    s = plan.segments
     found: dict[str, Any] = {}
     for f in fields(each):
         if (value := getattr(each, f.name)) is None:
             continue
         error = CostsError if isinstance(each, Costs) else UsageError
-        rows = np.repeat(by_stage(f.name, value, plan.stages, error), number, axis=0)
+        told = by_stage(f.name, value, plan.stages, error)
+        rows = np.repeat(told, number, axis=0)
         rows = rows * part[:, None] if f.name in SHARED else rows
         if f.name in _OF_A_RANK:  # the k-th number is rank k's
-            rows = by_stage(f.name, value, plan.stages, error)
-            rows = np.concatenate([rows, np.repeat(rows[-1:], len(part) - len(rows), axis=0)])
+            rows = np.concatenate([told, np.repeat(told[-1:], len(part) - len(told), axis=0)])
+        if f.name in OF_A_CHUNK:
+            mb = np.arange(width * chunks if (width := rows.shape[1]) > 1 else 1)
+            rows = rows[:, mb // (s * chunks) * s + mb % s] / chunks
         found[f.name] = from_grid(rows[:1] if (rows == rows[:1]).all() else rows)
     return replace(each, **found)
 
 
+# What there is once for each microbatch, and of chunks in parts.
+OF_A_CHUNK: Final = {
+    *OF_A_MICROBATCH,
+    "FB",
+    *(row.cost for row in ROWS if row.per is Per.MICROBATCH),
+}
 _OF_A_RANK: Final = {row.cost for row in ROWS if row.per is Per.RANK and row.cost}
 
 
@@ -255,16 +297,26 @@ def _expected(program: Program, present: Present) -> Iterator[Expected]:
         yield Expected(op, there, "the program does not say that ranks meet there")
 
 
+def _finer(options: Options) -> dict[str, Any]:
+    """What is said of pieces and chunks."""
+    told = {"given": options.more.get("cut"), "chunks": options.more.get("chunks")}
+    return {name: value for name, value in told.items() if value is not None}
+
+
 PASSES: Final = (
     Pass(
         "cut",
         "draft",
-        lambda program, options: cut(program, options.more["cut"]),
-        wanted=lambda program, options: options.more.get("cut") is not None,
-        options=("cut",),
-        kinds={"cut": PIECES},
-        about="cut stages in so many pieces where tensor-parallel ranks meet: 5, 5,9,5, or letters "
-        "between pieces, as fgfg",
+        lambda program, options: cut(program, **_finer(options)),
+        wanted=lambda program, options: bool(_finer(options)),
+        options=("cut", "chunks"),
+        kinds={"cut": PIECES, "chunks": CHUNKS},
+        abouts={
+            "cut": "cut stages in so many pieces where tensor-parallel ranks meet: 5, 5,9,5, or "
+            "letters between pieces, as fgfg",
+            "chunks": "cut microbatches in so many, which go through each piece in turn: while one "
+            "is summed, the next is computed",
+        },
         order=-2,
     ),
     Pass(

@@ -249,12 +249,13 @@ class Config:
 
     def __post_init__(self) -> None:
         split_layers(self.model.layers, self.pipeline.plan.stages, self.pipeline.division)
-        if getattr(self.pipeline, "cut", None) is not None:
-            raise UsageError(
-                "a training run has whole stages, and cut says pieces",
-                hint="an Executor runs pieces: schedir.training.gpt_pieces",
-                fields=["cut"],
-            )
+        for finer in ("cut", "chunks"):
+            if getattr(self.pipeline, finer, None) is not None:
+                raise UsageError(
+                    f"a training run has whole stages and microbatches, and {finer} says otherwise",
+                    hint="an Executor runs pieces: schedir.training.gpt_pieces",
+                    fields=[finer],
+                )
         kind = KINDS[kind_of(self.model)]
         kind.share(self.model, self.pipeline.tp)
         if getattr(self.pipeline, "sequence", False):

@@ -23,11 +23,12 @@ from tests.cpu.spawn import RankError, run
 CONFIG = gpt.GPTConfig(vocab=61, layers=4, hidden=32, heads=4, context=8, dropout=0.1)
 HIDDEN = (2, 8, 32)
 
-# Schedules, stages per rank, and what else is said of their programs.
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "one_f_one_b": (1, {"recompute": lambda s, mb: mb == 1, "overlap": True}),
-    "zb_h1": (1, {"slots": "fewest"}),
-    "interleaved": (2, {}),
+# Schedules, stages per rank, into how many chunks two or four microbatches are cut, and what else
+# is said of their programs.
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "one_f_one_b": (1, 2, {"recompute": lambda s, mb: mb == 1, "overlap": True}),
+    "zb_h1": (1, 1, {"slots": "fewest"}),
+    "interleaved": (2, 1, {}),
 }
 
 
@@ -44,11 +45,13 @@ def modules(
 def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dict[str, Any]:
     """Losses, norm, weights and gradients of two steps, and the loss of an evaluation."""
     torch.manual_seed(0)
-    plan = Plan(2, 4, CASES[name][0])
-    how: Any = {"tp": 2, "tied": True, "clip": True, "model": "edge", "cut": cut, **more}
+    v, chunks, _ = CASES[name]
+    plan = Plan(2, 4 // chunks if cut else 4, v)
+    finer: Any = {"cut": cut, "chunks": chunks if cut else None}
+    how: Any = {"tp": 2, "tied": True, "clip": True, "model": "edge", **finer, **more}
     program = compile(getattr(schedules, name), plan, blocks=True, **how)
     evaluates = compile(
-        schedules.forward_only, plan, tp=2, cut=cut, tied=True, model="edge", blocks=True
+        schedules.forward_only, plan, tp=2, tied=True, model="edge", blocks=True, **finer
     )
     transport = Gloo(program, more=[evaluates])
     tp = transport.tp_group
@@ -69,10 +72,11 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
 
 
 def both(rank: int, name: str) -> list[str]:
-    """What of a run in pieces has other bits than of one of whole stages."""
+    """What of a run in pieces has other bits than of one of whole stages, of as many microbatches
+    as there are chunks."""
     plan = Plan(2, 4, CASES[name][0])
     uncut, cut = (
-        trained(name, each, CASES[name][1])
+        trained(name, each, CASES[name][2])
         for each in (None, cut_of([CONFIG.layers // plan.stages] * plan.stages))
     )
     return [key for key, value in uncut.items() if not _same(value, cut[key])]

@@ -1,0 +1,122 @@
+"""Microbatches in chunks: sums beside what makes the next of their terms, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import Costs, Plan, check, compile, in_pieces, parse, schedules, show, simulate
+from schedir.errors import CompletenessError, OrderError, PlanError, ProgramError, UsageError
+from schedir.ir.ops import SUMS
+from schedir.ir.sizes import Sizes
+from tests.mutants import known
+from tests.pure.test_cut import NAMES, edited, plan_of, refused
+from tests.threads import verdict
+
+
+@pytest.mark.parametrize("schedule", known(), ids=NAMES)
+def test_whole_zoo_in_chunks(schedule: Any) -> None:
+    """Right under every model, also as the independent machine says, and adds in the same order;
+    where a chunk costs nothing besides, never longer, and it holds no more."""
+    plan = plan_of(schedule)
+    costs, sizes = Costs(F=6, B=12, I=6, W=6, sum=1), Sizes(activation=2.0, saved=12.0)
+    try:
+        whole = compile(schedule, plan, tp=2, cut=3)
+    except ProgramError:
+        pytest.skip("not for this plan")
+    program = compile(schedule, plan, tp=2, cut=3, chunks=2)
+    assert check(program, "serial") and verdict(program, "edge").kind == "ok"
+    assert parse(show(program)) == program and len(program) > len(whole)
+    assert program.ascending == whole.ascending
+    before, after = (
+        simulate(
+            one, in_pieces(costs, 3, plan, chunks=n), sizes=in_pieces(sizes, 3, plan, chunks=n)
+        )
+        for one, n in ((whole, 1), (program, 2))
+    )
+    assert after.span <= before.span * (1 + 1e-9)
+    assert (after.peak_memory <= before.peak_memory * (1 + 1e-9)).all()
+
+
+@given(st.integers(1, 16), st.integers(0, 1000), st.integers(0, 1000), st.booleans())
+def test_a_product_beside_its_own_sum(n: int, g: int, s: int, back: bool) -> None:
+    """A product that takes g, and its sum s, in n chunks that cost nothing besides: two machines in
+    a row, each of n equal jobs, so g/n + (n - 1) max(g, s)/n + s/n.  T3 (arXiv 2401.16677) has them
+    so beside each other; of ever more chunks it is max(g, s)."""
+    schedule = schedules.gpipe if back else schedules.forward_only
+    program = compile(schedule, Plan(1, 1), tp=2, cut="f" if back else "g", chunks=n)
+    of_a_chunk = Costs(F=0, B=(0, g), sum=s) if back else Costs(F=(g, 0), sum=s)
+    assert simulate(program, of_a_chunk).span == g + (n - 1) * max(g, s) + s
+    parts = in_pieces(of_a_chunk, 1, Plan(1, 1, 2), chunks=n)  # of g and s of the whole
+    span = simulate(program, parts).span
+    assert span == pytest.approx(g / n + (n - 1) * max(g, s) / n + s / n, rel=1e-12)
+
+
+def test_chunks_go_through_a_piece_in_turn() -> None:
+    program = compile(schedules.zb_h1, Plan(1, 2), tp=2, cut="g", chunks=2)
+    found = [str(i) for i in program.streams[0] if i.op not in SUMS]
+    assert found[:8] == ["F 0.0", "F 0.1", "F 1.0", "F 1.1", "I 1.0", "I 1.1", "I 0.0", "I 0.1"]
+    assert found[8:12] == ["W 1.0", "W 1.1", "W 0.0", "W 0.1"]
+    assert program.plan.microbatches == 4 and program.plan.stages == 2
+    alone = compile(schedules.one_f_one_b, Plan(2, 3), chunks=2)
+    assert alone.plan == Plan(2, 6) and [str(i) for i in alone.streams[1] if i.op in (0, 1)] == [
+        f"{op} 1.{2 * mb + k}" for mb in range(3) for op in "FB" for k in range(2)
+    ]
+    assert compile(schedules.gpipe, Plan(2, 2), chunks=1) == compile(schedules.gpipe, Plan(2, 2))
+
+
+def test_of_pieces_that_somebody_drafts() -> None:
+    drafted = compile(schedules.one_f_one_b, Plan(1, 4), tp=2, cut="gf", chunks=2)
+    text = "F 0.0; F 0.1; F 1.0; F 1.1; B 1.0; B 1.1; B 0.0; B 0.1"
+    header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
+    draft = parse(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
+    assert compile(draft, chunks=3).meets == "g" and drafted.meets == "gf"
+
+
+def test_updates_rows_and_segments() -> None:
+    """A chunk is of the update, the row of holders and the sequence that its microbatch is of."""
+    program = compile(
+        schedules.pipedream_2bw, Plan(2, 4, updates=2, delay=1), tp=2, cut=3, chunks=3
+    )
+    assert program.plan.updates == 2 and program.plan.per_update == 6
+    program = compile(schedules.chimera, Plan(2, 4, 2, "mirror"), tp=2, cut=3, chunks=2)
+    assert program.plan.parts == (0, 4, 8)
+    plan = Plan(2, 4, segments=2)
+    text = "F 0.0; F 0.1; F 0.2; F 0.3; B 0.1; B 0.0; B 0.3; B 0.2"
+    header = "stages_per_rank 1 placement 0 segments 2"
+    draft = parse(f"schedir 1\nprogram p\nranks 1 microbatches 4 {header}\nrank 0\n  {text}")
+    found = [i.mb for i in compile(draft, chunks=2).streams[0] if str(i)[0] in "FB"]
+    assert found == [0, 2, 1, 3, 4, 6, 5, 7, 1, 3, 0, 2, 5, 7, 4, 6]
+    costs = in_pieces(Costs(F=((1, 2, 3, 4),), B=2), 1, plan, chunks=2)
+    assert costs.F == ((0.5, 1.0, 0.5, 1.0, 1.5, 2.0, 1.5, 2.0),) and costs.B == 1
+
+
+def test_refusals() -> None:
+    def of(chunks: Any) -> Any:
+        return lambda: compile(schedules.gpipe, Plan(2, 2), tp=2, cut="g", chunks=chunks)
+
+    for wrong in (0, 2.5, True, "x", (1, 2)):
+        refused(of(wrong), PlanError, "chunks")
+    refused(of(2**20), PlanError, "microbatches must be from 1 to")
+    odd = Plan(2, 3, 2, "mirror")
+    refused(
+        lambda: compile(schedules.chimera, odd, chunks=2),
+        UsageError, "holders of a stage share 3", "[2, 3]", "[3, 6]",
+    )  # fmt: skip
+    refused(lambda: in_pieces(Costs(), 1, odd, chunks=0), PlanError, "chunks must be from 1")
+
+
+def test_checker_demands_all_chunks() -> None:
+    program = compile(schedules.one_f_one_b, Plan(1, 1), tp=2, cut="g", chunks=2)
+    for one, missing in {
+        "  F 0.1\n": "F 0.1 is missing on rank 0",
+        "  sum_act 1.1\n": "sum_act 1.1 is missing on rank 0",
+        "  B 1.0\n": "microbatch 0 has no backward in stage 1 (rank 0)",
+    }.items():
+        refused(lambda s=one: check(edited(program, s, "")), CompletenessError, missing)
+        refused(lambda s=one: check(edited(program, s, 2 * s)), CompletenessError, "twice")
+    late = edited(edited(program, "  sum_act 1.1\n", ""), "  B 1.0\n", "  sum_act 1.1\n  B 1.0\n")
+    refused(lambda: check(late), OrderError, "F 1.1", "sum_act 1.1")
