@@ -3,7 +3,7 @@
 A part of the oracle in `threads.py`.  All ranks of such a group run one Stream, so one of them
 stands for all.  What each has of the gradients of weights that all hold whole is summed once for
 each trained stage in an update: when all else has been added to them, and over the copies, if the
-stage is the rank's first that holds a tied weight.  Whoever steps them, takes their norm, or loads
+stage holds a tied weight.  Whoever steps them, takes their norm, or loads
 their state finds that it has been.
 """
 
@@ -31,7 +31,7 @@ def reduced(host: Host, i: Instr) -> None:
     """Have the entry find a stage's gradient as all pipeline ranks and replicas leave it."""
     copies = [s for s in host.own if s in host.machine.tied]
     there = [name for name in ("grad", "tied grad") if (name, i.stage, i.mb) in host.slots]
-    host.look("tied grad" if [i.stage] == copies[:1] else [*there, "grad"][0], i.stage, i.mb)
+    host.look("tied grad" if i.stage in copies else [*there, "grad"][0], i.stage, i.mb)
     host.total(i.stage, i.mb)
 
 

@@ -28,6 +28,7 @@ from schedir.ir.ops import (
     TOKENS,
     Found,
     Hop,
+    Lane,
     Opcode,
     Per,
     Row,
@@ -253,6 +254,8 @@ class Flow:
             last[index.keys(per, gives)] = gives
             key = index.keys(per, needer)
             found = last[key]
+            if per is Per.STAGE:
+                found = np.maximum(found, self._of_copies(ops, lane, needer))
             if row.per is Per.TURN:  # of each turn but the last what is there by then
                 final = np.full(index.size[per], NONE, np.int32)
                 final[key] = needer
@@ -263,6 +266,19 @@ class Flow:
                 again = (before != NONE) & (found < before)
                 self._stale += map(Stale, needer[again], before[again], [token] * int(again.sum()))
             yield found
+
+    def _of_copies(self, ops: tuple[Opcode, ...], lane: Lane, needer: Positions) -> Positions:
+        """What sums the copies of tied weights, which stands for one of a rank's and changes all:
+        of each needer whose stage has a copy; -1 for others."""
+        index = self.index
+        last = np.full(index.size[Per.RANK], NONE, np.int32)
+        sums = index.where_all(
+            op for op in ops if ROWS[op].group == "tied" and ROWS[op].lane is lane
+        )
+        last[index.keys(Per.RANK, sums)] = sums
+        tied = [s for stages in index.program.summed for s in stages]
+        found = last[index.keys(Per.RANK, needer)]
+        return np.where(np.isin(index.stage[needer], tied), found, np.int32(NONE))
 
     def _freed_before(self, token: Token, needer: Positions) -> Positions:
         """Who has let go of a value that is made again, last before it is; -1 for the first."""

@@ -12,6 +12,7 @@ pieces have the stage's own parameters, under their names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -94,17 +95,27 @@ def cut_of(layers: Iterable[int]) -> tuple[int, ...]:
     return tuple(4 * number + 1 for number in layers)
 
 
-def boundaries(cut: Sequence[int], boundary: Boundary | Sequence[int]) -> dict[int, Any]:
+def boundaries(
+    cut: Sequence[int], boundary: Boundary | Sequence[int], frozen: int = 0
+) -> dict[int, Any]:
     """What passes behind each piece of stages that are cut so: a boundary of the stages, or two.
+
+    Of the first stage behind `frozen` ones the residual stream depends on nothing that is trained,
+    and has no gradient, until its attention adds to it.
 
     >>> from schedir.training.gpt_pieces import boundaries
     >>> behind = boundaries((2, 1), (8, 64))
     >>> [str(one) for one in behind[0]], str(behind[1])
     (['[8, 64] of torch.float32', '[8, 64] of torch.float32'], '[8, 64] of torch.float32')
+    >>> str(boundaries((1, 5), (8, 64), frozen=1)[1][1])
+    '[8, 64] of torch.float32 without gradient'
     """
     one, found = Boundary.of(boundary), list[Any]()
-    for number in cut:
-        found += [(one, one)] * (number - 1) + [one]
+    for stage, number in enumerate(cut):
+        stream = [one] * (number - 1)
+        if frozen and stage == frozen:
+            stream[:2] = [replace(one, grad=False) for _ in stream[:2]]
+        found += [(one, own) for own in stream] + [one]
     return dict(enumerate(found[:-1]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -15,7 +16,7 @@ from schedir import Plan, compile, schedules
 from schedir.errors import ModelError
 from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.parallel.pieces import part_of
-from schedir.runtime import Boundary, Executor, Gloo
+from schedir.runtime import Boundary, Executor, Gloo, InProcess
 from schedir.training import gpt
 from schedir.training.gpt_pieces import boundaries, cut_of, pieces
 from tests.cpu.spawn import RankError, run
@@ -94,6 +95,25 @@ def _same(one: Any, other: Any) -> bool:
 def test_pieces_have_the_bits_of_stages(name: str) -> None:
     """Losses, gradients, weights and norm, of a tied model with dropout on 2 x 2 processes."""
     assert run(both, 4, name) == [[]] * 4
+
+
+def test_pieces_behind_a_frozen_stage() -> None:
+    """What enters the first trained piece has no gradient, nor what passes beside its norm."""
+    found: list[Any] = []
+    for cut in (None, cut_of([2, 2])):
+        program = compile(schedules.one_f_one_b, Plan(2, 4), frozen=1, cut=cut)
+        config = replace(CONFIG, tied=False)
+        stages = {s: gpt.build_stage(config, s, 2) for s in range(2)}
+        stages[0].requires_grad_(False)
+        each = modules(stages, cut)
+        boundary: Any = HIDDEN if cut is None else boundaries(cut, HIDDEN, frozen=1)
+        ranks = InProcess(
+            program, [each[s] for s in sorted(each)], loss=gpt.loss, boundary=boundary
+        )
+        tokens = torch.arange(72).view(4, 2, 9) % CONFIG.vocab
+        loss = ranks.step(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous())
+        found.append([loss, *(p.grad for s in stages for p in stages[s].parameters())])
+    assert _same(*found) and sum(p is not None for p in found[0]) > 20
 
 
 # ---------------------------------------------------------------- modules of one's own

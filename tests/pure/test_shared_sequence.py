@@ -119,6 +119,17 @@ def test_it_stands_between_the_other_sums_and_who_uses_them(tied: bool, clip: bo
                 check(e.result())
 
 
+def test_copies_of_a_weight_are_summed_before_what_each_rank_has_seen_of_them() -> None:
+    """One reduce_tied stands for both copies of a rank: neither is summed before it."""
+    program = made(schedules.zb_v, Plan(2, 4, 2, "vee"), tied=True)
+    own = [str(i) for i in program.streams[0]]
+    for moved in ("reduce_sequence 0", "reduce_sequence 3"):
+        e = Edit.of(program, Random(0))
+        move(e.lists[0], own.index(moved), own.index("reduce_tied 0"))
+        with pytest.raises(ProgramError, match=f"{moved} needs .* which reduce_tied 0 gives"):
+            check(e.result())
+
+
 def test_without_a_shared_sequence_it_has_nothing_to_do() -> None:
     program = replace(made(), sequence=False)
     with pytest.raises(ReductionError, match="each rank has seen all of it"):
