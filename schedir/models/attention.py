@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from schedir.errors import UsageError
 from schedir.kernels.choice import on_triton
 from schedir.models.tiles import TILE, tiles_of
 
@@ -36,23 +37,32 @@ def attention(
 
     `window` is (window, stride); without one each token sees all before it.  `dropout` is the share
     of the attention's weights that is left out.
+
+    Raises UsageError for heads that do not go together.
     """
-    grouped = q.shape[1] > k.shape[1]
+    b, heads, length, width = q.shape
+    groups = k.shape[1]
+    if k.shape != v.shape or k.shape != (b, groups, length, width) or heads % groups:
+        raise UsageError(
+            f"queries {tuple(q.shape)} do not attend to keys {tuple(k.shape)} and values "
+            f"{tuple(v.shape)}: all have one length and width, and so many heads of queries share "
+            "each of the others"
+        )
+    grouped = heads > groups
     if window is None:
         whole: Tensor = F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
         )
         return whole
     if not dropout and q.device.type == "cpu":
-        tiled: Tensor = _Tiled.apply(  # type: ignore[no-untyped-call]
-            q, k, v, _cuts(q.shape[2], *window, q.dtype)
-        )
+        cuts = _cuts(length, *window, q.dtype)
+        tiled: Tensor = _Tiled.apply(q, k, v, cuts)  # type: ignore[no-untyped-call]
         return tiled
-    if not dropout and q.shape[3] >= _NARROWEST and on_triton(q):
-        tiles = block_mask(q.shape[2], *window, q.device)
+    if not dropout and width >= _NARROWEST and on_triton(q):
+        tiles = block_mask(length, *window, q.device)
         skipping: Tensor = _flex()(q, k, v, block_mask=tiles, enable_gqa=grouped)
         return skipping
-    mask = mask_of(q.shape[2], *window, q.device)
+    mask = mask_of(length, *window, q.device)
     masked: Tensor = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=grouped
     )

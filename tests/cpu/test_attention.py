@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+from schedir.errors import UsageError
 from schedir.models.attention import attention, block_mask, mask_of
 from schedir.models.tiles import tiles_of
 from schedir.predict.windows import Axis
@@ -123,6 +124,15 @@ def test_queries_share_keys_and_values(window: Any, groups: int, dropout: float)
         torch.manual_seed(1)
         found.append(run(run_it, q, k, v, grad))
     assert_near(found[0], found[1], 1e-12)
+
+
+@pytest.mark.parametrize("window", [None, (4, 2)])
+@pytest.mark.parametrize("shape", [(2, 4, 9, 8), (2, 6, 8, 8), (2, 6, 9, 4), (1, 6, 9, 8)])
+def test_heads_that_do_not_go_together_are_refused(shape: Any, window: Any) -> None:
+    q, k = torch.zeros(2, 6, 9, 8), torch.zeros(shape)
+    for other in (k, q):
+        with pytest.raises(UsageError):
+            attention(q, other, k, window)
 
 
 def test_any_layout_of_memory() -> None:
