@@ -91,7 +91,7 @@ def plain(config: Config, nudge: float = 0.0) -> list[float]:
             loss = module.loss(whole(x, **named), y)
             (loss / count).backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(whole.parameters(), config.train.clip)
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), config.train.clip or float("inf"))
         for group in optimizer.param_groups:
             group["lr"] = config.train.learning_rate(step)
         optimizer.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 ORDER = 6
-ABOUT = "train a GPT as a configuration says"
+ABOUT = "train a model as a configuration says"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,8 @@ from schedir.checkpoints.folder import Folder
 from schedir.errors import ProgramError, UsageError
 from schedir.io.files import atomic_write
 from schedir.training.config import Config
+from schedir.training.gpt_config import GPTConfig
+from schedir.training.kinds import kind_of
 
 RUN: Final = "run.json"
 DATA: Final = "the data"  # beside the settings, of a Corpus: how much, and its digest
@@ -130,8 +132,10 @@ def expect_resumable(config: Config) -> None:
 
 
 def _expect_same(config: Config, before: Run, settings: Mapping[str, str]) -> None:
+    # A setting that an older version did not have was what it is unless it is said.
+    unsaid = Config(model=type(config.model)()).told | {"model.kind": kind_of(GPTConfig())}
     for name, value in settings.items():
-        had = before.settings.get(name, value)
+        had = before.settings.get(name, unsaid.get(name, value))
         if had == value or name in _FREE or not name.startswith(_OF_THE_RUN):
             continue
         data = before.settings.get(DATA)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from schedir.errors import UsageError
+from schedir.training.config_file import read
+from schedir.training.resume import Run, expect_resumable
 from schedir.training.train import run
 from tests.cpu.training import ALONE
 
@@ -88,3 +90,20 @@ def test_a_tokenizer_that_has_moved_and_another_one(
         goes_on("third.json", 6)
     assert "has data.tokenizer " in error.value.fact
     assert error.value.fields == ("tokenizer", "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("had", "sets"),
+    [("gpt", ["model.window=8"]), ("gpt", ["model.kind=llama"]), ("llama", ["model.window=8"])],
+)
+def test_a_setting_that_a_run_did_not_have_yet(
+    config: str, tmp_path: Path, had: str, sets: list[str]
+) -> None:
+    """It was as unless told: a run of a version without windows or kinds had neither."""
+    own = [f'train.checkpoint="{tmp_path}"', f"model.kind={had}"]
+    said = read(config, own).told
+    new = {"model.window", "model.stride"} | ({"model.kind"} if had == "gpt" else set())
+    Run("it", {name: value for name, value in said.items() if name not in new}).write(tmp_path)
+    expect_resumable(read(config, own))
+    with pytest.raises(UsageError, match=sets[0].split("=")[0]):
+        expect_resumable(read(config, [*own, *sets]))
