@@ -82,8 +82,10 @@ With any schedule, split backwards, recomputation and offload, a GPT with window
 Tensor-parallel ranks share heads, and each sees whole windows.
 
 As much is kept for backwards as without windows, where nothing grows with the square of the sequence either, so `sizes_of` and
-predicted memory stay as they are. [The planner](planner.md) has no windows: it prices attention to all, as
-`layer_bytes` does. `checkpoint export --as transformers` refuses a model that has any, for GPT-2 has none.
+predicted memory stay as they are. Beside that a process keeps masks of what tiles
+visit, for each length, window and stride: one to three if the stride divides 64, or 64 the stride, and else up to one for each
+token of a stride. [The planner](planner.md) has no windows: it prices attention to all, as
+`layer_bytes` does, and refuses a model that says some. `checkpoint export --as transformers` refuses a model that has any, for GPT-2 has none.
 """  # noqa: E501
 
 

@@ -96,23 +96,32 @@ class _Cut(NamedTuple):
 def _cuts(length: int, window: int, stride: int, dtype: torch.dtype) -> tuple[_Cut, ...]:
     """All tiles of queries.  Those with the same mask share it."""
     (axis,) = tiles_of(length, window, stride).axes
-    start, end = axis.axis.seen
+    (start, _), tile = axis.axis.seen, axis.q_tile
     masks: dict[bytes, Tensor] = {}
-    found = []
+    given = []
     for first, (low, high) in zip(
-        range(0, length, axis.q_tile), axis.visited * axis.kv_tile, strict=True
+        range(0, length, tile), (axis.visited * axis.kv_tile).tolist(), strict=True
     ):
-        queries = slice(first, min(first + axis.q_tile, length))
-        keys = np.arange(low, min(high, length))
-        seen = (keys >= start[queries, None]) & (keys < end[queries, None])
-        mask = None
-        if low < first or not np.array_equal(seen, np.tri(*seen.shape, dtype=bool)):
-            key = np.packbits(seen).tobytes() + repr(seen.shape).encode()
+        given.append((range(first, min(first + tile, length)), range(low, min(high, length))))
+    # Keys before a tile of which its windows cut none: what such tiles mask is a part of one mask.
+    uncut = [own.start - keys.start for own, keys in given if start[own[-1]] <= keys.start]
+    behind = torch.full((tile, tile), -torch.inf, dtype=dtype).triu(1)
+    widest = torch.cat([torch.zeros(tile, most := max(uncut, default=0), dtype=dtype), behind], 1)
+    found = []
+    for own, keys in given:
+        mask, before = None, own.start - keys.start
+        if start[own[-1]] > keys.start:
+            at, query = np.asarray(keys), np.asarray(own)[:, None]
+            hidden = (at < start[own, None]) | (at > query)
+            key = np.packbits(hidden).tobytes() + repr(hidden.shape).encode()
             if key not in masks:
-                hidden = torch.from_numpy(~seen)
-                masks[key] = torch.zeros(seen.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+                masks[key] = torch.zeros(hidden.shape, dtype=dtype).masked_fill(
+                    torch.from_numpy(hidden), -torch.inf
+                )
             mask = masks[key]
-        found.append(_Cut(queries, slice(int(low), int(keys[-1]) + 1), mask))
+        elif before:
+            mask = widest[: len(own), most - before : most + len(own)]
+        found.append(_Cut(slice(own.start, own.stop), slice(keys.start, keys.stop), mask))
     return tuple(found)
 
 

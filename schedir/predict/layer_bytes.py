@@ -91,7 +91,7 @@ def layer_bytes(
     It is the paper's layer.  That of `schedir.training` keeps other things where its operations are
     others: no as^2b of attention, which is one operation that keeps 4abs bytes, and no masks where
     nothing is dropped; and each norm keeps 2 numbers for each token, which the paper leaves out.
-    What a layer does keep `sizes_of` measures.
+    What a layer does keep `sizes_of` measures.  Attention is to all tokens, and no windows.
 
     Raises UsageError for sizes that are no numbers from 1 on, and another `recompute`.
 
