@@ -16,6 +16,7 @@ COMMANDS = {
     "first": f"schedir plan {GPT3} --top 5 --tokens 300e9",
     "fixed": f"schedir plan {GPT3} --top 3 --tp 8 --pp 8 --schedules one_f_one_b --no-exact",
     "scale": f"schedir plan {GPT3} --scale 256,512,1024 --no-exact",
+    "offload": "schedir plan --model llama-7b --cluster a100 --gpus 1 --batch 16 --top 3 --offload",
     "small": "schedir plan --layers 8 --hidden 256 --heads 8 --vocab 256 --sequence 128 "
     "--cluster a100 --gpus 4 --batch 32 --top 2 --no-exact",
 }
@@ -70,6 +71,21 @@ costs, messages, reductions and gathers. `--no-exact` leaves that out. Layers ar
 those of the best three are divided so that a step is shortest, with fewer where the embedding and the head are: that is worth
 much where the vocabulary is large. `--search` then [searches](search.md) shorter schedules for the best three.
 `--top 50` tells more plans, `--json` all that is known of each.
+
+## When it does not fit: the host's memory
+
+With `--offload` there are more plans: what forwards saved goes [to the host](offload.md) until it is used, as little of it as
+must, or the optimizer's states lie there, or both. Seven billion parameters, with 16 bytes for each, do not fit one GPU:
+
+```
+$ {offload_command}
+{offload}```
+
+Plans that offload are simulated, the likeliest ones, with their copies as instructions: each way has a lane of its own, and
+copies take what the cluster's `host` makes of their bytes. *host copies* are those that the busiest GPU waits for; for others, that
+wait for their copies, it waits in its *bubble*. A plan is told beside the best one that has all on its GPU, if that fits.
+A cluster tells `host` and `host_memory`, a GPU's share of its node's, or `--offload` is refused. `-o best.sched` writes the program
+with what it moves; a configuration (`-o best.toml`) can say of that only that states lie on the host.
 
 ## Take it
 
@@ -160,10 +176,11 @@ does; each has a meaning, bounds beyond which it would not mean that, and a sour
 - **Jitter and failures.** Every GPU is as fast as every other, every step as the one before; neither checkpoints
   nor reading data take time.
 - **Networks that are shared.** A message crosses its own links; a fabric with less bandwidth at its top than at its
-  leaves is not known.
+  leaves is not known. Copies to the host and back are as fast at once as alone, which not every machine's are.
 - **Other software.** Kernels, and what hides what, are those of the constants above. A trainer that fuses less, or
   waits where none of these programs would, is slower. Measure a layer on one node, and say in the cluster's file what you
   reach.
+- **Windows of attention.** A model whose tokens see a window only is refused.
 - **Experts that are not used evenly.** Each takes its share of the tokens.
 """  # noqa: E501
 

@@ -28,6 +28,7 @@ PARTS: Final[dict[str, tuple[str, str | RGB, str]]] = {
     "bubble": ("bubble", "white", "xxxx"),
     "data": ("sums and gathers of replicas", WIRES[Lane.DP], ""),
     "optimizer": ("optimizer", DAY.step, ""),
+    "host": ("copies to the host", WIRES[Lane.D2H], ""),
 }
 # What is told of a plan, left of its bar and right of it: the heading, inches, and to which side.
 _LEFT: Final = (

@@ -68,7 +68,7 @@ def asked_of(args: argparse.Namespace) -> Asked:
              if (value := getattr(args, field)) is not None}  # fmt: skip
     fixed |= {name: value for name in ("attention", "sequence_parallel", "order")
               if (value := getattr(args, name)) is not None}  # fmt: skip
-    how = {"exact": not args.no_exact, **fixed}
+    how = {"exact": not args.no_exact, "offload": args.offload, **fixed}
     name = Path(args.model).stem if args.model is not None and not own else "the model"
     return Asked(model, _cluster(args), args.batch, (name, Path(args.cluster).stem), how)
 
@@ -169,7 +169,7 @@ def everything(asked: Asked) -> list[Priced]:
 
     from schedir.planner import every
 
-    how = {name: value for name, value in asked.how.items() if name != "exact"}
+    how = {name: value for name, value in asked.how.items() if name not in ("exact", "offload")}
     found = every(asked.model, asked.cluster, asked.batch, **how)
     where = np.rint(_CELLS * np.log([found.step, found.total]))
     first = np.unique([*where, found.plans.recompute], axis=1, return_index=True)[1]

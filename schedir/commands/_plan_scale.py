@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from schedir.commands._plan_asked import Asked, asked_of, planned, with_gpus
-from schedir.commands._plans import facts, seconds
+from schedir.commands._plans import AT_LAST, facts, seconds
 from schedir.errors import ProgramError, UsageError
 from schedir.io.terminal import as_json, table
 
@@ -62,14 +62,17 @@ def _plans(asked: Asked, scale: Sequence[int], way: str, refused: list[str]) -> 
 
 def _table(plans: Sequence[Priced]) -> str:
     first = plans[0]
+    last = [(name, field) for name, field, usual in AT_LAST
+            if any(getattr(plan, field) != usual for plan in plans)]  # fmt: skip
     return table(
-        ["GPUs", "batch", "pp", "tp", "dp", "v", "b", "schedule", "recompute", "ZeRO", "step",
+        ["GPUs", "batch", "pp", "tp", "dp", "v", "b", "schedule", "recompute", "ZeRO",
+         *(name for name, _ in last), "step",
          "TFLOP/s", "MFU", "of the first"],
         [
             [
                 f"{plan.gpus:,}", f"{plan.batch:,}", str(plan.p), str(plan.t), str(plan.d),
                 str(plan.v), str(plan.b), plan.schedule, plan.recompute, str(plan.zero),
-                seconds(plan.step), f"{plan.flops / 1e12:.1f}", f"{plan.mfu:.1%}",
+                *(getattr(plan, field) for _, field in last), seconds(plan.step), f"{plan.flops / 1e12:.1f}", f"{plan.mfu:.1%}",
                 f"{plan.flops / first.flops:.0%}",
             ]
             for plan in plans

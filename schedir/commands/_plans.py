@@ -14,13 +14,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from schedir.commands._plan_asked import Asked
+    from schedir.ir.cluster import Cluster
     from schedir.planner import Priced
 
 # What the parts of a step and of a GPU's memory are called here.
 _PARTS: Final = dict(
     zip(
         Parts._fields,
-        ("compute", "recompute", "tensor parallel", "messages", "bubble", "replicas", "optimizer"),
+        (
+            "compute",
+            "recompute",
+            "tensor parallel",
+            "messages",
+            "bubble",
+            "replicas",
+            "optimizer",
+            "host copies",
+        ),
         strict=True,
     )
 )
@@ -29,6 +39,8 @@ _MEMORY: Final = dict(
 )
 # Columns that are there where plans differ from what is usual: heading, field, and the usual.
 _SELDOM: Final = (("cp", "c", 1), ("ep", "e", 1), ("SP", "sequence_parallel", False))
+AT_LAST: Final = (("offload", "offload", "none"), ("states", "states", "device"))
+_BYTES: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _DAY: Final = 86400.0
 _LONGEST: Final = 100  # characters of an option that are shown
 
@@ -56,7 +68,9 @@ def name_of(plan: Priced) -> str:
     what += ", sequence parallel" * plan.sequence_parallel
     if plan.recompute != "none":
         what += f", recompute {plan.recompute}"
-    return what + (f", ZeRO {plan.zero}" if plan.zero else "")
+    what += f", ZeRO {plan.zero}" if plan.zero else ""
+    what += ", activations offloaded" * (plan.offload != "none")
+    return what + ", states on the host" * (plan.states != "device")
 
 
 def in_words(asked: Asked, plans: Sequence[Priced], take: int, tokens: float | None) -> str:
@@ -70,10 +84,12 @@ def in_words(asked: Asked, plans: Sequence[Priced], take: int, tokens: float | N
         f"({nodes})\n",
         _table(plans, cluster.memory),
         f"plan {take}: {name_of(taken)}\n",
-        *_beside(_times(taken), _held(taken, cluster.memory)),
+        *_beside(_times(taken), [*_held(taken, cluster.memory), *_on_host(taken, cluster)]),
         *(f"  {line}\n" for line in _layers(asked, taken)),
     ]
     lines += [f"  note: {note}\n" for note in _notes(asked, taken)]
+    if taken.beside:
+        lines.append(f"  offload: {taken.beside}\n")
     if taken.why:
         lines.append(f"  bound by {taken.why}\n")
     if tokens is not None:
@@ -84,17 +100,21 @@ def in_words(asked: Asked, plans: Sequence[Priced], take: int, tokens: float | N
 
 
 def _table(plans: Sequence[Priced], limit: float) -> str:
-    seldom = [(name, field) for name, field, usual in _SELDOM
-              if any(getattr(plan, field) != usual for plan in plans)]  # fmt: skip
+    seldom, last = (
+        [(name, field) for name, field, usual in columns
+         if any(getattr(plan, field) != usual for plan in plans)]
+        for columns in (_SELDOM, AT_LAST)
+    )  # fmt: skip
     return table(
         ["plan", "pp", "tp", *(name for name, _ in seldom), "dp", "v", "b", "m", "schedule",
-         "recompute", "ZeRO", "step", "TFLOP/s", "MFU", "memory"],
+         "recompute", "ZeRO", *(name for name, _ in last), "step", "TFLOP/s", "MFU", "memory"],
         [
             [
                 str(k), str(plan.p), str(plan.t),
                 *(_cell(getattr(plan, field)) for _, field in seldom),
                 str(plan.d), str(plan.v), str(plan.b), str(plan.m), plan.schedule, plan.recompute,
-                str(plan.zero), seconds(plan.step), f"{plan.flops / 1e12:.1f}", f"{plan.mfu:.1%}",
+                str(plan.zero), *(_cell(getattr(plan, field)) for _, field in last),
+                seconds(plan.step), f"{plan.flops / 1e12:.1f}", f"{plan.mfu:.1%}",
                 f"{plan.memory.total / 1e9:.1f} of {limit / 1e9:.4g} GB",
             ]
             for k, plan in enumerate(plans, 1)
@@ -102,7 +122,7 @@ def _table(plans: Sequence[Priced], limit: float) -> str:
     )  # fmt: skip
 
 
-def _cell(value: int) -> str:
+def _cell(value: int | str) -> str:
     return ("yes" if value else "-") if isinstance(value, bool) else str(value)
 
 
@@ -114,8 +134,15 @@ def _times(plan: Priced) -> list[str]:
 
 def _held(plan: Priced, limit: float) -> list[str]:
     """A line for each part of what the fullest GPU holds, the largest first."""
-    rows = _rows(plan.memory._asdict(), _MEMORY, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")))
+    rows = _rows(plan.memory._asdict(), _MEMORY, _BYTES)
     return [f"memory {in_bytes(plan.memory.total)} of {in_bytes(limit)}", *rows]
+
+
+def _on_host(plan: Priced, cluster: Cluster) -> Iterator[str]:
+    """The same of what a GPU has on its host, if anything."""
+    if plan.host.total:
+        yield f"host {in_bytes(plan.host.total)} of {in_bytes(cluster.host_memory or 0.0)}"
+        yield from _rows(plan.host._asdict(), _MEMORY, _BYTES)
 
 
 def _rows(
@@ -202,5 +229,6 @@ def facts(plan: Priced) -> dict[str, Any]:
     """All that is known of a plan; parts are told by name."""
     told = asdict(plan)
     told["parts"] = plan.parts._asdict()
-    told["memory"] = plan.memory._asdict() | {"total": plan.memory.total}
+    for tier, held in (("memory", plan.memory), ("host", plan.host)):
+        told[tier] = held._asdict() | {"total": held.total}
     return told

@@ -53,6 +53,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="by closed forms alone; else the best are simulated as programs",
     )
+    parser.add_argument("--offload", action="store_true",
+                        help="plans, too, that move activations, or the optimizer's states, to the "
+                        "host: these are simulated")  # fmt: skip
     parser.add_argument("--cut", action="store_true",
                         help="divide the layers of the best three as is shortest")  # fmt: skip
     parser.add_argument("--search", action="store_true",
@@ -178,6 +181,10 @@ def run(args: argparse.Namespace) -> str:
         raise UsageError(f"--tokens are those that are trained on, not {args.tokens:g}")
     if not 0 < args.seconds < inf:
         raise UsageError(f"a search takes seconds, more than 0, not {args.seconds:g}")
+    others = (("--tradeoff", args.tradeoff), ("--cut", args.cut), ("--search", args.search))
+    if args.offload and (option := next((name for name, there in others if there), None)):
+        raise UsageError(f"{option} knows nothing of copies to the host: it goes without --offload",
+                         fields=["offload"])  # fmt: skip
     if args.scale is not None:
         from schedir.commands._plan_scale import told
 
@@ -221,7 +228,7 @@ def _file(args: argparse.Namespace, asked: Asked, plan: Priced, own: Program | N
     from schedir.commands._plans import name_of, seconds
     from schedir.errors import in_bytes
     from schedir.ir.text import show
-    from schedir.planner import config, program
+    from schedir.planner import config, program_for
 
     lines = [
         f"schedir {shlex.join(args.typed)}",
@@ -236,7 +243,7 @@ def _file(args: argparse.Namespace, asked: Asked, plan: Priced, own: Program | N
                 hint="-o best.sched, which is a pipeline.schedule then", fields=["output"],
             )  # fmt: skip
         return comments + config(asked.model, plan)
-    return comments + show(own or program(plan, tied=asked.model.tied))
+    return comments + show(own or program_for(asked.model, asked.cluster, plan))
 
 
 def _draw(args: argparse.Namespace, asked: Asked, plans: Sequence[Priced], taken: Priced) -> None:

@@ -29,7 +29,8 @@ class Cluster:
     in the type that trains, and `memory`, in bytes.  In bytes per second are `hbm`, its own memory;
     `nvlink`, what it sends to GPUs of its node while as much comes in; `network`, the same to other
     nodes, a GPU's share of its node's; `host` and `disk`, to and from its host's memory, and a
-    disk, where they are told.  `latency` is what a message takes beside its bytes, in seconds, and
+    disk, where they are told.  `host_memory` is the share of its host's memory that a GPU's process
+    may fill, in bytes.  `latency` is what a message takes beside its bytes, in seconds, and
     `kernel_us` what a kernel takes to be issued, in microseconds.  Say what is reached, not what a
     data sheet has: nothing is taken off.  Only `peak` is the data sheet's: floating-point
     operations per second, of which a share of the peak (MFU) is.  `sms` are the multiprocessors of
@@ -70,6 +71,7 @@ class Cluster:
     sms: int | None = None
     itemsize: int = 2
     processors: int | None = None
+    host_memory: float | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):

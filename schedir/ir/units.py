@@ -59,6 +59,7 @@ _UNITS: Final = {
     "sms": _Unit(decimal, "108"),
     "itemsize": _Unit(decimal, "2"),
     "processors": _Unit(decimal, "16"),
+    "host_memory": _Unit(bytes_of, "200GB", units=_SIZES),
 }
 
 

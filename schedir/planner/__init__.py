@@ -1,9 +1,9 @@
 """Planner: from a model and a cluster to plans, and what a step of each takes and holds."""
 
-from schedir.planner.choice import Choice, Memory, Parts, Priced
+from schedir.planner.choice import Choice, Host, Memory, Parts, Priced
 from schedir.planner.constants import Constants
 from schedir.planner.cut import cut
-from schedir.planner.exact import exact
+from schedir.planner.exact import exact, program_for
 from schedir.planner.known import cluster, clusters
 from schedir.planner.layer import embedding, head, layer, stage
 from schedir.planner.memory import memory
@@ -18,6 +18,7 @@ from schedir.planner.shorter import shorter
 __all__ = [
     "Choice",
     "Constants",
+    "Host",
     "Memory",
     "Model",
     "Parts",
@@ -36,6 +37,7 @@ __all__ = [
     "options",
     "plan",
     "program",
+    "program_for",
     "regret",
     "shorter",
     "stage",

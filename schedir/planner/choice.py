@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 from schedir.errors import UsageError, said
 from schedir.ir.zero import LEVELS
@@ -11,6 +11,8 @@ from schedir.predict.layer_bytes import Recompute
 
 Attention = Literal["softmax", "flash"]
 Order = Literal["tpd", "tdp"]
+Offload = Literal["none", "fit"]
+Lies = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class Choice:
     `order` says which processes stand side by side, the nearest first: slices, and with them parts
     of a sequence, then the ranks of a pipeline, then replicas, as this project has it ("tpd"); or
     replicas before the ranks of a pipeline, as Megatron-LM has it ("tdp").
+
+    `offload` "fit" moves of what forwards saved as little to the host meanwhile as the memory of
+    the GPUs asks for, and with `states` "host" the optimizer's lie there between steps
+    (docs/offload.md).
 
     >>> from schedir.planner import Choice
     >>> one = Choice(p=8, t=8, d=16, m=96)
@@ -51,9 +57,12 @@ class Choice:
     layers_of: tuple[int, ...] = ()
     attention: Attention = "softmax"
     order: Order = "tpd"
+    offload: Offload = "none"
+    states: Lies = "device"
 
     def __post_init__(self) -> None:
-        words_of = {"recompute": Recompute, "attention": Attention, "order": Order}
+        words_of = {"recompute": Recompute, "attention": Attention, "order": Order,
+                    "offload": Offload, "states": Lies}  # fmt: skip
         for name, words in ((name, get_args(kind)) for name, kind in words_of.items()):
             if getattr(self, name) not in words:
                 raise UsageError(
@@ -103,6 +112,11 @@ class Choice:
     def stages(self) -> int:
         """Parts of the model."""
         return self.p * self.v
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything goes to the host and comes back."""
+        return self.offload != "none" or self.states != "device"
 
 
 def _whole(value: object, least: int) -> bool:
@@ -161,6 +175,7 @@ class Parts(NamedTuple):
     bubble: float  # waiting for other stages
     data: float  # sums over replicas, gathers of ZeRO, as far as they are not hidden
     optimizer: float  # norms and updates
+    host: float = 0.0  # copies to the host's memory and back, as far as they are waited for
 
 
 class Memory(NamedTuple):
@@ -183,6 +198,26 @@ class Memory(NamedTuple):
         return sum(self)
 
 
+class Host(NamedTuple):
+    """Bytes that the GPU has on its host which has most there, at the peak of that.
+
+    >>> from schedir.planner import Host
+    >>> Host(optimizer=36e9, activations=50e9).total
+    86000000000.0
+    """
+
+    optimizer: float = 0.0
+    activations: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return sum(self)
+
+
+NOWHERE: Final = Host()  # of what has all on its GPU
+
+
 @dataclass(frozen=True, kw_only=True)
 class Priced(Choice):
     """A choice with what a step of it takes, in seconds, and holds, in bytes.
@@ -190,7 +225,8 @@ class Priced(Choice):
     `step` is sum(parts); `flops` what a GPU does of the model's operations in a second, and `mfu`
     that over the peak of its data sheet.  `bound` names the largest thing that another choice could
     make less, and `why` says it in a sentence.  `exact` tells that the step was simulated as a
-    program, not taken from a closed form; `fits` whether the memory is there.
+    program, not taken from a closed form; `fits` whether the memory is there.  `host` is what lies
+    on the host, and `beside` says what that is worth, beside the best plan that has all on the GPU.
 
     >>> from schedir import planner
     >>> model, node = planner.load_model("gpt-22b"), planner.cluster("a100")
@@ -208,3 +244,5 @@ class Priced(Choice):
     why: str = ""
     exact: bool = False
     fits: bool = True
+    host: Host = NOWHERE
+    beside: str = ""

@@ -34,6 +34,7 @@ class Asked(NamedTuple):
     sequence_parallel: tuple[bool, ...] | None = None
     attention: Attention = "softmax"
     order: Order = "tpd"
+    offload: bool = False  # whether there are plans that make sense only where states are moved
 
 
 _DEGREES: Final = ("p", "t", "d", "v", "b", "c", "e")
@@ -49,7 +50,7 @@ def asked(**fields: Any) -> Asked:
     """
     found: dict[str, Any] = {}
     for name, given in fields.items():
-        if name in ("attention", "order"):
+        if name in ("attention", "order", "offload"):
             found[name] = given
             continue
         if given is None:
@@ -91,7 +92,8 @@ def choices(model: Model, cluster: Cluster, batch: int, want: Asked) -> Plans:
     where these do not divide evenly, two stages per rank at most, or as many as would divide them
     with the embedding and the head.  With the weights or gradients in parts (`zero` from 2 on)
     ranks have more than two stages, and whole backwards, unless told: all stages are whole all the
-    time otherwise, or gradients are summed again and again.
+    time otherwise, or gradients are summed again and again.  Ranks that are alone have more than
+    one for that, too, and where states are to be moved to the host, stage by stage (`offload`).
 
     Raises UsageError where there is none: for heads that slices do not divide, GPUs that are no
     product of what is asked for, and a batch that does not divide, with the nearest that do.
@@ -216,8 +218,9 @@ def _levels(replicas: int, p: int, v: int, name: str, want: Asked) -> Iterator[i
     """Levels of ZeRO that differ from lower ones."""
     for level in want.zero or range(LEVELS):
         cuts = level >= 2 and (want.zero is not None or (v > 2 and not FAMILIES[name].split))
-        # Many stages on one rank are for ZeRO alone, unless told.
+        # Many stages on one rank are for ZeRO alone, and for states on the host, unless told.
         told = want.v is not None and want.zero is not None
+        told = told or (want.offload and FAMILIES[name].stages == "many")
         alone = p == 1 and name != "one_f_one_b" and not told
         if replicas == 1:
             if level == 0 and not alone:

@@ -92,6 +92,7 @@ def parts(
         bubble=bubble * _idle(cluster, plans),
         data=data,
         optimizer=optimizer,
+        host=0 * optimizer,
     )
     return np.stack([found[name] for name in Parts._fields])
 

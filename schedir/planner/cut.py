@@ -16,11 +16,13 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.planner.choice import Choice
 from schedir.planner.constants import Constants
+from schedir.planner.costs import costs_of, times_of
 from schedir.planner.division import even
-from schedir.planner.exact import costs_of, run_of, times_of
+from schedir.planner.exact import run_of
 from schedir.planner.layer import stage
 from schedir.planner.memory import States
 from schedir.planner.model import Model
+from schedir.planner.offload import refuse_offload
 from schedir.planner.priced import plain
 from schedir.planner.runnable import program
 from schedir.planner.trainer import Trainer, trainer_for
@@ -102,6 +104,7 @@ class _Cut:
         choice: Choice,
         of: Trainer,
     ) -> None:
+        refuse_offload(choice, "a cut of layers")
         self.model, self.cluster, self.of = model, cluster, of
         self.constants, self.states = of.constants, of.states
         self.choice = replace(plain(choice), layers_of=())

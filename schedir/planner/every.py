@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedir.ir.cluster import Cluster
 from schedir.planner.choice import Memory, Parts, Priced
@@ -32,6 +33,11 @@ class Every(NamedTuple):
             model, cluster, self.plans.choice(model, number),
             Parts(*self.parts[:, number].tolist()), Memory(*self.memory[:, number].tolist()),
         )  # fmt: skip
+
+    def take(self, which: NDArray[np.bool_]) -> Every:
+        """Some of them."""
+        arrays = (each[..., which] for each in self[1:])
+        return Every(self.plans.take(which), *arrays)
 
     def told(self, finalists: list[tuple[Priced, int]]) -> Every:
         """The same, with what simulations tell of some of them, each with its number."""

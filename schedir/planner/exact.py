@@ -8,9 +8,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.analysis.memory import tiers_of
 from schedir.errors import UsageError
 from schedir.ir.cluster import Cluster
-from schedir.ir.cluster_costs import stepped
 from schedir.ir.costs import Costs
 from schedir.ir.ops import (
     BACKWARDS,
@@ -23,26 +23,24 @@ from schedir.ir.ops import (
     SCATTERS,
     SPLITS,
     STEPS,
+    TIERS,
     WHOLES,
+    Lane,
     Opcode,
     Token,
+    changes,
     producers,
 )
 from schedir.ir.per_stage import from_grid, grid
-from schedir.ir.plan import Plan
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
 from schedir.ir.zero import IN_PARTS, WHOLE
-from schedir.planner.choice import Choice, Memory, Parts, Phases, Priced, Times
+from schedir.planner.choice import Choice, Host, Memory, Parts, Phases, Priced, Times
 from schedir.planner.constants import Constants
-from schedir.planner.division import layers_of
-from schedir.planner.layer import stage
-from schedir.planner.links import mesh
-from schedir.planner.memory import ADAM, States, ends_numbers
+from schedir.planner.costs import costs_of, times_of
+from schedir.planner.memory import States
 from schedir.planner.model import Model
 from schedir.planner.priced import priced
-from schedir.planner.runnable import program
-from schedir.planner.sizes import Numbers, numbers_of
+from schedir.planner.runnable import plan_of, program
 from schedir.planner.trainer import Trainer, trainer_for
 from schedir.predict.bubble_causes import Cause, idleness
 from schedir.predict.on_processors import WORK, on_processors
@@ -65,7 +63,11 @@ def exact(
     tell is of the rank that is busiest, and adds up to the step.  Processes that share processors
     are simulated so (`on_processors`), with the program and the sizes of `schedir train`.
 
-    Raises UsageError for what does not go together, and what `program` raises.
+    Copies to the host and back are instructions of the program, which take what the cluster's
+    `host` makes of their bytes, each way on a lane of its own.
+
+    Raises UsageError for what does not go together, and what `program` raises; MemoryLimitError
+    where what `offload` "fit" can move is not enough.
 
     >>> from schedir import planner
     >>> gpt = planner.Model(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
@@ -75,7 +77,7 @@ def exact(
     (True, True, True)
     """
     of = trainer_for(cluster, constants, states)
-    whole = program(choice, tied=model.tied, **of.options)
+    whole = program_of(model, cluster, choice, of)
     if whole.plan.stages != choice.stages:
         raise UsageError(
             f"{choice.schedule} has {whole.plan.stages} stages of several holders each, which the "
@@ -84,6 +86,78 @@ def exact(
         )
     times = times_of(model, cluster, choice, of.constants)
     return simulated(model, cluster, choice, whole, times, of)
+
+
+def program_for(
+    model: Model,
+    cluster: Cluster,
+    choice: Choice,
+    constants: Constants | None = None,
+    *,
+    states: States | None = None,
+) -> Program:
+    """The program that `exact` simulates for a choice: `program`, and of one that offloads as much
+    as its memory asks for.  Raises what `exact` does.
+
+    >>> import schedir
+    >>> from schedir import planner
+    >>> gpt, node = planner.load_model("gpt-22b"), planner.cluster("a100")
+    >>> one = planner.Choice(p=8, m=16, offload="fit", states="host")
+    >>> "offload 0.0" in schedir.show(planner.program_for(gpt, node, one), folded=False)
+    True
+    """
+    return program_of(model, cluster, choice, trainer_for(cluster, constants, states))
+
+
+def program_of(model: Model, cluster: Cluster, choice: Choice, of: Trainer) -> Program:
+    """The program of a choice, with what its memory asks to be offloaded.
+
+    The limit is what the allocator and the process leave of a GPU's memory.
+    """
+    if choice.offload == "none":
+        if choice.moves:
+            require_host(cluster, choice)
+        whole = program(choice, tied=model.tied, **of.options)
+        if not choice.moves and len(tiers_of(whole)) > 1:
+            raise UsageError(
+                f"{choice.schedule} offloads, and what its copies take nobody has planned",
+                fields=["schedule", "offload"],
+            )
+        return whole
+    require_host(cluster, choice)
+    plan, constants = plan_of(choice), of.constants
+    times = times_of(model, cluster, choice, constants)
+    return program(
+        choice,
+        tied=model.tied,
+        costs=costs_of(model, cluster, choice, plan, times, constants, of.states),
+        sizes=of.sizes(model, choice, plan, constants, of.states),
+        limit=(cluster.memory - constants.reserved) / (1 + constants.allocator_share),
+        host_limit=cluster.host_memory,
+        **of.options,
+    )
+
+
+def require_host(cluster: Cluster, choice: Choice | None = None) -> None:
+    """Raise UsageError for machines whose host nobody tells, and what is not planned there."""
+    if cluster.processors is not None:
+        raise UsageError(
+            "processors compute in their host's memory: there is no other to offload to",
+            fields=["offload", "states", "processors"],
+        )
+    told = {"host": "24GB/s", "host_memory": "225GB"}
+    if missing := [name for name in told if getattr(cluster, name) is None]:
+        raise UsageError(
+            f"what offload takes and where it lies the cluster's {' and '.join(missing)} say, "
+            "which nobody tells",
+            hint=", ".join(f'{name} = "{told[name]}"' for name in missing),
+            fields=missing,
+        )
+    if choice is not None and choice.states == "host" and choice.e > 1:
+        raise UsageError(
+            "states of experts, of which replicas hold parts, are not planned on the host",
+            fields=["states", "e"],
+        )
 
 
 def simulated(
@@ -100,115 +174,8 @@ def simulated(
     held = of.sizes(model, choice, whole.plan, constants, states)
     run = replace(run_of(cluster, choice, whole, costs), sizes=held)
     found = parts_of(run, times, ahead=constants.recompute_ahead)
-    return priced(model, cluster, choice, found, memory_of(run, constants), exact=True)
-
-
-# ---------------------------------------------------------------- costs
-
-
-def times_of(
-    model: Model, cluster: Cluster, choice: Choice, constants: Constants | None = None
-) -> list[Times]:
-    """What a microbatch takes in each stage."""
-    each = layers_of(model, choice)
-    known: dict[tuple[int, bool, bool], Times] = {}
-    found = []
-    for number, layers in enumerate(each):
-        kind = (layers, number == 0, number == len(each) - 1)
-        if kind not in known:
-            known[kind] = stage(model, cluster, choice, *kind, constants)
-        found.append(known[kind])
-    return found
-
-
-def costs_of(
-    model: Model,
-    cluster: Cluster,
-    choice: Choice,
-    plan: Plan,
-    times: list[Times],
-    constants: Constants,
-    states: States = ADAM,
-) -> Costs:
-    """The costs of a choice's program, in seconds: those of stages, and all that bytes decide.
-
-    What runs again is an R as far as it may run ahead, and else the beginning of the backward.  Of
-    sums over replicas that is left which the last backward does not hide (`reduce_hidden`).
-    """
-    F, I, W, R = np.array([one.total for one in times]).T
-    ahead = R * constants.recompute_ahead * (choice.recompute == "full")
-    I = I + R - ahead
-    bytes_of = (states.params, states.grads, states.optimizer)
-    numbers = numbers_of(model, choice, plan)
-    params, grads, optimizer = (_each(size * numbers.all) for size in bytes_of)
-    tokens = choice.b * (model.sequence // choice.c)
-    sent = Sizes(
-        activation=1.0 * cluster.itemsize * tokens * model.hidden,
-        params=params,
-        grads=grads,
-        optimizer=optimizer,
-    )
-    where = mesh(choice)
-    own = Costs(F=_each(F), I=_each(I), W=_each(W), B=_each(I + W), R=_each(ahead),
-                reduce_tied=_tied(model, cluster, plan, where, states))  # fmt: skip
-    if choice.e > 1:
-        own = replace(own, **_of_experts(cluster, choice, plan, where, numbers, states))
-    replicas = choice.d * choice.c
-    found = cluster.costs(plan, sent, own, tp=choice.t, dp=replicas, zero=choice.zero, mesh=where)
-    left = {
-        name: from_grid(whole - np.minimum(constants.reduce_hidden * whole, (I + W)[:, None]))
-        for name in ("reduce_grads", "reduce_scatter")
-        for whole in [np.broadcast_to(grid(getattr(found, name) or 0.0), (plan.stages, 1))]
-    }
-    return replace(found, **left)
-
-
-def _of_experts(
-    cluster: Cluster,
-    choice: Choice,
-    plan: Plan,
-    where: NDArray[np.int64],
-    numbers: Numbers,
-    states: States,
-) -> dict[str, tuple[float, ...]]:
-    """Costs where replicas hold parts of experts: these are summed over those replicas alone that
-    have the same, each e-th, and a step is of as many parts fewer."""
-    cut = choice.zero > 0
-    rings = {
-        "reduce_scatter" if cut else "reduce_grads": (
-            cluster.reduce_scatter if cut else cluster.all_reduce, states.grads
-        ),
-        **({"unshard": (cluster.all_gather, states.params)} if cut else {}),
-    }  # fmt: skip
-    found = {name: np.zeros(plan.stages) for name in rings}
-    every, same = len(where), max(len(where) // choice.e, 1)
-    parts = numbers.common / (every if cut else 1) + numbers.experts / (same if cut else 1)
-    moved = stepped(*(size * parts for size in (states.params, states.grads, states.optimizer)))
-    step = np.zeros(plan.stages)
-    for rank, stages in enumerate(plan.stages_of):
-        step[rank] = moved[list(stages)].sum() / cluster.hbm
-        group = where[:, rank, 0]
-        for one in stages:
-            for name, (ring, size) in rings.items():
-                found[name][one] = ring(size * numbers.common[one], group)
-                found[name][one] += ring(size * numbers.experts[one], group[:: choice.e])
-    return {name: _each(value) for name, value in found.items()} | {"step": _each(step)}
-
-
-def _tied(
-    model: Model, cluster: Cluster, plan: Plan, where: NDArray[np.int64], states: States
-) -> float:
-    """The sum of the gradients of a tied embedding, of the first rank and the last."""
-    first, last = int(plan.holders[0, 0]), int(plan.holders[0, -1])
-    if first == last or not model.tied:
-        return 0.0
-    size = states.grads * float(ends_numbers(model, where.shape[2])[2])
-    pairs = where[:, [first, last], 0]
-    return max(cluster.all_reduce(size, pair) for pair in pairs)
-
-
-def _each(value: NDArray[np.float64]) -> tuple[float, ...]:
-    return tuple(value.tolist())
+    memory = memory_of(run, constants)
+    return priced(model, cluster, choice, found, memory, exact=True, host=host_of(run))
 
 
 def run_of(cluster: Cluster, choice: Choice, whole: Program, costs: Costs) -> Timeline:
@@ -249,15 +216,16 @@ def parts_of(run: Timeline, times: list[Times], *, ahead: float = 0.0) -> Parts:
     idle, cause = waits["end"] - waits["start"], waits["cause"]
     norm = (waits["awaits"] >= 0) & np.isin(run.spans["op"][waits["awaits"]], producers(Token.NORM))
     data = np.isin(cause, (Cause.REDUCTION, Cause.WEIGHTS)) & ~norm
-    message = cause == Cause.MESSAGE
+    message, host = cause == Cause.MESSAGE, cause == Cause.OFFLOAD
     return Parts(
         compute=compute,
         recompute=again,
         tensor=tensor,
         transfers=float(took[np.isin(op, tuple(SCATTERS.values()))].sum() + idle[message].sum()),
-        bubble=float(idle[~(data | message | norm)].sum()),
+        bubble=float(idle[~(data | message | norm | host)].sum()),
         data=float(idle[data].sum()),
-        optimizer=float(took[np.isin(op, STEPS)].sum() + idle[norm].sum()),
+        optimizer=float(took[np.isin(op, _UPDATES)].sum() + idle[norm].sum()),
+        host=float(idle[host].sum()),
     )
 
 
@@ -275,6 +243,7 @@ def _told_apart(times: list[Times], ahead: float) -> NDArray[np.float64]:
     return found
 
 
+_UPDATES: Final = (*STEPS, *(op for op in changes(Token.STATE) if ROWS[op].lane is Lane.COMPUTE))
 _PHASES: Final[dict[Opcode, list[int]]] = {  # those of `Phases` that an instruction is
     FORWARD: [0],
     **{op: [1, 2] for op in WHOLES},
@@ -297,9 +266,22 @@ def memory_of(run: Timeline, constants: Constants) -> Memory:
     return Memory(**found)
 
 
+def host_of(run: Timeline) -> Host:
+    """What the rank has on its host that has most there, at the peak of it."""
+    curves = run.memory_on(TIERS[1]) if len(tiers_of(run.program)) > 1 else ()
+    most, kinds = 0.0, dict[str, float]()
+    for curve in curves:
+        at = int(curve.held.argmax())
+        if curve.held[at] > most:
+            most, kinds = float(curve.held[at]), {k: float(v[at]) for k, v in curve.kinds.items()}
+    states = sum(size for kind, size in kinds.items() if _HELD.get(kind) == "optimizer")
+    return Host(states, most - states)
+
+
 _HELD: Final = {
     "params": "weights", IN_PARTS["params"]: "weights", WHOLE["params"]: "weights",
     "grads": "gradients", IN_PARTS["grads"]: "gradients", WHOLE["grads"]: "gradients",
     "optimizer": "optimizer", IN_PARTS["optimizer"]: "optimizer",
+    Token.STATE.name.lower(): "optimizer",
     **{token.name.lower(): "other" for token in BOUNDARY},
 }  # fmt: skip

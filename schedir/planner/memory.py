@@ -170,7 +170,7 @@ def held(
     optimizer = state(states.optimizer, "optimizer")
 
     item = states.params  # bytes of an activation
-    kept, again = _by_layer(model, plans, item)
+    kept, again = kept_by_layer(model, plans, item)
     stages, loss, waiting = _in_flight(plans, shares)
     split = np.array([FAMILIES[name].split for name in NAMES])[plans.schedule][:, None]
     tokens = 1.0 * b * model.sequence / c * model.hidden  # numbers of an activation
@@ -194,7 +194,7 @@ def held(
     return Held(memory, numbers, experts, inner + before + np.where(v > 1, 0, behind))
 
 
-def _by_layer(model: Model, plans: Plans, itemsize: float) -> tuple[Floats, Floats]:
+def kept_by_layer(model: Model, plans: Plans, itemsize: float) -> tuple[Floats, Floats]:
     """`layer_kept` of each plan, a column each."""
     first, which = plans.distinct("t", "b", "recompute", "sequence_parallel", "c")
     each = [layer_kept(model, plans.choice(model, i), itemsize) for i in first.tolist()]

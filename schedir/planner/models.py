@@ -35,7 +35,7 @@ MODELS: Final[dict[str, tuple[Model, str]]] = {
 FIELDS: Final = {f.name: f for f in fields(Model)}
 # What configurations of `schedir train` call otherwise, and what of theirs says nothing here.
 _OTHERWISE: Final = {"context": "sequence"}
-_IGNORED: Final = ("seed", "dropout")
+_IGNORED: Final = ("seed", "dropout", "window", "stride")
 
 
 def shape_of(name: str | Path) -> dict[str, Any]:
@@ -67,6 +67,13 @@ def shape_of(name: str | Path) -> dict[str, Any]:
         field = _OTHERWISE.get(key, key)
         if field in FIELDS:
             found[field] = value
+        elif key == "window" and value != 0:
+            raise ConfigError(
+                "the planner knows attention over the whole sequence only, and window "
+                f"{said(value)} would take less time and memory than it says",
+                where=str(path),
+                fields=[key],
+            )
         elif key not in _IGNORED:
             near = get_close_matches(key, FIELDS, 1)
             raise ConfigError(

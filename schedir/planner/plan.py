@@ -6,7 +6,7 @@ from typing import Any, Final, get_args
 
 import numpy as np
 
-from schedir.errors import UsageError, expect, said
+from schedir.errors import UsageError, expect, flag, said
 from schedir.ir.cluster import Cluster
 from schedir.planner.choice import Attention, Choice, Order, Priced
 from schedir.planner.choices import asked, choices, leaves_node
@@ -14,11 +14,13 @@ from schedir.planner.constants import Constants
 from schedir.planner.division import layers_of
 from schedir.planner.every import Every, closed_form
 from schedir.planner.exact import exact as simulated
+from schedir.planner.exact import require_host
 from schedir.planner.families import FAMILIES, SCHEDULES, family
 from schedir.planner.memory import States, states_for
 from schedir.planner.model import Model
+from schedir.planner.offload import beside, for_states_alone, offloaded
 from schedir.planner.pieces import refuse_uneven
-from schedir.planner.plans import Plans
+from schedir.planner.plans import Plans, simulated_only
 from schedir.planner.priced import plain
 from schedir.planner.why import alone, among, nothing_fits
 from schedir.predict.layer_bytes import Recompute
@@ -80,6 +82,7 @@ def plan(
     sequence_parallel: bool | None = None,
     attention: Attention = "softmax",
     order: Order = "tpd",
+    offload: bool = False,
     constants: Constants | None = None,
     states: States | None = None,
 ) -> list[Priced]:
@@ -88,7 +91,12 @@ def plan(
     All plans are priced in closed form, and with `exact` the best of them once more as programs.
     A degree, a level or a word, or several of them, leave only plans that have one of these.
 
-    Raises UsageError where there is no plan, or none fits.
+    With `offload` there are also plans that do not fit but with the memory of their hosts, to which
+    activations, the optimizer's states, or both go meanwhile (`Choice.offload`, `Choice.states`).
+    These are simulated, the likeliest ones; `Priced.beside` tells what that is worth.
+
+    Raises UsageError where there is no plan, or none fits; with `offload` also where the cluster
+    does not tell `host` and `host_memory`, and without `exact`.
 
     >>> from schedir import planner
     >>> gpt3 = planner.Model(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
@@ -100,20 +108,25 @@ def plan(
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise UsageError(f"top is a number of plans, not {said(top)}", fields=["top"])
     _expect(model, cluster)
+    if flag(offload, "offload"):
+        require_host(cluster)
+        if not exact:
+            raise simulated_only()
     constants, states = constants or Constants(), states or states_for(cluster)
     found = every(
         model, cluster, batch, constants=constants, states=states, schedules=schedules, p=p, t=t,
         d=d, v=v, b=b, c=c, e=e, recompute=recompute, zero=zero,
-        sequence_parallel=sequence_parallel, attention=attention, order=order,
+        sequence_parallel=sequence_parallel, attention=attention, order=order, offload=offload,
     )  # fmt: skip
-    fits = found.total <= cluster.memory
-    if not fits.any():
+    usual = ~for_states_alone(found) if offload else np.ones(len(found.plans), bool)
+    fits = usual & (found.total <= cluster.memory)
+    if not fits.any() and not offload:
         raise nothing_fits(model, cluster, found)
     ranked = np.lexsort((found.total, found.step))
     ranked = ranked[fits[ranked]]
     if not exact:
-        best = [(found.at(model, cluster, at), at) for at in ranked[:top].tolist()]
-        return [among(model, cluster, one, at, found) for one, at in best]
+        first = [(found.at(model, cluster, at), at) for at in ranked[:top].tolist()]
+        return [among(model, cluster, one, at, found) for one, at in first]
     tried: list[tuple[Priced, int]] = []
     for at in ranked.tolist():  # some may hold a little more as programs
         if len(tried) >= FINALISTS and sum(one.fits for one, _ in tried) >= top:
@@ -121,18 +134,25 @@ def plan(
         one = plain(found.at(model, cluster, at))
         tried.append((simulated(model, cluster, one, constants, states=states), at))
     found = found.told(tried)
-    best = sorted((pair for pair in tried if pair[0].fits), key=_plainest_of_the_fastest)
+    tried = sorted((pair for pair in tried if pair[0].fits), key=lambda x: _plainest_first(x[0]))
+    others = found.take(usual)
+    place = np.cumsum(usual) - 1
+    best = [among(model, cluster, one, int(place[at]), others) for one, at in tried[:top]]
+    if offload:
+        steps = [one.step for one in best]
+        best += offloaded(model, cluster, found, top, constants, states, steps)
+        least = others.at(model, cluster, int(others.total.argmin()))
+        best = beside(sorted(best, key=_plainest_first), least)
     if not best:
-        raise nothing_fits(model, cluster, found)
-    return [among(model, cluster, one, at, found) for one, at in best[:top]]
+        raise nothing_fits(model, cluster, others, offload=offload)
+    return best[:top]
 
 
-def _plainest_of_the_fastest(tried: tuple[Priced, int]) -> tuple[float, int, int]:
+def _plainest_first(one: Priced) -> tuple[float, bool, int, int]:
     """What plans are sorted by: of those that take as long, but for rounding, the plainest first,
     since a prediction knows nothing of what more instructions cost to be issued."""
-    one, _ = tried
     own, again = [*FAMILIES].index(one.schedule), get_args(Recompute).index(one.recompute)
-    return float(f"{one.step:.6g}"), own, again
+    return float(f"{one.step:.6g}"), one.moves, own, again
 
 
 def every(

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.errors import UsageError
 from schedir.planner.choice import Attention, Choice, Order
 from schedir.planner.division import Share, even, shares
 from schedir.planner.families import FAMILIES
@@ -62,8 +63,11 @@ class Plans:
 
     @classmethod
     def of(cls, choice: Choice) -> Plans:
-        """One choice alone."""
-        each = {f.name: getattr(choice, f.name) for f in fields(Choice)}
+        """One choice alone.  Raises UsageError for one that has anything on the host, of whose
+        copies closed forms know nothing."""
+        if choice.moves:
+            raise simulated_only()
+        each = {f.name: getattr(choice, f.name) for f in fields(cls)}
         each["schedule"] = NAMES.index(choice.schedule)
         each["recompute"] = RECOMPUTES.index(choice.recompute)
         each |= {name: np.array([int(each[name])]) for name in COLUMNS}
@@ -105,6 +109,15 @@ class Plans:
         columns = [table.reshape(len(each), most, -1)[which, :, k] for k in range(5)]
         number, rank, layers, *ends = columns
         return Shares(number, rank, layers, *(end.astype(bool) for end in ends))
+
+
+def simulated_only() -> UsageError:
+    """The refusal to tell without a simulation what offloads."""
+    return UsageError(
+        "closed forms know nothing of copies to the host and back: plans that offload are "
+        "simulated, which exact=False, or --no-exact, leaves out",
+        fields=["offload", "exact"],
+    )
 
 
 ALIKE: Final = ("attention", "order", "layers_of")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from schedir.ir.cluster import Cluster
-from schedir.planner.choice import Choice, Memory, Parts, Priced
+from schedir.planner.choice import NOWHERE, Choice, Host, Memory, Parts, Priced
 from schedir.planner.model import Model
 
 
@@ -22,11 +22,13 @@ def priced(
     memory: Memory,
     *,
     exact: bool = False,
+    host: Host = NOWHERE,
 ) -> Priced:
     """A choice with its step, what a GPU does of the model in it, and whether it fits."""
     step = sum(parts)
     flops = model.flops(choice.batch) / step / choice.gpus
     return Priced(
         **vars(plain(choice)), step=step, parts=parts, memory=memory, flops=flops,
-        mfu=flops / cluster.roof, exact=exact, fits=memory.total <= cluster.memory,
+        mfu=flops / cluster.roof, exact=exact, host=host,
+        fits=memory.total <= cluster.memory and host.total <= (cluster.host_memory or 0.0),
     )  # fmt: skip

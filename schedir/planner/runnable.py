@@ -57,10 +57,11 @@ def program(choice: Choice, *, tied: bool = True, **options: Any) -> Program:
     boundaries where t > 1 (with `sequence_parallel` parts of the sequence cross as they are, and
     gradients of parts are summed at the end), with the level of ZeRO, and an R for each forward
     that is run again where `recompute` is "full".
-    "selective" shows in what backwards take.  Parts of a sequence (`c`) are replicas to what sums
-    gradients.  The norm of gradients is taken, as trainers do that clip.  `tied` says that the head
-    shares the embedding's weight; `options` are those of `compile`; unless told, messages have a
-    queue for each directed edge, and the fewest buffers.
+    "selective" shows in what backwards take.  Which microbatches `offload` "fit" moves their sizes
+    and a limit decide, which are `options` then, with costs: `program_for` finds these.  Parts of a
+    sequence (`c`) are replicas to what sums gradients.  The norm of gradients is taken, as trainers
+    do that clip.  `tied` says that the head shares the embedding's weight; `options` are those of
+    `compile`; unless told, messages have a queue for each directed edge, and the fewest buffers.
 
     Raises what `plan_of` does, and a ProgramError for a schedule that does not work so.
 
@@ -70,7 +71,8 @@ def program(choice: Choice, *, tied: bool = True, **options: Any) -> Program:
     """
     shape = Choice(p=choice.p, t=choice.t, d=choice.d * choice.c, v=choice.v, m=choice.m,
                    schedule=choice.schedule, zero=choice.zero, recompute=choice.recompute,
-                   sequence_parallel=choice.sequence_parallel)  # fmt: skip
+                   sequence_parallel=choice.sequence_parallel, offload=choice.offload,
+                   states=choice.states)  # fmt: skip
     large = 6 * choice.stages * choice.m > _LARGE
     large = large or options not in ({}, ON_PROCESSORS)
     if large or choice.schedule.endswith((".sched", ")")) or ":" in choice.schedule:
@@ -86,6 +88,11 @@ def _known(shape: Choice, *, tied: bool, **options: Any) -> Program:
 def _made(shape: Choice, *, tied: bool, options: dict[str, Any]) -> Program:
     found, plan = Source(shape.schedule).found, plan_of(shape)
     if isinstance(found, Program) and not found.is_draft:
+        if shape.moves:
+            raise UsageError(
+                f"{shape.schedule} is a program, which says itself what it offloads",
+                fields=["offload", "states", "schedule"],
+            )
         said = {"tp": shape.t, "dp": shape.d, "zero": shape.zero, "tied": tied}
         said["sequence"] = shape.sequence_parallel and shape.t > 1
         return Request(Source(shape.schedule), said, usual={}, model="edge").program
@@ -104,6 +111,10 @@ def lowered(drafted: Program, choice: Choice, *, tied: bool = True, **options: A
         how["recompute"] = "all"
     if _by_turns(choice):
         how["reduce"] = "turn"
+    if choice.offload != "none":
+        how["offload"] = choice.offload
+    if choice.states != "device":
+        how["states"] = choice.states
     how |= {"tied": tied, "clip": True, "zero": choice.zero}
     return compile(drafted, None, choice.t, choice.d * choice.c, **(how | options))
 
@@ -187,6 +198,8 @@ def config(model: Model, choice: Choice, **train: str | int | float) -> str:
         tables["pipeline"]["reduce"] = "turn"
     if choice.recompute == "full":
         tables["memory"]["recompute"] = "all"
+    if choice.states != "device":
+        tables["memory"]["states"] = choice.states
     many = f"{choice.gpus} process{'es' * (choice.gpus > 1)}"
     text = [f"# {many}: schedir train FILE"]
     for name, table in tables.items():
@@ -209,6 +222,12 @@ def _require_trainable(model: Model, choice: Choice, parts: tuple[int, ...]) -> 
             raise _cannot(name, value, why)
     if choice.order != "tpd" and min(choice.p, choice.d) > 1:
         raise _cannot("order", choice.order, "its replicas are numbered behind the ranks of each")
+    if choice.offload != "none":
+        raise UsageError(
+            "which microbatches are offloaded a program says, and no configuration",
+            hint="-o best.sched, which is a pipeline.schedule then",
+            fields=["offload"],
+        )
     if choice.recompute == "selective":
         raise _cannot("recompute", "selective", "its attention keeps no scores to spare")
 

@@ -15,9 +15,11 @@ from schedir.ir.sizes import Sizes
 from schedir.ir.zero import CUT_FROM
 from schedir.planner.choice import Choice, Priced
 from schedir.planner.constants import Constants
-from schedir.planner.exact import costs_of, exact, simulated, times_of
+from schedir.planner.costs import costs_of, times_of
+from schedir.planner.exact import exact, simulated
 from schedir.planner.memory import States
 from schedir.planner.model import Model
+from schedir.planner.offload import refuse_offload
 from schedir.planner.priced import plain
 from schedir.planner.runnable import lowered, program
 from schedir.planner.sizes import sizes
@@ -69,6 +71,7 @@ def shorter(
     >>> found.priced.step <= planner.exact(gpt, node, one).step, found.bound <= found.priced.step
     (True, True)
     """
+    refuse_offload(choice, "a search")
     of = trainer_for(cluster, constants, states)
     choice = plain(choice)
     best = exact(model, cluster, choice, constants, states=states)

@@ -33,15 +33,21 @@ def in_short(choice: Choice) -> str:
     rest = "without recomputation" if again == "none" else f"with {again} recomputation"
     rest += f", zero {choice.zero}" * (choice.zero > 0)
     rest += ", sequence cut over slices" * choice.sequence_parallel
+    rest += ", activations offloaded" * (choice.offload != "none")
+    rest += ", states on the host" * (choice.states != "device")
     return f"{' '.join(told)}, {rest}"
 
 
-def nothing_fits(model: Model, cluster: Cluster, found: Every) -> UsageError:
-    """The refusal where no plan has room, with the one that takes the least."""
+def nothing_fits(
+    model: Model, cluster: Cluster, found: Every, *, offload: bool = False
+) -> UsageError:
+    """The refusal where no plan has room, with the one that takes the least; where one could also
+    `offload`, of those that do not."""
     least = found.at(model, cluster, int(found.total.argmin()))
     return UsageError(
-        f"none of {len(found.plans)} plans fits into {in_bytes(cluster.memory)} a GPU: the least "
-        f"holds {in_bytes(least.memory.total)}",
+        f"none of {len(found.plans)} plans fits into {in_bytes(cluster.memory)} a GPU"
+        f"{', and none that offloads was found that does' * offload}: the least "
+        f"holds {in_bytes(least.memory.total)}{' without' * offload}",
         hint=f"that is {in_short(least)}",
         fields=["memory"],
     )

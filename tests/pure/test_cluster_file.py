@@ -26,13 +26,16 @@ def numbers(name: str) -> st.SearchStrategy[float]:
     return SMALL if name in ("latency", "kernel_us") else RATES
 
 
+_LEFT_OUT = ("host", "host_memory", "disk", "peak", "sms", "processors")
+
+
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
     """Any, with some of what may be left out."""
     said = {
         f.name: draw(numbers(f.name))
         for f in fields(Cluster)
-        if f.name not in ("host", "disk", "peak", "sms", "processors") or draw(st.booleans())
+        if f.name not in _LEFT_OUT or draw(st.booleans())
     }
     said["peak"] = max(said.get("peak", 0), said["flops"])
     return Cluster(**said)  # type: ignore[arg-type]

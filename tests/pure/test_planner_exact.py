@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from schedir import Cluster, planner, simulate
 from schedir.errors import UsageError
+from schedir.planner.costs import times_of
 from schedir.planner.cut import balanced, cut
-from schedir.planner.exact import exact, times_of
+from schedir.planner.exact import exact
 from schedir.planner.runnable import program
 from schedir.planner.shorter import shorter
 from schedir.predict.layer_bytes import Recompute
@@ -84,7 +85,7 @@ def test_balanced_flush_is_the_closed_formula(
     """(m + p - 1)(F + B): SC21, section 2.2.1, with what runs again in B."""
     model, free, choice = alike(p, m, schedule=schedule, recompute=recompute)
     inner = planner.stage(model, free, choice, 2)
-    monkeypatch.setattr(import_module("schedir.planner.exact"), "stage", lambda *args: inner)
+    monkeypatch.setattr(import_module("schedir.planner.costs"), "stage", lambda *args: inner)
     found = exact(model, free, choice)
     one = sum(inner.total)
     step = found.parts.optimizer + found.parts.data

@@ -15,7 +15,7 @@ from schedir.errors import UsageError
 from schedir.planner import Memory, Parts, Priced
 from schedir.viz import plan_memory, plan_scaling, plan_times, save
 
-PARTS = Parts(20, 4, 2, 1, 5, 0.5, 0.25)
+PARTS = Parts(20, 4, 2, 1, 5, 0.25, 0.125, 0.375)
 PLAN = Priced(
     p=8, t=8, d=16, m=96, v=2, schedule="interleaved", recompute="selective", zero=1,
     step=sum(PARTS), parts=PARTS, memory=Memory(5e9, 6e9, 7e9, 20e9, 3e9), flops=150e12, mfu=0.48,
@@ -37,12 +37,12 @@ def test_a_bar_is_the_parts_of_a_step() -> None:
     axes = figure.axes[0]
     bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]  # type: ignore[attr-defined]
     begins = np.cumsum([0, *PARTS])[:-1]
-    assert np.allclose(bars[:7], np.column_stack([begins, PARTS])) and bars[7:] == [(0, 16)]
+    assert np.allclose(bars[:8], np.column_stack([begins, PARTS])) and bars[8:] == [(0, 16)]
     shown = words(axes)
     for word in ("8", "16", "2", "interleaved", "selective", "32.75 s", "150.0", "41.0 GB", "61%"):
         assert word in shown
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert len(legend) == 7 and legend[0] == "compute"
+    assert len(legend) == 8 and legend[0] == "compute"
     few = plan_times([plan(0.016, 1e9)])
     assert [text.get_text() for text in few.legends[0].get_texts()] == ["compute"]
     assert few.axes[0].get_xlabel() == "time of a step, in ms"

@@ -1,0 +1,241 @@
+"""Plans that offload: what they take and hold, that they are found, and what is refused."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from schedir import Cluster, check, parse, planner, simulate
+from schedir.errors import MemoryLimitError, UsageError
+from schedir.ir.ops import Opcode
+from schedir.ir.sizes import ample
+from schedir.planner.constants import Constants
+from schedir.planner.costs import costs_of, times_of
+from schedir.planner.plans import simulated_only
+from schedir.planner.runnable import program
+from schedir.planner.sizes import sizes
+from schedir.predict.layer_bytes import Recompute
+from tests.commands import refused, said
+
+MODEL = planner.Model(layers=8, hidden=2048, heads=16, vocab=8192, sequence=1024)
+NODE = Cluster(nodes=1, gpus_per_node=4, flops=250e12, memory=8e9, hbm=1.7e12, nvlink=230e9,
+               network=25e9, latency=5e-6, kernel_us=2, host=240e9, host_memory=60e9)  # fmt: skip
+CLOSE = 1e-9
+
+
+def cluster(gpus: int, **more: Any) -> Cluster:
+    return replace(NODE, gpus_per_node=gpus, **more)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[planner.Choice, Cluster]:
+    """A choice that offloads, on GPUs that have less than it would hold."""
+    schedule = draw(st.sampled_from(["one_f_one_b", "gpipe", "interleaved", "zb_h1"]))
+    p, t, d = (
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.sampled_from([1, 2])),
+        draw(st.integers(1, 2)),
+    )
+    v = 2 if schedule == "interleaved" else 1
+    choice = planner.Choice(
+        p=p, t=t, d=d, v=v, b=draw(st.sampled_from([1, 4])), m=p * draw(st.integers(1, 3)),
+        schedule=schedule, zero=draw(st.integers(0, 3 if d > 1 else 0)),
+        recompute=draw(st.sampled_from(get_args(Recompute))),
+        sequence_parallel=t > 1 and draw(st.booleans()),
+        states=draw(st.sampled_from(["device", "host"])),
+        offload=draw(st.sampled_from(["none", "fit"])),
+    )  # fmt: skip
+    assume(choice.moves)
+    plain = planner.exact(MODEL, cluster(p * t * d), on_device(choice)).memory
+    share = draw(st.floats(0.5, 1.0))
+    return choice, cluster(p * t * d, memory=max(share * plain.total, 1.1e9))
+
+
+def on_device(choice: planner.Choice) -> planner.Choice:
+    return replace(choice, offload="none", states="device")
+
+
+@settings(max_examples=15, deadline=None)
+@given(cases())
+def test_what_offloads_adds_up(case: tuple[planner.Choice, Cluster]) -> None:
+    """Parts are the step, what is held is what its program holds, and copies only cost time."""
+    choice, where = case
+    plain = planner.exact(MODEL, where, on_device(choice))
+    try:
+        found = planner.exact(MODEL, where, choice)
+    except MemoryLimitError:
+        assert choice.offload == "fit" and not plain.fits
+        return
+    assert sum(found.parts) == pytest.approx(found.step, rel=CLOSE) and min(found.parts) >= 0
+    assert found.step >= plain.step * (1 - CLOSE)
+    assert (found.host.optimizer > 0) == (choice.states == "host")
+    if choice.offload == "fit":
+        assert found.memory.total <= ample(where.memory)
+    # The same program, made, checked and simulated by hand.
+    whole = check(planner.program_for(MODEL, where, choice))
+    constants = Constants()
+    times = times_of(MODEL, where, choice)
+    costs = costs_of(MODEL, where, choice, whole.plan, times, constants)
+    held = sizes(MODEL, choice, whole.plan, constants)
+    run = simulate(whole, costs, model="edge", sizes=held)
+    assert run.span == pytest.approx(found.step, rel=CLOSE)
+    most = run.peak_memory.max() * (1 + constants.allocator_share) + constants.reserved
+    assert most == pytest.approx(found.memory.total, rel=CLOSE)
+    away = max(curve.held.max() for curve in run.memory_on("host"))
+    assert away == pytest.approx(found.host.total, rel=CLOSE)
+    # Nobody copies faster than the link: each rank's bytes out, and in, take no more than the step.
+    for stream in whole.streams:
+        for op, name in ((Opcode.Offload, "saved"), (Opcode.LoadState, "optimizer")):
+            size = held.of(name, whole.plan.stages)[stream.stage[stream.op == op]].sum()
+            parts = choice.d if op == Opcode.LoadState and choice.zero else 1
+            assert NODE.host is not None and size / parts / NODE.host <= found.step
+
+
+def test_states_of_one_stage_come_and_go_behind_all_else() -> None:
+    """By hand: of one stage nothing runs beside the load and the store of its states."""
+    choice = planner.Choice(m=4, states="host")
+    where = cluster(1, memory=80e9)
+    plain, found = (planner.exact(MODEL, where, each) for each in (on_device(choice), choice))
+    assert NODE.host is not None
+    once = NODE.latency + plain.memory.optimizer / NODE.host
+    assert found.parts.host == pytest.approx(2 * once, rel=CLOSE)
+    assert found.step == pytest.approx(plain.step + 2 * once, rel=CLOSE)
+    assert found.host == planner.Host(optimizer=plain.memory.optimizer)
+
+
+def test_what_does_not_fit_gets_a_plan() -> None:
+    """None fits without; with offload the first is as short as any with states on the host."""
+    where, how = (
+        cluster(2, memory=4e9),
+        {"p": 1, "schedules": ("one_f_one_b", "interleaved")},
+    )
+    with pytest.raises(UsageError, match="plans fits into"):
+        planner.plan(MODEL, where, 4, **how)  # type: ignore[arg-type]
+    best, *_ = found = planner.plan(MODEL, where, 4, top=3, offload=True, **how)  # type: ignore[arg-type]
+    assert all(one.fits and one.exact and one.moves for one in found)
+    assert [one.step for one in found] == sorted(one.step for one in found)
+    assert best.beside.startswith("no plan fits without: the least holds ")
+    shortest = min(everything(where, 4, how))
+    assert best.step <= shortest
+
+
+def everything(where: Cluster, batch: int, how: dict[str, Any]) -> list[float]:
+    """The steps of all plans that fit with states on the host alone."""
+    plans = planner.every(MODEL, where, batch, offload=True, **how).plans
+    steps = []
+    for at in range(len(plans)):
+        one = planner.exact(MODEL, where, replace(plans.choice(MODEL, at), states="host"))
+        steps += [one.step] * one.fits
+    return steps
+
+
+def test_offload_beside_what_fits() -> None:
+    """Plans without are there as they are, and the first is told beside the best of the rest."""
+    where = cluster(4, memory=80e9)
+    plain, found = (
+        planner.plan(MODEL, where, 8, top=3, schedules=("one_f_one_b", "zb_h1"), offload=way)
+        for way in (False, True)
+    )
+    assert [replace(one, beside="") for one in found] == plain
+    assert found[0].beside == "no plan that fits with it is among the first"
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "host and host_memory": {"host": None, "host_memory": None},
+    "the cluster's host_memory say": {"host_memory": None},
+    "processors compute in their host's memory": {"processors": 4},
+}
+
+
+@pytest.mark.parametrize("fact", REFUSED)
+def test_hosts_are_told(fact: str) -> None:
+    where = cluster(4, **REFUSED[fact])
+    with pytest.raises(UsageError, match=fact):
+        planner.plan(MODEL, where, 8, offload=True)
+    for way in ({"offload": "fit"}, {"states": "host"}):
+        with pytest.raises(UsageError, match=fact):
+            planner.exact(MODEL, where, planner.Choice(p=4, m=8, **way))  # type: ignore[arg-type]
+
+
+def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
+    one, where = planner.Choice(p=4, m=8, offload="fit"), cluster(4)
+    closed = simulated_only().fact
+    with pytest.raises(UsageError, match=closed):
+        planner.plan(MODEL, where, 8, offload=True, exact=False)
+    with pytest.raises(UsageError, match=closed):
+        planner.step(MODEL, where, one, exact=False)
+    with pytest.raises(UsageError, match=closed):
+        planner.memory(MODEL, where, one)
+    for knows_nothing in (planner.cut, planner.shorter):
+        with pytest.raises(UsageError, match="knows nothing of copies to the host"):
+            knows_nothing(MODEL, where, one)
+    with pytest.raises(UsageError, match="which microbatches are offloaded a program says"):
+        planner.config(MODEL, one)
+    with pytest.raises(UsageError, match="needs sizes and a limit"):
+        program(one)
+    told = tomllib.loads(planner.config(MODEL, replace(one, offload="none", states="host")))
+    assert told["memory"] == {"states": "host"}
+    moved = tmp_path / "own.sched"
+    moved.write_text(said_program(where), encoding="utf-8")
+    file = replace(one, schedule=str(moved), offload="none")
+    with pytest.raises(UsageError, match="offloads, and what its copies take nobody has planned"):
+        planner.exact(MODEL, where, file)
+    with pytest.raises(UsageError, match="is a program, which says itself what it offloads"):
+        program(replace(file, states="host"))
+    with pytest.raises(UsageError, match="states of experts"):
+        experts = replace(MODEL, experts=4, active=2)
+        planner.exact(experts, where, planner.Choice(d=4, e=2, m=8, zero=1, states="host"))
+
+
+def said_program(where: Cluster) -> str:
+    from schedir import show
+
+    tight = planner.Choice(p=4, m=8, b=4, offload="fit")
+    least = planner.exact(MODEL, replace(where, memory=80e9), on_device(tight)).memory.total
+    whole = planner.program_for(MODEL, replace(where, memory=0.9 * least), tight)
+    assert Opcode.Offload in whole.ops
+    return show(whole)
+
+
+SHAPE = ("--layers=8", "--hidden=2048", "--heads=16", "--vocab=8192", "--sequence=1024")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What lies where and what that is worth is told; the program is what was planned."""
+    node, out = tmp_path / "node.toml", tmp_path / "best.sched"
+    numbers = vars(cluster(2, memory=4e9))
+    lines = [f"{name} = {value}" for name, value in numbers.items() if value]
+    node.write_text("\n".join(lines), encoding="utf-8")
+    asked = ("plan", *SHAPE, f"--cluster={node}", "--batch=8", "--pp=1", "--top=2")
+    text = said(capsys, *asked, "--offload", "-o", str(out))
+    for words in ("host copies", " of 60 GB", "states on the host", "offload: no plan fits without",
+                  " states ", "bound by "):  # fmt: skip
+        assert words in text, text
+    whole = check(parse(out.read_text(encoding="utf-8")))
+    assert Opcode.LoadState in whole.ops
+    for option in ("--tradeoff", "--cut", "--search"):
+        more = ("--picture", str(tmp_path / "x.svg")) if option == "--tradeoff" else ()
+        assert f"{option} knows nothing of copies" in refused(
+            capsys, *asked, "--offload", option, *more
+        )
+    assert "--no-exact, leaves out" in refused(capsys, *asked, "--offload", "--no-exact")
+    bare = [line for line in lines if not line.startswith("host")]
+    node.write_text("\n".join(bare), encoding="utf-8")
+    assert "host and host_memory say, which nobody tells" in refused(capsys, *asked, "--offload")
+
+
+def test_windows_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.toml"
+    shape = "layers = 2\nhidden = 64\nheads = 4\nvocab = 64\ncontext = 32\n"
+    file.write_text(f"[model]\n{shape}window = 0\nstride = 1\n", encoding="utf-8")
+    assert planner.load_model(file).sequence == 32
+    for window in ("8", "[0, 8]"):
+        file.write_text(f"[model]\n{shape}window = {window}\n", encoding="utf-8")
+        with pytest.raises(UsageError, match="attention over the whole sequence only, and window"):
+            planner.load_model(file)
