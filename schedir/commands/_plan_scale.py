@@ -72,7 +72,8 @@ def _table(plans: Sequence[Priced]) -> str:
             [
                 f"{plan.gpus:,}", f"{plan.batch:,}", str(plan.p), str(plan.t), str(plan.d),
                 str(plan.v), str(plan.b), plan.schedule, plan.recompute, str(plan.zero),
-                *(getattr(plan, field) for _, field in last), seconds(plan.step), f"{plan.flops / 1e12:.1f}", f"{plan.mfu:.1%}",
+                *(getattr(plan, field) for _, field in last),
+                seconds(plan.step), f"{plan.flops / 1e12:.1f}", f"{plan.mfu:.1%}",
                 f"{plan.flops / first.flops:.0%}",
             ]
             for plan in plans
