@@ -111,11 +111,15 @@ class Graph:
         return reuses(self.program)
 
     @cached_property
+    def reuses_on_host(self) -> dict[str, tuple[Positions, Positions]]:
+        """The same of the host's slots, by their name."""
+        return reuses_on_host(self.program)
+
+    @cached_property
     def rooms(self) -> list[tuple[Positions, Positions]]:
         """Who fills any slot, on the device or the host, that had a value before, and the last
         reader of that."""
-        on_host = reuses_on_host(self.program)
-        return [*self.reuses.values(), *[on_host] * bool(len(on_host[0]))]
+        return [*self.reuses.values(), *self.reuses_on_host.values()]
 
     @cached_property
     def waits(self) -> NDArray[np.int32]:

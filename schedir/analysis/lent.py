@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from schedir.analysis.kept import moved_sizes
 from schedir.analysis.slots import KINDS, counts
 from schedir.ir.ops import SLOTTED, TIERS, TOKENS, Per, Token
-from schedir.ir.program import OWN, Program
+from schedir.ir.program import ON_HOST, OWN, Program
 from schedir.ir.sizes import Sizes
 
 Curve = tuple[NDArray[np.int64], NDArray[np.float64]]  # numbers and bytes
-HOST: Final = "host"  # whose slots are of what forwards saved
+HOST: Final = {kind: name for name, kind in ON_HOST.items()}  # the host's slots, by kind
 
 
 class Lent(NamedTuple):
@@ -28,13 +28,13 @@ class Lent(NamedTuple):
     @classmethod
     def of(cls, program: Program, kind: Token, sizes: Sizes, tier: str) -> Lent | None:
         """What a program says of a kind on a tier; None where it says no number."""
-        if not program.slots or TOKENS[kind].per is not Per.MICROBATCH:
+        if not program.slots:
             return None
-        if tier == TIERS[0] and kind in SLOTTED:
+        if tier == TIERS[0] and kind in SLOTTED and TOKENS[kind].per is Per.MICROBATCH:
             said = np.array([slots[SLOTTED.index(kind)] for slots in program.slots])
             slots = counts(program)[:, KINDS.index(kind)]
-        elif tier == HOST and kind is Token.SAVED:
-            said = slots = np.array([slots.host for slots in program.slots])
+        elif tier == "host" and kind in HOST:
+            said = slots = np.array([getattr(slots, HOST[kind]) for slots in program.slots])
         else:
             return None
         if (said == OWN).any():

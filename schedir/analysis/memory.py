@@ -181,7 +181,8 @@ def at_rest(program: Program, sizes: Sizes, tier: str = "device") -> dict[str, N
     A value that lies on a tier from the start has its room there all the time, wherever it is.
     """
     plan, zero = program.plan, program.zero
-    lies = {row.size: row.lies for row in TOKENS if row.lies and program.has(row.token)}
+    lies = {row.size: program.lies(row.token) for row in TOKENS if row.lies}
+    lies = {size: tier for size, tier in lies.items() if tier != TIERS[0]}
     if lies and np.any(np.array(sizes.weights or 0)):
         raise UsageError(
             f"{' and '.join(lies)} of a stage lies on the {' and '.join(lies.values())}, and of "
@@ -224,7 +225,7 @@ def tiers_of(program: Program) -> tuple[str, ...]:
     """
     changes = [change for op in program.ops for change in ROWS[op].changes]
     there = {state for change in changes for state in (change.before, change.after)}
-    there |= {TIERS[0], *(row.lies for row in TOKENS if program.has(row.token))}
+    there |= {TIERS[0], *(program.lies(row.token) for row in TOKENS)}
     return tuple(tier for tier in TIERS if tier in there)
 
 
@@ -252,7 +253,7 @@ def held(
     for kind in KINDS:
         if not program.holds(kind) or (kind in static and tier == TIERS[0]):
             continue
-        if TOKENS[kind].lies == tier:  # which is in `always`
+        if program.lies(kind) == tier:  # which is in `always`
             continue
         kept_on = partial(kept_of, program, kind, sizes, TIERS.index(tier), late)
         if late and (slots := Lent.of(program, kind, sizes, tier)) is not None:

@@ -9,8 +9,8 @@ waits for.  That is interval colouring: c slots do if and only if no more than c
 What is taken in (ACT_IN, GRAD_IN) is filled by receives.  What is put out (ACT_OUT, GRAD_OUT) is
 filled by compute and read by a send, or by the neighbouring stage's compute on the same rank.
 A slot from which messages leave has the room of a boundary, or of the 1/t that a scatter leaves.
-On the host there are slots, too, of what forwards saved and is offloaded: who brings it there waits
-for one, who takes it away leaves one.
+On the host there are slots, too, of what forwards saved and is offloaded, and of states that lie on
+the disk: who brings one there waits for one, who takes it away leaves one.
 SAVED and TAPE are filled and freed by compute alone, which is in order anyway: for them the
 fewest slots cost nothing, and nobody has to say how many there are.
 
@@ -30,7 +30,7 @@ from schedir.ir.flow import Flow, Lives
 from schedir.ir.index import NONE, Index, Positions
 from schedir.ir.ops import KEPT, ROWS, SCATTERS, SENDS, SLOTTED, TIERS, TOKENS, Per, Token
 from schedir.ir.per_stage import look_up
-from schedir.ir.program import OWN, Program
+from schedir.ir.program import ON_HOST, OWN, Program
 from schedir.ir.sizes import Sizes
 
 # Of the slotted the number is a choice; of the others there are the fewest.
@@ -65,22 +65,24 @@ def reuses(program: Program) -> dict[Token, tuple[Positions, Positions]]:
     return found
 
 
-def reuses_on_host(program: Program) -> tuple[Positions, Positions]:
-    """Who fills a slot of the host's that had a value before, and who has left it: what forwards
-    saved is there from the start of what brings it to the end of what takes it away."""
-    count = np.array([slots.host for slots in program.slots], np.int64)
-    none = np.empty(0, np.int32)
-    if (count == OWN).all():
-        return none, none
-    lives = on_host(program)
-    left = _left(lives, count)
-    again = left != NONE
-    return lives.fill[again], left[again]
+def reuses_on_host(program: Program) -> dict[str, tuple[Positions, Positions]]:
+    """By name of the host's slots, who fills one that had a value before, and who has left it: a
+    value is there from the start of what brings it to the end of what takes it away."""
+    found = {}
+    for name in ON_HOST:
+        count = np.array([getattr(slots, name) for slots in program.slots], np.int64)
+        if (count == OWN).all():
+            continue
+        lives = on_host(program, name)
+        left = _left(lives, count)
+        if (again := left != NONE).any():
+            found[name] = lives.fill[again], left[again]
+    return found
 
 
-def on_host(program: Program) -> Lives:
-    """The values in the host's slots."""
-    return Flow.of(program).lives(Token.SAVED, TIERS.index("host"))
+def on_host(program: Program, name: str = "host") -> Lives:
+    """The values in the host's slots of a name."""
+    return Flow.of(program).lives(ON_HOST[name], TIERS.index("host"))
 
 
 def _left(lives: Lives, count: NDArray[np.int64]) -> Positions:

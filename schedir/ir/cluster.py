@@ -277,7 +277,8 @@ class Cluster:
           the host (`host_transfer`).
         - With `states` "host": `load_state` and `store_state`, the replica's part of a stage's
           `optimizer` (`host_transfer`), and `step_stage`, of each stage what `step` else is of all;
-          `step` then takes nothing.
+          `step` then takes nothing.  With "disk" also `fetch_state` and `spill_state`, the same
+          part (`disk_transfer`).
         - With `offload`: `offload` and `reload`, what is `saved` of a microbatch, or of one that is
           `recomputed`, by (stage, microbatch), its `checkpoint` (`host_transfer`).  With `spill`:
           `spill` and `fetch`, the same to the disk and back (`disk_transfer`).

@@ -71,7 +71,8 @@ def filled(
     found = _backwards(costs)
     filler = _Filler(cluster, plan, sizes, mesh, zero)
     fills = filler.fills | ({"snapshot": filler.snapshot} if snapshots else {})
-    fills |= filler.of_states if states == "host" else {}
+    fills |= filler.of_states if states != "device" else {}
+    fills |= filler.of_disk if states == "disk" else {}
     for name, fill in fills.items():
         if name not in costs.told:
             each = fill()
@@ -143,10 +144,14 @@ class _Filler:
             "step": self.step,
         }
         self.of_states: dict[str, Callable[[], Floats]] = {
-            "load_state": self.state,
-            "store_state": self.state,
+            "load_state": partial(self.state, "load_state", cluster.host_transfer),
+            "store_state": partial(self.state, "store_state", cluster.host_transfer),
             "step_stage": lambda: self._touched("step_stage")[:, None] / self.cluster.hbm,
             "step": lambda: np.zeros((1, 1)),
+        }
+        self.of_disk: dict[str, Callable[[], Floats]] = {
+            name: partial(self.state, name, cluster.disk_transfer)
+            for name in ("fetch_state", "spill_state")
         }
 
     # ------------------------------------------------------------ messages
@@ -247,13 +252,13 @@ class _Filler:
         copied = (params + optimizer) / self.dp
         return np.array([[self.cluster.host_transfer(size)] for size in copied.tolist()])
 
-    def state(self) -> Floats:
-        """Each replica moves its part, whole or 1/dp, between the host and its device."""
+    def state(self, cost: str, transfer: Callable[[float], float]) -> Floats:
+        """Each replica moves its part, whole or 1/dp, between its device, the host and the disk."""
         each = self.sizes.of("optimizer", self.plan.stages)
         if not each.any():
-            raise _unknown("load_state", "params=2GB,grads=2GB,optimizer=12GB")
+            raise _unknown(cost, "params=2GB,grads=2GB,optimizer=12GB")
         own = each / (self.dp if self.zero else 1)
-        return np.array([[self.cluster.host_transfer(size)] for size in own.tolist()])
+        return np.array([[transfer(size)] for size in own.tolist()])
 
     def _touched(self, cost: str) -> Floats:
         """Bytes that a step of each stage reads and writes on a replica, shape (stages,)."""

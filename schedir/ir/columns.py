@@ -73,8 +73,9 @@ class TokenRow(NamedTuple):
     `made_of` says that an instruction makes it of another value that it frees, and which field of
     Sizes tells the bytes of both.  `trait` names a trait of programs: only in those that have
     another than its default there are such values.
-    `lies` is one of TIERS: the value is there from the start, on that one, and nobody makes or
-    frees it; there it has its room all the time.  Of what replicas hold parts of it is the own.
+    `lies` is one of TIERS: the value is there from the start, on that one, or on the one that a
+    program says by `trait`, and nobody makes or frees it; there it has its room all the time.  Of
+    what replicas hold parts of it is the own.
     """
 
     token: Token

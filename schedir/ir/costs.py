@@ -98,6 +98,8 @@ class Costs:
     load_state: Cost | None = None
     step_stage: Cost | None = None
     store_state: Cost | None = None
+    fetch_state: Cost | None = None
+    spill_state: Cost | None = None
     sum: Cost | None = None
     reduce_sequence: Cost | None = None
 

@@ -334,8 +334,8 @@ class Flow:
             if at is not None:
                 key = self._keys(token, at, hop and hop.back)
                 parts.append(Part(at, key, False, False, None))
-        row = TOKENS[token]
-        return Chains.of(parts, collected=row.found is Found.ALL, lies=row.lies)
+        lies = self.index.program.lies(token)
+        return Chains.of(parts, collected=TOKENS[token].found is Found.ALL, lies=lies)
 
     def _keys(self, token: Token, at: Positions, hop: Hop | None = None) -> Keys:
         """Which value of a token's each of some instructions touches; of another stage's, a hop

@@ -91,3 +91,5 @@ class Opcode(IntEnum):
     SumAct = 34
     SumGrad = 35
     ReduceSequence = 36
+    FetchState = 37
+    SpillState = 38

@@ -190,6 +190,12 @@ ROWS: Final[tuple[Row, ...]] = (
         "Sums over the tensor-parallel group the gradients of what each of its ranks holds whole, "
         "and has seen its own part of the sequence with: norms, and biases behind sums.",
         cost="reduce_sequence"),
+    Row(_O.FetchState, "fetch_state", _L.DISK, _STAGE, (_T.STATE,), (_T.STATE,), (),
+        "Moves a stage's part of the optimizer's state from the disk to the host's memory.",
+        cost="fetch_state", changes=(Change(_T.STATE, "disk", "host"),)),
+    Row(_O.SpillState, "spill_state", _L.DISK, _STAGE, (_T.STATE,), (_T.STATE, _T.STORED), (),
+        "Moves the stage's part of the state back to the disk.", cost="spill_state",
+        changes=(Change(_T.STATE, "host", "disk"),)),
 )  # fmt: skip
 
 BY_TEXT: Final = {row.text: row.op for row in ROWS}

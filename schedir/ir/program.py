@@ -27,6 +27,7 @@ from schedir.ir.ops import (
     OFF_COMPUTE,
     ROWS,
     SLOTTED,
+    TIERS,
     TO_TRAIN,
     TOKENS,
     Hop,
@@ -60,6 +61,8 @@ Order = Mapping[Opcode, NDArray[np.int32]]
 _LARGE: Final = 2**22  # instructions of a program with which nothing is kept that is made of it
 _T = TypeVar("_T")
 OWN: Final = 2**31  # of slots: each value has its own, where nobody says how many there are
+# Names of slots of the host's memory, by what is moved there.
+ON_HOST: Final = {"host": Token.SAVED, "state_host": Token.STATE}
 
 if TYPE_CHECKING:
 
@@ -76,15 +79,16 @@ if TYPE_CHECKING:
         full: int = OWN
         state: int = OWN
         host: int = OWN
+        state_host: int = OWN
 else:
-    _KINDS = [*(kind.name.lower() for kind in SLOTTED), "host"]
+    _KINDS = [*(kind.name.lower() for kind in SLOTTED), *ON_HOST]
     _Slots = namedtuple("_Slots", _KINDS, defaults=[OWN] * (len(_KINDS) - len(BETWEEN_NEIGHBOURS)))
 
 
 class Slots(_Slots):
     """How many static slots a rank has for what is taken in and put out, in activations and
     in gradients (`schedir/analysis/slots.py` says who lives in which); and on the `host`, for what
-    forwards saved."""
+    forwards saved, and for states of the optimizer that lie on the disk (`state_host`)."""
 
     __slots__ = ()
 
@@ -134,7 +138,8 @@ class Program:
     on the same stages adds to them, and one that is not open ends the update.
     `snapshots` says that what a step changes can be copied while its forwards run, to be saved.
     `states` is where the optimizer's state lies between steps: on the "device", or on the "host".
-    Then each update ends with a load, a step and a store of each own stage that is trained.
+    Then each update ends with a load, a step and a store of each own stage that is trained; on the
+    "disk" with a fetch before the load, and a spill behind the store.
     `meets` has a letter for each boundary between two stages, where any of them are pieces of one
     that tensor-parallel ranks share (`schedir/ir/meets.py`): "fgfg-fgfg".
     `sequence` says that tensor-parallel ranks share the sequence, too (arXiv 2205.05198): each has
@@ -298,6 +303,12 @@ class Program:
         if trait:
             return bool(getattr(self, trait) != getattr(type(self), trait))
         return across is None or bool((self.beside(across) >= 0).any())
+
+    def lies(self, token: Token) -> str:
+        """On which of TIERS a value lies from the start on; "" if it is made."""
+        row = TOKENS[token]
+        said = getattr(self, row.trait) if row.lies else ""
+        return said if said in TIERS else row.lies
 
     def holds(self, token: Token) -> bool:
         """Whether values of this kind take memory of their own.

@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any, Final
 
 from schedir.errors import PlanError, said
+from schedir.ir.columns import TIERS
 from schedir.ir.fields import YES_OR_NO, Kind, Option, itself, setting, whole_number
 from schedir.ir.meets import MEETS as MEETS_KIND
 from schedir.ir.plan import MAX_STAGES, Plan
@@ -35,8 +36,8 @@ def _settled_frozen(name: str, value: Any, plan: Plan) -> int:
 
 
 def _one_of(*words: str) -> Kind:
-    """One of two words."""
-    takes = f"is {' or '.join(map(repr, words))}"
+    """One of a few words."""
+    takes = f"is {', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
 
     def settle(name: str, value: Any, _: Plan) -> str:
         if value not in words:
@@ -142,17 +143,17 @@ def require_together(
             hint="validate='before', or no snapshots",
             fields=["snapshots", "validate"],
         )
-    if states == "host" and plan.updates > 1:
+    if states != "device" and plan.updates > 1:
         raise PlanError(
-            f"the optimizer's states are on the host, and a run has {plan.updates} updates: the "
-            "next one computes while weights are stepped stage by stage",
+            f"the optimizer's states are on the {states}, and a run has {plan.updates} updates: "
+            "the next one computes while weights are stepped stage by stage",
             hint="states='device', or one update",
             fields=["states", "updates"],
         )
-    if states == "host" and validate == "after":
+    if states != "device" and validate == "after":
         raise PlanError(
-            "the optimizer's states are on the host, and validate is 'after': an update that is "
-            "made again needs what it has moved there",
+            f"the optimizer's states are on the {states}, and validate is 'after': an update that "
+            "is made again needs what it has moved there",
             hint="states='device', or validate='before'",
             fields=["states", "validate"],
         )
@@ -224,8 +225,8 @@ SNAPSHOTS: Final = setting(
     in_config=False,  # it is the checkpoint's there
 )
 STATES: Final = setting(
-    _one_of("device", "host"),
-    "where the optimizer's state lies between steps: on the device (device), or on the host",
+    _one_of(*TIERS),
+    "where the optimizer's state lies between steps: on the device (device), the host, or its disk",
     section="memory",
 )
 SEQUENCE: Final = setting(

@@ -1,39 +1,49 @@
-"""States: the optimizer's state lies on the host, and each stage's is loaded, stepped and stored.
+"""States: the optimizer's state lies on the host, or its disk, and each stage's is loaded, stepped
+and stored.
 
-ZeRO-Offload (arXiv 2101.06840) keeps it there; ZeRO-Infinity (arXiv 2104.07857, section 5.2.2)
-brings it to the device part by part, and reads the next while one is stepped.  Here a part is a
+ZeRO-Offload (arXiv 2101.06840) keeps it on the host; ZeRO-Infinity (arXiv 2104.07857, sections
+5.1.1 and 5.2.2) on the disk, too, and brings it to the device part by part through a few buffers of
+the host: the next is read while one is stepped, and the one before is written.  Here a part is a
 stage's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from schedir.analysis.slots import KINDS, counts, minimum_slots
+from schedir.analysis.slots import KINDS, counts, groups, minimum_slots, on_host
 from schedir.errors import UsageError
 from schedir.ir.fields import whole_number
 from schedir.ir.index import NONE, Index
 from schedir.ir.ops import Opcode, Per, Token, producers
 from schedir.ir.plan import MAX_STAGES
-from schedir.ir.program import OWN, Program, Slots, pack
+from schedir.ir.program import ON_HOST, OP, OWN, Program, Slots, pack
 from schedir.passes.insert import at_ends
 from schedir.passes.record import Expected, Options, Pass, Present
 
 _ROWS: Final = (Opcode.LoadState, Opcode.StepStage, Opcode.StoreState)
+_OF_DISK: Final = (Opcode.FetchState, Opcode.SpillState)
 _SLOT: Final = Token.STATE.name.lower()
+_ON_HOST: Final = next(name for name, kind in ON_HOST.items() if kind is Token.STATE)
 _NUMBER: Final = whole_number(1, MAX_STAGES)
-USUAL: Final = 2  # one is stepped while the next is loaded
+# One is stepped while the next is loaded; on the host one is read while the one before is written.
+USUAL: Final = 2
 
 
-def states(program: Program, slots: int | None = None) -> Program:
+def states(program: Program, slots: int | None = None, on_host: int | None = None) -> Program:
     """End the Stream of each rank with a load, a step and a store of each of its trained stages.
 
     Stages come in the order in which their gradients are reduced.  `slots` (two) are loaded ahead.
     A load stands behind the store that leaves it room, and a stage later where it can: a host that
-    waits for that store has issued the next step by then.  Raises PlanError for less than one slot.
+    waits for that store has issued the next step by then.  Where states lie on the disk, each
+    stage's is fetched before it is loaded, and spilled when it is stored: `on_host` (two) of them
+    are on the host at once, of which one is left to what is stored.  Raises PlanError for less than
+    one slot.
     """
     plan, index = program.plan, Index.of(program)
     given = index.where_all(producers(Token.GRAD))
@@ -42,6 +52,7 @@ def states(program: Program, slots: int | None = None) -> Program:
     np.maximum.at(last, key, given)
     reduced = last.reshape(plan.holders.shape)
     room = USUAL if slots is None else _NUMBER.settle("state_slots", slots, plan)
+    rooms = USUAL if on_host is None else _NUMBER.settle("state_rooms", on_host, plan)
     ranks, words = [], []
     for rank, own in enumerate(plan.stages_of):
         trained = np.array([s for s in own if s >= program.frozen], np.int64)
@@ -52,25 +63,48 @@ def states(program: Program, slots: int | None = None) -> Program:
             turns += [step[k], store[k]]
             if k >= later:
                 turns += [*load[k - later + room :][:1]]
+        if program.states == "disk":
+            turns = _through_host(turns, trained, rooms)
         ranks += [rank] * len(turns)
         words += turns
     return at_ends(program, np.array(ranks, np.int64), np.array(words, np.int64))
 
 
+def _through_host(turns: Sequence[int], trained: NDArray[np.int64], rooms: int) -> list[int]:
+    """The turns of a rank with fetches and spills: with one room each fetch stands before its load;
+    else as many are ahead as leave one room to what is stored."""
+    fetch, spill = (iter(pack(op, trained, 0).tolist()) for op in _OF_DISK)
+    ahead, found = rooms - 1, [*islice(fetch, rooms - 1)]
+    for turn in turns:
+        op = turn >> OP
+        if op == Opcode.LoadState and not ahead:
+            found += islice(fetch, 1)
+        found.append(turn)
+        if op == Opcode.StoreState:
+            found += islice(spill, 1)
+        elif op == Opcode.LoadState and ahead:
+            found += islice(fetch, 1)
+    return found
+
+
 def leave_slots(program: Program) -> Program:
-    """Say how many stages' states are on the device at once, where not all of a rank's may be: as
-    few as the order of the Stream asks for."""
-    column = KINDS.index(Token.STATE)
+    """Say how many stages' states are on the device at once, and on the host on their way to the
+    disk, where not all of a rank's may be: as few as the order of the Stream asks for."""
+    index, column = Index.of(program), KINDS.index(Token.STATE)
     room, most = minimum_slots(program)[:, column], counts(program)[:, column]
-    if (room >= most).all():
-        return program
-    said = program.slots or [Slots.unsaid()] * program.plan.ranks
-    each = zip(said, room.tolist(), strict=True)
-    return program.with_slots([slots._replace(**{_SLOT: n}) for slots, n in each])
+    said = program.slots or (Slots.unsaid(),) * program.plan.ranks
+    if (room < most).any():
+        each = zip(said, room.tolist(), strict=True)
+        said = tuple(slots._replace(**{_SLOT: n}) for slots, n in each)
+    if (room := on_host(program, _ON_HOST).peak(groups(index))).any():
+        each = zip(said, room.tolist(), strict=True)
+        said = tuple(slots._replace(**{_ON_HOST: n}) for slots, n in each)
+    unsaid = all(not slots.said() for slots in said)
+    return program if unsaid else program.with_slots(said)
 
 
 def _each(program: Program, present: Present) -> Iterator[Expected]:
-    there = program.closes and program.states == "host"
+    there = program.closes and program.states in _MOVED
     once = np.tile((np.arange(program.plan.stages) >= program.frozen) & there, program.plan.rows)
     why = (
         "the program says 'open yes'"
@@ -79,31 +113,48 @@ def _each(program: Program, present: Present) -> Iterator[Expected]:
     )
     for op in _ROWS:
         yield Expected(op, once, why, "each trained stage is loaded, stepped and stored once")
+    for op in _OF_DISK:
+        yield Expected(
+            op, once & (program.states == "disk"), why,
+            "each trained stage's state is fetched and spilled once",
+        )  # fmt: skip
 
 
 def _states(program: Program, options: Options) -> Program:
-    slots = options.more.get("state_slots")
-    if program.states != "host":
-        raise UsageError(
-            f"state_slots is {slots}, and the optimizer's states stay on the device",
-            hint='states="host", or leave state_slots out',
-            fields=["state_slots", "states"],
-        )
-    return states(program, slots)
+    for name, where in _WHERE.items():
+        said = options.more.get(name)
+        if said is not None and program.states not in where:
+            stay = "stay on the device" if program.states == "device" else "lie on the host"
+            raise UsageError(
+                f"{name} is {said}, and the optimizer's states {stay}",
+                hint=f'states="{where[0]}", or leave {name} out',
+                fields=[name, "states"],
+            )
+    return states(program, *(options.more.get(name) for name in _WHERE))
 
 
 def _wanted(program: Program, options: Options) -> bool:
-    if program.states != "host":
-        return options.more.get("state_slots") is not None
-    there = program.ops.isdisjoint(_ROWS)
-    return program.closes and there
+    wrong = any(
+        options.more.get(name) is not None and program.states not in where
+        for name, where in _WHERE.items()
+    )
+    there = program.states in _MOVED and program.ops.isdisjoint(_ROWS)
+    return wrong or (program.closes and there)
 
 
-def _options(program: Program) -> int | None:
+def _options(program: Program) -> dict[str, int]:
     """How many slots of states the ranks of a program have, if it says so."""
-    column = Slots._fields.index(_SLOT)
-    said = [slots[column] for slots in program.slots if slots[column] != OWN]
-    return max(said) if said else None
+    found = {}
+    for option, name in zip(_WHERE, (_SLOT, _ON_HOST), strict=True):
+        said = [n for slots in program.slots if (n := getattr(slots, name)) != OWN]
+        if said and program.states in _WHERE[option]:
+            found[option] = max(said)
+    return found
+
+
+# Where states lie that are brought to the device stage by stage; and by option, where it is of use.
+_MOVED: Final = ("host", "disk")
+_WHERE: Final = {"state_slots": _MOVED, "state_rooms": ("disk",)}
 
 
 PASSES: Final = (
@@ -113,11 +164,15 @@ PASSES: Final = (
         _states,
         _wanted,
         _each,
-        lambda program, model: {} if (n := _options(program)) is None else {"state_slots": n},
-        options=("state_slots",),
-        applies=lambda program: program.states == "host",
-        kinds={"state_slots": _NUMBER},
-        about="how many stages of a rank have their optimizer's state on the device at once (2)",
+        lambda program, model: _options(program),
+        options=tuple(_WHERE),
+        applies=lambda program: program.states in _MOVED,
+        kinds=dict.fromkeys(_WHERE, _NUMBER),
+        abouts={
+            "state_slots": "how many stages of a rank have their optimizer's state on the device "
+            "at once (2)",
+            "state_rooms": "and on the host, between the device and the disk (2)",
+        },
         section="memory",
         order=8,
     ),
@@ -128,7 +183,7 @@ PASSES: Final = (
         lambda program, options: (
             not program.ops.isdisjoint(_ROWS)
             and options.slots is None
-            and not any(_SLOT in slots.said() for slots in program.slots)
+            and not any({_SLOT, _ON_HOST} & {*slots.said()} for slots in program.slots)
         ),
         order=3,
     ),

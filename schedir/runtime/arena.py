@@ -75,8 +75,8 @@ class Arena(Generic[Place]):
         """Make a room that nobody needs yet."""
         self.free.append(self._new(size))
 
-    def give_back(self, room: Room[Place], used: int, after: Job) -> None:
+    def give_back(self, room: Room[Place], used: int, after: Job | None = None) -> None:
         """Let others have a room, when a job that reads it has ended."""
         self.used -= used
-        room.after = [after]
+        room.after = [] if after is None else [after]
         self.free.append(room)

@@ -63,7 +63,8 @@ class GraphedStep:
             )
         if executor.state.held.states is not None:
             raise ModelError(
-                "the optimizer's states are on the host, and a graph has every memory in its place",
+                "the optimizer's states are not on the device, and a graph has every memory in its "
+                "place",
                 program=name,
                 hint="compile(..., states='device')",
             )

@@ -18,6 +18,7 @@ from schedir.ir.program import Program
 from schedir.runtime import reduction
 from schedir.runtime.ahead import Ahead
 from schedir.runtime.copies import Copies
+from schedir.runtime.disk_states import DiskStates
 from schedir.runtime.host_states import HostStates, require_by_stage
 from schedir.runtime.lanes import Lanes
 from schedir.runtime.layout import Share
@@ -83,13 +84,15 @@ class Held:
         self.device = device_of(stages)
         self.snapshots = Copies(self.device)
         self.lanes, self.tiers = Lanes(self.device), tiers or Tiers(self.device, rank, (), None)
-        self.states: HostStates | None = None  # where the optimizer's lie on the host
-        if program.states == "host" and program.trains:
+        self.states: HostStates | None = None  # where the optimizer's lie elsewhere
+        if program.states != "device" and program.trains:
             trained = {s: stages[s].parameters() for s in self.stages if s >= program.frozen}
             parameters = {s: [copies.get(p, p) for p in own] for s, own in trained.items()}
             require_by_stage(program, parameters, optimizer)
             if optimizer is not None:
-                self.states = HostStates(parameters, optimizer, self.lanes, self.device)
+                moved = parameters, optimizer, self.lanes, self.device
+                on_disk = program.states == "disk"
+                self.states = DiskStates(*moved, self.tiers) if on_disk else HostStates(*moved)
         self.draws = Draws(seed, self.device)
         self.ahead: Ahead | None = None
         if program.validate == "after" and program.trains:

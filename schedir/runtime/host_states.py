@@ -38,7 +38,7 @@ _BY_PARAMETER: Final = (
 )  # fmt: skip
 
 
-class _Moving(NamedTuple):
+class Moving(NamedTuple):
     """What is being copied: each tensor with its memory on the host, and that on the device."""
 
     job: Job
@@ -67,8 +67,8 @@ class HostStates:
         self.seen: list[Tensor] = []  # what it had when that was looked at
         self.look()
         self.places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # memory on the host
-        self.loading: dict[int, _Moving] = {}
-        self.storing: dict[int, _Moving] = {}
+        self.loading: dict[int, Moving] = {}
+        self.storing: dict[int, Moving] = {}
         self.loaded: set[int] = set()  # memory that a load has made, by address
 
     def look(self) -> None:
@@ -113,18 +113,22 @@ class HostStates:
         self.look()
         for stage in self.own:
             if not all(map(self.is_away, self.tensors(stage))):
-                self.store(stage)
+                self.put(stage)
         self.finish()
+
+    def put(self, stage: int) -> None:
+        """Take what is kept of a stage to where it is between steps."""
+        self.store(stage)
 
     def load(self, stage: int, marks: Marks | None = None) -> None:
         """Begin to copy what is kept of a stage to the device."""
         moving = []
         for t in self.tensors(stage):
             if self.is_away(t):
-                moving.append((t, self.places[t], _like(t, self.device)))
+                moving.append((t, self.places[t], like(t, self.device)))
         self.loaded.update(here.data_ptr() for _, _, here in moving)
         pairs = [(here, place) for _, place, here in moving]
-        self.loading[stage] = _Moving(self._copy(Lane.H2D, pairs, marks), moving)
+        self.loading[stage] = Moving(self._copy(Lane.H2D, pairs, marks), moving)
 
     def _copy(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], marks: Marks | None) -> Job:
         """Copy to the first of each pair on a lane."""
@@ -143,7 +147,7 @@ class HostStates:
         if has_hooks(self.inner):
             raise ModelError(
                 f"{type(self.inner).__name__} has hooks on its step, which would run for each "
-                "stage: the optimizer's states are on the host",
+                "stage: the optimizer's states are not on the device",
                 hint="hooks of the training loop, or states='device'",
             )
         if self.own.get(stage):
@@ -197,22 +201,23 @@ class HostStates:
         for t in self.tensors(stage):
             if self.is_away(t):
                 continue
-            if t not in self.places or not _alike(self.places[t], t):
-                self.places[t] = _like(t, torch.device("cpu"), pinned=self.device.type == "cuda")
+            if t not in self.places or not alike(self.places[t], t):
+                self.places[t] = like(t, torch.device("cpu"), pinned=self.device.type == "cuda")
             moving.append((t, self.places[t], t.data))
         pairs = [(place, here) for _, place, here in moving]
         job = self._copy(Lane.D2H, pairs, marks)
         for t, place, _ in moving:
             t.data = place
-        self.storing[stage] = _Moving(job, moving)
+        self.storing[stage] = Moving(job, moving)
 
     def leave(self, stage: int) -> None:
         """Wait on the host until a stage's has been stored, and let go of its memory on the device;
         where that is the host's, too, nobody finds there what was."""
         if stage not in self.storing:
             return
-        job, moving = self.storing.pop(stage)
+        job, moving = self.storing[stage]
         job.finish()
+        del self.storing[stage]
         for _, _, here in moving:
             if here.data_ptr() in self.loaded and self.device.type == "cpu":
                 here.fill_(torch.nan if here.is_floating_point() or here.is_complex() else -1)
@@ -236,18 +241,18 @@ class HostStates:
 
 
 @torch.no_grad()
-def _like(t: Tensor, device: torch.device, *, pinned: bool = False) -> Tensor:
+def like(t: Tensor, device: torch.device, *, pinned: bool = False) -> Tensor:
     """Memory for a tensor elsewhere, in the same order."""
     return torch.empty_like(t, device=device, pin_memory=pinned, requires_grad=False)
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _refusal(fact: str, hint: str, program: str = "") -> ModelError:
     return ModelError(
-        f"the optimizer's states are on the host, and {fact}", program=program, hint=hint
+        f"the optimizer's states are not on the device, and {fact}", program=program, hint=hint
     )
 
 

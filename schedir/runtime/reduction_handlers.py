@@ -204,7 +204,7 @@ def judged(state: State) -> Tensor:
 
 
 def step(state: State, i: Instr) -> Call:
-    ahead, by_stage = state.ahead, state.program.states == "host"
+    ahead, by_stage = state.ahead, state.program.states != "device"
 
     def run() -> None:
         finite = judged(state) if state.verdict is None else state.verdict

@@ -6,6 +6,7 @@ ends.  Nothing in it is to outlive the process, so nobody waits until it is on t
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 import warnings
@@ -13,10 +14,11 @@ import weakref
 from pathlib import Path
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from schedir.errors import ModelError
-from schedir.runtime.arena import Arena
+from schedir.runtime.arena import Arena, Room
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -61,6 +63,15 @@ class Spills:
             ) from error
         self.length += size
         return at
+
+    def mapped(self, room: Room[int], size: int, used: int) -> Tensor:
+        """The first bytes of a room, so many of which count, as memory that is the file's; others
+        have the room when nobody has any of it."""
+        before = room.place % mmap.ALLOCATIONGRANULARITY
+        length, at = before + max(size, 1), room.place - before
+        there = mmap.mmap(self.file.fileno(), length, offset=at)
+        weakref.finalize(there, self.arena.give_back, room, used).atexit = False
+        return torch.frombuffer(there, dtype=torch.uint8)[before : before + size]
 
     def write(self, at: int, memory: Tensor) -> None:
         """Write bytes to a place."""

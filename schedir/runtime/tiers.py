@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from schedir.errors import ModelError
+from schedir.ir.ops import ROWS, Lane
 from schedir.ir.program import Program
 from schedir.passes.moves import DISK
 from schedir.runtime.arena import Arena
 from schedir.runtime.spills import Spills
+
+_ON_DISK: Final = tuple(row.op for row in ROWS if row.lane is Lane.DISK)
 
 
 class Tiers:
@@ -33,22 +37,24 @@ class Tiers:
     ) -> None:
         self.poisons = device.type == "cpu"
         self.host: Arena[Tensor] = Arena(partial(memory_of_host, pinned=device.type == "cuda"))
+        self.states: Arena[Tensor] = Arena(self.host.make)  # of the optimizer, that pass through
         self.spills: Spills | None = None
-        spilling = [program for program in programs if not program.ops.isdisjoint(DISK)]
+        spilling = [program for program in programs if not program.ops.isdisjoint(_ON_DISK)]
         if spilling and folder is None:
+            what = "spills" if not spilling[0].ops.isdisjoint(DISK) else "moves the states"
             raise ModelError(
-                "it spills to the disk, and no folder is given",
+                f"it {what} to the disk, and no folder is given",
                 program=spilling[0].name,
                 hint="Executor(..., folder='/nvme'), [memory] folder = \"/nvme\"",
             )
-        own = [one.name for one in spilling if any(i.op in DISK for i in one.streams[rank])]
+        own = [one.name for one in spilling if any(i.op in _ON_DISK for i in one.streams[rank])]
         if own and folder is not None:
             self.spills = Spills(folder, own[0])
 
     def used_on(self, tier: str) -> int:
         """The bytes of values that are on the "host", or on the "disk"."""
         if tier == "host":
-            return self.host.used
+            return self.host.used + self.states.used
         return self.spills.arena.used if self.spills is not None else 0
 
 

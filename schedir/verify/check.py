@@ -44,7 +44,7 @@ from schedir.ir.ops import (
     Per,
     Token,
 )
-from schedir.ir.program import Program, Proof
+from schedir.ir.program import ON_HOST, Program, Proof
 from schedir.ir.sizes import Eager, Sizes
 from schedir.passes.frozen import without_backwards
 from schedir.verify.completeness import completeness
@@ -224,7 +224,7 @@ def _in_slots(graph: Graph) -> None:
     names = [kind.name.lower() for kind in graph.reuses]
     wrong = [
         (int(fill[late.argmax()]), int(free[late.argmax()]), name)
-        for name, (fill, free) in zip([*names, "host"], graph.rooms, strict=False)
+        for name, (fill, free) in zip([*names, *graph.reuses_on_host], graph.rooms, strict=True)
         if (late := group[free] >= group[fill]).any()
     ]
     if not wrong:
@@ -233,8 +233,8 @@ def _in_slots(graph: Graph) -> None:
     rank, at, instr = index.locate(fill)
     _, freed_at, frees = index.locate(free)
     count = getattr(program.slots[rank], name)
-    if name == "host":
-        least = int(on_host(program).peak(group)[rank])
+    if name in ON_HOST:
+        least = int(on_host(program, name).peak(group)[rank])
     else:
         least = int(minimum_slots(program)[rank, SLOTTED.index(Token[name.upper()])])
     raise SlotError(
