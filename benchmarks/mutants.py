@@ -4,6 +4,7 @@
     python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 1 --only turns
     python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 2 --only away
     python benchmarks/mutants.py --programs 10000 --seed 1 --jobs 2 --only parts
+    python benchmarks/mutants.py --programs 10000 --seed 1 --jobs 1 --only states
 
 Prints a row per mutation: programs judged, how many were rejected (wrong under a model under
 which the program was right before) or equivalent, texts that said no program, and where checker
@@ -12,8 +13,9 @@ they did; `tests.mutants.trial(mutation, seed)` repeats a case.
 
 With `--only turns` it is the mutations of what comes in turns (ZeRO), with `--only away` those of
 what leaves the device and comes back (offload), with `--only parts` those of pieces of stages, of
-their chunks and of what they sum; each program under one model, in turn, and 50 mutants of each
-legal program: `trial(mutation, seed, [model], 50)` repeats a case.
+their chunks and of what they sum, with `--only states` those of what moves and steps the optimizer's
+states; each program under one model, in turn, and 50 mutants of each legal program:
+`trial(mutation, seed, [model], 50)` repeats a case.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from schedir.analysis.models import MODELS
 from tests.mutants import MUTATIONS, Trial, trial
+from tests.mutations_of_states import STEPPED
 from tests.mutations_of_sums import SUMMED
 from tests.mutations_of_tiers import AWAY
 from tests.mutations_of_turns import TURNED
@@ -39,7 +42,9 @@ CHUNK = 50  # programs of one task
 SEEDS = 100 * CHUNK  # and its seeds, more than it can need
 COLUMNS = ("rejected", "equivalent", "no program", "disagreements")
 
-NAMES = {"all": [*MUTATIONS], "turns": TURNED, "away": AWAY, "parts": SUMMED}
+NAMES = {
+    "all": [*MUTATIONS], "turns": TURNED, "away": AWAY, "parts": SUMMED, "states": STEPPED,
+}  # fmt: skip
 
 Task = tuple[str, int, int, bool]  # mutation, first seed, programs, each under all models
 

@@ -42,6 +42,7 @@ class Case(NamedTuple):
     tp: int = 1
     half: bool = False
     options: Any = ()
+    folder: str | None = None  # of what is on the disk
 
     @property
     def processes(self) -> int:
@@ -115,6 +116,7 @@ def train(rank: int, case: Case, zero: int) -> tuple[list[bytes], Found]:
         boundary=Boundary((BATCH, CONTEXT, HIDDEN), torch.bfloat16 if case.half else torch.float32),
         optimizer=optimizer,
         max_norm=0.05 if program.clip else None,
+        folder=case.folder,
     )
     m, numbers = case.plan.microbatches, torch.Generator().manual_seed(1)
     told: list[bytes] = []

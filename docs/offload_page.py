@@ -24,6 +24,9 @@ COMMANDS = {
     "states": "schedir simulate interleaved --ranks 2 --microbatches 8 --stages-per-rank 4 "
     "--sizes saved=300MB,params=500MB,grads=500MB,optimizer=3GB --states host "
     "--costs F=1,B=2,load_state=0.8,step_stage=0.1,store_state=0.8",
+    "states_on_disk": "schedir simulate interleaved --ranks 2 --microbatches 8 "
+    "--stages-per-rank 4 --sizes saved=300MB,params=500MB,grads=500MB,optimizer=3GB --states disk "
+    "--costs F=1,B=2,load_state=0.8,step_stage=0.1,store_state=0.8,fetch_state=2,spill_state=2",
     "letters": "schedir draw one_f_one_b --ranks 3 --microbatches 4 "
     "--costs F=1,B=2,offload=0.9,reload=0.9 --offload all",
 }
@@ -186,6 +189,29 @@ update is skipped: whether gradients are finite is judged before anything is ste
 on the host. Each stage is stepped by itself, so an optimizer that takes all parameters for one, as LBFGS does, is refused, and so
 are hooks on its step, several updates in a program, `validate="after"` and CUDA graphs. An optimizer of your own says
 `elementwise = True`.
+
+### On the disk
+
+`states="disk"`, with a `folder` as spilled activations have one, is for a host that is full. Two more instructions stand around
+the three, on the lane of the disk:
+
+| instruction | | lane | priced by |
+| --- | --- | --- | --- |
+| `fetch_state s` | reads the stage's state into memory of the host | `disk` | `Costs.fetch_state` |
+| `spill_state s` | writes it back | `disk` | `Costs.spill_state` |
+
+So what is on the host is what passes through it, as many stages of a rank as `state_rooms` says, two unless told: while one is
+written the next is read. The disk's lane is one for both ways, so it is what decides, and first reads need not wait for gradients:
+
+```
+$ {states_on_disk_command}
+{states_on_disk}```
+
+Each rank has one file, which has no name: nothing is left of it, however a run ends, and a folder that vanishes takes nothing
+with it. Between steps the optimizer's tensors are the file's own memory, mapped: checkpoints, and whoever looks at a state, read
+the file. Room is taken when a state is first written, in the first step. A disk that is full then, or fails in a step, is an
+error that names rank and instruction. No state is lost by that, but of the update some stages may be stepped and others not:
+such a run goes on from its last checkpoint.
 {more}
 ## What is refused
 

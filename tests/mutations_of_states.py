@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from schedir.analysis.slots import KINDS, minimum_slots
-from schedir.ir.ops import Opcode, Token
+from schedir.analysis.slots import KINDS, groups, minimum_slots
+from schedir.analysis.slots import on_host as on_host_of
+from schedir.ir.index import Index
+from schedir.ir.ops import TIERS, Opcode, Token
 from schedir.ir.program import STAGE, Program, Slots
 from schedir.passes.states import states
 from tests.edits import (
@@ -36,23 +38,28 @@ REDUCTIONS = (
 
 
 def on_host(program: Program, rng: random.Random) -> Program:
-    """The program with states on the host; some ranks say how many slots they have for them."""
-    e = Edit.of(replace(program, states="host"), rng)
+    """The program with states on the host, or its disk; some ranks say how many slots they have for
+    them, on the device or on the host."""
+    e = Edit.of(replace(program, states=rng.choice(["host", "disk"])), rng)
     ends = [own.pop() for own in e.lists]
-    e = Edit.of(states(e.result(), rng.choice([None, 1, 2, 3])), rng)
+    room, rooms = (rng.choice([None, 1, 2, 3]) for _ in range(2))
+    e = Edit.of(states(e.result(), room, rooms), rng)
     for own, end in zip(e.lists, ends, strict=True):
         own.append(end)
     program = e.result()
     least = minimum_slots(program)[:, KINDS.index(Token.STATE)]
     if rng.random() < 0.6:
-        program = _told(program, (least + rng.choice([0, 0, 1])).tolist())
+        program = _told(program, "state", (least + rng.choice([0, 0, 1])).tolist())
+    if rng.random() < 0.6 and program.states == "disk":
+        few = on_host_of(program, "state_host").peak(groups(Index.of(program)))
+        program = _told(program, "state_host", (few + rng.choice([0, 0, 1])).tolist())
     return program
 
 
-def _told(program: Program, counts: list[int]) -> Program:
+def _told(program: Program, kind: str, counts: list[int]) -> Program:
     slots = program.slots or [Slots.unsaid()] * program.plan.ranks
     both = zip(slots, counts, strict=True)
-    return program.with_slots([one._replace(state=count) for one, count in both])
+    return program.with_slots([one._replace(**{kind: count}) for one, count in both])
 
 
 @at(*NEXT)
@@ -141,16 +148,37 @@ def load_early(e: Edit) -> None:
 
 
 @whole
-def states_on_the_device(e: Edit) -> None:
-    e.program = replace(e.program, states="device")
+def states_elsewhere(e: Edit) -> None:
+    """What is there once fits another place, or does not."""
+    places = [where for where in TIERS if where != e.program.states]
+    e.program = replace(e.program, states=e.rng.choice(places))
+
+
+@whole
+def through_the_disk(e: Edit) -> bool | None:
+    """Some state of what lies on the host is fetched and spilled, or is not of what does not."""
+    for own in e.lists:
+        for k in [k for k, w in enumerate(own) if op(w) is O.StepStage]:
+            if e.rng.random() < 0.5:
+                before, after = (with_op(own[k], o) for o in (O.FetchState, O.SpillState))
+                there = [k for k, w in enumerate(own) if w in (before, after)]
+                if there:
+                    for at in reversed(there):
+                        pull(own, at)
+                else:
+                    load, store = (with_op(own[k], o) for o in (O.LoadState, O.StoreState))
+                    push(own, own.index(store) + 1, after)
+                    push(own, own.index(load), before)
+                return None
+    return False
 
 
 @whole
 def some_slots_of_states(e: Edit) -> None:
-    """Any number of them, on each rank."""
+    """Any number of them, on each rank: on the device, or on the host."""
     counts = [e.rng.randint(0, sum(op(w) is O.LoadState for w in own)) for own in e.lists]
-    e.program = _told(e.program, counts)
+    e.program = _told(e.program, e.rng.choice(["state", "state_host"]), counts)
 
 
-# Those that want a program with states on the host.
+# Those that want a program with states on the host, or its disk.
 STEPPED = tuple(name for name in MUTATIONS if name not in _OTHERS)

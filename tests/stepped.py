@@ -1,11 +1,12 @@
-"""Stepped: what the oracle's host does where optimizers' states lie on the host.
+"""Stepped: what the oracle's host does where optimizers' states lie on the host, or the disk.
 
 A part of the oracle in `threads.py`.  The state of each trained stage is on the host when a step
-begins.  It is loaded once, when the stage's gradient is reduced and whoever copies the stage has;
-that of the rank's first copy of a tied weight, when the copies are summed.  It is stepped once, on
-the device, when all gradients of the rank are there, with the norm, and all weights are in parts;
-it is stored once, behind that; and the rank ends its update when all have been.  A rank that says
-how many slots it has for states has room for as many on the device.
+begins, or on the disk: then it is fetched once.  It is loaded once, when the stage's gradient is
+reduced and whoever copies the stage has; that of the rank's first copy of a tied weight, when the
+copies are summed.  It is stepped once, on the device, when all gradients of the rank are there,
+with the norm, and all weights are in parts; it is stored once, behind that, and spilled if it came
+from the disk; and the rank ends its update when all have been.  A rank that says how many slots it
+has for states has room for as many on the device, or on the host on their way.
 """
 
 from __future__ import annotations
@@ -22,24 +23,30 @@ NEXT = {  # what a state must have been through, where that leaves it, and on wh
     Opcode.LoadState: ("on the host", "loaded", "back"),
     Opcode.StepStage: ("loaded", "stepped", "compute"),
     Opcode.StoreState: ("stepped", "stored", "copies"),
+    Opcode.FetchState: ("on the disk", "on the host", "disk"),
+    Opcode.SpillState: ("stored", "spilled", "disk"),
 }
 
 
 def kept(host: Host) -> list[int]:
-    """The stages whose states lie on the host."""
+    """The stages whose states lie elsewhere."""
     machine = host.machine
-    return host.trained if machine.program.states == "host" and machine.trains else []
+    return host.trained if machine.program.states != "device" and machine.trains else []
 
 
 def begin(host: Host) -> None:
-    host.states = dict.fromkeys(kept(host), ("on the host", away.ALWAYS))
+    host.states = dict.fromkeys(kept(host), (f"on the {_lies(host)}", away.ALWAYS))
+
+
+def _lies(host: Host) -> str:
+    return host.machine.program.states
 
 
 def turn(host: Host, i: Instr) -> None:
     before, after, queue = NEXT[i.op]
     host.queue(queue)
     if i.stage not in host.states:
-        host.wrong("no state of it lies on the host")
+        host.wrong("no state of it lies elsewhere")
     found, ready = host.states[i.stage]
     if found != before:
         host.wrong(f"its state is {found}")
@@ -49,12 +56,18 @@ def turn(host: Host, i: Instr) -> None:
         _load(host, i)
     elif i.op is Opcode.StepStage:
         _step(host, i)
-    else:
+    elif i.op is Opcode.StoreState:
         away.leave(host, "state")
+        away.enter(host, "state_host")
+    elif i.op is Opcode.FetchState:
+        away.enter(host, "state_host")
+    else:
+        away.leave(host, "state_host")
 
 
 def _load(host: Host, i: Instr) -> None:
     away.enter(host, "state")
+    away.leave(host, "state_host")
     sequenced.reduced(host, i)
     sequenced.expect(host, i.stage, update=i.mb)
     if i.stage in snapshots.copied(host):
@@ -75,6 +88,6 @@ def end(host: Host) -> None:
     """The rank ends its update."""
     for stage in kept(host):
         found, ready = host.states[stage]
-        if found != "stored":
+        if found != {"host": "stored", "disk": "spilled"}[_lies(host)]:
             host.wrong(f"the state of stage {stage} is {found}")
         host.entry.waits.append(ready)

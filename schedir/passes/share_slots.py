@@ -111,9 +111,8 @@ def _with(program: Program, counts: NDArray[np.int64]) -> Program:
     said = _numbers(program)
     numbers = np.where(said == OWN, np.where(there, counts, OWN), said).tolist()
     told = program.slots or [Slots.unsaid()] * program.plan.ranks
-    return program.with_slots(
-        [Slots(*row)._replace(host=own.host) for row, own in zip(numbers, told, strict=True)]
-    )
+    both = zip(numbers, told, strict=True)
+    return program.with_slots([Slots(*row, *own[len(row) :]) for row, own in both])
 
 
 def _numbers(program: Program) -> NDArray[np.int64]:

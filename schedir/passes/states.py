@@ -88,19 +88,23 @@ def _through_host(turns: Sequence[int], trained: NDArray[np.int64], rooms: int) 
 
 
 def leave_slots(program: Program) -> Program:
-    """Say how many stages' states are on the device at once, and on the host on their way to the
-    disk, where not all of a rank's may be: as few as the order of the Stream asks for."""
-    index, column = Index.of(program), KINDS.index(Token.STATE)
+    """Say how many stages' states are on the device at once, where not all of a rank's may be: as
+    few as the order of the Stream asks for."""
+    column = KINDS.index(Token.STATE)
     room, most = minimum_slots(program)[:, column], counts(program)[:, column]
-    said = program.slots or (Slots.unsaid(),) * program.plan.ranks
-    if (room < most).any():
-        each = zip(said, room.tolist(), strict=True)
-        said = tuple(slots._replace(**{_SLOT: n}) for slots, n in each)
-    if (room := on_host(program, _ON_HOST).peak(groups(index))).any():
-        each = zip(said, room.tolist(), strict=True)
-        said = tuple(slots._replace(**{_ON_HOST: n}) for slots, n in each)
-    unsaid = all(not slots.said() for slots in said)
-    return program if unsaid else program.with_slots(said)
+    return program if (room >= most).all() else _told(program, _SLOT, room)
+
+
+def leave_rooms(program: Program) -> Program:
+    """The same of the host, through which they pass on their way from the disk and to it."""
+    return _told(program, _ON_HOST, on_host(program, _ON_HOST).peak(groups(Index.of(program))))
+
+
+def _told(program: Program, name: str, room: NDArray[np.int64]) -> Program:
+    """The program with a number of slots of each rank."""
+    said = program.slots or [Slots.unsaid()] * program.plan.ranks
+    each = zip(said, room.tolist(), strict=True)
+    return program.with_slots([slots._replace(**{name: n}) for slots, n in each])
 
 
 def _each(program: Program, present: Present) -> Iterator[Expected]:
@@ -183,7 +187,17 @@ PASSES: Final = (
         lambda program, options: (
             not program.ops.isdisjoint(_ROWS)
             and options.slots is None
-            and not any({_SLOT, _ON_HOST} & {*slots.said()} for slots in program.slots)
+            and not any(_SLOT in slots.said() for slots in program.slots)
+        ),
+        order=3,
+    ),
+    Pass(
+        "leave_rooms",
+        "memory",
+        lambda program, options: leave_rooms(program),
+        lambda program, options: (
+            not program.ops.isdisjoint(_OF_DISK)
+            and not any(_ON_HOST in slots.said() for slots in program.slots)
         ),
         order=3,
     ),

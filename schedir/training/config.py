@@ -132,7 +132,8 @@ class MemoryConfig:
     what is computed with, and the next; each is gathered `ahead` of its use by so many runs of
     other stages, by default by one.  `states` says where the optimizer's state lies between steps:
     on the "device", or on the "host", from where `state_slots` stages of a rank at once, by default
-    two, have theirs on the device while they are stepped.
+    two, have theirs on the device while they are stepped; or on the "disk", in a file in `folder`,
+    from where they come through the host, `state_rooms` of a rank at once, by default two.
     """
 
     limit: str | None = None
@@ -152,12 +153,17 @@ class MemoryConfig:
                     hint='limit = "1.5GB"',
                     fields=[name],
                 )
-        if self.spill is not None and self.folder is None:
-            raise UsageError(
-                "what is spilled goes to the disk, and there is no folder for it",
-                hint='folder = "/nvme"',
-                fields=["folder", "spill"],
-            )
+        for name, asked in (
+            ("spill", self.spill),
+            ("states", getattr(self, "states", "") == "disk" or None),
+        ):
+            if asked is not None and self.folder is None:
+                what = "what is spilled goes" if name == "spill" else "the optimizer's states go"
+                raise UsageError(
+                    f"{what} to the disk, and there is no folder for it",
+                    hint='folder = "/nvme"',
+                    fields=["folder", name],
+                )
 
     @property
     def bytes(self) -> float | None:

@@ -99,7 +99,7 @@ def executor_of(layout: Layout, model: Model) -> Executor:
     )  # fmt: skip
 
 
-def in_process(layout: Layout, model: Model) -> InProcess:
+def in_process(layout: Layout, model: Model, **how: Any) -> InProcess:
     """All ranks of a layout without replicas and slices."""
     program = program_of(layout, model)
     stages = [model.stage(s, layout.plan, None) for s in range(layout.plan.stages)]
@@ -109,6 +109,7 @@ def in_process(layout: Layout, model: Model) -> InProcess:
         boundary=model.boundary(),
         optimizer=model.make,
         max_norm=0.05 if model.clip else None,
+        **how,
     )  # fmt: skip
 
 

@@ -97,11 +97,11 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
 
 
-def both(schedule: Any, plan: Plan, **how: Any) -> tuple[Program, Program]:
-    """A program with states on the device, and the same with them on the host."""
-    host = schedir.compile(schedule, plan, model="edge", states="host", **how)
-    how.pop("state_slots", None)
-    return schedir.compile(schedule, plan, model="edge", **how), host
+def both(schedule: Any, plan: Plan, *, states: str = "host", **how: Any) -> tuple[Program, Program]:
+    """A program with states on the device, and the same with them on the host, or on the disk."""
+    other = schedir.compile(schedule, plan, model="edge", states=states, **how)
+    how = {name: one for name, one in how.items() if name not in ("state_slots", "state_rooms")}
+    return schedir.compile(schedule, plan, model="edge", **how), other
 
 
 def optimizer_of(rank: Executor) -> Any:

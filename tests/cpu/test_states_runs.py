@@ -16,6 +16,7 @@ from benchmarks.zero_bits import Case, differing, train
 from schedir import Plan
 from schedir.analysis.memory import held
 from schedir.checkpoints import Saver, load, save
+from schedir.ir.ops import TIERS
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import LossScale
 from schedir.runtime.sizes import sizes_of
@@ -68,21 +69,29 @@ def test_the_bits_are_those_of_states_on_the_device(shape: str, make: str, how: 
 LEVELS = ((0, True, False), (1, False, True), (3, True, True), (3, False, False))
 
 
-def _processes(rank: int) -> Any:
+def _processes(rank: int, folder: str) -> Any:
     torch.set_num_threads(1)
     return [
-        train(rank, Case(looped_bfs, Plan(1, 3, 3), half=half, options=how), zero)
+        train(
+            rank,
+            Case(
+                looped_bfs, Plan(1, 3, 3), half=half, options={"states": states, "clip": clip},
+                folder=folder,
+            ),
+            zero,
+        )
         for zero, half, clip in LEVELS
-        for how in ({"states": "device", "clip": clip}, {"states": "host", "clip": clip})
-    ]
+        for states in TIERS
+    ]  # fmt: skip
 
 
-def test_parts_of_replicas_are_moved() -> None:
-    """At each level of ZeRO: a replica has its own part on the host."""
-    told = run(_processes, 2)
-    runs = [[own[k] for own in told] for k in range(2 * len(LEVELS))]
-    for device, host in zip(runs[::2], runs[1::2], strict=True):
+def test_parts_of_replicas_are_moved(tmp_path: Path) -> None:
+    """At each level of ZeRO: a replica has its own part on the host, or in a file of its own."""
+    told = run(partial(_processes, folder=str(tmp_path)), 2)
+    runs = [[own[k] for own in told] for k in range(len(TIERS) * len(LEVELS))]
+    for device, host, disk in zip(runs[::3], runs[1::3], runs[2::3], strict=True):
         assert not differing(device, host)
+        assert not differing(device, disk)
 
 
 @pytest.mark.parametrize("make", ["AdamW", "AdamW, fused", "momentum"])

@@ -1,0 +1,269 @@
+"""States on the disk: the bits of states on the device, through a file without a name."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from errno import ENOSPC
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import schedir
+from schedir import Plan, Program
+from schedir.analysis.memory import held
+from schedir.checkpoints import Saver, load, save
+from schedir.errors import ExecutionError, ModelError
+from schedir.runtime.disk_states import DiskStates
+from schedir.runtime.executor import Executor
+from schedir.runtime.precision import LossScale
+from schedir.runtime.sizes import sizes_of
+from schedir.schedules import interleaved, looped_bfs
+from schedir.training import gpt
+from tests.cpu.layouts import Layout, Model, in_process, same, steps
+from tests.cpu.stated import (
+    ADAMW,
+    MAKES,
+    SHAPES,
+    both,
+    equal,
+    left,
+    made,
+    optimizer_of,
+    stepped,
+)
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
+
+torch.set_num_threads(1)
+
+
+def states_of(rank: Executor) -> DiskStates:
+    states = rank.state.held.states
+    assert isinstance(states, DiskStates)
+    return states
+
+
+def on_disk(**how: Any) -> Program:
+    return schedir.compile(looped_bfs, Plan(1, 2, 3), model="edge", states="disk", **how)
+
+
+# ---------------------------------------------------------------- bits
+
+
+@pytest.mark.parametrize(
+    ("shape", "make", "how"),
+    [
+        ("interleaved", "AdamW", {"clip": True, "tied": True, "state_rooms": 1}),
+        ("interleaved", "bfloat16", {"recompute": "all", "frozen": 2}),
+        ("1F1B", "momentum", {"offload": "all", "spill": [0]}),
+        ("in a vee", "Adam, groups", {"clip": True, "slots": "fewest", "state_rooms": 3}),
+        ("mirrored", "bfloat16", {"clip": True, "state_slots": 1}),
+    ],
+)
+def test_the_bits_are_those_of_states_on_the_device(
+    shape: str, make: str, how: Any, tmp_path: Path
+) -> None:
+    half = make == "bfloat16"
+    programs = both(*SHAPES[shape], states="disk", **how)
+    worlds = [made(p, MAKES[make], half=half, folder=tmp_path) for p in programs]
+    losses = [stepped(world, 0, 1, 2) for world in worlds]
+    assert equal(*losses) and equal(*map(left, worlds))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_nothing_is_stepped_where_one_gradient_is_not_finite(tmp_path: Path) -> None:
+    scale: Any = partial(LossScale, 8.0)
+    programs = both(interleaved, Plan(1, 4, 3), states="disk", clip=True)
+    worlds = [made(p, ADAMW, loss_scale=scale, folder=tmp_path) for p in programs]
+    for world in worlds:
+        stepped(world, 0)
+        before = left(world)
+        first = next(world.ranks[0].stages[0].module.parameters())
+        hook = first.register_hook(lambda gradient: gradient * torch.nan)
+        stepped(world, 1)
+        hook.remove()
+        after = left(world)
+        assert float(after.pop()) == float(before.pop()) / 2
+        assert equal(before, after)
+    assert equal(*(stepped(world, 2) for world in worlds)) and equal(*map(left, worlds))
+
+
+# ---------------------------------------------------------------- where it lies
+
+
+def test_between_steps_all_of_it_is_in_the_file(tmp_path: Path) -> None:
+    """Whoever reads a tensor reads the file, and whoever writes to one, there."""
+    world = made(on_disk(), ADAMW, folder=tmp_path)
+    stepped(world, 0, 1)
+    states = states_of(world.ranks[0])
+    kept = [t for own in optimizer_of(world.ranks[0]).state.values() for t in own.values()]
+    assert all(map(states.is_away, kept)) and len(kept) == len(states.at)
+    for t in kept:
+        found = torch.empty(t.nbytes, dtype=torch.uint8)
+        states.spills.read(states.at[t], found)
+        assert torch.equal(found.view(t.dtype).view(t.shape), t)
+        t.fill_(3)
+        states.spills.read(states.at[t], found)
+        assert (found.view(t.dtype) == 3).all()
+    (room,) = states.tiers.states.free[:1]
+    assert room.place.view(torch.float32).isnan().all()  # nobody finds there what was
+
+
+def test_as_much_is_on_each_tier_as_was_predicted(tmp_path: Path) -> None:
+    """To the byte, at each instruction's end."""
+    plan = Plan(1, 2, 3)
+    for rooms in (1, 2, 3):
+        stages, (x, y, _) = gpt_stages(plan.stages, tied=False), batch(2)
+        sizes = sizes_of(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
+        world = made(on_disk(state_rooms=rooms), ADAMW, folder=tmp_path)
+        stepped(world, 0)
+        (rank,) = world.ranks
+        seen: dict[str, list[int]] = {"device": [], "host": [], "disk": []}
+        rank.calls = [
+            call._replace(run=partial(_look, rank, call.run, seen)) for call in rank.calls
+        ]
+        stepped(world, 1)
+        (device,) = held(world.program, sizes)
+        assert max(seen["device"]) == device.kept["state"][1].max()
+        for tier in ("host", "disk"):
+            (own,) = held(world.program, sizes, tier)
+            assert max(seen[tier]) == own.bytes.max() > 0
+        assert len({*seen["disk"]}) == 1 and seen["host"][-1] == 0
+        states = states_of(rank)
+        assert states.tiers.states.made == world.program.slots[0].state_host * states.largest
+
+
+def _look(rank: Executor, run: Any, seen: dict[str, list[int]]) -> None:
+    run()
+    states, tiers = states_of(rank), rank.state.held.tiers
+    found = [t for stage in states.own for t in states.tensors(stage) if not states.is_away(t)]
+    for each in (*states.loading.values(), *states.storing.values()):
+        found += [memory for _, _, memory in each.tensors]
+    seen["device"].append(sum(t.nbytes for t in dict.fromkeys(found)))
+    on_host = [t for here in states.on_host.values() for t in here.parts.values()]
+    assert sum(t.nbytes for t in on_host) == tiers.used_on("host")
+    seen["host"].append(tiers.used_on("host"))
+    assert sum(t.nbytes for t in states.away()) == tiers.used_on("disk")
+    seen["disk"].append(tiers.used_on("disk"))
+
+
+def test_what_nobody_has_any_more_leaves_room_in_the_file(tmp_path: Path) -> None:
+    world = made(on_disk(), ADAMW, folder=tmp_path)
+    stepped(world, 0)
+    optimizer, states = optimizer_of(world.ranks[0]), states_of(world.ranks[0])
+    lengths = []
+    for k in range(3):
+        optimizer.load_state_dict(optimizer.state_dict())  # new tensors, each time
+        gc.collect()
+        stepped(world, 1 + k)
+        lengths.append(states.spills.length)
+    assert len({*lengths}) == 1 and all(map(states.is_away, states.tensors(0)))
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+MODEL = Model(dropout=0.1, clip=True)
+
+
+@pytest.mark.parametrize(("first", "then"), [("disk", "device"), ("device", "disk")])
+def test_a_checkpoint_has_what_lies_on_the_disk(first: str, then: str, tmp_path: Path) -> None:
+    def world(states: str) -> Any:
+        layout = Layout(interleaved, Plan(2, 4, 2), options={"states": states})
+        return in_process(layout, MODEL, folder=tmp_path)
+
+    one, other, whole = map(world, (first, then, "device"))
+    steps(one, 0, 2)
+    save(one, tmp_path / "saved", step=2, names=same)
+    load(other, tmp_path / "saved", names=same)
+    steps(other, 2, 4)
+    steps(whole, 0, 4)
+    assert equal(left(other), left(whole))
+
+
+def test_a_snapshot_is_of_the_step_before(tmp_path: Path) -> None:
+    layout = Layout(interleaved, Plan(2, 4, 2), options={"states": "disk", "snapshots": True})
+    world = in_process(layout, MODEL, folder=tmp_path)
+    saver = Saver(world, tmp_path / "beside", names=same)
+    steps(world, 0, 2)
+    save(world, tmp_path / "at once", step=2, names=same)
+    saver.due(2)
+    steps(world, 2, 3)
+    saver.write()
+    steps(world, 3, 4)
+    saver.ended()
+    found = []
+    for saved in ("beside", "at once"):
+        other = in_process(layout, MODEL, folder=tmp_path)
+        load(other, tmp_path / saved, names=same)
+        found.append(left(other))
+    assert equal(*found)
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_what_is_on_the_disk_wants_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="moves the states to the disk, and no folder is given"):
+        made(on_disk(), ADAMW)
+    with pytest.raises(ModelError, match="nothing can be spilled to"):
+        made(on_disk(), ADAMW, folder=tmp_path / "gone")
+
+
+def test_a_folder_may_vanish(tmp_path: Path) -> None:
+    folder = tmp_path / "nvme"
+    folder.mkdir()
+    worlds = [made(p, ADAMW, folder=folder) for p in both(looped_bfs, Plan(1, 2, 3), states="disk")]
+    shutil.rmtree(folder)
+    assert equal(*(stepped(world, 0, 1) for world in worlds)) and equal(*map(left, worlds))
+
+
+def everything(world: Any) -> dict[int, list[Tensor]]:
+    """What is kept of each stage."""
+    states = states_of(world.ranks[0])
+    return {s: [t.clone() for t in states.tensors(s)] for s in states.own}
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("posix_fallocate", r"(?s)no room to spill .* No space left.*rank 0 #\d+  store_state 1"),
+        ("pwrite", r"(?s)No space left on device.*rank 0 #\d+  spill_state 1"),
+        ("preadv", r"(?s)is not there any more.*rank 0 #\d+  fetch_state 1"),
+    ],
+)
+def test_a_disk_that_fails_in_a_step(
+    what: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who failed is told, and what is to be done; and no state is lost."""
+    world, plain = (made(on_disk(), ADAMW, folder=tmp_path) for _ in range(2))
+    if what != "posix_fallocate":  # which is at the first step alone
+        stepped(world, 0)
+        stepped(plain, 0)
+    before, real, calls = everything(world), getattr(os, what), 0
+
+    def fails(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            if what == "preadv":
+                return 0
+            raise OSError(ENOSPC, os.strerror(ENOSPC))
+        return real(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, what, fails)
+        with pytest.raises(ExecutionError, match=says) as caught:
+            stepped(world, 1)
+    assert "go on from a checkpoint" in str(caught.value)
+    stepped(plain, 1)
+    after, right = everything(world), everything(plain)
+    for stage, own in after.items():  # as it was, or stepped: nothing between
+        assert equal(own, right[stage]) or equal(own, before[stage]) or own == before[stage] == []
+    with pytest.raises(ExecutionError, match="has failed in the step before"):
+        stepped(world, 2)
