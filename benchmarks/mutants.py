@@ -13,7 +13,7 @@ they did; `tests.mutants.trial(mutation, seed)` repeats a case.
 
 With `--only turns` it is the mutations of what comes in turns (ZeRO), with `--only away` those of
 what leaves the device and comes back (offload), with `--only parts` those of pieces of stages, of
-their chunks and of what they sum, with `--only states` those of what moves and steps the optimizer's
+their chunks and of what they sum, with `--only states` those of what moves and steps optimizers'
 states; each program under one model, in turn, and 50 mutants of each legal program:
 `trial(mutation, seed, [model], 50)` repeats a case.
 """
