@@ -115,6 +115,8 @@ def reduce_scatter(host: Host, i: Instr) -> None:
         host.wrong("nothing was added since it was reduced")
     if (i.stage, 0) in host.summed:
         host.wrong("what it adds is not summed over parts of the sequence")
+    if i.stage in host.states and not host.states[i.stage][0].startswith("on the"):
+        host.wrong("its stage's state was loaded for the gradient of the turns before")
     for slot in added:
         host.take(*slot)
     if i.stage in host.adding:
