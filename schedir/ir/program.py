@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -20,13 +19,11 @@ from schedir.ir.notebook import html
 from schedir.ir.ops import (
     ADDS,
     ADDS_TO_WEIGHTS,
-    BETWEEN_NEIGHBOURS,
     BOUNDARY,
     COMPUTE,
     OF_TRAINED,
     OFF_COMPUTE,
     ROWS,
-    SLOTTED,
     TIERS,
     TO_TRAIN,
     TOKENS,
@@ -38,6 +35,9 @@ from schedir.ir.ops import (
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.sizes import Eager
 from schedir.ir.skips import Skips, beside
+from schedir.ir.slots import ON_HOST as ON_HOST
+from schedir.ir.slots import OWN as OWN
+from schedir.ir.slots import Slots as Slots
 from schedir.ir.stream import ADDRESS as ADDRESS
 from schedir.ir.stream import FIELDS as FIELDS
 from schedir.ir.stream import JOINED as JOINED
@@ -60,49 +60,6 @@ Order = Mapping[Opcode, NDArray[np.int32]]
 
 _LARGE: Final = 2**22  # instructions of a program with which nothing is kept that is made of it
 _T = TypeVar("_T")
-OWN: Final = 2**31  # of slots: each value has its own, where nobody says how many there are
-# Names of slots of the host's memory, by what is moved there.
-ON_HOST: Final = {"host": Token.SAVED, "state_host": Token.STATE}
-
-if TYPE_CHECKING:
-
-    class _Slots(NamedTuple):
-        act_in: int
-        act_out: int
-        grad_in: int
-        grad_out: int
-        skip_in: int = OWN
-        skip_out: int = OWN
-        skip_grad_in: int = OWN
-        skip_grad_out: int = OWN
-        saved: int = OWN
-        full: int = OWN
-        state: int = OWN
-        host: int = OWN
-        state_host: int = OWN
-else:
-    _KINDS = [*(kind.name.lower() for kind in SLOTTED), *ON_HOST]
-    _Slots = namedtuple("_Slots", _KINDS, defaults=[OWN] * (len(_KINDS) - len(BETWEEN_NEIGHBOURS)))
-
-
-class Slots(_Slots):
-    """How many static slots a rank has for what is taken in and put out, in activations and
-    in gradients (`schedir/analysis/slots.py` says who lives in which); and on the `host`, for what
-    forwards saved, and for states of the optimizer that lie on the disk (`state_host`)."""
-
-    __slots__ = ()
-
-    @classmethod
-    def unsaid(cls) -> Self:
-        """Nothing said of any kind."""
-        return cls(**dict.fromkeys(cls._fields, OWN))
-
-    def said(self) -> dict[str, int]:
-        """The numbers that are said, by kind."""
-        return {kind: number for kind, number in self._asdict().items() if number != OWN}
-
-    def __repr__(self) -> str:
-        return f"Slots({', '.join(f'{kind}={number}' for kind, number in self.said().items())})"
 
 
 class Proof(NamedTuple):
