@@ -129,8 +129,8 @@ def _by_turns(choice: Choice) -> bool:
 
 # What the trainer's GPT does not have: a field of Model or of Choice, what it has, and why.
 _WITHOUT: Final = (
-    ("kv_heads", "heads", "its attention has keys and values of each head's own"),
-    ("gated", False, "its feed-forward network has two matrices"),
+    ("kv_heads", "heads", "a GPT's attention has keys and values of each head's own"),
+    ("gated", False, "a GPT's feed-forward network has two matrices"),
     ("experts", 1, "its layers have one feed-forward network"),
     ("c", 1, "it takes whole sequences"),
     ("e", 1, "its layers have one feed-forward network"),
@@ -213,7 +213,7 @@ def _require_trainable(model: Model, choice: Choice, parts: tuple[int, ...]) -> 
     if 0 in parts[1:-1]:
         raise _cannot("layers_of", list(parts), "a stage between the ends has nothing to do")
     if model.ffn != 4 * model.hidden:
-        raise _cannot("ffn", model.ffn, f"its feed-forward network is 4 x {model.hidden} wide")
+        raise _cannot("ffn", model.ffn, f"a GPT's feed-forward network is 4 x {model.hidden} wide")
     if model.heads % choice.t:
         raise UsageError(f"t {choice.t} does not divide {model.heads} heads", fields=["t", "heads"])
     for name, usual, why in _WITHOUT:
@@ -233,4 +233,9 @@ def _require_trainable(model: Model, choice: Choice, parts: tuple[int, ...]) -> 
 
 
 def _cannot(name: str, value: object, why: str) -> UsageError:
-    return UsageError(f"schedir train cannot run {name} {json.dumps(value)}: {why}", fields=[name])
+    llama = name in ("ffn", "kv_heads", "gated")
+    return UsageError(
+        f"schedir train cannot run {name} {json.dumps(value)}: {why}",
+        hint='a [model] of your own with kind = "llama" can have it' if llama else "",
+        fields=[name],
+    )

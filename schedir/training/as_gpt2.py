@@ -47,7 +47,10 @@ def as_gpt2(
     `schedir train`.  Raises CheckpointError for what is no GPT of `schedir train`.
     """
     kinds = {one.name: one.kind.shape for one in tensors}
-    heads, dropout = _setting(manifest, "heads", int), _setting(manifest, "dropout", float)
+    heads = _setting(manifest, "heads", int)
+    if (kind := _setting(manifest, "kind", str, "gpt")) != "gpt":
+        raise _no_gpt(manifest, f"it is of kind {kind}")
+    dropout = _setting(manifest, "dropout", float)
     try:
         (vocab, hidden), (context, _) = kinds["embedding.weight"], kinds["positions"]
     except (KeyError, ValueError):

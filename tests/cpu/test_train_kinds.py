@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from schedir.__main__ import main
 from schedir.errors import ConfigError
 from schedir.training.config_file import read
 from schedir.training.corpus import Corpus
@@ -37,7 +38,9 @@ def evaluated(folder: Path) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_processes_train_what_one_does(config: str, tmp_path: Path, kind: str) -> None:
+def test_processes_train_what_one_does(
+    config: str, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     sets = [f"model.kind={kind}", *SIZES[kind], "train.evaluate_every=3", "data.held_out=0.1",
             "train.evaluate_batches=2", "pipeline.tp=1",
             "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
@@ -49,6 +52,10 @@ def test_processes_train_what_one_does(config: str, tmp_path: Path, kind: str) -
     alone(config, tmp_path / "three", *again, "train.steps=3")
     alone(config, tmp_path / "on", *again)
     assert losses(tmp_path / "on")[-3:] == found[-3:]
+    export = ["checkpoint", "export", str(tmp_path / "saved"), "--as", "transformers"]
+    capsys.readouterr()
+    assert main([*export, "--to", str(tmp_path / "out")]) == 2
+    assert f"no GPT of schedir train: it is of kind {kind}\n" in capsys.readouterr().err
 
 
 def test_kinds_are_the_same_in_both_tables() -> None:

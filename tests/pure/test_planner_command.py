@@ -74,7 +74,8 @@ REFUSED = {
         "--no-exact",
         "-o",
         "x.toml",
-    ): "schedir train cannot run ffn 11008",
+    ): "schedir train cannot run ffn 11008: a GPT's feed-forward network is 4 x 4096 wide\n"
+    '  hint: a [model] of your own with kind = "llama" can have it',
     ("-o", "best.txt"): "a plan is written to FILE.toml or FILE.sched: best.txt is neither",
     ("--picture", "x.gif"): "a picture ends in .png, .svg, .pdf: x.gif does not",
     ("--tradeoff",): "memory against time is a picture\n  hint: --picture FILE.svg",
