@@ -156,10 +156,11 @@ class HostStates:
 
     @contextmanager
     def _groups_stay(self) -> Iterator[None]:
-        """Within this the optimizer changes no number of its groups, as a count of its steps: these
-        are of all stages."""
+        """Within this the optimizer changes no number of its groups, nor one of its own, as a count
+        of its steps: these are of all stages."""
         groups, own = self.inner.param_groups, sum(map(bool, self.own.values()))
         was = [{k: v for k, v in group.items() if isinstance(v, int | float)} for group in groups]
+        numbers = _numbers_of(self.inner)
         yield
         if own < 2 or is_torchs(self.inner):
             return
@@ -171,6 +172,13 @@ class HostStates:
                         f"to {group.get(k)}: it would for each stage",
                         _ON_DEVICE,
                     )
+        for k, v in _numbers_of(self.inner).items():
+            if numbers.get(k) != v:
+                raise _refusal(
+                    f"a step of {type(self.inner).__name__} changes its {k!r}, from "
+                    f"{numbers.get(k)} to {v}: it would for each stage",
+                    _ON_DEVICE,
+                )
 
     @contextmanager
     def _only(self, stage: int) -> Iterator[None]:
@@ -238,6 +246,12 @@ class HostStates:
         self.loading.clear()
         self.storing.clear()
         self.loaded.clear()
+
+
+def _numbers_of(inner: Any) -> dict[str, int | float]:
+    """The numbers that an optimizer has as its own attributes; what is yes or no counts nothing."""
+    own = vars(inner).items()
+    return {k: v for k, v in own if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
 @torch.no_grad()

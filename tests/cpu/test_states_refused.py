@@ -134,3 +134,22 @@ def test_an_optimizer_that_changes_its_groups_is_refused() -> None:
     world = made(schedir.compile(interleaved, Plan(1, 2, 2), states="host"), partial(Counts, lr=1))
     with pytest.raises(ExecutionError, match="a step of Counts changes 'lr' of a group"):
         stepped(world, 0)
+
+
+class Numbered(Own):
+    """Each of its steps has a number."""
+
+    elementwise = True
+    number = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.number += 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_counts_its_steps_itself_is_refused() -> None:
+    program = schedir.compile(interleaved, Plan(1, 2, 2), states="host")
+    with pytest.raises(ExecutionError, match="a step of Numbered changes its 'number', from"):
+        stepped(made(program, partial(Numbered, lr=1)), 0)
+    alone = schedir.compile(one_f_one_b, Plan(2, 2), states="host")
+    stepped(made(alone, partial(Numbered, lr=1)), 0)  # one stage a rank: as often as it should
