@@ -127,6 +127,7 @@ CAUSES: Final = {
     Cause.HOST: ("host", "#7a7a7a"),
     Cause.WEIGHTS: ("weights", "#cc79a7"),
     Cause.SNAPSHOT: ("snapshot", "#8c6d31"),
+    Cause.SUM: ("sum of pieces", "#a05195"),
     Cause.OFFLOAD: ("offload", "#c9a45c"),
     Cause.DISK: ("disk", "#4a3728"),
 }

@@ -48,7 +48,7 @@ def _read(text: str) -> str:
     if text == "no":
         return ""
     if not text or not {*text} <= {*LETTERS}:
-        raise ValueError(text)
+        raise ValueError(f"{_TAKES}, not {said(text)}")
     return text
 
 

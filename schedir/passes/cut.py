@@ -71,15 +71,18 @@ def _letters(one: object) -> str:
 
 def _read(text: str) -> Any:
     """`5`, `fgfg`, or one of these for each stage: `5,fgfg,1`."""
-    each = [one if one and {*one} <= {*LETTERS} else whole(one) for one in text.split(",")]
+    try:
+        each = [one if one and {*one} <= {*LETTERS} else whole(one) for one in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{_TAKES}, not {said(text)}") from None
     return each[0] if len(each) == 1 else tuple(each)
 
 
 def _read_here(text: str) -> Any:
     try:
         return _read(text)
-    except ValueError:
-        raise UsageError(f"cut {_TAKES}, not {said(text)}", fields=["cut"]) from None
+    except ValueError as error:
+        raise UsageError(f"cut {error}", fields=["cut"]) from None
 
 
 _TAKES: Final = (

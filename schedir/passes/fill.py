@@ -330,7 +330,7 @@ class _Machine:
 
 def _read(text: str) -> str:
     if text not in _FILLS:
-        raise ValueError(text)
+        raise ValueError(f"{_TAKES}, not {said(text)}")
     return text
 
 

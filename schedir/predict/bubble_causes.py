@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from schedir.ir.index import NONE
-from schedir.ir.ops import BACKWARDS, FORWARD, ROWS, Lane, Token
+from schedir.ir.ops import BACKWARDS, FORWARD, ROWS, SUMS, Lane, Token
 from schedir.predict.timeline import Timeline, expect_runs
 
 Floats = NDArray[np.float64]
@@ -30,6 +30,7 @@ class Cause(IntEnum):
     SNAPSHOT = 8
     OFFLOAD = 9
     DISK = 10
+    SUM = 11
 
 
 # Of what is awaited while it runs; of all other lanes it is a message.
@@ -38,7 +39,13 @@ _OF_LANE: Final = {
     Lane.D2H: Cause.OFFLOAD, Lane.H2D: Cause.OFFLOAD, Lane.DISK: Cause.DISK,
 }  # fmt: skip
 _OF_ROW: Final = [
-    Cause.SNAPSHOT if Token.COPY in row.gives else _OF_LANE.get(row.lane, Cause.MESSAGE)
+    Cause.SNAPSHOT
+    if Token.COPY in row.gives
+    else Cause.REDUCTION
+    if Token.GRAD in row.gives
+    else Cause.SUM
+    if row.op in SUMS
+    else _OF_LANE.get(row.lane, Cause.MESSAGE)
     for row in ROWS
 ]
 IDLE: Final = np.dtype(
@@ -65,6 +72,7 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     to end before (`Graph.latest`), until we are where the rank became idle:
 
     - MESSAGE: a transfer, or a scatter or gather, is under way; it is awaited.
+    - SUM: what pieces of a stage give is being summed (SumAct, SumGrad), and that is awaited.
     - REDUCTION: a reduction is under way, and no member is missing any more; it is awaited.
     - WEIGHTS: a stage's weights are being gathered (Unshard), and that is awaited.
     - SNAPSHOT: a stage is being copied to the host (Snapshot), and its step awaits that.

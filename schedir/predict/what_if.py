@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +23,7 @@ from schedir.ir.ops import (
     RECOMPUTE,
     ROWS,
     SHARDING,
+    SUMS,
     TRANSFERS,
     Lane,
     Token,
@@ -44,10 +45,19 @@ LEAST: Final = 0.005  # of the time of a microbatch: what saves less is not wort
 LARGE: Final = 100_000  # instructions of a program for which other orders are not searched
 _I: Final = BACKWARD_INPUT
 _WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
-_REDUCTIONS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.DP)
-_GATHERS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.PARAMS)
 _MOVED: Final = ("offload", "spill")  # the options that move what forwards saved
-_SNAPSHOTS: Final = tuple(FIELD[row.op] for row in ROWS if Token.COPY in row.gives)
+_SUMMED: Final = "sums of pieces"
+# What is tried to take no time, in words, by its costs.
+_FREE: Final[dict[str, tuple[str, ...]]] = {
+    "messages": ("send", "scatter", "gather"),
+    _SUMMED: ("sum",),
+    "reductions": tuple(
+        FIELD[row.op] for row in ROWS if row.lane is Lane.DP or Token.GRAD in row.gives
+    ),
+    "gathers of weights": tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.PARAMS),
+    "snapshots": tuple(FIELD[row.op] for row in ROWS if Token.COPY in row.gives),
+    "copies to the host and its disk, and back,": tuple(chain(*MOVES.values())),
+}
 
 
 def _all_alike(cost: Cost) -> Cost:
@@ -128,7 +138,7 @@ def advise(
     advice = Advice(base, missed_by(base, timeline), [])
     if not advice.given:
         return advice
-    found: dict[str, Change] = {}
+    found: dict[int, Change] = {}
     for kind, change in _Changes(base, costs, schedule or _recipe(program)).all():
         if kind not in found or change.saves > found[kind].saves:
             found[kind] = change
@@ -201,15 +211,12 @@ class _Changes:
         self.room = base.peak_activations
         self.lowering = Lowering(self.program, base.model)
 
-    def all(self) -> Iterator[tuple[str, Change]]:
+    def all(self) -> Iterator[tuple[int, Change]]:
         """Kinds, with a change of each that could be simulated."""
         kinds: tuple[Callable[[], Iterator[Trial]], ...] = (
             self._even_stages,
-            self._free_messages,
-            self._free_reductions,
-            self._free_gathers,
-            self._free_snapshots,
-            self._free_moves,
+            *(partial(self._free, what) for what in _FREE),
+            self._filled_sums,
             self._other_transfers,
             self._grouped_transfers,
             self._free_queues,
@@ -218,13 +225,13 @@ class _Changes:
             self._greedy_orders,
         )
         now = self.base.span / self.plan.microbatches
-        for kind in kinds:
+        for k, kind in enumerate(kinds):
             try:
                 for what, run, microbatches, anew in kind():
                     if now:
                         model = run.model if run.model != self.base.model else None
                         saves = 1 - run.span / microbatches / now
-                        yield kind.__name__, Change(what, saves, anew, model)
+                        yield k, Change(what, saves, anew, model)
             except ProgramError:  # a schedule that is not for this plan
                 continue
 
@@ -252,21 +259,21 @@ class _Changes:
         )
         yield self._priced(what, **even)
 
-    def _free_messages(self) -> Iterator[Trial]:
-        yield self._priced("messages that take no time", send=0.0, scatter=0.0, gather=0.0)
+    def _free(self, what: str) -> Iterator[Trial]:
+        if what != _SUMMED or self.program.meets:
+            yield self._priced(f"{what} that take no time", **dict.fromkeys(_FREE[what], 0.0))
 
-    def _free_reductions(self) -> Iterator[Trial]:
-        yield self._priced("reductions that take no time", **dict.fromkeys(_REDUCTIONS, 0.0))
-
-    def _free_gathers(self) -> Iterator[Trial]:
-        yield self._priced("gathers of weights that take no time", **dict.fromkeys(_GATHERS, 0.0))
-
-    def _free_snapshots(self) -> Iterator[Trial]:
-        yield self._priced("snapshots that take no time", **dict.fromkeys(_SNAPSHOTS, 0.0))
-
-    def _free_moves(self) -> Iterator[Trial]:
-        what = "copies to the host and its disk, and back, that take no time"
-        yield self._priced(what, **dict.fromkeys(chain(*MOVES.values()), 0.0))
+    def _filled_sums(self) -> Iterator[Trial]:
+        """The same pieces in an order that computes while they are summed."""
+        takes_time = self.program.meets and self.costs.of(SUMS[0], self.plan).any()
+        if not takes_time or len(self.program) > LARGE:
+            return
+        for which in ("W", "F", "all"):
+            program = self.lowering.of(compute_of(self.program), self.costs, fill=which)
+            run = self._run(program, self.costs)
+            if run.span <= self.base.span * (1 - LEAST):
+                what = f"fill={which}, which computes while pieces are summed"
+                yield Trial(what + self._instead(run), run, self.plan.microbatches)
 
     def _other_transfers(self) -> Iterator[Trial]:
         """The same compute with the transfers that the lowering gives it."""

@@ -119,6 +119,17 @@ def test_messages_reductions_and_steps() -> None:
     assert found[Cause.COOLDOWN][1] == 2.25
 
 
+def test_sums_of_pieces_and_of_shared_sequences() -> None:
+    """A sum that a piece waits for is no message; what is summed over the sequence is reduced."""
+    program = schedir.compile(gpipe, Plan(1, 2), tp=2, cut="fg")
+    timeline = schedir.simulate(program, Costs(sum=1.5))
+    assert causes(timeline) == {Cause.SUM: [2 * 2 * 1.5]}
+    covers(timeline)
+    program = schedir.compile(one_f_one_b, Plan(1, 2), tp=2, sequence=True)
+    timeline = schedir.simulate(program, Costs(reduce_sequence=3))
+    assert causes(timeline) == {Cause.REDUCTION: [3]}
+
+
 def test_a_gather_is_part_of_the_message() -> None:
     program = schedir.compile(interleaved, Plan(2, 2, 2), tp=2)
     timeline = schedir.simulate(program, Costs(gather=1, scatter=1))

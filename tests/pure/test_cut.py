@@ -34,6 +34,7 @@ from schedir.errors import (
 from schedir.ir.ops import COMPUTE, SUMS, Opcode
 from schedir.training.config import Config, PipelineConfig
 from schedir.training.config_file import read
+from tests import commands
 from tests.mutants import known
 from tests.threads import verdict
 
@@ -168,6 +169,17 @@ def test_training_runs_have_whole_stages(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text(f'[pipeline]\nschedule = "{path}"\n')
     refused(lambda: read(str(config)), ConfigError, "is of pieces of stages")
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("fill", "is W, F or all"), ("meets", "has a letter"), ("cut", "is how many pieces")],
+)
+def test_what_the_command_line_takes(
+    option: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = commands.refused(capsys, "check", "gpipe", "--tp", "2", f"--{option}", "X")
+    assert f"argument --{option}: {said}" in told and "not 'X'" in told
 
 
 def edited(program: Program, old: str, new: str) -> Program:

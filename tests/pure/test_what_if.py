@@ -48,6 +48,23 @@ def test_claims_are_simulations() -> None:
     assert [c.saves for c in advice.changes] == sorted(c.saves for c in advice.changes)[::-1]
 
 
+def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
+    plan, costs = Plan(2, 4), Costs(F=1, I=1, W=1, sum=0.9)
+
+    def of(costs: Costs, **more: Any) -> float:
+        program = schedir.compile(zb_h1, plan, tp=2, cut=3, costs=costs, **more)
+        return schedir.simulate(program, costs).span
+
+    base = of(costs)
+    timeline = schedir.simulate(schedir.compile(zb_h1, plan, tp=2, cut=3, costs=costs), costs)
+    advice = advise(timeline, costs)
+    assert saves(advice, "sums of pieces") == pytest.approx(1 - of(replace(costs, sum=0)) / base)
+    best = min(of(costs, fill=which) for which in ("W", "F", "all"))
+    assert saves(advice, "fill=") == pytest.approx(1 - best / base) and best < base
+    pair = schedir.compile(schedir.schedules.dualpipe_v, Plan(2, 4, 2, "vee"), tp=2)
+    assert not any("fill" in c.what for c in advise(schedir.simulate(pair)).changes)
+
+
 def test_other_schedules_hold_no_more() -> None:
     """1F1B has m activations of GPipe's at most P: GPipe is no advice for it, ZB-H1 is."""
     plain = Costs(F=1, B=2)
