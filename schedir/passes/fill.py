@@ -89,7 +89,7 @@ def fill(program: Program, options: Options) -> Program:
     best, lowered = program, options.rest(program)
     least, most = _judged(lowered, options), None
     if options.limit is None and program.trains:
-        most = [_most_ahead(own.op) for own in program.streams]
+        most = [_most_ahead(own.op, own.stage >= program.frozen) for own in program.streams]
     for _ in range(_ROUNDS):  # each begins where the last one has led
         tried = best
         seen = {tried.words.tobytes()}
@@ -113,9 +113,10 @@ def _ahead(op: int) -> int:
     return (op in FORWARDS) - (op in _ENDS)
 
 
-def _most_ahead(op: NDArray[Any]) -> int:
-    """The most forwards that are without their backwards at once."""
-    return int(np.cumsum([_ahead(one) for one in op.tolist()]).max(initial=0))
+def _most_ahead(op: NDArray[Any], trained: NDArray[Any]) -> int:
+    """The most forwards that are without their backwards at once; those of what is not trained have
+    none."""
+    return int((np.array([_ahead(one) for one in op.tolist()]) * trained).cumsum().max(initial=0))
 
 
 def _judged(lowered: Program, options: Options) -> tuple[float, float]:
@@ -155,6 +156,8 @@ class _Machine:
         self.cost: list[float] = cost.tolist()
         self.rank, self.op = index.rank.tolist(), index.op.tolist()
         self.stage, self.mb = index.stage.tolist(), index.mb.tolist()
+        each = np.array([_ahead(op) for op in self.op], np.int64)
+        self.adds: list[int] = (each * (index.stage >= program.frozen)).tolist()
         self.after: list[list[int]] = [[] for _ in range(len(index))]
         self.before: list[list[int]] = [[] for _ in range(len(index))]
         for giver in graph.needs:
@@ -173,8 +176,10 @@ class _Machine:
         self.ready: list[set[int]] = [set() for _ in self.todo]  # by rank, what could begin
         self.begun: dict[int, float] = {}  # until when
         self.over: set[int] = set()
-        # How many forwards are without their backwards behind each place in the order of a rank.
-        self.height = [np.cumsum([_ahead(self.op[at]) for at in own]) for own in self.todo]
+        # How many forwards are without their backwards, now and behind each place in the order of a
+        # rank.
+        self.now = [0] * len(self.todo)
+        self.height = [np.cumsum([self.adds[at] for at in own]) for own in self.todo]
         self.place = {int(at): k for own in self.todo for k, at in enumerate(own)}
         # By stage, what must stay in its order: forwards, and who adds to the same gradients.
         self.turns: dict[tuple[int, int], deque[int]] = defaultdict(deque)
@@ -300,16 +305,16 @@ class _Machine:
 
     def _holds(self, rank: int, at: int) -> bool:
         """Whether a rank has no more forwards ahead than it may, if an instruction runs next."""
-        if self.most is None or self.op[at] not in FORWARDS:
+        if self.most is None or self.adds[at] <= 0:
             return True
         over = self._over(rank, at)
-        before = self.height[rank][over.start - 1] if over.start else 0
-        there = max(before, self.height[rank][over].max(initial=0))
+        there = max(self.now[rank], self.height[rank][over].max(initial=0))
         return bool(there < self.most[rank])
 
     def _move(self, rank: int, at: int) -> None:
         """Let an instruction run next."""
-        self.height[rank][self._over(rank, at)] += _ahead(self.op[at])
+        self.height[rank][self._over(rank, at)] += self.adds[at]
+        self.now[rank] += self.adds[at]
 
     def _way(self, at: int) -> Way | None:
         """Which way a microbatch goes that a compute is of; None for what nobody waits for."""

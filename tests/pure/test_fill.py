@@ -62,6 +62,31 @@ def test_whole_zoo_filled(schedule: Any) -> None:
             assert sorted(map(str, own)) == sorted(map(str, was))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "plan", "frozen", "costs"),
+    [
+        (
+            schedules.interleaved, Plan(1, 4, 2), 0,
+            Costs(F=(0.5, 2, 3, 0.5), B=(1, 3, 2, 3), send=0.1, sum=1),
+        ),
+        (
+            schedules.interleaved, Plan(2, 4, 2), 2,
+            Costs(F=(0.5, 3, 0.5, 2, 1, 2, 2, 0.5), B=(0.5, 0.5, 0.5, 0.5, 2, 1, 2, 0.5), send=0.1,
+                  sum=2),
+        ),
+    ],
+)  # fmt: skip
+def test_several_that_fill_one_wait_hold_no_more(
+    schedule: Any, plan: Plan, frozen: int, costs: Costs
+) -> None:
+    """One forward behind the other before a backward; and those of frozen stages hold nothing."""
+    peaks = []
+    for fill in (None, "F", "all"):
+        program = compile(schedule, plan, tp=2, cut="f", frozen=frozen, costs=costs, fill=fill)
+        peaks.append(simulate(program, costs).peak_in_flight)
+    assert (peaks[1] <= peaks[0]).all() and (peaks[2] <= peaks[0]).all()
+
+
 def test_weight_gradients_run_under_sums() -> None:
     """Of I, whose W nobody waits for: each W that fits runs while a gradient is summed, and all
     others stay in their order."""
