@@ -109,6 +109,27 @@ def test_states_of_one_stage_come_and_go_behind_all_else() -> None:
     assert found.host == planner.Host(optimizer=plain.memory.optimizer)
 
 
+@pytest.mark.parametrize("recompute", get_args(Recompute))
+def test_what_is_saved_takes_its_bytes_over_the_link(recompute: Recompute) -> None:
+    """By hand: each copy is of what a stage saved; and over a slower link the step is longer."""
+    tight = planner.Choice(p=4, m=8, b=4, recompute=recompute, offload="fit")
+    least = planner.exact(MODEL, cluster(4, memory=80e9), on_device(tight)).memory.total
+    where = cluster(4, memory=0.9 * least)
+    whole = program(on_device(tight))
+    costs = costs_of(MODEL, where, tight, whole.plan, times_of(MODEL, where, tight), Constants())
+    saved = sizes(MODEL, tight, whole.plan).of("saved", tight.stages)
+    assert NODE.host is not None and costs.offload == costs.reload
+    for stage in range(tight.stages):
+        told = costs.of(Opcode.Offload, whole.plan)[stage]
+        assert told == pytest.approx(NODE.latency + saved[stage] / NODE.host, rel=CLOSE)
+    if recompute == "none":
+        found, moved = planner.exact(MODEL, where, tight), planner.program_for(MODEL, where, tight)
+        far, times = replace(where, host=1e9), times_of(MODEL, where, tight)
+        slow = costs_of(MODEL, far, tight, whole.plan, times, Constants())
+        assert found.fits and found.host.activations > 0
+        assert simulate(moved, slow, model="edge").span > 2 * found.step
+
+
 def test_what_does_not_fit_gets_a_plan() -> None:
     """None fits without; with offload the first is as short as any with states on the host."""
     where, how = (
