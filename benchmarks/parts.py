@@ -3,17 +3,19 @@
     python benchmarks/parts.py [--rounds 15] [--only slowed|real|predicted]
 
 Two processes over Gloo, of one thread each, share all layers of a GPT of one stage (tp 2), which is
-cut in pieces; programs take turns, a step each.  In chunks a microbatch of four samples is as many
-microbatches of fewer.
+cut in pieces; programs take turns, a step each.  The plain one has the schedule's order, the other
+is filled, or takes microbatches in chunks.
 
 slowed: what the tensor-parallel group sums between pieces takes at least its bytes over a
-bandwidth, in a thread of its own in which no processor works (`Lanes.bandwidth`): of a whole
-microbatch half of what a forward's attention piece takes, or as much.  In each round costs are
-calibrated by the step of the plain program; at these it is predicted itself, which tells what
-calibration misses, and the other, whose chunks are as if they cost nothing besides.
+bandwidth, in a thread of its own in which no processor works (`Lanes.bandwidth`): half of what a
+forward's attention piece takes, or as much.  In each round costs are calibrated by the step of the
+plain program; at these it is predicted itself, which tells what calibration misses, and the other.
+The plain one beside chunks has as many microbatches as there are chunks, in the schedule's order:
+so it is the order alone that differs.
 
 real: the same with sums as Gloo makes them, and no prediction; beside them uncut stages, whose
-layers sum.  Steps are those of the process where they take longest.
+layers sum.  Here the plain one beside chunks has whole microbatches, so what a chunk costs shows.
+Steps are those of the process where they take longest.
 
 predicted: no process: what filling and chunks win by simulation, of pipelines on 4 ranks.
 
@@ -57,11 +59,11 @@ from schedir.transports.collectives import Group, Kind
 from schedir.transports.processes import Gloo
 from schedir.transports.transport import Work
 
-CONFIG = gpt.GPTConfig(vocab=512, layers=2, hidden=512, heads=8, context=64, tied=False)
-ROWS, M, WARM = 4, 6, 2  # samples of a microbatch; microbatches; rounds that are not counted
+CONFIG = gpt.GPTConfig(vocab=512, layers=2, hidden=384, heads=6, context=128, tied=False)
+ROWS, M, WARM = 4, 4, 2  # samples of a microbatch; microbatches; rounds that are not counted
 CUT = cut_of([CONFIG.layers])
 ATTENTION = 1  # the first piece of its kind
-SUMMED = ROWS * CONFIG.context * CONFIG.hidden * 4  # bytes
+SAMPLE = CONFIG.context * CONFIG.hidden * 4  # bytes that are summed
 
 How = dict[str, Any]
 WAYS: tuple[tuple[str, How], ...] = (
@@ -125,19 +127,12 @@ class Run:
         return own
 
 
-def made(name: str, costs: Costs | None = None, **how: Any) -> Program:
+def made(name: str, m: int = M, costs: Costs | None = None, **how: Any) -> Program:
     """A program of stages in pieces."""
-    plan = Plan(1, M)
-    if costs is not None and "chunks" in how:
-        costs = of_chunks(costs, how["chunks"])
+    schedule = getattr(schedules, name)
     return compile(
-        getattr(schedules, name), plan, tp=2, cut=CUT, model="edge", blocks=True, costs=costs, **how
+        schedule, Plan(1, m), tp=2, cut=CUT, model="edge", blocks=True, costs=costs, **how
     )
-
-
-def of_chunks(costs: Costs, chunks: int) -> Costs:
-    """Costs of pieces as those of chunks, which cost nothing besides."""
-    return in_pieces(costs, 1, Plan(1, M, sum(CUT)), chunks=chunks)
 
 
 def told(name: str, how: How) -> str:
@@ -148,13 +143,14 @@ def slowed(rank: int, rounds: int) -> None:
     """Predicted beside measured."""
     for name, how in WAYS:
         for share in (0.5, 1.0):
-            plain = Run(made(name))
+            m = M * how.get("chunks", 1)
+            plain = Run(made(name, m))
             for _ in range(WARM):
                 plain.step()
             seconds = share * float(np.ravel(plain.costs().told["F"])[ATTENTION])
-            bandwidth = plain.transport.bandwidth = SUMMED / seconds
+            bandwidth = plain.transport.bandwidth = SAMPLE * ROWS * M / m / seconds
             plain.step()
-            other = Run(made(name, plain.costs(), **how), bandwidth)
+            other = Run(made(name, M, plain.costs(), **how), bandwidth)
             took: list[list[float]] = []  # both, measured; and both predicted
             for turn in range(WARM + rounds):
                 spans = [0.0] * 4
@@ -166,9 +162,8 @@ def slowed(rank: int, rounds: int) -> None:
                     spans[each is other] = timeline.span
                     if each is plain:
                         costs = calibrate(timeline)
-                        chunked = of_chunks(costs, how.get("chunks", 1))
-                        for k, one, at in ((2, plain, costs), (3, other, chunked)):
-                            spans[k] = simulate(one.program, at, model="edge", blocks=True).span
+                        for k, one in ((2, plain), (3, other)):
+                            spans[k] = simulate(one.program, costs, model="edge", blocks=True).span
                 took.append(spans)
             if rank:
                 continue
@@ -188,8 +183,8 @@ def real(rank: int, rounds: int) -> None:
         plain = Run(made(name))
         for _ in range(WARM):
             plain.step()
-        costs = plain.costs()
-        runs = [whole, plain, Run(made(name, costs, **how))]
+        costs = in_pieces(plain.costs(), 1, Plan(1, M, sum(CUT)), chunks=how.get("chunks", 1))
+        runs = [whole, plain, Run(made(name, M, costs, **how))]
         took = []
         for turn in range(WARM + rounds):
             order = [(turn + k) % len(runs) for k in range(len(runs))]
@@ -250,9 +245,9 @@ def predicted() -> None:
 
 
 HEADS = {
-    "slowed": [f"1 rank, m={M}", "a sum takes, ms", "plain, ms", "other, ms", "ratio",
+    "slowed": ["1 rank", "a sum takes, ms", "plain, ms", "other, ms", "ratio",
                "predicted ratio", "predicted less measured, plain", "other"],
-    "real": [f"1 rank, m={M}", "a sum waited for, ms", "uncut, ms", "plain, ms", "other, ms",
+    "real": ["1 rank", "a sum waited for, ms", "uncut, ms", "plain, ms", "other, ms",
              "plain/uncut", "other/plain", "other/uncut"],
     "predicted": ["4 ranks, m=16", "a sum takes", "sums free", "plain", "fill=W", "F", "all",
                   "of the sums' time won", "chunks=2", "chunks=4"],

@@ -15,9 +15,15 @@ COMMANDS = {
     "filled": f"schedir simulate {RUN} --fill W",
     "chunked": "schedir show gpipe --ranks 1 --microbatches 1 --tp 2 --cut g --chunks 2",
 }
+ALONE = "one_f_one_b --ranks 2 --microbatches 3 --tp 2 --cut 3 --costs"  # which is not filled
 PICTURES = {
-    f"{name}.svg": f"schedir draw {RUN}{how} --show lanes -o {name}.svg"
-    for name, how in (("parts", ""), ("parts-filled", " --fill W"))
+    f"{name}.svg": f"schedir draw {what} --show lanes -o {name}.svg"
+    for name, what in {
+        "parts": RUN,
+        "parts-filled": f"{RUN} --fill W",
+        "parts-whole": f"{ALONE} F=2,B=4,sum=2",
+        "parts-chunks": f"{ALONE} F=1,B=2,sum=1 --chunks 2",
+    }.items()
 }
 
 PAGE = '''\
@@ -76,6 +82,12 @@ the other. While the first is summed, the second is computed; and the next piece
 ```
 $ {chunked_command}
 {chunked}```
+
+So 1F1B has what it lacks to be filled with. Three microbatches, and the same in chunks:
+
+![1F1B in pieces: each rank waits for each sum](images/parts-whole.svg)
+
+![The same in chunks: all sums run beside what computes](images/parts-chunks.svg)
 
 A product that takes g, and its sum s, take g/n + (n - 1) max(g, s)/n + s/n in n chunks that cost nothing besides: two machines in a
 row, with n equal jobs. That is what a simulation says, for any n; with many chunks, max(g, s). What a chunk costs besides is not in
