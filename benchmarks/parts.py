@@ -1,21 +1,22 @@
 """Parts: steps of stages in pieces, unfilled, filled and in chunks, as predicted and as measured.
 
-    python benchmarks/parts.py [--rounds 15] [--only slowed|real|predicted]
+    python benchmarks/parts.py [--rounds 12] [--only slowed|real|predicted]
 
 Two processes over Gloo, of one thread each, share all layers of a GPT of one stage (tp 2), which is
 cut in pieces; programs take turns, a step each.  The plain one has the schedule's order, the other
 is filled, or takes microbatches in chunks.
 
 slowed: what the tensor-parallel group sums between pieces takes at least its bytes over a
-bandwidth, in a thread of its own in which no processor works (`Lanes.bandwidth`): half of what a
-forward's attention piece takes, or as much.  In each round costs are calibrated by the step of the
-plain program; at these it is predicted itself, which tells what calibration misses, and the other.
-The plain one beside chunks has as many microbatches as there are chunks, in the schedule's order:
-so it is the order alone that differs.
+bandwidth, in a thread of its own in which no processor works (`Lanes.bandwidth`): as much as a
+forward's attention piece takes, or half of that.  Layers are wide, so that a sum itself is little
+work beside what is computed.  In each round costs are calibrated by the step of the plain program;
+at these it is predicted itself, which tells what calibration misses, and the other.  The plain one
+beside chunks has as many microbatches as there are chunks, in the schedule's order: so it is the
+order alone that differs.
 
-real: the same with sums as Gloo makes them, and no prediction; beside them uncut stages, whose
-layers sum.  Here the plain one beside chunks has whole microbatches, so what a chunk costs shows.
-Steps are those of the process where they take longest.
+real: the same with sums as Gloo makes them, and no prediction, of narrow layers, whose sums take a
+larger part; beside them uncut stages, whose layers sum.  Here the plain one beside chunks has whole
+microbatches, so what a chunk costs shows.  Steps are those of the process where they take longest.
 
 predicted: no process: what filling and chunks win by simulation, of pipelines on 4 ranks.
 
@@ -31,6 +32,7 @@ import sys
 import warnings
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -59,11 +61,10 @@ from schedir.transports.collectives import Group, Kind
 from schedir.transports.processes import Gloo
 from schedir.transports.transport import Work
 
-CONFIG = gpt.GPTConfig(vocab=512, layers=2, hidden=384, heads=6, context=128, tied=False)
-ROWS, M, WARM = 4, 4, 2  # samples of a microbatch; microbatches; rounds that are not counted
-CUT = cut_of([CONFIG.layers])
+WIDE = gpt.GPTConfig(vocab=512, layers=1, hidden=1536, heads=16, context=64, tied=False)
+NARROW = gpt.GPTConfig(vocab=512, layers=2, hidden=384, heads=6, context=128, tied=False)
+ROWS, M, WARM = 2, 4, 2  # samples of a microbatch; microbatches; rounds that are not counted
 ATTENTION = 1  # the first piece of its kind
-SAMPLE = CONFIG.context * CONFIG.hidden * 4  # bytes that are summed
 
 How = dict[str, Any]
 WAYS: tuple[tuple[str, How], ...] = (
@@ -94,28 +95,30 @@ class Slowed(Gloo):
 class Run:
     """An executor of a program of one stage, whole or in pieces, and its batch."""
 
-    def __init__(self, program: Program, bandwidth: float = 0.0) -> None:
+    def __init__(self, config: gpt.GPTConfig, program: Program, bandwidth: float = 0.0) -> None:
         torch.manual_seed(0)
         self.program, self.transport = program, Slowed(program)
         self.transport.bandwidth = bandwidth
         tp, m = self.transport.tp_group, program.plan.microbatches
-        stage = gpt.build_stage(CONFIG, 0, 1, tp=tp)
+        stage = gpt.build_stage(config, 0, 1, tp=tp)
         whole = program.plan.stages == 1
         stages: list[nn.Module] = [stage] if whole else pieces(stage)
-        shape = (ROWS * M // m, CONFIG.context, CONFIG.hidden)
+        shape = (ROWS * M // m, config.context, config.hidden)
         self.executor = Executor(
             program, 0, stages, self.transport, loss=partial(gpt.loss, tp=tp),
-            boundary=shape if whole else boundaries(CUT, shape),
+            boundary=shape if whole else boundaries(cut_of([config.layers]), shape),
             optimizer=torch.optim.AdamW(stage.parameters(), lr=1e-4),
         )  # fmt: skip
-        tokens = torch.randint(CONFIG.vocab, (m, shape[0], CONFIG.context + 1))
+        tokens = torch.randint(config.vocab, (m, shape[0], config.context + 1))
+        self.nbytes = 4 * prod(shape)  # of a sum
+        self.scale = 1 / (M * ROWS * config.context)
         self.x, self.y = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
 
     def step(self) -> float:
         """How long it takes; all processes begin together."""
         dist.barrier()
         began = perf_counter()
-        self.executor.step(self.x, self.y, 1 / (M * ROWS * CONFIG.context))
+        self.executor.step(self.x, self.y, self.scale)
         return perf_counter() - began
 
     def costs(self) -> Costs:
@@ -127,11 +130,11 @@ class Run:
         return own
 
 
-def made(name: str, m: int = M, costs: Costs | None = None, **how: Any) -> Program:
-    """A program of stages in pieces."""
-    schedule = getattr(schedules, name)
+def made(name: str, layers: int, m: int = M, **how: Any) -> Program:
+    """A program of a stage in pieces."""
+    cut = cut_of([layers])
     return compile(
-        schedule, Plan(1, m), tp=2, cut=CUT, model="edge", blocks=True, costs=costs, **how
+        getattr(schedules, name), Plan(1, m), tp=2, cut=cut, model="edge", blocks=True, **how
     )
 
 
@@ -142,15 +145,18 @@ def told(name: str, how: How) -> str:
 def slowed(rank: int, rounds: int) -> None:
     """Predicted beside measured."""
     for name, how in WAYS:
-        for share in (0.5, 1.0):
+        for share in (0.5, 1.0) if name == "zb_h1" else (1.0,):
             m = M * how.get("chunks", 1)
-            plain = Run(made(name, m))
-            for _ in range(WARM):
+            plain = Run(WIDE, made(name, WIDE.layers, m))
+            own = []
+            for _ in range(2 * WARM):
                 plain.step()
-            seconds = share * float(np.ravel(plain.costs().told["F"])[ATTENTION])
-            bandwidth = plain.transport.bandwidth = SAMPLE * ROWS * M / m / seconds
+                own.append(float(np.ravel(plain.costs().told["F"])[ATTENTION]))
+            seconds = share * min(own)
+            bandwidth = plain.transport.bandwidth = plain.nbytes / seconds
             plain.step()
-            other = Run(made(name, M, plain.costs(), **how), bandwidth)
+            program = made(name, WIDE.layers, costs=plain.costs(), **how)
+            other = Run(WIDE, program, bandwidth)
             took: list[list[float]] = []  # both, measured; and both predicted
             for turn in range(WARM + rounds):
                 spans = [0.0] * 4
@@ -179,12 +185,13 @@ def slowed(rank: int, rounds: int) -> None:
 def real(rank: int, rounds: int) -> None:
     """As Gloo sums."""
     for name, how in WAYS:
-        whole = Run(compile(getattr(schedules, name), Plan(1, M), tp=2, model="edge", blocks=True))
-        plain = Run(made(name))
+        uncut = compile(getattr(schedules, name), Plan(1, M), tp=2, model="edge", blocks=True)
+        whole, plain = Run(NARROW, uncut), Run(NARROW, made(name, NARROW.layers))
         for _ in range(WARM):
             plain.step()
-        costs = in_pieces(plain.costs(), 1, Plan(1, M, sum(CUT)), chunks=how.get("chunks", 1))
-        runs = [whole, plain, Run(made(name, M, costs, **how))]
+        found, of_pieces = plain.costs(), Plan(1, M, plain.program.plan.stages)
+        costs = in_pieces(found, 1, of_pieces, chunks=how.get("chunks", 1))
+        runs = [whole, plain, Run(NARROW, made(name, NARROW.layers, costs=costs, **how))]
         took = []
         for turn in range(WARM + rounds):
             order = [(turn + k) % len(runs) for k in range(len(runs))]
@@ -193,11 +200,11 @@ def real(rank: int, rounds: int) -> None:
         each: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(each, took[WARM:])
         if not rank:
-            found = np.array(each).max(0)
+            all_of = np.array(each).max(0)
             line(
-                told(name, how), f"{1e3 * float(np.mean(costs.told['sum'])):.2f}",
-                *(f"{1e3 * one:.1f}" for one in np.median(found, 0)),
-                *(_ratio(found[:, a] / found[:, b]) for a, b in ((1, 0), (2, 1), (2, 0))),
+                told(name, how), f"{1e3 * float(np.mean(found.told['sum'])):.2f}",
+                *(f"{1e3 * one:.1f}" for one in np.median(all_of, 0)),
+                *(_ratio(all_of[:, a] / all_of[:, b]) for a, b in ((1, 0), (2, 1), (2, 0))),
             )  # fmt: skip
 
 
@@ -267,7 +274,7 @@ def table(rank: int, rounds: int, name: str) -> None:
 def main() -> None:
     """Print the tables, a row as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each")
+    parser.add_argument("--rounds", type=int, default=12, help="steps of each")
     parser.add_argument("--only", default="", choices=("", *HEADS), help="one table")
     args = parser.parse_args()
     if args.only in ("", "predicted"):
