@@ -71,7 +71,7 @@ $ {filled_command}
 
 What it wins depends on what else a rank has to do. 1F1B wins next to nothing without more memory: each of its microbatches waits for
 itself, and as many as there are ranks are under way. Interleaved, zero-bubble and GPipe win from a fifth to two thirds of the time
-of sums by simulation; [results](results/parts.md) has this, and steps over Gloo.
+of sums by simulation; [results](results/parts.md) has this, by schedule.
 
 ## In chunks
 
