@@ -27,6 +27,9 @@ COMMANDS = {
     "states_on_disk": "schedir simulate interleaved --ranks 2 --microbatches 8 "
     "--stages-per-rank 4 --sizes saved=300MB,params=500MB,grads=500MB,optimizer=3GB --states disk "
     "--costs F=1,B=2,load_state=0.8,step_stage=0.1,store_state=0.8,fetch_state=2,spill_state=2",
+    "stepped": "schedir simulate interleaved --ranks 2 --microbatches 8 --stages-per-rank 4 "
+    "--sizes saved=300MB,params=500MB,grads=500MB,optimizer=3GB --states cpu "
+    "--costs F=1,B=2,offload_grads=0.1,step_host=0.6,reload_weights=0.1",
     "letters": "schedir draw one_f_one_b --ranks 3 --microbatches 4 "
     "--costs F=1,B=2,offload=0.9,reload=0.9 --offload all",
 }
@@ -212,6 +215,32 @@ with it. Between steps the optimizer's tensors are the file's own memory, mapped
 the file. Room is taken when a state is first written, in the first step. A disk that is full then, or fails in a step, is an
 error that names rank and instruction. No state is lost by that, but of the update some stages may be stepped and others not:
 such a run goes on from its last checkpoint.
+
+### Stepped by the host
+
+With `states="cpu"` they stay there, and the host itself steps them, as in ZeRO-Offload: instead of the optimizer's state, gradients
+go and weights come, 2 and 2 of 16 bytes a 16-bit parameter.
+
+| instruction | | lane | priced by |
+| --- | --- | --- | --- |
+| `offload_grads s` | copies the stage's gradient to the host, when it is reduced | `d2h` | `Costs.offload_grads` |
+| `step_host s` | steps the stage there, when all gradients of the rank are, and the norm | `host` | `Costs.step_host` |
+| `reload_weights s` | copies its new weights back | `h2d` | `Costs.reload_weights` |
+
+```
+$ {stepped_command}
+{stepped}```
+
+Gradients go while other stages compute backwards, and while one stage is stepped, which takes a lane of its own, weights of the last
+one come back, and other ranks compute. What no rank does is step before all its gradients are there: whether they are finite is
+judged first, so that nothing of an update is ever taken back. A `Cluster` that tells `dram`, what the host's processors read
+and write in a second for each GPU, fills `step_host`.
+
+The optimizer is the one that you give, and is given parameters on the host: a `MainOptimizer` its copies, from which 16-bit weights
+are rounded there, any other a copy of the parameters, which goes along with gradients, since somebody may have changed them. Weights
+and losses have the bits of the same optimizer's steps on a CPU; on a GPU it may add in another order. What is refused for
+`states="host"` is refused here, too, and so are `capturable` and steps that draw random numbers, for they run beside what is computed.
+The host holds the state, gradients and weights all the time, the device no state at all.
 {more}
 ## What is refused
 

@@ -50,6 +50,7 @@ WIRES: Final = {row.lane: "#7a7a7a" for row in LANES[1:]} | {
     Lane.D2H: "#8c6d31",
     Lane.H2D: "#c9a45c",
     Lane.DISK: "#4a3728",
+    Lane.HOST: "#6b8e23",
 }
 DAY: Final = Palette(TONES, WIRES)
 # On a dark ground: the same hues in the same order, none as dark as the ground.
@@ -63,7 +64,7 @@ NIGHT: Final = Palette(
     },
     WIRES
     | {Lane.ACT: "#3d9bd1", Lane.GRAD: "#e8772e", Lane.DP: "#e6e6e6", Lane.PARAMS: "#d98fb9"}
-    | {Lane.D2H: "#b8935a", Lane.H2D: "#e3cb98", Lane.DISK: "#7d5f49"},
+    | {Lane.D2H: "#b8935a", Lane.H2D: "#e3cb98", Lane.DISK: "#7d5f49", Lane.HOST: "#93b84a"},
 )
 # What a chart may be drawn in.  All but "bright" keep the bands of lightness.
 PALETTES: Final = {
@@ -72,7 +73,8 @@ PALETTES: Final = {
         {op: Tone("#808080", tone.light, tone.dark) for op, tone in TONES.items()},
         WIRES
         | {Lane.ACT: "#8c8c8c", Lane.GRAD: "#3c3c3c", Lane.TP: "#b4b4b4", Lane.DP: "#1a1a1a"}
-        | {Lane.PARAMS: "#646464", Lane.D2H: "#787878", Lane.H2D: "#b4b4b4", Lane.DISK: "#3c3c3c"},
+        | {Lane.PARAMS: "#646464", Lane.D2H: "#787878", Lane.H2D: "#b4b4b4", Lane.DISK: "#3c3c3c"}
+        | {Lane.HOST: "#969696"},
     ),
     # Okabe and Ito's colours (2008), which colour-blind readers tell by hue.
     "bright": Palette(
@@ -85,7 +87,8 @@ PALETTES: Final = {
         },
         WIRES
         | {Lane.ACT: "#0072b2", Lane.GRAD: "#cc79a7", Lane.TP: "#7a7a7a", Lane.DP: "#1a1a1a"}
-        | {Lane.PARAMS: "#a6761d", Lane.D2H: "#5b4a1f", Lane.H2D: "#b39b5e", Lane.DISK: "#261c14"},
+        | {Lane.PARAMS: "#a6761d", Lane.D2H: "#5b4a1f", Lane.H2D: "#b39b5e", Lane.DISK: "#261c14"}
+        | {Lane.HOST: "#3d6b00"},
     ),
 }
 HATCHED: Final = frozenset({RECOMPUTE})  # in the hue of F, and so hatched
@@ -112,6 +115,7 @@ LANE_NAMES: Final = {row.lane: row.doc for row in LANES[1:]} | {
     Lane.D2H: "copies to the host",
     Lane.H2D: "copies from the host",
     Lane.DISK: "disk",
+    Lane.HOST: "host computes",
 }
 BOTH_WAYS: Final = (Lane.ACT, Lane.GRAD, Lane.DISK)  # what comes in is paler than what goes out
 WHOLE: Final = "whole weights"
@@ -130,6 +134,7 @@ CAUSES: Final = {
     Cause.SUM: ("sum of pieces", "#a05195"),
     Cause.OFFLOAD: ("offload", "#c9a45c"),
     Cause.DISK: ("disk", "#4a3728"),
+    Cause.STEP: ("the host's step", "#6b8e23"),
 }
 
 

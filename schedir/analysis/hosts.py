@@ -21,7 +21,8 @@ def host_waits(program: Program, enter: Positions, device_waits: bool) -> NDArra
     gather, stands for its message and those before it on the lane: once they are there, nothing
     else can keep it.  Of a lane where instructions drain it first (`Row.drains`), that has
     ended which stands before the last of these.  The instructions of a lane itself follow each
-    other anyway.
+    other anyway.  Behind what waits for another lane (`Row.waits`) all has ended that stands before
+    that on the lane.
 
     With `device_waits` it also waits for its device (`Graph`).  `enter` are the nodes by which
     instructions are entered: what runs together does not wait for itself.
@@ -97,8 +98,8 @@ def _drains(program: Program, lane: Lane) -> list[Opcode]:
 def _waited(program: Program, lane: Lane, line: NDArray[np.int64]) -> Positions | None:
     """What a host has waited for on a lane before each instruction; None if it never waits."""
     index = Index.of(program)
-    drains = _drains(program, lane)
-    if LANES[lane].host == "starts" and not drains:
+    drains, waits = _drains(program, lane), [row.op for row in ROWS if lane in row.waits]
+    if LANES[lane].host == "starts" and program.ops.isdisjoint((*drains, *waits)):
         return None
     waited = np.full(len(index), NONE, np.int32)
     own = np.flatnonzero(line == LINES[lane])
@@ -106,6 +107,8 @@ def _waited(program: Program, lane: Lane, line: NDArray[np.int64]) -> Positions 
         waited[own[1:]] = np.where(index.is_op(drains)[own[1:]], own[:-1], NONE)
     else:  # what is summed the host has made itself
         waited[own] = np.where(index.is_op(SUMS)[own], NONE, own)
+    if len(at := index.where_all(waits)) and len(own):
+        waited[at] = np.append(own, NONE)[np.searchsorted(own, at) - 1]
     before = np.full_like(waited, NONE)
     before[1:] = np.maximum.accumulate(waited)[:-1]
     here = (before >= program.offsets[index.rank]) & (line != LINES[lane])

@@ -208,6 +208,12 @@ def at_rest(program: Program, sizes: Sizes, tier: str = "device") -> dict[str, N
         if lies.get(name, TIERS[0]) != tier:
             each.pop(name, None)
             each.pop(IN_PARTS.get(name, name), None)
+    trained, parts_of = np.arange(plan.stages) >= program.frozen, 1
+    if is_cut("optimizer", zero):
+        parts_of = program.dp
+    for row in TOKENS:
+        if row.room is not None and row.room[0] == tier and program.has(row.token):
+            each[row.room[1]] = sizes.of(row.room[1], plan.stages) * trained / parts_of
     return {
         name: np.array([size[list(own)].sum() for own in plan.stages_of])
         for name, size in each.items()
@@ -225,7 +231,9 @@ def tiers_of(program: Program) -> tuple[str, ...]:
     """
     changes = [change for op in program.ops for change in ROWS[op].changes]
     there = {state for change in changes for state in (change.before, change.after)}
+    has = [row for row in TOKENS if program.has(row.token)]
     there |= {TIERS[0], *(program.lies(row.token) for row in TOKENS)}
+    there |= {row.room[0] for row in has if row.room}
     return tuple(tier for tier in TIERS if tier in there)
 
 

@@ -29,8 +29,9 @@ class Cluster:
     in the type that trains, and `memory`, in bytes.  In bytes per second are `hbm`, its own memory;
     `nvlink`, what it sends to GPUs of its node while as much comes in; `network`, the same to other
     nodes, a GPU's share of its node's; `host` and `disk`, to and from its host's memory, and a
-    disk, where they are told.  `host_memory` is the share of its host's memory that a GPU's process
-    may fill, in bytes.  `latency` is what a message takes beside its bytes, in seconds, and
+    disk, where they are told, and `dram`, what the host's processors read and write of its memory
+    for a GPU.  `host_memory` is the share of its host's memory that a GPU's process may fill, in
+    bytes.  `latency` is what a message takes beside its bytes, in seconds, and
     `kernel_us` what a kernel takes to be issued, in microseconds.  Say what is reached, not what a
     data sheet has: nothing is taken off.  Only `peak` is the data sheet's: floating-point
     operations per second, of which a share of the peak (MFU) is.  `sms` are the multiprocessors of
@@ -65,6 +66,7 @@ class Cluster:
     network: float
     host: float | None = None
     disk: float | None = None
+    dram: float | None = None
     latency: float = 0.0
     kernel_us: float = 0.0
     peak: float | None = None
@@ -279,6 +281,10 @@ class Cluster:
           `optimizer` (`host_transfer`), and `step_stage`, of each stage what `step` else is of all;
           `step` then takes nothing.  With "disk" also `fetch_state` and `spill_state`, the same
           part (`disk_transfer`).
+        - With `states` "cpu": `offload_grads` and `reload_weights`, the replica's part of a stage's
+          `grads` and `params` (`host_transfer`), and `step_host`, what `step` else reads and writes
+          of the stage, at `dram`.  An optimizer without copies of its own of 16-bit weights
+          moves the weights with the gradients, too; that is not in it.
         - With `offload`: `offload` and `reload`, what is `saved` of a microbatch, or of one that is
           `recomputed`, by (stage, microbatch), its `checkpoint` (`host_transfer`).  With `spill`:
           `spill` and `fetch`, the same to the disk and back (`disk_transfer`).

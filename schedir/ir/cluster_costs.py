@@ -39,6 +39,8 @@ class Machines(Protocol):
     @property
     def network(self) -> float: ...
     @property
+    def dram(self) -> float | None: ...
+    @property
     def latency(self) -> float: ...
     @property
     def kernel_us(self) -> float: ...
@@ -71,7 +73,10 @@ def filled(
     found = _backwards(costs)
     filler = _Filler(cluster, plan, sizes, mesh, zero)
     fills = filler.fills | ({"snapshot": filler.snapshot} if snapshots else {})
-    fills |= filler.of_states if states != "device" else {}
+    if states == "cpu":
+        fills |= filler.of_host
+    else:
+        fills |= filler.of_states if states != "device" else {}
     fills |= filler.of_disk if states == "disk" else {}
     for name, fill in fills.items():
         if name not in costs.told:
@@ -142,6 +147,14 @@ class _Filler:
             },
             "reduce_norm": self.reduce_norm,
             "step": self.step,
+        }
+        self.of_host: dict[str, Callable[[], Floats]] = {
+            "offload_grads": partial(self.state, "offload_grads", cluster.host_transfer, "grads"),
+            "step_host": self.step_host,
+            "reload_weights": partial(
+                self.state, "reload_weights", cluster.host_transfer, "params"
+            ),
+            "step": lambda: np.zeros((1, 1)),
         }
         self.of_states: dict[str, Callable[[], Floats]] = {
             "load_state": partial(self.state, "load_state", cluster.host_transfer),
@@ -252,9 +265,11 @@ class _Filler:
         copied = (params + optimizer) / self.dp
         return np.array([[self.cluster.host_transfer(size)] for size in copied.tolist()])
 
-    def state(self, cost: str, transfer: Callable[[float], float]) -> Floats:
+    def state(
+        self, cost: str, transfer: Callable[[float], float], name: str = "optimizer"
+    ) -> Floats:
         """Each replica moves its part, whole or 1/dp, between its device, the host and the disk."""
-        each = self.sizes.of("optimizer", self.plan.stages)
+        each = self.sizes.of(name, self.plan.stages)
         if not each.any():
             raise _unknown(cost, "params=2GB,grads=2GB,optimizer=12GB")
         own = each / (self.dp if self.zero else 1)
@@ -267,6 +282,17 @@ class _Filler:
         if not (params.any() and grads.any()):
             raise _unknown(cost, "params=2GB,grads=2GB,optimizer=12GB")
         return stepped(params, grads, optimizer) / (self.dp if self.zero else 1)
+
+    def step_host(self) -> Floats:
+        """Each replica's host steps its part."""
+        if self.cluster.dram is None:
+            raise UsageError(
+                "cluster: nobody tells dram, the bytes per second that the host's processors "
+                "read and write for a GPU",
+                hint='dram = "100GB/s", or tell step_host itself',
+                fields=["dram"],
+            )
+        return self._touched("step_host")[:, None] / self.cluster.dram
 
     def step(self) -> Floats:
         """The k-th number is rank k's."""

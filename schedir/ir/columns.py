@@ -72,10 +72,13 @@ class TokenRow(NamedTuple):
     `handed` is of what is taken in: on one rank it is this value of the other stage.
     `made_of` says that an instruction makes it of another value that it frees, and which field of
     Sizes tells the bytes of both.  `trait` names a trait of programs: only in those that have
-    another than its default there are such values.
+    another than its default there are such values; or, with `only`, one of these.
     `lies` is one of TIERS: the value is there from the start, on that one, or on the one that a
     program says by `trait`, and nobody makes or frees it; there it has its room all the time.  Of
     what replicas hold parts of it is the own.
+    `room` is of what has memory of its own all the time, whoever fills it, beside what the device
+    holds: one of TIERS, and the field of Sizes that tells the bytes; of them a replica has a part
+    where it has one of the optimizer's state.
     """
 
     token: Token
@@ -88,6 +91,8 @@ class TokenRow(NamedTuple):
     made_of: tuple[Token, str] | None = None
     trait: str = ""
     lies: str = ""
+    only: tuple[str, ...] = ()
+    room: tuple[str, str] | None = None
 
 
 class LaneRow(NamedTuple):
@@ -144,7 +149,8 @@ class Row(NamedTuple):
     `cost` is the field of Costs that prices it.  `drains` says that a host that blocks waits for
     what stands before it on its lane: "always", or where there are "replicas".  `ring` says of a
     collective how many bytes it sends.  `of_all` says that of what is collected it needs what there
-    is of all stages of its rank, not of its own alone.
+    is of all stages of its rank, not of its own alone.  `waits` are lanes of which a host that
+    blocks waits for all that stands before it.
     """
 
     op: Opcode
@@ -163,3 +169,4 @@ class Row(NamedTuple):
     changes: tuple[Change, ...] = ()
     ring: Ring | None = None
     of_all: bool = False
+    waits: tuple[Lane, ...] = ()

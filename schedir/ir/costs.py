@@ -102,6 +102,9 @@ class Costs:
     spill_state: Cost | None = None
     sum: Cost | None = None
     reduce_sequence: Cost | None = None
+    offload_grads: Cost | None = None
+    step_host: Cost | None = None
+    reload_weights: Cost | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):

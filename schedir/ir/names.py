@@ -29,6 +29,9 @@ class Token(IntEnum):
     COPY = 18
     STATE = 19
     STORED = 20
+    HOST_GRAD = 21
+    HOST_WEIGHTS = 22
+    RELOADED = 23
 
 
 class Lane(IntEnum):
@@ -43,6 +46,7 @@ class Lane(IntEnum):
     D2H = 6
     H2D = 7
     DISK = 8
+    HOST = 9
 
 
 class Opcode(IntEnum):
@@ -93,3 +97,6 @@ class Opcode(IntEnum):
     ReduceSequence = 36
     FetchState = 37
     SpillState = 38
+    OffloadGrads = 39
+    StepHost = 40
+    ReloadWeights = 41

@@ -51,7 +51,12 @@ TOKENS: Final[tuple[TokenRow, ...]] = (
     TokenRow(_T.COPY, _STAGE, _ALL, "the copy of what the step changes", trait="snapshots"),
     TokenRow(_T.STATE, _STAGE, Found.AGAIN, "the optimizer's state", "optimizer", trait="states",
              lies="host"),
-    TokenRow(_T.STORED, _STAGE, _ALL, "the stored state", trait="states"),
+    TokenRow(_T.STORED, _STAGE, _ALL, "the stored state", trait="states", only=("host", "disk")),
+    TokenRow(_T.HOST_GRAD, _STAGE, _ALL, "the gradient on the host", trait="states",
+             only=("cpu",), room=("host", "grads")),
+    TokenRow(_T.HOST_WEIGHTS, _STAGE, _ALL, "the weights on the host", trait="states",
+             only=("cpu",), room=("host", "params")),
+    TokenRow(_T.RELOADED, _STAGE, _ALL, "the reloaded weights", trait="states", only=("cpu",)),
 )  # fmt: skip
 
 LANES: Final[tuple[LaneRow, ...]] = (
@@ -64,6 +69,7 @@ LANES: Final[tuple[LaneRow, ...]] = (
     LaneRow(_L.D2H, False, "starts", "copies to the host"),
     LaneRow(_L.H2D, False, "starts", "copies from the host"),
     LaneRow(_L.DISK, False, "starts", "what the host writes to its disk, and reads from it"),
+    LaneRow(_L.HOST, False, "starts", "what the host computes beside its device"),
 )
 
 ROWS: Final[tuple[Row, ...]] = (
@@ -121,10 +127,10 @@ ROWS: Final[tuple[Row, ...]] = (
         "The norm of all gradients, over all pipeline ranks.",
         cost="reduce_norm", meets=_O.ReduceNorm, group="model", drains="always"),
     Row(_O.OptimizerStep, "step", _L.COMPUTE, _RANK, (
-            _T.GRAD, _T.NORM, _T.PARTS, _T.COPY, _T.STORED),
+            _T.GRAD, _T.NORM, _T.PARTS, _T.COPY, _T.STORED, _T.RELOADED),
         (_T.PARAMETERS, _T.OWN_NORM), (_T.GRAD, _T.NORM),
         "Updates the parameters of the rank's stages; where each stage is stepped by itself, it "
-        "ends the update, when all states are stored.", cost="step"),
+        "ends the update, when all states are stored, or all weights are back.", cost="step"),
     Row(_O.SendSkip, "send_skip", _L.ACT, _MB, (_T.SKIP_OUT,), (), (_T.SKIP_OUT,),
         "Sends what a stage gives beside its activation to the rank of a later one.",
         cost="send", hop=Hop.SKIP_TO, meets=_O.RecvSkip),
@@ -196,6 +202,16 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(_O.SpillState, "spill_state", _L.DISK, _STAGE, (_T.STATE,), (_T.STATE, _T.STORED), (),
         "Moves the stage's part of the state back to the disk.", cost="spill_state",
         changes=(Change(_T.STATE, "host", "disk"),)),
+    Row(_O.OffloadGrads, "offload_grads", _L.D2H, _STAGE, (_T.GRAD,), (_T.HOST_GRAD,), (),
+        "Copies a stage's gradient to the host's memory, when it is reduced.",
+        cost="offload_grads", waits=(_L.DP,)),
+    Row(_O.StepHost, "step_host", _L.HOST, _STAGE,
+        (_T.HOST_GRAD, _T.NORM, _T.PARTS, _T.COPY), (_T.HOST_WEIGHTS,), (),
+        "Updates a stage's parameters on the host, where the optimizer's state lies, when all "
+        "gradients of the rank are there: whether they are finite is judged before anything is "
+        "stepped.", cost="step_host", of_all=True, waits=(_L.DP, _L.D2H)),
+    Row(_O.ReloadWeights, "reload_weights", _L.H2D, _STAGE, (_T.HOST_WEIGHTS,), (_T.RELOADED,), (),
+        "Copies what the host has stepped back to the device.", cost="reload_weights"),
 )  # fmt: skip
 
 BY_TEXT: Final = {row.text: row.op for row in ROWS}
@@ -279,7 +295,7 @@ OF_GRADIENTS: Final = tuple(
 TO_TRAIN: Final = frozenset({
     _T.SAVED, _T.GRAD_IN, _T.GRAD_OUT, _T.TAPE, _T.WGRAD, _T.GRAD,
     _T.SKIP_GRAD_IN, _T.SKIP_GRAD_OUT, _T.FULL, _T.PARTS, _T.ROOM,
-    _T.COPY, _T.STATE, _T.STORED,
+    _T.COPY, _T.STATE, _T.STORED, _T.HOST_GRAD, _T.HOST_WEIGHTS, _T.RELOADED,
 })  # fmt: skip
 OF_TRAINED: Final = tuple(
     row.op for row in ROWS

@@ -96,7 +96,9 @@ class Program:
     `snapshots` says that what a step changes can be copied while its forwards run, to be saved.
     `states` is where the optimizer's state lies between steps: on the "device", or on the "host".
     Then each update ends with a load, a step and a store of each own stage that is trained; on the
-    "disk" with a fetch before the load, and a spill behind the store.
+    "disk" with a fetch before the load, and a spill behind the store.  With "cpu" it lies on the
+    host and stays there: each stage's gradient is copied to the host, which steps the stage itself,
+    and its weights come back (ZeRO-Offload, arXiv 2101.06840).
     `meets` has a letter for each boundary between two stages, where any of them are pieces of one
     that tensor-parallel ranks share (`schedir/ir/meets.py`): "fgfg-fgfg".
     `sequence` says that tensor-parallel ranks share the sequence, too (arXiv 2205.05198): each has
@@ -258,7 +260,8 @@ class Program:
         what a trait brings has it."""
         across, trait = TOKENS[token].across, TOKENS[token].trait
         if trait:
-            return bool(getattr(self, trait) != getattr(type(self), trait))
+            said, only = getattr(self, trait), TOKENS[token].only
+            return said in only if only else bool(said != getattr(type(self), trait))
         return across is None or bool((self.beside(across) >= 0).any())
 
     def lies(self, token: Token) -> str:

@@ -225,8 +225,9 @@ SNAPSHOTS: Final = setting(
     in_config=False,  # it is the checkpoint's there
 )
 STATES: Final = setting(
-    _one_of(*TIERS),
-    "where the optimizer's state lies between steps: on the device (device), the host, or its disk",
+    _one_of(*TIERS, "cpu"),
+    "where the optimizer's state lies between steps: on the device (device), the host, or its "
+    "disk; or on the host, which steps it itself (cpu)",
     section="memory",
 )
 SEQUENCE: Final = setting(

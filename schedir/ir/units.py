@@ -51,6 +51,7 @@ _UNITS: Final = {
     "network": _PER_SECOND,
     "host": _PER_SECOND,
     "disk": _PER_SECOND,
+    "dram": _PER_SECOND,
     "latency": _Unit(
         _with_units(us=1e-6, ms=1e-3, s=1.0), "5us or 5e-6", zero=True, units=("s", "ms", "us")
     ),

@@ -31,12 +31,14 @@ class Cause(IntEnum):
     OFFLOAD = 9
     DISK = 10
     SUM = 11
+    STEP = 12
 
 
 # Of what is awaited while it runs; of all other lanes it is a message.
 _OF_LANE: Final = {
     Lane.COMPUTE: Cause.PEER, Lane.DP: Cause.REDUCTION, Lane.PARAMS: Cause.WEIGHTS,
     Lane.D2H: Cause.OFFLOAD, Lane.H2D: Cause.OFFLOAD, Lane.DISK: Cause.DISK,
+    Lane.HOST: Cause.STEP,
 }  # fmt: skip
 _OF_ROW: Final = [
     Cause.SNAPSHOT
@@ -79,6 +81,7 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     - OFFLOAD: what is held elsewhere is on its way from the host's memory (Reload), or to it
       (Offload) and leaves no room before; it is awaited.
     - DISK: the same between the host's memory and its disk (Fetch, Spill).
+    - STEP: the host steps a stage (StepHost), and its weights are awaited.
     - HOST: all that was waited for has ended, and still the next has not begun.  Never in a
       prediction.
     - An instruction on another rank has not ended: that one is awaited, for the rest of the

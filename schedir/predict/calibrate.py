@@ -40,7 +40,7 @@ SPLIT: Final = (BACKWARD_INPUT, BACKWARD_WEIGHT)
 # Why a rank waits for what is under way on another lane than compute.
 _WAITED: Final = (
     Cause.MESSAGE, Cause.REDUCTION, Cause.WEIGHTS, Cause.SNAPSHOT, Cause.OFFLOAD, Cause.DISK,
-    Cause.SUM,
+    Cause.SUM, Cause.STEP,
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from schedir.runtime.ahead import Ahead
 from schedir.runtime.copies import Copies
 from schedir.runtime.disk_states import DiskStates
 from schedir.runtime.host_states import HostStates, require_by_stage
+from schedir.runtime.host_steps import HostSteps
 from schedir.runtime.lanes import Lanes
 from schedir.runtime.layout import Share
 from schedir.runtime.opened import Opened
@@ -91,8 +92,12 @@ class Held:
             require_by_stage(program, parameters, optimizer)
             if optimizer is not None:
                 moved = parameters, optimizer, self.lanes, self.device
-                on_disk = program.states == "disk"
-                self.states = DiskStates(*moved, self.tiers) if on_disk else HostStates(*moved)
+                if program.states == "disk":
+                    self.states = DiskStates(*moved, self.tiers)
+                elif program.states == "cpu":
+                    self.states = HostSteps(*moved, self.stages, self.share.replica)
+                else:
+                    self.states = HostStates(*moved)
         self.draws = Draws(seed, self.device)
         self.ahead: Ahead | None = None
         if program.validate == "after" and program.trains:

@@ -324,6 +324,8 @@ def require_by_stage(
         )
     if has_hooks(inner):
         raise refuse(f"{name} has hooks on its step, which would run for each stage", device)
+    if program.states == "cpu" and any(group.get("capturable") for group in inner.param_groups):
+        raise refuse(f"{name} is capturable, which is for what a GPU steps", "capturable=False")
     main: dict[Tensor, Tensor] = {}
     if isinstance(optimizer, MainOptimizer):
         main = dict(zip(optimizer.parameters, optimizer.main, strict=True))

@@ -1,8 +1,10 @@
-"""Lanes: the queues of a rank beside what it computes: copies to the host and back, and its disk.
+"""Lanes: the queues of a rank beside what it computes: copies to the host and back, its disk, and
+what the host computes.
 
 What is started on a lane runs when all before it on that lane has, and what else it is told to come
 after.  On a CPU a lane is a thread; on a GPU it is a stream, for which the host does not wait.  The
-disk's is a thread in any case, and a copy that comes after it waits for it on the host.
+disk's and the host's are threads in any case, and a copy that comes after one of these waits for it
+on the host.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from threading import Event, Thread
 from time import perf_counter, sleep
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
 from schedir.ir.ops import Lane
+
+_THREADS: Final = (Lane.DISK, Lane.HOST)
 
 
 class Marks(Protocol):
@@ -67,7 +71,7 @@ class Lanes:
     ) -> Job:
         """Start something on a lane: `run`, which copies so many bytes, without gradients; on a
         GPU with `non_blocking`, on the lane's stream, where it comes after what was computed."""
-        if self.on_streams and lane is not Lane.DISK:
+        if self.on_streams and lane not in _THREADS:
             if lane not in self.streams:
                 self.streams[lane] = torch.cuda.Stream(self.device, priority=-1)
             return _OnStream(self.streams[lane], run, after, marks)

@@ -133,6 +133,7 @@ class State:
         # For what adds to a gradient that is whole anew, the reduction whose room that takes.
         self.room_after = freed_before(program, rank, Token.WGRAD)
         self.verdict: Tensor | None = None  # on an update that is made stage by stage
+        self.shrink: Tensor | None = None  # what an update's gradients were multiplied by
         # For what fills a slot of what forwards save, who has left it; and what of that is moved.
         self.saved_after = freed_before(program, rank, Token.SAVED)
         self.away = Moves(said=bool(program.slots) and program.slots[rank].saved != OWN)
@@ -161,8 +162,6 @@ class State:
             self.draws.go_on(numbers) if opened.done else self.draws.begin(numbers)
             self.opened, self.held.opened = opened, None
         self.verdict = None
-        if self.held.states is not None:
-            self.held.states.rest()
         self.transport.step_begins(self.number)
         self.batch, self.scale = batch, batch.scale
         if self.loss_scale is not None:
@@ -175,6 +174,8 @@ class State:
         for shared, copy in self.held.copies.items():
             if copy is not shared:
                 copy.detach().copy_(shared.detach())
+        if self.held.states is not None:
+            self.held.states.rest()
         self.begin_update(0)
 
     def finish(self) -> Tensor | None:

@@ -190,6 +190,7 @@ def judged(state: State) -> Tensor:
             spoilt = finite.logical_not().to(torch.int32)
             state.transport.collective("all_reduce", "dp", spoilt, spoilt).wait()
             finite = spoilt == 0
+    state.shrink = shrink if state.program.clip else None
     for stage in state.stages.values():
         if state.program.clip:
             stage.gradients.scale(shrink)

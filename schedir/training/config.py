@@ -133,7 +133,8 @@ class MemoryConfig:
     other stages, by default by one.  `states` says where the optimizer's state lies between steps:
     on the "device", or on the "host", from where `state_slots` stages of a rank at once, by default
     two, have theirs on the device while they are stepped; or on the "disk", in a file in `folder`,
-    from where they come through the host, `state_rooms` of a rank at once, by default two.
+    from where they come through the host, `state_rooms` of a rank at once, by default two; or on
+    the host, which steps them itself ("cpu").
     """
 
     limit: str | None = None

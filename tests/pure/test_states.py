@@ -144,7 +144,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         lowered(one_f_one_b, Plan(2, 4, updates=2))
     with pytest.raises(PlanError, match="validate is 'after'"):
         lowered(clip=True, validate="after")
-    with pytest.raises(PlanError, match="'device', 'host' or 'disk'"):
+    with pytest.raises(PlanError, match="'disk' or 'cpu'"):
         schedir.compile(gpipe, Plan(2, 4), states="nvme")
     with pytest.raises(PlanError, match="state_slots"):
         lowered(state_slots=0)

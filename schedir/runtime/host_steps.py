@@ -1,0 +1,259 @@
+"""Host steps: the host steps each stage, with gradients that were copied there, on its own lane.
+
+An optimizer steps the parameters that it was made with.  While the host steps a stage it is given
+others in their place, which lie on the host: those of a MainOptimizer are what its copies are
+rounded into, and those of any other are copies of the parameters, which go along with gradients.
+What it keeps of each parameter lies on the host all the time, and is the same object in both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from schedir.errors import ModelError
+from schedir.ir.ops import Lane
+from schedir.runtime.copies import copy
+from schedir.runtime.gradients import scale
+from schedir.runtime.host_states import HostStates
+from schedir.runtime.lanes import Job, Lanes, Marks
+from schedir.runtime.precision import Steps, is_torchs
+from schedir.runtime.stage import Stage
+from schedir.runtime.tied import like
+
+Pairs = Sequence[tuple[Tensor, Tensor]]  # what is copied to, and what is copied
+
+
+class _Judged(NamedTuple):
+    """Of an update, on the host: whether it is finite, and what gradients are multiplied by; when
+    `job` has ended."""
+
+    finite: Tensor
+    shrink: Tensor | None
+    job: Job | None
+
+
+class _Part:
+    """What the host has of a stage: `place` are the parameters in the place of the device's, and
+    `flats` the buffers of gradients, each with the device's; `weights` are what the device has."""
+
+    def __init__(self, stage: Stage, parameters: Sequence[nn.Parameter], replica: int) -> None:
+        pinned = stage.gradients.kept and stage.gradients.kept[0].device.type == "cuda"
+        gradients = stage.gradients
+        self.flats = [(_on_host(kept, bool(pinned)), kept) for kept in gradients.kept]
+        views = dict(gradients.bound)
+        if stage.weights is not None:
+            views = gradients.pieces[replica]
+        self.weights = {
+            p: p.detach() if stage.weights is None else stage.weights.pieces[p] for p in parameters
+        }
+        self.place: dict[nn.Parameter, nn.Parameter] = {}
+        for p in parameters:
+            self.place[p] = one = like(p, _on_host(self.weights[p], bool(pinned)))
+            view = views[p]
+            if view.numel():
+                (flat,) = (
+                    host for host, kept in self.flats
+                    if kept.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+                    and kept.dtype == view.dtype
+                    and 0 <= view.storage_offset() - kept.storage_offset() < kept.numel()
+                )  # fmt: skip
+                (kept,) = (kept for host, kept in self.flats if host is flat)
+                at = view.storage_offset() - kept.storage_offset()
+                one.grad = flat.as_strided(view.shape, view.stride(), at)
+        self.stepped = True  # else there is nothing new to copy back
+
+    def nbytes(self) -> int:
+        """Bytes that a step reads of weights and gradients."""
+        return sum(t.nbytes for t in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """The memory on the host."""
+        return [*(host for host, _ in self.flats), *(p.detach() for p in self.place.values())]
+
+
+class HostSteps(HostStates):
+    """The state of an optimizer on the host, which steps there the stages of a rank.
+
+    `stages` are all of the rank.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[int, Sequence[Tensor]],
+        optimizer: Steps,
+        lanes: Lanes,
+        device: torch.device,
+        stages: Mapping[int, Stage],
+        replica: int,
+    ) -> None:
+        self.stages, self.replica = stages, replica
+        self.parts: dict[int, _Part] = {}
+        self.judged: _Judged | None = None
+        self.jobs: dict[tuple[Lane, int], Job] = {}  # by stage: of gradients, steps and weights
+        super().__init__(parameters, optimizer, lanes, device)
+
+    def look(self) -> None:
+        """As of HostStates."""
+        before = self.seen
+        super().look()
+        if self.seen is not before:
+            self.parts = {}
+
+    def away(self) -> list[Tensor]:
+        """As of HostStates."""
+        parts = [t for part in self.parts.values() for t in part.tensors()]
+        return [*super().away(), *parts]
+
+    def rest(self) -> None:
+        """As of HostStates; and make what the host has of each stage, once."""
+        super().rest()
+        whose = {main: p for p, main in self.main.items()}
+        for s, own in self.own.items():
+            if s not in self.parts:
+                parameters: Any = [whose.get(p, p) for p in own]
+                self.parts[s] = _Part(self.stages[s], parameters, self.replica)
+
+    # ------------------------------------------------------------ in a step
+
+    def offload(self, stage: int, *, first: bool, marks: Marks | None = None) -> None:
+        """Begin to copy a stage's gradient; in the first update with parameters that the optimizer
+        itself has, of which somebody may have changed some since the last step."""
+        part = self.parts[stage]
+        pairs: list[tuple[Tensor, Tensor]] = [*part.flats]
+        if first and not self.main:
+            pairs += [(one.detach(), part.weights[p]) for p, one in part.place.items()]
+        self.jobs[Lane.D2H, stage] = self._copy(Lane.D2H, pairs, marks)
+
+    def judge(self, finite: Tensor, shrink: Tensor | None) -> None:
+        """Take what all steps of an update are made by: 0-dim tensors of the device."""
+        if self.device.type == "cpu":
+            self.judged = _Judged(finite, shrink, None)
+            return
+        pairs = [(_on_host(t, True), t) for t in (finite, shrink) if t is not None]
+        host = [to for to, _ in pairs]
+        job = self._copy(Lane.D2H, pairs, None)
+        self.judged = _Judged(host[0], host[1] if shrink is not None else None, job)
+
+    def arrived(self) -> None:
+        """Let what is computed come after all copies of gradients: they may change now."""
+        for (lane, _), job in self.jobs.items():
+            if lane is Lane.D2H:
+                job.wait()
+
+    def begin(self, stage: int, fails: Any, marks: Marks | None = None) -> None:
+        """Begin to step a stage on the host, behind its gradient; `fails` makes of an error that of
+        the instruction."""
+        assert self.judged is not None, "the checker proves that there is a norm"
+        judged, part, threads = self.judged, self.parts[stage], torch.get_num_threads()
+
+        def run() -> None:
+            if torch.get_num_threads() != threads:  # of the lane's own thread
+                torch.set_num_threads(threads)
+            shrink = judged.shrink
+            try:
+                for flat, _ in part.flats if shrink is not None else ():
+                    scale(flat, 1.0 if shrink is None else shrink)
+                self.step(stage, judged.finite)
+            except Exception as error:
+                raise fails(error) from error
+            for flat, _ in part.flats if self.device.type == "cpu" else ():
+                flat.fill_(torch.nan)
+
+        after = [self.jobs[Lane.D2H, stage], *([judged.job] if judged.job is not None else [])]
+        self.jobs[Lane.HOST, stage] = self.lanes.start(
+            Lane.HOST, run, part.nbytes(), after, marks=marks
+        )
+
+    def step(self, stage: int, finite: Tensor) -> None:
+        """As of HostStates, on the host."""
+        part = self.parts[stage]
+        before = [one._version for one in part.place.values()]
+        with nullcontext() if is_torchs(self.inner) else _Undrawn(self.inner):
+            super().step(stage, finite)
+        for main in self.own[stage] if self.main else ():
+            main.grad = None
+        part.stepped = not self.main or before != [one._version for one in part.place.values()]
+        for t in self.tensors(stage):  # what it has made lies where it is
+            self.places.setdefault(t, t.detach())
+
+    def reload(self, stage: int, *, last: bool, marks: Marks | None = None) -> None:
+        """Begin to copy a stage's weights back, when they have been stepped; behind the last update
+        nobody finds on the host what was."""
+        part = self.parts[stage]
+        pairs = [(part.weights[p], one.detach()) for p, one in part.place.items()]
+
+        def run() -> None:
+            if part.stepped:
+                copy(pairs)
+            for _, one in pairs if last and self.device.type == "cpu" else ():
+                one.fill_(torch.nan)
+
+        nbytes = sum(to.nbytes for to, _ in pairs)
+        after = [self.jobs[Lane.HOST, stage]]
+        self.jobs[Lane.H2D, stage] = self.lanes.start(Lane.H2D, run, nbytes, after, marks=marks)
+
+    def finish(self) -> None:
+        """Wait until all weights are back."""
+        for lane, s in [*self.jobs]:
+            if lane is Lane.H2D:
+                self.jobs.pop((lane, s)).finish()
+        super().finish()
+
+    def fail(self) -> None:
+        """As of HostStates."""
+        for job in self.jobs.values():
+            with suppress(Exception):  # an earlier one is told
+                job.finish()
+        self.jobs.clear()
+        super().fail()
+
+    @contextmanager
+    def _only(self, stage: int) -> Iterator[None]:
+        """As of HostStates, with parameters on the host in the place of the device's."""
+        place, optimizer, inner = self.parts[stage].place, self.optimizer, self.inner
+        with super()._only(stage):
+            if self.main:
+                both: Any = optimizer
+                both.parameters = [place[p] for p in both.parameters]
+                yield
+                return
+            for group in inner.param_groups:
+                group["params"] = [place[p] for p in group["params"]]
+            state = inner.state
+            inner.state = defaultdict(dict)
+            inner.state.update({one: state[p] for p, one in place.items() if p in state})
+            try:
+                yield
+            finally:
+                made, inner.state = inner.state, state
+                state.update({p: made[one] for p, one in place.items() if one in made})
+
+
+class _Undrawn(TorchDispatchMode):
+    """Within this an optimizer that draws random numbers is refused: what computes draws beside."""
+
+    def __init__(self, optimizer: object) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name = type(optimizer).__name__
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise ModelError(
+                f"{self.name} draws random numbers in its step, which the host makes beside what "
+                "is computed",
+                hint="compile(..., states='host')",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def _on_host(t: Tensor, pinned: bool) -> Tensor:
+    """Memory of the host for a tensor, in the same order."""
+    return torch.empty_like(t, device="cpu", pin_memory=pinned, requires_grad=False)

@@ -1,0 +1,281 @@
+"""Steps on the host: the bits of steps on the device, in memory that is moved, and as much."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+import schedir
+from benchmarks.zero_bits import Case, differing, train
+from schedir import Plan
+from schedir.analysis.memory import held
+from schedir.checkpoints import load, save
+from schedir.errors import ExecutionError, ModelError
+from schedir.ir.ops import Lane
+from schedir.runtime.host_steps import HostSteps
+from schedir.runtime.precision import LossScale
+from schedir.runtime.sizes import sizes_of
+from schedir.schedules import forward_only, gpipe, interleaved, looped_bfs, one_f_one_b
+from schedir.training import gpt
+from tests.cpu.layouts import Layout, Model, in_process, same, steps
+from tests.cpu.spawn import run
+from tests.cpu.stated import (
+    ADAMW,
+    MAKES,
+    SHAPES,
+    equal,
+    left,
+    made,
+    optimizer_of,
+    stepped,
+)
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
+
+torch.set_num_threads(1)
+WHERE = ("device", "cpu")
+
+
+def steps_of(world: Any, rank: int = 0) -> HostSteps:
+    found = world.ranks[rank].state.held.states
+    assert isinstance(found, HostSteps)
+    return found
+
+
+# ---------------------------------------------------------------- bits
+
+
+@pytest.mark.parametrize(
+    ("shape", "make", "how"),
+    [
+        ("interleaved", "AdamW", {"clip": True, "tied": True}),
+        ("interleaved", "bfloat16", {"recompute": "all", "frozen": 2}),
+        ("interleaved", "AdamW, fused", {"offload": "all"}),
+        ("1F1B", "momentum", {"tied": True}),
+        ("1F1B", "NAdam", {"clip": True}),
+        ("in a vee", "Adam, groups", {"clip": True, "tied": True, "slots": "fewest"}),
+        ("mirrored", "bfloat16", {"clip": True}),
+    ],
+)
+def test_the_bits_are_those_of_steps_on_the_device(shape: str, make: str, how: Any) -> None:
+    """In random legal orders; whoever reads weights while the host steps them, finds NaN."""
+    schedule: Any
+    schedule, plan = SHAPES[shape]
+    half, found = make == "bfloat16", []
+    for states in WHERE:
+        program = schedir.compile(schedule, plan, model="edge", states=states, **how)
+        world = made(program, MAKES[make], half=half)
+        for k in range(plan.ranks) if states == "cpu" else ():
+            poison_weights(steps_of(world, k))
+        found.append((stepped(world, 0, 1, 2), left(world)))
+    assert equal(found[0][0], found[1][0]) and equal(found[0][1], found[1][1])
+
+
+def poison_weights(own: HostSteps) -> None:
+    """Let a device have no weights of a stage from when its step begins until they are back."""
+    begin: Any = own.begin
+
+    def poisoned(stage: int, *more: Any) -> None:
+        for weight in own.parts[stage].weights.values():
+            weight.fill_(torch.nan)
+        begin(stage, *more)
+
+    vars(own)["begin"] = poisoned
+
+
+LEVELS = ((0, True, False), (2, False, True), (3, True, False))
+
+
+def _processes(rank: int) -> Any:
+    torch.set_num_threads(1)
+    return [
+        train(rank, Case(looped_bfs, Plan(1, 3, 3), half=half, options=how), zero)
+        for zero, half, clip in LEVELS
+        for how in ({"states": states, "clip": clip} for states in WHERE)
+    ]
+
+
+def test_a_replica_steps_its_part() -> None:
+    told = run(_processes, 2)
+    runs = [[own[k] for own in told] for k in range(2 * len(LEVELS))]
+    for device, host in zip(runs[::2], runs[1::2], strict=True):
+        assert not differing(device, host)
+
+
+@pytest.mark.parametrize(
+    ("make", "clip"), [("AdamW", True), ("AdamW, fused", False), ("bfloat16", False)]
+)
+def test_nothing_is_stepped_where_one_gradient_is_not_finite(make: str, clip: bool) -> None:
+    scales: dict[str, Any] = {"loss_scale": partial(LossScale, 8.0)} if clip else {}
+    for states in WHERE:
+        program = schedir.compile(interleaved, Plan(1, 4, 3), clip=clip, states=states)
+        world = made(program, MAKES[make], half=make == "bfloat16", **scales)
+        stepped(world, 0)
+        (rank,) = world.ranks
+        before = left(world)
+        first = next(rank.stages[0].module.parameters())
+        hook = first.register_hook(lambda gradient: gradient * torch.nan)
+        stepped(world, 1)
+        hook.remove()
+        after = left(world)
+        assert not bool(rank.finite)
+        if clip:
+            assert float(after.pop()) == float(before.pop()) / 2
+        assert equal(before, after)
+        stepped(world, 2)
+        assert bool(rank.finite) and not any(t.isnan().any() for t in left(world))
+
+
+def test_programs_beside_each_other() -> None:
+    """One that is open, one that ends its update, and one that evaluates."""
+    found = []
+    for states in WHERE:
+        how: dict[str, Any] = {"model": "edge", "states": states}
+        opens = schedir.compile(gpipe, Plan(2, 3), clip=True, open=True, **how)
+        ends = schedir.compile(gpipe, Plan(2, 2), clip=True, **how)
+        looks = schedir.compile(forward_only, Plan(2, 2), **how)
+        world = made(ends, ADAMW, more=[opens, looks])
+        x, y, scale = batch(5)
+        losses = []
+        for _ in range(2):
+            losses.append(world.step(x[:3], y[:3], scale, program=opens, of=5))
+            losses.append(world.step(x[3:], y[3:], scale, program=ends))
+            losses.append(world.evaluate(x[:2], y[:2], program=looks))
+        found.append((losses, left(world)))
+    assert equal(found[0][0], found[1][0]) and equal(found[0][1], found[1][1])
+
+
+def test_what_others_change_between_steps_is_stepped() -> None:
+    """Also where they write to `data`, of which nobody is told; and groups that come later."""
+    found = []
+    for states in WHERE:
+        world = made(
+            schedir.compile(interleaved, Plan(1, 4, 3), states=states), lambda own: ADAMW(own[-3:])
+        )
+        stepped(world, 0)
+        (rank,) = world.ranks
+        every = [p for stage in rank.stages.values() for p in stage.module.parameters()]
+        every[-1].data.mul_(0.5)
+        optimizer = optimizer_of(rank)
+        has = {p for group in optimizer.param_groups for p in group["params"]}
+        optimizer.add_param_group({"params": [p for p in every if p not in has], "lr": 0.1})
+        optimizer.param_groups[0]["lr"] *= 2
+        stepped(world, 1, 2)
+        found.append(left(world))
+    assert equal(*found)
+
+
+# ---------------------------------------------------------------- where it lies
+
+
+def test_the_host_steps_in_a_thread_of_its_own_and_nothing_is_left() -> None:
+    """What was a gradient or a weight on the host is NaN there when the step has ended."""
+    world = made(schedir.compile(interleaved, Plan(1, 4, 3), states="cpu"), ADAMW)
+    seen: list[str] = []
+    own = steps_of(world)
+    step = own.step
+
+    def watched(stage: int, finite: Tensor) -> None:
+        seen.append(threading.current_thread().name)
+        step(stage, finite)
+
+    with patch.object(own, "step", watched):
+        stepped(world, 0, 1)
+    assert seen == ["lane HOST"] * 6
+    assert all(t.isnan().all() for part in own.parts.values() for t in part.tensors())
+    spans = world.timeline().spans
+    assert (spans["end"] > spans["start"])[spans["lane"] == Lane.HOST].all()
+
+
+def test_as_much_is_on_each_tier_as_was_predicted() -> None:
+    plan = Plan(1, 2, 3)
+    stages, (x, y, _) = gpt_stages(plan.stages, tied=False), batch(2)
+    sizes = sizes_of(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
+    world = made(schedir.compile(looped_bfs, plan, states="cpu"), ADAMW)
+    stepped(world, 0, 1)
+    (rank,) = world.ranks
+    own = steps_of(world)
+    (host,) = held(world.program, sizes, "host")
+    assert set(host.bytes) == {sum(t.nbytes for t in own.away())}
+    kept = [t for each in optimizer_of(rank).state.values() for t in each.values()]
+    assert sum(t.nbytes for t in kept) == host.fixed["optimizer"][1] and kept
+    (device,) = held(world.program, sizes)
+    assert "optimizer" not in device.fixed and not device.kept["state"][1].any()
+
+
+MODEL = Model(dropout=0.1, clip=True)
+
+
+@pytest.mark.parametrize(("first", "then"), [("cpu", "device"), ("host", "cpu")])
+@pytest.mark.parametrize("half", [True, False])
+def test_a_checkpoint_goes_on_to_the_same_bits(
+    first: str, then: str, half: bool, tmp_path: Path
+) -> None:
+    model = MODEL._replace(half=half)
+
+    def layout(states: str) -> Layout:
+        return Layout(interleaved, Plan(2, 4, 2), options={"states": states})
+
+    one, other, whole = (in_process(layout(s), model) for s in (first, then, "device"))
+    steps(one, 0, 2)
+    save(one, tmp_path, step=2, names=same)
+    load(other, tmp_path, names=same)
+    steps(other, 2, 4)
+    steps(whole, 0, 4)
+    assert equal(left(other), left(whole))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class Draws(torch.optim.SGD):
+    """Rounds by chance, say."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.add_(torch.rand_like(p.grad))
+        return super().step(closure)
+
+
+def test_what_the_host_cannot_step_is_refused() -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 2), states="cpu")
+    capturable, none = partial(torch.optim.AdamW, capturable=True), cast(Any, None)
+    with pytest.raises(ModelError, match="AdamW is capturable"):
+        made(program, capturable)
+    with pytest.raises(ModelError, match="this rank has no optimizer"):
+        made(program, none)
+    with pytest.raises(ExecutionError, match="Draws draws random numbers"):
+        stepped(made(program, partial(Draws, lr=0.1)), 0)
+
+
+def test_an_error_of_the_host_names_its_instruction_and_a_later_step_is_right() -> None:
+    world = made(schedir.compile(interleaved, Plan(1, 2, 2), states="cpu"), ADAMW)
+    stepped(world, 0)
+    hook: Any = lambda *_: None  # noqa: E731
+    handle = optimizer_of(world.ranks[0]).register_step_post_hook(hook)
+    with pytest.raises(ExecutionError, match="has hooks on its step") as told:
+        stepped(world, 1)
+    assert "step_host" in str(told.value.sites[0].instr)
+    handle.remove()
+
+
+def test_an_own_optimizer_is_stepped() -> None:
+    kind = type("Known", (torch.optim.SGD,), {"elementwise": True})
+    found = []
+    for states in WHERE:
+        world = made(
+            schedir.compile(one_f_one_b, Plan(2, 2), states=states),
+            lambda own: kind(own, lr=0.1, momentum=0.9),
+        )
+        stepped(world, 0, 1)
+        found.append(left(world))
+    assert equal(*found)

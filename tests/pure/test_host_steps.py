@@ -1,0 +1,234 @@
+"""Host steps: gradients go to the host, which steps each stage, and its new weights come back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Cluster, Costs, Plan, Program, Sizes
+from schedir.analysis.models import MODELS
+from schedir.errors import (
+    CompletenessError,
+    DeadlockError,
+    MemoryLimitError,
+    OrderError,
+    PlanError,
+    ProgramError,
+    UsageError,
+)
+from schedir.ir.ops import Opcode
+from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.schedules import dualpipe, forward_only, interleaved, looped_bfs, one_f_one_b
+from schedir.testing import plans
+from schedir.testing.strategies import random_draft
+
+ROWS = (Opcode.OffloadGrads, Opcode.StepHost, Opcode.ReloadWeights)
+PLAN = Plan(2, 4, 3)
+
+
+def lowered(schedule: Any = interleaved, plan: Plan = PLAN, **how: Any) -> Program:
+    return schedir.compile(schedule, plan, states="cpu", **how)
+
+
+def names(program: Program, rank: int) -> list[str]:
+    return [str(i) for i in program.streams[rank] if i.op in ROWS]
+
+
+# ---------------------------------------------------------------- where rows stand
+
+
+def test_gradients_go_behind_their_reduction_where_nobody_else_adds() -> None:
+    stream = [str(i) for i in lowered(clip=True).streams[1]]
+    for s in (5, 3, 1):
+        assert stream[stream.index(f"reduce_grads {s}") + 1] == f"offload_grads {s}"
+    steps = [f"step_host {s}" for s in (5, 3, 1)]
+    assert stream[-8:] == [
+        "reduce_norm",
+        *steps,
+        *(f"reload_weights {s}" for s in (5, 3, 1)),
+        "step",
+    ]
+    ways: list[dict[str, Any]] = [{"dp": 2}, {"dp": 2, "zero": 1}]
+    for how in ways:  # the host waits for sums at the end
+        stream = [str(i) for i in lowered(**how).streams[1]]
+        assert [i.split()[0] for i in stream[-10:-1]] == [
+            *["offload_grads"] * 3, *["step_host"] * 3, *["reload_weights"] * 3,
+        ]  # fmt: skip
+    stream = [str(i) for i in lowered(tied=True).streams[1]]
+    assert stream[-9:-6] == ["reduce_tied 5", "offload_grads 5", "step_host 3"]
+
+
+@given(plans(), st.integers(0, 2**32 - 1), st.booleans(), st.integers(0, 3), st.integers(1, 2))
+def test_any_draft_has_them_once_and_is_legal(
+    plan: Plan, seed: int, clip: bool, zero: int, dp: int
+) -> None:
+    draft = random_draft(plan, random.Random(seed))
+    how: dict[str, Any] = {"clip": clip, "zero": zero, "dp": dp, "tied": plan.stages > 1}
+    program = lowered(draft, plan, **how)
+    for model in MODELS:
+        schedir.check(program, model, blocks=True)
+    assert schedir.parse(schedir.show(program)) == program
+    for op in ROWS:
+        assert np.count_nonzero(program.op == op) == plan.holders.size
+    plain = schedir.compile(draft, plan, **how)
+    assert (program.words[~np.isin(program.op, ROWS)] == plain.words).all()
+    assert len({program.digest, plain.digest}) == 2
+
+
+def test_what_is_frozen_or_does_not_step_has_none() -> None:
+    assert len(names(lowered(frozen=3), 0)) == 3
+    assert not lowered(open=True).ops & {*ROWS}
+    assert not lowered(forward_only, Plan(2, 4)).ops & {*ROWS}
+    both = lowered(dualpipe, Plan(2, 4, placement="mirror"))  # each holder has its own
+    assert len(names(both, 0)) == len(names(both, 1)) == 6
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def moved(text: str, what: str, before: str) -> Program:
+    """An instruction's line of rank 1 taken out, and put before another one's, or nowhere."""
+    first, text = text.split("rank 1", 1)
+    assert text.count(f"  {what}\n") == 1, what
+    text = text.replace(f"  {what}\n", "")
+    if before:
+        assert text.count(f"  {before}\n") == 1, before
+        text = text.replace(f"  {before}\n", f"  {what}\n  {before}\n")
+    return schedir.parse(f"{first}rank 1{text}")
+
+
+@pytest.mark.parametrize(
+    ("what", "before", "error", "says"),
+    [
+        ("offload_grads 3", "reduce_grads 3", OrderError, "reduce_grads 3 gives only later"),
+        ("offload_grads 1", "reduce_tied 5", None, ""),
+        ("offload_grads 5", "reduce_tied 5", OrderError, "reduce_tied 5 gives only later"),
+        ("step_host 3", "offload_grads 3", OrderError, "gives only later"),
+        ("step_host 3", "offload_grads 1", OrderError, "gives only later"),
+        ("reduce_norm", "step_host 1", OrderError, "gives only later"),
+        ("reload_weights 3", "step_host 3", OrderError, "step_host 3 gives only later"),
+        ("step", "reload_weights 1", OrderError, "gives only later"),
+        ("offload_grads 3", "", CompletenessError, "offload_grads 3"),
+        ("step_host 3", "", CompletenessError, "step_host 3"),
+        ("reload_weights 3", "", CompletenessError, "reload_weights 3"),
+    ],
+)
+def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
+    """A gradient that is not all of it, a step before all is there, weights that are not new."""
+    text = schedir.show(lowered(clip=True, tied=True), folded=False)
+    program = moved(text, what, before)
+    if error is None:
+        schedir.check(program, blocks=True)
+        return
+    with pytest.raises(error, match=says):
+        schedir.check(program, blocks=True)
+
+
+@pytest.mark.parametrize("op", ["offload_grads", "step_host", "reload_weights"])
+def test_twice_or_not_asked_for_is_refused(op: str) -> None:
+    text = schedir.show(lowered(), folded=False)
+    with pytest.raises(ProgramError):
+        schedir.check(schedir.parse(text.replace(f"  {op} 3\n", f"  {op} 3\n  {op} 3\n")))
+    for said in ("", "states device\n", "states host\n"):
+        with pytest.raises(CompletenessError, match=r"states (device|host)|load_state"):
+            schedir.check(schedir.parse(text.replace("states cpu\n", said)))
+
+
+def test_a_host_that_waits_for_a_sum_may_wait_for_ever() -> None:
+    """Where a gradient goes the host waits for all sums before it; so what another rank needs to
+    come to its side of a sum must not stand behind."""
+    program = lowered(dualpipe, Plan(2, 4, placement="mirror"))
+    first, rest = schedir.show(program, folded=False).split("rank 1", 1)
+    gone, goes, message = "  reduce_holders 1\n", "  offload_grads 1\n", "  send_grad 1.0\n"
+    assert all(rest.count(line) == 1 for line in (gone, goes, message))
+    rest = rest.replace(message, "").replace(gone, gone + message)
+    schedir.check(schedir.parse(f"{first}rank 1{rest}"), blocks=True)
+    rest = rest.replace(goes, "").replace(message, goes + message)
+    late = schedir.parse(f"{first}rank 1{rest}")
+    schedir.check(late)
+    with pytest.raises(DeadlockError):
+        schedir.check(late, blocks=True)
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(PlanError, match="2 updates"):
+        lowered(one_f_one_b, Plan(2, 4, updates=2))
+    with pytest.raises(PlanError, match="validate is 'after'"):
+        lowered(clip=True, validate="after")
+    with pytest.raises(UsageError, match="states lie on the host"):
+        lowered(state_slots=2)
+
+
+# ---------------------------------------------------------------- bytes and time
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_bytes_are_told_by_tier(zero: int) -> None:
+    """On the host the optimizer's state, gradients and weights, or a replica's part of them, all
+    the time; on the device no state at any time."""
+    dp, sizes = 2, Sizes(optimizer=(8, 16, 24, 32, 40, 48), params=2, grads=4)
+    more: dict[str, Any] = {"dp": dp, "zero": zero, "active": 3 if zero == 3 else None}
+    run = schedir.simulate(lowered(**more), Costs(), sizes=sizes)
+    for rank, curve in enumerate(run.memory_on("host")):
+        own = sum(8 * (s + 1) + 2 + 4 for s in range(rank, 6, 2))
+        assert (curve.held == own / (dp if zero else 1)).all()
+    for curve in run.memory:
+        assert not {"optimizer", "optimizer in parts"} & curve.kinds.keys()
+        assert not curve.kinds["state"].any()
+
+
+def test_a_limit_of_the_host_counts_what_it_has() -> None:
+    sizes = Sizes(saved=10, optimizer=100, params=10, grads=10)
+    plan = Plan(2, 4, 4)
+    lowered(plan=plan, sizes=sizes, host_limit=480, limit=170)
+    with pytest.raises(MemoryLimitError, match=r"(?s)480 B on the host.*states='device'"):
+        lowered(plan=plan, sizes=sizes, host_limit=479)
+
+
+@pytest.mark.parametrize("times", [(1, 1, 1), (0.5, 3, 0.25), (2, 0.5, 1)])
+def test_a_step_is_a_pipeline_of_three(times: tuple[float, float, float]) -> None:
+    """All gradients come before any stage is stepped, for these may not be finite."""
+    away, step, back = times
+    costs = Costs(F=0, B=0, offload_grads=away, step_host=step, reload_weights=back)
+    span = schedir.simulate(lowered(looped_bfs, Plan(1, 2, 3)), costs).span
+    assert span == pytest.approx(3 * away + step + back + 2 * max(step, back))
+
+
+def test_gradients_go_under_backwards_and_hosts_step_beside_other_ranks() -> None:
+    costs = Costs(F=1, B=2, offload_grads=1, step_host=1, reload_weights=0.5)
+    program = lowered(looped_bfs, Plan(1, 4, 4))
+    alone = schedir.simulate(schedir.compile(looped_bfs, Plan(1, 4, 4)), costs).span
+    assert schedir.simulate(program, costs).span == alone + 1 + 4 + 0.5
+    plan = Plan(4, 8)  # the last rank's host steps while the first rank computes
+    spans = [
+        schedir.simulate(schedir.compile(one_f_one_b, plan, states=states), costs).span
+        for states in ("device", "cpu")
+    ]
+    assert spans[1] == spans[0] + 1 + 1 + 0.5
+    idle = by_cause(idleness(schedir.simulate(program, costs)), 1)
+    assert idle[0, Cause.STEP] == 4 and idle[0, Cause.OFFLOAD] == 1.5
+
+
+def test_a_cluster_prices_them() -> None:
+    made: dict[str, Any] = {
+        "nodes": 1, "gpus_per_node": 4, "flops": 1e15, "memory": "80GB", "hbm": "2TB/s",
+        "nvlink": "300GB/s", "network": "25GB/s", "host": "20GB/s",
+    }  # fmt: skip
+    node = Cluster(**made | {"dram": "100GB/s"})
+    sizes = Sizes(activation=1, params=2e9, grads=4e9, optimizer=12e9)
+    costs, plan = Costs(F=1, B=2), Plan(2, 4)
+    for zero, part in ((0, 1), (1, 2)):
+        found = node.costs(plan, sizes, costs, dp=2, zero=zero, states="cpu")
+        assert found.offload_grads == pytest.approx(4e9 / 20e9 / part)
+        assert found.reload_weights == pytest.approx(2e9 / 20e9 / part)
+        assert found.step_host == pytest.approx((2 * 2e9 + 4e9 + 2 * 12e9) / 100e9 / part)
+        assert found.step == 0 and found.load_state is None
+    with pytest.raises(UsageError, match="nobody tells dram"):
+        Cluster(**made).costs(plan, sizes, costs, dp=2, states="cpu")
+    assert Cluster(**made).costs(plan, sizes, costs, dp=2, states="host").step_host is None
