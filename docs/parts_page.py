@@ -50,7 +50,10 @@ where they leave it, and the activation is, `-` where neither is. `check` demand
 is `fgfg`, and `--cut 5` says as much; `--cut g-g`, or `cut=("fg", 1)`, one entry per stage, say others. What is known of stages
 is known of pieces: recompute, offload, slots, several tensors between stages, pictures. With `tp` 1 there are pieces and no sums.
 
-Costs and sizes are those of pieces then. `in_pieces(costs, cut, plan, shares)` makes them of those of whole stages.
+Costs and sizes are those of pieces then. `in_pieces(costs, cut, plan, shares)` makes them of those of whole stages; `compare` and
+`best`, whose costs and sizes are a rank's, do so themselves. These cut each stage of a schedule alike, and a sum of each costs as much: of two
+stages per rank there are twice the sums. To compare one model, whose ranks have as many layers, run each with its own `--cut`.
+What is in flight is counted in pieces and chunks.
 
 ## Filled
 
@@ -103,7 +106,10 @@ samples: a microbatch of one has none to spare. Segments of a sequence (`Plan(se
 
 Schedules count whole microbatches, and so do `--microbatches`, `updates` and what holders of a stage share: it is the program that has more.
 `in_pieces(..., chunks=2)` makes costs and sizes of chunks. An executor takes a batch of the program's microbatches:
-`x.view(m * n, samples // n, ...)`, and boundaries of as few samples. Chunks go with `fill`, and without `cut`, too.
+`x.view(m * n, samples // n, ...)`, targets and keywords likewise, and boundaries of as few samples. A `scale` that makes a mean of losses
+is of chunks: where each loss is the mean of its samples, 1 / (m n), and not 1 / m; with means over tokens of which some do not count,
+chunks with few would weigh as much as others, so give sums, and one scale for all. What sees several samples at
+once, as a BatchNorm or a loss of pairs of samples, is another with chunks. Chunks go with `fill`, and without `cut`, too.
 
 ## Run
 
@@ -117,6 +123,14 @@ program = compile(schedules.zb_h1, Plan(2, 8), tp=2, cut=cut, costs=costs, fill=
 modules = dict(enumerate(pieces(stage), start=9 * rank))  # of gpt.build_stage(config, rank, 2, tp=group)
 executor = Executor(program, rank, modules, transport, boundary=boundaries(cut, (8, 128, 512)), ...)
 ```
+
+Behind frozen stages it is `boundaries(cut, (8, 128, 512), frozen=1)`, with the `frozen` of the program: of the first that is trained
+the residual stream has no gradient until its attention adds to it.
+
+With [ZeRO](zero.md) each piece is a stage whose gradients are reduced and cut by themselves. Its parts are others than those of a whole
+stage, so the norm is added up in another order, and has not the bits of whole stages; nor has a step that is
+clipped by it. With `reduce="turn"` each run of a piece is a turn: there are many small `reduce_scatter`, as many as runs of
+backwards of pieces, and gradients have other bits, too.
 
 A stage of your own is a list of modules, each a piece. A piece puts out what is summed first, and beside it what passes on as it
 is, as a residual stream; its layers do not sum. `part_of` makes a module of some parameters of another:
@@ -151,7 +165,7 @@ With a first piece that gives `(norm(x), x)` these are `cut="fg"`. Modules that 
 
 - A sum that is missing, there twice, behind its taker, or where `meets` has none; `meets` with `tp` 1, or between ranks.
 - Sequence parallelism (`sequence`) with pieces that meet: what passes between these is whole.
-- `fill` without costs, or of what is not cut. A cluster (`--cluster`) with `--cut` or `--chunks`: it fills costs of whole ones.
+- `fill` without costs, or where sums are free, as they are if nobody tells `sum`; `fill` of what is not cut. A cluster (`--cluster`) with `--cut` or `--chunks`: it fills costs of whole ones.
 - Ties of stages that are cut, other than the first and the last: which piece has the weight, nobody says.
 - A piece whose backward needs the output that is summed in its place; a first tensor without a gradient.
 - Chunks of microbatches that holders of a stage cannot share as before.

@@ -51,7 +51,7 @@ found = tiles(1024, window=256, stride=64, q_tile=64, kv_tile=64, causal=True)
 found.visited, found.dense  # {visited}, {dense}
 found.speedup  # {speedup}: no kernel with these tiles gains more
 found.aligned  # True: no tile is cut by a window, but by the diagonal
-found.of(10)  # the key tiles of query tile 10: {of}
+found.of(10)  # the key tiles of query tile 10, along each axis: {of}
 schedir.viz.visited(found)  # a panel of the picture above
 ```
 
@@ -108,7 +108,7 @@ def page() -> str:
         visited=usual.visited,
         dense=usual.dense,
         speedup=f"{usual.speedup:.2f}",
-        of=usual.of(10)[0],
+        of=usual.of(10),
         sliding=f"{sliding.speedup_of_worst:.1f} x",
         strided=f"{strided.speedup_of_worst:.1f} x",
         pairs=f"{strided.speedup_of_pairs:.1f} x",

@@ -52,7 +52,7 @@ def on_the_plan(request: Request) -> Iterable[Candidate]:
 def ranked(
     candidates: Iterable[Candidate],
     *,
-    over: Callable[[Timeline], str] = lambda _: "",
+    over: Callable[[Request], str] = lambda _: "",
     length: Callable[[Timeline], float] = lambda timeline: timeline.span,
     whole: bool = False,
     said: Collection[str] = (),
@@ -84,10 +84,10 @@ def ranked(
         digests[program.digest] = name
         if whole and BACKWARD_INPUT in program.ops:
             found.split.append(name)
-        elif too_much := over(timeline):
+        elif too_much := over(request):
             found.over[name] = too_much
         else:
             found.fit.append(request)
     # Sums of costs differ by rounding: what is as long is ranked by what it holds.
-    found.fit.sort(key=lambda r: (float(f"{length(r.timeline):.9g}"), r.timeline.peak_activations))
+    found.fit.sort(key=lambda r: (float(f"{length(r.timeline):.9g}"), r.peak_activations))
     return found

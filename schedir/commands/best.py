@@ -16,7 +16,6 @@ from schedir.io.terminal import as_json, table
 
 if TYPE_CHECKING:
     from schedir.io.request import Request
-    from schedir.predict.timeline import Timeline
 
 ORDER = 6
 ABOUT = (
@@ -64,8 +63,8 @@ def run(args: argparse.Namespace) -> str:
 def _found(args: argparse.Namespace) -> Ranked:
     """What fits, of all candidates."""
 
-    def over(timeline: Timeline) -> str:
-        peak = timeline.peak_activations
+    def over(request: Request) -> str:
+        peak = request.peak_activations
         few = args.activations is None or peak <= args.activations
         return "" if few else f"{peak:.6g} activations"
 
@@ -101,7 +100,7 @@ def _row(request: Request) -> dict[str, Any]:
     timeline = request.timeline
     plan, ops = timeline.program.plan, timeline.program.ops
     row = facts(timeline, bound_of_request(request)) | {
-        "peak_activations": timeline.peak_activations,
+        "peak_activations": request.peak_activations,
         "split_backwards": BACKWARD_INPUT in ops,
         "parameters_held": plan.rows,
     }

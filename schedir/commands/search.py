@@ -119,11 +119,11 @@ class _Asked:
     run: Timeline | None = None
     notes: list[str] = field(default_factory=list)
 
-    def over(self, timeline: Timeline) -> str:
+    def over(self, request: Request) -> str:
         """How many a run holds, if they are more than may be in flight."""
         if self.in_flight is None:
             return ""
-        peak = timeline.peak_in_flight
+        peak = request.timeline.peak_in_flight
         return f"{int(peak.max())} in flight" if (peak > self.in_flight).any() else ""
 
     @property

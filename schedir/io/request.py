@@ -292,6 +292,11 @@ class Request:
             program if self.limit is None else check_memory(program, self._stage_sizes, self.limit)
         )
 
+    @property
+    def peak_activations(self) -> float:
+        """The most that a rank holds, in activations of a whole rank and of whole microbatches."""
+        return self.timeline.peak_activations / int(self.more.get("chunks", 1))
+
     @cached_property
     def stage_costs(self) -> Costs:
         """The costs of a prediction, those of each stage; of moves as if nothing was recomputed."""

@@ -61,7 +61,8 @@ def fill(program: Program, options: Options) -> Program:
     What is kept is no longer, by simulation, than what is given, and no farther above a limit of
     memory; without a limit no rank is ahead with more forwards at once.
 
-    Raises UsageError for what says nothing, without costs, and for a program that is not cut.
+    Raises UsageError for what says nothing, without costs or where sums are free, and for a program
+    that is not cut.
     """
     which = options.more["fill"]
     if which not in _FILLS:
@@ -80,6 +81,12 @@ def fill(program: Program, options: Options) -> Program:
         )
     if not program.meets:
         return program  # one tensor-parallel rank meets nobody
+    if not any(options.costs.of(op, program.plan).any() for op in SUMS):
+        raise UsageError(
+            "fill puts work in the time of sums, and these take none",
+            hint="--costs F=1,B=2,sum=0.5, or costs=Costs(...)",
+            fields=["fill", "costs"],
+        )
     if program.joined.any():
         raise UsageError(
             "fill takes computes one by one, and some of a stage that is not cut run together",

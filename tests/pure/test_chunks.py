@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from schedir import Costs, Plan, check, compile, in_pieces, parse, schedules, sh
 from schedir.errors import CompletenessError, OrderError, PlanError, ProgramError, UsageError
 from schedir.ir.ops import SUMS
 from schedir.ir.sizes import Sizes
+from tests.commands import said
 from tests.mutants import known
 from tests.pure.test_cut import NAMES, edited, plan_of, refused
 from tests.threads import verdict
@@ -92,6 +94,25 @@ def test_updates_rows_and_segments() -> None:
     assert found == [0, 2, 1, 3, 4, 6, 5, 7, 1, 3, 0, 2, 5, 7, 4, 6]
     costs = in_pieces(Costs(F=((1, 2, 3, 4),), B=2), 1, plan, chunks=2)
     assert costs.F == ((0.5, 1.0, 0.5, 1.0, 1.5, 2.0, 1.5, 2.0),) and costs.B == 1
+
+
+def test_what_is_ranked_holds_whole_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
+    """A chunk is a part of what `--activations` counts, and so it is in tables."""
+    for argv in (
+        ("compare", "gpipe", "one_f_one_b"), ("best", "--activations=2", "--stages-per-rank=1"),
+    ):  # fmt: skip
+        rows = {
+            chunks: json.loads(
+                said(
+                    capsys, *argv, "--ranks=2", "--microbatches=4", "--cut=3", "--tp=2",
+                    "--costs=F=1,B=2,sum=1", f"--chunks={chunks}", "--json",
+                )
+            )
+            for chunks in (1, 2)
+        }  # fmt: skip
+        held = [{r["program"]: r["peak_activations"] for r in own} for own in rows.values()]
+        assert held[0]["one_f_one_b"] == held[1]["one_f_one_b"] == 2
+        assert held[0].get("gpipe") == held[1].get("gpipe") == {"compare": 4}.get(argv[0])
 
 
 def test_refusals() -> None:

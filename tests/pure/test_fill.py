@@ -140,6 +140,8 @@ def test_refusals() -> None:
         of(fill="X")
     with pytest.raises(UsageError, match="needs costs"):
         of(costs=None)
+    with pytest.raises(UsageError, match="in the time of sums, and these take none"):
+        of(costs=Costs(F=1, B=2))  # as without any on the command line
     with pytest.raises(UsageError, match="the program is not cut in pieces"):
         of(cut=None)
     assert of(tp=1) == of(tp=1, fill=None), "one rank meets nobody"
