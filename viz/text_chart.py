@@ -33,7 +33,7 @@ def letters(timeline: Timeline, width: int = 80) -> list[Line]:
     is too long for some pieces is shown as the letter of what takes most of each column, or a
     dot where most of it is idle.  Beside each rank stand its idle share and the most that it
     holds at once; and of that the most that is on the host, and on its disk, where a program moves
-    something there.
+    some of it there.
 
     >>> import schedir
     >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1, schedir.Plan(2, 4)))
@@ -48,7 +48,8 @@ def letters(timeline: Timeline, width: int = 80) -> list[Line]:
     every = ceil(timeline.ranks / _RANKS)
     ranks = range(0, timeline.ranks, every)
     name = len(f"rank {timeline.ranks - 1} ")
-    tiers = {tier: _most_on(timeline, tier) for tier in tiers_of(timeline.program)[1:]}
+    below = {tier: _most_on(timeline, tier) for tier in tiers_of(timeline.program)[1:]}
+    tiers = {tier: most for tier, most in below.items() if any(most)}
     cut = _cut(timeline, len(ranks), max(width - name - 13 - 6 * len(tiers), 10))
     rows = (_boxes if cut.boxes else _mixed)(timeline, ranks, cut.whole)
 

@@ -21,7 +21,10 @@ _MEANT = {"strong": "the same batch", "weak": "a batch that grows with the GPUs"
 
 def told(args: argparse.Namespace) -> str:
     """A table for each way to grow; the picture is written."""
-    several = ((args.output, "-o"), (args.tradeoff, "--tradeoff"), (args.search, "--search"))
+    several = (
+        (args.output, "-o"), (args.tradeoff, "--tradeoff"), (args.search, "--search"),
+        (args.gpus is not None, "--gpus"),
+    )  # fmt: skip
     for option, name in several:
         if option:
             raise UsageError(f"{name} is of one number of GPUs, and --scale says several")

@@ -64,7 +64,8 @@ def name_of(plan: Priced) -> str:
     parts += [f"{plan.c} parts of a sequence"] * (plan.c > 1)
     parts += [f"{plan.d} replicas"] * (plan.d > 1)
     v = f" with {plan.v} stages to a rank" if plan.v > 1 else ""
-    what = f"{' x '.join(parts)}, {plan.schedule}{v}, {plan.m} microbatches of {plan.b}"
+    what = f"{' x '.join(parts)}, {plan.schedule}{v}, "
+    what += f"{plan.m} microbatch{'es' * (plan.m > 1)} of {plan.b}"
     what += ", sequence parallel" * plan.sequence_parallel
     if plan.recompute != "none":
         what += f", recompute {plan.recompute}"
@@ -80,8 +81,8 @@ def in_words(asked: Asked, plans: Sequence[Priced], take: int, tokens: float | N
     nodes = f"{cluster.nodes} x {cluster.gpus_per_node}"
     lines = [
         f"{asked.named[0]}: {_count(model.params)} parameters; a step has {asked.batch:,} "
-        f"sequences of {model.sequence:,} tokens; {cluster.gpus:,} GPUs of {asked.named[1]} "
-        f"({nodes})\n",
+        f"sequences of {model.sequence:,} tokens; {cluster.gpus:,} "
+        f"GPU{'s' * (cluster.gpus > 1)} of {asked.named[1]} ({nodes})\n",
         _table(plans, cluster.memory),
         f"plan {take}: {name_of(taken)}\n",
         *_beside(_times(taken), [*_held(taken, cluster.memory), *_on_host(taken, cluster)]),

@@ -64,17 +64,19 @@ def states(program: Program, slots: int | None = None, on_host: int | None = Non
             if k >= later:
                 turns += [*load[k - later + room :][:1]]
         if program.states == "disk":
-            turns = _through_host(turns, trained, rooms)
+            # One room is left to what is stored, which too few that still come leave anyway.
+            ahead = rooms - (len(trained) - room >= rooms - 1)
+            turns = _through_host(turns, trained, ahead)
         ranks += [rank] * len(turns)
         words += turns
     return at_ends(program, np.array(ranks, np.int64), np.array(words, np.int64))
 
 
-def _through_host(turns: Sequence[int], trained: NDArray[np.int64], rooms: int) -> list[int]:
-    """The turns of a rank with fetches and spills: with one room each fetch stands before its load;
-    else as many are ahead as leave one room to what is stored."""
+def _through_host(turns: Sequence[int], trained: NDArray[np.int64], ahead: int) -> list[int]:
+    """The turns of a rank with fetches and spills: so many fetches ahead of loads, and with none
+    each before its own."""
     fetch, spill = (iter(pack(op, trained, 0).tolist()) for op in _OF_DISK)
-    ahead, found = rooms - 1, [*islice(fetch, rooms - 1)]
+    found = [*islice(fetch, ahead)]
     for turn in turns:
         op = turn >> OP
         if op == Opcode.LoadState and not ahead:

@@ -62,7 +62,7 @@ def alone(cluster: Cluster, one: Priced) -> Priced:
     part = getattr(one.parts, largest)
     if part <= 0:
         return replace(one, bound="compute", why="compute: there is nothing else")
-    return replace(one, bound=largest, why=f"{largest}: {part:.3g} s of {one.step:.3g} s")
+    return replace(one, bound=largest, why=f"{largest}: {part:.4g} s of {one.step:.4g} s")
 
 
 def among(model: Model, cluster: Cluster, one: Priced, at: int, found: Every) -> Priced:

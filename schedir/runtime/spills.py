@@ -38,7 +38,7 @@ class Spills:
             raise ModelError(
                 f"nothing can be spilled to {str(self.folder)!r}: {why}",
                 program=program,
-                hint="Executor(..., folder=) is a folder in which one may write, on a disk",
+                hint="Executor(..., folder=), or [memory] folder, is one to write in, on a disk",
             ) from error
         self.file = file
         weakref.finalize(self, file.close)

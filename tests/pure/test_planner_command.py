@@ -17,6 +17,7 @@ from schedir.commands._plans import in_words
 from schedir.errors import UsageError
 from schedir.planner import Memory, Parts, Priced, cluster
 from schedir.planner.models import MODELS, load_model
+from schedir.planner.why import alone
 from tests.commands import refused, said
 from tests.tutorial import blocks
 
@@ -40,6 +41,15 @@ def test_plans_in_words() -> None:
     text = in_words(asked, [uneven, plain], 1, 300e9)
     text += in_words(asked, [plain], 1, None)
     assert text == GOLDEN.read_text()
+
+
+def test_one_of_a_kind_is_told_as_one() -> None:
+    one = replace(PLAN, p=1, t=1, d=1, m=1)
+    asked = Asked(MODELS["gpt-175b"][0], with_gpus(cluster("a100", 1), 1), 2, ("gpt", "a100"), {})
+    text = in_words(asked, [one], 1, None)
+    assert "; 1 GPU of a100 " in text and ", 1 microbatch of 1" in text
+    long = alone(asked.cluster, replace(one, parts=PARTS._replace(host=8658.774), step=8669.0))
+    assert long.why == "host: 8659 s of 8669 s"
 
 
 REFUSED = {
@@ -83,6 +93,7 @@ REFUSED = {
     ("--tokens=-1",): "--tokens are those that are trained on, not -1",
     ("--search", "--seconds=0"): "a search takes seconds, more than 0, not 0",
     ("--scale=4,8", "-o", "x.toml"): "-o is of one number of GPUs, and --scale says several",
+    ("--scale=1,2", "--gpus=1"): "--gpus is of one number of GPUs, and --scale says several",
 }
 
 

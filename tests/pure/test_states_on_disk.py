@@ -52,6 +52,34 @@ def test_fetches_stand_ahead_by_the_rooms() -> None:
         assert few.state_host == rooms
 
 
+def test_few_stages_pass_through_as_many_rooms_as_told() -> None:
+    """Also where all of a rank's are loaded before any is stored: by hand, of two stages the second
+    read need not wait for a load, nor the second store for a write."""
+    costs = Costs(F=1, B=2, load_state=0.8, step_stage=0.1, store_state=0.8,
+                  fetch_state=2, spill_state=2)  # fmt: skip
+    for stages in (1, 2, 3, 4):
+        for slots in (1, 2, 3):
+            for rooms in (1, 2, 3):
+                program = lowered(
+                    looped_bfs, Plan(1, 2, stages), state_slots=slots, state_rooms=rooms
+                )
+                assert program.slots[0].state_host == min(stages, rooms)
+    two = [lowered(looped_bfs, Plan(1, 2, 2), state_rooms=rooms) for rooms in (1, 2)]
+    spans = [schedir.simulate(program, costs).span for program in two]
+    ends = 12 + 0.1 + 0.8  # of the first store: forwards and backwards hide what comes before
+    assert spans[1] == pytest.approx(ends + 2 + 2)
+    assert spans[0] == pytest.approx(12 + 0.8 + 0.8 + 2 + 0.8 + 2)  # behind the last load
+
+
+def test_a_chart_tells_tiers_of_what_forwards_saved() -> None:
+    """States are none of it: beside them it would say that nothing lies there."""
+    (*_, head, _, _) = schedir.viz.letters(schedir.simulate(lowered()))
+    assert "held" in head[0][0] and "host" not in head[0][0] and "disk" not in head[0][0]
+    moved = schedir.compile(interleaved, PLAN, states="disk", offload=[0])
+    (*_, head, _, _) = schedir.viz.letters(schedir.simulate(moved))
+    assert "host" in head[0][0] and "disk" not in head[0][0]
+
+
 @given(plans(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3))
 def test_any_draft_has_them_once_and_is_legal(
     plan: Plan, seed: int, slots: int, rooms: int, zero: int
