@@ -49,6 +49,7 @@ class Host:
         self.summed: dict[tuple[int, int], Event] = {}  # over parts of the sequence, when
         self.room: dict[str, list[Event]] = {}  # slots of some kinds, by when they are free
         self.states: dict[int, tuple[str, Event]] = {}  # how far they are, and when
+        self.gone: dict[int, Event] = {}  # when a stage's gradient is on the host
         for each in (sharded, away, stepped):
             each.begin(self)
         self.entries: list[Entry] = []

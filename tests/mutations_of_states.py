@@ -1,4 +1,4 @@
-"""Mutations of what loads, steps and stores the states of optimizers."""
+"""Mutations of what moves the states of optimizers and steps them, and of what the host steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from schedir.analysis.slots import on_host as on_host_of
 from schedir.ir.index import Index
 from schedir.ir.ops import TIERS, Opcode, Token
 from schedir.ir.program import STAGE, Program, Slots
+from schedir.passes.host_steps import host_steps
 from schedir.passes.states import states
 from tests.edits import (
     MUTATIONS,
@@ -38,15 +39,18 @@ REDUCTIONS = (
 
 
 def on_host(program: Program, rng: random.Random) -> Program:
-    """The program with states on the host, or its disk; some ranks say how many slots they have for
-    them, on the device or on the host."""
-    e = Edit.of(replace(program, states=rng.choice(["host", "disk"])), rng)
+    """The program with states on the host, or its disk, or stepped there; some ranks say how many
+    slots they have for them, on the device or on the host."""
+    e = Edit.of(replace(program, states=rng.choice(["host", "disk", "cpu", "cpu"])), rng)
     ends = [own.pop() for own in e.lists]
     room, rooms = (rng.choice([None, 1, 2, 3]) for _ in range(2))
-    e = Edit.of(states(e.result(), room, rooms), rng)
+    there = e.program.states == "cpu"
+    e = Edit.of(host_steps(e.result()) if there else states(e.result(), room, rooms), rng)
     for own, end in zip(e.lists, ends, strict=True):
         own.append(end)
     program = e.result()
+    if there:
+        return program
     least = minimum_slots(program)[:, KINDS.index(Token.STATE)]
     if rng.random() < 0.6:
         program = _told(program, "state", (least + rng.choice([0, 0, 1])).tolist())
@@ -140,7 +144,7 @@ def compute_behind_a_turn_of_state(e: Edit) -> bool | None:
     return None
 
 
-@at(O.LoadState)
+@at(O.LoadState, O.OffloadGrads)
 def load_early(e: Edit) -> None:
     """Right behind what the stage's gradient is reduced by, where it is there."""
     mine = [k for k in e.here(*REDUCTIONS) if k < e.at and stage(e.own[k]) == stage(e.word)]
@@ -150,7 +154,7 @@ def load_early(e: Edit) -> None:
 @whole
 def states_elsewhere(e: Edit) -> None:
     """What is there once fits another place, or does not."""
-    places = [where for where in TIERS if where != e.program.states]
+    places = [where for where in (*TIERS, "cpu") if where != e.program.states]
     e.program = replace(e.program, states=e.rng.choice(places))
 
 
@@ -170,6 +174,36 @@ def through_the_disk(e: Edit) -> bool | None:
                     push(own, own.index(store) + 1, after)
                     push(own, own.index(load), before)
                 return None
+    return False
+
+
+@whole
+def by_another(e: Edit) -> bool | None:
+    """Some stage of what the device steps is stepped by the host, or the other way around."""
+    ways = (O.LoadState, O.StepStage, O.StoreState), (O.OffloadGrads, O.StepHost, O.ReloadWeights)
+    for own in e.lists:
+        turns = [k for k, w in enumerate(own) if op(w) in (O.StepStage, O.StepHost)]
+        for at in turns:
+            if e.rng.random() < 0.5:
+                old, new = ways if op(own[at]) is O.StepStage else ways[::-1]
+                for k, w in enumerate(own):
+                    if op(w) in old and stage(w) == stage(own[at]):
+                        own[k] = with_op(w, new[old.index(op(w))])
+                return None
+    return False
+
+
+@whole
+def step_before_all_gradients_are_there(e: Edit) -> bool | None:
+    """A stage's gradient goes behind the step of another one, which may not wait for it."""
+    for own in e.lists:
+        goes = [k for k, w in enumerate(own) if op(w) is O.OffloadGrads]
+        steps = [k for k, w in enumerate(own) if op(w) is O.StepHost]
+        if len(goes) > 1 and e.rng.random() < 0.5:
+            at = e.rng.choice(goes)
+            others = [k for k in steps if stage(own[k]) != stage(own[at])]
+            move(own, at, e.rng.choice(others))
+            return None
     return False
 
 

@@ -7,6 +7,12 @@ copies are summed.  It is stepped once, on the device, when all gradients of the
 with the norm, and all weights are in parts; it is stored once, behind that, and spilled if it came
 from the disk; and the rank ends its update when all have been.  A rank that says how many slots it
 has for states has room for as many on the device, or on the host on their way.
+
+Where the host itself steps them nothing is loaded: each gradient is copied to the host once, when
+it is reduced, as above.  Each stage is stepped once, in a queue of what the host computes, when the
+copies of all the rank's gradients are there, with the norm, all weights are in parts, and whoever
+copies any stage of the rank has, which reads the one optimizer that is used from then on beside;
+behind that its weights come back once, and the rank ends its update when all have.
 """
 
 from __future__ import annotations
@@ -25,7 +31,11 @@ NEXT = {  # what a state must have been through, where that leaves it, and on wh
     Opcode.StoreState: ("stepped", "stored", "copies"),
     Opcode.FetchState: ("on the disk", "on the host", "disk"),
     Opcode.SpillState: ("stored", "spilled", "disk"),
+    Opcode.OffloadGrads: ("on the cpu", "to be stepped", "copies"),
+    Opcode.StepHost: ("to be stepped", "stepped there", "host"),
+    Opcode.ReloadWeights: ("stepped there", "new here", "back"),
 }
+LAST = {"host": "stored", "disk": "spilled", "cpu": "new here"}
 
 
 def kept(host: Host) -> list[int]:
@@ -36,6 +46,7 @@ def kept(host: Host) -> list[int]:
 
 def begin(host: Host) -> None:
     host.states = dict.fromkeys(kept(host), (f"on the {_lies(host)}", away.ALWAYS))
+    host.gone = {}
 
 
 def _lies(host: Host) -> str:
@@ -61,17 +72,37 @@ def turn(host: Host, i: Instr) -> None:
         away.enter(host, "state_host")
     elif i.op is Opcode.FetchState:
         away.enter(host, "state_host")
-    else:
+    elif i.op is Opcode.SpillState:
         away.leave(host, "state_host")
+    elif i.op is Opcode.OffloadGrads:
+        host.gone[i.stage] = host.entry.done
+        _reduced(host, i)
+    elif i.op is Opcode.StepHost:
+        _step_there(host, i)
 
 
 def _load(host: Host, i: Instr) -> None:
     away.enter(host, "state")
     away.leave(host, "state_host")
-    sequenced.reduced(host, i)
-    sequenced.expect(host, i.stage, update=i.mb)
+    _reduced(host, i)
     if i.stage in snapshots.copied(host):
         host.look("copy", i.stage)
+
+
+def _reduced(host: Host, i: Instr) -> None:
+    """Have the entry find the stage's gradient, to which nothing is added any more."""
+    sequenced.reduced(host, i)
+    sequenced.expect(host, i.stage, update=i.mb)
+
+
+def _step_there(host: Host, i: Instr) -> None:
+    for stage in host.trained:
+        if stage not in host.gone:
+            host.wrong(f"the gradient of stage {stage} is not on the host")
+        host.entry.waits.append(host.gone[stage])
+    for stage in snapshots.copied(host):
+        host.look("copy", stage)
+    _step(host, i)
 
 
 def _step(host: Host, i: Instr) -> None:
@@ -88,6 +119,6 @@ def end(host: Host) -> None:
     """The rank ends its update."""
     for stage in kept(host):
         found, ready = host.states[stage]
-        if found != {"host": "stored", "disk": "spilled"}[_lies(host)]:
+        if found != LAST[_lies(host)]:
             host.wrong(f"the state of stage {stage} is {found}")
         host.entry.waits.append(ready)

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from tests.host import Host
 
 KNOWN_VALUES = 14
-VALUES = (*OF_PARTS, Token.COPY, Token.STATE, Token.STORED)  # that the host knows all the same
+VALUES = (  # that the host knows all the same
+    *OF_PARTS, Token.COPY, Token.STATE, Token.STORED,
+    Token.HOST_GRAD, Token.HOST_WEIGHTS, Token.RELOADED,
+)  # fmt: skip
 _LANES = {Lane.COMPUTE: "compute", Lane.TP: "gathers", Lane.DP: "reductions"}
 
 

@@ -9,10 +9,11 @@ the verdict must not depend on it.
 
 The machine:
 
-- *Queues* of a rank: compute (with scatter), gathers, reductions, and those of the progress
-  model for transfers: one per peer, kind and direction (`edge`), one per peer (`pair`), one per
-  kind (`direction`), or one (`device`).  Under `torch` there is one for what has both sends and
-  receives, and one per peer for all else.  Under `serial` everything goes into a single queue.
+- *Queues* of a rank: compute (with scatter), gathers, reductions, copies to the host, copies back,
+  the disk, what the host computes, and those of the progress model for transfers: one per peer,
+  kind and direction (`edge`), one per peer (`pair`), one per kind (`direction`), or one (`device`).
+  Under `torch` there is one for what has both sends and receives, and one per peer for all else.
+  Under `serial` everything goes into a single queue.
 - *Values* live in slots.  The host looks a value up when it issues the instruction that needs
   it; one that has not been issued yet is an error, as the wait for a CUDA event that was never
   recorded.  What an instruction uses up is gone, and no slot is filled twice.
@@ -33,7 +34,8 @@ The machine:
   takes one that is not summed notices.
 - *Weights* are in parts, or whole, where the program says `zero` (`sharded.py`).
 - *Hosts* issue one thing after the other.  One that `blocks`, as on CPUs, waits until a compute is
-  over, for what a gather takes, and for the reductions before one that other ranks meet.
+  over, for what a gather takes, and for the reductions before one that other ranks meet, before a
+  gradient goes to the host, and before the host steps: then for all copies to it, too.
 - *Replicas*, of which there may be several, run the same Streams, each rank for itself; they meet
   where they reduce or gather, on a communicator for each of the two.
 - *Collectives* block until every member is there, and all must be there for one update.
@@ -195,8 +197,8 @@ class Machine:
         """A host's calls, one after the other; one that blocks waits in some of them."""
         last: dict[object, Entry] = {}  # by what it is of: computes, gathers and so on
         for entry in host.entries:
-            if self.blocks and entry.kind in last and self.drains(entry):
-                yield last[entry.kind].done
+            if self.blocks:
+                yield from (last[kind].done for kind in self.drains(entry) if kind in last)
             if self.blocks and entry.kind == "gathers":
                 yield from entry.waits
             self.happen(entry.issued)
@@ -204,11 +206,16 @@ class Machine:
                 yield entry.done
             last[entry.kind] = entry
 
-    def drains(self, entry: Entry) -> bool:
-        """Whether a host waits for the reductions before it."""
+    def drains(self, entry: Entry) -> tuple[object, ...]:
+        """What a host waits for: all of these kinds before it."""
         i = entry.group[0]
         holders = i.op is Opcode.ReduceHolders and self.program.dp > 1
-        return holders or i.op in (Opcode.ReduceTied, Opcode.ReduceNorm)
+        if holders or i.op in (Opcode.ReduceTied, Opcode.ReduceNorm):
+            return (entry.kind,)
+        return {
+            Opcode.OffloadGrads: ("reductions",),
+            Opcode.StepHost: ("reductions", "copies"),
+        }.get(i.op, ())
 
     def thread(self, entries: list[Entry]) -> Iterator[Event]:
         """One queue: runs its entries in order, and yields what it must wait for."""
