@@ -182,12 +182,11 @@ def by_another(e: Edit) -> bool | None:
     """Some stage of what the device steps is stepped by the host, or the other way around."""
     ways = (O.LoadState, O.StepStage, O.StoreState), (O.OffloadGrads, O.StepHost, O.ReloadWeights)
     for own in e.lists:
-        turns = [k for k, w in enumerate(own) if op(w) in (O.StepStage, O.StepHost)]
-        for at in turns:
+        for one in [w for w in own if op(w) in (O.StepStage, O.StepHost)]:
             if e.rng.random() < 0.5:
-                old, new = ways if op(own[at]) is O.StepStage else ways[::-1]
+                old, new = ways if op(one) is O.StepStage else ways[::-1]
                 for k, w in enumerate(own):
-                    if op(w) in old and stage(w) == stage(own[at]):
+                    if op(w) in old and stage(w) == stage(one):
                         own[k] = with_op(w, new[old.index(op(w))])
                 return None
     return False
@@ -200,9 +199,11 @@ def step_before_all_gradients_are_there(e: Edit) -> bool | None:
         goes = [k for k, w in enumerate(own) if op(w) is O.OffloadGrads]
         steps = [k for k, w in enumerate(own) if op(w) is O.StepHost]
         if len(goes) > 1 and e.rng.random() < 0.5:
-            at = e.rng.choice(goes)
-            others = [k for k in steps if stage(own[k]) != stage(own[at])]
-            move(own, at, e.rng.choice(others))
+            one = e.rng.choice(goes)
+            others = [k for k in steps if stage(own[k]) != stage(own[one])]
+            if not others:
+                return False
+            move(own, one, e.rng.choice(others))
             return None
     return False
 

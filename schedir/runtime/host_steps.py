@@ -41,7 +41,8 @@ class _Judged(NamedTuple):
 
 class _Part:
     """What the host has of a stage: `place` are the parameters in the place of the device's, and
-    `flats` the buffers of gradients, each with the device's; `weights` are what the device has."""
+    `flats` the buffers of gradients, each with the device's; `weights` are what the device has.
+    What takes no gradient is not stepped, and has no place."""
 
     def __init__(self, stage: Stage, parameters: Sequence[nn.Parameter], replica: int) -> None:
         pinned = stage.gradients.kept and stage.gradients.kept[0].device.type == "cuda"
@@ -50,12 +51,11 @@ class _Part:
         views = dict(gradients.bound)
         if stage.weights is not None:
             views = gradients.pieces[replica]
-        self.weights = {
-            p: p.detach() if stage.weights is None else stage.weights.pieces[p] for p in parameters
-        }
+        self.stage, self.parameters = stage, [p for p in parameters if p in views]
+        self.look()
         self.place: dict[nn.Parameter, nn.Parameter] = {}
-        for p in parameters:
-            self.place[p] = one = like(p, _on_host(self.weights[p], bool(pinned)))
+        for p, weights in self.weights.items():
+            self.place[p] = one = like(p, _on_host(weights, bool(pinned)))
             view = views[p]
             if view.numel():
                 (flat,) = (
@@ -67,7 +67,16 @@ class _Part:
                 (kept,) = (kept for host, kept in self.flats if host is flat)
                 at = view.storage_offset() - kept.storage_offset()
                 one.grad = flat.as_strided(view.shape, view.stride(), at)
+            elif stage.weights is None:  # of pieces, those that are empty have none
+                one.grad = _on_host(view, pinned=False)
         self.stepped = True  # else there is nothing new to copy back
+
+    def look(self) -> None:
+        """See where weights are on the device: somebody may have set their data."""
+        weights = self.stage.weights
+        self.weights = {
+            p: p.detach() if weights is None else weights.pieces[p] for p in self.parameters
+        }
 
     def nbytes(self) -> int:
         """Bytes that a step reads of weights and gradients."""
@@ -112,13 +121,16 @@ class HostSteps(HostStates):
         return [*super().away(), *parts]
 
     def rest(self) -> None:
-        """As of HostStates; and make what the host has of each stage, once."""
+        """As of HostStates; and make what the host has of each stage, once, and see where the
+        device's is."""
         super().rest()
         whose = {main: p for p, main in self.main.items()}
         for s, own in self.own.items():
             if s not in self.parts:
                 parameters: Any = [whose.get(p, p) for p in own]
                 self.parts[s] = _Part(self.stages[s], parameters, self.replica)
+            else:
+                self.parts[s].look()
 
     # ------------------------------------------------------------ in a step
 
@@ -221,11 +233,11 @@ class HostSteps(HostStates):
         with super()._only(stage):
             if self.main:
                 both: Any = optimizer
-                both.parameters = [place[p] for p in both.parameters]
+                both.parameters = [place.get(p, p) for p in both.parameters]
                 yield
                 return
             for group in inner.param_groups:
-                group["params"] = [place[p] for p in group["params"]]
+                group["params"] = [place.get(p, p) for p in group["params"]]
             state = inner.state
             inner.state = defaultdict(dict)
             inner.state.update({one: state[p] for p, one in place.items() if p in state})

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import schedir
 from benchmarks.zero_bits import Case, differing, train
@@ -20,6 +20,7 @@ from schedir.checkpoints import load, save
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.ops import Lane
 from schedir.runtime.host_steps import HostSteps
+from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import LossScale
 from schedir.runtime.sizes import sizes_of
 from schedir.schedules import forward_only, gpipe, interleaved, looped_bfs, one_f_one_b
@@ -166,8 +167,24 @@ def test_what_others_change_between_steps_is_stepped() -> None:
         has = {p for group in optimizer.param_groups for p in group["params"]}
         optimizer.add_param_group({"params": [p for p in every if p not in has], "lr": 0.1})
         optimizer.param_groups[0]["lr"] *= 2
-        stepped(world, 1, 2)
+        stepped(world, 1)
+        every[-1].data = every[-1].data * 2  # memory of which the host has not heard
+        stepped(world, 2)
         found.append(left(world))
+    assert equal(*found)
+
+
+def test_what_takes_no_gradient_and_what_has_no_number_may_be_there() -> None:
+    """An optimizer of all parameters has some of a trained stage that are frozen, or are empty."""
+    found = []
+    for states in WHERE:
+        program = schedir.compile(interleaved, Plan(1, 2, 3), model="edge", states=states)
+        stages = gpt_stages(program.plan.stages, tied=False)
+        next(stages[1].parameters()).requires_grad_(False)
+        stages[2].requires_grad_(False)
+        stages[0].register_parameter("nothing", nn.Parameter(torch.empty(0)))
+        world = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY, optimizer=ADAMW)
+        found.append([*stepped(world, 0, 1), *left(world)])
     assert equal(*found)
 
 
