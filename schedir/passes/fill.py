@@ -42,8 +42,8 @@ from schedir.passes.moves import span_of
 from schedir.passes.record import Options, Pass
 
 _ENDS: Final = (*WHOLES, *LATE)  # of a microbatch in a stage
-# What may fill, by what is said.
-_FILLS: Final = {"W": LATE, "F": FORWARDS, "all": COMPUTE}
+# What may fill, by what is said; of several the best is kept.
+_FILLS: Final = {"W": (LATE,), "F": (FORWARDS,), "all": (COMPUTE, LATE, FORWARDS)}
 _AHEAD: Final = (1, 2)  # of how many other forwards or backwards pieces may come early
 # How many times as long as the wait what runs meanwhile may take; or None, where
 # that runs behind which most is left, whether it comes next or not.
@@ -57,9 +57,10 @@ def fill(program: Program, options: Options) -> Program:
     """A draft in pieces whose order lets something compute while a piece waits for a sum.
 
     "W" are the halves of backwards that nobody waits for, "F" forwards of other microbatches, "all"
-    whatever can run.  Each stage adds to its gradients in the order of before, so all bits stay.
-    What is kept is no longer, by simulation, than what is given, and no farther above a limit of
-    memory; without a limit no rank is ahead with more forwards at once.
+    whatever can run, or one of these where that is shorter.  Each stage adds to its gradients in the
+    order of before, so all bits stay.  What is kept is no longer, by simulation, than what is given,
+    and no farther above a limit of memory; without a limit no rank is ahead with more forwards at
+    once.
 
     Raises UsageError for what says nothing, without costs or where sums are free, and for a program
     that is not cut.
@@ -93,16 +94,27 @@ def fill(program: Program, options: Options) -> Program:
             hint="cut all stages",
             fields=["fill", "cut"],
         )
-    best, lowered = program, options.rest(program)
-    least, most = _judged(lowered, options), None
+    lowered, most = options.rest(program), None
     if options.limit is None and program.trains:
         most = [_most_ahead(own.op, own.stage >= program.frozen) for own in program.streams]
+    found = [_filled(program, lowered, options, fills, most) for fills in _FILLS[which]]
+    return min(found, key=lambda one: one[1])[0]
+
+
+def _filled(
+    program: Program,
+    lowered: Program,
+    options: Options,
+    fills: tuple[Opcode, ...],
+    most: list[int] | None,
+) -> tuple[Program, tuple[float, float]]:
+    """The best of what these fill, or the program, and how it is judged."""
+    best, least = program, _judged(lowered, options)
     for _ in range(_ROUNDS):  # each begins where the last one has led
         tried = best
         seen = {tried.words.tobytes()}
-        for ahead, longer in product(_AHEAD if which != "W" else _AHEAD[:1], _LONGER):
-            machine = _Machine(lowered, options, _FILLS[which], ahead, longer, most)
-            found = machine.filled(tried)
+        for ahead, longer in product(_AHEAD if fills != LATE else _AHEAD[:1], _LONGER):
+            found = _Machine(lowered, options, fills, ahead, longer, most).filled(tried)
             if (bits := found.words.tobytes()) in seen:
                 continue
             seen.add(bits)
@@ -112,7 +124,7 @@ def fill(program: Program, options: Options) -> Program:
         if best is tried:
             break
         lowered = options.rest(best)
-    return best
+    return best, least
 
 
 def _ahead(op: int) -> int:

@@ -50,9 +50,10 @@ def test_whole_zoo_filled(schedule: Any) -> None:
         plain = made(schedule, plan, None)
     except ProgramError:
         pytest.skip("not for this plan")
+    spans = {}
     for fill in ("W", "F", "all"):
         timeline = made(schedule, plan, fill)
-        program = timeline.program
+        program, spans[fill] = timeline.program, timeline.span
         assert check(program, "edge", blocks=True) and verdict(program, "edge").kind == "ok"
         assert timeline.span <= plain.span * (1 + 1e-9)
         assert program.ascending == plain.program.ascending
@@ -60,6 +61,7 @@ def test_whole_zoo_filled(schedule: Any) -> None:
             assert (timeline.peak_in_flight <= plain.peak_in_flight).all()
         for own, was in zip(program.streams, plain.program.streams, strict=True):
             assert sorted(map(str, own)) == sorted(map(str, was))
+    assert spans["all"] <= min(spans.values()) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
