@@ -57,10 +57,10 @@ def fill(program: Program, options: Options) -> Program:
     """A draft in pieces whose order lets something compute while a piece waits for a sum.
 
     "W" are the halves of backwards that nobody waits for, "F" forwards of other microbatches, "all"
-    whatever can run, or one of these where that is shorter.  Each stage adds to its gradients in the
-    order of before, so all bits stay.  What is kept is no longer, by simulation, than what is given,
-    and no farther above a limit of memory; without a limit no rank is ahead with more forwards at
-    once.
+    whatever can run, or one of these where that is shorter.  Each stage adds to its gradients in
+    the order of before, so all bits stay.  What is kept is no longer, by simulation, than what is
+    given, and no farther above a limit of memory; without a limit no rank is ahead with more
+    forwards at once.
 
     Raises UsageError for what says nothing, without costs or where sums are free, and for a program
     that is not cut.
