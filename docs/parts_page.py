@@ -120,7 +120,8 @@ from schedir.training.gpt_pieces import boundaries, cut_of, pieces
 
 cut = cut_of([2, 2])  # of stages of two layers: 9 pieces each
 program = compile(schedules.zb_h1, Plan(2, 8), tp=2, cut=cut, costs=costs, fill="W")
-modules = dict(enumerate(pieces(stage), start=9 * rank))  # of gpt.build_stage(config, rank, 2, tp=group)
+stage = gpt.build_stage(config, rank, 2, tp=group)
+modules = dict(enumerate(pieces(stage), start=9 * rank))
 executor = Executor(program, rank, modules, transport, boundary=boundaries(cut, (8, 128, 512)))
 ```
 

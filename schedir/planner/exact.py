@@ -103,7 +103,7 @@ def program_for(
     >>> from schedir import planner
     >>> gpt, node = planner.load_model("gpt-22b"), planner.cluster("a100")
     >>> one = planner.Choice(p=8, m=16, offload="fit", states="host")
-    >>> "offload 0.0" in schedir.show(planner.program_for(gpt, node, one), folded=False)
+    >>> "offload 0.1" in schedir.show(planner.program_for(gpt, node, one), folded=False)
     True
     """
     return program_of(model, cluster, choice, trainer_for(cluster, constants, states))
