@@ -65,11 +65,11 @@ class Case(NamedTuple):
     @property
     def program(self) -> Program:
         """Its program: a stage for each layer, or one of both on one rank."""
-        plan = Plan(self.p, MICROBATCHES)
+        plan, options = Plan(self.p, MICROBATCHES), dict[str, Any](self.options)
         return schedir.compile(
             getattr(schedir.schedules, self.schedule), plan, self.t, self.d,
             tied=self.tied and self.p > 1, clip=self.clip, zero=self.zero,
-            sequence=self.sequence, blocks=True, **dict(self.options),
+            sequence=self.sequence, blocks=True, **options,
         )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def merged(told: Sequence[Told], case: Case) -> tuple[dict[str, Tensor], list[st
     slices: dict[str, dict[int, Tensor]] = {}
     for name, value in each.items():
         match name.split():
-            case [_, _, cut, k]:
+            case [_, _, _, k]:
                 slices.setdefault(name.removesuffix(f" {k}"), {})[int(k)] = value
             case _:
                 whole[name] = value
