@@ -40,6 +40,7 @@ def step_host(state: State, i: Instr) -> Call:
             may = state.verdict if state.held.may_step else torch.zeros_like(state.verdict)
             if steps is not None:
                 steps.judge(may, state.shrink)
+            state.shrink = None
         if steps is not None:
             steps.begin(i.stage, fails, state.on_lane())
 

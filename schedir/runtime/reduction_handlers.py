@@ -190,7 +190,8 @@ def judged(state: State) -> Tensor:
             spoilt = finite.logical_not().to(torch.int32)
             state.transport.collective("all_reduce", "dp", spoilt, spoilt).wait()
             finite = spoilt == 0
-    state.shrink = shrink if state.program.clip else None
+    if state.program.clip and state.program.states == "cpu":  # whose host clips its copies, too
+        state.shrink = shrink
     for stage in state.stages.values():
         if state.program.clip:
             stage.gradients.scale(shrink)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from schedir.ir.program import Program
 from schedir.parallel.group import _start_sum as start_sum
 from schedir.runtime.executor import Executor
 from schedir.runtime.recorder import EventStamps
+from schedir.runtime.rules import Later
 from schedir.transports import collectives
 from schedir.transports.collectives import COLLECTIVES, Group
 from schedir.transports.edges import DirectedEdge, Edge
@@ -126,6 +128,16 @@ class NcclLike(Edge):
         issued = super().collective(kind, group, out, own)
         return _Issued(self, kind, issued, self.data)
 
-    def start_sum(self, group: Any, x: Tensor) -> Work:
+    def start_sum(self, group: Any, x: Tensor) -> Later:
         """As layers start the sum of an input's gradient over their group."""
-        return self._issue("dX", group, [], [x], partial(start_sum, group, x))
+
+        def start() -> Any:
+            return SimpleNamespace(wait=start_sum(group, x))
+
+        work = self._issue("dX", group, [], [x], start)
+
+        def wait() -> Tensor:
+            work.wait()
+            return x
+
+        return wait
