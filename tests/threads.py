@@ -82,9 +82,14 @@ def verdict(
     """Run the program under a progress model, in the order that `seed` picks."""
     try:
         machine = Machine(program, model, seed, limit, sizes, blocks=blocks, replicas=replicas)
+    except Wrong as wrong:
+        return Verdict("wrong", str(wrong))
+    try:
         return machine.run()
     except Wrong as wrong:
         return Verdict("wrong", str(wrong))
+    finally:
+        machine.forget()
 
 
 class Machine:
@@ -121,6 +126,7 @@ class Machine:
         self.ties = [{*one} for one in program.tied if min(one) >= self.frozen]
         self.tied = {s for one in self.ties for s in one}
         self.skips = dict(program.skips)
+        self.hosts: list[Host] = []
         self.awake: list[Iterator[Event]] = []
         self.happened = 0  # how many events have
         self.sent: dict[Slot, deque[Message]] = defaultdict(deque)
@@ -180,6 +186,17 @@ class Machine:
         for host in self.hosts:
             host.judge()
         return Verdict("ok")
+
+    def forget(self) -> None:
+        """Cut the circles of what a run has made: to find them costs as much as the run."""
+        for host in self.hosts:
+            for entry in [*host.entries, getattr(host, "entry", None)]:
+                if entry is not None:
+                    for event in (entry.issued, entry.done, *entry.meets):
+                        event.sleepers.clear()
+                    entry.actions.clear()
+            vars(host).clear()
+        self.hosts.clear()
 
     def let_run(self, threads: list[Iterator[Event]]) -> None:
         """Until all have ended, or sleep."""
