@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> str:
         if args.tradeoff:
             from schedir.viz import save, tradeoff
 
-            save(tradeoff(timelines), args.output)
+            peaks = [request.peak_activations for request in requests]
+            save(tradeoff(timelines, peaks), args.output)
         else:
             save_chart(args, requests)
         said += "" if args.json else f"wrote {args.output}\n"

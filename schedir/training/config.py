@@ -15,9 +15,10 @@ from schedir.ir.placement import Placement
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.ir.sizes import Sizes, bytes_of
-from schedir.models.shape import split_layers, split_tokens
+from schedir.models.shape import split_tokens
 from schedir.passes.lowering import OPTIONS, SECTION_OF
 from schedir.passes.record import Choice
+from schedir.training.finer import Finer, finer
 from schedir.training.gpt_config import GPTConfig
 from schedir.training.kinds import KINDS, ModelConfig, kind_of
 from schedir.training.settings import Range
@@ -82,6 +83,14 @@ class PipelineConfig:
     buffers of their own would take gigabytes, and "own" on CPUs, and leaves a FILE.sched that says
     its slots as it is. `division` is the layers of each stage, where they cannot be or shall not be
     the same. pp x tp x dp processes run it.
+
+    With cut = "layers" the stages of a GPT are in pieces, cut where the tensor-parallel ranks of
+    each layer meet: n layers are 4 n + 1 pieces; numbers of pieces say as much, one for all stages
+    or each its own, with 1 for one that stays whole. With `chunks` each microbatch is cut in as
+    many, of `data.microbatch_size` / chunks samples. What `memory` names by stage and microbatch
+    are pieces and chunks, then. An order in which something else runs meanwhile (`fill`) needs
+    costs: `schedir show ... --cut --fill W --costs ... -o x.sched` writes it, with the numbers of
+    pieces, and schedule = "x.sched" trains it.
     """
 
     schedule: str = "one_f_one_b"
@@ -255,15 +264,13 @@ class Config:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
-        split_layers(self.model.layers, self.pipeline.plan.stages, self.pipeline.division)
-        for finer in ("cut", "chunks"):
-            if getattr(self.pipeline, finer, None) is not None:
-                raise UsageError(
-                    f"a training run has whole stages and microbatches, and {finer} says otherwise",
-                    hint="an Executor runs pieces: schedir.training.gpt_pieces",
-                    fields=[finer],
-                )
-        kind = KINDS[kind_of(self.model)]
+        kind, _ = KINDS[kind_of(self.model)], self.finer  # which refuses what cannot be
+        if getattr(self.pipeline, "fill", None) is not None:
+            raise UsageError(
+                "fill finds an order by costs, and a training run has none before it begins",
+                hint="schedir show ... --fill W --costs ... -o x.sched, then schedule = x.sched",
+                fields=["fill"],
+            )
         kind.share(self.model, self.pipeline.tp)
         if getattr(self.pipeline, "sequence", False):
             if not kind.sequence:
@@ -303,6 +310,7 @@ class Config:
         said |= {"tied": tied, "clip": train.clip > 0, "skips": (), "validate": "before"}
         source = Source(pipeline.schedule)
         found = source.found if train.checkpoint is not None else None
+        finer = {"cut": self.finer.pieces}
         # A file that has its transfers has its snapshots, or none: it is saved between steps.
         if found is not None and (not isinstance(found, Program) or found.is_draft):
             said["snapshots"] = True
@@ -315,7 +323,7 @@ class Config:
             overlap=pipeline.overlap,
             slots=self.slots,
             more={
-                name: said
+                name: finer.get(name, said)
                 for name, (kind, _) in OPTIONS.items()
                 if (said := getattr(getattr(self, SECTION_OF[name]), name)) is not _unsaid(kind)
                 and not (sizes is None and self.memory.waits_for_sizes(name))
@@ -324,6 +332,26 @@ class Config:
             limit=None if sizes is None else self.memory.bytes,
             lowers=True,
             contradicts=contradicts,
+        )
+
+    @property
+    def finer(self) -> Finer:
+        """How its stages and microbatches are cut."""
+        pipeline, name, found = self.pipeline, kind_of(self.model), None
+        if pipeline.schedule.endswith((".sched", ".timeline")):
+            found = Source(pipeline.schedule).found
+        return finer(
+            self.model.layers,
+            pipeline.plan,
+            pipeline.division,
+            size=self.data.microbatch_size,
+            layer=KINDS[name].layer,
+            kind=name,
+            cut=getattr(pipeline, "cut", None),
+            chunks=getattr(pipeline, "chunks", None),
+            meets=found.meets if isinstance(found, Program) else "",
+            frozen=getattr(pipeline, "frozen", 0),
+            tied=bool(getattr(self.model, "tied", False)),
         )
 
     @property

@@ -121,12 +121,6 @@ def _of_source(values: _Values, given: _Settings) -> _Values:
             "training run takes whole ones",
             fields=["schedule"],
         )
-    if isinstance(source.found, Program) and source.found.meets:
-        raise PlanError(
-            f"{source} is of pieces of stages, and a training run has whole ones",
-            hint="an Executor runs pieces: schedir.training.gpt_pieces",
-            fields=["schedule"],
-        )
     if isinstance(source.found, Program) and not source.found.is_draft:
         for name in ("overlap", *OPTIONS):
             if setting := given.get((SECTION_OF.get(name, "pipeline"), name)):

@@ -61,7 +61,7 @@ class Evaluation:
     ) -> None:
         self.executor, self.transport, plan = executor, transport, executor.program.plan
         self.every, self.last = config.train.evaluate_every, config.train.steps
-        self.size = config.data.microbatch_size
+        self.size = config.finer.size
         own = plan.microbatches * self.size  # windows of a replica in a batch
         each = own * executor.program.dp
         count = min(len(held), config.train.evaluate_batches * each)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from schedir.errors import UsageError
+from schedir.ir.meets import ENTERS, LEAVES
 from schedir.models.shape import expect_positive
 from schedir.models.shape import split_heads as split_heads
 from schedir.models.shape import split_layers as split_layers
 from schedir.models.windows import Each, expect_windows
+
+# Where tensor-parallel ranks meet in a layer: around its attention, and its feed-forward.
+LAYER: Final = 2 * (ENTERS + LEAVES)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from schedir.errors import ModelError
 from schedir.parallel.pieces import part_of
 from schedir.runtime.boundary import Boundary
 from schedir.training.gpt import Layer, Stage
+from schedir.training.gpt_config import LAYER
 
 Given = tuple[Tensor, ...]
 
@@ -92,7 +93,7 @@ def pieces(stage: Stage) -> list[nn.Module]:
 
 def cut_of(layers: Iterable[int]) -> tuple[int, ...]:
     """How many pieces stages of so many layers have, as `compile(..., cut=...)` takes it."""
-    return tuple(4 * number + 1 for number in layers)
+    return tuple(len(LAYER) * number + 1 for number in layers)
 
 
 def boundaries(

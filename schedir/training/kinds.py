@@ -10,7 +10,7 @@ from schedir.models.bert_config import BertConfig
 from schedir.models.encoder_decoder_config import EncoderDecoderConfig, tied_stages
 from schedir.models.llama_config import LlamaConfig
 from schedir.models.shape import split_heads
-from schedir.training.gpt_config import GPTConfig
+from schedir.training.gpt_config import LAYER, GPTConfig
 
 ModelConfig = GPTConfig | LlamaConfig | BertConfig | EncoderDecoderConfig
 
@@ -31,7 +31,8 @@ class Kind(NamedTuple):
     """A kind of model: the class of its configuration; what refuses tensor-parallel ranks that
     cannot share it; which stages share weights, as a program has it; how many tokens are text, of
     which the first are; whether its samples are windows as they are, so that documents may be
-    packed into them; and whether tensor-parallel ranks may share its sequence."""
+    packed into them; whether tensor-parallel ranks may share its sequence; and where they meet in a
+    layer of it, as `meets` has it, "" where its stages have no pieces."""
 
     config: type[Any]
     share: Callable[[Any, int], int] = _heads
@@ -39,10 +40,11 @@ class Kind(NamedTuple):
     text: Callable[[Any], int] = lambda config: int(config.vocab)
     packs: bool = True
     sequence: bool = True
+    layer: str = ""
 
 
 KINDS: Final = {
-    "gpt": Kind(GPTConfig),
+    "gpt": Kind(GPTConfig, layer=LAYER),
     "llama": Kind(LlamaConfig, share=_groups),
     "bert": Kind(BertConfig, text=lambda config: int(config.text), packs=False, sequence=False),
     "encoder_decoder": Kind(EncoderDecoderConfig, tied=tied_stages, packs=False, sequence=False),

@@ -19,7 +19,7 @@ from schedir.models.bert_config import BertConfig
 from schedir.models.encoder_decoder_config import EncoderDecoderConfig
 from schedir.models.language import IGNORE
 from schedir.runtime.boundary import Boundary, Crossing
-from schedir.training import gpt
+from schedir.training import gpt, gpt_pieces
 from schedir.training.data import Batches, Samples
 from schedir.training.kinds import ModelConfig, kind_of
 
@@ -101,15 +101,18 @@ def largest(passing: Passing) -> int:
 
 class Model(NamedTuple):
     """A model: its module; the samples of a stream, so many from one on; and what passes between
-    stages."""
+    stages.  Of a kind that has pieces: those of a stage, and what passes between stages of so many
+    pieces, given what passes between whole ones, and how many of these are frozen."""
 
     module: Module
     samples: Callable[[Any, Batches, int, int], Samples] = _windows
     boundaries: Callable[[Any, Cut], Passing] = _hidden
+    pieces: Callable[[Any], list[nn.Module]] | None = None
+    between: Callable[[Sequence[int], Any, int], dict[int, Any]] | None = None
 
 
 MODELS: Final = {
-    "gpt": Model(gpt),
+    "gpt": Model(gpt, pieces=gpt_pieces.pieces, between=gpt_pieces.boundaries),
     "llama": Model(llama),
     "bert": Model(bert, _pairs),
     "encoder_decoder": Model(encoder_decoder, _halves, _with_memory),

@@ -113,7 +113,7 @@ def check_memory(config: Config, processes: int) -> None:
     cpu = config.train.device == "cpu"
     model, pipeline, data = config.model, config.pipeline, config.data
     windows = pipeline.dp * pipeline.microbatches * data.microbatch_size
-    tokens = data.microbatch_size * model.context
+    tokens = config.finer.size * model.context
     shares, number = pipeline.ranks * pipeline.tp, model.parameters
     zero: int = vars(pipeline)["zero"]
     states = model_states(4 * number, 4 * number, 8 * number, zero, pipeline.dp)

@@ -29,18 +29,19 @@ from schedir.runtime.device_memory import times_asked, warning
 from schedir.runtime.executor import Executor
 from schedir.runtime.living import Living
 from schedir.runtime.measured import measured
-from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
+from schedir.runtime.precision import LossScale, MainOptimizer
 from schedir.runtime.sizes import sizes_of
 from schedir.training.config import Config
 from schedir.training.corpus import Corpus
 from schedir.training.ends import Told
 from schedir.training.evaluation import Evaluated, Evaluation, program_beside
 from schedir.training.meeting import agree_on_data, facts_of
-from schedir.training.models import Cut, Passing, largest, model_of
+from schedir.training.models import Passing
 from schedir.training.optimizer import optimizer_of
 from schedir.training.prefetch import Batch, Prefetch
 from schedir.training.results import Losses, Result
 from schedir.training.saving import Saving
+from schedir.training.stages import Stages
 from schedir.training.steps import Step, Steps
 from schedir.training.watchdog import Watchdog
 from schedir.transports.plain import gather
@@ -88,36 +89,22 @@ class _Trainer:
         self.device = torch.device(config.train.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        dtype: torch.dtype = getattr(torch, config.train.precision)
-        self.size = config.data.microbatch_size
-        model, shared = model_of(config.model), program.tp if program.sequence else 1
-        division, self.module = config.pipeline.division, model.module
-        cut = Cut(program.plan.stages, self.size, division, dtype, shared)
-        boundary = model.boundaries(config.model, cut)
-        message = largest(boundary) * shared // program.tp  # each sends its slice
+        made = Stages(config, program)
+        self.module, self.size, boundary = made.model.module, made.size, made.boundary
         beside = partial(program_beside, config)  # what evaluates on its stages
         connect = partial(
             choose(config.train.transport, config.train.device, program, *beside(program)),
             timeout=config.train.timeout,
             device=self.device,
-            message=message,
+            message=made.message,
         )
         self.transport = connect(program, more=beside(program))
         self.transport.agree(facts_of(config))
-        plan, tp = program.plan, self.transport.tp_group
-        make_stage = partial(self.module.build_stage, tp=tp, device=self.device)
-        if program.sequence:
-            make_stage = partial(make_stage, sequence=True)
-        stages = {
-            s: make_stage(config.model, s, plan.stages, division=division, dtype=dtype)
-            for s in plan.stages_of[self.transport.rank]
-        }
-        for s, stage in stages.items():
-            float32_gradients(stage)
-            stage.requires_grad_(s >= program.frozen)
+        tp = self.transport.tp_group
+        stages = made.made(self.transport.rank, tp, self.device)
         parameters = [p for stage in stages.values() for p in stage.parameters()]
         self.optimizer = optimizer_of(parameters, config.train)
-        self.loss_scale = LossScale(device=self.device) if dtype == torch.float16 else None
+        self.loss_scale = LossScale(device=self.device) if made.dtype == torch.float16 else None
         loss = partial(self.module.loss, tp=tp)
         self.sizes = self._sizes(stages, loss, boundary)
         fitting = self._fitting()

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir import Costs, Plan, check, compile, in_pieces, parse, schedules, show, simulate
+from schedir import (
+    Costs,
+    Plan,
+    check,
+    compile,
+    forwards,
+    in_pieces,
+    parse,
+    schedules,
+    show,
+    simulate,
+)
 from schedir.errors import CompletenessError, OrderError, PlanError, ProgramError, UsageError
-from schedir.ir.ops import SUMS
+from schedir.ir.ops import COMPUTE, SUMS, Instr, Opcode
 from schedir.ir.sizes import Sizes
 from tests.commands import said
 from tests.mutants import known
@@ -96,8 +108,11 @@ def test_updates_rows_and_segments() -> None:
     assert costs.F == ((0.5, 1.0, 0.5, 1.0, 1.5, 2.0, 1.5, 2.0),) and costs.B == 1
 
 
-def test_what_is_ranked_holds_whole_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
-    """A chunk is a part of what `--activations` counts, and so it is in tables."""
+def test_what_is_ranked_holds_whole_microbatches(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk is a part of what `--activations` counts, and so it is in tables, and where bubble is
+    drawn against memory."""
     for argv in (
         ("compare", "gpipe", "one_f_one_b"), ("best", "--activations=2", "--stages-per-rank=1"),
     ):  # fmt: skip
@@ -113,6 +128,14 @@ def test_what_is_ranked_holds_whole_microbatches(capsys: pytest.CaptureFixture[s
         held = [{r["program"]: r["peak_activations"] for r in own} for own in rows.values()]
         assert held[0]["one_f_one_b"] == held[1]["one_f_one_b"] == 2
         assert held[0].get("gpipe") == held[1].get("gpipe") == {"compare": 4}.get(argv[0])
+    drawn = list[Any]()
+    monkeypatch.setattr("schedir.viz.save", lambda figure, path: drawn.append(figure.axes[0]))
+    for chunks in (1, 2):
+        said(
+            capsys, "compare", "gpipe", "one_f_one_b", "--ranks=2", "--microbatches=4", "--cut=3",
+            "--tp=2", f"--chunks={chunks}", "--tradeoff", "-o", "x.png",
+        )  # fmt: skip
+    assert [a.collections[-1].get_offsets()[:, 0].tolist() for a in drawn] == 2 * [[4, 2]]
 
 
 def test_refusals() -> None:
@@ -141,3 +164,49 @@ def test_checker_demands_all_chunks() -> None:
         refused(lambda s=one: check(edited(program, s, 2 * s)), CompletenessError, "twice")
     late = edited(edited(program, "  sum_act 1.1\n", ""), "  B 1.0\n", "  sum_act 1.1\n  B 1.0\n")
     refused(lambda: check(late), OrderError, "F 1.1", "sum_act 1.1")
+
+
+# ---------------------------------------------------------------- skips, holders, evaluation
+
+WITH_SKIPS: dict[Any, tuple[Plan, tuple[tuple[int, int], ...]]] = {
+    schedules.one_f_one_b: (Plan(3, 4), ((0, 2),)),
+    schedules.zb_v: (Plan(2, 4, 2, "vee"), ((0, 3),)),
+    schedules.interleaved: (Plan(2, 4, 3), ((0, 5), (1, 4))),
+    schedules.dualpipe: (Plan(4, 8, 2, "mirror"), ((0, 2), (1, 3))),
+    schedules.pipedream_2bw: (Plan(3, 6, updates=2, delay=1), ((0, 2),)),
+    schedules.forward_only: (Plan(3, 2), ((0, 2),)),
+}
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(sorted(WITH_SKIPS, key=lambda one: str(one.__name__))),
+    st.integers(2, 3), st.sampled_from([1, 2, "gf"]), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_with_skips_holders_and_evaluation(
+    schedule: Any, chunks: int, pieces: Any, skipping: bool, overlap: bool
+) -> None:
+    """Each chunk takes the way of its microbatch, on the rank that has that, and its skip does; so
+    does what evaluates on these stages: the checker and the independent machine say so."""
+    plan, skips = WITH_SKIPS[schedule]
+    how: dict[str, Any] = {"tp": 2, "cut": pieces, "skips": skips if skipping else None}
+    whole = compile(schedule, plan, **how)
+    program = compile(schedule, plan, chunks=chunks, overlap=overlap, **how)
+    assert len(program.skips) == len(whole.skips) == len(skips) * skipping
+    for one in (program, forwards(program)):
+        assert check(one, "edge") and verdict(one, "edge").kind == "ok"
+    for found, own in zip((program, forwards(program)), (whole, forwards(whole)), strict=True):
+        for rank, stream in enumerate(own.streams):
+            want = computes(stream, 1, 0)
+            for chunk in range(chunks):
+                assert computes(found.streams[rank], chunks, chunk) == want
+
+
+def computes(stream: Iterable[Instr], chunks: int, chunk: int) -> list[tuple[Opcode, int, int]]:
+    """What a rank computes, sums, and passes by skips, of one chunk of each microbatch, in order
+    but for transfers."""
+    every = [
+        (i.op, i.stage, i.mb // chunks) for i in stream if i.mb % chunks == chunk and i.mb >= 0
+    ]
+    passed = sorted(one for one in every if "Skip" in Opcode(one[0]).name)
+    return [one for one in every if one[0] in COMPUTE] + passed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,15 +24,12 @@ from schedir import (
 from schedir.compiler.again import compute_of, options_of
 from schedir.errors import (
     CompletenessError,
-    ConfigError,
     OrderError,
     PlanError,
     ProgramError,
     UsageError,
 )
 from schedir.ir.ops import COMPUTE, SUMS, Opcode
-from schedir.training.config import Config, PipelineConfig
-from schedir.training.config_file import read
 from tests import commands
 from tests.mutants import known
 from tests.threads import verdict
@@ -160,15 +156,6 @@ def test_refusals() -> None:
     refused(lambda: compile(compute_of(program), cut=2), UsageError, "of pieces already")
     for shares, words in ((1, -1, 1), "not negative"), ((1, 1), "2 shares"), ((0, 0, 0), "all 0"):
         refused(lambda s=shares: in_pieces(WHOLE, 3, plan, s), UsageError, words)
-
-
-def test_training_runs_have_whole_stages(tmp_path: Path) -> None:
-    refused(lambda: Config(pipeline=PipelineConfig(cut=5)), UsageError, "whole stages")  # type: ignore[call-arg]
-    path = tmp_path / "pieces.sched"
-    path.write_text(show(compile(schedules.gpipe, Plan(1, 2), tp=2, cut=3, clip=True)))
-    config = tmp_path / "config.toml"
-    config.write_text(f'[pipeline]\nschedule = "{path}"\n')
-    refused(lambda: read(str(config)), ConfigError, "is of pieces of stages")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""Training runs in pieces and chunks: what a configuration may say, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from schedir import Plan, compile, schedules, show
+from schedir.errors import ConfigError
+from schedir.ir.ops import SUMS
+from schedir.passes.cut import cut
+from schedir.schedules.draft import draft
+from schedir.training.config import Config
+from schedir.training.config_file import read
+from schedir.training.finer import Finer
+from schedir.training.train import program_of
+
+TEXT = """\
+[model]
+layers = 4
+
+[pipeline]
+ranks = 2
+microbatches = 4
+tp = 2
+
+[data]
+microbatch_size = 4
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    (path := tmp_path / "run.toml").write_text(TEXT)
+    return str(path)
+
+
+def sched(path: str, frozen: int | None) -> str:
+    """A file of a program in pieces of two stages of two layers."""
+    own = cut(replace(draft(schedules.one_f_one_b, Plan(2, 4)), tp=2), 9)
+    tied = frozen is None
+    (file := Path(path).with_name("x.sched")).write_text(
+        show(compile(own, clip=True, tied=tied, frozen=frozen or 0))
+    )
+    return f"pipeline.schedule={file}"
+
+
+@pytest.mark.parametrize(
+    ("sets", "pieces"),
+    [
+        (["cut=layers"], (9, 9)),
+        (["cut=9"], (9, 9)),
+        (["cut=fgfgfgfg"], (9, 9)),
+        (["cut=9,1"], (9, 1)),
+        (["cut=layers", "division=1,3"], (5, 13)),
+        (["cut=1"], (1, 1)),
+        (["cut=layers", "tp=1"], (9, 9)),
+        (["chunks=2"], (1, 1)),
+        (["cut=layers", "chunks=4"], (9, 9)),
+    ],
+)
+def test_what_may_be_said(path: str, sets: list[str], pieces: tuple[int, ...]) -> None:
+    config = read(path, [f"pipeline.{one}" for one in sets])
+    program, chunks = program_of(config), 4 // config.finer.size
+    assert config.finer.pieces == pieces and sum(pieces) == program.plan.stages
+    assert program.plan.microbatches == 4 * chunks
+    assert bool(program.ops & {*SUMS}) == (pieces != (1, 1) and config.pipeline.tp == 2)
+
+
+def test_a_file_says_its_pieces(path: str) -> None:
+    config = read(path, [sched(path, None)])
+    assert config.finer == read(path, ["pipeline.cut=layers"]).finer
+    config = read(path, [sched(path, 9), "model.tied=false"])
+    assert config.finer.first == [0, 9, 18] and program_of(config).frozen == 9
+    for sets, word in (
+        (["model.layers=6"], "stage 0 has 3 layers, 13 pieces"),
+        (["pipeline.division=1,3"], "stage 0 has 1 layer, 5 pieces"),
+        (["pipeline.cut=9"], "cut is for what is compiled"),
+        (["model.kind=llama"], "kind llama have no pieces"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            read(path, [sched(path, None), *sets])
+    with pytest.raises(ConfigError, match="the first 3 pieces are frozen"):
+        read(path, [sched(path, 3), "model.tied=false"])
+
+
+@pytest.mark.parametrize(
+    ("sets", "word"),
+    [
+        (["pipeline.cut=5"], "stage 0 has 2 layers, 9 pieces with 'fgfgfgfg' between them, and"),
+        (["pipeline.cut=9,5"], "stage 1 has 2 layers, 9 pieces"),
+        (["pipeline.cut=9,9,9"], "3 entries for 2 stages"),
+        (["pipeline.cut=lines"], "not 'lines'"),
+        (["pipeline.cut=9", "pipeline.division=1,3"], "stage 0 has 1 layer, 5 pieces"),
+        (["pipeline.cut=layers", "pipeline.ranks=1"], "the first and the last of the pieces"),
+        (["pipeline.cut=layers", "model.kind=bert"], "kind bert have no pieces"),
+        (["pipeline.chunks=3"], "4 samples cannot be cut in 3 chunks"),
+        (["pipeline.chunks=0"], "at least 1"),
+        (["pipeline.fill=W", "pipeline.cut=layers"], "fill finds an order by costs"),
+    ],
+)
+def test_what_is_refused(path: str, sets: list[str], word: str) -> None:
+    """In one sentence, at the setting, before a process is started."""
+    with pytest.raises(ConfigError, match=word) as error:
+        read(path, sets)
+    assert error.value.where == f"--set {sets[0]}" and "\n" not in error.value.fact
+
+
+def test_whole_stages_are_as_before() -> None:
+    example = Path(__file__).parents[2] / "examples" / "pieces.toml"
+    assert read(str(example)).finer == Finer((2, 2), (9, 9), 2)
+    assert Config().finer.pieces == (1,) and Config().finer.division == (4,)
