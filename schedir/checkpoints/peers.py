@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from datetime import timedelta
+from typing import Any, Final, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -11,7 +12,16 @@ from schedir.errors import CheckpointError, ProgramError, in_words
 from schedir.transports.plain import Kinds, gather
 from schedir.transports.transport import of_peers
 
+DISKS: Final = timedelta(minutes=30)  # that processes wait for what others write: torch's default
+
 _T = TypeVar("_T")
+
+
+def apart(group: Any = None) -> Any:
+    """A group of its own for the processes of another one, or for all, who call this: what a thread
+    tells in it meets nothing that others tell, and all wait as long as disks take (`DISKS`)."""
+    members = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return dist.new_group(members, DISKS, backend="gloo", use_local_synchronization=True)
 
 
 class Peers:

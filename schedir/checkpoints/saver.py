@@ -20,12 +20,11 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from schedir.checkpoints.known import kept_of, of_stages
 from schedir.checkpoints.own import Names, Piece
-from schedir.checkpoints.peers import Peers
+from schedir.checkpoints.peers import Peers, apart
 from schedir.checkpoints.writing import Taken, take, write
 from schedir.errors import ModelError, UsageError, said
 from schedir.runtime.copies import Copy, Pair
@@ -94,9 +93,8 @@ class Saver:
             )
         self.group: Any = None
         peers = self.peers = kept_of(executor)[0]
-        if not peers.alone:  # of its own: what a thread tells must not meet what others tell
-            members = dist.get_process_group_ranks(peers.group or dist.group.WORLD)
-            self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        if not peers.alone:
+            self.group = apart(peers.group)
             self.peers = Peers(self.group)
         self._memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._taken: Taken | None = None  # copied, or about to be

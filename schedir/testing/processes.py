@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import multiprocessing
+import os
 import pickle
 import sys
 import tempfile
@@ -14,6 +16,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +60,7 @@ def run(
     it by its name), and arguments are pickled; results always are.  In it torch.distributed is
     initialised and torch has one thread.  Raises RankError `grace` seconds after the first failure,
     with every traceback there is; or after `limit` seconds, with the stacks of the ranks that are
-    still running.
+    still running.  Whatever ends this process ends them.
     """
     work: Any = fn, args
     if context.get_start_method() != "fork":
@@ -127,6 +130,7 @@ def _child(
     rank: int, world_size: int, folder: str, limit: float, pipe: Connection, work: Any
 ) -> None:
     torch.set_num_threads(1)
+    Thread(target=_end_with_parent, name="parent", daemon=True).start()
     # What a fork takes over is not collected here: a process group would wait for threads that
     # only the parent has.
     gc.freeze()
@@ -156,6 +160,14 @@ def _child(
         sys.stderr.flush()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one has gone that runs it, and would have ended it in time."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def _stack(folder: str, rank: int) -> Path:

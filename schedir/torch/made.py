@@ -218,7 +218,7 @@ def _transport(program: Program, group: Any, device: torch.device) -> Processes:
     """The best transport between the processes of a group; all of them call this."""
     if device.type == "cpu":
         kind = Shared if Shared.fits(program, group) else Gloo
-        return kind(program, _patience(group), group=group)
+        return kind(program, group=group)
     if dist.get_world_size(group) != dist.get_world_size():
         raise UsageError(
             "on GPUs runtime='schedir' runs in all processes, and not in a group of them",
@@ -226,10 +226,3 @@ def _transport(program: Program, group: Any, device: torch.device) -> Processes:
             fields=["runtime"],
         )
     return nccl(program, device)
-
-
-def _patience(group: Any) -> float | None:
-    """For how many seconds processes of a group wait for each other, if it says so."""
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return None if timeout is None else float(timeout.total_seconds())

@@ -9,9 +9,11 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from schedir.checkpoints import Saver, load, save
+from schedir.checkpoints import Saver, load
 from schedir.checkpoints.folder import Folder
+from schedir.checkpoints.peers import apart
 from schedir.checkpoints.saver import Saved
+from schedir.checkpoints.writing import take, write
 from schedir.errors import CheckpointError, ModelError
 from schedir.runtime.executor import Executor
 from schedir.training.data import Batches
@@ -41,6 +43,11 @@ class Saving:
         self.saver: Saver | None = None
         if train.checkpoint is not None and executor.program.snapshots:
             self.saver = Saver(executor, train.checkpoint, names=_names, keep=train.keep)
+        self.group: Any = None
+        if self.saver is not None:
+            self.group = self.saver.group
+        elif train.checkpoint is not None and dist.get_world_size() > 1:
+            self.group = apart()
 
     def go_on(self) -> int:
         """Be what the newest whole checkpoint says, if there is to be one: the steps that have been
@@ -92,9 +99,8 @@ class Saving:
         self.ended()
         self._secure()
         extra = self._state(step)
-        path = save(
-            self.executor, folder, step=step, names=_names, extra=extra, keep=self.train.keep
-        )
+        taken = take(self.executor, step=step, names=_names, extra=extra)
+        path = write(taken, folder, keep=self.train.keep, group=self.group)
         self._say(Saved(step, path, perf_counter() - began))
 
     def copy(self, step: int) -> None:

@@ -33,6 +33,7 @@ from schedir.training.stop import Stop
 
 ANSWER: Final = 1.0  # seconds in which a GPU tells what has ended
 TICK: Final = 0.1  # seconds
+LOOK: Final = 1.0  # seconds from one look for who is stopped to the next, in a long save
 SAME: Final = 2.0  # seconds in which two SIGTERMs are one, of a batch system and of torchrun
 QUIET: Final = 0.3  # seconds without movement, after which the place in the code is noted
 
@@ -60,6 +61,7 @@ class Watchdog:
         self.device: _Device | None = None
         self.peers: dict[int, int] = {}  # pidfds, of which process each is
         self.accuser: Thread | None = None
+        self.looked = 0  # for processes that are stopped
         self.over = False
         self.told, tell = os.pipe()
         os.set_blocking(tell, False)
@@ -129,6 +131,9 @@ class Watchdog:
                 noted_since = now if noted != before else noted_since
             if self.words[Word.PHASE] == Phase.SAVE:
                 stood_for = 0  # it takes what disks take
+                if now - since > self.most * 1e9 and now - self.looked > LOOK * 1e9:
+                    self.looked = now
+                    self._find_stopped()
             elif self.executor is not None:
                 stood_for = now - since
             else:  # in set-up, who waits for others may be told, and who is at work not
@@ -212,6 +217,16 @@ class Watchdog:
         if known is not None:  # what is under way on this GPU, on all lanes
             found = found._replace(lines=(*found.lines, "on its own GPU:", *heads.lines()))
         self._accuse(found)
+
+    def _find_stopped(self) -> None:
+        """Accuse who was stopped all the time that this one has stood while it saves."""
+        stands, executor = self.own.standstill(), self.executor
+        name = "" if executor is None else f"{executor.program.name}: "
+        found = stands.blame(f"{name}nothing has moved for {self.most:g} s")
+        if found is None or found.kind is not Kind.STOPPED:
+            return
+        if stands.seen[found.process].silent > self.most:
+            self._accuse(found)
 
     def _accuse(self, found: Blame) -> None:
         """Accuse, by a thread that may wait: this one is to hear when it is told to end."""

@@ -76,6 +76,17 @@ def make(
     return own
 
 
+def patience(group: Any = None) -> float | None:
+    """For how many seconds the processes of a group, or all, wait for each other on the host, if it
+    says so."""
+    some: Any = group or dist.group.WORLD
+    if "cpu" not in {device.type for device in some._device_types}:
+        return None
+    options = getattr(some._get_backend(torch.device("cpu")), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return None if timeout is None else float(timeout.total_seconds())
+
+
 def _new(row: Row, **how: Any) -> Any:
     """The group of a row; only its members meet."""
     name = f"schedir-{_made}-{row[0]}"

@@ -9,8 +9,9 @@ import os
 import socket
 import struct
 from collections.abc import Iterable
+from contextlib import ExitStack
 
-from schedir.transports.transport import PeerLeft
+from schedir.transports.transport import PeerLate, PeerLeft
 
 
 def listen(listener: socket.socket, most: int) -> str:
@@ -29,7 +30,10 @@ def _is_ours(connection: socket.socket) -> bool:
 
 def passed(connection: socket.socket, rank: int) -> int:
     """The memory that a neighbour has passed."""
-    _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    try:
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    except BlockingIOError as error:
+        raise PeerLate(f"rank {rank} has not passed its memory in time") from error
     if not descriptors:
         raise PeerLeft(f"rank {rank} has left")
     return descriptors[0]
@@ -38,30 +42,46 @@ def passed(connection: socket.socket, rank: int) -> int:
 def connect(
     listener: socket.socket, names: list[str], own: int, neighbours: Iterable[int], seconds: float
 ) -> dict[int, socket.socket]:
-    """A connection to each neighbour: all listen, and the lower rank calls."""
-    connections = {}
-    listener.settimeout(seconds)
-    for rank in neighbours:
-        if rank > own:
-            connections[rank] = socket.socket(socket.AF_UNIX)
-            connections[rank].connect(names[rank])
-            if not _is_ours(connections[rank]):
-                raise OSError("its socket is somebody else's")
-            connections[rank].sendall(struct.pack("q", own))
-    waiting = {rank for rank in neighbours if rank < own}
-    while waiting:
-        caller, _ = listener.accept()
-        if not _is_ours(caller):
-            caller.close()
-            continue
-        rank = struct.unpack("q", caller.recv(8, socket.MSG_WAITALL))[0]
-        connections[rank] = caller
-        waiting.remove(rank)
-    # By the kernel: Python's own timeout would ask it twice for each message.
-    patience = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    for connection in connections.values():
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+    """A connection to each neighbour: all listen, and the lower rank calls.
+
+    Raises OSError, of which PeerLate is one where a neighbour does not call for so many seconds.
+    """
+    with ExitStack() as made:
+        connections = {}
+        listener.settimeout(seconds)
+        for rank in neighbours:
+            if rank > own:
+                connections[rank] = made.enter_context(socket.socket(socket.AF_UNIX))
+                connections[rank].connect(names[rank])
+                if not _is_ours(connections[rank]):
+                    raise OSError("its socket is somebody else's")
+                connections[rank].sendall(struct.pack("q", own))
+                _be_patient(connections[rank], seconds)
+        waiting = {rank for rank in neighbours if rank < own}
+        while waiting:
+            try:
+                caller = made.enter_context(listener.accept()[0])
+                if not _is_ours(caller):
+                    caller.close()
+                    continue
+                _be_patient(caller, seconds)
+                told = caller.recv(8, socket.MSG_WAITALL)
+            except (TimeoutError, BlockingIOError) as error:
+                raise PeerLate(f"rank {min(waiting)} has not called in time") from error
+            if len(told) < 8:
+                raise PeerLeft("a neighbour has left as it called")
+            rank = struct.unpack("q", told)[0]
+            connections[rank] = caller
+            waiting.remove(rank)
+        made.pop_all()
     return connections
+
+
+def _be_patient(connection: socket.socket, seconds: float) -> None:
+    """Let who receives wait for so many seconds; by the kernel: Python's own timeout would ask it
+    twice for each message."""
+    patience = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
 
 
 def close(connections: Iterable[socket.socket]) -> None:

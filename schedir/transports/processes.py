@@ -50,9 +50,9 @@ class Processes:
     The tensor-parallel group of collectives is another one than that of the layers, and runs on a
     CUDA stream of its own: a gather that waits for its message holds up no layer.
 
-    `timeout` is how many seconds its groups wait for each other, NCCL's longer; as torch has it
-    unless told.  `device` is where tensors are, and `message` how many bytes one has at most, 0 if
-    that is not known.
+    `timeout` is how many seconds its groups wait for each other, NCCL's longer; unless told, as the
+    `group` does, or all processes, and NCCL's as torch has it.  `device` is where tensors are, and
+    `message` how many bytes one has at most, 0 if that is not known.
 
     `more` are programs beside the first that are to run on it, on the same mesh: it is made for the
     groups, and edges, of all.
@@ -96,6 +96,9 @@ class Processes:
         self.dp_rank, self.rank, self.tp_rank = (
             int(k) for k in np.unravel_index(dist.get_rank(group), mesh.shape)
         )
+        if timeout is None and not self.static:
+            timeout = groups.patience(group)
+        self.patience = timeout
         self.make = partial(groups.make, timeout=timeout, device=device)
         self.name = program.name
         told = {"the program": program.digest[:12], "the transport": type(self).__name__}

@@ -115,7 +115,8 @@ class Shared(Processes):
                 program=program.name,
                 hint='transport = "gloo"',
             )
-        self.seconds = default_pg_timeout.total_seconds() if timeout is None else timeout
+        own = self.patience
+        self.seconds = default_pg_timeout.total_seconds() if own is None else own
         self.ended = 0  # steps of this rank
         self.memory: Memory | None = None  # where it receives
         self.close: Callable[[], object] = lambda: None

@@ -10,10 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from schedir.ir.ops import Lane
+from schedir.runtime import running
+from schedir.runtime.lanes import Lanes
+from schedir.runtime.rank import Call, State
 from schedir.training import gpt, prefetch
 
 
@@ -36,7 +40,8 @@ def fault(kind: str) -> None:
     if kind == "exit":
         os._exit(7)
     if kind == "interrupt":
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
     sys.exit(3)
 
 
@@ -66,3 +71,44 @@ def goes_wrong(kind: str, where: str, number: int, at: Callable[[], object] = in
         gpt.Layer.forward = forward  # type: ignore[method-assign]
     if where == "loss":
         gpt.loss = after(number, kind, gpt.loss, at)
+
+
+def at_instruction(k: int, step: int, when: str, fails: Callable[[], object]) -> None:
+    """Let what runs instruction k of a rank's first program fail in a step (from 1): "before" it is
+    waited for what it needs, "within", "behind" what it does at once, or "on the lane" that it
+    starts something on."""
+    of, lanes = cast(Any, running), cast(Any, Lanes)
+    link, start = of.linked, lanes.start
+    steps, starts = itertools.count(1), [False]
+
+    def linked(state: State) -> list[Call]:
+        calls: list[Call] = link(state)
+        if not state.number:
+            calls[k] = Call(None, _failing(calls[k], state))
+        return calls
+
+    def _failing(call: Call, state: State) -> Callable[[], None]:
+        def called() -> None:
+            due = not state.looks and next(steps) == step
+            if due and when == "before":
+                fails()
+            if call.wait is not None:
+                call.wait()
+            if due and when == "within":
+                fails()
+            starts[0] = due and when == "on the lane"
+            call.run()
+            starts[0] = False
+            if due and when == "behind":
+                fails()
+
+        return called
+
+    def started(own: Lanes, lane: Lane, run: Callable[[], object], *more: Any, **named: Any) -> Any:
+        def failing() -> None:
+            fails()
+            run()
+
+        return start(own, lane, failing if starts[0] else run, *more, **named)
+
+    of.linked, lanes.start = linked, started

@@ -274,14 +274,11 @@ import time
 from schedir.schedules import one_f_one_b as mine
 from schedir.training import saving
 
-save = saving.save
-
-
 def slowly(*given, **more):
     time.sleep(60)
 
 
-saving.save = slowly
+saving.write = slowly
 """
 
 

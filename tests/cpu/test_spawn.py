@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from schedir.dumps.box import state_of
 from schedir.testing.processes import run as run_in
-from tests.cpu.spawn import RankError, run
+from tests.cpu.spawn import CONTEXT, RankError, run
 
 
 def add_up(rank: int, start: torch.Tensor) -> torch.Tensor:
@@ -64,6 +66,35 @@ def test_a_hang_shows_where() -> None:
     with pytest.raises(RankError) as error:
         run(hang_on, 2, 1, limit=4)
     assert "in hang_on" in error.value.tracebacks[1]
+
+
+def parent(folder: Path) -> None:
+    run_in(stand, 2, folder, context=multiprocessing.get_context("fork"))
+
+
+def stand(rank: int, folder: Path) -> None:
+    (folder / str(os.getpid())).touch()
+    if rank:
+        dist.all_reduce(torch.zeros(1))
+    time.sleep(1000)
+
+
+def test_ranks_end_with_the_process_that_runs_them(tmp_path: Path) -> None:
+    """However that ends: nobody else would end them."""
+    running = CONTEXT.Process(target=parent, args=(tmp_path,))
+    running.start()
+    wait_until(lambda: len([*tmp_path.iterdir()]) == 2)
+    running.kill()
+    running.join()
+    ranks = [int(path.name) for path in tmp_path.iterdir()]
+    wait_until(lambda: not any(state_of(rank, 0) in ("runs", "stopped") for rank in ranks))
+
+
+def wait_until(happens: Callable[[], bool]) -> None:
+    over = time.monotonic() + 30
+    while not happens():
+        assert time.monotonic() < over
+        time.sleep(0.02)
 
 
 def collect(rank: int) -> bool:

@@ -1,0 +1,359 @@
+"""Hangs: a process of a run goes wrong at an instruction, and all are to end in time, and say who.
+
+    TORCH_CPP_LOG_LEVEL=FATAL python benchmarks/hangs.py [--seed 0] [--trials 100] [--only 7 89]
+
+Each trial draws a configuration (pp, tp and dp to 4 processes, ZeRO, offload, spilling, states of
+the optimizer on the host and the disk, host steps, pieces, updates, checkpoints, overlap or not,
+over shared memory and Gloo), and a fault: an error, SIGKILL, SIGSTOP, SIGINT, an exit or a sleep,
+of one process, before, within or behind an instruction of a drawn kind in a drawn step, on the lane
+on which that runs, or while a checkpoint is written.  Every process must end by itself within
+`TIMEOUT` and `MORE` seconds of the fault, and what is said must begin with the process and its
+instruction.  Where checkpoints are, the same command is run again without a fault, and must come to
+the losses, byte for byte, of a run that was not broken, and leave nothing but results.  Of what
+stands still the stacks of all processes are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from schedir.checkpoints import storage
+from schedir.errors import ProgramError
+from schedir.ir.ops import ROWS, Lane, Opcode
+from schedir.training import trainer, world
+from schedir.training.config_file import read
+from schedir.training.train import program_of, run
+from tests.cpu import faulty
+
+assert trainer and world  # they load much
+TIMEOUT, MORE, LONGEST = 8.0, 12.0, 60.0  # seconds
+STEPS = 7
+KINDS = ("raise", "kill", "stop", "interrupt", "exit", "sleep")
+STUCK = ("stop", "sleep")
+WHEN = ("before", "within", "behind")
+RESULTS = {"loss.csv", "run.json", "summary.json", "evaluation.csv"}
+CONFIG = """
+[model]
+context = 8
+hidden = 16
+heads = 2
+
+[data]
+source = "{text}"
+microbatch_size = 2
+
+[train]
+steps = {steps}
+warmup = 2
+log_every = 2
+every = 2
+timeout = {timeout}
+grace = 5
+
+[output]
+record = false
+"""
+
+
+class Fault(NamedTuple):
+    """What happens to a process, in which step (from 1), at which instruction of its rank, and
+    whether on the lane of that; "save" is in the place of an instruction's kind while it writes."""
+
+    process: int
+    kind: str
+    op: str
+    at: int
+    when: str
+    step: int
+
+
+class Ends(NamedTuple):
+    """How processes ended: exit codes, which did not end by themselves, how many seconds after
+    the fault the last one did, and what was said."""
+
+    codes: list[int]
+    hung: list[int]
+    late: float
+    said: str
+
+
+def configuration(draw: random.Random, folder: Path) -> list[str]:
+    """Settings of a run; some are refused."""
+    pp, tp, dp = draw.choice([(2, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 2), (2, 2, 1), (1, 2, 2)])
+    model = draw.choice(["gpt", "gpt", "gpt", "llama", "bert", "encoder_decoder"])
+    found: dict[str, object] = {
+        "model.kind": model, "pipeline.ranks": pp, "pipeline.tp": tp, "pipeline.dp": dp,
+        "pipeline.zero": draw.randrange(4) if dp > 1 else 0,
+        "pipeline.overlap": draw.random() < 0.5,
+        "pipeline.microbatches": draw.choice([2, 4]),
+        "train.transport": draw.choice(["shared", "gloo"]),
+        "train.clip": draw.choice([0, 1]),
+    }  # fmt: skip
+    if model != "encoder_decoder":
+        found["model.layers"] = 4
+    schedules = ["one_f_one_b", "gpipe", "interleaved", "zb_h1", "zb_v"]
+    found["pipeline.schedule"] = draw.choice(schedules if pp > 1 else schedules[:2])
+    if found["pipeline.schedule"] in ("interleaved", "zb_v"):
+        found["pipeline.stages_per_rank"] = 2
+    states = draw.choice(["device", "host", "cpu", "disk"])
+    found["memory.states"] = states
+    if draw.random() < 0.4:
+        found["memory.offload"] = draw.choice(["all", "half"])
+        if draw.random() < 0.5:
+            found["memory.spill"] = "all"
+    if states == "disk" or "memory.spill" in found:
+        found["memory.folder"] = str(folder)
+    if draw.random() < 0.2:
+        found["memory.recompute"] = "all"
+    if tp > 1 and model == "gpt" and draw.random() < 0.5:
+        found["pipeline.cut"] = "all"
+        if draw.random() < 0.5:
+            found["pipeline.fill"] = "all"
+    if tp > 1 and draw.random() < 0.4:
+        found["pipeline.sequence"] = True
+    if draw.random() < 0.2:
+        found["pipeline.updates"] = 2
+    if draw.random() < 0.7:
+        found["train.checkpoint"] = str(folder / "saved")
+    if draw.random() < 0.2:
+        found["train.evaluate_every"], found["data.held_out"] = 3, 0.2
+    return [f"{name}={_toml(value)}" for name, value in found.items()]
+
+
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool | int) else repr(value)
+
+
+def drawn(draw: random.Random, path: Path, folder: Path) -> tuple[list[str], Fault]:
+    """A configuration that is taken, and a fault that its program can have."""
+    while True:
+        sets = configuration(draw, folder)
+        try:
+            config = read(str(path), [*sets, f"output.folder={str(folder / 'out')!r}"])
+            program = program_of(config)
+        except ProgramError:
+            continue
+        saves = config.train.checkpoint is not None
+        process = draw.randrange(config.world)
+        stream = program.streams[process // program.tp % program.plan.ranks]
+        ops = sorted({int(op) for op, _, _ in stream})
+        op = -1 if saves and draw.random() < 0.2 else draw.choice(ops)
+        if op < 0:
+            return sets, Fault(process, draw.choice(KINDS), "save", 0, "before", draw.randint(1, 2))
+        at = draw.choice([k for k, i in enumerate(stream) if i.op == op])
+        on_lane = ROWS[op].lane in (Lane.D2H, Lane.H2D, Lane.DISK, Lane.HOST)
+        when = draw.choice((*WHEN, "on the lane") if on_lane else WHEN)
+        name = Opcode(op).name
+        return sets, Fault(process, draw.choice(KINDS), name, at, when, draw.randint(1, STEPS - 1))
+
+
+# ---------------------------------------------------------------- in a process
+
+
+def arm(fault: Fault, note: Path) -> None:
+    """Let this process go wrong there."""
+
+    def fails() -> None:
+        note.write_text(str(time.time()))
+        faulty.fault(fault.kind)
+
+    if fault.op == "save":
+        storage.write = faulty.after(fault.step, fault.kind, storage.write, fails)
+    else:
+        faulty.at_instruction(fault.at, fault.step, fault.when, fails)
+
+
+def store() -> tuple[int, int]:
+    """A process that has the store of a run, as an agent of torchrun: its number, and the port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    if child := os.fork():
+        return child, port
+    own = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, is_master=True, wait_for_workers=False
+    )
+    while own:
+        time.sleep(1)
+        if os.getppid() == 1:
+            os._exit(0)
+    os._exit(0)
+
+
+def start(sets: list[str], folder: Path, processes: int, fault: Fault | None) -> Ends:
+    """Run all processes until they have ended."""
+    agent, port = store()
+    said, note = folder / "said.txt", folder / "at"
+    said.write_text("")
+    note.unlink(missing_ok=True)
+    sets = [*sets, f"output.folder={str(folder / 'out')!r}"]
+    children = []
+    for rank in range(processes):
+        if child := os.fork():
+            children.append(child)
+            continue
+        try:
+            to = os.open(said, os.O_WRONLY | os.O_APPEND)
+            os.dup2(to, 1), os.dup2(to, 2)
+            faulthandler.register(signal.SIGUSR1, all_threads=True)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's & ignores
+            (folder / "tmp").mkdir(exist_ok=True)
+            tempfile.tempdir = str(folder / "tmp")
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+                           "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
+                           "MASTER_PORT": str(port),
+                           "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+            if fault is not None and fault.process == rank:
+                arm(fault, note)
+            run(str(folder / "run.toml"), sets)
+        except BaseException as error:
+            print(type(error).__name__, error, file=sys.stderr, flush=True)
+        os._exit(1)
+    try:
+        return _ends(children, said, note)
+    finally:
+        os.kill(agent, signal.SIGKILL)
+        os.waitpid(agent, 0)
+
+
+def _ends(children: list[int], said: Path, note: Path) -> Ends:
+    """As processes end; those that do not are asked where they stand, and ended."""
+    began, codes, hung, last = time.time(), dict[int, int](), list[int](), 0.0
+    while len(codes) < len(children):
+        for child in children:
+            if child not in codes:
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    codes[child], last = os.waitstatus_to_exitcode(status), time.time()
+        since = float(note.read_text() or began) if note.exists() else 0.0
+        over = since + TIMEOUT + MORE if since else began + LONGEST
+        if time.time() > over and not hung:
+            hung = [child for child in children if child not in codes]
+            for child in hung:
+                os.kill(child, signal.SIGUSR1)
+            time.sleep(1)
+            for child in hung:
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    since = float(note.read_text() or began) if note.exists() else 0.0
+    late = last - since if since else 0.0
+    return Ends([codes[c] for c in children], hung, late, said.read_text(errors="replace"))
+
+
+# ---------------------------------------------------------------- what came of it
+
+
+def wrong(fault: Fault, ends: Ends, happened: bool) -> list[str]:
+    """What is not as it should be of a run with a fault."""
+    found = []
+    if ends.hung:
+        found.append(f"{len(ends.hung)} processes did not end")
+    if not happened:
+        return [*found, *(["failed without a fault"] if any(ends.codes) else [])]
+    if not any(ends.codes):
+        return [*found, "nobody failed"]
+    head = re.search(r"^(?:[^\s\[].*: )?process (\d+) \(.*", ends.said, re.M)
+    # What one could not save all say of it, as their own error.
+    head = re.search(r"CheckpointError: process (\d+): ValueError.*", ends.said) or head
+    if head is None:
+        found.append("nothing was said")
+    elif int(head[1]) != fault.process:
+        found.append(f"process {head[1]} was blamed")
+    elif fault.op != "save" and not re.search(r"#\d+ ", head[0]):
+        text = ends.said[head.end() :].partition("\nprocess ")[0]
+        if not re.search(r"#\d+ ", text):
+            found.append("no instruction was named")
+    if "Traceback" in ends.said:
+        found.append("a traceback was shown")
+    return found
+
+
+def broken(folder: Path, sets: list[str], processes: int) -> list[str]:
+    """Run it again, from its checkpoints, and from the beginning; what is not as it should be."""
+    sets = [*sets, f"train.timeout={LONGEST}"]  # nobody is to be late on a busy machine
+    again = start(sets, folder, processes, None)
+    if any(again.codes):
+        return [f"did not go on: {again.said}"]
+    got = (folder / "out" / "loss.csv").read_bytes()
+    left = {path.name for path in (folder / "out").iterdir()} - RESULTS
+    left |= {p.name for p in (folder / "saved").iterdir() if not re.fullmatch(
+        r"step-\d{8}|run\.json|\.checkpoints\.lock", p.name)}  # fmt: skip
+    left |= {path.name for path in (folder / "tmp").iterdir() if "inductor" not in path.name}
+    found = [f"left {', '.join(sorted(left))}"] if left else []
+    for name in ("out", "saved"):
+        shutil.rmtree(folder / name)
+    whole = start(sets, folder, processes, None)
+    if any(whole.codes):
+        return [*found, f"fails unbroken: {whole.said}"]
+    if (folder / "out" / "loss.csv").read_bytes() != got:
+        found.append("other losses than unbroken")
+    return found
+
+
+def main() -> None:
+    """Try faults, and print what came of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--only", type=int, nargs="+", help="those of these numbers")
+    parser.add_argument("--no-resume", action="store_true", help="run nothing again")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    home, counts, most = Path(tempfile.mkdtemp(prefix="hangs-")), Counter[str](), 0.0
+    (home / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 80)
+    config = CONFIG.format(text=home / "text.txt", steps=STEPS, timeout=TIMEOUT)
+    shared = {*os.listdir("/dev/shm")}
+    for number in args.only or range(args.trials):
+        draw = random.Random(f"{args.seed} {number}")
+        folder = home / str(number)
+        folder.mkdir()
+        path = folder / "run.toml"
+        path.write_text(config)
+        sets, fault = drawn(draw, path, folder)
+        processes = read(str(path), sets).world
+        ends = start(sets, folder, processes, fault)
+        happened = (folder / "at").exists()
+        found = wrong(fault, ends, happened)
+        patience = TIMEOUT if fault.kind in STUCK else 0.0
+        counts["trials"] += 1
+        counts["faults"] += happened
+        counts[fault.kind] += happened
+        if happened:
+            most = max(most, ends.late - patience)
+        if happened and not args.no_resume and any("train.checkpoint" in one for one in sets):
+            counts["resumed"] += 1
+            found += broken(folder, sets, processes)
+        if memory := [n for n in {*os.listdir("/dev/shm")} - shared if "schedir" in n]:
+            found.append(f"left {memory} in memory")
+        counts["wrong"] += bool(found)
+        shown = " ".join(one.split(".", 1)[1] for one in sets)
+        print(number, *fault, f"{ends.late:.1f} s", "; ".join(found) or "good", "|", shown)
+        if found:
+            print(ends.said[-6000:])
+        sys.stdout.flush()
+        shutil.rmtree(folder)
+    shutil.rmtree(home)
+    print(", ".join(f"{name} {count}" for name, count in counts.items()), end="")
+    print(f"; at most {most:.1f} s beyond the timeout")
+    if counts["wrong"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

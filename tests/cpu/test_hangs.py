@@ -1,0 +1,260 @@
+"""Nobody waits for ever: what ranks say, and when, while another fails, is stopped or dies.
+
+Executors on their own, over Gloo and shared memory, in processes that torch.distributed was told
+the patience of; `benchmarks/hangs.py` tries `schedir train` with faults that a seed draws.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from schedir.checkpoints import storage
+from schedir.compiler.compile import compile
+from schedir.dumps.blame import Shape
+from schedir.dumps.box import Phase
+from schedir.errors import ExecutionError
+from schedir.ir.ops import Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.schedules import one_f_one_b
+from schedir.training import ends
+from schedir.training.ends import Member, join, leave
+from schedir.training.saving import Saving
+from schedir.training.train_config import TrainConfig
+from schedir.training.watchdog import Watchdog
+from schedir.transports import groups
+from schedir.transports.neighbours import close, connect, listen, passed
+from schedir.transports.processes import Gloo, Processes
+from schedir.transports.shared import Shared
+from schedir.transports.transport import PeerLate, PeerLeft
+from tests.cases import cases
+from tests.cpu.faulty import at_instruction, fault
+from tests.cpu.spawn import CONTEXT, run
+from tests.cpu.tiny_stages import gpt_executor, own_batch
+
+PATIENCE = 2.0  # seconds that processes wait for each other
+MORE = 15.0  # and what a busy machine may take besides
+
+
+class Case(NamedTuple):
+    """A program, and what happens to its process 0, at which instruction, and when."""
+
+    options: dict[str, Any]
+    transport: type[Processes]
+    kind: str
+    op: Opcode
+    when: str = "within"
+
+    @property
+    def program(self) -> Program:
+        return compile(one_f_one_b, Plan(2, 2), **self.options)
+
+
+def process(number: int, case: Case, folder: Path, together: Any) -> None:
+    """Step until one fails, write what is said, and when; who has failed stays alive."""
+    torch.set_num_threads(1)
+    program = case.program
+    world = program.plan.ranks * program.dp * program.tp
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=number, world_size=world,
+        timeout=timedelta(seconds=MORE),
+    )  # fmt: skip
+    group = dist.new_group([*range(world)], timeout=timedelta(seconds=PATIENCE))
+    transport = case.transport(program, group=group)
+
+    def fails() -> None:
+        (folder / "at").write_text(str(time.time()))
+        fault(case.kind)
+
+    if number == 0:
+        stream = program.streams[0]
+        at_instruction([i.op for i in stream].index(case.op), 2, case.when, fails)
+    clip = 1.0 if program.clip else None
+    executor = gpt_executor(program, transport, lr=0.1, folder=folder, max_norm=clip)
+    together.wait()
+    said = "nobody failed"
+    try:
+        for step in range(4):
+            executor.step(*own_batch(program, transport, step))
+    except ExecutionError as error:
+        said = str(error)
+    (folder / f"new-{number}").write_text(f"{time.time()}\n{said}")
+    os.rename(folder / f"new-{number}", folder / f"said-{number}")
+    time.sleep(1000)
+
+
+@contextmanager
+def running(case: Case, folder: Path) -> Iterator[int]:
+    program = case.program
+    world = program.plan.ranks * program.dp * program.tp
+    together = CONTEXT.Barrier(world)
+    own = [CONTEXT.Process(target=process, args=(k, case, folder, together)) for k in range(world)]
+    try:
+        for one in own:
+            one.start()
+        yield world
+    finally:
+        for one in own:
+            one.kill()
+            one.join()
+
+
+SPILLS = {"offload": "all", "spill": "all"}
+CASES = {
+    "stopped in a reduction": Case(
+        {"dp": 2, "zero": 3, "clip": True}, Gloo, "stop", Opcode.ReduceScatter
+    ),
+    "raised on the disk's lane": Case(SPILLS, Shared, "raise", Opcode.Spill, "on the lane"),
+    "raised on the host's lane": Case(
+        {"dp": 2, "states": "cpu"}, Gloo, "raise", Opcode.StepHost, "on the lane"
+    ),
+    "died as it stores states": Case(
+        {"states": "host", "snapshots": True}, Gloo, "kill", Opcode.StoreState
+    ),
+    "raised, and stays": Case({"dp": 2}, Gloo, "raise", Opcode.Backward),
+    "stopped in a forward": Case({"tp": 2}, Shared, "stop", Opcode.Forward),
+}
+
+
+@pytest.mark.parametrize("name", cases([*CASES][:4], [*CASES][4:]))
+def test_all_others_say_at_what_they_have_waited_and_in_time(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    with running(case, tmp_path) as world:
+        others = [k for k in range(world) if k or case.kind == "raise"]
+        over = time.monotonic() + 60
+        while not all((tmp_path / f"said-{k}").exists() for k in others):
+            assert time.monotonic() < over, [p.name for p in tmp_path.iterdir()]
+            time.sleep(0.02)
+    since = float((tmp_path / "at").read_text())
+    for k in others:
+        when, _, said = (tmp_path / f"said-{k}").read_text().partition("\n")
+        rank = k // case.program.tp % 2
+        assert float(when) - since < PATIENCE + MORE
+        assert f"rank {rank}" in said and "#" in said, said
+        if k:
+            assert "a peer has" in said or "rank 0 has left" in said or "PeerLate" in said, said
+        else:
+            assert "no such luck" in said, said
+
+
+# ---------------------------------------------------------------- in set-up
+
+
+def test_a_neighbour_that_does_not_call_or_says_nothing() -> None:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as caller:
+        name = listen(listener, 2)
+        for calls in (False, True):
+            if calls:
+                caller.connect(name)
+            with pytest.raises(PeerLate, match="rank 0 has not called in time"):
+                connect(listener, ["", name], 1, [0], 0.2)
+
+
+def test_a_neighbour_that_leaves_as_it_calls() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        name = listen(listener, 2)
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(name)
+        with pytest.raises(PeerLeft):
+            connect(listener, ["", name], 1, [0], 5.0)
+
+
+def test_a_neighbour_that_passes_no_memory() -> None:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(listen(listener, 2))
+        caller.sendall(struct.pack("q", 0))
+        connections = connect(listener, [], 1, [0], 0.2)
+        with pytest.raises(PeerLate, match="rank 0 has not passed its memory in time"):
+            passed(connections[0], 0)
+        close(connections.values())
+
+
+# ---------------------------------------------------------------- in a save
+
+
+def saves(number: int, folder: Path, stops: bool) -> None:
+    """Be one of two processes that save, of which the second is stopped, or has a slow disk."""
+    join(own := Member(folder, Shape(2, 1, 1), number))
+    ends.GRACE = 0.1  # type: ignore[misc]
+    with open(folder / f"said-{number}", "w") as said:
+        os.dup2(said.fileno(), 2)
+    with Watchdog(own, 0.5):
+        own.box.enter(Phase.SAVE, 4)
+        (folder / f"saves-{number}").touch()
+        if number and stops:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(20 if stops else 2)
+    leave()
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_who_is_stopped_while_others_save_is_found_and_a_slow_disk_is_not(
+    stops: bool, tmp_path: Path
+) -> None:
+    own = [CONTEXT.Process(target=saves, args=(k, tmp_path, stops)) for k in (1, 0)]
+    try:
+        for one in own:
+            one.start()
+        for one in own:
+            one.join(60)
+        assert [one.exitcode for one in own] == ([-signal.SIGKILL, 1] if stops else [0, 0])
+    finally:
+        for one in own:
+            one.kill()
+            one.join()
+    said = (tmp_path / "said-0").read_text().partition("\n")[0]
+    stopped = "nothing has moved for 0.5 s: process 1 (pipeline rank 1) is stopped, saving step 4"
+    assert said.startswith(stopped) if stops else not said
+
+
+def saves_slowly(rank: int, folder: Path, snapshots: bool) -> bool:
+    """Save at once, though the first one's disk takes longer than processes wait else."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=PATIENCE))
+    program = compile(one_f_one_b, Plan(2, 2), snapshots=snapshots)
+    executor = gpt_executor(program, Gloo(program, group=group), lr=0.1)
+    write = storage.write
+
+    def slowly(*given: Any) -> Any:
+        if not rank:
+            time.sleep(PATIENCE + 0.5)
+        return write(*given)
+
+    storage.write = slowly  # type: ignore[assignment]
+    batches: Any = SimpleNamespace(size=1, cursor=lambda taken: None)
+    saving = Saving(executor, TrainConfig(checkpoint=str(folder)), batches, None)
+    saving.save(1)
+    return saving.saved == 1
+
+
+@pytest.mark.parametrize("snapshots", cases([False], [True]))
+def test_others_wait_as_long_as_disks_take(snapshots: bool, tmp_path: Path) -> None:
+    assert run(saves_slowly, 2, tmp_path, snapshots) == [True, True]
+
+
+# ---------------------------------------------------------------- patience
+
+
+def test_groups_wait_as_long_as_torch_was_told() -> None:
+    told = timedelta(seconds=7)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=told)  # type: ignore[attr-defined]
+    try:
+        assert groups.patience() == 7.0
+        transport = Gloo(compile(one_f_one_b, Plan(1, 2)))
+        assert groups.patience(transport.pipeline) == 7.0
+        assert groups.patience(Gloo(compile(one_f_one_b, Plan(1, 2)), 3.0).pipeline) == 3.0
+    finally:
+        dist.destroy_process_group()
