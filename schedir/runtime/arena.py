@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from schedir.runtime.lanes import Job
 
@@ -13,11 +13,16 @@ Place = TypeVar("Place")  # where a room is: memory, or the place in a file
 
 @dataclass(eq=False)
 class Room(Generic[Place]):
-    """A room of `size` bytes; whoever takes it writes when what is `after` has ended."""
+    """A room of `size` bytes; whoever takes it writes when what is `after` has ended.
+
+    `parts` are the tensors in it, and `laid` how, as whoever was there last has made them.
+    """
 
     place: Place
     size: int
     after: list[Job]
+    laid: list[Any] = field(default_factory=list)
+    parts: list[Any] = field(default_factory=list)
 
 
 class Arena(Generic[Place]):
@@ -66,6 +71,7 @@ class Arena(Generic[Place]):
         """Let a room that is free be of another size, and what it had be gone before."""
         for job in room.after:
             job.finish()
+        room.laid, room.parts = [], []
         del room.place
         room.place, room.after = self.make(size), []
         self.made += size - room.size

@@ -10,7 +10,6 @@ and what the step was given.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import count
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -23,13 +22,27 @@ from schedir.runtime.arena import Room
 from schedir.runtime.lanes import Job
 
 LINE = 64  # bytes: where storages begin in a room
+_PLAIN = (Tensor, nn.Parameter)
+_STRIDED = torch.strided
 POISON = 0xFF  # a byte; of these numbers of any floating type are NaN
 
 
-class View(NamedTuple):
-    """How a tensor lies in a storage, by the storage's number."""
+class Whole(NamedTuple):
+    """How a storage moves: as a tensor that is all of it."""
 
-    storage: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def says(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies so."""
+        same = self.shape == tensor.shape and self.dtype is tensor.dtype
+        return same and self.stride == tensor.stride()
+
+
+class View(NamedTuple):
+    """How a tensor lies in a storage of which it is not all, in its order."""
+
     dtype: torch.dtype
     offset: int
     shape: torch.Size
@@ -45,18 +58,27 @@ class View(NamedTuple):
         return torch._neg_view(found) if self.neg else found
 
 
+class Place(NamedTuple):
+    """Where a tensor is that is away: in the storage of that number, which it is all of, or how."""
+
+    storage: int
+    view: View | None
+
+    def of(self, moved: Sequence[Tensor]) -> Tensor:
+        """The tensor, of all storages as they have moved."""
+        whole = moved[self.storage]
+        return whole if self.view is None else self.view.of(whole.untyped_storage())
+
+
 class Saved:
     """A tensor that autograd keeps, unless it is away."""
 
-    __slots__ = ("__weakref__", "stays", "tensor", "version", "view")
+    __slots__ = ("__weakref__", "place", "stays", "tensor", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
-        # Detached: what a node saves of its own output would keep the node, for ever.  A Parameter
-        # is what it is when it is looked at.
-        self.tensor: Tensor | None = tensor if _is_own(tensor) else tensor.detach()
-        # Nothing of inference mode is here, which has no version: torch lets nobody save that.
-        self.version, self.stays = tensor._version, False
-        self.view: View | None = None
+    def __init__(self, tensor: Tensor, version: int, stays: bool) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version, self.stays = version, stays
+        self.place: Place | None = None
 
     def look(self) -> Tensor:
         """The tensor.  Raises RuntimeError where somebody has written to it: with hooks, torch
@@ -78,13 +100,11 @@ class Value:
     def __init__(self, stage: int, device: torch.device) -> None:
         self.stage, self.device = stage, device
         self.saved: list[ref[Saved]] = []
-        self.views: list[View] = []  # in the order in which they are made
-        self.kept: list[tuple[Tensor, View]] = []  # tensors themselves that are away
+        self.kept: list[tuple[Tensor, Place]] = []  # tensors themselves that are away
         self.back: list[ref[Tensor]] = []  # and that have come back
-        self.sizes: list[int] = []  # of storages, in bytes
-        self.parts: list[int] = []  # of a room, in bytes: of each storage, and behind it to a LINE
+        self.laid: list[Whole] = []  # how each storage moves
         self.room_size = self.nbytes = 0
-        self.going: list[Tensor] = []  # the bytes of those on the device that are copied
+        self.going: list[Tensor] = []  # these, of the storages on the device that are copied
         self.coming_in: list[Tensor] = []  # and of those that come
         self.leaving: Job | None = None
         self.coming: Job | None = None
@@ -99,82 +119,80 @@ class Value:
         return saved_tensors_hooks(self._pack, Saved.look)
 
     def _pack(self, tensor: Tensor) -> Saved:
-        if not _is_plain(tensor) or tensor.layout is not torch.strided:
-            kind = type(tensor).__name__ if not _is_plain(tensor) else str(tensor.layout)
+        own = type(tensor) is nn.Parameter
+        if (not own and type(tensor) is not Tensor) or tensor.layout is not _STRIDED:
+            plain = type(tensor) in _PLAIN
             raise ModelError(
-                f"stage {self.stage} saves a {kind} for its backward, and what is no plain memory "
-                "cannot be offloaded",
+                f"stage {self.stage} saves a {tensor.layout if plain else type(tensor).__name__} "
+                "for its backward, and what is no plain memory cannot be offloaded",
                 hint="leave the stage out of what is offloaded",
             )
-        one = Saved(tensor)
+        # Detached: what a node saves of its own output would keep the node, for ever.  A Parameter
+        # is what it is when it is looked at.  Nothing of inference mode is here, which has no
+        # version: torch lets nobody save that.
+        one = Saved(tensor if own else tensor.detach(), tensor._version, own)
         self.saved.append(ref(one))
         return one
 
     def noted(self, always: Collection[int]) -> None:
         """Note what of it stays: of these storages, which the rank has anyway."""
         for one in self._saved():
-            one.stays = one.stays or self._stays(one.tensor, always)
+            if not one.stays and (tensor := one.tensor) is not None:
+                one.stays = self._stays(tensor, always)
 
     def _saved(self) -> Iterator[Saved]:
         """What autograd has not let go."""
         return (one for each in self.saved if (one := each()) is not None)
 
-    def _stays(self, tensor: Tensor | None, always: Collection[int]) -> bool:
-        if tensor is None or _is_own(tensor) or tensor.device != self.device:
-            return True
+    def _stays(self, tensor: Tensor, always: Collection[int]) -> bool:
         storage = tensor.untyped_storage()
-        return not storage.nbytes() or storage._cdata in always
+        return storage._cdata in always or not storage.nbytes() or tensor.device != self.device
 
     # ------------------------------------------------------------ moving
 
     def leave(self, held: Iterable[Tensor], always: Collection[int]) -> None:
         """Let nobody but the storages of this keep what leaves: of what autograd keeps, and of
         tensors that are `held` beside it."""
-        found: dict[int, int] = {}
+        found: dict[int, Place] = {}
         self.going, self.kept, self.back = [], [], []
-        made = count()
+        was, laid, room, nbytes = self.laid, list[Whole](), 0, 0
 
-        def view_of(tensor: Tensor) -> View:
+        def place_of(tensor: Tensor) -> Place:
+            nonlocal room, nbytes
             storage = tensor.untyped_storage()
-            number = found.setdefault(storage._cdata, len(found))
-            if number == len(self.going):
-                self.going.append(_bytes(storage))
-            view = View(
-                number, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride(),
-                tensor.is_conj(), tensor.is_neg(),
-            )  # fmt: skip
-            return self._as_before(next(made), view)
+            first = found.get(storage._cdata)
+            if first is not None:
+                return Place(first.storage, _view_of(tensor))
+            number, size = len(laid), storage.nbytes()
+            room, nbytes = room + size + -size % LINE, nbytes + size
+            whole = tensor.nbytes == size and tensor.is_contiguous() and not _is_lazy(tensor)
+            moves = tensor if whole else _bytes(storage)
+            self.going.append(moves)
+            # What steps make anew and keep is work for the garbage collector.
+            as_before = number < len(was) and was[number].says(moves)
+            laid.append(
+                was[number] if as_before else Whole(moves.dtype, moves.shape, moves.stride())
+            )
+            place = found[storage._cdata] = Place(number, None if whole else _view_of(tensor))
+            return place
 
         for one in self._saved():
-            if not one.stays:
-                assert one.tensor is not None, "it leaves once"
-                one.view = view_of(one.tensor)
-                one.version = 0 if one.version == one.tensor._version else -1
-                one.tensor = None
+            if not one.stays and (tensor := one.tensor) is not None:
+                one.place, one.tensor = place_of(tensor), None
+                one.version = 0 if one.version == tensor._version else -1
         for own in held:
-            if not self._stays(own, always):
-                self.kept.append((own, view_of(own)))
+            if type(own) is not nn.Parameter and not self._stays(own, always):
+                self.kept.append((own, place_of(own.detach())))
                 own.data = _nothing_of(own)
-        self.sizes = [one.nbytes for one in self.going]
-        self.parts = [part for size in self.sizes for part in (size, -size % LINE)]
-        self.room_size, self.nbytes = max(sum(self.parts), LINE), sum(self.sizes)
+        self.laid, self.room_size, self.nbytes = laid, max(room, LINE), nbytes
 
-    def _as_before(self, k: int, view: View) -> View:
-        """The k-th view, which is the one of the step before, if it is equal: what steps make anew
-        and keep is work for the garbage collector, which looks at all that a process has."""
-        if k == len(self.views):
-            self.views.append(view)
-        elif self.views[k] != view:
-            self.views[k] = view
-        return self.views[k]
-
-    def copy_out(self, memory: Tensor, poison: bool, *, at_once: bool) -> None:
+    def copy_out(self, room: Room[Tensor], poison: bool, *, at_once: bool) -> None:
         """Copy what leaves to a room; with `poison` let nothing be left of it, unless somebody else
         has it, too.  Where that is not only issued, but made `at_once`, it is let go."""
         if self.going:
-            torch._foreach_copy_(self._parts(memory), self.going, non_blocking=True)
-        if poison and (alone := [one for one in self.going if _is_alone(one)]):
-            torch._foreach_clamp_min_(alone, POISON)  # no byte is more
+            torch._foreach_copy_(self._parts(room), self.going, non_blocking=True)
+        if poison:
+            _poison([one for one in self.going if _is_alone(one)])
         if at_once:
             self.going = []
 
@@ -188,18 +206,24 @@ class Value:
             leaving.wait()
             self.going = []
 
+    @property
+    def has_left(self) -> bool:
+        """Whether what was to leave has, or nothing was to."""
+        return self.leaving is None or self.leaving.ended
+
     def make_room(self) -> None:
         """Make memory on the device for what comes back."""
         self.coming_in = [
-            torch.empty(size, dtype=torch.uint8, device=self.device) for size in self.sizes
+            torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
+            for dtype, shape, stride in self.laid
         ]
 
-    def copy_back(self, memory: Tensor, poison: bool) -> None:
+    def copy_back(self, room: Room[Tensor], poison: bool) -> None:
         """Copy what comes back from its room; with `poison` leave nothing of it there."""
         if self.coming_in:
-            torch._foreach_copy_(self.coming_in, self._parts(memory), non_blocking=True)
+            torch._foreach_copy_(self.coming_in, self._parts(room), non_blocking=True)
         if poison:
-            memory.fill_(POISON)
+            room.place[: self.room_size].fill_(POISON)
 
     def arrive(self) -> None:
         """Wait until it is back, and let everybody have it.  Raises what a copy has raised."""
@@ -207,19 +231,28 @@ class Value:
             return
         coming, self.coming = self.coming, None
         coming.wait()
-        storages = [one.untyped_storage() for one in self.coming_in]
+        moved = self.coming_in
         for one in self._saved():
-            if one.view is not None:
-                one.tensor, one.view = one.view.of(storages[one.view.storage]), None
-                one.version = one.tensor._version if one.version == 0 else -1
-        for own, view in self.kept:
-            own.data = view.of(storages[view.storage])
+            if (place := one.place) is not None:
+                one.tensor = tensor = place.of(moved)
+                one.place, one.version = None, tensor._version if one.version == 0 else -1
+        for own, place in self.kept:
+            own.data = place.of(moved)
         self.back = [ref(own) for own, _ in self.kept]
         self.coming_in, self.kept, self.there = [], [], None
 
-    def _parts(self, memory: Tensor) -> list[Tensor]:
-        """The part of a room that each storage has."""
-        return list(memory[: sum(self.parts)].split_with_sizes(self.parts)[::2])
+    def _parts(self, room: Room[Tensor]) -> list[Tensor]:
+        """The part of a room that each storage has, as the tensor that moves; as they were made for
+        the value that was in that room before, if that was laid so."""
+        if room.laid != self.laid:
+            parts, begin = [], 0
+            for one in self.laid:
+                size = one.shape.numel() * one.dtype.itemsize
+                part = room.place[begin : begin + size]
+                parts.append(part.view(one.dtype).view(one.shape))
+                begin += size + -size % LINE
+            room.laid, room.parts = self.laid, parts
+        return room.parts
 
     def tensors(self) -> Iterable[Tensor]:
         """What of it has memory on the device, for who counts that."""
@@ -269,13 +302,9 @@ class Looked(Sequence[Any]):
 def keys_of(values: Iterable[object]) -> set[int]:
     """What the storages of those that are tensors are known by."""
     return {
-        _key(x) for x in values
-        if isinstance(x, Tensor) and x.layout is torch.strided and _is_plain(x)
+        x.untyped_storage()._cdata for x in values
+        if isinstance(x, Tensor) and type(x) in _PLAIN and x.layout is _STRIDED
     }  # fmt: skip
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _nothing_of(tensor: Tensor) -> Tensor:
@@ -284,12 +313,16 @@ def _nothing_of(tensor: Tensor) -> Tensor:
     return tensor.detach().new_full((), nan).expand(tensor.shape)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter)
+def _view_of(tensor: Tensor) -> View:
+    return View(
+        tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride(),
+        tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
 
 
-def _is_own(tensor: Tensor) -> bool:
-    return type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
+def _is_lazy(tensor: Tensor) -> bool:
+    """Whether its numbers are the conjugates, or the negatives, of those in its memory."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -301,3 +334,16 @@ def _is_alone(tensor: Tensor) -> bool:
     """Whether no other tensor has its memory."""
     storage = tensor.untyped_storage()  # one who looks, beside the tensor
     return int(torch._C._storage_Use_Count(storage._cdata)) <= 2
+
+
+def _poison(tensors: Sequence[Tensor]) -> None:
+    """Make NaN of tensors that are all of their storages; of what knows no NaN its bytes."""
+    kinds: dict[bool, list[Tensor]] = {True: [], False: []}
+    for one in tensors:
+        floating = (one.is_floating_point() or one.is_complex()) and one.itemsize > 1
+        as_it_is = floating or one.dtype is torch.uint8
+        kinds[floating].append(one if as_it_is else _bytes(one.untyped_storage()))
+    if kinds[True]:
+        torch._foreach_mul_(kinds[True], float("nan"))
+    if kinds[False]:
+        torch._foreach_clamp_min_(kinds[False], POISON)  # no byte is more

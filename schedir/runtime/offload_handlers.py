@@ -41,8 +41,8 @@ def offload(state: State, i: Instr) -> Call:
         held = _held(kept)
         value.leave(held, has() if held else ())
         room = value.room = tiers.host.take(value.room_size, value.nbytes, rooms)
-        memory, at_once = room.place[: value.room_size], not state.held.lanes.on_streams
-        copy = partial(value.copy_out, memory, tiers.poisons, at_once=at_once)
+        at_once = not state.held.lanes.on_streams
+        copy = partial(value.copy_out, room, tiers.poisons, at_once=at_once)
         value.leaving = value.there = _start(state, k, value, copy, room.after)
         if not state.away.said:
             state.away.leaving.append(value)
@@ -60,19 +60,16 @@ def reload(state: State, i: Instr) -> Call:
         slot.fill(state.away.kept.pop(i[1:]))
         (room, value.room), there = (value.room, None), value.there
         assert room is not None and there is not None, "the checker proves that it is on the host"
-        memory, after = room.place[: value.room_size], [there]
-        if state.held.lanes.on_streams:  # which nobody but the host can let wait for a disk
-            if on_disk:
-                there.finish()
-                after = []
-            _make_room(left, value)
-            copy: Callable[[], None] = partial(value.copy_back, memory, tiers.poisons)
+        on_streams, after = state.held.lanes.on_streams, [there]
+        if on_streams and on_disk:  # for which nobody but the host can let a stream wait
+            there.finish()
+            after = []
+        copy: Callable[[], None] = partial(value.copy_back, room, tiers.poisons)
+        if on_streams or all(one.has_left for one in left):
+            _make_room(left, value)  # not on the lane, which would hold up what is computed
         else:
             after += [one.leaving for one in left if one.leaving is not None]
-
-            def copy() -> None:
-                _make_room(left, value)
-                value.copy_back(memory, tiers.poisons)
+            copy = in_turn(partial(_make_room, left, value), copy)
 
         value.coming = _start(state, k, value, copy, after)
         tiers.host.give_back(room, value.nbytes, value.coming)
@@ -248,8 +245,7 @@ def _has_anyway(state: State, i: Instr) -> Callable[[], set[int]]:
         given = (batch.inputs, batch.targets, batch.keywords)
         found = tree_leaves([each.found.get(i.mb) for each in given if isinstance(each, Looked)])
         for module in modules:
-            found += module._parameters.values()
-            found += module._buffers.values()
+            found += (*module._parameters.values(), *module._buffers.values())
         return keys_of(found)
 
     return has
