@@ -180,8 +180,6 @@ does; each has a meaning, bounds beyond which it would not mean that, and a sour
 - **Other software.** Kernels, and what hides what, are those of the constants above. A trainer that fuses less, or
   waits where none of these programs would, is slower. Measure a layer on one node, and say in the cluster's file what you
   reach.
-- **Sums of norms over slices.** Slices that share the sequence sum the gradients of norms and biases once a step
-  (`reduce_sequence`): that is priced as nothing. At the cluster's rates it is less than 0.03 % of a step of the models above.
 - **Windows of attention.** A model whose tokens see a window only is refused.
 - **Experts that are not used evenly.** Each takes its share of the tokens.
 """  # noqa: E501

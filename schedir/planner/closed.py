@@ -18,9 +18,10 @@ from schedir.planner.constants import Constants
 from schedir.planner.families import FAMILIES, gathers
 from schedir.planner.layer import Work, work_of
 from schedir.planner.links import Places, places_of, rings, ways
-from schedir.planner.memory import Held, States, ends_numbers
+from schedir.planner.memory import Held, States, ends_numbers, whole_numbers
 from schedir.planner.model import Model
 from schedir.planner.plans import NAMES, RECOMPUTES, Floats, Plans, Shares
+from schedir.planner.prices import slowest, summed
 
 _PARTS: Final = ("layer", "embedding", "head")
 
@@ -224,9 +225,10 @@ def _data(
     begin = np.maximum(begin - shares.rank * (rank.F / v)[:, :1], 0) + np.maximum(
         later - m * rank.all, 0
     )
-    tied = _tied(model, cluster, plans, states, where)
+    ends = _tied(model, cluster, plans, states, where)
+    ends = ends + _sequence(model, cluster, plans, shares, states)
     there = shares.number > 0
-    return (late * there).max(axis=1) + (begin * there).max(axis=1) + tied  # type: ignore[no-any-return]
+    return (late * there).max(axis=1) + (begin * there).max(axis=1) + ends  # type: ignore[no-any-return]
 
 
 def _gathers(plans: Plans) -> Floats:
@@ -254,6 +256,28 @@ def _tied(model: Model, cluster: Cluster, plans: Plans, states: States, where: P
     link = np.where(where.apart, slow, cluster.nvlink)
     size = states.grads * ends_numbers(model, plans.t)[2]
     return np.where(apart, 2 * (cluster.latency + size / 2 / link), 0.0)
+
+
+def _sequence(
+    model: Model, cluster: Cluster, plans: Plans, shares: Shares, states: States
+) -> Floats:
+    """The sums over slices that share the sequence, of the rank on which they take longest."""
+    e, t, v, zero = (getattr(plans, name)[:, None] for name in ("e", "t", "v", "zero"))
+    parts = np.where(zero > 0, (plans.d * plans.c)[:, None], 1)
+    each = states.grads / parts
+    inner = shares.layers / v * sum(whole_numbers(model, e)) * each
+    ends = shares.first * model.sequence * model.hidden + shares.last * ends_numbers(model, t)[1]
+    found: Any = np.zeros(shares.layers.shape)
+    cut = plans.sequence_parallel > 0
+    for number in np.unique(plans.t[cut]).tolist():
+        mine, group = cut & (plans.t == number), slowest(cluster, 1, number)
+        for sizes, times in ((inner + ends * each, 1), (inner, plans.v - 1)):
+            size, which = np.unique(sizes[mine], return_inverse=True)
+            seconds = np.array([summed(cluster, one, group) for one in size.tolist()])
+            more = seconds[which].reshape(int(mine.sum()), -1)
+            found[mine] += more * np.broadcast_to(times, len(plans))[mine, None]
+    most: Floats = found.max(axis=1)
+    return most
 
 
 def _optimizer(cluster: Cluster, plans: Plans, held: Held, states: States) -> Floats:

@@ -21,7 +21,8 @@ from schedir.planner.layer import stage
 from schedir.planner.links import mesh
 from schedir.planner.memory import ADAM, States, ends_numbers
 from schedir.planner.model import Model
-from schedir.planner.sizes import Numbers, numbers_of
+from schedir.planner.prices import slowest, summed
+from schedir.planner.sizes import Numbers, numbers_of, seen_in_parts
 from schedir.planner.trainer import trainer_for
 
 
@@ -76,6 +77,8 @@ def costs_of(
     where = mesh(choice)
     own = Costs(F=_each(F), I=_each(I), W=_each(W), B=_each(I + W), R=_each(ahead),
                 reduce_tied=_tied(model, cluster, plan, where, states))  # fmt: skip
+    if choice.sequence_parallel and choice.t > 1:
+        own = replace(own, reduce_sequence=_sequence(model, cluster, choice, plan, states))
     if choice.e > 1:
         own = replace(own, **_of_experts(cluster, choice, plan, where, numbers, states))
     replicas = choice.d * choice.c
@@ -121,6 +124,17 @@ def _of_experts(
                 found[name][one] = ring(size * numbers.common[one], group)
                 found[name][one] += ring(size * numbers.experts[one], group[:: choice.e])
     return {name: _each(value) for name, value in found.items()} | {"step": _each(step)}
+
+
+def _sequence(
+    model: Model, cluster: Cluster, choice: Choice, plan: Plan, states: States
+) -> tuple[float, ...]:
+    """The sum over slices, each of which has seen its own tokens with what all have whole; of what
+    replicas have in parts it is the part (arXiv 2205.05198, section 4.2.2)."""
+    parts = choice.d * choice.c if choice.zero else 1
+    group = slowest(cluster, 1, choice.t)
+    each = states.grads * seen_in_parts(model, choice, plan) / parts
+    return tuple(summed(cluster, size, group) for size in each.tolist())
 
 
 def _tied(

@@ -44,18 +44,31 @@ def layer_numbers(model: Model, t: Any = 1, e: Any = 1) -> tuple[Any, Any]:
     """Numbers of a layer on one of `t` slices: those that all replicas have, and those of its
     experts, of which `e` replicas have a part each.
 
-    Matrices and what goes with their columns are cut, norms and what is added to whole outputs are
-    not (arXiv 1909.08053, section 3).  With fewer `kv_heads` than slices each has one.
+    Matrices and what goes with their columns are cut, `whole_numbers` are not (arXiv 1909.08053,
+    section 3).  With fewer `kv_heads` than slices each has one.
     """
     hidden, width = model.hidden, model.hidden // model.heads
     columns = hidden / t + 2 * np.maximum(model.kv_heads / t, 1) * width
-    attention = (hidden + 1) * columns + hidden * hidden / t + hidden
+    attention = (hidden + 1) * columns + hidden * hidden / t
     into = model.ffn * (2 if model.gated else 1)
-    network = ((hidden + 1) * into + hidden * model.ffn) / t + hidden
-    norms = 4 * hidden
+    network = ((hidden + 1) * into + hidden * model.ffn) / t
+    whole, of_experts = whole_numbers(model, e)
     if model.experts == 1:
-        return attention + network + norms, 0 * network
-    return attention + norms + hidden * model.experts, network * model.experts / e
+        return attention + network + whole, 0 * network
+    return attention + whole, network * model.experts / e + of_experts
+
+
+def whole_numbers(model: Model, e: Any = 1) -> tuple[Any, Any]:
+    """Numbers of a layer that each slice has whole, those of all replicas and those of experts:
+    norms, what is added to whole outputs, and what sends tokens to experts.
+
+    >>> whole_numbers(Model(layers=2, hidden=64, heads=4, vocab=256, sequence=32))
+    (384, 0)
+    """
+    norms, added = 4 * model.hidden, model.hidden
+    if model.experts == 1:
+        return norms + 2 * added, 0
+    return norms + added + model.hidden * model.experts, added * model.experts / e
 
 
 def ends_numbers(model: Model, t: Any = 1) -> tuple[Any, Any, Any]:

@@ -107,9 +107,7 @@ class Prices:
         return Phases(F=seconds) if one.phase == "F" else Phases(I=seconds)
 
     def collective(self, one: Collective) -> float:
-        """Seconds of a collective over the slowest group of its kind; a sum goes around a ring or
-        through a tree, whichever is shorter, and between processors around a ring, as Gloo has
-        it."""
+        """Seconds of a collective over the slowest group of its kind."""
         choice, cluster = self.choice, self.cluster
         t, c = choice.t, choice.c
         ranks = choice.p if choice.order == "tpd" else 1
@@ -118,11 +116,17 @@ class Prices:
         }[one.group]  # fmt: skip
         group, bytes_ = slowest(cluster, stride, size), one.size * self.scale
         if one.kind == "all_reduce":
-            ring = cluster.all_reduce(bytes_, group)
-            return min(ring, cluster.all_reduce_small(bytes_, group)) if self.beside else ring
+            return summed(cluster, bytes_, group)
         if one.kind == "all_to_all":
             return cluster.all_to_all(bytes_, group)
         return cluster.all_gather(bytes_, group)  # as long as a scattered sum, or an exchange
+
+
+def summed(cluster: Cluster, size: float, group: tuple[int, ...]) -> float:
+    """Seconds of a sum: around a ring or through a tree, whichever is shorter; between processors
+    around a ring, as Gloo has it."""
+    ring = cluster.all_reduce(size, group)
+    return ring if cluster.processors else min(ring, cluster.all_reduce_small(size, group))
 
 
 @lru_cache(maxsize=4096)

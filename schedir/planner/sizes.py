@@ -13,7 +13,14 @@ from schedir.ir.zero import is_cut
 from schedir.planner.choice import Choice
 from schedir.planner.constants import Constants
 from schedir.planner.division import layers_of
-from schedir.planner.memory import ADAM, States, ends_numbers, layer_kept, layer_numbers
+from schedir.planner.memory import (
+    ADAM,
+    States,
+    ends_numbers,
+    layer_kept,
+    layer_numbers,
+    whole_numbers,
+)
 from schedir.planner.model import Model
 
 Floats = NDArray[np.float64]
@@ -41,6 +48,16 @@ def numbers_of(model: Model, choice: Choice, plan: Plan) -> Numbers:
     common[0] += table
     common[-1] += norm + (0 if shared else matrix)
     return Numbers(common, experts)
+
+
+def seen_in_parts(model: Model, choice: Choice, plan: Plan) -> Floats:
+    """Of `numbers_of`, those that each slice has whole, and sees its own part of a sequence with
+    where slices share that: `whole_numbers` of layers, positions, and the head's norm."""
+    found: Floats = np.array(layers_of(model, choice), float)
+    found *= sum(whole_numbers(model, choice.e))
+    found[0] += model.sequence * model.hidden
+    found[-1] += ends_numbers(model, choice.t)[1]
+    return found
 
 
 def sizes(

@@ -13,12 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir import Cluster, planner, simulate
+from schedir import Cluster, Costs, planner, simulate
 from schedir.errors import UsageError
-from schedir.planner.costs import times_of
+from schedir.ir.ops import Opcode
+from schedir.planner import closed
+from schedir.planner.costs import costs_of, times_of
 from schedir.planner.cut import balanced, cut
 from schedir.planner.exact import exact
-from schedir.planner.runnable import program
+from schedir.planner.memory import ADAM, layer_numbers
+from schedir.planner.plans import Plans
+from schedir.planner.runnable import plan_of, program
 from schedir.planner.shorter import shorter
 from schedir.predict.layer_bytes import Recompute
 
@@ -194,3 +198,31 @@ def test_near_the_closed_form(model: planner.Model, choice: planner.Choice) -> N
     assert one.memory.total == pytest.approx(other.memory.total, rel=0.05)
     assert one.parts.data == pytest.approx(other.parts.data, abs=0.05 * one.step)
     assert one.parts.optimizer == pytest.approx(other.parts.optimizer, rel=0.02, abs=1e-4)
+
+
+@pytest.mark.parametrize("model", [DENSE, MIXED])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_what_slices_sum_of_a_shared_sequence_is_priced(model: planner.Model, zero: int) -> None:
+    """By the bytes that more slices do not make fewer, as any other sum of theirs; the closed form
+    says the same, and nobody pays who does not share."""
+    choice = planner.Choice(p=2, t=4, d=2, v=2, m=4, schedule="interleaved", zero=zero,
+                            sequence_parallel=True)  # fmt: skip
+    where = replace(cluster(8), nodes=2)
+    one, two = (np.array(layer_numbers(model, t)) for t in (1, 2))
+    whole = float((2 * two - one).sum()) * model.layers / 4
+    numbers = [whole + model.sequence * model.hidden, whole, whole, whole + 2 * model.hidden]
+
+    def costs(choice: planner.Choice) -> Costs:
+        times = times_of(model, where, choice)
+        return costs_of(model, where, choice, plan_of(choice), times, planner.Constants())
+
+    sizes = [2 * number / (2 if zero else 1) for number in numbers]
+    ring = [where.all_reduce(size, 4) for size in sizes]
+    tree = [where.all_reduce_small(size, 4) for size in sizes]
+    found: Any = costs(choice).reduce_sequence
+    assert found == pytest.approx(tuple(map(min, ring, tree)), rel=1e-9)
+    assert costs(replace(choice, sequence_parallel=False)).reduce_sequence is None
+    assert Opcode.ReduceSequence in program(choice, tied=model.tied).ops
+    plans = Plans.of(choice)
+    told = closed._sequence(model, where, plans, plans.shares(model), ADAM)
+    assert told == pytest.approx([max(found[0] + found[2], found[1] + found[3])], rel=1e-9)
