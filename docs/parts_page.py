@@ -51,9 +51,9 @@ is `fgfg`, and `--cut 5` says as much; `--cut g-g`, or `cut=("fg", 1)`, one entr
 is known of pieces: recompute, offload, slots, several tensors between stages, pictures. With `tp` 1 there are pieces and no sums.
 
 Costs and sizes are those of pieces then. `in_pieces(costs, cut, plan, shares)` makes them of those of whole stages; `compare` and
-`best`, whose costs and sizes are a rank's, do so themselves. These cut each stage of a schedule alike, and a sum of each costs as much: of two
-stages per rank there are twice the sums. To compare one model, whose ranks have as many layers, run each with its own `--cut`.
-What is in flight is counted in pieces and chunks.
+`best`, whose costs and sizes are a rank's, do so themselves. Their `--cut` is a rank's, too: `--cut 9` is two layers of a rank, one
+for each of its stages where it has two, so that each schedule has the sums of the one model. Stages that cannot share them alike are
+refused, and left out by `best`. What is in flight is counted in pieces and chunks.
 
 ## Filled
 

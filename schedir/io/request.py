@@ -23,7 +23,7 @@ from schedir.ir.per_stage import cut
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import FIELDS, HEADER, TRAITS, Program
 from schedir.ir.sizes import Sizes
-from schedir.passes.cut import SHARED, in_pieces
+from schedir.passes.cut import SHARED, in_pieces, over_stages
 from schedir.passes.moves import DISK, HOST
 from schedir.passes.record import Choice
 from schedir.passes.share_slots import share_slots
@@ -66,7 +66,7 @@ class Request:
     `share` is for comparing schedules of one model: costs and sizes are a rank's, or those of any
     number of stages, and are spread evenly over the stages of the plan; only schedules that take
     `v`, or are for several, have several.  What is frozen is said in parts of which there are as
-    many as ranks, then.
+    many as ranks, then, and so is what is cut.
     """
 
     source: Source
@@ -160,7 +160,7 @@ class Request:
             return found
         how |= {"overlap": self.overlap, **self.more}
         if self.share:  # schedules of other numbers of stages
-            how = fitting(how, found.plan)
+            how = fitting(how | self._cut, found.plan)
         if self.slots is not None:
             how["slots"] = self.slots
         return compile(
@@ -347,7 +347,14 @@ class Request:
         whole = {k: c for k in SHARED if (c := getattr(each, k, None)) is not None}
         plan = self.plan
         each = replace(each, **{k: cut(c, plan.ranks, plan.stages) for k, c in whole.items()})
-        return in_pieces(each, self.more.get("cut", 1), plan, chunks=self.more.get("chunks", 1))
+        cut_in = self._cut.get("cut", 1)
+        return in_pieces(each, cut_in, plan, chunks=self.more.get("chunks", 1))
+
+    @property
+    def _cut(self) -> dict[str, Any]:
+        """Of schedules that are compared the pieces of stages: what is said is a rank's."""
+        said, plan = self.more.get("cut"), self.plan
+        return {} if said is None else {"cut": over_stages(said, plan.ranks, plan.stages)}
 
 
 _Each = TypeVar("_Each", Costs, Sizes)

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import CostsError, UsageError, said
+from schedir.errors import CostsError, PlanError, UsageError, said
 from schedir.ir.costs import OF_A_STAGE, Costs
 from schedir.ir.fields import Kind, whole_number
 from schedir.ir.meets import ENTERS, LEAVES, LETTERS, NONE
@@ -95,6 +95,29 @@ CHUNKS: Final = whole_number(1, MAX_MICROBATCHES)
 def pieces_of(given: Pieces, plan: Plan) -> tuple[int, ...]:
     """How many pieces each stage of a plan has."""
     return tuple(len(letters) + 1 for letters in letters_of(given, plan))
+
+
+def over_stages(given: Pieces, ranks: int, stages: int) -> tuple[str | int, ...]:
+    """The cut of each of so many stages of a model that `given` cuts for one stage on each rank: of
+    several, as many as there are on a rank share the letters of one alike.
+
+    Raises PlanError for letters that so many stages cannot share.
+
+    >>> over_stages(9, 2, 4), over_stages(5, 2, 2)
+    (('fgfg', 'fgfg', 'fgfg', 'fgfg'), ('fgfg', 'fgfg'))
+    """
+    found, v = list[str | int](), stages // ranks
+    for own in letters_of(given, Plan(ranks, 1)):
+        one = own[: len(own) // v]
+        if one * v != own or ranks * v != stages:
+            raise PlanError(
+                f"ranks meet at {said(own)} in what a rank has of the model, which its {v} stages "
+                "cannot share alike",
+                hint=f"cut={2 * v + 1}, for a rank with one stage",
+                fields=["cut", "stages_per_rank"],
+            )
+        found += [one or 1] * v
+    return tuple(found)
 
 
 # ---------------------------------------------------------------- the draft
@@ -316,7 +339,8 @@ PASSES: Final = (
         kinds={"cut": PIECES, "chunks": CHUNKS},
         abouts={
             "cut": "cut stages in so many pieces where tensor-parallel ranks meet: 5, 5,9,5, or "
-            "letters between pieces, as fgfg",
+            "letters between pieces, as fgfg; where schedules are compared, of what a rank "
+            "has of the model",
             "chunks": "cut microbatches in so many, which go through each piece in turn: while one "
             "is summed, the next is computed",
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +116,20 @@ def test_host_goes_on_while_ranks_meet() -> None:
     program = parse(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
     for blocks in (False, True):
         assert simulate(program, Costs(F=2, sum=2), blocks=blocks).span == 8
+
+
+def test_schedules_of_one_model_have_as_many_sums(capsys: pytest.CaptureFixture[str]) -> None:
+    """A cut is that of what a rank has, where schedules are compared, and its stages share it."""
+    how = ("--ranks=2", "--microbatches=4", "--tp=2", "--costs=F=8,B=16,sum=1", "--json")
+    names = ("one_f_one_b", "interleaved", "zb_v", "dualpipe")
+    rows = json.loads(commands.said(capsys, "compare", *names, "--cut=9", *how))
+    assert [row["stages"] for row in rows] == [18, 20, 20, 18]
+    found = json.loads(commands.said(capsys, "best", "--cut=5", *how))
+    each = {(row["program"], row["stages_per_rank"]) for row in found}
+    assert {v for name, v in each if name == "interleaved"} == {2 * 3}  # of 4 stages none has a g
+    for wrong in ("3", "fgg"):
+        argv = ("compare", "interleaved", f"--cut={wrong}", *how)
+        assert "which its 2 stages cannot share alike" in commands.refused(capsys, *argv)
 
 
 def test_shares_of_pieces() -> None:
