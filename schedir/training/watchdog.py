@@ -146,7 +146,14 @@ class Watchdog:
         words, device = self.words, self.device
         if device is not None:
             device.note()
-        return words[Word.TURN], words[AT], words[SINCE], [*words[LANES : LANES + len(Lane)]]
+        watched = self.executor is not None  # how long it has set up is then no stand
+        return (
+            watched,
+            words[Word.TURN],
+            words[AT],
+            words[SINCE],
+            [*words[LANES : LANES + len(Lane)]],
+        )
 
     def _meet(self, poll: select.poll) -> bool:
         """Know when peers of this machine end; whether there are more to come."""

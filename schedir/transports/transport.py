@@ -119,6 +119,8 @@ def bytes_on(device: torch.device, size: int) -> Tensor:
 # What Gloo, NCCL and torch's store say where the other end of a connection has gone.
 _CLOSED = ("connection closed", "connection reset", "broken pipe", "socket closed",
            "remote process exited", "connection was likely closed")  # fmt: skip
+# And Gloo of all that goes on, where one wait was in vain.
+_GIVEN_UP = "application timeout caused pair closure"
 
 
 def has_left(error: BaseException) -> str:
@@ -157,6 +159,7 @@ def _is_late(error: BaseException) -> bool:
         ".cc:" in words or isinstance(error, dist.DistError)
     )
     late = theirs and ("timed out" in words or "timeout" in words)
+    late |= isinstance(error, RuntimeError) and _GIVEN_UP in words
     return isinstance(error, PeerLate) or late
 
 

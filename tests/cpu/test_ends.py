@@ -167,3 +167,18 @@ def test_a_peer_that_does_not_come_is_no_line_of_gloos() -> None:
     assert ".cc:" in str(error.value) and is_late(error.value)
     assert of_peers(error.value) == "a peer has not come in time"
     assert of_peers(RuntimeError("a timeout of a module's own")) == ""
+
+
+def test_what_gloo_gives_up_with_another_wait_is_late_as_well() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def group(rank: int) -> Any:
+        return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
+
+    with ThreadPoolExecutor(2) as threads:
+        one, _ = threads.map(group, range(2))
+    first, second = (one.allreduce([torch.ones(1)]) for _ in range(2))
+    for work in (second, first):
+        with pytest.raises(RuntimeError) as error:
+            work.wait()
+        assert of_peers(error.value) == "a peer has not come in time", error.value

@@ -221,6 +221,32 @@ def test_who_is_stopped_while_others_save_is_found_and_a_slow_disk_is_not(
     assert said.startswith(stopped) if stops else not said
 
 
+def sets_up(folder: Path) -> None:
+    """Set up for longer than anything may stand, and then stand for a moment."""
+    join(own := Member(folder, Shape(1, 1, 1), 0))
+    program = compile(one_f_one_b, Plan(1, 2))
+    executor: Any = SimpleNamespace(
+        at=None, program=program, rank=0, state=SimpleNamespace(device=torch.device("cpu"))
+    )
+    executor.now = executor
+    executor.state.stream, executor.position = program.streams[0], 0
+    with Watchdog(own, 1.5) as watchdog:
+        own.box.enter(Phase.SET_UP)
+        time.sleep(2)
+        with watchdog.watching(executor):
+            time.sleep(0.5)
+    leave()
+
+
+def test_who_has_set_up_for_long_does_not_stand(tmp_path: Path) -> None:
+    one = CONTEXT.Process(target=sets_up, args=(tmp_path,))
+    one.start()
+    one.join(60)
+    one.kill()
+    one.join()
+    assert one.exitcode == 0
+
+
 def saves_slowly(rank: int, folder: Path, snapshots: bool) -> bool:
     """Save at once, though the first one's disk takes longer than processes wait else."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=PATIENCE))
