@@ -12,6 +12,7 @@ is given both by name (`keywords` of a step), and nothing of it is sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from schedir.models.language import IGNORE as IGNORE
 from schedir.models.language import Ends, Where, drawn, tied_copy
 from schedir.models.shape import split_heads, split_layers
 from schedir.models.weights import Weights
-from schedir.parallel.group import shard, tp_size
+from schedir.parallel.group import first_token, own_tokens, seen_in_parts, shard, tp_size
 from schedir.parallel.vocab import vocab_parallel_cross_entropy
 from schedir.runtime import split
 
@@ -39,14 +40,16 @@ def build_stage(
     stages: int,
     *,
     tp: ProcessGroup | None = None,
+    sequence: bool = False,
     division: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Stage:
     """Stage `stage` of `stages`, this rank's shard of it, in `dtype` on `device`.
 
-    `division` is the number of layers of each stage (`split_layers`). Raises UsageError if the
-    layers do not fit the stages, or the heads the tensor-parallel ranks.
+    With `sequence` tensor-parallel ranks share the tokens, too: for a program that says
+    `sequence yes`.  `division` is the number of layers of each stage (`split_layers`). Raises
+    UsageError if the layers do not fit the stages, or the heads the tensor-parallel ranks.
     """
     counts = split_layers(config.layers, stages, division)
     if not 0 <= stage < stages:
@@ -55,7 +58,8 @@ def build_stage(
     first = sum(counts[:stage])
     layers = range(first, first + counts[stage])
     where: Where = {"device": device, "dtype": dtype}
-    return Stage(config, layers, stage == 0, stage == stages - 1, tp, where)
+    sequence = sequence and tp_size(tp) > 1
+    return Stage(config, layers, stage == 0, stage == stages - 1, tp, where, sequence=sequence)
 
 
 def loss(found: Found, targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
@@ -88,7 +92,8 @@ def _masked(targets: Tensor) -> Tensor:
 class Stage(nn.Module):
     """Consecutive layers of a BERT, with the embedding if first and the heads if last.
 
-    Maps (b, T, hidden) to (b, T, hidden). The first stage takes tokens instead, int64 (b, T); the
+    Maps (b, T, hidden) to (b, T, hidden), or with `sequence` (b, T/t, hidden) to the same, of the
+    rank's own tokens. The first stage takes tokens instead, int64 (b, T); the
     last gives this rank's logits, (b, T, ceil(V/t)), and those of the next sentence, (b, 2).
     `sentences`, int64 (b, T), says of which of two sentences each token is, and `mask`, bool
     (b, T), which tokens are there; without them all are, of the first.
@@ -102,18 +107,23 @@ class Stage(nn.Module):
         last: bool,
         tp: ProcessGroup | None,
         where: Where,
+        *,
+        sequence: bool = False,
     ) -> None:
         super().__init__()
-        self.config, hidden = config, config.hidden
-        self.embedding, head = Ends.of(config, first, last, tp, where)
+        self.config, self.tp, self.sequence = config, tp, sequence
+        self.embedding, head = Ends.of(config, first, last, tp, where, sequence=sequence)
         self.positions = self.sentences = self.norm = self.heads = None
+        seen = partial(seen_in_parts, group=tp, sequence=sequence)
         if first:
-            self.positions = _table(config, "positions", config.context, where)
-            self.sentences = _table(config, "sentences", SENTENCES, where)
-        self.layers = nn.ModuleDict({str(i): Layer(config, i, tp, where) for i in layers})
+            self.positions = seen(_table(config, "positions", config.context, where))
+            self.sentences = seen(_table(config, "sentences", SENTENCES, where))
+        self.layers = nn.ModuleDict(
+            {str(i): Layer(config, i, tp, where, sequence=sequence) for i in layers}
+        )
         if last:
-            self.norm = nn.LayerNorm(hidden, **where)
-            self.heads = Heads(config, tp, where)
+            self.norm = seen(nn.LayerNorm(config.hidden, **where))
+            self.heads = Heads(config, tp, where, sequence=sequence)
         self.head = head
 
     @property
@@ -124,12 +134,15 @@ class Stage(nn.Module):
     def forward(
         self, x: Tensor, *, sentences: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor | Found:
-        if x.shape[1] > self.config.context:
-            raise UsageError(f"{x.shape[1]} tokens do not fit a context of {self.config.context}")
+        parts = tp_size(self.tp) if self.sequence and self.embedding is None else 1
+        if (length := x.shape[1] * parts) > self.config.context:
+            raise UsageError(f"{length} tokens do not fit a context of {self.config.context}")
         if self.embedding is not None:
             assert self.positions is not None and self.sentences is not None
+            own = partial(own_tokens, group=self.tp, sequence=self.sequence)
             of = torch.zeros_like(x) if sentences is None else sentences
-            sums = split.embedding(of, self.sentences) + self.positions[: x.shape[1]]
+            of = own(of.unsqueeze(-1)).squeeze(-1)
+            sums = split.embedding(of, self.sentences) + own(self.positions[:length])
             x = self.embedding(x) + sums
         for block in self.layers.values():
             x = block(x, mask)
@@ -143,12 +156,17 @@ class Layer(nn.Module):
     """One layer, (b, T, hidden); tensor-parallel ranks share its heads and feed-forward width."""
 
     def __init__(
-        self, config: BertConfig, index: int, tp: ProcessGroup | None, where: Where
+        self,
+        config: BertConfig,
+        index: int,
+        tp: ProcessGroup | None,
+        where: Where,
+        *,
+        sequence: bool = False,
     ) -> None:
         super().__init__()
-        weights = Weights(
-            config.seed, f"layers.{index}", config.hidden, 2 * config.layers, tp, where
-        )
+        adds = 2 * config.layers
+        weights = Weights(config.seed, f"layers.{index}", config.hidden, adds, tp, where, sequence)
         self.attention = SelfAttention(weights, config.heads, causal=False)
         self.feed_forward = FeedForward(weights)
 
@@ -163,18 +181,27 @@ class Heads(nn.Module):
     Each rank holds it whole, but the `bias` of the logits of tokens.
     """
 
-    def __init__(self, config: BertConfig, tp: ProcessGroup | None, where: Where) -> None:
+    def __init__(
+        self,
+        config: BertConfig,
+        tp: ProcessGroup | None,
+        where: Where,
+        *,
+        sequence: bool = False,
+    ) -> None:
         super().__init__()
-        weights = Weights(config.seed, "heads", config.hidden, 1, tp, where)
+        self.tp, self.sequence = tp, sequence
+        weights = Weights(config.seed, "heads", config.hidden, 1, tp, where, sequence)
         self.token = weights.whole("token", config.hidden)
         self.norm = weights.norm()
         self.bias = shard(torch.zeros(config.vocab, **where), 0, tp, padded=True)
-        self.pool = weights.whole("pool", config.hidden)
-        self.follows = weights.whole("follows", SENTENCES)
+        self.pool = weights.whole("pool", config.hidden, own=False)
+        self.follows = weights.whole("follows", SENTENCES, own=False)
 
     def forward(self, x: Tensor) -> Found:
         tokens = self.norm(F.gelu(self.token(x)))
-        return tokens, self.follows(torch.tanh(self.pool(x[:, 0])))
+        first = first_token(x, self.tp, sequence=self.sequence)
+        return tokens, self.follows(torch.tanh(self.pool(first)))
 
 
 def _table(config: BertConfig, name: str, rows: int, where: Where) -> nn.Parameter:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from schedir.models.language import count_tokens as count_tokens
 from schedir.models.language import loss as loss
 from schedir.models.shape import split_heads
 from schedir.models.weights import Weights
-from schedir.parallel.group import tp_size
+from schedir.parallel.group import own_tokens, seen_in_parts, tp_size
 from schedir.parallel.vocab import VocabParallelEmbedding, VocabParallelHead, shard_vocab
 from schedir.runtime.boundary import Boundary
 
@@ -44,22 +45,25 @@ def build_stage(
     stages: int,
     *,
     tp: ProcessGroup | None = None,
+    sequence: bool = False,
     division: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Stage:
     """Stage `stage` of `stages`, this rank's shard of it, in `dtype` on `device`.
 
-    `division` is the number of layers of each stage, those of the encoder first; a stage may have
-    the encoder's end and the decoder's begin.  Raises UsageError if the layers do not fit the
-    stages, or the heads the tensor-parallel ranks.
+    With `sequence` tensor-parallel ranks share the tokens of both sequences, too: for a program
+    that says `sequence yes`.  `division` is the number of layers of each stage, those of the
+    encoder first; a stage may have the encoder's end and the decoder's begin.  Raises UsageError if
+    the layers do not fit the stages, or the heads the tensor-parallel ranks.
     """
     layers = layers_of(config, stages, division)
     if not 0 <= stage < stages:
         raise UsageError(f"stage {stage} is not one of 0..{stages - 1}")
     split_heads(config.heads, tp_size(tp))
     where: Where = {"device": device, "dtype": dtype}
-    return Stage(config, layers[stage], stage == 0, stage == stages - 1, tp, where)
+    ends = stage == 0, stage == stages - 1
+    return Stage(config, layers[stage], *ends, tp, where, sequence=sequence and tp_size(tp) > 1)
 
 
 def boundaries(
@@ -72,8 +76,8 @@ def boundaries(
     division: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> dict[int, tuple[Boundary, ...]]:
-    """What each stage but the last gives, for sequences of `source` and `target` tokens: what an
-    Executor takes as `boundary`."""
+    """What each stage but the last gives, for sequences of `source` and `target` tokens, a rank's
+    own where they are shared: what an Executor takes as `boundary`."""
     memory, hidden = (Boundary((batch, n, config.hidden), dtype) for n in (source, target))
     ends = [own.stop for own in layers_of(config, stages, division)[:-1]]
     return {
@@ -89,7 +93,8 @@ class Stage(nn.Module):
     (b, S, hidden); those of the decoder (b, T, hidden) and the memory, (b, S, hidden); the last
     gives this rank's logits, (b, T, ceil(V/t)).  All are given `target`, int64 (b, T), by name, of
     which the stage takes the embedding that has the decoder's first layer; and `mask`, bool (b, S),
-    which tokens of the source are there, if not all are.
+    which tokens of the source are there, if not all are.  With `sequence` what passes between
+    stages is of the rank's own tokens of each, (b, S/t, hidden) and (b, T/t, hidden).
     """
 
     def __init__(
@@ -100,27 +105,33 @@ class Stage(nn.Module):
         last: bool,
         tp: ProcessGroup | None,
         where: Where,
+        *,
+        sequence: bool = False,
     ) -> None:
         super().__init__()
         self.config, begin = config, config.encoder_layers
+        self.tp, self.sequence = tp, sequence
+        how: dict[str, Any] = {"sequence": sequence}
         ends = {"embedding": first, "decoder_embedding": begin in layers, "head": last}
         weights = _ends([name for name, here in ends.items() if here], config, tp, where)
         self.embedding = self.decoder_embedding = self.head = None
         if first:
-            self.embedding = VocabParallelEmbedding(weights["embedding"], tp)
+            self.embedding = VocabParallelEmbedding(weights["embedding"], tp, **how)
         if begin in layers:
-            self.decoder_embedding = VocabParallelEmbedding(weights["decoder_embedding"], tp)
-        own = [(str(i), i) for i in layers]
+            own = weights["decoder_embedding"]
+            self.decoder_embedding = VocabParallelEmbedding(own, tp, **how)
         self.encoder = nn.ModuleDict(
-            {name: EncoderLayer(config, i, tp, where) for name, i in own if i < begin}
+            {str(i): EncoderLayer(config, i, tp, where, **how) for i in layers if i < begin}
         )
         self.decoder = nn.ModuleDict(
-            {name: DecoderLayer(config, i, tp, where) for name, i in own if i >= begin}
+            {str(i): DecoderLayer(config, i, tp, where, **how) for i in layers if i >= begin}
         )
-        self.encoder_norm = nn.LayerNorm(config.hidden, **where) if begin - 1 in layers else None
-        self.norm = nn.LayerNorm(config.hidden, **where) if last else None
+        self.encoder_norm = self.norm = None
+        if begin - 1 in layers:
+            self.encoder_norm = seen_in_parts(nn.LayerNorm(config.hidden, **where), tp, **how)
         if last:
-            self.head = VocabParallelHead(weights["head"], config.vocab, tp)
+            self.norm = seen_in_parts(nn.LayerNorm(config.hidden, **where), tp, **how)
+            self.head = VocabParallelHead(weights["head"], config.vocab, tp, **how)
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
@@ -139,19 +150,20 @@ class Stage(nn.Module):
         target: Tensor,
         mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if max(x.shape[1], target.shape[1]) > self.config.context:
+        parts = tp_size(self.tp) if self.sequence and self.embedding is None else 1
+        if max(length := x.shape[1] * parts, target.shape[1]) > self.config.context:
             raise UsageError(
-                f"{x.shape[1]} and {target.shape[1]} tokens do not fit a context of "
+                f"{length} and {target.shape[1]} tokens do not fit a context of "
                 f"{self.config.context}"
             )
         if self.embedding is not None:
-            x = _placed(self.embedding(x))
+            x = self._placed(self.embedding(x), x.shape[1])
         for block in self.encoder.values():
             x = block(x, mask)
         if self.encoder_norm is not None:
             x = self.encoder_norm(x)
         if self.decoder_embedding is not None:
-            x, memory = _placed(self.decoder_embedding(target)), x
+            x, memory = self._placed(self.decoder_embedding(target), target.shape[1]), x
         for block in self.decoder.values():
             x = block(x, memory, mask)
         if self.norm is not None and self.head is not None:
@@ -159,16 +171,29 @@ class Stage(nn.Module):
             return logits
         return x if memory is None else (x, memory)
 
+    def _placed(self, x: Tensor, length: int) -> Tensor:
+        """Embeddings of so many tokens, or the rank's own of them, times the root of their width,
+        and where each is."""
+        where = own_tokens(waves(length, x), self.tp, sequence=self.sequence)
+        return x * math.sqrt(x.shape[-1]) + where
+
 
 class EncoderLayer(nn.Module):
     """Attention of the source to itself, and a feed-forward, (b, S, hidden)."""
 
     def __init__(
-        self, config: EncoderDecoderConfig, index: int, tp: ProcessGroup | None, where: Where
+        self,
+        config: EncoderDecoderConfig,
+        index: int,
+        tp: ProcessGroup | None,
+        where: Where,
+        *,
+        sequence: bool = False,
     ) -> None:
         super().__init__()
         adds = 2 * config.encoder_layers
-        weights = Weights(config.seed, f"encoder.{index}", config.hidden, adds, tp, where)
+        name = f"encoder.{index}"
+        weights = Weights(config.seed, name, config.hidden, adds, tp, where, sequence)
         self.attention = SelfAttention(weights, config.heads, causal=False)
         self.feed_forward = FeedForward(weights)
 
@@ -181,11 +206,18 @@ class DecoderLayer(nn.Module):
     """Attention of the target to what is before in it, to the memory, and a feed-forward."""
 
     def __init__(
-        self, config: EncoderDecoderConfig, index: int, tp: ProcessGroup | None, where: Where
+        self,
+        config: EncoderDecoderConfig,
+        index: int,
+        tp: ProcessGroup | None,
+        where: Where,
+        *,
+        sequence: bool = False,
     ) -> None:
         super().__init__()
         adds = 3 * config.decoder_layers
-        weights = Weights(config.seed, f"decoder.{index}", config.hidden, adds, tp, where)
+        name = f"decoder.{index}"
+        weights = Weights(config.seed, name, config.hidden, adds, tp, where, sequence)
         self.attention = SelfAttention(weights, config.heads, causal=True)
         across = weights._replace(name=f"decoder.{index}.across")
         self.across = CrossAttention(across, config.heads)
@@ -208,11 +240,6 @@ def _ends(
     if config.tied:
         return dict.fromkeys(names, made("embedding")) if names else {}
     return {name: made(name) for name in names}
-
-
-def _placed(x: Tensor) -> Tensor:
-    """Embeddings (b, T, hidden), times the root of their width, and where each is."""
-    return x * math.sqrt(x.shape[-1]) + waves(x.shape[1], x)
 
 
 def waves(length: int, like: Tensor) -> Tensor:

@@ -55,6 +55,15 @@ class EncoderDecoderConfig:
         return encoder + decoder + self.vocab * h * (1 if self.tied else 3)
 
 
+def halves(config: EncoderDecoderConfig) -> tuple[int, int]:
+    """Tokens of a source and of a target that are windows of a stream, cut in two.
+
+    >>> halves(EncoderDecoderConfig(context=9))
+    (4, 5)
+    """
+    return config.context // 2, config.context - config.context // 2
+
+
 def layers_of(
     config: EncoderDecoderConfig, stages: int, division: Sequence[int] | None = None
 ) -> list[range]:

@@ -42,9 +42,11 @@ class Weights(NamedTuple):
         zeros = torch.zeros(self.hidden, **self.where) if bias else None
         return RowParallelLinear(weight, zeros, self.tp, sequence=self.sequence)
 
-    def whole(self, name: str, k: int) -> ColumnParallelLinear:
-        """(..., hidden) to (..., k), the same on all ranks, which each hold it."""
-        return self._replace(tp=None).column(name, k)
+    def whole(self, name: str, k: int, *, own: bool = True) -> ColumnParallelLinear:
+        """(..., hidden) to (..., k), which each rank holds whole: for its `own` tokens, where they
+        share these, or else for what is the same on all."""
+        found = self._replace(tp=None, sequence=False).column(name, k)
+        return seen_in_parts(found, self.tp, sequence=self.sequence, own=own)
 
     def norm(self) -> nn.LayerNorm:
         """A LayerNorm."""

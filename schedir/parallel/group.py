@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from schedir.errors import UsageError
 from schedir.runtime.rules import Entry, Later
 
-_Whole = TypeVar("_Whole", nn.Parameter, nn.LayerNorm, nn.RMSNorm)
+_Whole = TypeVar("_Whole", bound=nn.Parameter | nn.Module)
 
 
 def tp_size(group: ProcessGroup | None) -> int:
@@ -78,13 +78,16 @@ def shard_dim(param: Tensor) -> int | None:
     return getattr(param, "shard_dim", None)
 
 
-def seen_in_parts(whole: _Whole, group: ProcessGroup | None, *, sequence: bool) -> _Whole:
+def seen_in_parts(
+    whole: _Whole, group: ProcessGroup | None, *, sequence: bool, own: bool = True
+) -> _Whole:
     """A parameter, or a module with its own, that each rank holds whole, and that sees 1/t of the
     tokens if they share the `sequence`: then each parameter says that its gradients are to be
-    summed over them, which a program does that says `sequence yes`."""
+    summed over them, which a program does that says `sequence yes`.  With own=False it sees the
+    same on all ranks nevertheless, and says so."""
     for parameter in whole.parameters() if isinstance(whole, nn.Module) else (whole,):
         if sequence and tp_size(group) > 1:
-            parameter.summed_over_tp = True  # type: ignore[attr-defined]
+            parameter.summed_over_tp = own  # type: ignore[attr-defined]
     return whole
 
 
@@ -121,6 +124,18 @@ def own_tokens(x: Tensor, group: ProcessGroup | None, *, sequence: bool = True) 
     t = tp_size(group) if sequence else 1
     _require_even(x.shape[-2], t)
     return x.chunk(t, -2)[tp_rank(group) if t > 1 else 0]
+
+
+def first_token(x: Tensor, group: ProcessGroup | None, *, sequence: bool) -> Tensor:
+    """Of (b, s, n) the first token, (b, n), the same on all ranks, also where they share the
+    `sequence`, and the first has it.
+
+    All are to compute the same with it: then each has its whole gradient, and the first keeps it.
+    """
+    if not sequence or group is None or group.size() == 1:
+        return x[:, 0]
+    first: Tensor = _First.apply(x, group)  # type: ignore[no-untyped-call]
+    return first
 
 
 def all_gather(whole: Tensor, shard: Tensor, group: ProcessGroup) -> None:
@@ -181,6 +196,23 @@ def _start_scatter(group: ProcessGroup, x: Tensor) -> Later:
         return own
 
     return wait
+
+
+class _First(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.shape, ctx.first = x.shape, group.rank() == 0
+        own = x[:, 0].contiguous()
+        each = own.new_empty(group.size(), *own.shape)
+        all_gather(each, own, group)
+        return each[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None]:
+        dx = dys[0].new_zeros(ctx.shape)
+        if ctx.first:
+            dx[:, 0] = dys[0]
+        return dx, None
 
 
 class _ScatterSequence(torch.autograd.Function):

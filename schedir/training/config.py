@@ -273,13 +273,8 @@ class Config:
             )
         kind.share(self.model, self.pipeline.tp)
         if getattr(self.pipeline, "sequence", False):
-            if not kind.sequence:
-                raise UsageError(
-                    f"ranks do not share the sequence of a model of kind {kind_of(self.model)}",
-                    hint="sequence = false",
-                    fields=["sequence", "kind"],
-                )
-            split_tokens(self.model.context, self.pipeline.tp)
+            for length in kind.lengths(self.model):
+                split_tokens(length, self.pipeline.tp, self.model.context)
         if self.data.documents == "packed" and not kind.packs:
             raise UsageError(
                 f"samples of kind {kind_of(self.model)} are cut out of windows, and packed ones "

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from schedir.data.pairs import Marks, pair
 from schedir.models import bert, encoder_decoder, llama
 from schedir.models.bert_config import BertConfig
-from schedir.models.encoder_decoder_config import EncoderDecoderConfig
+from schedir.models.encoder_decoder_config import EncoderDecoderConfig, halves
 from schedir.models.language import IGNORE
 from schedir.runtime.boundary import Boundary, Crossing
 from schedir.training import gpt, gpt_pieces
@@ -59,12 +59,8 @@ def _halves(config: EncoderDecoderConfig, batches: Batches, first: int, count: i
     """Windows of which the second half is to be told from the first (T5's prefix language
     modelling: Raffel et al., arXiv 1910.10683, section 3.2.3)."""
     inputs, targets = batches.batch(first, count)
-    half = _source(config)
+    half, _ = halves(config)
     return Samples(inputs[:, :half], targets[:, half:], {"target": inputs[:, half:]})
-
-
-def _source(config: EncoderDecoderConfig) -> int:
-    return config.context // 2
 
 
 Passing = Boundary | dict[int, tuple[Boundary, ...]]
@@ -86,11 +82,10 @@ def _hidden(config: ModelConfig, cut: Cut) -> Passing:
 
 
 def _with_memory(config: EncoderDecoderConfig, cut: Cut) -> Passing:
-    source = _source(config)
+    source, target = (length // cut.share for length in halves(config))
     return encoder_decoder.boundaries(
-        config, cut.stages, cut.size, source, config.context - source,
-        division=cut.division, dtype=cut.dtype,
-    )  # fmt: skip
+        config, cut.stages, cut.size, source, target, division=cut.division, dtype=cut.dtype
+    )
 
 
 def largest(passing: Passing) -> int:

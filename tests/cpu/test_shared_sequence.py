@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from schedir import Plan, compile
 from schedir.errors import ModelError, UsageError
-from schedir.models import llama
+from schedir.models import bert, encoder_decoder, llama
+from schedir.models.bert_config import BertConfig
+from schedir.models.encoder_decoder_config import EncoderDecoderConfig
 from schedir.models.llama_config import LlamaConfig
 from schedir.parallel.group import own_tokens, seen_in_parts, shard_dim
 from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -173,15 +175,37 @@ def refusals(group: Any, rank: int) -> Told:
     return found
 
 
-def llama_like(group: Any) -> Told:
+TOKENS = torch.arange(18).view(2, 9) % 13
+PAIRS = {"sentences": (TOKENS[:, :-1] % 3 == 0).long(), "mask": TOKENS[:, 1:] != 5}
+MODELS: dict[str, tuple[Any, Any, Told, int]] = {
+    "llama": (llama, LlamaConfig(vocab=13, layers=2, hidden=16, heads=4, kv_heads=2, context=8), {},
+              1 + 3 + 2 * 6),
+    "bert": (bert, BertConfig(vocab=13, layers=2, hidden=16, heads=2, context=8), PAIRS,
+             1 + 6 + 9 + 2 * 12),
+    "encoder_decoder": (
+        encoder_decoder, EncoderDecoderConfig(
+            vocab=13, encoder_layers=1, decoder_layers=2, hidden=16, heads=2, context=8, tied=False
+        ), {"target": TOKENS[:, :4], "mask": PAIRS["mask"]}, 1 + 3 + 4 + 12 + 2 * 20,
+    ),
+}  # fmt: skip
+
+
+def of_kind(kind: str, group: Any) -> Told:
     """The loss and gradients of a model of two stages; of what is summed, the sums."""
-    config = LlamaConfig(vocab=13, layers=2, hidden=16, heads=4, kv_heads=2, context=8)
-    tokens = torch.arange(18).view(2, 9) % 13
-    x = tokens[:, :-1]
-    stages = [llama.build_stage(config, s, 2, tp=group, sequence=True) for s in range(2)]
+    module, config, named, _ = MODELS[kind]
+    how: Told = {"tp": group, "sequence": True}
+    if kind == "encoder_decoder":  # the memory is made in the first stage, and passes with the rest
+        how["division"] = [2, 1]
+    x: Any = (TOKENS[:, :-1],)
+    stages = [module.build_stage(config, s, 2, **how) for s in range(2)]
     for stage in stages:
-        x = stage(x)
-    total = llama.loss(x, tokens[:, 1:], group)
+        x = stage(*x, **named)
+        x = x if isinstance(x, tuple) else (x,)
+    targets = TOKENS[:, 1:] if kind != "encoder_decoder" else TOKENS[:, 4:8]
+    if kind == "bert":
+        targets = targets.masked_fill(targets % 2 == 0, -1)
+        targets[:, 0] = torch.tensor([0, 1])
+    total = module.loss(x if kind == "bert" else x[0], targets, group)
     torch.autograd.backward(total)
     found: Told = {"loss": (total.detach(), None)}
     for name, p in (pair for stage in stages for pair in stage.named_parameters()):
@@ -238,7 +262,7 @@ def all_of_it(rank: int) -> Told:
     found["shapes"] += differing_shapes(2, pair, rank)
     found["refused"] = refusals(pair, rank)
     found["lengths"], found["drawn"] = lengths(pair), drawn(pair)
-    found["llama"] = llama_like(pair)
+    found["kinds"] = {kind: of_kind(kind, pair) for kind in MODELS}
     return found
 
 
@@ -258,14 +282,16 @@ def test_a_stage_says_what_its_program_does(told: list[Told], name: str) -> None
     assert bool(STAGES[name][2]) == bool(said[0])
 
 
-def test_the_llama_like_model_shares_the_sequence(told: list[Told]) -> None:
+@pytest.mark.parametrize("kind", MODELS)
+def test_each_model_shares_the_sequence(told: list[Told], kind: str) -> None:
     """Its gradients are those of one process; of norms, when they are summed."""
-    want, parts = llama_like(None), [own["llama"] for own in told[:2]]
-    assert len(want) == 1 + 3 + 2 * 6
+    want, parts = of_kind(kind, None), [own["kinds"][kind] for own in told[:2]]
+    assert len(want) == MODELS[kind][-1]
     for name, (one, _) in want.items():
         cut = parts[0][name][1]
         pair = [own[name][0] for own in parts]
         whole = pair[0] if cut is None else torch.cat(pair, cut)[: len(one)]
+        assert cut is not None or torch.equal(*pair), name
         assert (whole - one).norm() <= 1e-5 * one.norm(), name
 
 

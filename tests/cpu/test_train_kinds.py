@@ -73,7 +73,10 @@ def test_kinds_are_the_same_in_both_tables() -> None:
         (["model.kind=bert", "model.window=8"], "it is for kind = gpt or llama"),
         (["model.kind=llama", "model.heads=4", "model.kv_heads=1"], "keys and values"),
         (["model.kind=bert", "model.vocab=260", "data.documents=packed"], "packed"),
-        (["model.kind=bert", "model.heads=4", "pipeline.sequence=true"], "sequence"),
+        (
+            ["model.kind=encoder_decoder", "model.context=18", "pipeline.sequence=true"],
+            "sequence of 9 tokens",
+        ),
         (["model.kind=bert", "model.vocab=4"], "vocab"),
         (["model.kind=bert", "model.context=4"], "context"),
         (["model.kind=encoder_decoder", "model.context=1"], "context"),
