@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from schedir.ir.plan import Plan
 from schedir.runtime.inprocess import InProcess
 from schedir.schedules import one_f_one_b
 from tests.cases import cases
-from tests.cpu.training import TORCHRUN, arguments, finish, start
+from tests.cpu.training import TORCHRUN, arguments, finish, launched, start
 
 DEADLY = """\
 import os
@@ -69,8 +68,7 @@ def test_the_launcher_says_who_died_and_how(
     config: str, tmp_path: Path, how: str, transport: str, said: str
 ) -> None:
     words = dying(config, tmp_path, how, transport, ranks=3 if how == KILL else 2)
-    command = [sys.executable, "-m", "schedir", *words]
-    code, _, err = finish(start(command))
+    code, _, err = launched(words, tmp_path / "out")
     assert code == 1 and err.count("\n") == 1
     assert err.startswith(f"process 1 (pipeline rank 1){said}")
     # The batch of a step is drawn by another thread, meanwhile or before.
@@ -87,10 +85,10 @@ def test_the_launcher_says_who_died_and_how(
 def test_a_warning_says_nothing_of_a_death(
     config: str, tmp_path: Path, how: str, said: str
 ) -> None:
-    command = [sys.executable, "-m", "schedir", *dying(config, tmp_path, how, "gloo", ranks=2)]
+    words = dying(config, tmp_path, how, "gloo", ranks=2)
     schedule = tmp_path / "mine.py"
     schedule.write_text(f"import warnings\n{schedule.read_text()}\nwarnings.warn('odd')\n")
-    code, _, err = finish(start(command))
+    code, _, err = launched(words, tmp_path / "out")
     assert code == 1 and "\n[1] " in err and "UserWarning: odd" in err
     assert err.splitlines()[-1].startswith(said)
     assert not (tmp_path / "out" / "summary.json").exists()
@@ -168,9 +166,9 @@ Prefetch.take = forking
 
 
 def test_a_child_that_a_persons_code_forks_is_none_of_the_run(config: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "schedir", *dying(config, tmp_path, KILL, "gloo", ranks=2)]
+    words = dying(config, tmp_path, KILL, "gloo", ranks=2)
     (tmp_path / "mine.py").write_text(FORKS)
-    code, _, err = finish(start(command))
+    code, _, err = launched(words, tmp_path / "out")
     assert code == 0, err
     assert (
         "a child of process 1 (pipeline rank 1): Traceback" in err and "ValueError: a child" in err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -19,7 +18,7 @@ from schedir.training.data import Batches
 from schedir.training.meeting import compare, facts_of
 from schedir.training.store import connected
 from schedir.transports.plain import encoded
-from tests.cpu.training import TORCHRUN, arguments, finish, fork, start
+from tests.cpu.training import TORCHRUN, arguments, finish, fork, launched, start
 
 
 def said(each: list[tuple[int, int, dict[str, str]]], timeout: float = 20) -> list[str]:
@@ -183,8 +182,10 @@ def test_versions_are_compared(config: str, tmp_path: Path, launcher: str) -> No
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     own = [*TORCHRUN, f"--master-port={port}", "--nproc-per-node=2", "-m", "schedir"]
-    command = own if launcher == "torchrun" else [sys.executable, "-m", "schedir"]
-    code, _, err = finish(start([*command, *words]))
+    if launcher == "torchrun":
+        code, _, err = finish(start([*own, *words]))
+    else:
+        code, _, err = launched(words, tmp_path / "out")
     assert code == (1 if launcher == "torchrun" else 2), err
     assert err.count("do not agree on the version of schedir: 0.1.0 and 0.0.9") == 1, err
     assert not (tmp_path / "out" / "loss.csv").exists()

@@ -22,7 +22,7 @@ from schedir.training.config import Config, OutputConfig
 from schedir.training.results import COLUMNS, LOCK, RESULTS, TRACE, claimed
 from schedir.training.train import run
 from schedir.training.world import wait_for_results
-from tests.cpu.training import ALONE, LIMIT, ROOT, arguments, finish, forked, start
+from tests.cpu.training import ALONE, LIMIT, ROOT, arguments, finish, forked, launched, start
 
 TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "train.log_every=1"]
 AGAIN = "output.replace=true"
@@ -132,9 +132,9 @@ def test_a_folder_in_use_is_refused_until_its_run_ends_however_it_does(
     try:
         assert first.stdout is not None and first.stdout.readline().startswith("memory ")
         assert first.stdout.readline().startswith("step ")
-        command = [sys.executable, "-m", "schedir"]
         began = (folder / "loss.csv").stat().st_ino
-        code, _, err = finish(start([*command, *arguments(config, folder, *ALONE, AGAIN)]))
+        again = arguments(config, folder, *ALONE, AGAIN)
+        code, _, err = launched(again, tmp_path / "again")
         assert code == 2 and err.count("\n") == 2 and "in use by another run, process " in err
         assert (folder / "loss.csv").stat().st_ino == began and (folder / "boxes").is_dir()
         first.send_signal(signal.SIGKILL)
@@ -309,7 +309,7 @@ def test_a_folder_that_is_removed_under_a_run_is_named(config: str, tmp_path: Pa
     schedule, folder = tmp_path / "mine.py", tmp_path / "out"
     schedule.write_text(REMOVES.format(folder=str(folder)))
     words = arguments(config, folder, *TWO, f"pipeline.schedule={schedule}:mine")
-    code, _, err = finish(start([sys.executable, "-m", "schedir", *words]))
+    code, _, err = launched(words, folder)
     assert code and "Traceback" not in err and "before it had begun" not in err, err
     first, last = err.splitlines()
     assert first.startswith("[0] process 0 (pipeline rank 0): ") and str(folder) in first

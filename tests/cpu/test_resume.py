@@ -20,10 +20,9 @@ from schedir.training.resume import RUN
 from schedir.training.steps import Steps
 from schedir.training.train import run
 from schedir.training.train_config import TrainConfig
-from tests.cpu.training import ALONE, ROOT, TORCHRUN, arguments, finish, start
+from tests.cpu.training import ALONE, ROOT, TORCHRUN, finish, forked, start
 
 TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "output.record=false"]
-TRAIN = [sys.executable, "-m", "schedir", "train"]
 STEPS = 7
 
 
@@ -305,7 +304,7 @@ def test_told_to_end_all_finish_one_step_and_save_it(config: str, tmp_path: Path
     assert losses(tmp_path).splitlines()[-1].startswith(f"{last},".encode())
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN}
     sets = [*TWO, *words(tmp_path), f"train.steps={last + 2}"]
-    code, out, err = finish(start([*TRAIN, config, *(f"--set={s}" for s in sets)]))
+    code, out, err = forked(config, tmp_path / "out", *sets)
     assert code == 0, err
     assert f"resumed at step {last} from " in out
     assert losses(tmp_path).count(b"\n") == last + 3
@@ -368,12 +367,6 @@ def test_torchrun_comes_back_by_itself(config: str, tmp_path: Path) -> None:
     assert out.count("resumed at step 3 from ") == 1
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN, "summary.json"}
     plain = [*TWO, "pipeline.schedule=one_f_one_b", *words(tmp_path)[:3]]
-    command = [
-        sys.executable,
-        "-m",
-        "schedir",
-        *arguments(config, tmp_path / "plain" / "out", *plain),
-    ]
-    code, _, err = finish(start(command))
+    code, _, err = forked(config, tmp_path / "plain" / "out", *plain)
     assert code == 0, err
     assert losses(tmp_path) == losses(tmp_path / "plain")

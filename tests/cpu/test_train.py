@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import socket
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from tests.cpu.training import (
     alone,
     arguments,
     finish,
+    launched,
     losses,
     start,
     train,
@@ -117,9 +117,7 @@ def test_dropout_leaves_out_the_same_in_any_layout(config: str, tmp_path: Path) 
 def test_updates_that_would_mix_are_refused(config: str, tmp_path: Path) -> None:
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=zb_h1",
             "pipeline.microbatches=8", "pipeline.updates=4", "pipeline.delay=1"]  # fmt: skip
-    code, _, err = finish(
-        start([sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)])
-    )
+    code, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
     assert code == 2 and err.count("would go into update 0") == 1 and "Traceback" not in err
     assert not (tmp_path / "out").exists()
 

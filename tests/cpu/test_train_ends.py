@@ -24,6 +24,7 @@ from tests.cpu.training import (
     LIMIT,
     arguments,
     finish,
+    launched,
     start,
 )
 
@@ -157,8 +158,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 def test_an_output_folder_that_cannot_be_written_is_refused(config: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    command = [sys.executable, "-m", "schedir", *arguments(config, file / "out")]
-    code, out, err = finish(start(command))
+    code, out, err = launched(arguments(config, file / "out"), tmp_path / "out")
     assert (code, out) == (2, "") and str(file / "out") in err and "Traceback" not in err
 
 
@@ -269,8 +269,7 @@ def test_the_rank_that_fails_says_why(
     schedule = tmp_path / "mine.py"
     schedule.write_text(FAILING.format(what=what))
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
-    command = [sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
-    got, _, err = finish(start(command))
+    got, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
     assert got == code and err.count("\n") == 1 and said in err
     # Who fails when all is done does not keep the first rank from its results.
     assert (tmp_path / "out" / "summary.json").exists() == ("leave" in what)
@@ -285,8 +284,7 @@ def test_a_rank_that_stands_outside_of_a_step_is_one_error(config: str, tmp_path
     schedule.write_text(more + FAILING.format(what=what))
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine",
             "train.timeout=6", "train.log_every=1"]  # fmt: skip
-    command = [sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
-    got, _, err = finish(start(command))
+    got, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
     assert got == 1
     assert "process 1 (pipeline rank 1) is stopped, bringing together the numbers of step 1" in err
     assert "Traceback" not in err and "unbound_buffer" not in err

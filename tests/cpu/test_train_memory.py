@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from schedir.training.train import run
-from tests.cpu.training import ALONE, ROOT, forked, launched, losses, small
+from tests.cpu.training import ALONE, ROOT, arguments, forked, launched, losses, small
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def test_as_few_as_fit_with_the_same_losses(tmp_path: Path, config: Path) -> Non
     own = tmp_path / "own"
     assert forked(str(config), own)[0] == 0
     needs = json.loads((own / "summary.json").read_text())["memory"]["predicted"]
-    limit = f"memory.limit={int(0.9 * max(needs))}B"
-    code, out, err = launched(str(config), tmp_path / "refused", limit)
+    limit, refused = f"memory.limit={int(0.9 * max(needs))}B", tmp_path / "refused"
+    code, out, err = launched(arguments(str(config), refused, limit), refused)
     assert code == 2 and "MemoryLimitError" in err and "\nstep" not in out
     code, out, err = forked(str(config), tmp_path / "fits", limit, "memory.recompute=fit")
     assert code == 0, err

@@ -98,9 +98,11 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def launched(config: str, folder: Path, *sets: str) -> tuple[int, str, str]:
-    """Exit code and what was said of a run as a person starts it."""
-    return finish(start([sys.executable, "-m", "schedir", *arguments(config, folder, *sets)]))
+def launched(words: list[str], folder: Path) -> tuple[int, str, str]:
+    """Exit code and what was said of a run that starts its processes itself, by what it is told; it
+    forks from a process that has torch loaded, and they start anew."""
+    (found,) = _forked([words], folder, {})
+    return found
 
 
 def forked(config: str, folder: Path, *sets: str) -> tuple[int, str, str]:
@@ -131,9 +133,16 @@ def fork(
 ) -> list[tuple[int, str, str]]:
     """Exit code and what was said of each of several processes, by what they are told, or of a
     script; they fork from one that has torch loaded.  `port` is that of their store."""
-    said = folder.parent / f"said-{folder.name}"
-    said.mkdir()
     more |= {"WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return _forked(words, folder, more)
+
+
+def _forked(
+    words: Sequence[list[str]], folder: Path, more: dict[str, str]
+) -> list[tuple[int, str, str]]:
+    """Processes that know who they are if they know of a world."""
+    said = folder.parent / f"said-{folder.name}"
+    said.mkdir(parents=True)
     processes = [
         CONTEXT.Process(target=_process, args=(rank, own, said, more))
         for rank, own in enumerate(words)
@@ -159,7 +168,7 @@ def fork(
 
 
 def _process(rank: int, words: list[str], said: Path, more: dict[str, str]) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)} | more
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)} | more if more else {}
     os.chdir(ROOT)
     for descriptor, name in ((1, "out"), (2, "err")):
         with (said / f"{rank}.{name}").open("w") as file:
