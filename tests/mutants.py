@@ -268,7 +268,7 @@ def mutate(name: str, seed: int, share: int = 4, *, mixed: bool = False) -> tupl
     raise AssertionError("some program can be changed")
 
 
-@lru_cache(32)
+@lru_cache(256)  # more than any mutation looks at before it finds one to change
 def base(name: str, seed: int, again: int, mixed: bool) -> Program:
     """A program for a mutation; `again` counts those in which it found nothing to change."""
     rng = random.Random(f"{name} {seed} {again}")
