@@ -10,10 +10,8 @@ and of its tokens, where they share the sequence (arXiv 2205.05198, section 4.2.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +23,13 @@ from schedir.kernels.gelu import bias_gelu
 from schedir.kernels.layer_norm import add_layer_norm
 from schedir.models.attention import attention
 from schedir.models.language import IGNORE as IGNORE
-from schedir.models.language import STD, Ends, Where, drawn, tied_copy
+from schedir.models.language import Ends, Where, drawn, tied_copy
 from schedir.models.language import count_tokens as count_tokens
 from schedir.models.language import loss as loss
 from schedir.models.shape import split_heads, split_layers
+from schedir.models.weights import Weights
 from schedir.models.windows import windows_of
-from schedir.parallel.drawn import Drawn
 from schedir.parallel.group import own_tokens, seen_in_parts, shard, tp_rank, tp_size
-from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.runtime.random import layer
 from schedir.training.gpt_config import GPTConfig as GPTConfig
 
@@ -150,23 +147,16 @@ class Layer(nn.Module):
         hidden, self.head_width = config.hidden, config.hidden // config.heads
         self.number, self.dropout, self.slice = 1 + index, config.dropout, tp_rank(tp)
         self.window, self.sequence = windows_of(config)[index], sequence
-        # GPT-2: what adds to the residual stream starts smaller, the more of it there is.
-        residual_std = STD / math.sqrt(2 * config.layers)
-
-        def full(name: str, k: int, n: int, dim: int = 0, std: float = STD) -> tuple[Drawn, Tensor]:
-            weight = drawn(config.seed, f"layers.{index}.{name}.weight", k, n, where, dim, std)
-            return weight, torch.zeros(k, **where)
-
-        column = partial(ColumnParallelLinear, group=tp, sequence=sequence)
-        row = partial(RowParallelLinear, group=tp, sequence=sequence)
-        seen = partial(seen_in_parts, group=tp, sequence=sequence)
-        self.attention_norm = seen(nn.LayerNorm(hidden, **where))
+        weights = Weights(
+            config.seed, f"layers.{index}", hidden, 2 * config.layers, tp, where, sequence
+        )
+        self.attention_norm = weights.norm()
         # Rows in the order (head, q k v, width): a slice of them is whole heads.
-        self.qkv = column(*full("qkv", 3 * hidden, hidden))
-        self.proj = row(*full("proj", hidden, hidden, 1, residual_std))
-        self.mlp_norm = seen(nn.LayerNorm(hidden, **where))
-        self.up = column(*full("up", 4 * hidden, hidden))
-        self.down = row(*full("down", hidden, 4 * hidden, 1, residual_std))
+        self.qkv = weights.column("qkv", 3 * hidden)
+        self.proj = weights.row("proj", hidden)
+        self.mlp_norm = weights.norm()
+        self.up = weights.column("up", 4 * hidden)
+        self.down = weights.row("down", 4 * hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         with self.drawing():
