@@ -45,8 +45,8 @@ class Saver:
 
     What a step changes is copied by the Snapshots of the step behind which it is due; all else, as
     buffers, which a forward may write to, at once.  A thread writes the files.  All processes make
-    theirs together, and call the same.  `saved` is the newest one that it has made whole.  Raises
-    ModelError for a program without snapshots.
+    theirs together, and call the same; they wait half an hour for what others write.  `saved` is
+    the newest one that it has made whole.  Raises ModelError for a program without snapshots.
 
     >>> import schedir, tempfile, torch
     >>> from schedir.checkpoints import Saver
