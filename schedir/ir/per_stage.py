@@ -97,6 +97,8 @@ def by_stage(
 
     Raises `error` for another number of either; without `microbatches` there may be any.
     """
+    if isinstance(value, (int, float)):  # as most are
+        return np.full((stages, 1), value, float)
     each = grid(value)
     rows, columns = each.shape
     if is_array(value):
