@@ -224,7 +224,7 @@ go and weights come, 2 and 2 of 16 bytes a 16-bit parameter.
 | instruction | | lane | priced by |
 | --- | --- | --- | --- |
 | `offload_grads s` | copies the stage's gradient to the host, when it is reduced | `d2h` | `Costs.offload_grads` |
-| `step_host s` | steps the stage there, when all gradients of the rank are, and the norm | `host` | `Costs.step_host` |
+| `step_host s` | steps the stage there, when all gradients of the rank are, and the verdict on the update | `host` | `Costs.step_host` |
 | `reload_weights s` | copies its new weights back | `h2d` | `Costs.reload_weights` |
 
 ```
@@ -233,7 +233,8 @@ $ {stepped_command}
 
 Gradients go while other stages compute backwards, and while one stage is stepped, which takes a lane of its own, weights of the last
 one come back, and other ranks compute. What no rank does is step before all its gradients are there: whether they are finite is
-judged first, so that nothing of an update is ever taken back. A `Cluster` that tells `dram`, what the host's processors read
+judged first, so that nothing of an update is ever taken back. So the first `step_host` of a rank is issued when the host has the
+verdict, and each when what of the rank has been taken as a snapshot of its weights has left: from then on they change. A `Cluster` that tells `dram`, what the host's processors read
 and write in a second for each GPU, fills `step_host`.
 
 The optimizer is the one that you give, and is given parameters on the host: a `MainOptimizer` its copies, from which 16-bit weights

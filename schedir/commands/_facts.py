@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from schedir.ir.costs import Costs
-from schedir.ir.ops import ROWS, STEPS, TIERS, Lane
+from schedir.ir.ops import ROWS, STEPS, Lane
 from schedir.predict.calibrate import format_costs, rounded
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Costs of what replicas do together with a stage's weights and gradients.
 OVER_REPLICAS: Final = [row.cost for row in ROWS if row.ring and row.ring.members == "dp"]
+
+_OF_HOSTS: Final = (Lane.D2H, Lane.H2D, Lane.DISK, Lane.HOST)
 
 
 def facts(timeline: Timeline, bound: Bound | None = None) -> dict[str, Any]:
@@ -45,12 +47,13 @@ def said_of_costs(requests: Sequence[Request]) -> str:
 
 
 def untold_moves(request: Request) -> list[str]:
-    """The costs of copies to the host, its disk and back that a program has and nobody tells."""
+    """The costs of copies to the host, its disk and back, and of what the host computes, that a
+    program has and nobody tells."""
     ops = request.timeline.program.ops
     costs = {
         row.cost
         for row in ROWS
-        if row.op in ops and any(change.before in TIERS for change in row.changes)
+        if row.op in ops and row.cost != "snapshot" and row.lane in _OF_HOSTS
     }
     priced = request.priced
     return [] if priced is None else sorted(costs - priced.told.keys())
@@ -60,7 +63,11 @@ def _free_moves(requests: Sequence[Request]) -> Iterator[str]:
     names = sorted({name for request in requests if request.cluster is None
                     for name in untold_moves(request)})  # fmt: skip
     if names:
-        yield f"nobody tells what {', '.join(names)} cost: here they are free, which no copy is"
+        example = ",".join(f"{name}=0.5" for name in names)
+        yield (
+            f"nobody tells what {', '.join(names)} cost: here they are free, which nothing of the "
+            f"host is; --costs {example} says it, or a --cluster with the bandwidths of its host"
+        )
 
 
 def not_read(requests: Iterable[Request]) -> list[str]:

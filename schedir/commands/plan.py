@@ -242,8 +242,26 @@ def _file(args: argparse.Namespace, asked: Asked, plan: Priced, own: Program | N
                 "a schedule that was searched is a program, and no name in a configuration",
                 hint="-o best.sched, which is a pipeline.schedule then", fields=["output"],
             )  # fmt: skip
-        return comments + config(asked.model, plan)
+        moves = program_for(asked.model, asked.cluster, plan) if plan.offload != "none" else None
+        return comments + config(asked.model, plan, moves=moves)
+    comments += _simulated(asked, plan)
     return comments + show(own or program_for(asked.model, asked.cluster, plan))
+
+
+def _simulated(asked: Asked, plan: Priced) -> str:
+    """How a plan's program is simulated as it was planned, in a comment: at which costs."""
+    from schedir.planner.costs import costs_of, times_of
+    from schedir.planner.runnable import plan_of
+    from schedir.planner.trainer import trainer_for
+    from schedir.predict.calibrate import format_costs
+
+    model, cluster = asked.model, asked.cluster
+    if cluster.processors is not None:  # of which several share what one alone would have
+        return ""
+    of = trainer_for(cluster)
+    times = times_of(model, cluster, plan, of.constants)
+    costs = costs_of(model, cluster, plan, plan_of(plan), times, of.constants, of.states)
+    return f"# in seconds: schedir simulate FILE --model edge --costs {format_costs(costs)}\n"
 
 
 def _draw(args: argparse.Namespace, asked: Asked, plans: Sequence[Priced], taken: Priced) -> None:

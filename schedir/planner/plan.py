@@ -140,7 +140,7 @@ def plan(
     best = [among(model, cluster, one, int(place[at]), others) for one, at in tried[:top]]
     if offload:
         steps = [one.step for one in best]
-        best += offloaded(model, cluster, found, top, constants, states, steps)
+        best += offloaded(model, cluster, found, max(top, FINALISTS), constants, states, steps)
         least = others.at(model, cluster, int(others.total.argmin()))
         best = beside(sorted(best, key=_plainest_first), least)
     if not best:

@@ -13,6 +13,8 @@ from schedir.io.request import Request
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.zero import CUT_FROM
+from schedir.passes.moves import HOST
+from schedir.passes.which import stages_of
 from schedir.planner.choice import Choice
 from schedir.planner.division import layers_of
 from schedir.planner.model import Model
@@ -137,10 +139,13 @@ _WITHOUT: Final = (
 )
 
 
-def config(model: Model, choice: Choice, **train: str | int | float) -> str:
+def config(
+    model: Model, choice: Choice, *, moves: Program | None = None, **train: str | int | float
+) -> str:
     """A configuration in TOML with which `schedir train` runs a choice, its division included.
 
-    `train` are further settings of its section [train]: steps=100, device="cuda".
+    `train` are further settings of its section [train]: steps=100, device="cuda".  Of one that
+    offloads, `moves` is the `program_for` it, which says what.
 
     Raises UsageError for what that trainer cannot do, saying what; and what `program` raises.
 
@@ -174,7 +179,7 @@ def config(model: Model, choice: Choice, **train: str | int | float) -> str:
     <BLANKLINE>
     """
     parts = layers_of(model, choice)
-    _require_trainable(model, choice, parts)
+    _require_trainable(model, choice, parts, moves)
     tables: dict[str, dict[str, Any]] = {
         "model": {
             "vocab": model.vocab, "layers": model.layers, "hidden": model.hidden,
@@ -198,6 +203,8 @@ def config(model: Model, choice: Choice, **train: str | int | float) -> str:
         tables["pipeline"]["reduce"] = "turn"
     if choice.recompute == "full":
         tables["memory"]["recompute"] = "all"
+    if moves is not None and (said := _offloaded(moves)):
+        tables["memory"]["offload"] = said
     if choice.states != "device":
         tables["memory"]["states"] = choice.states
     many = f"{choice.gpus} process{'es' * (choice.gpus > 1)}"
@@ -208,7 +215,18 @@ def config(model: Model, choice: Choice, **train: str | int | float) -> str:
     return "\n".join([*text, ""])
 
 
-def _require_trainable(model: Model, choice: Choice, parts: tuple[int, ...]) -> None:
+def _offloaded(program: Program) -> str:
+    """What a program offloads, as an option says it: stages, and microbatches of stages."""
+    stage, mb = stages_of(program.words[program.op == HOST[0]])
+    each, m = [*zip(stage.tolist(), mb.tolist(), strict=True)], program.plan.microbatches
+    whole = {s for s in {*stage.tolist()} if sum(s == one for one, _ in each) == m}
+    return ",".join([*map(str, sorted(whole)), *(f"{s}.{k}" for s, k in sorted(each)
+                                                 if s not in whole)])  # fmt: skip
+
+
+def _require_trainable(
+    model: Model, choice: Choice, parts: tuple[int, ...], moves: Program | None
+) -> None:
     """Raise UsageError for what `schedir train` cannot do."""
     if 0 in parts[1:-1]:
         raise _cannot("layers_of", list(parts), "a stage between the ends has nothing to do")
@@ -222,10 +240,10 @@ def _require_trainable(model: Model, choice: Choice, parts: tuple[int, ...]) -> 
             raise _cannot(name, value, why)
     if choice.order != "tpd" and min(choice.p, choice.d) > 1:
         raise _cannot("order", choice.order, "its replicas are numbered behind the ranks of each")
-    if choice.offload != "none":
+    if choice.offload != "none" and moves is None:
         raise UsageError(
-            "which microbatches are offloaded a program says, and no configuration",
-            hint="-o best.sched, which is a pipeline.schedule then",
+            "which microbatches are offloaded a program says, and nobody gives it",
+            hint="config(model, choice, moves=program_for(model, cluster, choice))",
             fields=["offload"],
         )
     if choice.recompute == "selective":

@@ -27,6 +27,7 @@ from schedir.training.ends import GRACE, LAUNCHED, MOMENT, TOLD
 MOST: Final = 256  # processes that one machine is asked to start
 BYTES: Final = 2**20  # of what a process prints that are passed on
 LONGEST: Final = 2**13  # of a line
+REFUSED: Final = 2  # the exit code of a process that says so
 
 
 class End(NamedTuple):
@@ -125,7 +126,10 @@ def launch(arguments: Sequence[str], shape: Shape, output: str, grace: float | N
     if passing.told and end.code in (TOLD, -signal.SIGTERM):  # the latter had nothing to save yet
         _forget(folder)
         return TOLD
-    leave_verdict(folder, run, said)
+    if code == REFUSED:  # which has been said, and nothing else happened
+        _forget(folder)
+    else:
+        leave_verdict(folder, run, said)
     return code
 
 
@@ -216,7 +220,7 @@ def _said(end: End, after: Mapping[int, Seen], shape: Shape, folder: Path) -> tu
     where = "before it had begun" if folder.exists() else "and its black box has gone"
     if end.process in end.seen:
         where = Standstill(end.seen, shape, program_of(folder)).where(end.process)
-    code = 2 if end.code == 2 and end.process not in end.seen else 1
+    code = REFUSED if end.code == REFUSED and end.process not in end.seen else 1
     return f"{shape.name(end.process)} {how}, {where}; the others were stopped", code
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedir.analysis.gathers import in_parts
-from schedir.analysis.memory import held
+from schedir.analysis.memory import held, tiers_of
 from schedir.dumps.box import Phase
 from schedir.errors import ExecutionError, in_bytes, in_words
 from schedir.ir.program import Program
@@ -289,6 +289,9 @@ class _Trainer:
             if parts := in_parts(self.program):
                 print(parts, flush=True)
             said = ", ".join(map(in_bytes, most))
+            for tier in tiers_of(self.program)[1:]:
+                there = (rank.bytes.max() for rank in held(self.program, self.sizes, tier))
+                said += f"; on the {tier}: {', '.join(map(in_bytes, there))}"
             print(f"memory held, predicted for each rank: {said}", flush=True)
         return most
 

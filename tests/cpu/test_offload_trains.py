@@ -32,8 +32,10 @@ def test_what_only_offload_makes_fit(tmp_path: Path, config: Path) -> None:
     code, _, err = forked(str(config), tmp_path / "again", *MANY, limit, "memory.recompute=all")
     assert code == 2 and "MemoryLimitError" in err
     away = ["memory.offload=all", "memory.spill=half", f"memory.folder={disk}"]
-    code, _, err = forked(str(config), tmp_path / "away", *MANY, limit, *away)
+    code, out, err = forked(str(config), tmp_path / "away", *MANY, limit, *away)
     assert code == 0, err
+    (told,) = [line for line in out.splitlines() if "predicted for each rank" in line]
+    assert "; on the host: " in told and "; on the disk: " in told
     assert losses(tmp_path / "away") == losses(tmp_path / "own") and not [*disk.iterdir()]
     own, found = (
         json.loads((tmp_path / name / "summary.json").read_text())["memory"]

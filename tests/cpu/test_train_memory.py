@@ -26,6 +26,7 @@ def test_as_few_as_fit_with_the_same_losses(tmp_path: Path, config: Path) -> Non
     limit, refused = f"memory.limit={int(0.9 * max(needs))}B", tmp_path / "refused"
     code, out, err = launched(arguments(str(config), refused, limit), refused)
     assert code == 2 and "MemoryLimitError" in err and "\nstep" not in out
+    assert not (tmp_path / "refused" / "boxes").exists()
     code, out, err = forked(str(config), tmp_path / "fits", limit, "memory.recompute=fit")
     assert code == 0, err
     assert "recomputed: " in out.splitlines()[0] and " forwards: of stage " in out

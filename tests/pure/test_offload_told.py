@@ -225,3 +225,15 @@ def test_a_limit_says_what_moving_would_spare() -> None:
     with pytest.raises(MemoryLimitError) as caught:  # which no offload would help
         compile(schedules.one_f_one_b, plan, sizes=sizes, limit=6)
     assert not caught.value.hint
+
+
+def test_what_the_host_does_for_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its steps are not free, and how to say what they take is told, also of explain."""
+    for command in ("simulate", "explain"):
+        at = [command, "one_f_one_b", "--ranks=2", "--microbatches=2", "--states=cpu"]
+        assert not main([*at, "--costs=F=1,B=2,offload_grads=1"])
+        (line,) = [one for one in capsys.readouterr().out.splitlines() if "nobody tells" in one]
+        assert "what reload_weights, step_host cost" in line
+        assert "--costs reload_weights=0.5,step_host=0.5" in line
+        assert not main([*at, "--costs=F=1,B=2,offload_grads=1,reload_weights=1,step_host=1"])
+        assert "nobody tells" not in capsys.readouterr().out

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from schedir import Cluster, check, parse, planner, simulate
+from schedir import Cluster, Plan, Program, check, compile, parse, planner, schedules, simulate
+from schedir.commands._options import read_costs
 from schedir.errors import MemoryLimitError, UsageError
 from schedir.ir.ops import Opcode
 from schedir.ir.sizes import ample
@@ -203,6 +204,11 @@ def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
         planner.config(MODEL, one)
     with pytest.raises(UsageError, match="needs sizes and a limit"):
         program(one)
+    tight, small = said_choice(where)
+    moves = planner.program_for(MODEL, small, tight)
+    told = tomllib.loads(planner.config(MODEL, tight, moves=moves))["memory"]["offload"]
+    again = compile(schedules.one_f_one_b, Plan(4, 8), offload=told)
+    assert offloaded(again) == offloaded(moves) != set()
     told = tomllib.loads(planner.config(MODEL, replace(one, offload="none", states="host")))
     assert told["memory"] == {"states": "host"}
     moved = tmp_path / "own.sched"
@@ -217,12 +223,22 @@ def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
         planner.exact(experts, where, planner.Choice(d=4, e=2, m=8, zero=1, states="host"))
 
 
+def offloaded(whole: Program) -> set[tuple[int, int]]:
+    return {(s, mb) for stream in whole.streams for op, s, mb in stream if op == Opcode.Offload}
+
+
+def said_choice(where: Cluster) -> tuple[planner.Choice, Cluster]:
+    """A choice that offloads some of its microbatches, and where it does."""
+    tight = planner.Choice(p=4, m=8, b=4, offload="fit")
+    least = planner.exact(MODEL, replace(where, memory=80e9), on_device(tight)).memory.total
+    return tight, replace(where, memory=0.9 * least)
+
+
 def said_program(where: Cluster) -> str:
     from schedir import show
 
-    tight = planner.Choice(p=4, m=8, b=4, offload="fit")
-    least = planner.exact(MODEL, replace(where, memory=80e9), on_device(tight)).memory.total
-    whole = planner.program_for(MODEL, replace(where, memory=0.9 * least), tight)
+    tight, small = said_choice(where)
+    whole = planner.program_for(MODEL, small, tight)
     assert Opcode.Offload in whole.ops
     return show(whole)
 
@@ -243,6 +259,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert words in text, text
     whole = check(parse(out.read_text(encoding="utf-8")))
     assert Opcode.LoadState in whole.ops
+    (told,) = [line for line in out.read_text(encoding="utf-8").splitlines() if "--costs" in line]
+    costs = told.partition("--costs ")[2]
+    step = simulate(whole, read_costs(costs), model="edge").span
+    best, *_ = planner.plan(MODEL, cluster(2, memory=4e9), 8, p=1, top=2, offload=True)
+    assert step == pytest.approx(best.step, rel=1e-3)
+    alone, *_ = planner.plan(MODEL, cluster(2, memory=4e9), 8, p=1, top=1, offload=True)
+    assert alone == best
     for option in ("--tradeoff", "--cut", "--search"):
         more = ("--picture", str(tmp_path / "x.svg")) if option == "--tradeoff" else ()
         assert f"{option} knows nothing of copies" in refused(
