@@ -14,6 +14,10 @@ SIZES = "--sizes saved=1.2GB,activation=32MB,weights=2GB"
 COSTS = "--costs F=1,B=2,send=0.1,offload=0.9,reload=0.9"
 RUN = f"one_f_one_b --ranks 4 --microbatches 8 {SIZES} --limit 5.5GB {COSTS}"
 SLOW = f"one_f_one_b --ranks 4 --microbatches 8 {SIZES} --costs F=1,B=2,send=0.1"
+LATE = (
+    "pipedream_2bw --ranks 2 --microbatches 18 --updates 3 --delay 1 --states cpu "
+    "--costs F=1,B=2,offload_grads=0.5,step_host=9,reload_weights=0.5"
+)
 COMMANDS = {
     "explained": f"schedir explain {RUN}",
     "recomputed": f"schedir simulate {RUN} --recompute fit",
@@ -30,11 +34,13 @@ COMMANDS = {
     "stepped": "schedir simulate interleaved --ranks 2 --microbatches 8 --stages-per-rank 4 "
     "--sizes saved=300MB,params=500MB,grads=500MB,optimizer=3GB --states cpu "
     "--costs F=1,B=2,offload_grads=0.1,step_host=0.6,reload_weights=0.1",
+    "delayed": f"schedir simulate {LATE}",
     "letters": "schedir draw one_f_one_b --ranks 3 --microbatches 4 "
     "--costs F=1,B=2,offload=0.9,reload=0.9 --offload all",
 }
 REFUSED = f"schedir check {RUN}"
 PICTURE = f"schedir draw {RUN} --offload all --show lanes,memory -o offload.svg"
+LATE_PICTURE = f"schedir draw {LATE} --show lanes -o delayed.svg"
 
 PAGE = """\
 # What forwards saved, on the host
@@ -242,6 +248,33 @@ are rounded there, any other a copy of the parameters, which goes along with gra
 and losses have the bits of the same optimizer's steps on a CPU; on a GPU it may add in another order. What is refused for
 `states="host"` is refused here, too, and so are `capturable` and steps that draw random numbers, for they run beside what is computed.
 The host holds the state, gradients and weights all the time, the device no state at all.
+
+### One update late
+
+While the host steps, the device may compute the next update, on weights that are one update older: ZeRO-Offload's delayed parameter
+update (section 5.2). That is a program of several [updates](decisions/13-updates.md) with a delay, and nothing more:
+
+```
+$ {delayed_command}
+{delayed}```
+
+![Two ranks: the host's step of an update lies under the forwards and backwards of the next](images/delayed.svg)
+
+(This one: `{delayed_picture_command}`.) Without a delay an update of six microbatches would take 31, and three 93. Two instructions more are
+of each update and rank:
+
+- `release_grads u` stands where the update ends. Copies of all gradients are on the host then, and the norm is there, so it is judged
+  whether the host may step, and the next update may add to gradients.
+- `step u` stands as late as it can, with `reload_weights s.u` ahead of it: ahead of the first forward on its weights, or of what ends the
+  next update, for on the host there is one place for a gradient, and one for weights. So a delay of more than one hides no more.
+
+In a pipeline of 1F1B the first rank has less time for it than the last, by as many microbatches as it runs ahead; behind the last
+update of a program nothing is computed, so more of them in one program hide more. Bits are those of the same updates and delay with
+states on the device. That holds with clipped gradients, where only an update that is not finite is left out, with tied and frozen
+stages, recomputation and offload. A checkpoint stands between programs, and each begins without a delay. The last rank of a pipeline
+keeps one copy of old weights fewer than with states on the device, for its step stands behind all that uses them. `updates` and `delay`
+of `[pipeline]` and `states = "cpu"` of `[memory]` are the settings of `schedir train`. Refused, as with states on the device: `zero`
+above 0, a loss scale, and CUDA graphs; and with `states="host"` and `"disk"`, which the device steps, several updates.
 {more}
 ## What is refused
 
@@ -268,7 +301,9 @@ def page() -> str:
         f"| {what} | {formula} | {number} | {zi.bandwidth_for(0.5, ait, peak) / 1e9:.3g} GB/s |"
         for what, formula, number, ait in rates
     )
-    commands = COMMANDS | {"refused": REFUSED, "picture": PICTURE}
+    commands = COMMANDS | {
+        "refused": REFUSED, "picture": PICTURE, "delayed_picture": LATE_PICTURE,
+    }  # fmt: skip
     return PAGE.format(
         **{name: GALLERY["said"](command) for name, command in COMMANDS.items()},
         **{f"{name}_command": command for name, command in commands.items()},
@@ -282,5 +317,8 @@ PAGES = {
     "offload.md": page,
     "images/offload.svg": partial(
         GALLERY["written"], "offload.svg", partial(GALLERY["said"], PICTURE)
+    ),
+    "images/delayed.svg": partial(
+        GALLERY["written"], "delayed.svg", partial(GALLERY["said"], LATE_PICTURE)
     ),
 }

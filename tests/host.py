@@ -50,6 +50,8 @@ class Host:
         self.room: dict[str, list[Event]] = {}  # slots of some kinds, by when they are free
         self.states: dict[int, tuple[str, Event]] = {}  # how far they are, and when
         self.gone: dict[int, Event] = {}  # when a stage's gradient is on the host
+        self.update = 0  # that states are stepped in
+        self.released: Event | None = None  # when its gradients are let go
         for each in (sharded, away, stepped):
             each.begin(self)
         self.entries: list[Entry] = []
@@ -99,7 +101,7 @@ class Host:
 
     def address(self, i: Instr) -> None:
         """Whether there is such a stage here, and such a microbatch."""
-        per_rank = i.op in (O.ReduceNorm, O.OptimizerStep)
+        per_rank = i.op in (O.ReduceNorm, O.OptimizerStep, O.ReleaseGrads)
         per_stage = i.op in PER_STAGE
         most = self.machine.updates if per_rank or per_stage else self.machine.microbatches
         if i.op in sharded.TURNS:
@@ -354,12 +356,9 @@ class Host:
         self.queue("compute")
         for slot in self.final(i.mb) + [("norm", i.mb)] * self.machine.program.clip:
             self.take(*slot)
-        for stage in self.trained:
-            self.total(stage, i.mb)
         sharded.step(self)
         snapshots.step(self, i)
-        stepped.end(self)
-        self.entry.actions.append(self.sums.clear)
+        stepped.end(self, i)
         self.give("parameters", i.mb + 1)
 
     def judge(self) -> None:
@@ -395,4 +394,5 @@ class Host:
         O.Snapshot: snapshots.snapshot,
         **dict.fromkeys(away.MOVED, away.move),
         **dict.fromkeys(stepped.NEXT, stepped.turn),
+        O.ReleaseGrads: stepped.release,
     }

@@ -91,15 +91,20 @@ def legal(
     pieces: bool = False,
 ) -> Program:
     """A small program that is legal under `edge` at least, in all sorts of ways."""
-    known = turns or stepped or rng.random() < 0.7
-    program = lowered(rng, turns=turns, away=away, pieces=pieces) if known else updating(rng)
+    known = turns or rng.random() < (0.6 if stepped else 0.7)
+    states = "cpu" if stepped else "device"
+    program = (
+        lowered(rng, turns=turns, away=away, pieces=pieces)
+        if known
+        else updating_where(rng, states)
+    )
     while pieces and not program.meets:
         program = lowered(rng, pieces=True)
     while (copies or away or stepped) and not program.trains:
         program = lowered(rng)
     if copies:
         program = snapshots(replace(program, snapshots=True))
-    if stepped:
+    if stepped and program.states == "device":
         program = on_host(program, rng)
     if away and program.ops.isdisjoint(OFF_COMPUTE[Token.SAVED]):
         program = moved(program, rng)
@@ -213,6 +218,11 @@ def lowered(
 
 def updating(rng: random.Random) -> Program:
     """A program of several updates that runs, from a schedule or from a draft of any kind."""
+    return updating_where(rng, "device")
+
+
+def updating_where(rng: random.Random, states: str) -> Program:
+    """The same, with the optimizer's states on the device, or with a host that steps them."""
     while True:
         updates, delay = rng.choice([2, 2, 3]), rng.choice([0, 1, 1, 2, 2])
         ranks, each, v = rng.choice([1, 2, 2, 3]), rng.choice([1, 2, 3]), rng.choice([1, 1, 2])
@@ -225,6 +235,7 @@ def updating(rng: random.Random) -> Program:
                 else random_draft(plan, rng, split=rng.choice([0, 0.5, 1, 1]))
             )
             whole = replace(check_draft(draft), tied=tied_stages(tied, plan), clip=clip)
+            whole = replace(whole, states=states)
             whole = replace(whole, tp=2, sequence=True) if rng.random() < 0.3 else whole
             whole = replace(whole, frozen=frozen(plan, rng), skips=skips(plan, rng))
             program = lower(whole, **more(rng, whole))

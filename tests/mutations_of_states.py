@@ -32,6 +32,7 @@ from tests.stepped import NEXT
 
 O = Opcode
 _OTHERS = {*MUTATIONS}
+TURNS = (*NEXT, O.ReleaseGrads)
 REDUCTIONS = (
     O.ReduceGrads, O.ReduceScatter, O.ReduceHolders, O.ReduceTied, O.ReduceSequence, O.ReduceNorm,
     O.Reshard, O.Snapshot,
@@ -66,63 +67,90 @@ def _told(program: Program, kind: str, counts: list[int]) -> Program:
     return program.with_slots([one._replace(**{kind: count}) for one, count in both])
 
 
-@at(*NEXT)
+@at(*TURNS)
 def drop_turn_of_state(e: Edit) -> None:
     pull(e.own, e.at)
 
 
-@at(*NEXT)
+@at(*TURNS)
 def double_turn_of_state(e: Edit) -> None:
     push(e.own, e.rng.randint(e.at, len(e.own)), e.word)
 
 
-@at(*NEXT)
+@at(*TURNS)
 def swap_turns_of_states(e: Edit) -> bool | None:
     return to_another_place(e, *NEXT)
 
 
-@at(*NEXT)
+@at(*TURNS)
 def swap_turn_of_state_with_neighbour(e: Edit) -> None:
     swap(e.own, e.at - 1, e.at)
 
 
-@at(*NEXT)
+@at(*TURNS)
 def put_turn_of_state_anywhere(e: Edit) -> None:
     move(e.own, e.at, e.rng.randint(0, len(e.own)))
 
 
-@at(*NEXT)
+@at(*TURNS)
 def put_turn_of_state_near(e: Edit) -> None:
     move(e.own, e.at, e.at + e.rng.choice([-4, -3, -2, -1, 2, 3, 4, 5]))
 
 
-@at(*NEXT)
+@at(*TURNS)
 def another_turn_of_state(e: Edit) -> None:
     e.put(with_op(e.word, e.rng.choice([o for o in NEXT if o is not op(e.word)])))
 
 
-@at(*NEXT)
+@at(*TURNS)
 def turn_of_another_state(e: Edit) -> bool | None:
     others = [s for s in range(e.program.plan.stages + 1) if s != stage(e.word)]
     e.put(e.word & ~(0xFFFF << STAGE) | e.rng.choice(others) << STAGE)
     return None
 
 
-@at(*NEXT)
+@at(*TURNS)
 def turn_of_another_update(e: Edit) -> None:
     e.put(e.word + 1)
 
 
-@at(*NEXT)
+@at(*TURNS)
 def turn_of_state_on_another_rank(e: Edit) -> bool | None:
     return to_another_rank(e)
 
 
-@at(*NEXT)
+@at(*TURNS)
 def end_before_a_turn_of_state(e: Edit) -> None:
     """The rank's update ends earlier."""
-    (end,) = e.here(O.OptimizerStep)
-    move(e.own, end, e.at)
+    move(e.own, e.rng.choice(e.here(O.OptimizerStep)), e.at)
+
+
+@at(O.OptimizerStep, O.ReleaseGrads)
+def end_near(e: Edit) -> None:
+    """Sooner or later than where an update ends, or lets go of gradients."""
+    move(e.own, e.at, e.at + e.rng.choice([-6, -4, -3, -2, -1, 2, 3, 4, 6, 8]))
+
+
+@at(O.OptimizerStep, O.ReleaseGrads)
+def end_later_with_its_stages(e: Edit) -> None:
+    """An end of an update on a rank comes later, with the copies back, or with the host's steps."""
+    along = O.ReloadWeights if op(e.word) is O.OptimizerStep else O.StepHost
+    own = [k for k in e.here(along, op(e.word)) if mb(e.own[k]) == mb(e.word)]
+    words = [pull(e.own, k) for k in reversed(own)]
+    to = min(own[-1] - len(own) + 1 + e.rng.choice([1, 2, 3, 4, 6, 8, 12]), len(e.own))
+    for w in words:
+        push(e.own, to, w)
+
+
+@at(O.Forward, O.Backward, O.BackwardInput, O.BackwardWeight)
+def compute_past_the_end_of_an_update(e: Edit) -> bool | None:
+    """Something computes for one update beyond an end of another's, or of its own."""
+    ends = e.here(O.OptimizerStep, O.ReleaseGrads, O.StepHost)
+    if e.program.plan.updates == 1 or not ends:
+        return False
+    at = min(ends, key=lambda k: (abs(k - e.at), k))
+    move(e.own, e.at, at if at < e.at else at + 1)
+    return None
 
 
 @at(*REDUCTIONS)

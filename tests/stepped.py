@@ -13,6 +13,11 @@ it is reduced, as above.  Each stage is stepped once, in a queue of what the hos
 copies of all the rank's gradients are there, with the norm, all weights are in parts, and whoever
 copies any stage of the rank has, which reads the one optimizer that is used from then on beside;
 behind that its weights come back once, and the rank ends its update when all have.
+
+Of several updates each does all of this in turn, for there is one place on the host for a gradient,
+and one for weights.  Each rank lets go of its gradients once in each, in the queue of what it
+computes, when copies of all are on the host, with the norm: then its sums are empty, and no stage
+is stepped before.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from schedir.ir.ops import Instr, Opcode
 from tests import away, sequenced, sharded, snapshots
+from tests.carried import Wrong
 
 if TYPE_CHECKING:
     from tests.host import Host
@@ -46,7 +52,7 @@ def kept(host: Host) -> list[int]:
 
 def begin(host: Host) -> None:
     host.states = dict.fromkeys(kept(host), (f"on the {_lies(host)}", away.ALWAYS))
-    host.gone = {}
+    host.gone, host.update, host.released = {}, 0, None
 
 
 def _lies(host: Host) -> str:
@@ -58,6 +64,8 @@ def turn(host: Host, i: Instr) -> None:
     host.queue(queue)
     if i.stage not in host.states:
         host.wrong("no state of it lies elsewhere")
+    if i.mb != host.update:
+        host.wrong(f"the rank's states are of update {host.update}")
     found, ready = host.states[i.stage]
     if found != before:
         host.wrong(f"its state is {found}")
@@ -100,25 +108,61 @@ def _step_there(host: Host, i: Instr) -> None:
         if stage not in host.gone:
             host.wrong(f"the gradient of stage {stage} is not on the host")
         host.entry.waits.append(host.gone[stage])
-    for stage in snapshots.copied(host):
+    for stage in snapshots.copied(host) if not i.mb else ():
         host.look("copy", stage)
+    if releases(host):
+        if (released := host.released) is None:
+            raise Wrong("the rank has not let go of its gradients")
+        host.entry.waits.append(released)
     _step(host, i)
+
+
+def releases(host: Host) -> bool:
+    """Whether the rank lets go of its gradients ahead of its step."""
+    return _lies(host) == "cpu" and host.machine.trains and host.machine.updates > 1
+
+
+def release(host: Host, i: Instr) -> None:
+    """The rank's gradients are let go."""
+    host.ends(i.mb)
+    host.queue("compute")
+    if not releases(host) or host.released is not None or i.mb != host.update:
+        host.wrong("there is nothing to let go of")
+    for stage in host.trained:
+        if stage not in host.gone:
+            host.wrong(f"the gradient of stage {stage} is not on the host")
+        host.entry.waits.append(host.gone[stage])
+        host.total(stage, i.mb)
+    for slot in [("norm", i.mb)] * host.machine.program.clip:
+        host.look(*slot)
+    host.entry.actions.append(host.sums.clear)
+    host.released = host.entry.done
 
 
 def _step(host: Host, i: Instr) -> None:
     for slot in host.final(i.mb) + [("norm", i.mb)] * host.machine.program.clip:
         host.look(*slot)
     for stage in host.trained:
-        host.total(stage, i.mb)
+        if not releases(host):
+            host.total(stage, i.mb)
         if host.machine.zero:
             host.look("parts", stage)
     sharded.none_whole(host)
 
 
-def end(host: Host) -> None:
+def end(host: Host, i: Instr) -> None:
     """The rank ends its update."""
     for stage in kept(host):
         found, ready = host.states[stage]
         if found != LAST[_lies(host)]:
             host.wrong(f"the state of stage {stage} is {found}")
         host.entry.waits.append(ready)
+    if not releases(host):
+        for stage in host.trained:
+            host.total(stage, i.mb)
+        host.entry.actions.append(host.sums.clear)
+    else:
+        if host.released is None or i.mb != host.update:
+            host.wrong("the rank has not let go of its gradients")
+        host.states = dict.fromkeys(host.states, ("on the cpu", host.entry.done))
+        host.gone, host.update, host.released = {}, i.mb + 1, None

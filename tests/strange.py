@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 KNOWN_VALUES = 14
 VALUES = (  # that the host knows all the same
     *OF_PARTS, Token.COPY, Token.STATE, Token.STORED,
-    Token.HOST_GRAD, Token.HOST_WEIGHTS, Token.RELOADED,
+    Token.HOST_GRAD, Token.HOST_WEIGHTS, Token.RELOADED, Token.JUDGED,
 )  # fmt: skip
 _LANES = {Lane.COMPUTE: "compute", Lane.TP: "gathers", Lane.DP: "reductions"}
 

@@ -35,7 +35,8 @@ The machine:
 - *Weights* are in parts, or whole, where the program says `zero` (`sharded.py`).
 - *Hosts* issue one thing after the other.  One that `blocks`, as on CPUs, waits until a compute is
   over, for what a gather takes, and for the reductions before one that other ranks meet, before a
-  gradient goes to the host, and before the host steps: then for all copies to it, too.
+  gradient goes to the host, and before the host steps, or gradients are let go: then for all
+  copies to it, too.
 - *Replicas*, of which there may be several, run the same Streams, each rank for itself; they meet
   where they reduce or gather, on a communicator for each of the two.
 - *Collectives* block until every member is there, and all must be there for one update.
@@ -231,7 +232,7 @@ class Machine:
             return (entry.kind,)
         return {
             Opcode.OffloadGrads: ("reductions",),
-            Opcode.StepHost: ("reductions", "copies"),
+            **dict.fromkeys((Opcode.StepHost, Opcode.ReleaseGrads), ("reductions", "copies")),
         }.get(i.op, ())
 
     def thread(self, entries: list[Entry]) -> Iterator[Event]:

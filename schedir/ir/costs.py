@@ -105,6 +105,7 @@ class Costs:
     offload_grads: Cost | None = None
     step_host: Cost | None = None
     reload_weights: Cost | None = None
+    release_grads: Cost | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):

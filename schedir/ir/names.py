@@ -32,6 +32,7 @@ class Token(IntEnum):
     HOST_GRAD = 21
     HOST_WEIGHTS = 22
     RELOADED = 23
+    JUDGED = 24
 
 
 class Lane(IntEnum):
@@ -100,3 +101,4 @@ class Opcode(IntEnum):
     OffloadGrads = 39
     StepHost = 40
     ReloadWeights = 41
+    ReleaseGrads = 42

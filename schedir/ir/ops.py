@@ -57,6 +57,7 @@ TOKENS: Final[tuple[TokenRow, ...]] = (
     TokenRow(_T.HOST_WEIGHTS, _STAGE, _ALL, "the weights on the host", trait="states",
              only=("cpu",), room=("host", "params")),
     TokenRow(_T.RELOADED, _STAGE, _ALL, "the reloaded weights", trait="states", only=("cpu",)),
+    TokenRow(_T.JUDGED, _RANK, _ALL, "the word on gradients", trait="states", only=("cpu",)),
 )  # fmt: skip
 
 LANES: Final[tuple[LaneRow, ...]] = (
@@ -127,7 +128,7 @@ ROWS: Final[tuple[Row, ...]] = (
         "The norm of all gradients, over all pipeline ranks.",
         cost="reduce_norm", meets=_O.ReduceNorm, group="model", drains="always"),
     Row(_O.OptimizerStep, "step", _L.COMPUTE, _RANK, (
-            _T.GRAD, _T.NORM, _T.PARTS, _T.COPY, _T.STORED, _T.RELOADED),
+            _T.GRAD, _T.NORM, _T.PARTS, _T.COPY, _T.STORED, _T.RELOADED, _T.JUDGED),
         (_T.PARAMETERS, _T.OWN_NORM), (_T.GRAD, _T.NORM),
         "Updates the parameters of the rank's stages; where each stage is stepped by itself, it "
         "ends the update, when all states are stored, or all weights are back.", cost="step"),
@@ -202,16 +203,23 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(_O.SpillState, "spill_state", _L.DISK, _STAGE, (_T.STATE,), (_T.STATE, _T.STORED), (),
         "Moves the stage's part of the state back to the disk.", cost="spill_state",
         changes=(Change(_T.STATE, "host", "disk"),)),
-    Row(_O.OffloadGrads, "offload_grads", _L.D2H, _STAGE, (_T.GRAD,), (_T.HOST_GRAD,), (),
-        "Copies a stage's gradient to the host's memory, when it is reduced.",
+    Row(_O.OffloadGrads, "offload_grads", _L.D2H, _STAGE,
+        (_T.GRAD, _T.PARAMETERS), (_T.HOST_GRAD,), (),
+        "Copies a stage's gradient to the host's memory, when it is reduced, and the host has no "
+        "use any more for that of the update before.",
         cost="offload_grads", waits=(_L.DP,)),
     Row(_O.StepHost, "step_host", _L.HOST, _STAGE,
-        (_T.HOST_GRAD, _T.NORM, _T.PARTS, _T.COPY), (_T.HOST_WEIGHTS,), (),
+        (_T.HOST_GRAD, _T.NORM, _T.PARTS, _T.COPY, _T.JUDGED), (_T.HOST_WEIGHTS,), (),
         "Updates a stage's parameters on the host, where the optimizer's state lies, when all "
         "gradients of the rank are there: whether they are finite is judged before anything is "
         "stepped.", cost="step_host", of_all=True, waits=(_L.DP, _L.D2H)),
     Row(_O.ReloadWeights, "reload_weights", _L.H2D, _STAGE, (_T.HOST_WEIGHTS,), (_T.RELOADED,), (),
         "Copies what the host has stepped back to the device.", cost="reload_weights"),
+    Row(_O.ReleaseGrads, "release_grads", _L.COMPUTE, _RANK,
+        (_T.HOST_GRAD, _T.NORM), (_T.JUDGED,), (),
+        "Says whether the rank's gradients are finite, when copies of all are on the host, and "
+        "lets the next update add to them, while the host steps.",
+        cost="release_grads", waits=(_L.DP, _L.D2H)),
 )  # fmt: skip
 
 BY_TEXT: Final = {row.text: row.op for row in ROWS}
@@ -275,6 +283,7 @@ SPLITS: Final = producers(Token.TAPE)
 WHOLES: Final = tuple(op for op in BACKWARDS if op not in SPLITS)
 LATE: Final = consumers(Token.TAPE)
 STEPS: Final = producers(Token.PARAMETERS)
+RELEASES: Final = producers(Token.JUDGED)  # what lets a next update add, ahead of the step
 # Of what computes there is one each: whoever adds another must say which is meant where.
 (FORWARD,), (BACKWARD,), (BACKWARD_INPUT,), (BACKWARD_WEIGHT,) = FORWARDS, WHOLES, SPLITS, LATE
 (RECOMPUTE,) = (op for op in changes(Token.SAVED) if op in COMPUTE)
@@ -295,7 +304,7 @@ OF_GRADIENTS: Final = tuple(
 TO_TRAIN: Final = frozenset({
     _T.SAVED, _T.GRAD_IN, _T.GRAD_OUT, _T.TAPE, _T.WGRAD, _T.GRAD,
     _T.SKIP_GRAD_IN, _T.SKIP_GRAD_OUT, _T.FULL, _T.PARTS, _T.ROOM,
-    _T.COPY, _T.STATE, _T.STORED, _T.HOST_GRAD, _T.HOST_WEIGHTS, _T.RELOADED,
+    _T.COPY, _T.STATE, _T.STORED, _T.HOST_GRAD, _T.HOST_WEIGHTS, _T.RELOADED, _T.JUDGED,
 })  # fmt: skip
 OF_TRAINED: Final = tuple(
     row.op for row in ROWS

@@ -143,11 +143,11 @@ def require_together(
             hint="validate='before', or no snapshots",
             fields=["snapshots", "validate"],
         )
-    if states != "device" and plan.updates > 1:
+    if states in TIERS[1:] and plan.updates > 1:
         raise PlanError(
             f"the optimizer's states are on the {states}, and a run has {plan.updates} updates: "
-            "the next one computes while weights are stepped stage by stage",
-            hint="states='device', or one update",
+            "the next one computes while weights are stepped stage by stage on the device",
+            hint="states='cpu', where the host steps them beside; states='device', or one update",
             fields=["states", "updates"],
         )
     if states != "device" and validate == "after":

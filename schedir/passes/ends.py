@@ -6,21 +6,37 @@ for what stands behind one, on whatever rank, or the ranks would wait for each o
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.graph import Graph
 from schedir.analysis.slots import groups
 from schedir.ir.index import NONE, Index
-from schedir.ir.ops import COMPUTE, REDUCES
+from schedir.ir.ops import COMPUTE, ROWS, Per
 from schedir.ir.program import Program
 
 Ends = NDArray[np.int64]  # positions that the ends come behind, shape (updates - 1, ranks)
+_ENDS: Final = tuple(row.op for row in ROWS if row.per is not Per.MICROBATCH)
 
 
 def meets(program: Program) -> bool:
     """Whether ranks meet at the ends of updates before the last."""
     return program.plan.updates > 1 and program.trains and bool(program.summed or program.clip)
+
+
+def places(program: Program) -> Ends:
+    """Where in its Stream each rank ends each update, the last one too: the positions that the
+    ends come before, shape (updates, ranks)."""
+    final = program.offsets[1:]
+    if program.plan.updates == 1:
+        return final[None]
+    ends = together(Graph.of(program)) if meets(program) else apart(program)
+    if (joined := program.joined).any():
+        last = np.flatnonzero(np.append(~joined[1:], True))
+        ends = last[np.searchsorted(last, ends)]
+    return np.concatenate([ends + 1, final[None]])
 
 
 def apart(program: Program) -> Ends:
@@ -59,9 +75,9 @@ def together(graph: Graph) -> Ends:
 
 def _last(index: Index) -> Ends:
     """Where each rank last works on each update before the last: a rank that trains adds to it, or
-    reduces it, and one with frozen stages only runs forwards."""
+    does what ends it, and one with frozen stages only runs forwards."""
     plan = index.program.plan
-    at = np.flatnonzero(index.is_op(COMPUTE + REDUCES))
+    at = np.flatnonzero(index.is_op(COMPUTE + _ENDS))
     last = np.zeros((plan.updates, plan.ranks), np.int64)
     np.maximum.at(last, (index.update(at), index.rank[at]), at)
     return last[:-1]

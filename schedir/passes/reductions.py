@@ -8,13 +8,12 @@ from typing import Final
 
 import numpy as np
 
-from schedir.analysis.graph import Graph
 from schedir.analysis.slots import KINDS, counts, minimum_slots
 from schedir.ir.index import NONE, Index
 from schedir.ir.ops import ADDS, Opcode, Per, Token, producers
 from schedir.ir.program import FIELDS, Program, Slots, is_op, pack
-from schedir.passes.ends import apart, meets, together
-from schedir.passes.insert import at_ends, at_places, behind
+from schedir.passes.ends import places
+from schedir.passes.insert import at_places, behind
 from schedir.passes.record import Expected, Mask, Options, Pass, Present
 from schedir.passes.runs import runs, turns
 
@@ -153,14 +152,13 @@ def validate(program: Program) -> Program:
 
 def append(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Program:
     """End each Stream, and each update before the last, with an `op` for some stages."""
-    last = program.plan.updates - 1
     ranks = np.repeat(np.arange(len(stages)), [*map(len, stages)])
     words = pack(op, np.array([stage for own in stages for stage in own], np.int64), 0)
-    if last:
-        ends = together(Graph.of(program)) if meets(program) else apart(program)
-        earlier = words + np.arange(last)[:, None]
-        program = behind(program, ends[:, ranks].reshape(-1), earlier.reshape(-1))
-    return at_ends(program, ranks, words + last)
+    ends, update = places(program), np.arange(program.plan.updates)[:, None]
+    each = np.broadcast_to(ranks, (len(update), len(ranks)))
+    return at_places(
+        program, ends[:, ranks].reshape(-1), each.reshape(-1), (words + update).reshape(-1)
+    )
 
 
 # ------------------------------------------------------------ what must then be there

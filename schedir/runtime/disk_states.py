@@ -123,7 +123,7 @@ class DiskStates(HostStates):
         self.store(stage)
         self.spill(stage)
 
-    def finish(self) -> None:
+    def finish(self, *, last: bool = True) -> None:
         super().finish()
         for stage in [*self.spilling]:
             self.spilling[stage].job.finish()

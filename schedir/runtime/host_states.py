@@ -232,8 +232,8 @@ class HostStates:
                 here.untyped_storage().resize_(0)
             self.loaded.discard(here.data_ptr())
 
-    def finish(self) -> None:
-        """Wait until all is on the host, and the host may read it."""
+    def finish(self, *, last: bool = True) -> None:
+        """Wait until all is on the host, and the host may read it: behind the last update."""
         for stage in [*self.storing]:
             self.leave(stage)
         self.loaded.clear()  # others may get memory at these addresses now

@@ -211,12 +211,15 @@ class HostSteps(HostStates):
         after = [self.jobs[Lane.HOST, stage]]
         self.jobs[Lane.H2D, stage] = self.lanes.start(Lane.H2D, run, nbytes, after, marks=marks)
 
-    def finish(self) -> None:
-        """Wait until all weights are back."""
+    def finish(self, *, last: bool = True) -> None:
+        """Wait until all weights are back; what is computed waits, and the host behind the last
+        update alone."""
         for lane, s in [*self.jobs]:
             if lane is Lane.H2D:
-                self.jobs.pop((lane, s)).finish()
-        super().finish()
+                job = self.jobs.pop((lane, s))
+                job.finish() if last else job.wait()
+        if last:
+            super().finish()
 
     def fail(self) -> None:
         """As of HostStates."""

@@ -28,23 +28,42 @@ def offload_grads(state: State, i: Instr) -> Call:
     return Call(state.wait_for_reductions, run)
 
 
+def _arrived(state: State) -> None:
+    """Wait until all gradients are reduced, and copies of them are on the host."""
+    state.wait_for_reductions()
+    if (steps := _steps(state)) is not None:
+        steps.arrived()
+
+
+def _judge(state: State) -> None:
+    """Tell the host by what it steps an update."""
+    state.verdict = judged(state)
+    may = state.verdict if state.held.may_step else torch.zeros_like(state.verdict)
+    if (steps := _steps(state)) is not None:
+        steps.judge(may, state.shrink)
+    state.shrink = None
+
+
+def release_grads(state: State, i: Instr) -> Call:
+    def run() -> None:
+        _judge(state)
+        if i.mb < state.plan.updates - 1:  # the last one's gradients are left to look at
+            state.begin_update()
+
+    return Call(partial(_arrived, state), run)
+
+
 def step_host(state: State, i: Instr) -> Call:
     fails = partial(state.failed, state.index_of[i])
 
     def run() -> None:
         steps = _steps(state)
-        if steps is not None:
-            steps.arrived()
         if state.verdict is None:
-            state.verdict = judged(state)
-            may = state.verdict if state.held.may_step else torch.zeros_like(state.verdict)
-            if steps is not None:
-                steps.judge(may, state.shrink)
-            state.shrink = None
+            _judge(state)
         if steps is not None:
             steps.begin(i.stage, fails, state.on_lane())
 
-    return Call(state.wait_for_reductions, run)
+    return Call(partial(_arrived, state), run)
 
 
 def reload_weights(state: State, i: Instr) -> Call:
@@ -61,4 +80,5 @@ HANDLERS: Final = {
     Opcode.OffloadGrads: offload_grads,
     Opcode.StepHost: step_host,
     Opcode.ReloadWeights: reload_weights,
+    Opcode.ReleaseGrads: release_grads,
 }

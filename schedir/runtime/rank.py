@@ -102,7 +102,7 @@ class State:
         self.versions: dict[int, Versions] = {}  # of weights, by stage
         for s, stage in self.stages.items() if self.trains and self.plan.updates > 1 else ():
             if s >= program.frozen:
-                own = (i for i in self.stream if i.stage == s)
+                own = ((k, i) for k, i in enumerate(self.stream) if i.stage == s)
                 self.versions[s] = stage.versions(self.plan, own)
         self.batch = Batch()
         self.scale: float | Tensor = 1.0  # by which sums of gradients are multiplied
@@ -176,7 +176,9 @@ class State:
                 copy.detach().copy_(shared.detach())
         if self.held.states is not None:
             self.held.states.rest()
-        self.begin_update(0)
+        self.begin_update()
+        for versions in self.versions.values():
+            versions.begin()
 
     def finish(self) -> Tensor | None:
         """End a step: wait for what is still on its way out; returns the sum of losses on the rank
@@ -209,8 +211,8 @@ class State:
         0-dim, and zero where another rank takes it."""
         return [*self.opened.losses, *self.losses]
 
-    def begin_update(self, update: int) -> None:
-        """Make ready for an update: no gradients, and the weights as they are now."""
+    def begin_update(self) -> None:
+        """Make ready for an update: no gradients, and whole weights where they are to be."""
         for alias, one in self.held.aliases.items():
             if not self.share.zero and alias.data_ptr() != one.data_ptr():  # its `data` is another
                 alias.data = one.data
@@ -222,8 +224,11 @@ class State:
             if self.looks:
                 continue
             stage.gradients.go_on() if self.opened.done else stage.gradients.zero()
+
+    def keep_weights(self, step: Instr) -> None:
+        """Keep the weights as a step has made them, for what computes the next updates."""
         for versions in self.versions.values():
-            versions.keep(update) if update else versions.begin()
+            versions.keep(step.mb + 1, self.index_of[step])
 
     def let_step(self, finite: Tensor, stage: int | None = None) -> None:
         """Let the optimizer step if `finite`, 0-dim bool, is true: all, or one of the stages whose

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from schedir.ir.ops import Instr, Opcode
+from schedir.ir.ops import RELEASES, Instr, Opcode
 from schedir.ir.ties import ranks_of
 from schedir.runtime.gradients import is_sharded, scale, spoil, sum_of_squares
 from schedir.runtime.layout import Share, is_summed
@@ -207,6 +207,7 @@ def judged(state: State) -> Tensor:
 
 def step(state: State, i: Instr) -> Call:
     ahead, by_stage = state.ahead, state.program.states != "device"
+    last, released = i.mb == state.plan.updates - 1, not state.program.ops.isdisjoint(RELEASES)
 
     def run() -> None:
         finite = judged(state) if state.verdict is None else state.verdict
@@ -216,13 +217,16 @@ def step(state: State, i: Instr) -> Call:
             state.let_step(finite)
         if state.loss_scale is not None:
             state.loss_scale.update(finite)
-        if i.mb < state.plan.updates - 1:  # the last one's gradients are left to look at
-            state.begin_update(i.mb + 1)
+        if not last:  # the last one's gradients are left to look at
+            if not released:
+                state.begin_update()
+            state.keep_weights(i)
 
     def waits() -> None:
-        state.wait_for_reductions()
+        if not released:  # else it has, and what has begun since is of the next update
+            state.wait_for_reductions()
         if state.held.states is not None:
-            state.held.states.finish()
+            state.held.states.finish(last=last)
 
     # Whoever holds these stages too, draws as this rank does.
     first, update = min(state.stages), state.plan.microbatches + i.mb

@@ -51,8 +51,9 @@ class Stage:
         self.run_again: set[bool] = set()  # what it trains was looked at by value, in which mode
         self.restore()
 
-    def versions(self, plan: Plan, instrs: Iterable[Instr]) -> Versions:
-        """What keeps its weights after each update of a step; `instrs` are those of the stage."""
+    def versions(self, plan: Plan, instrs: Iterable[tuple[int, Instr]]) -> Versions:
+        """What keeps its weights after each update of a step; `instrs` are those of the stage, with
+        their indices in the Stream."""
         if self.own is not None:
             self.own.use()
         versions = Versions(self.module, plan, instrs)

@@ -22,13 +22,13 @@ from schedir.runtime.tied import like
 class Versions:
     """Copies of a stage's trained weights, by the number of updates after which they were."""
 
-    def __init__(self, module: nn.Module, plan: Plan, instrs: Iterable[Instr]) -> None:
-        """`instrs` are those of the stage, in order: they say how long a version is of use."""
-        self.per_update = plan.per_update
-        self.last: dict[int, int] = {}  # of each version, the update of the last that uses it
-        for op, stage, mb in instrs:
+    def __init__(self, module: nn.Module, plan: Plan, instrs: Iterable[tuple[int, Instr]]) -> None:
+        """`instrs` are those of the stage with their indices in the Stream, in order: they say how
+        long a version is of use."""
+        self.last: dict[int, int] = {}  # of each version, the index of the last that uses it
+        for at, (op, stage, mb) in instrs:
             if op in COMPUTE:
-                self.last[int(plan.version(stage, mb))] = mb // plan.per_update
+                self.last[int(plan.version(stage, mb))] = at
         self.places = [
             (owner, name, parameter)
             for owner in module.modules()
@@ -45,11 +45,12 @@ class Versions:
         for parameter, name in self.names.items():
             node = get_gradient_edge(parameter).node
             self.hooks.append((node, node.register_hook(partial(_met, name))))
-        self.keep(0)
+        self.keep(0, 0)
 
-    def keep(self, version: int) -> None:
-        """The weights as they are now are this version; those of no more use go."""
-        for old in [v for v in self.kept if self.last[v] < version]:
+    def keep(self, version: int, at: int) -> None:
+        """The weights as they are now are this version; those go that nobody uses from an index of
+        the Stream on."""
+        for old in [v for v in self.kept if self.last[v] < at]:
             del self.kept[old]
         if version in self.last:
             copies = self.kept[version] = {}

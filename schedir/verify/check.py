@@ -34,6 +34,7 @@ from schedir.ir.index import NONE
 from schedir.ir.ops import (
     ADDS,
     COLLECTIVES,
+    RELEASES,
     ROWS,
     SLOTTED,
     SPLITS,
@@ -297,14 +298,16 @@ def _in_one_order(graph: Graph) -> bool:
 
 
 def _updates_in_turn(graph: Graph) -> None:
-    """A rank steps before it adds to the next update: there is one sum of gradients."""
+    """A rank steps before it adds to the next update, or lets go of what the host steps by: there
+    is one sum of gradients."""
     index, plan = graph.index, graph.program.plan
     if plan.updates == 1:
         return
+    ends = next((op for op in RELEASES if op in index.at), STEPS[0])
     at = np.flatnonzero(index.is_op(ADDS))
     update, rank = index.update(at), index.rank[at]
     before = np.where(update > 0, (update - 1) * plan.ranks + rank, NONE).astype(np.int32)
-    step = index.where(STEPS[0], before)
+    step = index.where(ends, before)
     if not (step > at).any():
         return
     k = int((step > at).argmax())

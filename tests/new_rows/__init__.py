@@ -100,9 +100,9 @@ LOOKED_AT: dict[str, list[tuple[str, str]]] = {
         (_OPCODES, "    Clamp = {next}\n    Copy = {next}\n"),
         (_TOKENS, "    CLAMPED = {token}\n"),
         (_TOKEN_ROWS, '    TokenRow(_T.CLAMPED, _STAGE, _ALL, "the clamped gradient"),\n'),
-        ("=_T.GRAD, _T.NORM, _T.PARTS, _T.COPY, _T.STORED, _T.RELOADED),\n"
+        ("=_T.GRAD, _T.NORM, _T.PARTS, _T.COPY, _T.STORED, _T.RELOADED, _T.JUDGED),\n"
          "        (_T.PARAMETERS, _T.OWN_NORM), (_T.GRAD, _T.NORM)",
-         "_T.CLAMPED, _T.PARTS, _T.COPY, _T.STORED, _T.RELOADED),\n"
+         "_T.CLAMPED, _T.PARTS, _T.COPY, _T.STORED, _T.RELOADED, _T.JUDGED),\n"
          "        (_T.PARAMETERS, _T.OWN_NORM), (_T.CLAMPED,)"),
         ("rows", """\
     Row(_O.Clamp, "clamp", _L.COMPUTE, _STAGE, (_T.GRAD, _T.NORM), (_T.CLAMPED,),

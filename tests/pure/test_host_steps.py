@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import schedir
@@ -24,7 +25,15 @@ from schedir.errors import (
 )
 from schedir.ir.ops import Opcode
 from schedir.predict.bubble_causes import Cause, by_cause, idleness
-from schedir.schedules import dualpipe, forward_only, interleaved, looped_bfs, one_f_one_b
+from schedir.schedules import (
+    dualpipe,
+    forward_only,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    pipedream_2bw,
+)
+from schedir.schedules.words import B, F
 from schedir.testing import plans
 from schedir.testing.strategies import random_draft
 
@@ -94,13 +103,13 @@ def test_what_is_frozen_or_does_not_step_has_none() -> None:
 
 def moved(text: str, what: str, before: str) -> Program:
     """An instruction's line of rank 1 taken out, and put before another one's, or nowhere."""
-    first, text = text.split("rank 1", 1)
+    first, text = text.split("\nrank 1\n", 1)
     assert text.count(f"  {what}\n") == 1, what
     text = text.replace(f"  {what}\n", "")
     if before:
         assert text.count(f"  {before}\n") == 1, before
         text = text.replace(f"  {before}\n", f"  {what}\n  {before}\n")
-    return schedir.parse(f"{first}rank 1{text}")
+    return schedir.parse(f"{first}\nrank 1\n{text}")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +166,7 @@ def test_a_host_that_waits_for_a_sum_may_wait_for_ever() -> None:
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(PlanError, match="2 updates"):
+    with pytest.raises(OrderError, match="needs the weights"):  # without a flush
         lowered(one_f_one_b, Plan(2, 4, updates=2))
     with pytest.raises(PlanError, match="validate is 'after'"):
         lowered(clip=True, validate="after")
@@ -232,3 +241,109 @@ def test_a_cluster_prices_them() -> None:
     with pytest.raises(UsageError, match="nobody tells dram"):
         Cluster(**made).costs(plan, sizes, costs, dp=2, states="cpu")
     assert Cluster(**made).costs(plan, sizes, costs, dp=2, states="host").step_host is None
+
+
+# ---------------------------------------------------------------- several updates
+
+
+def late(P: int = 2, n: int = 3, updates: int = 3, **how: Any) -> Program:
+    """An update of n microbatches is stepped while the next is computed."""
+    return lowered(pipedream_2bw, Plan(P, n * updates, updates=updates, delay=1), **how)
+
+
+def test_an_update_is_stepped_under_the_next_and_awaited_by_the_one_behind() -> None:
+    ends = [i for i in map(str, late(clip=True).streams[1]) if i[:4] not in ("recv", "send")]
+    first = ends.index("release_grads")
+    assert ends[first - 3 : first + 3] == [
+        "reduce_grads 1", "offload_grads 1", "reduce_norm", "release_grads", "step_host 1", "F 1.3",
+    ]  # fmt: skip
+    at = ends.index("step")
+    assert ends[at - 3 : at + 2] == [
+        "B 1.5", "reduce_grads 1.1", "reload_weights 1", "step", "offload_grads 1.1",
+    ]  # fmt: skip
+    ahead = [str(i) for i in late(clip=True).streams[0] if str(i)[:4] not in ("recv", "send")]
+    at = ahead.index("step")  # F of the third update stands ahead of the last B of the second
+    assert ahead[at - 2 : at + 2] == ["B 0.4", "reload_weights 0", "step", "F 0.6"]
+    flush = lowered(lambda r, P, m: m // 2 * (2 * F + 2 * B), Plan(1, 4, updates=2))
+    assert [str(i) for i in flush.streams[0]][5:10] == [  # no delay: nothing goes on meanwhile
+        "offload_grads 0", "release_grads", "step_host 0", "reload_weights 0", "step",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "before", "says"),
+    [
+        ("release_grads", "offload_grads 1", "release_grads needs the gradient on the host"),
+        ("step_host 1", "release_grads", "step_host 1 needs the word on gradients"),
+        ("B 1.3", "release_grads", "B 1.3 is of update 1"),
+        ("offload_grads 1.1", "step", "offload_grads 1.1 needs the weights"),
+        ("reduce_norm 1", "step", "reduce_norm 1, of update 1, comes before step"),
+        ("release_grads 1", "step", "gives only later|comes before step"),
+        ("step", "reload_weights 1", "gives only later"),
+        ("release_grads", "", "release_grads is missing on rank 1"),
+    ],
+)
+def test_updates_that_would_mix_are_refused(what: str, before: str, says: str) -> None:
+    program = moved(schedir.show(late(clip=True), folded=False), what, before)
+    with pytest.raises(ProgramError, match=says):
+        schedir.check(program, blocks=True)
+
+
+def test_one_update_releases_nothing() -> None:
+    text = schedir.show(lowered(), folded=False).replace(
+        "  step_host 3\n", "  release_grads\n  step_host 3\n"
+    )
+    with pytest.raises(CompletenessError, match="no next update to add to them"):
+        schedir.check(schedir.parse(text))
+    text = schedir.show(
+        schedir.compile(pipedream_2bw, Plan(2, 4, updates=2, delay=1)), folded=False
+    )
+    with pytest.raises(CompletenessError, match="states device"):
+        schedir.check(schedir.parse(text.replace("  step\n", "  release_grads\n  step\n")))
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(2, 3), st.integers(0, 2),
+    st.integers(0, 2**32 - 1), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_a_program_of_several_updates_is_legal_with_the_host_where_it_is_without(
+    P: int, v: int, each: int, updates: int, delay: int, seed: int, clip: bool, tied: bool
+) -> None:
+    plan = Plan(P, each * updates, v, updates=updates, delay=delay)
+    draft = random_draft(plan, random.Random(seed))
+    how: dict[str, Any] = {"clip": clip, "tied": tied and plan.stages > 1}
+    try:
+        plain = schedir.compile(draft, plan, **how)
+    except ProgramError:
+        assume(False)
+    program = lowered(draft, plan, **how)
+    for model in MODELS:
+        try:
+            schedir.check(plain, model, blocks=True)
+        except ProgramError:  # ranks that meet, where all is one queue
+            continue
+        schedir.check(program, model, blocks=True)
+    assert schedir.parse(schedir.show(program)) == program
+    added = np.isin(program.op, (*ROWS, Opcode.ReleaseGrads))
+    stay = program.op[~added] != Opcode.OptimizerStep
+    words = program.words[~added][stay]
+    assert (words == plain.words[plain.op != Opcode.OptimizerStep]).all()
+
+
+def test_what_the_host_does_is_hidden_under_the_next_update() -> None:
+    """But for the last, behind which nothing is computed; a longer step is what a run takes."""
+    updates, n = 6, 8
+    costs = Costs(F=1, B=2, offload_grads=0.25, reload_weights=0.25)
+    for host in (0, 4, 12, 20, 30):
+        span = schedir.simulate(late(1, n, updates), replace(costs, step_host=host)).span
+        each = max(n * 3, host + 0.5)  # of an update: what is computed, or what the host does
+        copies = (updates - 1) * 0.25 * (host + 0.25 <= n * 3)  # of gradients, which compute awaits
+        first = n * 3 + 0.25 + host + 0.25
+        assert span == pytest.approx(first + (updates - 1) * each + copies), host
+
+
+@pytest.mark.parametrize("states", ["host", "disk"])
+def test_what_the_device_steps_is_stepped_in_one_update(states: str) -> None:
+    with pytest.raises(PlanError, match="2 updates") as told:
+        schedir.compile(pipedream_2bw, Plan(2, 4, updates=2, delay=1), states=states)
+    assert "states='cpu'" in told.value.hint

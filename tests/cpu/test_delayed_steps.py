@@ -1,0 +1,250 @@
+"""Steps on the host under the next update: the bits of the same delay on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import schedir
+from schedir import Plan
+from schedir.analysis.memory import held, peak_versions
+from schedir.checkpoints import load, save
+from schedir.errors import ModelError
+from schedir.ir.ops import Lane
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import LossScale
+from schedir.runtime.sizes import sizes_of
+from schedir.schedules import one_f_one_b, pipedream_2bw
+from schedir.schedules.words import B, F, Word
+from schedir.testing.tiny import batch, loss, tiny_stages
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
+from tests.cpu import tiny_stages as of_gpt
+from tests.cpu.layouts import Layout, Model, in_process, same, steps
+from tests.cpu.spawn import run
+from tests.cpu.stated import ADAMW, MAKES, equal, left, made, stepped
+from tests.cpu.test_host_steps import poison_weights, steps_of
+from tests.cpu.test_updates import BOUNDARY, adam, split, stage_by_stage, weights
+
+torch.set_num_threads(1)
+WHERE = ("device", "cpu")
+
+
+def flushed(r: int, P: int, m: int) -> Word:
+    """Two microbatches of an update, in all ranks one update after the other."""
+    return m // 2 * (2 * F + 2 * B)
+
+
+def deep(r: int, P: int, m: int) -> Word:
+    """Two stages of a rank, two microbatches of an update: depth first."""
+    return m // 2 * (2 * F[0] + 2 * F[1] + 2 * B[1] + 2 * B[0])
+
+
+CASES: list[tuple[Any, Plan]] = [
+    (pipedream_2bw, Plan(2, 6, updates=3, delay=1)),
+    (pipedream_2bw, Plan(3, 9, updates=3, delay=1)),
+    (split, Plan(3, 12, updates=4, delay=1)),
+    (split, Plan(2, 8, updates=4, delay=2)),
+    (one_f_one_b, Plan(3, 5, updates=5, delay=(2, 1, 0))),
+    (flushed, Plan(2, 6, updates=3)),
+    (deep, Plan(1, 6, 2, updates=3, delay=1)),
+    (deep, Plan(1, 6, 2, updates=3)),
+]
+momentum = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
+
+
+def world_of(schedule: Any, plan: Plan, states: str, optimizer: Any, **how: Any) -> InProcess:
+    program = schedir.compile(schedule, plan, model="edge", states=states, **how)
+    return InProcess(
+        program, tiny_stages(plan.stages), loss=loss, boundary=BOUNDARY, optimizer=optimizer
+    )
+
+
+def poisoned(world: InProcess) -> InProcess:
+    """While the host steps a stage, who reads its module's own weights finds NaN."""
+    for rank in range(world.program.plan.ranks):
+        poison_weights(steps_of(world, rank))
+    return world
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(CASES), st.sampled_from([adam, momentum]), st.integers(0, 2**32 - 1))
+def test_a_microbatch_uses_its_version_whatever_takes_how_long(
+    case: tuple[Any, Plan], optimizer: Any, seed: int
+) -> None:
+    """In random legal orders, with a plain loop over kept versions."""
+    schedule, plan = case
+    right = stage_by_stage(plan, *batch(plan.microbatches), optimizer)
+    world = poisoned(world_of(schedule, plan, "cpu", optimizer))
+    slow = [lane for k, lane in enumerate((Lane.HOST, Lane.D2H, Lane.H2D)) if seed >> k & 1]
+    event(f"slow: {len(slow)} lanes")
+    for k, rank in enumerate(world.ranks):
+        for lane in slow:  # a millisecond or so a stage
+            rank.state.held.lanes.bandwidth[lane] = 2e6
+        if Lane.HOST in slow:  # ahead of what it does, too
+            own = steps_of(world, k)
+            vars(own)["step"] = partial(_late, own.step)
+    world.step(*batch(plan.microbatches), seed=seed)
+    modules = {s: stage.module for rank in world.ranks for s, stage in rank.stages.items()}
+    assert equal(weights([modules[s] for s in range(plan.stages)]), right)
+
+
+def _late(step: Any, *what: Any) -> None:
+    sleep(0.02)
+    step(*what)
+
+
+@pytest.mark.parametrize(
+    ("case", "make", "how"),
+    [
+        (1, "bfloat16", {"clip": True, "tied": True}),
+        (1, "AdamW", {"clip": True, "frozen": 1, "snapshots": True}),
+        (0, "NAdam", {"tied": True, "offload": "all"}),
+        (4, "Adam, groups", {"clip": True, "recompute": "all"}),
+        (6, "AdamW, fused", {"clip": True, "offload": "all", "slots": "fewest"}),
+        (7, "bfloat16", {"clip": True}),
+    ],
+)
+def test_the_bits_are_those_of_steps_on_the_device(case: int, make: str, how: Any) -> None:
+    """Also of losses, and from one program to the next."""
+    schedule, plan = CASES[case]
+    half, found = make == "bfloat16", []
+    for states in WHERE:
+        program = schedir.compile(schedule, plan, model="edge", states=states, **how)
+        world = made(program, MAKES[make], half=half)
+        world = poisoned(world) if states == "cpu" else world
+        found.append([*stepped(world, 0, 1, 2), *left(world), *(r.norm for r in world.ranks)])
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_only_the_update_that_is_not_finite_is_left_out(clip: bool) -> None:
+    schedule, plan = CASES[0]
+    found = []
+    for states in WHERE:
+        program = schedir.compile(schedule, plan, clip=clip, model="edge", states=states)
+        world = made(program, ADAMW)
+        last, calls = world.ranks[-1].stages[plan.stages - 1].module, count()
+        hook = partial(_spoil, calls)
+        last.register_forward_hook(hook)
+        for rank in range(2) if states == "cpu" else ():
+            poison_weights(steps_of(world, rank))
+        world.step(*of_gpt.batch(plan.microbatches, 0), seed=3)
+        finite = [rank.finite.tolist() for rank in world.ranks]
+        assert finite[1] == [True, False, True]
+        assert finite[0] == (finite[1] if clip else finite[0])
+        found.append([*left(world), *(rank.finite for rank in world.ranks)])
+    assert equal(*found)
+
+
+def _spoil(calls: Iterator[int], module: Any, taken: Any, out: Tensor) -> Tensor:
+    """The third forward of a stage gives what is not finite."""
+    return out * (torch.nan if next(calls) == 2 else 1.0)
+
+
+def _processes(rank: int) -> Any:
+    torch.set_num_threads(1)
+    found = []
+    schedule, plan = CASES[0]
+    for states in WHERE:
+        program = schedir.compile(schedule, plan, clip=True, dp=1, states=states)
+        stages = {s: m for s, m in enumerate(tiny_stages(plan.stages)) if s in plan.stages_of[rank]}
+        executor = Executor(
+            program, rank, stages, Gloo(program), loss=loss, boundary=BOUNDARY, max_norm=0.5,
+            optimizer=adam([p for m in stages.values() for p in m.parameters()]),
+        )  # fmt: skip
+        if states == "cpu":
+            executor.state.held.lanes.bandwidth[Lane.HOST] = 1e6
+        for _ in range(2):
+            executor.step(*batch(plan.microbatches))
+        found.append([*weights([*stages.values()]), executor.norm.clone()])
+    return found
+
+
+def test_on_processes() -> None:
+    for device, host in run(_processes, 2):
+        assert equal(device, host)
+
+
+@pytest.mark.parametrize("case", [0, 1, 4, 5, 6])
+def test_as_much_is_on_each_tier_as_was_predicted(case: int) -> None:
+    """And no more versions live than are counted, in any order."""
+    schedule, plan = CASES[case]
+    stages, (x, y, _) = of_gpt.gpt_stages(plan.stages, tied=False), of_gpt.batch(2)
+    sizes = sizes_of(stages, x[0], y[0], loss=gpt.loss, boundary=of_gpt.BOUNDARY, state=ADAMW)
+    world = made(schedir.compile(schedule, plan, model="edge", states="cpu"), ADAMW)
+    stepped(world, 0)
+    most = [0] * plan.ranks
+    for r, rank in enumerate(world.ranks):
+        for versions in rank.state.versions.values():
+            _counted(versions, most, r)
+    stepped(world, 1)
+    assert most == peak_versions(world.program).tolist()
+    host, device = (held(world.program, sizes, tier) for tier in ("host", "device"))
+    for r, rank in enumerate(world.ranks):
+        assert set(host[r].bytes) == {sum(t.nbytes for t in steps_of(world, r).away())}
+        assert "optimizer" not in device[r].fixed
+        (number, size) = device[r].fixed["versions"]
+        own = [p for s in rank.stages.values() for p in s.module.parameters()]
+        assert size == most[r] * sum(p.nbytes for p in own)
+        assert number == most[r] * len(rank.stages)
+
+
+def _counted(versions: Any, most: list[int], rank: int) -> None:
+    keep = versions.keep
+
+    def counts(*more: Any) -> None:
+        keep(*more)
+        most[rank] = max(most[rank], len(versions.kept))
+
+    vars(versions)["keep"] = counts
+
+
+def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    """Each run of a program begins with a delay of none, so versions are not in it."""
+    model = Model(dropout=0.1, clip=True)
+
+    def layout(states: str) -> Layout:
+        plan = Plan(2, 6, updates=3, delay=1)
+        return Layout(pipedream_2bw, plan, options={"states": states})
+
+    one, other, whole = (in_process(layout(s), model) for s in ("cpu", "cpu", "device"))
+    steps(one, 0, 2)
+    save(one, tmp_path, step=2, names=same)
+    load(other, tmp_path, names=same)
+    steps(other, 2, 4)
+    steps(whole, 0, 4)
+    assert equal(left(other), left(whole))
+
+
+def test_the_host_steps_while_the_next_update_is_computed() -> None:
+    """As a run has it: what the host does lies beside computes, and ends before the step."""
+    schedule, plan = CASES[0]
+    world = made(schedir.compile(schedule, plan, model="edge", states="cpu"), ADAMW)
+    stepped(world, 0, 1)
+    spans = world.timeline().spans
+    for rank in range(plan.ranks):
+        own = spans[spans["rank"] == rank]
+        (first,) = own[(own["lane"] == Lane.HOST) & (own["mb"] == 0)]
+        text = [str(i) for i in world.program.streams[rank]]
+        step = own[text.index("step")]
+        between = own[text.index(f"step_host {rank}") : text.index("step")]
+        assert sum(each["op"] < 2 for each in between) >= 2  # F and B of the next update
+        assert first["end"] <= step["start"]
+
+
+def test_what_is_refused() -> None:
+    program = schedir.compile(*CASES[0], clip=True, states="cpu")
+    with pytest.raises(ModelError, match="a loss scale changes between updates"):
+        made(program, ADAMW, loss_scale=partial(LossScale, 8.0))
