@@ -211,9 +211,10 @@ class Machine:
         if i.op == O.Unshard:
             needs += before(O.Reshard)[-1:]
         if i.op == O.Reshard:
-            needs += (before(O.Unshard) or all_of(O.Unshard))[-1:]
-        if i.op == O.ReduceScatter:
-            needs += before(*adds) if all_of(O.ReduceScatter)[-1] != at else all_of(*adds)
+            needs += [k for k in all_of(O.Unshard) if own[k].mb == i.mb]
+        if i.op == O.ReduceScatter:  # ahead of all that add, it waits for what it sums
+            last = all_of(O.ReduceScatter)[-1] == at
+            needs += all_of(*adds) if last else before(*adds) or all_of(*adds)
         if i.op in (O.ReduceHolders, O.ReduceSequence, O.ReduceNorm, O.OptimizerStep):
             needs += all_of(O.ReduceScatter)
         if i.op == O.ReduceTied:
