@@ -35,9 +35,9 @@ def _arrived(state: State) -> None:
         steps.arrived()
 
 
-def _judge(state: State) -> None:
+def _judge(state: State, update: int) -> None:
     """Tell the host by what it steps an update."""
-    state.verdict = judged(state)
+    state.verdict = judged(state, update)
     may = state.verdict if state.held.may_step else torch.zeros_like(state.verdict)
     if (steps := _steps(state)) is not None:
         steps.judge(may, state.shrink)
@@ -46,7 +46,7 @@ def _judge(state: State) -> None:
 
 def release_grads(state: State, i: Instr) -> Call:
     def run() -> None:
-        _judge(state)
+        _judge(state, i.mb)
         if i.mb < state.plan.updates - 1:  # the last one's gradients are left to look at
             state.begin_update()
 
@@ -59,7 +59,7 @@ def step_host(state: State, i: Instr) -> Call:
     def run() -> None:
         steps = _steps(state)
         if state.verdict is None:
-            _judge(state)
+            _judge(state, i.mb)
         if steps is not None:
             steps.begin(i.stage, fails, state.on_lane())
 

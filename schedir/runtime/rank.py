@@ -109,6 +109,9 @@ class State:
         self.loss_gradient: Tensor | None = None  # with which backwards begin, where it is not 1
         self.losses = [torch.zeros((), device=self.device)] * self.plan.microbatches
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
+        # Of updates that nobody has judged, the sum of squares of all gradients: a rank that adds
+        # to none may be told that of the next one before.
+        self.norms: dict[int, Tensor] = {}
         self.finite = torch.ones(self.plan.updates, dtype=torch.bool, device=self.device)
         # Under way: what is sent, by index in the Stream, as long as it may not have arrived, and
         # reductions that nobody has waited for.

@@ -130,8 +130,8 @@ def reduce_norm(state: State, i: Instr) -> Call:
     own, start, reducing = own_norm(state), state.transport.collective, state.reducing
 
     def run() -> None:
-        state.norm = own()
-        reducing.append(start("all_reduce", "model", state.norm, state.norm))
+        norm = state.norms[i.mb] = own()
+        reducing.append(start("all_reduce", "model", norm, norm))
 
     return Call(state.wait_for_reductions, run)
 
@@ -176,14 +176,15 @@ def judge(max_norm: float, total: Tensor) -> tuple[Tensor, Tensor]:
     return finite, torch.where(finite, (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
 
 
-def judged(state: State) -> Tensor:
-    """Whether the gradients of the rank's stages are finite, so that they may be stepped: 0-dim
-    bool.  They are clipped then, and parameters are what the optimizer steps."""
+def judged(state: State, update: int) -> Tensor:
+    """Whether an update's gradients of the rank's stages are finite, so that they may be stepped:
+    0-dim bool.  They are clipped then, and parameters are what the optimizer steps."""
     if state.ahead is not None:
         finite, shrink = state.ahead.judged
     elif state.program.clip:
-        finite, shrink = judge(state.held.max_norm, state.norm)
-        state.norm = state.norm.sqrt()
+        total = state.norms.pop(update)
+        finite, shrink = judge(state.held.max_norm, total)
+        state.norm = total.sqrt()
     else:
         finite = are_finite(flat for s in state.stages.values() for flat in s.gradients.kept)
         if state.program.zero and state.program.dp > 1:  # each knows of its part
@@ -210,7 +211,7 @@ def step(state: State, i: Instr) -> Call:
     last, released = i.mb == state.plan.updates - 1, not state.program.ops.isdisjoint(RELEASES)
 
     def run() -> None:
-        finite = judged(state) if state.verdict is None else state.verdict
+        finite = judged(state, i.mb) if state.verdict is None else state.verdict
         state.verdict = None
         state.finite[i.mb] = finite
         if not by_stage:

@@ -78,7 +78,7 @@ def step_stage(state: State, i: Instr) -> Call:
         if state.optimizer is not None:
             _states(state).arrive(i.stage)
         if state.verdict is None:
-            state.verdict = judged(state)
+            state.verdict = judged(state, i.mb)
         state.let_step(state.verdict, i.stage)
 
     update = state.plan.microbatches + i.mb

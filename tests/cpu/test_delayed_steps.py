@@ -20,9 +20,9 @@ from schedir import Plan
 from schedir.analysis.memory import held, peak_versions
 from schedir.checkpoints import load, save
 from schedir.errors import ModelError
-from schedir.ir.ops import Lane
+from schedir.ir.ops import FORWARDS, SENDS, Lane
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.inprocess import InProcess, Turns
 from schedir.runtime.precision import LossScale
 from schedir.runtime.sizes import sizes_of
 from schedir.schedules import one_f_one_b, pipedream_2bw
@@ -151,6 +151,30 @@ def test_only_the_update_that_is_not_finite_is_left_out(clip: bool) -> None:
 def _spoil(calls: Iterator[int], module: Any, taken: Any, out: Tensor) -> Tensor:
     """The third forward of a stage gives what is not finite."""
     return out * (torch.nan if next(calls) == 2 else 1.0)
+
+
+@pytest.mark.parametrize("states", WHERE)
+def test_a_rank_that_adds_to_no_gradient_judges_each_update_by_its_own_norm(states: str) -> None:
+    """Whoever ends updates late may be told the next norm before it has judged by the first."""
+    plan, seen = Plan(2, 2, updates=2, delay=1), 0
+    own = schedir.compile(pipedream_2bw, plan, clip=True, frozen=1, model="edge", states=states)
+    first, rest = schedir.show(own, folded=False).split("\nrank 1\n")
+    ends = [f"  {i}" for i in own.streams[0] if i.op not in (*FORWARDS, *SENDS)]
+    kept = [line for line in first.split("\n") if line not in ends]
+    program = schedir.parse("\n".join([*kept, *ends, "rank 1", rest]))
+    judges = ends[1].strip()
+    for seed in range(100):
+        order = [(r, str(program.streams[r][k])) for r, k in Turns(program, "edge").any_order(seed)]
+        if order.index((0, "reduce_norm 1")) > order.index((0, judges)):
+            continue
+        seen += 1
+        world = made(program, ADAMW)
+        last = world.ranks[-1].stages[plan.stages - 1].module
+        last.register_forward_hook(partial(_spoil, count(2)))
+        world.step(*of_gpt.batch(plan.microbatches, 0), seed=seed)
+        assert [rank.finite.tolist() for rank in world.ranks] == [[False, True]] * 2
+        assert torch.equal(*(rank.norm for rank in world.ranks))
+    assert seen
 
 
 def _processes(rank: int) -> Any:
