@@ -1,6 +1,6 @@
 """Offload: predicted against measured steps, what only it makes fit, and torch's `save_on_cpu`.
 
-    python benchmarks/offload.py [--rounds 20] [--only slowed|delayed|fits|torch]
+    python benchmarks/offload.py [--rounds 20] [--only slowed|fits|torch]
 
 slowed: two processes over Gloo, of one thread each.  Copies are slow: each takes at least its
 bytes over a bandwidth, in which no processor works (`Lanes.bandwidth`).  Layers are wide and
@@ -9,11 +9,6 @@ behind.  One program, with as few slots as it needs, is run with free lanes and 
 step each by turns.  Costs are calibrated by the step with free lanes of the round.  At these it is
 predicted itself, which tells what calibration misses; and, with a copy at its bytes over the
 bandwidth, the step with slowed lanes of the same round.
-
-delayed: two processes whose forwards and backwards sleep for 50 and 100 ms, and whose hosts step
-four updates of four microbatches (states="cpu"), each step at least so long: behind its backwards,
-or while the next is computed, on weights of a delay of one.  Both programs run by turns.  What is
-predicted is told nothing else; what processors do, little, is what it misses.
 
 fits: a limit of memory between what a program needs that offloads, and what it needs that keeps or
 recomputes; the limit refuses the others, and the one is trained, and what is alive counted.
@@ -37,7 +32,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
@@ -57,14 +52,10 @@ from schedir.ir.ops import Lane
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
 from schedir.predict.calibrate import calibrate
-from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.host_steps import HostSteps
 from schedir.runtime.living import Living
 from schedir.runtime.measured import measured
 from schedir.runtime.sizes import sizes_of
-from schedir.schedules.words import EMPTY, Word
-from schedir.testing import tiny
 from schedir.testing.processes import run
 from schedir.training import gpt
 from schedir.transports.processes import Gloo
@@ -74,8 +65,6 @@ CONFIG = gpt.GPTConfig(vocab=512, layers=8, hidden=256, heads=4, context=64, tie
 DEEP = gpt.GPTConfig(vocab=256, layers=2, hidden=1024, heads=8, context=32, tied=False)
 SMALL = gpt.GPTConfig(vocab=256, layers=2, hidden=64, heads=2, context=32, tied=False)
 ROWS = 2  # of a microbatch
-FORWARD, BACKWARD = 0.05, 0.1  # seconds that these sleep
-COMPUTE = FORWARD + BACKWARD
 
 
 class Run:
@@ -188,95 +177,8 @@ def slowed(rank: int, rounds: int) -> None:
             f"{name}, of {which}", f"{share:g} F",
             *(f"{1e3 * each:.1f}" for each in np.median(found[:, :2], 0)),
             f"{np.median(longer):.3f}",
-            *(_off(found[:, a] / found[:, b]) for a, b in ((2, 0), (3, 1))),
+            *(off(found[:, a] / found[:, b]) for a, b in ((2, 0), (3, 1))),
         )  # fmt: skip
-
-
-class _Sleep(torch.autograd.Function):
-    """Nothing, which takes its time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        sleep(FORWARD)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        sleep(BACKWARD)
-        return gradient
-
-
-class Slow(nn.Module):
-    """A stage whose forward and backward take as long as is told."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, _Sleep.apply(self.inner(x)))  # type: ignore[no-untyped-call]
-
-
-def delayed(rank: int, rounds: int) -> None:
-    """The host's step behind an update, and under the next one."""
-    n, updates = 4, 4
-
-    def flushed(r: int, P: int, m: int) -> Word:
-        return sum((schedules.one_f_one_b(r, P, n) for _ in range(updates)), EMPTY)
-
-    programs = [
-        compile(schedule, Plan(RANKS, n * updates, updates=updates, delay=delay), model="edge",
-                states="cpu")
-        for delay, schedule in enumerate((flushed, schedules.pipedream_2bw))
-    ]  # fmt: skip
-    pair = []
-    for program in programs:
-        stages = {rank: Slow(tiny.tiny_stages(RANKS)[rank])}
-        pair.append(
-            Executor(
-                program, rank, stages, Gloo(program), loss=tiny.loss,
-                boundary=Boundary((2, tiny.WIDTH), torch.float64),
-                optimizer=torch.optim.AdamW(stages[rank].parameters()),
-            )
-        )  # fmt: skip
-    batch = tiny.batch(n * updates)
-    for share in (0.0, 0.25, 0.5, 0.75, 1.25):
-        took: list[list[float]] = []
-        for turn in range(1 + rounds):
-            spans = [0.0] * 2
-            for k in (0, 1) if turn % 2 else (1, 0):
-                dist.barrier()
-                began = perf_counter()
-                pair[k].step(*batch)
-                spans[k] = perf_counter() - began
-                steps = pair[k].held.states
-                assert isinstance(steps, HostSteps), "the program says so"
-                if share:
-                    nbytes = steps.parts[rank].nbytes()
-                    pair[k].held.lanes.bandwidth[Lane.HOST] = nbytes / (share * n * COMPUTE)
-            took.append(spans)
-        each: list[Any] = [None] * RANKS
-        dist.all_gather_object(each, took[1:])
-        if rank:
-            continue
-        found = np.array(each).max(0)
-        costs = Costs(F=FORWARD, B=BACKWARD, step_host=share * n * COMPUTE)
-        spans = [simulate(one, costs, model="edge", blocks=True).span for one in programs]
-        cells = [
-            f"{1e3 * told:.0f}, {1e3 * seen:.0f}"
-            for told, seen in zip(spans, np.median(found, 0), strict=True)
-        ]
-        ratios, told = found[:, 1] / found[:, 0], spans[1] / spans[0]
-        line(
-            f"{share:g} of an update" if share else "nothing", *cells, f"{told:.3f}",
-            _ratio(ratios), _off(told / ratios),
-        )  # fmt: skip
-
-
-def _ratio(ratios: Any) -> str:
-    """The median, and its spread."""
-    low, high = spread(ratios.tolist())
-    return f"{np.median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
 def _costs(of: Run) -> Costs | None:
@@ -285,7 +187,7 @@ def _costs(of: Run) -> Costs | None:
     return None if timeline is None else calibrate(timeline)
 
 
-def _off(ratios: Any) -> str:
+def off(ratios: Any) -> str:
     """The median of how far a prediction is from what it predicts, and its spread."""
     low, high = spread(ratios.tolist())
     return f"{np.median(ratios) - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
@@ -367,9 +269,6 @@ TABLES: dict[str, tuple[Any, int, list[str]]] = {
     "slowed": (slowed, RANKS, ["program, m=8", "a copy takes", "free, ms", "slowed, ms",
                                "slowed over free, predicted", "free, predicted less measured",
                                "slowed, predicted less measured"]),
-    "delayed": (delayed, RANKS, ["the host's step takes", "no delay, ms: predicted, measured",
-                                 "a delay of one, ms", "ratio, predicted", "measured",
-                                 "predicted less measured"]),
     "fits": (fits, RANKS, ["2 ranks, m=96", "predicted, MB", "limit, MB", "lived, MB"]),
     "torch": (beside_torch, 1, ["microbatches", "save_on_cpu, ms", "ours, ms", "ratio",
                                 "without NaN"]),
