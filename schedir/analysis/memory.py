@@ -115,15 +115,19 @@ def _changes(program: Program, stream: Stream) -> NDArray[np.bool_]:
     return of_rank | (stream.stage >= program.frozen)
 
 
-def peak_in_flight(program: Program) -> NDArray[np.int64]:
+def peak_in_flight(program: Program, weight: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
     """Per rank, the most (stage, mb) alive at once; exact, since a rank's compute is in order.
+    Of a stage with a `weight` each counts as often.
 
     A program that does not train keeps nothing for a backward.
     """
-    if not program.trains:
-        return np.zeros(program.plan.ranks, np.int64)
-    alive = (in_flight(stream, program.frozen)[1] for stream in program.streams)
-    return np.array([count.max(initial=0) for count in alive], np.int64)
+    peaks = np.zeros(program.plan.ranks, np.int64)
+    for rank, stream in enumerate(program.streams if program.trains else ()):
+        at, alive = in_flight(stream, program.frozen)
+        if weight is not None:
+            alive = np.cumsum(np.diff(alive, prepend=0) * weight[stream.stage[at]])
+        peaks[rank] = alive.max(initial=0)
+    return peaks
 
 
 # ---------------------------------------------------------------- in bytes

@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import lcm
 from typing import Any, TypeVar
 
+import numpy as np
+
+from schedir.analysis.memory import peak_in_flight
 from schedir.analysis.models import MODELS, Model, require_model
 from schedir.compiler.again import compute_of, fitting, options_of
 from schedir.compiler.compile import check_memory, compile
@@ -23,7 +27,7 @@ from schedir.ir.per_stage import cut
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import FIELDS, HEADER, TRAITS, Program
 from schedir.ir.sizes import Sizes
-from schedir.passes.cut import SHARED, in_pieces, over_stages
+from schedir.passes.cut import SHARED, in_pieces, over_stages, pieces_of
 from schedir.passes.moves import DISK, HOST
 from schedir.passes.record import Choice
 from schedir.passes.share_slots import share_slots
@@ -294,8 +298,16 @@ class Request:
 
     @property
     def peak_activations(self) -> float:
-        """The most that a rank holds, in activations of a whole rank and of whole microbatches."""
-        return self.timeline.peak_activations / int(self.more.get("chunks", 1))
+        """The most that a rank holds, in activations of a whole rank and of whole microbatches; of
+        a stage that is cut, each piece has as much of them."""
+        chunks = int(self.more.get("chunks", 1))
+        pieces = pieces_of(self._cut["cut"], self.plan) if self._cut else (1,)
+        if len({*pieces}) == 1:
+            return self.timeline.peak_activations / chunks
+        whole = lcm(*pieces)
+        weight = np.repeat([whole // number for number in pieces], pieces)
+        peak = int(peak_in_flight(self.program, weight).max())
+        return peak / whole / chunks * self.plan.ranks / self.plan.stages
 
     @cached_property
     def stage_costs(self) -> Costs:

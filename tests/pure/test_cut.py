@@ -130,6 +130,9 @@ def test_schedules_of_one_model_have_as_many_sums(capsys: pytest.CaptureFixture[
     for wrong in ("3", "fgg"):
         argv = ("compare", "interleaved", f"--cut={wrong}", *how)
         assert "which its 2 stages cannot share alike" in commands.refused(capsys, *argv)
+    for cut in ("9", "9,5", "1,9"):  # and holds as much, in however many pieces
+        rows = json.loads(commands.said(capsys, "compare", *names, f"--cut={cut}", *how))
+        assert [row["peak_activations"] for row in rows] == [2, 2.5, 2, 3]
 
 
 def test_shares_of_pieces() -> None:

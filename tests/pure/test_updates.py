@@ -276,7 +276,12 @@ def test_a_step_stands_between_two_updates() -> None:
                 assert before in (Opcode.SendGrad, Opcode.ReduceGrads, Opcode.RecvAct)
 
 
-@pytest.mark.parametrize("told", [{"clip": True}, {"tied": True}])
+SHARED = {"tp": 2, "sequence": True}
+
+
+@pytest.mark.parametrize(
+    "told", [{"clip": True}, {"tied": True}, {"clip": True, "tied": True} | SHARED]
+)
 def test_ranks_that_meet_at_the_end_of_an_update_do_not_wait_for_each_other(told: Any) -> None:
     """Rank 0 forwards the next update's first microbatches before rank 2 ends the one before."""
     plan = Plan(3, 6, 2, updates=2, delay=1)
