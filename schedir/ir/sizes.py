@@ -72,8 +72,8 @@ class Sizes:
     that are trained, `grads` their gradients, `optimizer` its state, with the copies of parameters
     that it steps in their place, and `buffers` are buffers and what is not trained.  The sum is
     `weights`, for who knows no more.  A program that validates after its step holds all but buffers
-    once more.  `version` is a copy of a stage's parameters, of which a run of several updates
-    without a flush keeps one for each version that is of use.  `skip` is what a stage gives to one
+    once more.  `version` is a copy of a stage's parameters, unless told `params`, of which a run of
+    several updates without a flush keeps one for each version that is of use.  `skip` is what a stage gives to one
     that is not its neighbour (`Program.skips`), told for the one that gives it.
 
     Raises UsageError for a size that is negative or not finite, for an array with rows of different
@@ -101,7 +101,7 @@ class Sizes:
     grads: Size = 0.0
     optimizer: Size = 0.0
     buffers: Size = 0.0
-    version: Size = 0.0
+    version: Size | None = None
     skip: Size = 0.0
 
     def __post_init__(self) -> None:
@@ -184,7 +184,7 @@ class Sizes:
         """What is said of a size, or of what is as large where nothing is."""
         value: Size | None = getattr(self, name)
         if value is None:
-            value = self.activation if name == "gradient" else self.saved
+            value = {"gradient": self.activation, "version": self.params}.get(name, self.saved)
         return value
 
 

@@ -87,6 +87,8 @@ def test_memory_counts_versions() -> None:
         for own, n in zip(held(compile(one_f_one_b, plan), sizes), copies, strict=True):
             assert own.fixed["versions"] == (n, 10.0 * n)
     assert "versions" not in held(compile(gpipe, Plan(2, 4)), sizes)[0].fixed
+    (own,) = held(compile(one_f_one_b, two_buffers(1, 2, 2)), Sizes(params=10.0))
+    assert own.fixed["versions"] == (2, 20.0)  # unless told, a version is as large as parameters
 
 
 def test_one_update_has_one_version() -> None:
