@@ -73,8 +73,8 @@ class Sizes:
     that it steps in their place, and `buffers` are buffers and what is not trained.  The sum is
     `weights`, for who knows no more.  A program that validates after its step holds all but buffers
     once more.  `version` is a copy of a stage's parameters, unless told `params`, of which a run of
-    several updates without a flush keeps one for each version that is of use.  `skip` is what a stage gives to one
-    that is not its neighbour (`Program.skips`), told for the one that gives it.
+    several updates without a flush keeps one for each version that is of use.  `skip` is what a
+    stage gives to one that is not its neighbour (`Program.skips`), told for the one that gives it.
 
     Raises UsageError for a size that is negative or not finite, for an array with rows of different
     lengths or of what is not of a microbatch, for a `both` that is less than one of the two or more
