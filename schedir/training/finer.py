@@ -83,20 +83,26 @@ def finer(
             fields=[where, "kind"],
         )
     letters = tuple(meets.split(NONE)) if meets else ("",) * plan.stages
+    hint = f'cut = "{LAYERS}"' if cut is not None else "division = [...], as it was cut"
     if meets and division is None:
         there = tuple(len(own) // len(layer) for own in letters)
         division = there if sum(there) == layers else None
+        if all(there) and division is None:
+            hint = f"layers = {sum(there)}, as it was cut"
     each = split_layers(layers, len(letters), division)
     if cut == LAYERS:
         letters = tuple(layer * number for number in each)
     elif cut is not None:
-        letters = letters_of(cut, plan)
+        try:
+            letters = letters_of(cut, plan)
+        except UsageError as error:
+            raise UsageError(error.fact, hint=hint, fields=error.fields) from error
     for stage, (own, number) in enumerate(zip(letters, each, strict=True)):
         if own not in ("", layer * number):
             raise UsageError(
                 f"stage {stage} has {number} layer{'s' * (number != 1)}, {len(layer) * number + 1} "
                 f"pieces with {said(layer * number)} between them, and not {said(own)}",
-                hint=f'cut = "{LAYERS}"' if cut is not None else "division = [...], as it was cut",
+                hint=hint,
                 fields=[where, "division"],
             )
     found = Finer(each, tuple(len(own) + 1 for own in letters), size)

@@ -74,14 +74,15 @@ def test_a_file_says_its_pieces(path: str) -> None:
     assert config.finer == read(path, ["pipeline.cut=layers"]).finer
     config = read(path, [sched(path, 9), "model.tied=false"])
     assert config.finer.first == [0, 9, 18] and program_of(config).frozen == 9
-    for sets, word in (
-        (["model.layers=6"], "stage 0 has 3 layers, 13 pieces"),
-        (["pipeline.division=1,3"], "stage 0 has 1 layer, 5 pieces"),
-        (["pipeline.cut=9"], "cut is for what is compiled"),
-        (["model.kind=llama"], "kind llama have no pieces"),
+    for sets, word, hint in (
+        (["model.layers=6"], "stage 0 has 3 layers, 13 pieces", "layers = 4"),
+        (["pipeline.division=1,3"], "stage 0 has 1 layer, 5 pieces", "division = [...]"),
+        (["pipeline.cut=9"], "cut is for what is compiled", ""),
+        (["model.kind=llama"], "kind llama have no pieces", "kind gpt"),
     ):
-        with pytest.raises(ConfigError, match=word):
+        with pytest.raises(ConfigError, match=word) as error:
             read(path, [sched(path, None), *sets])
+        assert hint in error.value.hint
     with pytest.raises(ConfigError, match="the first 3 pieces are frozen"):
         read(path, [sched(path, 3), "model.tied=false"])
 
@@ -106,6 +107,8 @@ def test_what_is_refused(path: str, sets: list[str], word: str) -> None:
     with pytest.raises(ConfigError, match=word) as error:
         read(path, sets)
     assert error.value.where == f"--set {sets[0]}" and "\n" not in error.value.fact
+    if sets[0].startswith("pipeline.cut=") and len(sets) == 1:  # what else it may say is named
+        assert error.value.hint == 'cut = "layers"'
 
 
 def test_whole_stages_are_as_before() -> None:
