@@ -263,9 +263,10 @@ def _sequence(
 ) -> Floats:
     """The sums over slices that share the sequence, of the rank on which they take longest."""
     e, t, v, zero = (getattr(plans, name)[:, None] for name in ("e", "t", "v", "zero"))
-    parts = np.where(zero > 0, (plans.d * plans.c)[:, None], 1)
-    each = states.grads / parts
-    inner = shares.layers / v * sum(whole_numbers(model, e)) * each
+    every = np.where(zero > 0, (plans.d * plans.c)[:, None], 1)
+    each, (common, experts) = states.grads / every, whole_numbers(model, e)
+    inner = shares.layers / v * common * each
+    inner = inner + shares.layers / v * experts * states.grads / np.maximum(every // e, 1)
     ends = shares.first * model.sequence * model.hidden + shares.last * ends_numbers(model, t)[1]
     found: Any = np.zeros(shares.layers.shape)
     cut = plans.sequence_parallel > 0

@@ -78,7 +78,7 @@ def costs_of(
     own = Costs(F=_each(F), I=_each(I), W=_each(W), B=_each(I + W), R=_each(ahead),
                 reduce_tied=_tied(model, cluster, plan, where, states))  # fmt: skip
     if choice.sequence_parallel and choice.t > 1:
-        own = replace(own, reduce_sequence=_sequence(model, cluster, choice, plan, states))
+        own = replace(own, reduce_sequence=_sequence(model, cluster, choice, states))
     if choice.e > 1:
         own = replace(own, **_of_experts(cluster, choice, plan, where, numbers, states))
     replicas = choice.d * choice.c
@@ -126,14 +126,12 @@ def _of_experts(
     return {name: _each(value) for name, value in found.items()} | {"step": _each(step)}
 
 
-def _sequence(
-    model: Model, cluster: Cluster, choice: Choice, plan: Plan, states: States
-) -> tuple[float, ...]:
+def _sequence(model: Model, cluster: Cluster, choice: Choice, states: States) -> tuple[float, ...]:
     """The sum over slices, each of which has seen its own tokens with what all have whole; of what
     replicas have in parts it is the part (arXiv 2205.05198, section 4.2.2)."""
-    parts = choice.d * choice.c if choice.zero else 1
-    group = slowest(cluster, 1, choice.t)
-    each = states.grads * seen_in_parts(model, choice, plan) / parts
+    every = choice.d * choice.c if choice.zero else 1
+    group, seen = slowest(cluster, 1, choice.t), seen_in_parts(model, choice)
+    each = states.grads * (seen.common / every + seen.experts / max(every // choice.e, 1))
     return tuple(summed(cluster, size, group) for size in each.tolist())
 
 

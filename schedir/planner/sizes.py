@@ -50,14 +50,14 @@ def numbers_of(model: Model, choice: Choice, plan: Plan) -> Numbers:
     return Numbers(common, experts)
 
 
-def seen_in_parts(model: Model, choice: Choice, plan: Plan) -> Floats:
+def seen_in_parts(model: Model, choice: Choice) -> Numbers:
     """Of `numbers_of`, those that each slice has whole, and sees its own part of a sequence with
     where slices share that: `whole_numbers` of layers, positions, and the head's norm."""
-    found: Floats = np.array(layers_of(model, choice), float)
-    found *= sum(whole_numbers(model, choice.e))
-    found[0] += model.sequence * model.hidden
-    found[-1] += ends_numbers(model, choice.t)[1]
-    return found
+    layers = np.array(layers_of(model, choice), float)
+    common, experts = (layers * each for each in whole_numbers(model, choice.e))
+    common[0] += model.sequence * model.hidden
+    common[-1] += ends_numbers(model, choice.t)[1]
+    return Numbers(common, experts)
 
 
 def sizes(

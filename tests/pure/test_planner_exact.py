@@ -200,16 +200,19 @@ def test_near_the_closed_form(model: planner.Model, choice: planner.Choice) -> N
     assert one.parts.optimizer == pytest.approx(other.parts.optimizer, rel=0.02, abs=1e-4)
 
 
-@pytest.mark.parametrize("model", [DENSE, MIXED])
+@pytest.mark.parametrize(("model", "e"), [(DENSE, 1), (MIXED, 1), (MIXED, 2)])
 @pytest.mark.parametrize("zero", [0, 1])
-def test_what_slices_sum_of_a_shared_sequence_is_priced(model: planner.Model, zero: int) -> None:
+def test_what_slices_sum_of_a_shared_sequence_is_priced(
+    model: planner.Model, zero: int, e: int
+) -> None:
     """By the bytes that more slices do not make fewer, as any other sum of theirs; the closed form
     says the same, and nobody pays who does not share."""
     choice = planner.Choice(p=2, t=4, d=2, v=2, m=4, schedule="interleaved", zero=zero,
-                            sequence_parallel=True)  # fmt: skip
+                            sequence_parallel=True, e=e)  # fmt: skip
     where = replace(cluster(8), nodes=2)
-    one, two = (np.array(layer_numbers(model, t)) for t in (1, 2))
-    whole = float((2 * two - one).sum()) * model.layers / 4
+    one, two = (np.array(layer_numbers(model, t, e)) for t in (1, 2))
+    whole, of_experts = (2 * two - one) * model.layers / 4
+    whole += of_experts * (e if zero else 1)  # which e of the replicas have in as many fewer parts
     numbers = [whole + model.sequence * model.hidden, whole, whole, whole + 2 * model.hidden]
 
     def costs(choice: planner.Choice) -> Costs:
