@@ -205,7 +205,7 @@ class Machine:
         adds = (O.Backward, O.BackwardInput, O.BackwardWeight)
         needs = []
         if i.op in (O.Forward, O.Recompute, *adds[:2]) and i.stage >= self.program.frozen:
-            needs += (before(O.Unshard) or all_of(O.Unshard))[-1:]
+            needs += before(O.Unshard)[-1:] or all_of(O.Unshard)[:1]
         if i.op in adds and self.program.reduce == "turn":
             needs += before(O.ReduceScatter)[-1:]
         if i.op == O.Unshard:
