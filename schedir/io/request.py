@@ -161,6 +161,7 @@ class Request:
             return self._within(self._with_slots(found))
         found = replace(found, **self.traits)
         if self.draft:
+            self._require_compute()
             return found
         how |= {"overlap": self.overlap, **self.more}
         if self.share:  # schedules of other numbers of stages
@@ -281,6 +282,16 @@ class Request:
                 raise UsageError(
                     f"{self.source} is a program: --{option} is for schedules", fields=[name]
                 )
+
+    def _require_compute(self) -> None:
+        """Refuse, of a draft, what says how it is lowered."""
+        for name in (*(n for n in ("overlap", "slots") if getattr(self, n)), *self.more):
+            raise UsageError(
+                f"a draft is what is computed, before it is lowered: --{name.replace('_', '-')} is "
+                "for what is lowered",
+                hint="leave out --draft",
+                fields=[name],
+            )
 
     def _with_slots(self, program: Program) -> Program:
         """A lowered program, checked, whose values share the slots that are asked for."""

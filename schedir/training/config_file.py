@@ -126,6 +126,9 @@ def _of_source(values: _Values, given: _Settings) -> _Values:
             if setting := given.get((SECTION_OF.get(name, "pipeline"), name)):
                 raise setting.error(f"{source} has its transfers: {name} is for what is compiled")
         decided |= {f.name: f.of(source.found) for f in TRAITS if f.in_config}
+    elif isinstance(source.found, Program):  # a draft has what it says, unless a setting says other
+        own = [f for f in TRAITS if f.in_config and not f.is_default(source.found)]
+        decided |= {f.name: f.of(source.found) for f in own if f.name not in said}
     home = {f.name: f.section for f in HEADER}
     said = {"schedule": source} | decided
     return {(home.get(name, "pipeline"), name): value for name, value in said.items()}

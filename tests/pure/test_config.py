@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,15 @@ def test_a_draft_takes_tp_and_dp(tmp_path: Path) -> None:
     path.write_text(schedir.show(schedir.draft(schedir.schedules.gpipe, schedir.Plan(2, 4))))
     config = read(write(tmp_path, f"[pipeline]\nschedule = '{path}'\ntp = 2"))
     assert (config.pipeline.ranks, config.pipeline.tp) == (2, 2)
+
+
+def test_a_draft_brings_its_traits_unless_a_setting_says_another(tmp_path: Path) -> None:
+    drafted = replace(schedir.draft(schedir.schedules.gpipe, schedir.Plan(2, 4)), tp=2)
+    path = tmp_path / "draft.sched"
+    path.write_text(schedir.show(drafted))
+    text = f"[pipeline]\nschedule = '{path}'\n"
+    assert read(write(tmp_path, text)).pipeline.tp == 2
+    assert read(write(tmp_path, text + "tp = 1")).pipeline.tp == 1
 
 
 def test_a_program_that_is_none_is_refused_with_its_place(tmp_path: Path, program: Path) -> None:

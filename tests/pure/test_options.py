@@ -105,3 +105,8 @@ def test_an_option_that_compile_does_not_have(option: str, hint: str) -> None:
     with pytest.raises(schedir.errors.UsageError) as error:
         schedir.compile(interleaved, Plan(2, 2), **given)
     assert error.value.fields == (option,) and error.value.hint.startswith(hint)
+
+
+def test_a_draft_is_not_lowered(capsys: pytest.CaptureFixture[str]) -> None:
+    cut = refused(capsys, "show", "gpipe", "--tp", "2", "--cut", "5", "--draft")
+    assert "--cut is for what is lowered" in cut
