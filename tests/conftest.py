@@ -1,8 +1,11 @@
 import gc
+import os
 
 import pytest
 from hypothesis import settings
 
+# As `schedir train` says before it imports torch, for the processes that tests fork.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 # No deadline: a loaded machine must not fail a right answer.
 settings.register_profile("schedir", parent=settings(), deadline=None)
 settings.load_profile("schedir")

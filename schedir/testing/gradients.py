@@ -330,12 +330,14 @@ def _failed(error: RankError, timeout: float) -> ExecutionError:
 
 
 def _stand(stack: str) -> str:
-    """Where a rank stands in the step, by its stack, the innermost call first; "" if it is back."""
-    frames = re.findall(r'File "(.+)", line (\d+) in (.+)', stack)
-    calls = [function for _, _, function in frames]
-    if _left.__name__ not in calls:
-        return ""
-    inside = frames[: calls.index(_left.__name__)]
-    foreign = [frame for frame in inside if "site-packages" not in frame[0]]
-    file, line, function = (foreign or inside or frames)[0]
-    return f"{file}:{line}, in {function}"
+    """Where a rank stands in the step, by the stacks of its threads, the innermost call first; ""
+    if it is back."""
+    for thread in stack.split("\nThread "):
+        frames = re.findall(r'File "(.+)", line (\d+) in (.+)', thread)
+        calls = [function for _, _, function in frames]
+        if _left.__name__ in calls:
+            inside = frames[: calls.index(_left.__name__)]
+            foreign = [frame for frame in inside if "site-packages" not in frame[0]]
+            file, line, function = (foreign or inside or frames)[0]
+            return f"{file}:{line}, in {function}"
+    return ""

@@ -162,12 +162,12 @@ def test_what_waits_behind_a_compute_is_refused_on_every_device(
     """The model `edge` allows it, but hosts that wait do not, nor does torch over NCCL."""
     assert Edge.blocks and Grouped.blocks
     path = tmp_path / "late.sched"
+    path.write_text(show(sends(late=False)))
     run = config.Config(
         gpt_config.GPTConfig(tied=False),
         config.PipelineConfig(schedule=str(path), ranks=2, microbatches=2),
         train=TrainConfig(device=device, clip=0.0),
     )
-    path.write_text(show(sends(late=False)))
     train.program_of(run)
     path.write_text(show(sends(late=True)))
     with pytest.raises(DeadlockError):
