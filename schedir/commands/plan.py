@@ -244,11 +244,11 @@ def _file(args: argparse.Namespace, asked: Asked, plan: Priced, own: Program | N
             )  # fmt: skip
         moves = program_for(asked.model, asked.cluster, plan) if plan.offload != "none" else None
         return comments + config(asked.model, plan, moves=moves)
-    comments += _simulated(asked, plan)
+    comments += _simulated(asked, plan, own)
     return comments + show(own or program_for(asked.model, asked.cluster, plan))
 
 
-def _simulated(asked: Asked, plan: Priced) -> str:
+def _simulated(asked: Asked, plan: Priced, own: Program | None) -> str:
     """How a plan's program is simulated as it was planned, in a comment: at which costs."""
     from schedir.planner.costs import costs_of, times_of
     from schedir.planner.runnable import plan_of
@@ -260,7 +260,8 @@ def _simulated(asked: Asked, plan: Priced) -> str:
         return ""
     of = trainer_for(cluster)
     times = times_of(model, cluster, plan, of.constants)
-    costs = costs_of(model, cluster, plan, plan_of(plan), times, of.constants, of.states)
+    shape = plan_of(plan) if own is None else own.plan
+    costs = costs_of(model, cluster, plan, shape, times, of.constants, of.states)
     return f"# in seconds: schedir simulate FILE --model edge --costs {format_costs(costs)}\n"
 
 
