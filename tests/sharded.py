@@ -117,6 +117,8 @@ def reduce_scatter(host: Host, i: Instr) -> None:
         host.wrong("what it adds is not summed over parts of the sequence")
     if i.stage in host.states and not host.states[i.stage][0].startswith("on the"):
         host.wrong("its stage's state was loaded for the gradient of the turns before")
+    if any(found.startswith(("step", "stored", "spill")) for found, _ in host.states.values()):
+        host.wrong("a state of its rank was stepped without it")
     for slot in added:
         host.take(*slot)
     if i.stage in host.adding:
