@@ -45,13 +45,15 @@ stages of the program, neighbours on one rank, and each sum an instruction betwe
 $ {shown_command}
 {shown}```
 
-`meets` says which boundaries have a sum: `f` where ranks enter what they share, and a gradient is summed on its way back, `g`
-where they leave it, and the activation is, `-` where neither is. `check` demands these sums, and no others. A layer of the GPT
-is `fgfg`, and `--cut 5` says as much; `--cut g-g`, or `cut=("fg", 1)`, one entry per stage, say others. What is known of stages
-is known of pieces: recompute, offload, slots, several tensors between stages, pictures. With `tp` 1 there are pieces and no sums.
+`meets` says what is at each boundary: between pieces `f` where ranks enter what they share, and a gradient is summed on its way
+back, `g` where they leave it, and the activation is, `.` where neither is; `-` where a whole stage ends. `check` demands these sums,
+and no others. A layer of the GPT is `fgfg`, and `--cut 5` says as much; `--cut g.g`, or `cut=("fg", 1)`, one entry per stage, say
+others. What is known of stages is known of pieces: recompute, offload, slots, several tensors between stages, pictures. With `tp` 1
+there are pieces, and dots between them: no sums.
 
 Costs and sizes are those of pieces then. `in_pieces(costs, cut, plan, shares)` makes them of those of whole stages; `compare` and
-`best`, whose costs and sizes are a rank's, do so themselves. Their `--cut` is a rank's, too: `--cut 9` is two layers of a rank, one
+`best`, whose costs and sizes are a rank's, do so themselves, also of a program in a file, which says what is cut (`Program.pieces`,
+`Program.chunked`, `Program.whole`). Their `--cut` is a rank's, too: `--cut 9` is two layers of a rank, one
 for each of its stages where it has two, so that each schedule has the sums of the one model. Stages that cannot share them alike are
 refused, and left out by `best`. What is in flight is counted in pieces and chunks.
 
@@ -104,7 +106,8 @@ microbatches. Other ways were left: chunks as pieces that hand their parts over 
 keep messages and weight gradients whole, but be a second kind of address, a second kind of sum, and a barrier behind each. What it takes is
 samples: a microbatch of one has none to spare. Segments of a sequence (`Plan(segments=...)`) are microbatches already.
 
-Schedules count whole microbatches, and so do `--microbatches`, `updates` and what holders of a stage share: it is the program that has more.
+Schedules count whole microbatches, and so do `--microbatches`, `updates` and what holders of a stage share: it is the program that has more, and
+says so (`chunked 2`).
 `in_pieces(..., chunks=2)` makes costs and sizes of chunks. An executor takes a batch of the program's microbatches:
 `x.view(m * n, samples // n, ...)`, targets and keywords likewise, and boundaries of as few samples. A `scale` that makes a mean of losses
 is of chunks: where each loss is the mean of its samples, 1 / (m n), and not 1 / m; with means over tokens of which some do not count,

@@ -78,7 +78,7 @@ def other_letter(e: Edit) -> Any:
     if not meets:
         return False
     k = e.rng.randrange(len(meets))
-    letter = e.rng.choice([*{*"fg-"} - {meets[k]}])
+    letter = e.rng.choice([*{*"fg.-"} - {meets[k]}])
     e.program = replace(e.program, meets=meets[:k] + letter + meets[k + 1 :])
     return None
 

@@ -25,11 +25,11 @@ _CELL: Final = (0.95, 0.26, 11.0)  # inches: width and height of a cell, and mos
 _SMALLEST: Final = 4.5  # points, of a number in a cell
 
 
-def tradeoff(timelines: Sequence[Timeline], peaks: Sequence[float] | None = None) -> Figure:
+def tradeoff(timelines: Sequence[Timeline]) -> Figure:
     """Bubble against memory, a point per Timeline; the best for each memory are joined.
 
     Memory is the most that a rank holds: GB, or where sizes are not given, activations of a
-    whole rank: `peaks` of them, or as many as a Timeline tells, of its program's microbatches.
+    whole rank and of whole microbatches.
 
     Raises UsageError for no Timelines.
 
@@ -44,8 +44,7 @@ def tradeoff(timelines: Sequence[Timeline], peaks: Sequence[float] | None = None
     """
     expect_runs(timelines)
     sized = all(t.sizes is not None for t in timelines)
-    own = [t.peak_activations for t in timelines] if peaks is None else peaks
-    x = np.array([_gigabytes(t) for t in timelines] if sized else own)
+    x = np.array([_gigabytes(t) if sized else t.peak_activations for t in timelines])
     y = np.array([t.bubble for t in timelines])
     larger = max(1.0, min(len(timelines) / 12, 1.6))  # for many names
     figure = Figure(figsize=(5.2 * larger, 3.7 * larger), layout="constrained")

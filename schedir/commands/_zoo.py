@@ -89,5 +89,5 @@ def ranked(
         else:
             found.fit.append(request)
     # Sums of costs differ by rounding: what is as long is ranked by what it holds.
-    found.fit.sort(key=lambda r: (float(f"{length(r.timeline):.9g}"), r.peak_activations))
+    found.fit.sort(key=lambda r: (float(f"{length(r.timeline):.9g}"), r.timeline.peak_activations))
     return found

@@ -64,7 +64,7 @@ def _found(args: argparse.Namespace) -> Ranked:
     """What fits, of all candidates."""
 
     def over(request: Request) -> str:
-        peak = request.peak_activations
+        peak = request.timeline.peak_activations
         few = args.activations is None or peak <= args.activations
         return "" if few else f"{peak:.6g} activations"
 
@@ -100,7 +100,7 @@ def _row(request: Request) -> dict[str, Any]:
     timeline = request.timeline
     plan, ops = timeline.program.plan, timeline.program.ops
     row = facts(timeline, bound_of_request(request)) | {
-        "peak_activations": request.peak_activations,
+        "peak_activations": timeline.peak_activations,
         "split_backwards": BACKWARD_INPUT in ops,
         "parameters_held": plan.rows,
     }

@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> str:
         if args.tradeoff:
             from schedir.viz import save, tradeoff
 
-            peaks = [request.peak_activations for request in requests]
-            save(tradeoff(timelines, peaks), args.output)
+            save(tradeoff(timelines), args.output)
         else:
             save_chart(args, requests)
         said += "" if args.json else f"wrote {args.output}\n"
@@ -70,7 +69,7 @@ def _compared(requests: Sequence[Request], *, as_table: bool) -> str:
         t = request.timeline
         plan, peak = t.program.plan, int(t.peak_in_flight.max(initial=0))
         shape = {"ranks": plan.ranks, "microbatches": plan.microbatches, "stages": plan.stages}
-        size = {"peak_in_flight": peak, "peak_activations": request.peak_activations}
+        size = {"peak_in_flight": peak, "peak_activations": t.peak_activations}
         found = facts(t, bound_of_request(request))
         parts = facts_of_parts(t.program)
         rows.append(found | shape | size | filled_facts(request) | parts)

@@ -45,6 +45,7 @@ def forwards(
         skips=program.skips,
         zero=program.zero,
         meets=program.meets,
+        chunked=program.chunked,
         sequence=program.sequence,
     )
     scattered = not program.ops.isdisjoint(SCATTERS.values())

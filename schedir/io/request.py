@@ -8,12 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import lcm
 from typing import Any, TypeVar
 
-import numpy as np
-
-from schedir.analysis.memory import peak_in_flight
 from schedir.analysis.models import MODELS, Model, require_model
 from schedir.compiler.again import compute_of, fitting, options_of
 from schedir.compiler.compile import check_memory, compile
@@ -27,7 +23,7 @@ from schedir.ir.per_stage import cut
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import FIELDS, HEADER, TRAITS, Program
 from schedir.ir.sizes import Sizes
-from schedir.passes.cut import SHARED, in_pieces, over_stages, pieces_of
+from schedir.passes.cut import SHARED, in_pieces, over_stages
 from schedir.passes.moves import DISK, HOST
 from schedir.passes.record import Choice
 from schedir.passes.share_slots import share_slots
@@ -307,19 +303,6 @@ class Request:
             program if self.limit is None else check_memory(program, self._stage_sizes, self.limit)
         )
 
-    @property
-    def peak_activations(self) -> float:
-        """The most that a rank holds, in activations of a whole rank and of whole microbatches; of
-        a stage that is cut, each piece has as much of them."""
-        chunks = int(self.more.get("chunks", 1))
-        pieces = pieces_of(self._cut["cut"], self.plan) if self._cut else (1,)
-        if len({*pieces}) == 1:
-            return self.timeline.peak_activations / chunks
-        whole = lcm(*pieces)
-        weight = np.repeat([whole // number for number in pieces], pieces)
-        peak = int(peak_in_flight(self.program, weight).max())
-        return peak / whole / chunks * self.plan.ranks / self.plan.stages
-
     @cached_property
     def stage_costs(self) -> Costs:
         """The costs of a prediction, those of each stage; of moves as if nothing was recomputed."""
@@ -339,13 +322,17 @@ class Request:
         costs = self.costs or Costs()
         if self.cluster is None:
             return self._per_stage(costs.usual())
-        if finer := {"cut", "chunks"} & self.more.keys():
+        found = self.source.found
+        finer = {"cut", "chunks"} & self.more.keys()
+        if isinstance(found, Program) and found.whole != found.plan:
+            finer |= {"meets"} if found.meets else {"chunked"}
+        if finer:
             raise UsageError(
                 "a cluster fills costs of whole stages and microbatches, and these are cut",
                 hint="tell costs of pieces, sum among them",
                 fields=["cluster", *finer],
             )
-        costs, found = self._per_stage(costs), self.source.found
+        costs = self._per_stage(costs)
         groups: dict[str, Any] = {"tp": 1, "dp": 1, "zero": 0, "snapshots": False}
         groups |= {"states": "device"}
         for f in TRAITS:
@@ -367,11 +354,14 @@ class Request:
         """Costs or sizes of a microbatch on a rank as those on one of its stages."""
         if not self.share:
             return each
-        whole = {k: c for k in SHARED if (c := getattr(each, k, None)) is not None}
-        plan = self.plan
-        each = replace(each, **{k: cut(c, plan.ranks, plan.stages) for k, c in whole.items()})
-        cut_in = self._cut.get("cut", 1)
-        return in_pieces(each, cut_in, plan, chunks=self.more.get("chunks", 1))
+        plan, found = self.plan, self.source.found
+        pieces, chunks = self._cut.get("cut", 1), self.more.get("chunks", 1)
+        if isinstance(found, Program):  # which says what is cut
+            plan, chunks = found.whole, found.chunked * chunks
+            pieces = self._cut.get("cut", found.pieces)
+        shared = {k: c for k in SHARED if (c := getattr(each, k, None)) is not None}
+        each = replace(each, **{k: cut(c, plan.ranks, plan.stages) for k, c in shared.items()})
+        return in_pieces(each, pieces, plan, chunks=chunks)
 
     @property
     def _cut(self) -> dict[str, Any]:

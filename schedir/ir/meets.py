@@ -1,10 +1,10 @@
-"""Meets: at which boundaries between pieces of a stage tensor-parallel ranks sum what passes.
+"""Meets: which stages of a program are pieces of one, and where tensor-parallel ranks meet.
 
 A stage that ranks of a tensor-parallel group share is cut where they meet (Megatron-LM, arXiv
 1909.08053, section 3): into pieces, which are stages of the program on the same rank.  A program
-says of each boundary between two of its stages what is there, a letter each: `f` where such a
-region is entered, and the gradient that goes back is summed; `g` where it is left, and the
-activation is; `-` where nobody meets.
+says of each boundary between two of its stages what is there, a letter each: between two pieces
+`f` where such a region is entered, and the gradient that goes back is summed; `g` where it is left,
+and the activation is; `.` where nobody meets; and `-` where a whole stage ends.
 """
 
 from __future__ import annotations
@@ -15,16 +15,26 @@ from schedir.errors import PlanError, said
 from schedir.ir.fields import Kind
 from schedir.ir.plan import Plan
 
-NONE: Final = "-"
-ENTERS, LEAVES = "f", "g"
-LETTERS: Final = ENTERS + LEAVES + NONE
+ENDS: Final = "-"  # of a whole stage
+ENTERS, LEAVES, NOBODY = "f", "g", "."
+LETTERS: Final = ENTERS + LEAVES + NOBODY  # between pieces
+_ALL: Final = {*LETTERS, ENDS}
+
+
+def pieces_in(meets: str, stages: int) -> tuple[int, ...]:
+    """In how many pieces each whole stage is, of a program of so many stages.
+
+    >>> pieces_in("fg-.", 5), pieces_in("", 2)
+    ((3, 2), (1, 1))
+    """
+    return tuple(len(own) + 1 for own in meets.split(ENDS)) if meets else (1,) * stages
 
 
 def _settle(name: str, value: object, plan: Plan) -> str:
-    """A letter for each boundary, or "" where nobody meets at any."""
-    if not isinstance(value, str) or not {*value} <= {*LETTERS}:
+    """A letter for each boundary, or "" where all stages are whole."""
+    if not isinstance(value, str) or not {*value} <= _ALL:
         raise PlanError(f"{name} {_TAKES}, not {said(value)}", fields=[name])
-    if not value.strip(NONE):
+    if not value.strip(ENDS):
         return ""
     if len(value) != plan.stages - 1:
         raise PlanError(
@@ -34,11 +44,11 @@ def _settle(name: str, value: object, plan: Plan) -> str:
             fields=[name],
         )
     for s, letter in enumerate(value):
-        if letter != NONE and (plan.holders[:, s] != plan.holders[:, s + 1]).any():
+        if letter != ENDS and (plan.holders[:, s] != plan.holders[:, s + 1]).any():
             raise PlanError(
                 f"{name} says {letter} between stages {s} and {s + 1}, which are on different "
-                "ranks: what is summed stays on its rank",
-                hint="end a stage with what follows its last sum",
+                "ranks: pieces of a stage are on one, and what they sum stays there",
+                hint=f"{ENDS} where a whole stage ends, with what follows its last sum",
                 fields=[name],
             )
     return value
@@ -47,10 +57,13 @@ def _settle(name: str, value: object, plan: Plan) -> str:
 def _read(text: str) -> str:
     if text == "no":
         return ""
-    if not text or not {*text} <= {*LETTERS}:
+    if not text or not {*text} <= _ALL:
         raise ValueError(f"{_TAKES}, not {said(text)}")
     return text
 
 
-_TAKES: Final = "has a letter for each boundary: f and g where ranks meet, as in fgfg-fgfg"
+_TAKES: Final = (
+    "has a letter for each boundary: f and g where ranks meet between pieces of a stage, . where "
+    "nobody does, - where a whole stage ends, as in fgfg-fgfg"
+)
 MEETS: Final = Kind(_TAKES, _read, str, lambda value, _: value or "no", _settle, metavar="LETTERS")

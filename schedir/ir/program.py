@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from schedir.errors import PlanError, said
 from schedir.ir import traits
 from schedir.ir.fields import fields_of
+from schedir.ir.meets import pieces_in
 from schedir.ir.notebook import html
 from schedir.ir.ops import (
     ADDS,
@@ -100,7 +101,8 @@ class Program:
     host and stays there: each stage's gradient is copied to the host, which steps the stage itself,
     and its weights come back (ZeRO-Offload, arXiv 2101.06840).
     `meets` has a letter for each boundary between two stages, where any of them are pieces of one
-    that tensor-parallel ranks share (`schedir/ir/meets.py`): "fgfg-fgfg".
+    (`schedir/ir/meets.py`): "fgfg-fgfg".  `chunked` is how many of the microbatches are chunks of
+    one.  So `pieces` and `whole` tell what somebody has cut.
     `sequence` says that tensor-parallel ranks share the sequence, too (arXiv 2205.05198): each has
     sent its part, and what each has of gradients of weights that all hold whole is summed.
     `slots` has one entry per rank; where it is empty, each value has a slot of its own.
@@ -144,6 +146,7 @@ class Program:
     snapshots: bool = field(default=False, metadata=traits.SNAPSHOTS)
     states: str = field(default="device", metadata=traits.STATES)
     meets: str = field(default="", metadata=traits.MEETS)
+    chunked: int = field(default=1, metadata=traits.CHUNKED)
     sequence: bool = field(default=False, metadata=traits.SEQUENCE)
     slots: tuple[Slots, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
@@ -316,6 +319,25 @@ class Program:
     def closes(self) -> bool:
         """Whether it ends an update: it trains, and is not open."""
         return self.trains and not self.open
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """In how many pieces each whole stage is: these are stages of the program."""
+        return pieces_in(self.meets, self.plan.stages)
+
+    @cached_property
+    def whole(self) -> Plan:
+        """The plan of the stages and the microbatches of which its own are pieces and chunks."""
+        plan = replace(self.plan, microbatches=self.plan.microbatches // self.chunked)
+        if not self.meets:
+            return plan
+        first = np.cumsum((0, *self.pieces[:-1]))
+        rows = tuple(tuple(row) for row in self.plan.holders[:, first].tolist())
+        delay = plan.delay
+        if isinstance(delay, tuple):
+            delay = tuple(delay[stage] for stage in first)
+        placement = rows if len(rows) > 1 else rows[0]
+        return replace(plan, placement=placement, stages_per_rank=1, delay=delay)
 
     def first_of(self, op: int) -> int:
         """The first stage that an instruction can be of: of backwards, of messages with gradients

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from schedir.errors import CostsError, PlanError, UsageError, said
 from schedir.ir.costs import OF_A_STAGE, Costs
 from schedir.ir.fields import Kind, whole_number
-from schedir.ir.meets import ENTERS, LEAVES, LETTERS, NONE
+from schedir.ir.meets import ENDS, ENTERS, LEAVES, LETTERS, NOBODY
 from schedir.ir.numerals import NO_NUMBERS, whole
 from schedir.ir.ops import BACKWARDS, FORWARDS, LATE, ROWS, Opcode, Per
 from schedir.ir.per_stage import by_stage, from_grid
@@ -45,8 +45,8 @@ def letters_of(given: Pieces, plan: Plan) -> tuple[str, ...]:
     A number of pieces is that of layers as in Megatron-LM, whose ranks enter and leave a region in
     turn: "fgfg" for 5.  Raises UsageError for what says no pieces.
 
-    >>> letters_of(3, Plan(ranks=2, microbatches=2)), letters_of([1, "g-"], Plan(2, 2))
-    (('fg', 'fg'), ('', 'g-'))
+    >>> letters_of(3, Plan(ranks=2, microbatches=2)), letters_of([1, "g."], Plan(2, 2))
+    (('fg', 'fg'), ('', 'g.'))
     """
     if isinstance(given, str):
         given = _read_here(given)
@@ -86,7 +86,8 @@ def _read_here(text: str) -> Any:
 
 
 _TAKES: Final = (
-    "is how many pieces a stage has, or the letters between them as fgfg, or one of these per stage"
+    "is how many pieces a stage has, or the letters between them as fgfg, with . where nobody "
+    "meets, or one of these per stage"
 )
 PIECES: Final = Kind(_TAKES, _read, int | str | tuple[int | str, ...], metavar="PIECES")
 CHUNKS: Final = whole_number(1, MAX_MICROBATCHES)
@@ -145,7 +146,7 @@ def cut(program: Program, given: Pieces = 1, chunks: int = 1) -> Program:
         raise UsageError(
             "the program is of pieces already, and says where they meet", fields=["cut"]
         )
-    first = np.concatenate([[0], np.cumsum(number)])
+    first, alone = np.concatenate([[0], np.cumsum(number)]), [NOBODY * len(own) for own in letters]
     return replace(
         program,
         plan=_plan(program.plan, number, chunks),
@@ -158,7 +159,8 @@ def cut(program: Program, given: Pieces = 1, chunks: int = 1) -> Program:
         tied=tuple(
             tuple(_tied(s, number, first, stages) for s in stages) for stages in program.tied
         ),
-        meets=program.meets or (NONE.join(letters) if program.tp > 1 else ""),
+        meets=program.meets or ENDS.join(letters if program.tp > 1 else alone),
+        chunked=program.chunked * chunks,
         order={},
     )
 
@@ -312,7 +314,7 @@ def _sums_of(program: Program) -> Iterator[tuple[Opcode, NDArray[np.bool_], int]
     """Of each kind of sum, which stages give what is summed, shape (stages,), and how many stages
     farther is the one that takes it, whose sum it is."""
     stages, trained = program.plan.stages, np.arange(program.plan.stages) > program.frozen
-    letters = np.array([*(program.meets or NONE * (stages - 1)), NONE])
+    letters = np.array([*(program.meets or ENDS * (stages - 1)), ENDS])
     yield Opcode.SumAct, letters == LEAVES, 1
     yield Opcode.SumGrad, np.roll(letters == ENTERS, 1) & trained & program.trains, -1
 

@@ -25,6 +25,7 @@ from schedir.analysis.memory import held
 from schedir.errors import UsageError, said
 from schedir.ir.fields import Kind
 from schedir.ir.index import NONE
+from schedir.ir.meets import ENTERS, LEAVES
 from schedir.ir.ops import (
     ADDS_TO_WEIGHTS,
     BACKWARDS,
@@ -80,7 +81,7 @@ def fill(program: Program, options: Options) -> Program:
             hint="cut=5",
             fields=["fill", "cut"],
         )
-    if not program.meets:
+    if {*program.meets}.isdisjoint({ENTERS, LEAVES}):
         return program  # one tensor-parallel rank meets nobody
     if not any(options.costs.of(op, program.plan).any() for op in SUMS):
         raise UsageError(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import lcm
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -211,9 +212,14 @@ class Timeline:
 
     @property
     def peak_activations(self) -> float:
-        """The most that a rank holds, in activations of a whole rank; half a rank's is half."""
-        plan = self.program.plan
-        return int(self.peak_in_flight.max(initial=0)) * plan.ranks / plan.stages
+        """The most that a rank holds, in activations of a whole rank and of whole microbatches;
+        half a rank's is half, and of a stage in pieces each has as much of them."""
+        program = self.program
+        pieces, peak = program.pieces, self.peak_in_flight
+        if (whole := lcm(*pieces)) > 1:
+            peak = peak_in_flight(program, np.repeat([whole // one for one in pieces], pieces))
+        of_a_rank = program.chunked * whole * len(pieces) / program.plan.ranks
+        return int(peak.max(initial=0)) / of_a_rank
 
     @cached_property
     def peak_in_flight(self) -> NDArray[np.int64]:

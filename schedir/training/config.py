@@ -11,6 +11,7 @@ from schedir.errors import UsageError
 from schedir.io.load import Source
 from schedir.io.request import Request
 from schedir.ir.fields import Field, Kind
+from schedir.ir.meets import NOBODY
 from schedir.ir.placement import Placement
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER, TRAITS, Program
@@ -335,16 +336,17 @@ class Config:
         pipeline, name, found = self.pipeline, kind_of(self.model), None
         if pipeline.schedule.endswith((".sched", ".timeline")):
             found = Source(pipeline.schedule).found
+        meets, layer = found.meets if isinstance(found, Program) else "", KINDS[name].layer
         return finer(
             self.model.layers,
             pipeline.plan,
             pipeline.division,
             size=self.data.microbatch_size,
-            layer=KINDS[name].layer,
+            layer=NOBODY * len(layer) if meets and pipeline.tp == 1 else layer,
             kind=name,
             cut=getattr(pipeline, "cut", None),
             chunks=getattr(pipeline, "chunks", None),
-            meets=found.meets if isinstance(found, Program) else "",
+            meets=meets,
             frozen=getattr(pipeline, "frozen", 0),
             tied=bool(getattr(self.model, "tied", False)),
         )

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from schedir.errors import UsageError, said
-from schedir.ir.meets import NONE
+from schedir.ir.meets import ENDS
 from schedir.ir.plan import Plan
 from schedir.models.shape import split_layers
 from schedir.passes.cut import CHUNKS, letters_of
@@ -53,7 +53,7 @@ def finer(
     tied: bool = False,
 ) -> Finer:
     """How a model is cut: `layers` on the whole stages of a plan, or on those of a program that is
-    of pieces and says where they meet.
+    of pieces and says so (`meets`).
 
     `layer` has the letters in a layer of its `kind`, "" where nobody cuts it; `cut`, `chunks`,
     `frozen` and `tied` are as a configuration has them, and `size` is that of whole microbatches.
@@ -82,7 +82,7 @@ def finer(
             hint="whole stages, or kind gpt",
             fields=[where, "kind"],
         )
-    letters = tuple(meets.split(NONE)) if meets else ("",) * plan.stages
+    letters = tuple(meets.split(ENDS)) if meets else ("",) * plan.stages
     hint = f'cut = "{LAYERS}"' if cut is not None else "division = [...], as it was cut"
     if meets and division is None:
         there = tuple(len(own) // len(layer) for own in letters)

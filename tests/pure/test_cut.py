@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +31,9 @@ from schedir.errors import (
     ProgramError,
     UsageError,
 )
+from schedir.io.load import load
 from schedir.ir.ops import COMPUTE, SUMS, Opcode
+from schedir.passes.cut import over_stages, pieces_of
 from tests import commands
 from tests.mutants import known
 from tests.threads import verdict
@@ -86,7 +89,8 @@ def test_traits_are_of_pieces() -> None:
 
 def test_one_rank_meets_nobody() -> None:
     program = compile(schedules.gpipe, Plan(2, 2), cut=5)
-    assert program.plan.stages == 10 and not program.meets and program.ops.isdisjoint(SUMS)
+    assert program.plan.stages == 10 and program.ops.isdisjoint(SUMS)
+    assert program.meets == "....-...." and program.pieces == (5, 5)
     assert compile(schedules.gpipe, Plan(2, 2), tp=2, cut=1) == compile(
         schedules.gpipe, Plan(2, 2), tp=2
     )
@@ -135,6 +139,33 @@ def test_schedules_of_one_model_have_as_many_sums(capsys: pytest.CaptureFixture[
         assert [row["peak_activations"] for row in rows] == [2, 2.5, 2, 3]
 
 
+@pytest.mark.parametrize("tp", ["1", "2"])
+@pytest.mark.parametrize("cut", ["9", "9,5", "g.g,1"])
+@pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "dualpipe", "zb_h1"])
+def test_a_file_tells_whole_stages(
+    name: str, cut: str, tp: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program in a file is compared as that of which it is made: costs and sizes are a rank's,
+    and what it holds is counted in whole microbatches of a whole rank."""
+    if name == "interleaved" and "." in cut:
+        pytest.skip("two stages cannot share g.g alike")
+    file, stages = str(tmp_path / "x.sched"), 4 if name == "interleaved" else 2
+    shape = ("--ranks=2", "--microbatches=4", f"--tp={tp}", "--chunks=2")
+    how = ("--costs=F=8,B=16,I=8,W=8,sum=1", "--sizes=saved=40,activation=2", "--json")
+    of_stages = ",".join(str(one) for one in over_stages(cut, 2, stages))
+    commands.said(capsys, "show", name, *shape, f"--cut={of_stages}", "-o", file)
+    program = load(file)
+    assert isinstance(program, Program) and program.chunked == 2
+    assert program.whole == Plan(2, 4, stages // 2, program.whole.placement)
+    assert program.pieces == pieces_of(of_stages, program.whole)
+    assert parse(show(program)) == program and compute_of(program).whole == program.whole
+    told = [commands.said(capsys, "compare", file, *how)]
+    told += [commands.said(capsys, "compare", name, *shape, f"--cut={cut}", *how)]
+    own, live = (json.loads(one)[0] for one in told)
+    live["digest"] = own["digest"]  # costs decide where it has its transfers
+    assert own == live and own["peak_activations"] < 4
+
+
 def test_shares_of_pieces() -> None:
     plan = Plan(2, 2)
     costs = in_pieces(Costs(F=(6, 12), B=12, send=1, step=(7, 8)), 3, plan, (1, 4, 1))
@@ -159,7 +190,7 @@ def test_refusals() -> None:
     def cut(pieces: Any, **more: Any) -> Any:
         return lambda: compile(schedules.gpipe, plan, tp=2, cut=pieces, **more)
 
-    nothing: list[Any] = [0, "fx", 2.5, True, [1], (1, 2, 3), {}, "", "5,x"]
+    nothing: list[Any] = [0, "fx", "g-g", 2.5, True, [1], (1, 2, 3), {}, "", "5,x"]
     for wrong in nothing:
         refused(cut(wrong), UsageError, "cut")
     refused(
@@ -168,6 +199,7 @@ def test_refusals() -> None:
     )  # fmt: skip
     program = compile(schedules.gpipe, plan, tp=2, cut=3)
     refused(lambda: replace(program, tp=1), PlanError, "nobody to meet")
+    refused(lambda: replace(program, chunked=3), PlanError, "no whole ones of 3 chunks")
     refused(lambda: replace(program, meets="fgf"), PlanError, "3 letters for the 5 boundaries")
     refused(lambda: replace(program, meets="fggfg"), PlanError, "stages 2 and 3", "different ranks")
     refused(lambda: replace(program, meets="fxxfg"), PlanError, "fgfg-fgfg")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from schedir import Plan, compile, schedules, show
+from schedir.compiler.again import compute_of
 from schedir.errors import ConfigError
 from schedir.ir.ops import SUMS
 from schedir.passes.cut import cut
@@ -37,9 +38,9 @@ def path(tmp_path: Path) -> str:
     return str(path)
 
 
-def sched(path: str, frozen: int | None) -> str:
+def sched(path: str, frozen: int | None, tp: int = 2) -> str:
     """A file of a program in pieces of two stages of two layers."""
-    own = cut(replace(draft(schedules.one_f_one_b, Plan(2, 4)), tp=2), 9)
+    own = cut(replace(draft(schedules.one_f_one_b, Plan(2, 4)), tp=tp), 9)
     tied = frozen is None
     (file := Path(path).with_name("x.sched")).write_text(
         show(compile(own, clip=True, tied=tied, frozen=frozen or 0))
@@ -85,6 +86,18 @@ def test_a_file_says_its_pieces(path: str) -> None:
         assert hint in error.value.hint
     with pytest.raises(ConfigError, match="the first 3 pieces are frozen"):
         read(path, [sched(path, 3), "model.tied=false"])
+
+
+def test_a_file_of_pieces_where_nobody_meets(path: str) -> None:
+    """One rank has no sums in its pieces; a draft of it is none for two, which would lack them."""
+    alone = sched(path, None, tp=1)
+    config = read(path, [alone, "pipeline.tp=1"])
+    assert config.finer.pieces == (9, 9) and not program_of(config).ops & {*SUMS}
+    file = Path(path).with_name("x.sched")
+    file.write_text(show(compute_of(program_of(config))))
+    assert program_of(read(path, [alone, "pipeline.tp=1"])).tp == 1
+    with pytest.raises(ConfigError, match="with 'fgfgfgfg' between them, and not '........'"):
+        read(path, [alone, "pipeline.tp=2"])
 
 
 @pytest.mark.parametrize(
