@@ -226,7 +226,7 @@ def _head(axes: Axes, chart: Chart, inches: float) -> None:
         gain = gain_of(timeline.span, chart.bound)
         of_orders = f"another order gains {at_most(gain)}" if gain else "no order is shorter"
         facts.insert(1, of_orders)
-    v, name = timeline.program.plan.stages_per_rank, timeline.program.name
+    v, name = timeline.program.whole.stages_per_rank, timeline.program.name
     kind = "" if slim else f" ({timeline.kind}{f', v={v}' * (v > 1)})"
     if title is not None:
         name, kind = " ".join(title.split()), ""

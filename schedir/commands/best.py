@@ -98,8 +98,9 @@ def _row(request: Request) -> dict[str, Any]:
     from schedir.ir.ops import BACKWARD_INPUT
 
     timeline = request.timeline
-    plan, ops = timeline.program.plan, timeline.program.ops
+    plan, ops = timeline.program.whole, timeline.program.ops
     row = facts(timeline, bound_of_request(request)) | {
+        "stages_per_rank": plan.stages_per_rank,  # of a schedule, however they are cut
         "peak_activations": timeline.peak_activations,
         "split_backwards": BACKWARD_INPUT in ops,
         "parameters_held": plan.rows,
