@@ -314,10 +314,13 @@ def _unfold(line: _Line, left: int, most: int, hint: str) -> Words:
     times, at = (int(found[1]), found.end()) if found else (1, 0)
     if times < 1:
         raise line.error("a line is repeated at least once", found.start(1) if found else 0)
-    turn, steps = [], []
+    turn, steps = list[int](), list[int]()
     for part in re.finditer(r"([;&]?)([^;&]*)", line.text[at:]):
         if not part[0]:
             continue
+        if not part[2].strip() or (part[1] and not turn):
+            missing = part.start() if part[1] and not turn else part.end()
+            raise line.error("an instruction is missing here", at + missing)
         word, step = _read(line, at + part.start(2), part[2])
         if part[1] == "&":
             word |= JOINED

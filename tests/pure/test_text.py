@@ -107,6 +107,8 @@ HEAD = "schedir 1\nprogram x\nranks 1  microbatches 2\n"
         (HEAD + "rank 0\n  step 0.0\n", 5, 3),
         (HEAD + "rank 0\n  0 x  F 0.0\n", 5, 3),
         (HEAD + "rank 0\n  F 0.0;; F 0.1\n", 5, 9),
+        (HEAD + "rank 0\n  F 0.0\n  & F 0.1\n", 6, 3),
+        (HEAD + "rank 0\n  2 x  & F 0.0+\n", 5, 8),
         (HEAD + "rank 0\n  F 0.0 &\n", 5, 10),
         (HEAD + "rank 0\n  F 99999.0\n", 5, 3),
         (HEAD + "rank 0\n  3 x  F 0.1-\n", 5, 1),
