@@ -27,11 +27,11 @@ _STYLE: Final[dict[Any, Any]] = {
 _DPI: Final = 200
 
 
-def suffix_of(path: str | Path) -> str:
+def suffix_of(path: str | Path, hint: str = "") -> str:
     """The suffix of a picture's file name, in lower case; UsageError if it is none of ours."""
     suffix = path_of(path).suffix.lower()
     if suffix not in FORMATS:
-        raise UsageError(f"a picture ends in {', '.join(FORMATS)}: {path} does not")
+        raise UsageError(f"a picture ends in {', '.join(FORMATS)}: {path} does not", hint=hint)
     return suffix
 
 

@@ -37,6 +37,10 @@ def run(args: argparse.Namespace) -> str:
     page = args.output is not None and args.output.lower().endswith(".html")
     if args.idle and (page or args.output is None):
         raise UsageError("a map of idle time is a picture", hint="-o FILE.png")
+    if not page and args.output is not None:
+        from schedir.viz.output import suffix_of
+
+        suffix_of(args.output, "" if args.idle else "FILE.html is a page of one run or two")
     if page or args.idle or args.output is None:
         only_charts(args, "a page" if page else "a map of idle time" if args.idle else "letters")
     requests = [request_of(args, source) for source in args.source]

@@ -272,6 +272,13 @@ class Config:
                 hint="schedir show ... --fill W --costs ... -o x.sched, then schedule = x.sched",
                 fields=["fill"],
             )
+        if self.train.precision == "float16" and self.pipeline.updates > 1:
+            raise UsageError(
+                "the scale of a float16 loss changes between updates, and a step has "
+                f"{self.pipeline.updates} of them",
+                hint='precision = "bfloat16", or one update',
+                fields=["precision", "updates"],
+            )
         kind.share(self.model, self.pipeline.tp)
         if getattr(self.pipeline, "sequence", False):
             for length in kind.lengths(self.model):

@@ -320,6 +320,11 @@ print('torch' in sys.modules)"""
             ["train.zero=3"],
             "--set train.zero=3: no setting train.zero\n  hint: it is pipeline.zero",
         ),
+        (
+            ["train.precision=float16", "pipeline.updates=2"],
+            "--set train.precision=float16: the scale of a float16 loss changes between updates, "
+            "and a step has 2 of them",
+        ),
         (["data.seed=x"], "--set data.seed=x: data.seed must be a whole number of at least 0"),
     ],
 )
