@@ -18,6 +18,7 @@ from schedir.io.load import Source
 from schedir.ir.cluster import Cluster
 from schedir.ir.costs import Costs
 from schedir.ir.fields import Field
+from schedir.ir.meets import Whole, whole_of
 from schedir.ir.ops import RECOMPUTE
 from schedir.ir.per_stage import cut
 from schedir.ir.plan import PLAN, Plan
@@ -124,15 +125,20 @@ class Request:
         """
         said = {f.name: self.said[f.name] for f in TRAITS if f.name in self.said}
         if self.share and said.get("frozen"):
-            plan, frozen = self.plan, said["frozen"]
-            said["frozen"], rest = divmod(frozen * plan.stages, plan.ranks)
-            if rest:
-                raise PlanError(
-                    f"{frozen} of {plan.ranks} parts of the model are frozen, and with "
-                    f"{plan.stages} stages that is no number of them",
-                    fields=["frozen", "stages_per_rank"],
-                )
+            said["frozen"] = self._frozen(said["frozen"], self.plan)
         return said
+
+    def _frozen(self, parts: int, own: Plan) -> int:
+        """How many stages of a program are frozen, where of each rank's part so many are."""
+        plan, pieces, _ = self._whole_of(own)
+        frozen, rest = divmod(parts * plan.stages, plan.ranks)
+        if rest:
+            raise PlanError(
+                f"{parts} of {plan.ranks} parts of the model are frozen, and with "
+                f"{plan.stages} stages that is no number of them",
+                fields=["frozen", "stages_per_rank"],
+            )
+        return sum(pieces[:frozen])
 
     @cached_property
     def program(self) -> Program:
@@ -264,12 +270,15 @@ class Request:
         """Refuse what contradicts the program in a file."""
         for f in HEADER:
             free = (self.relower or (self.lowers and program.is_draft)) and not f.of_plan
-            split = self.share and f.name in ("stages_per_rank", "placement", "frozen")
+            split = self.share and f.name in ("stages_per_rank", "placement")
             if f.name not in self.said or free or split:
                 continue
-            said = f.kind.settle(f.name, self.said[f.name], program.plan)
-            if said != f.of(program):
-                has, said = (f.kind.show(value, program.plan) for value in (f.of(program), said))
+            said, found = f.kind.settle(f.name, self.said[f.name], program.plan), f.of(program)
+            if self.share and f.name == "microbatches":  # whole ones, as schedules have them
+                found = program.whole.microbatches
+            of_parts = self.share and f.name == "frozen"
+            if (self._frozen(said, program.plan) if of_parts else said) != found:
+                has, said = (f.kind.show(value, program.plan) for value in (found, said))
                 raise self.contradicts(self.source, f, has, said)
         if not (self.lowers or self.relower):
             own = [name for name in ("draft", "overlap", "slots") if getattr(self, name)]
@@ -322,10 +331,10 @@ class Request:
         costs = self.costs or Costs()
         if self.cluster is None:
             return self._per_stage(costs.usual())
-        found = self.source.found
+        found, told = self.source.found, self._whole
         finer = {"cut", "chunks"} & self.more.keys()
-        if isinstance(found, Program) and found.whole != found.plan:
-            finer |= {"meets"} if found.meets else {"chunked"}
+        if told.plan != self.plan:
+            finer |= {"chunked"} if told.plan.stages == self.plan.stages else {"meets"}
         if finer:
             raise UsageError(
                 "a cluster fills costs of whole stages and microbatches, and these are cut",
@@ -354,19 +363,33 @@ class Request:
         """Costs or sizes of a microbatch on a rank as those on one of its stages."""
         if not self.share:
             return each
-        plan, found = self.plan, self.source.found
-        pieces, chunks = self._cut.get("cut", 1), self.more.get("chunks", 1)
-        if isinstance(found, Program):  # which says what is cut
-            plan, chunks = found.whole, found.chunked * chunks
-            pieces = self._cut.get("cut", found.pieces)
+        plan, pieces, chunks = self._whole
+        pieces, chunks = self._cut.get("cut", pieces), chunks * self.more.get("chunks", 1)
         shared = {k: c for k in SHARED if (c := getattr(each, k, None)) is not None}
         each = replace(each, **{k: cut(c, plan.ranks, plan.stages) for k, c in shared.items()})
         return in_pieces(each, pieces, plan, chunks=chunks)
 
     @property
+    def _whole(self) -> Whole:
+        return self._whole_of(self.plan)
+
+    def _whole_of(self, plan: Plan) -> Whole:
+        """What a plan's stages and microbatches are pieces and chunks of, as a program in a file
+        says, or somebody of it, or of a schedule."""
+        found = self.source.found if isinstance(self.source.found, Program) else Program
+        meets, chunked = (
+            f.kind.settle(f.name, self.said.get(f.name, getattr(found, f.name)), plan)
+            for f in TRAITS
+            if f.name in ("meets", "chunked")
+        )
+        return whole_of(plan, meets, chunked)
+
+    @property
     def _cut(self) -> dict[str, Any]:
         """Of schedules that are compared the pieces of stages: what is said is a rank's."""
         said, plan = self.more.get("cut"), self.plan
+        if said is not None and max(self._whole.pieces) > 1:
+            raise UsageError("stages are pieces already, and are not cut again", fields=["cut"])
         return {} if said is None else {"cut": over_stages(said, plan.ranks, plan.stages)}
 
 

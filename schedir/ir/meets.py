@@ -9,7 +9,10 @@ and the activation is; `.` where nobody meets; and `-` where a whole stage ends.
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from schedir.errors import PlanError, said
 from schedir.ir.fields import Kind
@@ -28,6 +31,35 @@ def pieces_in(meets: str, stages: int) -> tuple[int, ...]:
     ((3, 2), (1, 1))
     """
     return tuple(len(own) + 1 for own in meets.split(ENDS)) if meets else (1,) * stages
+
+
+class Whole(NamedTuple):
+    """A plan of whole stages and microbatches, in how many pieces each of these stages is, and in
+    how many chunks each microbatch."""
+
+    plan: Plan
+    pieces: tuple[int, ...]
+    chunks: int
+
+
+def whole_of(plan: Plan, meets: str, chunked: int) -> Whole:
+    """Of which whole stages and microbatches those of a plan are the pieces and the chunks.
+
+    >>> whole_of(Plan(2, 8, placement=(0, 0, 1)), "g-", 4)
+    Whole(plan=Plan(ranks=2, microbatches=2, placement=(0, 1)), pieces=(2, 1), chunks=4)
+    """
+    pieces = pieces_in(meets, plan.stages)
+    plan = replace(plan, microbatches=plan.microbatches // chunked)
+    if not meets:
+        return Whole(plan, pieces, chunked)
+    first = np.cumsum((0, *pieces[:-1]))
+    rows = tuple(tuple(row) for row in plan.holders[:, first].tolist())
+    delay = plan.delay
+    if isinstance(delay, tuple):
+        delay = tuple(delay[stage] for stage in first)
+    placement = rows if len(rows) > 1 else rows[0]
+    plan = replace(plan, placement=placement, stages_per_rank=1, delay=delay)
+    return Whole(plan, pieces, chunked)
 
 
 def _settle(name: str, value: object, plan: Plan) -> str:

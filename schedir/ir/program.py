@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from schedir.errors import PlanError, said
 from schedir.ir import traits
 from schedir.ir.fields import fields_of
-from schedir.ir.meets import pieces_in
+from schedir.ir.meets import pieces_in, whole_of
 from schedir.ir.notebook import html
 from schedir.ir.ops import (
     ADDS,
@@ -328,16 +328,7 @@ class Program:
     @cached_property
     def whole(self) -> Plan:
         """The plan of the stages and the microbatches of which its own are pieces and chunks."""
-        plan = replace(self.plan, microbatches=self.plan.microbatches // self.chunked)
-        if not self.meets:
-            return plan
-        first = np.cumsum((0, *self.pieces[:-1]))
-        rows = tuple(tuple(row) for row in self.plan.holders[:, first].tolist())
-        delay = plan.delay
-        if isinstance(delay, tuple):
-            delay = tuple(delay[stage] for stage in first)
-        placement = rows if len(rows) > 1 else rows[0]
-        return replace(plan, placement=placement, stages_per_rank=1, delay=delay)
+        return whole_of(self.plan, self.meets, self.chunked).plan
 
     def first_of(self, op: int) -> int:
         """The first stage that an instruction can be of: of backwards, of messages with gradients

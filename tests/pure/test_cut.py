@@ -166,6 +166,43 @@ def test_a_file_tells_whole_stages(
     assert own == live and own["peak_activations"] < 4
 
 
+def test_beside_a_file_of_pieces_whole_ones_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Microbatches and frozen parts that somebody says of all that is compared are whole ones'."""
+    file, costs = str(tmp_path / "x.sched"), "--costs=F=8,B=16,sum=1"
+    shape = ("--ranks=2", "--microbatches=4")
+    commands.said(
+        capsys, "show", "one_f_one_b", *shape, "--tp=2", "--cut=fgfg,g", "--chunks=2", "-o", file
+    )
+
+    def compared(*words: str) -> list[dict[str, Any]]:
+        return list(json.loads(commands.said(capsys, "compare", *words, costs, "--json")))
+
+    assert [row["microbatches"] for row in compared(file, "gpipe", *shape)] == [8, 4]
+    for words, told in (
+        ("--microbatches=8", "has microbatches 4, not 8"),
+        ("--frozen=1", "has frozen 0, not 1"),
+        ("--relower --cut=5", "pieces already"),
+    ):
+        assert told in commands.refused(capsys, "compare", file, *words.split(), costs)
+    (own,) = compared(file, "--relower", "--frozen=1")
+    live = compared("one_f_one_b", *shape, "--tp=2", "--cut=fgfg,g", "--chunks=2", "--frozen=1")[0]
+    assert (own["span"], own["peak_activations"]) == (live["span"], live["peak_activations"])
+
+
+def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--chunked` and `--meets` of a schedule are as in a file: costs are of what is whole."""
+    how = ("compare", "gpipe", "--ranks=2")
+    spans = [
+        json.loads(commands.said(capsys, *how, *words.split(), "--costs=F=8,B=16", "--json"))[0]
+        for words in ("--microbatches=2 --chunks=2", "--microbatches=4 --chunked=2")
+    ]
+    assert [row["span"] for row in spans] == [60, 60]
+    cluster = "--cluster=examples/selene.toml"
+    assert "and these are cut" in commands.refused(capsys, *how, "--chunked=2", cluster)
+
+
 def test_shares_of_pieces() -> None:
     plan = Plan(2, 2)
     costs = in_pieces(Costs(F=(6, 12), B=12, send=1, step=(7, 8)), 3, plan, (1, 4, 1))
