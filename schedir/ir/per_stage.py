@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
@@ -160,3 +160,24 @@ def with_fields(
         return kind
 
     return extended
+
+
+def of_whole(each: Floats, pieces: Sequence[int]) -> Floats:
+    """What whole stages take of which each is so many `pieces`, from what these do: shape
+    (stages, microbatches), as that of the pieces, of which the first axis may be 1."""
+    rows = np.broadcast_to(each, (sum(pieces), each.shape[1]))
+    found: Floats = np.add.reduceat(rows, np.cumsum((0, *pieces[:-1])), axis=0)
+    return found
+
+
+def evened(value: PerStage, pieces: Sequence[int]) -> PerStage:
+    """The mean of all whole stages, of each microbatch where these differ, for one that is not cut,
+    and for each of its pieces an equal share of it.
+
+    >>> evened((1.0, 3.0), (1, 1)), evened((1.0, 4.0, 1.0, 2.0), (3, 1))
+    (2.0, (1.3333333333333333, 1.3333333333333333, 1.3333333333333333, 4.0))
+    """
+    mean = of_whole(grid(value), pieces).mean(0)
+    if len({*pieces}) == 1:
+        return from_grid(mean[None] / pieces[0])
+    return from_grid(mean / np.repeat(pieces, pieces)[:, None])

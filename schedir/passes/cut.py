@@ -165,6 +165,18 @@ def cut(program: Program, given: Pieces = 1, chunks: int = 1) -> Program:
     )
 
 
+def cut_like(program: Program, like: Program) -> Program:
+    """A draft of whole stages and microbatches, cut as another program's are.
+
+    Raises PlanError for other stages than that one has, where these are cut.
+    """
+    letters = like.meets.split(ENDS)
+    if like.meets and len(letters) != program.plan.stages:
+        raise PlanError("of a model that is cut otherwise it is not known where ranks meet")
+    given = [own or 1 for own in letters] if like.meets else 1
+    return cut(replace(program, tp=like.tp), given, like.chunked)
+
+
 def _pieces(own: Stream, segments: int, number: Words, first: Words, chunks: int) -> Words:
     """The words of a Stream, each as those of its pieces, and of each of these its chunks'."""
     words, stage = own.words, own.stage.astype(np.int64)

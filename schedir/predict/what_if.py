@@ -28,10 +28,11 @@ from schedir.ir.ops import (
     Lane,
     Token,
 )
-from schedir.ir.per_stage import cut, from_grid, grid, is_array
+from schedir.ir.per_stage import cut, evened, from_grid, grid, is_array, of_whole
 from schedir.ir.plan import Plan
 from schedir.ir.program import TRAITS, Program
 from schedir.ir.ties import show_tied, tied_stages
+from schedir.passes.cut import cut_like
 from schedir.predict.calibrate import MISSED, calibrate, completed, missed_by, rounded
 from schedir.predict.late_moves import MOVES
 from schedir.predict.simulate import simulate
@@ -58,11 +59,6 @@ _FREE: Final[dict[str, tuple[str, ...]]] = {
     "snapshots": tuple(FIELD[row.op] for row in ROWS if Token.COPY in row.gives),
     "copies to the host and its disk, and back,": tuple(chain(*MOVES.values())),
 }
-
-
-def _all_alike(cost: Cost) -> Cost:
-    """The mean of all stages, of each microbatch where these differ."""
-    return from_grid(grid(cost).mean(0, keepdims=True))
 
 
 def _twice(costs: Costs) -> Costs:
@@ -151,7 +147,7 @@ def _recipe(program: Program) -> Schedule | None:
     if schedule is None:
         return None
     try:
-        again = draft(schedule, program.plan)
+        again = cut_like(draft(schedule, program.whole), program)
     except ProgramError:
         return None
     # Which costs it was lowered with is not known; the order of compute tells.
@@ -190,8 +186,6 @@ class Lowering:
                 raise PlanError("of a model that is cut otherwise it is not known what is tied")
             if like.frozen:
                 raise PlanError("of a model that is cut otherwise it is not known what is frozen")
-            if like.meets:
-                raise PlanError("of a model that is cut otherwise it is not known where ranks meet")
             if like.skips:
                 raise PlanError("of a model that is cut otherwise it is not known what skips what")
         return compile(
@@ -247,14 +241,18 @@ class _Changes:
     def _even_stages(self) -> Iterator[Trial]:
         """Stages that take as long as the mean of them, if one takes longer."""
         table = self.costs.of(FORWARD, self.plan) + self.costs.of(BACKWARD, self.plan)
-        each = table.mean(1)
+        pieces = self.program.pieces
+        each = of_whole(table, pieces).mean(1)
         worst, mean = int(each.argmax()), float(each.mean())
         if not mean or each[worst] <= 1.01 * mean:
             return
-        even = {name: _all_alike(c) for name, c in self.costs.told.items() if name in _WORK}
-        holders = " and ".join(map(str, self.plan.holders[:, worst].tolist()))
+        told = self.costs.told
+        even = {name: evened(c, pieces) for name, c in told.items() if name in _WORK}
+        first, last = sum(pieces[:worst]), sum(pieces[: worst + 1]) - 1
+        holders = " and ".join(map(str, self.plan.holders[:, first].tolist()))
+        which = f"stage {first}" if first == last else f"stage of pieces {first} to {last}"
         what = (
-            f"stages that all take the mean (stage {worst} on rank {holders} takes "
+            f"stages that all take the mean ({which} on rank {holders} takes "
             f"{each[worst] / mean:.2f}x)"
         )
         yield self._priced(what, **even)
@@ -329,11 +327,11 @@ class _Changes:
     def _more_microbatches(self) -> Iterator[Trial]:
         """Twice as many, of a schedule that is known."""
         if self.schedule is not None and len(self.program) <= LARGE:
-            plan = replace(self.plan, microbatches=2 * self.plan.microbatches)
-            costs = _twice(self.costs)
-            program = self.lowering.of(draft(self.schedule, plan), costs)
-            run = self._run(program, costs)
-            yield Trial("twice as many microbatches of this size", run, plan.microbatches)
+            whole, costs = self.program.whole, _twice(self.costs)
+            drafted = draft(self.schedule, replace(whole, microbatches=2 * whole.microbatches))
+            program = self.lowering.of(cut_like(drafted, self.program), costs)
+            run, many = self._run(program, costs), program.plan.microbatches
+            yield Trial("twice as many microbatches of this size", run, many)
 
     def _other_schedules(self) -> Iterator[Trial]:
         """The built-in schedules that hold no more activations."""
@@ -341,17 +339,19 @@ class _Changes:
             return
         for name, schedule in built_in().items():
             placement, fixed = placed_for(schedule)
-            most = {1, self.plan.stages_per_rank}
+            whole = self.program.whole
+            most = {1, whole.stages_per_rank}
             for v in {fixed} if fixed else most:
                 try:
                     plan = Plan(
-                        self.plan.ranks, self.plan.microbatches, v, placement or "loop",
+                        self.plan.ranks, whole.microbatches, v, placement or "loop",
                         self.plan.updates, delay_for(schedule) or 0, self.plan.segments,
                     )  # fmt: skip
                     if plan.rows != self.plan.rows:  # it would hold the model more often
                         continue
-                    costs = self._cut_into(plan.stages)
-                    program = self.lowering.of(draft(schedule, plan), costs)
+                    drafted = cut_like(draft(schedule, plan), self.program)
+                    costs = self._cut_into(drafted.plan.stages)
+                    program = self.lowering.of(drafted, costs)
                     run = self._run(program, costs)
                 except ProgramError:
                     continue
@@ -361,7 +361,7 @@ class _Changes:
                     what += ", which holds no more activations"
                     if _I in program.ops and _I not in self.program.ops:
                         what += "; I and W each half of B"
-                    yield Trial(what, run, plan.microbatches)
+                    yield Trial(what, run, drafted.plan.microbatches)
 
     def _cut_into(self, stages: int) -> Costs:
         """Costs of the same model in another number of stages, each as long as the others."""

@@ -65,6 +65,32 @@ def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
     assert not any("fill" in c.what for c in advise(schedir.simulate(pair)).changes)
 
 
+@pytest.mark.parametrize(("cut", "chunks"), [(3, 1), (1, 2), (("fgfg", "g"), 2)])
+def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
+    """Other schedules and more microbatches are those of whole stages and microbatches, cut as the
+    run is; and stages that are even are whole ones."""
+    plan, costs = Plan(2, 4), Costs(F=1, B=2, I=1, W=1, sum=0.3, send=0.1)
+
+    def of(schedule: Any, plan: Plan = plan, costs: Costs = costs) -> Timeline:
+        program = schedir.compile(schedule, plan, tp=2, cut=cut, chunks=chunks, costs=costs)
+        return schedir.simulate(program, costs)
+
+    base = of(one_f_one_b)
+    for schedule in (None, one_f_one_b):  # which is found by its name, or told
+        advice = advise(base, costs, schedule)
+        twice = of(one_f_one_b, Plan(2, 8)).span
+        assert saves(advice, "twice") == pytest.approx(1 - twice / base.span / 2)
+    other = next((c for c in advice.changes if "with 1 stage per rank" in c.what), None)
+    if other is not None:
+        assert other.saves == pytest.approx(1 - of(zb_h1).span / base.span)
+    whats = " ".join(c.what for c in advice.changes)
+    assert ("(stage of pieces 0 to 4 on rank 0 takes 1.43x)" in whats) == (cut == ("fgfg", "g"))
+    if cut == ("fgfg", "g"):
+        even = Costs(F=(0.7,) * 5 + (1.75,) * 2, B=(1.4,) * 5 + (3.5,) * 2, sum=0.3, send=0.1)
+        span = schedir.simulate(base.program, even).span
+        assert saves(advice, "take the mean") == pytest.approx(1 - span / base.span)
+
+
 def test_other_schedules_hold_no_more() -> None:
     """1F1B has m activations of GPipe's at most P: GPipe is no advice for it, ZB-H1 is."""
     plain = Costs(F=1, B=2)
