@@ -186,6 +186,7 @@ With a first piece that gives `(norm(x), x)` these are `cut="fg"`. Modules that 
 - Ties of stages that are cut, other than the first and the last: which piece has the weight, nobody says.
 - A piece whose backward needs the output that is summed in its place; a first tensor without a gradient.
 - Chunks of microbatches that holders of a stage cannot share as before.
+- A search at the times of a run, or from a program, whose pieces are summed: what is searched has no sums.
 - In `schedir train`: another `cut` than that of the layers, of a model that is no GPT, of one stage that is a whole tied model;
   microbatches that chunks do not divide; `fill`, before there are costs.
 '''  # noqa: E501

@@ -191,6 +191,17 @@ def test_beside_a_file_of_pieces_whole_ones_are_said(
     assert (own["span"], own["peak_activations"]) == (live["span"], live["peak_activations"])
 
 
+def test_a_search_has_no_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So a run of pieces that are summed is not of what is searched; one where nobody meets is."""
+    file, costs = str(tmp_path / "x.timeline"), "--costs=F=1,B=2,sum=0.5"
+    shape = ("--ranks=2", "--microbatches=2", "--cut=3")
+    commands.said(capsys, "simulate", "one_f_one_b", *shape, "--tp=2", costs, "-o", file)
+    how = ("search", f"--costs-from={file}", "--evaluations=5")
+    assert "sums between pieces of stages" in commands.refused(capsys, *how)
+    commands.said(capsys, "simulate", "one_f_one_b", *shape, costs, "-o", file)
+    assert "--meets ..-.." in commands.said(capsys, *how)
+
+
 def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]) -> None:
     """`--chunked` and `--meets` of a schedule are as in a file: costs are of what is whole."""
     how = ("compare", "gpipe", "--ranks=2")
