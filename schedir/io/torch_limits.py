@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from schedir.errors import GroupError, Site, UsageError
+from schedir.ir.meets import ENTERS, LEAVES
 from schedir.ir.ops import (
     BACKWARDS,
     COMPUTE,
@@ -56,6 +57,13 @@ def require_torch_has_it(program: Program, *, computes: bool) -> None:
             program=program.name,
             hint="schedir.runtime.Executor runs it; or leave offload out, and run what is in these "
             "stages under torch.autograd.graph.save_on_cpu",
+        )
+    if not {*program.meets}.isdisjoint({ENTERS, LEAVES}):
+        raise UsageError(
+            f"{program.name} sums what pieces of its stages pass on, for which torch's schedules "
+            "have no action",
+            program=program.name,
+            hint="leave cut out, or tp where the modules of pieces sum by themselves",
         )
     fields = program.words.view(FIELDS)
     if not computes and (is_op(fields["op"], _IN_TURNS) & (fields["mb"] > 0)).any():

@@ -31,6 +31,7 @@ from schedir.errors import (
     ProgramError,
     UsageError,
 )
+from schedir.io import torch_csv
 from schedir.io.load import load
 from schedir.ir.ops import COMPUTE, SUMS, Opcode
 from schedir.passes.cut import over_stages, pieces_of
@@ -252,6 +253,9 @@ def test_refusals() -> None:
     refused(lambda: replace(program, meets="fggfg"), PlanError, "stages 2 and 3", "different ranks")
     refused(lambda: replace(program, meets="fxxfg"), PlanError, "fgfg-fgfg")
     refused(lambda: compile(compute_of(program), cut=2), UsageError, "of pieces already")
+    for form in ("torch", "torch-2.13"):
+        refused(lambda f=form: torch_csv.show(program, f), UsageError, "sums what pieces")
+        assert torch_csv.show(compile(schedules.gpipe, plan, cut=3), form)
     for shares, words in ((1, -1, 1), "not negative"), ((1, 1), "2 shares"), ((0, 0, 0), "all 0"):
         refused(lambda s=shares: in_pieces(WHOLE, 3, plan, s), UsageError, words)
 
