@@ -11,6 +11,7 @@ GALLERY = run_path(str(HERE / "gallery_page.py"))
 RUN = "zb_h1 --ranks 2 --microbatches 4 --tp 2 --cut 3 --costs F=1,I=1,W=1,sum=1"
 COMMANDS = {
     "shown": "schedir show gpipe --ranks 1 --microbatches 2 --tp 2 --cut 3",
+    "shared": "schedir show gpipe --ranks 1 --microbatches 2 --tp 2 --cut 3 --sequence",
     "unfilled": f"schedir simulate {RUN}",
     "filled": f"schedir simulate {RUN} --fill W",
     "chunked": "schedir show gpipe --ranks 1 --microbatches 1 --tp 2 --cut g --chunks 2",
@@ -56,6 +57,37 @@ Costs and sizes are those of pieces then. `in_pieces(costs, cut, plan, shares)` 
 `Program.chunked`, `Program.whole`). Their `--cut` is a rank's, too: `--cut 9` is two layers of a rank, one
 for each of its stages where it has two, so that each schedule has the sums of the one model. Stages that cannot share them alike are
 refused, and left out by `best`. What is in flight is counted in pieces and chunks.
+
+## Where ranks share the sequence
+
+With sequence parallelism ([2205.05198](https://arxiv.org/abs/2205.05198), section 4.2.2) each rank has 1/t of the tokens wherever layers
+are not shared out. Where ranks enter a region (f), each then gets all tokens of what each has of its own, and of the gradient that
+goes back its own of the sum; where they leave it (g), the other way round. A program that says `sequence` has four instructions for
+that, and `check` demands all of them:
+
+| where | forward | backward |
+| --- | --- | --- |
+| f | `gather s.mb`: an all-gather | `sum_grad s.mb`: a reduce-scatter |
+| g | `sum_act s.mb`: a reduce-scatter | `gather_grad s.mb`: an all-gather |
+
+```
+$ {shared_command}
+{shared}```
+
+So they are those that there are: `sum_act` and `sum_grad`, priced by `Costs.sum`, leave each rank its own tokens, and send half of what a sum
+for all sends; `gather` and `gather_grad`, priced by `Costs.gather`, which elsewhere make whole what comes in slices from another rank, send
+the other half. `fill` lets work run under all four, and to what explains waits all four are sums of pieces. Each piece that
+is trained has a `reduce_sequence`: it sums gradients of what all ranks hold whole, norms and biases behind g, and of a piece that has slices
+only it has nothing to do. Tokens are the last dimension but one, and chunks are of samples, so the two do not meet.
+
+Memory: a piece keeps for its backward what it takes in, and what enters a region is **whole** there, on each rank, as long as that microbatch
+is held. Megatron-LM keeps the own tokens of that, gathers them once more for the weights' gradient, and so saves what a rank holds of
+two of a layer's activations, 2 sbh (1 - 1/t) values; layers of whole stages do so here, too. In pieces nothing is gathered twice. A
+piece that is run again (`recompute`) keeps its inputs, so these are whole, too.
+All else is 1/t as it is in whole stages: what norms and dropout save, the residual stream, and what passes between ranks. While
+tokens are gathered or summed, both shapes are there, and the memory that is predicted counts both until the next piece has run. A run of two
+layers of 32 a rank (microbatches of 4 x 64 tokens, tp 2) held 1.45 MB with whole stages, and 1.75 MB in pieces, of which 2.09 MB were
+predicted; without `sequence` it is 1.79 MB and 2.05 MB, of which 2.67 MB were predicted (`output.memory`).
 
 ## Filled
 
@@ -142,7 +174,9 @@ executor = Executor(program, rank, modules, transport, boundary=boundaries(cut, 
 ```
 
 Behind frozen stages it is `boundaries(cut, (8, 128, 512), frozen=1)`, with the `frozen` of the program: of the first that is trained
-the residual stream has no gradient until its attention adds to it.
+the residual stream has no gradient until its attention adds to it. Where ranks share the sequence (`build_stage(..., sequence=True)`) it
+is `boundaries(cut, (8, 64, 512), share=2)`: the boundary is of a rank's own tokens, and where ranks meet it says what a piece puts out
+and, as `taken`, what the next one takes.
 
 With [ZeRO](zero.md) each piece is a stage whose gradients are reduced and cut by themselves. Its parts are others than those of a whole
 stage, so the norm is added up in another order, and has not the bits of whole stages; nor has a step that is
@@ -175,14 +209,16 @@ class Behind(nn.Module):
         return residual + self.down.with_bias(part)
 ```
 
-With a first piece that gives `(norm(x), x)` these are `cut="fg"`. Modules that draw random numbers say their layer
+With a first piece that gives `(norm(x), x)` these are `cut="fg"`; with `sequence`, of own tokens (n, s/t, h), their boundaries are
+`{{0: (Boundary(own, taken=every), Boundary(own)), 1: (Boundary(every, taken=own), Boundary(own))}}`. Modules that draw random numbers say their layer
 ([`layer`](same-bits.md)), or draw others than the whole stage.
 
 ## What is refused
 
-- A sum that is missing, there twice, behind its taker, or where `meets` has none; `meets` with `tp` 1, or between ranks.
-- Sequence parallelism (`sequence`) with pieces that meet: what passes between these is whole.
-- `fill` without costs, or where sums are free, as they are if nobody tells `sum`; `fill` of what is not cut. A cluster (`--cluster`) with `--cut` or `--chunks`: it fills costs of whole ones.
+- A sum that is missing, there twice, behind its taker, or where `meets` has none; a gather likewise, and one without `sequence`; `meets`
+  with `tp` 1, or between ranks.
+- A boundary that does not say what becomes of tokens where ranks share them, or says something else; tokens that t does not divide.
+- `fill` without costs, or where sums are free, as they are if nobody tells `sum` (or `gather`, with `sequence`); `fill` of what is not cut. A cluster (`--cluster`) with `--cut` or `--chunks`: it fills costs of whole ones.
 - Ties of stages that are cut, other than the first and the last: which piece has the weight, nobody says.
 - A piece whose backward needs the output that is summed in its place; a first tensor without a gradient.
 - Chunks of microbatches that holders of a stage cannot share as before.

@@ -24,7 +24,7 @@ class Tensor(NamedTuple):
     kind: str  # "act" or "grad", or "skip" or "skip_grad"
     stage: int
     mb: int
-    whole: bool = True  # or the 1/t that scatter keeps
+    whole: object = True  # or False: the 1/t that scatter keeps; or what `pieces.py` says
 
 
 class Event:

@@ -192,7 +192,8 @@ class Host:
         if version := self.machine.version(i.stage, i.mb):
             self.look("parameters", version)
         if i.stage > 0:
-            self.expect(self.take("act_in", i.stage, i.mb), "act", i.stage - 1, i.mb, True)
+            found = self.take("act_in", i.stage, i.mb)
+            self.expect(found, "act", i.stage - 1, i.mb, pieces.taken(self, i))
         if i.stage in self.machine.skips.values():
             begin = self.machine.beginning(i.stage)
             self.expect(self.take("skip_in", i.stage, i.mb), "skip", begin, i.mb, True)
@@ -201,9 +202,8 @@ class Host:
         if i.stage == self.machine.stages - 1:
             self.give("loss", i.mb)
         elif self.runs(i.stage + 1, i.mb):
-            self.make(
-                self.give("act_in", i.stage + 1, i.mb), "act", i.stage, i.mb, pieces.summed(self, i)
-            )
+            to = self.give("act_in", i.stage + 1, i.mb)
+            self.make(to, "act", i.stage, i.mb, pieces.given(self, i))
         else:
             self.make(self.give("act_out", i.stage, i.mb), "act", i.stage, i.mb)
         if self.machine.trains and i.stage >= self.machine.frozen:
@@ -223,7 +223,8 @@ class Host:
         self.queue("compute")
         away.use(self, i)
         if i.stage < self.machine.stages - 1:
-            self.expect(self.take("grad_in", i.stage, i.mb), "grad", i.stage + 1, i.mb, True)
+            found = self.take("grad_in", i.stage, i.mb)
+            self.expect(found, "grad", i.stage + 1, i.mb, pieces.taken(self, i))
         if i.stage in self.machine.skips:
             end = self.machine.skips[i.stage]
             self.expect(self.take("skip_grad_in", i.stage, i.mb), "skip_grad", end, i.mb, True)
@@ -232,13 +233,8 @@ class Host:
         if i.stage == self.machine.frozen:
             return  # nobody wants it
         if self.runs(i.stage - 1, i.mb):
-            self.make(
-                self.give("grad_in", i.stage - 1, i.mb),
-                "grad",
-                i.stage,
-                i.mb,
-                pieces.summed(self, i),
-            )
+            to = self.give("grad_in", i.stage - 1, i.mb)
+            self.make(to, "grad", i.stage, i.mb, pieces.given(self, i))
         else:
             self.make(self.give("grad_out", i.stage, i.mb), "grad", i.stage, i.mb)
 

@@ -1,14 +1,15 @@
-"""Mutations of pieces of stages, of their chunks, and of what they sum where ranks meet."""
+"""Mutations of pieces of stages, of their chunks, and of what is done where ranks meet."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from schedir.ir.ops import COMPUTE, Opcode
+from schedir.ir.ops import COMPUTE, ROWS, Lane, Opcode, Per
 from tests.edits import MUTATIONS, Edit, at, mb, move, pull, push, stage, whole, with_op, word
 
-SUMS = (Opcode.SumAct, Opcode.SumGrad)
+# Sums and, where ranks share the sequence, gathers.
+SUMS = tuple(row.op for row in ROWS if row.lane is Lane.TP and row.per is Per.MICROBATCH)
 _BEFORE = {*MUTATIONS}
 
 
@@ -45,9 +46,9 @@ def sum_elsewhere(e: Edit) -> None:
 
 @at(*SUMS)
 def sum_the_other(e: Edit) -> None:
-    """Of an activation in the place of a gradient, or the other way round."""
+    """Of an activation in the place of a gradient, or the other way round; or a gather."""
     op = Opcode(e.word >> 48 & 0xFF)
-    e.put(with_op(e.word, SUMS[1 - SUMS.index(op)]))
+    e.put(with_op(e.word, e.rng.choice([other for other in SUMS if other is not op])))
 
 
 @at(*COMPUTE)
@@ -80,6 +81,15 @@ def other_letter(e: Edit) -> Any:
     k = e.rng.randrange(len(meets))
     letter = e.rng.choice([*{*"fg.-"} - {meets[k]}])
     e.program = replace(e.program, meets=meets[:k] + letter + meets[k + 1 :])
+    return None
+
+
+@whole
+def other_tokens(e: Edit) -> Any:
+    """Ranks share the sequence no more, or do now."""
+    if e.program.tp == 1:
+        return False
+    e.program = replace(e.program, sequence=not e.program.sequence)
     return None
 
 

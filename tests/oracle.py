@@ -147,8 +147,8 @@ class Machine:
             O.SendSkip: [(O.Forward, s)],
             O.SendSkipGrad: backward,
             O.ScatterGrad: backward,
-            O.Gather: [(O.RecvAct, s)],
-            O.GatherGrad: [(O.RecvGrad, s)],
+            O.Gather: [(O.RecvAct, s), (O.Forward, s - 1)],
+            O.GatherGrad: [(O.RecvGrad, s), (O.Backward, s + 1), (O.BackwardInput, s + 1)],
             O.SumAct: [(O.Forward, s - 1)],
             O.SumGrad: [(O.Backward, s + 1), (O.BackwardInput, s + 1)],
         }

@@ -1,4 +1,9 @@
-"""Pieces: parts of sums where the program says that ranks meet, and slices that are sent.
+"""Pieces: what passes where the program says that ranks meet, and slices that are sent.
+
+Where ranks enter a region (f), all take the same forward, and each gives an addend of the gradient
+back; where they leave it (g), each gives an addend of the activation, and all take the same back.
+If they share the sequence, what is the same for all is what each has of its own tokens: in a region
+it takes all tokens, and what it makes of all of them is summed to the rank's own.
 
 A part of the oracle in `threads.py`, which says what the machine is.
 """
@@ -14,6 +19,7 @@ if TYPE_CHECKING:
     from tests.host import Host
 
 SUMS = (Opcode.SumAct, Opcode.SumGrad)
+ADDEND, OWN, ALL = "addend", "own tokens", "all tokens"
 SLICES = (Opcode.Scatter, Opcode.Gather, Opcode.ScatterGrad, Opcode.GatherGrad)
 
 
@@ -22,29 +28,46 @@ def met(host: Host, stage: int) -> str:
     return host.machine.program.meets[stage : stage + 1] if stage >= 0 else ""
 
 
-def summed(host: Host, i: Instr) -> bool:
-    """Whether what a forward, or a backward, hands to its neighbour here is no part of a sum."""
-    if i.op is Opcode.Forward:
-        return met(host, i.stage) != "g"
-    return met(host, i.stage - 1) != "f"
+def given(host: Host, i: Instr) -> object:
+    """What a forward, or a backward, hands to its neighbour here; True for what is taken so."""
+    goes, letter = i.op is Opcode.Forward, met(host, i.stage - (i.op is not Opcode.Forward))
+    if letter == ("g" if goes else "f"):
+        return ADDEND
+    inside = letter and letter in "fg" and host.machine.program.sequence
+    return OWN if inside else True
+
+
+def taken(host: Host, i: Instr) -> object:
+    """What a forward, or a backward, must find."""
+    goes = i.op is Opcode.Forward
+    enters = met(host, i.stage - 1) == "f" if goes else met(host, i.stage) == "g"
+    return ALL if enters and host.machine.program.sequence else True
 
 
 def meet(host: Host, i: Instr) -> None:
-    """Makes a sum of the part, in its place."""
-    grad = i.op is Opcode.SumGrad
-    if met(host, i.stage if grad else i.stage - 1) != ("f" if grad else "g"):
+    """Makes a sum of addends, or all tokens of each rank's own, in their place."""
+    grad = i.op in (Opcode.SumGrad, Opcode.GatherGrad)
+    sums = i.op in SUMS
+    came, made = (ADDEND, True) if sums else (OWN, ALL)
+    letter = ("gf" if sums else "fg")[grad]
+    if met(host, i.stage if grad else i.stage - 1) != letter:
         raise Wrong(f"{i}: the program does not say that anybody meets there")
     host.queue("gathers")
     kind, maker = ("grad", i.stage + 1) if grad else ("act", i.stage - 1)
     slot = (f"{kind}_in", i.stage, i.mb)
-    host.expect(host.take(*slot), kind, maker, i.mb, False)
-    host.make(host.give(*slot), kind, maker, i.mb)
+    host.expect(host.take(*slot), kind, maker, i.mb, came)
+    host.make(host.give(*slot), kind, maker, i.mb, made)
 
 
 def reshape(host: Host, i: Instr) -> None:
     """Scatter and gather, in place: the slot is taken and given again."""
     if host.machine.program.tp == 1:
         raise Wrong(f"{i}: there is no tensor-parallel group")
+    if host.machine.program.sequence:
+        if i.op in (Opcode.Scatter, Opcode.ScatterGrad):
+            raise Wrong(f"{i}: each rank has its own tokens only")
+        meet(host, i)
+        return
     grad, gathers = (
         i.op in (Opcode.ScatterGrad, Opcode.GatherGrad),
         i.op in (Opcode.Gather, Opcode.GatherGrad),

@@ -30,8 +30,9 @@ The machine:
   needs are looked up together, they are posted when it is the group's turn in all its queues, and
   what they give is there when all have met.  Two computes joined run as one.  NCCL hangs on groups
   of more than 256.
-- *Pieces* of a stage give parts of sums where the program says that ranks meet (`meets`); who
-  takes one that is not summed notices.
+- *Pieces* of a stage give addends where the program says that ranks meet (`meets`), and what has
+  their own tokens only, if they share the sequence; who takes one that is not summed, or not all
+  tokens, notices (`pieces.py`).
 - *Weights* are in parts, or whole, where the program says `zero` (`sharded.py`).
 - *Hosts* issue one thing after the other.  One that `blocks`, as on CPUs, waits until a compute is
   over, for what a gather takes, and for the reductions before one that other ranks meet, before a

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.slots import message_sizes, whole_sizes
 from schedir.ir.index import Index, Positions
-from schedir.ir.ops import ROWS, SENDS, Lane, Ring, Row, Token
+from schedir.ir.ops import ROWS, SENDS, SUMS, Lane, Ring, Row, Token
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
 
@@ -65,4 +65,6 @@ def _around(
         whole = whole_sizes(program, token, sizes, at)
     if token is Token.GRAD and program.zero:  # which is in parts by then
         whole = whole / program.dp
-    return ring.turns * whole * (members - 1) / members
+    # Where ranks share the sequence, a sum leaves each its part, and goes around once.
+    turns = 1 if row.op in SUMS and program.sequence else ring.turns
+    return turns * whole * (members - 1) / members

@@ -108,7 +108,8 @@ ROWS: Final[tuple[Row, ...]] = (
         cost="scatter"),
     Row(_O.Gather, "gather", _L.TP, _MB, (_T.ACT_IN,), (_T.ACT_IN,), (),
         "Makes a received activation whole by an all-gather in the tensor-parallel group, beside "
-        "what computes.", cost="gather", ring=Ring("tp")),
+        "what computes; or of a piece's, where ranks share the sequence, the first tensor "
+        "(arXiv 2205.05198).", cost="gather", ring=Ring("tp")),
     Row(_O.ScatterGrad, "scatter_grad", _L.COMPUTE, _MB, (_T.GRAD_OUT,), (_T.GRAD_OUT,), (),
         "Scatter of a gradient.", cost="scatter"),
     Row(_O.GatherGrad, "gather_grad", _L.TP, _MB, (_T.GRAD_IN,), (_T.GRAD_IN,), (),
@@ -189,10 +190,12 @@ ROWS: Final[tuple[Row, ...]] = (
         changes=(Change(_T.STATE, "device", "host"),)),
     Row(_O.SumAct, "sum_act", _L.TP, _MB, (_T.ACT_IN,), (_T.ACT_IN,), (),
         "Sums what a piece of a stage gives over the tensor-parallel group, before the next piece "
-        "takes it (Megatron-LM's g).", cost="sum", ring=Ring("tp", turns=2)),
+        "takes it (Megatron-LM's g); where ranks share the sequence, each is left its part of it.",
+        cost="sum", ring=Ring("tp", turns=2)),
     Row(_O.SumGrad, "sum_grad", _L.TP, _MB, (_T.GRAD_IN,), (_T.GRAD_IN,), (),
         "Sums the gradient of what a piece takes over the tensor-parallel group, before the piece "
-        "that gave it takes that (Megatron-LM's f).", cost="sum", ring=Ring("tp", turns=2)),
+        "that gave it takes that (Megatron-LM's f); likewise.",
+        cost="sum", ring=Ring("tp", turns=2)),
     Row(_O.ReduceSequence, "reduce_sequence", _L.TP, _STAGE, (_T.GRAD,), (_T.GRAD,), (),
         "Sums over the tensor-parallel group the gradients of what each of its ranks holds whole, "
         "and has seen its own part of the sequence with: norms, and biases behind sums.",
@@ -270,6 +273,9 @@ SHARDING: Final = tuple(  # all else that tells no change cuts a value in slices
     row.op for row in _IN_PLACE if row.op not in SUMS
 )
 GATHERS: Final = tuple(op for op in SHARDING if ROWS[op].lane is Lane.TP)
+# What tensor-parallel ranks do where they meet between pieces, by whether they share the sequence:
+# then each is left its part of a sum, and what goes the other way is gathered.
+MEETINGS: Final = {False: SUMS, True: (*SUMS, *GATHERS)}
 # What leaves a part of a value that is put out, by that value.
 SCATTERS: Final = {ROWS[op].gives[0]: op for op in SHARDING if op not in GATHERS}
 COMPUTE: Final = tuple(

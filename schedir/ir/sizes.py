@@ -58,8 +58,9 @@ class Sizes:
     its rank; what has no slot takes its own bytes.
 
     `activation` is what a stage puts out, whole even where tensor-parallel ranks send slices of it,
-    and of a sharded boundary, which none makes whole, the own slice; `gradient` is its gradient,
-    as large unless told.  `saved` is what a Forward keeps for the
+    and of a sharded boundary, which none makes whole, the own slice; between pieces that meet where
+    ranks share the sequence, what is put out and what becomes of it, which are there at once;
+    `gradient` is its gradient, as large unless told.  `saved` is what a Forward keeps for the
     backward, and `tape` what a BackwardInput leaves for the BackwardWeight: a part of it, and
     gradients of outputs; by default as much.  `both` is the most that there is of the two at
     once, while a BackwardInput makes a tape of what was saved.  What they share counts once, and

@@ -177,13 +177,6 @@ def require_together(
             hint="tp=2, or '.' for each f and g",
             fields=["meets", "tp"],
         )
-    if meets and sequence:
-        raise PlanError(
-            "tensor-parallel ranks share the sequence, and meet between pieces of stages (meets), "
-            "where all of it is summed",
-            hint="sequence=False, or leave out cut and meets",
-            fields=["sequence", "meets"],
-        )
     if sequence and tp == 1:
         raise PlanError(
             "tensor-parallel ranks share the sequence, and tp is 1: there is nobody to share with",

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from schedir.errors import UsageError
 from schedir.runtime.rules import Entry, Later
+from schedir.runtime.sequence import by_rank, in_order, require_even
 
 _Whole = TypeVar("_Whole", bound=nn.Parameter | nn.Module)
 
@@ -122,7 +123,7 @@ def own_tokens(x: Tensor, group: ProcessGroup | None, *, sequence: bool = True) 
     """Of (..., s, n) the rank's own tokens, (..., s / t, n); all, if they do not share the
     `sequence`.  Raises UsageError for tokens that cannot be shared evenly."""
     t = tp_size(group) if sequence else 1
-    _require_even(x.shape[-2], t)
+    require_even(x.shape[-2], t)
     return x.chunk(t, -2)[tp_rank(group) if t > 1 else 0]
 
 
@@ -148,14 +149,6 @@ def all_gather(whole: Tensor, shard: Tensor, group: ProcessGroup) -> None:
     gather(whole.view(-1), shard.view(-1), group=group)
 
 
-def _require_even(tokens: int, t: int) -> None:
-    if tokens % t:
-        raise UsageError(
-            f"{t} tensor-parallel ranks cannot share a sequence of {tokens} tokens evenly",
-            hint=f"a length that {t} divides, or no sequence parallelism",
-        )
-
-
 def _start_sum(group: ProcessGroup, x: Tensor) -> Later:
     work: Any = dist.all_reduce(x, group=group, async_op=True)
 
@@ -176,17 +169,14 @@ def _start_gather(group: ProcessGroup, part: Tensor) -> Later:
 
     def wait() -> Tensor:
         work.wait()
-        # One behind the other in the sequence: of one sequence they lie so, else it is a copy.
-        return parts.movedim(0, -3).flatten(-3, -2)
+        return in_order(parts)
 
     return wait
 
 
 def _start_scatter(group: ProcessGroup, x: Tensor) -> Later:
     """Of (..., s, n) of each rank the sum of the own tokens, (..., s / t, n)."""
-    t = group.size()
-    _require_even(x.shape[-2], t)
-    parts = x.unflatten(-2, (t, -1)).movedim(-3, 0).contiguous()
+    parts = by_rank(x, group.size())
     own = torch.empty_like(parts[0])
     start: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work = start(own.view(-1), parts.view(-1), group=group, async_op=True)

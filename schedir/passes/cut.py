@@ -314,7 +314,8 @@ def _shares(shares: Iterable[float] | None, number: tuple[int, ...]) -> list[NDA
 
 
 def sums(program: Program) -> Program:
-    """The program with the sums that `meets` asks for, each just behind what gives what it sums."""
+    """The program with the sums that `meets` asks for, each just behind what gives what it sums;
+    where ranks share the sequence, with gathers likewise."""
     for op, makers, shift in _sums_of(program):
         address, given = program.words & ADDRESS, FORWARDS if shift > 0 else BACKWARDS
         at = np.flatnonzero(is_op(program.op, given) & makers[address >> STAGE])
@@ -324,11 +325,15 @@ def sums(program: Program) -> Program:
 
 def _sums_of(program: Program) -> Iterator[tuple[Opcode, NDArray[np.bool_], int]]:
     """Of each kind of sum, which stages give what is summed, shape (stages,), and how many stages
-    farther is the one that takes it, whose sum it is."""
+    farther is the one that takes it, whose sum it is.  Where ranks share the sequence a sum leaves
+    each its part of it (reduce-scatter), and so what goes the other way there is gathered."""
     stages, trained = program.plan.stages, np.arange(program.plan.stages) > program.frozen
     letters = np.array([*(program.meets or ENDS * (stages - 1)), ENDS])
     yield Opcode.SumAct, letters == LEAVES, 1
     yield Opcode.SumGrad, np.roll(letters == ENTERS, 1) & trained & program.trains, -1
+    if program.sequence:
+        yield Opcode.Gather, letters == ENTERS, 1
+        yield Opcode.GatherGrad, np.roll(letters == LEAVES, 1) & trained & program.trains, -1
 
 
 def _expected(program: Program, present: Present) -> Iterator[Expected]:

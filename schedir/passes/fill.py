@@ -33,6 +33,7 @@ from schedir.ir.ops import (
     FORWARDS,
     GATHERS,
     LATE,
+    MEETINGS,
     SUMS,
     WHOLES,
     Opcode,
@@ -83,7 +84,7 @@ def fill(program: Program, options: Options) -> Program:
         )
     if {*program.meets}.isdisjoint({ENTERS, LEAVES}):
         return program  # one tensor-parallel rank meets nobody
-    if not any(options.costs.of(op, program.plan).any() for op in SUMS):
+    if not any(options.costs.of(op, program.plan).any() for op in MEETINGS[program.sequence]):
         raise UsageError(
             "fill puts work in the time of sums, and these take none",
             hint="--costs F=1,B=2,sum=0.5, or costs=Costs(...)",
@@ -189,7 +190,7 @@ class _Machine:
         self.nodes = np.flatnonzero(node == np.arange(len(node))).tolist()
         computes = index.is_op(COMPUTE)
         self.computes: list[bool] = computes.tolist()
-        self.sums: list[bool] = index.is_op(SUMS).tolist()
+        self.sums: list[bool] = index.is_op(MEETINGS[program.sequence]).tolist()
         self.meets: list[bool] = index.is_op((*SUMS, *GATHERS)).tolist()
         self.fills: list[bool] = index.is_op(fills).tolist()
         self.todo = [np.flatnonzero(computes[lo:hi]) + lo for lo, hi in pairwise(program.offsets)]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from schedir.ir.index import NONE
-from schedir.ir.ops import BACKWARDS, FORWARD, ROWS, SUMS, Lane, Token
+from schedir.ir.ops import BACKWARDS, FORWARD, MEETINGS, ROWS, Lane, Token
 from schedir.predict.timeline import Timeline, expect_runs
 
 Floats = NDArray[np.float64]
@@ -45,8 +45,6 @@ _OF_ROW: Final = [
     if Token.COPY in row.gives
     else Cause.REDUCTION
     if Token.GRAD in row.gives
-    else Cause.SUM
-    if row.op in SUMS
     else _OF_LANE.get(row.lane, Cause.MESSAGE)
     for row in ROWS
 ]
@@ -74,7 +72,8 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     to end before (`Graph.latest`), until we are where the rank became idle:
 
     - MESSAGE: a transfer, or a scatter or gather, is under way; it is awaited.
-    - SUM: what pieces of a stage give is being summed (SumAct, SumGrad), and that is awaited.
+    - SUM: what pieces of a stage give is being summed (SumAct, SumGrad), or gathered where
+      tensor-parallel ranks share the sequence, and that is awaited.
     - REDUCTION: a reduction is under way, and no member is missing any more; it is awaited.
     - WEIGHTS: a stage's weights are being gathered (Unshard), and that is awaited.
     - SNAPSHOT: a stage is being copied to the host (Snapshot), and its step awaits that.
@@ -240,7 +239,9 @@ def _since_then(timeline: Timeline, now: Ints, awaited: Ints) -> tuple[Ints, Int
 
 def _while_it_runs(timeline: Timeline, awaited: Ints) -> Ints:
     """Why a rank is idle while what it waits for runs."""
-    return np.asarray(np.array(_OF_ROW)[timeline.spans["op"][awaited]])
+    cause = np.array(_OF_ROW)
+    cause[[*MEETINGS[timeline.program.sequence]]] = Cause.SUM
+    return np.asarray(cause[timeline.spans["op"][awaited]])
 
 
 def _latest(timeline: Timeline) -> Ints:

@@ -23,7 +23,6 @@ from schedir.ir.ops import (
     RECOMPUTE,
     ROWS,
     SHARDING,
-    SUMS,
     TRANSFERS,
     Lane,
     Token,
@@ -48,9 +47,10 @@ _I: Final = BACKWARD_INPUT
 _WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
 _MOVED: Final = ("offload", "spill")  # the options that move what forwards saved
 _SUMMED: Final = "sums of pieces"
+_GATHERED: Final = {False: "messages", True: _SUMMED}  # by whether ranks share the sequence
 # What is tried to take no time, in words, by its costs.
 _FREE: Final[dict[str, tuple[str, ...]]] = {
-    "messages": ("send", "scatter", "gather"),
+    "messages": ("send", "scatter"),
     _SUMMED: ("sum",),
     "reductions": tuple(
         FIELD[row.op] for row in ROWS if row.lane is Lane.DP or Token.GRAD in row.gives
@@ -259,13 +259,13 @@ class _Changes:
 
     def _free(self, what: str) -> Iterator[Trial]:
         if what != _SUMMED or self.program.meets:
-            yield self._priced(f"{what} that take no time", **dict.fromkeys(_FREE[what], 0.0))
+            costs = (*_FREE[what], *["gather"] * (what == _GATHERED[self.program.sequence]))
+            yield self._priced(f"{what} that take no time", **dict.fromkeys(costs, 0.0))
 
     def _filled_sums(self) -> Iterator[Trial]:
         """The same pieces in an order that computes while they are summed."""
-        takes_time = self.program.meets and self.costs.of(SUMS[0], self.plan).any()
-        if not takes_time or len(self.program) > LARGE:
-            return
+        if not self.program.meets or len(self.program) > LARGE:
+            return  # and where sums are free, `fill` refuses
         for which in ("W", "F", "all"):
             program = self.lowering.of(compute_of(self.program), self.costs, fill=which)
             run = self._run(program, self.costs)

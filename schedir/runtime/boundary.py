@@ -8,7 +8,7 @@ behind the other, and are one message.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, cast
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from schedir.errors import ModelError, said
 from schedir.ir.ops import TO_TRAIN, TOKENS, Hop, Token
-from schedir.ir.program import Program
 from schedir.ir.skips import Skips
 from schedir.runtime.given import shape_of
 
@@ -32,7 +31,8 @@ class Boundary:
     """Shape and type of a tensor that passes between stages, for one microbatch.
 
     `grad` says whether its gradient goes back: unless told that of floating and complex types
-    does.  One without, as a table or a mask, is passed on detached.
+    does.  One without, as a table or a mask, is passed on detached.  `taken` is its shape as the
+    next stage takes it, where that is another: where pieces meet whose ranks share the sequence.
 
     Raises ModelError for a shape that no tensor has, for a type that is none of torch, and for
     gradients of whole numbers.
@@ -48,9 +48,13 @@ class Boundary:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     grad: bool | None = None
+    taken: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", shape_of(self.shape))
+        if self.taken is not None:
+            taken = shape_of(self.taken)
+            object.__setattr__(self, "taken", taken if taken != self.shape else None)
         if not isinstance(self.dtype, torch.dtype):
             raise ModelError(
                 f"the type of a boundary is one of torch, not {self.dtype!r:.60}",
@@ -72,7 +76,14 @@ class Boundary:
 
     def __str__(self) -> str:
         can = self.dtype.is_floating_point or self.dtype.is_complex
-        return f"{list(self.shape)} of {self.dtype}{' without gradient' * (can and not self.grad)}"
+        taken = f", taken as {list(self.taken)}" if self.taken else ""
+        none = " without gradient" * (can and not self.grad)
+        return f"{list(self.shape)} of {self.dtype}{none}{taken}"
+
+    @cached_property
+    def as_taken(self) -> Boundary:
+        """That of the next stage's side."""
+        return replace(self, shape=self.taken, taken=None) if self.taken else self
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
@@ -137,6 +148,17 @@ class Crossing:
     def gradients(self) -> Crossing:
         """What goes back."""
         return Crossing(tuple(one for one in self.tensors if one.grad), self.parts)
+
+    @cached_property
+    def taken(self) -> Crossing:
+        """What the next stage takes."""
+        return Crossing(tuple(one.as_taken for one in self.tensors), self.parts)
+
+    @property
+    def held(self) -> int:
+        """Bytes of what one stage puts out and another takes; where these differ, of both."""
+        more = sum(one.as_taken.nbytes for one in self.tensors if one.taken)
+        return self.nbytes + more
 
     # ------------------------------------------------------------ as a message
 
@@ -292,7 +314,7 @@ class Boundaries:
     def _at(self) -> dict[tuple[Hop, int], Crossing]:
         """What passes between a stage and the one that is a hop away."""
         found = {(Hop.NEXT, s): one for s, one in enumerate(self.crossings)}
-        found |= {(Hop.PREVIOUS, s + 1): one for s, one in enumerate(self.crossings)}
+        found |= {(Hop.PREVIOUS, s + 1): one.taken for s, one in enumerate(self.crossings)}
         for (begin, end), one in self.skips:
             found |= {(Hop.SKIP_TO, begin): one, (Hop.SKIP_FROM, end): one}
         return found
@@ -306,7 +328,8 @@ class Boundaries:
 
     def from_where(self, stage: int) -> list[tuple[int, Boundary]]:
         """All tensors that a stage takes in, the skip behind the rest: which stage gives each."""
-        found = [(stage - 1, one) for one in self.crossings[stage - 1].tensors] if stage else []
+        came = self.crossings[stage - 1].taken.tensors if stage else ()
+        found = [(stage - 1, one) for one in came]
         for (begin, end), skip in self.skips:
             found += [(begin, one) for one in skip.tensors] if end == stage else []
         return found
@@ -334,20 +357,6 @@ class Boundaries:
             return expect((*rest, *skip), stage)
 
         return both
-
-    def fit(self, program: Program) -> None:
-        """Raise ModelError where a program takes a gradient back, and there is none."""
-        own = [(s, f"stage {s} passes on", one) for s, one in enumerate(self.crossings)]
-        own += [(s, f"passes from stage {s} to {t}", one) for (s, t), one in self.skips]
-        for s, what, crossing in own:
-            if program.trains and s >= program.frozen and not any(crossing.graded):
-                raise ModelError(
-                    f"nothing that {what} has a gradient ({crossing}), and the "
-                    "program takes one back",
-                    program=program.name,
-                    hint="pass on a tensor that depends on what is trained, or "
-                    f"compile(..., frozen={s + 1}) if nothing is until there",
-                )
 
 
 def with_skip(given: object, stage: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

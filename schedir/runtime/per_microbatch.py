@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from schedir.errors import ModelError, said
 from schedir.ir.program import Program
 from schedir.runtime.boundary import Boundaries, Edges, Given
+from schedir.runtime.fits import require_fit
 
 _LENGTHS = "PerMicrobatch([(length, 64) for length in lengths])"
 
@@ -84,6 +85,6 @@ class Passing:
         return "; ".join(f"microbatch {mb}: {row}" for mb, row in enumerate(self.rows))
 
     def fit(self, program: Program) -> None:
-        """Raise ModelError where a program takes a gradient back, and there is none."""
+        """Raise ModelError where what passes is not what a program takes (`require_fit`)."""
         for row in self.rows:
-            row.fit(program)
+            require_fit(row, program)

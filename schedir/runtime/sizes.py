@@ -113,9 +113,9 @@ def sizes_of(
     found = [
         _stage(stages, s, given) if stage is not None else _Kept() for s, stage in enumerate(stages)
     ]
-    sent = [crossing.nbytes for crossing in boundaries.crossings]
+    sent = [crossing.held for crossing in boundaries.crossings]
     skipped = [(begin, crossing.nbytes) for (begin, _), crossing in boundaries.skips]
-    back = [crossing.gradients.nbytes for crossing in boundaries.crossings]
+    back = [crossing.gradients.held for crossing in boundaries.crossings]
     return Sizes(
         activation=_each(sent),
         gradient=None if back == sent else _each(back),

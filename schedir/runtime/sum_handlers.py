@@ -1,45 +1,98 @@
-"""Sums: handlers of what pieces of a stage sum over their tensor-parallel group.
+"""Sums: handlers of what tensor-parallel ranks do where they meet between pieces of a stage.
 
 Of what a piece hands over the first tensor is summed, in its place; what else passes, as a residual
 stream, passes untouched.  The group is at it beside what computes, until the next piece takes it.
+Where ranks share the sequence, each is left its own tokens of the sum, and what goes the other way
+there is gathered: of each one's own tokens all.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from schedir.errors import ModelError
-from schedir.ir.ops import LOCAL_HANDOVER, ROWS, SUMS, Instr, Token
+from schedir.ir.ops import GATHERS, LOCAL_HANDOVER, MEETINGS, ROWS, SUMS, Instr, Token
 from schedir.runtime.compute_handlers import share_memory
 from schedir.runtime.rank import Call, State
+from schedir.runtime.sequence import by_rank, in_order
+from schedir.runtime.slots import Slot
+from schedir.runtime.transfer_handlers import gather as gather_received
+from schedir.transports.transport import Then, Transport, Work
 
 
 def sum_(state: State, i: Instr) -> Call:
+    return _meeting(state, i, _own_tokens if state.program.sequence else _in_place)
+
+
+def gather(state: State, i: Instr) -> Call:
+    if i.op in MEETINGS[state.program.sequence]:
+        return _meeting(state, i, _all_tokens)
+    return gather_received(state, i)
+
+
+class _Handed(NamedTuple):
+    """What a piece hands over, and who meets for its first tensor."""
+
+    slot: Slot
+    transport: Transport
+
+    def put(self, first: Tensor, rest: Sequence[Tensor]) -> None:
+        """Another first tensor in its place."""
+        self.slot.free()
+        self.slot.fill((first, *rest))
+
+
+def _meeting(state: State, i: Instr, start: Callable[[_Handed], Work]) -> Call:
+    """Starts what ranks do with the first tensor of what a piece hands over."""
     kind = ROWS[i.op].gives[0]
     other, (made, _) = state.program.other(kind, i.stage), LOCAL_HANDOVER[kind]
-    given = state.slot(made, other, i.mb)
+    handed = _Handed(state.slot(made, other, i.mb), state.transport)
     before = min(i.stage, other)
     if not (first := state.passing[i.mb].carried(Token.ACT_OUT, before).tensors[0]).grad:
         raise ModelError(
-            f"{i} sums the first tensor that passes between stages {before} and {before + 1}, and "
-            f"that has no gradient: {first}",
+            f"{i} {'gathers' if i.op in GATHERS else 'sums'} the first tensor that passes between "
+            f"stages {before} and {before + 1}, and that has no gradient: {first}",
             hint="what is summed comes first, and beside it what passes on as it is",
         )
-    arrivals, key, start = state.stages[i.stage].arrivals, (kind, i.mb), state.transport.collective
+    arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
 
     def run() -> None:
-        own, *rest = given.look()
-        if any(share_memory(own, one) for one in rest):
-            own = own.clone()
-            given.free()
-            given.fill((own, *rest))
-        else:  # who has saved it for a backward must not take the sum for it
-            increment_version(own)
-        arrivals[key] = start("all_reduce", "tp", own, own)
+        arrivals[key] = start(handed)
 
     return Call(None, run)
 
 
-HANDLERS: Final = dict.fromkeys(SUMS, sum_)
+def _in_place(handed: _Handed) -> Work:
+    own, *rest = handed.slot.look()
+    if any(share_memory(own, one) for one in rest):
+        own = own.clone()
+        handed.put(own, rest)
+    else:  # who has saved it for a backward must not take the sum for it
+        increment_version(own)
+    return handed.transport.collective("all_reduce", "tp", own, own)
+
+
+def _own_tokens(handed: _Handed) -> Work:
+    whole, *rest = handed.slot.look()
+    parts = by_rank(whole, handed.transport.tp)
+    own = parts.new_empty(parts.shape[1:])
+    handed.put(own, rest)
+    flat = parts.view(-1)
+    return handed.transport.collective("reduce_scatter", "tp", own.view(-1), flat)
+
+
+def _all_tokens(handed: _Handed) -> Work:
+    own, *rest = handed.slot.look()
+    parts = own.new_empty(handed.transport.tp, *own.shape)
+    work = handed.transport.collective("all_gather", "tp", parts.view(-1), own.view(-1))
+    if own.shape[:-2].numel() == 1:  # of one sequence all tokens lie in order
+        handed.put(in_order(parts), rest)
+        return work
+    return Then(work, lambda: handed.put(in_order(parts), rest))
+
+
+HANDLERS: Final = dict.fromkeys(SUMS, sum_) | dict.fromkeys(GATHERS, gather)

@@ -87,13 +87,14 @@ def _received(state: State, i: Instr, kind: Token) -> tuple[Tensor, tuple[Tensor
 
 
 def message_wait(state: State, i: Instr, kind: Token) -> Callable[[], None] | None:
-    """Waits until what an instruction takes in is there, if it comes by message, or is summed.
+    """Waits until what an instruction takes in is there, if it comes by message, or ranks meet.
 
     Then what the message proves to have arrived is let go.
     """
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
     k = state.index_of.get((_RECEIVES[kind], i.stage, i.mb))
-    if k is None and (_SUMS.get(kind), i.stage, i.mb) not in state.index_of:
+    met = any((op.get(kind), i.stage, i.mb) in state.index_of for op in (_SUMS, _GATHERS))
+    if k is None and not met:
         return None
     known = state.implied_acks.get(k, ()) if k is not None else ()
 
@@ -155,7 +156,5 @@ HANDLERS: Final = {
     Opcode.SendSkipGrad: send,
     Opcode.RecvSkipGrad: recv,
     Opcode.Scatter: scatter,
-    Opcode.Gather: gather,
     Opcode.ScatterGrad: scatter,
-    Opcode.GatherGrad: gather,
 }

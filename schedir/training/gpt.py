@@ -146,6 +146,8 @@ class Layer(nn.Module):
         super().__init__()
         hidden, self.head_width = config.hidden, config.hidden // config.heads
         self.number, self.dropout, self.slice = 1 + index, config.dropout, tp_rank(tp)
+        # What is drawn for its heads: where it has its own tokens, too, for these it draws apart.
+        self.own_heads = self.slice + tp_size(tp) * sequence
         self.window, self.sequence = windows_of(config)[index], sequence
         weights = Weights(
             config.seed, f"layers.{index}", hidden, 2 * config.layers, tp, where, sequence
@@ -178,9 +180,7 @@ class Layer(nn.Module):
         """Attention of this rank's heads: (b, T, 3 * hidden/t) to (b, T, hidden/t)."""
         b, length, _ = qkv.shape
         q, k, v = qkv.view(b, length, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)
-        # Where all that it draws is the slice's own, its numbers go on.
-        own = self.share and not self.sequence
-        with layer(self.number, self.slice) if own else nullcontext():
+        with layer(self.number, self.own_heads) if self.share else nullcontext():
             heads = attention(q, k, v, self.window, self.share)  # (b, heads/t, T, width)
         return heads.transpose(1, 2).reshape(b, length, -1)
 

@@ -7,6 +7,9 @@ A layer is four pieces, between the sums of Megatron-LM (arXiv 1909.08053, secti
 What ends a layer begins the next one, so a stage of n layers has 4 n + 1 pieces.  All but the last
 pass two tensors on, what is summed and then the residual stream.  The sums are the program's; the
 pieces have the stage's own parameters, under their names.
+
+Where ranks share the sequence (arXiv 2205.05198, section 4.2.2), what is between g and f is of each
+one's own tokens, and so is the residual stream; what f enters is of all.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedir.errors import ModelError
+from schedir.ir.meets import ENTERS, LEAVES
 from schedir.parallel.pieces import part_of
 from schedir.runtime.boundary import Boundary
 from schedir.training.gpt import Layer, Stage
@@ -53,7 +57,7 @@ def pieces(stage: Stage) -> list[nn.Module]:
 
     They share its parameters, and draw what it draws for dropout.  With one tensor-parallel rank
     they are as right: nothing is summed.  Raises ModelError for a stage that is the whole model,
-    and whose embedding is its head's weight, and where ranks share the sequence.
+    and whose embedding is its head's weight.
 
     >>> from schedir import Plan, compile, schedules
     >>> from schedir.training.gpt import GPTConfig, build_stage
@@ -63,11 +67,6 @@ def pieces(stage: Stage) -> list[nn.Module]:
     >>> program.plan.stages, sum(len(pieces(stage)) for stage in stages)
     (18, 18)
     """
-    if stage.sequence:
-        raise ModelError(
-            "tensor-parallel ranks share the sequence, and pieces of a stage pass it whole",
-            hint="sequence=False, or whole stages",
-        )
     if (
         stage.embedding is not None
         and stage.head is not None
@@ -97,12 +96,17 @@ def cut_of(layers: Iterable[int]) -> tuple[int, ...]:
 
 
 def boundaries(
-    cut: Sequence[int], boundary: Boundary | Sequence[int], frozen: int = 0
+    cut: Sequence[int],
+    boundary: Boundary | Sequence[int],
+    frozen: int = 0,
+    share: int = 1,
 ) -> dict[int, Any]:
     """What passes behind each piece of stages that are cut so: a boundary of the stages, or two.
 
     Of the first stage behind `frozen` ones the residual stream depends on nothing that is trained,
-    and has no gradient, until its attention adds to it.
+    and has no gradient, until its attention adds to it.  Where so many tensor-parallel ranks
+    `share` the sequence, the boundary of the stages is of a rank's own tokens; of what is summed a
+    piece gives or takes all of them.
 
     >>> from schedir.training.gpt_pieces import boundaries
     >>> behind = boundaries((2, 1), (8, 64))
@@ -110,13 +114,21 @@ def boundaries(
     (['[8, 64] of torch.float32', '[8, 64] of torch.float32'], '[8, 64] of torch.float32')
     >>> str(boundaries((1, 5), (8, 64), frozen=1)[1][1])
     '[8, 64] of torch.float32 without gradient'
+    >>> str(boundaries((5,), (8, 64), share=2)[0][0])
+    '[8, 64] of torch.float32, taken as [16, 64]'
     """
     one, found = Boundary.of(boundary), list[Any]()
+    many = len(one.shape) - 2
+    all_tokens = tuple(share * n if k == many else n for k, n in enumerate(one.shape))
+    met = {
+        ENTERS: replace(one, taken=all_tokens),
+        LEAVES: replace(one, shape=all_tokens, taken=one.shape),
+    }
     for stage, number in enumerate(cut):
         stream = [one] * (number - 1)
         if frozen and stage == frozen:
             stream[:2] = [replace(one, grad=False) for _ in stream[:2]]
-        found += [(one, own) for own in stream] + [one]
+        found += [(met[LAYER[k % len(LAYER)]], own) for k, own in enumerate(stream)] + [one]
     return dict(enumerate(found[:-1]))
 
 

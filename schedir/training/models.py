@@ -97,13 +97,14 @@ def largest(passing: Passing) -> int:
 class Model(NamedTuple):
     """A model: its module; the samples of a stream, so many from one on; and what passes between
     stages.  Of a kind that has pieces: those of a stage, and what passes between stages of so many
-    pieces, given what passes between whole ones, and how many of these are frozen."""
+    pieces, given what passes between whole ones, how many are frozen, and by how many ranks
+    tokens are shared."""
 
     module: Module
     samples: Callable[[Any, Batches, int, int], Samples] = _windows
     boundaries: Callable[[Any, Cut], Passing] = _hidden
     pieces: Callable[[Any], list[nn.Module]] | None = None
-    between: Callable[[Sequence[int], Any, int], dict[int, Any]] | None = None
+    between: Callable[[Sequence[int], Any, int, int], dict[int, Any]] | None = None
 
 
 MODELS: Final = {

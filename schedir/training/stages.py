@@ -27,7 +27,7 @@ class Stages:
         if self.in_pieces:
             assert self.model.between is not None
             frozen = self.finer.first.index(program.frozen)
-            self.boundary = self.model.between(self.finer.pieces, self.boundary, frozen)
+            self.boundary = self.model.between(self.finer.pieces, self.boundary, frozen, shared)
 
     @property
     def in_pieces(self) -> bool:

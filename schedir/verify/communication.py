@@ -12,6 +12,7 @@ from schedir.ir.ops import (
     OF_GRADIENTS,
     RECEIVES,
     ROWS,
+    SCATTERS,
     SENDS,
     SHARDING,
     Hop,
@@ -138,10 +139,11 @@ def meetings(look: Inspector) -> None:
 def sharding(look: Inspector) -> None:
     """Each slice that is sent is made whole behind the wire, and nothing else is."""
     if look.program.tp == 1 or look.program.sequence:
-        why = "nothing is sharded where tp is 1"
+        why, no = "nothing is sharded where tp is 1", SHARDING
         if look.program.sequence:
             why = "the program says 'sequence yes': what passes between stages is a part already"
-        look.refuse_first(look.index.is_op(SHARDING), lambda at: why)
+            no = tuple(SCATTERS.values())  # gathers are where ranks meet between pieces
+        look.refuse_first(look.index.is_op(no), lambda at: why)
         return
     for cut, send, whole in _SLICED:
         hop = ROWS[send].hop

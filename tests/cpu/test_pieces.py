@@ -8,15 +8,19 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedir import Plan, compile, schedules
+from schedir import Costs, Plan, compile, schedules
 from schedir.errors import ModelError
 from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.parallel.pieces import part_of
-from schedir.runtime import Boundary, Executor, Gloo, InProcess
+from schedir.runtime import Boundary, Executor, Gloo, InProcess, sizes_of
+from schedir.runtime.boundary import Boundaries
+from schedir.runtime.fits import require_fit
 from schedir.training import gpt
 from schedir.training.gpt_pieces import boundaries, cut_of, pieces
 from tests.cpu.spawn import RankError, run
@@ -30,6 +34,12 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "one_f_one_b": (1, 2, {"recompute": lambda s, mb: mb == 1, "overlap": True}),
     "zb_h1": (1, 1, {"slots": "fewest"}),
     "interleaved": (2, 1, {}),
+}
+# Where tensor-parallel ranks share the sequence.
+SHARED: dict[str, dict[str, Any]] = {
+    "one_f_one_b": {"recompute": lambda s, mb: mb == 1, "overlap": True},
+    "zb_h1": {"fill": "W", "costs": Costs(F=1, I=1, W=1, sum=1, gather=1)},
+    "interleaved": {"slots": "fewest"},
 }
 
 
@@ -49,20 +59,24 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
     v, chunks, _ = CASES[name]
     plan = Plan(2, 4 // chunks if cut else 4, v)
     finer: Any = {"cut": cut, "chunks": chunks if cut else None}
-    how: Any = {"tp": 2, "tied": True, "clip": True, "model": "edge", **finer, **more}
-    program = compile(getattr(schedules, name), plan, blocks=True, **how)
-    evaluates = compile(
-        schedules.forward_only, plan, tp=2, tied=True, model="edge", blocks=True, **finer
-    )
+    if not cut:
+        more = {key: value for key, value in more.items() if key != "fill"}
+    sequence = more.get("sequence", False)
+    every: Any = {"tp": 2, "tied": True, "model": "edge", "sequence": sequence, **finer}
+    program = compile(getattr(schedules, name), plan, blocks=True, clip=True, **every | more)
+    evaluates = compile(schedules.forward_only, plan, blocks=True, **every)
     transport = Gloo(program, more=[evaluates])
     tp = transport.tp_group
     stages = {
-        s: gpt.build_stage(CONFIG, s, plan.stages, tp=tp) for s in plan.stages_of[transport.rank]
+        s: gpt.build_stage(CONFIG, s, plan.stages, tp=tp, sequence=sequence)
+        for s in plan.stages_of[transport.rank]
     }
+    share = 2 if sequence else 1
+    passes = (2, 8 // share, 32)
     own = {f"{s} {n}": p for s, stage in stages.items() for n, p in stage.named_parameters()}
     executor = Executor(
         program, transport.rank, modules(stages, cut), transport, loss=partial(gpt.loss, tp=tp),
-        boundary=HIDDEN if cut is None else boundaries(cut, HIDDEN), max_norm=1.0,
+        boundary=passes if cut is None else boundaries(cut, passes, share=share), max_norm=1.0,
         optimizer=torch.optim.SGD(own.values(), lr=0.1), more=[evaluates],
     )  # fmt: skip
     tokens = torch.randint(CONFIG.vocab, (4, 2, 9))
@@ -72,12 +86,12 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
     return told | {name: (p.detach(), p.grad) for name, p in own.items()}
 
 
-def both(rank: int, name: str) -> list[str]:
+def both(rank: int, name: str, sequence: bool) -> list[str]:
     """What of a run in pieces has other bits than of one of whole stages, of as many microbatches
     as there are chunks."""
-    plan = Plan(2, 4, CASES[name][0])
+    plan, more = Plan(2, 4, CASES[name][0]), CASES[name][2]
     uncut, cut = (
-        trained(name, each, CASES[name][2])
+        trained(name, each, SHARED[name] | {"sequence": True} if sequence else more)
         for each in (None, cut_of([CONFIG.layers // plan.stages] * plan.stages))
     )
     return [key for key, value in uncut.items() if not _same(value, cut[key])]
@@ -91,10 +105,12 @@ def _same(one: Any, other: Any) -> bool:
     return all(_same(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_pieces_have_the_bits_of_stages(name: str) -> None:
-    """Losses, gradients, weights and norm, of a tied model with dropout on 2 x 2 processes."""
-    assert run(both, 4, name) == [[]] * 4
+def test_pieces_have_the_bits_of_stages(name: str, sequence: bool) -> None:
+    """Losses, gradients, weights and norm, of a tied model with dropout on 2 x 2 processes; with
+    sums in their place, or of parts of the sequence."""
+    assert run(both, 4, name, sequence) == [[]] * 4
 
 
 def test_pieces_behind_a_frozen_stage() -> None:
@@ -175,6 +191,85 @@ def mine(rank: int) -> bool:
 
 def test_a_stage_of_ones_own() -> None:
     assert run(mine, 2) == [True, True]
+
+
+def shared(rank: int) -> list[bool]:
+    """The same, where each rank has one of two tokens, of several samples and of one."""
+    right = []
+    for samples in ((3,), ()):
+        program = compile(schedules.zb_h1, Plan(1, 3), tp=2, cut="fg", model="edge", sequence=True)
+        transport = Gloo(program)
+        torch.manual_seed(0)
+        w, b, v, c = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8), torch.randn(4)
+        how: Any = {"group": transport.tp_group, "sequence": True}
+        up, down = ColumnParallelLinear(w, b, **how), RowParallelLinear(v, c, **how)
+        own, every = (*samples, 1, 4), (*samples, 2, 4)
+        executor = Executor(
+            program, 0, [Twice(), Ahead(up, down), Behind(down, True)], transport,
+            loss=lambda y, target: ((y - target) ** 2).sum(),
+            boundary={0: (Boundary(own, taken=every), Boundary(own)),
+                      1: (Boundary(every, taken=own), Boundary(own))},
+        )  # fmt: skip
+        x = torch.randn(3, *every)
+        mine = x[..., rank : rank + 1, :].contiguous()
+        loss = executor.step(mine, torch.ones(3, *samples, 1))
+        assert loss is not None
+        dist.all_reduce(loss, group=transport.tp_group)
+        whole = [p.clone().requires_grad_() for p in (w, b, v, c)]
+        y = x + (x @ whole[0].T + whole[1]).relu() @ whole[2].T + whole[3]
+        want = ((y.sum(-1) - 1) ** 2).sum()
+        want.backward()
+        at = slice(4 * rank, 4 * rank + 4)
+        parts = (whole[0].grad[at], whole[1].grad[at], whole[2].grad[:, at], whole[3].grad)  # type: ignore[index]
+        got = (up.weight.grad, up.bias.grad, down.weight.grad, down.bias.grad, loss)  # type: ignore[union-attr]
+        right += [
+            torch.allclose(one, other, rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
+            for one, other in zip(got, (*parts, want.detach()), strict=True)
+        ]
+    return right
+
+
+def test_a_stage_of_ones_own_that_shares_the_sequence() -> None:
+    assert run(shared, 2) == [[True] * 10] * 2
+
+
+OWN, EVERY = (2, 4, 8), (2, 8, 8)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "not said": (OWN, r"tensor 0 that stage 0 .* makes of it is \[2, 8, 8\]"),
+    "of another": (Boundary(OWN, taken=(2, 4, 16)), r"taken as \[2, 4, 16\], and what .*\[2, 8, 8"),
+    "beside": ((Boundary(OWN, taken=EVERY), Boundary(OWN, taken=EVERY)), r"tensor 1 that stage 0"),
+    "a vector": ((8,), "share the sequence, which is the last dimension but one"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_ranks_make_of_tokens_is_told_right(name: str) -> None:
+    program = compile(schedules.gpipe, Plan(1, 1), tp=2, cut="fg", sequence=True)
+    behind, words = REFUSED[name]
+    right: Any = {0: Boundary(OWN, taken=EVERY), 1: Boundary(EVERY, taken=OWN)}
+    require_fit(Boundaries.of(right, 3), program)
+    with pytest.raises(ModelError, match=words):
+        require_fit(Boundaries.of(right | {0: behind}, 3), program)
+    for other in (replace(right[1], shape=(2, 7, 8)), Boundary(EVERY)):
+        with pytest.raises(ModelError, match="tensor 0 that stage 1 passes on"):
+            require_fit(Boundaries.of(right | {1: other}, 3), program)
+    whole = compile(schedules.gpipe, Plan(1, 1), tp=2, cut="fg")
+    with pytest.raises(ModelError, match=r"makes of it is \[2, 4, 8\]"):
+        require_fit(Boundaries.of(right, 3), whole)
+
+
+def test_what_a_piece_takes_in_is_held_whole() -> None:
+    """Both shapes of what ranks gather, or sum, are there at once; saved is what was taken."""
+    config = replace(CONFIG, layers=1, tied=False)
+    parts, tokens = pieces(gpt.build_stage(config, 0, 1)), torch.zeros(2, 8, dtype=torch.long)
+    own = torch.zeros(2, 4, 32).nbytes
+    for share, each in ((1, 2 * own), (2, 2 * own + 2 * own)):
+        behind = boundaries((5,), (2, 4, 32), share=share)
+        said = tokens[:, : 8 // 2]
+        sizes = sizes_of(parts, said, said, loss=gpt.loss, boundary=behind)
+        assert sizes.activation == each and sizes.gradient is None
+        widths = 3 + 1 + 1  # what attention keeps at least: its input, q, k and v, what it gives
+        assert np.all(sizes.each("saved", Plan(1, 1, 5))[1] >= widths * share * own)
 
 
 class Saves(nn.Module):

@@ -67,6 +67,14 @@ def test_whole_stages_go_on_with_pieces(config: str, tmp_path: Path) -> None:
     assert evaluated(tmp_path / "chunks") == evaluated(tmp_path / "small")
 
 
+def test_pieces_share_the_sequence(config: str, tmp_path: Path) -> None:
+    """With dropout, clipped, of a tied model."""
+    shared = [*TWO, *HELD, "pipeline.sequence=true", "train.steps=2"]
+    whole = train(config, tmp_path / "whole", *shared)
+    assert train(config, tmp_path / "pieces", *shared, "pipeline.cut=layers") == whole
+    assert evaluated(tmp_path / "pieces") == evaluated(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("kind", ["bert", "encoder_decoder"])
 def test_chunks_of_other_models(config: str, tmp_path: Path, kind: str) -> None:
     layers = ["model.encoder_layers=1", "model.decoder_layers=1"]

@@ -1,0 +1,211 @@
+"""Pieces whose tensor-parallel ranks share the sequence: what is gathered where, and when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir import (
+    Costs,
+    Plan,
+    Program,
+    Sizes,
+    check,
+    compile,
+    forwards,
+    in_pieces,
+    parse,
+    schedules,
+    show,
+    simulate,
+)
+from schedir.analysis.volume import volume
+from schedir.compiler.again import compute_of, options_of
+from schedir.errors import CompletenessError, ProgramError
+from schedir.ir.ops import BACKWARDS, COMPUTE, Lane, Opcode
+from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.predict.what_if import advise
+from tests.edits import Edit, move, pull, push
+from tests.mutants import known
+from tests.oracle import Machine
+from tests.threads import verdict
+
+O = Opcode
+MET = (O.Gather, O.SumAct, O.GatherGrad, O.SumGrad)
+
+
+def of(schedule: Any, plan: Plan, cut: Any = 3, **how: Any) -> Program:
+    return compile(schedule, plan, tp=2, cut=cut, sequence=True, **how)
+
+
+def plan_of(schedule: Any) -> Plan:
+    placement, v = getattr(schedule, "placed", ("loop", None))
+    return Plan(2, 4, v or 1, placement)
+
+
+@pytest.mark.parametrize("schedule", known(), ids=lambda schedule: schedule.__name__)
+def test_whole_zoo(schedule: Any) -> None:
+    """Complete and in order, as both independent machines say; as often gathered as summed; and
+    where nothing of that takes time, as long as uncut, but for pairs, which are woven."""
+    plan = plan_of(schedule)
+    try:
+        uncut = compile(schedule, plan, tp=2, sequence=True)
+    except ProgramError:
+        pytest.skip("not for this plan")
+    program = of(schedule, plan)
+    assert check(program, "serial") and verdict(program, "edge").kind == "ok"
+    assert parse(show(program)) == program
+    costs = Costs(F=1, B=2, I=1, W=1, send=0.5, sum=0.75, gather=0.25)
+    machine = Machine(program, "edge", costs)
+    assert machine.run() and max(machine.ended.values()) == pytest.approx(
+        simulate(program, costs, model="edge").span
+    )
+    for way, ops in ((1, MET[:2]), (uncut.trains, MET[2:])):
+        each = [int(np.sum(program.op == op)) for op in ops]
+        assert each == [way * plan.stages * plan.microbatches] * 2
+    if not uncut.joined.any():
+        whole = Costs(F=5, B=10, I=5, W=5, send=0.5)
+        span = simulate(program, in_pieces(whole, 3, plan, (1, 3, 1))).span
+        assert span == pytest.approx(simulate(uncut, whole).span)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_where_ranks_meet(data: st.DataObject) -> None:
+    """Of any letters: each compute finds what its letter says just before it, and what is dropped,
+    there twice or elsewhere is refused where the machine says so."""
+    ranks, m = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
+    letters = st.text("fg.", max_size=3)
+    cut = [data.draw(letters) or 1 for _ in range(ranks)]
+    frozen = data.draw(st.integers(0, ranks - 1))
+    schedule = data.draw(st.sampled_from([schedules.one_f_one_b, schedules.zb_h1]))
+    program = of(schedule, Plan(ranks, m), cut, frozen=frozen)
+    for own in program.streams:
+        for before, i in pairwise([None, *(j for j in own if j.op in (*MET, *COMPUTE))]):
+            assert i is not None
+            if i.op is O.Forward or i.op in BACKWARDS:
+                ahead, k = i.op is O.Forward, i.stage - (i.op is O.Forward)
+                letter = (program.meets + "-")[k : k + 1] if k >= 0 else ""
+                want = dict(zip("fg", MET[:2] if ahead else (O.SumGrad, O.GatherGrad), strict=True))
+                found = before is not None and before.op in MET and before
+                assert (found and found.op) == want.get(letter, False)
+                assert not found or found[1:] == i[1:]
+    places = [(r, k) for r, own in enumerate(program.streams) for k, i in enumerate(own)
+              if i.op in MET]  # fmt: skip
+    if not places:
+        return
+    rank, at = data.draw(st.sampled_from(places))
+    e = Edit.of(program, Random(0))
+    words = e.lists[rank]
+    change = data.draw(st.sampled_from(["drop", "double", "move"]))
+    if change == "move":
+        move(words, at, data.draw(st.integers(0, len(words))))
+    elif change == "drop":
+        pull(words, at)
+    else:
+        push(words, data.draw(st.integers(0, len(words))), words[at])
+    wrong = verdict(e.result(), "edge").kind != "ok"
+    assert wrong or change == "move"
+    try:
+        check(e.result(), "edge")
+    except ProgramError:
+        assert wrong
+    else:
+        assert not wrong
+
+
+def test_what_stands_where() -> None:
+    program = of(schedules.one_f_one_b, Plan(1, 1), frozen=0)
+    assert [str(i) for i in program.streams[0]][:12] == [
+        "F 0.0", "gather 1.0", "F 1.0", "sum_act 2.0", "F 2.0", "B 2.0", "reduce_grads 2",
+        "gather_grad 1.0", "B 1.0", "reduce_grads 1", "sum_grad 0.0", "B 0.0",
+    ]  # fmt: skip
+    assert [str(i) for i in program.streams[0] if i.op is O.ReduceSequence] == [
+        f"reduce_sequence {s}" for s in range(3)
+    ]
+    behind = of(schedules.gpipe, Plan(2, 1), frozen=1)
+    said = [str(i) for own in behind.streams for i in own if i.op in MET]
+    assert said == ["gather 1.0", "sum_act 2.0", "gather 4.0", "sum_act 5.0", "gather_grad 4.0",
+                    "sum_grad 3.0"]  # fmt: skip
+
+
+def test_lowered_again_it_is_the_same() -> None:
+    program = of(schedules.one_f_one_b, Plan(2, 4), "fg", clip=True)
+    drafted = compute_of(program)
+    assert compile(drafted, **options_of(program, "device", drafted)) == program
+    told = forwards(program)
+    assert told.sequence and {*told.ops} & {*MET} == {O.Gather, O.SumAct}
+    grouped = of(schedules.one_f_one_b, Plan(2, 4), "fg", clip=True, overlap=True)
+    assert sorted(map(str, grouped.streams[0])) == sorted(map(str, program.streams[0]))
+
+
+@pytest.mark.parametrize(("cut", "costs"), [
+    ("f", Costs(F=2, B=2, gather=1, sum=2)), ("g", Costs(F=2, B=2, gather=2, sum=1)),
+    ("fg", Costs(F=2, B=2, gather=1, sum=0.5)),
+])  # fmt: skip
+def test_they_take_their_time(cut: str, costs: Costs) -> None:
+    """On hosts that block, too, who go on meanwhile."""
+    program = of(schedules.gpipe, Plan(1, 1), cut)
+    own = 3 if len(cut) == 1 else 2 * 1.5
+    for blocks in (False, True):
+        assert simulate(program, costs, blocks=blocks).span == 4 * (len(cut) + 1) + own
+    text = "F 0.0; gather 1.0; F 0.1; gather 1.1; F 1.0; F 1.1"
+    header = "stages_per_rank 2 placement 0,0 tp 2\nmeets f sequence yes"
+    two = parse(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
+    for blocks in (False, True):
+        assert simulate(two, Costs(F=2, gather=2), blocks=blocks).span == 8
+
+
+def test_checker_demands_gathers() -> None:
+    program = of(schedules.one_f_one_b, Plan(1, 1), "fg")
+    for line in ("  gather 1.0\n", "  gather_grad 1.0\n", "  sum_act 2.0\n"):
+        text = show(program, folded=False)
+        assert text.count(line) == 1
+        with pytest.raises(CompletenessError, match=rf"{line.strip()} is missing"):
+            check(parse(text.replace(line, "")))
+        with pytest.raises(CompletenessError, match="is there twice"):
+            check(parse(text.replace(line, 2 * line)))
+    more = parse(
+        show(program, folded=False).replace("  gather 1.0\n", "  gather 1.0\n  gather 2.0\n")
+    )
+    with pytest.raises(CompletenessError, match=r"gather 2\.0 has nothing to do: .* ranks meet"):
+        check(more)
+    with pytest.raises(ProgramError, match=r"gather 1\.0"):
+        check(replace(program, sequence=False))
+
+
+def test_gathers_are_filled_priced_and_told_of() -> None:
+    """Also where only they take time: weight gradients run under them, and they are sums of pieces,
+    and no messages, in what is said of waits."""
+    plan, shares = Plan(2, 6), (0.2, 1, 0.2, 1, 0.2)
+    two = in_pieces(Costs(F=2, I=2, W=2, gather=0.6), 5, plan, shares)
+    unfilled, filled = (
+        simulate(of(schedules.zb_h1, plan, 5, costs=two, fill=fill), two) for fill in (None, "W")
+    )
+    assert filled.span < unfilled.span - 4 * 0.6
+    plan, costs = Plan(1, 4), Costs(F=2, I=2, W=2, gather=0.6)
+    plain = simulate(of(schedules.zb_h1, plan, 5), costs)
+    idle = by_cause(idleness(plain), 1)[0]
+    assert {*np.flatnonzero(idle).tolist()} == {Cause.SUM}
+    told = {change.what: change.saves for change in advise(plain, costs).changes}
+    free = next(saves for what, saves in told.items() if "sums of pieces" in what)
+    assert free == pytest.approx(
+        1 - simulate(plain.program, Costs(F=2, I=2, W=2)).span / plain.span
+    )
+    assert not any(saves for what, saves in told.items() if "messages" in what)
+    assert any("fill=" in what for what in told)
+
+
+def test_half_the_bytes_go_around_each_time() -> None:
+    """A sum that leaves each its part, and a gather, send as much together as a whole sum."""
+    plan, sizes = Plan(1, 2), Sizes(activation=100.0)
+    whole = compile(schedules.gpipe, plan, tp=2, cut="fg")
+    sent = [volume(p, sizes)[Lane.TP][0] for p in (whole, of(schedules.gpipe, plan, "fg"))]
+    assert sent == [2 * 2 * 100.0, 2 * 4 * 50.0]
