@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from schedir.dumps.blame import Shape
@@ -39,6 +41,7 @@ from schedir.training.resume import Run
 if TYPE_CHECKING:
     from schedir.training.corpus import Corpus
 
+_TRAINER = ("torch._dynamo", "schedir.training.trainer")  # each optimizer imports the former
 _LAUNCHER = "use torchrun, or unset RANK"
 
 
@@ -62,6 +65,7 @@ def run(path: str, sets: Sequence[str] = ()) -> int:
 def _start(path: str, sets: Sequence[str], config: Config, program: Program) -> int:
     """Train in this process, or start those that do."""
     try:
+        _load("schedir.training.corpus")
         from schedir.training.corpus import Corpus
         from schedir.training.world import require_device
 
@@ -74,6 +78,7 @@ def _start(path: str, sets: Sequence[str], config: Config, program: Program) -> 
             words = ["train", *words_of_now(), *(f"--set={s}" for s in sets), "--", path]
             grace = None if config.train.checkpoint is None else config.train.grace
             return launch(words, Shape.of(program), config.output.folder, grace)
+        _load(*_TRAINER)
         _train(config, program, corpus)
     except ExecutionError as error:
         print(error, file=sys.stderr)
@@ -145,6 +150,7 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
         claims = os.environ["RANK"] == "0" and not is_launched()
         with claimed(config) if claims else nullcontext():
             join(Member(config.output.folder, Shape.of(program), int(os.environ["RANK"])))
+            _load(*_TRAINER)
             from schedir.training.corpus import Corpus
 
             _train(config, program, Corpus(config))
@@ -166,6 +172,22 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
     except BaseException as error:
         crash(f"{traceback.format_exc().rstrip()}{_where()}", late=_is_late(error))
     leave()
+
+
+def _load(*modules: str) -> None:
+    """Import what is not yet there, and never look through it for garbage: it stays, and to look
+    took a fifth of the time of a process that makes few steps."""
+    if all(module in sys.modules for module in modules):
+        return
+    usual = gc.isenabled()
+    gc.disable()
+    try:
+        for module in modules:
+            import_module(module)
+        gc.freeze()
+    finally:
+        if usual:
+            gc.enable()
 
 
 def _is_late(error: BaseException) -> bool:

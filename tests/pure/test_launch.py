@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from schedir.training.launch import BYTES
+from schedir.training.train import _load
 
 PASSES_ON = """\
 import subprocess, sys
@@ -40,3 +45,20 @@ def test_it_comes_as_it_is_printed() -> None:
     command = [sys.executable, "-c", PASSES_ON, code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"[3] now\n"
+
+
+@pytest.mark.parametrize("end", ["", "raise ImportError"])
+def test_nothing_looks_for_garbage_while_a_process_loads(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"loaded_{len(end)}"
+    (tmp_path / f"{name}.py").write_text(f"import gc\nassert not gc.isenabled()\n{end}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = gc.get_freeze_count()
+    try:
+        _load(name)
+    except ImportError:
+        assert end
+    assert gc.isenabled()
+    assert end or gc.get_freeze_count() > before
+    sys.modules.pop(name, None)
