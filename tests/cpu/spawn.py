@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +14,14 @@ __all__ = ["CONTEXT", "RankError", "run"]
 
 # The children fork from a server that has torch loaded and no threads yet: as quick as fork,
 # as safe as spawn. pytest is there because each child imports the parent's main module, and
-# torch._dynamo because every optimizer does: a second of each child's.
+# torch._dynamo because every optimizer does, a second of each child's, and the picture because
+# every run that ends well draws it.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "numpy", "pytest", "schedir.training.trainer", "schedir.torch", __name__]
-)
+    ["torch._dynamo", "numpy", "pytest", "schedir.training.trainer", "schedir.torch",
+     "schedir.viz.chart", __name__]
+)  # fmt: skip
+gc.freeze()  # this is the last: no child looks through what the server has loaded for garbage
 
 
 def run(
