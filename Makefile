@@ -19,8 +19,8 @@ pure: $(READY)
 cpu: $(READY)
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/cpu
 
-pages: $(READY)
-	$(BIN)/pytest tests/gpu tests/browser
+pages: docs
+	SCHEDIR_SITE=build/site $(BIN)/pytest tests/gpu tests/browser
 
 # A site of all pages, in build/site; a dead link, or a page that is nowhere in its tree, is an error.
 docs: $(READY)
