@@ -189,10 +189,6 @@ def mine(rank: int) -> bool:
     return all(close) and loss is not None and torch.allclose(loss, want.detach())
 
 
-def test_a_stage_of_ones_own() -> None:
-    assert run(mine, 2) == [True, True]
-
-
 def shared(rank: int) -> list[bool]:
     """The same, where each rank has one of two tokens, of several samples and of one."""
     right = []
@@ -229,8 +225,13 @@ def shared(rank: int) -> list[bool]:
     return right
 
 
-def test_a_stage_of_ones_own_that_shares_the_sequence() -> None:
-    assert run(shared, 2) == [[True] * 10] * 2
+def both_ways(rank: int) -> list[bool]:
+    return [mine(rank), *shared(rank)]
+
+
+def test_a_stage_of_ones_own() -> None:
+    """With sums in their place, or of parts of the sequence."""
+    assert run(both_ways, 2) == [[True] * 11] * 2
 
 
 OWN, EVERY = (2, 4, 8), (2, 8, 8)
