@@ -205,7 +205,9 @@ class Machine:
         adds = (O.Backward, O.BackwardInput, O.BackwardWeight)
         needs = []
         if i.op in (O.Forward, O.Recompute, *adds[:2]) and i.stage >= self.program.frozen:
-            needs += before(O.Unshard)[-1:] or all_of(O.Unshard)[:1]
+            turns = before(O.Unshard, O.Reshard)
+            there = bool(turns) and own[turns[-1]].op == O.Unshard
+            needs += turns[-1:] if there else [k for k in all_of(O.Unshard) if k > at][:1]
         if i.op in adds and self.program.reduce == "turn":
             needs += before(O.ReduceScatter)[-1:]
         if i.op == O.Unshard:
