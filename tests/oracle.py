@@ -180,7 +180,7 @@ class Machine:
         }.get(i.op, ())
         of = {
             O.ReduceHolders: {s},
-            O.ReduceSequence: {s},
+            O.ReduceSequence: {s, *(t for tie in self.program.tied if s in tie for t in tie)},
             O.ReduceTied: {s for tie in self.program.tied for s in tie},
         }.get(i.op, range(S))
         return [

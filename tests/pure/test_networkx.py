@@ -81,6 +81,7 @@ def whole_costs(rng: random.Random, stages: int) -> Costs:
 @example(1626, "reduce_early", "edge")
 @example(20068, "swap_neighbours", "torch")
 @example(2296, "swap_neighbours", "serial")
+@example(568612525, "reduce_early", "device")
 @given(st.integers(0, 2**32), st.sampled_from(NAMES), st.sampled_from(MODELS))
 def test_networkx_says_the_same(seed: int, name: str, model: Model) -> None:
     _, program = mutate(name, seed)
