@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.slots import message_sizes, whole_sizes
 from schedir.ir.index import Index, Positions
-from schedir.ir.ops import ROWS, SENDS, SUMS, Lane, Ring, Row, Token
+from schedir.ir.ops import MEETINGS, ROWS, SENDS, Lane, Ring, Row, Token
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
 
@@ -20,7 +20,8 @@ def volume(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.float64]]:
     and as many of gradients, data parallelism sends 2 Psi, ZeRO-1 and 2 send 2 Psi, and ZeRO-3
     3 Psi where each stage has two turns, times (dp-1)/dp (arXiv 1910.02054, section 7).
 
-    Norms, which are a few bytes, and tied weights, whose sizes nobody tells, are left out.
+    Norms, which are a few bytes, and tied weights, whose sizes nobody tells, are left out.  What
+    passes beside what pieces sum or gather, as a residual stream, is taken for a part of it.
 
     >>> from schedir import Plan, Sizes, compile, schedules
     >>> from schedir.ir.ops import Lane
@@ -65,6 +66,8 @@ def _around(
         whole = whole_sizes(program, token, sizes, at)
     if token is Token.GRAD and program.zero:  # which is in parts by then
         whole = whole / program.dp
-    # Where ranks share the sequence, a sum leaves each its part, and goes around once.
-    turns = 1 if row.op in SUMS and program.sequence else ring.turns
+    turns = ring.turns
+    if program.sequence and row.op in MEETINGS[True]:
+        # Sizes have all tokens and a rank's own, and either goes around once: a sum leaves these.
+        turns, whole = 1, whole * members / (members + 1)
     return turns * whole * (members - 1) / members

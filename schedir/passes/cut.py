@@ -246,7 +246,8 @@ def in_pieces(
     `shares` says what part of its stage each piece is, as any numbers, one per piece of a stage, or
     per piece of all stages; equal parts unless told.  So shared out is what a stage computes, saves
     and holds.  What passes between stages, and its message, is as large between pieces: tell it
-    anew where pieces hand over more, as a residual stream beside what is summed.  Of `chunks` each
+    anew where pieces hand over more, as a residual stream beside what is summed, or all tokens
+    beside a rank's own where ranks share the sequence.  Of `chunks` each
     has an equal part of all that is of a microbatch, as if a product of fewer rows took less time
     by that much, and a message or a sum of fewer bytes, too: what a chunk costs besides is to be
     measured.

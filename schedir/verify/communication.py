@@ -165,4 +165,7 @@ def sharding(look: Inspector) -> None:
                     f"{site.instr} has no {ROWS[op].text} on the other side",
                     site,
                     kind=PartnerError,
+                    hint="sequence yes, if it gathers tokens between pieces of a stage"
+                    if back is None and look.program.meets
+                    else "",
                 )

@@ -177,7 +177,9 @@ def test_checker_demands_gathers() -> None:
     )
     with pytest.raises(CompletenessError, match=r"gather 2\.0 has nothing to do: .* ranks meet"):
         check(more)
-    with pytest.raises(ProgramError, match=r"gather 1\.0"):
+    with pytest.raises(
+        ProgramError, match=r"gather 1\.0 has no scatter .*\n(.*\n)* .*sequence yes"
+    ):
         check(replace(program, sequence=False))
 
 
@@ -204,8 +206,12 @@ def test_gathers_are_filled_priced_and_told_of() -> None:
 
 
 def test_half_the_bytes_go_around_each_time() -> None:
-    """A sum that leaves each its part, and a gather, send as much together as a whole sum."""
-    plan, sizes = Plan(1, 2), Sizes(activation=100.0)
+    """A sum that leaves each its part, and a gather, send as much together as a whole sum; of
+    sizes that have both, all tokens and a rank's own."""
+    plan = Plan(1, 2)
     whole = compile(schedules.gpipe, plan, tp=2, cut="fg")
-    sent = [volume(p, sizes)[Lane.TP][0] for p in (whole, of(schedules.gpipe, plan, "fg"))]
-    assert sent == [2 * 2 * 100.0, 2 * 4 * 50.0]
+    sent = [
+        volume(p, Sizes(activation=size))[Lane.TP][0]
+        for p, size in ((whole, 100.0), (of(schedules.gpipe, plan, "fg"), 100.0 + 50.0))
+    ]
+    assert sent == pytest.approx([2 * 2 * 100.0, 2 * 4 * 50.0])
