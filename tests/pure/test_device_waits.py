@@ -68,25 +68,24 @@ def lives(program: Program) -> bool:
     machine.run()  # fills its tables
     at, lists = [0] * len(program.streams), machine.lists
     over: set[tuple[int, int]] = set()
+    grouped = [{k: group for group in groups for k in group} for groups in machine.groups]
 
     def under_way(rank: int, k: int) -> bool:
-        group = next(group for group in machine.groups[rank] if k in group)
+        group = grouped[rank][k]
         before = (j for own in machine.before[rank, group[0]] for j in own)
         return group[-1] < at[rank] and all((rank, j) in over for j in before)
 
     def moves(rank: int, k: int) -> bool:
         message = bool(ROWS[lists[rank][k].op].hop)
-        return message or all((rank, j) in over for j in range(k) if not together(rank, j, k))
-
-    def together(rank: int, *of: int) -> bool:
-        return any({*of} <= {*group} for group in machine.groups[rank])
+        others = (j for j in range(k) if j not in grouped[rank][k])
+        return message or all((rank, j) in over for j in others)
 
     moved = True
     while moved:
         was = sum(at) + len(over)
         for rank, own in enumerate(lists):
             at[rank] += at[rank] < len(own) and moves(rank, at[rank])
-            for k in range(at[rank]):
+            for k in (k for k in range(at[rank]) if (rank, k) not in over):
                 sides = machine._partners(rank, own[k])
                 if all(under_way(*side) for side in sides):
                     over.update(sides)
