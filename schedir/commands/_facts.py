@@ -42,7 +42,7 @@ def facts(timeline: Timeline, bound: Bound | None = None) -> dict[str, Any]:
 
 def said_of_costs(requests: Sequence[Request]) -> str:
     """What is to be known of the costs: what clusters filled, and what is told and never read."""
-    lines = [*_not_read(requests), *_free_moves(requests)]
+    lines = [*_not_read(requests), *_free_moves(requests), *_handed_over(requests)]
     return _filled(requests) + "".join(f"{line}\n" for line in lines)
 
 
@@ -67,6 +67,21 @@ def _free_moves(requests: Sequence[Request]) -> Iterator[str]:
         yield (
             f"nobody tells what {', '.join(names)} cost: here they are free, which nothing of the "
             f"host is; --costs {example} says it, or a --cluster with the bandwidths of its host"
+        )
+
+
+def _as_between_stages(request: Request) -> bool:
+    """Whether what pieces hand over is counted as what passes between whole stages."""
+    told = request.share and request.sizes is not None and np.any(request.sizes.activation)
+    return bool(told) and max(request.timeline.program.pieces) > 1
+
+
+def _handed_over(requests: Sequence[Request]) -> Iterator[str]:
+    if any(map(_as_between_stages, requests)):
+        yield (
+            "memory counts of what pieces hand over as much as passes between stages; a residual "
+            "stream beside it, or all tokens of a sequence that ranks share, are more: simulate "
+            "--sizes takes each piece's own"
         )
 
 
@@ -115,4 +130,5 @@ def filled_facts(request: Request) -> dict[str, Any]:
     """The same of one, for a program to read; nothing where nothing is to be said."""
     found: dict[str, Any] = {} if request.cluster is None else {"filled": request.filled.told}
     found |= {"untold": names} if (names := untold_moves(request)) else {}
+    found |= {"handed_over": "as between stages"} if _as_between_stages(request) else {}
     return found | ({"not_read": names} if (names := not_read([request])) else {})

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedir.commands._bound import bound_of_request, to_gain
-from schedir.commands._facts import facts, said_of_costs
+from schedir.commands._facts import facts, filled_facts, said_of_costs
 from schedir.commands._options import SOURCE, add_shape, number, request_of, require_whole
 from schedir.commands._zoo import Ranked, known, ranked
 from schedir.errors import in_bytes
@@ -105,6 +105,7 @@ def _row(request: Request) -> dict[str, Any]:
         "split_backwards": BACKWARD_INPUT in ops,
         "parameters_held": plan.rows,
     }
+    row |= filled_facts(request)
     if timeline.sizes is not None:
         row["peak_memory"] = float(timeline.peak_memory.max())
     return row
