@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from schedir.errors import GroupError, Site, UsageError
-from schedir.ir.meets import ENTERS, LEAVES
+from schedir.ir.meets import ranks_meet
 from schedir.ir.ops import (
     BACKWARDS,
     COMPUTE,
@@ -58,7 +58,7 @@ def require_torch_has_it(program: Program, *, computes: bool) -> None:
             hint="schedir.runtime.Executor runs it; or leave offload out, and run what is in these "
             "stages under torch.autograd.graph.save_on_cpu",
         )
-    if not {*program.meets}.isdisjoint({ENTERS, LEAVES}):
+    if ranks_meet(program.meets):
         raise UsageError(
             f"{program.name} sums what pieces of its stages pass on, for which torch's schedules "
             "have no action",

@@ -24,13 +24,27 @@ LETTERS: Final = ENTERS + LEAVES + NOBODY  # between pieces
 _ALL: Final = {*LETTERS, ENDS}
 
 
+def letters_in(meets: str, stages: int) -> tuple[str, ...]:
+    """The letters between the pieces of each whole stage, of a program of so many stages.
+
+    >>> letters_in("fg-.", 5), letters_in("", 2)
+    (('fg', '.'), ('', ''))
+    """
+    return tuple(meets.split(ENDS)) if meets else ("",) * stages
+
+
+def ranks_meet(meets: str) -> bool:
+    """Whether tensor-parallel ranks meet at any boundary."""
+    return ENTERS in meets or LEAVES in meets
+
+
 def pieces_in(meets: str, stages: int) -> tuple[int, ...]:
     """In how many pieces each whole stage is, of a program of so many stages.
 
     >>> pieces_in("fg-.", 5), pieces_in("", 2)
     ((3, 2), (1, 1))
     """
-    return tuple(len(own) + 1 for own in meets.split(ENDS)) if meets else (1,) * stages
+    return tuple(len(own) + 1 for own in letters_in(meets, stages))
 
 
 class Whole(NamedTuple):

@@ -318,8 +318,8 @@ def _unfold(line: _Line, left: int, most: int, hint: str) -> Words:
     for part in re.finditer(r"([;&]?)([^;&]*)", line.text[at:]):
         if not part[0]:
             continue
-        if not part[2].strip() or (part[1] and not turn):
-            missing = part.start() if part[1] and not turn else part.end()
+        if (ahead := part[1] and not turn) or not part[2].strip():
+            missing = part.start() if ahead else part.end()
             raise line.error("an instruction is missing here", at + missing)
         word, step = _read(line, at + part.start(2), part[2])
         if part[1] == "&":

@@ -9,8 +9,8 @@ from typing import Any, Final
 from schedir.errors import PlanError, said
 from schedir.ir.columns import TIERS
 from schedir.ir.fields import YES_OR_NO, Kind, Option, itself, setting, whole_number
-from schedir.ir.meets import ENTERS, LEAVES
 from schedir.ir.meets import MEETS as MEETS_KIND
+from schedir.ir.meets import ranks_meet
 from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES, Plan
 from schedir.ir.skips import SKIPS as SKIPS_KIND
 from schedir.ir.ties import TIED as TIED_KIND
@@ -39,7 +39,7 @@ def _settled_frozen(name: str, value: Any, plan: Plan) -> int:
 def _settled_chunked(name: str, value: Any, plan: Plan) -> int:
     """Into how many chunks each microbatch is cut: those of each update, and of each row of
     holders, are whole ones."""
-    chunked: int = _CHUNKS.settle(name, value, plan)
+    chunked: int = CHUNKS.settle(name, value, plan)
     if any(end % (chunked * plan.segments) for end in (*plan.parts, plan.per_update)):
         each = ", in each update and along each row of holders" * (plan.updates + plan.rows > 2)
         raise PlanError(
@@ -171,7 +171,7 @@ def require_together(
             hint="states='device', or validate='before'",
             fields=["states", "validate"],
         )
-    if not {*meets}.isdisjoint({ENTERS, LEAVES}) and tp == 1:
+    if ranks_meet(meets) and tp == 1:
         raise PlanError(
             "meets says where tensor-parallel ranks meet, and tp is 1: there is nobody to meet",
             hint="tp=2, or '.' for each f and g",
@@ -188,8 +188,8 @@ def require_together(
 TOGETHER: Final = tuple(signature(require_together).parameters)[1:]  # the traits that it is told
 
 _NUMBER = whole_number(0, MAX_STAGES)
-_CHUNKS = whole_number(1, MAX_MICROBATCHES)
-_CHUNKED = replace(_CHUNKS, settle=_settled_chunked)
+CHUNKS: Final = whole_number(1, MAX_MICROBATCHES)
+_CHUNKED = replace(CHUNKS, settle=_settled_chunked)
 _FROZEN_STAGES = replace(_NUMBER, settle=_settled_frozen)
 TP: Final = setting(whole_number(1, 65535), "tensor-parallel ranks (1)", always=True, digest=itself)
 DP: Final = setting(

@@ -22,14 +22,15 @@ from numpy.typing import NDArray
 
 from schedir.errors import CostsError, PlanError, UsageError, said
 from schedir.ir.costs import OF_A_STAGE, Costs
-from schedir.ir.fields import Kind, whole_number
-from schedir.ir.meets import ENDS, ENTERS, LEAVES, LETTERS, NOBODY
+from schedir.ir.fields import Kind
+from schedir.ir.meets import ENDS, ENTERS, LEAVES, LETTERS, NOBODY, letters_in
 from schedir.ir.numerals import NO_NUMBERS, whole
 from schedir.ir.ops import BACKWARDS, FORWARDS, LATE, ROWS, Opcode, Per
 from schedir.ir.per_stage import by_stage, from_grid
-from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES, Plan
+from schedir.ir.plan import MAX_STAGES, Plan
 from schedir.ir.program import ADDRESS, JOINED, OP, STAGE, Program, Stream, Words, is_op
 from schedir.ir.sizes import AT_REST, OF_A_MICROBATCH, Sizes
+from schedir.ir.traits import CHUNKS
 from schedir.passes.insert import behind
 from schedir.passes.record import Expected, Options, Pass, Present
 
@@ -90,7 +91,6 @@ _TAKES: Final = (
     "meets, or one of these per stage"
 )
 PIECES: Final = Kind(_TAKES, _read, int | str | tuple[int | str, ...], metavar="PIECES")
-CHUNKS: Final = whole_number(1, MAX_MICROBATCHES)
 
 
 def pieces_of(given: Pieces, plan: Plan) -> tuple[int, ...]:
@@ -170,10 +170,10 @@ def cut_like(program: Program, like: Program) -> Program:
 
     Raises PlanError for other stages than that one has, where these are cut.
     """
-    letters = like.meets.split(ENDS)
-    if like.meets and len(letters) != program.plan.stages:
+    letters = letters_in(like.meets, program.plan.stages)
+    if len(letters) != program.plan.stages:
         raise PlanError("of a model that is cut otherwise it is not known where ranks meet")
-    given = [own or 1 for own in letters] if like.meets else 1
+    given = [own or 1 for own in letters]
     return cut(replace(program, tp=like.tp), given, like.chunked)
 
 

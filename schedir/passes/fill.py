@@ -25,7 +25,7 @@ from schedir.analysis.memory import held
 from schedir.errors import UsageError, said
 from schedir.ir.fields import Kind
 from schedir.ir.index import NONE
-from schedir.ir.meets import ENTERS, LEAVES
+from schedir.ir.meets import ranks_meet
 from schedir.ir.ops import (
     ADDS_TO_WEIGHTS,
     BACKWARDS,
@@ -82,7 +82,7 @@ def fill(program: Program, options: Options) -> Program:
             hint="cut=5",
             fields=["fill", "cut"],
         )
-    if {*program.meets}.isdisjoint({ENTERS, LEAVES}):
+    if not ranks_meet(program.meets):
         return program  # one tensor-parallel rank meets nobody
     if not any(options.costs.of(op, program.plan).any() for op in MEETINGS[program.sequence]):
         raise UsageError(

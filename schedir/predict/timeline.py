@@ -210,7 +210,7 @@ class Timeline:
         """
         return self.own_span - self._busy(np.isin(self.spans["op"], COMPUTE))
 
-    @property
+    @cached_property
     def peak_activations(self) -> float:
         """The most that a rank holds, in activations of a whole rank and of whole microbatches;
         half a rank's is half, and of a stage in pieces each has as much of them."""

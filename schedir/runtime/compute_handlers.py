@@ -42,8 +42,8 @@ def forward(state: State, i: Instr) -> Call:
     # What is saved of it outlives its turn, or is moved.
     moved = Instr(Opcode.Offload, i.stage, mb) in state.index_of
     take = _look_at(taken, Tensor.clone if state.program.shares_slots or moved else Tensor.detach)
-    letter, program = state.program.meets[i.stage : i.stage + 1], state.program
-    summed = letter == LEAVES and not program.sequence
+    letter = state.program.meets[i.stage : i.stage + 1]
+    summed = letter == LEAVES and not state.program.sequence
 
     def run() -> None:
         xs = take() if taken else tensors_of(state.batch.inputs[mb], mb)

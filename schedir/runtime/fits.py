@@ -21,8 +21,7 @@ def require_fit(boundaries: Boundaries, program: Program) -> None:
                 hint="pass on a tensor that depends on what is trained, or "
                 f"compile(..., frozen={s + 1}) if nothing is until there",
             )
-    passes = [*enumerate(boundaries.crossings), *((s, one) for (s, _), one in boundaries.skips)]
-    for at, (s, crossing) in enumerate(passes):
+    for at, (s, _, crossing) in enumerate(own):
         for k, one in enumerate(crossing.tensors):
             first = k == 0 and at < len(boundaries.crossings)
             taken = _taken(one, s, program) if first else one.shape

@@ -11,10 +11,11 @@ from itertools import accumulate
 from typing import Any, Final
 
 from schedir.errors import UsageError, said
-from schedir.ir.meets import ENDS
+from schedir.ir.meets import letters_in
 from schedir.ir.plan import Plan
+from schedir.ir.traits import CHUNKS
 from schedir.models.shape import split_layers
-from schedir.passes.cut import CHUNKS, letters_of
+from schedir.passes.cut import letters_of
 
 LAYERS: Final = "layers"  # each stage where the ranks of its layers meet
 
@@ -82,7 +83,7 @@ def finer(
             hint="whole stages, or kind gpt",
             fields=[where, "kind"],
         )
-    letters = tuple(meets.split(ENDS)) if meets else ("",) * plan.stages
+    letters = letters_in(meets, plan.stages)
     hint = f'cut = "{LAYERS}"' if cut is not None else "division = [...], as it was cut"
     if meets and division is None:
         there = tuple(len(own) // len(layer) for own in letters)
