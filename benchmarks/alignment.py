@@ -1,0 +1,110 @@
+"""Which CPU kernels of torch round by the address of an operand?
+
+Each kernel runs on operands that begin on a 64-byte line, and again with one operand moved by some
+bytes. The table counts the shapes for which a move changes the bits of the result. A kernel that
+is not in the table rounded alike at every address.
+
+    python benchmarks/alignment.py
+    MKL_CBWR=AUTO python benchmarks/alignment.py
+    ATEN_CPU_CAPABILITY=default python benchmarks/alignment.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+LINE = 64  # bytes
+SEED = 0
+Kernel = Callable[..., Tensor]
+ELEMENTWISE_AND_SUMS: dict[str, Kernel] = {
+    "sum over rows": lambda x: x.sum(0),
+    "sum over columns": lambda x: x.sum(1),
+    "sum": torch.sum,
+    "norm": torch.linalg.vector_norm,
+    "tanh": torch.tanh,
+    "exp": torch.exp,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:]),
+}
+
+
+class Case(NamedTuple):
+    """A kernel with its operands; the operands are moved one by one."""
+
+    name: str
+    kernel: Kernel
+    operands: Sequence[Tensor]
+
+
+def cases_of(dtype: torch.dtype) -> list[Case]:
+    """Return every kernel on operands of one random shape."""
+    rows, inner, columns = torch.randint(1, 70, (3,)).tolist()
+
+    def matrix(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype)
+
+    x, w, total = matrix(rows, inner), matrix(inner, columns), matrix(rows, columns)
+    x_transposed, w_transposed = matrix(inner, rows).mT, matrix(columns, inner).mT
+    return [
+        Case("x @ w", torch.mm, (x, w)),
+        Case("x @ w.T", torch.mm, (x, w_transposed)),
+        Case("x.T @ w", torch.mm, (x_transposed, w)),
+        Case("total.addmm_(x, w)", lambda total, x, w: total.addmm_(x, w), (total, x, w)),
+        *(Case(name, kernel, (x,)) for name, kernel in ELEMENTWISE_AND_SUMS.items()),
+    ]
+
+
+def moved(t: Tensor, offset: int) -> Tensor:
+    """Return a copy of `t`, with its strides, that begins `offset` bytes after a 64-byte line."""
+    memory = torch.empty(t.nbytes + 2 * LINE, dtype=torch.uint8)
+    begin = -memory.data_ptr() % LINE + offset
+    flat = memory[begin : begin + t.nbytes].view(t.dtype)
+    return flat.as_strided(t.shape, t.stride()).copy_(t)
+
+
+def offsets_that_matter(case: Case) -> set[int]:
+    """Return the offsets, in bytes, by which a moved operand changes the bits of the result."""
+    expected = case.kernel(*(moved(t, 0) for t in case.operands))
+    found = set()
+    for k, operand in enumerate(case.operands):
+        for offset in (operand.element_size(), 16, 32, 48):
+            operands = [moved(t, offset * (j == k)) for j, t in enumerate(case.operands)]
+            if not torch.equal(case.kernel(*operands), expected):
+                found.add(offset)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shapes", type=int, default=60, help="random shapes of each kernel (60)")
+    shapes = parser.parse_args().shapes
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    differ: Counter[tuple[str, str, int]] = Counter()
+    for dtype in (torch.float32, torch.float64):
+        for _ in range(shapes):
+            for case in cases_of(dtype):
+                kind = str(dtype).removeprefix("torch.")
+                differ.update((case.name, kind, offset) for offset in offsets_that_matter(case))
+    setting = os.environ.get("MKL_CBWR", "not set")
+    print(f"{torch.backends.cpu.get_cpu_capability()} kernels, MKL_CBWR {setting}, seed {SEED}")
+    for (name, kind, offset), count in sorted(differ.items()):
+        print(f"{name:20} {kind:8} moved by {offset:2} bytes: {count:3} of {shapes} shapes differ")
+    if not differ:
+        print("no kernel rounds by the address of an operand")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Bits do not depend on addresses: what a stage receives begins on a 64-byte line.
+
+MKL picks the order of a sum by the alignment of its operands (docs/same-bits.md), so a value that
+the reference has at an aligned address must be aligned in every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan
+from schedir.ir.program import Program
+from schedir.runtime import split_linears
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.schedules import interleaved, interleaved_zb
+from schedir.transports.processes import Gloo
+from schedir.transports.shared import Shared
+from tests.cpu.spawn import run
+
+ROWS, WIDTH, EXTRA = 3, 5, 7  # odd, so that a tensor packed after another one is not aligned
+BOUNDARY = (Boundary((ROWS, WIDTH)), Boundary((EXTRA,)))
+LINE = 64
+
+
+class _Addresses(torch.autograd.Function):
+    """The identity; records where its gradient and the tensor that it saved begin."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log: list[int]) -> Tensor:
+        ctx.log = log
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.log += [t.data_ptr() % LINE for t in (*grads, *ctx.saved_tensors)]
+        return grads[0], None
+
+
+class Stage(nn.Module):
+    """Takes and gives two tensors of odd sizes; records where its operands begin."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.first, self.last = stage == 0, stage == stages - 1
+        self.shift = nn.Parameter(torch.randn(3))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.extra = nn.Linear(EXTRA, EXTRA)
+        self.log: list[int] = []
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        if y is None:
+            y = x.new_ones(EXTRA) * self.shift.sum()
+        operands = [*self.parameters()] + ([] if self.first else [x, y])
+        self.log += [t.data_ptr() % LINE for t in operands]
+        x, y = torch.tanh(self.linear(x)) + self.shift.sum(), torch.tanh(self.extra(y))
+        x, y = (_Addresses.apply(t, self.log) for t in (x, y))  # type: ignore[no-untyped-call]
+        return x * y.mean() if self.last else (x, y)
+
+
+def misplaced(program: Program, transport: Any = None, seed: int | None = None) -> list[int]:
+    """Run two steps and return the offsets, in bytes, of what does not begin on a line."""
+    count = program.plan.stages
+    own = {s: split_linears(Stage(s, count)) for s in range(count)}
+    everything: dict[str, Any] = {"loss": loss, "boundary": BOUNDARY}
+    x, y = torch.randn(2, 4, ROWS, WIDTH)
+    if transport is None:
+        ranks = InProcess(program, [*own.values()], **everything)
+        for _ in range(2):
+            ranks.step(x, y, seed=seed)
+    else:
+        rank = transport.rank
+        own = {s: own[s] for s in program.plan.stages_of[rank]}
+        executor = Executor(program, rank, own, transport, **everything)
+        for _ in range(2):
+            executor.step(x, y)
+    log = [address for stage in own.values() for address in stage.log]
+    assert log
+    return [address for address in log if address]
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlap": {"overlap": True},
+    "recompute": {"recompute": "all"},
+    "offload": {"offload": "all"},
+}
+
+
+@pytest.mark.parametrize("schedule", [interleaved, interleaved_zb])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("seed", [None, 0])
+def test_in_process(schedule: Any, option: str, seed: int | None) -> None:
+    program = schedir.compile(schedule, Plan(2, 4, 2), **OPTIONS[option])
+    assert not misplaced(program, seed=seed)
+
+
+def _in_processes(rank: int) -> dict[str, list[int]]:
+    found = {}
+    for zero in range(4):
+        program = schedir.compile(interleaved_zb, Plan(2, 4, 2), dp=2, zero=zero, model="edge")
+        found[f"Gloo, ZeRO {zero}"] = misplaced(program, Gloo(program))
+    program = schedir.compile(interleaved_zb, Plan(4, 4, 1), model="edge")
+    found["Shared"] = misplaced(program, Shared(program))
+    return found
+
+
+def test_in_processes() -> None:
+    for found in run(_in_processes, 4):
+        assert not any(found.values()), found
