@@ -1,14 +1,16 @@
-"""Frontiers: the longest path to every node in array operations, a frontier of nodes at a time.
+"""Find the longest path to every node with array operations, one frontier of nodes at a time.
 
-What nothing holds back ends, and what waited for nothing else is the next frontier.  So the work
-is a few array operations per frontier and some nanoseconds per edge.  The number of frontiers is
-the depth of the program, not its size.  The result is that of `loops.longest`, to the last bit.
+A frontier is the set of nodes that the previous frontier released.  One frontier takes a fixed
+number of array operations, and each edge is visited once.  So the time grows with the number of
+edges plus the number of frontiers, which is the depth of the graph.  The result equals that of
+`loops.longest` to the last bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,20 +19,19 @@ from schedir.analysis.loops import Problem, Times, Turns
 from schedir.ir.index import Positions
 
 _MOST = np.iinfo(np.int32).max
+_WIDTH: Final = 3  # columns of the table of successors; few nodes of a program have more
 
 
 def by_frontiers(problem: Problem) -> tuple[Times, Turns]:
-    """The start of each node, and the turn in which it is reached, 0 if it never is."""
+    """Return the start of each node, and the turn in which it is reached, 0 if it never is."""
     edges, node_mask, cost, fixed, rank, hop = problem
     nodes = len(cost)
-    # Where edges take time of their own, each has a place in the table.
-    after = _Successors.of(nodes, edges, 0 if len(hop) else nodes // 64)
-    rows, many = after.rows, nodes + 1
+    after = _Successors.from_edges(nodes, edges)
+    rows = after.rows
     lags = _lags(rows, rank, hop) if len(hop) else None
-    missing = after.before()
+    missing = after.predecessor_counts()
     front = np.flatnonzero(node_mask & (missing[:nodes] == 0))
-    missing[nodes:] = _MOST
-    start, turn = np.zeros(nodes + 2), np.zeros(nodes + 2, np.int32)
+    start, turn = np.zeros(nodes + 1), np.zeros(nodes + 1, np.int32)
     turns, one, count = 0, *np.empty((2, 0), np.int32)
     while len(front):
         turns += 1
@@ -39,84 +40,90 @@ def by_frontiers(problem: Problem) -> tuple[Times, Turns]:
         if len(fixed):
             end = np.where(np.isnan(fixed[front]), end, fixed[front])
         to = rows.take(front, 0).reshape(-1).astype(np.intp)
-        given = end.repeat(rows.shape[1])
+        given = end.repeat(_WIDTH)
         if lags is not None:
             given += lags.take(front, 0).reshape(-1)
+        if after.has_more is not None:
+            wide = after.has_more[front].nonzero()[0]
+            if len(wide):
+                more, each = after.beyond_rows(front[wide])
+                ends = end[wide].repeat(each)
+                if len(hop):
+                    source = front[wide].repeat(each)
+                    ends += np.where(rank[source] != rank[more], hop[source], 0.0)
+                to, given = np.concatenate([to, more]), np.concatenate([given, ends])
         if len(one) < len(to):
             one, count = np.ones(2 * len(to), np.int32), np.arange(2 * len(to), dtype=np.int32)
+        missing[nodes] = _MOST  # so that an empty place is never released
         np.maximum.at(start, to, given)
         np.subtract.at(missing, to, one[: len(to)])
-        if missing[many] != _MOST:
-            missing[many] = _MOST
-            for k in np.flatnonzero(rows[front, -1] == many).tolist():
-                more = after.rest[int(front[k])]
-                start[more] = np.maximum(start[more], end[k])
-                missing[more] -= 1
-                to = np.concatenate([to, more])
         to = to[missing[to] == 0]
-        if len(count) < len(to):  # one has had many successors
-            count = np.arange(len(to), dtype=np.int32)
         turn[to] = number = count[: len(to)]
         front = to[turn[to] == number]  # once each
-    return start[:-2], turn[:-2]
+    return start[:-1], turn[:-1]
 
 
 @dataclass(frozen=True)
 class _Successors:
-    """Who waits for each node.
+    """The successors of each node: a table with `_WIDTH` columns, and a CSR list of all others.
 
-    `rows` has a row of places per node.  A place that is not used has the number of nodes, which
-    stands for nobody.  A node with more successors than places has the number after that in its
-    last place, and the others in `rest`.
+    `rows` has one row per node.  An empty place has the number of nodes.  The successors of node
+    `a` that its row has no place for are `targets[first[a]:first[a + 1]]`.  `has_more` marks the
+    nodes that have such successors; it is None if no node has.
     """
 
     rows: Positions
-    rest: dict[int, NDArray[np.intp]]
+    first: NDArray[np.int64]
+    targets: NDArray[np.intp]
+    has_more: NDArray[np.bool_] | None
 
     @classmethod
-    def of(cls, nodes: int, edges: Iterable[tuple[Positions, Positions]], few: int) -> _Successors:
-        """Each edge in the first free place of its source; equal edges are one.
+    def from_edges(cls, nodes: int, edges: Iterable[tuple[Positions, Positions]]) -> _Successors:
+        """Put each edge into the first free place of its source's row, else into the CSR list.
 
-        Where no more than `few` edges want another place, there is none.
+        Equal edges are stored at least once, and counted as often as they are stored.
         """
-        rows = np.full((nodes + 2, 2), nodes, np.int32)
-        rest: dict[int, set[int]] = {}
+        rows = np.full((nodes + 1, _WIDTH), nodes, np.int32)
+        rest = [np.empty((2, 0), np.int32)]
         for source, target in edges:
             for place in rows.T:
                 source, target = _put(source, target, place, nodes)
-            while len(source) > few:
-                rows = np.column_stack([rows, np.full(nodes + 2, nodes, np.int32)])
-                source, target = _put(source, target, rows[:, -1], nodes)
-            for a, b in zip(source.tolist(), target.tolist(), strict=True):
-                rest.setdefault(a, set()).add(b)
-        for a, more in rest.items():
-            more.add(int(rows[a, -1]))
-            rows[a, -1] = nodes + 1
-        return cls(rows, {a: np.array([*more]) for a, more in rest.items()})
+            rest.append(np.stack([source, target]))
+        source, target = np.concatenate(rest, 1)
+        each = np.bincount(source, minlength=nodes)
+        first = np.concatenate([[0], each.cumsum()])
+        targets = target[np.argsort(source, kind="stable")].astype(np.intp)
+        return cls(rows, first, targets, each > 0 if len(targets) else None)
 
-    def before(self) -> Turns:
-        """How many nodes each one waits for."""
-        count = np.zeros(len(self.rows), np.int32)
+    def beyond_rows(self, nodes: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+        """Return the successors that are not in the rows of `nodes`, and how many each has."""
+        begin = self.first[nodes]
+        each = self.first[nodes + 1] - begin
+        past = each.cumsum()
+        at = (begin - past + each).repeat(each) + np.arange(past[-1])
+        return self.targets[at], each
+
+    def predecessor_counts(self) -> Turns:
+        """Count the edges that lead to each node, and in the last entry the empty places."""
+        count = np.bincount(self.targets, minlength=len(self.rows)).astype(np.int32)
         for place in self.rows.T:
             for part in np.array_split(place, len(place) // 2**20 + 1):
                 np.add.at(count, part.astype(np.intp), np.ones(len(part), np.int32))
-        for more in self.rest.values():
-            count[more] += 1
         return count
 
 
 def _put(
-    source: Positions, target: Positions, place: Positions, nobody: int
+    source: Positions, target: Positions, place: Positions, empty: int
 ) -> tuple[Positions, Positions]:
-    """Put edges where their source's place is free; returns those that must go elsewhere."""
-    free = place[source] == nobody
+    """Put edges into `place` where it is empty; return the edges that are not in it."""
+    free = place[source] == empty
     place[source[free]] = target[free]
     left = place[source] != target
     return source[left], target[left]
 
 
 def _lags(rows: Positions, rank: Positions, hop: Times) -> Times:
-    """What passes between the end of each node and the start of each successor, by place."""
-    there = np.append(rank, np.full(2, -1, np.int32))  # nobody is on no rank
-    far = (there[rows[:-2]] != rank[:, None]) & (rows[:-2] < len(rank))
+    """Return the time from the end of each node to the start of the successor in each place."""
+    there = np.append(rank, np.int32(-1))  # an empty place has no rank
+    far = (there[rows[:-1]] != rank[:, None]) & (rows[:-1] < len(rank))
     return np.asarray(far * hop[:, None])
