@@ -1,10 +1,11 @@
-"""Compiled: a loop as machine code, where numba is installed (`schedir[fast]`) and it pays.
+"""Compile loops to machine code, where numba is installed (`schedir[fast]`) and saves time.
 
-To import numba and what it has compiled takes some tenths of a second, more than a command has to
-compute.  So it is rented until it would have been cheaper to buy: whoever walks without it notes
-how long that took, and once this is as much as numba costs, it is imported.  At worst a process
-takes twice the time that it could, and a command that walks once never pays.  The results are the
-same to the last bit.  `load` asks for it at once.
+To import numba and its compiled loops takes some tenths of a second, which is more than a small
+command computes.  So a process walks without numba at first, and adds up how long that takes.
+numba is imported before the walk that would bring this sum to the price of the import.  So a
+process takes at most about twice the time that it could, and a command that walks one small program
+never imports numba.  Results with and without numba are equal to the last bit.  `load` imports
+numba at once.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from schedir.errors import UsageError
 
 Loop = Callable[..., Any]
 
+# Whether a search ran compiled loops, and if not, why.
+Numba = Literal["used", "not needed", "not installed", "no time"]
+
 PRICE: Final = 0.2  # seconds to import numba and a loop from its cache; 0.4 the first time ever
-_rent = [0.0]  # seconds that this process has walked without
+FIRST_USE: Final = 8.0  # seconds of search that pay for compiling its loops, which takes about 5
+LATER_USE: Final = 0.4  # seconds of search that pay for loading them from numba's cache
+_rent = [0.0]  # seconds that this process has walked without numba
 
 
 def paid(seconds: float) -> None:
@@ -28,20 +34,31 @@ def paid(seconds: float) -> None:
     _rent[0] += seconds
 
 
-def compiled(loops: tuple[Loop, ...]) -> tuple[Loop, ...] | None:
-    """Loops as machine code, where that pays by now, or somebody has asked for it; or None."""
-    return _compile(loops) if _rent[0] >= PRICE else None
+def compiled(loops: tuple[Loop, ...], seconds: float = 0.0) -> tuple[Loop, ...] | None:
+    """Return `loops` as machine code, or None where numba is missing or does not pay yet.
+
+    Args:
+        loops: Python functions that numba can compile.
+        seconds: About how long the caller would take without machine code.
+    """
+    return _compile(loops) if _rent[0] + seconds >= PRICE else None
 
 
-def within(loops: tuple[Loop, ...], seconds: float) -> tuple[Loop, ...] | None:
-    """Loops as machine code, if they can be had in a part of some seconds; or None.
+def within(loops: tuple[Loop, ...], seconds: float) -> tuple[tuple[Loop, ...] | None, Numba]:
+    """Return `loops` as machine code, or None, and why.
 
-    From numba's cache on disk they come at once; a loop that is not there yet takes a second or
-    two to be compiled.
+    Args:
+        loops: Python functions that numba can compile.
+        seconds: How long the caller goes on.  `LATER_USE` are enough for loops that this process
+            has compiled, or that are in numba's cache on disk.  Others need `FIRST_USE`.
     """
     found = _compile(loops)
-    ready = found is not None and all(map(_is_kept, found))
-    return found if seconds >= (0.4 if ready else 8) else None
+    if found is None:
+        return None, "not installed"
+    ready = all(loop.signatures or _is_kept(loop) for loop in found)
+    if seconds < (LATER_USE if ready else FIRST_USE):
+        return None, "no time"
+    return found, "used"
 
 
 def _is_kept(loop: Any) -> bool:

@@ -22,6 +22,7 @@ from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, SENDS
 from schedir.ir.per_stage import look_up
 
 FEW = 4096  # nodes, of which a loop over lists takes less time than frontiers
+SECONDS_PER_NODE = 2e-7  # of a walk by frontiers, where programs are large; docs/results/compile.md
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def remaining(graph: Graph, costs: Costs | None = None) -> Times:
 
 def solve(problem: Problem) -> tuple[Times, Turns]:
     """The start of each node, and its turn, as `by_loop`, in the way that takes least."""
-    if (loops := compiled(LOOPS)) is not None:
+    loops = compiled(LOOPS, len(problem.cost) * SECONDS_PER_NODE)
+    if loops is not None:
         return by_loop(problem, loops)
     begin = thread_time()
     found = by_loop(problem) if len(problem.cost) <= FEW else by_frontiers(problem)

@@ -11,6 +11,7 @@ from schedir.errors import UsageError, in_bytes
 from schedir.io.files import atomic_write
 from schedir.io.terminal import as_json, table
 from schedir.ir.plan import Plan
+from schedir.shortest.found import numba_in_words
 from schedir.shortest.gain import gain_of, percent
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def _text(args: argparse.Namespace, found: Frontier, unit: str) -> str:
     runs = sorted(found.runs, key=found.memory)
     beside = (f"{t.program.name} {t.span:.6g}{unit} ({say(found.memory(t))})" for t in runs)
     lines += f"beside: {', '.join(beside) or 'none that is built in'}\n"
+    lines += f"searched {numba_in_words(found.numba)}\n"
     if not found.complete:
         lines += "interrupted, larger limits have not been searched\n"
     return lines + (f"wrote {args.output}\n" if args.output is not None else "")
@@ -131,5 +133,6 @@ def _json(found: Frontier) -> str:
             ],
             "bounds": [{"limit": limit, "bound": bound} for limit, bound in found.bounds[:-1]],
             "complete": found.complete,
+            "numba": found.numba,
         }
     )

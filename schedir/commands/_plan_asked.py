@@ -125,21 +125,34 @@ def planned(asked: Asked, top: int) -> list[Priced]:
 
 def searched(
     asked: Asked, plans: list[Priced], seconds: float
-) -> tuple[list[Priced], dict[Priced, Program]]:
-    """The plans with shorter schedules of the first ones, where a search finds any within so many
-    seconds for each, and the programs of these; without seconds the plans as they are."""
+) -> tuple[list[Priced], dict[Priced, Program], str]:
+    """Search shorter schedules for the first plans.
+
+    Args:
+        asked: The model, the cluster and what else the command got.
+        plans: The plans, the shortest step first.
+        seconds: How long to search for each plan; with 0 there is no search.
+
+    Returns:
+        The plans, the programs of those that a search made shorter, and a line that says how the
+        searches used numba, which is empty without a search.
+    """
     from schedir.planner import shorter
+    from schedir.shortest.found import combined, numba_in_words
 
     found, programs, progress = [*plans], dict[Any, Any](), Progress()
+    uses = []
     for k, plan in enumerate(plans[: _SEARCHED if seconds else 0]):
         progress.show(f"searching a shorter schedule for plan {k + 1}")
         with suppress(ProgramError):  # some leave no room for what a search knows of
             new = shorter(asked.model, asked.cluster, plan, seconds=seconds)
+            uses.append(new.numba)
             if new.priced.step < plan.step:
                 found[k] = replace(new.priced, bound=plan.bound, why=plan.why)
                 programs[found[k]] = new.program
     progress.done()
-    return sorted(found, key=lambda plan: plan.step), programs
+    said = f"searched {numba_in_words(combined(uses))}; a plan has two searches" if uses else ""
+    return sorted(found, key=lambda plan: plan.step), programs, said
 
 
 def divided(asked: Asked, plans: list[Priced]) -> list[Priced]:

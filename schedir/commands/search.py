@@ -30,6 +30,7 @@ from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import TRAITS
 from schedir.ir.text import show
 from schedir.predict.simulate import simulate
+from schedir.shortest.found import numba_in_words
 from schedir.shortest.gain import at_most, gain_of
 from schedir.shortest.problem import whole_is_less
 
@@ -322,6 +323,7 @@ def _text(
         *_compared(asked, found, zoo),
         *asked.notes,
         f"{found.tried:,} schedules tried in {seconds:.1f} s: {_STOPPED[found.stopped]}",
+        f"searched {numba_in_words(found.numba)}",
     ]
     if args.output is not None:
         lines.append(f"wrote {args.output}")
@@ -365,6 +367,7 @@ def _json(asked: _Asked, found: Found, zoo: Ranked) -> str:
             "why": found.why,
             "stopped": found.stopped,
             "tried": found.tried,
+            "numba": found.numba,
             "seed": found.seed,
             "trail": [step._asdict() for step in found.trail],
             "peak_in_flight": found.timeline.peak_in_flight.tolist(),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from schedir.analysis.compiled import Numba
 from schedir.compiler.again import compute_of
 from schedir.ir.cluster import Cluster
 from schedir.ir.plan import Plan
@@ -24,6 +25,7 @@ from schedir.planner.priced import plain
 from schedir.planner.runnable import lowered, program
 from schedir.planner.sizes import sizes
 from schedir.planner.trainer import trainer_for
+from schedir.shortest.found import combined
 from schedir.shortest.search import search
 
 
@@ -32,12 +34,14 @@ class Shorter(NamedTuple):
 
     `bound` is what no schedule of the choice takes less than, in seconds, its sums over replicas
     left out: the lesser of schedules whose backwards are whole and of those with W apart, whose
-    collectives hide less.  What runs again does so just before its backward.
+    collectives hide less.  What runs again does so just before its backward.  `numba` is that of
+    `schedir.shortest.found.Found`, for both searches.
     """
 
     priced: Priced
     program: Program
     bound: float
+    numba: Numba
 
 
 def shorter(
@@ -80,6 +84,7 @@ def shorter(
     again = within.constants
     room = (cluster.memory - again.reserved) / (1 + again.allocator_share)
     size = _at_rest(sizes(model, choice, kept.plan, again, of.states), choice, kept.plan)
+    uses = set[Numba]()
     for split in (False, True):
         kind = replace(choice, schedule="zb_h1" if split else "one_f_one_b")
         times = times_of(model, cluster, kind, again)
@@ -89,11 +94,12 @@ def shorter(
             evaluations=evaluations, seed=seed,
         )  # fmt: skip
         bound = min(bound, found.bound)
+        uses.add(found.numba)
         own = lowered(compute_of(found.program), choice, tied=model.tied, **of.options)
         told = simulated(model, cluster, kind, own, times, within)
         if told.fits and (told.step < best.step or not best.fits):
             best, kept = replace(told, schedule="search"), own
-    return Shorter(best, kept, bound)
+    return Shorter(best, kept, bound, combined(uses))
 
 
 def _at_rest(size: Sizes, choice: Choice, plan: Plan) -> Sizes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from schedir.analysis.compiled import FIRST_USE, LATER_USE, Numba
 from schedir.ir.program import Program
 from schedir.predict.timeline import Timeline
 
@@ -34,7 +36,9 @@ class Found:
     `span` what was to be short of that.  No schedule within the limit takes less than `bound`, for
     the reason that `why` says.  `trail` has each better schedule in turn, and `tried` is how many
     were looked at.  `stopped` says why the search ended: with a proof that nothing is shorter, with
-    its time, with nothing better to be found, or because somebody interrupted it.
+    its time, with nothing better to be found, or because somebody interrupted it.  `numba` says
+    whether the search ran loops that numba compiled, and if not, why: a search without them tries
+    far fewer schedules in the same time.
     """
 
     program: Program
@@ -46,8 +50,31 @@ class Found:
     tried: int
     seed: int
     stopped: Stopped
+    numba: Numba = "not needed"
 
     @property
     def gap(self) -> float:
         """By how much of the bound the schedule is longer than that, 0 where it is proved."""
         return 0.0 if self.stopped == "proved" else max(self.span / self.bound - 1, 0.0)
+
+
+def combined(each: Iterable[Numba]) -> Numba:
+    """Return what to report of several searches: that numba was missing if any search lacked it."""
+    found = set(each)
+    order: tuple[Numba, ...] = ("not installed", "no time", "used")
+    return next((numba for numba in order if numba in found), "not needed")
+
+
+def numba_in_words(numba: Numba) -> str:
+    """Return how a search used numba, as the end of a sentence.
+
+    >>> numba_in_words("no time")
+    'without numba, as its first use needs 8 s in one search, and a later use 0.4 s'
+    """
+    return {
+        "used": "with numba",
+        "not needed": "without numba, which was not needed",
+        "not installed": "without numba, which is not installed (pip install schedir[fast])",
+        "no time": f"without numba, as its first use needs {FIRST_USE:g} s in one search, and a later "
+        f"use {LATER_USE:g} s",
+    }[numba]

@@ -8,6 +8,7 @@ from math import ceil, inf
 from time import perf_counter
 from typing import Final, NamedTuple
 
+from schedir.analysis.compiled import Numba
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError, ProgramError, UsageError, said
 from schedir.ir.costs import Costs
@@ -21,7 +22,7 @@ from schedir.schedules import built_in
 from schedir.schedules.words import Schedule, takes_v
 from schedir.shortest.bound import bound_of
 from schedir.shortest.budget import evaluations_of, seconds_of
-from schedir.shortest.found import Found, Step
+from schedir.shortest.found import Found, Step, combined
 from schedir.shortest.problem import ROUNDING, Problem, problem_of, whole_is_less
 from schedir.shortest.search import search
 
@@ -45,7 +46,7 @@ class Frontier:
     After the last level nothing is gained any more, or it is not known.  `bounds` has more limits:
     (limit, bound), never ascending, the last without any limit.  Limits are in bytes of a rank, or
     where the runs have no sizes they count (stage, mb) in flight.  `complete` is False where
-    somebody has interrupted it.
+    somebody has interrupted it.  `numba` is that of `Found`, for all searches together.
     """
 
     plan: Plan
@@ -53,6 +54,7 @@ class Frontier:
     bounds: tuple[tuple[float, float], ...]
     runs: tuple[Timeline, ...]
     complete: bool = True
+    numba: Numba = "not needed"
 
     @property
     def in_bytes(self) -> bool:
@@ -106,7 +108,7 @@ def frontier(
     limits = _limits(plan, costs, sizes, peaks, levels, split=split)
     never = bound_of(free).value
     found: list[Level] = []
-    complete, tried = True, 0
+    complete, tried, uses = True, 0, set[Numba]()
     for k, limit in enumerate(limits):
         rest = len(limits) - k
         part = (seconds - (perf_counter() - began)) / rest
@@ -127,6 +129,7 @@ def frontier(
                 raise
             continue
         run, tried = last.timeline, tried + last.tried
+        uses.add(last.numba)
         if found and found[-1].run.span < run.span:
             run = found[-1].run
         found.append(Level(limit, run, last.bound))
@@ -138,7 +141,7 @@ def frontier(
     bounds = _bounds(plan, costs, sizes, limits, found, never, split=split)
     below = dict(bounds)
     tight = tuple(_tight(level, below[level.limit]) for level in found)
-    return Frontier(plan, tight, bounds, runs, complete)
+    return Frontier(plan, tight, bounds, runs, complete, combined(uses))
 
 
 def _tight(level: Level, bound: float) -> Level:

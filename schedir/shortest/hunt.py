@@ -9,7 +9,7 @@ from operator import itemgetter
 from random import Random
 from time import perf_counter
 
-from schedir.analysis.compiled import within
+from schedir.analysis.compiled import Numba, within
 from schedir.shortest.found import Step
 from schedir.shortest.machine import LOOPS, Machine, Policy
 from schedir.shortest.orders import Order, one_by_one, peaks
@@ -63,6 +63,7 @@ class Hunt:
         self.begin = begin
         self._seconds, self._evaluations, self._report = seconds, evaluations, report
         self._random = Random(seed)
+        self.numba: Numba = "not needed"
         self._machine, self._before = Machine(problem), 0
         self._rate = 1e4  # moves of work in a second
         self._pool: list[tuple[float, Policy]] = []
@@ -234,7 +235,7 @@ class Hunt:
         """Go on with machine code, where there is time to get it."""
         if self._machine.is_compiled:
             return
-        loops = within(LOOPS, self._seconds - self.elapsed)
+        loops, self.numba = within(LOOPS, self._seconds - self.elapsed)
         if loops is not None:
             self._before += self._machine.evaluations
             self._machine = Machine(self.problem, loops)

@@ -146,7 +146,7 @@ def search(
         stopped, bound = "proved", length
     return Found(
         timeline.program, timeline, length, bound, least.why, tuple(hunt.trail), tried,
-        seed, stopped,
+        seed, stopped, hunt.numba,
     )  # fmt: skip
 
 

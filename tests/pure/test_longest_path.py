@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -103,6 +104,44 @@ def test_of_any_graph(nodes: int, edges: int, fixes: bool, hops: bool, seed: int
     )
 
 
+@given(
+    st.lists(st.integers(0, 200), min_size=1, max_size=6), st.booleans(), st.integers(0, 2**32)
+)
+@settings(deadline=None)
+def test_of_hubs(readers: list[int], hops: bool, seed: int) -> None:
+    """Nodes with more successors than the table has columns, as a gather of ZeRO 3 has."""
+    rng = np.random.default_rng(seed)
+    nodes = 512
+    parts = []
+    for hub, many in enumerate(readers):
+        target = rng.integers(hub + 1, nodes, many).astype(np.int32)
+        parts.append((np.full(many, hub, np.int32), target))
+    pair = np.sort(rng.integers(0, nodes, (nodes, 2)).astype(np.int32), 1)
+    pair = pair[pair[:, 0] < pair[:, 1]]
+    parts.append((pair[:, 0], pair[:, 1]))
+    problem = Problem(parts, np.ones(nodes, bool), rng.random(nodes))
+    if hops:
+        rank = rng.integers(0, 3, nodes).astype(np.int32)
+        problem = problem._replace(rank=rank, hop=rng.random(nodes))
+    assert agree(problem)
+
+
+@pytest.mark.parametrize("hops", [False, True])
+def test_memory_of_a_walk_grows_with_its_edges(hops: bool) -> None:
+    """A table with a column per successor takes the square of that: 64 MB for this graph."""
+    nodes = 4096
+    hubs = [np.full(nodes - 8, hub, np.int32) for hub in range(4)]
+    readers = np.arange(8, nodes, dtype=np.int32)
+    problem = Problem([(hub, readers) for hub in hubs], np.ones(nodes, bool), np.ones(nodes))
+    if hops:
+        problem = problem._replace(rank=np.zeros(nodes, np.int32), hop=np.ones(nodes))
+    tracemalloc.start()
+    by_frontiers(problem)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 200 * sum(map(len, hubs))
+
+
 def test_one_that_many_wait_for() -> None:
     """More than any frontier before it had: a norm of the gradients of a thousand ranks."""
     many, nodes = np.arange(1, 101, dtype=np.int32), 100 * 64
@@ -142,6 +181,16 @@ def test_rent_becomes_a_price() -> None:
     pytest.importorskip("numba")
     code = WALK + "compiled.paid(compiled.PRICE)\nprint(times(), 'numba' in sys.modules)"
     assert run(code) == ["813.0", "True"]
+
+
+def test_a_first_walk_that_is_long_imports_numba() -> None:
+    pytest.importorskip("numba")
+    code = """
+from schedir.analysis import longest_path
+longest_path.SECONDS_PER_NODE = 1.0
+print(times(), "numba" in sys.modules)
+"""
+    assert run(WALK + code) == ["813.0", "True"]
 
 
 def test_small_programs_pay_rent_too() -> None:

@@ -1,8 +1,12 @@
 """What a search promises: what it finds fits and runs, and nothing in the zoo is shorter."""
 
+import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -12,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir import Costs, Plan, Sizes, bound, check, compile, schedules, search, show, simulate
-from schedir.analysis.compiled import within
+from schedir.analysis.compiled import FIRST_USE, within
 from schedir.compiler.compile import check_memory
 from schedir.errors import CostsError, MemoryLimitError, ProgramError, UsageError
 from schedir.ir.program import Program
@@ -207,7 +211,7 @@ def test_machine_code_and_lists_have_the_same_bits() -> None:
     problem = problem_of(
         Plan(4, 8, 2), Costs(F=(1, 2, 1, 3, 1, 2, 2, 2), I=2, W=1.1, send=0.3), in_flight=5
     )
-    loops = within(LOOPS, 60)
+    loops, _ = within(LOOPS, 60)
     if loops is None:
         pytest.skip("numba is not here")
     found = []
@@ -268,3 +272,41 @@ def test_a_wave_does_the_like_on_other_ranks() -> None:
     changed, code = after(1, 2, 0)
     assert changed == 2 and code == [0, 0, 1, 2, 3, 4, 3, 5, 6, 7, 6, 8]
     assert after(0, 2, 1)[1] == [0, 1, 0, 2, 3, 4, 3, 5, 6, 7, 6, 8]
+
+
+LITTLE = """
+import sys
+if sys.argv[2] == "hide":
+    sys.modules["numba"] = None
+from schedir import Costs, Plan, search
+uneven = Costs(F=(1.1, 0.7, 1.3, 0.9, 1.2, 0.8), I=(0.9, 1.2, 0.7, 1.1, 0.8, 1.3), W=1.05, send=0.1)
+found = search(Plan(6, 12), uneven, in_flight=3, evaluations=900, seconds=float(sys.argv[1]))
+print(found.numba, found.span, found.tried)
+"""
+
+
+def _numba_of(seconds: float, cache: Path, hide: str = "no") -> tuple[str, list[str]]:
+    """Run a search that needs numba, with an empty cache of compiled loops."""
+    done = subprocess.run(
+        [sys.executable, "-c", LITTLE, str(seconds), hide],
+        env=os.environ | {"NUMBA_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *numba, span, tried = done.stdout.split()
+    return " ".join(numba), [span, tried]
+
+
+def test_a_search_says_whether_it_used_numba(tmp_path: Path) -> None:
+    missing, found = _numba_of(600, tmp_path, "hide")
+    assert missing == "not installed"
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        return
+    short, in_short = _numba_of(FIRST_USE - 0.1, tmp_path)
+    enough, in_enough = _numba_of(600, tmp_path)
+    again, in_again = _numba_of(FIRST_USE - 0.1, tmp_path)
+    assert (short, enough, again) == ("no time", "used", "used")
+    assert in_short == in_enough == in_again == found

@@ -24,6 +24,7 @@ from schedir.errors import MemoryLimitError, ProgramError
 from schedir.ir.ops import BACKWARD_INPUT
 from schedir.ir.sizes import Sizes
 from schedir.predict.calibrate import calibrate, completed
+from schedir.shortest.found import numba_in_words
 from tests.commands import ENV, refused, said
 
 RUN = Path(__file__).parents[2] / "examples" / "traced.timeline"
@@ -50,6 +51,7 @@ def test_the_file_is_a_program_and_says_of_what_it_is_the_shortest(
     assert f"is shorter than {least.value:.6g}:" in told and f"bound: {least.value:.6g};" in text
     assert least.why in told and least.why in text
     assert "zb_h1 " in told and "zb_h2 (7 in flight)" in told
+    assert f"\nsearched {numba_in_words('not needed')}\nwrote best.sched\n" in told
     assert told.endswith("wrote best.sched\n")
 
 
