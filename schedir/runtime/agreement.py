@@ -15,7 +15,7 @@ from schedir.runtime.cuttable import require_cuttable
 from schedir.runtime.gradients import is_sharded
 from schedir.runtime.layout import is_summed
 from schedir.runtime.per_microbatch import Passing
-from schedir.runtime.precision import LossScale, Steps
+from schedir.runtime.precision import LossScale, MainOptimizer, Steps
 from schedir.runtime.tied import Print, Weight, prints, weights_of
 from schedir.runtime.unchanged import expect_kept
 from schedir.transports.transport import Transport
@@ -186,7 +186,9 @@ def _require_others_step(program: Program, optimizer: Steps | None) -> None:
 def _require_each_once(optimizer: Steps | None, program: Program) -> None:
     """Refuse an optimizer that would step one weight twice."""
     seen: set[object] = set()
-    for group in getattr(optimizer, "param_groups", ()):
+    # Copies of a MainOptimizer are in memory of their own, and are rounded into its parameters.
+    rounded = [{"params": optimizer.parameters}] if isinstance(optimizer, MainOptimizer) else []
+    for group in (*rounded, *getattr(optimizer, "param_groups", ())):
         for p in group["params"]:
             key = (p.data_ptr(), p.shape, p.stride()) if p.numel() and not p.is_meta else id(p)
             if key in seen:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from schedir.errors import ModelError
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.guard import Guard, tables_of
-from schedir.runtime.precision import LossScale, Steps, has_hooks, innermost, is_torchs
+from schedir.runtime.precision import LossScale, Steps, has_hooks, innermost, is_known, is_torchs
 from schedir.runtime.random import Draws
 from schedir.runtime.readings import Reading, Readings
 from schedir.transports.transport import Work
@@ -291,12 +291,13 @@ def _put_back(tables: Sequence[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
 def require_torchs(optimizer: Steps | None, program: str = "") -> None:
     """Raise ModelError for an optimizer of which nobody knows all that its step changes."""
     inner = innermost(optimizer)
-    if inner is None or (is_torchs(inner) and not has_hooks(inner)):
+    if inner is None or is_known(optimizer):
         return
-    what = "has hooks on its step" if is_torchs(inner) else "is none of torch's own"
+    what = "has hooks on its step" if has_hooks(inner) else "is none of torch's own"
+    name = type(optimizer if is_torchs(inner) and not has_hooks(inner) else inner).__name__
     raise ModelError(
-        f"an update may be made again (validate 'after'), and the optimizer, "
-        f"{type(inner).__name__}, {what}: nobody knows what else its step changes",
+        f"an update may be made again (validate 'after'), and the optimizer, {name}, {what}: "
+        "nobody knows what else its step changes",
         program=program,
         hint="compile(..., validate='before')",
     )

@@ -69,7 +69,7 @@ class GraphedStep:
                 hint="compile(..., states='device')",
             )
         inner = innermost(executor.state.optimizer)
-        if inner is not None and not (is_gated(inner) and has_momentum(inner)):
+        if inner is not None and not (is_gated(executor.state.optimizer) and has_momentum(inner)):
             raise ModelError(
                 f"whether {type(inner).__name__} steps, if gradients are finite, is decided by "
                 "the host",

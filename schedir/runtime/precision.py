@@ -32,7 +32,7 @@ def step_if(finite: Tensor, optimizer: Steps) -> None:
     step, the host must know: on a GPU it waits, once in an update.
     """
     inner = innermost(optimizer)
-    if not is_gated(inner) or not has_momentum(inner):
+    if not is_gated(optimizer) or not has_momentum(inner):
         if finite:
             optimizer.step()
         return
@@ -74,17 +74,26 @@ def is_gated(optimizer: object) -> bool:
     What is done beside its step, in a class that derives from torch's or in hooks, would be done
     in any case.
     """
-    return (
-        getattr(optimizer, "_step_supports_amp_scaling", False) is True
-        and is_torchs(optimizer)
-        and not has_hooks(optimizer)
-    )
+    supports = getattr(innermost(optimizer), "_step_supports_amp_scaling", False)
+    return supports is True and is_known(optimizer)
+
+
+def is_known(optimizer: object) -> bool:
+    """Return whether all that a step changes is known: an optimizer of torch's own, or a
+    MainOptimizer of one, steps, and no hook."""
+    derived = isinstance(optimizer, MainOptimizer) and type(optimizer) is not MainOptimizer
+    inner = innermost(optimizer)
+    return not derived and is_torchs(inner) and not has_hooks(inner)
 
 
 def is_torchs(optimizer: object) -> bool:
-    """Whether an optimizer is one of torch's own, and none that derives from them elsewhere."""
+    """Whether an optimizer is one of torch's own, and none that derives from them elsewhere, nor
+    one whose `step` somebody has replaced.  A learning-rate scheduler only wraps that."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return False
     ours = f"{type(optimizer).__module__}.".startswith("torch.optim.")  # of some it is torch.optim
-    return ours and isinstance(optimizer, torch.optim.Optimizer)
+    replaced = vars(optimizer).get("step")
+    return ours and (replaced is None or hasattr(replaced, "_wrapped_by_lr_sched"))
 
 
 def has_hooks(optimizer: object) -> bool:

@@ -14,7 +14,7 @@ from schedir.errors import ModelError
 from schedir.runtime.batch import Batch, Microbatches
 from schedir.runtime.bits import same_bits, traces_of
 from schedir.runtime.buffers import remembered, restored
-from schedir.runtime.precision import has_hooks, innermost, is_gated, is_torchs
+from schedir.runtime.precision import innermost, is_gated, is_known
 from schedir.runtime.rank import State
 
 # Steps before the first.  One makes an optimizer's state, where activations have left memory; the
@@ -45,7 +45,7 @@ def undone(state: State) -> Iterator[None]:
     out: it may change what nobody else knows of.
     """
     inner: Any = innermost(state.optimizer)
-    steps = is_torchs(inner) and not is_gated(inner) and not has_hooks(inner)
+    steps = is_known(state.optimizer) and not is_gated(state.optimizer)
     modules = [stage.module for stage in state.stages.values()]
     own = {p for module in modules for p in module.parameters() if p.requires_grad}
     if isinstance(state.loss, nn.Module):
