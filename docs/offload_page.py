@@ -196,8 +196,17 @@ $ {states_command}
 With `zero` from 1 on each replica moves its own part. Weights and losses have the bits of states on the device, also where an
 update is skipped: whether gradients are finite is judged before anything is stepped. Checkpoints and snapshots read what lies
 on the host. Each stage is stepped by itself, so an optimizer that takes all parameters for one, as LBFGS does, is refused, and so
-are hooks on its step, several updates in a program, `validate="after"` and CUDA graphs. An optimizer of your own says
-`elementwise = True`.
+are hooks on its step, several updates in a program, `validate="after"` and CUDA graphs. So are two parameters that share memory.
+
+An optimizer of your own sets `elementwise = True`. It may step one stage after the other if the step of a stage changes nothing that
+the step of another stage uses. The executor verifies this, and refuses an optimizer
+
+- that contains another optimizer, or, if a rank has several stages, has parameters in its attributes;
+- whose step adds or replaces parameters in its groups;
+- whose steps of two stages change the same number or tensor, as a count of steps in an attribute, in a group, or in `state["all"]`;
+- that keeps a state in memory that is also a parameter's, a gradient's, an attribute's or another state's.
+
+An optimizer of torch's whose `step` was replaced counts as one of your own. The wrapper of a learning-rate scheduler is none.
 
 ### On the disk
 
@@ -247,6 +256,8 @@ The optimizer is the one that you give, and is given parameters on the host: a `
 are rounded there, any other a copy of the parameters, which goes along with gradients, since somebody may have changed them. Weights
 and losses have the bits of the same optimizer's steps on a CPU; on a GPU it may add in another order. What is refused for
 `states="host"` is refused here, too, and so are `capturable` and steps that draw random numbers, for they run beside what is computed.
+A step must write to parameters in place: one that sets `p.data` to another tensor is refused, since weights go back to the device from
+the memory that it was given. It may set `p.grad` to anything. Parameters in attributes are refused also for a rank with one stage.
 The host holds the state, gradients and weights all the time, the device no state at all.
 
 ### One update late

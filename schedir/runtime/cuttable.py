@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
 from schedir.ir.program import Program
+from schedir.runtime.memory_overlap import expect_apart
 from schedir.runtime.parts import owner_of
 from schedir.runtime.precision import all_within, innermost, is_torchs
+from schedir.runtime.step_isolation import shares_memory
 
 # Of torch's own those that step each number by itself, with what is kept of it.
 _ELEMENTWISE: Final = (
@@ -67,7 +69,7 @@ def require_cuttable(
                 f"{name} of stage {s} is a {type(p.data).__name__}, which is no plain tensor",
                 "let schedir cut it: parallelize no parameter before the executor is made",
             )
-    _refuse_shared_memory(program, stages)
+    expect_apart(stages, program.name)
     if program.trains and optimizer is not None:
         _require_elementwise(program, optimizer)
 
@@ -89,38 +91,6 @@ def _parameters(stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, nn.
             yield s, name, p
 
 
-def _attributes(stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, Tensor]]:
-    """Tensors that modules keep beside parameters and buffers, as views of them; not those that a
-    hook makes anew before each forward, as of torch.nn.utils.spectral_norm."""
-    for s, module in stages.items():
-        for prefix, owner in module.named_modules():
-            for name, value in {} if owner._forward_pre_hooks else vars(owner).items():
-                if not name.startswith("_") and isinstance(value, Tensor):
-                    yield s, f"{prefix}.{name}".lstrip("."), value
-
-
-def _refuse_shared_memory(program: Program, stages: Mapping[int, nn.Module]) -> None:
-    """Two in one memory would be two, as soon as each is cut."""
-    buffers = [(s, n, b) for s, module in stages.items() for n, b in module.named_buffers()]
-    named: dict[int, tuple[str, Tensor]] = {}
-    for s, name, t in [*_parameters(stages), *buffers, *_attributes(stages)]:
-        if t.layout is torch.strided and t.numel():
-            named.setdefault(id(t), (f"{name} of stage {s}", t))
-    places = sorted(
-        (str(t.device), t.data_ptr(), t.data_ptr() + t.nbytes, name, t.requires_grad)
-        for name, t in named.values()
-        if not t.is_meta
-    )
-    for one, other in pairwise(places):
-        if one[0] == other[0] and other[1] < one[2] and (one[4] or other[4]):
-            raise ModelError(
-                f"{one[3]} and {other[3]} have one memory, and would be two when they are cut",
-                program=program.name,
-                hint="let them be one Parameter: stage.b = stage.a; and let a forward take what is "
-                "a view of it",
-            )
-
-
 def _require_elementwise(program: Program, optimizer: object) -> None:
     """An optimizer of parts gives what it gives of whole weights if each number is by itself."""
     inner: Any = innermost(optimizer)
@@ -138,6 +108,18 @@ def _require_elementwise(program: Program, optimizer: object) -> None:
             if is_torchs(inner) or hasattr(inner, "elementwise")
             else f"zero=0, or, if it does, {name}.elementwise = True",
         )
+    for one in map(innermost, all_within(optimizer)):
+        kept = getattr(one, "state", {})
+        tensors = [t for t in tree_leaves([*kept.values()]) if isinstance(t, Tensor)]
+        if not is_torchs(one) and shares_memory(
+            one, tensors, [p for p in kept if isinstance(p, Tensor)]
+        ):
+            raise ModelError(
+                f"{type(one).__name__} keeps a state in memory that it shares with another state, "
+                "a parameter, a gradient or an attribute, and each would be cut by itself",
+                program=program.name,
+                hint="state = tensor.clone(), or zero=0",
+            )
     state: Mapping[Any, Mapping[str, Any]] = getattr(inner, "state", {})
     for p, kept in state.items():
         for key, value in kept.items() if isinstance(p, torch.Tensor) else ():

@@ -48,9 +48,10 @@ class DiskStates(HostStates):
         optimizer: Steps,
         lanes: Lanes,
         device: torch.device,
+        names: Mapping[Tensor, str],
         tiers: Tiers,
     ) -> None:
-        super().__init__(parameters, optimizer, lanes, device)
+        super().__init__(parameters, optimizer, lanes, device, names)
         assert tiers.spills is not None, "an executor of what lies on the disk has a folder"
         self.tiers, self.spills = tiers, tiers.spills
         self.rooms, self.largest = 1, LINE  # buffers, and the bytes of each
@@ -93,6 +94,7 @@ class DiskStates(HostStates):
     def store(self, stage: int, marks: Marks | None = None) -> None:
         """Begin to copy what is kept of a stage to a buffer of the host.  Raises OSError where the
         disk has no room for what was not there before: all is then as it was."""
+        self.expect_own_memory(stage)
         found = [t for t in self.tensors(stage) if not self.is_away(t)]
         self._lay([t for t in found if t not in self.at or not alike(self.places[t], t)])
         room, parts, nbytes = self._take(found)

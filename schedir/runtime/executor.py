@@ -77,7 +77,8 @@ class Executor(Running):
 
     Under tensor parallelism, a parameter of which each rank holds a slice has an attribute
     `shard_dim`, the dimension along which it is cut; others are held whole by all, and the global
-    norm counts them once.  `copies` is an InProcess's, in which ranks share Parameters.
+    norm counts them once.  `copies` is an InProcess's, in which ranks share Parameters, and so is
+    `others`: the stages of its other ranks, which may have the same buffers.
 
     What is trained is settled when the executor is made.  A step after a change to that, by
     `requires_grad_` or by a new Parameter, is refused.
@@ -137,6 +138,7 @@ class Executor(Running):
         alike: bool = False,
         more: Sequence[Beside] = (),
         copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
+        others: Sequence[nn.Module] = (),
         adds: bool = False,
         record: bool = True,
         debug: bool = False,
@@ -145,7 +147,9 @@ class Executor(Running):
         program = given.program_of(program)
         passing = Passing.of(boundary, program)
         beside = beside_of(more, program, passing)
+        every = [] if isinstance(stages, Mapping) else [*enumerate(stages)]
         stages = given.stages_of(stages, program, given.rank_of(rank, program))
+        others = [*others, *(m for s, m in every if s not in stages and isinstance(m, nn.Module))]
         given.loss_of(loss), given.optimizer_of(optimizer)
         max_norm, seed = (
             given.max_norm_of(max_norm, program),
@@ -163,7 +167,8 @@ class Executor(Running):
         )  # fmt: skip
         held = Held(
             program, rank, stages, InTurn(transport) if transport.static else transport, loss,
-            optimizer, max_norm, loss_scale, seed, weights, copies, adds, debug, tiers,
+            optimizer, max_norm, loss_scale, seed, weights, copies, others, adds, debug,
+            tiers,
         )  # fmt: skip
         held.make_room([(program, passing), *beside])
         super().__init__(program, held, passing, 0, record=record)

@@ -57,6 +57,7 @@ class Held:
         seed: int | None,
         weights: Sequence[Weight] = (),
         copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
+        others: Sequence[nn.Module] = (),
         adds: bool = False,
         debug: bool = False,
         tiers: Tiers | None = None,
@@ -66,6 +67,7 @@ class Held:
         self.rank, self.transport, self.loss = rank, transport, loss
         self.optimizer, self.max_norm, self.loss_scale = optimizer, max_norm, loss_scale
         self.tied, self.copies, plan = weights, copies, program.plan
+        self.others = others  # stages of other ranks, as far as this process knows them
         instead, self.aliases = stand_ins(weights, copies)
         self.apart = any(is_apart(weight, plan) for weight in weights)
         self.share = Share(program.dp, transport.dp_rank, program.zero)
@@ -91,13 +93,7 @@ class Held:
             parameters = {s: [copies.get(p, p) for p in own] for s, own in trained.items()}
             require_by_stage(program, parameters, optimizer)
             if optimizer is not None:
-                moved = parameters, optimizer, self.lanes, self.device
-                if program.states == "disk":
-                    self.states = DiskStates(*moved, self.tiers)
-                elif program.states == "cpu":
-                    self.states = HostSteps(*moved, self.stages, self.share.replica)
-                else:
-                    self.states = HostStates(*moved)
+                self.states = self._states_of(program, parameters, optimizer)
         self.draws = Draws(seed, self.device)
         self.ahead: Ahead | None = None
         if program.validate == "after" and program.trains:
@@ -113,6 +109,27 @@ class Held:
         self.rooms: dict[Token, list[int]] = {}  # the bytes of each slot, by kind
         self.buffers: dict[Place, Tensor] = {}  # static memory of what is received
         self.outgoing: dict[tuple[Token, int, bool], Tensor] = {}  # and of what is sent
+
+    def _states_of(
+        self, program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: Steps
+    ) -> HostStates:
+        """Return what moves the optimizer's states as the program says.  Raises ModelError for an
+        optimizer that cannot step one stage after the other."""
+        names: dict[Tensor, str] = {
+            p: f"{name} of stage {s}"
+            for s, stage in self.stages.items()
+            for p, name in stage.gradients.names.items()
+        }
+        given = parameters, optimizer, self.lanes, self.device, names
+        try:
+            if program.states == "disk":
+                return DiskStates(*given, self.tiers)
+            if program.states == "cpu":
+                return HostSteps(*given, self.stages, self.share.replica)
+            return HostStates(*given)
+        except ModelError as error:
+            error.program = program.name
+            raise
 
     def make_room(self, runs: Sequence[tuple[Program, Passing]]) -> None:
         """Make memory for the messages of programs, in which none is while another runs: for each

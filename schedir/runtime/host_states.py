@@ -30,6 +30,12 @@ from schedir.runtime.precision import (
     is_torchs,
     step_if,
 )
+from schedir.runtime.step_isolation import (
+    ON_DEVICE,
+    StepIsolation,
+    expect_stepped_apart,
+    refusal,
+)
 
 # Of torch's own those that step each parameter by itself; LBFGS takes all for one.
 _BY_PARAMETER: Final = (
@@ -51,21 +57,29 @@ class HostStates:
     `parameters` are those of each trained stage.  One that several stages have is the first one's.
     """
 
+    replaces = False  # whether a step gets other parameters in place of those of the device
+
     def __init__(
         self,
         parameters: Mapping[int, Sequence[Tensor]],
         optimizer: Steps,
         lanes: Lanes,
         device: torch.device,
+        names: Mapping[Tensor, str],
     ) -> None:
         self.parameters, self.lanes, self.device = parameters, lanes, device
+        self.names = names  # of the parameters, for errors
         self.optimizer, self.inner = optimizer, innermost(optimizer)
+        self.isolation = StepIsolation(self.inner, replaces=self.replaces)
         self.main: dict[Tensor, Tensor] = {}
         if isinstance(optimizer, MainOptimizer):
             self.main = dict(zip(optimizer.parameters, optimizer.main, strict=True))
         self.own: dict[int, list[Tensor]] = {}  # by stage, what the optimizer has of it
         self.seen: list[Tensor] = []  # what it had when that was looked at
+        self.stepped: list[Tensor] = []  # the parameters for these
+        self.addresses: list[int] = []  # of the parameters when their memory was looked at
         self.look()
+        self._expect_stepped_apart()
         self.places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # memory on the host
         self.loading: dict[int, Moving] = {}
         self.storing: dict[int, Moving] = {}
@@ -85,7 +99,22 @@ class HostStates:
             found = dict.fromkeys(self.main.get(p, p) for p in self.parameters[s])
             self.own[s] = [p for p in found if p in left]
             left.difference_update(self.own[s])
+        self._expect_no_references()
+        whose = {main: p for p, main in self.main.items()}
+        parameters = (whose.get(p, p) for own in self.own.values() for p in own)
+        self.stepped = [p for p in parameters if p.requires_grad]
         self.seen = has
+
+    def _expect_no_references(self) -> None:
+        """As of StepIsolation."""
+        self.isolation.expect_no_references(stages=sum(map(bool, self.own.values())))
+
+    def _expect_stepped_apart(self) -> None:
+        """Raise ModelError for two stepped parameters in one memory; a `data` may have been set."""
+        addresses = [p.data_ptr() for p in self.stepped]
+        if addresses != self.addresses:
+            expect_stepped_apart({p: self.names.get(p, "a parameter") for p in self.stepped})
+            self.addresses = addresses
 
     def away(self) -> list[Tensor]:
         """The memory on the host."""
@@ -111,6 +140,7 @@ class HostStates:
         """Let all that is kept be on the host: what was loaded from elsewhere since the last step,
         or made with the optimizer.  Raises as `look`."""
         self.look()
+        self._expect_stepped_apart()
         for stage in self.own:
             if not all(map(self.is_away, self.tensors(stage))):
                 self.put(stage)
@@ -151,34 +181,9 @@ class HostStates:
                 hint="hooks of the training loop, or states='device'",
             )
         if self.own.get(stage):
-            with self._only(stage), self._groups_stay():
+            with self._only(stage), self.isolation.watch(stage):
                 step_if(finite, self.optimizer)
-
-    @contextmanager
-    def _groups_stay(self) -> Iterator[None]:
-        """Within this the optimizer changes no number of its groups, nor one of its own, as a count
-        of its steps: these are of all stages."""
-        groups, own = self.inner.param_groups, sum(map(bool, self.own.values()))
-        was = [{k: v for k, v in group.items() if isinstance(v, int | float)} for group in groups]
-        numbers = _numbers_of(self.inner)
-        yield
-        if own < 2 or is_torchs(self.inner):
-            return
-        for group, before in zip(groups, was, strict=True):
-            for k, v in before.items():
-                if group.get(k) != v:
-                    raise _refusal(
-                        f"a step of {type(self.inner).__name__} changes {k!r} of a group, from {v} "
-                        f"to {group.get(k)}: it would for each stage",
-                        _ON_DEVICE,
-                    )
-        for k, v in _numbers_of(self.inner).items():
-            if numbers.get(k) != v:
-                raise _refusal(
-                    f"a step of {type(self.inner).__name__} changes its {k!r}, from "
-                    f"{numbers.get(k)} to {v}: it would for each stage",
-                    _ON_DEVICE,
-                )
+            self._expect_no_references()
 
     @contextmanager
     def _only(self, stage: int) -> Iterator[None]:
@@ -205,6 +210,7 @@ class HostStates:
     def store(self, stage: int, marks: Marks | None = None) -> None:
         """Begin to copy what is kept of a stage back; nobody reads it until it is loaded again, or
         the step has ended."""
+        self.expect_own_memory(stage)
         moving = []
         for t in self.tensors(stage):
             if self.is_away(t):
@@ -217,6 +223,10 @@ class HostStates:
         for t, place, _ in moving:
             t.data = place
         self.storing[stage] = Moving(job, moving)
+
+    def expect_own_memory(self, stage: int) -> None:
+        """As of StepIsolation, before what is kept of a stage is moved."""
+        self.isolation.expect_own_memory(self.tensors(stage), self.stepped, stage)
 
     def leave(self, stage: int) -> None:
         """Wait on the host until a stage's has been stored, and let go of its memory on the device;
@@ -248,12 +258,6 @@ class HostStates:
         self.loaded.clear()
 
 
-def _numbers_of(inner: Any) -> dict[str, int | float]:
-    """The numbers that an optimizer has as its own attributes; what is yes or no counts nothing."""
-    own = vars(inner).items()
-    return {k: v for k, v in own if isinstance(v, int | float) and not isinstance(v, bool)}
-
-
 @torch.no_grad()
 def like(t: Tensor, device: torch.device, *, pinned: bool = False) -> Tensor:
     """Memory for a tensor elsewhere, in the same order."""
@@ -262,15 +266,6 @@ def like(t: Tensor, device: torch.device, *, pinned: bool = False) -> Tensor:
 
 def alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
-
-
-def _refusal(fact: str, hint: str, program: str = "") -> ModelError:
-    return ModelError(
-        f"the optimizer's states are not on the device, and {fact}", program=program, hint=hint
-    )
-
-
-_ON_DEVICE: Final = "compile(..., states='device')"
 
 
 def _require_own(
@@ -286,10 +281,10 @@ def _require_own(
     for group in inner.param_groups:
         for p in group["params"]:
             if copied.get(p, p).requires_grad and p not in own:
-                raise _refusal(
+                raise refusal(
                     f"{type(inner).__name__} steps a parameter of {list(p.shape)} of none of this "
                     "rank's trained stages",
-                    f"an optimizer of its own for that, or {_ON_DEVICE}",
+                    f"an optimizer of its own for that, or {ON_DEVICE}",
                     program,
                 )
 
@@ -300,7 +295,7 @@ def require_by_stage(
     """Refuse an optimizer that cannot step one stage after the other to the same bits, or whose
     state nobody knows; `parameters` are those of each trained stage."""
 
-    refuse = partial(_refusal, program=program.name)
+    refuse = partial(refusal, program=program.name)
     trained = {p for own in parameters.values() for p in own if p.requires_grad}
     if optimizer is None:
         if trained and program.closes:
@@ -309,7 +304,7 @@ def require_by_stage(
                 "optimizer=..., or compile(..., states='device')",
             )
         return
-    inner, device = innermost(optimizer), _ON_DEVICE
+    inner, device = innermost(optimizer), ON_DEVICE
     name = type(inner).__name__
     if isinstance(optimizer, MainOptimizer) and type(optimizer) is not MainOptimizer:
         raise refuse(f"{type(optimizer).__name__} may step more than its copies", device)

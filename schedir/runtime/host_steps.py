@@ -21,10 +21,11 @@ from schedir.errors import ModelError
 from schedir.ir.ops import Lane
 from schedir.runtime.copies import copy
 from schedir.runtime.gradients import scale
-from schedir.runtime.host_states import HostStates
+from schedir.runtime.host_states import HostStates, alike
 from schedir.runtime.lanes import Job, Lanes, Marks
 from schedir.runtime.precision import Steps, is_torchs
 from schedir.runtime.stage import Stage
+from schedir.runtime.step_isolation import ON_DEVICE, refusal
 from schedir.runtime.tied import like
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # what is copied to, and what is copied
@@ -44,7 +45,13 @@ class _Part:
     `flats` the buffers of gradients, each with the device's; `weights` are what the device has.
     What takes no gradient is not stepped, and has no place."""
 
-    def __init__(self, stage: Stage, parameters: Sequence[nn.Parameter], replica: int) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        parameters: Sequence[nn.Parameter],
+        replica: int,
+        placed: dict[nn.Parameter, nn.Parameter],
+    ) -> None:
         pinned = stage.gradients.kept and stage.gradients.kept[0].device.type == "cuda"
         gradients = stage.gradients
         self.flats = [(_on_host(kept, bool(pinned)), kept) for kept in gradients.kept]
@@ -54,9 +61,13 @@ class _Part:
         self.stage, self.parameters = stage, [p for p in parameters if p in views]
         self.look()
         self.place: dict[nn.Parameter, nn.Parameter] = {}
+        self.memory: dict[nn.Parameter, Tensor] = {}  # of each of `place`
+        self.gradients: dict[nn.Parameter, Tensor] = {}  # of each of `place` that has one
         for p, weights in self.weights.items():
-            self.place[p] = one = like(p, _on_host(weights, bool(pinned)))
-            view = views[p]
+            if p not in placed or not alike(placed[p], weights):
+                placed[p] = like(p, _on_host(weights, bool(pinned)))
+            self.place[p] = one = placed[p]
+            self.memory[p], view = one.detach(), views[p]
             if view.numel():
                 (flat,) = (
                     host for host, kept in self.flats
@@ -66,9 +77,9 @@ class _Part:
                 )  # fmt: skip
                 (kept,) = (kept for host, kept in self.flats if host is flat)
                 at = view.storage_offset() - kept.storage_offset()
-                one.grad = flat.as_strided(view.shape, view.stride(), at)
+                self.gradients[one] = flat.as_strided(view.shape, view.stride(), at)
             elif stage.weights is None:  # of pieces, those that are empty have none
-                one.grad = _on_host(view, pinned=False)
+                self.gradients[one] = _on_host(view, pinned=False)
         self.stepped = True  # else there is nothing new to copy back
 
     def look(self) -> None:
@@ -84,7 +95,22 @@ class _Part:
 
     def tensors(self) -> list[Tensor]:
         """The memory on the host."""
-        return [*(host for host, _ in self.flats), *(p.detach() for p in self.place.values())]
+        return [*(host for host, _ in self.flats), *self.memory.values()]
+
+    def bind(self) -> None:
+        """Let each `grad` be that on the host again; a step may have put another in its place."""
+        for one, gradient in self.gradients.items():
+            one.grad = gradient
+
+    def replaced(self) -> nn.Parameter | None:
+        """Return a parameter whose `data` on the host is not where it was made, if any."""
+        for p, one in self.place.items():
+            was, now = self.memory[p], one.detach()
+            if not (alike(was, now) and was.stride() == now.stride()):
+                return p
+            if was.data_ptr() != now.data_ptr():
+                return p
+        return None
 
 
 class HostSteps(HostStates):
@@ -93,20 +119,25 @@ class HostSteps(HostStates):
     `stages` are all of the rank.
     """
 
+    replaces = True
+
     def __init__(
         self,
         parameters: Mapping[int, Sequence[Tensor]],
         optimizer: Steps,
         lanes: Lanes,
         device: torch.device,
+        names: Mapping[Tensor, str],
         stages: Mapping[int, Stage],
         replica: int,
     ) -> None:
         self.stages, self.replica = stages, replica
         self.parts: dict[int, _Part] = {}
+        # The parameters in the place of the device's: an optimizer may keep something by these.
+        self.placed: dict[nn.Parameter, nn.Parameter] = {}
         self.judged: _Judged | None = None
         self.jobs: dict[tuple[Lane, int], Job] = {}  # by stage: of gradients, steps and weights
-        super().__init__(parameters, optimizer, lanes, device)
+        super().__init__(parameters, optimizer, lanes, device, names)
 
     def look(self) -> None:
         """As of HostStates."""
@@ -128,7 +159,7 @@ class HostSteps(HostStates):
         for s, own in self.own.items():
             if s not in self.parts:
                 parameters: Any = [whose.get(p, p) for p in own]
-                self.parts[s] = _Part(self.stages[s], parameters, self.replica)
+                self.parts[s] = _Part(self.stages[s], parameters, self.replica, self.placed)
             else:
                 self.parts[s].look()
 
@@ -184,11 +215,20 @@ class HostSteps(HostStates):
         )
 
     def step(self, stage: int, finite: Tensor) -> None:
-        """As of HostStates, on the host."""
+        """As of HostStates, on the host.  Raises ModelError also for an optimizer that puts other
+        memory in the place of a parameter's: it is from the memory that it was given that weights
+        go back to the device."""
         part = self.parts[stage]
+        part.bind()
         before = [one._version for one in part.place.values()]
         with nullcontext() if is_torchs(self.inner) else _Undrawn(self.inner):
             super().step(stage, finite)
+        if (p := part.replaced()) is not None:
+            raise refusal(
+                f"{type(self.inner).__name__} sets the data of {self.names.get(p, 'a parameter')} "
+                "to another tensor in its step",
+                f"p.copy_(new) or p.data.copy_(new), which write in place; or {ON_DEVICE}",
+            )
         for main in self.own[stage] if self.main else ():
             main.grad = None
         part.stepped = not self.main or before != [one._version for one in part.place.values()]
@@ -241,14 +281,20 @@ class HostSteps(HostStates):
                 return
             for group in inner.param_groups:
                 group["params"] = [place.get(p, p) for p in group["params"]]
-            state = inner.state
+            state, own = inner.state, {*self.own[stage]}
+            # What is kept of no parameter is there for each stage.
+            keys = [key for key in state if not isinstance(key, Tensor) or key in own]
             inner.state = defaultdict(dict)
-            inner.state.update({one: state[p] for p, one in place.items() if p in state})
+            inner.state.update({place.get(key, key): state[key] for key in keys})
             try:
                 yield
             finally:
                 made, inner.state = inner.state, state
-                state.update({p: made[one] for p, one in place.items() if one in made})
+                whose = {one: p for p, one in place.items()}
+                for key in keys:
+                    if place.get(key, key) not in made:
+                        del state[key]
+                state.update({whose.get(key, key): kept for key, kept in made.items()})
 
 
 class _Undrawn(TorchDispatchMode):

@@ -34,6 +34,7 @@ from schedir.runtime.given import maker_of, program_of, stages_of
 from schedir.runtime.held import Loss
 from schedir.runtime.kept import Kept, kept_of
 from schedir.runtime.looking import looking
+from schedir.runtime.memory_overlap import expect_ranks_apart
 from schedir.runtime.per_microbatch import Passing, PerMicrobatch
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.recorder import read
@@ -103,6 +104,8 @@ class InProcess:
         cuda = any(p.is_cuda for stage in stages for p in stage.parameters())
         told = [(0, prints(dict(enumerate(stages))))] if program.trains else []
         self.mail = mailboxes(program, model, cuda, told)
+        if program.trains:
+            expect_ranks_apart(dict(enumerate(stages)), plan.rank_of.tolist(), program.name)
         copies = _copies(program, stages)
         self.ranks = []
         self.other_holders: list[tuple[nn.Module, nn.Module]] = []  # and of which module a copy
@@ -133,6 +136,7 @@ class InProcess:
                 alike=alike,
                 more=more,
                 copies=copies[rank],
+                others=[module for s, module in enumerate(stages) if s not in own],
                 record=record,
                 debug=debug,
                 folder=folder,

@@ -1,0 +1,144 @@
+"""Memory overlap: find tensors that share memory, and refuse those that must not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from schedir.errors import ModelError
+
+
+class Owned(NamedTuple):
+    """A tensor of a module: the stages that have it, its name, and whether it is a Parameter that
+    is trained."""
+
+    stages: tuple[int, ...]
+    name: str
+    tensor: Tensor
+    trained: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} of stage {self.stages[0]}"
+
+
+def tensors_of(stages: Mapping[int, nn.Module]) -> list[Owned]:
+    """Return the parameters, buffers and tensor attributes of stages, each tensor once.
+
+    An attribute of a module that has forward pre-hooks is left out: such a hook makes it anew
+    before each forward, as torch.nn.utils.spectral_norm does.
+    """
+    found: dict[int, Owned] = {}
+    for s, module in stages.items():
+        attributes = (
+            (f"{prefix}.{name}".lstrip("."), value)
+            for prefix, owner in module.named_modules()
+            for name, value in ({} if owner._forward_pre_hooks else vars(owner)).items()
+            if not name.startswith("_") and isinstance(value, Tensor)
+        )
+        for name, t in (*module.named_parameters(), *module.named_buffers(), *attributes):
+            one = found.get(id(t), Owned((), name, t, isinstance(t, nn.Parameter)))
+            trained = one.trained and t.requires_grad
+            found[id(t)] = one._replace(
+                stages=tuple(dict.fromkeys((*one.stages, s))), trained=trained
+            )
+    return [*found.values()]
+
+
+def overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield the indices of each two tensors that have a number in the same memory.
+
+    A tensor without memory, and one that is not strided, overlaps with none.  An object that is
+    there twice does not overlap with itself.
+    """
+    spans = []
+    for k, t in enumerate(tensors):
+        local = t.to_local() if hasattr(t, "to_local") else t
+        if local.layout is not torch.strided or not local.numel() or local.is_meta:
+            continue
+        start = local.data_ptr()
+        if start:  # memory that was let go has none
+            spans.append((str(local.device), start, start + _span(local), k, local))
+    spans.sort(key=lambda span: span[:4])
+    before: list[tuple[str, int, int, int, Tensor]] = []  # those that may reach the next span
+    for span in spans:
+        device, start, _, k, t = span
+        before = [one for one in before if one[0] == device and one[2] > start]
+        for *_, other, its in before:
+            if tensors[other] is not tensors[k] and _overlap(its, t):
+                yield min(k, other), max(k, other)
+        before.append(span)
+
+
+def expect_apart(stages: Mapping[int, nn.Module], program: str) -> None:
+    """Raise ModelError for a trained parameter that another tensor of the stages overlaps with.
+
+    Replicas cut parameters in parts, and each part has memory of its own.
+    """
+    for one, other in _overlapping(tensors_of(stages)):
+        if one.trained or other.trained:
+            raise ModelError(
+                f"{one} and {other} have one memory, and would be two when they are cut",
+                program=program,
+                hint="let them be one Parameter: stage.b = stage.a; and let a forward take what is "
+                "a view of it",
+            )
+
+
+def expect_ranks_apart(stages: Mapping[int, nn.Module], ranks: Sequence[int], program: str) -> None:
+    """Raise ModelError for a trained parameter that overlaps with a tensor of another rank.
+
+    `ranks` has the rank of each stage.  One Parameter object in stages of several ranks is fine:
+    it is a tied weight, and all ranks but the first compute with a copy.  A second tensor in its
+    memory is not copied: its rank would see the updates of another rank at any time.
+    """
+    for one, other in _overlapping(tensors_of(stages)):
+        users = {
+            ranks[s] for each in (one, other) for s in each.stages[: 1 if each.trained else None]
+        }
+        if len(users) > 1 and (one.trained or other.trained):
+            raise ModelError(
+                f"{one} and {other} share memory, and their stages are on ranks "
+                f"{' and '.join(map(str, sorted(users)))}: each rank trains memory of its own",
+                program=program,
+                hint="one Parameter in both stages (stage.b = stage.a) with compile(..., "
+                "tied=schedir.ties(stages)), or a .clone()",
+            )
+
+
+def shared_buffers(own: nn.Module, others: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the buffers of a module that are buffers of other modules, too, or overlap with
+    one."""
+    mine = dict.fromkeys(own.buffers())
+    theirs = dict.fromkeys(b for other in others for b in other.buffers())
+    each = [*mine, *(b for b in theirs if b not in mine)]
+    views = [each[one] for one, other in overlaps(each) if one < len(mine) <= other]
+    return [*(b for b in mine if b in theirs), *views]
+
+
+def _overlapping(owned: Sequence[Owned]) -> Iterator[list[Owned]]:
+    """Yield each two that overlap, in the order of their names."""
+    for pair in sorted(overlaps([one.tensor for one in owned])):
+        yield sorted((owned[k] for k in pair), key=str)
+
+
+def _span(t: Tensor) -> int:
+    """Return the bytes from the first number of a tensor to the end of its last one."""
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return (last + 1) * t.itemsize
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors whose spans overlap have a number in the same memory."""
+    if all(_span(t) == t.nbytes for t in (one, other)):
+        return True
+    if one.itemsize != other.itemsize:
+        return True  # which cannot be told number by number
+    storages = [t.untyped_storage() for t in (one, other)]
+    if storages[0].data_ptr() != storages[1].data_ptr():
+        return True
+    marks = torch.zeros(storages[0].nbytes() // one.itemsize, dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())

@@ -1,0 +1,223 @@
+"""Tensors that share memory: found, and refused where each would be trained by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan
+from schedir.errors import ModelError
+from schedir.ir.ties import ties
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.memory_overlap import overlaps
+from schedir.runtime.precision import MainOptimizer
+from schedir.schedules import forward_only, interleaved, one_f_one_b
+from schedir.testing.tiny import WIDTH, batch, loss
+
+torch.set_num_threads(1)
+BOUNDARY = Boundary((2, WIDTH), torch.float64)
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+@st.composite
+def views(draw: Any) -> tuple[Tensor, set[tuple[int, int]]]:
+    """A view of one of two memories, with the numbers of these that it has."""
+    which = draw(st.integers(0, 1))
+    shape = draw(st.lists(st.integers(0, 3), max_size=2))
+    strides = [draw(st.integers(0, 4)) for _ in shape]
+    at = draw(st.integers(0, 8))
+    last = at + sum(max(n - 1, 0) * stride for n, stride in zip(shape, strides, strict=True))
+    assert last < 32
+    numbers = torch.arange(32).as_strided(shape, strides, at).flatten().tolist()
+    return MEMORY[which].as_strided(shape, strides, at), {(which, n) for n in numbers}
+
+
+MEMORY = [torch.zeros(32), torch.zeros(32)]
+
+
+@given(st.lists(views(), max_size=6))
+def test_two_tensors_overlap_if_they_have_a_number_in_common(drawn: Any) -> None:
+    tensors, numbers = [t for t, _ in drawn], [own for _, own in drawn]
+    each = range(len(drawn))
+    wanted = [(a, b) for a in each for b in each if a < b and numbers[a] & numbers[b]]
+    assert sorted(overlaps(tensors)) == wanted
+
+
+def test_what_has_no_memory_of_its_own_overlaps_with_nothing() -> None:
+    t = torch.zeros(4)
+    gone = torch.zeros(4), torch.zeros(4)
+    for one in gone:
+        one.untyped_storage().resize_(0)
+    sparse = torch.zeros(4).to_sparse()
+    meta = torch.zeros(4, device="meta")
+    others = [*gone, sparse, sparse, meta, meta[:2], torch.zeros(0)]
+    assert [*overlaps([t, t, *others])] == []
+    assert [*overlaps([*others, t, t.view(torch.int64)])] == [(7, 8)]
+
+
+# ---------------------------------------------------------------- stages that share memory
+
+
+class Times(nn.Module):
+    """Multiplies with a matrix, and with another tensor that it has as a parameter or else."""
+
+    def __init__(self, seed: int, also: Tensor | None = None, kind: str = "parameter") -> None:
+        super().__init__()
+        numbers = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=numbers).double())
+        if also is not None and kind == "buffer":
+            self.register_buffer("also", also)
+        elif also is not None:
+            self.also = also if kind == "attribute" else nn.Parameter(also, kind != "frozen")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.tanh(x @ self.weight)
+        also: Tensor | None = getattr(self, "also", None)
+        if also is None:
+            return y
+        return y * also if also.dim() == 1 else torch.tanh(y @ also)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a row": lambda t: t[1],
+    "a column": lambda t: t[:, 1],
+    "transposed": lambda t: t.t(),
+    "all of it": lambda t: t,
+}
+
+
+def three(view: str, kind: str) -> list[nn.Module]:
+    """Three stages, of which the last has a view of the weight of the first."""
+    first = Times(0)
+    return [first, Times(1), Times(2, VIEWS[view](first.weight.data), kind)]
+
+
+def ranks_of(plan: Plan, stages: list[nn.Module], optimizer: Any = SGD, **how: Any) -> InProcess:
+    tied = how.pop("tied", None)
+    schedule = how.pop("schedule", one_f_one_b if plan.stages_per_rank == 1 else interleaved)
+    program = schedir.compile(schedule, plan, model="edge", tied=tied or False, **how)
+    folder = "." if how.get("states") == "disk" else None
+    return InProcess(
+        program, stages, loss=loss, boundary=BOUNDARY, optimizer=optimizer, tied=tied, folder=folder
+    )
+
+
+@pytest.mark.parametrize("kind", ["parameter", "frozen", "buffer", "attribute"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_memory_of_a_weight_of_another_rank_is_refused(view: str, kind: str) -> None:
+    with pytest.raises(ModelError) as error:
+        ranks_of(Plan(3, 4), three(view, kind))
+    assert error.value.program == "one_f_one_b"
+    assert "weight of stage 0" in error.value.fact and "also of stage 2" in error.value.fact
+    assert ".clone()" in error.value.hint
+
+
+def test_memory_of_another_rank_is_refused_also_of_what_is_said_to_be_tied() -> None:
+    """Both ranks would step it."""
+    stages: list[Any] = [Times(0), Times(1)]
+    stages[1].weight = nn.Parameter(stages[0].weight.data)
+    same = schedir.Ties((((0, "weight"), (1, "weight")),))
+    with pytest.raises(ModelError) as error:
+        ranks_of(Plan(2, 4), stages, tied=same)
+    assert "share memory" in error.value.fact
+
+
+def weights(stages: list[nn.Module]) -> list[Tensor]:
+    return [p.detach() for stage in stages for p in stage.parameters()]
+
+
+def plain(stages: list[nn.Module], microbatches: int) -> list[Tensor]:
+    """The weights after three steps of a plain loop."""
+    optimizer = SGD(dict.fromkeys(p for stage in stages for p in stage.parameters()))
+    for k in range(3):
+        optimizer.zero_grad()
+        for x, target in zip(*batch(microbatches, k), strict=True):
+            loss(nn.Sequential(*stages)(x), target).backward()
+        optimizer.step()
+    return weights(stages)
+
+
+@pytest.mark.parametrize("view", ["a row", "a column", "transposed"])
+def test_memory_of_a_weight_of_the_same_rank_is_that_of_a_plain_loop(view: str) -> None:
+    stages = three(view, "parameter")
+    ranks = ranks_of(Plan(1, 4, 3), stages)
+    for k in range(3):
+        ranks.step(*batch(4, k))
+    assert all(map(torch.equal, weights(stages), plain(three(view, "parameter"), 4)))
+
+
+def test_memory_that_nobody_trains_may_be_shared() -> None:
+    memory = torch.randn(3, WIDTH).double()
+    for kind in ("frozen", "buffer", "attribute"):
+        ranks_of(Plan(2, 4), [Times(0, memory[0], kind), Times(1, memory[0], kind)])
+    ranks_of(Plan(2, 4), [Times(0, memory[0]), Times(1, memory[1])])  # parts of one memory
+    program = schedir.compile(forward_only, Plan(3, 4))
+    InProcess(program, three("a row", "parameter"), loss=loss, boundary=BOUNDARY).step(*batch(4))
+
+
+def test_one_parameter_of_several_ranks_is_a_tie() -> None:
+    stages: list[Any] = [Times(0), Times(1), Times(2)]
+    stages[2].weight = stages[0].weight
+    ranks = ranks_of(Plan(3, 4), stages, tied=ties(stages))
+    before = weights(stages)[0].clone()
+    ranks.step(*batch(4))
+    assert stages[2].weight is stages[0].weight and not torch.equal(before, stages[0].weight)
+
+
+# ---------------------------------------------------------------- states that are not on the device
+
+
+@pytest.mark.parametrize("plan", [Plan(1, 4, 3), Plan(1, 4)])
+@pytest.mark.parametrize("states", ["host", "disk", "cpu"])
+@pytest.mark.parametrize("view", ["a row", "a column", "transposed"])
+def test_two_parameters_in_one_memory_are_refused(
+    view: str, states: str, plan: Plan, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stages = three(view, "parameter")
+    if plan.stages == 1:
+        stages = [nn.Sequential(*stages)]
+    with pytest.raises(ModelError) as error:
+        ranks_of(plan, stages, states=states)
+    assert "weight of stage 0" in error.value.fact and "also of stage" in error.value.fact
+    assert error.value.program and "'device'" in error.value.hint
+
+
+@pytest.mark.parametrize("states", ["host", "cpu"])
+def test_data_that_is_set_to_the_memory_of_another_is_refused_in_the_next_step(states: str) -> None:
+    stages: list[Any] = [Times(0), Times(1)]
+    ranks = ranks_of(Plan(1, 4, 2), stages, states=states)
+    ranks.step(*batch(4))
+    own = stages[1].weight.data
+    stages[1].weight.data = stages[0].weight.data
+    with pytest.raises(ModelError, match="share memory"):
+        ranks.step(*batch(4))
+    stages[1].weight.data = own
+    ranks.step(*batch(4))
+
+
+def test_a_view_that_is_not_stepped_sees_what_the_host_steps() -> None:
+    found = []
+    for states in ("device", "host", "cpu"):
+        stages = three("a row", "frozen")
+        ranks = ranks_of(Plan(1, 4, 3), stages, states=states)
+        for k in range(3):
+            ranks.step(*batch(4, k))
+        found.append(weights(stages))
+    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
+
+
+def test_a_main_optimizer_that_has_a_weight_twice_is_refused() -> None:
+    """Its copies are in memory of their own: the last one would be rounded into the weight."""
+    stages = three("all of it", "parameter")
+    with pytest.raises(ModelError, match="twice"):
+        ranks_of(Plan(1, 4, 3), stages, partial(MainOptimizer, make=SGD))

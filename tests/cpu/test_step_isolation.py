@@ -1,0 +1,322 @@
+"""Optimizers of one's own where states are not on the device: the same bits, or one error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan
+from schedir.errors import ExecutionError, ModelError
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import MainOptimizer
+from schedir.schedules import interleaved, one_f_one_b, pipedream_2bw
+from schedir.testing.tiny import WIDTH, batch, loss, tiny_stages
+
+torch.set_num_threads(1)
+BOUNDARY = Boundary((2, WIDTH), torch.float64)
+MOVED = ("host", "disk", "cpu")
+SEVERAL, ALONE = (interleaved, Plan(1, 3, 3)), (one_f_one_b, Plan(2, 3))
+DELAYED = (pipedream_2bw, Plan(2, 6, updates=3, delay=1))
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer of one's own; `how` says what each of its steps does beside its work."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, **how: str) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.how = how
+        self.number, self.listed, self.counted = 0, [0], torch.zeros(())
+        self.groups = [[*group["params"]] for group in self.param_groups]
+        if how.get("attribute") != "parameters":
+            del self.groups
+        if how.get("state") == "views of an attribute":
+            self.flat = torch.zeros(100, dtype=torch.float64)
+            end = 0
+            for p in self._each():
+                self.state[p]["m"] = self.flat[end : end + p.numel()].view(p.shape)
+                end += p.numel()
+
+    def _each(self) -> Iterator[nn.Parameter]:
+        for group in getattr(self, "groups", [group["params"] for group in self.param_groups]):
+            yield from group
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        slower = self._count()
+        if self.how.get("state") == "views of an attribute":
+            self.flat.mul_(0.5)
+        for p in self._each():
+            if p.grad is None:
+                continue
+            change = -0.05 * slower * self._momentum(p)
+            match self.how.get("weights"):
+                case "data in place":
+                    p.data.add_(change)
+                case "data":
+                    p.data = p.data + change
+                case "set_":
+                    p.set_((p + change).clone())
+                case "data of another shape":
+                    p.data = (p + change)[None]
+                case _:
+                    p.add_(change)
+            match self.how.get("gradient"):
+                case "none":
+                    p.grad = None
+                case "new":
+                    p.grad = torch.full_like(p, torch.nan)
+                case "zero":
+                    p.grad.zero_()
+        match self.how.get("group"):
+            case "added":
+                self.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+            case "swapped":
+                first = self.param_groups[0]["params"]
+                first[0] = nn.Parameter(first[0].detach())
+
+    def _count(self) -> float:
+        """What all parameters are stepped by, as the number of steps says."""
+        match self.how.get("count"):
+            case "number":
+                self.number += 1
+                return 1 / self.number
+            case "list":
+                self.listed[0] += 1
+                return 1 / self.listed[0]
+            case "tensor":
+                self.counted += 1
+                return 1 / float(self.counted)
+            case "group":
+                for group in self.param_groups:
+                    group["n"] = group.get("n", torch.zeros(())) + 1
+                return 1 / float(self.param_groups[0]["n"])
+            case "state":
+                kept: Any = self.state
+                kept["all"]["n"] = kept["all"].get("n", 0) + 1
+                return float(1 / kept["all"]["n"])
+        return 1.0
+
+    def _momentum(self, p: nn.Parameter) -> Any:
+        assert p.grad is not None
+        kept = self.state[p] if self.how.get("state") else {}
+        match self.how.get("state"):
+            case "replaced":
+                kept["m"] = 0.5 * kept.get("m", torch.zeros_like(p)) + p.grad
+            case "in a new dict":
+                m = 0.5 * kept.get("m", torch.zeros_like(p)) + p.grad
+                self.state[p] = {
+                    "m": m,
+                    "other": [torch.ones(3), {"n": torch.ones((), dtype=torch.int64)}],
+                }
+                return m
+            case "deleted":
+                kept["n"] = kept.get("n", 0) + 1
+                if kept["n"] == 2:
+                    del self.state[p]
+                return p.grad * float(kept["n"])
+            case "late":
+                kept["n"] = kept.get("n", 0) + 1
+                if kept["n"] > 1:
+                    kept.setdefault("m", torch.zeros_like(p)).mul_(0.5).add_(p.grad)
+            case "data":
+                kept.setdefault("m", torch.zeros_like(p)).data = 0.5 * p.grad
+            case "two views":
+                kept.setdefault("m", torch.zeros_like(p)).mul_(0.5)
+                kept.setdefault("v", kept["m"].view(-1)).add_(p.grad.reshape(-1))
+            case "gradient":
+                m = p.grad + 0.1 * kept.get("m", 0.0)
+                kept["m"] = p.grad
+                return m
+            case "weights":
+                m = p.grad + 0.1 * kept.get("m", 0.0)
+                kept["m"] = p.detach()
+                return m
+            case "views of an attribute":
+                kept["m"].add_(p.grad)
+            case "one for all":
+                others = (own["m"] for own in self.state.values() if "m" in own)
+                kept["m"] = next(others, torch.zeros(()))
+                kept["m"] += 1
+                return p.grad / float(kept["m"])
+        return kept.get("m", p.grad)
+
+
+HOW: dict[str, list[str]] = {
+    "weights": ["in place", "data in place", "data", "set_", "data of another shape"],
+    "gradient": ["left", "none", "new", "zero"],
+    "count": ["", "number", "list", "tensor", "group", "state"],
+    "state": [
+        "", "replaced", "in a new dict", "deleted", "late", "data", "two views", "gradient",
+        "weights", "views of an attribute", "one for all",
+    ],
+    "group": ["", "added", "swapped"],
+    "attribute": ["", "parameters"],
+}  # fmt: skip
+
+
+def trained(case: Any, make: Callable[[Any], Any], states: str, **how: Any) -> list[Tensor]:
+    """The weights after three steps."""
+    schedule, plan = case
+    program = schedir.compile(schedule, plan, model="edge", states=states, **how)
+    folder = "." if states == "disk" else None
+    stages = tiny_stages(plan.stages)
+    world = InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=make, folder=folder)
+    for k in range(3):
+        world.step(*batch(plan.microbatches, k))
+    return [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]
+
+
+def compared(
+    case: Any, states: str, how: dict[str, str], **options: Any
+) -> ModelError | ExecutionError | None:
+    """The error that an optimizer is refused with; None where it leaves the device's bits."""
+    make = partial(Own, **how)
+    try:
+        found = trained(case, make, states, **options)
+    except (ModelError, ExecutionError) as error:
+        assert error.hint
+        return error
+    assert all(map(torch.equal, found, trained(case, make, "device")))
+    return None
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_optimizer_leaves_the_bits_of_the_device_or_is_refused(data: Any) -> None:
+    how = {
+        name: data.draw(st.one_of(st.just(kinds[0]), st.sampled_from(kinds)), name)
+        for name, kinds in HOW.items()
+    }
+    states = data.draw(st.sampled_from(MOVED))
+    case = data.draw(st.sampled_from([SEVERAL, ALONE] + [DELAYED] * (states == "cpu")))
+    zero = data.draw(st.sampled_from([0, 2])) if case is not DELAYED else 0
+    if how["weights"] == "data of another shape":
+        states, zero = "cpu", 0  # elsewhere torch refuses it in the next forward
+    refused = compared(case, states, how, **({"zero": zero} if zero else {}))
+    event("refused" if refused else "the same bits")
+
+
+@pytest.mark.parametrize("case", [SEVERAL, ALONE, DELAYED])
+@pytest.mark.parametrize("gradient", HOW["gradient"])
+def test_a_gradient_that_a_step_takes_away_is_there_in_the_next(case: Any, gradient: str) -> None:
+    assert compared(case, "cpu", {"gradient": gradient}) is None
+
+
+@pytest.mark.parametrize("case", [SEVERAL, ALONE, DELAYED])
+@pytest.mark.parametrize("weights", ["data", "set_", "data of another shape"])
+def test_weights_in_other_memory_are_refused_where_the_host_steps(case: Any, weights: str) -> None:
+    refused = compared(case, "cpu", {"weights": weights})
+    assert isinstance(refused, ExecutionError) and "weight of stage" in refused.fact
+    assert "step_host" in str(refused.sites[0].instr)
+
+
+@pytest.mark.parametrize("states", ["host", "disk"])
+@pytest.mark.parametrize("weights", ["data", "set_"])
+def test_weights_in_other_memory_are_right_where_the_device_steps(
+    states: str, weights: str
+) -> None:
+    assert compared(SEVERAL, states, {"weights": weights}) is None
+
+
+@pytest.mark.parametrize("states", MOVED)
+@pytest.mark.parametrize("state", ["replaced", "in a new dict", "deleted", "late", "data"])
+def test_a_state_may_come_and_go(states: str, state: str) -> None:
+    assert compared(SEVERAL, states, {"state": state}) is None
+
+
+@pytest.mark.parametrize("states", ["host", "disk"])
+@pytest.mark.parametrize("state", ["two views", "gradient", "weights", "one for all"])
+def test_a_state_that_shares_memory_is_refused_where_it_is_moved(states: str, state: str) -> None:
+    assert compared(SEVERAL, states, {"state": state}) is not None
+
+
+@pytest.mark.parametrize("states", ["device", *MOVED])
+def test_views_of_an_attribute_are_refused_where_they_are_moved_or_cut(states: str) -> None:
+    how = {"state": "views of an attribute"}
+    refused = compared(SEVERAL, states, how, **({"zero": 1} if states == "device" else {}))
+    assert isinstance(refused, ModelError) and "clone()" in refused.hint
+
+
+@pytest.mark.parametrize("states", MOVED)
+@pytest.mark.parametrize("count", HOW["count"][1:])
+def test_what_counts_steps_is_refused_if_there_are_several_stages(states: str, count: str) -> None:
+    assert compared(SEVERAL, states, {"count": count}) is not None
+    assert compared(ALONE, states, {"count": count}) is None
+
+
+@pytest.mark.parametrize("states", MOVED)
+@pytest.mark.parametrize("group", ["added", "swapped"])
+def test_a_step_that_changes_what_is_stepped_is_refused(states: str, group: str) -> None:
+    refused = compared(ALONE, states, {"group": group})
+    assert refused is not None and "which parameters" in refused.fact
+
+
+@pytest.mark.parametrize("states", MOVED)
+def test_parameters_beside_the_groups_are_refused_before_a_step(states: str) -> None:
+    for case in (SEVERAL, ALONE):
+        refused = compared(case, states, {"attribute": "parameters"})
+        assert (refused is None) == (case is ALONE and states != "cpu")
+        assert not isinstance(refused, ExecutionError)
+
+
+class Outer(Own):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params := [*params])
+        self.inner = torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step()
+
+
+class Derived(MainOptimizer):
+    pass
+
+
+def replaced(params: Any) -> torch.optim.Optimizer:
+    found: Any = torch.optim.SGD(params, lr=0.05)
+    found.step = lambda: None
+    return found  # type: ignore[no-any-return]
+
+
+def wrapped(params: Any) -> torch.optim.Optimizer:
+    found = torch.optim.SGD(params, lr=0.05)
+    torch.optim.lr_scheduler.StepLR(found, 1)
+    return found
+
+
+@pytest.mark.parametrize("states", MOVED)
+def test_steps_of_which_not_all_is_known(states: str) -> None:
+    for make in (Outer, replaced):
+        with pytest.raises(ModelError) as error:
+            trained(SEVERAL, make, states)
+        assert error.value.hint and error.value.program == "interleaved"
+    found = [trained(SEVERAL, wrapped, each) for each in ("device", states)]
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda own: Derived(own, torch.optim.AdamW), replaced], ids=["derived", "replaced"]
+)
+def test_an_update_that_may_be_made_again_needs_a_known_step(make: Any) -> None:
+    """Also of a MainOptimizer that does more than torch's, and a step that somebody replaced."""
+    with pytest.raises(ModelError) as error:
+        trained(ALONE, make, "device", validate="after", clip=True)
+    assert "'before'" in error.value.hint
+    assert trained(ALONE, wrapped, "device", validate="after", clip=True)
