@@ -8,9 +8,10 @@ what is recomputed in a backward would change them a second time.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from operator import is_
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from torch import nn
 from schedir.errors import ModelError
 from schedir.ir.ops import Instr
 from schedir.runtime.bits import same_bits, versions_of
+from schedir.runtime.memory_overlap import shared_buffers
 from schedir.runtime.rank import State
 
 
@@ -72,7 +74,7 @@ def _each_once(buffer: torch.Tensor) -> torch.Tensor:
 def buffers_checked(
     state: State, i: Instr, forward: bool, run: Callable[[], None]
 ) -> Callable[[], None]:
-    """The same as `run`, which runs an own stage, `forward` or backward.
+    """The same as `run`, which runs an own stage, `forward` or backward, and the loss of the last.
 
     It raises ModelError where a buffer has changed that must not, and warns, once for a stage,
     where it is then not what a plain loop leaves.  A buffer has changed if it was written to, or
@@ -82,9 +84,12 @@ def buffers_checked(
     is compared from then on; any other is known by its trace.
     """
     stage = state.stages[i.stage]
-    tables = [(path, m._buffers) for path, m in stage.module.named_modules() if m._buffers]
-    wrong, hint = _wrong(state, i, forward) if tables else ("", "")
-    if not wrong:
+    owners = [*stage.module.named_modules()]
+    if i.stage == state.plan.stages - 1 and isinstance(state.loss, nn.Module):
+        owners += [(f"loss.{path}".rstrip("."), m) for path, m in state.loss.named_modules()]
+    tables = [(path, m) for path, m in owners if m._buffers]
+    cases = _cases(state, i, forward) if tables else []
+    if not cases:
         return run
 
     def checked() -> None:
@@ -92,9 +97,9 @@ def buffers_checked(
         first = look not in stage.looked_at
         stage.looked_at.add(look)
         before = [
-            (path, table, name, buffer)
-            for path, table in tables
-            for name, buffer in table.items()
+            (path, owner, name, buffer)
+            for path, owner in tables
+            for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
         buffers = [buffer for *_, buffer in before]
@@ -102,11 +107,11 @@ def buffers_checked(
         known = [first or (path, name) in stage.rewritten for path, _, name, _ in before]
         values = [b.clone() if k else b for b, k in zip(buffers, known, strict=True)]
         run()
-        after, later = [table.get(name) for _, table, name, _ in before], versions_of(buffers)
+        after, later = [m._buffers.get(name) for _, m, name, _ in before], versions_of(buffers)
         by_value = first and state.device.type == "cpu"
         if not by_value and versions == later and all(map(is_, buffers, after)):
             return
-        for k, (path, _, name, buffer) in enumerate(before):
+        for k, (path, owner, name, buffer) in enumerate(before):
             now, was, written = after[k], values[k], versions[k] != later[k]
             if now is None or now.shape != buffer.shape:
                 continue
@@ -117,10 +122,13 @@ def buffers_checked(
                 if trace:
                     stage.rewritten.add((path, name))
                 continue
+            case = next((case for case in cases if case.concerns(owner, buffer)), None)
+            if case is None:
+                continue
             full = ".".join(filter(None, (path, name)))
-            fact = f"stage {i.stage} changes its buffer {full} {wrong}"
-            if hint:
-                raise ModelError(fact, hint=hint)
+            fact = f"stage {i.stage} changes its buffer {full} {case.fact}"
+            if case.hint:
+                raise ModelError(fact, hint=case.hint)
             if not stage.warned_of_buffers:
                 stage.warned_of_buffers = True
                 warnings.warn(fact, stacklevel=2)
@@ -128,29 +136,49 @@ def buffers_checked(
     return checked
 
 
-def _wrong(state: State, i: Instr, forward: bool) -> tuple[str, str]:
-    """What is wrong with a change, and a hint if it is refused; nothing if all is well."""
+class _Case(NamedTuple):
+    """Why a change of a buffer is wrong, and a hint if it is refused.
+
+    `modules` and `buffers` are those that the case concerns: all if there are none.
+    """
+
+    fact: str
+    hint: str = ""
+    modules: Collection[nn.Module] = ()
+    buffers: Collection[torch.Tensor] = ()
+
+    def concerns(self, owner: nn.Module, buffer: torch.Tensor) -> bool:
+        """Return whether it concerns a buffer of a module."""
+        named = bool(self.modules or self.buffers)
+        return not named or owner in self.modules or any(b is buffer for b in self.buffers)
+
+
+def _cases(state: State, i: Instr, forward: bool) -> list[_Case]:
+    """Return what is wrong with a change of a buffer in an instruction, the gravest first."""
     if not forward:
-        return (
-            "in a backward, as a forward that is run again does: when, its schedule would decide",
-            "keep what changes buffers out of what is checkpointed",
-        )
+        fact = "in a backward, as a forward that is run again does: when, its schedule would decide"
+        return [_Case(fact, "keep what changes buffers out of what is checkpointed")]
     if state.plan.rows > 1:
-        return (
-            f"in a forward, and each of its {state.plan.rows} holders would have its own",
-            "freeze it, as eval() does, or take a placement where a stage has one holder",
-        )
+        fact = f"in a forward, and each of its {state.plan.rows} holders would have its own"
+        hint = "freeze it, as eval() does, or take a placement where a stage has one holder"
+        return [_Case(fact, hint)]
     if state.program.dp > 1:
-        return "in a forward: each replica has its own, made by its own microbatches", ""
-    others = {
-        owner
-        for s, other in state.stages.items()
-        if s != i.stage
-        for owner in other.module.modules()
-    }
-    if any(m._buffers and m in others for m in state.stages[i.stage].module.modules()):
-        return "in a forward, and so does another stage that has it: the schedule decides when", ""
-    own = [mb for op, s, mb in state.stream if op is i.op and s == i.stage]
-    if own != sorted(own):
-        return "in a forward, and its forwards are not in the order of the microbatches", ""
-    return "", ""
+        return [_Case("in a forward: each replica has its own, made by its own microbatches")]
+    found = []
+    own = state.stages[i.stage].module
+    others = [stage.module for s, stage in state.stages.items() if s != i.stage]
+    others += state.held.others
+    theirs = {m for other in others for m in other.modules()}
+    modules = [m for m in own.modules() if m._buffers and m in theirs]
+    buffers = shared_buffers(own, others)
+    if modules or buffers:
+        fact = (
+            "in a forward, and another stage that has it sees the change when the schedule "
+            "decides, and in another process never"
+        )
+        found.append(_Case(fact, modules=modules, buffers=buffers))
+    order = [mb for op, s, mb in state.stream if op is i.op and s == i.stage]
+    if order != sorted(order):
+        fact = "in a forward, and its forwards are not in the order of the microbatches"
+        found.append(_Case(fact))
+    return found
