@@ -94,11 +94,15 @@ def reduce_tied(state: State, i: Instr) -> Call:
 
 
 def _summed(state: State, weight: Weight, stage: int) -> Tensor:
-    """The gradient of a stage's copy of a tied weight, or the part of it that is kept."""
+    """Return the gradient of a stage's copy of a tied weight, or its own part of it (ZeRO)."""
     gradients, copy = state.stages[stage].gradients, weight.own[stage]
-    for bucket, kept in zip(gradients.buckets, gradients.kept, strict=True):
-        if state.program.zero and bucket.parameters == [copy]:
-            return kept
+    if state.program.zero:
+        # A tied weight has a bucket of its own. From ZeRO 2 on the whole gradient has no memory.
+        return next(
+            kept
+            for bucket, kept in zip(gradients.buckets, gradients.kept, strict=True)
+            if bucket.parameters[0] is copy
+        )
     assert copy.grad is not None, "gradients have their buffers"
     return copy.grad
 

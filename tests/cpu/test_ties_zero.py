@@ -1,0 +1,158 @@
+"""Weights that stages of one rank share, with ZeRO: trained as in the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan
+from schedir.runtime import split_linears
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.schedules import interleaved, looped_bfs, zb_v
+from schedir.transports.processes import Gloo
+from tests.cpu.spawn import run
+
+WIDTH, SCALE, STEPS = 3, 0.25, 2
+SHAPES = [(), (1,), (WIDTH,), (WIDTH, WIDTH)]
+BOUNDARY = Boundary((2, WIDTH), torch.float64)
+adam = partial(torch.optim.AdamW, lr=0.02)
+
+
+class Factors(nn.Module):
+    """A stage that multiplies by each of its weights, which other stages may have, too."""
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for w in self.weights:
+            x = torch.tanh(x @ w if w.dim() == 2 else x * w) + x
+        return x
+
+
+def factors(stages: Sequence[tuple[int, ...]], shapes: Sequence[tuple[int, ...]]) -> list[Factors]:
+    """Stages of weights by their numbers; all numbers in all weights are equal at first."""
+    weights = [nn.Parameter(torch.full(shape, 0.5, dtype=torch.float64)) for shape in shapes]
+    return [Factors([weights[k] for k in own]) for own in stages]
+
+
+def albert(stages: int) -> list[nn.Sequential]:
+    """Stages that have one layer, as ALBERT has."""
+    torch.manual_seed(0)
+    layer = nn.Linear(WIDTH, WIDTH).double()
+    return [nn.Sequential(layer, nn.Tanh()) for _ in range(stages)]
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+def batch(microbatches: int, step: int) -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, microbatches, 2, WIDTH, dtype=torch.float64, generator=numbers)
+    return x, y
+
+
+def plain(stages: Sequence[nn.Module], microbatches: int) -> list[Tensor]:
+    """The parameters after some steps of the whole model, a microbatch after the other."""
+    whole = nn.Sequential(*stages)
+    optimizer = adam(whole.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for x, y in zip(*batch(microbatches, step), strict=True):
+            torch.autograd.backward(loss(whole(x), y) * SCALE)
+        optimizer.step()
+    return [p.detach() for p in whole.parameters()]
+
+
+def in_process(stages: Sequence[Any], schedule: Any, plan: Plan, zero: int) -> list[Tensor]:
+    """The parameters after the same steps of a program."""
+    program = schedir.compile(
+        schedule, plan, model="edge", zero=zero, tied=schedir.ties(stages), clip=False
+    )
+    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=adam)
+    for step in range(STEPS):
+        ranks.step(*batch(plan.microbatches, step), SCALE)
+    with ExitStack() as stack:
+        for rank in ranks.ranks:
+            stack.enter_context(rank.whole())
+        return [p.detach().clone() for p in nn.Sequential(*stages).parameters()]
+
+
+def near(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, wanted, strict=True))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[*HealthCheck])
+@given(data=st.data(), zero=st.integers(0, 3), ranks=st.integers(1, 2), each=st.integers(2, 3))
+def test_any_weights_of_any_stages_of_a_rank(data: Any, zero: int, ranks: int, each: int) -> None:
+    """Also of one number, and equal ones, which a comparison by value would take for one."""
+    plan = Plan(ranks, 2, each)
+    number = data.draw(st.integers(1, 3))
+    shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=number, max_size=number)) * ranks
+    own = st.lists(st.integers(0, number - 1), min_size=1, unique=True)
+    # Each rank has weights of its own: those of several ranks are refused.
+    stages = [
+        tuple(int(plan.rank_of[s]) * number + k for k in data.draw(own)) for s in range(plan.stages)
+    ]
+    trained = in_process(factors(stages, shapes), looped_bfs, plan, zero)
+    assert near(trained, plain(factors(stages, shapes), plan.microbatches))
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_a_layer_in_several_stages(zero: int) -> None:
+    for schedule, plan in ((interleaved, Plan(1, 3, 3)), (zb_v, Plan(1, 3, 2, "vee"))):
+        stages = albert(plan.stages)
+        split_linears(nn.ModuleList(stages))
+        trained = in_process(stages, schedule, plan, zero)
+        assert near(trained, plain(albert(plan.stages), plan.microbatches))
+        assert all(stage[0] is stages[0][0] for stage in stages)
+
+
+PAIR = ((0, 1), (1, 0)), ((1,), (1,))  # two equal weights of one number, in two stages
+
+
+def _replica(process: int) -> dict[tuple[str, int], list[Tensor]]:
+    """What one of two replicas has after the steps, by model and level of ZeRO."""
+    found = {}
+    plan = Plan(1, 2, 2)
+    mine = slice(process * plan.microbatches, (process + 1) * plan.microbatches)
+    for name, make in (("albert", partial(albert, 2)), ("pair", partial(factors, *PAIR))):
+        for zero in range(4):
+            stages: list[Any] = [*make()]
+            ties = schedir.ties(stages)
+            program = schedir.compile(
+                interleaved, plan, dp=2, model="edge", zero=zero, tied=ties, clip=True
+            )
+            parameters = [*nn.Sequential(*stages).parameters()]
+            executor = Executor(
+                program, 0, stages, Gloo(program), loss=loss, boundary=BOUNDARY,
+                optimizer=adam(parameters), tied=ties, max_norm=float("inf"),
+            )  # fmt: skip
+            for step in range(STEPS):
+                x, y = batch(2 * plan.microbatches, step)
+                executor.step(x[mine], y[mine], SCALE)
+            with executor.whole():
+                found[name, zero] = [p.detach().clone() for p in parameters]
+    return found
+
+
+def test_two_processes_that_keep_parts() -> None:
+    one, other = run(_replica, 2)
+    for name, stages in (("albert", albert(2)), ("pair", factors(*PAIR))):
+        right = plain(stages, 4)
+        for zero in range(4):
+            assert near(one[name, zero], right)
+            assert all(map(torch.equal, one[name, zero], other[name, zero]))
