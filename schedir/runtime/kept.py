@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from schedir.errors import CheckpointError, UsageError
 from schedir.ir.program import Program
@@ -39,7 +39,7 @@ class KeptStage:
     module: nn.Module
     names: Mapping[nn.Parameter, str]
     ranges: Mapping[nn.Parameter, Range] = field(default_factory=dict)
-    pieces: Collection[nn.Parameter] = ()
+    pieces: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class KeptRank:
     is_read: Callable[[bool], None]
     loss_scale: LossScale | None = None
     tied: Sequence[Weight] = ()
-    aliases: Collection[nn.Parameter] = ()
+    aliases: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     tp: int = 1
     tp_rank: int = 0
     reduced_elsewhere: bool = False
@@ -157,5 +157,5 @@ def _stage(state: State, s: int) -> KeptStage:
         ranges = bucket.ranges(state.share.replica)
         each = zip(bucket.parameters, bucket.shapes, ranges, strict=True)
         found |= {p: Range(tuple(shape), low, high) for p, shape, (low, high, _) in each}
-    pieces = () if stage.weights is None else stage.weights.pieces
+    pieces = {} if stage.weights is None else stage.weights.pieces
     return KeptStage(stage.module, stage.gradients.names, found, pieces)

@@ -87,7 +87,7 @@ def test_tied_copies_start_equal_and_their_gradients_add_up() -> None:
 
 
 def test_nothing_is_tied_without_tied() -> None:
-    assert [stage.tied_weight for stage in chain(SMALL, 2)] == [None, None]
+    assert all(stage.tied_weight is None for stage in chain(SMALL, 2))
 
 
 @pytest.mark.parametrize("tied", [False, True])
