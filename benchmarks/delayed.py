@@ -14,8 +14,8 @@ between which the median of such rounds lies 95 times of 100.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, cast
@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.executor import line
-from benchmarks.offload import off
-from benchmarks.torch_face import spread
+from benchmarks.harness import deviation, head, line, parse, ratio
+from benchmarks.paired_steps import on_ranks
 from schedir import Plan, compile, schedules, simulate
 from schedir.ir.costs import Costs
 from schedir.ir.ops import Lane
@@ -38,12 +37,11 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.host_steps import HostSteps
 from schedir.schedules.words import EMPTY, Word
 from schedir.testing import tiny
-from schedir.testing.processes import run
 from schedir.transports.processes import Gloo
 
 RANKS = 2
-FORWARD, BACKWARD = 0.05, 0.1  # seconds that these sleep
-COMPUTE = FORWARD + BACKWARD
+FORWARD = 0.05  # seconds that a forward sleeps; a backward sleeps twice as long
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.25)  # lengths of the host's step, in updates
 HEAD = (
     "the host's step takes", "no delay, ms: predicted, measured", "a delay of one, ms",
     "ratio, predicted", "measured", "predicted less measured",
@@ -51,37 +49,36 @@ HEAD = (
 
 
 class _Sleep(torch.autograd.Function):
-    """Nothing, which takes its time."""
+    """Return its input after a sleep of some seconds, twice as long backwards."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        sleep(FORWARD)
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        sleep(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        sleep(BACKWARD)
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        sleep(2 * ctx.seconds)
+        return gradient, None
 
 
 class Slow(nn.Module):
-    """A stage whose forward and backward take as long as is told."""
+    """A stage whose forward takes some seconds, and its backward twice as long."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, seconds: float) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.seconds = inner, seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, _Sleep.apply(self.inner(x)))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Sleep.apply(self.inner(x), self.seconds))  # type: ignore[no-untyped-call]
 
 
-def measure(rank: int, rounds: int) -> None:
-    """A row for each length of the host's step, printed on rank 0."""
-    torch.set_num_threads(1)
+def measure(rank: int, rounds: int, forward: float, shares: Sequence[float]) -> None:
+    """Measure a row for each length of the host's step, and print it on rank 0."""
     if not rank:
-        line(*HEAD)
-        line(*["---"] * len(HEAD))
-    n, updates = 4, 4
+        head(*HEAD)
+    n, updates, compute = 4, 4, 3 * forward
 
     def flushed(r: int, P: int, m: int) -> Word:
         return sum((schedules.one_f_one_b(r, P, n) for _ in range(updates)), EMPTY)
@@ -93,7 +90,7 @@ def measure(rank: int, rounds: int) -> None:
     ]  # fmt: skip
     pair = []
     for program in programs:
-        stages = {rank: Slow(tiny.tiny_stages(RANKS)[rank])}
+        stages = {rank: Slow(tiny.tiny_stages(RANKS)[rank], forward)}
         pair.append(
             Executor(
                 program, rank, stages, Gloo(program), loss=tiny.loss,
@@ -102,7 +99,7 @@ def measure(rank: int, rounds: int) -> None:
             )
         )  # fmt: skip
     batch = tiny.batch(n * updates)
-    for share in (0.0, 0.25, 0.5, 0.75, 1.25):
+    for share in shares:
         took: list[list[float]] = []
         for turn in range(1 + rounds):
             spans = [0.0] * 2
@@ -115,14 +112,14 @@ def measure(rank: int, rounds: int) -> None:
                 assert isinstance(steps, HostSteps), "the program says so"
                 if share:
                     nbytes = steps.parts[rank].nbytes()
-                    pair[k].held.lanes.bandwidth[Lane.HOST] = nbytes / (share * n * COMPUTE)
+                    pair[k].held.lanes.bandwidth[Lane.HOST] = nbytes / (share * n * compute)
             took.append(spans)
         each: list[Any] = [None] * RANKS
         dist.all_gather_object(each, took[1:])
         if rank:
             continue
         found = np.array(each).max(0)
-        costs = Costs(F=FORWARD, B=BACKWARD, step_host=share * n * COMPUTE)
+        costs = Costs(F=forward, B=2 * forward, step_host=share * n * compute)
         spans = [simulate(one, costs, model="edge", blocks=True).span for one in programs]
         cells = [
             f"{1e3 * told:.0f}, {1e3 * seen:.0f}"
@@ -131,23 +128,17 @@ def measure(rank: int, rounds: int) -> None:
         ratios, told = found[:, 1] / found[:, 0], spans[1] / spans[0]
         line(
             f"{share:g} of an update" if share else "nothing", *cells, f"{told:.3f}",
-            _ratio(ratios), off(told / ratios),
+            ratio(ratios.tolist()), deviation((told / ratios).tolist()),
         )  # fmt: skip
-
-
-def _ratio(ratios: Any) -> str:
-    """The median, and its spread."""
-    low, high = spread(ratios.tolist())
-    return f"{np.median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
 def main() -> None:
     """Print the table, a row as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="steps of each")
-    args = parser.parse_args()
-    context = multiprocessing.get_context("fork")
-    run(measure, RANKS, args.rounds, context=context, limit=3600)
+    parser.add_argument("--forward", type=float, default=FORWARD, help="seconds of a forward")
+    args = parse(parser, rounds=1, forward=FORWARD / 10)
+    on_ranks(measure, RANKS, args.rounds, args.forward, SHARES[:2] if args.smoke else SHARES)
 
 
 if __name__ == "__main__":

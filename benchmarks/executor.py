@@ -22,12 +22,10 @@ black box, in turn with steps of the same loop without that.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import statistics
+import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter, thread_time
@@ -35,23 +33,26 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import PipelineStage
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import schedir
+from benchmarks.harness import head, line, parse
+from benchmarks.paired_steps import WARM, Model, on_ranks, small_gpt, tiny
 from schedir import Plan
 from schedir.dumps.box import Box
 from schedir.io import torch_csv
 from schedir.ir.program import Program
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.training import gpt
+from schedir.transports.plain import Kinds
 from schedir.transports.processes import Gloo
 from schedir.transports.shared import Shared
 from schedir.transports.transport import Transport
 
-WARM = 3
 WHOSE = ("shared", "gloo", "torch")
 # Model, schedule, ranks, stages per rank, microbatches.
 Row = tuple[str, str, int, int, int]
@@ -66,60 +67,22 @@ TOGETHER: list[Row] = [
     for ranks in (2, 4)
     for schedule, v in (("one_f_one_b", 1), ("interleaved", 2))
 ]
-
-
-class Model(NamedTuple):
-    """A model in stages, and a batch; `inputs[mb]` is a microbatch."""
-
-    stages: list[nn.Module]
-    inputs: Tensor
-    targets: Tensor
-    loss: Callable[[Tensor, Tensor], Tensor]
-    boundary: tuple[int, ...]
-
-
-class Tiny(nn.Module):
-    """Next to no work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((8,), 0.9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-def squares(y: Tensor, target: Tensor) -> Tensor:
-    """The sum of squared errors."""
-    return (y - target).square().sum()
-
-
-def tiny(stages: int, m: int) -> Model:
-    """Microbatches of eight numbers."""
-    x = torch.randn(m, 1, 8, generator=torch.Generator().manual_seed(0))
-    return Model([Tiny() for _ in range(stages)], x, x + 1, squares, (1, 8))
-
-
-def small_gpt(stages: int, m: int) -> Model:
-    """A GPT of 8 layers, hidden 128, on microbatches of 2 x 64 tokens."""
-    config = gpt.GPTConfig(layers=8, hidden=128, context=64, tied=False)
-    tokens = torch.randint(256, (m, 2, 65), generator=torch.Generator().manual_seed(0))
-    built: list[nn.Module] = [gpt.build_stage(config, s, stages) for s in range(stages)]
-    return Model(built, tokens[:, :, :-1], tokens[:, :, 1:], gpt.loss, (2, 64, 128))
-
+SMOKE_ALONE: list[Row] = [("tiny", "one_f_one_b", 4, 1, 8), ("tiny", "interleaved_zb", 4, 2, 8)]
+SMOKE_TOGETHER: list[Row] = [("tiny", "interleaved", 2, 2, 4), ("gpt", "one_f_one_b", 2, 1, 2)]
+RANK_ALONE = 1  # an inner rank: it receives from both neighbours, and sends to both
 
 MODELS = {"tiny": tiny, "gpt": small_gpt}
 
 
 class Nowhere(Gloo):
-    """The transport of a rank that is alone: c10d's calls without an end."""
+    """Gloo's transport for one rank of a world in which no other rank exists.
 
-    def __init__(self, rank: int) -> None:
-        self.tp = self.dp = 1
-        self.blocks, self.static = True, False
-        self.tp_rank = self.dp_rank = 0
-        self.rank, self.pipeline = rank, dist.group.WORLD
-        self.groups, self.within = {}, None
+    torch's "fake" backend ends each of its messages at once.
+    """
+
+    def agree(self, facts: Mapping[str, str], tell: object = None, kinds: Kinds = ()) -> list[Any]:
+        """As Processes.agree: no other process answers."""
+        return [tell]
 
 
 class Bench:
@@ -215,27 +178,25 @@ class Result(NamedTuple):
         return (step - work) / self.counts[whose] * 1e6
 
 
-def process(number: int, folder: str, row: Row, pairs: int, pipe: Any) -> None:
-    """One process of a row."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    if folder:
-        where = Path(folder, "store").as_uri()
-        dist.init_process_group("gloo", init_method=where, rank=number, world_size=row[2])
-        bench = Bench(row, number, {"shared": Shared, "gloo": Gloo})
-        result = bench.run(pairs, dist.barrier)
-        dist.barrier()
-    else:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+def together(rank: int, row: Row, pairs: int) -> Result:
+    """Measure a row, as one of its processes."""
+    bench = Bench(row, rank, {"shared": Shared, "gloo": Gloo})
+    return Result(bench.run(pairs, dist.barrier), bench.counts)
 
-        # Nobody answers when torch's stages ask whether all know their shapes.
-        PipelineStage._warmup_backward_result = lambda *_, **__: torch.ones(1)  # type: ignore[method-assign]
-        dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=row[2])
-        bench = Bench(row, number, {"alone": lambda _: Nowhere(number)})
-        result = bench.run(pairs, lambda: None)
-    pipe.send((result, bench.counts))
-    pipe.close()
-    os._exit(0)
+
+def alone(_: int, row: Row, pairs: int) -> Result:
+    """Measure a row without a transport."""
+    enter_fake_world(row)
+    # No other rank answers when torch's stages ask whether all know their shapes.
+    PipelineStage._warmup_backward_result = lambda *_, **__: torch.ones(1)  # type: ignore[method-assign]
+    bench = Bench(row, RANK_ALONE, {"alone": Nowhere})
+    return Result(bench.run(pairs, lambda: None), bench.counts)
+
+
+def enter_fake_world(row: Row) -> None:
+    """Make this process one rank of a world that has no others."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK_ALONE, world_size=row[2])
 
 
 def unnoted(executor: Executor) -> None:
@@ -250,16 +211,14 @@ def unnoted(executor: Executor) -> None:
         raise executor.state.failed(0, error) from error
 
 
-def box_costs(row: Row, pairs: int) -> list[float]:
+def box_costs(_: int, row: Row, pairs: int) -> list[float]:
     """Microseconds of an instruction that a black box in a file takes, of each pair of steps."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=row[2])
+    enter_fake_world(row)
     model, plan = MODELS[row[0]](row[2] * row[3], row[4]), Plan(row[2], row[4], row[3])
     program = schedir.compile(getattr(schedir.schedules, row[1]), plan, model="edge", overlap=True)
     executor = Executor(
-        program, 1, {s: model.stages[s] for s in plan.stages_of[1]}, Nowhere(1),
+        program, RANK_ALONE, {s: model.stages[s] for s in plan.stages_of[RANK_ALONE]},
+        Nowhere(program),
         loss=model.loss, boundary=Boundary(model.boundary), record=False,
     )  # fmt: skip
     noted = executor._run
@@ -274,57 +233,24 @@ def box_costs(row: Row, pairs: int) -> list[float]:
                 executor.step(list(model.inputs), list(model.targets))
                 own.append(thread_time() - began)
             took.append(own if turn % 2 else own[::-1])
-    return [(a - b) / len(program.streams[1]) * 1e6 for a, b in took[WARM:]]
+    return [(a - b) / len(program.streams[RANK_ALONE]) * 1e6 for a, b in took[WARM:]]
 
 
-def measure(row: Row, pairs: int, folder: str, numbers: Iterable[int]) -> list[Result]:
-    """What the processes of a row measured; without a folder to meet in, each is alone."""
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for number in numbers:
-        pipe, end = context.Pipe(duplex=False)
-        one = context.Process(target=process, args=(number, folder, row, pairs, end))
-        one.start()
-        end.close()
-        pipes.append(pipe)
-        processes.append(one)
-    results = [Result(*pipe.recv()) for pipe in pipes]
-    for one in processes:
-        one.join()
-    return results
-
-
-def line(*cells: object) -> None:
-    """Print a row of a table."""
-    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-
-
-def main() -> None:
-    """Print the tables, a row as soon as it is measured."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=15, help="steps of each runtime")
-    parser.add_argument("--box", action="store_true", help="what a black box costs, alone")
-    args = parser.parse_args()
-    pairs = args.pairs
-    if args.box:
-        costs = sorted(box_costs(ALONE[0], pairs))
-        low, high = costs[len(costs) // 4], costs[-1 - len(costs) // 4]
-        print(f"{statistics.median(costs):.3f} us an instruction, half of {pairs} pairs from "
-              f"{low:.3f} to {high:.3f}")  # fmt: skip
-        return
-    line("model", "schedule", "P", "v", "m", "own, us", "torch's", "ratio")
-    line(*["---"] * 8)
-    for row in ALONE:
-        (alone,) = measure(row, pairs, "", [1])
-        ours, torchs = alone.own("alone"), alone.own("torch")
+def print_alone(rows: Sequence[Row], pairs: int) -> None:
+    """Print the table of steps without a transport, a row as soon as it is measured."""
+    head("model", "schedule", "P", "v", "m", "own, us", "torch's", "ratio")
+    for row in rows:
+        (result,) = on_ranks(alone, 1, row, pairs)
+        ours, torchs = result.own("alone"), result.own("torch")
         line(*row, f"{ours:.1f}", f"{torchs:.1f}", f"{ours / torchs:.2f}")
-    print()
-    line("model", "schedule", "P", "v", "m", "step, ms: shared", "gloo", "torch", "shared/torch",
+
+
+def print_together(rows: Sequence[Row], pairs: int) -> None:
+    """Print the table of steps with a process for each rank, a row as soon as it is measured."""
+    head("model", "schedule", "P", "v", "m", "step, ms: shared", "gloo", "torch", "shared/torch",
          "gloo/torch", "own, us: shared", "gloo", "torch")  # fmt: skip
-    line(*["---"] * 13)
-    for row in TOGETHER:
-        with tempfile.TemporaryDirectory() as folder:
-            results = measure(row, pairs, folder, range(row[2]))
+    for row in rows:
+        results = on_ranks(together, row[2], row, pairs)
         steps = {whose: [wall for wall, _ in took] for whose, took in results[0].took.items()}
         ratios = [
             statistics.median(a / b for a, b in zip(steps[ours], steps["torch"], strict=True))
@@ -338,6 +264,30 @@ def main() -> None:
             *(f"{ratio:.2f}" for ratio in ratios),
             *(f"{us:.1f}" if row[0] == "tiny" else "" for us in own),
         )
+
+
+def print_box(row: Row, pairs: int) -> None:
+    """Print what a black box costs."""
+    (costs,) = on_ranks(box_costs, 1, row, pairs)
+    costs.sort()
+    low, high = costs[len(costs) // 4], costs[-1 - len(costs) // 4]
+    print(f"{statistics.median(costs):.3f} us an instruction, half of {pairs} pairs from "
+          f"{low:.3f} to {high:.3f}")  # fmt: skip
+
+
+def main() -> None:
+    """Print the tables, or what a black box costs; with `--smoke` both, of few small rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=15, help="steps of each runtime")
+    parser.add_argument("--box", action="store_true", help="what a black box costs, alone")
+    args = parse(parser, pairs=1)
+    by_one, by_all = (SMOKE_ALONE, SMOKE_TOGETHER) if args.smoke else (ALONE, TOGETHER)
+    if args.box or args.smoke:
+        print_box(by_one[0], args.pairs)
+    if not args.box:
+        print_alone(by_one, args.pairs)
+        print()
+        print_together(by_all, args.pairs)
 
 
 if __name__ == "__main__":

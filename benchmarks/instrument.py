@@ -1,12 +1,13 @@
 """What `schedir.instrument` costs the steps that no profiler sees: pairs of them, with and without.
 
-python benchmarks/instrument.py [pairs]
+    python benchmarks/instrument.py [PAIRS]
 
 torch's Schedule1F1B on two Gloo processes, 16 microbatches, with layers that take next to no time.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from statistics import median, quantiles
@@ -19,7 +20,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import schedir
-from tests.cpu.spawn import run
+from benchmarks.harness import parse
+from benchmarks.paired_steps import on_ranks
 
 MICROBATCHES, WIDTH, STEPS = 16, 8, 5
 
@@ -47,8 +49,12 @@ def times(rank: int, pairs: int) -> list[tuple[float, float]]:
 
 
 def main() -> None:
-    pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-    for rank, found in enumerate(run(times, 2, pairs)):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pairs", type=int, nargs="?", default=200, help="two or more")
+    pairs = parse(parser, pairs=2).pairs
+    if pairs < 2:
+        parser.error("quartiles need two pairs or more")
+    for rank, found in enumerate(on_ranks(times, 2, pairs)):
         low, _, high = quantiles([marked / plain - 1 for plain, marked in found])
         plain, marked = (median(column) for column in zip(*found, strict=True))
         print(

@@ -25,15 +25,11 @@ between which the median of such rounds lies 95 times of 100.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import statistics
 import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,8 +39,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.executor import line
-from benchmarks.torch_face import spread
+from benchmarks.harness import deviation, head, line, parse
+from benchmarks.paired_steps import WARM, alternate, on_ranks
 from schedir import Plan, compile, schedules, simulate
 from schedir.errors import MemoryLimitError
 from schedir.ir.costs import Costs
@@ -56,15 +52,23 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.living import Living
 from schedir.runtime.measured import measured
 from schedir.runtime.sizes import sizes_of
-from schedir.testing.processes import run
 from schedir.training import gpt
 from schedir.transports.processes import Gloo
 
-RANKS, WARM = 2, 3
+RANKS = 2
 CONFIG = gpt.GPTConfig(vocab=512, layers=8, hidden=256, heads=4, context=64, tied=False)
 DEEP = gpt.GPTConfig(vocab=256, layers=2, hidden=1024, heads=8, context=32, tied=False)
 SMALL = gpt.GPTConfig(vocab=256, layers=2, hidden=64, heads=2, context=32, tied=False)
 ROWS = 2  # of a microbatch
+# Schedule, stages that are offloaded, forwards that a copy takes.
+SLOWED: tuple[tuple[str, Any, float], ...] = (
+    ("gpipe", "all", 0.5),
+    ("gpipe", "all", 1.5),
+    ("gpipe", [0, 1], 3.0),
+    ("one_f_one_b", "all", 1.5),
+    ("one_f_one_b", [0], 4.0),
+    ("zb_h1", [0, 1], 2.0),
+)
 
 
 class Run:
@@ -101,45 +105,14 @@ def sizes(config: gpt.GPTConfig, stages: int) -> Sizes:
     return sizes_of(made, x[0], y[0], loss=gpt.loss, boundary=boundary)
 
 
-def alternate(one: Callable[[], None], other: Callable[[], None], rounds: int) -> list[list[float]]:
-    """Seconds of a step of each, in turns, of the process where it takes longest."""
-    took: list[list[float]] = []
-    for turn in range(WARM + rounds):
-        pair = [0.0] * 2
-        for k in (0, 1) if turn % 2 else (1, 0):
-            dist.barrier()
-            began = perf_counter()
-            (one, other)[k]()
-            pair[k] = perf_counter() - began
-        took.append(pair)
-    each: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(each, took[WARM:])
-    return cast(list[list[float]], np.array(each).max(0).tolist())
-
-
-def cells(took: list[list[float]]) -> list[str]:
-    """Both steps in ms, and the ratio of the second to the first."""
-    ratios = [other / one for one, other in took]
-    low, high = spread(ratios)
-    return [
-        *(f"{1e3 * statistics.median(each):.1f}" for each in zip(*took, strict=True)),
-        f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})",
-    ]
-
-
-def slowed(rank: int, rounds: int) -> None:
+def slowed(
+    rank: int, rounds: int, config: gpt.GPTConfig, rows: Sequence[tuple[str, Any, float]]
+) -> None:
     """Predicted beside measured, and how well a step predicts another."""
-    saved = sizes(DEEP, RANKS).of("saved", RANKS)
-    for name, which, share in (
-        ("gpipe", "all", 0.5),
-        ("gpipe", "all", 1.5),
-        ("gpipe", [0, 1], 3.0),
-        ("one_f_one_b", "all", 1.5),
-        ("one_f_one_b", [0], 4.0),
-        ("zb_h1", [0, 1], 2.0),
-    ):
+    saved = sizes(config, RANKS).of("saved", RANKS)
+    for name, which, share in rows:
         schedule, plan = getattr(schedules, name), Plan(RANKS, 8)
-        plain = Run(DEEP, compile(schedule, plan, model="edge"), rank)
+        plain = Run(config, compile(schedule, plan, model="edge"), rank)
         for _ in range(WARM):
             plain.step()
         told: list[Any] = [_costs(plain)]
@@ -149,7 +122,7 @@ def slowed(rank: int, rounds: int) -> None:
         copy = tuple(float(size) / bandwidth for size in saved)
         costs: Costs = replace(told[0], offload=copy, reload=copy)
         program = compile(schedule, plan, costs=costs, model="edge", offload=which, slots="fewest")
-        pair = free, slow = Run(DEEP, program, rank), Run(DEEP, program, rank)
+        pair = free, slow = Run(config, program, rank), Run(config, program, rank)
         for each in pair:
             each.executor.held.tiers.poisons = False
         for lane in (Lane.D2H, Lane.H2D):
@@ -177,7 +150,7 @@ def slowed(rank: int, rounds: int) -> None:
             f"{name}, of {which}", f"{share:g} F",
             *(f"{1e3 * each:.1f}" for each in np.median(found[:, :2], 0)),
             f"{np.median(longer):.3f}",
-            *(off(found[:, a] / found[:, b]) for a, b in ((2, 0), (3, 1))),
+            *(deviation((found[:, a] / found[:, b]).tolist()) for a, b in ((2, 0), (3, 1))),
         )  # fmt: skip
 
 
@@ -187,15 +160,9 @@ def _costs(of: Run) -> Costs | None:
     return None if timeline is None else calibrate(timeline)
 
 
-def off(ratios: Any) -> str:
-    """The median of how far a prediction is from what it predicts, and its spread."""
-    low, high = spread(ratios.tolist())
-    return f"{np.median(ratios) - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
-
-
-def fits(rank: int, rounds: int) -> None:
+def fits(rank: int, rounds: int, m: int) -> None:
     """What keeps, what recomputes, and what offloads, at one limit."""
-    m, found = 96, sizes(SMALL, RANKS)
+    found = sizes(SMALL, RANKS)
     ways: dict[str, dict[str, Any]] = {
         "kept": {}, "recomputed": {"recompute": "all"}, "offloaded": {"offload": "all"}
     }  # fmt: skip
@@ -227,13 +194,13 @@ def fits(rank: int, rounds: int) -> None:
             line(name, f"{most[name] / 1e6:.3f}", f"{limit / 1e6:.3f}", said)
 
 
-def beside_torch(rank: int, rounds: int) -> None:
+def beside_torch(rounds: int, config: gpt.GPTConfig, microbatches: Sequence[int]) -> None:
     """Ours beside `save_on_cpu`, one process."""
-    for m in (4, 8):
+    for m in microbatches:
         program = compile(schedules.gpipe, Plan(1, m), slots="fewest", offload=[0])
-        own = [Run(CONFIG, program, 0) for _ in range(2)]
+        own = [Run(config, program, 0) for _ in range(2)]
         own[1].executor.held.tiers.poisons = False
-        stages, x, y = model(CONFIG, 1, m)
+        stages, x, y = model(config, 1, m)
         whole, scale = stages[0], own[0].scale
         adam = torch.optim.AdamW(whole.parameters(), lr=1e-4)
 
@@ -252,7 +219,7 @@ def beside_torch(rank: int, rounds: int) -> None:
 
         first = alternate(theirs, own[0].step, rounds)
         second = alternate(theirs, own[1].step, rounds)
-        line(f"m={m}", *cells(first), cells(second)[2])
+        line(f"m={m}", *first.cells()[:3], second.cells()[2])
 
 
 def _pack(tensor: Tensor) -> Tensor:
@@ -265,37 +232,37 @@ def _unpack(packed: Tensor) -> Tensor:
     return packed.to("cpu", copy=True)
 
 
-TABLES: dict[str, tuple[Any, int, list[str]]] = {
-    "slowed": (slowed, RANKS, ["program, m=8", "a copy takes", "free, ms", "slowed, ms",
-                               "slowed over free, predicted", "free, predicted less measured",
-                               "slowed, predicted less measured"]),
-    "fits": (fits, RANKS, ["2 ranks, m=96", "predicted, MB", "limit, MB", "lived, MB"]),
-    "torch": (beside_torch, 1, ["microbatches", "save_on_cpu, ms", "ours, ms", "ratio",
-                                "without NaN"]),
+HEADS = {
+    "slowed": ["program, m=8", "a copy takes", "free, ms", "slowed, ms",
+               "slowed over free, predicted", "free, predicted less measured",
+               "slowed, predicted less measured"],
+    "fits": ["2 ranks, m=96", "predicted, MB", "limit, MB", "lived, MB"],
+    "torch": ["microbatches", "save_on_cpu, ms", "ours, ms", "ratio", "without NaN"],
 }  # fmt: skip
 
 
-def table(rank: int, rounds: int, name: str) -> None:
+def table(rank: int, rounds: int, name: str, smoke: bool) -> None:
     """Measure a table, and print it on rank 0."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    measure, _, head = TABLES[name]
     if not rank:
-        line(*head)
-        line(*["---"] * len(head))
-    measure(rank, rounds)
+        head(*HEADS[name])
+    match name:
+        case "slowed":
+            slowed(rank, rounds, *((SMALL, SLOWED[-1:]) if smoke else (DEEP, SLOWED)))
+        case "fits":
+            fits(rank, rounds, 96)
+        case "torch":
+            beside_torch(rounds, *((SMALL, (2,)) if smoke else (CONFIG, (4, 8))))
 
 
 def main() -> None:
     """Print the tables, a row as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="steps of each")
-    parser.add_argument("--only", default="", choices=("", *TABLES), help="one table")
-    args = parser.parse_args()
-    context = multiprocessing.get_context("fork")
-    for name, (_, processes, _) in TABLES.items():
+    parser.add_argument("--only", default="", choices=("", *HEADS), help="one table")
+    args = parse(parser, rounds=1)
+    for name in HEADS:
         if args.only in ("", name):
-            run(table, processes, args.rounds, name, context=context, limit=3600)
+            on_ranks(table, 1 if name == "torch" else RANKS, args.rounds, name, args.smoke)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,8 @@ between which the median of such rounds lies 95 times of 100.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
-import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -44,8 +43,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.executor import line
-from benchmarks.torch_face import spread
+from benchmarks.harness import deviation, head, line, parse, ratio
+from benchmarks.paired_steps import on_ranks
 from schedir import Plan, compile, in_pieces, schedules, simulate
 from schedir.ir.costs import Costs
 from schedir.ir.ops import Lane
@@ -54,7 +53,6 @@ from schedir.predict.calibrate import calibrate
 from schedir.runtime.executor import Executor
 from schedir.runtime.lanes import Lanes
 from schedir.runtime.measured import measured
-from schedir.testing.processes import run
 from schedir.training import gpt
 from schedir.training.gpt_pieces import boundaries, cut_of, pieces
 from schedir.transports.collectives import Group, Kind
@@ -62,12 +60,14 @@ from schedir.transports.processes import Gloo
 from schedir.transports.transport import Work
 
 WIDE = gpt.GPTConfig(vocab=512, layers=1, hidden=1536, heads=16, context=64, tied=False)
+SMALL = gpt.GPTConfig(vocab=512, layers=1, hidden=64, heads=2, context=16, tied=False)
 NARROW = gpt.GPTConfig(vocab=512, layers=2, hidden=384, heads=6, context=128, tied=False)
 ROWS, M, WARM = 2, 4, 2  # samples of a microbatch; microbatches; rounds that are not counted
 ATTENTION = 1  # the first piece of its kind
 
 How = dict[str, Any]
-WAYS: tuple[tuple[str, How], ...] = (
+Way = tuple[str, How]  # a schedule, and options of compile
+WAYS: tuple[Way, ...] = (
     ("gpipe", {"fill": "all"}),
     ("zb_h1", {"fill": "W"}),
     ("one_f_one_b", {"fill": "all"}),
@@ -142,12 +142,12 @@ def told(name: str, how: How) -> str:
     return ", ".join([name, *(f"{what}={value}" for what, value in how.items())])
 
 
-def slowed(rank: int, rounds: int) -> None:
+def slowed(rank: int, rounds: int, config: gpt.GPTConfig, ways: Sequence[Way]) -> None:
     """Predicted beside measured."""
-    for name, how in WAYS:
+    for name, how in ways:
         for share in (0.5, 1.0) if name == "zb_h1" else (1.0,):
             m = M * how.get("chunks", 1)
-            plain = Run(WIDE, made(name, WIDE.layers, m))
+            plain = Run(config, made(name, config.layers, m))
             own = []
             for _ in range(2 * WARM):
                 plain.step()
@@ -155,8 +155,8 @@ def slowed(rank: int, rounds: int) -> None:
             seconds = share * min(own)
             bandwidth = plain.transport.bandwidth = plain.nbytes / seconds
             plain.step()
-            program = made(name, WIDE.layers, costs=plain.costs(), **how)
-            other = Run(WIDE, program, bandwidth)
+            program = made(name, config.layers, costs=plain.costs(), **how)
+            other = Run(config, program, bandwidth)
             took: list[list[float]] = []  # both, measured; and both predicted
             for turn in range(WARM + rounds):
                 spans = [0.0] * 4
@@ -177,21 +177,21 @@ def slowed(rank: int, rounds: int) -> None:
             line(
                 told(name, how), f"{1e3 * seconds:.2f}",
                 *(f"{1e3 * each:.1f}" for each in np.median(found[:, :2], 0)),
-                *(_ratio(found[:, a] / found[:, b]) for a, b in ((1, 0), (3, 2))),
-                *(_off(found[:, a] / found[:, b]) for a, b in ((2, 0), (3, 1))),
+                *(ratio((found[:, a] / found[:, b]).tolist()) for a, b in ((1, 0), (3, 2))),
+                *(deviation((found[:, a] / found[:, b]).tolist()) for a, b in ((2, 0), (3, 1))),
             )  # fmt: skip
 
 
-def real(rank: int, rounds: int) -> None:
+def real(rank: int, rounds: int, config: gpt.GPTConfig, ways: Sequence[Way]) -> None:
     """As Gloo sums."""
-    for name, how in WAYS:
+    for name, how in ways:
         uncut = compile(getattr(schedules, name), Plan(1, M), tp=2, model="edge", blocks=True)
-        whole, plain = Run(NARROW, uncut), Run(NARROW, made(name, NARROW.layers))
+        whole, plain = Run(config, uncut), Run(config, made(name, config.layers))
         for _ in range(WARM):
             plain.step()
         found, of_pieces = plain.costs(), Plan(1, M, plain.program.plan.stages)
         costs = in_pieces(found, 1, of_pieces, chunks=how.get("chunks", 1))
-        runs = [whole, plain, Run(NARROW, made(name, NARROW.layers, costs=costs, **how))]
+        runs = [whole, plain, Run(config, made(name, config.layers, costs=costs, **how))]
         took = []
         for turn in range(WARM + rounds):
             order = [(turn + k) % len(runs) for k in range(len(runs))]
@@ -204,27 +204,18 @@ def real(rank: int, rounds: int) -> None:
             line(
                 told(name, how), f"{1e3 * float(np.mean(found.told['sum'])):.2f}",
                 *(f"{1e3 * one:.1f}" for one in np.median(all_of, 0)),
-                *(_ratio(all_of[:, a] / all_of[:, b]) for a, b in ((1, 0), (2, 1), (2, 0))),
+                *(
+                    ratio((all_of[:, a] / all_of[:, b]).tolist())
+                    for a, b in ((1, 0), (2, 1), (2, 0))
+                ),
             )  # fmt: skip
 
 
-def _ratio(ratios: Any) -> str:
-    """The median, and its spread."""
-    low, high = spread(ratios.tolist())
-    return f"{np.median(ratios):.3f} ({low:.3f} to {high:.3f})"
-
-
-def _off(ratios: Any) -> str:
-    """By how much a prediction is off, likewise."""
-    low, high = spread(ratios.tolist())
-    return f"{np.median(ratios) - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
-
-
-def predicted() -> None:
+def predicted(schedules_: Sequence[tuple[str, int]]) -> None:
     """Two layers a rank, in pieces; sums that take a share of an attention or feed-forward."""
+    head(*HEADS["predicted"])
     shares = (0.2, 1, 0.2, 1, 0.2, 1, 0.2, 1, 0.2)
-    for name, v in (("gpipe", 1), ("one_f_one_b", 1), ("interleaved", 2), ("zb_h1", 1),
-                    ("zb_v", 2), ("dualpipe", 1)):  # fmt: skip
+    for name, v in schedules_:
         schedule = getattr(schedules, name)
         placement, own = getattr(schedule, "placed", ("loop", v))
         plan = Plan(4, 16, own or v, placement)
@@ -251,6 +242,10 @@ def predicted() -> None:
                  *(f"{one:.1f}" for one in chunked))  # fmt: skip
 
 
+PREDICTED = (  # schedules, with stages per rank
+    ("gpipe", 1), ("one_f_one_b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2),
+    ("dualpipe", 1),
+)  # fmt: skip
 HEADS = {
     "slowed": ["1 rank", "a sum takes, ms", "plain, ms", "other, ms", "ratio",
                "predicted ratio", "predicted less measured, plain", "other"],
@@ -261,14 +256,12 @@ HEADS = {
 }  # fmt: skip
 
 
-def table(rank: int, rounds: int, name: str) -> None:
+def table(rank: int, rounds: int, name: str, smoke: bool) -> None:
     """Measure a table, and print it on rank 0."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     if not rank:
-        line(*HEADS[name])
-        line(*["---"] * len(HEADS[name]))
-    {"slowed": slowed, "real": real}[name](rank, rounds)
+        head(*HEADS[name])
+    measure, config = {"slowed": (slowed, WIDE), "real": (real, NARROW)}[name]
+    measure(rank, rounds, *((SMALL, WAYS[-1:]) if smoke else (config, WAYS)))
 
 
 def main() -> None:
@@ -276,15 +269,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=12, help="steps of each")
     parser.add_argument("--only", default="", choices=("", *HEADS), help="one table")
-    args = parser.parse_args()
+    args = parse(parser, rounds=1)
     if args.only in ("", "predicted"):
-        line(*HEADS["predicted"])
-        line(*["---"] * len(HEADS["predicted"]))
-        predicted()
-    context = multiprocessing.get_context("fork")
+        predicted(PREDICTED[:1] if args.smoke else PREDICTED)
     for name in ("slowed", "real"):
         if args.only in ("", name):
-            run(table, 2, args.rounds, name, context=context, limit=3600)
+            on_ranks(table, 2, args.rounds, name, args.smoke)
 
 
 if __name__ == "__main__":

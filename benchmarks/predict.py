@@ -29,6 +29,8 @@ import numpy as np
 import torch
 
 import schedir
+from benchmarks.harness import line, parse
+from benchmarks.paired_steps import on_ranks
 from schedir import Costs, Timeline, schedules
 from schedir.ir.program import Program
 from schedir.predict.calibrate import calibrate, completed
@@ -40,7 +42,6 @@ from schedir.schedules.words import delay_for
 from schedir.training import gpt
 from schedir.training.gpt_config import GPTConfig
 from schedir.transports.shared import Shared
-from tests.cpu.spawn import run
 from tests.laws import ZOO, plan_of
 
 MODEL = GPTConfig(vocab=256, layers=8, hidden=96, heads=4, context=64)
@@ -120,7 +121,7 @@ def rows(names: list[str], ranks: int, steps: int) -> Iterator[tuple[list[str], 
     base: Costs | None = None
     for name in names:
         program = program_of(name, ranks)
-        timelines, recording = run(train, ranks, name, ranks, steps, limit=600)[0]
+        timelines, recording = on_ranks(train, ranks, name, ranks, steps, limit=600)[0]
         costs = [calibrate(t) for t in timelines]
         spans = [t.span for t in timelines]
         own = [span(program, c) / s - 1 for c, s in zip(costs, spans, strict=True)]
@@ -151,14 +152,14 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="SCHEDULE", help="by default all that train")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P")
     parser.add_argument("--steps", type=int, default=20, metavar="N")
-    options = parser.parse_args()
+    options = parse(parser, names=[BASE, "zb_v"], ranks=[2], steps=2)
     head = ["schedule", "P", "step, ms", "p90 over p10", "own, median", "own, worst", "next",
             "from 1F1B", "recording"]  # fmt: skip
     print(f"| {' | '.join(head)} |\n| --- | {' | '.join(['---:'] * (len(head) - 1))} |")
     for ranks in options.ranks:
         found = []
         for row, own in rows(options.names or trained(ranks), ranks, options.steps):
-            print(f"| {' | '.join(row)} |", flush=True)
+            line(*row)
             found.append((abs(own), row[0]))
         far = [name for error, name in found if error > GOAL]
         near, (most, worst) = len(found) - len(far), max(found)

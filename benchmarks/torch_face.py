@@ -15,13 +15,10 @@ threads included, which another job on the machine changes less.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import comb
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any, NamedTuple
@@ -33,16 +30,14 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.executor import Model, line, small_gpt, tiny
+from benchmarks.harness import head, line, parse, ratio
+from benchmarks.paired_steps import WARM, Model, on_ranks, small_gpt, tiny
 from schedir import schedules
-from schedir.testing.processes import run
 from schedir.torch import Schedule
 
-RANKS, WARM = 4, 3
-MODELS: dict[str, tuple[Callable[[int, int], Model], int]] = {
-    "gpt": (small_gpt, 16),
-    "tiny": (tiny, 64),
-}
+RANKS = 4
+MODELS: dict[str, Callable[[int, int], Model]] = {"gpt": small_gpt, "tiny": tiny}
+MICROBATCHES = {"gpt": 16, "tiny": 64}
 
 
 class Pair(NamedTuple):
@@ -68,20 +63,20 @@ PAIRS = (
     Pair("ScheduleZBVZeroBubble", "zb_v", 8, "vee"),
     Pair("ScheduleDualPipeV", "dualpipe_v", 8, "vee"),
 )
+SMOKE_PAIRS = (PAIRS[1], PAIRS[5])
 WHOSE = ("theirs", "torch", "schedir")
 
 
 class Bench:
     """The three pipelines of a row, of one rank."""
 
-    def __init__(self, rank: int, kind: str, pair: Pair) -> None:
-        make, microbatches = MODELS[kind]
+    def __init__(self, rank: int, kind: str, pair: Pair, microbatches: int) -> None:
         own, last = pair.held(rank), pair.stages - 1
         self.modules: list[torch.nn.Module] = []
         self.steps: dict[str, Callable[[], Any]] = {}
         for whose in WHOSE:
             torch.manual_seed(0)
-            model = make(pair.stages, microbatches)
+            model = MODELS[kind](pair.stages, microbatches)
             self.modules += [model.stages[s] for s in own]
             stages = [
                 PipelineStage(model.stages[s], s, pair.stages, torch.device("cpu")) for s in own
@@ -117,22 +112,13 @@ class Bench:
         return took
 
 
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Between which of these, of a sample, the median of all lies with at least 95 %."""
-    n, low, beyond = len(values), 0, 0.0
-    while low < (n - 1) // 2 and (beyond := beyond + comb(n, low) / 2**n) <= 0.025:
-        low += 1
-    ordered = sorted(values)
-    return ordered[max(low - 1, 0)], ordered[n - max(low, 1)]
-
-
-def rows(rank: int, rounds: int, only: str) -> None:
+def rows(rank: int, rounds: int, only: str, pairs: Sequence[Pair], smoke: bool) -> None:
     """Measure each row, and print it on rank 0."""
-    warnings.simplefilter("ignore")
     for kind in MODELS:
-        for pair in PAIRS if only in ("", kind) else ():
+        for pair in pairs if only in ("", kind) else ():
             ranks: list[Any] = [None] * RANKS
-            dist.all_gather_object(ranks, Bench(rank, kind, pair).run(rounds))
+            bench = Bench(rank, kind, pair, 2 * RANKS if smoke else MICROBATCHES[kind])
+            dist.all_gather_object(ranks, bench.run(rounds))
             if rank:
                 continue
             steps = {
@@ -149,12 +135,8 @@ def rows(rank: int, rounds: int, only: str) -> None:
             for whose in WHOSE[1:]:
                 both = [*zip(steps[whose], steps["theirs"], strict=True)]
                 ratios = [one / other for (one, _), (other, _) in both]
-                low, high = spread(ratios)
                 cpu = statistics.median(one / other for (_, one), (_, other) in both)
-                cells += [
-                    f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})",
-                    f"{cpu:.2f}",
-                ]
+                cells += [ratio(ratios, 2), f"{cpu:.2f}"]
             line(kind, f"{pair.ours}, {pair.stages} stages", *medians, *cells)
 
 
@@ -164,12 +146,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="steps of each pipeline")
     parser.add_argument("--quick", action="store_true", help="five rounds")
     parser.add_argument("--only", default="", choices=("", *MODELS), help="one model's rows")
-    args = parser.parse_args()
-    line("model", "schedule", "step, ms: torch's", "runtime=torch", "runtime=schedir",
+    args = parse(parser, rounds=1)
+    head("model", "schedule", "step, ms: torch's", "runtime=torch", "runtime=schedir",
          "torch: ratio", "CPU", "schedir: ratio", "CPU")  # fmt: skip
-    line(*["---"] * 9)
-    context = multiprocessing.get_context("fork")
-    run(rows, RANKS, 5 if args.quick else args.rounds, args.only, context=context, limit=3600)
+    rounds, pairs = 5 if args.quick else args.rounds, SMOKE_PAIRS if args.smoke else PAIRS
+    on_ranks(rows, RANKS, rounds, args.only, pairs, args.smoke)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torch import nn
 
+from benchmarks.harness import head, line, parse
+from benchmarks.paired_steps import on_ranks, squares
 from schedir import Costs, Plan, compile, schedules, simulate
 from schedir.ir.ops import COMPUTE, WHOLES
 from schedir.ir.program import Program
@@ -32,7 +34,6 @@ from schedir.runtime import split_linears
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank import Call
 from schedir.transports.processes import Gloo
-from tests.cpu.spawn import run
 
 RANKS, MICROBATCHES, UNIT, WIDTH = 4, 12, 20e-3, 4  # seconds of an F, I or W
 WHEN = ("before", "after")
@@ -60,11 +61,6 @@ def asleep(call: Call, seconds: float) -> Call:
         time.sleep(seconds)
 
     return call._replace(run=run_and_sleep)
-
-
-def squares(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss."""
-    return (y - target).square().sum()
 
 
 def trained(
@@ -112,26 +108,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clipped", type=int, default=0)
-    args = parser.parse_args()
-    print("| schedule | span | own span | predicted | measured | shorter: predicted | measured |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    args = parse(parser, names=["zb_h2"], steps=2, rounds=1, clipped=2)
+    head("schedule", "span", "own span", "predicted", "measured", "shorter: predicted", "measured")
     for name in args.names:
         programs = [program_of(name, validate) for validate in WHEN]
         costs = costs_of(programs[0], args.slow)
         one = simulate(programs[0], costs, model="edge", blocks=True)
         told = [period(program, costs, model="edge", blocks=True) for program in programs]
         given = name, args.slow, args.steps, args.rounds, args.clipped
-        ranks = run(trained, RANKS, *given, limit=900)
+        ranks = on_ranks(trained, RANKS, *given, limit=900)
         rounds = [max(rank[k][0] for rank in ranks) / UNIT for k in range(2 * args.rounds)]
         seen = [statistics.median(rounds[when::2]) for when in range(2)]
         pairs = zip(rounds[::2], rounds[1::2], strict=True)
         gain = statistics.median(1 - after / before for before, after in pairs)
-        print(
-            f"| `{name}` | {one.span:.1f} | {one.own_span.max():.1f} | "
-            f"{told[0]:.1f}, {told[1]:.1f} | {seen[0]:.1f}, {seen[1]:.1f} | "
-            f"{1 - told[1] / told[0]:.1%} | {gain:.1%} |",
-            flush=True,
-        )
+        line(
+            f"`{name}`", f"{one.span:.1f}", f"{one.own_span.max():.1f}",
+            f"{told[0]:.1f}, {told[1]:.1f}", f"{seen[0]:.1f}, {seen[1]:.1f}",
+            f"{1 - told[1] / told[0]:.1%}", f"{gain:.1%}",
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -22,42 +22,46 @@ processor time of both processes, Gloo's threads included.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import statistics
 import sys
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter, process_time
-from typing import Any, NamedTuple
+from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.executor import line
-from benchmarks.torch_face import spread
+from benchmarks.harness import head, line, parse
+from benchmarks.paired_steps import alternate, on_ranks
 from schedir import Plan, compile, schedules, simulate
 from schedir.ir.program import Program
 from schedir.predict.calibrate import calibrate
 from schedir.runtime.executor import Executor
 from schedir.runtime.measured import measured
-from schedir.testing.processes import run
 from schedir.training import gpt
 from schedir.transports.collectives import Group, Kind
 from schedir.transports.processes import Gloo
 from schedir.transports.transport import Work
 
-DP, STAGES, WARM = 2, 4, 3
+DP, STAGES = 2, 4
 CONFIG = gpt.GPTConfig(vocab=512, layers=8, hidden=256, heads=4, context=64, tied=False)
+SMALL = gpt.GPTConfig(vocab=512, layers=4, hidden=16, heads=2, context=64, tied=False)
 ROWS, TOKENS = 2, 64  # of a microbatch
+# Microbatches, schedule, stages that are whole at once, seconds that a gather takes.
+HIDDEN = (
+    (4, "looped_bfs", 2, 0.005),
+    (4, "looped_bfs", 2, 0.02),
+    (4, "looped_bfs", 2, 0.1),
+    (4, "looped_bfs", 1, 0.02),
+    (4, "interleaved", 2, 0.02),
+)
+FSDP = ((1, 2), (4, 2), (4, STAGES))  # microbatches, stages that are whole at once
 
 
 class Until:
@@ -95,25 +99,29 @@ def program_of(m: int, schedule: str, zero: int, active: int | None = None) -> P
     )
 
 
-def stages_and_batch(m: int, rank: int) -> tuple[list[nn.Module], Tensor, Tensor]:
+def stages_and_batch(
+    config: gpt.GPTConfig, m: int, rank: int
+) -> tuple[list[nn.Module], Tensor, Tensor]:
     """The same weights for all, and other tokens on each replica."""
-    stages: list[nn.Module] = [gpt.build_stage(CONFIG, s, STAGES) for s in range(STAGES)]
+    stages: list[nn.Module] = [gpt.build_stage(config, s, STAGES) for s in range(STAGES)]
     draw = torch.Generator().manual_seed(rank)
-    tokens = torch.randint(CONFIG.vocab, (m, ROWS, TOKENS + 1), generator=draw)
+    tokens = torch.randint(config.vocab, (m, ROWS, TOKENS + 1), generator=draw)
     return stages, tokens[:, :, :-1].contiguous(), tokens[:, :, 1:].contiguous()
 
 
 class Ours:
     """An executor and its batch."""
 
-    def __init__(self, program: Program, rank: int, transport: type[Gloo] = Gloo) -> None:
+    def __init__(
+        self, config: gpt.GPTConfig, program: Program, rank: int, transport: type[Gloo] = Gloo
+    ) -> None:
         m = program.plan.microbatches
-        stages, self.x, self.y = stages_and_batch(m, rank)
+        stages, self.x, self.y = stages_and_batch(config, m, rank)
         adam = torch.optim.AdamW([p for s in stages for p in s.parameters()], lr=1e-4)
         self.transport = transport(program)
         self.executor = Executor(
             program, 0, stages, self.transport, loss=gpt.loss,
-            boundary=(ROWS, TOKENS, CONFIG.hidden), optimizer=adam,
+            boundary=(ROWS, TOKENS, config.hidden), optimizer=adam,
         )  # fmt: skip
         self.scale = 1 / (m * ROWS * TOKENS)
 
@@ -124,8 +132,8 @@ class Ours:
 class Theirs:
     """FSDP2: each stage is sharded."""
 
-    def __init__(self, m: int, rank: int) -> None:
-        stages, self.x, self.y = stages_and_batch(m, rank)
+    def __init__(self, config: gpt.GPTConfig, m: int, rank: int) -> None:
+        stages, self.x, self.y = stages_and_batch(config, m, rank)
         for stage in stages:
             fully_shard(stage)
         whole: Any = nn.Sequential(*stages)
@@ -141,51 +149,13 @@ class Theirs:
         self.adam.step()
 
 
-class Took(NamedTuple):
-    """Seconds, shape (rounds, 2): of the clock, of the slower process; and of all processors."""
-
-    wall: NDArray[np.float64]
-    cpu: NDArray[np.float64]
-
-    def cells(self) -> list[str]:
-        """Both steps, and the ratio of the second to the first."""
-        ratios = [*map(float, self.wall[:, 1] / self.wall[:, 0])]
-        low, high = spread(ratios)
-        return [
-            *(f"{1e3 * s:.1f}" for s in np.median(self.wall, 0)),
-            f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})",
-            f"{np.median(self.cpu[:, 1] / self.cpu[:, 0]):.3f}",
-        ]
-
-
-def alternate(one: Callable[[], None], other: Callable[[], None], rounds: int) -> Took:
-    """A step of each in turn."""
-    took: list[list[tuple[float, float]]] = []
-    for turn in range(WARM + rounds):
-        pair = [(0.0, 0.0)] * 2
-        for k in (0, 1) if turn % 2 else (1, 0):
-            dist.barrier()
-            began, cpu = perf_counter(), process_time()
-            (one, other)[k]()
-            pair[k] = perf_counter() - began, process_time() - cpu
-        took.append(pair)
-    each: list[Any] = [None] * DP
-    dist.all_gather_object(each, took[WARM:])
-    walls, cpus = (np.array(each)[..., k] for k in (0, 1))  # (replicas, rounds, which)
-    return Took(walls.max(0), cpus.sum(0))
-
-
-def hidden(rank: int, rounds: int) -> None:
+def hidden(
+    rank: int, rounds: int, config: gpt.GPTConfig, rows: Sequence[tuple[int, str, int, float]]
+) -> None:
     """Zero 3 beside zero 0."""
-    for m, schedule, active, delay in (
-        (4, "looped_bfs", 2, 0.005),
-        (4, "looped_bfs", 2, 0.02),
-        (4, "looped_bfs", 2, 0.1),
-        (4, "looped_bfs", 1, 0.02),
-        (4, "interleaved", 2, 0.02),
-    ):
-        plain = Ours(program_of(m, schedule, 0), rank)
-        parts = Ours(program_of(m, schedule, 3, active), rank, Slowed)
+    for m, schedule, active, delay in rows:
+        plain = Ours(config, program_of(m, schedule, 0), rank)
+        parts = Ours(config, program_of(m, schedule, 3, active), rank, Slowed)
         parts.transport.delay = delay  # type: ignore[attr-defined]
         took = alternate(plain.step, parts.step, rounds)
         timeline = measured(plain.executor, plain.transport)
@@ -205,39 +175,43 @@ def hidden(rank: int, rounds: int) -> None:
         )  # fmt: skip
 
 
-def fsdp(rank: int, rounds: int) -> None:
+def fsdp(rank: int, rounds: int, config: gpt.GPTConfig, rows: Sequence[tuple[int, int]]) -> None:
     """Zero 3 beside FSDP2."""
-    for m, active in ((1, 2), (4, 2), (4, STAGES)):
-        theirs, ours = Theirs(m, rank), Ours(program_of(m, "looped_bfs", 3, active), rank)
+    for m, active in rows:
+        theirs = Theirs(config, m, rank)
+        ours = Ours(config, program_of(m, "looped_bfs", 3, active), rank)
         took = alternate(theirs.step, ours.step, rounds)
         if not rank:
             line(f"m={m}, active {active}", *took.cells())
 
 
-def tables(rank: int, rounds: int, only: str) -> None:
-    """Measure, and print on rank 0."""
-    warnings.simplefilter("ignore")
-    heads = {
-        hidden: ["program", "gathers, ms", "zero 0, ms", "zero 3, ms", "ratio", "CPU", "predicted",
-                 "predicted step less measured"],
-        fsdp: ["microbatches", "FSDP2, ms", "zero 3, ms", "ratio", "CPU"],
-    }  # fmt: skip
-    for table, head in heads.items():
-        if only in ("", table.__name__):
-            if not rank:
-                line(*head)
-                line(*["---"] * len(head))
-            table(rank, rounds)
+HEADS = {
+    "hidden": ["program", "gathers, ms", "zero 0, ms", "zero 3, ms", "ratio", "CPU", "predicted",
+               "predicted step less measured"],
+    "fsdp": ["microbatches", "FSDP2, ms", "zero 3, ms", "ratio", "CPU"],
+}  # fmt: skip
+
+
+def table(rank: int, rounds: int, name: str, smoke: bool) -> None:
+    """Measure a table, and print it on rank 0."""
+    if not rank:
+        head(*HEADS[name])
+    config, rows = (SMALL, 1) if smoke else (CONFIG, None)
+    if name == "hidden":
+        hidden(rank, rounds, config, HIDDEN[:rows])
+    else:
+        fsdp(rank, rounds, config, FSDP[:rows])
 
 
 def main() -> None:
     """Print both tables, a row as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="steps of each")
-    parser.add_argument("--only", default="", choices=("", "hidden", "fsdp"), help="one table")
-    args = parser.parse_args()
-    context = multiprocessing.get_context("fork")
-    run(tables, DP, args.rounds, args.only, context=context, limit=3600)
+    parser.add_argument("--only", default="", choices=("", *HEADS), help="one table")
+    args = parse(parser, rounds=1)
+    for name in HEADS:
+        if args.only in ("", name):
+            on_ranks(table, DP, args.rounds, name, args.smoke)
 
 
 if __name__ == "__main__":
