@@ -4,7 +4,8 @@
 
 A case is drawn from its seed alone: 2 to 8 ranks, one stage per rank or several in loops and vees,
 even and uneven costs, limits in counts and in bytes below, at and above the ranks.  Those proved
-are printed as lines of tests/certified.csv, or added to it.
+are printed as lines of tests/certified.csv, or added to it.  CP-SAT is `ortools`, which
+`pip install 'schedir[solver]'` installs.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from math import ceil, inf
 from pathlib import Path
 from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.harness import lacks, parse
 from schedir.errors import ProgramError
 from schedir.ir.ops import BACKWARD, FORWARD
 from schedir.schedules.draft import draft
@@ -130,12 +133,14 @@ def best_of_zoo(problem: Problem) -> tuple[float | None, str]:
     return (best, found) if found else (None, "")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", default="0:60", help="from:to")
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--add", action="store_true", help=f"to {FILE.name}")
-    options = parser.parse_args()
+    options = parse(parser, seeds="2:4", seconds=0.5)
+    if find_spec("ortools") is None:
+        return lacks("ortools: pip install 'schedir[solver]'", options.smoke)
     names = [f.name for f in fields(Case)]
     file = FILE.open("a", newline="") if options.add else sys.stdout
     out = csv.DictWriter(file, names, lineterminator="\n")
@@ -156,7 +161,8 @@ def main() -> None:
             zoo, name = best_of_zoo(problem)
             out.writerow(replace(case, optimum=solved.value, zoo=zoo, schedule=name).line())
             file.flush()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -33,6 +33,11 @@ from pathlib import Path
 from time import process_time
 from typing import Any, NamedTuple
 
+# Appended: a worker must import schedir from the checkout that it measures.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import parse
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -55,12 +60,13 @@ SMALL = (
     Row("interleaved", 64, 2, 1024, turns=3, step=64),
     Row("interleaved", 128, 4, 512, turns=1),
 )
+SMOKE = (Row("one_f_one_b", 4, 1, 8, turns=2), Row("interleaved", 4, 2, 8))
 LARGE = (
     Row("interleaved", 256, 8, 512),
     Row("interleaved", 256, 8, 2048),
     Row("one_f_one_b", 1024, 1, 8192),
 )
-TORCH = SMALL[3:5]  # what torch can be asked for in the time of a coffee
+TORCH = SMALL[3:5] + SMOKE[1:]  # larger programs take torch hours
 PARTS = ("draft", "compile", "simulate", "memory", "show", "parse")
 COUNTED = PARTS[:3]  # what a turn is
 MOST_TEXT = 2**24  # instructions; larger programs are measured without their text
@@ -331,14 +337,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="processes per row (default 3)")
     parser.add_argument("--rows", help="of which rows, by number from 0: 0,1,3")
     parser.add_argument("--serve", choices=("schedir", "compiled", "torch"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse(parser, rounds=1, torch=True)
     if args.serve:
         return serve(args.serve)
 
     from rich.console import Console
     from rich.table import Table
 
-    rows = SMALL + LARGE * args.large
+    rows = SMOKE if args.smoke else SMALL + LARGE * args.large
     if args.rows:
         rows = tuple(rows[int(k)] for k in args.rows.split(","))
     who = "compiled" if args.compiled else "schedir"
@@ -349,14 +355,14 @@ def main() -> None:
 
     shape = ["schedule", "P", "v", "m", "instructions"]
     bytes_ = ["B/instr", "with Timeline"]
-    if args.against:
-        with checkout_of(args.against) as other:
+    if args.against or args.smoke:
+        with checkout_of(args.against or str(ROOT)) as other:
             table = Table(*shape, "ms before", "ms now", *COUNTED, "all", *bytes_)
             for cells in compare(ROOT, other, rows, args.rounds, who, say):
                 table.add_row(*cells)
         console.print(table)
         console.print("ms are of the whole; ratios, now by before: the median and the quartiles")
-    else:
+    if not args.against:
         table = Table("", *shape, *PARTS, "compiled and simulated", *bytes_)
         for cells in alone(rows, args.rounds, who, args.torch, say):
             table.add_row(*cells)

@@ -1,5 +1,6 @@
 """Planner: what it predicts beside published figures.
 
+    python benchmarks/planner.py            # all tables
     python benchmarks/planner.py layers     # arXiv 2205.05198, table 4: one layer
     python benchmarks/planner.py stages     # arXiv 2401.10241, table 9: a stage, forward, I and W
     python benchmarks/planner.py node       # vTrain: steps on one node; constants are fitted on it
@@ -28,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.harness import head, line, parse
 from schedir import Cluster, planner
 from schedir.errors import UsageError
 from schedir.planner import Choice, Constants, Model, regret
@@ -36,15 +38,6 @@ from schedir.planner.exact import exact
 from schedir.planner.memory import ends_numbers, layer_numbers
 from tests import published_runs as published
 from tests.published_runs import Run
-
-
-def line(*cells: object) -> None:
-    print(f"| {' | '.join(map(str, cells))} |", flush=True)
-
-
-def head(*cells: str) -> None:
-    line(*cells)
-    line(*["---"] * len(cells))
 
 
 def summed(errors: Iterable[float], what: str) -> None:
@@ -105,6 +98,12 @@ def cluster_of(choice: Choice) -> Cluster:
 
 
 EXACT = False  # whether programs are simulated
+SMOKE = False  # whether tables have few rows
+
+
+def weak_scaling() -> list[Run]:
+    """Return the runs of SC21's table 1, two of them with `--smoke`."""
+    return published.weak_scaling()[: 2 if SMOKE else None]
 
 
 def step(run: Run, cluster: Cluster | None = None, constants: Constants | None = None) -> Priced:
@@ -164,7 +163,7 @@ def speed(run: Run, seconds: float) -> float:
 def sc21() -> None:
     """Each row by constants that saw none; the same of software that hides no sums of slices, of
     which 2205.05198 tells first; then the parts of each predicted step."""
-    runs = published.weak_scaling()
+    runs = weak_scaling()
     prices = [simulated(run) for run in runs]
     plain = [simulated(run, constants=Constants(tensor_hidden=0)).step for run in runs]
     head("model", "t", "p", "d", "v", "b", "m", "SC21, s", "predicted", "TFLOP/s", "predicted", "",
@@ -188,7 +187,7 @@ def sc21() -> None:
 
 def left_out() -> None:
     """Each row by the FLOP/s that the others reach, in the median."""
-    runs = published.weak_scaling()
+    runs = weak_scaling()
     found = [reached(run) for run in runs]
     head("model", "its own TFLOP/s", "of the others", "")
     errors = []
@@ -206,7 +205,7 @@ def anchored() -> None:
     The first is the anchor that counts: its run takes the fewest GPUs, so it is the one that
     somebody would measure before they ask for all.
     """
-    runs = published.weak_scaling()
+    runs = weak_scaling()
     head("anchor", "its TFLOP/s", *(run.name for run in runs), "mean of the others")
     means = []
     for anchor in runs:
@@ -295,6 +294,10 @@ LARGE = [
     ("a trillion, 384 nodes", Model(128, 25600, 160, 51200, 2048), 3072, 384,
      Choice(p=64, t=8, d=6, b=1, m=512, recompute="full", order="tdp")),
 ]  # fmt: skip
+SMALL = [
+    ("8 layers, 1 node", Model(8, 1024, 16, 51200, 1024), 32, 1,
+     Choice(p=2, t=2, d=2, b=1, m=16, recompute="full", order="tdp")),
+]  # fmt: skip
 OLD = ("gpipe", "one_f_one_b", "interleaved")
 ONLY: dict[str, dict[str, Any]] = {
     "only schedules without halves of a backward": {"schedules": OLD},
@@ -318,7 +321,7 @@ def told(what: str, price: Priced) -> None:
 
 def large() -> None:
     """The papers' plans, ours, and ours with less to choose from; simulated, all of them."""
-    for name, model, batch, nodes, paper in LARGE:
+    for name, model, batch, nodes, paper in SMALL if SMOKE else LARGE:
         cluster = planner.cluster("a100", nodes=nodes)
         began = perf_counter()
         ours = planner.plan(model, cluster, batch, order=paper.order, exact=True)
@@ -347,12 +350,13 @@ TABLES: dict[str, Callable[[], None]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES))
     parser.add_argument("--exact", action="store_true", help="simulate programs")
-    options = parser.parse_args()
-    global EXACT
-    EXACT = options.exact
-    TABLES[options.table]()
+    options = parse(parser)
+    global EXACT, SMOKE
+    EXACT, SMOKE = options.exact, options.smoke
+    for name in TABLES if options.table == "all" else [options.table]:
+        TABLES[name]()
 
 
 if __name__ == "__main__":

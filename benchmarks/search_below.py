@@ -3,7 +3,8 @@
     python benchmarks/search_below.py --certify   # what CP-SAT finds in 60 s each, by itself
     python benchmarks/search_below.py             # beside it, what a search finds in 10 s each
 
-CP-SAT gets no hint and no bound.  What it finds is kept in docs/results/search-below.csv.
+CP-SAT gets no hint and no bound.  What it finds is kept in docs/results/search-below.csv.  It is
+`ortools`, which `pip install 'schedir[solver]'` installs.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import argparse
 import csv
 import random
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from time import process_time
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import schedir
+from benchmarks.harness import head, lacks, line, parse
 from schedir.shortest.solver import solve
 from tests.certified import Case, Row, read
 
@@ -40,15 +44,16 @@ def costs(ranks: int) -> Iterator[tuple[str, Row, Row, Row, float]]:
     yield "0.7 to 1.3", *drawn, 0.0  # type: ignore[misc]
 
 
-def by_solver(seconds: float) -> None:
+def by_solver(path: Path, seconds: float, shapes: Sequence[tuple[int, int, int]]) -> None:
+    """Write what CP-SAT finds of each case to a file."""
     names = [*(f.name for f in fields(Case)), "bound", "costs"]
-    with FILE.open("w", newline="") as file:
+    with path.open("w", newline="") as file:
         file.write(
             f"# benchmarks/search_below.py --certify, CP-SAT {version('ortools')}, {seconds} s\n"
         )
         out = csv.DictWriter(file, names, lineterminator="\n")
         out.writeheader()
-        for ranks, microbatches, room in SHAPES:
+        for ranks, microbatches, room in shapes:
             for name, forward, backward, weight, send in costs(ranks):
                 case = Case(
                     ranks, microbatches, 1, "loop", True, "span", forward, backward, weight, send,
@@ -56,40 +61,52 @@ def by_solver(seconds: float) -> None:
                 )  # fmt: skip
                 solved = solve(case.problem, seconds, workers=2)
                 print(case, name, solved.value, solved.bound.value, flush=True)
-                line = replace(case, optimum=solved.value).line()
-                out.writerow(line | {"bound": solved.bound.value, "costs": name})
+                row = replace(case, optimum=solved.value).line()
+                out.writerow(row | {"bound": solved.bound.value, "costs": name})
                 file.flush()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--certify", action="store_true", help="ask CP-SAT, for 60 s each")
-    options = parser.parse_args()
-    if options.certify:
-        by_solver(60.0)
-        return
-    with FILE.open(newline="") as file:
+def searched(path: Path, seconds: float) -> None:
+    """Print what a search finds beside what CP-SAT has found, which a file has."""
+    with path.open(newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    print("| p x m | in flight | costs | CP-SAT | its bound | search | over CP-SAT | bound | s |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    head(
+        "p x m", "in flight", "costs", "CP-SAT", "its bound", "search", "over CP-SAT", "bound", "s"
+    )
     over = []
-    for case, row in zip(read(FILE), rows, strict=True):
+    for case, row in zip(read(path), rows, strict=True):
         began = process_time()
-        found = schedir.search(
-            case.plan, case.costs, in_flight=case.in_flight, seconds=options.seconds
-        )
+        found = schedir.search(case.plan, case.costs, in_flight=case.in_flight, seconds=seconds)
         took = process_time() - began
-        taken = found.trail[-1].span
+        # The trail is empty where the time was over before the search had an order of its own.
+        taken = found.trail[-1].span if found.trail else found.span
         over.append(taken / case.optimum - 1)
-        print(
-            f"| {case.ranks} x {case.microbatches} | {case.in_flight} | {row['costs']} "
-            f"| {case.optimum:.6g} | {float(row['bound']):.6g} | {taken:.6g} | {over[-1]:+.2%} "
-            f"| {found.bound:.6g} | {took:.1f} |",
-            flush=True,
-        )
+        line(
+            f"{case.ranks} x {case.microbatches}", case.in_flight, row["costs"],
+            f"{case.optimum:.6g}", f"{float(row['bound']):.6g}", f"{taken:.6g}", f"{over[-1]:+.2%}",
+            f"{found.bound:.6g}", f"{took:.1f}",
+        )  # fmt: skip
     print(f"\nmean {sum(over) / len(over):+.2%}, at most {max(over):+.2%}")
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--certify", action="store_true", help="ask CP-SAT, for 60 s each")
+    options = parse(parser, seconds=0.1)
+    if (options.certify or options.smoke) and find_spec("ortools") is None:
+        return lacks("ortools: pip install 'schedir[solver]'", options.smoke)
+    if options.smoke:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, FILE.name)
+            by_solver(path, 0.5, SHAPES[:1])
+            searched(path, options.seconds)
+    elif options.certify:
+        by_solver(FILE, 60.0, SHAPES)
+    else:
+        searched(FILE, options.seconds)
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
