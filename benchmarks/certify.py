@@ -140,7 +140,7 @@ def main() -> int:
     parser.add_argument("--add", action="store_true", help=f"to {FILE.name}")
     options = parse(parser, seeds="2:4", seconds=0.5)
     if find_spec("ortools") is None:
-        return lacks("ortools: pip install 'schedir[solver]'", options.smoke)
+        return lacks("needs ortools: pip install 'schedir[solver]'", options.smoke)
     names = [f.name for f in fields(Case)]
     file = FILE.open("a", newline="") if options.add else sys.stdout
     out = csv.DictWriter(file, names, lineterminator="\n")

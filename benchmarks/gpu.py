@@ -60,6 +60,7 @@ import schedir
 from benchmarks import figures, gpu_stage
 from benchmarks.figures import Figure, Goal
 from benchmarks.gpu_stage import gpt_stage, seconds
+from benchmarks.harness import lacks, parse
 from benchmarks.host_waits import host_waits
 from schedir import Costs, Plan, Program, Timeline, compile
 from schedir.errors import UsageError
@@ -94,14 +95,15 @@ def main() -> int:
     parser.add_argument("--forward", type=float, default=1.0, help="of ranks that sleep, in ms")
     parser.add_argument("--steps", type=int, default=8, help="that are measured of each kind")
     parser.add_argument("--figures", type=Path, help="a file to which each figure is added")
-    options = parser.parse_args()
+    options = parse(
+        parser, hidden=128, context=16, layers=1, product=128, microbatches=4, steps=2, forward=0.1
+    )
     # Streams that share a hardware queue wait for each other, and four ranks have more than 8.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         require_gpus(1)
     except UsageError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return lacks(str(error), options.smoke)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     return int(not table(options))
 

@@ -13,9 +13,14 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
+
+from benchmarks.harness import lacks, parse
 
 PARKED = 40_000_000  # cycles, some 20 ms
 PATIENCE = 0.005  # seconds, in which something short ends
@@ -54,11 +59,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="streams that share a hardware queue")
     parser.add_argument("--streams", type=int, default=24, help="of ordinary priority")
     parser.add_argument("--high", type=int, default=8, help="streams of high priority")
-    options = parser.parse_args()
+    options = parse(parser, streams=2, high=1)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if not torch.cuda.is_available():
-        print("needs a GPU, and torch sees none", file=sys.stderr)
-        return 2
+        return lacks("needs a GPU, and torch sees none", options.smoke)
     low = [torch.cuda.Stream() for _ in range(options.streams)]
     high = [torch.cuda.Stream(priority=-1) for _ in range(options.high)]
     names = ["default", *(f"s{k}" for k in range(len(low))), *(f"h{k}" for k in range(len(high)))]

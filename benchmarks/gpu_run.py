@@ -23,6 +23,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ from typing import Any, Final, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import figures
+from benchmarks.harness import parse
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 STATE = "results.json"
@@ -264,9 +266,17 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="in which no step goes on")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--folder", type=Path, help="docs/results/gpu unless told")
-    options = parser.parse_args(given)
+    options = parse(parser, given, device="cpu", only=[STEPS[0].name])
+    if options.smoke and options.folder is None:
+        with tempfile.TemporaryDirectory() as folder:
+            return run_steps(options, Path(folder))
     usual = ROOT / ("docs/results/gpu" if options.device == "cuda" else "out/gpu")
-    run = Run((options.folder or usual).resolve(), options.device, options.minutes)
+    return run_steps(options, options.folder or usual)
+
+
+def run_steps(options: argparse.Namespace, folder: Path) -> int:
+    """Run the steps that are asked for, and return the exit code."""
+    run = Run(folder.resolve(), options.device, options.minutes)
     there, well = True, True
     for step in STEPS:
         # What machine it is, is always asked: where there is no GPU, tests would only be skipped.

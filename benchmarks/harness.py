@@ -43,12 +43,12 @@ def parse(
     return args
 
 
-def lacks(what: str, smoke: bool) -> int:
+def lacks(message: str, smoke: bool) -> int:
     """Print what the script needs and this machine lacks, and return the exit code.
 
     The exit code is 2, and 0 with `--smoke`: nothing more can be tried on this machine.
     """
-    print(f"needs {what}", file=sys.stderr)
+    print(message, file=sys.stderr)
     return 0 if smoke else 2
 
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -24,6 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import lacks, parse
 from schedir.kernels import choice, cross_entropy, gelu, layer_norm, weight_gradient
 from schedir.parallel.vocab import fused_cross_entropy
 
@@ -52,13 +56,11 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=8)
     widths = [1024, 2048, 4096, 8192, 12288, 16384]
     parser.add_argument("--widths", type=int, nargs="*", default=widths, help="of LayerNorm")
-    options = parser.parse_args()
+    options = parse(parser, tokens=64, hidden=256, vocab=512, widths=[64])
     if not torch.cuda.is_available():
-        print("needs a GPU, and torch sees none", file=sys.stderr)
-        return 2
+        return lacks("needs a GPU, and torch sees none", options.smoke)
     if not choice.on_triton(torch.empty(0, device=DEVICE)):
-        print(f"needs triton, and no {choice.VARIABLE}=reference", file=sys.stderr)
-        return 2
+        return lacks(f"needs triton, and no {choice.VARIABLE}=reference", options.smoke)
     # Backwards are run again and again over the same activations.
     torch._functorch.config.donated_buffer = False
     copy = copied()

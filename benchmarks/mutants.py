@@ -31,6 +31,7 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.harness import parse
 from schedir.analysis.models import MODELS
 from tests.mutants import MUTATIONS, Trial, trial
 from tests.mutations_of_states import STEPPED
@@ -83,7 +84,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, metavar="N")
     parser.add_argument("--only", choices=NAMES, default="all", help="of what (default: all)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="and then no more")
-    options = parser.parse_args()
+    options = parse(parser, programs=4, jobs=1)
     todo = sorted(tasks(options.programs, options.seed, options.only), key=lambda task: task[1])
     table: dict[str, Counter[str]] = {task[0]: Counter() for task in todo}
     begin, differ = perf_counter(), []

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch._dynamo  # every optimizer loads it: once, before processes fork
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -108,5 +109,5 @@ def on_ranks(
 
 
 def _quiet(rank: int, work: Callable[..., Any], *args: Any) -> Any:
-    warnings.simplefilter("ignore")  # torch warns of its own deprecated calls
+    warnings.simplefilter("ignore")  # each process would print what torch warns of
     return work(rank, *args)

@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--certify", action="store_true", help="ask CP-SAT, for 60 s each")
     options = parse(parser, seconds=0.1)
     if (options.certify or options.smoke) and find_spec("ortools") is None:
-        return lacks("ortools: pip install 'schedir[solver]'", options.smoke)
+        return lacks("needs ortools: pip install 'schedir[solver]'", options.smoke)
     if options.smoke:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, FILE.name)

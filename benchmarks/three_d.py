@@ -12,7 +12,7 @@ level of ZeRO, the schedule, and what is recomputed or moved.  Exits with 1 wher
 
 from __future__ import annotations
 
-import multiprocessing
+import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -27,10 +27,11 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import schedir
+from benchmarks.harness import head, line, parse
+from benchmarks.paired_steps import on_ranks
 from schedir import Plan, Program
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.testing import processes
 from schedir.training import gpt
 from schedir.transports.processes import Gloo
 
@@ -280,17 +281,18 @@ def judged(told: Sequence[Mapping[Case, Told]]) -> Iterator[Judged]:
         yield Judged(case, far(whole[case], known[key]), differ, bits)
 
 
-def main(words: Sequence[str]) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="words of names of cases")
+    words = parse(parser, words=["1 x 2 x 4", "tied", "sequence"]).words
     wanted = [case for case in cases() if all(word in case.name for word in words)]
-    context = multiprocessing.get_context("spawn")
-    told = processes.run(run, WORLD, wanted, context=context, limit=3600)
-    print("| p x t x d | loss | norm | gradients | weights | as it must be |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    told = on_ranks(run, WORLD, wanted)
+    head("p x t x d", "loss", "norm", "gradients", "weights", "as it must be")
     wrong = 0
     for one in judged(told):
         kinds = ("loss", "norm", "gradient", "weight")
         off = (f"{one.off[kind]:.1e}" if kind in one.off else "-" for kind in kinds)
-        print(f"| {one.case.name} | {' | '.join(off)} | {'yes' if one.right else 'NO'} |")
+        line(one.case.name, *off, "yes" if one.right else "NO")
         for what, names in (("processes", one.differ), ("its like", one.bits)):
             if names:
                 print(f"  other bits than {what}: {', '.join(names)}", file=sys.stderr)
@@ -300,4 +302,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -10,6 +10,7 @@ that is refused under `device`, and the refusal.  Nothing runs, and no time is m
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.harness import parse
 from schedir.analysis.models import MODELS, Model
 from schedir.compiler.compile import finish
 from schedir.errors import DeadlockError
@@ -28,10 +30,12 @@ from schedir.ir.program import Program
 from schedir.verify.check import check
 from tests.cpu.theirs import LOOP, VEE, lowered
 
+RANKS = (2, 3, 4, 8)
 
-def plans(name: str) -> Iterator[Plan]:
-    """16 shapes for each schedule."""
-    for ranks in (2, 3, 4, 8):
+
+def plans(name: str, most: int) -> Iterator[Plan]:
+    """Four shapes for each number of ranks up to `most`."""
+    for ranks in RANKS[: RANKS.index(most) + 1]:
         if name in VEE:
             yield from (Plan(ranks, ranks * turns, 2, "vee") for turns in (2, 3, 4, 6))
         else:
@@ -48,6 +52,9 @@ def refusal(program: Program, model: Model) -> DeadlockError | None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--most", type=int, choices=RANKS, default=RANKS[-1], help="ranks")
+    most = parse(parser, most=RANKS[0]).most
     print(f"torch {torch.__version__}: programs that finish, of those that torch lowered\n")
     print(f"{'schedule':<30}{'receives':<10}{'programs':>9}", *(f"{m:>10}" for m in MODELS), sep="")
     smallest: tuple[int, Program, DeadlockError] | None = None
@@ -55,7 +62,7 @@ def main() -> None:
     for name in LOOP + VEE:
         for defer in (False, True):
             done: Counter[str] = Counter()
-            for plan in plans(name):
+            for plan in plans(name, most):
                 program = finish(torch_csv.parse(lowered(name, plan, defer_pp_recv=defer)))
                 done["all"] += 1
                 for model in MODELS:

@@ -21,6 +21,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import quantiles
 from time import thread_time
 from typing import Any
@@ -28,6 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import head, lacks, line, parse
 from schedir.models.attention import attention
 from schedir.models.tiles import tiles_of
 from schedir.predict.windows import layer_flops
@@ -51,10 +55,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=64, help="of a head")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    options = parser.parse_args(words)
+    options = parse(parser, words, lengths=[200], windows=["64:64", "128:1"], rounds=2)
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("needs a GPU, and torch sees none", file=sys.stderr)
-        return 2
+        return lacks("needs a GPU, and torch sees none", options.smoke)
     torch.set_num_threads(1)
     lengths = options.lengths
     if lengths is None:
@@ -63,12 +66,11 @@ def main(words: Sequence[str] | None = None) -> int:
     where = cpu if options.device == "cpu" else torch.cuda.get_device_name()
     print(f"{where}, torch {torch.__version__}, {options.heads} heads of {options.width}")
     print(f"{options.rounds} rounds; a measured number is a median, with its quartiles\n")
-    for row in (HEAD, ["---"] * len(HEAD)):
-        print(f"| {' | '.join(row)} |")
+    head(*HEAD)
     for length in lengths:
         given = [(int(w), int(s)) for w, _, s in (one.partition(":") for one in options.windows)]
         for row in _rows(length, [one for one in given if one[0] < length], options):
-            print(f"| {' | '.join(row)} |", flush=True)
+            line(*row)
     return 0
 
 

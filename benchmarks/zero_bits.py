@@ -9,7 +9,7 @@ Prints a table; exits with 1 where a bit differs.
 
 from __future__ import annotations
 
-import multiprocessing
+import argparse
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,13 +21,14 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import schedir
+from benchmarks.harness import parse
 from schedir import Plan
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import MainOptimizer, float32_gradients
-from schedir.testing import processes
 from schedir.training import gpt
 from schedir.transports.processes import Gloo
+from tests.cpu.spawn import run as run_in
 
 STEPS, BATCH, CONTEXT, HIDDEN, VOCAB = 5, 2, 8, 24, 31
 Found = dict[tuple[int, int, str, str], list[tuple[int, torch.Tensor]]]
@@ -174,11 +175,7 @@ def whole(all_found: list[tuple[list[bytes], Found]]) -> dict[Any, torch.Tensor]
 
 def run(case: Case, zero: int) -> list[tuple[list[bytes], Found]]:
     """What each process tells of a run."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed", "numpy", "schedir.runtime.executor"]
-    )
-    return processes.run(train, case.processes, case, zero, context=context, limit=300)
+    return run_in(train, case.processes, case, zero, limit=300)
 
 
 def differing(plain: Any, *others: Any) -> list[str]:
@@ -197,8 +194,11 @@ def differing(plain: Any, *others: Any) -> list[str]:
     return found
 
 
-def main(names: list[str]) -> int:
+def main() -> int:
     """Compare the cases whose names begin so, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="how names of cases begin")
+    names = parse(parser, names=["interleaved dp2 bf16"]).names
     bad = 0
     print("| case | processes | zero 1, 2, 3 against 0 |\n| --- | --- | --- |")
     for name, case in cases().items():
@@ -211,4 +211,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -13,8 +13,8 @@ Prints a table; exits with 1 where a byte differs.
 
 from __future__ import annotations
 
+import argparse
 import gc
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -33,6 +33,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import schedir
+from benchmarks.harness import parse
 from schedir import Plan
 from schedir.analysis.memory import Footprint, held
 from schedir.ir.ops import BOUNDARY
@@ -40,9 +41,9 @@ from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank import Call
 from schedir.runtime.sizes import sizes_of
-from schedir.testing import processes
 from schedir.training import gpt
 from schedir.transports.processes import Gloo
+from tests.cpu.spawn import run as run_in
 
 BATCH, CONTEXT, HIDDEN, VOCAB = 2, 8, 24, 31
 _MESSAGES = {kind.name.lower() for kind in BOUNDARY} | {"handed_over"}
@@ -199,15 +200,14 @@ def measure(rank: int, row: Row) -> Measured:
 
 def run(row: Row) -> list[Measured]:
     """What each process of a row has measured."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed", "numpy", "schedir.runtime.executor"]
-    )
-    return processes.run(measure, row.plan.ranks * row.dp, row, context=context, limit=300)
+    return run_in(measure, row.plan.ranks * row.dp, row, limit=300)
 
 
-def main(names: list[str]) -> int:
+def main() -> int:
     """Measure the rows whose names begin so, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="how names of programs begin")
+    names = parse(parser, names=["looped_bfs zero 3, recomputed"]).names
     bad = 0
     print("| program | processes | looks | beside | most bytes, by rank and replica |")
     print("| --- | --- | --- | --- | --- |")
@@ -227,4 +227,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

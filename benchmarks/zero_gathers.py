@@ -22,6 +22,9 @@ from typing import NamedTuple
 
 from torch.distributed.pipelining.schedules import _add_unshard_reshard
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import parse
 from schedir import Costs, Plan, Program, Sizes, compile, schedules, simulate
 from schedir.analysis.gathers import gathers
 from schedir.analysis.volume import volume
@@ -29,9 +32,6 @@ from schedir.errors import PlanError
 from schedir.ir.ops import Lane
 from schedir.schedules.draft import draft
 from schedir.schedules.words import placed_for, takes_v
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from tests.cpu.test_zero_gathers import actions, residency
 
 COSTS = Costs(F=1, I=1, W=1, send=0.05, unshard=0.5)
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--stages-per-rank", type=int, default=4)
-    args = parser.parse_args()
+    args = parse(parser, ranks=2, microbatches=4, stages_per_rank=2)
     print("| schedule | stages of a rank | whole | fewest | one ahead | torch | ", end="")
     print("time, none ahead | one ahead | free |\n| --- |" + " --- |" * 8)
     drafts: dict[str, Program] = {}
