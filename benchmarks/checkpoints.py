@@ -2,10 +2,10 @@
 
     TORCH_CPP_LOG_LEVEL=FATAL python benchmarks/checkpoints.py [--rounds 12] [--starts 5]
 
-Steps are those of `schedir train` on pp 2, in blocks of 50: one that saves nothing, one whose first
-step copies a checkpoint that is written beside the others, and one whose first step is followed by
-a save that all wait for.  All are in one run, turn by turn, so that they meet the same load; a
-block is told as a multiple of the one without before it, and the median of these counts.
+Steps are those of `schedir train` on pp 2, in blocks of `--every`: one that saves nothing, one
+whose first step copies a checkpoint that is written beside the others, and one whose first step is
+followed by a save that all wait for.  All are in one run, turn by turn, so that they meet the same
+load; a block is told as a multiple of the one without before it, and the median of these counts.
 
 A start is the time from the command to the end of the first step, under torchrun; a restart that
 from the death of a process by SIGKILL to the end of the first step that is made after it.
@@ -25,10 +25,12 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter, time
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import parse
 from schedir.training.saving import Saving
 from schedir.training.train import run
 
-EVERY = 50
 KINDS = ("without", "beside", "at once")
 CONFIG = """
 [model]
@@ -80,22 +82,22 @@ steps.Steps.settle = settles
 """
 
 
-def blocks(home: Path, rounds: int) -> dict[str, list[float]]:
+def blocks(home: Path, rounds: int, every: int) -> dict[str, list[float]]:
     """The seconds of each block, by its kind."""
-    cycle, begins = EVERY * len(KINDS), list[float]()
+    cycle, begins = every * len(KINDS), list[float]()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
 
     def beside(self: Saving, step: int) -> bool:
-        if step % EVERY == 0 or step == self.train.steps - 1:
+        if step % every == 0 or step == self.train.steps - 1:
             begins.append(perf_counter())
-        return step % cycle == KINDS.index("beside") * EVERY
+        return step % cycle == KINDS.index("beside") * every
 
     def at_once(self: Saving, step: int) -> bool:
-        return step % cycle == KINDS.index("at once") * EVERY + 1
+        return step % cycle == KINDS.index("at once") * every + 1
 
     steps = cycle * (rounds + 1) + 1  # the first round warms up
-    sets = [f"train.steps={steps}", f"train.every={EVERY}", "train.log_every=50"]
+    sets = [f"train.steps={steps}", f"train.every={every}", "train.log_every=50"]
     close, children = Saving.close, []
     for rank in range(2):
         if child := os.fork():
@@ -147,7 +149,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--starts", type=int, default=5)
-    options = parser.parse_args()
+    parser.add_argument("--every", type=int, default=50, help="steps of a block")
+    options = parse(parser, rounds=1, starts=1, every=5)
     print(f"{os.cpu_count()} cores, load {' '.join(f'{x:.1f}' for x in os.getloadavg())}")
     for number in range(options.starts + 1):
         home = Path(tempfile.mkdtemp(prefix="checkpoints-"))
@@ -157,11 +160,11 @@ def main() -> None:
             start, again = restart(home)
             print(f"start {start:.2f} s, restart {again:.2f} s: {again / start:.2f}", flush=True)
         else:
-            found = blocks(home, options.rounds)
+            found = blocks(home, options.rounds, options.every)
             without = found["without"]
             for kind, each in found.items():
                 ratios = [a / b for a, b in zip(each, without, strict=True)]
-                print(f"{kind:>8}: {median(each) / EVERY * 1e3:.1f} ms a step, "
+                print(f"{kind:>8}: {median(each) / options.every * 1e3:.1f} ms a step, "
                       f"{median(ratios) - 1:+.1%} (of {len(each)} blocks: "
                       f"{min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%})")  # fmt: skip
             sizes = sum(

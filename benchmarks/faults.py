@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.harness import line, parse
 from tests.cpu.training import CONFIG, ROOT
 
 OURS = re.compile(r"([^\s\[].*: )?process \d")  # the head of what is said
@@ -136,8 +137,8 @@ def try_it(fault: Fault, folder: Path) -> Verdict:
         over = threading.Timer(LONGEST, run.kill)
         over.start()
         assert run.stderr is not None
-        for line in run.stderr:
-            lines.append((time.time(), line.decode(errors="replace")))
+        for said_line in run.stderr:
+            lines.append((time.time(), said_line.decode(errors="replace")))
         over.cancel()
     said = "".join(line for _, line in lines)
     when = next((when for when, line in lines if OURS.match(line)), time.time())
@@ -178,14 +179,14 @@ def left(folder: Path, memory: set[str]) -> str:
     return ", ".join(found)
 
 
-def table(path: str) -> Iterator[str]:
-    """A row for each kind of fault; times are those of faults in steps, and in set-up."""
-    with open(path, newline="") as file:
+def print_table(path: Path) -> None:
+    """Print a row for each kind of fault; times are those of faults in steps, and in set-up."""
+    with path.open(newline="") as file:
         rows = [*csv.reader(file)]
     heads = ["fault", "tried", "named", "and where", "an innocent one", "left something"]
     heads += ["most seconds beyond the timeout, in steps", "in set-up"]
-    yield "| " + " | ".join(heads) + " |"
-    yield "| --- " + "| ---: " * 7 + "|"
+    line(*heads)
+    line("---", *["---:"] * (len(heads) - 1))
     for kind in KINDS:
         own = [row for row in rows if row[5] == kind]
         late = [
@@ -194,23 +195,38 @@ def table(path: str) -> Iterator[str]:
         ]
         yes = [sum(row[column] == "True" for row in own) for column in (8, 9, 10)]
         said = ["" if most is None else f"{most:.1f}" for most in late]
-        cells = [kind, len(own), *yes, sum(bool(row[12]) for row in own), *said]
-        yield "| " + " | ".join(map(str, cells)) + " |"
+        line(kind, len(own), *yes, sum(bool(row[12]) for row in own), *said)
 
 
-def main() -> None:
-    """Try faults, and print what came of them."""
+def main() -> int:
+    """Try faults, and print what came of them; the exit code is 1 where that was not good."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--of", type=int, default=1, help="of so many parts")
     parser.add_argument("--part", type=int, default=0, help="the one that is tried")
     parser.add_argument("--only", type=int, nargs="+", help="those of these numbers")
-    parser.add_argument("--csv", help="where each fault gets a line, behind what is there")
-    parser.add_argument("--table", metavar="CSV", help="what such a file says, and nothing else")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--csv", type=Path, help="where each fault gets a line, behind what is there"
+    )
+    parser.add_argument(
+        "--table", type=Path, metavar="CSV", help="what such a file says, and nothing else"
+    )
+    args = parse(parser, only=[0])
     if args.table:
-        print("\n".join(table(args.table)))
-        return
+        print_table(args.table)
+        return 0
+    if not args.smoke:
+        return try_all(args)
+    with tempfile.TemporaryDirectory() as folder:
+        args.csv = Path(folder, "faults.csv")
+        code = try_all(args)
+        print_table(args.csv)
+        return code
+
+
+def try_all(args: argparse.Namespace) -> int:
+    """Try the faults that are asked for, and return the exit code."""
+    bad = 0
     counts: Counter[tuple[str, str]] = Counter()
     for number, fault in enumerate(faults(args.seed)):
         if number not in args.only if args.only else number % args.of != args.part:
@@ -220,19 +236,21 @@ def main() -> None:
         good = verdict.placed and not verdict.innocent and not verdict.left
         print(number, *fault, "good" if good else "BAD", f"{verdict.late:.1f} s", verdict.left)
         if not good:
+            bad += 1
             print(verdict.said[-3000:])
         sys.stdout.flush()
         counts[fault.kind, "tried"] += 1
         for what in COUNTED:
             counts[fault.kind, what] += bool(getattr(verdict, what))
         if args.csv:
-            with open(args.csv, "a", newline="") as file:
+            with args.csv.open("a", newline="") as file:
                 row = [number, *fault, verdict.named, verdict.placed, verdict.innocent,
                        f"{verdict.late:.2f}", verdict.left]  # fmt: skip
                 csv.writer(file).writerow(row)
     for kind in KINDS:
         print(kind, *(f"{what} {counts[kind, what]}" for what in ("tried", *COUNTED)))
+    return int(bad > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -35,6 +35,7 @@ import torch._dynamo  # which every optimizer loads
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.harness import parse
 from schedir.checkpoints import storage
 from schedir.errors import ProgramError
 from schedir.ir.ops import ROWS, Lane, Opcode
@@ -324,7 +325,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--only", type=int, nargs="+", help="those of these numbers")
     parser.add_argument("--no-resume", action="store_true", help="run nothing again")
-    args = parser.parse_args()
+    args = parse(parser, trials=2)
     torch.set_num_threads(1)
     home, counts, most = Path(tempfile.mkdtemp(prefix="hangs-")), Counter[str](), 0.0
     (home / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 80)

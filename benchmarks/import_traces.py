@@ -23,6 +23,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import parse
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -69,7 +73,7 @@ def measured(work: Callable[[], object]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=int, default=200)
-    options = parser.parse_args()
+    options = parse(parser, mb=1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         made = subprocess.run(

@@ -21,6 +21,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import head, line, parse
 from schedir.training.config import Config
 from schedir.training.config_file import read
 from schedir.training.corpus import Corpus
@@ -126,7 +129,9 @@ def draw(curves: list[Curve], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "models"
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(curves), figsize=(12, 3.2), layout="constrained")
+    figure, (axes,) = pyplot.subplots(
+        1, len(curves), figsize=(12, 3.2), layout="constrained", squeeze=False
+    )
     for axis, curve in zip(axes, curves, strict=True):
         steps = range(1, len(curve.plain) + 1)
         axis.plot(steps, curve.pipeline, lw=1.6, color="#4477aa", label="2 x 2 processes")
@@ -149,14 +154,23 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=[*KINDS])
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--picture", type=Path)
-    args = parser.parse_args()
+    args = parse(parser, steps=4, kinds=["gpt"])
+    if args.smoke:
+        with tempfile.TemporaryDirectory() as folder:
+            args.csv, args.picture = Path(folder, "losses.csv"), Path(folder, "losses.svg")
+            report(args)
+    else:
+        report(args)
+
+
+def report(args: argparse.Namespace) -> None:
+    """Train each kind, and print, write and draw its losses."""
     curves = []
     early = args.steps // 4
-    print(
-        f"| model | schedule | first loss | last loss | plain loop's | apart until step {early} "
-        f"| nudged loop | until step {args.steps} | nudged loop |"
-    )
-    print(f"|{' --- |' * 9}")
+    head(
+        "model", "schedule", "first loss", "last loss", "plain loop's",
+        f"apart until step {early}", "nudged loop", f"until step {args.steps}", "nudged loop",
+    )  # fmt: skip
     for kind in args.kinds:
         with tempfile.TemporaryDirectory() as folder:
             curve = trained(kind, args.steps, Path(folder))
@@ -167,11 +181,7 @@ def main() -> None:
             for other in (curve.pipeline, curve.nudged)
         ]
         ends = (curve.pipeline[0], curve.pipeline[-1], curve.plain[-1])
-        print(
-            f"| {kind} | {curve.schedule} | {' | '.join(f'{loss:.4f}' for loss in ends)} | "
-            f"{' | '.join(apart)} |",
-            flush=True,
-        )
+        line(kind, curve.schedule, *(f"{loss:.4f}" for loss in ends), *apart)
     if args.csv is not None:
         with args.csv.open("w", newline="") as file:
             writer = csv.writer(file)

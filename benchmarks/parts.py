@@ -211,14 +211,14 @@ def real(rank: int, rounds: int, config: gpt.GPTConfig, ways: Sequence[Way]) -> 
             )  # fmt: skip
 
 
-def predicted(schedules_: Sequence[tuple[str, int]]) -> None:
+def predicted(rows: Sequence[tuple[str, int]], m: int) -> None:
     """Two layers a rank, in pieces; sums that take a share of an attention or feed-forward."""
     head(*HEADS["predicted"])
     shares = (0.2, 1, 0.2, 1, 0.2, 1, 0.2, 1, 0.2)
-    for name, v in schedules_:
+    for name, v in rows:
         schedule = getattr(schedules, name)
         placement, own = getattr(schedule, "placed", ("loop", v))
-        plan = Plan(4, 16, own or v, placement)
+        plan = Plan(4, m, own or v, placement)
         v = plan.stages // 4
         for share in (0.3, 0.6):
             costs = in_pieces(
@@ -227,7 +227,7 @@ def predicted(schedules_: Sequence[tuple[str, int]]) -> None:
 
             def span(schedule: Any = schedule, plan: Plan = plan, costs: Costs = costs,
                      chunks: int = 1, **how: Any) -> float:  # fmt: skip
-                costs = in_pieces(costs, 1, Plan(1, 16, plan.stages * 9), chunks=chunks)
+                costs = in_pieces(costs, 1, Plan(1, m, plan.stages * 9), chunks=chunks)
                 program = compile(
                     schedule, plan, tp=2, cut=9, costs=costs, boundary="sharded", chunks=chunks,
                     **how,
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--only", default="", choices=("", *HEADS), help="one table")
     args = parse(parser, rounds=1)
     if args.only in ("", "predicted"):
-        predicted(PREDICTED[:1] if args.smoke else PREDICTED)
+        predicted(*((PREDICTED[:1], 4) if args.smoke else (PREDICTED, 16)))
     for name in ("slowed", "real"):
         if args.only in ("", name):
             on_ranks(table, 2, args.rounds, name, args.smoke)

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.harness import line, parse
 from schedir import load_cluster, planner
 from schedir.ir.cluster import Cluster
 from schedir.planner.choice import Priced
@@ -57,14 +58,14 @@ class Ran(NamedTuple):
     cpu: float
 
 
-def train(texts: list[str], steps: int) -> list[Ran]:
+def train(texts: list[str], processes: int, steps: int) -> list[Ran]:
     """Train with one configuration after the other, each in processes of its own; what it took."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([one.__module__])
     found = []
     began = time.perf_counter()
     for number, text in enumerate(texts):
-        ranks: list[Ran] = run(one, PROCESSES, text, steps, context=context, limit=600)
+        ranks: list[Ran] = run(one, processes, text, steps, context=context, limit=600)
         found.append(together(ranks))
         left = (time.perf_counter() - began) / (number + 1) * (len(texts) - number - 1)
         print(f"\r{number + 1} of {len(texts)} trained, {left:.0f} s left ", end="",
@@ -118,10 +119,10 @@ def plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[Priced]:
     )  # fmt: skip
 
 
-def named(one: Priced) -> str:
+def named(one: Priced) -> list[object]:
     """A plan in a few cells."""
     again = "yes" if one.recompute == "full" else ""
-    return f"{one.p} | {one.t} | {one.d} | {one.b} | {one.schedule} {one.v} | {again}"
+    return [one.p, one.t, one.d, one.b, f"{one.schedule} {one.v}", again]
 
 
 def main() -> None:
@@ -130,20 +131,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, metavar="N")
     parser.add_argument("--microbatch", type=int, metavar="B", help="sequences of one, not 1, 2, 4")
     parser.add_argument("--zero", type=int, default=0, metavar="LEVEL")
-    options = parser.parse_args()
+    parser.add_argument("--processes", type=int, default=PROCESSES, metavar="N")
+    options = parse(parser, processes=2, steps=1, microbatch=4)
     began = time.perf_counter()
     if options.cluster:
         cluster = load_cluster(options.cluster)
     else:
-        taken = measure(PROCESSES, progress=True)
+        taken = measure(options.processes, quick=options.smoke, progress=True)
         cluster = taken.cluster
         print("\n".join([*taken.table, *taken.warnings, ""]))
     print(f"{cluster}\n")
-    all_of = plans(cluster, options.microbatch, options.zero)
+    all_of = plans(cluster, options.microbatch, options.zero)[: 2 if options.smoke else None]
     texts = [written(MODEL, one) for one in all_of]
-    ran = train(texts, options.steps)
+    ran = train(texts, options.processes, options.steps)
     print(file=sys.stderr)
-    report(all_of, ran, cluster.processors or PROCESSES)
+    report(all_of, ran, cluster.processors or options.processes)
     print(f"\n{len(ran)} plans in {time.perf_counter() - began:.0f} s")
 
 
@@ -155,13 +157,13 @@ def together(ranks: list[Ran]) -> Ran:
 
 def report(all_of: list[Priced], ran: list[Ran], processors: int) -> None:
     """The table, and what it comes to."""
-    print("| p | t | d | b | schedule, stages of a rank | run again | predicted, ms | "
-          "measured, ms | off | spread | worked, ms |")  # fmt: skip
-    print("| ---: | ---: | ---: | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    line("p", "t", "d", "b", "schedule, stages of a rank", "run again", "predicted, ms",
+         "measured, ms", "off", "spread", "worked, ms")  # fmt: skip
+    line(*["---:"] * 4, *["---"] * 2, *["---:"] * 5)
     for one, took in zip(all_of, ran, strict=True):
-        print(f"| {named(one)} | {1e3 * one.step:.0f} | {1e3 * took.step:.0f} | "
-              f"{one.step / took.step - 1:+.0%} | {took.spread:.0%} | "
-              f"{1e3 * took.cpu / processors:.0f} |")  # fmt: skip
+        line(*named(one), f"{1e3 * one.step:.0f}", f"{1e3 * took.step:.0f}",
+             f"{one.step / took.step - 1:+.0%}", f"{took.spread:.0%}",
+             f"{1e3 * took.cpu / processors:.0f}")  # fmt: skip
     errors = [abs(one.step / took.step - 1) for one, took in zip(all_of, ran, strict=True)]
     steps = [took.step for took in ran]
     mean = statistics.mean(errors)

@@ -31,6 +31,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import parse
 from schedir.checkpoints.folder import Folder
 from schedir.training import gpt, results, saving, steps, trainer, world
 from schedir.training.train import run
@@ -191,7 +194,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--csv", metavar="FILE")
-    options = parser.parse_args()
+    options = parse(parser, kills=1)
     draw, counts, rows, number = random.Random(options.seed), Counter[str](), [], 0
     home = Path(tempfile.mkdtemp(prefix="resume-"))
     (home / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
