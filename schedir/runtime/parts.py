@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from schedir.transports.transport import Work
 
 Collective = Callable[[Kind, Group, Tensor, Tensor], Work]
 _OWNER: Final = "_schedir_parts"  # an attribute of parameters
+_ALL: Final = WeakSet["Parts"]()  # of this process
 
 
 class Parts:
@@ -85,6 +87,16 @@ class Parts:
                 owner.register_state_dict_pre_hook(_tell_of_pieces)
         self.within = True
         self.rest()
+        _ALL.add(self)
+
+    def storages_of_others(self) -> frozenset[int]:
+        """Return the storages, by `_cdata`, of the full weights of all other stages."""
+        return frozenset(
+            flat.untyped_storage()._cdata
+            for parts in _ALL
+            if parts is not self and not parts.stays
+            for flat in parts.flat
+        )
 
     def begin(self, *, trains: bool) -> None:
         """Begin a step: parameters are of their shapes, and whole when they are gathered.

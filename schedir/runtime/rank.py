@@ -205,6 +205,8 @@ class State:
         for stage in self.stages.values() if self.looks else ():
             if stage.weights is not None:
                 stage.weights.expect_unwritten()
+        for versions in self.versions.values():
+            versions.require_unwritten()
         self.transport.step_ended()
         self.restore()
         return total

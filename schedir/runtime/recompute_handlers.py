@@ -22,7 +22,9 @@ def recompute(state: State, i: Instr) -> Call:
 
     def run() -> None:
         checkpoint: Checkpoint = saved.look()
-        ys, xs = checkpoints.again(partial(stage_run, checkpoint.xs, ours), checkpoint)
+        # New leaves: hooks that the first run registered on its inputs must not run as well.
+        leaves = [x.detach() for x in checkpoint.xs]
+        ys, xs = checkpoints.again(partial(stage_run, leaves, ours), checkpoint)
         if last:  # the same number, of which nobody need keep two
             state.losses[i.mb] = ys[0].detach()
         saved.free()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
@@ -95,7 +95,10 @@ def _watched(parts: Parts, tape: Slot, run: Callable[[], None]) -> None:
 def _looked_at(stage: Stage, run: Callable[[], None]) -> None:
     """Run an F; the first in each mode is watched: it may read weights of another stage."""
     training = stage.module.training
-    with nullcontext() if training in stage.watched else _Watch(*_OTHERS):
+    if training in stage.watched or stage.weights is None:
+        run()
+        return
+    with _Watch(*_OTHERS, refused=stage.weights.storages_of_others()):
         run()
     stage.watched.add(training)
 
@@ -111,17 +114,20 @@ _OTHERS: Final = (
 
 
 class _Watch(TorchDispatchMode):
-    """Refuses whatever reads a tensor whose memory is let go: else it would read anything."""
+    """Refuses every read of a tensor without memory, and of `refused` storages, by `_cdata`."""
 
-    def __init__(self, what: str, hint: str) -> None:
+    def __init__(self, what: str, hint: str, refused: Collection[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.what, self.hint = what, hint
+        self.what, self.hint, self.refused = what, hint, refused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
         looks = func.is_view or name.startswith("new_") or name.endswith("_like")
         for t in () if looks else tree_leaves((args, kwargs or {})):
-            if isinstance(t, Tensor) and t.nbytes and not t.untyped_storage().nbytes():
+            if not isinstance(t, Tensor) or not t.nbytes:
+                continue
+            storage = t.untyped_storage()
+            if not storage.nbytes() or storage._cdata in self.refused:
                 raise ModelError(self.what, hint=self.hint)
         return func(*args, **kwargs or {})
 

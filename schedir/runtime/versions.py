@@ -25,8 +25,10 @@ class Versions:
     def __init__(self, module: nn.Module, plan: Plan, instrs: Iterable[tuple[int, Instr]]) -> None:
         """`instrs` are those of the stage with their indices in the Stream, in order: they say how
         long a version is of use."""
+        self.stage = -1
         self.last: dict[int, int] = {}  # of each version, the index of the last that uses it
         for at, (op, stage, mb) in instrs:
+            self.stage = stage
             if op in COMPUTE:
                 self.last[int(plan.version(stage, mb))] = at
         self.places = [
@@ -39,6 +41,7 @@ class Versions:
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         # Of the module's own parameters in a step: where gradients come, and who looks there.
         self.hooks: list[tuple[Node, RemovableHandle]] = []
+        self.written_at: dict[nn.Parameter, int] = {}  # `_version` of each copy when it was made
 
     def begin(self) -> None:
         """Keep what the weights are, of which no backward may then meet the module's own."""
@@ -51,6 +54,7 @@ class Versions:
         """The weights as they are now are this version; those go that nobody uses from an index of
         the Stream on."""
         for old in [v for v in self.kept if self.last[v] < at]:
+            self.require_unwritten(old)
             del self.kept[old]
         if version in self.last:
             copies = self.kept[version] = {}
@@ -58,6 +62,24 @@ class Versions:
                 if id(parameter) not in copies:
                     copies[id(parameter)] = copy = like(parameter, parameter.detach().clone())
                     copy.grad = parameter.grad  # a view of the one sum of gradients
+                    self.written_at[copy] = copy._version
+
+    def require_unwritten(self, *versions: int) -> None:
+        """Raise ModelError if a stage wrote to a copy: the module's own parameter lacks that.
+
+        Args:
+            versions: Which copies to check; all by default.
+        """
+        for version in versions or [*self.kept]:
+            for _, _, parameter in self.places:
+                copy = self.kept[version][id(parameter)]
+                if copy._version != self.written_at[copy]:
+                    raise ModelError(
+                        f"stage {self.stage} writes to its weight {self.names[parameter]} in a "
+                        "step, and a program of several updates computes with copies of weights",
+                        hint="write to weights between steps (an embedding: max_norm=None), or "
+                        "compile a program of one update",
+                    )
 
     def use(self, version: int) -> None:
         """Let the module compute with a version."""
@@ -74,6 +96,7 @@ class Versions:
         for owner, name, parameter in self.places:
             owner._parameters[name] = parameter
         self.kept.clear()
+        self.written_at.clear()
         for _, handle in self.hooks:
             handle.remove()
         self.hooks.clear()

@@ -14,7 +14,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 from schedir.compiler.compile import compile
-from schedir.errors import ExecutionError
+from schedir.errors import ExecutionError, ModelError
 from schedir.ir.plan import Plan
 from schedir.runtime import split_linears
 from schedir.runtime.boundary import Boundary
@@ -291,3 +291,29 @@ def test_2bw_on_gloo() -> None:
     plan = Plan(2, 8, updates=4, delay=1)
     held = run(_one_rank, 2, plan)
     assert same([p for rank in held for p in rank], two_buffered(plan, *batch(8)))
+
+
+class _Clamps(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class _Renormalizes(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, max_norm=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.argmax(-1))
+
+
+@pytest.mark.parametrize("first", [lambda: _Clamps(WIDTH, WIDTH), _Renormalizes])
+def test_a_stage_that_writes_to_its_weight_is_refused(first: Any) -> None:
+    """Each update computes with copies of the weights, which are dropped with what is in them."""
+    stages = [first(), nn.Linear(WIDTH, WIDTH)]
+    program = compile(pipedream_2bw, Plan(2, 4, updates=2, delay=1))
+    ranks = InProcess(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
+    with pytest.raises(ModelError, match="stage 0 writes to its weight weight") as refused:
+        ranks.step(*torch.randn(2, 4, 3, WIDTH))
+    assert "one update" in refused.value.hint

@@ -19,7 +19,7 @@ from schedir import Plan
 from schedir.errors import ExecutionError, ModelError
 from schedir.runtime.compute_graphs import GraphedComputes
 from schedir.runtime.inprocess import InProcess
-from schedir.schedules import looped_bfs
+from schedir.schedules import looped_bfs, zb_h1
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -192,3 +192,16 @@ def test_a_weight_of_another_stage_is_read_whole_or_not_at_all() -> None:
     first = nn.Linear(4, 4)
     with pytest.raises(ExecutionError, match="a stage reads a weight of another one"):
         steps(ranks_of(3, [first, Reads(first)], active=1))
+
+
+def test_a_loss_that_reads_a_weight_of_another_stage_is_refused_at_level_3() -> None:
+    """The weight has its memory in the first forward, and may have lost it in the backward."""
+    first = nn.Linear(4, 4)
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(y, target) + first.weight.square().sum()
+
+    program = schedir.compile(zb_h1, Plan(2, 4), zero=3)
+    ranks = InProcess(program, [first, nn.Linear(4, 4)], loss=loss, boundary=(3, 4))
+    with pytest.raises(ExecutionError, match="a stage reads a weight of another one"):
+        ranks.step(*torch.randn(2, 4, 3, 4))

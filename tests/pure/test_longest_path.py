@@ -104,9 +104,7 @@ def test_of_any_graph(nodes: int, edges: int, fixes: bool, hops: bool, seed: int
     )
 
 
-@given(
-    st.lists(st.integers(0, 200), min_size=1, max_size=6), st.booleans(), st.integers(0, 2**32)
-)
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=6), st.booleans(), st.integers(0, 2**32))
 @settings(deadline=None)
 def test_of_hubs(readers: list[int], hops: bool, seed: int) -> None:
     """Nodes with more successors than the table has columns, as a gather of ZeRO 3 has."""
