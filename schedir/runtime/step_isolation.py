@@ -192,7 +192,7 @@ def _entries_of(inner: Any) -> dict[object, _Entry]:
 
 
 def _leaves(value: object, what: str, key: tuple[object, ...]) -> dict[object, _Entry]:
-    """Return the numbers and tensors in a value."""
+    """Return the numbers and tensors in a value, and how long its lists are."""
     if isinstance(value, Tensor):
         one = value.numel() == 1 and not value.is_meta
         return {key: (what, value.item() if one else _Trace(value))}
@@ -203,6 +203,7 @@ def _leaves(value: object, what: str, key: tuple[object, ...]) -> dict[object, _
         for k, v in value.items():
             found |= _leaves(v, what, (*key, id(k) if isinstance(k, Tensor) else k))
     elif isinstance(value, list | tuple):
+        found[*key, "length"] = (f"the length of {what}", len(value))
         for k, v in enumerate(value):
             found |= _leaves(v, what, (*key, k))
     return found

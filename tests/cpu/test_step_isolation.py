@@ -95,6 +95,9 @@ class Own(torch.optim.Optimizer):
             case "list":
                 self.listed[0] += 1
                 return 1 / self.listed[0]
+            case "length":
+                self.listed.append(1)
+                return 1 / (len(self.listed) - 1)
             case "tensor":
                 self.counted += 1
                 return 1 / float(self.counted)
@@ -156,7 +159,7 @@ class Own(torch.optim.Optimizer):
 HOW: dict[str, list[str]] = {
     "weights": ["in place", "data in place", "data", "set_", "data of another shape"],
     "gradient": ["left", "none", "new", "zero"],
-    "count": ["", "number", "list", "tensor", "group", "state"],
+    "count": ["", "number", "list", "length", "tensor", "group", "state"],
     "state": [
         "", "replaced", "in a new dict", "deleted", "late", "data", "two views", "gradient",
         "weights", "views of an attribute", "one for all",
