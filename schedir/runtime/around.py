@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from schedir.errors import ModelError
 from schedir.ir.ops import Instr
+from schedir.runtime.bits import versions_of
 from schedir.runtime.buffers import buffers_checked
+from schedir.runtime.gradients import Gradients
 from schedir.runtime.random import FORWARD
 from schedir.runtime.rank import State
 
@@ -14,9 +17,27 @@ from schedir.runtime.rank import State
 def around(state: State, i: Instr, purpose: int, run: Callable[[], None]) -> Callable[[], None]:
     """The same as `run`, which computes with an own stage, with the random numbers and the weights
     that are the microbatch's: also where a backward recomputes.  `purpose` is one of `random`."""
+    if purpose == FORWARD and i.stage in state.versions:
+        run = partial(_without_gradients, state.stages[i.stage].gradients, i.stage, run)
     checked = buffers_checked(state, i, purpose == FORWARD, run)
     seeded = state.draws.seeded(purpose, i.stage, i.mb, checked)
     return on_version(state, i, seeded)
+
+
+def _without_gradients(gradients: Gradients, stage: int, run: Callable[[], None]) -> None:
+    """Run a forward; raise ModelError if it adds to gradients.
+
+    In a program of several updates a forward may run while the sum has gradients of an update
+    before its own.
+    """
+    before = versions_of(gradients.flat)
+    run()
+    if versions_of(gradients.flat) != before:
+        raise ModelError(
+            f"stage {stage} calls backward() in its forward, and in a program of several updates "
+            "the gradient may be added to that of another update",
+            hint="add the auxiliary loss to the loss, or compile a program of one update",
+        )
 
 
 def on_version(state: State, i: Instr, run: Callable[[], None]) -> Callable[[], None]:

@@ -317,3 +317,21 @@ def test_a_stage_that_writes_to_its_weight_is_refused(first: Any) -> None:
     with pytest.raises(ModelError, match="stage 0 writes to its weight weight") as refused:
         ranks.step(*torch.randn(2, 4, 3, WIDTH))
     assert "one update" in refused.value.hint
+
+
+class _Auxiliary(nn.Linear):
+    """Adds the gradient of a loss of its own in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.square().sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        return y
+
+
+def test_a_backward_in_a_forward_is_refused() -> None:
+    """The forward may come before the gradients of the update before have been stepped."""
+    stages = [_Auxiliary(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    program = compile(pipedream_2bw, Plan(2, 4, updates=2, delay=1))
+    ranks = InProcess(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
+    with pytest.raises(ExecutionError, match="calls backward\\(\\) in its forward"):
+        ranks.step(*torch.randn(2, 4, 3, WIDTH))
