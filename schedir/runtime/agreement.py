@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from torch import nn
 
 from schedir.errors import ModelError
@@ -14,6 +15,7 @@ from schedir.runtime.ahead import require_torchs
 from schedir.runtime.cuttable import require_cuttable
 from schedir.runtime.gradients import is_sharded
 from schedir.runtime.layout import is_summed
+from schedir.runtime.memory_overlap import expect_no_views
 from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.precision import LossScale, MainOptimizer, Steps
 from schedir.runtime.tied import Print, Weight, prints, weights_of
@@ -129,6 +131,8 @@ def require_steps(
         _require_repeatable(program, stages, optimizer)
     if loss_scale is not None:
         _require_scalable(program)
+    if program.trains and np.any(program.plan.delay):
+        expect_no_views(stages, program.name)
     _require_each_once(optimizer, program)
     if adds:
         _require_others_step(program, optimizer)

@@ -87,6 +87,22 @@ def expect_apart(stages: Mapping[int, nn.Module], program: str) -> None:
             )
 
 
+def expect_no_views(stages: Mapping[int, nn.Module], program: str) -> None:
+    """Raise ModelError for a tensor in the memory of a trained parameter that is not trained, too.
+
+    A program with a delay computes with older versions of weights, which are copies of trained
+    parameters.  A buffer, an attribute or a frozen parameter would have the newest weights.
+    """
+    for one, other in _overlapping(tensors_of(stages)):
+        if one.trained != other.trained:
+            raise ModelError(
+                f"{one} and {other} share memory, and the program computes with older versions of "
+                f"what is trained, which {other if one.trained else one} would not have",
+                program=program,
+                hint="let the forward take the view of the weight itself, or delay=0",
+            )
+
+
 def expect_ranks_apart(stages: Mapping[int, nn.Module], ranks: Sequence[int], program: str) -> None:
     """Raise ModelError for a trained parameter that overlaps with a tensor of another rank.
 

@@ -20,7 +20,7 @@ from schedir.runtime.boundary import Boundary
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.memory_overlap import overlaps
 from schedir.runtime.precision import MainOptimizer
-from schedir.schedules import forward_only, interleaved, one_f_one_b
+from schedir.schedules import forward_only, interleaved, one_f_one_b, pipedream_2bw
 from schedir.testing.tiny import WIDTH, batch, loss
 
 torch.set_num_threads(1)
@@ -171,6 +171,23 @@ def test_one_parameter_of_several_ranks_is_a_tie() -> None:
     before = weights(stages)[0].clone()
     ranks.step(*batch(4))
     assert stages[2].weight is stages[0].weight and not torch.equal(before, stages[0].weight)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "buffer", "attribute"])
+def test_a_view_of_a_weight_that_has_older_versions_is_refused(kind: str) -> None:
+    """What computes has copies of older weights, and the view is of the newest."""
+
+    def stages() -> list[nn.Module]:
+        found: list[Any] = [Times(0), Times(1)]
+        view = found[0].weight.data[0]
+        found[0] = nn.Sequential(found[0], Times(2, view, kind))
+        return found
+
+    with pytest.raises(ModelError) as error:
+        ranks_of(Plan(2, 4, updates=2, delay=1), stages(), schedule=pipedream_2bw)
+    assert "0.weight of stage 0" in error.value.fact and "1.also of stage 0" in error.value.fact
+    assert "delay=0" in error.value.hint
+    ranks_of(Plan(2, 4), stages()).step(*batch(4))
 
 
 # ---------------------------------------------------------------- states that are not on the device
