@@ -75,6 +75,6 @@ def numba_in_words(numba: Numba) -> str:
         "used": "with numba",
         "not needed": "without numba, which was not needed",
         "not installed": "without numba, which is not installed (pip install schedir[fast])",
-        "no time": f"without numba, as its first use needs {FIRST_USE:g} s in one search, and a later "
-        f"use {LATER_USE:g} s",
+        "no time": f"without numba, as its first use needs {FIRST_USE:g} s in one search, and a "
+        f"later use {LATER_USE:g} s",
     }[numba]
