@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 
@@ -39,7 +38,8 @@ from schedir.runtime.per_microbatch import Passing, PerMicrobatch
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.recorder import read
 from schedir.runtime.running import Running
-from schedir.runtime.tied import like, prints
+from schedir.runtime.stage_replicas import StageReplica, copies_of, copy_of
+from schedir.runtime.tied import prints
 from schedir.transports.mailbox import mailboxes
 from schedir.verify.check import crossing
 
@@ -55,7 +55,8 @@ class InProcess:
     rank's own.  On a GPU, each rank has streams of its own.  `seed`, `tied`, `alike`, `record`,
     `debug` and `folder` are as an Executor's.  Of a Parameter that stages on several ranks share,
     the first of these ranks has itself, and others a copy, as processes would.  Copies begin each
-    step as what they are of.
+    step as what they are of.  Tensor hooks on weights of a stage with several holders are called in
+    each; post-accumulate hooks there are refused.
     Raises ModelError as an Executor, for programs with tensor- or data-parallel groups, whose
     ranks run at once and need processes, and for those of which messages between two ranks pass
     each other, as they may under the model "torch".
@@ -106,15 +107,20 @@ class InProcess:
         self.mail = mailboxes(program, model, cuda, told)
         if program.trains:
             expect_ranks_apart(dict(enumerate(stages)), plan.rank_of.tolist(), program.name)
-        copies = _copies(program, stages)
+        copies = copies_of(program, stages)
         self.ranks = []
-        self.other_holders: list[tuple[nn.Module, nn.Module]] = []  # and of which module a copy
+        self.other_holders: list[StageReplica] = []
         copied = [  # before an executor cuts what they are of (ZeRO)
-            {s: stages[s] if plan.rank_of[s] == rank else _copy(stages[s]) for s in own}
+            {s: stages[s] if plan.rank_of[s] == rank else copy_of(stages[s]) for s in own}
             for rank, own in enumerate(plan.stages_of)
         ]
         for rank, (own, held) in enumerate(zip(plan.stages_of, copied, strict=True)):
-            self.other_holders += [(held[s], stages[s]) for s in own if held[s] is not stages[s]]
+            replicas = [
+                StageReplica(s, held[s], stages[s]) for s in own if held[s] is not stages[s]
+            ]
+            for replica in replicas:
+                replica.share_hooks(program)
+            self.other_holders += replicas
             own_of = copies[rank]
             parameters = [
                 *dict.fromkeys(
@@ -181,8 +187,8 @@ class InProcess:
         """As Executor.evaluate; returns the sum of losses."""
         ranks = [one.on(program, trains=False) for one in self.ranks]
         self.settle()
-        for copy, module in self.other_holders:
-            _follow(copy, module)
+        for replica in self.other_holders:
+            replica.follow()
         with ExitStack() as stack:
             for rank in ranks:
                 stack.enter_context(looking(rank.state))
@@ -232,8 +238,9 @@ class InProcess:
     def _once(self, ranks: Sequence[Running], batch: Batch, seed: int | None) -> Tensor:
         last, program = [], ranks[0].program
         turns = self.turns_of[program.digest]
-        for copy, module in () if ranks[0].state.looks else self.other_holders:
-            _follow(copy, module)
+        for replica in () if ranks[0].state.looks else self.other_holders:
+            replica.follow()
+            replica.share_hooks(program)
         for rank, mail in zip(ranks, self.mail, strict=True):
             mail.begin()
             with mail.running():
@@ -330,41 +337,3 @@ def _in_turns(graph: Graph) -> Iterator[tuple[int, int]]:
                 yield rank, at - int(program.offsets[rank])
                 issued[at] = moved = True
                 next_of[rank] += 1
-
-
-def _copies(
-    program: Program, stages: Sequence[nn.Module]
-) -> list[dict[nn.Parameter, nn.Parameter]]:
-    """For each rank, what it computes with in place of Parameters that other ranks have, too."""
-    copies: list[dict[nn.Parameter, nn.Parameter]] = [{} for _ in range(program.plan.ranks)]
-    ranks: dict[nn.Parameter, dict[int, None]] = {}
-    for rank, module in zip(program.plan.rank_of.tolist(), stages, strict=True):
-        for p in module.parameters() if program.trains else ():
-            if p.requires_grad:
-                ranks.setdefault(p, {})[rank] = None
-    for p, (home, *others) in ranks.items():
-        if others:
-            copies[home][p] = p
-        for rank in others:
-            copies[rank][p] = like(p, p.detach().clone())
-    return copies
-
-
-@torch.no_grad()
-def _follow(copy: nn.Module, module: nn.Module) -> None:
-    """Let another holder's copy begin a step as its module is: who has the one trains both."""
-    for mine, theirs in zip(copy.modules(), module.modules(), strict=True):
-        mine.training = theirs.training
-        for name, p in theirs._parameters.items():
-            if p is not None:
-                mine.get_parameter(name).copy_(p)
-        for name, buffer in theirs._buffers.items():
-            mine._buffers[name] = None if buffer is None else buffer.clone()
-
-
-def _copy(module: nn.Module) -> nn.Module:
-    """A copy of a module, with the types of its gradients, which deepcopy forgets."""
-    copy = deepcopy(module)
-    for p, own in zip(copy.parameters(), module.parameters(), strict=True):
-        p.grad_dtype = own.grad_dtype
-    return copy

@@ -271,12 +271,17 @@ def weights_of(
 def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     """A Parameter of this data, otherwise like another: its shards, hooks, its gradient's type."""
     other = nn.Parameter(data)
+    share_hooks(other, parameter)
     vars(other).update(vars(parameter))
     other.grad_dtype = parameter.grad_dtype
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(parameter, hooks):
-            setattr(other, hooks, getattr(parameter, hooks))
     return other
+
+
+def share_hooks(other: nn.Parameter, parameter: nn.Parameter) -> None:
+    """Let the hooks on one Parameter's gradient be called for another's, too."""
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(other, hooks) is not getattr(parameter, hooks):
+            setattr(other, hooks, getattr(parameter, hooks))
 
 
 def is_apart(weight: Weight, plan: Plan) -> bool:

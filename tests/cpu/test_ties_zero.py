@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir import Plan
+from schedir.errors import ModelError
 from schedir.runtime import split_linears
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
@@ -156,3 +158,25 @@ def test_two_processes_that_keep_parts() -> None:
         for zero in range(4):
             assert near(one[name, zero], right)
             assert all(map(torch.equal, one[name, zero], other[name, zero]))
+
+
+@pytest.mark.parametrize("zero", range(1, 4))
+def test_one_parameter_on_several_ranks_is_refused(zero: int) -> None:
+    """And what the hint says trains as the whole model."""
+    stages, plan = albert(2), Plan(2, 3)
+    ties = schedir.ties(stages)
+    program = schedir.compile(interleaved, plan, model="edge", zero=zero, tied=ties, clip=False)
+    options: dict[str, Any] = {"loss": loss, "boundary": BOUNDARY, "optimizer": adam}
+    with pytest.raises(ModelError, match=r"0\.weight of stage 0 and 0\.weight of stage 1") as error:
+        InProcess(program, stages, **options)
+    assert error.value.program == program.name and "tied=ties" in error.value.hint
+    assert [p.shape for p in stages[0].parameters()] == [(WIDTH, WIDTH), (WIDTH,)]
+    copies = [deepcopy(stage) for stage in stages]
+    ranks = InProcess(program, copies, tied=ties, **options)
+    for step in range(STEPS):
+        ranks.step(*batch(plan.microbatches, step), SCALE)
+    with ExitStack() as stack:
+        for rank in ranks.ranks:
+            stack.enter_context(rank.whole())
+        for copy in copies:
+            assert near([*copy.parameters()], plain(albert(2), plan.microbatches))

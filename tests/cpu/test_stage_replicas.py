@@ -1,0 +1,137 @@
+"""Stages with several holders in one process: copies have the hooks of weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan
+from schedir.errors import ModelError
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.inprocess import InProcess
+from schedir.schedules import bitpipe, chimera
+
+WIDTH, STEPS = 3, 2
+MIRROR = [
+    (chimera, Plan(2, 4, placement="mirror")),
+    (bitpipe, Plan(2, 4, placement="mirror-vee")),
+]
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
+def layers(stages: int) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH).double() for _ in range(stages)]
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+def batch() -> Tensor:
+    numbers = torch.Generator().manual_seed(1)
+    return torch.randn(4, 2, WIDTH, dtype=torch.float64, generator=numbers)
+
+
+def ranks_of(schedule: Any, plan: Plan, stages: list[nn.Linear], optimizer: Any = sgd) -> InProcess:
+    program = schedir.compile(schedule, plan)
+    boundary = Boundary((2, WIDTH), torch.float64)
+    return InProcess(program, stages, loss=loss, boundary=boundary, optimizer=optimizer)
+
+
+class Hooks:
+    """Hooks that some weights have; they are not linear, and count their calls."""
+
+    def __init__(self, where: list[bool]) -> None:
+        self.where, self.calls = where, 0
+        self.handles: list[Any] = []
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        self.calls += 1
+        return gradient.clamp(-0.5, 0.5)
+
+    def register(self, stages: list[nn.Linear]) -> None:
+        for has, p in zip(self.where, nn.Sequential(*stages).parameters(), strict=False):
+            if has:
+                self.handles.append(p.register_hook(self))
+
+    def remove(self) -> None:
+        while self.handles:
+            self.handles.pop().remove()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[*HealthCheck])
+@given(
+    where=st.lists(st.booleans(), min_size=4, max_size=4),
+    case=st.sampled_from(MIRROR),
+    late=st.booleans(),
+    removed=st.booleans(),
+)
+def test_hooks_see_every_microbatch(where: Any, case: Any, late: bool, removed: bool) -> None:
+    """Also hooks that are registered when the ranks are there, or removed between steps."""
+    schedule, plan = case
+    stages, whole = layers(plan.stages), layers(plan.stages)
+    ours, plain = Hooks(where), Hooks(where)
+    plain.register(whole)
+    if not late:
+        ours.register(stages)
+    ranks = ranks_of(schedule, plan, stages)
+    if late:
+        ours.register(stages)
+    model = nn.Sequential(*whole)
+    optimizer = sgd(model.parameters())
+    for _ in range(STEPS):
+        ranks.step(batch(), batch() + 1)
+        optimizer.zero_grad()
+        for x in batch():
+            torch.autograd.backward(loss(model(x), x + 1))
+        optimizer.step()
+        if removed:
+            ours.remove()
+            plain.remove()
+    assert ours.calls == plain.calls
+    for p, q in zip(nn.Sequential(*stages).parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("schedule", "plan"), MIRROR)
+def test_a_hook_that_sees_the_sum_of_one_holder(schedule: Any, plan: Plan, late: bool) -> None:
+    stages = layers(plan.stages)
+    ranks = ranks_of(schedule, plan, stages) if late else None
+    stages[1].bias.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ModelError, match=r"bias of stage 1") as error:
+        if ranks is None:
+            ranks_of(schedule, plan, stages)
+        else:
+            ranks.step(batch(), batch())
+    assert error.value.program == schedule.__name__ and "register_hook" in error.value.hint
+
+
+def test_an_optimizer_finds_the_attributes_of_weights() -> None:
+    """As for groups of its own, which else the holders of a stage would step otherwise."""
+    schedule, plan = MIRROR[0]
+    stages = layers(plan.stages)
+    for stage in stages:
+        vars(stage.bias)["is_slow"] = True
+    found = []
+
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        slow = [p for p in parameters if hasattr(p, "is_slow")]
+        found.append(len(slow))
+        rest = [p for p in parameters if not hasattr(p, "is_slow")]
+        return torch.optim.SGD([{"params": slow, "lr": 0.01}, {"params": rest}], lr=0.1)
+
+    ranks = ranks_of(schedule, plan, stages, optimizer)
+    ranks.step(batch(), batch() + 1)
+    assert found == [2, 2]
+    for replica in ranks.other_holders:
+        for p, q in zip(replica.copy.parameters(), replica.module.parameters(), strict=True):
+            assert torch.equal(p, q)
