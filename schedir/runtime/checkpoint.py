@@ -79,7 +79,7 @@ class Checkpoints:
         traces, generators = traces_of([b for *_, b in own]), self._states()
         target = self._target()
         # As if for a backward: without gradients some kernels round otherwise.
-        with saved_tensors_hooks(_nothing, _nothing):
+        with saved_tensors_hooks(_nothing, self._refuse_backward):
             ran = run()
         if self._target() != target:
             raise ModelError(
@@ -154,6 +154,14 @@ class Checkpoints:
                 hint="write to self.name, and keep no buffers in lists",
             )
 
+    def _refuse_backward(self, _: object) -> Tensor:
+        """Called for a saved tensor where a forward runs a backward of its own."""
+        raise ModelError(
+            f"stage {self.stage} runs a backward within its forward, as by torch.autograd.grad, "
+            "and is to be recomputed: its first forward keeps no tensor for a backward",
+            hint=f"recompute other stages only: recompute=lambda stage, mb: stage != {self.stage}",
+        )
+
     def _trained(self) -> list[Tensor]:
         """What the stage trains, when it is run again for the first time: then values tell whether
         a forward writes to it, which may leave no trace."""
@@ -212,5 +220,5 @@ def _kind(one: Tensor) -> str:
     return "Parameter" if isinstance(one, nn.Parameter) else "buffer"
 
 
-def _nothing(_: object) -> Any:
-    """What autograd keeps of a tensor, or gets back, where there will be no backward."""
+def _nothing(_: object) -> None:
+    """What autograd keeps of a tensor where there will be no backward."""

@@ -130,3 +130,29 @@ def test_what_would_be_written_twice(layer: Any, what: str) -> None:
     world = InProcess(program, noisy(2, layer), loss=squares, boundary=BOUNDARY)
     with pytest.raises(ExecutionError, match=what):
         world.step(*batch(4))
+
+
+class Penalty(nn.Module):
+    """A forward that differentiates, as a gradient penalty or a force does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.tanh(self.layer(x))
+        (gradient,) = torch.autograd.grad(y.sum(), self.layer.weight, create_graph=True)
+        return y + gradient.sum()
+
+
+def test_a_forward_that_runs_a_backward() -> None:
+    stages = [*noisy(1, Penalty), *noisy(1, Another)]
+    program = compile(gpipe, Plan(2, 4), recompute="all")
+    world = InProcess(program, stages, loss=squares, boundary=BOUNDARY, alike=True)
+    with pytest.raises(ExecutionError, match=r"stage 0 .*torch\.autograd\.grad") as error:
+        world.step(*batch(4))
+    (site,) = error.value.sites
+    assert (site.rank, str(site.instr)) == (0, "F 0.0") and "stage != 0" in error.value.hint
+    others = compile(gpipe, Plan(2, 4), recompute=lambda stage, mb: stage != 0)
+    fresh = InProcess(others, stages, loss=squares, boundary=BOUNDARY, alike=True)
+    assert fresh.step(*batch(4)).isfinite()
