@@ -277,8 +277,16 @@ def _pieces(leaf: Any, microbatches: int) -> Sequence[Any]:
 def own_copy(model: nn.Module) -> nn.Module:
     """A copy without gradients, and with the hooks of its parameters' gradients.
 
-    Raises UsageError for what cannot be copied.
+    Raises UsageError for what cannot be copied, and for post-accumulate hooks, which would see the
+    gradient of one microbatch.
     """
+    for name, p in model.named_parameters():
+        if p._post_accumulate_grad_hooks:
+            raise UsageError(
+                f"{name} has a post-accumulate hook, and the plain loop adds up no gradients in "
+                "place: it takes those of each microbatch",
+                hint="remove the hook for this test, or use register_hook",
+            )
     try:
         own = deepcopy(model)
     except Exception as error:  # whatever a module's own parts may raise

@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from schedir.errors import UsageError
 from schedir.testing import assert_same_gradients
 from schedir.testing.compared import Left, WrongGradients, compare
 from schedir.testing.plain import Plain, cut, loss_of, own_copy
@@ -76,6 +77,9 @@ def test_hooks_of_gradients_are_the_models() -> None:
     whole = Layer()
     whole.linear.weight.register_hook(lambda gradient: gradient * torch.eye(WIDTH))
     same(step, whole, batch())
+    whole.linear.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(UsageError, match=r"linear\.weight has a post-accumulate hook"):
+        same(step, whole, batch())
 
 
 def test_a_frozen_weight_is_due_no_gradient() -> None:
