@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from schedir.errors import ModelError
 from schedir.ir.program import Program
 from schedir.runtime.memory_overlap import expect_apart
-from schedir.runtime.parts import owner_of
+from schedir.runtime.parts import owner_of, tensors_of_state
 from schedir.runtime.precision import all_within, innermost, is_torchs
 from schedir.runtime.step_isolation import shares_memory
 
@@ -109,24 +109,47 @@ def _require_elementwise(program: Program, optimizer: object) -> None:
             else f"zero=0, or, if it does, {name}.elementwise = True",
         )
     for one in map(innermost, all_within(optimizer)):
-        kept = getattr(one, "state", {})
-        tensors = [t for t in tree_leaves([*kept.values()]) if isinstance(t, Tensor)]
-        if not is_torchs(one) and shares_memory(
-            one, tensors, [p for p in kept if isinstance(p, Tensor)]
-        ):
-            raise ModelError(
-                f"{type(one).__name__} keeps a state in memory that it shares with another state, "
-                "a parameter, a gradient or an attribute, and each would be cut by itself",
-                program=program.name,
-                hint="state = tensor.clone(), or zero=0",
-            )
+        _require_own_state(program, one)
+        _require_state_by_number(program, one)
+
+
+def _require_own_state(program: Program, inner: Any) -> None:
+    """Refuse an optimizer of one's own whose state shares memory: each tensor is cut by itself."""
+    kept = getattr(inner, "state", {})
+    tensors = [t for t in tree_leaves([*kept.values()]) if isinstance(t, Tensor)]
+    parameters = [p for p in kept if isinstance(p, Tensor)]
+    if not is_torchs(inner) and shares_memory(inner, tensors, parameters):
+        raise ModelError(
+            f"{type(inner).__name__} keeps a state in memory that it shares with another state, a "
+            "parameter, a gradient or an attribute, and each would be cut by itself",
+            program=program.name,
+            hint="state = tensor.clone(), or zero=0",
+        )
+
+
+def _require_state_by_number(program: Program, inner: Any) -> None:
+    """Refuse an optimizer whose state cannot be cut as weights are."""
+    name = type(inner).__name__
     state: Mapping[Any, Mapping[str, Any]] = getattr(inner, "state", {})
     for p, kept in state.items():
-        for key, value in kept.items() if isinstance(p, torch.Tensor) else ():
-            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != p.shape:
+        for key, value in tensors_of_state(kept) if isinstance(p, Tensor) else ():
+            if value.shape != p.shape:
                 raise ModelError(
                     f"{name} keeps {key} of {list(value.shape)} for a weight of {list(p.shape)}: "
                     "it is not of each number by itself",
                     program=program.name,
                     hint="zero=0",
+                )
+    groups = getattr(inner, "param_groups", ())
+    shapes = {p.shape for group in groups for p in group["params"] if p.numel() > 1}
+    for key, value in getattr(inner, "__dict__", {}).items():
+        for one in tree_leaves(value) if key not in ("state", "param_groups") else ():
+            # A Parameter may be one that is cut itself.
+            is_own = isinstance(one, Tensor) and not isinstance(one, nn.Parameter)
+            if is_own and one.shape in shapes:
+                raise ModelError(
+                    f"{name} keeps a tensor of {list(one.shape)}, the shape of a weight, in its "
+                    f"attribute {key}: it is not cut as the weight is (zero {program.zero})",
+                    program=program.name,
+                    hint="self.state[p], where tensors of the shape of p are cut; or zero=0",
                 )

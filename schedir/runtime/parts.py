@@ -9,18 +9,21 @@ is gathered by `gather` and of use from `whole` until `let_go`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from schedir.errors import ModelError
+from schedir.errors import ModelError, in_words
 from schedir.runtime.bits import sums_of
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.layout import Share
-from schedir.runtime.precision import MainOptimizer, all_within, innermost
+from schedir.runtime.precision import MainOptimizer, all_within, innermost, is_torchs
 from schedir.transports.collectives import Group, Kind
 from schedir.transports.transport import Work
 
@@ -266,13 +269,17 @@ def cut_state(optimizer: Any, pieces: Mapping[nn.Parameter, tuple[torch.Size, in
             if (of := pieces.get(main.get(p, p))) is None:
                 continue
             for name, value in [*state[p].items()]:
-                if isinstance(value, Tensor) and value.shape == of[0]:
-                    state[p][name] = _piece(value, *of)
+                state[p][name] = tree_map_only(Tensor, partial(_cut_like, of), value)
+
+
+def _cut_like(of: tuple[torch.Size, int, int], value: Tensor) -> Tensor:
+    """Cut what an optimizer keeps for each number of a weight as the weight is cut."""
+    return _piece(value, *of) if value.shape == of[0] else value
 
 
 def expect_state_of_pieces(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> None:
-    """Raise ModelError if an optimizer has come to keep as many numbers for a piece as its whole
-    weight has, of this shape: torch's fused ones would take the first."""
+    """Raise ModelError if an optimizer keeps tensors of another shape for a piece of a weight, such
+    as the shape of the weight: torch's fused ones would take the first numbers."""
     for one in all_within(optimizer):
         main: dict[Any, Any] = {}
         if isinstance(one, MainOptimizer):
@@ -280,16 +287,43 @@ def expect_state_of_pieces(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> 
         inner = innermost(one)
         for p, kept in getattr(inner, "state", {}).items():
             shape = shapes.get(main.get(p, p))
-            if shape is None or shape == p.shape or shape.numel() == 1:
+            if shape is None:
                 continue
-            for name, value in kept.items():
-                if isinstance(value, Tensor) and value.shape == shape:
+            for name, value in tensors_of_state(kept):
+                if value.shape != p.shape:
                     raise ModelError(
-                        f"{type(inner).__name__} keeps {name} of {list(shape)} for a piece of "
-                        f"{list(p.shape)} of a weight",
+                        f"{type(inner).__name__} keeps {name} of {list(value.shape)} for a piece "
+                        f"of {list(p.shape)} of a weight",
                         hint="load what a replica has saved itself, or load whole state before the "
                         "executor is made",
                     )
+
+
+@contextmanager
+def stepping_pieces(optimizer: object, zero: int) -> Iterator[None]:
+    """Within this an optimizer steps, on pieces of weights if `zero` is not 0.
+
+    Raises ModelError for an optimizer that is not torch's and that fails on pieces.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        inner = innermost(optimizer)
+        if not zero or is_torchs(inner):
+            raise
+        raise ModelError(
+            f"{type(inner).__name__} fails to step the pieces of weights that a replica keeps, "
+            f"which are 1-dim (zero {zero}): {in_words(error)}",
+            hint="let its tensors have the shape that p has in `step`; or zero=0",
+        ) from error
+
+
+def tensors_of_state(kept: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of several numbers that an optimizer keeps for a parameter, by name."""
+    for name, value in kept.items():
+        for one in tree_leaves(value):
+            if isinstance(one, Tensor) and one.numel() > 1:
+                yield name, one
 
 
 def _piece(whole: Tensor, shape: torch.Size, low: int, high: int) -> Tensor:

@@ -20,6 +20,7 @@ from schedir.runtime.held import Held
 from schedir.runtime.implied_acks import implied_acks
 from schedir.runtime.lanes import Marks
 from schedir.runtime.opened import Opened, opened_by
+from schedir.runtime.parts import stepping_pieces
 from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.precision import step_if
 from schedir.runtime.random import numbers_of
@@ -240,7 +241,8 @@ class State:
         states lie on the host."""
         finite = finite if self.held.may_step else torch.zeros_like(finite)
         if self.optimizer is not None:
-            with self.draws.warning(_APART) if self.held.apart else nullcontext():
+            draws = self.draws.warning(_APART) if self.held.apart else nullcontext()
+            with draws, stepping_pieces(self.optimizer, self.share.zero):
                 if stage is None:
                     step_if(finite, self.optimizer)
                 elif self.held.states is not None:

@@ -1,0 +1,110 @@
+"""Optimizers of one's own with ZeRO: their state is cut as weights are, or refused."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan
+from schedir.errors import ExecutionError, ModelError
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.inprocess import InProcess
+from schedir.schedules import one_f_one_b
+
+WIDTH = 4
+
+
+class Momentum(torch.optim.Optimizer):
+    """SGD with momentum, whose state lies in a place of its own."""
+
+    elementwise = True
+
+    def __init__(self, parameters: Any, place: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.place = place
+        self.all = [p for group in self.param_groups for p in group["params"]]
+        self.shapes = [p.shape for p in self.all]
+        self.attribute: list[Tensor] = []
+        for p in self.all:
+            if place == "attribute":
+                self.attribute.append(torch.zeros_like(p))
+            elif place == "state":
+                self.state[p]["moment"] = torch.zeros_like(p)
+            elif place == "nested state":
+                self.state[p]["moments"] = {"first": [torch.zeros_like(p)]}
+            elif place == "nested rows":
+                self.state[p]["moments"] = [torch.zeros(p.shape[0])]
+
+    def moment(self, k: int, p: nn.Parameter) -> Tensor:
+        found: Any = self.state[p]
+        if self.place == "attribute":
+            return self.attribute[k]
+        if self.place == "nested state":
+            found = found["moments"]["first"][0]
+        elif self.place == "shape of the weight":
+            found = found.setdefault("moment", torch.zeros(self.shapes[k]))
+        elif self.place == "shape of p":
+            found = found.setdefault("moment", torch.zeros_like(p))
+        else:
+            found = found["moment"]
+        assert isinstance(found, Tensor)
+        return found
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for k, p in enumerate(self.all):
+            if p.grad is not None:
+                p.sub_(self.moment(k, p).mul_(0.9).add_(p.grad), alpha=0.1)
+
+
+def made(zero: int, place: str) -> tuple[list[nn.Linear], InProcess]:
+    torch.manual_seed(0)
+    stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    program = schedir.compile(one_f_one_b, Plan(2, 3), zero=zero, clip=False)
+    ranks = InProcess(
+        program, stages, loss=nn.functional.mse_loss, boundary=Boundary((2, WIDTH)),
+        optimizer=partial(Momentum, place=place),
+    )  # fmt: skip
+    return stages, ranks
+
+
+def trained(zero: int, place: str) -> list[Tensor]:
+    stages, ranks = made(zero, place)
+    x = torch.randn(3, 2, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        ranks.step(x, x + 1)
+    with ExitStack() as stack:
+        for rank in ranks.ranks:
+            stack.enter_context(rank.whole())
+        return [p.detach().clone() for stage in stages for p in stage.parameters()]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("place", ["state", "nested state", "shape of p"])
+def test_state_that_is_cut_steps_as_that_of_whole_weights(place: str, zero: int) -> None:
+    assert all(map(torch.equal, trained(zero, place), trained(0, place)))
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [("attribute", r"Momentum .* attribute attribute"), ("nested rows", r"Momentum keeps moments")],
+)
+def test_state_that_cannot_be_cut(place: str, what: str, zero: int) -> None:
+    with pytest.raises(ModelError, match=what) as error:
+        made(zero, place)
+    assert error.value.program == "one_f_one_b" and "zero=0" in error.value.hint
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_state_that_gets_the_shape_of_the_weight_in_a_step(zero: int) -> None:
+    with pytest.raises(ExecutionError, match=r"Momentum fails to step the pieces") as error:
+        trained(zero, "shape of the weight")
+    (site,) = error.value.sites
+    assert str(site.instr) == "step" and "zero=0" in error.value.hint
