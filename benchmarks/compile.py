@@ -1,6 +1,6 @@
 """How fast programs are compiled, checked and simulated: beside another checkout, or torch.
 
-    python benchmarks/compile.py [--large] [--torch] [--compiled]
+    python benchmarks/compile.py [--large | --zero] [--torch] [--compiled]
     python benchmarks/compile.py --against COMMIT-OR-FOLDER [--compiled]
 
 A turn compiles (and so checks) and simulates one program, in seconds of processor time.  Each turn
@@ -8,7 +8,9 @@ of a process is for a number of microbatches and for costs that the process has 
 Each round starts a process per row (and checkout), which first warms up on a small program.
 `--against` takes turns: the same turn in one checkout, then in the other; its ratios are of such
 pairs, with their quartiles.  `--torch` runs torch.distributed.pipelining in between.  With
-`--compiled` loops run compiled by numba from the first turn on, and without it they never do.
+`--compiled` loops run compiled by numba from the first turn on.  Without it numba is not imported,
+as where it is not installed.  `--zero` measures rows of ZeRO 3, in which one gather has a reader
+per microbatch; such rows have two replicas.
 
 "B/instr" is the growth of the peak of memory over that before, by instruction: when compiled, and
 with the Timeline.  The last row is the command `schedir check gpipe` beside `import numpy`.
@@ -50,6 +52,13 @@ class Row(NamedTuple):
     microbatches: int
     turns: int = 1
     step: int = 1
+    zero: int = 0
+
+    @property
+    def shape(self) -> tuple[str, ...]:
+        """The first columns of a table."""
+        name = f"{self.schedule}, ZeRO {self.zero}" if self.zero else self.schedule
+        return (name, *map(str, self[1:4]))
 
 
 SMALL = (
@@ -65,6 +74,11 @@ LARGE = (
     Row("interleaved", 256, 8, 512),
     Row("interleaved", 256, 8, 2048),
     Row("one_f_one_b", 1024, 1, 8192),
+)
+ZERO = tuple(
+    Row(name, 8, v, m, turns=3, zero=3)
+    for name, v in (("one_f_one_b", 1), ("interleaved", 2))
+    for m in (64, 128, 256, 512, 1024)
 )
 TORCH = SMALL[3:5] + SMOKE[1:]  # larger programs take torch hours
 PARTS = ("draft", "compile", "simulate", "memory", "show", "parse")
@@ -89,16 +103,19 @@ def timed(into: Measured, part: str, call: Callable[..., Any], *args: Any) -> An
     return result
 
 
-def ours(name: str, ranks: int, v: int, microbatches: int, turn: int, text: bool) -> Measured:
+def ours(
+    name: str, ranks: int, v: int, microbatches: int, zero: int, turn: int, text: bool
+) -> Measured:
     """Seconds of each part, and bytes per instruction.  Names that every checkout has."""
     import schedir
 
     plan, costs = schedir.Plan(ranks, microbatches, v), schedir.Costs(F=1 + turn / 1024)
+    more = {"dp": 2, "zero": zero} if zero else {}
     got: Measured = {}
     gc.collect()
     base = peak()
     draft = timed(got, "draft", schedir.draft, getattr(schedir.schedules, name), plan)
-    program = timed(got, "compile", partial(schedir.compile, draft, costs=costs))
+    program = timed(got, "compile", partial(schedir.compile, draft, costs=costs, **more))
     del draft
     compiled = peak()
     timeline = timed(got, "simulate", schedir.simulate, program, costs)
@@ -164,7 +181,7 @@ def serve(who: str) -> None:
         sys.modules["numba"] = None  # type: ignore[assignment]
     if who != "torch":
         for turn in range(2):
-            ours("gpipe", 3, 1, 5 + turn, turn, True)
+            ours("gpipe", 3, 1, 5 + turn, 0, turn, True)
     for line in sys.stdin:
         print(json.dumps(measure(*json.loads(line))), flush=True)
 
@@ -188,7 +205,7 @@ class Worker:
         """Measure a turn: 0 is for the row's own number of microbatches, the others lie around."""
         assert self.process.stdin and self.process.stdout
         away = (turn + 1) // 2 * (1 if turn % 2 else -1)
-        asked = (*row[:3], row.microbatches + away * row.step, turn, text)
+        asked = (*row[:3], row.microbatches + away * row.step, row.zero, turn, text)
         print(json.dumps(asked), file=self.process.stdin, flush=True)
         if not (line := self.process.stdout.readline()):
             raise SystemExit(f"a process that measured {row} ended with {self.process.wait()}")
@@ -281,7 +298,7 @@ def compare(
         if n < 2**16:
             told[-2:] = []  # so little memory that it is noise
         cells.append(
-            [*map(str, row[:4]), f"{n:,.0f}", *seconds, *(spread(ratios[p]) for p in told)]
+            [*row.shape, f"{n:,.0f}", *seconds, *(spread(ratios[p]) for p in told)]
         )
     for name, command in COMMANDS.items():
         say(name)
@@ -314,12 +331,12 @@ def alone(
                      if p in first else "" for p in PARTS]  # fmt: skip
             sums = spread([1e3 * total(g) for g in each])
             bytes_ = [f"{first[p]:.0f}" if p in first else "" for p in ("B/instr", "with Timeline")]
-            yield [who, *map(str, row[:4]), f"{first['instructions']:,.0f}", *cells, sums, *bytes_]
+            yield [who, *row.shape, f"{first['instructions']:,.0f}", *cells, sums, *bytes_]
         if len(whose) > 1:
             ratios = [total(got["torch"][0]) / total(g) for g in got[ours]]
             yield [
                 "",
-                *map(str, row[:4]),
+                *row.shape,
                 *[""] * (1 + len(PARTS)),
                 f"torch x {spread(ratios, '.0f')}",
             ]
@@ -331,6 +348,7 @@ def alone(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--large", action="store_true", help="up to 34 million instructions")
+    parser.add_argument("--zero", action="store_true", help="rows of ZeRO 3 instead")
     parser.add_argument("--torch", action="store_true", help="torch.distributed.pipelining too")
     parser.add_argument("--against", metavar="CHECKOUT", help="a folder or a commit")
     parser.add_argument("--compiled", action="store_true", help="loops compiled by numba")
@@ -344,7 +362,7 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    rows = SMOKE if args.smoke else SMALL + LARGE * args.large
+    rows = SMOKE if args.smoke else ZERO if args.zero else SMALL + LARGE * args.large
     if args.rows:
         rows = tuple(rows[int(k)] for k in args.rows.split(","))
     who = "compiled" if args.compiled else "schedir"

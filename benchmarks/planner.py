@@ -13,7 +13,7 @@
 
 Each prints tables.  Steps of SC21 and of the large are those of simulated programs; others are of
 closed forms, but with --exact.  An error is predicted over published, less 1; means are of its
-absolute values.
+absolute values.  With NUMBA_DISABLE_JIT=1 numba is not used, even where it is installed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import head, line, parse
 from schedir import Cluster, planner
+from schedir.analysis.compiled import is_installed
 from schedir.errors import UsageError
 from schedir.planner import Choice, Constants, Model, regret
 from schedir.planner.choice import Parts, Priced
@@ -321,12 +322,13 @@ def told(what: str, price: Priced) -> None:
 
 def large() -> None:
     """The papers' plans, ours, and ours with less to choose from; simulated, all of them."""
+    numba = "with numba" if is_installed() else "without numba"
     for name, model, batch, nodes, paper in SMALL if SMOKE else LARGE:
         cluster = planner.cluster("a100", nodes=nodes)
-        began = perf_counter()
+        began = process_time()
         ours = planner.plan(model, cluster, batch, order=paper.order, exact=True)
-        took = perf_counter() - began
-        print(f"\n### {name}: planned in {took:.1f} s\n")
+        took = process_time() - began
+        print(f"\n### {name}: planned in {took:.1f} s of processor time, {numba}\n")
         head("plan", "layout", "also", "step, s", *Parts._fields, "GB", "MFU")
         told("the paper's", planner.step(model, cluster, paper, exact=True))
         told("ours", ours[0])

@@ -73,9 +73,14 @@ def _is_kept(loop: Any) -> bool:
 
 def load() -> None:
     """From now on, run compiled loops.  Raises UsageError where numba cannot be imported."""
-    if _numba() is None:
+    if not is_installed():
         raise UsageError("numba cannot be imported", hint="pip install schedir[fast]")
     paid(PRICE)
+
+
+def is_installed() -> bool:
+    """Return whether numba can be imported and may compile."""
+    return _numba() is not None
 
 
 @cache
