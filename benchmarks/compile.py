@@ -297,9 +297,7 @@ def compare(
         told = [*COUNTED, "all", "B/instr", "with Timeline"]
         if n < 2**16:
             told[-2:] = []  # so little memory that it is noise
-        cells.append(
-            [*row.shape, f"{n:,.0f}", *seconds, *(spread(ratios[p]) for p in told)]
-        )
+        cells.append([*row.shape, f"{n:,.0f}", *seconds, *(spread(ratios[p]) for p in told)])
     for name, command in COMMANDS.items():
         say(name)
         pairs = [[command_time(at, *command) for at in (other, here)] for _ in range(3 * rounds)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 

@@ -27,9 +27,12 @@ class StageReplica(NamedTuple):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Set the copy to the state of the module, whose Parameters whoever has it may change."""
+        """Set the copy to the state of the module, which users change between steps: its
+        Parameters, its buffers, its mode, and numbers and strings such as a dropout's `p`."""
         for mine, theirs in zip(self.copy.modules(), self.module.modules(), strict=True):
-            mine.training = theirs.training
+            for name, value in vars(theirs).items():
+                if isinstance(value, bool | int | float | str):
+                    setattr(mine, name, value)
             for name, p in theirs._parameters.items():
                 if p is not None:
                     mine.get_parameter(name).copy_(p)

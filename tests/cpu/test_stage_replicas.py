@@ -135,3 +135,25 @@ def test_an_optimizer_finds_the_attributes_of_weights() -> None:
     for replica in ranks.other_holders:
         for p, q in zip(replica.copy.parameters(), replica.module.parameters(), strict=True):
             assert torch.equal(p, q)
+
+
+class _Scaled(nn.Linear):
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+@pytest.mark.parametrize(("schedule", "plan"), MIRROR)
+def test_a_number_that_is_set_between_steps_is_that_of_each_copy(schedule: Any, plan: Plan) -> None:
+    torch.manual_seed(0)
+    stages: list[nn.Linear] = [_Scaled(WIDTH, WIDTH).double() for _ in range(plan.stages)]
+    ranks = ranks_of(schedule, plan, stages)
+    ranks.step(batch(), batch())
+    for stage in stages:
+        vars(stage)["factor"] = 2.0
+    expected = torch.zeros((), dtype=torch.float64)
+    with torch.no_grad():
+        for x in batch():
+            expected += loss(nn.Sequential(*stages)(x), x)
+    assert torch.allclose(ranks.step(batch(), batch()).double(), expected)
