@@ -346,7 +346,8 @@ class _HooksItsInput(nn.Module):
 def test_a_hook_on_an_input_runs_once(schedule: Any) -> None:
     """The first run of a forward must not leave its hooks on what the second run takes."""
     found = []
-    for options in ({}, {"recompute": "all"}):
+    every: list[dict[str, Any]] = [{}, {"recompute": "all"}]
+    for options in every:
         torch.manual_seed(0)
         program = compile(schedule, Plan(2, 2, 2 if schedule is interleaved else 1), **options)
         stages = [_HooksItsInput() for _ in range(program.plan.stages)]

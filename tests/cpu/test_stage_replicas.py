@@ -127,7 +127,8 @@ def test_an_optimizer_finds_the_attributes_of_weights() -> None:
         slow = [p for p in parameters if hasattr(p, "is_slow")]
         found.append(len(slow))
         rest = [p for p in parameters if not hasattr(p, "is_slow")]
-        return torch.optim.SGD([{"params": slow, "lr": 0.01}, {"params": rest}], lr=0.1)
+        groups: list[dict[str, Any]] = [{"params": slow, "lr": 0.01}, {"params": rest}]
+        return torch.optim.SGD(groups, lr=0.1)
 
     ranks = ranks_of(schedule, plan, stages, optimizer)
     ranks.step(batch(), batch() + 1)

@@ -324,7 +324,7 @@ class _Auxiliary(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        y.square().sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        y.square().sum().backward(retain_graph=True)
         return y
 
 

@@ -57,7 +57,7 @@ class Momentum(torch.optim.Optimizer):
         return found
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for k, p in enumerate(self.all):
             if p.grad is not None:
                 p.sub_(self.moment(k, p).mul_(0.9).add_(p.grad), alpha=0.1)
