@@ -27,7 +27,8 @@ def _ended() -> Iterator[None]:
 
 # Files that take the longest, in seconds of a core or of waiting, the longest first.
 LONG = (
-    "test_train_ends", "test_resume", "test_deaths", "test_gpu_tests", "test_checkpoints",
+    "test_benchmarks", "test_train_ends", "test_resume", "test_deaths", "test_gpu_tests",
+    "test_checkpoints",
     "test_nccl_like", "test_train", "test_zero", "test_warmup", "test_train_zero", "test_ends",
     "test_train_memory", "test_faults", "test_torch_huggingface", "test_own_model",
     "test_processes", "test_per_microbatch", "test_results", "test_finite", "test_offload_trains",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -174,9 +174,16 @@ def _process(rank: int, words: list[str], said: Path, more: dict[str, str]) -> N
         with (said / f"{rank}.{name}").open("w") as file:
             os.dup2(file.fileno(), descriptor)
     if words[0].endswith(".py"):
-        os.chdir(Path(words[0]).parent)
+        folder = str(Path(words[0]).parent)
+        os.chdir(folder)
         sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+        # As Python starts a script: it finds our tree only if it looks for it.
+        sys.path[:] = [folder, *(path for path in sys.path if path not in ("", str(ROOT)))]
+        # What its own processes return is of this module, by either name.
+        main_module = ModuleType("__main__")
+        main_module.__file__ = words[0]
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
+        exec(compile(Path(words[0]).read_text(), words[0], "exec"), main_module.__dict__)
     else:
         sys.exit(main(words))
 

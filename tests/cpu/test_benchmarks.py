@@ -1,0 +1,78 @@
+"""Every script in benchmarks/ runs all its code on small sizes, with `--smoke`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.harness import lacks, parse, spread
+from tests.cases import cases
+from tests.cpu.training import ROOT, launched
+
+TEXTS = {path.stem: path.read_text() for path in sorted((ROOT / "benchmarks").glob("*.py"))}
+SCRIPTS = [name for name, text in TEXTS.items() if '__name__ == "__main__":\n    ' in text]
+# These start training runs, which load torch anew: 10 to 30 seconds of processor time each.
+SLOW = {"checkpoints", "faults", "hangs", "import_traces", "models", "planner_here", "resume"}
+
+
+@pytest.mark.parametrize(
+    "name", cases([name for name in SCRIPTS if name not in SLOW], sorted(SLOW))
+)
+def test_a_script_runs_its_code_on_small_sizes(name: str, tmp_path: Path) -> None:
+    """It ends well, and prints something, also where this machine lacks what it needs."""
+    path = ROOT / "benchmarks" / f"{name}.py"
+    code, out, err = launched([str(path), "--smoke"], tmp_path / name)
+    assert code == 0, out + err
+    assert out or err
+
+
+def test_every_script_has_the_option_that_all_share() -> None:
+    """A script that ignored `--smoke` would run in full."""
+    assert {*SCRIPTS} >= SLOW and len(SCRIPTS) > 30
+    assert not [name for name in SCRIPTS if not re.search(r"\bparse\(", TEXTS[name])]
+
+
+def parser() -> argparse.ArgumentParser:
+    own = argparse.ArgumentParser()
+    own.add_argument("names", nargs="*", default=["all"])
+    own.add_argument("--rounds", type=int, default=20)
+    return own
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "rounds"),
+    [
+        ("", ["all"], 20),
+        ("--smoke", ["one"], 1),
+        ("--smoke --rounds 3", ["one"], 3),
+        ("--smoke two", ["two"], 1),
+    ],
+)
+def test_smoke_replaces_defaults_alone(words: str, names: list[str], rounds: int) -> None:
+    args = parse(parser(), words.split(), names=["one"], rounds=1)
+    assert (args.names, args.rounds, args.smoke) == (names, rounds, "--smoke" in words)
+
+
+def test_smoke_replaces_no_argument_that_is_not_there() -> None:
+    with pytest.raises(AssertionError):
+        parse(parser(), [], round=1)
+
+
+def test_a_machine_that_lacks_something_fails_a_measurement_only(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert [lacks("needs a GPU", smoke) for smoke in (False, True)] == [2, 0]
+    assert capsys.readouterr() == ("", "needs a GPU\n" * 2)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
+def test_the_interval_of_a_median_is_around_it_and_in_the_sample(values: list[float]) -> None:
+    low, high = spread(values)
+    assert {low, high} <= {*values}
+    assert sum(v <= low for v in values) <= sum(v <= high for v in values)
+    assert low <= sorted(values)[len(values) // 2] <= high
