@@ -30,7 +30,7 @@ from schedir.ir.ops import BACKWARD, FORWARD
 from schedir.schedules.draft import draft
 from schedir.schedules.words import placed_for
 from schedir.shortest.orders import Order, codes_of, length, peaks
-from schedir.shortest.problem import Problem
+from schedir.shortest.problem import Objective, Problem
 from schedir.shortest.solver import solve
 from tests.certified import FILE, Case, Row
 from tests.laws import ZOO
@@ -57,7 +57,8 @@ def drawn(seed: int) -> Case:
             tuple(round(sum(both), 15) for both in zip(backward, weight, strict=True)),
             (0.0,),
         )
-    objective = rng.choices(("span", "own"), (3, 1))[0]
+    objectives: tuple[Objective, ...] = ("span", "own")
+    objective = rng.choices(objectives, (3, 1))[0]
     case = Case(
         ranks, microbatches, v, placement, split, objective, forward, backward, weight, send,
         None, None, None, None, None, 0.0, None, "",

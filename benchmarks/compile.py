@@ -173,7 +173,10 @@ def torchs(name: str, ranks: int, v: int, microbatches: int, *_: object) -> Meas
 
 def serve(who: str) -> None:
     """Answer each request on stdin, a row with its turn, by what was measured: lines of JSON."""
-    measure = {"schedir": ours, "compiled": ours, "torch": torchs}[who]
+    measures: dict[str, Callable[..., Measured]] = {
+        "schedir": ours, "compiled": ours, "torch": torchs,
+    }  # fmt: skip
+    measure = measures[who]
     if who == "compiled":
         with suppress(ImportError):  # a checkout that has none
             import_module("schedir.analysis.compiled").load()
@@ -287,7 +290,8 @@ def compare(
                     for part in COUNTED:
                         ratios.setdefault(part, []).append(new[part] / old[part])
                     ratios.setdefault("all", []).append(total(new) / total(old))
-                    times[0].append(total(old)), times[1].append(total(new))
+                    times[0].append(total(old))
+                    times[1].append(total(new))
                     if turn == 0:
                         n = new["instructions"]
                         for part in ("B/instr", "with Timeline"):
@@ -339,8 +343,8 @@ def alone(
                 f"torch x {spread(ratios, '.0f')}",
             ]
     numpy, check = ([command_time(ROOT, *c) for _ in range(3 * rounds)] for c in COMMANDS.values())
-    for name, each in zip(COMMANDS, (numpy, check), strict=True):
-        yield ["", name, *[""] * (4 + len(PARTS)), spread([1e3 * s for s in each])]
+    for name, seconds in zip(COMMANDS, (numpy, check), strict=True):
+        yield ["", name, *[""] * (4 + len(PARTS)), spread([1e3 * s for s in seconds])]
 
 
 def main() -> None:

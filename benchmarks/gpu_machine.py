@@ -49,7 +49,7 @@ def main() -> int:
     if not there:
         print("GPU: none, or torch sees none")
         return 0 if smoke else 2
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
     print(f"CUDA: {torch.version.cuda}, NCCL {nccl}")
     for k in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(k)

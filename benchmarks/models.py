@@ -84,7 +84,7 @@ def plain(config: Config, nudge: float = 0.0) -> list[float]:
     numbers = torch.Generator().manual_seed(1)
     for p in whole.parameters():
         p.data *= 1 + nudge * torch.randn(p.shape, generator=numbers)
-    optimizer = optimizer_of([*whole.parameters()], config.train)
+    optimizer: Any = optimizer_of([*whole.parameters()], config.train)
     losses = []
     for step in range(config.train.steps):
         samples = batches.samples(step * batches.size, batches.size)

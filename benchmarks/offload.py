@@ -214,7 +214,7 @@ def beside_torch(rounds: int, config: gpt.GPTConfig, microbatches: Sequence[int]
                 with saved_tensors_hooks(_pack, _unpack):
                     losses.append(gpt.loss(whole(one), target) * scale)
             while losses:
-                losses.pop(0).backward()  # type: ignore[no-untyped-call]
+                losses.pop(0).backward()
             adam.step()
 
         first = alternate(theirs, own[0].step, rounds)

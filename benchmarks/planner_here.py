@@ -40,6 +40,7 @@ from schedir.runtime.executor import Executor
 from schedir.testing.processes import run
 from schedir.training import gpt
 from schedir.training.config_file import read
+from schedir.training.gpt_config import GPTConfig
 from schedir.training.measure import measure
 from schedir.training.optimizer import optimizer_of
 from schedir.transports.registry import choose
@@ -85,6 +86,7 @@ def one(_: int, text: str, steps: int) -> Ran:
         program, config.train.timeout, message=4 * size * context * MODEL.hidden // program.tp
     )
     tp, division = transport.tp_group, config.pipeline.division
+    assert isinstance(config.model, GPTConfig), "the planner writes no other"
     stages = {
         s: gpt.build_stage(config.model, s, program.plan.stages, tp=tp, division=division)
         for s in program.plan.stages_of[transport.rank]

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import parse
 from schedir.checkpoints.folder import Folder
+from schedir.checkpoints.saver import Saver
 from schedir.training import gpt, results, saving, steps, trainer, world
 from schedir.training.train import run
 from schedir.training.watchdog import Watchdog
@@ -78,7 +79,7 @@ class Kill(NamedTuple):
 
     process: int
     where: str
-    count: int
+    times: int
     delay: float
 
 
@@ -94,7 +95,7 @@ def drawn(draw: random.Random, processes: int) -> Kill:
 
 def arm(kill: Kill) -> None:
     """Let this process end there."""
-    left = [kill.count]
+    left = [kill.times]
 
     def end() -> None:
         if kill.delay:
@@ -118,6 +119,7 @@ def arm(kill: Kill) -> None:
 
         setattr(owner, name, called)
 
+    owner: Any
     match kill.where:
         case "set-up":
             for owner, name in (
@@ -128,15 +130,15 @@ def arm(kill: Kill) -> None:
         case "step":
             wrap(steps.Steps, "issue")
         case "losses":
-            wrap(results.Losses, "write", after=bool(kill.count % 2))
+            wrap(results.Losses, "write", after=bool(kill.times % 2))
         case "save":
             for owner, name in (
-                (saving.Saving, "save"), (saving.Saver, "due"), (saving.Saver, "write"),
+                (saving.Saving, "save"), (Saver, "due"), (Saver, "write"),
             ):  # fmt: skip
                 wrap(owner, name)
         case "file":
             for name in ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir"):
-                wrap(os, name, after=bool(kill.count % 2))
+                wrap(os, name, after=bool(kill.times % 2))
 
 
 def start(sets: list[str], folder: Path, processes: int, kill: Kill | None) -> tuple[bool, str]:
@@ -215,7 +217,8 @@ def main() -> None:
             whole[shape] = (folder / "out" / "loss.csv").read_bytes()
             shutil.rmtree(folder / "out")
         sets = [*base, f'train.checkpoint="{folder / "saved"}"']
-        through, before, had, kill = False, 0, 0, None
+        through, before, had = False, 0, 0
+        kill: Kill | None = None
         while not through:
             more = counts["kills"] < options.kills
             last, kill = kill, drawn(draw, processes) if more else None

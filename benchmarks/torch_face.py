@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,7 @@ PAIRS = (
     Pair("ScheduleDualPipeV", "dualpipe_v", 8, "vee"),
 )
 SMOKE_PAIRS = (PAIRS[1], PAIRS[5])
-WHOSE = ("theirs", "torch", "schedir")
+WHOSE: tuple[Literal["theirs", "torch", "schedir"], ...] = ("theirs", "torch", "schedir")
 
 
 class Bench:
@@ -81,7 +81,11 @@ class Bench:
             stages = [
                 PipelineStage(model.stages[s], s, pair.stages, torch.device("cpu")) for s in own
             ]
-            options = {"n_microbatches": microbatches, "loss_fn": model.loss, "scale_grads": False}
+            options: dict[str, Any] = {
+                "n_microbatches": microbatches,
+                "loss_fn": model.loss,
+                "scale_grads": False,
+            }
             if whose == "theirs":
                 single = pair.theirs in ("ScheduleGPipe", "Schedule1F1B")
                 schedule = getattr(theirs, pair.theirs)(stages[0] if single else stages, **options)

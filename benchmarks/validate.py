@@ -49,7 +49,7 @@ def program_of(name: str, validate: str) -> Program:
 
 def costs_of(program: Program, slow: float) -> Costs:
     """In units of an F of any stage but the last."""
-    each = [1.0] * (program.plan.stages - 1) + [slow]
+    each = (1.0,) * (program.plan.stages - 1) + (slow,)
     return Costs(F=each, I=each, W=each)
 
 
