@@ -21,7 +21,7 @@ from schedir import __version__
 from schedir.commands import files, listed
 from schedir.commands._trust import add_trust
 from schedir.errors import ProgramError, UsageError
-from schedir.ir.trust import trusting
+from schedir.ir.trust import MOST, trusting
 
 _ABOUT = "Pipeline schedules as programs: compile, check, predict, draw and run them."
 _EXIT = (
@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = sys.argv[1:] if argv is None else argv
         args = _parser(argv).parse_args(argv, argparse.Namespace(typed=argv))
         code_too = not args.no_code and None
-        with trusting(instructions=args.most_instructions, code=code_too), _plain_warnings():
+        most = MOST if args.most_instructions is None else args.most_instructions
+        with trusting(instructions=most, code=code_too), _plain_warnings():
             said: str | int | tuple[str, int] = args.run(args)
         text, code = said if isinstance(said, tuple) else (said, 0)
         return (_say(text) or code) if isinstance(text, str) else text

@@ -273,6 +273,7 @@ def lower(
     # Passes read what is said more than once.
     more = {k: tuple(v) if isinstance(v, Iterator) else v for k, v in more.items()}
     options = Options(costs, model, boundary, overlap, slots, more, sizes, limit)
+    program.plan.require_room_lowered(trains=program.trains, frozen=program.frozen)
     return _fold(program, LOWERING, options, debug=debug)
 
 

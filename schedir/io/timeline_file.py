@@ -26,7 +26,7 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
 from schedir.ir.text import parse, show
-from schedir.ir.trust import RAISED, trust
+from schedir.ir.trust import RAISED, most_of_a_file
 from schedir.predict.timeline import KINDS, UNITS, Timeline, expect_runs, spans_of
 from schedir.verify.check import check
 
@@ -177,7 +177,7 @@ class _Reader:
             "blocks": isinstance(header.get("blocks", False), bool),
             "clock_error": isinstance(error, int | float) and 0 <= error < math.inf,
         }
-        if type(n) is int and n > (most := trust().instructions):
+        if type(n) is int and n > (most := most_of_a_file()):
             raise TraceError(
                 f"it has {n} instructions, and a program may have {most}"[:200], hint=RAISED
             )

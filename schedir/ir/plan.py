@@ -16,7 +16,7 @@ from schedir.ir.fields import Kind, fields_of, itself, setting, whole_number, wh
 from schedir.ir.numerals import NO_NUMBERS, whole
 from schedir.ir.ops import ROWS, Per
 from schedir.ir.placement import PLACEMENT, PLACEMENTS, Placement, check_rows, named_of, rows_of
-from schedir.ir.trust import RAISED, trust
+from schedir.ir.trust import require_room
 
 MAX_MICROBATCHES = 2**20
 MAX_STAGES = 2**15
@@ -140,13 +140,7 @@ class Plan:
                 f"{self.stages} stages are more than the {MAX_STAGES} allowed",
                 fields=["ranks", "stages_per_rank", "placement"],
             )
-        if self.stages * self.microbatches > (most := trust().instructions):
-            raise PlanError(
-                f"{self.stages} stages x {self.microbatches} microbatches are at least "
-                f"{self.stages * self.microbatches} instructions, and a program may have {most}",
-                hint=RAISED,
-                fields=["microbatches", "ranks", "stages_per_rank", "placement"],
-            )
+        self.require_room()
         self._check_updates()
         whole = {*self.parts, self.per_update}  # where rows, and updates, begin
         if any(number % self.segments for number in whole):
@@ -273,6 +267,36 @@ class Plan:
             Per.TURN: self.stages * self.rows * self.microbatches,
         }
         return sum(each[row.per] for row in ROWS)
+
+    def require_room(self, most: int | None = None) -> None:
+        """Raise PlanError if the forwards alone are more instructions than a program may have.
+
+        `most` is that of `trust.require_room`.
+        """
+        self._require_room(self.stages, most)
+
+    def require_room_lowered(
+        self, *, trains: bool, frozen: int = 0, most: int | None = None
+    ) -> None:
+        """Raise PlanError if a lowered program has more instructions than it may.
+
+        Counts forwards, sends and receives, and where the program `trains` backwards and what these
+        send and receive.  The first `frozen` stages have no backwards.  `most` is that of
+        `trust.require_room`.
+        """
+        crosses = self.holders[:, 1:] != self.holders[:, :-1]  # from each stage to the next
+        each = self.stages + 2 * int(crosses.sum(1).min())
+        if trains:
+            each += self.stages - frozen + 2 * int(crosses[:, frozen:].sum(1).min())
+        self._require_room(each, most)
+
+    def _require_room(self, per_microbatch: int, most: int | None) -> None:
+        require_room(
+            per_microbatch * self.microbatches,
+            f"{self.stages} stages x {self.microbatches} microbatches",
+            ["microbatches", "ranks", "stages_per_rank", "placement"],
+            most,
+        )
 
     @property
     def rank_of(self) -> NDArray[np.int64]:

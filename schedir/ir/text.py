@@ -32,7 +32,7 @@ from schedir.ir.fields import Field
 from schedir.ir.ops import BETWEEN_NEIGHBOURS, BY_TEXT, ROWS, Per
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER, JOINED, OP, OWN, STAGE, Program, Slots, Stream, Words
-from schedir.ir.trust import RAISED, trust
+from schedir.ir.trust import RAISED, most_of_a_file
 
 FORMAT = 1
 _KEYS = {f.name: f for f in HEADER}
@@ -186,8 +186,8 @@ _Found = dict[str, tuple[Any, _Line, int]]  # by key, its value and where that s
 
 
 def parse(text: str, most: int | None = None) -> Program:
-    """The Program that a text says; it may unfold to `most` instructions in all, unless told to as
-    many as `trusting` says.
+    """The Program that a text says; it may unfold to `most` instructions in all, by default 10^7,
+    or as many as `trusting` says.
 
     Raises ParseError with line and column where the text does not follow the grammar, or its
     plan cannot be; whether the program is right is for `check` to say.
@@ -221,12 +221,13 @@ def parse(text: str, most: int | None = None) -> Program:
     name = header.pop("program")
     try:
         plan = Plan(**{f.name: header.pop(f.name) for f in PLAN if f.name in header})
+        plan.require_room(most_of_a_file())
         traits = {name: _KEYS[name].kind.settle(name, said, plan) for name, said in header.items()}
     except PlanError as error:
         raise _at_field(error, found, "ranks") from None
     room = 4 * plan.room + _SPARE  # what is a little wrong is best said of the whole
-    hint = RAISED if most is None and room > trust().instructions else ""
-    most = min(trust().instructions if most is None else most, room)
+    hint = RAISED if most is None and room > most_of_a_file() else ""
+    most = min(most_of_a_file() if most is None else most, room)
     streams, slots = _streams(lines[begin:], plan.ranks, lines[-1], most, hint)
     try:
         return Program(name, plan, streams, **traits, slots=slots)

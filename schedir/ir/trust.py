@@ -2,26 +2,33 @@
 
 A plan of a few words may mean billions of instructions, and a schedule that is named as
 `file.py:function` is code that runs as it is read.
+
+Files, and all that a command does, have a limit of instructions by default.  A program that Python
+code builds has no limit but memory, unless `trusting` sets one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from schedir.errors import UsageError
+from schedir.errors import PlanError, UsageError
 
-MOST: Final = 10**8  # instructions of a program, unless told
+MOST: Final = 10**7  # instructions of a program of a file or a command: 1 GB, and some seconds
 RAISED: Final = "--most-instructions N, or `with schedir.trusting(instructions=N)`, allows more"
 
 
 @dataclass(frozen=True)
 class Trust:
-    """How many instructions a program may have, and whether files with code may be run."""
+    """How many instructions a program may have, and whether files with code may be run.
 
-    instructions: int = MOST
+    With `instructions` None a program of a file may have `MOST`, and others as many as memory has
+    room for.
+    """
+
+    instructions: int | None = None
     code: bool = True
 
 
@@ -35,10 +42,11 @@ def trust() -> Trust:
 
 @contextmanager
 def trusting(*, instructions: int | None = None, code: bool | None = None) -> Iterator[None]:
-    """Within this, in all threads, a program may have so many `instructions`, 10^8 unless told, and
-    with `code=False` a schedule that is named as `file.py:function` is refused before it is run.
+    """Within this, in all threads, a program may have so many `instructions`, and with `code=False`
+    a schedule that is named as `file.py:function` is refused before it is run.
 
-    Raises UsageError for a number below 1.
+    By default a program that is read from a file may have 10^7 instructions, and a program that
+    Python code builds is limited by memory alone.  Raises UsageError for a number below 1.
 
     >>> from schedir import Plan, trusting
     >>> from schedir.errors import PlanError
@@ -65,8 +73,33 @@ def trusting(*, instructions: int | None = None, code: bool | None = None) -> It
 
 def words_of_now() -> list[str]:
     """The words by which another `schedir` is told to trust its input as this process does."""
-    words = [f"--most-instructions={_now.instructions}"] if _now.instructions != MOST else []
+    told = _now.instructions not in (None, MOST)
+    words = [f"--most-instructions={_now.instructions}"] if told else []
     return words if _now.code else [*words, "--no-code"]
+
+
+def most_of_a_file() -> int:
+    """Return how many instructions a program that is read from a file may have."""
+    return MOST if _now.instructions is None else _now.instructions
+
+
+def require_room(count: int, of: str, fields: Sequence[str], most: int | None = None) -> None:
+    """Raise PlanError if a program has more instructions than it may.
+
+    Args:
+        count: How many instructions the program has at least.
+        of: What has so many instructions, as the subject of the error's sentence.
+        fields: The fields of the plan that decide how many there are.
+        most: How many there may be; by default as many as this process allows programs that Python
+            code builds.
+    """
+    most = _now.instructions if most is None else most
+    if most is not None and count > most:
+        raise PlanError(
+            f"{of} are at least {count} instructions, and a program may have {most}",
+            hint=RAISED,
+            fields=fields,
+        )
 
 
 def require_trust(source: str) -> None:

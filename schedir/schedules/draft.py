@@ -88,7 +88,8 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
         call = partial(schedule, **told) if told else schedule
         words.append(_called(call, name, rank, plan))
         offsets[rank + 1] = offsets[rank] + len(words[-1])
-        if offsets[rank + 1] > (most := trust().instructions):
+        most = trust().instructions
+        if most is not None and offsets[rank + 1] > most:
             raise PlanError(
                 f"the schedule of {plan.stages} stages x {plan.microbatches} microbatches says "
                 f"more than the {most} instructions that a program may have",

@@ -78,7 +78,8 @@ class Word:
         count = int(times) if isinstance(times, (bool, np.bool_)) else _whole("n * F", times)
         if count < 0:
             raise ValueError(f"n * F takes n from 0 on, not {count}: max(n, 0) is never less")
-        if count * max(len(self), 1) > (most := trust().instructions):
+        most = trust().instructions
+        if most is not None and count * max(len(self), 1) > most:
             raise ValueError(
                 f"n * {self!r} is longer than the {most} instructions that a program may have"
             )

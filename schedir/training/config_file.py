@@ -20,6 +20,7 @@ from schedir.io.request import Request
 from schedir.io.toml import MOST_BYTES, tables_of
 from schedir.ir.plan import PLAN
 from schedir.ir.program import HEADER, TRAITS, Program
+from schedir.ir.trust import most_of_a_file
 from schedir.passes.lowering import OPTIONS, SECTION_OF
 from schedir.training.config import Config, PipelineConfig, contradicts
 from schedir.training.kinds import KINDS
@@ -71,12 +72,16 @@ def read(path: str, sets: Sequence[str] = ()) -> Config:
     values.pop(_KIND, None)
     with _blaming(path, given):
         values |= _of_source(values, given)
-        return Config(
+        config = Config(
             **{
                 section: kind(**{name: v for (s, name), v in values.items() if s == section})
                 for section, kind in sections.items()
             }
         )
+        frozen = getattr(config.pipeline, "frozen", 0)
+        plan, most = config.pipeline.plan, most_of_a_file()
+        plan.require_room_lowered(trains=True, frozen=frozen, most=most)
+        return config
 
 
 def _of_file(path: str) -> Iterator[tuple[tuple[str, str], _Given]]:

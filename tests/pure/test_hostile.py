@@ -8,16 +8,24 @@ import os
 import re
 import socket
 import sys
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from schedir.words import F
 
 import schedir
 from schedir.__main__ import main
 from schedir.dumps.box import Seen, boxes
-from schedir.errors import PlanError, UsageError
+from schedir.errors import ConfigError, ParseError, PlanError, UsageError
+from schedir.ir.program import Program
 from schedir.ir.trust import MOST
+from schedir.testing import drafts
+from schedir.training.config_file import read
 from tests.confined import Said, confined
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits as Linux has them")
@@ -160,22 +168,22 @@ def test_a_packed_trace_that_unfolds_without_end_is_refused(tmp_path: Path) -> N
 
 
 def test_a_run_without_times_is_refused_before_its_program_unfolds(tmp_path: Path) -> None:
-    n = 2**24
+    n = 2**23
     header = {
         "schedir_timeline": 1, "instructions": n, "digest": "", "kind": "predicted", "unit": "",
         "model": "edge", "clock_error": 0,
     }  # fmt: skip
-    rows = "".join(f"  1048576 x  F {s}.0+1; B {s}.0+1\n" for s in range(8))
+    rows = "".join(f"  1048576 x  F {s}.0+1; B {s}.0+1\n" for s in range(4))
     with ZipFile(tmp_path / "a.timeline", "w") as archive:
         archive.writestr("header.json", json.dumps(header))
-        head = "schedir 1\nprogram a\nranks 1  microbatches 1048576  stages_per_rank 8\nrank 0\n"
+        head = "schedir 1\nprogram a\nranks 1  microbatches 1048576  stages_per_rank 4\nrank 0\n"
         archive.writestr("program.sched", head + rows)
         archive.writestr("start.npy", b"")
         archive.writestr("end.npy", b"")
     commands = [["explain", "a.timeline"], ["explain", "a.timeline", "--most-instructions=1000"]]
     small, many = confined(commands, tmp_path)
     assert refused(small) and "start.npy cannot have 0 bytes" in small.text
-    assert refused(many) and "16777216 instructions, and a program may have 1000" in many.text
+    assert refused(many) and "8388608 instructions, and a program may have 1000" in many.text
 
 
 def test_a_box_is_an_ordinary_file(tmp_path: Path) -> None:
@@ -195,25 +203,73 @@ def test_an_option_raises_the_limit(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().err
     assert "4 stages x 30 microbatches are at least 120" in said and "may have 100" in said
     assert main(["check", "gpipe", *shape, "--most-instructions", "130"]) == 2
-    assert "130 instructions" in capsys.readouterr().err  # a draft has 240
-    assert main(["check", "gpipe", *shape, "--most-instructions", "240"]) == 0
+    assert "may have 130" in capsys.readouterr().err  # a draft has 240
+    assert main(["show", "gpipe", *shape, "--draft", "--most-instructions", "240"]) == 0
+    assert main(["check", "gpipe", *shape, "--most-instructions", "599"]) == 2
+    assert main(["check", "gpipe", *shape, "--most-instructions", "600"]) == 0
     path = tmp_path / "a.sched"
     assert main(["show", "gpipe", *shape, "-o", str(path)]) == 0
     assert main(["check", str(path), "--most-instructions", "200"]) == 2
     assert main(["check", str(path), "--most-instructions", "10000"]) == 0
 
 
-def test_the_limit_is_that_of_a_process_until_it_is_told_otherwise() -> None:
-    with pytest.raises(PlanError, match=f"may have {MOST}"):
-        schedir.Plan(1000, MOST // 999)
+def test_a_program_that_code_builds_has_the_limit_that_trusting_sets() -> None:
+    assert schedir.Plan(1000, 3 * MOST // 1000).stages == 1000
     with schedir.trusting(instructions=2 * MOST):
         assert schedir.Plan(1000, MOST // 999).stages == 1000
         with schedir.trusting(code=False), pytest.raises(PlanError):
             schedir.Plan(1000, 3 * MOST // 1000)
-    with pytest.raises(PlanError):
-        schedir.Plan(1000, MOST // 999)
+        with pytest.raises(ValueError, match=f"{2 * MOST} instructions"):
+            (2 * MOST + 1) * F
+    assert len((2 * MOST + 1) * F) == 2 * MOST + 1
     with pytest.raises(UsageError), schedir.trusting(instructions=0):
         pass
+
+
+HEAD = "schedir 1\nprogram a\nranks 1  microbatches 1048576  stages_per_rank 32\nrank 0\n"
+
+
+def unfolds_to(stages: int) -> str:
+    """A text whose lines have 2 * 2^20 instructions each."""
+    return HEAD + "".join(f"  1048576 x  F {s}.0+1; B {s}.0+1\n" for s in range(stages))
+
+
+def test_a_small_file_with_many_instructions_is_refused_before_they_are_made(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.sched").write_text(unfolds_to(32))
+    (tmp_path / "a.toml").write_text("[pipeline]\nranks = 4\nmicrobatches = 1000000\n")
+    asked = [["check", "a.sched"], ["train", "a.toml"]]
+    asked += [["check", "interleaved", "--ranks=2", "--microbatches=1000000"]]
+    for said in confined(asked, tmp_path):
+        assert refused(said) and str(MOST) in said.text and "--most-instructions" in said.text
+
+
+def test_a_file_has_the_limit_in_python_too(tmp_path: Path) -> None:
+    text = unfolds_to(32)
+    tracemalloc.start()
+    with pytest.raises(ParseError) as caught:
+        schedir.parse(text)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20 and "--most-instructions" in caught.value.hint
+    (tmp_path / "a.toml").write_text("[pipeline]\nranks = 4\nmicrobatches = 1000000\n")
+    with pytest.raises(ConfigError) as wrong:
+        read(str(tmp_path / "a.toml"))
+    assert "--most-instructions" in wrong.value.hint and wrong.value.line == 3
+    with schedir.trusting(instructions=10**9):
+        assert read(str(tmp_path / "a.toml")).pipeline.microbatches == 1000000
+
+
+@given(drafts(), st.integers(0, 2))
+def test_no_program_is_refused_for_more_instructions_than_it_has(
+    draft: Program, frozen: int
+) -> None:
+    frozen = min(frozen, draft.plan.stages - 1)
+    program = schedir.compile(replace(draft, frozen=frozen))
+    with schedir.trusting(instructions=len(program)):
+        schedir.compile(replace(draft, frozen=frozen))
+        program.plan.require_room_lowered(trains=program.trains, frozen=program.frozen)
 
 
 RUNS = """
