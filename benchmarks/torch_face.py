@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="steps of each pipeline")
     parser.add_argument("--quick", action="store_true", help="five rounds")
     parser.add_argument("--only", default="", choices=("", *MODELS), help="one model's rows")
-    args = parse(parser, rounds=1)
+    args = parse(parser, rounds=1, only="tiny")
     head("model", "schedule", "step, ms: torch's", "runtime=torch", "runtime=schedir",
          "torch: ratio", "CPU", "schedir: ratio", "CPU")  # fmt: skip
     rounds, pairs = 5 if args.quick else args.rounds, SMOKE_PAIRS if args.smoke else PAIRS
