@@ -249,7 +249,7 @@ def table(rank: int, rounds: int, name: str, smoke: bool) -> None:
         case "slowed":
             slowed(rank, rounds, *((SMALL, SLOWED[-1:]) if smoke else (DEEP, SLOWED)))
         case "fits":
-            fits(rank, rounds, 96)
+            fits(rank, rounds, 32 if smoke else 96)
         case "torch":
             beside_torch(rounds, *((SMALL, (2,)) if smoke else (CONFIG, (4, 8))))
 
