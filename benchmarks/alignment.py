@@ -13,13 +13,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import parse
 
 LINE = 64  # bytes
 SEED = 0
@@ -89,7 +95,7 @@ def offsets_that_matter(case: Case) -> set[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shapes", type=int, default=60, help="random shapes of each kernel (60)")
-    shapes = parser.parse_args().shapes
+    shapes = parse(parser, shapes=2).shapes
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     differ: Counter[tuple[str, str, int]] = Counter()

@@ -350,10 +350,8 @@ def _compared(asked: _Asked, found: Found, zoo: Ranked) -> list[str]:
         where = f" under {ran.model}, as it ran"
         told.insert(0, f"search {asked.length(again):.6g}{unit}")
     lines = [f"beside{where}: {', '.join(told) or 'none that is built in fits'}"]
-    if zoo.over:
-        over = ", ".join(f"{name} ({held})" for name, held in zoo.over.items())
-        lines.append(f"do not fit: {over}")
-    return lines
+    over = ", ".join(f"{name} ({held})" for name, held in zoo.over.items())
+    return [*lines, f"do not fit: {over}"] if over else lines
 
 
 def _json(asked: _Asked, found: Found, zoo: Ranked) -> str:
