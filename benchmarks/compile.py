@@ -110,7 +110,7 @@ def ours(
     import schedir
 
     plan, costs = schedir.Plan(ranks, microbatches, v), schedir.Costs(F=1 + turn / 1024)
-    more = {"dp": 2, "zero": zero} if zero else {}
+    more: dict[str, Any] = {"dp": 2, "zero": zero} if zero else {}
     got: Measured = {}
     gc.collect()
     base = peak()

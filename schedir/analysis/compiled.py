@@ -55,7 +55,8 @@ def within(loops: tuple[Loop, ...], seconds: float) -> tuple[tuple[Loop, ...] | 
     found = _compile(loops)
     if found is None:
         return None, "not installed"
-    ready = all(loop.signatures or _is_kept(loop) for loop in found)
+    each: tuple[Any, ...] = found  # numba gives them attributes
+    ready = all(loop.signatures or _is_kept(loop) for loop in each)
     if seconds < (LATER_USE if ready else FIRST_USE):
         return None, "no time"
     return found, "used"

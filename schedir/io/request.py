@@ -31,14 +31,9 @@ from schedir.passes.share_slots import share_slots
 from schedir.predict.calibrate import calibrate, completed
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
+from schedir.schedules import built_in
 from schedir.schedules.draft import draft
-from schedir.schedules.words import (
-    Schedule,
-    delay_for,
-    placed_for,
-    stages_per_rank_for,
-    takes_v,
-)
+from schedir.schedules.words import Schedule, delay_for, placed_for, stages_per_rank_for, takes_v
 from schedir.verify.check import check
 
 
@@ -149,7 +144,8 @@ class Request:
         plan, found, how = self.plan, self.source.found, dict[str, Any]()
         if not isinstance(found, Program):
             if not self.draft:  # refuse what is too large before the schedule is called
-                plan.require_room_lowered(trains=False)  # a schedule may have no backwards
+                known = getattr(found, "func", found) in built_in().values()
+                plan.require_room_lowered(trains=known and not self.said.get("frozen"))
             found = draft(found, plan)
         elif self.relower:
             again = replace(compute_of(found), **self.traits)

@@ -16,7 +16,6 @@ from zipfile import ZipFile
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedir.words import F
 
 import schedir
 from schedir.__main__ import main
@@ -24,6 +23,7 @@ from schedir.dumps.box import Seen, boxes
 from schedir.errors import ConfigError, ParseError, PlanError, UsageError
 from schedir.ir.program import Program
 from schedir.ir.trust import MOST
+from schedir.schedules.words import F
 from schedir.testing import drafts
 from schedir.training.config_file import read
 from tests.confined import Said, confined
