@@ -144,8 +144,10 @@ class Request:
         plan, found, how = self.plan, self.source.found, dict[str, Any]()
         if not isinstance(found, Program):
             if not self.draft:  # refuse what is too large before the schedule is called
-                known = getattr(found, "func", found) in built_in().values()
-                plan.require_room_lowered(trains=known and not self.said.get("frozen"))
+                # A schedule may have no backwards: of built-in ones all but `forward_only` have.
+                training = [s for name, s in built_in().items() if name != "forward_only"]
+                trains = getattr(found, "func", found) in training
+                plan.require_room_lowered(trains=trains and not self.said.get("frozen"))
             found = draft(found, plan)
         elif self.relower:
             again = replace(compute_of(found), **self.traits)

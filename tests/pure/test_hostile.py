@@ -245,6 +245,13 @@ def test_a_small_file_with_many_instructions_is_refused_before_they_are_made(
         assert refused(said) and str(MOST) in said.text and "--most-instructions" in said.text
 
 
+def test_a_schedule_without_backwards_is_counted_without_them() -> None:
+    """With backwards it would have more than the limit."""
+    schedule = ["forward_only", "--ranks=8", "--microbatches=120"]
+    assert main(["check", *schedule, "--most-instructions=5520"]) == 0
+    assert main(["check", *schedule, "--most-instructions=5519"]) == 2
+
+
 def test_a_file_has_the_limit_in_python_too(tmp_path: Path) -> None:
     text = unfolds_to(32)
     tracemalloc.start()
