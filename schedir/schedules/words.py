@@ -83,7 +83,10 @@ class Word:
             raise ValueError(
                 f"n * {self!r} is longer than the {most} instructions that a program may have"
             )
-        letters = np.empty((count, len(self)), np.int64)
+        try:
+            letters = np.empty((count, len(self)), np.int64)
+        except (MemoryError, ValueError):  # ValueError: more than a size can be
+            raise ValueError(f"n * {self!r} does not fit in memory with n = {count}") from None
         letters[:] = self.letters
         return Word(letters.reshape(-1))
 

@@ -13,6 +13,7 @@ from schedir.errors import ConfigError, ParseError, PlanError, ProgramError
 from schedir.ir.plan import Plan
 from schedir.ir.program import HEADER, Program
 from schedir.ir.text import parse
+from schedir.ir.trust import trusting
 from schedir.training.config import Config, MemoryConfig, PipelineConfig
 from schedir.training.config_file import read
 
@@ -26,7 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
         ({"microbatches": 1.5}, ["microbatches"]),
         ({"stages_per_rank": True}, ["stages_per_rank"]),
         ({"ranks": 2**15, "stages_per_rank": 2}, ["ranks", "stages_per_rank", "placement"]),
-        ({"microbatches": 2**20, "ranks": 2**10}, ["microbatches", "ranks"]),
         ({"placement": "zigzag"}, ["placement"]),
         ({"placement": 3}, ["placement"]),
         ({"placement": (0, 2)}, ["placement", "ranks"]),
@@ -50,6 +50,12 @@ def test_a_plan_that_cannot_be_names_its_fields(plan: dict[str, Any], blamed: li
     with pytest.raises(PlanError) as caught:
         Plan(**{"ranks": 2, "microbatches": 8} | plan)
     assert [*caught.value.fields][: len(blamed)] == blamed
+
+
+def test_a_plan_that_is_too_large_names_its_fields() -> None:
+    with trusting(instructions=10**8), pytest.raises(PlanError) as caught:
+        Plan(ranks=2**10, microbatches=2**20)
+    assert [*caught.value.fields][:2] == ["microbatches", "ranks"]
 
 
 @pytest.mark.parametrize(
