@@ -205,11 +205,9 @@ def main() -> int:
     parser.add_argument("--of", type=int, default=1, help="of so many parts")
     parser.add_argument("--part", type=int, default=0, help="the one that is tried")
     parser.add_argument("--only", type=int, nargs="+", help="those of these numbers")
+    parser.add_argument("--csv", type=Path, help="append a line for each fault to this file")
     parser.add_argument(
-        "--csv", type=Path, help="where each fault gets a line, behind what is there"
-    )
-    parser.add_argument(
-        "--table", type=Path, metavar="CSV", help="what such a file says, and nothing else"
+        "--table", type=Path, metavar="CSV", help="only print the table of such a file"
     )
     args = parse(parser, only=[0])
     if args.table:

@@ -67,7 +67,7 @@ def by_solver(path: Path, seconds: float, shapes: Sequence[tuple[int, int, int]]
 
 
 def searched(path: Path, seconds: float) -> None:
-    """Print what a search finds beside what CP-SAT has found, which a file has."""
+    """Print the results of a search next to the results of CP-SAT, which are read from a file."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     head(

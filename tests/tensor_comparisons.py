@@ -1,8 +1,8 @@
 """A mypy plugin: refuse comparisons by value of lists, tuples and other containers of tensors.
 
 `[p] == [q]`, `p in [q]` and `[p].index(q)` compare the numbers of two tensors, not the objects.
-They raise for tensors of several numbers, and are wrong for two equal ones of one number.  What is
-meant is `p is q`, `any(p is q for q in ...)`, a dict, a set, or `torch.equal`.  Keys of dicts and
+They raise for tensors of several numbers, and are wrong for two equal tensors of one number.  Write
+`p is q`, `any(p is q for q in ...)`, a dict, a set, or `torch.equal`.  Keys of dicts and
 members of sets are found by identity, so these are allowed.
 
 mypy runs it with every check (`pyproject.toml`), so it sees the types of all expressions.  It does
@@ -23,11 +23,11 @@ BY_VALUE: Final = ErrorCode("tensor-comparison", "Tensors are compared by value"
 COMPARISONS: Final = ("__eq__", "__ne__")
 SEARCHES: Final = ("__contains__", "index", "remove", "count")
 TENSOR: Final = "torch._tensor.Tensor"
-SETS: Final = (  # whose members are found by hash and identity
+SETS: Final = (  # Python finds their members by hash and identity
     "builtins.set", "builtins.frozenset", "typing.AbstractSet", "typing.MutableSet",
     "typing.KeysView", "_collections_abc.dict_keys",
 )  # fmt: skip
-MAPPINGS: Final = (  # whose keys are found so, too
+MAPPINGS: Final = (  # Python finds their keys in the same way
     "builtins.dict", "typing.Mapping", "typing.MutableMapping", "collections.Counter",
     "collections.OrderedDict", "collections.defaultdict",
 )  # fmt: skip

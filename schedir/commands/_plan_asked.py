@@ -151,8 +151,8 @@ def searched(
                 found[k] = replace(new.priced, bound=plan.bound, why=plan.why)
                 programs[found[k]] = new.program
     progress.done()
-    said = f"searched {numba_in_words(combined(uses))}; a plan has two searches" if uses else ""
-    return sorted(found, key=lambda plan: plan.step), programs, said
+    note = f"searched {numba_in_words(combined(uses))}; a plan has two searches\n" if uses else ""
+    return sorted(found, key=lambda plan: plan.step), programs, note
 
 
 def divided(asked: Asked, plans: list[Priced]) -> list[Priced]:

@@ -193,7 +193,7 @@ def run(args: argparse.Namespace) -> str:
     with _writable(args.output) as path, _writable(args.picture):
         best = planned(asked, args.top)
         best = divided(asked, best) if args.cut else best
-        plans, programs, said = searched(asked, best, args.seconds * args.search)
+        plans, programs, note = searched(asked, best, args.seconds * args.search)
         if not 1 <= args.take <= len(plans):
             raise UsageError(f"there is no plan {args.take}: they are 1 to {len(plans)}",
                              fields=["take"])  # fmt: skip
@@ -204,8 +204,7 @@ def run(args: argparse.Namespace) -> str:
         _draw(args, asked, plans, taken)
     if args.json:
         return as_told(asked, plans)
-    said = f"{said}\n" if said else ""
-    return in_words(asked, plans, args.take, args.tokens) + said + _wrote(args)
+    return in_words(asked, plans, args.take, args.tokens) + note + _wrote(args)
 
 
 def _writable(path: str | None) -> AbstractContextManager[Path | None]:

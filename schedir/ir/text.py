@@ -186,8 +186,10 @@ _Found = dict[str, tuple[Any, _Line, int]]  # by key, its value and where that s
 
 
 def parse(text: str, most: int | None = None) -> Program:
-    """The Program that a text says; it may unfold to `most` instructions in all, by default 10^7,
-    or as many as `trusting` says.
+    """Return the Program of a text.
+
+    With its repetitions written out, it may have at most `most` instructions: by default 10^7, or
+    the limit that `trusting` sets.
 
     Raises ParseError with line and column where the text does not follow the grammar, or its
     plan cannot be; whether the program is right is for `check` to say.

@@ -73,8 +73,8 @@ def trusting(*, instructions: int | None = None, code: bool | None = None) -> It
 
 def words_of_now() -> list[str]:
     """The words by which another `schedir` is told to trust its input as this process does."""
-    told = _now.instructions not in (None, MOST)
-    words = [f"--most-instructions={_now.instructions}"] if told else []
+    differs = _now.instructions not in (None, MOST)
+    words = [f"--most-instructions={_now.instructions}"] if differs else []
     return words if _now.code else [*words, "--no-code"]
 
 

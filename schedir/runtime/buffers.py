@@ -154,7 +154,7 @@ class _Case(NamedTuple):
 
 
 def _cases(state: State, i: Instr, forward: bool) -> list[_Case]:
-    """Return what is wrong with a change of a buffer in an instruction, the gravest first."""
+    """Return the reasons why an instruction must not change a buffer, the most serious first."""
     if not forward:
         fact = "in a backward, as a forward that is run again does: when, its schedule would decide"
         return [_Case(fact, "keep what changes buffers out of what is checkpointed")]

@@ -106,7 +106,7 @@ class HostStates:
         self.seen = has
 
     def _expect_no_references(self) -> None:
-        """As of StepIsolation."""
+        """Verify that the optimizer steps only the parameters in its groups."""
         self.isolation.expect_no_references(stages=sum(map(bool, self.own.values())))
 
     def _expect_stepped_apart(self) -> None:
@@ -225,7 +225,7 @@ class HostStates:
         self.storing[stage] = Moving(job, moving)
 
     def expect_own_memory(self, stage: int) -> None:
-        """As of StepIsolation, before what is kept of a stage is moved."""
+        """Verify that a stage's state has memory of its own, before the state is moved."""
         self.isolation.expect_own_memory(self.tensors(stage), self.stepped, stage)
 
     def leave(self, stage: int) -> None:

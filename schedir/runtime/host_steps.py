@@ -103,7 +103,7 @@ class _Part:
             one.grad = gradient
 
     def replaced(self) -> nn.Parameter | None:
-        """Return a parameter whose `data` on the host is not where it was made, if any."""
+        """Return a parameter whose `data` on the host has moved to other memory, or None."""
         for p, one in self.place.items():
             was, now = self.memory[p], one.detach()
             if not (alike(was, now) and was.stride() == now.stride()):
@@ -282,7 +282,7 @@ class HostSteps(HostStates):
             for group in inner.param_groups:
                 group["params"] = [place.get(p, p) for p in group["params"]]
             state, own = inner.state, {*self.own[stage]}
-            # What is kept of no parameter is there for each stage.
+            # State that belongs to no parameter is visible to the step of every stage.
             keys = [key for key in state if not isinstance(key, Tensor) or key in own]
             inner.state = defaultdict(dict)
             inner.state.update({place.get(key, key): state[key] for key in keys})

@@ -97,7 +97,7 @@ def expect_no_views(stages: Mapping[int, nn.Module], program: str) -> None:
         if one.trained != other.trained:
             raise ModelError(
                 f"{one} and {other} share memory, and the program computes with older versions of "
-                f"what is trained, which {other if one.trained else one} would not have",
+                f"weights: {other if one.trained else one} would have the newest",
                 program=program,
                 hint="let the forward take the view of the weight itself, or delay=0",
             )
@@ -147,11 +147,11 @@ def _span(t: Tensor) -> int:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors whose spans overlap have a number in the same memory."""
+    """Return whether two tensors with overlapping spans have a number in the same memory."""
     if all(_span(t) == t.nbytes for t in (one, other)):
         return True
     if one.itemsize != other.itemsize:
-        return True  # which cannot be told number by number
+        return True  # numbers of two sizes cannot be compared one by one
     storages = [t.untyped_storage() for t in (one, other)]
     if storages[0].data_ptr() != storages[1].data_ptr():
         return True

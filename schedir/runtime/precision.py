@@ -87,8 +87,11 @@ def is_known(optimizer: object) -> bool:
 
 
 def is_torchs(optimizer: object) -> bool:
-    """Whether an optimizer is one of torch's own, and none that derives from them elsewhere, nor
-    one whose `step` somebody has replaced.  A learning-rate scheduler only wraps that."""
+    """Return whether an optimizer is one of torch's own.
+
+    A class that derives from one elsewhere is not, nor is an optimizer with a replaced `step`.  The
+    wrapper that a learning-rate scheduler puts around `step` does not count as a replacement.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False
     ours = f"{type(optimizer).__module__}.".startswith("torch.optim.")  # of some it is torch.optim

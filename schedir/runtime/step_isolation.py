@@ -49,7 +49,7 @@ class StepIsolation:
         self.owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # the stage of a state
 
     def expect_no_references(self, *, stages: int) -> None:
-        """Raise ModelError if the optimizer steps what is not in its own groups.
+        """Raise ModelError if the optimizer may step parameters outside its own groups.
 
         That is another optimizer in an attribute, and a parameter in an attribute if there are
         several `stages`, or if steps get other parameters.
@@ -177,7 +177,7 @@ def _parameters_of(inner: Any) -> list[list[int]]:
 
 
 def _entries_of(inner: Any) -> dict[object, _Entry]:
-    """Return all numbers and tensors that an optimizer has beside the state of parameters."""
+    """Return all numbers and tensors of an optimizer, except the state of parameters."""
     found: dict[object, _Entry] = {}
     for group in inner.param_groups:
         for k, v in group.items():

@@ -1,4 +1,4 @@
-"""Buffers that several stages have, or a loss: a warning says that forwards change them."""
+"""Forwards that change a buffer of several stages, or of a loss, cause a warning."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ DELAYED = (pipedream_2bw, Plan(2, 6, updates=3, delay=1))
 
 
 class Own(torch.optim.Optimizer):
-    """An optimizer of one's own; `how` says what each of its steps does beside its work."""
+    """A user-defined optimizer; `how` names what its steps do in addition to the update."""
 
     elementwise = True
 
@@ -87,7 +87,7 @@ class Own(torch.optim.Optimizer):
                 first[0] = nn.Parameter(first[0].detach())
 
     def _count(self) -> float:
-        """What all parameters are stepped by, as the number of steps says."""
+        """Count the step, and return the factor of its update, which depends on the count."""
         match self.how.get("count"):
             case "number":
                 self.number += 1
@@ -318,7 +318,7 @@ def test_steps_of_which_not_all_is_known(states: str) -> None:
     "make", [lambda own: Derived(own, torch.optim.AdamW), replaced], ids=["derived", "replaced"]
 )
 def test_an_update_that_may_be_made_again_needs_a_known_step(make: Any) -> None:
-    """Also of a MainOptimizer that does more than torch's, and a step that somebody replaced."""
+    """The same for a derived MainOptimizer, and for an optimizer with a replaced `step`."""
     with pytest.raises(ModelError) as error:
         trained(ALONE, make, "device", validate="after", clip=True)
     assert "'before'" in error.value.hint

@@ -162,7 +162,7 @@ def test_two_processes_that_keep_parts() -> None:
 
 @pytest.mark.parametrize("zero", range(1, 4))
 def test_one_parameter_on_several_ranks_is_refused(zero: int) -> None:
-    """And what the hint says trains as the whole model."""
+    """The code of the hint trains like the unsplit model."""
     stages, plan = albert(2), Plan(2, 3)
     ties = schedir.ties(stages)
     program = schedir.compile(interleaved, plan, model="edge", zero=zero, tied=ties, clip=False)

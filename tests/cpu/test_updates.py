@@ -310,7 +310,7 @@ class _Renormalizes(nn.Embedding):
 
 @pytest.mark.parametrize("first", [lambda: _Clamps(WIDTH, WIDTH), _Renormalizes])
 def test_a_stage_that_writes_to_its_weight_is_refused(first: Any) -> None:
-    """Each update computes with copies of the weights, which are dropped with what is in them."""
+    """Each update computes with copies of the weights; a write to a copy is lost with it."""
     stages = [first(), nn.Linear(WIDTH, WIDTH)]
     program = compile(pipedream_2bw, Plan(2, 4, updates=2, delay=1))
     ranks = InProcess(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))

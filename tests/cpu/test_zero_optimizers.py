@@ -21,7 +21,7 @@ WIDTH = 4
 
 
 class Momentum(torch.optim.Optimizer):
-    """SGD with momentum, whose state lies in a place of its own."""
+    """SGD with momentum; a subclass chooses where to keep the momentum."""
 
     elementwise = True
 
