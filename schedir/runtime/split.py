@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from schedir.errors import ModelError
+from schedir.runtime.autograd_hooks import can_wait, has_hooks, leaf_has_hooks, registrations
 from schedir.runtime.rules import Entry, Product, Rows, Rule, add, adds_rows, adds_up_wider, as_rows
 
 
@@ -204,15 +205,14 @@ def _may_be_left(ctx: Any, k: int, weight: Tensor) -> bool:
     """Whether the gradient of tensor `k`, a weight, may go elsewhere than to autograd."""
     if not can_wait(weight):
         return False
-    return torch.compiler.is_compiling() or _is_added(ctx.next_functions[k][0])
-
-
-def can_wait(weight: Tensor) -> bool:
-    """Whether a gradient may be left for later: only a leaf that is trained collects its own, and
-    hooks see none but autograd's.
-    """
-    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    return weight.is_leaf and weight.requires_grad and not hooks
+    if torch.compiler.is_compiling():
+        return True
+    node = ctx.next_functions[k][0]
+    if leaf_has_hooks(weight, node):
+        return False
+    if ctx.registrations != registrations() and has_hooks(ctx):  # they expect all gradients
+        return False
+    return _is_added(node)
 
 
 def _is_added(leaf: Node) -> bool:
@@ -246,6 +246,8 @@ def _remember(ctx: Any, *weights: Tensor) -> None:
     # detached aliases, whose .grad nobody reads. So autograd's check that the weight is
     # unchanged is ours to do.
     ctx.weights, ctx.versions = weights, [weight._version for weight in weights]
+    if not torch.compiler.is_compiling():
+        ctx.registrations = registrations()  # a hook on this node is registered after this
 
 
 def _remembered(ctx: Any) -> tuple[Tensor, ...]:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from schedir.errors import ModelError, UsageError, expect
+from schedir.runtime.autograd_hooks import can_wait, leaf_has_hooks
 from schedir.runtime.split import (
     Halves,
     LayerRule,
     Tape,
-    can_wait,
     embedding,
     halves,
     linear,
@@ -331,7 +331,10 @@ def watching(module: nn.Module) -> Iterator[set[str]]:
     # Held, or each graph would make another node for it.
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     nodes = {name: get_gradient_edge(p).node for name, p in trained}
-    handles = [node.register_hook(partial(comes, name)) for name, node in nodes.items()]
+    hooks = {name: partial(comes, name) for name in nodes}
+    for hook in hooks.values():
+        hook.is_schedir = True  # type: ignore[attr-defined]
+    handles = [node.register_hook(hooks[name]) for name, node in nodes.items()]
     try:
         yield came
     finally:
@@ -375,4 +378,8 @@ def could_wait(module: nn.Module) -> set[str]:
         for name in getattr(layer, "split_later", ())
         if layer not in _WHOLE
     }
-    return {name for name, p in module.named_parameters() if p in late and can_wait(p)}
+    return {
+        name
+        for name, p in module.named_parameters()
+        if p in late and can_wait(p) and not leaf_has_hooks(p, get_gradient_edge(p).node)
+    }

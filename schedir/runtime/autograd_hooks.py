@@ -1,0 +1,70 @@
+"""Find hooks on autograd nodes, which no public function of torch lists.
+
+`node.register_hook` and `node.register_prehook` return a handle that refers to the dictionary of
+all Python hooks of that kind on the node. Registering a hook and removing it again therefore shows
+the others. Hooks that were registered from C++, as by DistributedDataParallel, are not seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+_handles_made_here = 0
+_leaves_without_hooks: dict[int, int] = {}  # id of a leaf tensor: `registrations()` at that time
+
+
+def registrations() -> int:
+    """Return a number that grows whenever a hook of any kind is registered in this process.
+
+    Hooks of modules, tensors and autograd nodes all count. Those of `has_hooks` do not.
+    """
+    return RemovableHandle.next_id - _handles_made_here
+
+
+def has_hooks(node: Node) -> bool:
+    """Return whether a Python hook or pre-hook was registered on an autograd node.
+
+    A tensor's hooks (`Tensor.register_hook`) belong to the tensor and are not found here. Hooks
+    that have an attribute `is_schedir` do not count.
+    """
+    return any(map(_has_others, (node.register_hook, node.register_prehook)))
+
+
+def _has_others(register: Any) -> bool:
+    global _handles_made_here
+    handle = register(_no_hook)
+    _handles_made_here += 1
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return any(not hasattr(hook, "is_schedir") for hook in hooks.values())
+
+
+def _no_hook(*_: object) -> None:
+    """Do nothing."""
+
+
+def leaf_has_hooks(leaf: Tensor, node: Node) -> bool:
+    """Return whether the node that accumulates the gradient of `leaf` has Python hooks.
+
+    As long as no hook is registered anywhere, the answer "no" is remembered: to look takes
+    several microseconds, and this is asked for each weight in each backward.
+    """
+    now = registrations()
+    if _leaves_without_hooks.get(id(leaf)) == now:
+        return False
+    found = has_hooks(node)
+    if not found:
+        _leaves_without_hooks[id(leaf)] = now
+    return found
+
+
+def can_wait(weight: Tensor) -> bool:
+    """Whether a gradient may be left for later: only a leaf that is trained collects its own, and
+    hooks see none but autograd's.
+    """
+    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    return weight.is_leaf and weight.requires_grad and not hooks

@@ -1,0 +1,130 @@
+"""Hooks on autograd nodes of layers whose backward is split: they see what a full backward has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+
+from schedir.runtime.autograd_hooks import has_hooks, leaf_has_hooks, registrations
+from schedir.runtime.split import Tape, recording
+from schedir.runtime.splittable import could_wait, split_linears, watching
+
+WIDTH = 4
+Seen = list[float]
+Hook = Callable[["Layers", Tensor, Seen], object]
+
+
+class Layers(nn.Module):
+    """Two layers; `hook` is called with the output of the first."""
+
+    def __init__(self, hook: Hook) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.hook = hook
+
+    def forward(self, x: Tensor, seen: Seen) -> Tensor:
+        y: Tensor = self.one(x)
+        self.hook(self, y, seen)
+        out: Tensor = self.two(torch.tanh(y))
+        return out
+
+
+def _twice(gradients: Any, _: object = None) -> Any:
+    return tuple(None if g is None else 2 * g for g in gradients)
+
+
+def _see(seen: Seen, gradients: Any) -> None:
+    seen.append(float(sum(g.double().sum() for g in gradients if g is not None)))
+
+
+def _accumulator(model: Layers) -> Any:
+    """The node that accumulates the gradient of the first weight, kept alive."""
+    model.node = get_gradient_edge(model.one.weight).node  # type: ignore[assignment]
+    return model.node
+
+
+HOOKS: dict[str, Hook] = {
+    "none": lambda model, y, seen: None,
+    "tensor": lambda model, y, seen: y.register_hook(lambda g: 2 * g),
+    "node": lambda model, y, seen: y.grad_fn.register_hook(_twice),  # type: ignore[union-attr]
+    "before node": lambda model, y, seen: y.grad_fn.register_prehook(_twice),  # type: ignore[union-attr]
+    "sees node": lambda model, y, seen: y.grad_fn.register_hook(  # type: ignore[union-attr]
+        lambda gradients, _: _see(seen, gradients)
+    ),
+    "accumulator": lambda model, y, seen: _accumulator(model).register_hook(
+        lambda _, gradients: _see(seen, gradients)
+    ),
+    "before accumulator": lambda model, y, seen: _accumulator(model).register_prehook(_twice),
+    "all": lambda model, y, seen: register_multi_grad_hook(
+        [*model.parameters()], lambda gradients: _see(seen, gradients)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_see_and_change_what_they_do_in_a_full_backward(kind: str) -> None:
+    torch.manual_seed(0)
+    whole = Layers(HOOKS[kind])
+    split = deepcopy(whole)
+    split_linears(split)
+    x = torch.randn(3, WIDTH)
+    found = []
+    for model in (whole, split):
+        seen: Seen = []
+        given, tape = x.clone().requires_grad_(), Tape()
+        y = model(given, seen).square().sum()
+        with recording(tape):
+            y.backward()
+        tape.run()
+        found.append(([given.grad, *(p.grad for p in model.parameters())], seen))
+    (want, wanted), (got, seen) = found
+    assert all(torch.equal(*both) for both in zip(want, got, strict=True))  # type: ignore[arg-type]
+    assert seen == pytest.approx(wanted)
+
+
+def test_only_the_layer_with_a_hook_is_not_split() -> None:
+    model = Layers(HOOKS["node"])
+    split_linears(model)
+    with recording(Tape()) as tape:
+        model(torch.randn(3, WIDTH), []).sum().backward()
+    assert [weight is model.two.weight for weight in tape.weights()] == [True]
+
+
+def test_has_hooks_finds_python_hooks_and_forgets_removed_ones() -> None:
+    leaf = torch.ones(1, requires_grad=True)
+    node = get_gradient_edge(leaf).node
+    assert not has_hooks(node)
+    for register in (node.register_hook, node.register_prehook):
+        assert not leaf_has_hooks(leaf, node)
+        handle = register(lambda *_: None)
+        assert has_hooks(node)
+        assert leaf_has_hooks(leaf, node)
+        handle.remove()
+        assert not has_hooks(node)
+
+
+def test_looking_for_hooks_is_no_registration() -> None:
+    before = registrations()
+    assert not has_hooks(get_gradient_edge(torch.ones(1, requires_grad=True)).node)
+    assert registrations() == before
+
+
+def test_the_hooks_of_the_warning_do_not_count() -> None:
+    model = split_linears(Layers(HOOKS["none"]))
+    with watching(model) as came, recording(Tape()) as tape:
+        model(torch.randn(3, WIDTH), []).sum().backward()
+    assert len(tape) == 2
+    assert came == {"one.bias", "two.bias"}
+
+
+def test_a_weight_whose_accumulator_has_a_hook_could_not_wait() -> None:
+    model: Any = split_linears(Layers(HOOKS["none"]))
+    assert could_wait(model) == {"one.weight", "two.weight"}
+    _accumulator(model).register_hook(lambda *_: None)
+    assert could_wait(model) == {"two.weight"}
