@@ -210,7 +210,8 @@ def _may_be_left(ctx: Any, k: int, weight: Tensor) -> bool:
     node = ctx.next_functions[k][0]
     if leaf_has_hooks(weight, node):
         return False
-    if ctx.registrations != registrations() and has_hooks(ctx):  # they expect all gradients
+    # What torch.compile traced has not counted. A hook on this node expects all gradients.
+    if getattr(ctx, "registrations", None) != registrations() and has_hooks(ctx):
         return False
     return _is_added(node)
 
