@@ -6,9 +6,10 @@ between is all that may be computed with them; these actions are put in as the l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -90,3 +91,26 @@ def require_whole(actions: Sequence[Any], active: int) -> None:
         raise CompletenessError(f"stages {sorted(whole)} are whole at the end")
     if added != reduced:
         raise CompletenessError(f"stages {sorted(added ^ reduced)} are not reduced after backwards")
+
+
+def accumulate_gradients(module: Any) -> None:
+    """Add the gradients of a module under `fully_shard` to its accumulators in `reduce_dtype`.
+
+    FSDP does this after each full backward. The half of a backward that computes gradients of
+    weights calls none of FSDP's hooks: all microbatches would add up in the parameters' own type.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    parts: Iterator[Any] = module.modules()  # type: ignore[attr-defined]
+    states = [part._get_fsdp_state() for part in parts if isinstance(part, FSDPModule)]
+    for parameter in (p for state in states for g in _groups(state) for p in g.fsdp_params):
+        if hasattr(parameter, "_unsharded_param"):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+def _groups(state: Any) -> list[Any]:
+    """Return the groups of parameters of an FSDP state, of which older torch has one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return [*state._fsdp_param_groups]
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
