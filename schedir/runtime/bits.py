@@ -34,8 +34,13 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def sum_of_bits(t: Tensor) -> int:
     """The sum of the bits of a tensor, as numbers: whatever the order of adding is."""
+    return int(bit_sum(t))
+
+
+def bit_sum(t: Tensor) -> Tensor:
+    """Return what `sum_of_bits` returns as a tensor on the device, for which no host waits."""
     flat = torch.view_as_real(t) if t.is_complex() else t
-    return int(flat.contiguous().view(_WORDS[flat.element_size()]).sum(dtype=torch.int64))
+    return flat.contiguous().view(_WORDS[flat.element_size()]).sum(dtype=torch.int64)
 
 
 def sums_of(tensors: Sequence[Tensor]) -> list[int]:

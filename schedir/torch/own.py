@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as Replicated
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import UsageError, said
 from schedir.ir.program import Program
@@ -18,6 +18,7 @@ from schedir.ir.ties import Ties
 from schedir.torch import gradients
 from schedir.torch.agree import require_same, told
 from schedir.torch.made import Facts, Made, facts_of, made, shapes_of
+from schedir.torch.outputs import Outputs
 
 KEPT: Final = 4  # executors, of shapes that were met last
 
@@ -62,6 +63,7 @@ class Own:
         self.losses: list[Any] = []
         self.keeps_outputs = self.takes_losses = False
         self.loss_kwargs: Mapping[str, Any] = {}
+        self.given_out = Outputs(by_value=False)
 
     def step(
         self,
@@ -82,7 +84,9 @@ class Own:
         n = program.plan.microbatches
         wrong = self._wrong(n, arg_mbs, kwarg_mbs, target_mbs, losses, trains)
         inputs = [*(arg_mbs or [()] * n)] if self.first and not wrong else []
+        before = self.now
         now = self.now = self._ready(trains, inputs, kwarg_mbs or [{}] * n, wrong)
+        self.given_out = Outputs(by_value=now is not before)
         self.loss_kwargs = loss_kwargs or {}
         self.keeps_outputs = return_outputs
         self.takes_losses = self.loss_fn is not None and target_mbs is not None
@@ -93,6 +97,7 @@ class Own:
                 if trains and self.aside:
                     stack.enter_context(gradients.put_aside(self.stages))
                 now.executor.step(inputs, targets, keywords=kwarg_mbs or ())
+                self.given_out.finish()
                 if trains:
                     self._finish(program)
         except BaseException:
@@ -141,10 +146,14 @@ class Own:
         mb, target = given
         if self.keeps_outputs:
             self.outputs[mb] = tree_map_only(Tensor, self._apart, y)
+        if self.takes_losses:
+            loss = self.loss_fn(y, target, **self.loss_kwargs)
+            self.losses[mb] = tree_map_only(Tensor, self._apart, loss)
+        assert self.last is not None
+        given_out = tree_leaves([self.outputs[mb], self.losses[mb]])
+        self.given_out.add(self.last.stage_index, mb, given_out)
         if not self.takes_losses:
             return torch.zeros(())
-        loss = self.loss_fn(y, target, **self.loss_kwargs)
-        self.losses[mb] = tree_map_only(Tensor, self._apart, loss)
         trains = self.now is not None and self.now.facts.trains
         return loss if trains else torch.zeros(())
 
