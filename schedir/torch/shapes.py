@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from schedir.errors import ModelError, ProgramError, in_words
 from schedir.ir.plan import Plan
 from schedir.runtime.boundary import Boundary, graded, passed_on
-from schedir.runtime.buffers import restored
+from schedir.runtime.buffers import gradients_put_aside, restored
 from schedir.runtime.held import device_of
 from schedir.transports.plain import broadcast
 
@@ -61,7 +61,11 @@ def _given(
     device = device_of({s: module})
     xs = tuple(_zeros(x, device) if isinstance(x, Boundary) else x for x in given)
     # Copies, and no leaves: a module may write to what it is given.
-    with restored(module, device), torch.set_grad_enabled(trains):
+    with (
+        restored(module, device),
+        gradients_put_aside(module),
+        torch.set_grad_enabled(trains),
+    ):
         args, named = tree_map_only(Tensor, torch.clone, (xs, dict(kwargs)))
         y = module(*args, **named)
     ys = passed_on(y, s)
