@@ -5,6 +5,10 @@ leads to an output past an input, as in a stage behind frozen ones, or of a tabl
 is in none of its groups, and gets no gradient, nor a word; nor does one that is no parameter of the
 stage, as of a loss that is trained.  And it detaches what backwards begin with in place, which
 cannot be done with views.
+
+The nodes where weights and inputs join are computed in both halves. A `torch.autograd.Function`
+there may count its calls, add to a gradient of its own, or write to what it is given: then only a
+full backward is right.
 """
 
 from __future__ import annotations
@@ -15,23 +19,54 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.pipelining import _backward as theirs
 
 
 def loses(stage: Any, ends: Sequence[object], mb: int) -> bool:
     """Whether halves of torch's backward of a stage would leave out a weight that is used, or a way
-    by which it is, or count one twice, as the forward of a microbatch has shown.  `ends` is what a
-    backward begins with: outputs, or a loss.
+    by which it is, or count one twice, or call a `torch.autograd.Function` twice, as the forward of
+    a microbatch has shown.  `ends` is what a backward begins with: outputs, or a loss.
     """
     taken, roots = _nodes(stage.fwd_cache[mb][1]), _nodes(ends)
     weights = _nodes([p for p in stage.submod.parameters() if p.requires_grad])
     ways = theirs.construct_reverse_graph(roots)
-    groups = theirs.get_param_groups(taken, weights, ways)
-    found = [node for group in groups for node in group["params"]]
+    if any(type(node).__name__.endswith("CheckpointFunctionBackward") for node in (*ways, *roots)):
+        return True  # a reentrant checkpoint refuses torch.autograd.grad
     used = {node for node in ways if hasattr(node, "variable")} - {*taken}
+    groups = theirs.get_param_groups(taken, weights, ways)  # adds unused weights to `ways`
+    found = [node for group in groups for node in group["params"]]
     if used - {*found} or len(found) > len({*found}):
         return True
+    twice = [node for group in groups for node in _in_both(group, ways)]
+    if len(twice) > len({*twice}) or any(isinstance(node, BackwardCFunction) for node in twice):
+        return True  # what one group of weights has passed is freed for the others
     return any(_passes(group, ways, {*roots}) for group in groups)
+
+
+def _in_both(group: Any, ways: Any) -> set[Any]:
+    """Return the nodes of a group of weights that both halves compute.
+
+    These are the nodes where the weights join what depends on inputs. If there are several, the
+    nodes between two of them are computed twice, too.
+    """
+    joins: set[Any] = group["intermediates"]
+    if len(joins) < 2:
+        return joins
+    above = _reached(joins, lambda node: ways.get(node, ()))
+    below = _reached(joins, lambda node: [child for child, _ in node.next_functions])
+    return joins | (above & below)
+
+
+def _reached(nodes: set[Any], further: Callable[[Any], Any]) -> set[Any]:
+    """Return all nodes that can be reached from some nodes, in one or more steps."""
+    seen: set[Any] = set()
+    left = [*nodes]
+    while left:
+        new = {node for node in further(left.pop()) if node is not None} - seen
+        seen |= new
+        left += new
+    return seen
 
 
 def _passes(group: Any, ways: Any, roots: set[Any]) -> bool:

@@ -23,6 +23,7 @@ from schedir.schedules.words import Schedule as Words
 from schedir.torch import actions, gradients, programs
 from schedir.torch.agree import require_same, told
 from schedir.torch.forwards import Watched
+from schedir.torch.hooks import count_tensor_hooks
 from schedir.torch.kept import Keeper
 from schedir.torch.own import Own
 from schedir.torch.sharding import require_whole, with_shards
@@ -170,8 +171,7 @@ class Schedule(Watched):
         self._given: tuple[Any, Any, Any] | None = None
         self._loss_kwargs = None
         self._failed = False
-        self._settled: list[Any] = []
-        self._seen = []
+        self._settled = []
         self._own: Own | None = None
         if runtime == "schedir":
             both = self.program, self.forward_program
@@ -188,6 +188,8 @@ class Schedule(Watched):
                 require_whole(order, active)
         self._set_mapping()
         self._splits = actions.splits(self.program) if self.program.trains else frozenset()
+        if self._splits and runtime == "torch":
+            count_tensor_hooks()
         self._last = actions.order_of_last(self.program, plan.stages - 1)
         self.register_custom_function(REDUCE_GRAD, self._reduce)
 
@@ -324,6 +326,7 @@ class Schedule(Watched):
         with ExitStack() as stack:
             if self._begins_anew():
                 stack.enter_context(gradients.put_aside(self._stages))
+            stack.enter_context(self._watching())
             stack.enter_context(self._unwrapped())
             if self._has_backward and self._copies is not None:
                 self._copies.refresh()
@@ -339,14 +342,13 @@ class Schedule(Watched):
     def _settle_shards(self) -> None:
         """Leave it to the schedule when sharded stages are cut up, and not to their forwards: after
         one of these, half of a backward would add to parameters that are gone."""
-        now = [stage.submod for stage in self._stages]
-        if now == self._settled:
+        modules = self._modules()
+        if modules == self._settled:
             return
         require_wrapped_whole(self._stages)
-        for module in now:
+        for module in modules:
             if isinstance(module, FSDPModule):
                 module.set_reshard_after_forward(False)
-        self._settled, self._seen = now, []
 
     # ------------------------------------------------------------ gradients
 

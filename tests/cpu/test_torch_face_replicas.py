@@ -17,12 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from schedir.errors import ExecutionError, ProgramError
 from schedir.ir.program import Program
+from schedir.schedules.words import B, F, I, W, Word
 from schedir.testing.gradients import assert_same_gradients
 from schedir.testing.strategies import programs
 from schedir.torch import Schedule
 from schedir.torch.actions import with_transfers
 from schedir.torch.sharding import require_whole, with_shards
 from tests.cpu.faces import MB, Wrap, step_of
+from tests.cpu.spawn import run
 from tests.cpu.torchs import WIDTH, Step, batch, model, replicated
 
 CASES = [
@@ -78,6 +80,44 @@ def test_sharded_in_mixed_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     step = step_of("vee", schedule="zb_v", dp=2, wrap=sharded(mp_policy=policy))
     same(step, 4, tolerance=0.02)
+
+
+def full_backwards(rank: int, ranks: int, m: int, v: int) -> Word:
+    """The vee of `zb_v` with full backwards."""
+    return m * F[0] + m * F[1] + m * B[1] + m * B[0]
+
+
+def weights_last(rank: int, ranks: int, m: int, v: int) -> Word:
+    return m * F[0] + m * F[1] + m * I[1] + m * I[0] + m * W[1] + m * W[0]
+
+
+def reduced(rank: int, schedule: Any, parts_sharded: bool) -> list[Tensor]:
+    """The gradients of a rank's shards after two steps, in bfloat16 that is summed in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrap, found = sharded(parts_sharded, mp_policy=policy), list[Tensor]()
+
+    def keep(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
+        found[:] = [p for part in parts.values() for p in part.parameters()]
+
+    step = step_of(
+        "vee", schedule=schedule, dp=2, wrap=wrap, around=keep, steps=2, n_microbatches=8
+    )
+    step(rank, 4, model(4, Two), batch(64))
+    return [p.grad.to_local() for p in found]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("parts_sharded", [False, True])
+@pytest.mark.parametrize("schedule", ["zb_v", weights_last])
+def test_halves_add_up_in_the_type_of_the_reduction(schedule: Any, parts_sharded: bool) -> None:
+    """As full backwards do, to the last bit: FSDP does not see that a half adds to gradients."""
+    want = run(reduced, 4, full_backwards, parts_sharded)
+    got = run(reduced, 4, schedule, parts_sharded)
+    assert [[g.dtype for g in own] for own in got] == [[torch.float32] * len(own) for own in got]
+    assert all(
+        torch.equal(*both)
+        for one, other in zip(got, want, strict=True)
+        for both in zip(one, other, strict=True)
+    )
 
 
 def test_sharded_gradients_add_up_past_an_evaluation() -> None:
