@@ -24,14 +24,19 @@ from schedir.runtime.rank import State
 
 
 @contextmanager
-def gradients_put_aside(module: nn.Module) -> Iterator[None]:
-    """Within this context a module's parameters have no gradients; after it, those of before."""
+def attributes_and_gradients_restored(module: nn.Module) -> Iterator[None]:
+    """After this context a module's plain attributes and gradients are as they were before it.
+
+    Within it, parameters have no gradients, and a backward adds to none.
+    """
+    put_back = _attributes_remembered(module)
     before = {p: p.grad for p in module.parameters()}
     for p in before:
         p.grad = None
     try:
         yield
     finally:
+        put_back()
         for p, gradient in before.items():
             p.grad = gradient
 
@@ -40,9 +45,8 @@ def gradients_put_aside(module: nn.Module) -> Iterator[None]:
 def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
     """After this context a module's buffers, and torch's generators, are as they were before it;
     and Parameters that nobody trains, to which a forward may write: of these the host has copies
-    meanwhile. Tensors and numbers that modules have as plain attributes are restored, too."""
+    meanwhile."""
     put_back = remembered(module)
-    put_attributes_back = attributes_remembered(module)
     still = [
         (p, p.data, p.detach().to("cpu", copy=True))
         for p in module.parameters()
@@ -53,7 +57,6 @@ def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
             yield
     finally:
         put_back()
-        put_attributes_back()
         for p, data, was in still:
             if not same_bits(p.detach().cpu(), was):
                 p.data = data
@@ -77,7 +80,7 @@ def remembered(module: nn.Module) -> Callable[[], None]:
     return put_back
 
 
-def attributes_remembered(module: nn.Module) -> Callable[[], None]:
+def _attributes_remembered(module: nn.Module) -> Callable[[], None]:
     """Return a function that restores tensors and numbers that modules have as plain attributes.
 
     These are state beside buffers, as a count of calls or hidden numbers of the microbatch before.

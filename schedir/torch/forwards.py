@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from schedir.runtime.buffers import attributes_remembered, gradients_put_aside, remembered
+from schedir.runtime.buffers import attributes_and_gradients_restored, remembered
 from schedir.torch import halves
 from schedir.torch.hooks import has_parameter_hooks, hooks_so_far
 from schedir.torch.losses import ByMicrobatch
@@ -190,13 +190,12 @@ def _replaced(stage: Any, name: str, run: Callable[..., Any]) -> Iterator[None]:
 @contextmanager
 def _unchanged(module: Any) -> Iterator[None]:
     """After this context a module's state and gradients are what they were before it."""
-    undo = remembered(module), attributes_remembered(module)
+    put_back = remembered(module)
     try:
-        with gradients_put_aside(module):
+        with attributes_and_gradients_restored(module):
             yield
     finally:
-        for put_back in undo:
-            put_back()
+        put_back()
 
 
 def _contiguous(value: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from schedir.errors import ModelError, ProgramError, in_words
 from schedir.ir.plan import Plan
 from schedir.runtime.boundary import Boundary, graded, passed_on
-from schedir.runtime.buffers import gradients_put_aside, restored
+from schedir.runtime.buffers import attributes_and_gradients_restored, restored
 from schedir.runtime.held import device_of
 from schedir.transports.plain import broadcast
 
@@ -63,7 +63,7 @@ def _given(
     # Copies, and no leaves: a module may write to what it is given.
     with (
         restored(module, device),
-        gradients_put_aside(module),
+        attributes_and_gradients_restored(module),
         torch.set_grad_enabled(trains),
     ):
         args, named = tree_map_only(Tensor, torch.clone, (xs, dict(kwargs)))
