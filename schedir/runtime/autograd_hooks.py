@@ -7,6 +7,8 @@ the others. Hooks that were registered from C++, as by DistributedDataParallel, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +22,7 @@ _leaves_without_hooks: dict[int, int] = {}  # id of a leaf tensor: `registration
 def registrations() -> int:
     """Return a number that grows whenever a hook of any kind is registered in this process.
 
-    Hooks of modules, tensors and autograd nodes all count. Those of `has_hooks` do not.
+    Hooks of modules, tensors and autograd nodes all count. Those that this module registers do not.
     """
     return RemovableHandle.next_id - _handles_made_here
 
@@ -29,9 +31,32 @@ def has_hooks(node: Node) -> bool:
     """Return whether a Python hook or pre-hook was registered on an autograd node.
 
     A tensor's hooks (`Tensor.register_hook`) belong to the tensor and are not found here. Hooks
-    that have an attribute `is_schedir` do not count.
+    of `observe` do not count.
     """
     return any(map(_has_others, (node.register_hook, node.register_prehook)))
+
+
+def observe(node: Node, hook: Callable[..., None]) -> RemovableHandle:
+    """Register a hook on an autograd node that changes no gradient, so that `has_hooks` ignores it.
+
+    Args:
+        node: The node whose run calls the hook.
+        hook: A function that ignores or only reads the gradients that it is given.
+
+    Returns:
+        The handle that removes the hook.
+    """
+    global _handles_made_here
+    _handles_made_here += 1
+    return node.register_hook(_Observer(hook))
+
+
+@dataclass(frozen=True)
+class _Observer:
+    hook: Callable[..., None]
+
+    def __call__(self, *gradients: object) -> None:
+        self.hook(*gradients)
 
 
 def _has_others(register: Any) -> bool:
@@ -40,7 +65,7 @@ def _has_others(register: Any) -> bool:
     _handles_made_here += 1
     hooks = handle.hooks_dict_ref()
     handle.remove()
-    return any(not hasattr(hook, "is_schedir") for hook in hooks.values())
+    return any(not isinstance(hook, _Observer) for hook in hooks.values())
 
 
 def _no_hook(*_: object) -> None:

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from schedir.errors import ModelError
 from schedir.ir.ops import ADDS, ROWS, Instr, Token, producers
 from schedir.ir.program import Stream
+from schedir.runtime.autograd_hooks import observe
 from schedir.runtime.gradients import Copies, Gradients
 from schedir.runtime.split import Tape
 from schedir.runtime.versions import Versions
@@ -96,7 +97,7 @@ class Reduction:
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         # On the nodes, not on the parameters: those with hooks of their own are not split.
         hooks = [
-            get_gradient_edge(p).node.register_hook(partial(self._met, id(p.grad), stream))
+            observe(get_gradient_edge(p).node, partial(self._met, id(p.grad), stream))
             for p in module.parameters()
             if early and p.requires_grad and id(p.grad) in self.bucket_of
         ]

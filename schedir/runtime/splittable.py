@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from schedir.errors import ModelError, UsageError, expect
-from schedir.runtime.autograd_hooks import can_wait, leaf_has_hooks
+from schedir.runtime.autograd_hooks import can_wait, leaf_has_hooks, observe
 from schedir.runtime.split import (
     Halves,
     LayerRule,
@@ -331,10 +331,7 @@ def watching(module: nn.Module) -> Iterator[set[str]]:
     # Held, or each graph would make another node for it.
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     nodes = {name: get_gradient_edge(p).node for name, p in trained}
-    hooks = {name: partial(comes, name) for name in nodes}
-    for hook in hooks.values():
-        hook.is_schedir = True  # type: ignore[attr-defined]
-    handles = [node.register_hook(hooks[name]) for name, node in nodes.items()]
+    handles = [observe(node, partial(comes, name)) for name, node in nodes.items()]
     try:
         yield came
     finally:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from schedir.errors import ModelError
 from schedir.ir.ops import COMPUTE, Instr
 from schedir.ir.plan import Plan
+from schedir.runtime.autograd_hooks import observe
 from schedir.runtime.tied import like
 
 
@@ -47,7 +48,7 @@ class Versions:
         """Keep what the weights are, of which no backward may then meet the module's own."""
         for parameter, name in self.names.items():
             node = get_gradient_edge(parameter).node
-            self.hooks.append((node, node.register_hook(partial(_met, name))))
+            self.hooks.append((node, observe(node, partial(_met, name))))
         self.keep(0, 0)
 
     def keep(self, version: int, at: int) -> None:
