@@ -16,76 +16,118 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from schedir import errors, schedules
-from schedir.compiler.compile import compile
-from schedir.compiler.forwards import forwards
-from schedir.io.cluster_file import load_cluster, save_cluster
-from schedir.io.timeline_file import load_timeline, save_timeline
-from schedir.ir.cluster import Cluster
-from schedir.ir.costs import Costs
 from schedir.ir.notebook import register
-from schedir.ir.ops import Instr, Opcode
-from schedir.ir.plan import Plan
-from schedir.ir.program import Program, Stream
-from schedir.ir.sizes import Sizes
-from schedir.ir.text import parse, show
-from schedir.ir.ties import Ties, ties
-from schedir.ir.trust import trusting
-from schedir.ir.zero import model_states
-from schedir.passes.cut import in_pieces
-from schedir.predict.layer_bytes import layer_bytes
-from schedir.predict.simulate import simulate
-from schedir.predict.timeline import Timeline
-from schedir.schedules import words
-from schedir.schedules.draft import draft
-from schedir.schedules.greedy import greedy
-from schedir.schedules.words import EMPTY, B, F, I, R, W, Word, overlap, weave
-from schedir.verify.check import check
-from schedir.verify.sequence import check_sequence
 
 if TYPE_CHECKING:
+    from schedir import errors, schedules
+    from schedir.compiler.compile import compile
+    from schedir.compiler.forwards import forwards
     from schedir.foreign.instrument import instrument
+    from schedir.io.cluster_file import load_cluster, save_cluster
+    from schedir.io.timeline_file import load_timeline, save_timeline
+    from schedir.ir.cluster import Cluster
+    from schedir.ir.costs import Costs
+    from schedir.ir.ops import Instr, Opcode
+    from schedir.ir.plan import Plan
+    from schedir.ir.program import Program, Stream
+    from schedir.ir.sizes import Sizes
+    from schedir.ir.text import parse, show
+    from schedir.ir.ties import Ties, ties
+    from schedir.ir.trust import trusting
+    from schedir.ir.zero import model_states
+    from schedir.passes.cut import in_pieces
+    from schedir.predict.layer_bytes import layer_bytes
+    from schedir.predict.simulate import simulate
+    from schedir.predict.timeline import Timeline
+    from schedir.schedules.draft import draft
+    from schedir.schedules.greedy import greedy
+    from schedir.schedules.words import EMPTY, B, F, I, R, W, Word, overlap, weave
     from schedir.shortest.bound import bound
     from schedir.shortest.frontier import frontier
     from schedir.shortest.search import search
+    from schedir.verify.check import check
+    from schedir.verify.sequence import check_sequence
 
 __version__ = "0.1.0"
 
-# What needs torch or matplotlib, or is seldom used, is imported when it is first named: a module,
-# or `module:name`.
-_LATER = {
+# Each name is imported when it is first used, so that `import schedir` and `schedir --help` take no
+# longer than they must: a module, or `module:name`.
+_HOME: Final = {
+    "B": "schedules.words:B",
+    "Cluster": "ir.cluster:Cluster",
+    "Costs": "ir.costs:Costs",
+    "EMPTY": "schedules.words:EMPTY",
+    "F": "schedules.words:F",
+    "I": "schedules.words:I",
+    "Instr": "ir.ops:Instr",
+    "Opcode": "ir.ops:Opcode",
+    "Plan": "ir.plan:Plan",
+    "Program": "ir.program:Program",
+    "R": "schedules.words:R",
+    "Sizes": "ir.sizes:Sizes",
+    "Stream": "ir.program:Stream",
+    "Ties": "ir.ties:Ties",
+    "Timeline": "predict.timeline:Timeline",
+    "W": "schedules.words:W",
+    "Word": "schedules.words:Word",
     "bound": "shortest.bound:bound",
+    "check": "verify.check:check",
+    "check_sequence": "verify.sequence:check_sequence",
     "checkpoints": "checkpoints",
+    "compile": "compiler.compile:compile",
+    "draft": "schedules.draft:draft",
+    "errors": "errors",
+    "forwards": "compiler.forwards:forwards",
     "frontier": "shortest.frontier:frontier",
+    "greedy": "schedules.greedy:greedy",
+    "in_pieces": "passes.cut:in_pieces",
     "instrument": "foreign.instrument:instrument",
     "kernels": "kernels",
+    "layer_bytes": "predict.layer_bytes:layer_bytes",
+    "load_cluster": "io.cluster_file:load_cluster",
+    "load_timeline": "io.timeline_file:load_timeline",
+    "model_states": "ir.zero:model_states",
+    "overlap": "schedules.words:overlap",
+    "parse": "ir.text:parse",
     "planner": "planner",
     "runtime": "runtime",
+    "save_cluster": "io.cluster_file:save_cluster",
+    "save_timeline": "io.timeline_file:save_timeline",
+    "schedules": "schedules",
     "search": "shortest.search:search",
+    "show": "ir.text:show",
+    "simulate": "predict.simulate:simulate",
     "testing": "testing",
+    "ties": "ir.ties:ties",
     "torch_csv": "io.torch_csv",
     "traces": "traces",
     "training": "training",
     "transports": "transports",
+    "trusting": "ir.trust:trusting",
     "viz": "viz",
+    "weave": "schedules.words:weave",
+    "words": "words",
 }
 
-sys.modules[f"{__name__}.words"] = words  # `from schedir.words import F`, as they are written
-
-# Looked for when a notebook first asks: pictures take a while to import.
+# Called when a notebook first shows a program: pictures take a while to import.
 register(lambda shown: str(import_module("schedir.viz.notebook").of(shown)))
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        module, _, inside = _LATER[name].partition(":")
-        found = import_module(f"schedir.{module}")
-        return getattr(found, inside) if inside else found
-    raise AttributeError(f"module 'schedir' has no attribute {name!r}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'schedir' has no attribute {name!r}")
+    module, _, inside = _HOME[name].partition(":")
+    found = import_module(f"schedir.{module}")
+    value = getattr(found, inside) if inside else found
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
 
 
 __all__ = [

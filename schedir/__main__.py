@@ -13,12 +13,11 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from schedir import __version__
-from schedir.commands import files, listed
+from schedir.commands import COMMANDS, module_of
 from schedir.commands._trust import add_trust
 from schedir.errors import ProgramError, UsageError
 from schedir.ir.trust import MOST, trusting
@@ -109,16 +108,14 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="schedir", description=_ABOUT, epilog=_EXIT, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"schedir {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    named, known = next(iter(argv), ""), files()
-    # One that is named is the only one that is imported.
-    commands = {named: import_module(known[named])} if named in known else listed()
-    for name, command in commands.items():
-        about = command.ABOUT
+    for name, about in COMMANDS.items():
         sub = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)
-        sub.set_defaults(run=command.run)
-        command.arguments(sub)
-        add_trust(sub)
-        sub.more = getattr(command, "more", None)
+        if [name] == [*argv[:1]]:  # importing the others would take longer than most commands
+            command = module_of(name)
+            sub.set_defaults(run=command.run)
+            command.arguments(sub)
+            add_trust(sub)
+            sub.more = getattr(command, "more", None)
     return parser
 
 

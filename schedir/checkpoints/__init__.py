@@ -15,6 +15,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from schedir.extras import require
+
 if TYPE_CHECKING:
     from schedir.checkpoints.reading import load
     from schedir.checkpoints.saver import Saver
@@ -27,6 +29,7 @@ _IN = {"Saver": "saver", "load": "reading", "save": "writing"}
 def __getattr__(name: str) -> Any:
     if name not in _IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require("torch", f"schedir.checkpoints.{name}")
     return getattr(import_module(f"schedir.checkpoints.{_IN[name]}"), name)
 
 

@@ -1,34 +1,44 @@
-"""The commands: a file each, found by listing this folder.  What begins with `_` is none.
+"""The commands: a row of `COMMANDS` and a file each. Files that begin with `_` help them.
 
-    ABOUT: str                                        one line, for --help
-    ORDER: int                                        where --help lists it; left out, at the end
-    def arguments(parser: ArgumentParser) -> None     what it takes
-    def run(args: Namespace) -> str | int             what it says at its end, or its exit code,
-                                                      or a tuple of both
+    def arguments(parser: ArgumentParser) -> None     the options
+    def run(args: Namespace) -> str | int             the output, the exit code, or a tuple of both
 
 and, where --help has more to tell,
 
-    def more() -> str                                 what follows its options
+    def more() -> str                                 the text after the options
 
 `args.typed` has the words that a person typed.  The file's name is the command's, with a `_`
-where that is a word of Python.  Each imports what it needs when it runs: --help must not wait for
-what it does not show.
+where that is a word of Python.  Only the file of the command that runs is imported.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from pkgutil import iter_modules
+from keyword import iskeyword
 from types import ModuleType
+from typing import Final
+
+# What each is for, in the order of --help.
+COMMANDS: Final = {
+    "show": "print a program's text, or write it to a file",
+    "check": "prove that a program is complete and finishes",
+    "simulate": "predict when each rank works, and how much it holds",
+    "explain": "tell why ranks are idle, and simulate what would shorten the step",
+    "draw": "draw runs on the terminal, as a picture, or as an interactive page",
+    "where": "tell where a job that hangs stands, from dumps of its flight recorders",
+    "compare": "compare schedules of one model side by side",
+    "best": "rank all built-in schedules, and yours, for one model and plan",
+    "plan": "plan a training run: the layout, schedule and options with the shortest step",
+    "search": "search the shortest schedule that fits into a memory, and bound all others",
+    "train": "train a model as a configuration says",
+    "calibrate": "print the mean times of a run as --costs takes them",
+    "export": "write a program or a run in the form that another system reads",
+    "import": "read a CSV of torch.distributed.pipelining, or torch.profiler's traces of a run",
+    "checkpoint": "look at checkpoints, or write the model of one for other tools",
+}
 
 
-def files() -> dict[str, str]:
-    """By the name of each command, that of its module."""
-    names = [found.name for found in iter_modules(__path__) if not found.name.startswith("_")]
-    return {name.rstrip("_"): f"{__name__}.{name}" for name in names}
-
-
-def listed() -> dict[str, ModuleType]:
-    """All commands, in the order of --help."""
-    modules = {name: import_module(module) for name, module in sorted(files().items())}
-    return dict(sorted(modules.items(), key=lambda found: getattr(found[1], "ORDER", len(modules))))
+def module_of(command: str) -> ModuleType:
+    """Return the module of a command."""
+    name = f"{command}_" if iskeyword(command) else command
+    return import_module(f"{__name__}.{name}")

@@ -8,6 +8,7 @@ from typing import Final
 
 from schedir.commands._options import count
 from schedir.errors import UsageError
+from schedir.extras import require
 
 _NEEDED: Final = ("model", "layers", "batch", "cluster", "scale", "picture")  # to plan
 _WITH: Final = ("processes", "device")  # to measure
@@ -46,6 +47,7 @@ def measured(args: argparse.Namespace) -> str | None:
     if args.output is None or Path(args.output).suffix != ".toml":
         raise UsageError("--measure writes a cluster file, FILE.toml, and nobody says where",
                          hint="-o here.toml", fields=["output"])  # fmt: skip
+    require("torch", "--measure")
     from schedir.io.cluster_file import save_cluster
     from schedir.io.files import atomic_write
     from schedir.training.measure import measure

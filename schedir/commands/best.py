@@ -17,16 +17,15 @@ from schedir.io.terminal import as_json, table
 if TYPE_CHECKING:
     from schedir.io.request import Request
 
-ORDER = 6
-ABOUT = (
-    "rank all built-in schedules, and yours, for one model and plan, the shortest first; costs are "
-    "those that compare takes, a whole rank's"
-)
 EACH = (1, 2, 4)  # stages per rank that are tried of a schedule that takes v, unless some are said
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Further sources, and what may be held."""
+    parser.description = (
+        "Rank all built-in schedules, and yours, for one model and plan, the shortest first. Costs "
+        "are those of a whole rank, as compare takes them."
+    )
     parser.add_argument("source", metavar="SCHEDULE", nargs="*", help=f"ranked, too: {SOURCE}")
     parser.add_argument(
         "--activations",

@@ -7,9 +7,6 @@ import sys
 
 from schedir.errors import UsageError
 
-ORDER = 7
-ABOUT = "print the mean times of a run as --costs takes them"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A run."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from schedir.analysis.models import Model
     from schedir.ir.program import Program
 
-ORDER = 1
-ABOUT = "prove that a program is complete and finishes"
 BLOCKS = ", on hosts that block, as CPUs do"
 DEVICE_WAITS = ", where hosts wait for their whole device"
 LAZY = ", where each communicator is made at its first use"

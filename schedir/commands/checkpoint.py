@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedir.commands._options import count
 from schedir.errors import CheckpointError, UsageError, in_bytes
+from schedir.extras import require
 from schedir.io.files import atomic_write
 from schedir.io.terminal import as_json, listed
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from schedir.checkpoints.manifest import Manifest
     from schedir.checkpoints.safetensors import Exported
 
-ABOUT = "look at checkpoints, or write the model of one for other tools"
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -75,6 +75,7 @@ def _inspect(args: argparse.Namespace) -> tuple[str, int]:
 
 
 def _export(args: argparse.Namespace) -> str:
+    require("torch", "schedir checkpoint export")
     if args.dtype not in (None, *_DTYPES):
         raise UsageError(f"no type {args.dtype!r}", hint=" or ".join(_DTYPES), fields=["dtype"])
     if args.form not in (forms := ("safetensors", "transformers")):

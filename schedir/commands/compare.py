@@ -17,17 +17,16 @@ if TYPE_CHECKING:
     from schedir.io.request import Request
     from schedir.predict.timeline import Timeline
 
-ORDER = 5
-ABOUT = (
-    "set schedules of one model side by side: costs are those of a whole rank, of a microbatch "
-    "or of its reductions, or of any number of stages, spread evenly over those of a schedule; "
-    "one without a parameter v has one stage per rank"
-)
 MOST = 8  # differences that are told
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Sources, and where a picture of all goes."""
+    parser.description = (
+        "Compare schedules of one model. Costs are of a whole rank, of a microbatch or of its "
+        "reductions, or of any number of stages, spread evenly over the stages of a schedule. A "
+        "schedule without a parameter v has one stage per rank."
+    )
     add_source(parser, several=True)
     parser.add_argument("-o", dest="output", metavar="FILE", help="draw them under each other")
     parser.add_argument("--tradeoff", action="store_true", help="draw bubble against memory")

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from schedir.io.request import Request
     from schedir.predict.timeline import Timeline
 
-ORDER = 4
-ABOUT = "draw runs: on the terminal, as a picture, or as a page to look around in"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Sources, where the picture goes, and what it shows."""

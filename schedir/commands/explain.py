@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from schedir.predict.what_if import Advice, Change
     from schedir.shortest.found import Bound
 
-ORDER = 3
-ABOUT = "tell why ranks are idle, and what would shorten the step, by simulating each change"
 SHOWN = 3  # changes that are told, and those of which is told how to get them
 TORCH = "torch-2.13"  # the form of its CSV that has transfers
 

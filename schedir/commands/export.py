@@ -10,8 +10,6 @@ from schedir.commands._options import add_shape, add_source, request_of
 from schedir.errors import UsageError
 from schedir.io.files import atomic_write
 
-ORDER = 8
-ABOUT = "write a program or a run in the form that another system reads"
 LARGE = 5_000_000  # bytes above which JSON is packed
 
 

@@ -11,9 +11,6 @@ from schedir.commands._options import add_lowering, count, request_of
 from schedir.errors import ProgramError, UsageError
 from schedir.io.files import atomic_write, read_text
 
-ORDER = 9
-ABOUT = "read a CSV of torch.distributed.pipelining, or torch.profiler's traces of a run"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Files, and where what they say goes."""

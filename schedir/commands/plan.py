@@ -30,15 +30,13 @@ if TYPE_CHECKING:
     from schedir.ir.program import Program
     from schedir.planner import Priced
 
-ORDER = 6
-ABOUT = (
-    "plan a training run: which degrees, schedule, recomputation and ZeRO make a step shortest on "
-    "these machines, what a step takes and holds, and why not less"
-)
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the machines, what is fixed, and where all goes."""
+    parser.description = (
+        "Plan a training run: which degrees, schedule, recomputation and ZeRO make a step shortest "
+        "on these machines, how long a step is, what it holds, and what limits it."
+    )
     parser.add_argument("--batch", type=count, metavar="N", help="sequences of a step")
     parser.add_argument("--top", type=count, default=10, metavar="N",
                         help="how many plans are told (10)")  # fmt: skip

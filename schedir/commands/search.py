@@ -43,11 +43,6 @@ if TYPE_CHECKING:
     from schedir.schedules.words import Schedule
     from schedir.shortest.found import Found, Step
 
-ORDER = 6
-ABOUT = (
-    "search the shortest schedule that fits into a memory, and say how short any can be; costs and "
-    "sizes are those that simulate takes, of a stage"
-)
 INTERRUPTED = 130
 _STOPPED = {
     "proved": "proved",
@@ -60,6 +55,10 @@ MOST = 3  # schedules of the zoo that are told beside
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What is searched, within which memory, how long, and where it goes."""
+    parser.description = (
+        "Search the shortest schedule that fits into a memory, and say how short any can be. Costs "
+        "and sizes are those of a stage, as simulate takes them."
+    )
     parser.add_argument(
         "-o", dest="output", metavar="FILE.sched", help="write the program there, and of what it is"
     )

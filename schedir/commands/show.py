@@ -12,9 +12,6 @@ from schedir.io.files import atomic_write
 from schedir.io.request import Request
 from schedir.io.terminal import coloured
 
-ORDER = 0
-ABOUT = "print a program's text (and a chart of it, on a terminal), or write it to a file"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, and how to print it."""

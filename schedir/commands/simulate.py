@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from schedir.predict.timeline import Timeline
 
-ORDER = 2
-ABOUT = "predict when each rank works, and how much it holds"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, and where the run goes."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-ORDER = 6
-ABOUT = "train a model as a configuration says"
+from schedir.extras import require
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """One process, or one for every rank."""
     import json
 
+    require("torch", "schedir train")
     from schedir.training.train import run
 
     traced = [] if args.trace is None else [f"output.trace={json.dumps(args.trace)}"]

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from schedir.dumps.verdict import Verdict
     from schedir.ir.program import Program
 
-ORDER = 4
-ABOUT = "tell where a job that hangs stands, from dumps of its flight recorders or its black boxes"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Dumps, and the program that the job runs."""

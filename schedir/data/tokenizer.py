@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError
+from schedir.extras import require
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -126,15 +127,10 @@ class BPE:
 
 
 def require_library() -> Any:
-    """The library.  Raises UsageError if it is not installed."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise UsageError(
-            "a tokenizer other than bytes takes the library tokenizers, which is not installed",
-            hint="pip install 'schedir[tokenizers]'",
-            fields=["tokenizer"],
-        ) from None
+    """Return the library tokenizers. Raises MissingPackageError if it is not installed."""
+    require("tokenizers", "a tokenizer other than bytes", field="tokenizer")
+    import tokenizers
+
     return tokenizers
 
 

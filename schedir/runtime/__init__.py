@@ -6,8 +6,12 @@ What users need is here by name, and each is loaded where it is first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
+from schedir.extras import require
+
+require("torch", "schedir.runtime")  # before an import that would fail without a hint
+
 # Loaded at once: its module has the same name, and would else take the place of the function.
-from schedir.runtime.reference import reference
+from schedir.runtime.reference import reference  # noqa: E402
 
 if TYPE_CHECKING:
     from schedir.runtime.boundary import Boundary

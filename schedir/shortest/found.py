@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from schedir.analysis.compiled import FIRST_USE, LATER_USE, Numba
+from schedir.extras import install
 from schedir.ir.program import Program
 from schedir.predict.timeline import Timeline
 
@@ -74,7 +75,7 @@ def numba_in_words(numba: Numba) -> str:
     return {
         "used": "with numba",
         "not needed": "without numba, which was not needed",
-        "not installed": "without numba, which is not installed (pip install schedir[fast])",
+        "not installed": f"without numba, which is not installed ({install('numba')})",
         "no time": f"without numba, as its first use needs {FIRST_USE:g} s in one search, and a "
         f"later use {LATER_USE:g} s",
     }[numba]

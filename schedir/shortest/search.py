@@ -63,7 +63,7 @@ def search(
     alone.  Ctrl-C ends it, too: what has been found until then is returned.
 
     `prove="solver"` looks for three tenths of the time, and gives what is left to CP-SAT, which
-    proves small cases that the bound in closed form leaves open (`pip install schedir[solver]`).
+    proves small cases that the bound in closed form leaves open (`pip install 'schedir[solver]'`).
     How far that gets depends on time, and not on `seed` alone.  `report` is called with each better
     schedule, and with the bound; then with each better bound, too.
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from math import ceil, floor, gcd, inf, isfinite, lcm
 from typing import Any, Final, NamedTuple
 
-from schedir.errors import UsageError
+from schedir.extras import require
 from schedir.shortest.found import Bound
 from schedir.shortest.orders import KINDS, F, I, Order, W, length, peaks, starts_of
 from schedir.shortest.problem import ROUNDING, Problem
@@ -64,7 +64,7 @@ def solve(
     `report` is told the length of the shortest order and the bound, whenever one gets better.
     Ctrl-C ends it with what there is by then.
 
-    Raises UsageError where ortools cannot be imported.
+    Raises MissingPackageError where ortools is not installed.
     """
     cp_model = ortools()
     known = length(problem, hint) if hint is not None else None
@@ -108,15 +108,10 @@ def solve(
 
 
 def ortools() -> Any:
-    """CP-SAT's module.  Raises UsageError where it cannot be imported."""
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError:
-        raise UsageError(
-            "a proof by the solver needs ortools, which cannot be imported",
-            hint="pip install schedir[solver]",
-            fields=["prove"],
-        ) from None
+    """Return the module of CP-SAT. Raises MissingPackageError if it is not installed."""
+    require("ortools", "a proof by the solver", field="prove")
+    from ortools.sat.python import cp_model
+
     return cp_model
 
 

@@ -31,6 +31,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from schedir.extras import require
+
 if TYPE_CHECKING:
     from schedir.testing.assertions import assert_schedule
     from schedir.testing.gradients import assert_same_gradients
@@ -42,14 +44,8 @@ _LATER = {"assert_same_gradients": "gradients", "assert_schedule": "assertions"}
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'schedir.testing' has no attribute {name!r}")
-    try:
-        return getattr(import_module(f"schedir.testing.{_LATER.get(name, 'strategies')}"), name)
-    except ImportError as error:
-        if error.name != "hypothesis":
-            raise
-        raise ImportError(
-            f"schedir.testing.{name} needs hypothesis: pip install hypothesis"
-        ) from error
+    require("torch" if name == "assert_same_gradients" else "hypothesis", f"schedir.testing.{name}")
+    return getattr(import_module(f"schedir.testing.{_LATER.get(name, 'strategies')}"), name)
 
 
 __all__ = [

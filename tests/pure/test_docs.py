@@ -104,7 +104,7 @@ def test_readme_letters_are_what_is_printed(
     from schedir.__main__ import main
 
     monkeypatch.setenv("COLUMNS", "80")
-    (shown,) = [body for _, body in BLOCKS if "\n$ schedir draw" in body]
+    (shown,) = [body for _, body in BLOCKS if body.startswith("$ schedir draw")]
     command, _, chart = shown.partition("$ schedir ")[2].partition("\n")
     assert main(command.split()) == 0
     assert capsys.readouterr().out == chart

@@ -116,15 +116,14 @@ assert choose("slow", "cpu", program).__name__ == "Slow"
 """,
     ),
     "a command": Extension(
-        [("commands/ranks.py", "", '''\
+        [("commands/__init__.py", "COMMANDS: Final = {\n",
+          '    "ranks": "tell how many ranks a schedule has",\n'),
+         ("commands/ranks.py", "", '''\
 """Ranks: how many a schedule has."""
 
 import argparse
 
 from schedir.commands._options import add_shape, request_of
-
-ABOUT = "how many ranks a schedule has"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source")

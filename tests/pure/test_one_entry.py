@@ -1,7 +1,8 @@
-"""A trait is one entry, and a command is one file: in a copy, nothing else is edited."""
+"""A trait is one entry, and a command is a row and a file: in a copy, nothing else is edited."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import schedir
+from schedir import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,9 +27,6 @@ COMMAND = '''
 import argparse
 
 from schedir.commands._options import add_shape, add_source, request_of
-
-ABOUT = "say how many instructions a program has"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
@@ -186,12 +185,21 @@ def test_options_of_a_pass_are_options_of_all_commands_and_settings(copy: Path) 
 
 
 @pytest.mark.parametrize("file", ["count", "import_as_well", "async_"])
-def test_a_command_is_one_file(copy: Path, file: str) -> None:
-    (copy / "schedir" / "commands" / f"{file}.py").write_text(COMMAND.lstrip())
-    name = file.rstrip("_")
+def test_a_command_is_a_row_and_a_file(copy: Path, file: str) -> None:
+    folder, name = copy / "schedir" / "commands", file.rstrip("_")
+    (folder / f"{file}.py").write_text(COMMAND.lstrip())
+    table = (folder / "__init__.py").read_text()
+    row = f'    "{name}": "say how many instructions a program has",\n'
+    (folder / "__init__.py").write_text(table.replace("}\n", row + "}\n", 1))
     code, said = ran(copy, "-m", "schedir", "--help")
-    assert code == 0 and said.index("export") < said.index("import  ") < said.index(f"    {name}")
+    listed = re.findall(r"^    (\w+)(?:\s|$)", said, re.M)
+    assert code == 0 and listed[-3:] == ["import", "checkpoint", name]
     assert "say how many instructions a program has" in said
     program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(4, 8))
     assert ran(copy, "-m", "schedir", name, "gpipe") == (0, f"{len(program)}\n")
     assert "--microbatches" in ran(copy, "-m", "schedir", name, "--help")[1]
+
+
+def test_each_file_of_a_command_has_a_row() -> None:
+    files = {file.stem for file in Path(commands.__file__).parent.glob("[a-z]*.py")}
+    assert files == {commands.module_of(name).__name__.split(".")[-1] for name in commands.COMMANDS}

@@ -77,6 +77,6 @@ def test_pages_import_public_names_from_where_they_are_public() -> None:
 
 def test_no_public_module_is_left_out() -> None:
     """A module that `schedir` names is public, if it says by `__all__` which names of it are."""
-    homes = {name: API["path_of"](f"schedir.{home}") for name, home in schedir._LATER.items()}
+    homes = {name: API["path_of"](f"schedir.{home}") for name, home in schedir._HOME.items()}
     telling = {name for name, path in homes.items() if path and "\n__all__ = " in path.read_text()}
     assert telling <= API["PUBLIC"].keys()

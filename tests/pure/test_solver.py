@@ -142,7 +142,7 @@ def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "ortools", None)
     with pytest.raises(UsageError) as caught:
         solve(problem_of(Plan(ranks=2, microbatches=2)), 1)
-    assert caught.value.hint == "pip install schedir[solver]"
+    assert caught.value.hint == "pip install 'schedir[solver]'"
     with pytest.raises(UsageError) as caught:
         search(Plan(ranks=2, microbatches=2), prove="solver")
     assert caught.value.fields == ("prove",)
