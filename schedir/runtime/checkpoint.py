@@ -32,13 +32,24 @@ class Checkpoint(NamedTuple):
 
     `buffers` are those that it has changed, and Parameters, as they were, each with its place;
     `generators` are the states of those that nobody seeds.  `sums` are of what it gave, by
-    which that is known again.
+    which that is known again.  `versions` are those of the inputs in the first step, until they are
+    offloaded.
     """
 
     xs: Sequence[Tensor]
     buffers: Sequence[tuple[_Table, str, Tensor]]
     generators: Sequence[Tensor]
     sums: Sequence[int]
+    versions: Sequence[int]
+
+    def require_unwritten(self, stage: int, mb: int) -> None:
+        """Raise ModelError if an input was written to since the first run."""
+        if self.versions and self.versions != versions_of(self.xs):
+            raise ModelError(
+                f"the input of stage {stage} for microbatch {mb} was written to before the stage "
+                "was recomputed",
+                hint="the stage before returns a new tensor in each forward: self.buffer.clone()",
+            )
 
 
 class Checkpoints:
@@ -78,6 +89,7 @@ class Checkpoints:
         was = _copies([(b, known is None or f in known, known is None) for f, _, _, b in own])
         traces, generators = traces_of([b for *_, b in own]), self._states()
         target = self._target()
+        versions = versions_of(xs) if self.state.checks.active else ()
         # As if for a backward: without gradients some kernels round otherwise.
         with saved_tensors_hooks(_nothing, self._refuse_backward):
             ran = run()
@@ -105,13 +117,14 @@ class Checkpoints:
                 )
             if new or full in known:
                 kept.append((table, name, _like(x, b)))
-        return ran, Checkpoint(xs, kept, generators, self._sums(ran[0]))
+        return ran, Checkpoint(xs, kept, generators, self._sums(ran[0]), versions)
 
     def again(self, run: Callable[[], _Ran], checkpoint: Checkpoint) -> _Ran:
         """What the forward makes when it is run again.
 
         Raises ModelError if that is something else, as far as the host may look: on a CPU.
         """
+        checkpoint.require_unwritten(self.stage, self.mb)
         trained = self._trained()
         sums = sums_of(trained)
         with self._as_found(checkpoint):
@@ -213,7 +226,7 @@ def _like(was: Tensor, one: Tensor) -> Tensor:
     """What was there, as what is there: a Parameter, and where it is."""
     if isinstance(one, nn.Parameter):
         return nn.Parameter(was.to(one.device), requires_grad=False)
-    return was
+    return was.detach()  # another tensor than the module may keep: this one may lose its memory
 
 
 def _kind(one: Tensor) -> str:

@@ -20,6 +20,7 @@ from schedir.runtime.around import around, on_version
 from schedir.runtime.batch import tensors_of
 from schedir.runtime.checkpoint import Checkpoints
 from schedir.runtime.given import one_number
+from schedir.runtime.memory_overlap import share_memory
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT
 from schedir.runtime.rank import Call, State, in_turn
 from schedir.runtime.reduction import Reduction, Root
@@ -40,7 +41,7 @@ def forward(state: State, i: Instr) -> Call:
     checkpoints = Checkpoints(state, i) if again else None
     ours = is_ours(taken) and not again  # else it finds its inputs as they are
     # What is saved of it outlives its turn, or is moved.
-    moved = Instr(Opcode.Offload, i.stage, mb) in state.index_of
+    moved = _is_moved(state, i)
     take = _look_at(taken, Tensor.clone if state.program.shares_slots or moved else Tensor.detach)
     letter = state.program.meets[i.stage : i.stage + 1]
     summed = letter == LEAVES and not state.program.sequence
@@ -54,7 +55,7 @@ def forward(state: State, i: Instr) -> Call:
             ys, xs = stage_run(xs, ours)
             value = stage_run.saved(xs, ys)
         if last:
-            state.losses[mb] = ys[0].detach()
+            state.keep_loss(mb, ys[0], xs)
         else:
             values = [*map(Tensor.detach, ys)]
             if summed and any(share_memory(values[0], x) for x in xs):
@@ -84,6 +85,8 @@ class StageRun:
         self.state, self.stage, self.mb = state, i.stage, i.mb
         self.module, self.lender = stage.module, stage.lender
         self.together = boundaries.skipped_to(i.stage)
+        local = [one.local for one in taken_by(state, forward)]
+        self.received, self.moved = not all(local), _is_moved(state, i)
         last = i.stage == state.plan.stages - 1
         self.expect = None if last else boundaries.expecting(i.stage)
         came = [
@@ -102,7 +105,11 @@ class StageRun:
         for k in self.graded:
             xs[k].requires_grad_()
         keywords = batch.keywords_of(mb)
-        y, xs = self.lender.run(self.module, xs, keywords, ours=ours, together=self.together)
+        # The leaves lose their memory: to the host, or in the first step behind their backward.
+        aliases = self.moved or (self.received and self.state.checks.active)
+        y, xs = self.lender.run(
+            self.module, xs, keywords, ours=ours, aliases=aliases, together=self.together
+        )
         if self.expect is not None:
             return self.expect(y, self.stage), xs
         return (one_number(self.state.loss(y, batch.targets[mb])),), xs
@@ -123,6 +130,11 @@ class _Taken(NamedTuple):
 def is_ours(taken: Sequence[_Taken]) -> bool:
     """Whether all that an instruction takes in has come by message: then nobody else reads it."""
     return bool(taken) and not any(one.local for one in taken)
+
+
+def _is_moved(state: State, i: Instr) -> bool:
+    """Return whether what the forward of a stage has saved is offloaded to the host."""
+    return Instr(Opcode.Offload, i.stage, i.mb) in state.index_of
 
 
 def _kinds(state: State, i: Instr, tokens: Sequence[Token]) -> list[Token]:
@@ -196,22 +208,63 @@ def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
     saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i])
     # A tape may keep it, and outlive its turn.
     take = _look_at(taken, Tensor.clone if splits and state.program.shares_slots else None)
+    forward = i._replace(op=Opcode.Forward)
+    local = all(one.local for one in taken_by(state, forward))
     module, beginning = state.stages[i.stage].module, _beginning(state, i)
 
     def run() -> None:
         xs, roots = saved.look()
         dys = (state.loss_gradient_of(mb),) if last else take()
+        first = state.checks.active
+        if first:
+            dys = [*map(Tensor.detach, dys)]  # a hook that keeps one adds a reference
+            _expect_no_gradients(xs)
         reduction = beginning()
         with nullcontext() if reduction is None else reduction.under_backward(module, roots):
             if roots:  # a first stage may have nothing to train
                 torch.autograd.backward(roots, dys)
         if wanted:
             give(_gradients(xs, dys, i.stage))
+        if first:
+            _finish_inputs(xs, local)
         saved.free()
         for one in taken:
             one.slot.free()
+        if first and state.program.shares_slots:
+            del dys
+            state.checks.require_released()
 
     return Call(_waits(state, i, taken), around(state, i, BACKWARD, run))
+
+
+def _expect_no_gradients(xs: Sequence[Tensor]) -> None:
+    """Raise ModelError if an input has a gradient before the backward of its microbatch."""
+    if any(x.grad is not None for x in xs):
+        raise _of_another_microbatch()
+
+
+def _finish_inputs(xs: Sequence[Tensor], local: bool) -> None:
+    """Refuse more gradients of inputs, and let go the memory of received ones.
+
+    A module may keep its graph, as with an output, and so these leaves.  That is no reference to
+    the memory that messages are received in.
+    """
+    for x in xs:
+        x.register_post_accumulate_grad_hook(_refuse_gradient)
+        if not local:
+            x.data = x.detach().new_empty(0)
+
+
+def _refuse_gradient(_: Tensor) -> None:
+    raise _of_another_microbatch()
+
+
+def _of_another_microbatch() -> ModelError:
+    return ModelError(
+        "a forward computes with an input that its stage has kept of another microbatch, of which "
+        "the gradient would be lost",
+        hint="keep it without its graph: self.last = x.detach().clone()",
+    )
 
 
 def _gradients(xs: Sequence[Tensor], dys: Sequence[Tensor], stage: int) -> Sequence[Tensor]:
@@ -231,11 +284,6 @@ def _gradients(xs: Sequence[Tensor], dys: Sequence[Tensor], stage: int) -> Seque
         which = "its input" if unused == 1 else f"any of its {unused} inputs with a gradient"
         raise ModelError(f"the output of stage {stage} does not depend on {which}")
     return dxs
-
-
-def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have one memory."""
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def backward_input(state: State, i: Instr) -> Call:

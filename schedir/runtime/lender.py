@@ -3,12 +3,14 @@
 What was received is this rank's own, and may be written over; autograd alone must not see it as
 the leaf that it is.  What the stage before has handed over may be saved there for its backward, and
 the model's inputs are the caller's: of these a module gets copies if a layer of it says `inplace`
-and its first microbatch shows that it writes.  Any other is given the very tensor.
+and its first microbatch shows that it writes.  Any other is given the very tensor, or with
+`aliases` another one of its memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 from schedir.errors import ModelError
 
 LINE: Final = 64  # bytes
+# Numbers of an input that are compared with another input: so many are not equal by chance.
+_COMPARED: Final = 8
 
 
 class Lender:
@@ -34,14 +38,16 @@ class Lender:
         keywords: Mapping[str, Any] = MappingProxyType({}),
         *,
         ours: bool,
+        aliases: bool = False,
         together: int = 0,
     ) -> tuple[Any, Sequence[Tensor]]:
         """What the module makes of xs, and the leaves whose `grad` is that of each.
 
         The last so many are given `together`, several as a tuple: those of a skip.
-        `ours` is memory that nobody else reads.  Of a copy the leaf has no memory.  Keywords are
-        for several stages, and none gets a copy.  Raises ModelError for a module that was not
-        expected to write to what it is given, and did.
+        `ours` is memory that nobody else reads.  Of a copy the leaf has no memory.  With `aliases`
+        a module that keeps its input does not keep the leaf.  Keywords are for several stages, and
+        none gets a copy.  Raises ModelError for a module that was not expected to write to what it
+        is given, and did, and for one that writes to an input of which another may be a view.
         """
         lent = leaves = xs
         writes = self.writes.get(module.training)
@@ -49,7 +55,10 @@ class Lender:
             writes = False
         if writes is not False and xs:
             lent, leaves = zip(*(_lend(x, ours) for x in xs), strict=True)
+        elif aliases:
+            lent = [x.view_as(x) for x in xs]
         before = [*map(_version, lent)]
+        views = _views(xs) if writes is None else ()
         named = (
             [x for x in tree_leaves(dict(keywords)) if isinstance(x, Tensor)] if keywords else ()
         )
@@ -60,13 +69,21 @@ class Lender:
                 args = (*lent[:-together], tuple(lent[-together:]))
             y = module(*args, **keywords)
         except RuntimeError as error:
-            given = (*lent, *named)
+            given = (*leaves, *named)
             if "leaf Variable" in str(error) and any(x.is_leaf and x.requires_grad for x in given):
                 raise _not_expected() from error
             raise
-        wrote = [*map(_version, lent)] != before
+        after = [*map(_version, lent)]
+        wrote = after != before
         if wrote and writes is False:
             raise _not_expected()
+        for one, other in views:
+            if after[one] != before[one] or after[other] != before[other]:
+                raise ModelError(
+                    f"a stage changes input {one} or {other} in place, and both have the same "
+                    "numbers: without a pipeline one may be a view of the other, and change too",
+                    hint="let it begin with x = x.clone()",
+                )
         if versions and [*map(_version, named)] != versions:
             raise ModelError(
                 "a stage changes a keyword in place, which is every stage's",
@@ -74,6 +91,24 @@ class Lender:
             )
         self.writes.setdefault(module.training, wrote)
         return y, leaves
+
+
+def _views(xs: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return the indices of each two inputs that may be views of the same memory.
+
+    A stage that returns `y, y[:, 0]` or `y, y` hands over two tensors, and each arrives in memory
+    of its own.  Only their numbers tell: several of one that are all in the other.
+    """
+    pairs = combinations(range(len(xs)), 2)
+    return [(k, n) for k, n in pairs if _has_numbers_of(*sorted((xs[k], xs[n]), key=Tensor.numel))]
+
+
+def _has_numbers_of(small: Tensor, large: Tensor) -> bool:
+    """Return whether the first numbers of `small` are in `large`, in any place."""
+    if small.dtype != large.dtype or not small.is_floating_point() or small.itemsize < 2:
+        return False
+    numbers = small.detach().reshape(-1)[:_COMPARED].unique()
+    return len(numbers) > 1 and all(bool((large.detach() == number).any()) for number in numbers)
 
 
 def _lend(x: Tensor, ours: bool) -> tuple[Tensor, Tensor]:

@@ -72,6 +72,11 @@ def overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
         before.append(span)
 
 
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same storage."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 def expect_apart(stages: Mapping[int, nn.Module], program: str) -> None:
     """Raise ModelError for a trained parameter that another tensor of the stages overlaps with.
 

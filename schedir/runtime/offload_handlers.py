@@ -36,7 +36,11 @@ def offload(state: State, i: Instr) -> Call:
     rooms, has = _rooms_on_host(state), _has_anyway(state, i)
 
     def run() -> None:
-        state.away.kept[i[1:]] = kept = slot.look()
+        kept = slot.look()
+        if isinstance(kept, Checkpoint):  # its tensors have other versions when they are back
+            kept.require_unwritten(i.stage, i.mb)
+            kept = kept._replace(versions=())
+        state.away.kept[i[1:]] = kept
         slot.free()
         held = _held(kept)
         value.leave(held, has() if held else ())

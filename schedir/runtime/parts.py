@@ -24,6 +24,7 @@ from schedir.runtime.bits import sums_of
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.layout import Share
 from schedir.runtime.precision import MainOptimizer, all_within, innermost, is_torchs
+from schedir.runtime.storage_references import StorageReferences
 from schedir.transports.collectives import Group, Kind
 from schedir.transports.transport import Work
 
@@ -53,6 +54,7 @@ class Parts:
         self.is_whole = self.within = False
         self.shown: list[Tensor] = []  # flat tensors that are shown whole between steps
         self.versions: list[int] = []  # of each parameter when a step began
+        self.references = StorageReferences(())  # to full weights, when the first step began
         self.steps = 0  # that have begun, and train
         self.sums: list[int] = []  # of the bits that were gathered, in the first step
 
@@ -187,6 +189,19 @@ class Parts:
         for (p, _), before, after in zip(self.views, self.versions, now, strict=True):
             if before != after:
                 raise _written(self.gradients.names[p])
+
+    def count_references(self) -> None:
+        """Count the references to full weights, before they are gathered."""
+        self.references = StorageReferences(() if self.stays else self.flat)
+
+    def require_released(self) -> None:
+        """Raise ModelError if a stage still refers to full weights, which have no memory now."""
+        for k in self.references.increased():
+            raise ModelError(
+                f"a reference is kept to {self.gradients.names[self.buckets[k].parameters[0]]}, or "
+                "to weights beside it, and after a step there are parts of them only",
+                hint="keep a copy, and no graph: weight.detach().clone(); or zero=2",
+            )
 
     def show(self, collective: Collective) -> None:
         """Let parameters be whole until they are taken; in memory of their own, of which somebody

@@ -16,16 +16,19 @@ from schedir.ir.ops import SENDS, Instr, Token
 from schedir.ir.program import OWN, Program
 from schedir.runtime.away import Moves
 from schedir.runtime.batch import Batch
+from schedir.runtime.bits import versions_of
+from schedir.runtime.first_step_checks import OUTPUTS, FirstStepChecks
 from schedir.runtime.held import Held
 from schedir.runtime.implied_acks import implied_acks
 from schedir.runtime.lanes import Marks
+from schedir.runtime.memory_overlap import share_memory
 from schedir.runtime.opened import Opened, opened_by
 from schedir.runtime.parts import stepping_pieces
 from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.precision import step_if
 from schedir.runtime.random import numbers_of
 from schedir.runtime.reduction import Reduction, last_to_add
-from schedir.runtime.slots import Slot, Slots
+from schedir.runtime.slots import OutputSlot, Slot, Slots
 from schedir.runtime.stage import Stage
 from schedir.runtime.versions import Versions
 from schedir.transports.transport import Transport, Work, bytes_on, of_peers
@@ -133,6 +136,8 @@ class State:
         self.assigned = assign(program, rank)
         self.slots = dict(zip(KINDS, map(Slots, counts(program)[rank].tolist()), strict=True))
         self.buffers = held.buffers
+        parts = [stage.weights for stage in self.stages.values() if stage.weights is not None]
+        self.checks = FirstStepChecks(self.slots, self.assigned, self.buffers, parts, self.device)
         self.reuse_after_send = _reuse_after_send(program, rank)
         # For what adds to a gradient that is whole anew, the reduction whose room that takes.
         self.room_after = freed_before(program, rank, Token.WGRAD)
@@ -167,6 +172,7 @@ class State:
             self.opened, self.held.opened = opened, None
         self.verdict = None
         self.transport.step_begins(self.number)
+        self.checks.begin_step()
         self.batch, self.scale = batch, batch.scale
         if self.loss_scale is not None:
             gradient = (self.loss_scale.value * self.scale).float()
@@ -210,7 +216,17 @@ class State:
             versions.require_unwritten()
         self.transport.step_ended()
         self.restore()
+        self.checks.end_step(self.losses)
         return total
+
+    def keep_loss(self, mb: int, loss: Tensor, inputs: Sequence[Tensor]) -> None:
+        """Keep the loss of a microbatch: a copy, if it is in the memory of the stage's inputs."""
+        value = loss.detach()
+        if any(share_memory(value, x) for x in inputs):
+            value = value.clone()
+        self.losses[mb] = value
+        if self.checks.active:
+            self.checks.versions_of_losses[mb] = versions_of((value,))
 
     def all_losses(self) -> list[Tensor]:
         """The losses of the step by microbatch, those first that open programs have taken; each is
@@ -259,6 +275,8 @@ class State:
         """Where a value lives; as the instruction at an index of the Stream finds or fills it."""
         fills = self.assigned[kind, stage, mb]
         last = max(fill for fill in fills if at is None or fill <= at)
+        if kind in OUTPUTS:
+            return OutputSlot(self.slots[kind], fills[last], kind, stage, mb)
         return Slot(self.slots[kind], fills[last])
 
     def outgoing(self, kind: Token, number: int, *, part: bool) -> Tensor | None:

@@ -131,7 +131,7 @@ def _step(
                 ys = passed_on(y, k)
             else:
                 ys = (one_number(loss(y, batch.targets[mb])),)
-                losses[mb] = ys[0].detach()
+                losses[mb] = ys[0].detach().clone()
             leaves = [x for x in xs if x.requires_grad] if k else []
             saved[k][mb] = leaves, [y for y in ys if y.requires_grad]
             with_one = zip(map(_sent, ys), graded(ys), strict=True)

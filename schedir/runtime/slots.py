@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
+
+from schedir.errors import ModelError
+from schedir.ir.ops import TO_TRAIN, TOKENS, Token
+from schedir.runtime.bits import sums_of, versions_of
 
 
 class Slots:
@@ -11,6 +18,9 @@ class Slots:
     def __init__(self, count: int) -> None:
         self.values: list[Any] = [None] * count
         self.taken = self.most = 0
+        # In the first step: a function that finds writes to a value, and what it returned for each.
+        self.marks_of: Callable[[Any], list[int]] | None = None
+        self.marks: list[list[int]] = [[]] * count
 
     def put(self, number: int, value: Any) -> None:
         """Let a slot have a value, or None."""
@@ -40,6 +50,8 @@ class Slot:
         slots.taken = taken = slots.taken + 1
         if taken > slots.most:
             slots.most = taken
+        if slots.marks_of is not None:
+            slots.marks[number] = slots.marks_of(value)
 
     def look(self) -> Any:
         """The value; it stays."""
@@ -51,3 +63,52 @@ class Slot:
         """Let the value go."""
         self.values[self.number] = None
         self.slots.taken -= 1
+
+
+class OutputSlot(Slot):
+    """The slot of a value that a stage returns, whose memory must not change while it is needed.
+
+    Writes are looked for in the first step only.
+    """
+
+    __slots__ = ("kind", "mb", "stage")
+
+    def __init__(self, slots: Slots, number: int, kind: Token, stage: int, mb: int) -> None:
+        super().__init__(slots, number)
+        self.kind, self.stage, self.mb = kind, stage, mb
+
+    def mark(self) -> None:
+        """Accept the value as it is now: the executor itself has written to it."""
+        if self.slots.marks_of is not None:
+            self.slots.marks[self.number] = self.slots.marks_of(self.values[self.number])
+
+    def look(self) -> Any:
+        """Return the value.  Raises ModelError if a tensor of it was written to meanwhile."""
+        value, marks_of = self.values[self.number], self.slots.marks_of
+        assert value is not None, "the checker proves that every value is there"
+        if marks_of is not None and marks_of(value) != self.slots.marks[self.number]:
+            raise self.overwritten()
+        return value
+
+    def overwritten(self) -> ModelError:
+        """Return the error for a value that was written to before it was used."""
+        if self.kind in TO_TRAIN:
+            hint = "a hook, or a backward of your own, must not write to a gradient that it returns"
+        else:
+            hint = "return a new tensor in each forward: return self.buffer.clone()"
+        return ModelError(
+            f"{TOKENS[self.kind].words} that stage {self.stage} returned for microbatch {self.mb} "
+            "was written to before it was used",
+            hint=hint,
+        )
+
+
+def versions_in(value: Any) -> list[int]:
+    """Return the version of a tensor, or of each of a tuple: torch adds 1 with each write."""
+    return versions_of((value,) if isinstance(value, Tensor) else value)
+
+
+def versions_and_sums_in(value: Any) -> list[int]:
+    """The same, with the sums of the bits: they show a write to `data`, or by a kernel that torch
+    does not know."""
+    return versions_in(value) + sums_of((value,) if isinstance(value, Tensor) else value)

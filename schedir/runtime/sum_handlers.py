@@ -16,10 +16,10 @@ from torch.autograd.graph import increment_version
 
 from schedir.errors import ModelError
 from schedir.ir.ops import GATHERS, LOCAL_HANDOVER, MEETINGS, ROWS, SUMS, Instr, Token
-from schedir.runtime.compute_handlers import share_memory
+from schedir.runtime.memory_overlap import share_memory
 from schedir.runtime.rank import Call, State
 from schedir.runtime.sequence import by_rank, in_order
-from schedir.runtime.slots import Slot
+from schedir.runtime.slots import OutputSlot
 from schedir.runtime.transfer_handlers import gather as gather_received
 from schedir.transports.transport import Then, Transport, Work
 
@@ -37,7 +37,7 @@ def gather(state: State, i: Instr) -> Call:
 class _Handed(NamedTuple):
     """What a piece hands over, and who meets for its first tensor."""
 
-    slot: Slot
+    slot: OutputSlot
     transport: Transport
 
     def put(self, first: Tensor, rest: Sequence[Tensor]) -> None:
@@ -50,7 +50,9 @@ def _meeting(state: State, i: Instr, start: Callable[[_Handed], Work]) -> Call:
     """Starts what ranks do with the first tensor of what a piece hands over."""
     kind = ROWS[i.op].gives[0]
     other, (made, _) = state.program.other(kind, i.stage), LOCAL_HANDOVER[kind]
-    handed = _Handed(state.slot(made, other, i.mb), state.transport)
+    slot = state.slot(made, other, i.mb)
+    assert isinstance(slot, OutputSlot)
+    handed = _Handed(slot, state.transport)
     before = min(i.stage, other)
     if not (first := state.passing[i.mb].carried(Token.ACT_OUT, before).tensors[0]).grad:
         raise ModelError(
@@ -61,7 +63,7 @@ def _meeting(state: State, i: Instr, start: Callable[[_Handed], Work]) -> Call:
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
 
     def run() -> None:
-        arrivals[key] = start(handed)
+        arrivals[key] = Then(start(handed), handed.slot.mark)
 
     return Call(None, run)
 

@@ -9,8 +9,10 @@ from typing import Final
 from torch import Tensor
 
 from schedir.ir.ops import GATHERS, RECEIVES, ROWS, SCATTERS, SUMS, Instr, Opcode, Token
+from schedir.runtime.bits import versions_of
 from schedir.runtime.rank import Call, State
-from schedir.transports.transport import bytes_on, own_part
+from schedir.runtime.slots import OutputSlot
+from schedir.transports.transport import Then, bytes_on, own_part
 
 # What is taken in is received, and made whole if it comes in parts.
 _RECEIVES = {ROWS[op].gives[0]: op for op in RECEIVES}
@@ -22,14 +24,22 @@ def send(state: State, i: Instr) -> Call:
     mb, row, k = i.mb, ROWS[i.op], state.index_of[i]
     kind = row.needs[0]
     out = state.slot(kind, i.stage, mb)
+    assert isinstance(out, OutputSlot)
     peer = state.program.peer(i)
     start, sending, lane = state.transport.send, state.sending, row.lane
 
     def run() -> None:
         tensor = out.look().contiguous()
+        work = start(tensor, peer, lane)
+        if state.checks.active:
+            work = Then(work, partial(expect_unwritten, tensor, versions_of((tensor,))))
         # The reference stays until the send has ended: freed earlier, it may be reused.
-        sending[k] = (start(tensor, peer, lane), tensor)
+        sending[k] = (work, tensor)
         out.free()
+
+    def expect_unwritten(tensor: Tensor, versions: list[int]) -> None:
+        if versions_of((tensor,)) != versions:
+            raise state.failed(k, out.overwritten())
 
     return Call(None, run)
 

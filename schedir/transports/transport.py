@@ -194,6 +194,10 @@ class Then:
         self.work.wait()
         self.then()
 
+    def is_completed(self) -> bool:
+        """Return whether the work has ended, where it says so, and True elsewhere."""
+        return bool(getattr(self.work, "is_completed", lambda: True)())
+
 
 class Around:
     """What a transport that is around another has of it: all but what moves tensors."""

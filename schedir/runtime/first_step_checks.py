@@ -1,0 +1,88 @@
+"""First-step checks: find stages that misuse memory, in the first step of a program only.
+
+A stage does the same in each step, so that later steps need not pay for these checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from schedir.errors import ModelError
+from schedir.ir.ops import LOCAL_HANDOVER, TOKENS, Token
+from schedir.runtime.bits import versions_of
+from schedir.runtime.parts import Parts
+from schedir.runtime.slots import Slots, versions_and_sums_in, versions_in
+from schedir.runtime.storage_references import StorageReferences
+from schedir.transports.transport import Place
+
+# The kinds of values that a stage returns.
+OUTPUTS: Final = frozenset(made for made, _ in LOCAL_HANDOVER.values())
+
+
+class FirstStepChecks:
+    """Refuses stages that overwrite what they returned, or keep memory that is used again.
+
+    Args:
+        slots: the slots of each kind.
+        assigned: the slots of each value, by kind, stage and microbatch.
+        buffers: the memory that messages are received in.
+        weights: the weights of each stage that has a part of them only.
+        device: the rank's device.  Bits of outputs are compared on a CPU only.
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[Token, Slots],
+        assigned: Mapping[tuple[Token, int, int], Mapping[int, int]],
+        buffers: Mapping[Place, Tensor],
+        weights: list[Parts],
+        device: torch.device,
+    ) -> None:
+        self.active = True
+        self.assigned, self.buffers, self.weights = assigned, buffers, weights
+        self.outputs = [slots[kind] for kind in OUTPUTS]
+        self.marks_of = versions_and_sums_in if device.type == "cpu" else versions_in
+        self.references = StorageReferences(())
+        self.versions_of_losses: dict[int, list[int]] = {}  # by microbatch, when each was kept
+
+    def begin_step(self) -> None:
+        """Note what there is before a step, if it is the first one."""
+        for slots in self.outputs:
+            slots.marks_of = self.marks_of if self.active else None
+        if self.active:
+            self.references = StorageReferences(self.buffers.values())
+            for weights in self.weights:
+                weights.count_references()
+
+    def end_step(self, losses: Sequence[Tensor]) -> None:
+        """Raise ModelError if a loss was written to, or a stage keeps memory that is used again."""
+        if self.active:
+            for mb, versions in self.versions_of_losses.items():
+                if versions_of((losses[mb],)) != versions:
+                    raise ModelError(
+                        f"the loss of microbatch {mb} was written to before the step had ended",
+                        hint="return a new tensor for each microbatch: return self.buffer.clone()",
+                    )
+            self.require_released()
+            for weights in self.weights:
+                weights.require_released()
+        self.active = False
+
+    def require_released(self) -> None:
+        """Raise ModelError if a stage keeps a tensor in memory that messages are received in."""
+        places = [*self.buffers]
+        for kind, number in (places[k] for k in self.references.increased()):
+            stages = [
+                stage
+                for (of, stage, _), numbers in self.assigned.items()
+                if of == kind and number in numbers.values()
+            ]
+            raise ModelError(
+                f"stage {min(stages)} keeps a reference to {TOKENS[kind].words} that it received, "
+                "and a later message is received into the same memory",
+                hint="keep a copy, and no graph: self.last = x.detach().clone()",
+            )

@@ -1,0 +1,98 @@
+"""Chains of four small stages, and programs of all kinds that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedir import compile
+from schedir.errors import ExecutionError
+from schedir.ir.ops import Instr
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.splittable import split_linears
+from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1
+from schedir.schedules.words import B, F, Word
+
+WIDTH = 4
+BOUNDARY = Boundary((3, WIDTH))
+MICROBATCHES = 4
+
+
+def chain(ranks: int, stages: int) -> Any:
+    """A schedule that runs each stage on all microbatches, forward and backward."""
+
+    def words(r: int, P: int, m: int) -> Word:
+        own = range(stages // ranks)
+        down = sum((m * F[j] for j in own[1:]), m * F[0])
+        return down + sum((m * B[j] for j in reversed(own[:-1])), m * B[own[-1]])
+
+    return words
+
+
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    "gpipe": lambda: compile(gpipe, Plan(4, MICROBATCHES)),
+    "1f1b": lambda: compile(one_f_one_b, Plan(4, MICROBATCHES)),
+    "1f1b, fewest slots": lambda: compile(one_f_one_b, Plan(4, MICROBATCHES), slots="fewest"),
+    "zb_h1": lambda: compile(zb_h1, Plan(4, MICROBATCHES)),
+    "interleaved": lambda: compile(interleaved, Plan(2, MICROBATCHES, 2)),
+    "one rank": lambda: compile(chain(1, 4), Plan(1, MICROBATCHES, placement=(0, 0, 0, 0))),
+    "two stages per rank": lambda: compile(
+        chain(2, 4), Plan(2, MICROBATCHES, placement=(0, 0, 1, 1))
+    ),
+    "recomputed": lambda: compile(one_f_one_b, Plan(4, MICROBATCHES), recompute="all"),
+    "recomputed on one rank": lambda: compile(
+        chain(1, 4), Plan(1, MICROBATCHES, placement=(0, 0, 0, 0)), recompute="all"
+    ),
+    "offloaded": lambda: compile(one_f_one_b, Plan(4, MICROBATCHES), offload="all"),
+    "offloaded on one rank": lambda: compile(
+        chain(1, 4), Plan(1, MICROBATCHES, placement=(0, 0, 0, 0)), offload="all"
+    ),
+}
+ON_ONE_RANK = [name for name in PROGRAMS if "one rank" in name]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(self.linear(x))
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+def made(first: Callable[[], nn.Module], *others: Callable[[], nn.Module]) -> list[nn.Module]:
+    """Four stages, the last of which are layers."""
+    torch.manual_seed(0)
+    own = [first(), *(make() for make in others)]
+    own += [Layer() for _ in range(4 - len(own))]
+    for stage in own:
+        split_linears(stage)
+    return own
+
+
+def batch(m: int = MICROBATCHES) -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(1)
+    x, target = torch.randn(2, m, 3, WIDTH, generator=numbers)
+    return x, target
+
+
+def world(program: Program, stages: list[nn.Module], **how: Any) -> InProcess:
+    usual: dict[str, Any] = {"loss": squares, "boundary": BOUNDARY}
+    return InProcess(program, stages, **usual | how)
+
+
+def instruction_of(error: ExecutionError) -> Instr:
+    """The instruction that failed."""
+    found = error.sites[0].instr
+    assert isinstance(found, Instr)
+    return found
