@@ -5,7 +5,7 @@ READY := .venv/.ready
 # One thread per process: four ranks share few cores, and the same thread count gives the same bits.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test pure cpu pages campaign docs lint format clean gpu
+.PHONY: demo test pure cpu pages campaign versions docs lint format clean gpu
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -31,6 +31,10 @@ docs: $(READY)
 # Every script of benchmarks/ on small sizes; `make cpu` leaves out those that start training runs.
 campaign: $(READY)
 	ALL_CASES=1 $(BIN)/pytest -n 2 tests/cpu/test_benchmarks.py
+
+# The lowest and the newest torch, gigabytes each, and a plain install in each Python that is installed.
+versions: $(READY)
+	$(BIN)/python -m tests.versions
 
 # What is run where there is a GPU: PYTHON is one whose torch has CUDA, ARGS as benchmarks/gpu_run.py takes.
 gpu:

@@ -72,27 +72,25 @@ class Watched(ByMicrobatch):
 
     # ------------------------------------------------------------ shapes
 
-    def _initialize_stages(
-        self, args: Any, kwargs: Any, target: Any = None, *more: Any, **named: Any
-    ) -> None:
+    def _initialize_stages(self, *given: Any, **named: Any) -> None:
         """Let torch find shapes by a forward and a backward of each stage, as if there were none.
 
         They run on copies, and buffers and gradients are then what they were. What is received
         gets tensors of its own in each step: hooks on those of the step before are gone.
         """
-        args, kwargs, target = tree_map_only(Tensor, torch.clone, (args, kwargs, target))
+        given, named = tree_map_only(Tensor, torch.clone, (given, named))
         with ExitStack() as stack:
             if not self._stages_forward_initialized or (
                 self._has_backward != self._stages_backward_initialized
             ):
                 for stage in self._stages:
                     stack.enter_context(_unchanged(stage.submod))
-            super()._initialize_stages(args, kwargs, target, *more, **named)
+            super()._initialize_stages(*given, **named)
         for stage in self._stages:
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
                 for info in infos:
-                    if getattr(info, "buffer", None) is not None:  # no argument of the first
-                        info.buffer = info.buffer.detach().contiguous()
+                    if (was := getattr(info, "buffer", None)) is not None:  # else the step's input
+                        info.buffer = was.detach().contiguous().requires_grad_(was.requires_grad)
 
     # ------------------------------------------------------------ a forward
 

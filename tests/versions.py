@@ -1,0 +1,89 @@
+"""Test the lowest and the newest torch, and a plain install in each Python that is installed.
+
+`make versions` runs it. Each version is installed in an environment of its own, which is deleted
+before the next one is made. A version of torch is a download of several gigabytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).resolve().parents[1]
+# The executor, split backwards, ZeRO, the drop-in, traces, checkpoints and training.
+TESTS = (
+    "test_executor*.py", "test_boundaries.py", "test_split*.py", "test_zero*.py",
+    "test_reduction.py",
+    "test_torch_face*.py", "test_torch_own*.py", "test_instrument.py", "test_measured.py",
+    "test_checkpoints.py", "test_states_runs.py", "test_train.py",
+)  # fmt: skip
+
+
+def lowest_torch() -> str:
+    """Return the version of `schedir[torch]` in pyproject.toml."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (needed,) = extras["optional-dependencies"]["torch"]
+    found = re.fullmatch(r"torch>=([\d.]+)", needed)
+    assert found, needed
+    return found[1]
+
+
+def pythons() -> list[str]:
+    """Return the interpreters that are installed, of the versions that pyproject.toml lists."""
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    versions = [found[1] for c in classifiers if (found := re.search(r":: (3\.\d+)$", c))]
+    return [path for v in versions if (path := shutil.which(f"python{v}"))]
+
+
+def passes_with(torch: str) -> bool:
+    """Run the tests that need torch with one version.
+
+    Args:
+        torch: A requirement, as pip takes it: `torch==2.10.*`.
+    """
+    with TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        python = Path(folder, "bin", "python")
+        needed = (f"{ROOT}[testing]", torch, "pytest", "pytest-xdist")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *needed], check=True)
+        files = [str(f) for pattern in TESTS for f in sorted((ROOT / "tests/cpu").glob(pattern))]
+        options = ("-q", "-n", "2", "--dist", "loadfile")
+        return subprocess.run([python, "-m", "pytest", *options, *files], cwd=ROOT).returncode == 0
+
+
+def passes_in(python: str, wheel: Path) -> bool:
+    """Use a plain install of a wheel in the environment of an interpreter."""
+    argv = [sys.executable, "-m", "tests.plain_install", str(wheel), "--python", python]
+    return subprocess.run(argv, cwd=ROOT).returncode == 0
+
+
+def main() -> int:
+    """Test all versions, and print which passed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--torch", nargs="*", default=[f"torch=={lowest_torch()}.*", "torch"],
+                        metavar="REQUIREMENT", help="as pip takes it: torch==2.12.*")  # fmt: skip
+    args = parser.parse_args()
+    results = {}
+    with TemporaryDirectory() as folder:
+        build = [sys.executable, "-m", "build", "--wheel", "--outdir", folder, str(ROOT)]
+        subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
+        (wheel,) = Path(folder).glob("*.whl")
+        for python in pythons():
+            print(f"== a plain install in {Path(python).name}", flush=True)
+            results[f"{Path(python).name}, without torch"] = passes_in(python, wheel)
+    for torch in args.torch:
+        print(f"== {torch}", flush=True)
+        results[torch] = passes_with(torch)
+    for name, passed in results.items():
+        print(f"{'passed' if passed else 'FAILED':<8}{name}")
+    return 0 if all(results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
