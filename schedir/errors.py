@@ -120,7 +120,7 @@ class UsageError(ProgramError):
 
 
 def said(value: object) -> str:
-    """A value in a few words.
+    """Return a value in a few words.
 
     >>> said((2, 3)), said(int), said([0] * 99), said(said)
     ('(2, 3)', 'the class int', 'a list', 'the function said')
@@ -131,9 +131,11 @@ def said(value: object) -> str:
         return f"the function {getattr(value, '__name__', '')}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} {list(value.shape)} of {value.dtype}"
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return "a whole number of more than 30 digits"
     try:
         words = repr(value)
-    except RecursionError:  # of what is nested deeply
+    except (RecursionError, ValueError):  # nested deeply, or an int of thousands of digits
         words = "\n"
     plain = len(words) <= 60 and "\n" not in words and " at 0x" not in words
     return words if plain else f"a {type(value).__name__}"
@@ -185,8 +187,7 @@ class ConfigError(UsageError):
         place = f"{where}, line {line}, column {column}" if line else where
         super().__init__(fact, program=place, hint=hint, fields=fields)
         self.where = where
-        self.line = line
-        self.column = column
+        self.line, self.column = line, column
 
 
 class CheckpointError(ProgramError):
@@ -395,5 +396,4 @@ class NonFiniteError(ExecutionError):
         process: int = 0,
     ) -> None:
         super().__init__(fact, program=program, sites=sites, hint=hint)
-        self.step = step
-        self.process = process
+        self.step, self.process = step, process

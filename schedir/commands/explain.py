@@ -246,7 +246,10 @@ def _who(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     own, than = took[alike & (spans["stage"] == stage)], ""
     if len(own) and abs(own.mean() - took[alike].mean()) > 0.01 * took[alike].mean():
         than = f"; it takes {own.mean() / took[alike].mean():.2f}x the mean"
-    share = waited.max() / timeline.idle.sum()
+    idle_time = timeline.idle.sum()
+    if not idle_time > 0:  # the waits are too short for the span's digits
+        return []
+    share = waited.max() / idle_time
     return [
         f"longest awaited: {ROWS[op].text} of stage {stage} on rank {rank}, in {share:.0%} of the "
         f"idle time{than}"

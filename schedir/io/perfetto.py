@@ -86,7 +86,8 @@ class _Tracks:
 
     def _ns(self, times: NDArray[np.float64]) -> NDArray[np.int64]:
         """Rounded alike everywhere, so that what did not overlap still does not."""
-        since = (times - self.timeline.begin) * (1e3 * _scale(self.timeline))
+        with np.errstate(over="ignore"):
+            since = (times - self.timeline.begin) * (1e3 * _scale(self.timeline))
         if len(since) and not since.max() < _MOST:
             raise UsageError(f"{self.timeline.program.name} is too long to be told in nanoseconds")
         return np.rint(since).astype(np.int64)

@@ -27,7 +27,7 @@ from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
 from schedir.ir.text import parse, show
 from schedir.ir.trust import RAISED, most_of_a_file
-from schedir.predict.timeline import KINDS, UNITS, Timeline, expect_runs, spans_of
+from schedir.predict.timeline import KINDS, LONGEST, UNITS, Timeline, expect_runs, spans_of
 from schedir.verify.check import check
 
 FORMAT: Final = 1
@@ -215,6 +215,8 @@ class _Reader:
         values = np.frombuffer(file.read(), "<f8").astype(float)
         if len(values) != n or not np.isfinite(values).all():
             raise TraceError(f"{name} does not have a finite time for each instruction")
+        if (most := np.abs(values).max(initial=0.0)) > LONGEST:
+            raise TraceError(f"{name} has the time {most:g}; times are at most {LONGEST:g}")
         return values
 
 

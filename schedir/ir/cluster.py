@@ -13,6 +13,7 @@ from schedir.errors import UsageError, expect, said
 from schedir.ir.cluster_costs import filled, moves
 from schedir.ir.costs import Costs
 from schedir.ir.mesh import mesh_of
+from schedir.ir.numerals import MOST_GPUS
 from schedir.ir.plan import Plan
 from schedir.ir.sizes import Sizes
 from schedir.ir.units import number_of
@@ -87,7 +88,17 @@ class Cluster:
                         f"cluster: {f.name} is a whole number, not {said(value)}", fields=[f.name]
                     )
                 number = int(number)
+                if number > MOST_GPUS:
+                    raise UsageError(
+                        f"cluster: {f.name} is {number}; it must be at most {MOST_GPUS}",
+                        fields=[f.name],
+                    )
             object.__setattr__(self, f.name, number)
+        if self.gpus > MOST_GPUS:
+            raise UsageError(
+                f"cluster: {self.nodes} nodes x {self.gpus_per_node} GPUs are {self.gpus}; there "
+                f"must be at most {MOST_GPUS}", fields=["nodes", "gpus_per_node"],
+            )  # fmt: skip
         if self.peak is not None and self.peak < self.flops:
             raise UsageError(
                 f"cluster: flops {self.flops:g} are more than the peak {self.peak:g}: `flops` are "

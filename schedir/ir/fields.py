@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass
 from operator import index
 from typing import Any, NamedTuple
 
-from schedir.errors import PlanError, flag
+from schedir.errors import PlanError, flag, said
 from schedir.ir.numerals import whole
 
 
@@ -59,7 +59,9 @@ def whole_number(least: int, most: int) -> Kind:
                 f"{name} must be a whole number, not {value!r}", fields=[name]
             ) from None
         if not least <= number <= most:
-            raise PlanError(f"{name} must be from {least} to {most}, not {number}", fields=[name])
+            raise PlanError(
+                f"{name} must be from {least} to {most}, not {said(number)}", fields=[name]
+            )
         return number
 
     return Kind("must be a whole number", whole, int, settle=settle, least=least, most=most)

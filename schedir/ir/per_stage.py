@@ -8,7 +8,7 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import ProgramError
+from schedir.errors import ProgramError, said
 from schedir.ir.numerals import NO_NUMBERS
 
 Row = tuple[float, ...]
@@ -19,21 +19,26 @@ Floats = NDArray[np.float64]
 
 
 def per_stage(
-    what: str, value: object, error: type[ProgramError], *, arrays: bool = True
+    what: str,
+    value: object,
+    error: type[ProgramError],
+    *,
+    arrays: bool = True,
+    most: float = np.finfo(float).max,
 ) -> PerStage:
     """A number, or several as a tuple, or an array as a tuple of its rows.
 
-    Raises `error` for anything else, where one is negative or not finite, and for an array of
-    what is not of a microbatch, which takes no `arrays`.
+    Raises `error` for anything else, where one is negative, not finite or more than `most`, and for
+    an array of what is not of a microbatch, which takes no `arrays`.
     """
-    if type(value) is float and 0 <= value < np.inf:  # as most are
+    if type(value) is float and 0 <= value <= most:  # as most are
         return value
     each: PerStage
     try:
         each = _numbers(value, 1 + arrays)
     except (TypeError, ValueError):
         also = ", or an array of (stages, microbatches)" * arrays
-        raise error(f"{what} must be a number or one per stage{also}, not {value!r:.60}") from None
+        raise error(f"{what} must be a number or one per stage{also}, not {said(value)}") from None
     if is_array(each) and len(lengths := sorted({len(row) for row in each})) > 1:
         raise error(
             f"{what} has rows of {lengths[0]} and of {lengths[-1]} numbers: each row of an array "
@@ -45,6 +50,8 @@ def per_stage(
         raise error(
             f"{what} must be finite and not negative, not {bad[0] if len(bad) else 'empty'}"
         )
+    if flat.max() > most:
+        raise error(f"{what} must be at most {most:g}, not {flat.max():g}")
     return each
 
 
@@ -59,7 +66,10 @@ def _numbers(value: Any, depth: int) -> Any:
         raise TypeError
     # An array or a tensor without dimensions is one number, though its type can be iterated.
     if not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a whole number of hundreds of digits
+            return np.inf
     if not depth:
         raise TypeError
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiu":
@@ -131,6 +141,11 @@ def cut(value: PerStage, parts: int, into: int) -> PerStage:
     """
     if not isinstance(value, tuple):
         return value * parts / into
+    with np.errstate(over="ignore"):  # what is infinite then, is refused by its class
+        return _cut(value, parts, into)
+
+
+def _cut(value: tuple[Any, ...], parts: int, into: int) -> PerStage:
     each = grid(value)
     if is_array(value):
         if len(each) == 1:  # all stages alike

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Size = PerStage
 
+MOST_BYTES: Final = 1e30  # of a size; sums of larger ones may overflow a float
 _ROUNDING: Final = 1e-12  # sums of bytes differ by that much of themselves
 
 _UNITS = {"": 1, "B": 1, "KB": 1000}
@@ -111,7 +112,8 @@ class Sizes:
             if value is None:
                 continue
             arrays = f.name in OF_A_MICROBATCH
-            value = per_stage(f"size {f.name}", value, UsageError, arrays=arrays)
+            what = f"size {f.name}"
+            value = per_stage(what, value, UsageError, arrays=arrays, most=MOST_BYTES)
             object.__setattr__(self, f.name, value)
         if self.both is not None:
             self._expect_both()

@@ -7,7 +7,7 @@ from math import inf
 from typing import Any, Final, NamedTuple
 
 from schedir.errors import UsageError, said
-from schedir.ir.numerals import NO_NUMBERS, decimal
+from schedir.ir.numerals import LARGEST_RATE, NO_NUMBERS, SMALLEST_RATE, decimal
 from schedir.ir.sizes import bytes_of
 
 
@@ -71,13 +71,21 @@ def number_of(name: str, value: Any) -> float:
         if isinstance(value, NO_NUMBERS) and not isinstance(value, str):
             raise TypeError
         number = unit.read(value.strip()) if isinstance(value, str) else float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        number = inf
     except (TypeError, ValueError):
         raise UsageError(
             f"cluster: {name} is a number like {unit.example}, not {said(value)}", fields=[name]
         ) from None
-    if not (0 < number < inf or (unit.zero and number == 0)):
+    if not (number > 0 or (unit.zero and number == 0)):
         above = "0 or more" if unit.zero else "more than 0"
         raise UsageError(f"cluster: {name} must be {above}, not {said(value)}", fields=[name])
+    if number and not SMALLEST_RATE <= number <= LARGEST_RATE:
+        raise UsageError(
+            f"cluster: {name} must be from {SMALLEST_RATE:g} to {LARGEST_RATE:g}, not "
+            f"{said(value)}",
+            fields=[name],
+        )
     return number
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from schedir.errors import UsageError
+from schedir.errors import UsageError, said
+from schedir.ir.numerals import MOST_LAYERS, MOST_WIDTH
 
 
 def expect_positive(config: object, *names: str) -> None:
-    """Raise UsageError for a field of a configuration that is not 1 or more."""
+    """Raise UsageError for a field of a configuration that is not 1 or more, or is too large.
+
+    A field of layers is at most `MOST_LAYERS`, and any other at most `MOST_WIDTH`.
+    """
     for name in names:
-        if getattr(config, name) < 1:
-            raise UsageError(
-                f"{name} is {getattr(config, name)}; it must be 1 or more", fields=[name]
-            )
+        value, most = getattr(config, name), MOST_LAYERS if "layers" in name else MOST_WIDTH
+        if value < 1:
+            raise UsageError(f"{name} is {said(value)}; it must be 1 or more", fields=[name])
+        if value > most:
+            raise UsageError(f"{name} is {said(value)}; it must be at most {most}", fields=[name])
 
 
 def split_layers(layers: int, stages: int, given: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Final, Literal, NamedTuple, get_args
 
 from schedir.errors import UsageError, said
+from schedir.ir.numerals import MOST_LAYERS, MOST_SEQUENCES
 from schedir.ir.zero import LEVELS
 from schedir.predict.layer_bytes import Recompute
 
@@ -83,6 +84,11 @@ class Choice:
                         f"choice: {name} is a whole number from {least} on, not {said(value)}",
                         fields=[name],
                     )
+                if value > MOST_SEQUENCES:
+                    raise UsageError(
+                        f"choice: {name} is {said(value)}; it must be at most {MOST_SEQUENCES}",
+                        fields=[name],
+                    )
         if self.zero >= LEVELS:
             raise UsageError(
                 f"choice: zero is a level of ZeRO, from 0 to {LEVELS - 1}, not {self.zero}",
@@ -91,7 +97,9 @@ class Choice:
         if isinstance(self.layers_of, list):
             object.__setattr__(self, "layers_of", tuple(self.layers_of))
         parts = self.layers_of
-        if not isinstance(parts, tuple) or not all(_whole(each, 0) for each in parts):
+        if not isinstance(parts, tuple) or not all(
+            _whole(each, 0) and each <= MOST_LAYERS for each in parts
+        ):
             raise UsageError(
                 f"choice: layers_of are the layers of each stage, not {said(parts)}",
                 hint="layers_of=(2, 3, 2)",
@@ -120,7 +128,7 @@ class Choice:
 
 
 def _whole(value: object, least: int) -> bool:
-    """Whether it is a whole number from `least` on."""
+    """Return whether `value` is a whole number from `least` on."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

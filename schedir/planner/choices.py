@@ -11,6 +11,7 @@ import numpy as np
 
 from schedir.errors import UsageError, said
 from schedir.ir.cluster import Cluster
+from schedir.ir.numerals import MOST_SEQUENCES
 from schedir.ir.zero import LEVELS
 from schedir.planner.choice import Attention, Choice, Order
 from schedir.planner.families import FAMILIES, SCHEDULES, family
@@ -100,6 +101,10 @@ def choices(model: Model, cluster: Cluster, batch: int, want: Asked) -> Plans:
     """
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise UsageError(f"batch is a number of sequences, not {said(batch)}", fields=["batch"])
+    if batch > MOST_SEQUENCES:
+        raise UsageError(
+            f"batch is {said(batch)}; it must be at most {MOST_SEQUENCES}", fields=["batch"]
+        )
     degrees = [*_degrees(model, cluster, want)]
     if not degrees:
         raise _no_product(model, cluster, want)

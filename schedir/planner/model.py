@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from schedir.errors import UsageError, said
+from schedir.ir.numerals import MOST_LAYERS, MOST_WIDTH
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class Model:
     tied: bool = True
 
     def __post_init__(self) -> None:
-        for name, usual in (("ffn", "hidden"), ("kv_heads", "heads")):
-            if getattr(self, name) == 0:
-                value = getattr(self, usual) * (4 if name == "ffn" else 1)
-                object.__setattr__(self, name, value)
+        for name, usual, times in (("ffn", "hidden", 4), ("kv_heads", "heads", 1)):
+            value = getattr(self, usual)
+            if getattr(self, name) == 0 and isinstance(value, int):
+                object.__setattr__(self, name, value * times)
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(f.default, bool):
@@ -53,6 +54,10 @@ class Model:
                 raise UsageError(
                     f"model: {f.name} is a whole number from 1 on, not {said(value)}",
                     fields=[f.name],
+                )
+            elif value > (most := MOST_LAYERS if f.name == "layers" else MOST_WIDTH):
+                raise UsageError(
+                    f"model: {f.name} is {said(value)}; it must be at most {most}", fields=[f.name]
                 )
         for whole, part in (("hidden", "heads"), ("heads", "kv_heads")):
             if getattr(self, whole) % getattr(self, part):

@@ -12,11 +12,12 @@ from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import problem_of
 from schedir.analysis.loops import Times
 from schedir.analysis.models import Model
-from schedir.errors import CostsError, UsageError, expect, said
+from schedir.errors import UsageError, expect, said
 from schedir.ir.costs import Costs
 from schedir.ir.numerals import NO_NUMBERS
 from schedir.ir.ops import ROWS, Lane
 from schedir.ir.program import Program
+from schedir.predict.simulate import require_finite
 from schedir.predict.timeline import Timeline, spans_of
 from schedir.verify.check import complete, prove
 
@@ -62,8 +63,7 @@ def on_processors(
     graph = complete(program, model, blocks=blocks)
     prove(graph)
     start, end = _shared(graph, costs, float(processors))
-    if not np.isfinite(end).all():
-        raise CostsError("the costs add up to more than a number can hold", program=program.name)
+    require_finite(end, program)
     spans = spans_of(program, start, end)
     return Timeline(program, spans, model=model, blocks=blocks)
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from schedir.analysis.deadlock import deadlock
-from schedir.analysis.longest_path import walk
+from schedir.analysis.longest_path import Times, walk
 from schedir.analysis.models import Model
 from schedir.compiler.compile import SIZES, lower
 from schedir.errors import CostsError, expect, flag
 from schedir.ir.costs import Costs
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
-from schedir.predict.timeline import Timeline, spans_of
+from schedir.predict.timeline import LONGEST, Timeline, spans_of
 from schedir.verify.check import check_draft, complete, prove
 
 
@@ -32,8 +30,8 @@ def simulate(
     costs.  `blocks` says that hosts wait themselves, as on CPUs (`Graph`): then a message waits for
     the computes before it in its Stream.  With `sizes`, memory is told in bytes.
 
-    Raises what `check` raises for a program that is wrong, and CostsError if the costs add up
-    to infinity.  A program that `check` has proven is not looked at again.  With `unchecked` it
+    Raises what `check` raises for a program that is wrong, and CostsError if the costs add up to
+    more than 1e300.  A program that `check` has proven is not looked at again.  With `unchecked` it
     need only be complete and finish: what it computes may be wrong.
 
     >>> from schedir import Costs, Plan, compile, schedules, simulate
@@ -58,9 +56,23 @@ def simulate(
         prove(graph, reached)
     elif not reached.done.all():
         raise deadlock(graph, reached)
-    if not np.isfinite(reached.end).all():
-        raise CostsError("the costs add up to more than a number can hold", program=program.name)
+    require_finite(reached.end, program)
     start, end = reached.start, reached.end
     del graph, reached  # makes room for the spans
     spans = spans_of(program, start, end)
     return Timeline(program, spans, model=model, sizes=sizes, blocks=blocks)
+
+
+def require_finite(end: Times, program: Program) -> None:
+    """Raise CostsError if an instruction ends later than a Timeline can hold.
+
+    Args:
+        end: When each instruction ends.
+        program: The program of these instructions.
+    """
+    if not end.max(initial=0.0) <= LONGEST:  # also where it is NaN
+        raise CostsError(
+            f"the costs add up to more than a number can hold ({LONGEST:g})",
+            program=program.name,
+            hint="give all costs in a larger unit",
+        )

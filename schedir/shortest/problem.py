@@ -170,14 +170,14 @@ def problem_of(
     steps = np.array(_of(STEPS[0], costs, plan))
     reduces = costs.of(_REDUCE, plan)[:, 0]
     tail = [
-        steps[min(rank, plan.stages - 1)] + reduces[list(own)].min()
+        float(steps[min(rank, plan.stages - 1)]) + float(reduces[list(own)].min())
         for rank, own in enumerate(plan.stages_of)
     ]
     if not plan.microbatches * (sum(F + I + W) + 2 * sum(send)) + sum(tail) < MOST:
         raise CostsError(f"the costs add up to more than a search can count, {MOST:g}")
     saved, tape, both, room = _held(plan, sizes, limit, in_flight, split=split)
     problem = Problem(
-        plan, split, objective, F, I, W, tuple(act), tuple(grad), tuple(map(float, tail)),
+        plan, split, objective, F, I, W, tuple(act), tuple(grad), tuple(tail),
         saved, tape, both, room,
     )  # fmt: skip
     _require_room(problem, limit)

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from schedir import Cluster, load_cluster, planner, save_cluster
 from schedir.errors import UsageError
+from schedir.ir.numerals import MOST_GPUS, SMALLEST_RATE
 
 RATES = st.floats(1e-3, 1e18)
 COUNTS = st.integers(1, 10**6)
-SMALL = st.floats(0, 1e3)
+SMALL = st.just(0.0) | st.floats(SMALLEST_RATE, 1e3)
 
 
 def numbers(name: str) -> st.SearchStrategy[float]:
@@ -38,6 +39,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         if f.name not in _LEFT_OUT or draw(st.booleans())
     }
     said["peak"] = max(said.get("peak", 0), said["flops"])
+    said["gpus_per_node"] = min(said["gpus_per_node"], MOST_GPUS // int(said["nodes"]))
     return Cluster(**said)  # type: ignore[arg-type]
 
 

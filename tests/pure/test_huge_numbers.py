@@ -1,0 +1,149 @@
+"""Numbers in files that no machine, model or run has: one error each, with the place."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from zipfile import ZipFile
+
+import numpy as np
+import pytest
+
+import schedir
+from schedir import Costs, Plan, compile, planner, schedules, simulate
+from schedir.__main__ import main
+from schedir.errors import CostsError, ProgramError, TraceError, UsageError, said
+from schedir.ir.cluster import Cluster
+from schedir.ir.sizes import Sizes
+
+DIGITS = "9" * 400  # Python converts it to an int, and an int this large to no float
+CLUSTER = {
+    "nodes": "1", "gpus_per_node": "4", "flops": "1e14", "memory": "8e10", "hbm": "2e12",
+    "nvlink": "3e11", "network": "2e10",
+}  # fmt: skip
+MODEL = {"layers": "4", "hidden": "64", "heads": "4", "vocab": "128", "sequence": "32"}
+
+
+def toml(table: dict[str, str]) -> str:
+    return "".join(f"{name} = {value}\n" for name, value in table.items())
+
+
+def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one error of a command."""
+    assert main(argv) == 2
+    text = capsys.readouterr().err
+    assert "Traceback" not in text and "Warning" not in text and len(text) < 500, text
+    return text
+
+
+@pytest.mark.parametrize("value", [DIGITS, f"-{DIGITS}", f'"{DIGITS}"', "inf", "nan", "1e400"])
+@pytest.mark.parametrize("name", [*CLUSTER, "processors", "latency", "host_memory"])
+def test_a_cluster_file(
+    name: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(toml(CLUSTER | {name: value}))
+    model = [f"--{key}={number}" for key, number in MODEL.items()]
+    text = refusal(["plan", *model, "--batch=8", "--cluster", str(path)], capsys)
+    assert f"{path}, line " in text and name in text
+
+
+@pytest.mark.parametrize("value", [DIGITS, "999999999", "-1", "inf", "1e3"])
+@pytest.mark.parametrize("name", [*MODEL, "ffn", "kv_heads", "experts"])
+@pytest.mark.parametrize("table", ["", "[model]\n"])
+def test_a_model_file(
+    name: str, value: str, table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.toml"
+    path.write_text(table + toml(MODEL | {name: value}))
+    machines = ["--cluster=a100", "--gpus=8", "--batch=8"]
+    text = refusal(["plan", "--model", str(path), *machines], capsys)
+    assert name in text or "is not known" in text
+
+
+@pytest.mark.parametrize("option", ["batch", "layers", "hidden", "gpus", "pp", "microbatch-size"])
+def test_an_option_of_plan(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = MODEL | {"batch": "8", "gpus": "8"} | {option: "8" * 18}
+    words = [f"--{name}={value}" for name, value in options.items()]
+    assert "at most" in refusal(["plan", "--cluster=a100", *words], capsys)
+
+
+def test_a_model_of_a_training_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text("[model]\nlayers = 999999999\n")
+    text = refusal(["train", str(path)], capsys)
+    assert f"{path}, line 2" in text and "layers is 999999999; it must be at most 65536" in text
+
+
+def test_an_error_shows_no_number_of_many_digits() -> None:
+    assert said(10**30 - 1) == "9" * 30
+    assert said(10**5000) == said(-(10**30)) == "a whole number of more than 30 digits"
+    huge = 10**5000  # whose digits Python refuses to write
+    refused: dict[str, Callable[[], object]] = {
+        "cluster": lambda: Cluster(huge, 1, 1e14, 8e10, 2e12, 3e11, 2e10),
+        "rate": lambda: Cluster(1, 1, huge, 8e10, 2e12, 3e11, 2e10),
+        "model": lambda: planner.Model(huge, 64, 4, 128, 32),
+        "choice": lambda: planner.Choice(p=huge),
+        "layers_of": lambda: planner.Choice(layers_of=(huge,)),
+        "costs": lambda: Costs(F=huge),
+        "sizes": lambda: Sizes(saved=huge),
+        "plan": lambda: Plan(huge, 1),
+    }
+    for what, make in refused.items():
+        with pytest.raises(ProgramError) as caught:
+            make()
+        assert len(str(caught.value)) < 200, what
+
+
+def test_sizes_have_a_limit() -> None:
+    with pytest.raises(UsageError, match=r"size saved must be at most 1e\+30, not 1e\+31"):
+        Sizes(saved=1e31)
+
+
+def test_costs_that_add_up_to_more_than_a_run_can_take() -> None:
+    program = compile(schedules.gpipe, Plan(2, 8))
+    with pytest.raises(CostsError, match="more than a number can hold"):
+        simulate(program, Costs(F=1e300, B=0))
+    simulate(program, Costs(F=1e298, B=0)).idle.sum()
+
+
+def test_costs_of_parts_that_overflow(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "finite" in refusal(["best", "--costs", "B=1e300/1e308"], capsys)
+
+
+@pytest.mark.parametrize("command", [[], ["-o", "a.svg"]])
+def test_a_run_that_ends_very_late(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    run = simulate(compile(schedules.one_f_one_b, Plan(2, 3)))
+    schedir.save_timeline(run, "right.timeline")
+    with ZipFile("right.timeline") as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    for most, code in ((1e299, 0), (1e308, 2)):
+        end = np.load(io.BytesIO(members["end.npy"]))
+        end[-1] = most
+        file = io.BytesIO()
+        np.save(file, end)
+        with ZipFile("late.timeline", "w") as archive:
+            for name, member in (members | {"end.npy": file.getvalue()}).items():
+                archive.writestr(name, member)
+        assert main(["draw", "late.timeline", *command]) == code
+    text = capsys.readouterr().err
+    assert "end.npy has the time 1e+308; times are at most 1e+300" in text
+
+
+def test_a_clock_error_of_many_digits(tmp_path: Path) -> None:
+    run = simulate(compile(schedules.one_f_one_b, Plan(2, 3)))
+    schedir.save_timeline(run, tmp_path / "right.timeline")
+    with ZipFile(tmp_path / "right.timeline") as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    header = json.loads(members["header.json"]) | {"clock_error": int(DIGITS)}
+    with ZipFile(tmp_path / "wrong.timeline", "w") as archive:
+        for name, member in (members | {"header.json": json.dumps(header).encode()}).items():
+            archive.writestr(name, member)
+    with pytest.raises(TraceError):
+        schedir.load_timeline(tmp_path / "wrong.timeline")
