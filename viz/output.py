@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,7 +52,11 @@ def save(figure: Figure, path: str | Path) -> None:
     """
     expect(figure, Figure, "schedir.viz.gantt(timeline)")
     suffix = suffix_of(path)
-    with atomic_write(path) as temporary, matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+    # matplotlib's writer of PDF raises errors of its own after one of the disk: it gets memory.
+    content = BytesIO()
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         # A letter that the font does not have is drawn as a box, and nothing more is to be said.
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
-        figure.savefig(temporary, format=suffix[1:], dpi=_DPI, metadata=FORMATS[suffix])
+        figure.savefig(content, format=suffix[1:], dpi=_DPI, metadata=FORMATS[suffix])
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(content.getbuffer())

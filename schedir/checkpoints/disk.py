@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from schedir.checkpoints.manifest import NotWholeError
-from schedir.errors import CheckpointError
+from schedir.errors import CheckpointError, in_bytes
+from schedir.io.files import is_full, reason
 
 # Of what should be there.
 _DAMAGED: Final = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.ELOOP)
@@ -39,12 +40,40 @@ def reads(path: Path, step: int) -> Iterator[None]:
 
 
 @contextmanager
-def writes(doing: str, step: int | None = None) -> Iterator[None]:
-    """What fails in this is a CheckpointError in one sentence."""
+def writes(
+    doing: str, step: int | None = None, *, folder: Path | None = None, needed: int | None = None
+) -> Iterator[None]:
+    """Raise CheckpointError, in one sentence, for an OSError within.
+
+    Args:
+        doing: What the sentence says that cannot be done.
+        step: The step of the checkpoint.
+        folder: Where it is written: if the disk is full, the sentence says how much was free.
+        needed: How many bytes are written within, if that is known.
+    """
+    free = None if folder is None else _free(folder)
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot {doing}: {error.strerror or error}", step=step) from None
+        if not is_full(error):
+            raise CheckpointError(f"cannot {doing}: {reason(error)}", step=step) from None
+        needs = [] if needed is None else [f"this process writes {in_bytes(needed)}"]
+        needs += [] if free is None else [f"{in_bytes(free)} were free"]
+        numbers = f": {' and '.join(needs)}" if needs else ""
+        raise CheckpointError(
+            f"cannot {doing}: {reason(error)}{numbers}",
+            step=step,
+            hint="remove files there, or save to a folder of another disk",
+        ) from None
+
+
+def _free(folder: Path) -> int | None:
+    """Return how many bytes this process may write to the disk of a folder, if that is known."""
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return None
+    return disk.f_bavail * disk.f_frsize
 
 
 def sync(path: Path) -> None:

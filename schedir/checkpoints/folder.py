@@ -368,9 +368,13 @@ class Folder:
                 file=name,
             )
 
-    def writing(self, step: int) -> AbstractContextManager[None]:
-        """What fails in this, as on a full disk, is a CheckpointError that says where."""
-        return writes(f"save step {step} to {self.given}", step)
+    def writing(self, step: int, needed: int | None = None) -> AbstractContextManager[None]:
+        """Raise CheckpointError, which says where, for what fails within, as on a full disk.
+
+        `needed` is how many bytes this process writes, if that is known.
+        """
+        doing = f"save step {step} to {self.given}"
+        return writes(doing, step, folder=self.path, needed=needed)
 
 
 def _require_step(step: int) -> None:

@@ -51,11 +51,16 @@ class _Digested(io.RawIOBase):
 
     def __init__(self, file: Any) -> None:
         self.file, self.digest, self.size = file, sha256(), 0
+        self.error: OSError | None = None  # of the first write that failed
 
     def write(self, data: Any, /) -> int:
         self.digest.update(data)
         self.size += memoryview(data).nbytes
-        self.file.write(data)
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
         return memoryview(data).nbytes
 
     def writable(self) -> bool:
@@ -85,7 +90,13 @@ class _Files(FileSystem):
                 yield file
                 return
             stream = _Digested(file)
-            yield stream
+            try:
+                yield stream
+            except RuntimeError:
+                if stream.error is None:
+                    raise
+                # torch's writer of archives replaces the error of a write by one of its own.
+                raise stream.error from None
             self.files[Path(path).name] = File(stream.size, stream.digest.hexdigest())
 
 

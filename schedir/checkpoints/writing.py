@@ -180,7 +180,8 @@ _writing: dict[str, list[int]] = {}  # the steps that this process is writing, b
 
 def _write(peers: Peers, place: Folder, at: Path, taken: Taken, keep: int | None) -> Path:
     def own() -> Any:
-        with place.writing(taken.step):
+        pieces = (piece for _, some in taken.tensors.values() for piece in some)
+        with place.writing(taken.step, sum(piece.memory.nbytes for piece in pieces)):
             boxes, files = storage.write(at, peers.number, taken.tensors)
         return {name: kind for name, (kind, _) in taken.tensors.items()}, boxes, files
 

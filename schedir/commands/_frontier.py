@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from schedir.commands._progress import Progress
 from schedir.errors import UsageError, in_bytes
-from schedir.io.files import atomic_write
+from schedir.io.files import expect_writable
 from schedir.io.terminal import as_json, table
 from schedir.ir.plan import Plan
 from schedir.shortest.found import numba_in_words
@@ -59,10 +58,9 @@ def require(args: argparse.Namespace) -> None:
 
 def told(args: argparse.Namespace, asked: Asked) -> tuple[str, bool]:
     """What was found at each limit, and whether at all of them; the picture is written."""
-    with nullcontext() if args.output is None else atomic_write(args.output) as path:
-        if path is not None:
-            path.touch()  # what cannot be written is not searched for
-        found = _found(args, asked)
+    if args.output is not None:
+        expect_writable(args.output)
+    found = _found(args, asked)
     if args.output is not None:
         from schedir.viz import frontier, save
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from schedir.commands._options import count
 from schedir.errors import CheckpointError, UsageError, in_bytes
 from schedir.extras import require
-from schedir.io.files import atomic_write
+from schedir.io.files import atomic_write, reason
 from schedir.io.terminal import as_json, listed
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _write(
             _require_free(targets, replace)  # it has taken a while
         return size
     except OSError as error:
-        raise UsageError(f"cannot write {targets[0]}: {error.strerror or error}") from None
+        raise UsageError(f"cannot write {targets[0]}: {reason(error)}") from None
     finally:
         if made:
             with suppress(OSError):  # of a folder in which there is something

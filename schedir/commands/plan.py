@@ -22,7 +22,7 @@ from schedir.commands._plan_asked import (
     searched,
 )
 from schedir.errors import UsageError
-from schedir.io.files import atomic_write
+from schedir.io.files import atomic_write, expect_writable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -188,7 +188,9 @@ def run(args: argparse.Namespace) -> str:
 
         return told(args)
     asked = asked_of(args)
-    with _writable(args.output) as path, _writable(args.picture):
+    if args.picture is not None:
+        expect_writable(args.picture)
+    with _writable(args.output) as path:
         best = planned(asked, args.top)
         best = divided(asked, best) if args.cut else best
         plans, programs, note = searched(asked, best, args.seconds * args.search)

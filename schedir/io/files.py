@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import glob
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -106,7 +107,32 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         yield temporary
         os.replace(temporary, target)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+        raise UsageError(f"cannot write {path}: {reason(error)}") from None
     finally:
         if temporary.is_file() and temporary != target:
             temporary.unlink()
+
+
+def expect_writable(path: str | Path) -> None:
+    """Raise UsageError if no file can be written at `path`, before work is done for its content.
+
+    What is at `path` stays as it is.
+    """
+    with suppress(_Unneeded), atomic_write(path) as temporary:
+        temporary.touch()
+        raise _Unneeded
+
+
+class _Unneeded(Exception):
+    """Ends a trial of writing, so that `atomic_write` removes its temporary file."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether an error of the system says that a disk, or a quota of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def reason(error: OSError) -> str:
+    """Return why a file could not be written, in a few words."""
+    why = error.strerror or str(error)
+    return f"the disk is full ({why})" if is_full(error) else why

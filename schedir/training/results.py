@@ -18,7 +18,7 @@ from typing import Any, Final, TextIO
 
 from schedir.checkpoints.folder import Folder
 from schedir.errors import UsageError
-from schedir.io.files import atomic_write, opened, path_of
+from schedir.io.files import atomic_write, opened, path_of, reason
 from schedir.io.locks import InUse, Lock
 from schedir.io.terminal import as_json
 from schedir.io.timeline_file import save_timeline
@@ -130,9 +130,10 @@ class Losses:
             temporary.write_text(EVALUATED + line)
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Close the file of losses."""
         if self.file is not None:
-            self.file.close()
+            with suppress(OSError):  # a write that failed has raised this before
+                self.file.close()
 
 
 def lines(path: Path, step: int) -> list[str]:
@@ -208,7 +209,7 @@ def make_folder(folder: str, name: str = "output.folder") -> None:
             pass
     except OSError as error:
         raise UsageError(
-            f"cannot write to the {_KINDS[name]} {folder}: {error.strerror}",
+            f"cannot write to the {_KINDS[name]} {folder}: {reason(error)}",
             fields=[name.partition(".")[2]],
         ) from None
 
@@ -255,7 +256,7 @@ def _locked(folder: str, name: str) -> Iterator[None]:
             fields=[name.partition(".")[2]],
         ) from None
     except OSError as error:
-        raise UsageError(f"cannot write to the {_KINDS[name]} {folder}: {error.strerror}") from None
+        raise UsageError(f"cannot write to the {_KINDS[name]} {folder}: {reason(error)}") from None
     try:
         yield
     finally:

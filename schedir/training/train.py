@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from schedir.dumps.blame import Shape
 from schedir.dumps.box import Phase
 from schedir.errors import ExecutionError, NonFiniteError, ProgramError, UsageError
+from schedir.io.files import reason
 from schedir.io.terminal import format_error
 from schedir.ir.numerals import whole
 from schedir.ir.program import Program
@@ -209,7 +210,7 @@ def _refused(error: OSError) -> str:
     if isinstance(error, BrokenPipeError):
         return "standard output was closed"
     where = f" ({error.filename})" if error.filename else ""
-    return f"cannot go on: {error.strerror or error}{where}"
+    return f"cannot go on: {reason(error)}{where}"
 
 
 def _check_environment() -> None:

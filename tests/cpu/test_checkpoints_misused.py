@@ -320,7 +320,8 @@ def test_a_full_disk_says_which_folder(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(storage._Digested, "write", full)
     with pytest.raises(CheckpointError) as caught:
         save(two(), tmp_path, step=3)
-    assert caught.value.fact == f"cannot save step 3 to {tmp_path}: No space left on device"
+    fact = f"cannot save step 3 to {tmp_path}: the disk is full (No space left on device): "
+    assert caught.value.fact.startswith(f"{fact}this process writes ")
     assert caught.value.step == 3 and not Folder(tmp_path).steps()
 
 

@@ -239,7 +239,7 @@ def test_a_full_disk_ends_a_run_and_the_last_whole_checkpoint_stays(
     had = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, had[1]))
     try:
-        with pytest.raises(CheckpointError):
+        with pytest.raises(CheckpointError, match=r"cannot save step \d to .*: File too large"):
             run(config, [*ALONE, *words(folder)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, had)

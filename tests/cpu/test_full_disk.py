@@ -1,0 +1,188 @@
+"""Full disks: one error that names the folder, and nothing half-written."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import schedir
+from schedir import Plan
+from schedir.checkpoints import Saver, save, storage
+from schedir.checkpoints.folder import LOCK, Folder
+from schedir.errors import CheckpointError, UsageError
+from schedir.io.files import atomic_write, expect_writable
+from schedir.runtime.inprocess import InProcess
+from schedir.schedules import one_f_one_b
+from tests.cpu.training import ALONE, ROOT
+
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
+
+
+def run_of(width: int) -> InProcess:
+    program = schedir.compile(one_f_one_b, Plan(2, 2), snapshots=True)
+    how: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, width)}
+    stages = [nn.Linear(width, width) for _ in range(2)]
+    return InProcess(program, stages, optimizer=partial(torch.optim.AdamW, lr=1e-2), **how)
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """Let no file of this process grow beyond so many bytes."""
+    had = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, had[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, had)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@needs_full
+@pytest.mark.parametrize("width", [4, 512])  # what is written when the file is closed, or at once
+def test_a_checkpoint_says_what_it_needs(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "Path", lambda _: FULL)
+    with pytest.raises(CheckpointError) as caught:
+        save(run_of(width), tmp_path, step=3)
+    fact = f"cannot save step 3 to {tmp_path}: the disk is full (No space left on device): "
+    assert caught.value.fact.startswith(f"{fact}this process writes ")
+    assert caught.value.fact.endswith(" were free") and caught.value.step == 3
+    assert "another disk" in caught.value.hint
+    assert os.listdir(tmp_path) == [LOCK]
+
+
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+    run = run_of(512)
+    with small_files(100_000), pytest.raises(CheckpointError) as caught:
+        save(run, tmp_path, step=3)
+    assert caught.value.fact == f"cannot save step 3 to {tmp_path}: File too large"
+    assert os.listdir(tmp_path) == [LOCK]
+    assert save(run, tmp_path, step=3).name == "step-00000003"
+
+
+def test_a_checkpoint_beside_steps(tmp_path: Path) -> None:
+    run, x = run_of(512), torch.ones(2, 5, 512)
+    saver = Saver(run, tmp_path)
+    run.step(x, x)
+    saver.due(1)
+    run.step(x, x)
+    with small_files(100_000), pytest.raises(CheckpointError, match="File too large"):
+        saver.write()
+        saver.ended()
+    assert os.listdir(tmp_path) == [LOCK] and Folder(tmp_path).newest() is None
+
+
+@needs_full
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+    with pytest.raises(UsageError) as caught, atomic_write(target):
+        FULL.write_text("a")
+    assert caught.value.fact == (
+        f"cannot write {target}: the disk is full (No space left on device)"
+    )
+    assert not os.listdir(tmp_path)
+
+
+def test_a_trial_of_writing_leaves_what_is_there(tmp_path: Path) -> None:
+    expect_writable(tmp_path / "a.txt")
+    assert not os.listdir(tmp_path)
+    (tmp_path / "a.txt").write_text("a")
+    expect_writable(tmp_path / "a.txt")
+    assert os.listdir(tmp_path) == ["a.txt"] and (tmp_path / "a.txt").read_text() == "a"
+    with pytest.raises(UsageError, match="cannot write"):
+        expect_writable(tmp_path / "none" / "a.txt")
+
+
+COMMANDS = {
+    "svg": "draw gpipe -o a.svg",
+    "png": "draw gpipe -o a.png",
+    "pdf": "draw gpipe -o a.pdf",
+    "page": "draw gpipe -o a.html",
+    "program": "show gpipe --flat --microbatches 300 -o a.sched",
+    "run": "simulate gpipe --microbatches 300 -o a.timeline",
+    "trace": "export gpipe --to perfetto --microbatches 300 -o a.json",
+    "packed": "export gpipe --to perfetto --microbatches 3000 -o a.json.gz",
+    "frontier": "search --frontier --seconds 1 -o a.svg",
+    "plan": "plan --layers 4 --hidden 64 --heads 4 --vocab 128 --sequence 32 --cluster a100 "
+    "--gpus 8 --batch 8 --picture a.svg",
+}
+
+
+@pytest.mark.parametrize("what", COMMANDS)
+def test_commands_leave_nothing(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from schedir.__main__ import main
+
+    monkeypatch.chdir(tmp_path)
+    argv = COMMANDS[what].split()
+    name = next(word for word in argv if word.startswith("a.") and len(word) > 2)
+    with small_files(2000):
+        assert main(argv) == 2
+    assert f"UsageError: cannot write {name}: File too large" in capsys.readouterr().err
+    assert not os.listdir(tmp_path)
+
+
+# ---------------------------------------------------------------- a real disk
+
+
+def disk(*command: str) -> list[str]:
+    """A command in a namespace of its own, in which ./disk has room for 1 MB."""
+    script = 'mount -t tmpfs -o size=1m tmpfs disk && exec "$@"'
+    return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", *command]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Path:
+    (tmp_path / "disk").mkdir()
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare here")
+    if subprocess.run(disk("true"), cwd=tmp_path, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    return tmp_path
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "beside", "output"])
+def test_a_training_run_on_a_full_disk(where: str, config: str, small_disk: Path) -> None:
+    """The first checkpoint needs more than 1 MB; for the output all but a few bytes are used."""
+    folders = {"checkpoint": "disk/saved", "folder": "out"}
+    if where == "output":
+        folders = {"checkpoint": "saved", "folder": "disk/out"}
+    words = [
+        *ALONE,
+        "model.hidden=64",
+        "train.steps=4",
+        f"train.every={2 if where == 'beside' else 4}",
+        f'train.checkpoint="{folders["checkpoint"]}"',
+        f'output.folder="{folders["folder"]}"',
+    ]
+    train = [sys.executable, "-m", "schedir", "train", config, *(f"--set={w}" for w in words)]
+    fill = "head -c 1040000 /dev/zero > disk/fill; " * (where == "output")
+    script = f'{fill} "$@"; code=$?; find disk; exit $code'
+    done = subprocess.run(
+        disk("sh", "-c", script, "sh", *train), cwd=small_disk, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) <= 2 and "the disk is full" in done.stderr
+    if where == "output":
+        assert "cannot write disk/out/" in done.stderr
+    else:
+        assert "cannot save step " in done.stderr and " to disk/saved: " in done.stderr
+        assert "step-" not in done.stdout.partition("disk\n")[2]
