@@ -2,7 +2,9 @@
 
 from schedir.extras import require
 
-require("torch", "schedir.torch")  # before an import that would fail without a hint
+# Before 2.13, torch's stages have no gradients for some inputs that a stage may have: integers, and
+# those that it does not use.
+require("torch", "schedir.torch", lowest="2.13")
 
 from schedir.torch.schedule import Schedule  # noqa: E402
 

@@ -89,8 +89,8 @@ class Watched(ByMicrobatch):
         for stage in self._stages:
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
                 for info in infos:
-                    if (was := getattr(info, "buffer", None)) is not None:  # else the step's input
-                        info.buffer = was.detach().contiguous().requires_grad_(was.requires_grad)
+                    if getattr(info, "buffer", None) is not None:  # no argument of the first
+                        info.buffer = info.buffer.detach().contiguous()
 
     # ------------------------------------------------------------ a forward
 

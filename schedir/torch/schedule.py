@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from inspect import signature
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.schedules import REDUCE_GRAD, PipelineScheduleMulti
+from torch.distributed.pipelining.schedules import REDUCE_GRAD
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
@@ -38,8 +37,6 @@ from schedir.torch.stages import (
 from schedir.verify.check import check
 
 Runtime = Literal["torch", "schedir"]
-# torch 2.11 has no `loss_kwargs`.
-LOSS_KWARGS = "loss_kwargs" in signature(PipelineScheduleMulti.step).parameters
 
 
 class Schedule(Watched):
@@ -270,16 +267,13 @@ class Schedule(Watched):
                     hint="step(x, target=y), or step(arg_mbs=[(x0,), (x1,)], target_mbs=[y0, y1])",
                 )
             self._given = cut
-        if not LOSS_KWARGS:
-            self._loss_kwargs = loss_kwargs
-        more = {"loss_kwargs": loss_kwargs} if LOSS_KWARGS else {}
         try:
             return super().step(
                 *args,
                 target=target,
                 losses=losses,
                 return_outputs=return_outputs,
-                **more,
+                loss_kwargs=loss_kwargs,
                 **kwargs,
             )
         finally:
@@ -312,14 +306,12 @@ class Schedule(Watched):
         lacks = has_last and self._loss_fn is not None and target_mbs is None
         if lacks and (self._has_backward or losses is not None):
             raise UsageError("a loss is taken, and no target is given", fields=["target"])
-        more: dict[str, Any] = {"loss_kwargs": loss_kwargs} if LOSS_KWARGS else {}
         self._settle_shards()
         if self._has_backward:
             require_frozen(self._stages, self.program)
         self._take_stages()
         self._failed = True
-        if LOSS_KWARGS:
-            self._loss_kwargs = loss_kwargs
+        self._loss_kwargs = loss_kwargs
         self._loss_of.clear()
         self._internal_losses.clear()
         self.pipeline_order_with_comms = self._orders[self._has_backward]
@@ -330,7 +322,7 @@ class Schedule(Watched):
             stack.enter_context(self._unwrapped())
             if self._has_backward and self._copies is not None:
                 self._copies.refresh()
-            super()._step_microbatches(*given, **more)
+            super()._step_microbatches(*given, loss_kwargs)
             if self._has_backward:
                 self._finish()
         self._failed = False

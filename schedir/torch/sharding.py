@@ -103,14 +103,8 @@ def accumulate_gradients(module: Any) -> None:
         return
     parts: Iterator[Any] = module.modules()  # type: ignore[attr-defined]
     states = [part._get_fsdp_state() for part in parts if isinstance(part, FSDPModule)]
-    for parameter in (p for state in states for g in _groups(state) for p in g.fsdp_params):
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    for parameter in (p for group in groups for p in group.fsdp_params):
         if hasattr(parameter, "_unsharded_param"):
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
-
-
-def _groups(state: Any) -> list[Any]:
-    """Return the groups of parameters of an FSDP state, of which older torch has one at most."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return [*state._fsdp_param_groups]
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

@@ -104,10 +104,7 @@ def require_as_told(stage: Any, output: object, *, sent: bool) -> None:
     """Refuse an output that is not as the next stage's rank was told, or found with the first
     microbatch: torch would send it into what is there for another shape, or would not send its
     gradient back, and not say so.  Raises ModelError."""
-    # Before torch 2.13, there are gradients of all outputs, and shapes are found without them.
-    knows_gradients = hasattr(stage, "_stage_meta")
-    meta = getattr(stage, "_stage_meta", stage)
-    declared = getattr(meta, "outputs", None) or getattr(meta, "_outputs_meta", None) or ()
+    declared = stage._stage_meta.outputs or ()
     outputs = output if isinstance(output, tuple | list) else (output,)
     for k, (tensor, as_told) in enumerate(zip(outputs, declared, strict=False)):
         kind, other = (tensor.shape, tensor.dtype), (as_told.shape, as_told.dtype)
@@ -119,8 +116,7 @@ def require_as_told(stage: Any, output: object, *, sent: bool) -> None:
                 hint="batches of one size that n_microbatches divides, another Schedule of the "
                 "same stages for another size, or runtime='schedir'",
             )
-        needs = tensor.requires_grad and stage.has_backward
-        if knows_gradients and needs and not as_told.requires_grad:
+        if tensor.requires_grad and not as_told.requires_grad and stage.has_backward:
             raise ModelError(
                 f"output {k} of stage {stage.stage_index} needs a gradient, and its output_args, "
                 "or the first step, say that it needs none",

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
+from schedir.extras import MissingPackageError, require
 from tests import plain_install
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,3 +46,10 @@ def environment(folder: Path) -> Path:
 def test_all_commands_that_need_no_torch_work_without_it(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     plain_install.use(environment(tmp_path / "environment"), tmp_path / "empty")
+
+
+def test_a_version_that_is_too_low_is_refused() -> None:
+    require("hypothesis", "this", lowest="6.0")
+    with pytest.raises(MissingPackageError) as caught:
+        require("hypothesis", "this", lowest="999.1")
+    assert caught.value.name == "hypothesis" and "999.1 or later" in caught.value.fact
