@@ -99,10 +99,7 @@ def _told_of(ranks: Sequence[KeptRank], owns: Sequence[Own], *, saves: bool) -> 
             elif rank.reduced_elsewhere and rank.optimizer is not None and weight.is_left:
                 known.left.append(weight.name)
             if saves and rank.reduced_elsewhere:
-                sums = {
-                    part.name: sum_of_bits(part.memory.detach().resolve_conj())
-                    for part in weight.parts()
-                }
+                sums = {part.name: sum_of_bits(part.memory.detach()) for part in weight.parts()}
                 digest = sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16]
                 known.weights[weight.name] = digest
         for stage, part in own.buffers:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd import graph
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 _handles_made_here = 0
@@ -85,6 +86,17 @@ def leaf_has_hooks(leaf: Tensor, node: Node) -> bool:
     if not found:
         _leaves_without_hooks[id(leaf)] = now
     return found
+
+
+def has_node_hooks(leaf: Tensor) -> bool:
+    """Return whether a leaf has hooks that only a gradient of this very tensor calls.
+
+    These are hooks of its autograd node, and those of `register_multi_grad_hook`, which count the
+    gradients of several tensors.
+    """
+    hooks = (leaf._backward_hooks or {}).values()
+    files = [getattr(getattr(h, "__code__", None), "co_filename", "") for h in hooks]
+    return graph.__file__ in files or leaf_has_hooks(leaf, get_gradient_edge(leaf).node)
 
 
 def can_wait(weight: Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COLUMNS: Final = 256
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -33,14 +34,24 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def sum_of_bits(t: Tensor) -> int:
-    """The sum of the bits of a tensor, as numbers: whatever the order of adding is."""
+    """Return a checksum of 64 bits, which differs if any bits, or the order of numbers, differ.
+
+    Words are added up, each times an odd number of its own; of a large tensor, the sums of the rows
+    and columns of a matrix of its words.  That several changes cancel out is unlikely.
+    """
     return int(bit_sum(t))
 
 
 def bit_sum(t: Tensor) -> Tensor:
     """Return what `sum_of_bits` returns as a tensor on the device, for which no host waits."""
-    flat = torch.view_as_real(t) if t.is_complex() else t
-    return flat.contiguous().view(_WORDS[flat.element_size()]).sum(dtype=torch.int64)
+    t = t.resolve_conj().resolve_neg()
+    flat = (torch.view_as_real(t) if t.is_complex() else t).reshape(-1).contiguous()
+    words = flat.view(_WORDS[flat.element_size()])
+    if len(words) > 16 * _COLUMNS:  # else it takes longer to add than to multiply
+        whole = len(words) - len(words) % _COLUMNS
+        matrix, rest = words[:whole].view(-1, _COLUMNS), words[whole:]
+        words = torch.cat((matrix.sum(0), matrix.sum(1), rest))
+    return (words * torch.arange(1, 2 * len(words), 2, device=words.device)).sum()
 
 
 def sums_of(tensors: Sequence[Tensor]) -> list[int]:

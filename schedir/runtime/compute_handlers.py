@@ -116,7 +116,10 @@ class StageRun:
 
     def saved(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> object:
         """What a backward takes: leaves, and where it begins."""
-        return [xs[k] for k in self.graded], [*map(_root, filter(_requires_grad, ys))]
+        leaves = [xs[k] for k in self.graded]
+        if self.state.checks.active:
+            self.state.checks.note_gradients(self.stage, self.mb, leaves)
+        return leaves, [*map(_root, filter(_requires_grad, ys))]
 
 
 class _Taken(NamedTuple):
@@ -218,7 +221,8 @@ def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
         first = state.checks.active
         if first:
             dys = [*map(Tensor.detach, dys)]  # a hook that keeps one adds a reference
-            _expect_no_gradients(xs)
+            if not state.checks.has_gradients_of_forward(i.stage, mb, xs):
+                raise _of_another_microbatch()
         reduction = beginning()
         with nullcontext() if reduction is None else reduction.under_backward(module, roots):
             if roots:  # a first stage may have nothing to train
@@ -235,12 +239,6 @@ def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
             state.checks.require_released()
 
     return Call(_waits(state, i, taken), around(state, i, BACKWARD, run))
-
-
-def _expect_no_gradients(xs: Sequence[Tensor]) -> None:
-    """Raise ModelError if an input has a gradient before the backward of its microbatch."""
-    if any(x.grad is not None for x in xs):
-        raise _of_another_microbatch()
 
 
 def _finish_inputs(xs: Sequence[Tensor], local: bool) -> None:

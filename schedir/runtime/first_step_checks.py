@@ -48,6 +48,8 @@ class FirstStepChecks:
         self.marks_of = versions_and_sums_in if device.type == "cpu" else versions_in
         self.references = StorageReferences(())
         self.versions_of_losses: dict[int, list[int]] = {}  # by microbatch, when each was kept
+        # By stage and microbatch, the versions of the gradients of inputs after the forward.
+        self.gradients: dict[tuple[int, int], list[int]] = {}
 
     def begin_step(self) -> None:
         """Note what there is before a step, if it is the first one."""
@@ -72,6 +74,15 @@ class FirstStepChecks:
                 weights.require_released()
         self.active = False
 
+    def note_gradients(self, stage: int, mb: int, xs: Sequence[Tensor]) -> None:
+        """Note the gradients of inputs after a forward, which may run a backward of its own."""
+        self.gradients[stage, mb] = _versions_of_gradients(xs)
+
+    def has_gradients_of_forward(self, stage: int, mb: int, xs: Sequence[Tensor]) -> bool:
+        """Return whether inputs have the gradients that they had after a forward in this step."""
+        noted = self.gradients.get((stage, mb))
+        return noted is None or noted == _versions_of_gradients(xs)
+
     def require_released(self) -> None:
         """Raise ModelError if a stage keeps a tensor in memory that messages are received in."""
         places = [*self.buffers]
@@ -86,3 +97,7 @@ class FirstStepChecks:
                 "and a later message is received into the same memory",
                 hint="keep a copy, and no graph: self.last = x.detach().clone()",
             )
+
+
+def _versions_of_gradients(xs: Sequence[Tensor]) -> list[int]:
+    return [-1 if x.grad is None else x.grad._version for x in xs]

@@ -23,10 +23,10 @@ from schedir.runtime.copies import copy
 from schedir.runtime.gradients import scale
 from schedir.runtime.host_states import HostStates, alike
 from schedir.runtime.lanes import Job, Lanes, Marks
+from schedir.runtime.parameter_copies import like
 from schedir.runtime.precision import Steps, is_torchs
 from schedir.runtime.stage import Stage
 from schedir.runtime.step_isolation import ON_DEVICE, refusal
-from schedir.runtime.tied import like
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # what is copied to, and what is copied
 

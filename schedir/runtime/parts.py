@@ -23,7 +23,13 @@ from schedir.errors import ModelError, in_words
 from schedir.runtime.bits import sums_of
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.layout import Share
-from schedir.runtime.precision import MainOptimizer, all_within, innermost, is_torchs
+from schedir.runtime.precision import (
+    MainOptimizer,
+    all_within,
+    has_hooks,
+    innermost,
+    is_torchs,
+)
 from schedir.runtime.storage_references import StorageReferences
 from schedir.transports.collectives import Group, Kind
 from schedir.transports.transport import Work
@@ -318,8 +324,17 @@ def expect_state_of_pieces(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> 
 def stepping_pieces(optimizer: object, zero: int) -> Iterator[None]:
     """Within this an optimizer steps, on pieces of weights if `zero` is not 0.
 
-    Raises ModelError for an optimizer that is not torch's and that fails on pieces.
+    Raises ModelError for an optimizer whose step has hooks, which would see pieces, too, and for
+    one that is not torch's and that fails on pieces.
     """
+    for one in map(innermost, all_within(optimizer) if zero else ()):
+        if has_hooks(one) and not getattr(one, "elementwise", False):
+            name = type(one).__name__
+            raise ModelError(
+                f"{name} has hooks on its step, which would see the pieces of weights and "
+                f"gradients that a replica keeps (zero {zero})",
+                hint="zero=0; or optimizer.elementwise = True, if they treat each number by itself",
+            )
     try:
         yield
     except RuntimeError as error:

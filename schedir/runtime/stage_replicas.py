@@ -15,7 +15,8 @@ from torch import nn
 
 from schedir.errors import ModelError
 from schedir.ir.program import Program
-from schedir.runtime.tied import like, share_hooks, where
+from schedir.runtime.parameter_copies import expect_no_node_hooks, like, share_hooks
+from schedir.runtime.tied import where
 
 
 class StageReplica(NamedTuple):
@@ -55,6 +56,8 @@ class StageReplica(NamedTuple):
                     program=program.name,
                     hint="register_hook, whose hooks see the gradient of each microbatch",
                 )
+            if p.requires_grad:
+                expect_no_node_hooks(p, f"{name} of stage {self.stage}")
             share_hooks(copy, p)
 
 
@@ -91,6 +94,7 @@ def copies_of(
                 "stage in stages], and tied=ties for the ranks; or zero=0",
             )
         if others and program.trains:
+            expect_no_node_hooks(p, where(of.values()))
             copies[home][p] = p
             for rank in others:
                 copies[rank][p] = like(p, p.detach().clone())

@@ -22,6 +22,7 @@ from schedir.errors import ModelError, expect
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.ties import Place, Tied, Ties, meets, ranks_of, show_tie
+from schedir.runtime.parameter_copies import like
 from schedir.runtime.precision import options_of
 from schedir.transports.transport import Then, Transport, Work
 
@@ -266,22 +267,6 @@ def weights_of(
                 )
         weights += [Weight(tuple(s for s, _ in places), own)] if own else []
     return weights
-
-
-def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """A Parameter of this data, otherwise like another: its shards, hooks, its gradient's type."""
-    other = nn.Parameter(data)
-    share_hooks(other, parameter)
-    vars(other).update(vars(parameter))
-    other.grad_dtype = parameter.grad_dtype
-    return other
-
-
-def share_hooks(other: nn.Parameter, parameter: nn.Parameter) -> None:
-    """Let the hooks on one Parameter's gradient be called for another's, too."""
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(other, hooks) is not getattr(parameter, hooks):
-            setattr(other, hooks, getattr(parameter, hooks))
 
 
 def is_apart(weight: Weight, plan: Plan) -> bool:

@@ -17,7 +17,7 @@ from schedir.errors import ModelError
 from schedir.ir.ops import COMPUTE, Instr
 from schedir.ir.plan import Plan
 from schedir.runtime.autograd_hooks import observe
-from schedir.runtime.tied import like
+from schedir.runtime.parameter_copies import expect_no_node_hooks, like
 
 
 class Versions:
@@ -47,6 +47,7 @@ class Versions:
     def begin(self) -> None:
         """Keep what the weights are, of which no backward may then meet the module's own."""
         for parameter, name in self.names.items():
+            expect_no_node_hooks(parameter, f"{name} of stage {self.stage}")
             node = get_gradient_edge(parameter).node
             self.hooks.append((node, observe(node, partial(_met, name))))
         self.keep(0, 0)

@@ -192,3 +192,28 @@ def test_a_full_weight_that_is_kept() -> None:
     program = compile(one_f_one_b, Plan(4, MICROBATCHES), zero=3, clip=False)
     with pytest.raises(ModelError):
         world(program, made(*[KeepsWeight] * 4)).step(*batch())
+
+
+class Auxiliary(Layer):
+    """Adds the gradient of a loss of its own in its forward."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        y.square().mean().backward(retain_graph=True)
+        return y
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if "recomputed" not in name])
+def test_a_backward_in_a_forward_gives_the_gradients_of_a_plain_loop(name: str) -> None:
+    stages, plain = made(Layer, Auxiliary, Layer), nn.Sequential(*made(Layer, Auxiliary, Layer))
+    ranks = world(PROGRAMS[name](), stages)
+    xs, targets = batch()
+    for _ in range(2):  # the first step has checks that later ones do not have
+        ranks.step(xs, targets)
+        for p in plain.parameters():
+            p.grad = None
+        for x, target in zip(xs, targets, strict=True):
+            squares(plain(x), target).backward()
+        for p, q in zip(nn.ModuleList(stages).parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import schedir
 from schedir import Plan
@@ -108,3 +109,33 @@ def test_state_that_gets_the_shape_of_the_weight_in_a_step(zero: int) -> None:
         trained(zero, "shape of the weight")
     (site,) = error.value.sites
     assert str(site.instr) == "step" and "zero=0" in error.value.hint
+
+
+def _clips(optimizer: Any, *_: object) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad.mul_(0.1 / p.grad.norm())
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_hooks_on_a_step_would_see_pieces(zero: int, everywhere: bool) -> None:
+    stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    made: list[torch.optim.Optimizer] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(parameters, 0.1))
+        return made[-1]
+
+    program = schedir.compile(one_f_one_b, Plan(2, 2), zero=zero)
+    ranks = InProcess(program, stages, loss=nn.functional.mse_loss, boundary=Boundary((3, WIDTH)),
+                      optimizer=optimizer)  # fmt: skip
+    register: Any = (
+        register_optimizer_step_pre_hook if everywhere else made[0].register_step_pre_hook
+    )
+    handle = register(_clips)
+    try:
+        with pytest.raises(ExecutionError, match=rf"hooks on its step.*\(zero {zero}\)"):
+            ranks.step(*torch.randn(2, 2, 3, WIDTH))
+    finally:
+        handle.remove()

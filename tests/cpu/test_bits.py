@@ -1,0 +1,62 @@
+"""Checksums of tensors: what changes them, and what does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import Plan, compile
+from schedir.errors import ExecutionError
+from schedir.runtime import InProcess
+from schedir.runtime.bits import sum_of_bits
+from schedir.schedules import one_f_one_b
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.complex64]
+SIZES = st.sampled_from([1, 2, 300, 4096, 4097, 5000, 10_000])
+
+
+@given(SIZES, st.sampled_from(DTYPES), st.randoms())
+def test_any_change_of_one_number_or_of_the_order_is_seen(
+    size: int, dtype: torch.dtype, draw: object
+) -> None:
+    rng = torch.Generator().manual_seed(draw.randrange(2**31))  # type: ignore[attr-defined]
+    numbers = (torch.randn(size, generator=rng, dtype=torch.float64) * 50).to(dtype)
+    before = sum_of_bits(numbers)
+    assert sum_of_bits(numbers.clone()) == before
+    strided = torch.stack((numbers, numbers), 1)[:, 0]
+    assert sum_of_bits(strided) == before
+    order = torch.randperm(size, generator=rng)
+    assert (sum_of_bits(numbers[order]) == before) == torch.equal(numbers[order], numbers)
+    one, other = torch.randint(size, (2,), generator=rng).tolist()
+    swapped = numbers.clone()
+    swapped[one], swapped[other] = numbers[other], numbers[one]
+    assert (sum_of_bits(swapped) == before) == torch.equal(swapped, numbers)
+    changed = numbers.clone()
+    changed[one] += 1
+    assert (sum_of_bits(changed) == before) == torch.equal(changed, numbers)
+
+
+def test_lazily_conjugated_and_negated_tensors_count_as_what_they_are() -> None:
+    z = torch.randn(5, dtype=torch.complex64)
+    assert sum_of_bits(z.conj()) == sum_of_bits(z.conj().resolve_conj()) != sum_of_bits(z)
+    assert sum_of_bits(z.conj().imag) == sum_of_bits(-z.imag)
+
+
+class _Shuffles(torch.nn.Linear):
+    """Draws an order of its rows from a generator that nobody restores."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.randperm(len(x), generator=self.draws)
+        return super().forward(x)[rows]
+
+    draws = torch.Generator().manual_seed(3)
+
+
+def test_recomputing_rows_in_another_order_is_refused() -> None:
+    stages = [_Shuffles(6, 6) for _ in range(2)]
+    program = compile(one_f_one_b, Plan(2, 4), recompute="all")
+    ranks = InProcess(program, stages, loss=torch.nn.functional.mse_loss, boundary=(9, 6))
+    with pytest.raises(ExecutionError, match="gives something else"):
+        ranks.step(*torch.randn(2, 4, 9, 6))

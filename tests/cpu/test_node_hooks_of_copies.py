@@ -1,0 +1,64 @@
+"""Hooks that only a gradient of the very weight calls are refused where copies compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+
+from schedir import Plan, compile
+from schedir.errors import ModelError
+from schedir.runtime import InProcess
+from schedir.schedules import chimera, one_f_one_b, pipedream_2bw
+
+WIDTH = 3
+WITH_COPIES = [
+    (pipedream_2bw, Plan(2, 4, updates=2, delay=1)),
+    (chimera, Plan(2, 4, stages_per_rank=2, placement="mirror")),
+]
+
+
+def _called(*_: object) -> None: ...
+
+
+class _OnNode:
+    def __init__(self, weight: Tensor) -> None:
+        self.node = get_gradient_edge(weight).node  # torch makes another when nobody has it
+        self.node.register_prehook(_called)
+
+
+HOOKS = {
+    "node": _OnNode,
+    "all": lambda weight: register_multi_grad_hook([weight], _called),
+    "any": lambda weight: register_multi_grad_hook([weight], _called, mode="any"),
+}
+
+
+def _ranks(schedule: Any, plan: Plan, stages: list[nn.Linear]) -> InProcess:
+    program = compile(schedule, plan)
+    return InProcess(program, stages, loss=nn.functional.mse_loss, boundary=(2, WIDTH))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("schedule", "plan"), WITH_COPIES)
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_on_nodes_of_weights(kind: str, schedule: Any, plan: Plan, late: bool) -> None:
+    stages = [nn.Linear(WIDTH, WIDTH) for _ in range(plan.stages)]
+    register: Callable[[Tensor], object] = HOOKS[kind]
+    ranks = _ranks(schedule, plan, stages) if late else None
+    kept = register(stages[1].weight)
+    with pytest.raises(ModelError, match="weight of stage 1 has a hook on its autograd node"):
+        (ranks or _ranks(schedule, plan, stages)).step(*torch.randn(2, 4, 2, WIDTH))
+    del kept
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_without_copies_they_are_called(kind: str) -> None:
+    stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    kept = HOOKS[kind](stages[1].weight)
+    _ranks(one_f_one_b, Plan(2, 4), stages).step(*torch.randn(2, 4, 2, WIDTH))
+    del kept
