@@ -12,6 +12,8 @@ from schedir.runtime.buffers import buffers_checked
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.random import FORWARD
 from schedir.runtime.rank import State
+from schedir.runtime.versions import Versions
+from schedir.runtime.weight_writes import weight_writes_checked
 
 
 def around(state: State, i: Instr, purpose: int, run: Callable[[], None]) -> Callable[[], None]:
@@ -19,6 +21,10 @@ def around(state: State, i: Instr, purpose: int, run: Callable[[], None]) -> Cal
     that are the microbatch's: also where a backward recomputes.  `purpose` is one of `random`."""
     if purpose == FORWARD and i.stage in state.versions:
         run = partial(_without_gradients, state.stages[i.stage].gradients, i.stage, run)
+        run = partial(
+            _in_place, state.versions[i.stage], int(state.plan.version(i.stage, i.mb)), run
+        )
+    run = weight_writes_checked(state, i, purpose == FORWARD, run)
     checked = buffers_checked(state, i, purpose == FORWARD, run)
     seeded = state.draws.seeded(purpose, i.stage, i.mb, checked)
     return on_version(state, i, seeded)
@@ -38,6 +44,13 @@ def _without_gradients(gradients: Gradients, stage: int, run: Callable[[], None]
             "the gradient may be added to that of another update",
             hint="add the auxiliary loss to the loss, or compile a program of one update",
         )
+
+
+def _in_place(versions: Versions, version: int, run: Callable[[], None]) -> None:
+    """Run a forward; in the first step, raise ModelError if it replaces a Parameter of a module."""
+    run()
+    if versions.by_value:
+        versions.require_in_place(version)
 
 
 def on_version(state: State, i: Instr, run: Callable[[], None]) -> Callable[[], None]:

@@ -60,6 +60,11 @@ def sums_of(tensors: Sequence[Tensor]) -> list[int]:
     return [sum_of_bits(t.detach()) if t.layout is dense else 0 for t in tensors]
 
 
+def local_of(t: Tensor) -> Tensor:
+    """Return a tensor, or of a sharded one the shard of this process: to read it needs no other."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
 def _bits(tensor: Tensor) -> list[Tensor]:
     """The bytes of a tensor, however it lies in memory."""
     flat = (t.reshape(-1) for t in _dense(tensor.detach()))

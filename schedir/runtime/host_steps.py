@@ -102,6 +102,15 @@ class _Part:
         for one, gradient in self.gradients.items():
             one.grad = gradient
 
+    def moved(self) -> nn.Parameter | None:
+        """Return a parameter whose `data` on the device has moved since `look`, or None."""
+        if self.stage.weights is not None:  # which is whole in a step, and verifies this itself
+            return None
+        for p, was in self.weights.items():
+            if p.data_ptr() != was.data_ptr():
+                return p
+        return None
+
     def replaced(self) -> nn.Parameter | None:
         """Return a parameter whose `data` on the host has moved to other memory, or None."""
         for p, one in self.place.items():
@@ -169,6 +178,12 @@ class HostSteps(HostStates):
         """Begin to copy a stage's gradient; in the first update with parameters that the optimizer
         itself has, of which somebody may have changed some since the last step."""
         part = self.parts[stage]
+        if (p := part.moved()) is not None:
+            raise refusal(
+                f"a forward or a backward sets the data of {self.names.get(p, 'a parameter')} to "
+                "another tensor: its update would be lost",
+                f"weight.data.copy_(new), which writes in place; or {ON_DEVICE}",
+            )
         pairs: list[tuple[Tensor, Tensor]] = [*part.flats]
         if first and not self.main:
             pairs += [(one.detach(), part.weights[p]) for p, one in part.place.items()]

@@ -33,7 +33,7 @@ from schedir.runtime.given import maker_of, program_of, stages_of
 from schedir.runtime.held import Loss
 from schedir.runtime.kept import Kept, kept_of
 from schedir.runtime.looking import looking
-from schedir.runtime.memory_overlap import expect_ranks_apart
+from schedir.runtime.memory_overlap import expect_copyable, expect_ranks_apart
 from schedir.runtime.per_microbatch import Passing, PerMicrobatch
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.recorder import read
@@ -107,6 +107,8 @@ class InProcess:
         self.mail = mailboxes(program, model, cuda, told)
         if program.trains:
             expect_ranks_apart(dict(enumerate(stages)), plan.rank_of.tolist(), program.name)
+            for s, module in enumerate(stages) if plan.rows > 1 else ():
+                expect_copyable(module, s, program.name)
         copies = copies_of(program, stages)
         self.ranks = []
         self.other_holders: list[StageReplica] = []

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from schedir.errors import ModelError
 
@@ -27,16 +28,16 @@ class Owned(NamedTuple):
 def tensors_of(stages: Mapping[int, nn.Module]) -> list[Owned]:
     """Return the parameters, buffers and tensor attributes of stages, each tensor once.
 
-    An attribute of a module that has forward pre-hooks is left out: such a hook makes it anew
-    before each forward, as torch.nn.utils.spectral_norm does.
+    Tensors in lists, tuples and dicts that are attributes count as attributes.  An attribute of a
+    module that has forward pre-hooks is left out: such a hook makes it anew before each forward, as
+    torch.nn.utils.spectral_norm does.
     """
     found: dict[int, Owned] = {}
     for s, module in stages.items():
         attributes = (
             (f"{prefix}.{name}".lstrip("."), value)
             for prefix, owner in module.named_modules()
-            for name, value in ({} if owner._forward_pre_hooks else vars(owner)).items()
-            if not name.startswith("_") and isinstance(value, Tensor)
+            for name, value in _attributes_of(owner)
         )
         for name, t in (*module.named_parameters(), *module.named_buffers(), *attributes):
             one = found.get(id(t), Owned((), name, t, isinstance(t, nn.Parameter)))
@@ -45,6 +46,22 @@ def tensors_of(stages: Mapping[int, nn.Module]) -> list[Owned]:
                 stages=tuple(dict.fromkeys((*one.stages, s))), trained=trained
             )
     return [*found.values()]
+
+
+def _attributes_of(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in the attributes of a module itself, by name such as `views[0]`."""
+    for name, value in vars(owner).items():
+        if name in _TORCHS or owner._forward_pre_hooks:
+            continue
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, list | tuple | dict):
+            for path, leaf in tree_leaves_with_path(value):
+                if isinstance(leaf, Tensor):
+                    yield name + keystr(path), leaf
+
+
+_TORCHS: Final = frozenset(vars(nn.Module()))  # attributes of every module, such as _parameters
 
 
 def overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
@@ -126,6 +143,26 @@ def expect_ranks_apart(stages: Mapping[int, nn.Module], ranks: Sequence[int], pr
                 program=program,
                 hint="one Parameter in both stages (stage.b = stage.a) with compile(..., "
                 "tied=schedir.ties(stages)), or a .clone()",
+            )
+
+
+def expect_copyable(module: nn.Module, stage: int, program: str) -> None:
+    """Raise ModelError for a trained parameter of a stage with several holders that overlaps with
+    another parameter or with an attribute.
+
+    The other holders have copies, in which each of both would have memory of its own.  Buffers are
+    copied from the first holder before each step.
+    """
+    buffers = {id(buffer) for buffer in module.buffers()}
+    for one, other in _overlapping(tensors_of({stage: module})):
+        if {id(one.tensor), id(other.tensor)}.isdisjoint(buffers) and (
+            one.trained or other.trained
+        ):
+            raise ModelError(
+                f"{one} and {other} share memory, and the stage has several holders: in their "
+                "copies each would have memory of its own",
+                program=program,
+                hint="let the forward take the view of the weight itself",
             )
 
 

@@ -190,11 +190,14 @@ class Parts:
             p.grad = kept[p] if piece.numel() else None
 
     def expect_unwritten(self) -> None:
-        """Raise ModelError if a step has written to weights: other replicas have their parts."""
+        """Raise ModelError if a step has written to weights, or has replaced the data of one: other
+        replicas have their parts."""
         now = [p._version for p, _ in self.views]
-        for (p, _), before, after in zip(self.views, self.versions, now, strict=True):
+        for (p, view), before, after in zip(self.views, self.versions, now, strict=True):
             if before != after:
                 raise _written(self.gradients.names[p])
+            if self.within and p.data_ptr() != view.data_ptr():
+                raise _written(f"the data of {self.gradients.names[p]}")
 
     def count_references(self) -> None:
         """Count the references to full weights, before they are gathered."""

@@ -214,6 +214,7 @@ class State:
                 stage.weights.expect_unwritten()
         for versions in self.versions.values():
             versions.require_unwritten()
+            versions.by_value = False
         self.transport.step_ended()
         self.restore()
         self.checks.end_step(self.losses)

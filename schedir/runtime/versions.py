@@ -17,6 +17,7 @@ from schedir.errors import ModelError
 from schedir.ir.ops import COMPUTE, Instr
 from schedir.ir.plan import Plan
 from schedir.runtime.autograd_hooks import observe
+from schedir.runtime.bits import local_of, sum_of_bits
 from schedir.runtime.parameter_copies import expect_no_node_hooks, like
 
 
@@ -42,7 +43,8 @@ class Versions:
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         # Of the module's own parameters in a step: where gradients come, and who looks there.
         self.hooks: list[tuple[Node, RemovableHandle]] = []
-        self.written_at: dict[nn.Parameter, int] = {}  # `_version` of each copy when it was made
+        self.traces: dict[int, list[tuple[int, ...]]] = {}  # of the copies, when they were made
+        self.by_value = True  # in the first step, which also finds writes to `data`
 
     def begin(self) -> None:
         """Keep what the weights are, of which no backward may then meet the module's own."""
@@ -64,7 +66,7 @@ class Versions:
                 if id(parameter) not in copies:
                     copies[id(parameter)] = copy = like(parameter, parameter.detach().clone())
                     copy.grad = parameter.grad  # a view of the one sum of gradients
-                    self.written_at[copy] = copy._version
+            self.traces[version] = self._traces(version)
 
     def require_unwritten(self, *versions: int) -> None:
         """Raise ModelError if a stage wrote to a copy: the module's own parameter lacks that.
@@ -73,15 +75,41 @@ class Versions:
             versions: Which copies to check; all by default.
         """
         for version in versions or [*self.kept]:
-            for _, _, parameter in self.places:
-                copy = self.kept[version][id(parameter)]
-                if copy._version != self.written_at[copy]:
-                    raise ModelError(
-                        f"stage {self.stage} writes to its weight {self.names[parameter]} in a "
-                        "step, and a program of several updates computes with copies of weights",
-                        hint="write to weights between steps (an embedding: max_norm=None), or "
-                        "compile a program of one update",
-                    )
+            if (now := self._traces(version)) == self.traces[version]:
+                continue
+            named = {id(p): p for p in self.names}
+            for key, was, one in zip(self.kept[version], self.traces[version], now, strict=True):
+                if was != one:
+                    raise self._written(named[key])
+
+    def require_in_place(self, version: int) -> None:
+        """Raise ModelError if a module has other Parameters than the copies that `use` gave it."""
+        for owner, name, parameter in self.places:
+            if owner._parameters.get(name) is not self.kept[version][id(parameter)]:
+                raise self._written(parameter)
+
+    def _written(self, parameter: nn.Parameter) -> ModelError:
+        return ModelError(
+            f"stage {self.stage} writes to its weight {self.names[parameter]} in a step, and a "
+            "program of several updates computes with copies of weights",
+            hint="write to weights between steps (an embedding: max_norm=None), or compile a "
+            "program of one update",
+        )
+
+    def _traces(self, version: int) -> list[tuple[int, ...]]:
+        """Return what tells whether copies have been written to: of each how often it was, its
+        address, and in the first step the sum of its bits.
+
+        A write to `copy.data` leaves no trace but the numbers.  They are read on a CPU, where the
+        host may.
+        """
+        copies = self.kept[version].values()
+        traces: list[tuple[int, ...]] = [(copy._version, copy.data_ptr()) for copy in copies]
+        if not self.by_value:
+            return traces
+        numbers = (local_of(copy.detach()) for copy in copies)
+        sums = [0 if one.is_cuda else sum_of_bits(one) for one in numbers]
+        return [(*trace, one) for trace, one in zip(traces, sums, strict=True)]
 
     def use(self, version: int) -> None:
         """Let the module compute with a version."""
@@ -98,7 +126,7 @@ class Versions:
         for owner, name, parameter in self.places:
             owner._parameters[name] = parameter
         self.kept.clear()
-        self.written_at.clear()
+        self.traces.clear()
         for _, handle in self.hooks:
             handle.remove()
         self.hooks.clear()

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import schedir
 from schedir import Plan
@@ -20,7 +21,7 @@ from schedir.runtime.boundary import Boundary
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.memory_overlap import overlaps
 from schedir.runtime.precision import MainOptimizer
-from schedir.schedules import forward_only, interleaved, one_f_one_b, pipedream_2bw
+from schedir.schedules import chimera, forward_only, interleaved, one_f_one_b, pipedream_2bw
 from schedir.testing.tiny import WIDTH, batch, loss
 
 torch.set_num_threads(1)
@@ -238,3 +239,77 @@ def test_a_main_optimizer_that_has_a_weight_twice_is_refused() -> None:
     stages = three("all of it", "parameter")
     with pytest.raises(ModelError, match="twice"):
         ranks_of(Plan(1, 4, 3), stages, partial(MainOptimizer, make=SGD))
+
+
+# ---------------------------------------------------------------- where a view is kept
+
+
+class Keeps(Times):
+    """Keeps a view of its weight in an attribute, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(0)
+        view = self.weight.detach()[0]
+        kept: dict[str, Any] = {
+            "private": view,
+            "list": [view],
+            "tuple": (0, (view,)),
+            "dict": {"a": [view]},
+        }
+        if how == "buffer":
+            self.register_buffer("_kept", view)
+        else:
+            self._kept = kept[how]
+
+    def forward(self, x: Tensor) -> Tensor:
+        (view,) = (t for t in tree_leaves(self._kept) if isinstance(t, Tensor))
+        return super().forward(x) * view
+
+
+NAMES = {"private": "_kept", "list": "_kept[0]", "tuple": "_kept[1][0]", "dict": "_kept['a'][0]"}
+
+
+@pytest.mark.parametrize("how", NAMES)
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_view_that_is_not_cut_with_its_weight_is_refused(level: int, how: str) -> None:
+    with pytest.raises(ModelError) as error:
+        ranks_of(Plan(1, 4, 2), [Keeps(how), Times(1)], zero=level)
+    assert error.value.fact.startswith(f"{NAMES[how]} of stage 0 and weight of stage 0 have one")
+    ranks_of(Plan(1, 4, 2), [Keeps(how), Times(1)]).step(*batch(4))
+
+
+@pytest.mark.parametrize("how", NAMES)
+def test_a_view_that_is_copied_with_its_stage_is_refused(how: str) -> None:
+    """The copy of another holder would have it in memory of its own, with the first numbers."""
+    mirror = Plan(2, 4, placement="mirror")
+    with pytest.raises(ModelError) as error:
+        ranks_of(mirror, [Times(1), Keeps(how)], schedule=chimera)
+    assert error.value.fact.startswith(f"{NAMES[how]} of stage 1 and weight of stage 1 share")
+    assert "holders" in error.value.fact and error.value.hint
+
+
+def test_a_buffer_is_copied_before_each_step() -> None:
+    stages: list[nn.Module] = [Keeps("buffer"), Times(1)]
+    ranks = ranks_of(Plan(2, 4, placement="mirror"), stages, schedule=chimera)
+    for k in range(3):
+        ranks.step(*batch(4, k))
+    for one, other in zip(weights(stages), plain([Keeps("buffer"), Times(1)], 4), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which has its Parameters in a private list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(WIDTH, WIDTH, batch_first=True).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.cell(x.unsqueeze(0))[0].squeeze(0)
+        return y
+
+
+def test_a_list_of_parameters_is_no_view() -> None:
+    ranks_of(Plan(1, 4, 2), [Recurrent(), Times(1)], zero=1).step(*batch(4))
+    stages: list[nn.Module] = [Recurrent(), Times(1)]
+    ranks_of(Plan(2, 4, placement="mirror"), stages, schedule=chimera).step(*batch(4))

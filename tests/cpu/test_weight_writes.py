@@ -1,0 +1,233 @@
+"""Forwards that write to trained weights: as in a plain loop, or refused where there are copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan
+from schedir.errors import ExecutionError, ModelError
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.splittable import split_linears
+from schedir.schedules import chimera, gpipe, interleaved_zb, looped_bfs, one_f_one_b, pipedream_2bw
+
+WIDTH, BATCH = 4, 3
+torch.set_num_threads(1)
+
+
+class Writes(nn.Linear):
+    """Writes to its weight in each training forward, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        WRITES[self.how](self)
+        return super().forward(x)
+
+
+@torch.no_grad()
+def clamp(layer: nn.Linear) -> None:
+    layer.weight.clamp_(-0.1, 0.1)
+
+
+def clamp_data(layer: nn.Linear) -> None:
+    layer.weight.data.clamp_(-0.1, 0.1)
+
+
+def replace_data(layer: nn.Linear) -> None:
+    layer.weight.data = nn.functional.normalize(layer.weight.data)
+
+
+def renormalize(layer: nn.Linear) -> None:
+    nn.functional.embedding(torch.tensor([0]), layer.weight, max_norm=0.1)
+
+
+def replace_parameter(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(layer.weight.detach().clamp(-0.1, 0.1))
+
+
+WRITES: dict[str, Callable[[nn.Linear], None]] = {
+    "clamp": clamp,
+    "clamp_data": clamp_data,
+    "replace_data": replace_data,
+    "renormalize": renormalize,
+    "replace_parameter": replace_parameter,
+}
+
+
+class Head(nn.Module):
+    """Multiplies by the transpose of another stage's weight."""
+
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x @ self.weight.t()
+        return y
+
+
+def plain(count: int) -> list[Any]:
+    return [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)]
+
+
+def run_of(schedule: Any, plan: Plan, stages: list[Any], lr: float = 0.5, **how: Any) -> InProcess:
+    ties = schedir.ties(stages)
+    program = schedir.compile(schedule, plan, tied=ties, **how)
+    return InProcess(
+        program, stages, loss=nn.functional.mse_loss, boundary=(BATCH, WIDTH), tied=ties,
+        optimizer=lambda p: torch.optim.SGD(p, lr),
+    )  # fmt: skip
+
+
+def data(microbatches: int) -> Tensor:
+    numbers = torch.Generator().manual_seed(1)
+    return torch.randn(microbatches, BATCH, WIDTH, generator=numbers)
+
+
+def step(ranks: InProcess, microbatches: int) -> Tensor:
+    x = data(microbatches)
+    return ranks.step(x, x)
+
+
+def stages_of(how: str, tied: bool, count: int) -> list[Any]:
+    torch.manual_seed(0)
+    first = Writes(how)
+    return [first, *plain(count - 1 - tied), *([Head(first.weight)] if tied else [])]
+
+
+# Programs in which the weight of the first stage has copies.
+COPIES: dict[str, Callable[[str], InProcess]] = {
+    "two holders": lambda how: run_of(
+        chimera, Plan(4, 4, 2, "mirror"), stages_of(how, False, 4)
+    ),
+    "tied on two ranks": lambda how: run_of(one_f_one_b, Plan(2, 4), stages_of(how, True, 2)),
+    "tied on one rank": lambda how: run_of(looped_bfs, Plan(1, 4, 2), stages_of(how, True, 2)),
+    "updates": lambda how: run_of(
+        pipedream_2bw, Plan(2, 4, updates=2, delay=1), stages_of(how, False, 2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("where", COPIES)
+def test_a_weight_with_copies(where: str, how: str) -> None:
+    ranks = COPIES[where](how)
+    with pytest.raises((ModelError, ExecutionError)) as caught:
+        step(ranks, 4)
+    assert "stage 0 writes to its weight weight in a " in str(caught.value)
+    assert "write to weights between steps" in caught.value.hint
+
+
+@pytest.mark.parametrize("how", ["clamp", "replace_data", "renormalize"])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_weight_in_parts(level: int, how: str) -> None:
+    ranks = run_of(looped_bfs, Plan(1, 2, 2), stages_of(how, False, 2), zero=level)
+    what = "the data of weight" if how == "replace_data" else "weight"
+    with pytest.raises(ExecutionError, match=f"a forward or a backward writes to {what}, of which"):
+        step(ranks, 2)
+
+
+def test_a_weight_in_parts_that_is_written_later() -> None:
+    stages = stages_of("replace_data", False, 2)
+    writes = stages[0].eval()
+    forward, calls = WRITES["replace_data"], list[nn.Linear]()
+
+    def later(layer: nn.Linear) -> None:
+        calls.append(layer)
+        if len(calls) > 6:
+            forward(layer)
+
+    ranks = run_of(looped_bfs, Plan(1, 2, 2), stages, zero=2)
+    try:
+        WRITES["replace_data"] = later
+        for _ in range(3):
+            step(ranks, 2)
+        with pytest.raises(ExecutionError, match="writes to the data of weight"):
+            step(ranks, 2)
+    finally:
+        WRITES["replace_data"] = forward
+    assert writes is calls[0]
+
+
+def test_data_that_the_host_steps() -> None:
+    ranks = run_of(looped_bfs, Plan(1, 2, 2), stages_of("replace_data", False, 2), states="cpu")
+    with pytest.raises(ExecutionError, match="sets the data of weight of stage 0") as caught:
+        step(ranks, 2)
+    assert "copy_" in caught.value.hint
+
+
+# ---------------------------------------------------------------- what is right
+
+RIGHT: dict[str, dict[str, Any]] = {
+    "as it is": {}, "on the host": {"states": "host"}, "looked at later": {
+        "clip": True, "validate": "after"
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["clamp", "clamp_data", "replace_data", "renormalize"])
+@pytest.mark.parametrize("program", RIGHT)
+def test_a_weight_without_copies_is_as_in_a_plain_loop(program: str, how: str) -> None:
+    stages, wanted = stages_of(how, False, 2), stages_of(how, False, 2)
+    ranks = run_of(looped_bfs, Plan(1, 2, 2), stages, lr=0.01, **RIGHT[program])
+    optimizer = torch.optim.SGD([p for stage in wanted for p in stage.parameters()], 0.01)
+    for _ in range(3):
+        step(ranks, 2)
+        optimizer.zero_grad()
+        for x in data(2):
+            nn.functional.mse_loss(wanted[1](wanted[0](x)), x).backward()
+        if "clip" in RIGHT[program]:
+            nn.utils.clip_grad_norm_([p for s in wanted for p in s.parameters()], 1.0)
+        optimizer.step()
+    ranks.settle()
+    for stage, other in zip(stages, wanted, strict=True):
+        torch.testing.assert_close(stage.weight, other.weight)
+
+
+@pytest.mark.parametrize("where", COPIES)
+def test_what_only_reads_is_run(where: str) -> None:
+    WRITES["none"] = lambda layer: None
+    try:
+        ranks = COPIES[where]("none")
+        for _ in range(2):
+            assert step(ranks, 4).isfinite()
+    finally:
+        del WRITES["none"]
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_memory_that_is_freed_is_not_read(level: int) -> None:
+    """With ZeRO 3 a weight-gradient instruction runs while the full weights are freed."""
+    stages = [split_linears(stage) for stage in plain(2)]
+    stages[1].weight = stages[0].weight
+    active = {"active": 1} if level == 3 else {}
+    ranks = run_of(interleaved_zb, Plan(1, 4, 2), stages, zero=level, **active)
+    assert step(ranks, 4).isfinite() and step(ranks, 4).isfinite()
+
+
+def test_only_the_first_calls_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    from schedir.runtime import weight_writes
+
+    ranks = run_of(chimera, Plan(2, 4, placement="mirror"), plain(2))
+    step(ranks, 4)
+    calls: list[Any] = []
+    monkeypatch.setattr(weight_writes, "sums_of", calls.append)
+    monkeypatch.setattr(weight_writes, "traces_of", calls.append)
+    step(ranks, 4)
+    assert not calls
+
+
+def test_a_program_with_one_copy_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    from schedir.runtime import weight_writes
+
+    monkeypatch.setattr(weight_writes, "traces_of", lambda _: pytest.fail("it was looked at"))
+    ranks = run_of(gpipe, Plan(2, 4), plain(2))
+    assert step(ranks, 4).isfinite()
