@@ -40,10 +40,9 @@ def pythons() -> list[str]:
     """Return the interpreters that are installed, of the versions that pyproject.toml lists."""
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     versions = [found[1] for c in classifiers if (found := re.search(r":: (3\.\d+)$", c))]
-    found = [path for v in versions if (path := shutil.which(f"python{v}"))]
-    return [
-        path for path in found if not subprocess.run([path, "-V"], capture_output=True).returncode
-    ]
+    paths = [path for v in versions if (path := shutil.which(f"python{v}"))]
+    # A version manager has a script for each Python, which fails if that one is not installed.
+    return [p for p in paths if subprocess.run([p, "-V"], capture_output=True).returncode == 0]
 
 
 def passes_with(torch: str) -> bool:

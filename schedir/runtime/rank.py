@@ -213,8 +213,7 @@ class State:
             if stage.weights is not None:
                 stage.weights.expect_unwritten()
         for versions in self.versions.values():
-            versions.require_unwritten()
-            versions.by_value = False
+            versions.end_step()
         self.transport.step_ended()
         self.restore()
         self.checks.end_step(self.losses)

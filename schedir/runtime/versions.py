@@ -68,6 +68,11 @@ class Versions:
                     copy.grad = parameter.grad  # a view of the one sum of gradients
             self.traces[version] = self._traces(version)
 
+    def end_step(self) -> None:
+        """Raise ModelError if a stage wrote to a copy."""
+        self.require_unwritten()
+        self.by_value = False
+
     def require_unwritten(self, *versions: int) -> None:
         """Raise ModelError if a stage wrote to a copy: the module's own parameter lacks that.
 

@@ -31,7 +31,7 @@ class _OnNode:
         self.node.register_prehook(_called)
 
 
-HOOKS = {
+HOOKS: dict[str, Callable[[Tensor], object]] = {
     "node": _OnNode,
     "all": lambda weight: register_multi_grad_hook([weight], _called),
     "any": lambda weight: register_multi_grad_hook([weight], _called, mode="any"),
@@ -48,9 +48,8 @@ def _ranks(schedule: Any, plan: Plan, stages: list[nn.Linear]) -> InProcess:
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_on_nodes_of_weights(kind: str, schedule: Any, plan: Plan, late: bool) -> None:
     stages = [nn.Linear(WIDTH, WIDTH) for _ in range(plan.stages)]
-    register: Callable[[Tensor], object] = HOOKS[kind]
     ranks = _ranks(schedule, plan, stages) if late else None
-    kept = register(stages[1].weight)
+    kept = HOOKS[kind](stages[1].weight)
     with pytest.raises(ModelError, match="weight of stage 1 has a hook on its autograd node"):
         (ranks or _ranks(schedule, plan, stages)).step(*torch.randn(2, 4, 2, WIDTH))
     del kept
