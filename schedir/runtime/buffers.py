@@ -24,24 +24,6 @@ from schedir.runtime.rank import State
 
 
 @contextmanager
-def attributes_and_gradients_restored(module: nn.Module) -> Iterator[None]:
-    """After this context a module's plain attributes and gradients are as they were before it.
-
-    Within it, parameters have no gradients, and a backward adds to none.
-    """
-    put_back = _attributes_remembered(module)
-    before = {p: p.grad for p in module.parameters()}
-    for p in before:
-        p.grad = None
-    try:
-        yield
-    finally:
-        put_back()
-        for p, gradient in before.items():
-            p.grad = gradient
-
-
-@contextmanager
 def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
     """After this context a module's buffers, and torch's generators, are as they were before it;
     and Parameters that nobody trains, to which a forward may write: of these the host has copies
@@ -78,37 +60,6 @@ def remembered(module: nn.Module) -> Callable[[], None]:
                 own.copy_(value)
 
     return put_back
-
-
-def _attributes_remembered(module: nn.Module) -> Callable[[], None]:
-    """Return a function that restores tensors and numbers that modules have as plain attributes.
-
-    These are state beside buffers, as a count of calls or hidden numbers of the microbatch before.
-    What was None is None again. Attributes that are new stay.
-    """
-    before = [(vars(owner), _state_in(vars(owner))) for owner in module.modules()]
-    tensors = {v for _, was in before for v in was.values() if isinstance(v, torch.Tensor)}
-    values = [(t, t._version, t.detach().clone()) for t in tensors if not t.is_inference()]
-
-    def put_back() -> None:
-        for attributes, was in before:
-            attributes.update(was)
-        with torch.no_grad():
-            for tensor, version, value in values:
-                if tensor._version != version:
-                    tensor.detach().copy_(value)
-
-    return put_back
-
-
-def _state_in(attributes: dict[str, object]) -> dict[str, object]:
-    """Return the attributes that are tensors, numbers or None, and not torch's own."""
-    return {
-        name: value
-        for name, value in attributes.items()
-        if (value is None or isinstance(value, torch.Tensor | int | float))
-        and not name.startswith("_")
-    }
 
 
 def _each_once(buffer: torch.Tensor) -> torch.Tensor:

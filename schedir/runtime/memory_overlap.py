@@ -51,7 +51,7 @@ def tensors_of(stages: Mapping[int, nn.Module]) -> list[Owned]:
 def _attributes_of(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in the attributes of a module itself, by name such as `views[0]`."""
     for name, value in vars(owner).items():
-        if name in _TORCHS or owner._forward_pre_hooks:
+        if name in MODULE_ATTRIBUTES or owner._forward_pre_hooks:
             continue
         if isinstance(value, Tensor):
             yield name, value
@@ -61,7 +61,7 @@ def _attributes_of(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield name + keystr(path), leaf
 
 
-_TORCHS: Final = frozenset(vars(nn.Module()))  # attributes of every module, such as _parameters
+MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module()))  # of every module, such as _parameters
 
 
 def overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:

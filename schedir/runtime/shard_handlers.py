@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -124,7 +125,7 @@ class _Watch(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         looks = func.is_view or name.startswith("new_") or name.endswith("_like")
         for t in () if looks else tree_leaves((args, kwargs or {})):
-            if not isinstance(t, Tensor) or not t.nbytes:
+            if not isinstance(t, Tensor) or t.layout is not torch.strided or not t.nbytes:
                 continue
             storage = t.untyped_storage()
             if not storage.nbytes() or storage._cdata in self.refused:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from schedir.runtime.buffers import attributes_and_gradients_restored, remembered
+from schedir.runtime.buffers import remembered
+from schedir.runtime.module_state import attributes_and_gradients_restored
 from schedir.torch import halves
 from schedir.torch.hooks import has_parameter_hooks, hooks_so_far
 from schedir.torch.losses import ByMicrobatch

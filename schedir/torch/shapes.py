@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_map_only
 from schedir.errors import ModelError, ProgramError, in_words
 from schedir.ir.plan import Plan
 from schedir.runtime.boundary import Boundary, graded, passed_on
-from schedir.runtime.buffers import attributes_and_gradients_restored, restored
+from schedir.runtime.buffers import restored
 from schedir.runtime.held import device_of
+from schedir.runtime.module_state import attributes_and_gradients_restored
 from schedir.transports.plain import broadcast
 
 

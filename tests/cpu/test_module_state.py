@@ -1,0 +1,85 @@
+"""What a module keeps beside its parameters is put back after a run that leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from schedir.runtime.module_state import attributes_and_gradients_restored
+
+
+def _rewrite(numbers: torch.Tensor) -> None:
+    numbers.add_(1)
+
+
+# By kind, a value, a change of it in place, and what one reads of it.
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]] = {
+    "list": (lambda: [1, 2], lambda v: v.append(3), list),
+    "dict": (lambda: {"a": 1}, lambda v: v.update({len(v): 3}), dict),
+    "set": (lambda: {1}, lambda v: v.add(len(v) + 1), set),
+    "deque": (lambda: deque([1, 2], 2), lambda v: v.append(3), list),
+    "tensor": (lambda: torch.arange(3.0), _rewrite, lambda v: v.tolist()),
+    "tensor in a list": (lambda: [torch.arange(3.0)], lambda v: _rewrite(v[0]), str),
+    "tensor in a dict": (lambda: {"a": torch.arange(3.0)}, lambda v: _rewrite(v["a"]), str),
+    "generator of torch": (
+        torch.Generator, lambda v: torch.rand(1, generator=v),
+        lambda v: torch.rand(1, generator=v.clone_state()).item(),
+    ),
+    "generator of numpy": (
+        lambda: np.random.default_rng(1), lambda v: v.random(), lambda v: str(v.bit_generator.state)
+    ),
+    "generator of Python": (lambda: random.Random(1), lambda v: v.random(), lambda v: v.getstate()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["kept", "_kept"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_changed_in_place_is_put_back(kind: str, name: str) -> None:
+    make, change, read = KINDS[kind]
+    module = nn.Sequential(nn.Linear(2, 2))
+    value = make()
+    setattr(module[0], name, value)
+    before = read(value)
+    change(value)
+    changed = read(value)
+    assert changed != before  # so that the rest can fail
+    with attributes_and_gradients_restored(module):
+        change(value)
+        assert read(value) != changed
+    assert getattr(module[0], name) is value and read(value) == changed
+
+
+@pytest.mark.parametrize("before", [None, 0, 1.5, "a", (1,), [1]])
+def test_what_is_replaced_is_put_back(before: object) -> None:
+    module: Any = nn.Linear(2, 2)
+    module.kept = before
+    with attributes_and_gradients_restored(module):
+        module.kept = torch.ones(1)
+        module.training = False
+    assert module.kept is before
+
+
+def test_gradients_are_put_back() -> None:
+    module = nn.Linear(2, 2)
+    module(torch.ones(2)).sum().backward()
+    gradient = module.weight.grad
+    assert gradient is not None
+    numbers = gradient.clone()
+    with attributes_and_gradients_restored(module):
+        assert module.weight.grad is None
+        module(torch.ones(2)).sum().backward()
+    assert module.weight.grad is gradient and torch.equal(gradient, numbers)
+
+
+def test_a_lazy_module_stays_set_up() -> None:
+    module = nn.Sequential(nn.LazyLinear(3))
+    with attributes_and_gradients_restored(module):
+        module(torch.ones(1, 2))
+    assert module[0].in_features == 2
