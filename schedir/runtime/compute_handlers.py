@@ -234,9 +234,6 @@ def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
         saved.free()
         for one in taken:
             one.slot.free()
-        if first and state.program.shares_slots:
-            del dys
-            state.checks.require_released()
 
     return Call(_waits(state, i, taken), around(state, i, BACKWARD, run))
 

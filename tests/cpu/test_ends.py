@@ -132,7 +132,7 @@ if os.environ.get("RANK") == "1":
         ("torchrun", "os._exit(3)",
          "process 1 (pipeline rank 1) has not begun: it has left no black box; "
          "process 0 (pipeline rank 0) was told to end (SIGTERM), in set-up"),
-        ("schedir", "import sys; sys.modules['torch'] = None",
+        ("schedir", "import sys; sys.modules['torch.distributed'] = None",
          "process 1 (pipeline rank 1): Traceback"),
     ],
 )  # fmt: skip
