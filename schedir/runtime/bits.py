@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_COLUMNS: Final = 256
+_COLUMNS: Final = 256  # words in a row of the matrix that shortens a checksum
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -34,24 +34,28 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def sum_of_bits(t: Tensor) -> int:
-    """Return a checksum of 64 bits, which differs if any bits, or the order of numbers, differ.
+    """Return a 64-bit checksum of the numbers of a tensor and of their order.
 
-    Words are added up, each times an odd number of its own; of a large tensor, the sums of the rows
-    and columns of a matrix of its words.  That several changes cancel out is unlikely.
+    Each word is multiplied by an odd number that depends on its place, and the products are added.
+    The words of a large tensor are first laid out as a matrix, and replaced by the sums of its rows
+    and columns.  Different tensors are unlikely to have the same checksum, but they may.
     """
-    return int(bit_sum(t))
+    return int(sum_of_bits_on_device(t))
 
 
-def bit_sum(t: Tensor) -> Tensor:
-    """Return what `sum_of_bits` returns as a tensor on the device, for which no host waits."""
+def sum_of_bits_on_device(t: Tensor) -> Tensor:
+    """Return the checksum of `sum_of_bits` as a tensor, so that the host does not wait for it."""
     t = t.resolve_conj().resolve_neg()
     flat = (torch.view_as_real(t) if t.is_complex() else t).reshape(-1).contiguous()
     words = flat.view(_WORDS[flat.element_size()])
-    if len(words) > 16 * _COLUMNS:  # else it takes longer to add than to multiply
-        whole = len(words) - len(words) % _COLUMNS
-        matrix, rest = words[:whole].view(-1, _COLUMNS), words[whole:]
+    if len(words) > 16 * _COLUMNS:  # for fewer words the sums take longer than they save
+        in_rows = len(words) - len(words) % _COLUMNS
+        matrix, rest = words[:in_rows].view(-1, _COLUMNS), words[in_rows:]
         words = torch.cat((matrix.sum(0), matrix.sum(1), rest))
-    return (words * torch.arange(1, 2 * len(words), 2, device=words.device)).sum()
+    # Cubes: with consecutive odd numbers, a swap from row r and column c to row r + 1 and column
+    # c - 1 would cancel out.
+    factors = torch.arange(1, 2 * len(words), 2, device=words.device) ** 3
+    return (words * factors).sum()
 
 
 def sums_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -61,7 +65,7 @@ def sums_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def local_of(t: Tensor) -> Tensor:
-    """Return a tensor, or of a sharded one the shard of this process: to read it needs no other."""
+    """Return this process's shard of a DTensor, and any other tensor as it is."""
     return t.to_local() if hasattr(t, "to_local") else t
 
 

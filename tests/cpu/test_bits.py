@@ -38,6 +38,15 @@ def test_any_change_of_one_number_or_of_the_order_is_seen(
     assert (sum_of_bits(changed) == before) == torch.equal(changed, numbers)
 
 
+def test_a_swap_along_a_diagonal_of_the_matrix_of_words_is_seen() -> None:
+    """The rows of that matrix have 256 words: such a swap changes a row sum and a column sum."""
+    numbers = torch.arange(5000)
+    for distance in (255, 257):
+        swapped = numbers.clone()
+        swapped[[600, 600 + distance]] = numbers[[600 + distance, 600]]
+        assert sum_of_bits(swapped) != sum_of_bits(numbers)
+
+
 def test_lazily_conjugated_and_negated_tensors_count_as_what_they_are() -> None:
     z = torch.randn(5, dtype=torch.complex64)
     assert sum_of_bits(z.conj()) == sum_of_bits(z.conj().resolve_conj()) != sum_of_bits(z)
@@ -45,7 +54,7 @@ def test_lazily_conjugated_and_negated_tensors_count_as_what_they_are() -> None:
 
 
 class _Shuffles(torch.nn.Linear):
-    """Draws an order of its rows from a generator that nobody restores."""
+    """Permutes its rows with a generator that recomputation does not restore."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = torch.randperm(len(x), generator=self.draws)
