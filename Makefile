@@ -32,7 +32,8 @@ docs: $(READY)
 campaign: $(READY)
 	ALL_CASES=1 $(BIN)/pytest -n 2 tests/cpu/test_benchmarks.py
 
-# The lowest and the newest torch, gigabytes each, and a plain install in each Python that is installed.
+# Tests with the lowest and the newest supported torch, which are downloads of gigabytes, and a plain
+# install in each Python of this machine.
 versions: $(READY)
 	$(BIN)/python -m tests.versions
 

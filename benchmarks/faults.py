@@ -207,7 +207,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, nargs="+", help="those of these numbers")
     parser.add_argument("--csv", type=Path, help="append a line for each fault to this file")
     parser.add_argument(
-        "--table", type=Path, metavar="CSV", help="only print the table of such a file"
+        "--table", type=Path, metavar="CSV", help="only print the table of a file that --csv wrote"
     )
     args = parse(parser, only=[0])
     if args.table:

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Each name is imported when it is first used, so that `import schedir` and `schedir --help` take no
-# longer than they must: a module, or `module:name`.
+# Where each name is defined: `module`, or `module:name`.  `__getattr__` imports a name when it is
+# first used, which keeps `import schedir` and `schedir --help` fast.
 _HOME: Final = {
     "B": "schedules.words:B",
     "Cluster": "ir.cluster:Cluster",
@@ -112,16 +112,16 @@ _HOME: Final = {
     "words": "words",
 }
 
-# Called when a notebook first shows a program: pictures take a while to import.
+# A notebook calls this when it first shows a program, because pictures take a while to import.
 register(lambda shown: str(import_module("schedir.viz.notebook").of(shown)))
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'schedir' has no attribute {name!r}")
-    module, _, inside = _HOME[name].partition(":")
-    found = import_module(f"schedir.{module}")
-    value = getattr(found, inside) if inside else found
+    module_name, _, attribute = _HOME[name].partition(":")
+    module = import_module(f"schedir.{module_name}")
+    value = getattr(module, attribute) if attribute else module
     globals()[name] = value
     return value
 

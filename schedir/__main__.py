@@ -108,9 +108,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="schedir", description=_ABOUT, epilog=_EXIT, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"schedir {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    asked = argv[0] if argv else ""
     for name, about in COMMANDS.items():
         sub = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)
-        if [name] == [*argv[:1]]:  # importing the others would take longer than most commands
+        if name == asked:  # to import all commands would take longer than most commands run
             command = module_of(name)
             sub.set_defaults(run=command.run)
             command.arguments(sub)

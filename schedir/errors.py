@@ -120,7 +120,7 @@ class UsageError(ProgramError):
 
 
 def said(value: object) -> str:
-    """Return a value in a few words.
+    """Return a value as a short text for an error message.
 
     >>> said((2, 3)), said(int), said([0] * 99), said(said)
     ('(2, 3)', 'the class int', 'a list', 'the function said')
@@ -135,7 +135,7 @@ def said(value: object) -> str:
         return "a whole number of more than 30 digits"
     try:
         words = repr(value)
-    except (RecursionError, ValueError):  # nested deeply, or an int of thousands of digits
+    except (RecursionError, ValueError):  # deep nesting, or an int of thousands of digits
         words = "\n"
     plain = len(words) <= 60 and "\n" not in words and " at 0x" not in words
     return words if plain else f"a {type(value).__name__}"

@@ -1,6 +1,6 @@
 """The packages that a plain install leaves out, and the extras that install them.
 
->>> install("torch")
+>>> install_command("torch")
 "pip install 'schedir[torch]'"
 """
 
@@ -12,7 +12,8 @@ from typing import Final
 
 from schedir.errors import UsageError
 
-EXTRAS: Final = {  # by package, the extra of `pip install schedir[...]` that installs it
+# The extra of `pip install 'schedir[...]'` that installs each package.
+EXTRAS: Final = {
     "hypothesis": "testing",
     "numba": "fast",
     "ortools": "solver",
@@ -22,36 +23,36 @@ EXTRAS: Final = {  # by package, the extra of `pip install schedir[...]` that in
 
 
 class MissingPackageError(UsageError, ImportError):
-    """A package of `EXTRAS` is needed, and is not installed. `name` is the package."""
+    """A package of `EXTRAS` is not installed, or its version is too low. `name` is the package."""
 
 
-def install(package: str) -> str:
+def install_command(package: str) -> str:
     """Return the command that installs a package of `EXTRAS`."""
     return f"pip install 'schedir[{EXTRAS[package]}]'"
 
 
-def require(package: str, who: str, *, field: str = "", lowest: str = "") -> None:
-    """Refuse to go on without an optional package. This imports nothing.
+def require(package: str, feature: str, *, field: str = "", lowest: str = "") -> None:
+    """Raise an error if an optional package is not installed. This does not import the package.
 
     Args:
         package: A package of `EXTRAS`.
-        who: What needs it, as the subject of a sentence.
-        field: The setting that asks for it, if there is one.
-        lowest: The lowest version that will do, as `2.13`, if not all will.
+        feature: What needs the package. It is the subject of the error's sentence.
+        field: The setting that needs the package, if there is one.
+        lowest: The lowest version that works, such as `2.13`. By default every version works.
 
     Raises:
-        MissingPackageError: The package is not installed, or its version is lower.
+        MissingPackageError: The package is not installed, or its version is lower than `lowest`.
     """
     if find_spec(package) is None:
-        raise _missing(package, f"{who} needs {package}, which is not installed", field)
+        raise _missing(package, f"{feature} needs {package}, which is not installed", field)
     if lowest and _numbers(found := version(package)) < _numbers(lowest):
-        why = f"{who} needs {package} {lowest} or later, and {found} is installed"
+        why = f"{feature} needs {package} {lowest} or later, and {found} is installed"
         raise _missing(package, why, field)
 
 
 def _missing(package: str, why: str, field: str) -> MissingPackageError:
     fields = [field] if field else []
-    error = MissingPackageError(why, hint=install(package), fields=fields)
+    error = MissingPackageError(why, hint=install_command(package), fields=fields)
     error.name = package
     return error
 

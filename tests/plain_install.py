@@ -1,7 +1,7 @@
-"""Use every command of an environment that has only what a plain install brings: no torch.
+"""Run the commands in an environment that has only the packages of a plain install: no torch.
 
 `python -m tests.plain_install dist/schedir.whl` installs a wheel with pip into a new environment,
-uses it in an empty folder, and prints its size and the time from the install to a picture.
+runs its commands in an empty folder, and prints its size and the time until a first picture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests import flight, kineto
 
 MOST_MEGABYTES = 250  # of a whole environment, pip included
 SHAPE = "--ranks 4 --microbatches 8"
-# Commands, and the file that each writes.
+# Commands that work without torch, and the file that each writes.
 WORKS = (
     (f"show one_f_one_b {SHAPE} -o x.sched", "x.sched"),
     ("check x.sched", None),
@@ -41,6 +41,7 @@ WORKS = (
     ("where dumps", None),
     ("train --help", None),
 )
+# Arguments of python that must fail and name the extra that installs torch.
 REFUSED = (
     ("-m", "schedir", "train", "x.toml"),
     ("-m", "schedir", "checkpoint", "export", "x", "--to", "x.safetensors"),
@@ -77,7 +78,7 @@ def use(python: Path, folder: Path) -> None:
 
 
 def _write_inputs(folder: Path) -> None:
-    """Write traces of two steps, and dumps of a run that stands still at its first instruction."""
+    """Write traces of two steps, and dumps of a run that hangs at its first instruction."""
     program = compile(schedules.one_f_one_b, Plan(ranks=2, microbatches=4))
     (folder / "traces").mkdir()
     kineto.write(folder / "traces", 2 * [simulate(check(program), Costs(F=1, B=2))], seed=1)
@@ -98,7 +99,7 @@ def _megabytes(folder: Path) -> float:
 
 
 def main() -> int:
-    """Install a wheel, use it, and print what it took."""
+    """Install a wheel, run its commands, and print sizes and times."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wheel", type=Path)
     parser.add_argument(

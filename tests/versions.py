@@ -1,7 +1,7 @@
-"""Test the lowest and the newest torch, and a plain install in each Python that is installed.
+"""Run tests with the lowest and the newest torch, and try a plain install in each Python.
 
-`make versions` runs it. Each version is installed in an environment of its own, which is deleted
-before the next one is made. A version of torch is a download of several gigabytes.
+`make versions` runs this file. Each version gets a new environment, which is deleted before the
+next one is made. A version of torch is a download of several gigabytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DROP_IN = ("test_torch_face*.py", "test_torch_own*.py")  # needs torch 2.13
 
 
 def lowest_torch() -> str:
-    """Return the version of `schedir[torch]` in pyproject.toml."""
+    """Return the lowest version of torch that `schedir[torch]` in pyproject.toml allows."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (needed,) = extras["optional-dependencies"]["torch"]
     found = re.fullmatch(r"torch>=([\d.]+)", needed)
@@ -37,7 +37,7 @@ def lowest_torch() -> str:
 
 
 def pythons() -> list[str]:
-    """Return the interpreters that are installed, of the versions that pyproject.toml lists."""
+    """Return the installed Python interpreters of the versions that pyproject.toml lists."""
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     versions = [found[1] for c in classifiers if (found := re.search(r":: (3\.\d+)$", c))]
     paths = [path for v in versions if (path := shutil.which(f"python{v}"))]
@@ -46,28 +46,28 @@ def pythons() -> list[str]:
 
 
 def passes_with(torch: str) -> bool:
-    """Run the tests that need torch with one version.
+    """Return whether the tests of the executor and the drop-in pass with a version of torch.
 
     Args:
-        torch: A requirement, as pip takes it: `torch==2.10.*`.
+        torch: A requirement for pip, such as `torch==2.10.*`.
     """
     with TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         python = Path(folder, "bin", "python")
         needed = (f"{ROOT}[testing]", torch, "pytest", "pytest-xdist")
         subprocess.run([python, "-m", "pip", "install", "--quiet", *needed], check=True)
-        drop_in = "import schedir.torch"  # refuses a lower version than it needs
+        drop_in = "import schedir.torch"  # raises an error if the version is too low
         has_drop_in = subprocess.run([python, "-c", drop_in], stderr=DEVNULL).returncode == 0
         print(f"the drop-in is {'' if has_drop_in else 'not '}tested", flush=True)
         patterns = (*EXECUTOR, *(DROP_IN if has_drop_in else ()))
         files = [str(f) for one in patterns for f in sorted((ROOT / "tests/cpu").glob(one))]
-        # torch 2.10 warns of its own code when a checkpoint is read.
+        # torch 2.10 warns about its own code when it reads a checkpoint.
         options = ("-q", "-n", "2", "--dist", "loadfile", "-W", "ignore:TypedStorage:UserWarning")
         return subprocess.run([python, "-m", "pytest", *options, *files], cwd=ROOT).returncode == 0
 
 
 def passes_in(python: str, wheel: Path) -> bool:
-    """Use a plain install of a wheel in the environment of an interpreter."""
+    """Return whether a plain install of a wheel works with a Python interpreter."""
     argv = [sys.executable, "-m", "tests.plain_install", str(wheel), "--python", python]
     return subprocess.run(argv, cwd=ROOT).returncode == 0
 
@@ -76,7 +76,7 @@ def main() -> int:
     """Test all versions, and print which passed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torch", nargs="*", default=[f"torch=={lowest_torch()}.*", "torch"],
-                        metavar="REQUIREMENT", help="as pip takes it: torch==2.12.*")  # fmt: skip
+                        metavar="REQUIREMENT", help="for pip, such as torch==2.12.*")  # fmt: skip
     args = parser.parse_args()
     results = {}
     with TemporaryDirectory() as folder:

@@ -52,7 +52,8 @@ def save(figure: Figure, path: str | Path) -> None:
     """
     expect(figure, Figure, "schedir.viz.gantt(timeline)")
     suffix = suffix_of(path)
-    # matplotlib's writer of PDF raises errors of its own after one of the disk: it gets memory.
+    # Figures are first written to memory: on a full disk, matplotlib's PDF writer hides the OSError
+    # behind errors of its own.
     content = BytesIO()
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         # A letter that the font does not have is drawn as a box, and nothing more is to be said.

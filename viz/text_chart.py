@@ -102,7 +102,7 @@ def _cut(timeline: Timeline, ranks: int, columns: int) -> _Cut:
     """How a run is cut into pieces of at most about so many columns, for so many lines each."""
     label, narrow = _longest_label(timeline), Sheet(timeline).narrow
     need = timeline.span / narrow * (label + 1) if timeline.span else 0.0
-    need = min(need, float(_CUTS * columns + 1))  # more makes no difference; it may be infinite
+    need = min(need, float(_CUTS * columns + 1))  # ceil needs a finite number
     if need * label <= columns * (label + 1):  # without room between boxes, one piece does
         need = min(need, columns)
     pieces = max(1, ceil(need / columns))

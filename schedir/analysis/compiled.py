@@ -17,7 +17,7 @@ from types import FunctionType
 from typing import Any, Final, Literal
 
 from schedir.errors import UsageError
-from schedir.extras import install
+from schedir.extras import install_command
 
 Loop = Callable[..., Any]
 
@@ -76,7 +76,7 @@ def _is_kept(loop: Any) -> bool:
 def load() -> None:
     """From now on, run compiled loops.  Raises UsageError where numba cannot be imported."""
     if not is_installed():
-        raise UsageError("numba cannot be imported", hint=install("numba"))
+        raise UsageError("numba cannot be imported", hint=install_command("numba"))
     paid(PRICE)
 
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from schedir.checkpoints.manifest import NotWholeError
 from schedir.errors import CheckpointError, in_bytes
-from schedir.io.files import is_full, reason
+from schedir.io.files import is_disk_full, reason
 
 # Of what should be there.
 _DAMAGED: Final = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.ELOOP)
@@ -43,32 +43,35 @@ def reads(path: Path, step: int) -> Iterator[None]:
 def writes(
     doing: str, step: int | None = None, *, folder: Path | None = None, needed: int | None = None
 ) -> Iterator[None]:
-    """Raise CheckpointError, in one sentence, for an OSError within.
+    """Turn an OSError in this context into a CheckpointError of one sentence.
 
     Args:
-        doing: What the sentence says that cannot be done.
+        doing: What cannot be done, as in "cannot save step 3".
         step: The step of the checkpoint.
-        folder: Where it is written: if the disk is full, the sentence says how much was free.
-        needed: How many bytes are written within, if that is known.
+        folder: The folder that is written to. If its disk is full, the error has its free bytes.
+        needed: The number of bytes that this process writes, if it is known.
+
+    Raises:
+        CheckpointError: An OSError was raised in this context.
     """
     free = None if folder is None else _free(folder)
     try:
         yield
     except OSError as error:
-        if not is_full(error):
+        if not is_disk_full(error):
             raise CheckpointError(f"cannot {doing}: {reason(error)}", step=step) from None
-        needs = [] if needed is None else [f"this process writes {in_bytes(needed)}"]
-        needs += [] if free is None else [f"{in_bytes(free)} were free"]
-        numbers = f": {' and '.join(needs)}" if needs else ""
+        facts = [] if needed is None else [f"this process writes {in_bytes(needed)}"]
+        facts += [] if free is None else [f"{in_bytes(free)} were free"]
+        numbers = f": {' and '.join(facts)}" if facts else ""
         raise CheckpointError(
             f"cannot {doing}: {reason(error)}{numbers}",
             step=step,
-            hint="remove files there, or save to a folder of another disk",
+            hint="remove files from this disk, or save to a folder on another disk",
         ) from None
 
 
 def _free(folder: Path) -> int | None:
-    """Return how many bytes this process may write to the disk of a folder, if that is known."""
+    """Return the free bytes on the disk of a folder, or None if the system does not tell."""
     try:
         disk = os.statvfs(folder)
     except OSError:

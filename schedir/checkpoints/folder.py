@@ -369,9 +369,11 @@ class Folder:
             )
 
     def writing(self, step: int, needed: int | None = None) -> AbstractContextManager[None]:
-        """Raise CheckpointError, which says where, for what fails within, as on a full disk.
+        """Turn an OSError in this context into a CheckpointError that names the folder.
 
-        `needed` is how many bytes this process writes, if that is known.
+        Args:
+            step: The step that is saved.
+            needed: The number of bytes that this process writes, if it is known.
         """
         doing = f"save step {step} to {self.given}"
         return writes(doing, step, folder=self.path, needed=needed)

@@ -51,7 +51,7 @@ class _Digested(io.RawIOBase):
 
     def __init__(self, file: Any) -> None:
         self.file, self.digest, self.size = file, sha256(), 0
-        self.error: OSError | None = None  # of the first write that failed
+        self.error: OSError | None = None  # the error of the first write that failed
 
     def write(self, data: Any, /) -> int:
         self.digest.update(data)
@@ -95,7 +95,7 @@ class _Files(FileSystem):
             except RuntimeError:
                 if stream.error is None:
                     raise
-                # torch's writer of archives replaces the error of a write by one of its own.
+                # torch's archive writer raises this error in place of the OSError of the write.
                 raise stream.error from None
             self.files[Path(path).name] = File(stream.size, stream.digest.hexdigest())
 

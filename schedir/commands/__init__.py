@@ -1,11 +1,11 @@
-"""The commands: a row of `COMMANDS` and a file each. Files that begin with `_` help them.
+"""The commands: a row of `COMMANDS` and a file each. Files that begin with `_` are helpers.
 
-    def arguments(parser: ArgumentParser) -> None     the options
-    def run(args: Namespace) -> str | int             the output, the exit code, or a tuple of both
+    def arguments(parser: ArgumentParser) -> None     adds the options
+    def run(args: Namespace) -> str | int             returns output, exit code, or both in a tuple
 
-and, where --help has more to tell,
+and, if --help shows a text after the options,
 
-    def more() -> str                                 the text after the options
+    def more() -> str                                 returns that text
 
 `args.typed` has the words that a person typed.  The file's name is the command's, with a `_`
 where that is a word of Python.  Only the file of the command that runs is imported.
@@ -18,23 +18,23 @@ from keyword import iskeyword
 from types import ModuleType
 from typing import Final
 
-# What each is for, in the order of --help.
+# The one-line help of each command, in the order of --help.
 COMMANDS: Final = {
     "show": "print a program's text, or write it to a file",
     "check": "prove that a program is complete and finishes",
     "simulate": "predict when each rank works, and how much it holds",
-    "explain": "tell why ranks are idle, and simulate what would shorten the step",
+    "explain": "explain why ranks are idle, and simulate changes that shorten the step",
     "draw": "draw runs on the terminal, as a picture, or as an interactive page",
-    "where": "tell where a job that hangs stands, from dumps of its flight recorders",
+    "where": "find where a job hangs, from its flight recorder dumps or black boxes",
     "compare": "compare schedules of one model side by side",
     "best": "rank all built-in schedules, and yours, for one model and plan",
     "plan": "plan a training run: the layout, schedule and options with the shortest step",
-    "search": "search the shortest schedule that fits into a memory, and bound all others",
-    "train": "train a model as a configuration says",
-    "calibrate": "print the mean times of a run as --costs takes them",
+    "search": "search for the shortest schedule within a memory limit, and prove a bound",
+    "train": "train a model from a configuration file",
+    "calibrate": "print the mean times of a run in the form of --costs",
     "export": "write a program or a run in the form that another system reads",
     "import": "read a CSV of torch.distributed.pipelining, or torch.profiler's traces of a run",
-    "checkpoint": "look at checkpoints, or write the model of one for other tools",
+    "checkpoint": "inspect checkpoints, or export a model from one for other tools",
 }
 
 

@@ -24,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Further sources, and what may be held."""
     parser.description = (
         "Rank all built-in schedules, and yours, for one model and plan, the shortest first. Costs "
-        "are those of a whole rank, as compare takes them."
+        "are per rank, as in `schedir compare`."
     )
     parser.add_argument("source", metavar="SCHEDULE", nargs="*", help=f"ranked, too: {SOURCE}")
     parser.add_argument(

@@ -247,7 +247,7 @@ def _who(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     if len(own) and abs(own.mean() - took[alike].mean()) > 0.01 * took[alike].mean():
         than = f"; it takes {own.mean() / took[alike].mean():.2f}x the mean"
     idle_time = timeline.idle.sum()
-    if not idle_time > 0:  # the waits are too short for the span's digits
+    if not idle_time > 0:  # the waits are so short that they round to 0
         return []
     share = waited.max() / idle_time
     return [

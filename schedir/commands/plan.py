@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the machines, what is fixed, and where all goes."""
     parser.description = (
-        "Plan a training run: which degrees, schedule, recomputation and ZeRO make a step shortest "
-        "on these machines, how long a step is, what it holds, and what limits it."
+        "Plan a training run. Find the parallel degrees, schedule, recomputation and ZeRO level "
+        "with the shortest step on these machines, and print its time, memory and bottleneck."
     )
     parser.add_argument("--batch", type=count, metavar="N", help="sequences of a step")
     parser.add_argument("--top", type=count, default=10, metavar="N",

@@ -56,8 +56,8 @@ MOST = 3  # schedules of the zoo that are told beside
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What is searched, within which memory, how long, and where it goes."""
     parser.description = (
-        "Search the shortest schedule that fits into a memory, and say how short any can be. Costs "
-        "and sizes are those of a stage, as simulate takes them."
+        "Search for the shortest schedule within a memory limit, and prove a lower bound of all "
+        "schedules. Costs and sizes are per stage, as in `schedir simulate`."
     )
     parser.add_argument(
         "-o", dest="output", metavar="FILE.sched", help="write the program there, and of what it is"

@@ -114,25 +114,25 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
 
 def expect_writable(path: str | Path) -> None:
-    """Raise UsageError if no file can be written at `path`, before work is done for its content.
+    """Raise UsageError if no file can be written at `path`.
 
-    What is at `path` stays as it is.
+    Call this before the long work that makes the content. A file at `path` stays as it is.
     """
-    with suppress(_Unneeded), atomic_write(path) as temporary:
+    with suppress(_TrialDone), atomic_write(path) as temporary:
         temporary.touch()
-        raise _Unneeded
+        raise _TrialDone
 
 
-class _Unneeded(Exception):
-    """Ends a trial of writing, so that `atomic_write` removes its temporary file."""
+class _TrialDone(Exception):
+    """Leaves `atomic_write` before it renames the temporary file, which it then removes."""
 
 
-def is_full(error: BaseException) -> bool:
-    """Return whether an error of the system says that a disk, or a quota of it, is full."""
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether an OSError means that a disk, or the user's quota of it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def reason(error: OSError) -> str:
     """Return why a file could not be written, in a few words."""
     why = error.strerror or str(error)
-    return f"the disk is full ({why})" if is_full(error) else why
+    return f"the disk is full ({why})" if is_disk_full(error) else why

@@ -13,13 +13,13 @@ from typing import Final
 # What is no number, nor numbers in an order, though Python can make some of it.
 NO_NUMBERS: Final = (str, bytes, bool, Set, Mapping)
 
-# What a model and a cluster can be.  Beyond these, sums of bytes and operations overflow 64 bits,
-# and to list layers or GPUs takes minutes.
+# The largest numbers of a model and a cluster.  With larger ones, sums of bytes and operations
+# overflow 64 bits, and lists of layers or GPUs take minutes.
 MOST_LAYERS: Final = 2**16
-MOST_WIDTH: Final = 2**24  # of a matrix, a vocabulary or a sequence
+MOST_WIDTH: Final = 2**24  # of a matrix, a vocabulary, a sequence or heads
 MOST_GPUS: Final = 2**20
-MOST_SEQUENCES: Final = 2**30  # of a step
-SMALLEST_RATE, LARGEST_RATE = 1e-30, 1e30  # of what a machine has or does in a second
+MOST_SEQUENCES: Final = 2**30  # of a batch
+SMALLEST_RATE, LARGEST_RATE = 1e-30, 1e30  # of a cluster's bytes, FLOP/s, bytes/s and seconds
 
 _WHOLE = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 _DECIMAL = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\s*")

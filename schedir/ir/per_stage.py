@@ -28,8 +28,8 @@ def per_stage(
 ) -> PerStage:
     """A number, or several as a tuple, or an array as a tuple of its rows.
 
-    Raises `error` for anything else, where one is negative, not finite or more than `most`, and for
-    an array of what is not of a microbatch, which takes no `arrays`.
+    Raises `error` if `value` is anything else, if a number is negative, not finite or more than
+    `most`, and if `value` is an array of (stages, microbatches) and `arrays` is False.
     """
     if type(value) is float and 0 <= value <= most:  # as most are
         return value
@@ -141,7 +141,7 @@ def cut(value: PerStage, parts: int, into: int) -> PerStage:
     """
     if not isinstance(value, tuple):
         return value * parts / into
-    with np.errstate(over="ignore"):  # what is infinite then, is refused by its class
+    with np.errstate(over="ignore"):  # Costs and Sizes refuse infinite numbers
         return _cut(value, parts, into)
 
 

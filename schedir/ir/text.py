@@ -188,8 +188,8 @@ _Found = dict[str, tuple[Any, _Line, int]]  # by key, its value and where that s
 def parse(text: str, most: int | None = None) -> Program:
     """Return the Program of a text.
 
-    With its repetitions written out, it may have at most `most` instructions: by default 10^7, or
-    the limit that `trusting` sets.
+    The program may have at most `most` instructions after its repetitions are unfolded. The default
+    is 10^7, or the limit that `trusting` sets.
 
     Raises ParseError with line and column where the text does not follow the grammar, or its
     plan cannot be; whether the program is right is for `check` to say.

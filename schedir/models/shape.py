@@ -11,7 +11,7 @@ from schedir.ir.numerals import MOST_LAYERS, MOST_WIDTH
 def expect_positive(config: object, *names: str) -> None:
     """Raise UsageError for a field of a configuration that is not 1 or more, or is too large.
 
-    A field of layers is at most `MOST_LAYERS`, and any other at most `MOST_WIDTH`.
+    A field with "layers" in its name is at most `MOST_LAYERS`, and any other at most `MOST_WIDTH`.
     """
     for name in names:
         value, most = getattr(config, name), MOST_LAYERS if "layers" in name else MOST_WIDTH

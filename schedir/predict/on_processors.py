@@ -17,7 +17,7 @@ from schedir.ir.costs import Costs
 from schedir.ir.numerals import NO_NUMBERS
 from schedir.ir.ops import ROWS, Lane
 from schedir.ir.program import Program
-from schedir.predict.simulate import require_finite
+from schedir.predict.simulate import require_representable
 from schedir.predict.timeline import Timeline, spans_of
 from schedir.verify.check import complete, prove
 
@@ -63,7 +63,7 @@ def on_processors(
     graph = complete(program, model, blocks=blocks)
     prove(graph)
     start, end = _shared(graph, costs, float(processors))
-    require_finite(end, program)
+    require_representable(end, program)
     spans = spans_of(program, start, end)
     return Timeline(program, spans, model=model, blocks=blocks)
 

@@ -56,23 +56,26 @@ def simulate(
         prove(graph, reached)
     elif not reached.done.all():
         raise deadlock(graph, reached)
-    require_finite(reached.end, program)
+    require_representable(reached.end, program)
     start, end = reached.start, reached.end
     del graph, reached  # makes room for the spans
     spans = spans_of(program, start, end)
     return Timeline(program, spans, model=model, sizes=sizes, blocks=blocks)
 
 
-def require_finite(end: Times, program: Program) -> None:
-    """Raise CostsError if an instruction ends later than a Timeline can hold.
+def require_representable(end: Times, program: Program) -> None:
+    """Raise CostsError if an instruction ends later than `LONGEST`, the latest time of a Timeline.
 
     Args:
-        end: When each instruction ends.
+        end: The end time of each instruction.
         program: The program of these instructions.
+
+    Raises:
+        CostsError: A time is later than `LONGEST`, infinite or NaN.
     """
     if not end.max(initial=0.0) <= LONGEST:  # also where it is NaN
         raise CostsError(
-            f"the costs add up to more than a number can hold ({LONGEST:g})",
+            f"the costs add up to more than {LONGEST:g}, the latest time of a Timeline",
             program=program.name,
             hint="give all costs in a larger unit",
         )

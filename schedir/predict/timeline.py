@@ -37,7 +37,7 @@ KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 # Units of time that a Timeline may be in, those of the costs and seconds, and how finely its
 # clocks tell it: CUDA's events tell half a microsecond.
 UNITS: Final = {"": 0.0, "s": 1e-6}
-LONGEST: Final = 1e300  # the latest time; sums over ranks of longer times may overflow a float
+LONGEST: Final = 1e300  # the latest time; sums over ranks of later times may overflow a float
 
 SPAN: Final = np.dtype(
     [("rank", "i4"), ("stage", "i4"), ("mb", "i4"), ("lane", "i2"), ("op", "i2"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from schedir.extras import require
 
-require("torch", "schedir.runtime")  # before an import that would fail without a hint
+require("torch", "schedir.runtime")  # the imports below would fail without a hint
 
 # Loaded at once: its module has the same name, and would else take the place of the function.
 from schedir.runtime.reference import reference  # noqa: E402

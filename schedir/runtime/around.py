@@ -47,7 +47,7 @@ def _without_gradients(gradients: Gradients, stage: int, run: Callable[[], None]
 
 
 def _in_place(versions: Versions, version: int, run: Callable[[], None]) -> None:
-    """Run a forward; in the first step, raise ModelError if it replaces a Parameter of a module."""
+    """Run a forward. In the first step, raise ModelError if it replaced a Parameter."""
     run()
     if versions.by_value:
         versions.require_in_place(version)

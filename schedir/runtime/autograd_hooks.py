@@ -1,8 +1,9 @@
-"""Find hooks on autograd nodes, which no public function of torch lists.
+"""Find hooks on autograd nodes. No public function of torch lists them.
 
 `node.register_hook` and `node.register_prehook` return a handle that refers to the dictionary of
-all Python hooks of that kind on the node. Registering a hook and removing it again therefore shows
-the others. Hooks that were registered from C++, as by DistributedDataParallel, are not seen.
+all Python hooks of that kind on the node. So this module registers a hook, reads the dictionary,
+and removes the hook. Hooks that C++ code registers, such as those of DistributedDataParallel, are
+not found.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 _handles_made_here = 0
-_leaves_without_hooks: dict[int, int] = {}  # id of a leaf tensor: `registrations()` at that time
+# By the id of a leaf tensor: `registrations()` when its node was last found without hooks.
+_leaves_without_hooks: dict[int, int] = {}
 
 
 def registrations() -> int:
     """Return a number that grows whenever a hook of any kind is registered in this process.
 
-    Hooks of modules, tensors and autograd nodes all count. Those that this module registers do not.
+    It counts hooks of modules, tensors and autograd nodes, but not those of this module. If it has
+    not changed, no hook was registered in between.
     """
     return RemovableHandle.next_id - _handles_made_here
 
@@ -38,11 +41,11 @@ def has_hooks(node: Node) -> bool:
 
 
 def observe(node: Node, hook: Callable[..., None]) -> RemovableHandle:
-    """Register a hook on an autograd node that changes no gradient, so that `has_hooks` ignores it.
+    """Register a hook that changes no gradient on an autograd node. `has_hooks` ignores it.
 
     Args:
-        node: The node whose run calls the hook.
-        hook: A function that ignores or only reads the gradients that it is given.
+        node: The autograd node.
+        hook: A function that only reads its arguments, the gradients, and returns None.
 
     Returns:
         The handle that removes the hook.
@@ -54,6 +57,8 @@ def observe(node: Node, hook: Callable[..., None]) -> RemovableHandle:
 
 @dataclass(frozen=True)
 class _Observer:
+    """A hook of `observe`; the type tells it apart from other hooks."""
+
     hook: Callable[..., None]
 
     def __call__(self, *gradients: object) -> None:
@@ -61,6 +66,7 @@ class _Observer:
 
 
 def _has_others(register: Any) -> bool:
+    """Return whether a node has hooks that this module did not register, of one kind."""
     global _handles_made_here
     handle = register(_no_hook)
     _handles_made_here += 1
@@ -76,8 +82,8 @@ def _no_hook(*_: object) -> None:
 def leaf_has_hooks(leaf: Tensor, node: Node) -> bool:
     """Return whether the node that accumulates the gradient of `leaf` has Python hooks.
 
-    As long as no hook is registered anywhere, the answer "no" is remembered: to look takes
-    several microseconds, and this is asked for each weight in each backward.
+    The answer False is cached until any hook is registered in the process. Without the cache, each
+    weight would cost several microseconds in each backward.
     """
     now = registrations()
     if _leaves_without_hooks.get(id(leaf)) == now:
@@ -89,19 +95,21 @@ def leaf_has_hooks(leaf: Tensor, node: Node) -> bool:
 
 
 def has_node_hooks(leaf: Tensor) -> bool:
-    """Return whether a leaf has hooks that only a gradient of this very tensor calls.
+    """Return whether a leaf has hooks that a gradient of a copy of the leaf would not call.
 
-    These are hooks of its autograd node, and those of `register_multi_grad_hook`, which count the
-    gradients of several tensors.
+    These are hooks on its autograd node, and those of `register_multi_grad_hook`, which wait for
+    the gradients of several tensors.
     """
     hooks = (leaf._backward_hooks or {}).values()
+    # Hooks of register_multi_grad_hook are functions that torch.autograd.graph defines.
     files = [getattr(getattr(h, "__code__", None), "co_filename", "") for h in hooks]
     return graph.__file__ in files or leaf_has_hooks(leaf, get_gradient_edge(leaf).node)
 
 
 def can_wait(weight: Tensor) -> bool:
-    """Whether a gradient may be left for later: only a leaf that is trained collects its own, and
-    hooks see none but autograd's.
+    """Return whether W may compute the gradient of a weight later than autograd does, in I.
+
+    Only a trained leaf accumulates a gradient, and hooks on it see only autograd's own gradients.
     """
     hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
     return weight.is_leaf and weight.requires_grad and not hooks

@@ -32,8 +32,8 @@ class Checkpoint(NamedTuple):
 
     `buffers` are those that it has changed, and Parameters, as they were, each with its place;
     `generators` are the states of those that nobody seeds.  `sums` are of what it gave, by
-    which that is known again.  `versions` are those of the inputs in the first step, until they are
-    offloaded.
+    which that is known again.  `versions` are the version counters of the inputs; they are
+    empty after the first step, and after the inputs were offloaded.
     """
 
     xs: Sequence[Tensor]
@@ -43,12 +43,12 @@ class Checkpoint(NamedTuple):
     versions: Sequence[int]
 
     def require_unwritten(self, stage: int, mb: int) -> None:
-        """Raise ModelError if an input was written to since the first run."""
+        """Raise ModelError if an input was written to since the first forward."""
         if self.versions and self.versions != versions_of(self.xs):
             raise ModelError(
                 f"the input of stage {stage} for microbatch {mb} was written to before the stage "
                 "was recomputed",
-                hint="the stage before returns a new tensor in each forward: self.buffer.clone()",
+                hint="let the stage before it return a new tensor: self.buffer.clone()",
             )
 
 
@@ -226,7 +226,7 @@ def _like(was: Tensor, one: Tensor) -> Tensor:
     """What was there, as what is there: a Parameter, and where it is."""
     if isinstance(one, nn.Parameter):
         return nn.Parameter(was.to(one.device), requires_grad=False)
-    return was.detach()  # another tensor than the module may keep: this one may lose its memory
+    return was.detach()  # offloading frees the memory of this tensor; the module may keep `was`
 
 
 def _kind(one: Tensor) -> str:

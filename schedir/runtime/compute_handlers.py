@@ -41,7 +41,7 @@ def forward(state: State, i: Instr) -> Call:
     checkpoints = Checkpoints(state, i) if again else None
     ours = is_ours(taken) and not again  # else it finds its inputs as they are
     # What is saved of it outlives its turn, or is moved.
-    moved = _is_moved(state, i)
+    moved = _is_offloaded(state, i)
     take = _look_at(taken, Tensor.clone if state.program.shares_slots or moved else Tensor.detach)
     letter = state.program.meets[i.stage : i.stage + 1]
     summed = letter == LEAVES and not state.program.sequence
@@ -86,7 +86,7 @@ class StageRun:
         self.module, self.lender = stage.module, stage.lender
         self.together = boundaries.skipped_to(i.stage)
         local = [one.local for one in taken_by(state, forward)]
-        self.received, self.moved = not all(local), _is_moved(state, i)
+        self.received, self.offloaded = not all(local), _is_offloaded(state, i)
         last = i.stage == state.plan.stages - 1
         self.expect = None if last else boundaries.expecting(i.stage)
         came = [
@@ -105,8 +105,8 @@ class StageRun:
         for k in self.graded:
             xs[k].requires_grad_()
         keywords = batch.keywords_of(mb)
-        # The leaves lose their memory: to the host, or in the first step behind their backward.
-        aliases = self.moved or (self.received and self.state.checks.active)
+        # The leaves lose their memory: when offloaded, or after their backward in the first step.
+        aliases = self.offloaded or (self.received and self.state.checks.active)
         y, xs = self.lender.run(
             self.module, xs, keywords, ours=ours, aliases=aliases, together=self.together
         )
@@ -135,8 +135,8 @@ def is_ours(taken: Sequence[_Taken]) -> bool:
     return bool(taken) and not any(one.local for one in taken)
 
 
-def _is_moved(state: State, i: Instr) -> bool:
-    """Return whether what the forward of a stage has saved is offloaded to the host."""
+def _is_offloaded(state: State, i: Instr) -> bool:
+    """Return whether the tensors that a forward saved are offloaded to the host."""
     return Instr(Opcode.Offload, i.stage, i.mb) in state.index_of
 
 
@@ -218,18 +218,18 @@ def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
     def run() -> None:
         xs, roots = saved.look()
         dys = (state.loss_gradient_of(mb),) if last else take()
-        first = state.checks.active
-        if first:
-            dys = [*map(Tensor.detach, dys)]  # a hook that keeps one adds a reference
+        is_first_step = state.checks.active
+        if is_first_step:
+            dys = [*map(Tensor.detach, dys)]  # a hook that keeps a gradient then adds a reference
             if not state.checks.has_gradients_of_forward(i.stage, mb, xs):
-                raise _of_another_microbatch()
+                raise _other_microbatch_error()
         reduction = beginning()
         with nullcontext() if reduction is None else reduction.under_backward(module, roots):
             if roots:  # a first stage may have nothing to train
                 torch.autograd.backward(roots, dys)
         if wanted:
             give(_gradients(xs, dys, i.stage))
-        if first:
+        if is_first_step:
             _finish_inputs(xs, local)
         saved.free()
         for one in taken:
@@ -239,10 +239,10 @@ def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
 
 
 def _finish_inputs(xs: Sequence[Tensor], local: bool) -> None:
-    """Refuse more gradients of inputs, and let go the memory of received ones.
+    """Refuse further gradients of a stage's inputs, and free the memory of received inputs.
 
-    A module may keep its graph, as with an output, and so these leaves.  That is no reference to
-    the memory that messages are received in.
+    A module may keep the graph, for example with an output, and the graph keeps these leaves.
+    Without their memory, the leaves do not count as references to receive buffers.
     """
     for x in xs:
         x.register_post_accumulate_grad_hook(_refuse_gradient)
@@ -251,14 +251,14 @@ def _finish_inputs(xs: Sequence[Tensor], local: bool) -> None:
 
 
 def _refuse_gradient(_: Tensor) -> None:
-    raise _of_another_microbatch()
+    raise _other_microbatch_error()
 
 
-def _of_another_microbatch() -> ModelError:
+def _other_microbatch_error() -> ModelError:
     return ModelError(
-        "a forward computes with an input that its stage has kept of another microbatch, of which "
-        "the gradient would be lost",
-        hint="keep it without its graph: self.last = x.detach().clone()",
+        "a forward computes with an input that its stage kept from another microbatch: the "
+        "gradient of that input would be lost",
+        hint="keep a copy without its graph: self.last = x.detach().clone()",
     )
 
 

@@ -1,6 +1,6 @@
 """First-step checks: find stages that misuse memory, in the first step of a program only.
 
-A stage does the same in each step, so that later steps need not pay for these checks.
+A stage usually does the same in each step, so later steps do without the cost of these checks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from schedir.runtime.slots import Slots, versions_and_sums_in, versions_in
 from schedir.runtime.storage_references import StorageReferences
 from schedir.transports.transport import Place
 
-# The kinds of values that a stage returns.
+# The kinds of values that the computation of a stage returns: outputs, and gradients of inputs.
 OUTPUTS: Final = frozenset(made for made, _ in LOCAL_HANDOVER.values())
 
 
@@ -27,11 +27,11 @@ class FirstStepChecks:
     """Refuses stages that overwrite what they returned, or keep memory that is used again.
 
     Args:
-        slots: the slots of each kind.
-        assigned: the slots of each value, by kind, stage and microbatch.
-        buffers: the memory that messages are received in.
-        weights: the weights of each stage that has a part of them only.
-        device: the rank's device.  Bits of outputs are compared on a CPU only.
+        slots: The slots of each kind.
+        assigned: The slot numbers of each value, by kind, stage and microbatch.
+        buffers: The memory that messages are received in.
+        weights: The weights of the stages that ZeRO shards.
+        device: The rank's device. Checksums of outputs are compared on a CPU only.
     """
 
     def __init__(
@@ -45,23 +45,23 @@ class FirstStepChecks:
         self.active = True
         self.assigned, self.buffers, self.weights = assigned, buffers, weights
         self.outputs = [slots[kind] for kind in OUTPUTS]
-        self.marks_of = versions_and_sums_in if device.type == "cpu" else versions_in
+        self.fingerprint_of = versions_and_sums_in if device.type == "cpu" else versions_in
         self.references = StorageReferences(())
-        self.versions_of_losses: dict[int, list[int]] = {}  # by microbatch, when each was kept
+        self.versions_of_losses: dict[int, list[int]] = {}  # by microbatch, when it was computed
         # By stage and microbatch, the versions of the gradients of inputs after the forward.
         self.gradients: dict[tuple[int, int], list[int]] = {}
 
     def begin_step(self) -> None:
-        """Note what there is before a step, if it is the first one."""
+        """Switch the checks on before the first step, and off before later ones."""
         for slots in self.outputs:
-            slots.marks_of = self.marks_of if self.active else None
+            slots.fingerprint_of = self.fingerprint_of if self.active else None
         if self.active:
             self.references = StorageReferences(self.buffers.values())
             for weights in self.weights:
                 weights.count_references()
 
     def end_step(self, losses: Sequence[Tensor]) -> None:
-        """Raise ModelError if a loss was written to, or a stage keeps memory that is used again."""
+        """Raise ModelError if a loss was overwritten, or if memory that is used again is kept."""
         if self.active:
             for mb, versions in self.versions_of_losses.items():
                 if versions_of((losses[mb],)) != versions:
@@ -75,11 +75,11 @@ class FirstStepChecks:
         self.active = False
 
     def note_gradients(self, stage: int, mb: int, xs: Sequence[Tensor]) -> None:
-        """Note the gradients of inputs after a forward, which may run a backward of its own."""
+        """Note the gradients of inputs after a forward, which may itself run a backward."""
         self.gradients[stage, mb] = _versions_of_gradients(xs)
 
     def has_gradients_of_forward(self, stage: int, mb: int, xs: Sequence[Tensor]) -> bool:
-        """Return whether inputs have the gradients that they had after a forward in this step."""
+        """Return whether inputs have the same gradients as after their forward in this step."""
         noted = self.gradients.get((stage, mb))
         return noted is None or noted == _versions_of_gradients(xs)
 
@@ -87,17 +87,19 @@ class FirstStepChecks:
         """Raise ModelError if a stage keeps a tensor in memory that messages are received in."""
         places = [*self.buffers]
         for kind, number in (places[k] for k in self.references.increased()):
-            stages = [
+            stages = {  # several may share a slot, and any of them may be the one
                 stage
                 for (of, stage, _), numbers in self.assigned.items()
                 if of == kind and number in numbers.values()
-            ]
+            }
+            names = " or ".join(map(str, sorted(stages)))
             raise ModelError(
-                f"stage {min(stages)} keeps a reference to {TOKENS[kind].words} that it received, "
+                f"stage {names} keeps a reference to {TOKENS[kind].words} that it received, "
                 "and a later message is received into the same memory",
-                hint="keep a copy, and no graph: self.last = x.detach().clone()",
+                hint="keep a copy without its graph: self.last = x.detach().clone()",
             )
 
 
 def _versions_of_gradients(xs: Sequence[Tensor]) -> list[int]:
+    """Return the version counter of each gradient, and -1 where there is none."""
     return [-1 if x.grad is None else x.grad._version for x in xs]

@@ -225,7 +225,7 @@ class HostStates:
         self.storing[stage] = Moving(job, moving)
 
     def expect_own_memory(self, stage: int) -> None:
-        """Verify that a stage's state has memory of its own, before the state is moved."""
+        """Verify that a stage's optimizer state has memory of its own, before it is moved."""
         self.isolation.expect_own_memory(self.tensors(stage), self.stepped, stage)
 
     def leave(self, stage: int) -> None:

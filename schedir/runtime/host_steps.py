@@ -104,7 +104,7 @@ class _Part:
 
     def moved(self) -> nn.Parameter | None:
         """Return a parameter whose `data` on the device has moved since `look`, or None."""
-        if self.stage.weights is not None:  # which is whole in a step, and verifies this itself
+        if self.stage.weights is not None:  # with ZeRO, `Parts` checks this
             return None
         for p, was in self.weights.items():
             if p.data_ptr() != was.data_ptr():
@@ -181,7 +181,7 @@ class HostSteps(HostStates):
         if (p := part.moved()) is not None:
             raise refusal(
                 f"a forward or a backward sets the data of {self.names.get(p, 'a parameter')} to "
-                "another tensor: its update would be lost",
+                "another tensor: the optimizer's update of it would be lost",
                 f"weight.data.copy_(new), which writes in place; or {ON_DEVICE}",
             )
         pairs: list[tuple[Tensor, Tensor]] = [*part.flats]
@@ -297,7 +297,7 @@ class HostSteps(HostStates):
             for group in inner.param_groups:
                 group["params"] = [place.get(p, p) for p in group["params"]]
             state, own = inner.state, {*self.own[stage]}
-            # State that belongs to no parameter is visible to the step of every stage.
+            # The step of every stage sees the state that belongs to no parameter.
             keys = [key for key in state if not isinstance(key, Tensor) or key in own]
             inner.state = defaultdict(dict)
             inner.state.update({place.get(key, key): state[key] for key in keys})

@@ -3,8 +3,8 @@
 What was received is this rank's own, and may be written over; autograd alone must not see it as
 the leaf that it is.  What the stage before has handed over may be saved there for its backward, and
 the model's inputs are the caller's: of these a module gets copies if a layer of it says `inplace`
-and its first microbatch shows that it writes.  Any other is given the very tensor, or with
-`aliases` another one of its memory.
+and its first microbatch shows that it writes.  Any other module is given the
+very tensor, or with `aliases` another tensor with the same memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from schedir.errors import ModelError
 
 LINE: Final = 64  # bytes
-# Numbers of an input that are compared with another input: so many are not equal by chance.
+# Numbers of an input that are looked up in another input: this many are hardly there by chance.
 _COMPARED: Final = 8
 
 
@@ -45,9 +45,10 @@ class Lender:
 
         The last so many are given `together`, several as a tuple: those of a skip.
         `ours` is memory that nobody else reads.  Of a copy the leaf has no memory.  With `aliases`
-        a module that keeps its input does not keep the leaf.  Keywords are for several stages, and
-        none gets a copy.  Raises ModelError for a module that was not expected to write to what it
-        is given, and did, and for one that writes to an input of which another may be a view.
+        the module is given a view of each leaf, so that it cannot keep the leaf.  Keywords are for
+        several stages, and none gets a copy.  Raises ModelError for a module that was not expected
+        to write to its inputs and did, and for one that writes to an input if another input may be
+        a view of it.
         """
         lent = leaves = xs
         writes = self.writes.get(module.training)
@@ -81,7 +82,7 @@ class Lender:
             if after[one] != before[one] or after[other] != before[other]:
                 raise ModelError(
                     f"a stage changes input {one} or {other} in place, and both have the same "
-                    "numbers: without a pipeline one may be a view of the other, and change too",
+                    "numbers: without a pipeline, one may be a view of the other",
                     hint="let it begin with x = x.clone()",
                 )
         if versions and [*map(_version, named)] != versions:
@@ -96,8 +97,8 @@ class Lender:
 def _views(xs: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return the indices of each two inputs that may be views of the same memory.
 
-    A stage that returns `y, y[:, 0]` or `y, y` hands over two tensors, and each arrives in memory
-    of its own.  Only their numbers tell: several of one that are all in the other.
+    If a stage returns `y, y[:, 0]` or `y, y`, each tensor arrives in memory of its own.  So this
+    compares numbers: the first numbers of the smaller input are all in the larger one.
     """
     pairs = combinations(range(len(xs)), 2)
     return [(k, n) for k, n in pairs if _has_numbers_of(*sorted((xs[k], xs[n]), key=Tensor.numel))]

@@ -28,8 +28,8 @@ class Owned(NamedTuple):
 def tensors_of(stages: Mapping[int, nn.Module]) -> list[Owned]:
     """Return the parameters, buffers and tensor attributes of stages, each tensor once.
 
-    Tensors in lists, tuples and dicts that are attributes count as attributes.  An attribute of a
-    module that has forward pre-hooks is left out: such a hook makes it anew before each forward, as
+    Attributes include the tensors in lists, tuples and dicts.  The attributes of a module with
+    forward pre-hooks are left out: such a hook makes them anew before each forward, as
     torch.nn.utils.spectral_norm does.
     """
     found: dict[int, Owned] = {}
@@ -49,7 +49,7 @@ def tensors_of(stages: Mapping[int, nn.Module]) -> list[Owned]:
 
 
 def _attributes_of(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in the attributes of a module itself, by name such as `views[0]`."""
+    """Yield the tensors in a module's own attributes, each with a name such as `views[0]`."""
     for name, value in vars(owner).items():
         if name in MODULE_ATTRIBUTES or owner._forward_pre_hooks:
             continue
@@ -61,7 +61,8 @@ def _attributes_of(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield name + keystr(path), leaf
 
 
-MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module()))  # of every module, such as _parameters
+# The attributes of every module, such as _parameters.
+MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module()))
 
 
 def overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
@@ -119,7 +120,7 @@ def expect_no_views(stages: Mapping[int, nn.Module], program: str) -> None:
         if one.trained != other.trained:
             raise ModelError(
                 f"{one} and {other} share memory, and the program computes with older versions of "
-                f"weights: {other if one.trained else one} would have the newest",
+                f"weights: {other if one.trained else one} would have the newest version",
                 program=program,
                 hint="let the forward take the view of the weight itself, or delay=0",
             )
@@ -147,11 +148,18 @@ def expect_ranks_apart(stages: Mapping[int, nn.Module], ranks: Sequence[int], pr
 
 
 def expect_copyable(module: nn.Module, stage: int, program: str) -> None:
-    """Raise ModelError for a trained parameter of a stage with several holders that overlaps with
-    another parameter or with an attribute.
+    """Refuse overlapping tensors that would no longer overlap in a copy of the stage.
 
-    The other holders have copies, in which each of both would have memory of its own.  Buffers are
-    copied from the first holder before each step.
+    The other holders of a stage have copies, in which each tensor has memory of its own.  Buffers
+    may overlap: they are copied from the first holder before each step.
+
+    Args:
+        module: A stage with several holders.
+        stage: Its number.
+        program: The name of the program.
+
+    Raises:
+        ModelError: A trained parameter overlaps with another parameter or with an attribute.
     """
     buffers = {id(buffer) for buffer in module.buffers()}
     for one, other in _overlapping(tensors_of({stage: module})):
@@ -159,8 +167,8 @@ def expect_copyable(module: nn.Module, stage: int, program: str) -> None:
             one.trained or other.trained
         ):
             raise ModelError(
-                f"{one} and {other} share memory, and the stage has several holders: in their "
-                "copies each would have memory of its own",
+                f"{one} and {other} share memory, and the stage has several holders: in the copies "
+                "of the stage they would not",
                 program=program,
                 hint="let the forward take the view of the weight itself",
             )

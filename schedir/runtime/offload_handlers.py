@@ -37,7 +37,7 @@ def offload(state: State, i: Instr) -> Call:
 
     def run() -> None:
         kept = slot.look()
-        if isinstance(kept, Checkpoint):  # its tensors have other versions when they are back
+        if isinstance(kept, Checkpoint):  # reloaded tensors have other version counters
             kept.require_unwritten(i.stage, i.mb)
             kept = kept._replace(versions=())
         state.away.kept[i[1:]] = kept

@@ -60,7 +60,7 @@ class Parts:
         self.is_whole = self.within = False
         self.shown: list[Tensor] = []  # flat tensors that are shown whole between steps
         self.versions: list[int] = []  # of each parameter when a step began
-        self.references = StorageReferences(())  # to full weights, when the first step began
+        self.references = StorageReferences(())  # to full weights, before the first step
         self.steps = 0  # that have begun, and train
         self.sums: list[int] = []  # of the bits that were gathered, in the first step
 
@@ -190,8 +190,10 @@ class Parts:
             p.grad = kept[p] if piece.numel() else None
 
     def expect_unwritten(self) -> None:
-        """Raise ModelError if a step has written to weights, or has replaced the data of one: other
-        replicas have their parts."""
+        """Raise ModelError if a step wrote to a weight or replaced its `data`.
+
+        Each replica keeps a shard only, and would lose what was written to the rest.
+        """
         now = [p._version for p, _ in self.views]
         for (p, view), before, after in zip(self.views, self.versions, now, strict=True):
             if before != after:
@@ -200,16 +202,17 @@ class Parts:
                 raise _written(f"the data of {self.gradients.names[p]}")
 
     def count_references(self) -> None:
-        """Count the references to full weights, before they are gathered."""
+        """Count the references to the memory of full weights, before weights are gathered."""
         self.references = StorageReferences(() if self.stays else self.flat)
 
     def require_released(self) -> None:
-        """Raise ModelError if a stage still refers to full weights, which have no memory now."""
+        """Raise ModelError if a stage keeps references to full weights, whose memory is freed."""
         for k in self.references.increased():
             raise ModelError(
-                f"a reference is kept to {self.gradients.names[self.buckets[k].parameters[0]]}, or "
-                "to weights beside it, and after a step there are parts of them only",
-                hint="keep a copy, and no graph: weight.detach().clone(); or zero=2",
+                "a stage keeps a reference to the full weight "
+                f"{self.gradients.names[self.buckets[k].parameters[0]]}, or to another weight of "
+                "its bucket, and ZeRO level 3 frees full weights after the step",
+                hint="keep a copy without its graph: weight.detach().clone(); or zero=2",
             )
 
     def show(self, collective: Collective) -> None:
@@ -327,16 +330,15 @@ def expect_state_of_pieces(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> 
 def stepping_pieces(optimizer: object, zero: int) -> Iterator[None]:
     """Within this an optimizer steps, on pieces of weights if `zero` is not 0.
 
-    Raises ModelError for an optimizer whose step has hooks, which would see pieces, too, and for
-    one that is not torch's and that fails on pieces.
+    Raises ModelError if the optimizer's step has hooks, because they would see pieces, too.  Raises
+    ModelError if the step fails on pieces and the optimizer is not torch's.
     """
     for one in map(innermost, all_within(optimizer) if zero else ()):
         if has_hooks(one) and not getattr(one, "elementwise", False):
-            name = type(one).__name__
             raise ModelError(
-                f"{name} has hooks on its step, which would see the pieces of weights and "
-                f"gradients that a replica keeps (zero {zero})",
-                hint="zero=0; or optimizer.elementwise = True, if they treat each number by itself",
+                f"{type(one).__name__} has hooks on its step, and they would see the pieces of "
+                f"weights and gradients that a replica keeps (zero {zero})",
+                hint="zero=0; or optimizer.elementwise = True, if the hooks are elementwise",
             )
     try:
         yield

@@ -89,8 +89,8 @@ def is_known(optimizer: object) -> bool:
 def is_torchs(optimizer: object) -> bool:
     """Return whether an optimizer is one of torch's own.
 
-    A class that derives from one elsewhere is not, nor is an optimizer with a replaced `step`.  The
-    wrapper that a learning-rate scheduler puts around `step` does not count as a replacement.
+    A subclass that is defined outside of torch is not, nor is an optimizer with a replaced `step`.
+    The wrapper that a learning-rate scheduler puts around `step` does not count as a replacement.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False

@@ -220,7 +220,7 @@ class State:
         return total
 
     def keep_loss(self, mb: int, loss: Tensor, inputs: Sequence[Tensor]) -> None:
-        """Keep the loss of a microbatch: a copy, if it is in the memory of the stage's inputs."""
+        """Keep the loss of a microbatch, or a copy if it shares memory with the stage's inputs."""
         value = loss.detach()
         if any(share_memory(value, x) for x in inputs):
             value = value.clone()

@@ -18,9 +18,10 @@ class Slots:
     def __init__(self, count: int) -> None:
         self.values: list[Any] = [None] * count
         self.taken = self.most = 0
-        # In the first step: a function that finds writes to a value, and what it returned for each.
-        self.marks_of: Callable[[Any], list[int]] | None = None
-        self.marks: list[list[int]] = [[]] * count
+        # In the first step: a function whose result changes if a value is written to, and its
+        # result for the value in each slot.
+        self.fingerprint_of: Callable[[Any], list[int]] | None = None
+        self.fingerprints: list[list[int]] = [[]] * count
 
     def put(self, number: int, value: Any) -> None:
         """Let a slot have a value, or None."""
@@ -50,8 +51,8 @@ class Slot:
         slots.taken = taken = slots.taken + 1
         if taken > slots.most:
             slots.most = taken
-        if slots.marks_of is not None:
-            slots.marks[number] = slots.marks_of(value)
+        if slots.fingerprint_of is not None:
+            slots.fingerprints[number] = slots.fingerprint_of(value)
 
     def look(self) -> Any:
         """The value; it stays."""
@@ -66,9 +67,9 @@ class Slot:
 
 
 class OutputSlot(Slot):
-    """The slot of a value that a stage returns, whose memory must not change while it is needed.
+    """The slot of a value that a stage returned. Its memory must not change until it is used.
 
-    Writes are looked for in the first step only.
+    Only the first step checks this.
     """
 
     __slots__ = ("kind", "mb", "stage")
@@ -77,16 +78,18 @@ class OutputSlot(Slot):
         super().__init__(slots, number)
         self.kind, self.stage, self.mb = kind, stage, mb
 
-    def mark(self) -> None:
-        """Accept the value as it is now: the executor itself has written to it."""
-        if self.slots.marks_of is not None:
-            self.slots.marks[self.number] = self.slots.marks_of(self.values[self.number])
+    def accept_write(self) -> None:
+        """Accept the value as it is now, after the executor itself has written to it."""
+        slots, number = self.slots, self.number
+        if slots.fingerprint_of is not None:
+            slots.fingerprints[number] = slots.fingerprint_of(self.values[number])
 
     def look(self) -> Any:
-        """Return the value.  Raises ModelError if a tensor of it was written to meanwhile."""
-        value, marks_of = self.values[self.number], self.slots.marks_of
+        """Return the value.  Raises ModelError if it was written to since the slot was filled."""
+        value, fingerprint_of = self.values[self.number], self.slots.fingerprint_of
         assert value is not None, "the checker proves that every value is there"
-        if marks_of is not None and marks_of(value) != self.slots.marks[self.number]:
+        before = self.slots.fingerprints[self.number]
+        if fingerprint_of is not None and fingerprint_of(value) != before:
             raise self.overwritten()
         return value
 
@@ -104,11 +107,13 @@ class OutputSlot(Slot):
 
 
 def versions_in(value: Any) -> list[int]:
-    """Return the version of a tensor, or of each of a tuple: torch adds 1 with each write."""
+    """Return the version counter of a tensor, or those of a tuple: torch adds 1 at each write."""
     return versions_of((value,) if isinstance(value, Tensor) else value)
 
 
 def versions_and_sums_in(value: Any) -> list[int]:
-    """The same, with the sums of the bits: they show a write to `data`, or by a kernel that torch
-    does not know."""
+    """Return the version counters and checksums of a tensor, or of each tensor of a tuple.
+
+    Checksums also find writes to `data`, and writes by kernels that torch does not track.
+    """
     return versions_in(value) + sums_of((value,) if isinstance(value, Tensor) else value)

@@ -210,7 +210,7 @@ def _may_be_left(ctx: Any, k: int, weight: Tensor) -> bool:
     node = ctx.next_functions[k][0]
     if leaf_has_hooks(weight, node):
         return False
-    # What torch.compile traced has not counted. A hook on this node expects all gradients.
+    # A hook on this node expects all gradients.  Nodes that torch.compile traced have no count.
     if getattr(ctx, "registrations", None) != registrations() and has_hooks(ctx):
         return False
     return _is_added(node)
@@ -248,7 +248,7 @@ def _remember(ctx: Any, *weights: Tensor) -> None:
     # unchanged is ours to do.
     ctx.weights, ctx.versions = weights, [weight._version for weight in weights]
     if not torch.compiler.is_compiling():
-        ctx.registrations = registrations()  # a hook on this node is registered after this
+        ctx.registrations = registrations()  # hooks on this node come later, and change the count
 
 
 def _remembered(ctx: Any) -> tuple[Tensor, ...]:

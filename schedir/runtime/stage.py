@@ -47,7 +47,7 @@ class Stage:
         self.rewritten: set[tuple[str, str]] = set()  # buffers that have been, as they were
         # Buffers that forwards write to, by whether the stage is training: of what is recomputed.
         self.written: dict[bool, set[str]] = {}
-        # That it writes to no weights of which there are copies, by value, in which mode.
+        # The instructions and training modes that were seen to write to no weight that has copies.
         self.weights_checked: set[tuple[Opcode, bool]] = set()
         self.watched: set[bool] = set()  # that it reads weights of its own only, in which mode
         self.run_again: set[bool] = set()  # what it trains was looked at by value, in which mode

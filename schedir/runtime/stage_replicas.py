@@ -87,8 +87,8 @@ def copies_of(
         home, *others = of
         if others and program.zero:
             raise ModelError(
-                f"{where(of.values())} are one Parameter on {len(of)} ranks, and ZeRO "
-                f"{program.zero} would cut it on each of them",
+                f"{where(of.values())} are one Parameter on {len(of)} ranks, and ZeRO level "
+                f"{program.zero} would shard it on each of them",
                 program=program.name,
                 hint="ties = schedir.ties(stages), then copies: stages = [deepcopy(stage) for "
                 "stage in stages], and tied=ties for the ranks; or zero=0",

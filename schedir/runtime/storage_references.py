@@ -1,4 +1,4 @@
-"""Storage references: count the tensors that refer to memory, to find those that are kept."""
+"""Storage references: count the tensors that use a storage, to find those that a module keeps."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 class StorageReferences:
     """Counts the references to the storages of tensors.
 
-    A reference is a tensor of that storage, a view included, wherever it is kept: in a module, in a
-    hook or in a graph of autograd.
+    Each tensor that uses the storage is a reference, and so is each view of it.  A module, a hook
+    or an autograd graph may keep it.
 
     Args:
-        tensors: tensors that live as long as this object.
+        tensors: The tensors. They must live as long as this object.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -24,10 +24,10 @@ class StorageReferences:
         self.counts = self._count()
 
     def increased(self) -> list[int]:
-        """Return the indices of the tensors to which there are more references than at first."""
+        """Return the indices of the tensors that have more references than at first."""
         if self._count() == self.counts:
             return []
-        gc.collect()  # A reference cycle that is garbage is never read.
+        gc.collect()  # Garbage in a reference cycle is no reference: nothing can read it.
         both = zip(self.counts, self._count(), strict=True)
         return [k for k, (before, now) in enumerate(both) if now > before]
 

@@ -63,7 +63,7 @@ def _meeting(state: State, i: Instr, start: Callable[[_Handed], Work]) -> Call:
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
 
     def run() -> None:
-        arrivals[key] = Then(start(handed), handed.slot.mark)
+        arrivals[key] = Then(start(handed), handed.slot.accept_write)
 
     return Call(None, run)
 

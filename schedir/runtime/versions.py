@@ -43,8 +43,10 @@ class Versions:
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         # Of the module's own parameters in a step: where gradients come, and who looks there.
         self.hooks: list[tuple[Node, RemovableHandle]] = []
-        self.traces: dict[int, list[tuple[int, ...]]] = {}  # of the copies, when they were made
-        self.by_value = True  # in the first step, which also finds writes to `data`
+        self.traces: dict[
+            int, list[tuple[int, ...]]
+        ] = {}  # by version, of copies that are unwritten
+        self.by_value = True  # in the first step: checksums also find writes to `data`
 
     def begin(self) -> None:
         """Keep what the weights are, of which no backward may then meet the module's own."""
@@ -82,13 +84,13 @@ class Versions:
         for version in versions or [*self.kept]:
             if (now := self._traces(version)) == self.traces[version]:
                 continue
-            named = {id(p): p for p in self.names}
+            originals = {id(p): p for p in self.names}
             for key, was, one in zip(self.kept[version], self.traces[version], now, strict=True):
                 if was != one:
-                    raise self._written(named[key])
+                    raise self._written(originals[key])
 
     def require_in_place(self, version: int) -> None:
-        """Raise ModelError if a module has other Parameters than the copies that `use` gave it."""
+        """Raise ModelError if a module has replaced a Parameter that `use` gave it."""
         for owner, name, parameter in self.places:
             if owner._parameters.get(name) is not self.kept[version][id(parameter)]:
                 raise self._written(parameter)
@@ -102,11 +104,11 @@ class Versions:
         )
 
     def _traces(self, version: int) -> list[tuple[int, ...]]:
-        """Return what tells whether copies have been written to: of each how often it was, its
-        address, and in the first step the sum of its bits.
+        """Return values that change if a copy of a version is written to.
 
-        A write to `copy.data` leaves no trace but the numbers.  They are read on a CPU, where the
-        host may.
+        Of each copy, these are its version counter, its address, and in the first step a checksum.
+        Only the checksum shows a write to `copy.data`.  On a GPU it is 0, because the host would
+        have to wait for it.
         """
         copies = self.kept[version].values()
         traces: list[tuple[int, ...]] = [(copy._version, copy.data_ptr()) for copy in copies]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from schedir.analysis.compiled import FIRST_USE, LATER_USE, Numba
-from schedir.extras import install
+from schedir.extras import install_command
 from schedir.ir.program import Program
 from schedir.predict.timeline import Timeline
 
@@ -75,7 +75,7 @@ def numba_in_words(numba: Numba) -> str:
     return {
         "used": "with numba",
         "not needed": "without numba, which was not needed",
-        "not installed": f"without numba, which is not installed ({install('numba')})",
+        "not installed": f"without numba, which is not installed ({install_command('numba')})",
         "no time": f"without numba, as its first use needs {FIRST_USE:g} s in one search, and a "
         f"later use {LATER_USE:g} s",
     }[numba]

@@ -2,8 +2,8 @@
 
 from schedir.extras import require
 
-# Before 2.13, torch's stages have no gradients for some inputs that a stage may have: integers, and
-# those that it does not use.
+# Before torch 2.13, its stages fail if an input has no gradient: an integer tensor, or one that the
+# stage does not use.
 require("torch", "schedir.torch", lowest="2.13")
 
 from schedir.torch.schedule import Schedule  # noqa: E402

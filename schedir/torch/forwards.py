@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from schedir.runtime.buffers import remembered
 from schedir.runtime.module_state import attributes_and_gradients_restored
 from schedir.torch import halves
-from schedir.torch.hooks import has_parameter_hooks, hooks_so_far
+from schedir.torch.hooks import has_parameter_hooks, hook_count
 from schedir.torch.losses import ByMicrobatch
 from schedir.torch.outputs import Outputs
 from schedir.torch.sharding import accumulate_gradients
 from schedir.torch.stages import require_as_told
 
 _RUN_BY: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()  # stages, by what schedule last
-_REPLACED = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+_METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
 class Watched(ByMicrobatch):
@@ -30,12 +30,12 @@ class Watched(ByMicrobatch):
 
     _has_backward: bool
     _splits: frozenset[int]  # stages some of whose backwards are in halves
-    _settled: list[Any]  # modules that have run
-    # Of the step under way.
-    _whole_stages: set[int]  # stages none of whose backwards may be in halves
-    _whole: set[tuple[int, int]]  # stages and microbatches whose backward may not
+    _settled: list[Any]  # modules of the last step that succeeded
+    # These belong to the current step.
+    _full_stages: set[int]  # stages that run full backwards for all microbatches
+    _full_microbatches: set[tuple[int, int]]  # stages and microbatches with a full backward
     _outputs: Outputs
-    _hooks_before: int  # before the forward that runs
+    _hooks_before: int  # `hook_count()` before the current forward
 
     def _take_stages(self) -> None:
         """Find shapes anew where another schedule has run these stages since, with its own."""
@@ -46,10 +46,10 @@ class Watched(ByMicrobatch):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Within this, stages run forwards and backwards through this object."""
+        """In this context, stages run forwards and backwards through methods of this object."""
         self._outputs = Outputs(by_value=self._settled != self._modules())
-        self._whole = set()
-        self._whole_stages = {
+        self._full_microbatches = set()
+        self._full_stages = {
             stage.stage_index
             for stage in self._stages
             if self._may_be_split(stage) and has_parameter_hooks(stage.submod)
@@ -57,8 +57,8 @@ class Watched(ByMicrobatch):
         runs = (self._run_forward, self._run_backward, self._run_weights)
         with ExitStack() as stack:
             for stage in self._stages:
-                for name, run in zip(_REPLACED, runs, strict=True):
-                    stack.enter_context(_replaced(stage, name, run))
+                for name, run in zip(_METHODS, runs, strict=True):
+                    stack.enter_context(_method_replaced(stage, name, run))
             yield
             self._outputs.finish()
         self._settled = self._modules()
@@ -67,17 +67,17 @@ class Watched(ByMicrobatch):
         return [stage.submod for stage in self._stages]
 
     def _may_be_split(self, stage: Any) -> bool:
-        """Return whether torch splits backwards of a stage: at W, those of the first are full."""
+        """Return whether torch splits backwards of a stage. The first stage's are full, at W."""
         splits = self._has_backward and stage.stage_index in self._splits
         return splits and not stage.is_first and stage.dw_builder is None
 
     # ------------------------------------------------------------ shapes
 
     def _initialize_stages(self, *given: Any, **named: Any) -> None:
-        """Let torch find shapes by a forward and a backward of each stage, as if there were none.
+        """Let torch find shapes with a forward and a backward of each stage, without a trace.
 
-        They run on copies, and buffers and gradients are then what they were. What is received
-        gets tensors of its own in each step: hooks on those of the step before are gone.
+        These run on copies of the inputs, and the state and the gradients of stages are restored.
+        Each step receives into new tensor objects, which have no hooks of the last step.
         """
         given, named = tree_map_only(Tensor, torch.clone, (given, named))
         with ExitStack() as stack:
@@ -85,12 +85,14 @@ class Watched(ByMicrobatch):
                 self._has_backward != self._stages_backward_initialized
             ):
                 for stage in self._stages:
-                    stack.enter_context(_unchanged(stage.submod))
+                    stack.enter_context(_state_restored(stage.submod))
             super()._initialize_stages(*given, **named)
         for stage in self._stages:
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
                 for info in infos:
-                    if getattr(info, "buffer", None) is not None:  # no argument of the first
+                    if (
+                        getattr(info, "buffer", None) is not None
+                    ):  # an argument of the first stage has none
                         info.buffer = info.buffer.detach().contiguous()
 
     # ------------------------------------------------------------ a forward
@@ -98,16 +100,16 @@ class Watched(ByMicrobatch):
     def _run_forward(
         self, stage: Any, run: Callable[..., Any], mb: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a forward of a stage."""
+        """Run a forward of a stage, and check its inputs first."""
         self._outputs.require_unwritten((stage.stage_index - 1, mb))
-        self._hooks_before = hooks_so_far()
+        self._hooks_before = hook_count()
         output = run(mb, *args, **kwargs)
-        self._outputs.passed_on(stage.stage_index - 1, mb)
+        self._outputs.note_read(stage.stage_index - 1, mb)
         return output
 
     def _ran_forward(self, stage: Any, output: Any, mb_index: int) -> None:
-        """Look at what a forward of a stage, and its loss, show of its backward."""
-        s, has_hooks = stage.stage_index, hooks_so_far() != self._hooks_before
+        """Decide from the forward of a stage, and its loss, whether its backward may be split."""
+        s, has_hooks = stage.stage_index, hook_count() != self._hooks_before
         outputs, inputs = stage.fwd_cache[mb_index]
         sent = not stage.is_last and s + 1 not in {each.stage_index for each in self._stages}
         if not stage.is_last:
@@ -124,10 +126,10 @@ class Watched(ByMicrobatch):
         else:
             ends = tuple(map(halves.detachable, outputs))
             stage.fwd_cache[mb_index] = (ends, inputs)
-        if s not in self._whole_stages and halves.loses(stage, ends, mb_index):
-            self._whole_stages.add(s)
-        if s in self._whole_stages or has_hooks:
-            self._whole.add((s, mb_index))
+        if s not in self._full_stages and halves.loses(stage, ends, mb_index):
+            self._full_stages.add(s)
+        if s in self._full_stages or has_hooks:
+            self._full_microbatches.add((s, mb_index))
 
     def _kept_or_sent(self, stage: Any, output: Any, mb: int) -> list[Any]:
         """Return the outputs of a forward, and its loss, that are needed after it."""
@@ -141,7 +143,7 @@ class Watched(ByMicrobatch):
     def _run_backward(
         self, stage: Any, run: Callable[..., Any], mb: int, *args: Any, **kwargs: Any
     ) -> None:
-        """Run a backward of a stage, or its half of inputs."""
+        """Run a backward of a stage, or the half that computes the gradients of inputs."""
         full = kwargs.get("full_backward", True)
         if not stage.is_last and (full or not stage.is_first):
             self._outputs.release(stage.stage_index, mb)
@@ -154,7 +156,7 @@ class Watched(ByMicrobatch):
         self, stage: Any, run: Callable[..., Any], mb: int, *args: Any, **kwargs: Any
     ) -> None:
         """Run the half of a backward that computes the gradients of weights."""
-        if stage.is_first and not stage.is_last:  # whose backward is full, and runs here
+        if stage.is_first and not stage.is_last:  # its full backward runs here
             self._outputs.release(stage.stage_index, mb)
         with self._full_if_needed(stage, mb):
             run(mb, *args, **kwargs)
@@ -162,8 +164,8 @@ class Watched(ByMicrobatch):
 
     @contextmanager
     def _full_if_needed(self, stage: Any, mb: int) -> Iterator[None]:
-        """Within this, torch runs the full backward of a microbatch at I where halves are wrong."""
-        full = (stage.stage_index, mb) in self._whole
+        """In this context, torch runs a full backward at I if halves would be wrong."""
+        full = (stage.stage_index, mb) in self._full_microbatches
         if full:
             stage.dw_builder = halves.whole_at_i
         try:
@@ -174,8 +176,8 @@ class Watched(ByMicrobatch):
 
 
 @contextmanager
-def _replaced(stage: Any, name: str, run: Callable[..., Any]) -> Iterator[None]:
-    """Within this context a method of a stage is `run`, which is given stage and method first."""
+def _method_replaced(stage: Any, name: str, run: Callable[..., Any]) -> Iterator[None]:
+    """In this context, a method of a stage is `run`, whose first arguments are stage and method."""
     own = vars(stage).get(name)
     setattr(stage, name, partial(run, stage, getattr(stage, name)))
     try:
@@ -187,8 +189,8 @@ def _replaced(stage: Any, name: str, run: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _unchanged(module: Any) -> Iterator[None]:
-    """After this context a module's state and gradients are what they were before it."""
+def _state_restored(module: Any) -> Iterator[None]:
+    """Restore a module's buffers, public attributes and gradients when this context ends."""
     put_back = remembered(module)
     try:
         with attributes_and_gradients_restored(module):
@@ -198,5 +200,5 @@ def _unchanged(module: Any) -> Iterator[None]:
 
 
 def _contiguous(value: Any) -> Any:
-    """Return a tensor as it can be sent, and anything else as it is."""
+    """Return a contiguous tensor, which Gloo can send, and anything else as it is."""
     return value.contiguous() if isinstance(value, Tensor) else value

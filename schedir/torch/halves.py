@@ -6,9 +6,9 @@ is in none of its groups, and gets no gradient, nor a word; nor does one that is
 stage, as of a loss that is trained.  And it detaches what backwards begin with in place, which
 cannot be done with views.
 
-The nodes where weights and inputs join are computed in both halves. A `torch.autograd.Function`
-there may count its calls, add to a gradient of its own, or write to what it is given: then only a
-full backward is right.
+Both halves run the nodes where weights and inputs join. A `torch.autograd.Function` there may count
+its calls, add to a gradient of its own, or write to its arguments. Then only a full backward is
+right.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ from torch.distributed.pipelining import _backward as theirs
 
 
 def loses(stage: Any, ends: Sequence[object], mb: int) -> bool:
-    """Whether halves of torch's backward of a stage would leave out a weight that is used, or a way
-    by which it is, or count one twice, or call a `torch.autograd.Function` twice, as the forward of
-    a microbatch has shown.  `ends` is what a backward begins with: outputs, or a loss.
+    """Return whether the halves of torch's split backward would be wrong for a microbatch.
+
+    They are wrong if they leave out a weight that is used, or a path from it to an output, if they
+    count a path twice, or if they call a `torch.autograd.Function` twice.
+
+    Args:
+        stage: A stage of torch, after its forward.
+        ends: The tensors that the backward begins with: outputs, or a loss.
+        mb: The microbatch.
     """
     taken, roots = _nodes(stage.fwd_cache[mb][1]), _nodes(ends)
     weights = _nodes([p for p in stage.submod.parameters() if p.requires_grad])
@@ -40,15 +46,15 @@ def loses(stage: Any, ends: Sequence[object], mb: int) -> bool:
         return True
     twice = [node for group in groups for node in _in_both(group, ways)]
     if len(twice) > len({*twice}) or any(isinstance(node, BackwardCFunction) for node in twice):
-        return True  # what one group of weights has passed is freed for the others
+        return True  # the half of one group frees saved tensors that other groups need
     return any(_passes(group, ways, {*roots}) for group in groups)
 
 
 def _in_both(group: Any, ways: Any) -> set[Any]:
-    """Return the nodes of a group of weights that both halves compute.
+    """Return the nodes of a group of weights that both halves run.
 
-    These are the nodes where the weights join what depends on inputs. If there are several, the
-    nodes between two of them are computed twice, too.
+    These are the nodes where the weights join tensors that depend on inputs. If there are several,
+    both halves also run the nodes between two of them.
     """
     joins: set[Any] = group["intermediates"]
     if len(joins) < 2:
@@ -59,7 +65,7 @@ def _in_both(group: Any, ways: Any) -> set[Any]:
 
 
 def _reached(nodes: set[Any], further: Callable[[Any], Any]) -> set[Any]:
-    """Return all nodes that can be reached from some nodes, in one or more steps."""
+    """Return all nodes that `further` reaches from `nodes` in one or more steps."""
     seen: set[Any] = set()
     left = [*nodes]
     while left:

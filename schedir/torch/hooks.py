@@ -1,9 +1,9 @@
-"""Find the hooks that the two halves of torch's split backward would not call as a full one does.
+"""Find hooks that torch's split backward calls too often, or never.
 
-torch's second half starts at the autograd nodes where weights and inputs join, and the first half
-has passed these nodes. So a hook on their outputs is called twice, and one that changes the
-gradient changes it twice. Hooks on parameters see the gradient of one group of weights at a time,
-and post-accumulate-grad hooks are never called.
+The first half of a split backward runs the autograd nodes where weights and inputs join, and the
+second half starts at these nodes. So both halves call a hook on the outputs of these nodes, and a
+hook that changes a gradient changes it twice. A hook on a parameter receives the gradient of one
+group of weights at a time. Post-accumulate-grad hooks are never called.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from schedir.runtime.autograd_hooks import has_hooks, registrations
 
 
 class _Counter:
-    """Counts what `registrations` does not count, or counts too much."""
+    """Counts hooks that `registrations` counts but need not, and retained gradients."""
 
     fsdp_hooks = 0
     retained_gradients = 0
     is_installed = False
 
 
-def count_tensor_hooks() -> None:
-    """Let `hooks_so_far` count, from now on, what each tensor's methods register.
+def install_hook_counters() -> None:
+    """Wrap `Tensor.register_hook` and `Tensor.retain_grad`, so that `hook_count` sees their calls.
 
-    This wraps `Tensor.register_hook` and `Tensor.retain_grad`, once in a process: a retained
-    gradient is a hook that torch lists nowhere, and only the method sees whose hook it is.
+    torch lists retained gradients nowhere, and only `register_hook` sees which hooks are those of
+    `fully_shard`. The methods are wrapped once in the process, for all tensors.
     """
     if _Counter.is_installed:
         return
@@ -53,10 +53,10 @@ def count_tensor_hooks() -> None:
     Tensor.retain_grad = counted_retain_grad  # type: ignore[assignment, method-assign]
 
 
-def hooks_so_far() -> int:
-    """Return a number that grows with each hook that is registered, and each retained gradient.
+def hook_count() -> int:
+    """Return a number that grows with each registered hook and each retained gradient.
 
-    The hooks by which `fully_shard` gathers parameters do not count: they may be called twice.
+    The hooks with which `fully_shard` gathers parameters do not count: they may be called twice.
     """
     return registrations() - _Counter.fsdp_hooks + _Counter.retained_gradients
 

@@ -1,8 +1,8 @@
-"""Refuse stages that write to an output again while that output is still needed.
+"""Refuse stages that overwrite an output while it is still needed.
 
-torch sends an output while the next forward may already run, and keeps the last stage's outputs
-until the step ends. A stage that returns a buffer of its own, and fills it again for the next
-microbatch, would send or keep the wrong numbers.
+torch may still be sending an output when the next forward runs, and it keeps the last stage's
+outputs until the step ends. If a stage returns the same buffer for each microbatch, torch would
+send or keep the wrong numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from schedir.errors import ModelError
-from schedir.runtime.bits import bit_sum, versions_of
+from schedir.runtime.bits import sum_of_bits_on_device, versions_of
 
 Key = tuple[int, int]  # stage and microbatch
 
@@ -25,51 +25,58 @@ class _Output(NamedTuple):
     number: int
     tensor: Tensor
     version: int
-    bits: Tensor | None  # the sum of its bits, where values are compared
+    checksum: Tensor | None  # if values are compared
 
 
 class Outputs:
-    """The outputs of one rank's stages that are still needed in the step under way.
+    """The outputs of a rank's stages that the current step still needs.
 
-    torch counts most writes to a tensor. Writes through `.data`, a kernel or a replayed graph it
-    does not count: with `by_value`, sums of the outputs' bits are compared, too.
+    Args:
+        by_value: Whether to compare checksums of outputs in addition to version counters. They also
+            find writes through `.data`, custom kernels and replayed CUDA graphs.
     """
 
     def __init__(self, *, by_value: bool) -> None:
         self._by_value = by_value
         self._needed: dict[Key, list[_Output]] = {}
-        self._latest: dict[int, int] = {}  # microbatch, by stage
-        self._differs: list[tuple[Key, _Output, Tensor]] = []  # on a device, read at the end
+        self._latest: dict[int, int] = {}  # by stage, the microbatch of its last forward
+        self._differs: list[
+            tuple[Key, _Output, Tensor]
+        ] = []  # tensors on a GPU; the host reads them at the end
 
     def add(self, stage: int, mb: int, tensors: Iterable[Any]) -> None:
-        """Add the outputs of a forward. Refuse it if it wrote to those of the forward before."""
+        """Add the outputs of a forward.
+
+        Raises:
+            ModelError: The forward wrote to the outputs of the stage's last forward.
+        """
         self.require_unwritten((stage, self._latest.get(stage, -1)))
         self._latest[stage] = mb
         self._needed[stage, mb] = [
-            _Output(k, tensor, _version(tensor), self._sum(tensor))
+            _Output(k, tensor, _version(tensor), self._checksum(tensor))
             for k, tensor in enumerate(tensors)
             if isinstance(tensor, Tensor)
         ]
 
-    def passed_on(self, stage: int, mb: int) -> None:
-        """Keep, of outputs that the next stage of this rank has read, those with a gradient.
+    def note_read(self, stage: int, mb: int) -> None:
+        """Note that the next stage, on the same rank, has read the outputs of a forward.
 
-        The next stage may have written to its inputs. Outputs with a gradient are needed until
-        their backward.
+        Only outputs with a gradient are still needed, until their backward. From now on they are
+        compared with their present state, because the next stage may have written to its inputs.
         """
         key = stage, mb
         if key in self._needed:
             self._needed[key] = [
-                each._replace(version=_version(each.tensor), bits=None)
+                each._replace(version=_version(each.tensor), checksum=None)
                 for each in self._needed[key]
                 if each.tensor.requires_grad
             ]
 
     def release(self, stage: int, mb: int) -> None:
-        """Forget the outputs of a forward whose backward begins, unless they have no gradient.
+        """Check the outputs of a forward whose backward begins, and forget them.
 
-        A gradient that has come back shows that they were received. Without one, they may still be
-        on their way until the step ends.
+        Their gradient has arrived, so they were received. If no output has a gradient, they are
+        needed until the step ends: nothing shows that they were received.
         """
         key = stage, mb
         self.require_unwritten(key)
@@ -81,11 +88,11 @@ class Outputs:
         for output in self._needed.get(key, ()):
             if _version(output.tensor) != output.version:
                 raise _written(key, output)
-            if output.bits is None:
+            if output.checksum is None:
                 continue
-            differs = self._sum(output.tensor) != output.bits
+            differs = self._checksum(output.tensor) != output.checksum
             if output.tensor.device.type != "cpu":
-                self._differs.append((key, output, differs))  # the host waits only at the end
+                self._differs.append((key, output, differs))  # to read it now, the host would wait
             elif differs:
                 raise _written(key, output)
 
@@ -100,9 +107,9 @@ class Outputs:
                 raise _written(key, output)
         self._differs.clear()
 
-    def _sum(self, tensor: Tensor) -> Any:
+    def _checksum(self, tensor: Tensor) -> Any:
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        return bit_sum(tensor.detach()) if self._by_value and plain else None
+        return sum_of_bits_on_device(tensor.detach()) if self._by_value and plain else None
 
 
 def _version(tensor: Tensor) -> int:
@@ -113,8 +120,8 @@ def _version(tensor: Tensor) -> int:
 def _written(key: Key, output: _Output) -> ModelError:
     stage, mb = key
     return ModelError(
-        f"output {output.number} of stage {stage} for microbatch {mb} was written to again while "
-        "it was still needed: another forward or the loss would send or use wrong numbers",
-        hint="return a tensor of its own for each microbatch, as buffer.clone()",
+        f"output {output.number} of stage {stage} for microbatch {mb} was overwritten while it was "
+        "still needed: wrong numbers would be sent or returned",
+        hint="return a new tensor for each microbatch: return buffer.clone()",
         fields=["stages"],
     )

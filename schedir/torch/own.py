@@ -63,7 +63,7 @@ class Own:
         self.losses: list[Any] = []
         self.keeps_outputs = self.takes_losses = False
         self.loss_kwargs: Mapping[str, Any] = {}
-        self.given_out = Outputs(by_value=False)
+        self.returned = Outputs(by_value=False)
 
     def step(
         self,
@@ -86,7 +86,7 @@ class Own:
         inputs = [*(arg_mbs or [()] * n)] if self.first and not wrong else []
         before = self.now
         now = self.now = self._ready(trains, inputs, kwarg_mbs or [{}] * n, wrong)
-        self.given_out = Outputs(by_value=now is not before)
+        self.returned = Outputs(by_value=now is not before)
         self.loss_kwargs = loss_kwargs or {}
         self.keeps_outputs = return_outputs
         self.takes_losses = self.loss_fn is not None and target_mbs is not None
@@ -97,7 +97,7 @@ class Own:
                 if trains and self.aside:
                     stack.enter_context(gradients.put_aside(self.stages))
                 now.executor.step(inputs, targets, keywords=kwarg_mbs or ())
-                self.given_out.finish()
+                self.returned.finish()
                 if trains:
                     self._finish(program)
         except BaseException:
@@ -150,8 +150,8 @@ class Own:
             loss = self.loss_fn(y, target, **self.loss_kwargs)
             self.losses[mb] = tree_map_only(Tensor, self._apart, loss)
         assert self.last is not None
-        given_out = tree_leaves([self.outputs[mb], self.losses[mb]])
-        self.given_out.add(self.last.stage_index, mb, given_out)
+        tensors = tree_leaves([self.outputs[mb], self.losses[mb]])
+        self.returned.add(self.last.stage_index, mb, tensors)
         if not self.takes_losses:
             return torch.zeros(())
         trains = self.now is not None and self.now.facts.trains

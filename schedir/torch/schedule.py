@@ -22,7 +22,7 @@ from schedir.schedules.words import Schedule as Words
 from schedir.torch import actions, gradients, programs
 from schedir.torch.agree import require_same, told
 from schedir.torch.forwards import Watched
-from schedir.torch.hooks import count_tensor_hooks
+from schedir.torch.hooks import install_hook_counters
 from schedir.torch.kept import Keeper
 from schedir.torch.own import Own
 from schedir.torch.sharding import require_whole, with_shards
@@ -186,7 +186,7 @@ class Schedule(Watched):
         self._set_mapping()
         self._splits = actions.splits(self.program) if self.program.trains else frozenset()
         if self._splits and runtime == "torch":
-            count_tensor_hooks()
+            install_hook_counters()
         self._last = actions.order_of_last(self.program, plan.stages - 1)
         self.register_custom_function(REDUCE_GRAD, self._reduce)
 

@@ -94,10 +94,13 @@ def require_whole(actions: Sequence[Any], active: int) -> None:
 
 
 def accumulate_gradients(module: Any) -> None:
-    """Add the gradients of a module under `fully_shard` to its accumulators in `reduce_dtype`.
+    """Add the gradients of a `fully_shard` module to its accumulators, which are in `reduce_dtype`.
 
-    FSDP does this after each full backward. The half of a backward that computes gradients of
-    weights calls none of FSDP's hooks: all microbatches would add up in the parameters' own type.
+    FSDP does this after each full backward. The half that computes the gradients of weights calls
+    no hook of FSDP: the gradients of all microbatches would add up in the parameters' dtype.
+
+    Args:
+        module: The module of a stage. Nothing happens if `fully_shard` was not applied to it.
     """
     if not isinstance(module, FSDPModule):
         return

@@ -132,7 +132,7 @@ class Losses:
     def close(self) -> None:
         """Close the file of losses."""
         if self.file is not None:
-            with suppress(OSError):  # a write that failed has raised this before
+            with suppress(OSError):  # the write that failed has already raised it
                 self.file.close()
 
 

@@ -195,7 +195,7 @@ class Then:
         self.then()
 
     def is_completed(self) -> bool:
-        """Return whether the work has ended, where it says so, and True elsewhere."""
+        """Return whether the work has completed, or True if it has no `is_completed`."""
         return bool(getattr(self.work, "is_completed", lambda: True)())
 
 

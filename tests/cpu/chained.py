@@ -71,7 +71,7 @@ def squares(y: Tensor, target: Tensor) -> Tensor:
 
 
 def made(first: Callable[[], nn.Module], *others: Callable[[], nn.Module]) -> list[nn.Module]:
-    """Four stages, the last of which are layers."""
+    """Make four stages: the given ones, and a `Layer` for each that is missing."""
     torch.manual_seed(0)
     own = [first(), *(make() for make in others)]
     own += [Layer() for _ in range(4 - len(own))]
@@ -92,7 +92,7 @@ def world(program: Program, stages: list[nn.Module], **how: Any) -> InProcess:
 
 
 def instruction_of(error: ExecutionError) -> Instr:
-    """The instruction that failed."""
+    """Return the instruction that failed."""
     found = error.sites[0].instr
     assert isinstance(found, Instr)
     return found

@@ -1,4 +1,4 @@
-"""Stages that overwrite or share what they return: the bits of the reference, or one error."""
+"""Stages that overwrite or share their outputs: the bits of the reference, or one error."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Reuses(nn.Module):
 
 
 class ReusesUnseen(Reuses):
-    """The same, by a write that no version tells of."""
+    """The same, with a write that no version counter shows."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.buffer.data.copy_(x + 1)
@@ -223,7 +223,7 @@ def test_outputs_in_one_storage_that_do_not_overlap(name: str) -> None:
 
 
 class Returns(Layer):
-    """Returns something that is not its own alone."""
+    """Returns a tensor that shares memory with another one."""
 
     def __init__(self, what: str) -> None:
         super().__init__()

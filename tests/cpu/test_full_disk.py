@@ -41,7 +41,7 @@ def run_of(width: int) -> InProcess:
 
 @contextmanager
 def small_files(most: int) -> Iterator[None]:
-    """Let no file of this process grow beyond so many bytes."""
+    """Limit the size of each file that this process writes to `most` bytes."""
     had = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, had[1]))
@@ -53,7 +53,9 @@ def small_files(most: int) -> Iterator[None]:
 
 
 @needs_full
-@pytest.mark.parametrize("width", [4, 512])  # what is written when the file is closed, or at once
+@pytest.mark.parametrize(
+    "width", [4, 512]
+)  # small: written when the file is closed; large: written at once
 def test_a_checkpoint_says_what_it_needs(
     width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +145,7 @@ def test_commands_leave_nothing(
 
 
 def disk(*command: str) -> list[str]:
-    """A command in a namespace of its own, in which ./disk has room for 1 MB."""
+    """Return a command line that runs a command with ./disk as a file system of 1 MB."""
     script = 'mount -t tmpfs -o size=1m tmpfs disk && exec "$@"'
     return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", *command]
 

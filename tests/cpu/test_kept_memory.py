@@ -1,4 +1,4 @@
-"""Modules that keep a tensor beyond its use: it stays what it was, or the stage is refused."""
+"""Modules that keep a tensor after its use: its numbers stay, or the stage is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.cpu.tiny_stages import gradients, same_bits
 
 
 class Keeps(Layer):
-    """Keeps a tensor of each forward, and adds something of the last one's to its output."""
+    """Keeps a tensor of each forward; `reads` adds its mean to the next forward's output."""
 
     def __init__(self, what: str, reads: bool) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ def keepers(what: str, reads: bool) -> list[nn.Module]:
 @pytest.mark.parametrize("what", ["hidden", "output", "loss", "input", "view"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_a_module_keeps(name: str, what: str) -> None:
-    """It stays what it was, or its stage is refused in the first step."""
-    reads = "recomputed" not in name  # else a forward that is run again gives something else
+    """The numbers of a kept tensor stay, or its stage is refused in the first step."""
+    reads = "recomputed" not in name  # a recomputed forward would read another tensor
     right, own = keepers(what, reads), keepers(what, reads)
     ranks = world(PROGRAMS[name](), own)
     received = what in ("input", "view") and name not in ON_ONE_RANK

@@ -1,4 +1,4 @@
-"""Hooks that only a gradient of the very weight calls are refused where copies compute."""
+"""Hooks that copies of a weight would not call are refused in programs that compute with copies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def _called(*_: object) -> None: ...
 
 class _OnNode:
     def __init__(self, weight: Tensor) -> None:
-        self.node = get_gradient_edge(weight).node  # torch makes another when nobody has it
+        self.node = get_gradient_edge(
+            weight
+        ).node  # without a reference, torch would make a new node
         self.node.register_prehook(_called)
 
 

@@ -1,4 +1,4 @@
-"""Hooks on autograd nodes of layers whose backward is split: they see what a full backward has."""
+"""Hooks on autograd nodes of split layers receive the gradients of a full backward."""
 
 from __future__ import annotations
 

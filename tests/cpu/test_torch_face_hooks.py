@@ -1,4 +1,4 @@
-"""Hooks, Functions and state of stages behind torch's face do what they do in a plain loop."""
+"""Hooks, Functions and state of stages under `schedir.torch.Schedule` act as in a plain loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cpu.torchs import WIDTH, batch
 
 
 class Stage(nn.Module):
-    """Two layers. `seen` collects what hooks see in the step under way."""
+    """Two layers. `seen` collects a number for each call of a hook in the current step."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class OnSomeActivations(Stage):
 
 
 class OnInput(Stage):
-    """Hooks what the stage is given, which must be another tensor in each step."""
+    """Hooks the input of the stage, which must be a new tensor object in each step."""
 
     def forward(self, x: Tensor) -> Any:
         if x.requires_grad:
@@ -113,7 +113,7 @@ class OnParameter(Stage):
 
 
 class AfterAccumulation(Stage):
-    """Counts additions to a gradient, which torch's halves do not show."""
+    """Counts additions to a gradient; torch's halves never call such a hook."""
 
     def prepare(self) -> None:
         self.one.weight.register_post_accumulate_grad_hook(lambda _: self.see(torch.ones(1)))
@@ -173,7 +173,7 @@ class Overlapping(Stage):
 
 
 class Varying(Stage):
-    """Gives the second microbatch a table of its own, past which no input goes."""
+    """Returns a table for the second microbatch: its output does not depend on the input."""
 
     def prepare(self) -> None:
         self.table, self.calls = nn.Parameter(torch.linspace(-1, 1, WIDTH)), 0
@@ -237,7 +237,7 @@ REFUSED: list[type[Stage]] = [OnWeightView, Varying, Strided, Auxiliary]
 
 
 def differ(rank: int, kinds: list[type[Stage]], runtime: str) -> list[str]:
-    """What of a rank is not as in a plain loop, in any of three steps."""
+    """Return what differs on a rank from a plain loop, in three steps."""
     torch.set_default_dtype(torch.float64)
     found = []
     for kind in kinds:
@@ -272,9 +272,9 @@ def plain(model: nn.ModuleList, x: Tensor, y: Tensor) -> None:
 
 
 def _wrong(got: Any, want: Any, *, warm: bool) -> list[str]:
-    """The names of gradients and buffers that differ, and whether hooks saw something else.
+    """Return the names of gradients and buffers that differ, and what hooks saw if it differs.
 
-    Before the first step torch runs a forward and a backward to find shapes: hooks see these.
+    Before the first step torch runs a forward and a backward to find shapes, and calls hooks.
     """
     pairs = [(name, p.grad, want.get_parameter(name).grad) for name, p in got.named_parameters()]
     pairs += [(name, b, want.get_buffer(name)) for name, b in got.named_buffers()]

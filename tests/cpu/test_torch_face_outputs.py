@@ -1,4 +1,4 @@
-"""Stages that give a buffer of their own, and write to it again for the next microbatch."""
+"""Stages that return the same buffer for each microbatch under `schedir.torch.Schedule`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cpu.torchs import WIDTH, Layer, batch
 
 
 class Giving(nn.Module):
-    """Gives what `give` makes of its numbers with the buffers."""
+    """Returns a buffer, or a new tensor, as `how` says."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Giving(nn.Module):
 
 
 class Taking(nn.Module):
-    """Adds up all that it is given, and may write to what has no gradient."""
+    """Adds its inputs, and writes to those after the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Taking(nn.Module):
 
 
 def step_of(rank: int, how: str, last: bool, schedule: str) -> bool:
-    """Whether losses and outputs of a step are those of a plain loop."""
+    """Return whether losses and outputs of a step are equal to those of a plain loop."""
     torch.manual_seed(0)
     whole: list[Any] = [Giving(how), Taking()]
     if last:
@@ -103,7 +103,7 @@ def test_so_is_one_that_is_returned() -> None:
 
 @pytest.mark.parametrize("how", ["as new", "handed on", "trained in turn"])
 def test_others_are_not(how: str) -> None:
-    """Also two buffers in turn, each written to again when the gradient of its output is back."""
+    """Two alternating buffers pass: each is overwritten after its output's gradient arrived."""
     assert spawn(step_of, 2, how, False, "one_f_one_b") == [True, True]
 
 
@@ -145,7 +145,7 @@ def test_the_next_stage_may_write_to_its_input() -> None:
     outputs.require_unwritten((0, 0))
     one.add_(1)
     trained.data.add_(1)
-    outputs.passed_on(0, 0)
+    outputs.note_read(0, 0)
     one.add_(1)
     outputs.require_unwritten((0, 0))
     trained.mul_(2)

@@ -92,7 +92,7 @@ def weights_last(rank: int, ranks: int, m: int, v: int) -> Word:
 
 
 def reduced(rank: int, schedule: Any, parts_sharded: bool) -> list[Tensor]:
-    """The gradients of a rank's shards after two steps, in bfloat16 that is summed in float32."""
+    """Return the gradients of a rank's bfloat16 shards after two steps, reduced in float32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     wrap, found = sharded(parts_sharded, mp_policy=policy), list[Tensor]()
 
@@ -109,7 +109,7 @@ def reduced(rank: int, schedule: Any, parts_sharded: bool) -> list[Tensor]:
 @pytest.mark.parametrize("parts_sharded", [False, True])
 @pytest.mark.parametrize("schedule", ["zb_v", weights_last])
 def test_halves_add_up_in_the_type_of_the_reduction(schedule: Any, parts_sharded: bool) -> None:
-    """As full backwards do, to the last bit: FSDP does not see that a half adds to gradients."""
+    """Split backwards give the bits of full ones, although FSDP has no hook in the second half."""
     want = run(reduced, 4, full_backwards, parts_sharded)
     got = run(reduced, 4, schedule, parts_sharded)
     assert [[g.dtype for g in own] for own in got] == [[torch.float32] * len(own) for own in got]

@@ -1,4 +1,4 @@
-"""Forwards that write to trained weights: as in a plain loop, or refused where there are copies."""
+"""Forwards that write to trained weights: as in a plain loop, or refused if there are copies."""
 
 from __future__ import annotations
 
