@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Final
@@ -57,6 +58,6 @@ def _missing(package: str, why: str, field: str) -> MissingPackageError:
     return error
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _numbers(version: str) -> list[int]:
     """Return the major and the minor number of a version."""
-    return tuple(map(int, version.split(".")[:2]))
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _COLUMNS: Final = 256  # words in a row of the matrix that shortens a checksum
 
 
