@@ -23,9 +23,9 @@ MOST = 8  # differences that are told
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Sources, and where a picture of all goes."""
     parser.description = (
-        "Compare schedules of one model. Costs are per rank or per stage, and are spread evenly "
-        "over the stages of each schedule. A schedule without a parameter v has one stage per "
-        "rank."
+        "Compare schedules of one model. Costs are those of a whole rank, or lists for any number "
+        "of stages, and are spread evenly over the stages of each schedule. A schedule without a "
+        "parameter v has one stage per rank."
     )
     add_source(parser, several=True)
     parser.add_argument("-o", dest="output", metavar="FILE", help="draw them under each other")

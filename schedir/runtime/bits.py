@@ -47,6 +47,8 @@ def sum_of_bits_on_device(t: Tensor) -> Tensor:
     """Return the checksum of `sum_of_bits` as a tensor, so that the host does not wait for it."""
     t = t.resolve_conj().resolve_neg()
     flat = (torch.view_as_real(t) if t.is_complex() else t).reshape(-1).contiguous()
+    if flat.stride() != (1,):  # any stride of a single number counts as contiguous
+        flat = flat.clone(memory_format=torch.contiguous_format)
     words = flat.view(_WORDS[flat.element_size()])
     if len(words) > 16 * _COLUMNS:  # for fewer words the sums take longer than they save
         in_rows = len(words) - len(words) % _COLUMNS
