@@ -56,7 +56,7 @@ def sum_of_bits_on_device(t: Tensor) -> Tensor:
         words = torch.cat((matrix.sum(0), matrix.sum(1), rest))
     # Cubes: with consecutive odd numbers, a swap from row r and column c to row r + 1 and column
     # c - 1 would cancel out.
-    factors = torch.arange(1, 2 * len(words), 2, device=words.device) ** 3
+    factors = (2 * torch.arange(len(words), device=words.device) + 1) ** 3
     return (words * factors).sum()
 
 

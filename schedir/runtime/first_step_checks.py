@@ -31,7 +31,8 @@ class FirstStepChecks:
         assigned: The slot numbers of each value, by kind, stage and microbatch.
         buffers: The memory that messages are received in.
         weights: The weights of the stages that ZeRO shards.
-        device: The rank's device. Checksums of outputs are compared on a CPU only.
+        device: The rank's device. Checksums of outputs are compared, and references to memory are
+            counted, on a CPU only.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class FirstStepChecks:
         device: torch.device,
     ) -> None:
         self.active = True
+        # On a GPU, the works of messages may refer to memory for longer than a step.
+        self.counts_references = device.type == "cpu"
         self.assigned, self.buffers, self.weights = assigned, buffers, weights
         self.outputs = [slots[kind] for kind in OUTPUTS]
         self.fingerprint_of = versions_and_sums_in if device.type == "cpu" else versions_in
@@ -55,7 +58,7 @@ class FirstStepChecks:
         """Switch the checks on before the first step, and off before later ones."""
         for slots in self.outputs:
             slots.fingerprint_of = self.fingerprint_of if self.active else None
-        if self.active:
+        if self.active and self.counts_references:
             self.references = StorageReferences(self.buffers.values())
             for weights in self.weights:
                 weights.count_references()
@@ -69,9 +72,11 @@ class FirstStepChecks:
                         f"the loss of microbatch {mb} was written to before the step had ended",
                         hint="return a new tensor for each microbatch: return self.buffer.clone()",
                     )
-            self.require_released()
-            for weights in self.weights:
-                weights.require_released()
+            if self.counts_references:
+                self.require_released()
+                for weights in self.weights:
+                    weights.require_released()
+            self.gradients.clear()
         self.active = False
 
     def note_gradients(self, stage: int, mb: int, xs: Sequence[Tensor]) -> None:

@@ -48,6 +48,7 @@ class Progress:
 
     def __init__(self, executor: Executor) -> None:
         state, self.executor = executor.state, executor
+        state.checks.counts_references = False  # the works that are kept here refer to memory
         self.turns = [_Turn(state.device, len(state.stream)) for _ in range(TURNS)]
         executor.calls = [
             Call(call.wait, partial(self._run, k, call.run, _started(state, k, i)))

@@ -47,6 +47,10 @@ def test_a_swap_along_a_diagonal_of_the_matrix_of_words_is_seen() -> None:
         assert sum_of_bits(swapped) != sum_of_bits(numbers)
 
 
+def test_no_numbers_have_a_checksum() -> None:
+    assert sum_of_bits(torch.zeros(0, 3)) == sum_of_bits(torch.zeros(0, dtype=torch.float64)) == 0
+
+
 def test_lazily_conjugated_and_negated_tensors_count_as_what_they_are() -> None:
     z = torch.randn(5, dtype=torch.complex64)
     assert sum_of_bits(z.conj()) == sum_of_bits(z.conj().resolve_conj()) != sum_of_bits(z)

@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from schedir.kernels.embedding_gradient import row_sums
+from schedir.runtime.autograd_hooks import observe
 from schedir.runtime.split import Tape, embedding, linear, recording
 from tests.cpu.largest import Largest
 
@@ -134,7 +135,7 @@ def test_autograd_gets_rows_once_for_each_weight() -> None:
     came: list[Any] = []
     nodes = [get_gradient_edge(w).node for w in (weight, other)]
     for node in nodes:
-        node.register_prehook(lambda gradients: came.append(gradients[0].layout))
+        observe(node, lambda _, gradients: came.append(gradients[0].layout))
     for _ in range(2):
         backward(embedding(TOKENS, weight) + embedding(TOKENS, other), late=False)
     assert came == [torch.sparse_coo] * 4
