@@ -43,7 +43,8 @@ from schedir.analysis.models import MODELS, Model
 from schedir.errors import DeadlockError, ProgramError
 
 HERE = Path(__file__).parent
-NAMES = {**vars(schedir), **vars(schedir.schedules)}
+PUBLIC = {name: getattr(schedir, name) for name in schedir.__all__}
+NAMES = {**PUBLIC, **vars(schedir.schedules)}
 CHAPTERS = {
     "wait": "Ranks that wait for each other",
     "meet": "Messages that meet the wrong one",

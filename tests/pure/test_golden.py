@@ -22,7 +22,8 @@ from schedir.ir.text import parse, show
 from schedir.verify.check import check
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-NAMES = {**vars(schedir), **vars(schedir.schedules), "partial": partial}
+PUBLIC = {name: getattr(schedir, name) for name in schedir.__all__}
+NAMES = {**PUBLIC, **vars(schedir.schedules), "partial": partial}
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.sched")), ids=lambda p: p.stem)
