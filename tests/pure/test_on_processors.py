@@ -93,5 +93,5 @@ def test_what_is_no_number_of_processors(processors: Any) -> None:
 
 def test_costs_that_are_too_large() -> None:
     program = compile(schedules.gpipe, Plan(2, 8))
-    with pytest.raises(CostsError, match="more than a number"):
+    with pytest.raises(CostsError, match="add up to more than"):
         on_processors(program, Costs(F=1e308, B=1e308), 1)
