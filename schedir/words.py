@@ -1,31 +1,4 @@
 """The words that a schedule is written in, and the functions that join them."""
 
-from schedir.schedules.words import (
-    EMPTY,
-    B,
-    F,
-    I,
-    R,
-    W,
-    Word,
-    delayed,
-    join,
-    overlap,
-    placed,
-    weave,
-)
-
-__all__ = [
-    "EMPTY",
-    "B",
-    "F",
-    "I",
-    "R",
-    "W",
-    "Word",
-    "delayed",
-    "join",
-    "overlap",
-    "placed",
-    "weave",
-]
+from schedir.schedules.words import *  # noqa: F403
+from schedir.schedules.words import __all__ as __all__

@@ -13,7 +13,7 @@ from schedir.runtime.gradients import Gradients
 from schedir.runtime.random import FORWARD
 from schedir.runtime.rank import State
 from schedir.runtime.versions import Versions
-from schedir.runtime.weight_writes import weight_writes_checked
+from schedir.runtime.weight_write_checks import weight_writes_checked
 
 
 def around(state: State, i: Instr, purpose: int, run: Callable[[], None]) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Module state: what a module keeps beside its parameters and buffers, and how to put it back.
+"""Restore the state that a module keeps outside its parameters and buffers.
 
 A stage may count its calls in an attribute, keep the hidden numbers of the microbatch before, or
 draw from a generator of its own.  A run that only finds shapes must leave no trace of that.

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from schedir.runtime.buffers import remembered
 from schedir.runtime.module_state import attributes_and_gradients_restored
 from schedir.torch import halves
-from schedir.torch.hooks import has_parameter_hooks, hook_count
+from schedir.torch.hook_detection import has_parameter_hooks, hook_count
 from schedir.torch.losses import ByMicrobatch
-from schedir.torch.outputs import Outputs
+from schedir.torch.output_checks import Outputs
 from schedir.torch.sharding import accumulate_gradients
 from schedir.torch.stages import require_as_told
 

@@ -18,7 +18,7 @@ from schedir.ir.ties import Ties
 from schedir.torch import gradients
 from schedir.torch.agree import require_same, told
 from schedir.torch.made import Facts, Made, facts_of, made, shapes_of
-from schedir.torch.outputs import Outputs
+from schedir.torch.output_checks import Outputs
 
 KEPT: Final = 4  # executors, of shapes that were met last
 

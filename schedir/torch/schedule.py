@@ -22,7 +22,7 @@ from schedir.schedules.words import Schedule as Words
 from schedir.torch import actions, gradients, programs
 from schedir.torch.agree import require_same, told
 from schedir.torch.forwards import Watched
-from schedir.torch.hooks import install_hook_counters
+from schedir.torch.hook_detection import install_hook_counters
 from schedir.torch.kept import Keeper
 from schedir.torch.own import Own
 from schedir.torch.sharding import require_whole, with_shards

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +23,7 @@ from schedir.io.files import atomic_write, expect_writable
 from schedir.runtime.inprocess import InProcess
 from schedir.schedules import one_f_one_b
 from tests.cpu.training import ALONE, ROOT
+from tests.file_size_limit import small_files
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
@@ -37,19 +34,6 @@ def run_of(width: int) -> InProcess:
     how: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, width)}
     stages = [nn.Linear(width, width) for _ in range(2)]
     return InProcess(program, stages, optimizer=partial(torch.optim.AdamW, lr=1e-2), **how)
-
-
-@contextmanager
-def small_files(most: int) -> Iterator[None]:
-    """Limit the size of each file that this process writes to `most` bytes."""
-    had = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, had[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, had)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 @needs_full

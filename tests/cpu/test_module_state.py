@@ -1,4 +1,4 @@
-"""What a module keeps beside its parameters is put back after a run that leaves no trace."""
+"""The state that a module keeps outside its parameters is restored after a run for shapes."""
 
 from __future__ import annotations
 

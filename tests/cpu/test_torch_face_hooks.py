@@ -139,7 +139,7 @@ class OnModule(Stage):
 
 
 class Scaled(torch.autograd.Function):
-    """x * w, whose backward counts its calls and scales what it is given by their number."""
+    """x * w. Its backward counts its calls, and scales the gradient by this count."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, stage: Stage) -> Tensor:

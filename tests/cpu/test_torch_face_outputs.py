@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from schedir.errors import ModelError
-from schedir.torch.outputs import Outputs
+from schedir.torch.output_checks import Outputs
 from tests.cpu.faces import MB, made, run
 from tests.cpu.spawn import RankError
 from tests.cpu.spawn import run as spawn
@@ -18,7 +18,7 @@ from tests.cpu.torchs import WIDTH, Layer, batch
 
 
 class Giving(nn.Module):
-    """Returns a buffer, or a new tensor, as `how` says."""
+    """Returns a buffer or a new tensor; `how` selects which."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_others_are_not(how: str) -> None:
     assert spawn(step_of, 2, how, False, "one_f_one_b") == [True, True]
 
 
-# ---------------------------------------------------------------- what is needed until when
+# ---------------------------------------------------------------- outputs that are still needed
 
 
 @pytest.mark.parametrize("by_value", [False, True])

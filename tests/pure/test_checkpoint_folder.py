@@ -5,13 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
@@ -27,6 +24,7 @@ from schedir.checkpoints.manifest import NotWholeError
 from schedir.checkpoints.manifest_lines import _cover
 from schedir.errors import CheckpointError, UsageError
 from tests.commands import ENV
+from tests.file_size_limit import small_files
 
 DATA = bytes(range(32))
 
@@ -100,18 +98,6 @@ def test_all_is_on_the_disk_before_it_has_its_name(
     assert order == [
         "__0_0.distcp", "__1_0.distcp", MANIFEST, "step-00000001.tmp", "rename", "run",
     ]  # fmt: skip
-
-
-@contextmanager
-def small_files(most: int) -> Iterator[None]:
-    had = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, had[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, had)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_no_room_for_the_manifest_leaves_nothing_but_what_was(folder: Folder) -> None:

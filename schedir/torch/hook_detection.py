@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from schedir.runtime.autograd_hooks import has_hooks, registrations
+from schedir.runtime.autograd_hooks import can_wait, has_hooks, registrations
 
 
 class _Counter:
@@ -64,8 +64,7 @@ def hook_count() -> int:
 def has_parameter_hooks(module: nn.Module) -> bool:
     """Return whether a trained parameter, or the node that accumulates its gradient, has hooks."""
     return any(
-        bool(p._backward_hooks or p._post_accumulate_grad_hooks)
-        or has_hooks(get_gradient_edge(p).node)
+        not can_wait(p) or has_hooks(get_gradient_edge(p).node)
         for p in module.parameters()
         if p.requires_grad
     )

@@ -73,7 +73,7 @@ class Outputs:
             ]
 
     def release(self, stage: int, mb: int) -> None:
-        """Check the outputs of a forward whose backward begins, and forget them.
+        """Check the outputs of a forward when its backward begins, and forget them.
 
         Their gradient has arrived, so they were received. If no output has a gradient, they are
         needed until the step ends: nothing shows that they were received.
