@@ -8,10 +8,9 @@ Two pipelines, one down the ranks and back, and one up the ranks and back: two h
 stage, each in a vee.  Half of the microbatches takes each way.
 """
 
-from schedir.words import join
-
 import schedir
 from schedir import B, F, Plan, Word
+from schedir.words import join
 
 
 def two_vees(rank: int, ranks: int, microbatches: int) -> Word:

@@ -12,10 +12,9 @@ sequence forward from the first on, and backward from the last on.  `Plan(segmen
 from collections.abc import Iterator
 from itertools import pairwise
 
-from schedir.words import join
-
 import schedir
 from schedir import B, Costs, F, Plan, Sizes, Word, weave
+from schedir.words import join
 
 RANKS, SEQUENCES, SEGMENTS = 4, 8, 4
 TOKENS, WIDTH = 32768, 4096
