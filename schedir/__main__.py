@@ -21,6 +21,7 @@ from schedir.commands import COMMANDS, module_of
 from schedir.commands._trust import add_trust
 from schedir.errors import ProgramError, UsageError
 from schedir.ir.trust import MOST, trusting
+from schedir.retired import RETIRED
 
 _ABOUT = "Pipeline schedules as programs: compile, check, predict, draw and run them."
 _EXIT = (
@@ -101,7 +102,9 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help() + (self.more() if self.more else "")
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, hint=f"see {self.prog} --help")
+        words = message.removeprefix("unrecognized arguments: ").split()
+        retired = [RETIRED[name] for word in words if (name := word.partition("=")[0]) in RETIRED]
+        raise UsageError(message, hint=(*retired, f"see {self.prog} --help")[0])
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:

@@ -33,6 +33,7 @@ from schedir.ir.ops import BETWEEN_NEIGHBOURS, BY_TEXT, ROWS, Per
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER, JOINED, OP, OWN, STAGE, Program, Slots, Stream, Words
 from schedir.ir.trust import RAISED, most_of_a_file
+from schedir.retired import RETIRED
 
 FORMAT = 1
 _KEYS = {f.name: f for f in HEADER}
@@ -253,9 +254,8 @@ def _header(lines: list[_Line], first: _Line) -> _Found:
             key, value = pair.groups()
             if key not in (*_KEYS, "program"):
                 near = get_close_matches(key, [*_KEYS, "program", "rank"], 1)
-                raise line.error(
-                    f"no key {key!r}", pair.start(1), f"did you mean {near[0]!r}?" if near else ""
-                )
+                hint = RETIRED.get(key, f"did you mean {near[0]!r}?" if near else "")
+                raise line.error(f"no key {key!r}", pair.start(1), hint)
             if key in found:
                 raise line.error(f"{key} is given twice", pair.start(1))
             if not value:

@@ -22,6 +22,7 @@ from schedir.ir.plan import PLAN
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.ir.trust import most_of_a_file
 from schedir.passes.lowering import OPTIONS, SECTION_OF
+from schedir.retired import RETIRED
 from schedir.training.config import Config, PipelineConfig, contradicts
 from schedir.training.kinds import KINDS
 from schedir.training.sections import SECTIONS, sections_of, types_of
@@ -159,6 +160,7 @@ def _known(
             hint = f"it is {' or '.join(homes)}"
         elif what == "setting model" and kinds:
             hint = f"it is for kind = {' or '.join(kinds)}"
+        hint = RETIRED.get(said.removeprefix("setting "), hint)
     raise at.error(f"no {said}", hint)
 
 

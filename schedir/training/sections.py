@@ -12,6 +12,7 @@ from inspect import getdoc
 from typing import Any, Final, NamedTuple, get_type_hints
 
 from schedir.errors import UsageError, said
+from schedir.retired import RETIRED
 from schedir.training.config import Config
 from schedir.training.kinds import KINDS
 from schedir.training.settings import describe
@@ -22,9 +23,8 @@ def sections_of(kind: object) -> dict[str, type]:
     """By name, the class of each section, where the model is of a kind.  Raises UsageError for one
     that is not known."""
     if not isinstance(kind, str) or kind not in KINDS:
-        raise UsageError(
-            f"kind {said(kind)} is not known", hint=" or ".join(KINDS), fields=["kind"]
-        )
+        hint = RETIRED.get(f"kind = {kind}", " or ".join(KINDS))
+        raise UsageError(f"kind {said(kind)} is not known", hint=hint, fields=["kind"])
     return get_type_hints(Config) | {"model": KINDS[kind].config}
 
 

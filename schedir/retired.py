@@ -1,0 +1,14 @@
+"""Names that schedir no longer has, and what to use instead.
+
+Why each feature was deleted: `docs/decisions/47-deleted-features.md`.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+# A key is a name as a user writes it: an option (`--count`), a setting of a configuration
+# (`section.name`), a kind of model (`kind = bert`), a field of a program (`open`), or a public name
+# (`schedir.module.name`).  The value is a hint of an error: it says what to use instead.
+RETIRED: Final = MappingProxyType[str, str]({})

@@ -1,0 +1,77 @@
+"""Count the lines of code of each folder: `python -m tests.lines_of_code [ROOT]`.
+
+Lines of statements count.  Docstrings, comments, blank lines and imports do not.
+"""
+
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+PRODUCT = ("schedir", "kernels", "viz")
+REST = ("tests", "benchmarks", "examples", "docs")
+SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+IMPORTS = ast.Import | ast.ImportFrom
+
+
+def is_text(node: ast.stmt) -> bool:
+    """Whether a statement is only a string, as a docstring is."""
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def code_lines(source: str) -> int:
+    """Lines of a file that hold code.
+
+    >>> code_lines('import os\\n\\n# why\\nx = [\\n    1,  # one\\n]\\n')
+    3
+    >>> code_lines('def f():\\n    "What it does."\\n    return "a"\\n')
+    2
+    """
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.stmt) and (isinstance(node, IMPORTS) or is_text(node)):
+            left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {
+        line
+        for token in tokens
+        if token.type not in SKIPPED and token.string
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return len(lines - left_out)
+
+
+def folder_of(path: Path, root: Path) -> str:
+    """The folder that a file counts for, such as `schedir/passes`, `schedir` or `viz`."""
+    first, *rest = path.relative_to(root).parts
+    return f"{first}/{rest[0]}" if first == "schedir" and len(rest) > 1 else first
+
+
+def lines_by_folder(root: Path, tops: tuple[str, ...] = PRODUCT) -> Counter[str]:
+    """Lines of code of each folder under these top-level folders."""
+    found: Counter[str] = Counter()
+    for top in tops:
+        for path in (root / top).rglob("*.py"):  # does not follow symlinks
+            found[folder_of(path, root)] += code_lines(path.read_text(encoding="utf-8"))
+    return found
+
+
+def main() -> None:
+    """Print a table: each folder of the product, the product, and the rest."""
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()
+    product = lines_by_folder(root)
+    for folder, lines in sorted(product.items()):
+        print(f"{folder:<24} {lines:>7,}")
+    print(f"{'product':<24} {product.total():>7,}")
+    for top in REST:
+        print(f"{top:<24} {lines_by_folder(root, (top,)).total():>7,}")
+
+
+if __name__ == "__main__":
+    main()
