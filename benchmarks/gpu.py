@@ -10,8 +10,7 @@ are between CUDA events.
   that their shapes allow, which is that of their products and attention alone, and the rate of a
   large bfloat16 product, all in the same run.
 - `instruction`: a step over tiny stages of one rank, whose inputs are always ready: what an
-  instruction takes beyond the same forwards and backwards in a plain loop; issued one by one, as
-  a CUDA graph each, and in one of the whole step.
+  instruction takes beyond the same forwards and backwards in a plain loop.
 
 Four virtual ranks run 1F1B, each on streams of its own, and record it.  `gap`: between two
 instructions of a compute lane, where the second has all that it waits for; recording is part of
@@ -21,7 +20,7 @@ costs that the step before it has measured.
 
 - `sleep`: a stage holds one multiprocessor for a set time and sends activations of a real size.  So
   ranks share next to nothing, as if each had a GPU: this is what the executor, its waits and the
-  simulation are worth.  One by one, and, as `graph`, as a CUDA graph.
+  simulation are worth.
 - `gpt`: transformer stages that share the multiprocessors: an instruction takes as long as the
   others let it.  Costs are means of that run.  Where fewer ranks are busy, as a step begins and
   ends, instructions are faster than the mean, so a prediction is too long: it has m + 3 times the
@@ -43,7 +42,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -58,7 +56,7 @@ from torch import Tensor, nn
 
 import schedir
 from benchmarks import figures, gpu_stage
-from benchmarks.figures import Figure, Goal
+from benchmarks.figures import Figure
 from benchmarks.gpu_stage import gpt_stage, seconds
 from benchmarks.harness import lacks, parse
 from benchmarks.host_waits import host_waits
@@ -69,10 +67,8 @@ from schedir.predict.bubble_causes import exposed, ready_gaps
 from schedir.predict.calibrate import calibrate
 from schedir.predict.timeline import spans_of
 from schedir.runtime.boundary import Boundary
-from schedir.runtime.compute_graphs import GraphedComputes
 from schedir.runtime.device_memory import times_asked
 from schedir.runtime.executor import WARM
-from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import MainOptimizer
 from schedir.runtime.sizes import sizes_of
@@ -137,24 +133,16 @@ def of_stage(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def of_instruction(options: argparse.Namespace) -> Iterator[Figure]:
-    alone, each, whole = instruction_costs()
-    yield Figure("one rank, an instruction", alone, "us", figures.GAP)
-    yield Figure("one rank, an instruction that is a graph", each, "us")
-    yield Figure("one rank, an instruction of a graph", whole, "us", figures.GRAPHED)
+    yield Figure("one rank, an instruction", instruction_cost(), "us", figures.GAP)
     yield Figure("two events, one after the other", 1e6 * two_events(), "us")
-    yield Figure("two events of a graph", 1e6 * two_events(graph=True), "us")
 
 
-def of_sleepers(options: argparse.Namespace, graph: bool = False) -> Iterator[Figure]:
+def of_sleepers(options: argparse.Namespace) -> Iterator[Figure]:
     boundary = Boundary((1, options.context, options.hidden), torch.bfloat16)
     ranks = sleeping(16, boundary, round(options.forward / 1e3 * cycles_a_second()))
     inputs = torch.randn(16, *boundary.shape, device=gpu_stage.DEVICE, dtype=boundary.dtype)
-    step: Callable[[], object] = partial(ranks.step, inputs, inputs)
-    name, goal = "ranks that sleep", figures.GAP
-    if graph:
-        step = captured(ranks, inputs, inputs)
-        name, goal = "ranks that sleep, as a graph", figures.GRAPHED
-    yield from of_ranks(name, recorded(ranks, step, options.steps), goal)
+    step = partial(ranks.step, inputs, inputs)
+    yield from of_ranks("ranks that sleep", recorded(ranks, step, options.steps))
 
 
 def of_gpt(options: argparse.Namespace) -> Iterator[Figure]:
@@ -167,7 +155,6 @@ PARTS: Final[dict[str, Callable[[argparse.Namespace], Iterator[Figure]]]] = {
     "stage": of_stage,
     "instruction": of_instruction,
     "sleep": of_sleepers,
-    "graph": partial(of_sleepers, graph=True),
     "gpt": of_gpt,
 }
 
@@ -175,9 +162,8 @@ PARTS: Final[dict[str, Callable[[argparse.Namespace], Iterator[Figure]]]] = {
 # ---------------------------------------------------------------- one instruction
 
 
-def instruction_costs(microbatches: int = 256) -> tuple[float, float, float]:
-    """Microseconds of a Forward or Backward beyond what it runs, on one rank: issued one by one, as
-    a graph each, and in a graph of the step; nothing is recorded."""
+def instruction_cost(microbatches: int = 256) -> float:
+    """Microseconds of a Forward or Backward beyond what it runs, on one rank without a recorder."""
     (stage,) = tiny.tiny_stages(1)
     stage.to(gpu_stage.DEVICE)
     inputs, targets = (x.to(gpu_stage.DEVICE) for x in tiny.batch(microbatches))
@@ -190,35 +176,16 @@ def instruction_costs(microbatches: int = 256) -> tuple[float, float, float]:
         for x, target in zip(inputs, targets, strict=True):
             tiny.loss(stage(x), target).backward()
 
-    def us(run: Callable[[], object], of: Callable[[], object]) -> float:
-        return (seconds(run) - seconds(of)) / (2 * microbatches) * 1e6
-
-    alone = us(lambda: rank.step(inputs, targets), plain)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plain()
-    computes = GraphedComputes(rank, inputs, targets)
-    each = us(lambda: rank.step(*computes.given), graph.replay)
-    computes.close()
-    graphed = GraphedStep(rank, inputs, targets)
-    return alone, each, us(graphed.graph.replay, graph.replay)
+    own = seconds(lambda: rank.step(inputs, targets)) - seconds(plain)
+    return own / (2 * microbatches) * 1e6
 
 
-def two_events(times: int = 100, graph: bool = False) -> float:
+def two_events(times: int = 100) -> float:
     """Seconds between two events, recorded one after the other behind work."""
-    events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2 * times)]
-
-    def record() -> None:
-        torch.cuda._sleep(10_000_000)  # until the host is ahead
-        for event in events:
-            event.record()
-
-    record()
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            record()
-        captured.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * times)]
+    torch.cuda._sleep(10_000_000)  # until the host is ahead
+    for event in events:
+        event.record()
     torch.cuda.synchronize()
     each = zip(events[::2], events[1::2], strict=True)
     return float(median(one.elapsed_time(other) / 1e3 for one, other in each))
@@ -281,24 +248,6 @@ def sleeping(microbatches: int, boundary: Boundary, cycles: int) -> InProcess:
     )
 
 
-def captured(
-    ranks: InProcess, inputs: Tensor, targets: Tensor, scale: float = 1.0
-) -> Callable[[], object]:
-    """A step of all ranks as one CUDA graph, events included."""
-    aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(WARM):
-            ranks.step(inputs, targets, scale)
-    torch.cuda.synchronize()
-    with ExitStack() as unseeded:
-        for rank in ranks.ranks:  # generators cannot be seeded in a capture
-            unseeded.enter_context(rank.draws.seeding([]))
-        with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
-            ranks.step(inputs, targets, scale)
-    return graph.replay
-
-
 def recorded(ranks: InProcess, step: Callable[[], object], steps: int) -> list[Timeline]:
     """Timelines of some steps, after two more."""
     found = []
@@ -308,10 +257,10 @@ def recorded(ranks: InProcess, step: Callable[[], object], steps: int) -> list[T
     return found[WARM:]
 
 
-def of_ranks(name: str, runs: Sequence[Timeline], gap: Goal) -> Iterator[Figure]:
+def of_ranks(name: str, runs: Sequence[Timeline]) -> Iterator[Figure]:
     """What Timelines of virtual ranks, at least two, tell."""
     gaps = 1e6 * np.concatenate([ready_gaps(run) for run in runs])
-    yield Figure(f"{name}: gap, median", float(np.median(gaps)), "us", gap)
+    yield Figure(f"{name}: gap, median", float(np.median(gaps)), "us", figures.GAP)
     yield Figure("  gap, 9 of 10 are less", float(np.percentile(gaps, 90)), "us")
     yield Figure("  exposed transfers", 100 * median(map(exposed, runs)), "%", figures.EXPOSED)
     yield Figure("  step", 1e3 * median(run.span for run in runs), "ms")
@@ -353,7 +302,7 @@ def of_a_gpt(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[F
     asked = times_asked(device)
     runs = recorded(ranks, partial(ranks.step, inputs, targets, scale), steps)
     held = torch.cuda.max_memory_allocated() - before
-    yield from of_ranks("ranks of a GPT", runs, figures.GAP)
+    yield from of_ranks("ranks of a GPT", runs)
     with host_waits() as waits:
         ranks.step(inputs, targets, scale)
     yield Figure("  host waits in a step", len(waits), "", figures.WAITS)

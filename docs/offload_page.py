@@ -196,7 +196,7 @@ $ {states_command}
 With `zero` from 1 on each replica moves its own part. Weights and losses have the bits of states on the device, also where an
 update is skipped: whether gradients are finite is judged before anything is stepped. Checkpoints and snapshots read what lies
 on the host. Each stage is stepped by itself, so an optimizer that takes all parameters for one, as LBFGS does, is refused, and so
-are hooks on its step, several updates in a program, `validate="after"` and CUDA graphs. So are two parameters that share memory.
+are hooks on its step, several updates in a program, and `validate="after"`. So are two parameters that share memory.
 
 An optimizer of your own sets `elementwise = True`. It may step one stage after the other if the step of a stage changes nothing that
 the step of another stage uses. The executor verifies this, and refuses an optimizer
@@ -285,7 +285,7 @@ states on the device. That holds with clipped gradients, where only an update th
 stages, recomputation and offload. A checkpoint stands between programs, and each begins without a delay. The last rank of a pipeline
 keeps one copy of old weights fewer than with states on the device, for its step stands behind all that uses them. `updates` and `delay`
 of `[pipeline]` and `states = "cpu"` of `[memory]` are the settings of `schedir train`. Refused, as with states on the device: `zero`
-above 0, a loss scale, and CUDA graphs; and with `states="host"` and `"disk"`, which the device steps, several updates.
+above 0, and a loss scale; and with `states="host"` and `"disk"`, which the device steps, several updates.
 {more}
 ## What is refused
 

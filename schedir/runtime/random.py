@@ -67,32 +67,6 @@ class Generator(Protocol):
     def set_state(self, state: Tensor, /) -> object: ...
 
 
-class DrawDetector:
-    """A generator of which it is known whether anybody has `drawn` from it between seedings."""
-
-    def __init__(self, inner: Generator) -> None:
-        self.inner, self.drawn = inner, False
-        self.left = inner.get_state()
-
-    def manual_seed(self, seed: int) -> None:
-        """Seed it."""
-        self.get_state()
-        self.inner.manual_seed(seed)
-        self.left = self.inner.get_state()
-
-    def get_state(self) -> Tensor:
-        """Its state, which tells."""
-        state = self.inner.get_state()
-        self.drawn |= not torch.equal(state, self.left)
-        return state
-
-    def set_state(self, state: Tensor) -> None:
-        """Set its state."""
-        self.get_state()
-        self.inner.set_state(state)
-        self.left = state
-
-
 def generators_of(device: torch.device) -> list[Generator]:
     """The generators from which modules on a device draw unless they bring their own."""
     if device.type != "cuda":
@@ -160,15 +134,6 @@ class Draws:
             run()
 
         return on
-
-    @contextmanager
-    def seeding(self, generators: Sequence[Generator]) -> Iterator[None]:
-        """Within this context those are seeded, and no others."""
-        before, self.generators = self.generators, [*generators]
-        try:
-            yield
-        finally:
-            self.generators = before
 
     @contextmanager
     def warning(self, text: str) -> Iterator[None]:

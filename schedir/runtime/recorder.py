@@ -164,8 +164,7 @@ class Marks(Protocol):
 class EventStamps(Stamps):
     """The same by events on the streams of a GPU, which nobody waits for inside a step.
 
-    All events are made here.  They are external: a CUDA graph that captures a recorded step has
-    them as nodes of its own, and each replay records them anew.
+    All events are made here.
 
     A message that cannot be `mark`ed, as NCCL's, is awaited by a stream that does nothing else, one
     for each queue in which the rank receives, and recorded there.  That costs the host some
@@ -176,8 +175,7 @@ class EventStamps(Stamps):
         super().__init__()
         self.device, stream = device, torch.cuda.current_stream(device)
         self.began, self.ended = (
-            [torch.cuda.Event(enable_timing=True, external=True) for _ in program.streams[rank]]
-            for _ in range(2)
+            [torch.cuda.Event(enable_timing=True) for _ in program.streams[rank]] for _ in range(2)
         )
         self.joined = torch.cuda.Event()
         for event in (*self.began, *self.ended, self.joined):

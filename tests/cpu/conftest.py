@@ -35,7 +35,7 @@ LONG = (
     "test_meeting", "test_slots", "test_ahead", "test_measure", "test_tutorial", "test_edges",
     "test_readers", "test_new_row_runs", "test_torch_page", "test_recompute_bytes", "test_kills",
     "test_saver", "test_programs", "test_models", "test_gpt2", "test_torch_own", "test_skips",
-    "test_random", "test_compute_graphs", "test_corpus",
+    "test_random", "test_corpus",
 )  # fmt: skip
 
 

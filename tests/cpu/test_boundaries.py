@@ -13,16 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from schedir.compiler.compile import compile, lower
-from schedir.errors import ExecutionError, ModelError
+from schedir.errors import ExecutionError
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
-from schedir.runtime.batch import Batch
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.graphs import own_batch, write
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.reference import reference
 from schedir.runtime.sizes import boundaries_of, sizes_of
@@ -210,30 +207,6 @@ def test_nothing_has_a_gradient_where_nothing_is_trained() -> None:
     world = ranks(count, lambda w, n: w * n, schedule=forward_only, boundary=TWO[1],
                   loss=total)  # fmt: skip
     assert float(world.step(X, X)) == 8
-
-
-def test_what_a_graph_reads_is_written_anew() -> None:
-    """Tuples and keywords, too; another shape, name or number is refused."""
-    given = Batch([(X[0], COUNT)], X[:1], 1.0, [{"shift": X[0], "how": 2}])
-    program = compile(gpipe, Plan(1, 1))
-    own = own_batch(given, torch.device("cpu"))
-    other = Batch([(X[1] * 7, COUNT + 1)], X[:1] * 3, 1.0, [{"shift": X[0] * 5, "how": 2}])
-    write(own, other, program)
-    assert own.inputs[0][0] is not given.inputs[0][0] and X.eq(1).all()
-    assert own.of is other.of is None
-    for mine, theirs in zip(tree_leaves([*own[:-1]]), tree_leaves([*other[:-1]]), strict=True):
-        assert torch.equal(
-            torch.as_tensor(mine), torch.as_tensor(theirs).reshape_as(torch.as_tensor(mine))
-        )
-    for wrong in (
-        given._replace(inputs=[(X[0], COUNT.float())]),
-        given._replace(inputs=[X[0]]),
-        given._replace(keywords=[{"shift": X[0], "how": 3}]),
-        given._replace(keywords=[{"other": X[0], "how": 2}]),
-        given._replace(keywords=()),
-    ):
-        with pytest.raises(ModelError):
-            write(own, wrong, program)
 
 
 def test_stages_are_left_as_they_were() -> None:

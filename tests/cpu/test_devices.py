@@ -20,11 +20,7 @@ from schedir import compile, show
 from schedir.errors import DeadlockError, ModelError, UsageError
 from schedir.io.terminal import format_error
 from schedir.ir.plan import Plan
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.graphs import GraphedStep
-from schedir.runtime.inprocess import InProcess
 from schedir.schedules import gpipe
-from schedir.testing.tiny import loss, tiny_stages
 from schedir.training import config, gpt_config, train
 from schedir.training.train_config import TrainConfig
 from schedir.transports import groups
@@ -214,9 +210,6 @@ def test_what_needs_a_gpu_says_so() -> None:
     program = compile(gpipe, Plan(1, 1))
     with pytest.raises(ModelError):
         nccl(program, torch.device("cpu"))
-    world = InProcess(program, tiny_stages(1), loss=loss, boundary=Boundary((2, 4), torch.float64))
-    with pytest.raises(ModelError):
-        GraphedStep(world.ranks[0], [], [])
 
 
 def test_processes_meet_before_there_is_a_group(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "given",
     [
-        [f"tests/gpu/test_{name}.py" for name in ("streams", "random", "graphs", "compute_graphs")],
+        [f"tests/gpu/test_{name}.py" for name in ("streams", "random")],
         ["tests/gpu/test_nccl.py", "-k", "eager and one_f_one_b and edge and None"],
         ["tests/gpu/test_nccl_steps.py", "-k", "proven or dies"],
     ],

@@ -22,7 +22,7 @@ from schedir.errors import ExecutionError, ModelError
 from schedir.ir.ops import Lane, Opcode
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
-from schedir.runtime import graphs, spills
+from schedir.runtime import spills
 from schedir.runtime.away import Value
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.lanes import Lanes
@@ -273,8 +273,3 @@ def test_modules_with_hooks_of_their_own(how: int, monkeypatch: pytest.MonkeyPat
             assert isinstance(module, Packs)
             assert all(x.isfinite().all() for x in module.seen)
             assert torch.equal(module.mask, torch.arange(WIDTH) / WIDTH)
-
-
-def test_a_graph_has_addresses() -> None:
-    with pytest.raises(ModelError, match="offload"):
-        graphs.require_kept(world_of(away()).ranks[0])

@@ -7,7 +7,6 @@ import warnings
 from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 import schedir
 from schedir import Plan
 from schedir.errors import ExecutionError, ModelError
-from schedir.runtime.compute_graphs import GraphedComputes
 from schedir.runtime.inprocess import InProcess
 from schedir.schedules import looped_bfs, zb_h1
 
@@ -163,14 +161,6 @@ def test_who_saves_pieces_is_told() -> None:
         copies = [deepcopy(stages), pickle.loads(pickle.dumps(stages))]
     for copy in copies:  # they are nobody's, and are trained as any
         steps(ranks_of(3, copy))
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_graphs_of_computes_need_memory_that_stays(zero: int) -> None:
-    program = schedir.compile(looped_bfs, Plan(1, 3, 2), zero=zero)
-    executor: Any = SimpleNamespace(program=program)
-    with pytest.raises(ModelError, match=f"with zero {zero}, memory is let go"):
-        GraphedComputes(executor, [], [])
 
 
 class Reads(nn.Module):

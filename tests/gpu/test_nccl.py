@@ -17,7 +17,6 @@ from schedir.ir.program import Program
 from schedir.passes.record import Choice
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
-from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.measured import measured
 from schedir.schedules import interleaved, one_f_one_b
 from schedir.transports.processes import Gloo
@@ -69,19 +68,6 @@ def eager(rank: int, *how: Any) -> list[Gradients]:
     return [*found, _gradients(executor)]
 
 
-def graphed(rank: int, *how: Any) -> list[Gradients]:
-    """Gradients of a step, and of a graph's second one."""
-    executor, given = made(rank, *how)
-    executor.step(*given)
-    found = [_gradients(executor)]
-    graph = GraphedStep(executor, *given)
-    for _ in range(2):
-        graph.step(*given[:2])
-    found.append(_gradients(executor))
-    graph.close()
-    return found
-
-
 WAYS = [("edge", None), ("edge", "fewest"), ("grouped", None)]
 
 
@@ -100,20 +86,8 @@ def test_eager_gradients_are_those_of_the_cpu(
                 assert torch.equal(got, second[stage][name]), (stage, name)
 
 
-@pytest.mark.usefixtures("real_gpu")
-@pytest.mark.parametrize(("kind", "slots"), WAYS)
-@pytest.mark.parametrize(("schedule", "plan"), PLANS)
-def test_a_graph_gives_the_gradients_of_a_step(
-    kind: Kind, slots: Choice | None, schedule: Any, plan: Plan, tmp_path: Path
-) -> None:
-    for step, graph in run(graphed, 4, str(tmp_path), kind, schedule, plan, slots, limit=250):
-        for stage, named in step.items():
-            for name, got in named.items():
-                assert torch.equal(got, graph[stage][name]), (stage, name)
-
-
-def recorded(rank: int, folder: str, kind: Kind, graph: bool) -> Timeline | None:
-    """The Timeline of a step in which the host may not wait, or of a graph's, on process 0."""
+def recorded(rank: int, folder: str, kind: Kind) -> Timeline | None:
+    """The Timeline of a step in which the host may not wait, on process 0."""
     device = share_gpu(rank, folder)
     plan, overlap = Plan(2, 4), kind == "grouped"  # else members of a group go their own ways
     program = compile(
@@ -124,15 +98,9 @@ def recorded(rank: int, folder: str, kind: Kind, graph: bool) -> Timeline | None
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets = inputs.to(device), targets.to(device)
     executor.step(inputs, targets, scale)
-    if not graph:
-        with no_wait():
-            executor.step(inputs, targets, scale)
-        return measured(executor, transport)
-    graphed = GraphedStep(executor, inputs, targets, scale)
-    graphed.step(inputs, targets)
-    found = measured(executor, transport)
-    graphed.close()
-    return found
+    with no_wait():
+        executor.step(inputs, targets, scale)
+    return measured(executor, transport)
 
 
 def assert_legal(timelines: list[Timeline | None]) -> None:
@@ -146,13 +114,7 @@ def assert_legal(timelines: list[Timeline | None]) -> None:
 
 @pytest.mark.parametrize("kind", ["edge", "grouped"])
 def test_a_recorded_eager_step_is_a_legal_timeline(kind: Kind, tmp_path: Path) -> None:
-    assert_legal(run(recorded, 4, str(tmp_path), kind, False, limit=250))
-
-
-@pytest.mark.usefixtures("real_gpu")
-@pytest.mark.parametrize("kind", ["edge", "grouped"])
-def test_a_recorded_graph_is_a_legal_timeline(kind: Kind, tmp_path: Path) -> None:
-    assert_legal(run(recorded, 4, str(tmp_path), kind, True, limit=250))
+    assert_legal(run(recorded, 4, str(tmp_path), kind, limit=250))
 
 
 def late_gather(rank: int, folder: str) -> tuple[bool, bool]:

@@ -1,4 +1,4 @@
-"""What a CUDA graph needs of a step, as far as a CPU can tell."""
+"""Steps that are undone leave nothing behind, and a scale may be a tensor."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from schedir import compile
-from schedir.errors import ModelError
 from schedir.ir.plan import Plan
 from schedir.runtime.boundary import Boundary
-from schedir.runtime.graphs import Rates, undrawn
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
 from schedir.runtime.undone import undone
-from schedir.schedules import interleaved, one_f_one_b
+from schedir.schedules import one_f_one_b
 from schedir.training import gpt
-from tests.cpu.tiny_stages import BOUNDARY, HIDDEN, batch, gpt_stages, gradients, same_bits
-
-CPU = torch.device("cpu")
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits
 
 
 def stages(dtype: torch.dtype, wide: bool) -> list[nn.Module]:
@@ -77,7 +73,7 @@ def trained(adamw: bool, main: bool) -> Any:
 
 @pytest.mark.parametrize("main", [False, True])
 @pytest.mark.parametrize("adamw", [False, True])
-def test_steps_before_a_capture_leave_nothing_behind(adamw: bool, main: bool) -> None:
+def test_undone_steps_leave_nothing_behind(adamw: bool, main: bool) -> None:
     """A step after them is as without, where state was and where there was none."""
     plain, warm = trained(adamw, main), trained(adamw, main)
     rank = warm.ranks[0]
@@ -114,33 +110,7 @@ def test_what_is_undone_within_another_does_not_end_it() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("draws", [False, True])
-def test_a_step_that_draws_is_refused(draws: bool) -> None:
-    """A replay would draw the same again; whether it draws is seen, and nothing else changes."""
-    drawn = nn.Dropout(0.5) if draws else nn.Dropout(0.0)
-    stages = [nn.Sequential(gpt_stages(2)[0], drawn), nn.Linear(HIDDEN, HIDDEN)]
-    world = InProcess(
-        compile(interleaved, Plan(1, 2, 2)),
-        stages,
-        loss=lambda y, _: y.square().sum(),
-        boundary=BOUNDARY,
-    )
-    (rank,) = world.ranks
-    inputs, targets, _ = batch(2)
-    first = world.step(inputs, targets)
-    if not draws:
-        with undrawn(rank):
-            assert torch.equal(world.step(inputs, targets), first)
-        with rank.state.draws.seeding([]):  # as in a capture
-            assert torch.equal(world.step(inputs, targets), first)
-        return
-    before = torch.get_rng_state()
-    with pytest.raises(ModelError, match="rank 0 draws random numbers") as error, undrawn(rank):
-        rank.step(inputs, targets)
-    assert "without" in error.value.hint and torch.equal(torch.get_rng_state(), before)
-
-
-def test_statistics_before_a_capture_leave_nothing_behind() -> None:
+def test_undone_statistics_leave_nothing_behind() -> None:
     stage = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     world = InProcess(
         compile(one_f_one_b, Plan(1, 2)),
@@ -152,38 +122,3 @@ def test_statistics_before_a_capture_leave_nothing_behind() -> None:
     with undone(world.ranks[0].state):
         world.step(torch.randn(2, 3, 4), torch.ones(2))
     assert all(torch.equal(a, b) for a, b in zip(before, stage.buffers(), strict=True))
-
-
-def test_rates_are_read_from_tensors_and_written_from_groups() -> None:
-    def sgd(rates: tuple[float, float]) -> tuple[list[Tensor], torch.optim.Optimizer]:
-        weights = [torch.ones(3, requires_grad=True) for _ in rates]
-        for weight in weights:
-            weight.grad = torch.arange(3.0)
-        groups = [{"params": [w], "lr": lr} for w, lr in zip(weights, rates, strict=True)]
-        return weights, torch.optim.SGD(groups, fused=True)
-
-    weights, optimizer = sgd((0.5, 0.25))
-    rates = Rates(optimizer, CPU)
-    optimizer.param_groups[1]["lr"] = 0.125  # as a schedule does
-    rates.write()
-    with rates.tensors():
-        optimizer.step()
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.125]
-    right, plain = sgd((0.5, 0.125))
-    plain.step()
-    assert all(torch.equal(a, b) for a, b in zip(weights, right, strict=True))
-
-
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
-def test_an_optimizer_whose_numbers_are_the_hosts_is_refused(make: Any) -> None:
-    parameters = [torch.nn.Parameter(torch.ones(2))]
-    for optimizer in (make(parameters, lr=0.1), MainOptimizer(parameters, make)):
-        with pytest.raises(ModelError) as error:
-            Rates(optimizer, CPU)
-        assert make.__name__ in error.value.fact and "fused" in error.value.hint
-    Rates(torch.optim.AdamW(parameters, capturable=True), CPU)
-    adam = torch.optim.AdamW(parameters, fused=True)
-    with Rates(adam, CPU).captured():
-        assert adam.param_groups[0]["capturable"] and isinstance(adam.param_groups[0]["lr"], Tensor)
-    assert not adam.param_groups[0]["capturable"] and adam.param_groups[0]["lr"] == 1e-3
-    assert Rates(None, CPU).groups == []
