@@ -131,7 +131,7 @@ def test_heavy_imports_stay_home(name: str) -> None:
     assert "matplotlib" not in roots or room(name) == "viz"
     assert "numba" not in roots or name == "schedir.analysis.compiled"
     assert "ortools" not in roots or name == "schedir.shortest.solver"
-    assert "triton" not in roots or name == "schedir.kernels.aot" or name.endswith("_triton")
+    assert "triton" not in roots or name.endswith("_triton")
 
 
 @pytest.mark.parametrize("path", python_files("tests/pure"), ids=lambda path: path.name)

@@ -1,6 +1,6 @@
-"""Ahead of time: compile every kernel for a GPU that need not be there.
+"""Compile every Triton kernel ahead of time, for a GPU that need not be there.
 
-    python -m schedir.kernels.aot
+    python -m tests.kernel_compilation
 
 shows registers, spills and shared memory of each, as ptxas counts them for sm_90, and how many
 blocks of it fit a multiprocessor at once: what waits for memory in one is hidden by the others.
