@@ -11,4 +11,8 @@ from typing import Final
 # A key is a name as a user writes it: an option (`--count`), a setting of a configuration
 # (`section.name`), a kind of model (`kind = bert`), a field of a program (`open`), or a public name
 # (`schedir.module.name`).  The value is a hint of an error: it says what to use instead.
-RETIRED: Final = MappingProxyType[str, str]({})
+RETIRED: Final = MappingProxyType(
+    {
+        "open": "use one program with more microbatches, which accumulates their gradients",
+    }
+)

@@ -32,6 +32,7 @@ from schedir.passes.lowering import LOWERING, OPTIONS
 from schedir.passes.moves import DISK, HOST
 from schedir.passes.record import Boundary, Choice, Options, Pass
 from schedir.passes.share_slots import share_slots
+from schedir.retired import RETIRED
 from schedir.schedules.draft import draft
 from schedir.schedules.words import Schedule
 from schedir.verify.check import check, check_draft
@@ -253,9 +254,10 @@ def lower(
         if option not in OPTIONS:
             known = [*[*signature(compile).parameters][2:-1], *sorted(OPTIONS)]
             near = get_close_matches(option, known, 1)
+            others = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
             raise UsageError(
                 f"no option {option!r} of compile",
-                hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}",
+                hint=RETIRED.get(option, others),
                 fields=[option],
             )
     if (host := more.get("host_limit")) is not None:

@@ -92,8 +92,6 @@ class Program:
     From 1 on that is the optimizer's state, from 2 on gradients, and at 3 the weights, too; these
     are gathered by Unshard.  `reduce` says of gradients in parts whether they are reduced once, at
     the "end", or each "turn", so that no whole one is held between runs of backwards.
-    `open` says that the gradients are left as sums, neither reduced nor stepped: the next program
-    on the same stages adds to them, and one that is not open ends the update.
     `snapshots` says that what a step changes can be copied while its forwards run, to be saved.
     `states` is where the optimizer's state lies between steps: on the "device", or on the "host".
     Then each update ends with a load, a step and a store of each own stage that is trained; on the
@@ -142,7 +140,6 @@ class Program:
     validate: str = field(default="before", metadata=traits.VALIDATE)
     zero: int = field(default=0, metadata=traits.ZERO)
     reduce: str = field(default="end", metadata=traits.REDUCE)
-    open: bool = field(default=False, metadata=traits.OPEN)
     snapshots: bool = field(default=False, metadata=traits.SNAPSHOTS)
     states: str = field(default="device", metadata=traits.STATES)
     meets: str = field(default="", metadata=traits.MEETS)
@@ -314,11 +311,6 @@ class Program:
     def trains(self) -> bool:
         """Whether there is any backward; a program without one evaluates."""
         return not self.ops.isdisjoint(ADDS)
-
-    @property
-    def closes(self) -> bool:
-        """Whether it ends an update: it trains, and is not open."""
-        return self.trains and not self.open
 
     @property
     def pieces(self) -> tuple[int, ...]:

@@ -75,7 +75,6 @@ def require_together(
     validate: str,
     zero: int,
     reduce: str,
-    open: bool,
     snapshots: bool,
     states: str,
     meets: str,
@@ -91,25 +90,6 @@ def require_together(
                 hint="freeze all stages that share it, or let the frozen one have its own",
                 fields=["tied", "frozen"],
             )
-    if open and plan.updates > 1:
-        raise PlanError(
-            f"open programs accumulate, and a run has {plan.updates} updates of its own",
-            hint="one update, or open=False",
-            fields=["open", "updates"],
-        )
-    if open and validate == "after":
-        raise PlanError(
-            "open programs accumulate, and validate is 'after': a step that is made again needs "
-            "all its microbatches again",
-            hint="validate='before'",
-            fields=["open", "validate"],
-        )
-    if open and reduce == "turn":
-        raise PlanError(
-            "open programs leave whole gradients, and reduce is 'turn', where none stays",
-            hint="reduce='end'",
-            fields=["open", "reduce"],
-        )
     if validate == "after" and not clip:
         raise PlanError(
             "validate is 'after', and the program takes no norm: no step waits for another rank",
@@ -143,12 +123,6 @@ def require_together(
             "reduced once",
             hint=f"zero={CUT_FROM['grads']}, or reduce='end'",
             fields=["reduce", "zero"],
-        )
-    if snapshots and open:
-        raise PlanError(
-            "the program is open, and steps nothing: no step would wait for its snapshots",
-            hint="snapshots of the program that ends the update",
-            fields=["snapshots", "open"],
         )
     if snapshots and validate == "after":
         raise PlanError(
@@ -222,11 +196,6 @@ VALIDATE: Final = setting(
 ZERO: Final = setting(whole_number(0, LEVELS - 1), "level of ZeRO, 0 to 3 (0)")
 REDUCE: Final = setting(
     _one_of("end", "turn"), "when gradients in parts are reduced: at the end (end), or each turn"
-)
-OPEN: Final = setting(
-    YES_OR_NO,
-    "accumulates gradients, and leaves reductions and the step to the next program",
-    in_config=False,  # a training run's steps are one program each
 )
 SNAPSHOTS: Final = setting(
     YES_OR_NO,

@@ -89,13 +89,9 @@ def late_steps(program: Program) -> Program:
 
 
 def _each(program: Program, present: Present) -> Iterator[Expected]:
-    there = program.closes and program.states == "cpu"
+    there = program.trains and program.states == "cpu"
     once = np.tile((np.arange(program.plan.stages) >= program.frozen) & there, program.plan.rows)
-    why = (
-        "the program says 'open yes'"
-        if program.open
-        else f"the program says 'states {program.states}'"
-    )
+    why = f"the program says 'states {program.states}'"
     for op in _ROWS:
         yield Expected(op, once, why, "each trained stage goes, is stepped and comes back once")
     several = program.plan.updates > 1
@@ -113,7 +109,7 @@ PASSES: Final = (
         "ends",
         lambda program, options: host_steps(program),
         lambda program, options: (
-            program.closes and program.states == "cpu" and program.ops.isdisjoint(_ROWS)
+            program.trains and program.states == "cpu" and program.ops.isdisjoint(_ROWS)
         ),
         _each,
         order=8,
@@ -123,7 +119,7 @@ PASSES: Final = (
         "ends",
         lambda program, options: late_steps(program),
         lambda program, options: (
-            program.closes and program.states == "cpu" and program.plan.updates > 1
+            program.trains and program.states == "cpu" and program.plan.updates > 1
         ),
         order=11,
     ),

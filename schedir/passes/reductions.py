@@ -77,7 +77,7 @@ def reduce_holders(program: Program) -> Program:
     goes on beside what is computed, and what stands behind it on hosts that block would wait too.
     """
     plan = program.plan
-    if not (plan.rows > 1 and program.closes):
+    if not (plan.rows > 1 and program.trains):
         return program
     trained = np.arange(program.frozen, plan.stages)
     if program.dp > 1 or not program.order:
@@ -110,7 +110,7 @@ def reduce_holders(program: Program) -> Program:
 
 def reduce_tied(program: Program) -> Program:
     """Sum the copies of tied weights: one instruction on each rank that holds any."""
-    if not (program.summed and program.closes):
+    if not (program.summed and program.trains):
         return program
     tied = {s for stages in program.summed for s in stages}
     copies = [[s for s in own if s in tied] for own in program.plan.stages_of]
@@ -123,7 +123,7 @@ def reduce_sequence(program: Program) -> Program:
 
     So of what replicas keep in parts it is the part that is summed, however often that is added to.
     """
-    if not (program.sequence and program.closes):
+    if not (program.sequence and program.trains):
         return program
     own_of = [[s for s in own if s >= program.frozen] for own in program.plan.stages_of]
     return append(program, Opcode.ReduceSequence, own_of)
@@ -131,21 +131,21 @@ def reduce_sequence(program: Program) -> Program:
 
 def reduce_norm(program: Program) -> Program:
     """The global norm that clipping needs; all ranks meet."""
-    if not (program.clip and program.closes and program.validate == "before"):
+    if not (program.clip and program.trains and program.validate == "before"):
         return program
     return append(program, Opcode.ReduceNorm, [[0]] * program.plan.ranks)
 
 
 def optimizer_step(program: Program) -> Program:
     """End every Stream, and every update in it, with the optimizer's step, if there are any."""
-    if not program.closes:
+    if not program.trains:
         return program
     return append(program, Opcode.OptimizerStep, [[0]] * program.plan.ranks)
 
 
 def validate(program: Program) -> Program:
     """The global norm behind a step that has not waited for it; all ranks meet."""
-    if not (program.closes and program.validate == "after"):
+    if not (program.trains and program.validate == "after"):
         return program
     return append(program, Opcode.Validate, [[0]] * program.plan.ranks)
 
@@ -168,9 +168,9 @@ def _each(program: Program, per: Per) -> Mask:
     """A mask over the holders of trained stages, or over ranks, if the program ends an update."""
     plan = program.plan
     if per is Per.RANK:
-        return np.full(plan.ranks, program.closes)
+        return np.full(plan.ranks, program.trains)
     trained = np.arange(plan.stages) >= program.frozen
-    return np.tile(trained & program.closes, len(plan.holders))
+    return np.tile(trained & program.trains, len(plan.holders))
 
 
 def _stages(program: Program, present: Present) -> Iterator[Expected]:
@@ -207,7 +207,7 @@ def _tied(program: Program, present: Present) -> Iterator[Expected]:
         for key in range(stage, len(holders), program.plan.stages):
             first.setdefault(int(holders[key]), key)
     once = np.zeros(len(holders), bool)
-    once[[*first.values()]] = program.closes
+    once[[*first.values()]] = program.trains
     why = "one per rank that holds a copy of a tied weight, at its first stage"
     why = why if program.summed or not program.tied else "all that is tied is frozen"
     yield Expected(Opcode.ReduceTied, once, why if program.tied else "the program says 'tied no'")
@@ -239,7 +239,7 @@ def _validated(program: Program, present: Present) -> Iterator[Expected]:
 
 
 def _unless_there(program: Program, options: Options) -> bool:
-    return program.closes and program.ops.isdisjoint({Opcode.ReduceGrads, Opcode.ReduceScatter})
+    return program.trains and program.ops.isdisjoint({Opcode.ReduceGrads, Opcode.ReduceScatter})
 
 
 PASSES: Final = (
@@ -256,7 +256,7 @@ PASSES: Final = (
         "memory",
         lambda p, options: leave_room(p),
         lambda p, options: (
-            p.closes
+            p.trains
             and p.holds(Token.WGRAD)
             and options.slots is None
             and not any(_WHOLE in slots.said() for slots in p.slots)

@@ -110,13 +110,9 @@ def _told(program: Program, name: str, room: NDArray[np.int64]) -> Program:
 
 
 def _each(program: Program, present: Present) -> Iterator[Expected]:
-    there = program.closes and program.states in _MOVED
+    there = program.trains and program.states in _MOVED
     once = np.tile((np.arange(program.plan.stages) >= program.frozen) & there, program.plan.rows)
-    why = (
-        "the program says 'open yes'"
-        if program.open
-        else f"the program says 'states {program.states}'"
-    )
+    why = f"the program says 'states {program.states}'"
     for op in _ROWS:
         yield Expected(op, once, why, "each trained stage is loaded, stepped and stored once")
     for op in _OF_DISK:
@@ -145,7 +141,7 @@ def _wanted(program: Program, options: Options) -> bool:
         for name, where in _WHERE.items()
     )
     there = program.states in _MOVED and program.ops.isdisjoint(_ROWS)
-    return wrong or (program.closes and there)
+    return wrong or (program.trains and there)
 
 
 def _options(program: Program) -> dict[str, int]:

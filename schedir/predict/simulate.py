@@ -48,7 +48,7 @@ def simulate(
     if sizes is not None:
         expect(sizes, Sizes, SIZES)
         sizes.require(program.plan)
-    if program.is_draft and (program.closes or program.plan.ranks > 1):  # else it is whole
+    if program.is_draft and (program.trains or program.plan.ranks > 1):  # else it is whole
         program = lower(check_draft(program), costs, model)
     graph = complete(program, model, blocks=blocks)
     reached = walk(graph, costs)

@@ -22,7 +22,6 @@ class Batch(NamedTuple):
     targets: Microbatches = ()
     scale: float | Tensor = 1.0
     keywords: Keywords = ()
-    of: int | None = None  # microbatches of the whole step, where several programs share one
 
     def expect(self, program: Program, rank: int, *, first: bool, last: bool) -> None:
         """Raise ExecutionError where a rank takes microbatches, and is not given all: inputs if it

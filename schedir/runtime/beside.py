@@ -98,8 +98,6 @@ def _require_beside(program: Program, other: Program) -> None:
             "that has made it",
             "validate='before'",
         )
-    if (program.open or other.open) and program.plan.updates > 1:
-        refuse(f"open programs accumulate, and {program.name} has several updates")
 
 
 class Order:

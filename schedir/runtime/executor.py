@@ -72,8 +72,8 @@ class Executor(Running):
     its gradient; the optimizer, which must be elementwise, steps pieces.  `whole` shows weights.
 
     `more` are programs that run on the same stages, each alone or with a boundary of its own where
-    that is another: what evaluates between steps, what accumulates (`open`), what has another
-    number of microbatches.  The transport is made for them, too, if it is told of its edges.
+    that is another: what evaluates between steps, what has another number of microbatches.  The
+    transport is made for them, too, if it is told of its edges.
 
     Under tensor parallelism, a parameter of which each rank holds a slice has an attribute
     `shard_dim`, the dimension along which it is cut; others are held whole by all, and the global
@@ -189,7 +189,6 @@ class Executor(Running):
         targets: Microbatches,
         scale: float | Tensor = 1.0,
         keywords: Keywords = (),
-        of: int | None = None,
         *,
         program: Program | None = None,
     ) -> Tensor | None:
@@ -204,10 +203,6 @@ class Executor(Running):
         unscaled, on the rank of the last stage, and None elsewhere; each of two such ranks sums up
         those taken there.
 
-        After open programs the step is theirs, too: gradients, norm and the sum of losses are those
-        of all, and so is the sum that each returns.  `of` says how many microbatches of a replica
-        that are; several replicas must know it, unless there is no seed.  The scale is one.
-
         Before the first step over a transport of streams, as NCCL, steps are run that are undone
         (`undone.undone`), with what this one is given, one instruction after the other: loading a
         kernel, allocating memory or connecting to a peer may wait for all that runs on a GPU, and
@@ -218,7 +213,7 @@ class Executor(Running):
         """
         running = self if program is None else self.on(program, trains=True)
         self._next(running)
-        return running.run(Batch(inputs, targets, scale, keywords, of))
+        return running.run(Batch(inputs, targets, scale, keywords))
 
     def evaluate(
         self,

@@ -100,14 +100,7 @@ class Gradients:
                     one.grad = view
 
     def zero(self) -> None:
-        """Forget everything, before a step.  Raises as `go_on`."""
-        self.go_on()
-        if not self.cut:
-            for flat in self.flat:
-                flat.zero_()
-
-    def go_on(self) -> None:
-        """Let there be added to what there is; an optimizer's zero_grad may have unbound the views.
+        """Set all gradients to zero before a step, and bind views that `zero_grad` has unbound.
 
         Raises ModelError if a view is in its buffer no more.
         """
@@ -119,11 +112,9 @@ class Gradients:
                 hint="make the executor after the last such change",
             )
         self.bind()
-
-    def settle(self) -> None:
-        """Take into the buffers whatever has been put in the place of views, and keep it."""
-        for k in range(len(self.flat)):
-            self.collect(k, lambda p: ())
+        if not self.cut:
+            for flat in self.flat:
+                flat.zero_()
 
     def make(self) -> None:
         """Let there be buffers again, of zeros."""

@@ -23,7 +23,6 @@ from schedir.runtime.host_states import HostStates, require_by_stage
 from schedir.runtime.host_steps import HostSteps
 from schedir.runtime.lanes import Lanes
 from schedir.runtime.layout import Share
-from schedir.runtime.opened import Opened
 from schedir.runtime.parts import cut_state
 from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.precision import LossScale, Steps
@@ -103,7 +102,6 @@ class Held:
                 optimizer, loss_scale, self.draws, self.device, debug,
             )  # fmt: skip
         self.under_way = False  # in a step, or one that has failed
-        self.opened: Opened | None = None  # what was run of a step that is not closed
         # Of the last update, its norm and what of it was finite.
         self.stepped: Callable[[], tuple[Tensor, Tensor]] | None = None
         self.rooms: dict[Token, list[int]] = {}  # the bytes of each slot, by kind

@@ -298,7 +298,7 @@ def require_by_stage(
     refuse = partial(refusal, program=program.name)
     trained = {p for own in parameters.values() for p in own if p.requires_grad}
     if optimizer is None:
-        if trained and program.closes:
+        if trained and program.trains:
             raise refuse(
                 "this rank has no optimizer: who steps by hand keeps its state himself",
                 "optimizer=..., or compile(..., states='device')",

@@ -162,7 +162,6 @@ class InProcess:
         scale: float | Tensor = 1.0,
         seed: int | None = None,
         keywords: Keywords = (),
-        of: int | None = None,
         *,
         program: Program | None = None,
     ) -> Tensor:
@@ -175,7 +174,7 @@ class InProcess:
         As Executor.step; returns the sum of losses.
         """
         ranks = [one if program is None else one.on(program, trains=True) for one in self.ranks]
-        return self._run(ranks, Batch(inputs, targets, scale, keywords, of), seed)
+        return self._run(ranks, Batch(inputs, targets, scale, keywords), seed)
 
     def evaluate(
         self,
@@ -254,7 +253,7 @@ class InProcess:
         for rank, mail in zip(ranks, self.mail, strict=True):
             with mail.running():
                 if rank.finish() is not None:
-                    last.append(rank.state.all_losses())
+                    last.append(rank.state.losses)
             mail.end()
         zero = torch.zeros((), device=last[0][0].device)
         each = (sum(losses, zero) for losses in zip(*last, strict=True))

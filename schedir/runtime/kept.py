@@ -141,8 +141,6 @@ def _expect_at_rest(state: State) -> None:
         raise CheckpointError(
             "a step or a load has failed, and left weights as they were within it"
         )
-    if held.opened is not None:
-        raise CheckpointError("programs are open, with gradients that no step has taken yet")
     if any(stage.weights is not None and stage.weights.shown for stage in held.stages.values()):
         raise CheckpointError(
             "weights are shown whole, and are kept in parts",

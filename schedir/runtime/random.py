@@ -100,10 +100,6 @@ class Draws:
     def begin(self, numbers: Sequence[int]) -> None:
         """Make ready for a step of microbatches and updates with these numbers, as `numbers_of`."""
         self.step += 1
-        self.go_on(numbers)
-
-    def go_on(self, numbers: Sequence[int]) -> None:
-        """Make ready for others of the step that has begun."""
         self._use(numbers, self.step - 1)
 
     def look(self, numbers: Sequence[int]) -> None:

@@ -22,7 +22,6 @@ from schedir.runtime.held import Held
 from schedir.runtime.implied_acks import implied_acks
 from schedir.runtime.lanes import Marks
 from schedir.runtime.memory_overlap import share_memory
-from schedir.runtime.opened import Opened, opened_by
 from schedir.runtime.parts import stepping_pieces
 from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.precision import step_if
@@ -102,7 +101,6 @@ class State:
         self.adds, self.debug = held.adds, held.debug
         self.stream, self.trains = program.streams[rank], program.trains
         self.looks = self.looked = False  # between steps, where nothing is changed; or it has
-        self.opened = Opened(0, None, 1.0)  # the step that runs
         self.versions: dict[int, Versions] = {}  # of weights, by stage
         for s, stage in self.stages.items() if self.trains and self.plan.updates > 1 else ():
             if s >= program.frozen:
@@ -151,25 +149,15 @@ class State:
         """Raise ExecutionError where the rank takes microbatches, and is not given all."""
         first, last = (s in self.stages for s in (0, self.plan.stages - 1))
         batch.expect(self.program, self.rank, first=first, last=last)
-        self.opened_by(batch)
-
-    def opened_by(self, batch: Batch) -> Opened:
-        """The step of which these are the next microbatches.  Raises as `opened.opened_by`."""
-        if self.looks:
-            return Opened(0, None, 1.0)
-        drawn = self.draws.seed is not None
-        return opened_by(self.held.opened, self.program, batch, drawn=drawn)
 
     def begin(self, batch: Batch) -> None:
-        """Make ready for a step, or for more of one that is open; or to look at what there is."""
-        opened, own = self.opened_by(batch), self.plan.microbatches
-        first = self.share.replica * (own if opened.of is None else opened.of) + opened.done
-        numbers = numbers_of(own, first, self.plan.updates)
+        """Make ready for a step, or to look at what there is."""
+        own = self.plan.microbatches
+        numbers = numbers_of(own, self.share.replica * own, self.plan.updates)
         if self.looks:
             self.draws.look(numbers)
         else:
-            self.draws.go_on(numbers) if opened.done else self.draws.begin(numbers)
-            self.opened, self.held.opened = opened, None
+            self.draws.begin(numbers)
         self.verdict = None
         self.transport.step_begins(self.number)
         self.checks.begin_step()
@@ -199,15 +187,8 @@ class State:
         total = None
         if self.plan.stages - 1 in self.stages:
             # By microbatch, whatever their order was; a loss may lie in what was received.
-            losses = self.all_losses()
-            total = sum(losses, torch.zeros((), device=self.device))
-        if self.program.open:
-            for stage in self.stages.values():
-                stage.gradients.settle()
-            kept = tuple(loss.clone() for loss in self.all_losses())
-            done = self.opened.done + self.plan.microbatches
-            self.held.opened = self.opened._replace(done=done, losses=kept)
-        elif not self.looks:
+            total = sum(self.losses, torch.zeros((), device=self.device))
+        if not self.looks:
             self.held.stepped = self.norm_and_finite
         for stage in self.stages.values() if self.looks else ():
             if stage.weights is not None:
@@ -228,11 +209,6 @@ class State:
         if self.checks.active:
             self.checks.versions_of_losses[mb] = versions_of((value,))
 
-    def all_losses(self) -> list[Tensor]:
-        """The losses of the step by microbatch, those first that open programs have taken; each is
-        0-dim, and zero where another rank takes it."""
-        return [*self.opened.losses, *self.losses]
-
     def begin_update(self) -> None:
         """Make ready for an update: no gradients, and whole weights where they are to be."""
         for alias, one in self.held.aliases.items():
@@ -243,9 +219,8 @@ class State:
         for stage in self.stages.values():
             if stage.weights is not None:
                 stage.weights.begin(trains=self.trains)
-            if self.looks:
-                continue
-            stage.gradients.go_on() if self.opened.done else stage.gradients.zero()
+            if not self.looks:
+                stage.gradients.zero()
 
     def keep_weights(self, step: Instr) -> None:
         """Keep the weights as a step has made them, for what computes the next updates."""

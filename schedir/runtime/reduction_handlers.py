@@ -54,9 +54,8 @@ def scaling(state: State, stage: int, update: int | None) -> Callable[[int], Ten
         flat = gradients.flat[k]
         scale(flat, state.scale)
         # A gradient may not tell of its loss: a mean over no tokens is zero.
-        earlier = state.opened.losses if takes else ()
-        if (taken or earlier) and not k:
-            losses = torch.stack([*earlier, *(state.losses[mb] for mb in taken)])
+        if taken and not k:
+            losses = torch.stack([state.losses[mb] for mb in taken])
             spoil(flat, (losses - losses).sum())
         return flat
 

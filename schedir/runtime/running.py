@@ -116,7 +116,6 @@ class Running(Stands):
         targets: Microbatches,
         scale: float | Tensor = 1.0,
         keywords: Keywords = (),
-        of: int | None = None,
     ) -> Tensor | None:
         """As `step`, over a transport of streams, but one instruction after the other, in an order
         that all ranks share: nothing overlaps, and nothing hangs, whoever waits for the device.
@@ -129,7 +128,7 @@ class Running(Stands):
                 program=self.program.name,
             )
         with self.in_turn.one_by_one():
-            return self._step(Batch(inputs, targets, scale, keywords, of), self._one_order)
+            return self._step(Batch(inputs, targets, scale, keywords), self._one_order)
 
     @cached_property
     def _one_order(self) -> list[int]:
@@ -140,7 +139,6 @@ class Running(Stands):
     def _warm_up(self, batch: Batch) -> None:
         """Do whatever a step does at first use, in steps in turn that are undone."""
         self.state.expect(batch)
-        batch = batch._replace(of=self.program.plan.microbatches + self.program.open)
         record, self.record = self.record, False
         try:
             warm_up(self.state, self.step_in_turn, batch)

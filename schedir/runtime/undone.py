@@ -52,9 +52,7 @@ def undone(state: State) -> Iterator[None]:
         modules.append(state.loss)
     gradients = [(p, p.grad) for p in others_of(state)]
     kept: list[object] = [*own, *(gradient for _, gradient in gradients)]
-    opened, stepped = state.held.opened, state.held.stepped
-    if opened is not None:
-        kept += [flat for stage in state.stages.values() for flat in stage.gradients.flat]
+    stepped = state.held.stepped
     if state.loss_scale is not None:
         kept += [state.loss_scale.value, state.loss_scale.good]
     if steps:
@@ -62,7 +60,7 @@ def undone(state: State) -> Iterator[None]:
     tensors = dict.fromkeys(t for t in tree_leaves(kept) if isinstance(t, Tensor))
     was = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
     rank, step, might = state.held, state.draws.step, state.held.may_step  # within another
-    rank.may_step, rank.opened = might and steps, None
+    rank.may_step = might and steps
     held = state.ahead is not None and state.ahead.held
     if state.ahead is not None:
         state.ahead.held = True
@@ -75,7 +73,7 @@ def undone(state: State) -> Iterator[None]:
             yield
     finally:
         rank.may_step, state.draws.step = might, step
-        rank.opened, rank.stepped = opened, stepped
+        rank.stepped = stepped
         if state.ahead is not None:
             state.ahead.held = held
         for p, gradient in gradients:

@@ -56,7 +56,7 @@ def completeness(program: Program, *, draft: bool) -> Index:
     look = Inspector(program, index)
     if draft:
         _only_compute(look)
-    elif program.is_draft and program.closes:
+    elif program.is_draft and program.trains:
         raise LevelError(
             "this is a draft: it computes, but nothing is sent, reduced or stepped",
             program=program.name,
@@ -68,11 +68,6 @@ def completeness(program: Program, *, draft: bool) -> Index:
     _groups(look)
     _compute(look)
     _turns(look)
-    if program.open and not program.trains:
-        raise CompletenessError(
-            "the program says 'open yes', and has no backward that accumulates",
-            program=program.name,
-        )
     if not draft:
         transfers(look)
         sharding(look)
@@ -314,11 +309,5 @@ def _as_expected(look: Inspector, expected: Expected) -> None:
         look.refuse(f"{instr} is missing on rank {rank}", *sites, kind=kind, hint=expected.hint)
     if (present & ~should).any():
         site = look.site_of(op, int((present & ~should).argmax()))
-        reason = expected.why if look.program.closes else _why_not(look.program)
+        reason = expected.why if look.program.trains else "the program has no backward"
         look.refuse(f"{site.instr} has nothing to do: {reason}", site, kind=kind)
-
-
-def _why_not(program: Program) -> str:
-    if program.trains:
-        return "the program says 'open yes', and leaves sums to the next one"
-    return "the program has no backward"

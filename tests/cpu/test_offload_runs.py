@@ -208,14 +208,14 @@ def test_of_views_that_share_memory() -> None:
     compared(compile(gpipe, Plan(1, 2)), lambda: noisy(1, Views))
 
 
-def test_beside_programs_that_evaluate_and_accumulate() -> None:
+def test_beside_programs_that_evaluate_and_train() -> None:
     plan = Plan(2, 4)
     program = checked(moved(compile(one_f_one_b, plan), 0), "fewest")
-    half = checked(moved(compile(gpipe, Plan(2, 2), open=True), 1), "fewest")
+    half = checked(moved(compile(gpipe, Plan(2, 2)), 1), "fewest")
     look = compile(forward_only, plan)
     found = []
     for each, first in (
-        (compile(one_f_one_b, plan), compile(gpipe, Plan(2, 2), open=True)),
+        (compile(one_f_one_b, plan), compile(gpipe, Plan(2, 2))),
         (program, half),
     ):
         stages = noisy(2, _dropped)
@@ -223,8 +223,8 @@ def test_beside_programs_that_evaluate_and_accumulate() -> None:
         (x, y), (more, targets) = batch(4), batch(2, 1)
         totals = [
             world.evaluate(x, y),
-            world.step(more, targets, program=first, of=6),
-            world.step(x, y, of=6),
+            world.step(more, targets, program=first),
+            world.step(x, y),
             world.evaluate(x, y),
         ]
         found.append([*totals, *state(stages)])

@@ -1,4 +1,4 @@
-"""Several programs on the same stages: steps in parts, a last partial batch, evaluation between."""
+"""Several programs on the same stages: a last partial batch, and evaluations between steps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import schedir
@@ -21,8 +19,7 @@ from schedir.io.terminal import format_error
 from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import LossScale
-from schedir.schedules import built_in, forward_only, gpipe, interleaved, one_f_one_b, pipedream_2bw
+from schedir.schedules import built_in, forward_only, gpipe, interleaved, one_f_one_b
 from schedir.schedules.words import placed_for
 from schedir.training import gpt
 from schedir.transports.processes import Gloo
@@ -34,7 +31,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "programs.md"
 GOLDEN = Path(__file__).parents[1] / "golden" / "programs"
 ZOO = {name: s for name, s in built_in().items() if s is not forward_only}
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
-M = 6  # microbatches of a step
 
 
 class Drops(nn.Module):
@@ -78,54 +74,6 @@ def numbers_of(ranks: InProcess, stages: list[nn.Module], total: Tensor) -> list
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-def in_parts(
-    ranks: InProcess, parts: list[Program], k: int, seed: int | None, **options: Any
-) -> Tensor:
-    """The loss of a step whose microbatches programs run one after the other."""
-    inputs, targets, scale = batch(M, k)
-    at, total = 0, torch.zeros(())
-    for part in parts:
-        own = slice(at, at + part.plan.microbatches)
-        at = own.stop
-        total = ranks.step(inputs[own], targets[own], scale, seed, program=part, **options)
-    assert at == M
-    return total
-
-
-# Schedules of one placement, of which a step may have one in each of its parts.
-ALIKE = [("gpipe", "one_f_one_b", "zb_h1"), ("interleaved", "looped_bfs"), ("wave",)]
-
-
-@settings(max_examples=12, deadline=None, suppress_health_check=[*HealthCheck])
-@given(
-    st.sampled_from(ALIKE).flatmap(lambda of: st.tuples(*[st.sampled_from(of)] * 2)),
-    st.sampled_from([(2, 4), (4, 2), (2, 2, 2)]),
-    st.integers(0, 3),
-    st.sampled_from([None, 0, 1]),
-    st.booleans(),
-)
-def test_open_programs_have_the_bits_of_one(
-    names: tuple[str, str], cut: tuple[int, ...], zero: int, seed: int | None, scaled: bool
-) -> None:
-    """Norm and losses, dropout and a tied weight are those of all microbatches in one program."""
-    first, schedule = (ZOO[name] for name in names)
-    how: dict[str, Any] = {"clip": True, "tied": True, "zero": zero, "model": "edge"}
-    *several, m = cut
-    opens = {n: schedir.compile(first, plan_of(first, n), open=True, **how) for n in several}
-    last, whole = (schedir.compile(schedule, plan_of(schedule, n), **how) for n in (m, M))
-    assert last.ascending and whole.ascending
-    options: dict[str, Any] = {"loss_scale": LossScale} if scaled else {}
-    found = []
-    for order in ([whole], [*(opens[n] for n in several), last]):
-        stages = stages_of(whole)
-        more = [*opens.values()] if len(order) > 1 else []
-        ranks = ranks_of(order[-1], stages, more=more, **options)
-        steps = [numbers_of(ranks, stages, in_parts(ranks, order, k, seed)) for k in range(2)]
-        assert ranks.ranks[0].draws.step == 2
-        found.append([x for step in steps for x in step])
-    assert same(*found)
 
 
 @pytest.mark.parametrize(
@@ -174,14 +122,14 @@ def test_the_page_does_what_it_says() -> None:
 # ---------------------------------------------------------------- processes
 
 
-def parts_of(dp: int, zero: int) -> list[Program]:
-    """What trains with 3 microbatches, all 6, the first 3 of a step, and what evaluates 2."""
-    how: dict[str, Any] = {"tied": True, "zero": zero, "dp": dp, "model": "edge"}
-    program = schedir.compile(one_f_one_b, Plan(2, 3), clip=True, **how)
-    whole = schedir.compile(one_f_one_b, Plan(2, M), clip=True, **how)
-    first = schedir.compile(gpipe, Plan(2, 3), clip=True, open=True, **how)
-    looks = schedir.compile(forward_only, Plan(2, 2), dp=dp, zero=zero, model="edge")
-    return [program, whole, first, looks]
+def programs_of(dp: int, zero: int) -> list[Program]:
+    """What trains with 6 microbatches, what trains with 3, and what evaluates 2."""
+    how: dict[str, Any] = {"dp": dp, "zero": zero, "model": "edge"}
+    large, small = (
+        schedir.compile(schedule, Plan(2, m), clip=True, tied=True, **how)
+        for schedule, m in ((gpipe, 6), (one_f_one_b, 3))
+    )
+    return [large, small, schedir.compile(forward_only, Plan(2, 2), **how)]
 
 
 def own_stage(rank: int) -> dict[int, nn.Module]:
@@ -189,30 +137,27 @@ def own_stage(rank: int) -> dict[int, nn.Module]:
 
 
 def in_processes(rank: int, kind: str, dp: int, zero: int) -> list[list[Tensor]]:
-    """Steps of two parts, and of one program, with evaluations of smaller microbatches between."""
+    """Steps of two programs, without evaluations and with some of smaller microbatches between."""
     found: list[list[Tensor]] = []
-    for several in (False, True):
-        program, whole, first, looks = parts_of(dp, zero)
-        one, *others = [program, first, looks] if several else [whole]
-        transport = {"gloo": Gloo, "shared": Shared}[kind](one, 20.0, more=others)
+    large, small, looks = programs_of(dp, zero)
+    for evaluates in (False, True):
+        others = [small, looks] if evaluates else [small]
+        transport = {"gloo": Gloo, "shared": Shared}[kind](large, 20.0, more=others)
         more: list[Any] = [p if p.trains else (p, (1, *BOUNDARY.shape[1:])) for p in others]
         stages = own_stage(transport.rank)
         optimizer = ADAM([p for stage in stages.values() for p in stage.parameters()])
         executor = Executor(
-            one, transport.rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY,
+            large, transport.rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY,
             optimizer=optimizer, more=more,
         )  # fmt: skip
         numbers: list[Tensor] = []
-        for k in range(2):
-            inputs, targets, scale = batch(M * dp, k)
-            own = [t[transport.dp_rank * M :][:M] for t in (inputs, targets)]
-            if several:
+        for k, program in enumerate([large, small, small, large]):
+            m = program.plan.microbatches
+            inputs, targets, scale = batch(m * dp, k)
+            own = [t[transport.dp_rank * m :][:m] for t in (inputs, targets)]
+            if evaluates:
                 executor.evaluate(own[0][:2, :1], own[1][:2, :1])
-                executor.step(own[0][:3], own[1][:3], scale, of=M, program=first)
-                executor.evaluate(own[0][:2, :1], own[1][:2, :1])
-                total = executor.step(own[0][3:], own[1][3:], scale)
-            else:
-                total = executor.step(own[0], own[1], scale)
+            total = executor.step(own[0], own[1], scale, program=program)
             numbers += [torch.zeros(()) if total is None else total, executor.norm]
             with executor.whole():
                 numbers += [p.detach().clone() for p in stages[transport.rank].parameters()]
@@ -224,13 +169,13 @@ def in_processes(rank: int, kind: str, dp: int, zero: int) -> list[list[Tensor]]
     ("kind", "dp", "zero"), [("gloo", 2, 0), ("shared", 2, 3), ("shared", 1, 0)]
 )
 def test_in_processes(kind: str, dp: int, zero: int) -> None:
-    for whole, several in run(in_processes, 2 * dp, kind, dp, zero):
-        assert same(whole, several)
+    for without, with_evaluations in run(in_processes, 2 * dp, kind, dp, zero):
+        assert same(without, with_evaluations)
 
 
 def out_of_order(rank: int) -> str:
     """One rank evaluates twice before it trains, the other once."""
-    program, _, _, looks = parts_of(1, 0)
+    _, program, looks = programs_of(1, 0)
     transport = Shared(program, 20.0, more=[looks])
     executor = Executor(
         program, rank, own_stage(rank), transport, loss=gpt.loss, boundary=BOUNDARY, more=[looks]
@@ -269,7 +214,6 @@ def refused() -> list[Exception]:
     def beside(*more: Any, of: Program = program) -> Any:
         return lambda: ranks_of(of, stages, more=more)
 
-    first = partial(schedir.compile, one_f_one_b, Plan(2, 2), clip=True)
     tried(beside(schedir.compile(interleaved, Plan(2, 4, 2), clip=True)))
     tried(beside(schedir.compile(gpipe, Plan(2, 4))))
     tried(beside(schedir.compile(gpipe, Plan(2, 4), clip=True, zero=1)))
@@ -278,24 +222,12 @@ def refused() -> list[Exception]:
     tried(beside(program, of=looks))
     after = partial(schedir.compile, clip=True, validate="after")
     tried(beside(after(gpipe, Plan(2, 4)), of=after(one_f_one_b, Plan(2, 4))))
-    tried(lambda: first(open=True, validate="after"))
-    tried(lambda: first(open=True, zero=2, reduce="turn"))
-    two = Plan(2, 4, updates=2, delay=1)
-    tried(lambda: schedir.compile(pipedream_2bw, two, open=True))
-    tried(lambda: schedir.compile(forward_only, Plan(2, 2), open=True))
 
-    part = first(open=True)
+    part = schedir.compile(one_f_one_b, Plan(2, 2), clip=True)
     ranks = ranks_of(program, stages, more=[looks, part], optimizer=None)
-    inputs, targets, scale = batch(4)
-    some = inputs[:2], targets[:2]
+    inputs, targets, _ = batch(4)
     tried(lambda: ranks.step(inputs, targets, program=looks))
-    tried(lambda: ranks.evaluate(*some, program=part))
-    tried(lambda: ranks.step(inputs, targets, of=6))
-    ranks.step(*some, scale, of=6, program=part)
-    tried(lambda: ranks.step(inputs, targets, 1.0))
-    tried(lambda: ranks.step(*some, scale, of=8, program=part))
-    ranks.step(*some, scale, program=part)
-    tried(lambda: ranks.step(inputs, targets, scale))
+    tried(lambda: ranks.evaluate(inputs[:2], targets[:2], program=part))
     return found
 
 

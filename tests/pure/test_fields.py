@@ -120,7 +120,7 @@ def test_a_configuration_has_each_field() -> None:
     assert differ == ["ranks", "microbatches"]
     assert [f.name for f in HEADER if f.default is MISSING] == differ
     program = Config().request.program
-    ours = {"tied", "clip", "skips", "segments", "snapshots", "open", "validate"}
+    ours = {"tied", "clip", "skips", "segments", "snapshots", "validate"}
     ours |= {"meets", "chunked"}
     assert {f.name for f in HEADER if not f.in_config} == ours
     assert (program.tied, program.clip) == ((), True)  # one stage is tied to nothing

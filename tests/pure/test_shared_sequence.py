@@ -152,8 +152,8 @@ def test_it_takes_several_to_share_a_sequence() -> None:
         assert refused.value.fields == ("sequence", "tp")
 
 
-def test_what_evaluates_or_leaves_sums_has_none() -> None:
-    for program in (forwards(made()), made(schedules.forward_only), made(open=True)):
+def test_what_evaluates_has_none() -> None:
+    for program in (forwards(made()), made(schedules.forward_only)):
         assert program.sequence and O.ReduceSequence not in program.ops
         assert program.ops.isdisjoint(SHARDING)
 

@@ -80,7 +80,6 @@ def test_any_draft_has_them_once_and_is_legal(
 
 def test_what_is_frozen_or_does_not_step_has_none() -> None:
     assert names(lowered(frozen=3), 0) == [f"{what} 4" for what in _WORDS]
-    assert not lowered(open=True).ops & {*ROWS}
     assert not lowered(forward_only, Plan(2, 4)).ops & {*ROWS}
     both = lowered(dualpipe, Plan(2, 4, placement="mirror"))  # each holder has its own
     assert len(names(both, 0)) == len(names(both, 1)) == 6

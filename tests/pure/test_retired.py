@@ -1,0 +1,26 @@
+"""Names that schedir no longer has are refused, and the error says what to use instead."""
+
+import pytest
+
+import schedir
+from schedir import Plan
+from schedir.errors import ParseError, ProgramError, UsageError
+from schedir.retired import RETIRED
+
+
+def hint(error: ProgramError) -> str:
+    assert error.hint in RETIRED.values()
+    return error.hint
+
+
+def test_an_option_of_compile() -> None:
+    with pytest.raises(UsageError) as refused:
+        schedir.compile(schedir.schedules.gpipe, Plan(2, 2), open=True)
+    assert "more microbatches" in hint(refused.value)
+
+
+def test_a_key_of_a_program() -> None:
+    text = schedir.show(schedir.compile(schedir.schedules.gpipe, Plan(2, 2)))
+    with pytest.raises(ParseError) as refused:
+        schedir.parse(text.replace("ranks 2", "ranks 2  open yes"))
+    assert "more microbatches" in hint(refused.value)
