@@ -136,3 +136,9 @@ def test_any_bytes_are_refused_or_plain(raw: bytes) -> None:
     except TraceError:
         return
     assert type(read) in (dict, list, tuple, str, int, float, bool, type(None))
+
+
+def test_keys_of_deeply_nested_tuples_are_refused_before_their_hash_is_taken() -> None:
+    for end in (b"Ns", b"\x85Ns", b"(Nu"):
+        with pytest.raises(TraceError):
+            loads(b"\x80\x02})" + b"\x85" * 1_000_000 + end + b".")
