@@ -1,22 +1,24 @@
-"""Compared: what ranks leave of a step beside a plain loop, stage by stage."""
+"""Compare the gradients of a pipeline step with those of a plain loop, stage by stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from math import inf, isfinite
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from schedir.errors import UsageError
-from schedir.testing.mistakes import KINDS, NOTHING, Explained, Facts, Finding, explain
 from schedir.testing.plain import Due, Plain, names_of, numbers
 
 TOLERANCES: Final = {torch.float32: 1e-6, torch.float64: 1e-12}
-MOST_TERMS = 2**26  # numbers
-CHANCE: Final = 1e-3  # of mistakes tried, that would be found in random numbers
-SHOWN = 3  # names, or possible mistakes, of one line
+SHOWN: Final = 3  # names of one line
+MISSING: Final = "no gradient"
+NOT_EXPECTED: Final = "a gradient, but none is expected"
+NOT_FINITE: Final = "not finite"
+DIFFERENT: Final = "different"
 
 
 @dataclass(frozen=True)
@@ -43,19 +45,14 @@ class Place(NamedTuple):
     rank: int | None
 
 
-class Mistake(NamedTuple):
-    """Gradients that are wrong in one way."""
+class Difference(NamedTuple):
+    """Gradients that differ in one way from those of a plain loop."""
 
     places: tuple[Place, ...]
     names: tuple[str, ...]
     every: bool  # whether these are all parameters there
-    findings: tuple[Finding, ...]  # several if several mistakes give the same
-    off: float  # the norm of the difference over the norm, of the worst
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """What it may be, of KINDS."""
-        return tuple(dict.fromkeys(finding.kind for finding in self.findings))
+    problem: str
+    error: float  # norm of the difference / norm of the expected gradient, of the worst parameter
 
     @property
     def stages(self) -> tuple[int | None, ...]:
@@ -69,12 +66,7 @@ class Mistake(NamedTuple):
         else:
             more = f" and {number - SHOWN} more" if number > SHOWN else ""
             what = f"{', '.join(self.names[:SHOWN])}{more}"
-        words = [
-            f"off by {self.off:.2g} of the norm" if finding == NOTHING else finding.words
-            for finding in self.findings
-        ]
-        more = f"; or {len(words) - SHOWN} mistakes more" if len(words) > SHOWN else ""
-        return f"{_where(self.places)}, {what}: {'; or '.join(words[:SHOWN])}{more}"
+        return f"{_where(self.places)}, {what}: {self.problem}"
 
 
 def _where(places: Sequence[Place]) -> str:
@@ -90,37 +82,39 @@ def _where(places: Sequence[Place]) -> str:
 
 
 class WrongGradients(AssertionError):
-    """Gradients that are not those of a plain loop; `mistakes` says which, stages ascending."""
+    """Gradients differ from those of a plain loop; `differences` lists them, stages ascending."""
 
     def __init__(
         self,
-        mistakes: Sequence[Mistake],
+        differences: Sequence[Difference],
         weights: Sequence[tuple[str, ...]],
         right: Sequence[Place],
     ) -> None:
-        names = {name for mistake in mistakes for name in mistake.names}
+        names = {name for difference in differences for name in difference.names}
         wrong = sum(not names.isdisjoint(own) for own in weights)
-        lines = [f"{wrong} of {len(weights)} gradients are not those of a plain loop"]
-        told: set[str] = set()
-        for mistake in mistakes:
-            lines.append(f"  {mistake}")
-            lines += [f"    {KINDS[kind]}" for kind in mistake.kinds if kind not in told]
-            told |= {*mistake.kinds}
+        lines = [f"{wrong} of {len(weights)} gradients differ from those of a plain loop"]
+        lines += [f"  {difference}" for difference in differences]
         if right:
             lines.append(f"  right: {_where(right)}")
-        begins = _begins(mistakes, right)
-        super().__init__("\n".join([*lines, *([f"  hint: {begins}"] if begins else [])]))
-        self.mistakes = tuple(mistakes)
+        first = _first_stage(differences, right)
+        super().__init__("\n".join([*lines, *([f"  hint: {first}"] if first else [])]))
+        self.differences = tuple(differences)
 
 
-def _begins(mistakes: Sequence[Mistake], right: Sequence[Place]) -> str:
-    """Where a difference begins that is in all stages up to one: backwards come from the last."""
-    stages = [s for mistake in mistakes for s in mistake.stages]
+def _first_stage(differences: Sequence[Difference], right: Sequence[Place]) -> str:
+    """Say in which backward a difference begins that is in all stages up to one.
+
+    Backwards run from the last stage to the first, so a wrong gradient spreads to lower stages.
+    """
+    stages = {stage for difference in differences for stage in difference.stages}
     good = {place.stage for place in right}
-    if not good or None in stages or None in good or any(m.kinds != ("unknown",) for m in mistakes):
+    numbered = [stage for stage in stages if stage is not None]
+    if not good or None in good or len(numbered) < len(stages):
         return ""
-    last = max(s for s in stages if s is not None)
-    if {*stages} != {*range(last + 1)} or any(s is not None and s < last for s in good):
+    if any(difference.problem in (MISSING, NOT_EXPECTED) for difference in differences):
+        return ""
+    last = max(numbered)
+    if stages != {*range(last + 1)} or any(s is not None and s < last for s in good):
         return ""
     return f"it begins in the backward of stage {last}, or in what stage {last + 1} sends to it"
 
@@ -142,37 +136,29 @@ def compare(
             hint="a step that works on copies returns {name: gradient} by the names of `model`",
         )
     due = loop.due
-    wrong: dict[Place, dict[str, Tensor | None]] = {}
-    offs: dict[tuple[Place, str], float] = {}
     every = names_of(loop.model).values()
     weights = [names for names in every if names[0] in due]
     held = [*_held(left, weights, replicas)]
+    ranks_with = {n: {at.rank for at, of, g in held if of == n and g is not None} for n in due}
+    wrong: dict[Place, dict[str, _Measured]] = {}
+    largest = 0.0
     for place, name, got in held:
-        off, same = _difference(name, got, due.get(name), tolerance)
-        offs[place, name] = off
-        if not same:
-            wrong.setdefault(place, {})[name] = got
+        measured = _measure(name, got, due.get(name), tolerance)
+        largest = max(largest, measured.error)
+        if measured.same:
+            continue
+        if place.rank is None and ranks_with[name]:
+            few = f"a gradient on only {len(ranks_with[name])} rank, for {replicas} replicas"
+            measured = measured._replace(problem=few)
+        wrong.setdefault(place, {})[name] = measured
     if not wrong:
-        return max(offs.values(), default=0.0)
-    facts = _facts(loop, due, replicas, len(left), tolerance)
-    on = {n: {at.rank for at, of, g in held if of == n and g is not None} for n in due}
-    told = _told(loop, wrong, on, facts)
-    found = [
-        Mistake(
-            places=(place,),
-            names=names,
-            every={*names} == {n for at, n, _ in held if at == place},
-            findings=findings,
-            off=max(offs[place, name] for name in names),
-        )
-        for place, each in told.items()
-        for names, findings in _grouped(each)
-    ]
+        return largest
     places = dict.fromkeys(place for place, _, _ in held)
+    all_names = {place: {n for at, n, _ in held if at == place} for place in places}
     of_wrong = {name for own in wrong.values() for name in own}
     right = [place for place in places if place not in wrong and place.rank is not None]
     undue = [names for names in every if names not in weights and not of_wrong.isdisjoint(names)]
-    raise WrongGradients(_merged(found), [*weights, *undue], right)
+    raise WrongGradients(_differences(wrong, all_names), [*weights, *undue], right)
 
 
 def _held(
@@ -197,14 +183,27 @@ def _held(
     yield from sorted(found, key=lambda f: (f[0].stage is None, f[0].stage or 0))
 
 
-def _difference(
-    name: str, got: Tensor | None, due: Due | None, tolerance: float | None
-) -> tuple[float, bool]:
-    """How far a gradient is off, over the norm of what is due; and whether that is rounding."""
+class _Measured(NamedTuple):
+    """How far one gradient differs from the expected one."""
+
+    error: float  # norm of the difference / norm of the expected gradient
+    same: bool  # whether the difference is within the tolerance
+    problem: str
+    ratio: float = 1.0  # norm / norm of the expected gradient
+
+    def in_words(self) -> str:
+        """Return the problem, with its size where it has one."""
+        if self.problem != DIFFERENT:
+            return self.problem
+        return f"relative error {self.error:.2g}, norm {self.ratio:.2g} times the expected norm"
+
+
+def _measure(name: str, got: Tensor | None, due: Due | None, tolerance: float | None) -> _Measured:
+    """Measure how far a gradient differs from the expected one."""
     if got is None or due is None:
         one = got if due is None else due.value
         wrong = one is not None and bool(one.any())
-        return float(wrong), not wrong
+        return _Measured(float(wrong), not wrong, MISSING if got is None else NOT_EXPECTED)
     if got.shape != due.value.shape:
         raise UsageError(
             f"the gradient of {name} has shape {[*got.shape]}, and its weight {[*due.value.shape]}",
@@ -213,126 +212,35 @@ def _difference(
     types = {got.dtype, due.value.dtype}
     allowed = max(map(_tolerance, types)) if tolerance is None else tolerance
     norm = float(numbers(due.value).norm())
+    size = float(numbers(got).norm())
     error = float((numbers(got) - numbers(due.value)).norm())
-    off = error / norm if norm else float(error > 0)
-    return off, error <= allowed * due.size
+    return _Measured(
+        error / norm if norm else float(error > 0),
+        error <= allowed * due.size,
+        DIFFERENT if isfinite(size) else NOT_FINITE,
+        size / norm if norm else inf,
+    )
 
 
 def _tolerance(dtype: torch.dtype) -> float:
     return TOLERANCES.get(dtype, 8 * torch.finfo(dtype).eps)
 
 
-def _rounding(dtype: torch.dtype) -> float:
-    """How far a mistake's gradient may be off; in few digits chance comes as near as 8 `eps`."""
-    return TOLERANCES.get(dtype, 0.5 * torch.finfo(dtype).eps)
-
-
-def _facts(
-    loop: Plain, due: Mapping[str, Due], replicas: int, ranks: int, tolerance: float | None
-) -> Facts:
-    types = {one.value.dtype for one in due.values()}
-    rounding = 4 * max(tolerance or 0.0, *map(_rounding, types))
-    return Facts(len(loop.microbatches), replicas, ranks, loop.divisor, rounding)
-
-
-def _told(
-    loop: Plain,
-    wrong: Mapping[Place, Mapping[str, Tensor | None]],
-    on: Mapping[str, Set[int | None]],
-    facts: Facts,
-) -> dict[Place, dict[str, Explained]]:
-    """What explains each wrong gradient."""
-    told: dict[Place, dict[str, Explained]] = {place: {} for place in wrong}
-    for names in _portions(loop, [*dict.fromkeys(n for own in wrong.values() for n in own)]):
-        parts, uses = loop.parts(names), loop.uses(names)
-        for place, own in wrong.items():
-            for name in (name for name in names if name in own):
-                got = own[name]
-                if got is None:
-                    told[place][name] = _missing(place, len(on[name]), facts.replicas)
-                elif name not in loop.due:
-                    told[place][name] = Explained.surely("not due", "a gradient, and none is due")
-                else:
-                    told[place][name] = explain(
-                        numbers(got), parts[name], uses.get(name, {}), facts
-                    )
-    return told
-
-
-def _missing(place: Place, ranks: int, replicas: int) -> Explained:
-    """What is said where there is no gradient, and `ranks` have one."""
-    if place.rank is None and ranks:
-        return Explained.surely(
-            "missing", f"gradients on {ranks} rank alone, of {replicas} replicas"
-        )
-    return Explained.surely(
-        "missing" if place.rank is not None else "held by nobody", "no gradient"
-    )
-
-
-def _portions(loop: Plain, names: Sequence[str]) -> Iterator[list[str]]:
-    """Names in portions of which all terms are held at once."""
-    portion: list[str] = []
-    size = 0
-    for name in names:
-        terms = loop.model.get_parameter(name).numel() * len(loop.microbatches)
-        if portion and size + terms > MOST_TERMS:
-            yield portion
-            portion, size = [], 0
-        portion.append(name)
-        size += terms
-    yield portion
-
-
-def _grouped(
-    each: Mapping[str, Explained],
-) -> Iterator[tuple[tuple[str, ...], tuple[Finding, ...]]]:
-    """The parameters of a place in as few groups as mistakes explain.
-
-    What explains more of them is likelier; what may as well be chance is unknown.
-    """
-    rest = dict(each)
-    order = [*KINDS]
-    while rest:
-        groups = _explained(rest)
-        if not groups:
-            yield tuple(rest), (NOTHING,)
-            return
-        most = max(groups.values(), key=len)
-        alike = [finding for finding, names in groups.items() if names == most]
-        yield most, tuple(sorted(alike, key=lambda f: (order.index(f.kind), f.words)))
-        rest = {name: one for name, one in rest.items() if name not in most}
-
-
-def _explained(rest: Mapping[str, Explained]) -> dict[Finding, tuple[str, ...]]:
-    """Which parameters a mistake explains, of the simplest mistakes that explain any."""
-    for tier in range(max(len(one.tiers) for one in rest.values())):
-        groups: dict[Finding, tuple[str, ...]] = {}
-        sure: set[Finding] = set()
-        for name, one in rest.items():
-            if tier < len(one.tiers):
-                for finding in one.tiers[tier].findings:
-                    groups[finding] = (*groups.get(finding, ()), name)
-                    if one.by_chance(tier) < CHANCE:
-                        sure.add(finding)
-        if sure:
-            return {finding: names for finding, names in groups.items() if finding in sure}
-    return {}
-
-
-def _merged(found: Sequence[Mistake]) -> list[Mistake]:
-    """Mistakes of several places that are the same, as one."""
-    merged: dict[object, Mistake] = {}
-    for one in found:
-        key = one.findings, one.every, None if one.every else one.names
-        before = merged.get(key)
-        merged[key] = (
-            one
-            if before is None
-            else before._replace(
-                places=before.places + one.places,
-                names=tuple(dict.fromkeys(before.names + one.names)),
-                off=max(before.off, one.off),
+def _differences(
+    wrong: Mapping[Place, Mapping[str, _Measured]], all_names: Mapping[Place, Set[str]]
+) -> list[Difference]:
+    """Group the wrong gradients of each place by problem, and merge places with equal problems."""
+    merged: dict[object, Difference] = {}
+    for place, own in wrong.items():
+        for problem in dict.fromkeys(measured.problem for measured in own.values()):
+            group = {name: one for name, one in own.items() if one.problem == problem}
+            worst = max(group.values(), key=lambda measured: measured.error)
+            names, every = tuple(group), {*group} == all_names[place]
+            key = worst.in_words(), every, None if every else names
+            before = merged.get(key, Difference((), (), every, worst.in_words(), 0.0))
+            merged[key] = before._replace(
+                places=(*before.places, place),
+                names=tuple(dict.fromkeys(before.names + names)),
+                error=max(before.error, worst.error),
             )
-        )
     return [*merged.values()]

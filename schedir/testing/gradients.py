@@ -63,9 +63,10 @@ def assert_same_gradients(
     Processes are forks of this one, so that `step` may be any function, except where there is a
     GPU, a process group is in use here, or `start` says "spawn": then it is pickled by its name.
 
-    Raises AssertionError with `mistakes`: which stages differ, and what mistake gives such
-    gradients, if it is known; schedir.errors.ExecutionError if a rank fails, or is not back within
-    `timeout` seconds; UsageError for what cannot be compared, as a model with dropout.
+    Raises AssertionError if gradients differ.  Its `differences` list the stages, ranks, names of
+    parameters and relative errors.  Raises schedir.errors.ExecutionError if a rank fails, or does
+    not return within `timeout` seconds, and UsageError if the model or the batch cannot be
+    compared, for example a model with dropout.
 
     >>> import torch
     >>> from torch import nn
@@ -84,9 +85,8 @@ def assert_same_gradients(
     ...     assert_same_gradients(step, model, batch, ranks=1, microbatches=4, loss_fn=mse)
     ... except AssertionError as error:
     ...     print(error)
-    2 of 2 gradients are not those of a plain loop
-      rank 0, all 2 parameters: 4 times too large: never divided by the 4 microbatches
-        often scale_grads=False, or no division, with a loss that takes the mean
+    2 of 2 gradients differ from those of a plain loop
+      rank 0, all 2 parameters: relative error 3, norm 4 times the expected norm
     """
     callable_of(step, "step", "def step(rank, ranks, model, batch): ...")
     if loss_fn is not None:

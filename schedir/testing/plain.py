@@ -1,9 +1,8 @@
-"""Plain: a model without a pipeline, and what each of its gradients is the sum of."""
+"""The plain loop: gradients of a model without a pipeline, microbatch by microbatch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,12 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from schedir.errors import UsageError, in_words, said
-
-MOST_USES = 8  # of a parameter, that are told apart
 
 Batch = Any  # a tensor, or a tuple or dict of such; a list of microbatches if it is already cut
 Loss = Callable[..., Tensor] | None
@@ -60,38 +56,7 @@ class Plain:
                 raise UsageError(f"the plain loop's own gradient of {name} is not finite")
         return due
 
-    def parts(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Of some parameters what each microbatch adds: (microbatches, numbers), in double."""
-        rows: dict[str, list[Tensor]] = {name: [] for name in names}
-        for part in self._each():
-            for name, own in rows.items():
-                one = part.get(name)
-                p = self.model.get_parameter(name)
-                flat = numbers(torch.zeros_like(p) if one is None else one)
-                own.append(flat / self.divisor)
-        return {name: torch.stack(own) for name, own in rows.items()}
-
-    def uses(self, names: Sequence[str]) -> dict[str, dict[tuple[str, int], Tensor]]:
-        """Of parameters that are used more than once, what each use adds, in double.
-
-        A use is known by the module that makes it, and its number there, from 1.
-        """
-        places = names_of(self.model)
-        noted = _Uses({p for p, own in places.items() if not {*own}.isdisjoint(names)})
-        with self._at(noted), noted:
-            for _ in self._each(noted.begin):
-                pass
-        found: dict[str, dict[tuple[str, int], Tensor]] = {}
-        for p, sums in noted.sums.items():
-            by_use: dict[tuple[str, int], Tensor] = {}
-            for module, number in sorted(sums, key=lambda place: place[1]):
-                nth = 1 + sum(other == module for other, _ in by_use)
-                by_use[module, nth] = sums[module, number] / self.divisor
-            if 1 < len(by_use) <= MOST_USES:
-                found |= dict.fromkeys(places[p], by_use)
-        return found
-
-    def _each(self, begin: Callable[[], None] = lambda: None) -> Iterator[dict[str, Tensor]]:
+    def _each(self) -> Iterator[dict[str, Tensor]]:
         """The gradients of each microbatch's loss; buffers are afterwards as they were."""
         places = names_of(self.model)
         before = [
@@ -102,7 +67,6 @@ class Plain:
         for number, batch in enumerate(self.microbatches):
             for p in places:
                 p.grad = None
-            begin()
             state = torch.get_rng_state()
             loss = loss_of(self.model, batch, self.loss_fn)
             if number == 0 and not torch.equal(state, torch.get_rng_state()):
@@ -119,64 +83,6 @@ class Plain:
             module._buffers[name] = buffer
             if buffer is not None and value is not None:
                 buffer.data.copy_(value)
-
-    @contextmanager
-    def _at(self, noted: _Uses) -> Iterator[None]:
-        """Tell of the module that runs."""
-        hooks = []
-        for name, module in self.model.named_modules():
-
-            def enter(*_: Any, name: str = name) -> None:
-                noted.inside.append(name or "the model")
-
-            def leave(*_: Any) -> None:
-                noted.inside.pop()
-
-            hooks.append(module.register_forward_pre_hook(enter))
-            hooks.append(module.register_forward_hook(leave, always_call=True))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-class _Uses(TorchFunctionMode):
-    """Gives each use of some parameters a gradient of its own."""
-
-    def __init__(self, tracked: Set[nn.Parameter]) -> None:
-        super().__init__()
-        self.tracked = tracked
-        self.inside: list[str] = []  # the modules that run, the innermost last
-        self.sums: dict[nn.Parameter, dict[tuple[str, int], Tensor]] = {}
-        self.begin()
-
-    def begin(self) -> None:
-        """Another microbatch: uses are counted anew."""
-        self.count: dict[nn.Parameter, int] = {}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if torch.is_grad_enabled() and name not in ("__get__", "__set__", "backward"):
-            args, kwargs = tree_map_only(nn.Parameter, self._stand_in, (args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _stand_in(self, p: nn.Parameter) -> Tensor:
-        if p not in self.tracked or not p.requires_grad:
-            return p
-        number = self.count[p] = self.count.get(p, 0) + 1
-        place = self.inside[-1] if self.inside else "outside", number
-        used = p.view_as(p)
-
-        def note(gradient: Tensor) -> None:
-            sums = self.sums.setdefault(p, {})
-            if place in sums or len(sums) <= MOST_USES:
-                sums[place] = sums.get(place, 0) + numbers(dense(gradient))
-
-        used.register_hook(note)
-        return used
 
 
 def dense(gradient: Tensor) -> Tensor:

@@ -1,0 +1,180 @@
+"""`compare`: stages, ranks, parameters and sizes of gradients that differ from the plain loop's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from schedir.errors import UsageError
+from schedir.testing.compared import Difference, Left, Place, WrongGradients, compare
+from schedir.testing.plain import Plain, cut
+from tests.cpu.torchs import WIDTH, Tied, model
+
+Gradients = dict[str, Tensor | None]
+
+
+def loop_of(whole: nn.Module, microbatches: int, divisor: float, seed: int = 0) -> Plain:
+    numbers = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(2 * microbatches, WIDTH, generator=numbers) for _ in range(2))
+    return Plain(whole, cut((x, y), microbatches, mse_loss), mse_loss, divisor)
+
+
+def differences(loop: Plain, *left: Left, **options: Any) -> tuple[Difference, ...]:
+    with pytest.raises(WrongGradients) as caught:
+        compare(loop, left, **options)
+    return caught.value.differences
+
+
+def summed(loop: Plain, factors: list[float]) -> Gradients:
+    """A step in which each microbatch counts so often, in the model's own precision."""
+    total: Gradients = {}
+    loop.model.zero_grad()
+    for mb, factor in zip(loop.microbatches, factors, strict=True):
+        part = Plain(loop.model, [mb], loop.loss_fn, loop.divisor).due
+        for name, one in part.items():
+            before = total.get(name)
+            total[name] = factor * one.value if before is None else before + factor * one.value
+    return total
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_exactly_the_stages_that_differ_are_listed(data: st.DataObject) -> None:
+    """Of three stages some have microbatches that count otherwise, or random numbers added."""
+    M = data.draw(st.integers(1, 6))
+    loop = loop_of(model(3), M, M, data.draw(st.integers(0, 99)))
+    stages = data.draw(st.sets(st.integers(0, 2), min_size=1))
+    right = summed(loop, [1.0] * M)
+    counts = data.draw(
+        st.lists(st.sampled_from([0.0, 0.9, 1.001, 2.0, -1.0]), min_size=M, max_size=M)
+    )
+    if counts == [1.0] * M:
+        counts[0] = 0.0
+    noise = data.draw(st.sampled_from([0.0, 1e-4, 1.0]))
+    numbers = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    bad = {
+        name: gradient + noise * torch.randn(gradient.shape, generator=numbers)
+        for name, gradient in loose(summed(loop, counts)).items()
+    }
+    left: Gradients = {n: (bad if int(n[0]) in stages else right)[n] for n in right}
+    found = differences(loop, Left(left).by_prefix())
+    listed = [stage for difference in found for stage in difference.stages]
+    assert len(listed) == len(stages) and {*listed} == stages
+    for difference in found:
+        assert difference.every
+        errors = [relative_error(loop, name, left[name]) for name in difference.names]
+        assert difference.error == pytest.approx(max(errors), rel=0.01)
+
+
+def relative_error(loop: Plain, name: str, got: Tensor | None) -> float:
+    expected = loop.due[name].value.double()
+    assert got is not None
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+def loose(gradients: Gradients) -> Mapping[str, Tensor]:
+    return {name: one for name, one in gradients.items() if one is not None}
+
+
+# ---------------------------------------------------------------- single ones
+
+
+def test_parameters_of_a_stage_may_differ() -> None:
+    loop = loop_of(model(2), 4, 4)
+    left = summed(loop, [1.0] * 4)
+    left["1.linear.weight"] = None
+    left["1.linear.bias"] = summed(loop, [1.0, 1.0, 1.0, 0.0])["1.linear.bias"]
+    found = differences(loop, Left(left).by_prefix())
+    assert [(d.names, d.problem == "no gradient", d.every) for d in found] == [
+        (("1.linear.weight",), True, False),
+        (("1.linear.bias",), False, False),
+    ]
+
+
+def test_what_a_rank_returns_none_for_is_anothers() -> None:
+    loop = loop_of(model(2), 2, 2)
+    every = summed(loop, [1.0, 1.0])
+    ranks = [
+        Left({n: g if n.startswith(str(rank)) else None for n, g in every.items()})
+        for rank in range(2)
+    ]
+    assert compare(loop, ranks) < 1e-6
+    ranks[1] = Left(dict.fromkeys(every))
+    (difference,) = differences(loop, *ranks)
+    assert difference.names == ("1.linear.weight", "1.linear.bias")
+    assert difference.places == (Place(None, None),)
+
+
+def test_gradients_that_are_not_finite_are_called_so() -> None:
+    loop = loop_of(model(3), 2, 2)
+    left = summed(loop, [1.0, 1.0])
+    bad: Gradients = {n: g * float("nan") if n[0] < "2" else g for n, g in loose(left).items()}
+    (difference,) = differences(loop, Left(bad).by_prefix())
+    assert difference.problem == "not finite" and difference.stages == (0, 1)
+
+
+def test_the_stage_in_which_differences_begin_is_named() -> None:
+    loop = loop_of(model(3), 2, 2)
+    noise: Gradients = {
+        n: g + torch.randn_like(g) * (n[0] < "2") for n, g in loose(summed(loop, [1, 1])).items()
+    }
+    with pytest.raises(WrongGradients) as caught:
+        compare(loop, [Left(noise).by_prefix()])
+    text = str(caught.value)
+    assert "it begins in the backward of stage 1, or in what stage 2 sends to it" in text
+
+
+def test_replicas_that_differ_are_listed_by_rank() -> None:
+    loop = loop_of(model(2), 4, 4)
+    ranks = [Left(summed(loop, f)).by_prefix() for f in ([2.0, 2, 0, 0], [0, 0, 2.0, 2])]
+    found = differences(loop, *ranks, replicas=2)
+    places = {place for difference in found for place in difference.places}
+    assert places == {Place(stage, rank) for stage in range(2) for rank in range(2)}
+    assert "rank 0" in str(found[0]) and "rank 1" in str(found[1])
+
+
+def test_tied_weights_have_the_names_that_a_rank_gives_them() -> None:
+    torch.manual_seed(0)
+    loop = loop_of(Tied(), 2, 2)
+    due = {name: one.value for name, one in loop.due.items()}
+    ranks = [
+        Left({n: g / 2 if n == "embed.weight" else g for n, g in due.items() if "head" not in n}),
+        Left({"head.weight": due["head.weight"] / 3}),
+    ]
+    first, last = differences(loop, *ranks)
+    assert first.names == ("embed.weight",) and last.names == ("head.weight",)
+    assert (first.error, last.error) == pytest.approx((1 / 2, 2 / 3))
+
+
+def test_what_is_never_right_is_refused() -> None:
+    dropout = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout())
+    with pytest.raises(UsageError, match="draws random numbers"):
+        assert loop_of(dropout, 2, 2).due
+    assert loop_of(dropout.eval(), 2, 2).due
+    with pytest.raises(UsageError, match="no rank has a gradient"):
+        compare(loop_of(model(2), 2, 2), [Left({})])
+    with pytest.raises(UsageError, match="has shape"):
+        compare(loop_of(model(2), 2, 2), [Left({"0.linear.bias": torch.zeros(2)})])
+
+
+def test_buffers_are_as_they_were() -> None:
+    norm = nn.Sequential(nn.BatchNorm1d(WIDTH))
+    loop = loop_of(norm, 2, 2)
+    first = loop.due
+    again = Plain(loop.model, loop.microbatches, loop.loss_fn, loop.divisor)
+    assert not norm[0].running_mean.any()  # type: ignore[operator]
+    assert torch.equal(first["0.weight"].value, again.due["0.weight"].value)
+
+
+def test_bits_can_be_asked_for() -> None:
+    loop = loop_of(model(2), 2, 2)
+    left: Gradients = {n: g * (1 + 1e-7) for n, g in loose(summed(loop, [1.0, 1.0])).items()}
+    assert 0 < compare(loop, [Left(left)]) < 1e-6
+    differences(loop, Left(left), tolerance=0.0)
