@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from schedir.ir.notebook import register
@@ -127,7 +128,9 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    # `help(schedir)` gets every name that is here, so each must be importable.
+    missing = {"runtime"} if find_spec("torch") is None else set()
+    return sorted({*globals(), *_HOME} - missing)
 
 
 __all__ = [

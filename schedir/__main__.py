@@ -20,6 +20,7 @@ from schedir import __version__
 from schedir.commands import COMMANDS, module_of
 from schedir.commands._trust import add_trust
 from schedir.errors import ProgramError, UsageError
+from schedir.extras import broken_package
 from schedir.ir.trust import MOST, trusting
 from schedir.retired import RETIRED
 
@@ -54,9 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except Exception:
+    except Exception as error:
         from traceback import print_exc
 
+        from schedir.io.terminal import format_error
+
+        if (broken := broken_package(error)) is not None:
+            print(format_error(broken), file=sys.stderr)
+            return 2
         print("this is a bug in schedir", file=sys.stderr)
         print_exc()
         return 1

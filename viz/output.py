@@ -60,4 +60,5 @@ def save(figure: Figure, path: str | Path) -> None:
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         figure.savefig(content, format=suffix[1:], dpi=_DPI, metadata=FORMATS[suffix])
     with atomic_write(path) as temporary:
-        temporary.write_bytes(content.getbuffer())
+        # Not `getbuffer`: Python 3.12.1 crashes when it collects a BytesIO with a view (gh-77894).
+        temporary.write_bytes(content.getvalue())

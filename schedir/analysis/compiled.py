@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Final, Literal
@@ -22,7 +23,7 @@ from schedir.extras import install_command
 Loop = Callable[..., Any]
 
 # Whether a search ran compiled loops, and if not, why.
-Numba = Literal["used", "not needed", "not installed", "no time"]
+Numba = Literal["used", "not needed", "not installed", "not usable", "no time"]
 
 PRICE: Final = 0.2  # seconds to import numba and a loop from its cache; 0.4 the first time ever
 FIRST_USE: Final = 8.0  # seconds of search that pay for compiling its loops, which takes about 5
@@ -55,7 +56,7 @@ def within(loops: tuple[Loop, ...], seconds: float) -> tuple[tuple[Loop, ...] | 
     """
     found = _compile(loops)
     if found is None:
-        return None, "not installed"
+        return None, "not installed" if find_spec("numba") is None else "not usable"
     each: tuple[Any, ...] = found  # numba gives them attributes
     ready = all(loop.signatures or _is_kept(loop) for loop in each)
     if seconds < (LATER_USE if ready else FIRST_USE):

@@ -62,7 +62,7 @@ class Found:
 def combined(each: Iterable[Numba]) -> Numba:
     """Return what to report of several searches: that numba was missing if any search lacked it."""
     found = set(each)
-    order: tuple[Numba, ...] = ("not installed", "no time", "used")
+    order: tuple[Numba, ...] = ("not installed", "not usable", "no time", "used")
     return next((numba for numba in order if numba in found), "not needed")
 
 
@@ -76,6 +76,7 @@ def numba_in_words(numba: Numba) -> str:
         "used": "with numba",
         "not needed": "without numba, which was not needed",
         "not installed": f"without numba, which is not installed ({install_command('numba')})",
+        "not usable": "without numba, which is switched off or cannot be imported",
         "no time": f"without numba, as its first use needs {FIRST_USE:g} s in one search, and a "
         f"later use {LATER_USE:g} s",
     }[numba]

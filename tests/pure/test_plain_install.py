@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import tomllib
 import venv
 from collections.abc import Iterator
@@ -46,6 +48,60 @@ def environment(folder: Path) -> Path:
 def test_all_commands_that_need_no_torch_work_without_it(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     plain_install.use(environment(tmp_path / "environment"), tmp_path / "empty")
+
+
+def imports_of_the_docs() -> list[str]:
+    """The import lines of schedir in the Python examples of all pages."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    line = r"^(?:from schedir[\w.]* import (?:\([^)]*\)|.*)|import schedir.*)$"
+    found = {each for page in pages for each in re.findall(line, page.read_text(), re.M)}
+    return sorted(found)
+
+
+def test_every_documented_import_works_or_names_the_missing_package(tmp_path: Path) -> None:
+    python = environment(tmp_path / "environment")
+    script = r"""
+import sys
+for line in sys.stdin.read().split("\0"):
+    try:
+        exec(line, {})
+    except ImportError as error:
+        if error.name not in ("torch", "hypothesis"):
+            print(line, error)
+"""
+    lines = imports_of_the_docs()
+    assert len(lines) > 20
+    done = subprocess.run(
+        [python, "-c", script], input="\0".join(lines), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == ""
+
+
+def test_all_names_can_be_listed_without_torch(tmp_path: Path) -> None:
+    python = environment(tmp_path / "environment")
+    script = "import inspect, schedir; inspect.getmembers(schedir); help(schedir)"
+    done = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True)
+    assert "NAME\n    schedir" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "needs torch, which is not installed"),
+        ("raise ImportError('libcudart.so.12')", "torch cannot be imported: ImportError"),
+        ("raise OSError('libcudart.so.12')", "torch cannot be imported: OSError"),
+    ],
+)
+def test_a_torch_that_cannot_be_imported(tmp_path: Path, content: str | None, words: str) -> None:
+    """One that is an empty folder, and two that lack a library."""
+    python = environment(tmp_path / "environment")
+    (tmp_path / "torch").mkdir()
+    if content is not None:
+        (tmp_path / "torch" / "__init__.py").write_text(content)
+    command = [str(python), "-m", "schedir", "plan", "--measure", "-o", "here.toml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and words in done.stderr and "pip install" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_version_that_is_too_low_is_refused() -> None:
