@@ -9,10 +9,13 @@ from types import MappingProxyType
 from typing import Final
 
 # A key is a name as a user writes it: an option (`--count`), a setting of a configuration
-# (`section.name`), a kind of model (`kind = bert`), a field of a program (`open`), or a public name
-# (`schedir.module.name`).  The value is a hint of an error: it says what to use instead.
+# (`section.name`), a value of a setting (`kind = bert`), a field of a program (`open`), or a public
+# name (`schedir.module.name`).  The value is a hint of an error: it says what to use instead.
 RETIRED: Final = MappingProxyType(
     {
         "open": "use one program with more microbatches, which accumulates their gradients",
+        "tokenizer = bpe": "name the path of a tokenizer.json: the library tokenizers trains one, "
+        "and ~/.cache/schedir has those of earlier runs",
+        "source = .jsonl": "Megatron-LM's tools/preprocess_data.py writes a .bin and an .idx of it",
     }
 )

@@ -9,7 +9,6 @@ begins, and their number (int64).  What may come behind, a mode per sequence, is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -85,17 +84,3 @@ def read(path: Path) -> Documents:
     ends = over[firsts]
     tokens = np.memmap(path, kind, "r") if size else np.zeros(0, kind)
     return Documents(tokens, np.unique(ends[ends > 0]))
-
-
-def write_index(path: Path, kind: np.dtype[np.integer], lengths: Sequence[int]) -> None:
-    """Write the index of documents of so many tokens of a type, a sequence each."""
-    code = next(code for code, name in _TYPES.items() if np.dtype(name) == kind)
-    many = np.array(lengths, np.int64)
-    head = np.zeros(1, _HEADER)
-    head["magic"], head["version"], head["type"] = np.void(_MAGIC), 1, code
-    head["sequences"], head["bounds"] = len(many), len(many) + 1
-    with path.open("wb") as out:
-        out.write(head.tobytes())
-        out.write(many.astype("<i4").tobytes())
-        out.write(((np.cumsum(many) - many) * kind.itemsize).astype("<i8").tobytes())
-        out.write(np.arange(len(many) + 1, dtype="<i8").tobytes())

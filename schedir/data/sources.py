@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import platform
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
-from schedir.data.cache import home
 from schedir.data.windows import Tokens
 from schedir.errors import UsageError
+from schedir.retired import RETIRED
 
 
 def load(source: str | Path | Sequence[str | Path] | None = None) -> Tokens:
@@ -45,8 +45,9 @@ def python_sources(root: Path) -> Tokens:
     Joined once, into a file in the cache folder ($XDG_CACHE_HOME/schedir) named after `root` and
     the Python version, and read from there afterwards. Raises UsageError if that cannot be written.
     """
-    place = hashlib.sha256(str(root).encode()).hexdigest()[:8]
-    cache = home() / f"python-{platform.python_version()}-{place}.txt"
+    place = sha256(str(root).encode()).hexdigest()[:8]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "schedir"
+    cache = folder / f"python-{platform.python_version()}-{place}.txt"
     if not cache.exists():
         _join(python_files(root), cache)
     return _map(cache, "u1")
@@ -61,7 +62,7 @@ def python_files(root: Path) -> list[Path]:
 def find(sources: str | Path | Sequence[str | Path]) -> list[Path]:
     """The files that paths and globs name, in that order; those of one glob sorted.
 
-    Raises UsageError where there are none.
+    Raises UsageError where there are none, and for a `.jsonl`.
     """
     found: list[Path] = []
     for source in [sources] if isinstance(sources, str | Path) else sources:
@@ -73,6 +74,10 @@ def find(sources: str | Path | Sequence[str | Path]) -> list[Path]:
         files = sorted(path for path in map(Path, names) if path.is_file())
         if not files:
             raise UsageError(f"there is no file {name:.200}, and as a pattern it matches none")
+        if lines := [path for path in files if path.suffix == ".jsonl"]:
+            raise UsageError(
+                f"{lines[0]} is no text file", hint=RETIRED["source = .jsonl"], fields=["source"]
+            )
         found += files
     if not found:
         raise UsageError("no files given")
@@ -95,6 +100,7 @@ def _map(path: Path, dtype: str) -> Tokens:
 def _join(paths: Iterable[Path], target: Path) -> None:
     """Write the files one after the other to `target`, which appears whole or not at all."""
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         # Several ranks may do this at once: each renames a file of its own, all the same.
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             whole = Path(folder, "whole")

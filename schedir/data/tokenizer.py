@@ -1,4 +1,4 @@
-"""Tokenizers: bytes as they are, or byte-level BPE by Hugging Face's library `tokenizers`.
+"""Tokenizers: bytes as they are, or a byte-level BPE of Hugging Face's library `tokenizers`.
 
 Byte-level BPE (Radford et al., Language Models are Unsupervised Multitask Learners, 2019, section
 2.2) has a token for each byte, so that it encodes whatever there is, and nothing is lost.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -22,9 +22,15 @@ from schedir.extras import require
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
-END: Final = "<|endoftext|>"
 LONGEST: Final = 2**20  # bytes that are encoded at once
-_ENDS: Final = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # as others call it
+# The names by which tokenizers call the end of a document.
+_ENDS: Final = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+)
 _CUT: Final = re.compile(rb"[!-~]\n(?=[!-~])")
 
 Ids = NDArray[np.int64]
@@ -38,29 +44,22 @@ class Tokenizer(Protocol):
     end: int
     digest: str
 
-    def encode(self, texts: Sequence[bytes]) -> list[Ids]:
-        """The tokens of each text."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> bytes:
-        """The bytes of tokens; `end` has none."""
+    def encode(self, text: bytes) -> Ids:
+        """The tokens of a text."""
         ...
 
 
 class Bytes:
     """Each byte is a token.
 
-    >>> Bytes().encode([b"ab"])[0].tolist(), Bytes().decode([97, 98, 256])
-    ([97, 98], b'ab')
+    >>> Bytes().encode(b"ab").tolist()
+    [97, 98]
     """
 
     size, end, digest = 257, 256, "bytes"
 
-    def encode(self, texts: Sequence[bytes]) -> list[Ids]:
-        return [np.frombuffer(text, "u1").astype(np.int64) for text in texts]
-
-    def decode(self, ids: Iterable[int]) -> bytes:
-        return bytes(i for i in ids if i != self.end)
+    def encode(self, text: bytes) -> Ids:
+        return np.frombuffer(text, "u1").astype(np.int64)
 
 
 class BPE:
@@ -94,36 +93,21 @@ class BPE:
                 fields=["end_of_document", "tokenizer"],
             )
         self.end, self.size = vocabulary[known], max(vocabulary.values()) + 1
-        added = self._library.get_added_tokens_decoder()
-        self._said = {
-            i: added[i].content.encode()
-            if i in added
-            else bytes(bytes_of[c] for c in name if c in bytes_of)
-            for name, i in vocabulary.items()
-        }
-        self._said[self.end] = b""
         exact = f"{library.__version__} {known} {text}"
         self.digest = blake2b(exact.encode(), digest_size=8).hexdigest()
 
-    def encode(self, texts: Sequence[bytes]) -> list[Ids]:
-        parts = [list(_parts(text)) for text in texts]
-        valid = [part for many in parts for part in many if isinstance(part, str)]
+    def encode(self, text: bytes) -> Ids:
+        parts = list(_parts(text))
+        valid = [part for part in parts if isinstance(part, str)]
         encoded = iter(self._library.encode_batch_fast(valid, add_special_tokens=False))
-        return [
-            np.concatenate(
-                [
-                    np.array(next(encoded).ids, np.int64)
-                    if isinstance(part, str)
-                    else self._byte[np.frombuffer(part, "u1")]
-                    for part in many
-                ]
-                or [np.zeros(0, np.int64)]
-            )
-            for many in parts
-        ]
-
-    def decode(self, ids: Iterable[int]) -> bytes:
-        return b"".join(self._said[int(i)] for i in ids)
+        return np.concatenate(
+            [
+                np.array(next(encoded).ids, np.int64)
+                if isinstance(part, str)
+                else self._byte[np.frombuffer(part, "u1")]
+                for part in parts
+            ]
+        )
 
 
 def require_library() -> Any:
@@ -141,34 +125,12 @@ def load(path: str, end: str | None) -> BPE:
     except OSError as error:
         raise UsageError(
             f"cannot read tokenizer {path}: {error.strerror}",
-            hint="bytes, bpe, or the path of a tokenizer.json",
+            hint="bytes, or the path of a tokenizer.json",
             fields=["tokenizer"],
         ) from None
     except UnicodeDecodeError as error:
         raise _foreign(path, f"it is not UTF-8 text: see byte {error.start}") from None
     return BPE(text, path, end)
-
-
-def train(texts: Iterable[bytes], vocab: int) -> str:
-    """A tokenizer.json of at most `vocab` tokens, trained on texts: the same for the same ones.
-
-    Raises UsageError for a vocabulary that has no room for all bytes and the end of a document.
-    """
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    library = require_library().Tokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        min_frequency=2,
-        special_tokens=[END],
-        initial_alphabet=sorted(_characters()),
-        show_progress=False,
-    )
-    valid = (part for text in texts for part in _parts(text) if isinstance(part, str))
-    library.train_from_iterator(valid, trainer)
-    return str(library.to_str())
 
 
 def _parsed(text: str, where: str) -> Library:

@@ -199,15 +199,14 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read: a .bin of tokens, or text files and globs of them, or .jsonl files.
+    """What is read: a .bin of tokens, or text files and globs of them.
 
     Without a `source`, the Python source of the standard library.  The `tokenizer` of text is
-    "bytes"; "bpe", a byte-level one of model.vocab tokens, trained on the source; or the path of a
-    tokenizer.json, whose `end_of_document` is found unless it is told.  `documents` are "joined"
-    into one stream, or "packed": whole ones into windows.  `held_out` is never trained on: another
-    source, or a share of this one, such as 0.01, from its end.  A step takes the next
-    dp x microbatches x `microbatch_size` windows of the model's context: an epoch takes each once,
-    in an order that depends on the `seed` alone, as does what dropout leaves out.
+    "bytes", or the path of a tokenizer.json, whose `end_of_document` is found unless it is told.
+    `documents` are "joined" into one stream, or "packed": whole ones into windows.  `held_out` is
+    never trained on: another source, or a share of this one, such as 0.01, from its end.  A step
+    takes the next dp x microbatches x `microbatch_size` windows of the model's context: an epoch
+    takes each once, in an order that depends on the `seed` alone, as does what dropout leaves out.
     """
 
     source: str | tuple[str, ...] | None = None
@@ -225,9 +224,9 @@ class DataConfig:
                 hint=" or ".join(known),
                 fields=["documents"],
             )
-        if self.end_of_document is not None and self.tokenizer in ("bytes", "bpe"):
+        if self.end_of_document is not None and self.tokenizer == "bytes":
             raise UsageError(
-                f"end_of_document is for a tokenizer of a file: {self.tokenizer} has its own",
+                "end_of_document is for a tokenizer of a file: bytes has its own",
                 fields=["end_of_document", "tokenizer"],
             )
 

@@ -63,7 +63,7 @@ class Corpus:
     @cached_property
     def _parts(self) -> _Parts:
         data, vocab = self.config.data, self._vocab
-        tokenizer = tokenizer_of(data.tokenizer, data.source, vocab, data.end_of_document)
+        tokenizer = tokenizer_of(data.tokenizer, vocab, data.end_of_document)
         whole, share = data.documents == "packed", data.held_out
         trained = read(data.source, tokenizer, vocab, whole=whole)
         if not share:

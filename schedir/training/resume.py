@@ -139,11 +139,7 @@ def _expect_same(config: Config, before: Run, settings: Mapping[str, str]) -> No
         if had == value or name in _FREE or not name.startswith(_OF_THE_RUN):
             continue
         data = before.settings.get(DATA)
-        if (
-            name == _PATH
-            and not {had, value} & {"bytes", "bpe"}
-            and data == settings.get(DATA, data)
-        ):
+        if name == _PATH and "bytes" not in {had, value} and data == settings.get(DATA, data):
             continue  # a file that has moved: it gives the same tokens
         what = f"the checkpoint of step {before.step}" if before.step else "the run"
         raise UsageError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,47 +19,53 @@ from schedir.training import corpus, gpt
 from schedir.training.config import Config, DataConfig
 from schedir.training.corpus import Corpus
 from schedir.training.gpt_config import GPTConfig
+from tests import tokens
 from tests.cpu.training import alone, train
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+SIZES = np.random.default_rng(1).integers(1, 30, 60)
+TEXTS = [" ".join(["the", "quick", "brown", "fox"][k % 4] for k in range(n)) for n in SIZES]
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    path = tmp_path / "texts.jsonl"
-    sizes = np.random.default_rng(1).integers(1, 30, 60)
-    texts = [" ".join(["the", "quick", "brown", "fox"][k % 4] for k in range(n)) for n in sizes]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+def source(tmp_path: Path) -> str:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number:02}.txt").write_text(text)
+    return str(folder / "*.txt")
 
 
-def told(source: Path, vocab: int = 257, **data: Any) -> Config:
-    return Config(GPTConfig(vocab=vocab, context=16), data=DataConfig(source=str(source), **data))
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(tokens.train(TEXTS, 300))
+    return str(path)
 
 
-def test_only_targets_of_one_document_count(source: Path) -> None:
+def told(source: str, vocab: int = 257, **data: Any) -> Config:
+    return Config(GPTConfig(vocab=vocab, context=16), data=DataConfig(source=source, **data))
+
+
+def test_only_targets_of_one_document_count(source: str) -> None:
     samples = Corpus(told(source, documents="packed")).batches
-    texts = [json.loads(line)["text"] for line in source.read_text().splitlines()]
     inputs, targets = samples.batch(0, len(samples))
     counted = targets != gpt.IGNORE
-    assert gpt.count_tokens(targets) == sum(len(text) for text in texts)  # and of each one its end
+    assert gpt.count_tokens(targets) == sum(map(len, TEXTS))  # and of each one its end
     assert not counted.all() and (targets[counted] < 257).all()
     # Nothing is a target of a document's end.
     assert not counted[inputs == 256].any()
-    assert int((targets == 256).sum()) == len(texts)
+    assert int((targets == 256).sum()) == len(TEXTS)
     _, targets = Corpus(told(source)).batches.batch(0, 5)
     assert (targets != gpt.IGNORE).all()
 
 
 @pytest.mark.parametrize("share", [0.2, "other"])
-def test_whole_documents_are_held_out(source: Path, tmp_path: Path, share: float | str) -> None:
+def test_whole_documents_are_held_out(
+    source: str, tokenizer: str, tmp_path: Path, share: float | str
+) -> None:
     if isinstance(share, str):
-        share = str(tmp_path / "other.jsonl")
-        Path(share).write_bytes(source.read_bytes())
-    config = told(source, tokenizer="bpe", documents="packed", held_out=share, vocab=300)
+        share = str(shutil.copytree(Path(source).parent, tmp_path / share) / "*.txt")
+    config = told(source, tokenizer=tokenizer, documents="packed", held_out=share, vocab=300)
     kept = Corpus(config).held_out
     assert kept is not None
     ends = [int((x.batch(0, len(x))[1] == 0).sum()) for x in (Corpus(config).batches, kept)]
@@ -67,24 +73,26 @@ def test_whole_documents_are_held_out(source: Path, tmp_path: Path, share: float
     assert Corpus(config).facts["the held-out data"] == kept.told
 
 
-def test_what_does_not_go_together_is_refused(source: Path, tmp_path: Path) -> None:
+def test_what_does_not_go_together_is_refused(source: str, tokenizer: str, tmp_path: Path) -> None:
     np.zeros(99, "<u2").tofile(tmp_path / "a.bin")
     for data, fact, field in (
         ({"tokenizer": "bep"}, "cannot read tokenizer bep", "tokenizer"),
-        ({"held_out": str(source)}, "is held out, and trained on as well", "held_out"),
+        ({"held_out": source}, "is held out, and trained on as well", "held_out"),
         ({"source": str(tmp_path / "a.bin"), "documents": "packed"}, "nothing says", "documents"),
-        ({"source": str(tmp_path / "a.bin"), "tokenizer": "bpe"}, "already", "tokenizer"),
+        ({"source": str(tmp_path / "a.bin"), "tokenizer": tokenizer}, "already", "tokenizer"),
         ({"documents": "cut"}, "'cut' is not known", "documents"),
         ({"end_of_document": "<s>"}, "bytes has its own", "end_of_document"),
     ):
         with pytest.raises(UsageError) as caught:
-            _ = Corpus(told(**{"source": source} | data, vocab=300)).batches  # type: ignore[arg-type]
+            _ = Corpus(told(**{"source": source} | data, vocab=300)).batches
         assert fact in caught.value.fact and caught.value.fields[0] == field
 
 
-def test_a_run_on_packed_documents(config: str, source: Path, tmp_path: Path) -> None:
+def test_a_run_on_packed_documents(
+    config: str, source: str, tokenizer: str, tmp_path: Path
+) -> None:
     """In two processes as in one, with a count of targets that differs by microbatch."""
-    sets = [f'data.source="{source}"', "data.tokenizer=bpe", "model.vocab=300",
+    sets = [f'data.source="{source}"', f'data.tokenizer="{tokenizer}"', "model.vocab=300",
             "data.documents=packed", "data.held_out=0.1", "pipeline.tp=1",
             "train.steps=3"]  # fmt: skip
     one = alone(config, tmp_path / "one", *sets)
@@ -92,7 +100,7 @@ def test_a_run_on_packed_documents(config: str, source: Path, tmp_path: Path) ->
 
 
 def test_a_run_reads_its_data_once(
-    config: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: str, source: str, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also what it holds out, and evaluates on."""
     asked: list[str] = []
@@ -102,10 +110,10 @@ def test_a_run_reads_its_data_once(
         return tokenizer_of(name, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(corpus, "tokenizer_of", counted)
-    alone(config, tmp_path / "out", f'data.source="{source}"', "data.tokenizer=bpe",
+    alone(config, tmp_path / "out", f'data.source="{source}"', f'data.tokenizer="{tokenizer}"',
           "model.vocab=300", "data.held_out=0.1", "train.evaluate_every=2",
           "train.steps=2")  # fmt: skip
-    assert asked == ["bpe"]
+    assert asked == [tokenizer]
 
 
 MEGATRON = """
@@ -125,19 +133,17 @@ print([theirs[k].tolist() for k in range(len(theirs))])
 
 def test_megatron_reads_what_is_written_and_the_other_way(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", exc_type=ImportError)
-    from schedir.data.indexed import write_index
-
     np.array([5, 6, 7, 8, 9], "<u2").tofile(tmp_path / "ours.bin")
-    write_index(tmp_path / "ours.idx", np.dtype("<u2"), [2, 3])
+    tokens.write_index(tmp_path / "ours.idx", np.dtype("<u2"), [2, 3])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", MEGATRON, str(tmp_path)],
         capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[[5, 6], [7, 8, 9]]"
-    tokens, ends = read(tmp_path / "m.bin")
-    assert tokens.tolist() == [7, 8, 50256, 1, 2, 70000, 4]
+    read_tokens, ends = read(tmp_path / "m.bin")
+    assert read_tokens.tolist() == [7, 8, 50256, 1, 2, 70000, 4]
     assert ends is not None and ends.tolist() == [3, 7]
-    samples = Corpus(told(tmp_path / "m.bin", 70001, documents="packed")).batches
+    samples = Corpus(told(str(tmp_path / "m.bin"), 70001, documents="packed")).batches
     assert gpt.count_tokens(samples.batch(0, 1)[1]) == 5
     assert torch.equal(samples.batch(0, 1)[0][0, :4], torch.tensor([1, 2, 70000, 4]))

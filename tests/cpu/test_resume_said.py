@@ -11,6 +11,7 @@ from schedir.errors import UsageError
 from schedir.training.config_file import read
 from schedir.training.resume import Run, expect_resumable
 from schedir.training.train import run
+from tests import tokens
 from tests.cpu.training import ALONE
 
 
@@ -66,26 +67,20 @@ def test_fewer_steps_than_have_been_made(
 
 
 def test_a_tokenizer_that_has_moved_and_another_one(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert run(config, words(tmp_path, 2, "data.tokenizer=bpe", "model.vocab=264")) == 0
-    (made,) = (tmp_path / "cache").rglob("tokenizer-*.json")
-    for name in ("one.json", "other.json"):
-        (tmp_path / name).write_text(made.read_text())
-    folder = tmp_path / "of a file"
-    folder.mkdir()
+    text = (tmp_path / "text.txt").read_text()
+    made = [tokens.train([text], vocab) for vocab in (264, 262)]
+    for name, which in (("one.json", 0), ("other.json", 0), ("third.json", 1)):
+        (tmp_path / name).write_text(made[which])
 
     def goes_on(name: str, steps: int) -> int:
         path = f'data.tokenizer="{tmp_path / name}"'
-        return run(config, words(folder, steps, path, "model.vocab=264"))
+        return run(config, words(tmp_path, steps, path, "model.vocab=264"))
 
     assert goes_on("one.json", 2) == 0
     assert goes_on("other.json", 4) == 0
     assert "changed since: data.tokenizer " in resumed(capsys.readouterr().out)
-    assert run(config, words(tmp_path / "more", 1, "data.tokenizer=bpe", "model.vocab=262")) == 0
-    (third,) = {*(tmp_path / "cache").rglob("tokenizer-*.json")} - {made}
-    (tmp_path / "third.json").write_text(third.read_text())
     with pytest.raises(UsageError) as error:
         goes_on("third.json", 6)
     assert "has data.tokenizer " in error.value.fact
