@@ -14,12 +14,9 @@ from schedir.shortest.crossing import crossing_bound
 from schedir.shortest.earliest import earliest_bound, known_of
 from schedir.shortest.found import Bound
 from schedir.shortest.problem import ROUNDING, Objective, Problem, problem_of
-from schedir.shortest.refuted import refuted_bound
 
-# How long pure Python takes for a piece of work, in seconds: to find when it can start at the
-# earliest, and to refute times.
+# How long pure Python takes to find the earliest start of a piece of work, in seconds.
 _EARLIEST: Final = 4e-6
-_REFUTED: Final = 4e-4
 
 
 def bound(
@@ -62,12 +59,9 @@ def bound_of(problem: Problem, seconds: float = 0.005) -> Bound:
     Without any time it is the closed one, which takes some milliseconds however large it is.
     """
     found = max(closed_bound(problem), crossing_bound(problem), key=lambda bound: bound.value)
-    pieces = problem.pieces
-    if pieces * _EARLIEST > seconds:
+    if problem.pieces * _EARLIEST > seconds:
         return found
     for known in known_of(problem):
         if (other := earliest_bound(known)).value > found.value * (1 + ROUNDING):
             found = other  # else the closed one is easier to follow
-        if pieces * _REFUTED <= seconds:
-            found = refuted_bound(problem, known, found)
     return found

@@ -101,7 +101,7 @@ def _relations(problem: Problem, first: int) -> Relations:
     return Relations(needs, ran, turn)
 
 
-class Done:
+class _Done:
     """Work that one rank does, one after the other, each from its release on: when all is done."""
 
     __slots__ = ("ends", "releases", "takes")
@@ -137,7 +137,7 @@ def _least(
     """The earliest start of each piece of work; those of a code are no earlier than its `begin`."""
     needs, ran, turn = relations
     times: Times = [[] for _ in cost]
-    done = [Done() for _ in cost]
+    done = [_Done() for _ in cost]
     for j in range(microbatches):
         for code in turn:
             time = begin[code]
@@ -154,7 +154,7 @@ def _least(
     return times
 
 
-class Job(NamedTuple):
+class _Job(NamedTuple):
     """A piece of work: its release, its time, and what must come after it."""
 
     release: float
@@ -162,7 +162,7 @@ class Job(NamedTuple):
     tail: float
 
 
-def preemptive(jobs: Sequence[Job]) -> tuple[float, float]:
+def _preemptive(jobs: Sequence[_Job]) -> tuple[float, float]:
     """The end of Jackson's preemptive schedule of a rank, and the tail of what is last.
 
     What has the longest tail runs first.
@@ -198,8 +198,6 @@ class Known:
     rank.
     """
 
-    relations: Relations
-    backwards: Relations
     cost: Sequence[float]
     codes: Sequence[Sequence[int]]
     heads: Times
@@ -223,12 +221,12 @@ class Known:
             [code for s in own for code in range(KINDS * s, KINDS * (s + 1)) if code in there]
             for own in problem.own
         ]
-        return cls(relations, backwards, cost, codes, heads, [times[::-1] for times in tails])
+        return cls(cost, codes, heads, [times[::-1] for times in tails])
 
-    def jobs(self, rank: int) -> list[Job]:
+    def jobs(self, rank: int) -> list[_Job]:
         """The work of a rank."""
         return [
-            Job(head, self.cost[code], tail)
+            _Job(head, self.cost[code], tail)
             for code in self.codes[rank]
             for head, tail in zip(self.heads[code], self.tails[code], strict=True)
             if tail > -inf
@@ -251,13 +249,13 @@ def earliest_bound(known: Known) -> Bound:
     """The bound by earliest starts and tails of all work."""
     best = Bound(0.0, "nothing is to be done")
     for rank in range(len(known.codes)):
-        value, tail = preemptive(jobs := known.jobs(rank))
+        value, tail = _preemptive(jobs := known.jobs(rank))
         if value > best.value:
             best = Bound(value, _why(jobs, rank, tail))
     return best
 
 
-def _why(jobs: Sequence[Job], rank: int, tail: float) -> str:
+def _why(jobs: Sequence[_Job], rank: int, tail: float) -> str:
     """The work that decides, in words: what can begin only then, and has that tail at least."""
     begin, busy, end = 0.0, 0.0, -inf
     for release, time, _ in sorted(job for job in jobs if job.tail >= tail):
