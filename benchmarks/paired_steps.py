@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from benchmarks.harness import ratio
-from schedir.testing.processes import run
 from schedir.training import gpt
+from schedir.transports.local_processes import run
 
 WARM = 3  # steps of each runtime that are not counted
 

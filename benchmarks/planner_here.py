@@ -37,12 +37,12 @@ from schedir.planner.plan import plan
 from schedir.planner.runnable import config as written
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.testing.processes import run
 from schedir.training import gpt
 from schedir.training.config_file import read
 from schedir.training.gpt_config import GPTConfig
 from schedir.training.measure import measure
 from schedir.training.optimizer import optimizer_of
+from schedir.transports.local_processes import run
 from schedir.transports.registry import choose
 
 MODEL = planner.Model(layers=8, hidden=256, heads=8, vocab=256, sequence=128)

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from schedir.io.profiler_marks import mark_of
 from schedir.io.torch_csv import ACTIONS
 from schedir.ir.ops import BACKWARDS, COMPUTE, TRANSFERS, Instr, Opcode
 from schedir.predict.timeline import Timeline
-from schedir.traces.marks import mark_of
 
 MAIN, AUTOGRAD, LOADER = 100, 101, 102
 _TEXT = {op: text for text, op in ACTIONS.items()}

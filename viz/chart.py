@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError, in_bytes, said
 from schedir.ir.ops import TIERS
+from schedir.predict.gain import at_most, gain_of
 from schedir.predict.timeline import Timeline, expect_runs
-from schedir.shortest.gain import at_most, gain_of
 from schedir.viz import overlays
 from schedir.viz.layout import BAND, LANE
 from schedir.viz.paper import NOTE, SLIM, Chart, Paper, lay_out

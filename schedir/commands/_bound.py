@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from schedir.ir.ops import BACKWARD_INPUT
-from schedir.shortest.gain import at_most, gain_of, percent
+from schedir.predict.gain import at_most, gain_of, percent
 from schedir.shortest.of_program import bound_of_program
 
 if TYPE_CHECKING:

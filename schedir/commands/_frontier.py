@@ -10,8 +10,8 @@ from schedir.errors import UsageError, in_bytes
 from schedir.io.files import expect_writable
 from schedir.io.terminal import as_json, table
 from schedir.ir.plan import Plan
+from schedir.predict.gain import gain_of, percent
 from schedir.shortest.found import numba_in_words
-from schedir.shortest.gain import gain_of, percent
 
 if TYPE_CHECKING:
     import argparse

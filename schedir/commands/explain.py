@@ -10,7 +10,7 @@ from schedir.commands._facts import facts, filled_facts, said_of_costs
 from schedir.commands._options import add_shape, add_source, request_of, shape_of
 from schedir.errors import ProgramError
 from schedir.io.terminal import as_json
-from schedir.shortest.gain import at_most, gain_of
+from schedir.predict.gain import at_most, gain_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

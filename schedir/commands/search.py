@@ -29,9 +29,9 @@ from schedir.ir.costs import Costs
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import TRAITS
 from schedir.ir.text import show
+from schedir.predict.gain import at_most, gain_of
 from schedir.predict.simulate import simulate
 from schedir.shortest.found import numba_in_words
-from schedir.shortest.gain import at_most, gain_of
 from schedir.shortest.problem import whole_is_less
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from schedir.analysis.graph import Graph
 from schedir.analysis.one_order import one_order
 from schedir.dumps.box import AT, SINCE
 from schedir.errors import ExecutionError, ModelError
+from schedir.io.profiler_marks import marks_of
 from schedir.ir.program import Program
 from schedir.runtime.batch import Batch, Keywords, Microbatches
 from schedir.runtime.handlers import linked
@@ -31,7 +32,6 @@ from schedir.runtime.recorder import Recorded, Stamps, stamps_of
 from schedir.runtime.stage import Stage
 from schedir.runtime.stands import Stands
 from schedir.runtime.undone import Noted, Unstepped, warm_up
-from schedir.traces.marks import marks_of
 from schedir.transports.in_turn import InTurn
 
 

@@ -8,12 +8,13 @@ from typing import Final
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.sizes import Sizes
+from schedir.predict.gain import ROUNDING
 from schedir.shortest.budget import seconds_of
 from schedir.shortest.closed import closed_bound
 from schedir.shortest.crossing import crossing_bound
 from schedir.shortest.earliest import earliest_bound, known_of
 from schedir.shortest.found import Bound
-from schedir.shortest.problem import ROUNDING, Objective, Problem, problem_of
+from schedir.shortest.problem import Objective, Problem, problem_of
 
 # How long pure Python takes to find the earliest start of a piece of work, in seconds.
 _EARLIEST: Final = 4e-6

@@ -16,6 +16,7 @@ from schedir.ir.ops import BACKWARD, BACKWARD_INPUT
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
+from schedir.predict.gain import ROUNDING
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import built_in
@@ -23,7 +24,7 @@ from schedir.schedules.words import Schedule, takes_v
 from schedir.shortest.bound import bound_of
 from schedir.shortest.budget import evaluations_of, seconds_of
 from schedir.shortest.found import Found, Step, combined
-from schedir.shortest.problem import ROUNDING, Problem, problem_of, whole_is_less
+from schedir.shortest.problem import Problem, problem_of, whole_is_less
 from schedir.shortest.search import search
 
 _DRAWN: Final = 60  # limits for which there is a bound

@@ -10,11 +10,12 @@ from random import Random
 from time import perf_counter
 
 from schedir.analysis.compiled import Numba, within
+from schedir.predict.gain import ROUNDING
 from schedir.shortest.found import Step
 from schedir.shortest.machine import LOOPS, Machine, Policy
 from schedir.shortest.orders import Order, one_by_one, peaks
 from schedir.shortest.policies import neighbours, policies
-from schedir.shortest.problem import ROUNDING, Problem
+from schedir.shortest.problem import Problem
 
 _SAME = 1 - 1e-12  # times that differ by less are the same
 _SLICE = 0.05  # seconds between two looks at the clock

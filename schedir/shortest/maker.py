@@ -17,10 +17,11 @@ from schedir.ir.costs import Costs
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes, ample
 from schedir.passes.record import Choice
+from schedir.predict.gain import ROUNDING
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.shortest.orders import Order, draft_of, one_by_one, peaks
-from schedir.shortest.problem import ROUNDING, Objective, Problem
+from schedir.shortest.problem import Objective, Problem
 
 _SLOTS: tuple[Choice | None, ...] = (None, "enough", "fewest")
 

@@ -25,12 +25,12 @@ from schedir.ir.ops import (
 )
 from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES, Plan
 from schedir.ir.sizes import Sizes, ample
+from schedir.predict.gain import ROUNDING
 
 Objective = Literal["span", "own"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 _REDUCE: Final = producers(Token.GRAD)[0]  # whole; what is kept in parts is no matter of orders
 MOST: Final = 1e299  # what has no limit, as a number, which all times are less than
-ROUNDING: Final = 1e-9  # sums of times differ by that much of themselves
 
 
 @dataclass(frozen=True)

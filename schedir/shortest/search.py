@@ -11,6 +11,7 @@ from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
+from schedir.predict.gain import ROUNDING
 from schedir.schedules.words import Schedule
 from schedir.shortest.bound import bound_of
 from schedir.shortest.budget import evaluations_of, seconds_of, whole_of
@@ -18,7 +19,7 @@ from schedir.shortest.found import Bound, Found, Step, Stopped
 from schedir.shortest.hunt import Hunt
 from schedir.shortest.maker import Made, Maker
 from schedir.shortest.orders import Order
-from schedir.shortest.problem import ROUNDING, Objective, Problem, problem_of
+from schedir.shortest.problem import Objective, Problem, problem_of
 from schedir.shortest.solver import Solved, ortools, solve
 from schedir.shortest.starts import starts
 

@@ -15,9 +15,10 @@ from math import ceil, floor, gcd, inf, isfinite, lcm
 from typing import Any, Final, NamedTuple
 
 from schedir.extras import require
+from schedir.predict.gain import ROUNDING
 from schedir.shortest.found import Bound
 from schedir.shortest.orders import KINDS, F, I, Order, W, length, peaks, starts_of
-from schedir.shortest.problem import ROUNDING, Problem
+from schedir.shortest.problem import Problem
 
 EXACT: Final = 1e-6  # of itself, a value that is proved may be off
 CLOSED: Final = "CP-SAT closed it: no order is shorter"

@@ -21,7 +21,7 @@ from schedir.errors import ExecutionError, UsageError, said
 from schedir.runtime.given import callable_of, loss_of
 from schedir.testing.compared import Left, compare
 from schedir.testing.plain import Plain, cut, dense, names_of, own_copy
-from schedir.testing.processes import DIED, RankError, run
+from schedir.transports.local_processes import DIED, RankError, run
 
 Step = Callable[[int, int, Any, Any], Mapping[str, Tensor | None] | None]
 

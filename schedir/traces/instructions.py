@@ -19,10 +19,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from schedir.errors import TraceError
+from schedir.io.profiler_marks import OF_RANK, Action, read_mark
 from schedir.io.torch_csv import ACTIONS
 from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, RECEIVES, TRANSFERS
 from schedir.traces.kineto import Ints, Kernels, Range, Trace
-from schedir.traces.marks import OF_RANK, Action, read_mark
 
 # What a message is that is posted inside of a forward, and of a backward.
 _POSTED: Final = {

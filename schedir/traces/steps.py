@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from schedir.errors import TraceError
+from schedir.io.profiler_marks import is_pp
 from schedir.ir.ops import BACKWARDS, COMPUTE
 from schedir.traces.instructions import Seen, repetitions
 from schedir.traces.kineto import Range, Trace
-from schedir.traces.marks import is_pp
 
 _ALL: Final = (-(2**63), 2**63 - 1)
 _ORDINALS: Final = ("first", "second", "third")

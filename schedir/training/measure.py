@@ -30,9 +30,9 @@ from schedir.ir.cluster import Cluster
 from schedir.planner.choice import Choice
 from schedir.planner.fit import Block, Measured, Product, Sum, fitted, rows
 from schedir.planner.model import Model
-from schedir.testing.processes import run
 from schedir.training import gpt
 from schedir.training.gpt_config import GPTConfig
+from schedir.transports.local_processes import run
 from schedir.transports.registry import DEVICES, Device, find
 
 LIMIT: Final = 300.0  # seconds, of all

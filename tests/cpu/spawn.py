@@ -7,8 +7,8 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
-from schedir.testing.processes import GRACE, RankError
-from schedir.testing.processes import run as run_in
+from schedir.transports.local_processes import GRACE, RankError
+from schedir.transports.local_processes import run as run_in
 
 __all__ = ["CONTEXT", "RankError", "run"]
 
@@ -27,5 +27,5 @@ gc.freeze()  # this is the last: no child looks through what the server has load
 def run(
     fn: Callable[..., Any], world_size: int, *args: Any, limit: float = 120, grace: float = GRACE
 ) -> list[Any]:
-    """`fn(rank, *args)` on each of `world_size` processes, as schedir.testing.processes has it."""
+    """`fn(rank, *args)` on each of `world_size` processes, as `local_processes.run`."""
     return run_in(fn, world_size, *args, context=CONTEXT, limit=limit, grace=grace)

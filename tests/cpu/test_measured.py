@@ -13,6 +13,7 @@ import torch
 import schedir
 from schedir import Plan
 from schedir.errors import ExecutionError, ModelError
+from schedir.io.profiler_marks import mark_of
 from schedir.ir.index import Index
 from schedir.ir.ops import Opcode
 from schedir.ir.program import Program
@@ -24,7 +25,6 @@ from schedir.runtime.inprocess import InProcess
 from schedir.runtime.measured import measured
 from schedir.runtime.recorder import read
 from schedir.schedules import one_f_one_b
-from schedir.traces.marks import mark_of
 from schedir.training import gpt
 from schedir.transports import clock as runtime_clock
 from schedir.transports.processes import Gloo

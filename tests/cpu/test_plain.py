@@ -108,7 +108,7 @@ def test_processes_tell_each_other(what: str, said: str) -> None:
 UNPICKLES = {"loads", "load", "all_gather_object", "broadcast_object_list", "gather_object",
              "scatter_object_list", "send_object_list", "recv_object_list"}  # fmt: skip
 OWN = {
-    "testing/processes.py": "a pipe between a parent and the children that it has made",
+    "transports/local_processes.py": "a pipe between a parent and the children that it has made",
     "testing/gradients.py": "whether what children are given can be pickled",
 }
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from schedir.dumps.box import state_of
-from schedir.testing.processes import run as run_in
+from schedir.transports.local_processes import run as run_in
 from tests.cpu.spawn import CONTEXT, RankError, run
 
 

@@ -17,9 +17,9 @@ import torch
 
 import schedir
 from schedir import B, F, I, W, Word, schedules
-from schedir.testing.processes import run
 from schedir.torch import Schedule
 from schedir.torch.schedule import Runtime
+from schedir.transports.local_processes import run
 from tests.cpu.huggingface import (
     MICROBATCHES,
     RANKS,

@@ -27,9 +27,9 @@ FLOORS = (
     {"verify"},
     {"compiler"},
     {"predict"},
-    {"io", "shortest"},
-    {"planner"},
-    {"viz", "traces", "dumps", "data"},
+    {"io"},
+    {"planner", "shortest", "viz", "traces", "dumps"},
+    {"data"},
     {"kernels", "transports"},
     {"runtime"},
     {"parallel", "testing", "foreign", "torch"},
@@ -39,8 +39,20 @@ FLOORS = (
     {"commands"},
     {"words", "__init__", "__main__"},
 )
-# (who, what): imports allowed on one floor.
-TIES = {("__main__", "__init__")}  # the version
+# Wings use the core, which is all below them.  No wing needs another one, but for `TIES`, and only
+# these rooms above them import a wing.
+WINGS = {"planner", "shortest", "viz", "traces", "dumps"}
+USE_WINGS = {
+    "commands", "training", "torch", "foreign", "testing", "words", "__init__", "__main__",
+    "runtime",  # of dumps only: it writes black boxes
+}  # fmt: skip
+# (who, what): imports allowed on one floor, and why.
+TIES = {
+    ("__main__", "__init__"): "the version",
+    ("planner", "shortest"): "it searches for a shorter schedule of a plan",
+    ("viz", "planner"): "it draws plans",
+    ("viz", "shortest"): "it draws frontiers",
+}
 HEAVY = ("torch", "triton", "matplotlib", "networkx", "numba", "ortools")
 
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -113,6 +125,27 @@ def test_imports_go_down(name: str) -> None:
         assert here == there != "__init__" or FLOOR[there] < FLOOR[here] or (here, there) in TIES, (
             f"{name} (floor {FLOOR[here]}) imports {target} (floor {FLOOR[there]})"
         )
+
+
+def test_only_faces_import_wings() -> None:
+    """What is drawn, planned, searched or diagnosed can be left out of the core and the runtime."""
+    found = {
+        (room(name), room(target))
+        for name in MODULES
+        for target in own(module_imports(name))
+        if room(target) in WINGS and room(name) not in WINGS
+    }
+    assert {here for here, _ in found} <= USE_WINGS
+    assert {there for here, there in found if here == "runtime"} <= {"dumps"}
+
+
+def test_nothing_runs_on_the_tests_of_users() -> None:
+    users = {
+        room(name)
+        for name in MODULES
+        if any(room(t) == "testing" for t in own(module_imports(name)))
+    }
+    assert users <= {"testing", "__init__"}
 
 
 def test_imports_have_no_cycle() -> None:

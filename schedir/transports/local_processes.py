@@ -1,4 +1,4 @@
-"""Processes: one function on every rank of a Gloo world on this machine."""
+"""Run one function on every rank of a Gloo world, each a process of this machine."""
 
 from __future__ import annotations
 

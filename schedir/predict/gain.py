@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from schedir.shortest.problem import ROUNDING
+from typing import Final
+
+ROUNDING: Final = 1e-9  # sums of times differ by that much of themselves
 
 
 def gain_of(span: float, bound: float) -> float:
