@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.harness import parse
 from schedir import Costs, Plan, Program, Sizes, compile, schedules, simulate
 from schedir.analysis.gathers import gathers
-from schedir.analysis.volume import volume
+from schedir.commands.simulate import volume
 from schedir.errors import PlanError
 from schedir.ir.ops import Lane
 from schedir.schedules.draft import draft

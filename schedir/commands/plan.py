@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from schedir.commands._plan_asked import Asked, asked_of, planned, with_gpus
+from schedir.commands._plans import AT_LAST, facts, seconds
+from schedir.errors import ProgramError, UsageError
+from schedir.io.terminal import as_json, table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from schedir.planner import Priced
 import shlex
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from schedir.commands._measure import add_measure, measured
 from schedir.commands._options import count, number
 from schedir.commands._plan_asked import (
     FIXED,
     WORDS,
-    Asked,
-    asked_of,
     divided,
     everything,
-    planned,
     searched,
 )
-from schedir.errors import UsageError
+from schedir.extras import require
 from schedir.io.files import atomic_write, expect_writable
 
 if TYPE_CHECKING:
@@ -29,6 +37,136 @@ if TYPE_CHECKING:
 
     from schedir.ir.program import Program
     from schedir.planner import Priced
+
+
+# ---------------------------------------------------------------- plans for several numbers of GPUs
+
+# The batch is the same for all of them, or grows with them.
+
+
+_MEANT = {"strong": "the same batch", "weak": "a batch that grows with the GPUs"}
+
+
+def told(args: argparse.Namespace) -> str:
+    """A table for each way to grow; the picture is written."""
+    several = (
+        (args.output, "-o"), (args.tradeoff, "--tradeoff"), (args.search, "--search"),
+        (args.gpus is not None, "--gpus"),
+    )  # fmt: skip
+    for option, name in several:
+        if option:
+            raise UsageError(f"{name} is of one number of GPUs, and --scale says several")
+    asked, refused = asked_of(args), list[str]()
+    found = {way: _plans(asked, args.scale, way, refused) for way in _MEANT}
+    if args.picture is not None:
+        from schedir.viz import plan_scaling, save
+
+        save(plan_scaling(found["strong"], found["weak"]), args.picture)
+    if args.json:
+        return as_json({way: [facts(plan) for plan in plans] for way, plans in found.items()}
+                       | {"refused": refused})  # fmt: skip
+    lines = [f"{way}: {_MEANT[way]}\n{_table(plans)}" for way, plans in found.items() if plans]
+    lines += [f"not {line}\n" for line in refused]
+    return "".join(lines) + (f"wrote {args.picture}\n" if args.picture is not None else "")
+
+
+def _plans(asked: Asked, scale: Sequence[int], way: str, refused: list[str]) -> list[Priced]:
+    """The best plan for each number of GPUs; of those that have none it is `refused` why."""
+    found: list[Priced] = []
+    most = max(scale)
+    first: ProgramError | None = None
+    for gpus in sorted({*scale}):
+        batch = asked.batch if way == "strong" else asked.batch * gpus / most
+        if batch != int(batch):
+            refused.append(f"{gpus:,} GPUs, {way}: {batch:.2f} sequences are no batch")
+            continue
+        here = replace(asked, cluster=with_gpus(asked.cluster, gpus), batch=int(batch))
+        try:
+            found += planned(here, 1)
+        except ProgramError as error:
+            first = first or error
+            refused.append(f"{gpus:,} GPUs, {way}: {error.fact}")
+    if not found and first is not None:
+        raise first
+    return found
+
+
+def _table(plans: Sequence[Priced]) -> str:
+    first = plans[0]
+    last = [(name, field) for name, field, usual in AT_LAST
+            if any(getattr(plan, field) != usual for plan in plans)]  # fmt: skip
+    return table(
+        ["GPUs", "batch", "pp", "tp", "dp", "v", "b", "schedule", "recompute", "ZeRO",
+         *(name for name, _ in last), "step",
+         "TFLOP/s", "MFU", "of the first"],
+        [
+            [
+                f"{plan.gpus:,}", f"{plan.batch:,}", str(plan.p), str(plan.t), str(plan.d),
+                str(plan.v), str(plan.b), plan.schedule, plan.recompute, str(plan.zero),
+                *(getattr(plan, field) for _, field in last),
+                seconds(plan.step), f"{plan.flops / 1e12:.1f}", f"{plan.mfu:.1%}",
+                f"{plan.flops / first.flops:.0%}",
+            ]
+            for plan in plans
+        ],
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- --measure
+
+# This machine, measured as a cluster file.
+
+
+_NEEDED: Final = ("model", "layers", "batch", "cluster", "scale", "picture")  # to plan
+_WITH: Final = ("processes", "device")  # to measure
+
+
+def add_measure(group: argparse._ArgumentGroup) -> None:
+    """What says that, and how, the machine is measured."""
+    group.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure this machine, in about half a minute: -o here.toml is its cluster file",
+    )
+    group.add_argument(
+        "--processes", type=count, metavar="N",
+        help="how many train on it (one for each processor, or GPU)",
+    )  # fmt: skip
+    group.add_argument("--device", metavar="DEVICE", help="their device: cpu (default) or cuda")
+
+
+def measured(args: argparse.Namespace) -> str | None:
+    """What was measured beside what the file says of it, which is written; None to plan.
+
+    Raises UsageError where it is not said where to write, what is to be planned is said, too, or
+    what cannot be measured.
+    """
+    if not args.measure:
+        if said := [name for name in _WITH if getattr(args, name) is not None]:
+            raise UsageError(f"--{said[0]} is of --measure", hint="--measure -o here.toml",
+                             fields=said)  # fmt: skip
+        return None
+    if said := [name for name in _NEEDED if getattr(args, name) is not None]:
+        raise UsageError(
+            f"--measure plans nothing, and takes no --{said[0]}",
+            hint="plan with the file that it writes: --cluster here.toml", fields=said,
+        )  # fmt: skip
+    if args.output is None or Path(args.output).suffix != ".toml":
+        raise UsageError("--measure writes a cluster file, FILE.toml, and nobody says where",
+                         hint="-o here.toml", fields=["output"])  # fmt: skip
+    require("torch", "--measure")
+    from schedir.io.cluster_file import save_cluster
+    from schedir.io.files import atomic_write
+    from schedir.training.measure import measure
+
+    with atomic_write(args.output) as temporary:  # what cannot be written is not measured for
+        temporary.touch()
+        found = measure(args.processes, args.device or "cpu", progress=True)
+        of = f"{found.cluster.gpus} process{'es' * (found.cluster.gpus > 1)}"
+        about = f"Measured by schedir plan --measure, of {of} at the same time."
+        save_cluster(found.cluster, temporary, about=about, notes=found.notes)
+    warnings = [f"warning: {one}" for one in found.warnings]
+    return "".join(f"{line}\n" for line in (*found.table, *warnings, f"wrote {args.output}"))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,7 +322,7 @@ def run(args: argparse.Namespace) -> str:
         raise UsageError(f"{option} knows nothing of copies to the host: it goes without --offload",
                          fields=["offload"])  # fmt: skip
     if args.scale is not None:
-        from schedir.commands._plan_scale import told
+        from schedir.commands.plan import told
 
         return told(args)
     asked = asked_of(args)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,12 +21,47 @@ from schedir.runtime.held import Held, Loss, device_of
 from schedir.runtime.kept import Kept, kept_of
 from schedir.runtime.per_microbatch import Passing, PerMicrobatch
 from schedir.runtime.precision import LossScale, Steps
+from schedir.runtime.rank import State
 from schedir.runtime.running import Running
+from schedir.runtime.tied import prints
 from schedir.runtime.tiers import Tiers
 from schedir.runtime.undone import WARM as WARM
-from schedir.runtime.whole import whole
 from schedir.transports.in_turn import InTurn
 from schedir.transports.transport import Transport
+
+# ---------------------------------------------------------------- whole weights
+
+# With ZeRO, the weights of a rank are in parts between steps; here they are whole for a while.
+
+
+@contextmanager
+def whole(state: State) -> Iterator[None]:
+    """Within this every parameter of the rank's stages is whole, and may be written to: each
+    replica then keeps its part of what there is.
+
+    All processes must enter and leave it together.  Raises ModelError where replicas have not
+    written the same.
+    """
+    weights = [stage.weights for stage in state.stages.values() if stage.weights is not None]
+    for one in weights:
+        one.show(state.transport.collective)
+    try:
+        yield
+        if state.share.zero:
+            state.transport.agree(_numbers(state))  # always: who writes to `data` raises no version
+    finally:
+        for one in weights:
+            one.take()
+
+
+def _numbers(state: State) -> dict[str, str]:
+    """What replicas compare of what there is, written or not."""
+    modules = {s: stage.module for s, stage in state.stages.items()}
+    return {
+        f"the numbers of {p.names[0]} in stage {s}, slice {state.transport.tp_rank}": p.values
+        for s, own in prints(modules).items()
+        for p in own
+    }
 
 
 class Executor(Running):

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, overload
+from typing import Final, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from schedir.analysis.slots import KINDS, assign, counts, reuses
 from schedir.errors import ExecutionError, Site, in_words
-from schedir.ir.ops import SENDS, Instr, Token
+from schedir.ir.ops import LOCAL_HANDOVER, ROWS, SENDS, Hop, Instr, Token
 from schedir.ir.program import OWN, Program
 from schedir.runtime.away import Moves
 from schedir.runtime.batch import Batch
 from schedir.runtime.bits import versions_of
 from schedir.runtime.first_step_checks import OUTPUTS, FirstStepChecks
 from schedir.runtime.held import Held
-from schedir.runtime.implied_acks import implied_acks
 from schedir.runtime.lanes import Marks
 from schedir.runtime.memory_overlap import share_memory
 from schedir.runtime.parts import stepping_pieces
@@ -31,6 +30,48 @@ from schedir.runtime.slots import OutputSlot, Slot, Slots
 from schedir.runtime.stage import Stage
 from schedir.runtime.versions import Versions
 from schedir.transports.transport import Transport, Work, bytes_on, of_peers
+
+# ---------------------------------------------------------------- implied arrivals
+
+# Gloo cannot tell whether a send has ended.  It can only wait for it, and a wait that comes too
+# early may block the receiver.  But a message from the receiver, sent after it used the first
+# message, proves that the first one has arrived.
+
+
+# Who takes in what another stage sent: which sends these are, and where their stage is.
+_SENT: Final = {
+    row.op: [
+        (send, LOCAL_HANDOVER[token][1])
+        for token in row.needs
+        for send in SENDS
+        if token in LOCAL_HANDOVER and LOCAL_HANDOVER[token][0] in ROWS[send].needs
+    ]
+    for row in ROWS
+}
+
+
+def implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
+    """For receives of a rank, the sends that have arrived when it has; both by index.
+
+    Each send is there once, with the first receive that proves it, if there is one.
+    """
+    own, there = program.streams[rank], {hop: program.beside(hop).tolist() for hop in Hop}
+    where: dict[tuple[int | None, ...], int] = {instr: k for k, instr in enumerate(own)}
+    peers = {program.peer(i) for i in own if i.op in SENDS}
+    known: dict[int, list[int]] = {}
+    for peer in peers:
+        used: list[int] = []  # since the peer's last send to this rank
+        for op, stage, mb in program.streams[peer]:
+            row = ROWS[op]
+            for send, hop in _SENT[op]:
+                k = where.pop((send, there[hop][stage], mb), None)
+                used += [k] if k is not None else []
+            if row.hop and op in SENDS and used:
+                back = where.get((row.meets, there[row.hop][stage], mb))
+                if back is not None:
+                    known[back], used = used, []
+    return known
+
 
 _APART = (
     "an optimizer draws random numbers, others for each copy of a tied weight: they drift apart"

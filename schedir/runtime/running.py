@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from schedir.analysis.graph import Graph
 from schedir.analysis.one_order import one_order
-from schedir.dumps.box import AT, SINCE
+from schedir.dumps.box import AT, SINCE, Box
 from schedir.errors import ExecutionError, ModelError
 from schedir.io.profiler_marks import marks_of
 from schedir.ir.program import Program
@@ -27,12 +27,32 @@ from schedir.runtime.held import Held
 from schedir.runtime.looking import looking
 from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.random import Draws
-from schedir.runtime.rank import State
+from schedir.runtime.rank import Call, State
 from schedir.runtime.recorder import Recorded, Stamps, stamps_of
 from schedir.runtime.stage import Stage
-from schedir.runtime.stands import Stands
 from schedir.runtime.undone import Noted, Unstepped, warm_up
 from schedir.transports.in_turn import InTurn
+
+# ---------------------------------------------------------------- position in the program
+
+# The instruction that the host of a rank issues.
+
+
+class Stands:
+    """The words of a black box in which the dispatch loop notes what it has begun, and when.
+
+    `at` is memory of the process alone, unless it is given that of a file.
+    """
+
+    calls: list[Call]
+
+    def __init__(self) -> None:
+        self.at: memoryview[int] = Box().words
+
+    @property
+    def position(self) -> int:
+        """The instruction that was begun last, by its index in the Stream."""
+        return min(self.at[AT], len(self.calls) - 1)
 
 
 class Running(Stands):

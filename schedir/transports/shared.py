@@ -7,17 +7,21 @@ thread stands between the two, as Gloo's do, which compete with the ranks where 
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import socket
+import struct
 import sys
 import tempfile
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
-from typing import Final
+from time import monotonic, sleep
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,11 +35,222 @@ from schedir.ir.index import Index
 from schedir.ir.ops import GATHERS, RECEIVES, ROWS, Lane, Token
 from schedir.ir.program import Program
 from schedir.transports.edges import directed_edges
-from schedir.transports.neighbours import close, connect, listen, passed
 from schedir.transports.plain import gather
 from schedir.transports.processes import Processes
-from schedir.transports.transport import Done, Place, Rooms, Work, own_part
-from schedir.transports.ways import Arrival, Incoming, Memory, Outgoing
+from schedir.transports.transport import Done, PeerLate, PeerLeft, Place, Rooms, Work, own_part
+
+# ---------------------------------------------------------------- rings of shared memory
+
+# The memory that two processes share, and how messages are written, counted and awaited in it.
+
+
+LINE: Final = 64  # bytes of a cache line, on which slots begin
+
+
+class Memory:
+    """Where a rank receives: a head of 64-bit numbers, then slots.
+
+    The head says how many steps the rank has ended, then of each lane of each rank how many
+    messages came.  Each number has one writer.
+    """
+
+    def __init__(self, descriptor: int, ranks: int, rooms: Rooms) -> None:
+        memory = mmap.mmap(descriptor, 0)
+        self.head = memoryview(memory).cast("q")
+        self.slots: dict[Place, Tensor] = {}
+        at = _lines(self.count(ranks, 0) * 8)
+        for kind, sizes in rooms.items():
+            for number, size in enumerate(sizes):
+                slot = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=at)
+                self.slots[kind, number], at = slot, at + _lines(size)
+
+    @staticmethod
+    def count(rank: int, lane: int) -> int:
+        """Where in the head the messages of a lane of a rank are counted."""
+        return 1 + rank * len(Lane) + lane
+
+    @classmethod
+    def size(cls, ranks: int, rooms: Rooms) -> int:
+        """In bytes."""
+        return sum(map(_lines, [cls.count(ranks, 0) * 8, *chain(*rooms.values())]))
+
+
+def _lines(size: int) -> int:
+    return -(-size // LINE) * LINE
+
+
+class Outgoing:
+    """The messages of one lane to one rank, which go into slots in the order of a step: for each
+    program its own, with whether a part alone goes there.
+
+    Where in these, the messages of the first step of a program say, as `room` has it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        memory: Memory,
+        at: int,
+        connection: socket.socket,
+        steps: Sequence[Sequence[tuple[Tensor, bool]]],
+        room: Callable[[Tensor, bool, Tensor], Tensor],
+    ) -> None:
+        self.rank, self.head, self.at = rank, memory.head, at
+        self.connection, self.steps, self.room = connection, steps, room
+        self.places: list[list[Tensor]] = [[] for _ in steps]
+        self.sent = 0
+        self.begin(0)
+
+    def begin(self, program: int) -> None:
+        """A step begins."""
+        self.slots, self.parts, self.before = self.steps[program], self.places[program], self.sent
+
+    def send(self, tensor: Tensor, steps: int) -> None:
+        """Write it, count it, and wake the receiver.  `steps` came before this one."""
+        if (number := self.sent - self.before) == len(self.parts):
+            self.parts.append(self.room(*self.slots[number], tensor))
+        self.parts[number].copy_(tensor)
+        self.sent += 1
+        self.head[self.at] = self.sent
+        try:
+            self.connection.send(b"\0", socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass  # full of bytes that will wake it
+        except OSError as error:
+            if self.head[0] <= steps:  # else it has seen the count, ended the step, and left
+                raise _peer_left(self.rank) from error
+
+    def wait(self, steps: int, seconds: float) -> None:
+        """Return when the receiver has ended so many steps: it has left all that it received."""
+        over = monotonic() + seconds
+        while self.head[0] < steps:
+            if monotonic() > over:
+                raise PeerLate(f"rank {self.rank} has not ended its step in {seconds:g} s")
+            sleep(1e-4)
+            # Its bytes may be there for another lane; without any, this sees it leave.
+            _take(self.connection, self.rank, socket.MSG_DONTWAIT)
+
+
+class Incoming:
+    """The messages of one lane from one rank."""
+
+    def __init__(self, rank: int, memory: Memory, at: int, connection: socket.socket) -> None:
+        self.rank, self.head, self.at, self.connection = rank, memory.head, at, connection
+        self.asked = 0
+
+    def wait(self, number: int) -> None:
+        """Return when so many have come."""
+        while self.head[self.at] < number:
+            if not _take(self.connection, self.rank):
+                raise PeerLate(f"nothing has come from rank {self.rank} in time")
+
+
+class Arrival(NamedTuple):
+    """Work that ends when a message is there."""
+
+    way: Incoming
+    number: int
+
+    def wait(self) -> None:
+        self.way.wait(self.number)
+
+
+def _take(connection: socket.socket, rank: int, flags: int = 0) -> bool:
+    """Take the bytes that woke this rank, or sleep until one comes; whether one came in time."""
+    try:
+        if connection.recv(4096, flags):
+            return True
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise _peer_left(rank) from error
+    raise _peer_left(rank)
+
+
+def _peer_left(rank: int) -> PeerLeft:
+    return PeerLeft(f"rank {rank} has left")
+
+
+# ---------------------------------------------------------------- connections
+
+# Sockets between processes of one machine, over which they pass file descriptors of memory.  Their
+# names are in no folder, so nothing of them is left, however a process ends.
+
+
+def listen(listener: socket.socket, most: int) -> str:
+    """Let a socket listen; returns its name, which is in no folder, and goes with the process."""
+    name = f"\0schedir-{os.getpid()}-{os.urandom(8).hex()}"
+    listener.bind(name)
+    listener.listen(most)
+    return name
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether the other end is a process of this user: anybody may know such a name."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", peer)[1]) == os.getuid()
+
+
+def passed(connection: socket.socket, rank: int) -> int:
+    """The memory that a neighbour has passed."""
+    try:
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    except BlockingIOError as error:
+        raise PeerLate(f"rank {rank} has not passed its memory in time") from error
+    if not descriptors:
+        raise PeerLeft(f"rank {rank} has left")
+    return descriptors[0]
+
+
+def connect(
+    listener: socket.socket, names: list[str], own: int, neighbours: Iterable[int], seconds: float
+) -> dict[int, socket.socket]:
+    """A connection to each neighbour: all listen, and the lower rank calls.
+
+    Raises OSError, of which PeerLate is one where a neighbour does not call for so many seconds.
+    """
+    with ExitStack() as made:
+        connections = {}
+        listener.settimeout(seconds)
+        for rank in neighbours:
+            if rank > own:
+                connections[rank] = made.enter_context(socket.socket(socket.AF_UNIX))
+                connections[rank].connect(names[rank])
+                if not _is_ours(connections[rank]):
+                    raise OSError("its socket is somebody else's")
+                connections[rank].sendall(struct.pack("q", own))
+                _be_patient(connections[rank], seconds)
+        waiting = {rank for rank in neighbours if rank < own}
+        while waiting:
+            try:
+                caller = made.enter_context(listener.accept()[0])
+                if not _is_ours(caller):
+                    caller.close()
+                    continue
+                _be_patient(caller, seconds)
+                told = caller.recv(8, socket.MSG_WAITALL)
+            except (TimeoutError, BlockingIOError) as error:
+                raise PeerLate(f"rank {min(waiting)} has not called in time") from error
+            if len(told) < 8:
+                raise PeerLeft("a neighbour has left as it called")
+            rank = struct.unpack("q", told)[0]
+            connections[rank] = caller
+            waiting.remove(rank)
+        made.pop_all()
+    return connections
+
+
+def _be_patient(connection: socket.socket, seconds: float) -> None:
+    """Let who receives wait for so many seconds; by the kernel: Python's own timeout would ask it
+    twice for each message."""
+    patience = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+
+
+def close(connections: Iterable[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()
+
 
 ORDERED: Final = ("x86_64",)  # others may show a count before what it counts
 # Where files are memory; or else on a disk, of which memory is a copy.

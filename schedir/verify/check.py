@@ -30,10 +30,12 @@ from schedir.errors import (
     said,
 )
 from schedir.ir.flow import FREERS
-from schedir.ir.index import NONE
+from schedir.ir.index import NONE, Index
 from schedir.ir.ops import (
     ADDS,
+    BACKWARDS,
     COLLECTIVES,
+    FORWARDS,
     RELEASES,
     ROWS,
     SLOTTED,
@@ -49,7 +51,49 @@ from schedir.ir.program import ON_HOST, Program, Proof
 from schedir.ir.sizes import Eager, Sizes
 from schedir.passes.frozen import without_backwards
 from schedir.verify.completeness import completeness
-from schedir.verify.segments import segments_in_turn
+
+# ---------------------------------------------------------------- segments of a sequence
+
+# Forwards run from the first segment to the last, backwards from the last to the first.  A forward
+# reads the keys and values that earlier segments left in the stage, and a backward adds to the
+# gradients of these (arXiv 2406.03488, section 3).  No message shows this dependency, and another
+# order gives wrong numbers without an error.  So the order is checked.
+
+
+def segments_in_turn(index: Index) -> None:
+    """Raise OrderError for the first segment of a sequence that its stage runs out of turn."""
+    plan = index.program.plan
+    if plan.segments == 1:
+        return
+    found = []
+    for ops, turn in ((FORWARDS, 1), (BACKWARDS, -1)):
+        at = np.flatnonzero(index.is_op(ops))
+        sequence, segment = np.divmod(index.mb[at].astype(np.int64), plan.segments)
+        order = np.lexsort((sequence, index.stage[at]))  # stable: each in Stream order
+        at, segment = at[order], turn * segment[order]
+        alike = (sequence[order][1:] == sequence[order][:-1]) & (np.diff(index.stage[at]) == 0)
+        late = np.flatnonzero(alike & (np.diff(segment) < 0))
+        if len(late):
+            k = late[at[late + 1].argmin()]
+            found.append((int(at[k + 1]), int(at[k]), turn))
+    if not found:
+        return
+    late_at, early_at, turn = min(found)
+    early, later = index.locate(early_at), index.locate(late_at)
+    if turn > 0:
+        fact = f"{early[2]} runs before {later[2]}, whose keys and values it sees"
+        needs = "needs what the other leaves"
+    else:
+        fact = f"{early[2]} runs before {later[2]}, which gives gradients to its keys and values"
+        needs = "needs the gradients that the other gives"
+    raise OrderError(
+        f"{fact}: both are of sequence {later[2].mb // plan.segments}",
+        program=index.program.name,
+        sites=[Site(*early, needs), Site(*later, "comes too late")],
+        hint=f"the {plan.segments} segments of a sequence go forward from the first on, and "
+        "backward from the last on",
+    )
+
 
 # Whether hosts block, and wait for their device: who lives through more, lives through less.
 _HOSTS = ((False, False), (True, False), (True, True))

@@ -37,9 +37,8 @@ from schedir.training.saving import Saving
 from schedir.training.train_config import TrainConfig
 from schedir.training.watchdog import Watchdog
 from schedir.transports import groups
-from schedir.transports.neighbours import close, connect, listen, passed
 from schedir.transports.processes import Gloo, Processes
-from schedir.transports.shared import Shared
+from schedir.transports.shared import Shared, close, connect, listen, passed
 from schedir.transports.transport import PeerLate, PeerLeft
 from tests.cases import cases
 from tests.cpu.faulty import at_instruction, fault

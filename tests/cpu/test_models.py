@@ -21,10 +21,9 @@ from schedir.ir.program import Program
 from schedir.models import llama
 from schedir.models.llama_config import LlamaConfig
 from schedir.parallel.group import shard_dim
-from schedir.runtime.executor import Executor
+from schedir.runtime.executor import Executor, whole
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.reference import reference
-from schedir.runtime.whole import whole
 from schedir.schedules import interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.schedules.words import placed_for
 from schedir.transports.processes import Gloo

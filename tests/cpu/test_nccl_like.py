@@ -19,8 +19,8 @@ from schedir.passes.record import Choice
 from schedir.runtime import reduction
 from schedir.runtime.reduction import Reduction
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
+from schedir.transports.nccl import streams_of
 from schedir.transports.processes import Gloo, Processes
-from schedir.transports.queues import streams_of
 from tests.cases import cases
 from tests.cpu.happens_before import Races
 from tests.cpu.nccl_like import Kind, NcclLike

@@ -12,8 +12,8 @@ from schedir.analysis.memory import held
 from schedir.ir.cluster import Cluster
 from schedir.planner import Choice, Model
 from schedir.planner.exact import exact
-from schedir.planner.own_sizes import own_sizes
 from schedir.planner.runnable import ON_PROCESSORS, plan_of, program
+from schedir.planner.trainer import own_sizes
 from schedir.runtime import Boundary, sizes_of
 from schedir.training import gpt
 from schedir.training.gpt_config import GPTConfig

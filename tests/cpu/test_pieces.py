@@ -20,7 +20,7 @@ from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.parallel.pieces import part_of
 from schedir.runtime import Boundary, Executor, Gloo, InProcess, sizes_of
 from schedir.runtime.boundary import Boundaries
-from schedir.runtime.fits import require_fit
+from schedir.runtime.per_microbatch import require_fit
 from schedir.training import gpt
 from schedir.training.gpt_pieces import boundaries, cut_of, pieces
 from tests.cpu.spawn import RankError, run

@@ -18,8 +18,8 @@ from schedir.ir.program import Program
 from schedir.runtime import nccl
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.transports.cuda import QUEUES
+from schedir.transports.nccl import require_queues, streams_of
 from schedir.transports.processes import OnLane
-from schedir.transports.queues import require_queues, streams_of
 from tests.cpu.virtual_gpu import Stream, install
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -214,20 +214,20 @@ def test_memory_that_is_freed_is_not_read(level: int) -> None:
 
 
 def test_only_the_first_calls_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    from schedir.runtime import weight_write_checks
+    from schedir.runtime import around
 
     ranks = run_of(chimera, Plan(2, 4, placement="mirror"), plain(2))
     step(ranks, 4)
     calls: list[Any] = []
-    monkeypatch.setattr(weight_write_checks, "sums_of", calls.append)
-    monkeypatch.setattr(weight_write_checks, "traces_of", calls.append)
+    monkeypatch.setattr(around, "sums_of", calls.append)
+    monkeypatch.setattr(around, "traces_of", calls.append)
     step(ranks, 4)
     assert not calls
 
 
 def test_a_program_with_one_copy_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    from schedir.runtime import weight_write_checks
+    from schedir.runtime import around
 
-    monkeypatch.setattr(weight_write_checks, "traces_of", lambda _: pytest.fail("it was looked at"))
+    monkeypatch.setattr(around, "traces_of", lambda _: pytest.fail("it was looked at"))
     ranks = run_of(gpipe, Plan(2, 4), plain(2))
     assert step(ranks, 4).isfinite()

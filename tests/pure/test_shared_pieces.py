@@ -26,7 +26,7 @@ from schedir import (
     show,
     simulate,
 )
-from schedir.analysis.volume import volume
+from schedir.commands.simulate import volume
 from schedir.compiler.again import compute_of, options_of
 from schedir.errors import CompletenessError, ProgramError
 from schedir.ir.ops import BACKWARDS, COMPUTE, Lane, Opcode

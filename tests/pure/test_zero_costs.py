@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from schedir import Cluster, Costs, Plan, Program, Sizes, Timeline, compile, schedules, simulate
 from schedir.analysis.models import MODELS, Model
-from schedir.analysis.volume import volume
+from schedir.commands.simulate import volume
 from schedir.errors import UsageError
 from schedir.ir.ops import Lane, Opcode
 from schedir.predict.bubble_causes import Cause, by_cause, idleness
