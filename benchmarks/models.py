@@ -56,8 +56,6 @@ record = false
 KINDS: Final = {
     "gpt": ("interleaved", ["model.layers=4"]),
     "llama": ("zb_v", ["model.layers=4", "model.kv_heads=2"]),
-    "bert": ("zb_h1", ["model.layers=4", "model.vocab=260"]),
-    "encoder_decoder": ("interleaved", ["model.encoder_layers=2", "model.decoder_layers=2"]),
 }
 
 
@@ -87,11 +85,11 @@ def plain(config: Config, nudge: float = 0.0) -> list[float]:
     optimizer: Any = optimizer_of([*whole.parameters()], config.train)
     losses = []
     for step in range(config.train.steps):
-        samples = batches.samples(step * batches.size, batches.size)
-        count, total = module.count_tokens(samples.targets), 0.0
+        inputs, targets = batches.batch(step * batches.size, batches.size)
+        count, total, size = module.count_tokens(targets), 0.0, config.data.microbatch_size
         optimizer.zero_grad()
-        for x, y, named in zip(*_microbatches(samples, config), strict=True):
-            loss = module.loss(whole(x, **named), y)
+        for x, y in zip(inputs.split(size), targets.split(size), strict=True):
+            loss = module.loss(whole(x), y)
             (loss / count).backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(whole.parameters(), config.train.clip or float("inf"))
@@ -100,11 +98,6 @@ def plain(config: Config, nudge: float = 0.0) -> list[float]:
         optimizer.step()
         losses.append(total / count)
     return losses
-
-
-def _microbatches(samples: Any, config: Config) -> tuple[Any, Any, Any]:
-    inputs, targets, keywords = samples.split(config.data.microbatch_size)
-    return inputs, targets, keywords or [{}] * len(inputs)
 
 
 def trained(kind: str, steps: int, folder: Path) -> Curve:
@@ -130,7 +123,7 @@ def draw(curves: list[Curve], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (axes,) = pyplot.subplots(
-        1, len(curves), figsize=(12, 3.2), layout="constrained", squeeze=False
+        1, len(curves), figsize=(7, 3.2), layout="constrained", squeeze=False
     )
     for axis, curve in zip(axes, curves, strict=True):
         steps = range(1, len(curve.plain) + 1)

@@ -14,6 +14,9 @@ from typing import Final
 RETIRED: Final = MappingProxyType(
     {
         "open": "use one program with more microbatches, which accumulates their gradients",
+        "kind = bert": "examples/bert.py trains it with schedir.runtime.Executor",
+        "kind = encoder_decoder": "examples/encoder_decoder.py trains it with "
+        "schedir.runtime.Executor",
         "tokenizer = bpe": "name the path of a tokenizer.json: the library tokenizers trains one, "
         "and ~/.cache/schedir has those of earlier runs",
         "source = .jsonl": "Megatron-LM's tools/preprocess_data.py writes a .bin and an .idx of it",

@@ -70,17 +70,15 @@ def split_heads(heads: int, tp: int, what: str = "heads", field: str = "heads") 
     return heads // tp
 
 
-def split_tokens(length: int, tp: int, context: int) -> int:
-    """Tokens of each of the tensor-parallel ranks that share a sequence of so many of a context.
+def split_tokens(context: int, tp: int) -> int:
+    """Tokens of each of the tensor-parallel ranks that share a sequence of so many.
 
     Raises UsageError if they cannot be shared evenly.
     """
-    if length % tp:
-        several = tp * (context // length)
+    if context % tp:
         raise UsageError(
-            f"tp {tp} does not divide a {'context' if length == context else 'sequence'} of "
-            f"{length} tokens, which its ranks are to share",
-            hint=f"context = {context - context % several or several}, or sequence = false",
+            f"tp {tp} does not divide a context of {context} tokens, which its ranks are to share",
+            hint=f"context = {context - context % tp or tp}, or sequence = false",
             fields=["context", "sequence"],
         )
-    return length // tp
+    return context // tp

@@ -42,12 +42,6 @@ class Weights(NamedTuple):
         zeros = torch.zeros(self.hidden, **self.where) if bias else None
         return RowParallelLinear(weight, zeros, self.tp, sequence=self.sequence)
 
-    def whole(self, name: str, k: int, *, own: bool = True) -> ColumnParallelLinear:
-        """(..., hidden) to (..., k), which each rank holds whole: for its `own` tokens, where they
-        share these, or else for what is the same on all."""
-        found = self._replace(tp=None, sequence=False).column(name, k)
-        return seen_in_parts(found, self.tp, sequence=self.sequence, own=own)
-
     def norm(self) -> nn.LayerNorm:
         """A LayerNorm."""
         norm = nn.LayerNorm(self.hidden, **self.where)

@@ -280,15 +280,7 @@ class Config:
             )
         kind.share(self.model, self.pipeline.tp)
         if getattr(self.pipeline, "sequence", False):
-            for length in kind.lengths(self.model):
-                split_tokens(length, self.pipeline.tp, self.model.context)
-        if self.data.documents == "packed" and not kind.packs:
-            raise UsageError(
-                f"samples of kind {kind_of(self.model)} are cut out of windows, and packed ones "
-                "have padding",
-                hint='documents = "joined"',
-                fields=["documents", "kind"],
-            )
+            split_tokens(self.model.context, self.pipeline.tp)
         if self.train.evaluate_every and not self.data.held_out:
             raise UsageError(
                 f"evaluate_every is {self.train.evaluate_every}, and nothing is held out to "
@@ -307,9 +299,7 @@ class Config:
         these are known, nothing is recomputed for it."""
         pipeline, train = self.pipeline, self.train
         said = {f.name: getattr(getattr(self, f.section), f.name) for f in HEADER if f.in_config}
-        kind, stages = KINDS[kind_of(self.model)], pipeline.plan.stages
-        tied = kind.tied(self.model, stages, pipeline.division)
-        said |= {"tied": tied, "clip": train.clip > 0, "skips": (), "validate": "before"}
+        said |= {"tied": self.model.tied, "clip": train.clip > 0, "skips": (), "validate": "before"}
         source = Source(pipeline.schedule)
         found = source.found if train.checkpoint is not None else None
         finer = {"cut": self.finer.pieces}

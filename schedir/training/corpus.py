@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 from schedir.data.corpus import Source, read, split, tokenizer_of
@@ -13,8 +13,6 @@ from schedir.data.windows import Packed
 from schedir.errors import UsageError
 from schedir.training.config import Config
 from schedir.training.data import Batches
-from schedir.training.kinds import KINDS, kind_of
-from schedir.training.models import model_of
 from schedir.training.resume import DATA
 
 
@@ -54,15 +52,9 @@ class Corpus:
             "the held-out data": self.held_out.told if self.held_out else "none",
         }
 
-    @property
-    def _vocab(self) -> int:
-        """How many tokens of the model are text."""
-        model = self.config.model
-        return KINDS[kind_of(model)].text(model)
-
     @cached_property
     def _parts(self) -> _Parts:
-        data, vocab = self.config.data, self._vocab
+        data, vocab = self.config.data, self.config.model.vocab
         tokenizer = tokenizer_of(data.tokenizer, vocab, data.end_of_document)
         whole, share = data.documents == "packed", data.held_out
         trained = read(data.source, tokenizer, vocab, whole=whole)
@@ -91,9 +83,8 @@ class Corpus:
                 )
             windows = Packed(ends, model.context, where)
         return Batches(
-            tokens, model.context, size, seed, vocab=self._vocab, windows=windows, where=where,
-            made=partial(model_of(model).samples, model),
-        )  # fmt: skip
+            tokens, model.context, size, seed, vocab=model.vocab, windows=windows, where=where
+        )
 
 
 class _Parts(NamedTuple):

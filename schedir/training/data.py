@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,39 +19,13 @@ from schedir.models.language import IGNORE
 _PART, _PARTS = 2**16, 2**12  # bytes, and how many parts of as many make a digest
 
 
-class Samples(NamedTuple):
-    """What a model is given of some samples: `inputs` of the first stage, what all stages are given
-    by `named`, and `targets` of the loss; each (n, ...)."""
-
-    inputs: Tensor
-    targets: Tensor
-    named: Mapping[str, Tensor] = MappingProxyType({})
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> Samples:
-        """All of them, changed."""
-        named = {name: change(one) for name, one in self.named.items()}
-        return Samples(change(self.inputs), change(self.targets), named)
-
-    def rows(self, begin: int, end: int) -> Samples:
-        """Those from a number on, until another."""
-        return self.each(lambda one: one[begin:end])
-
-    def split(
-        self, size: int
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], list[dict[str, Tensor]]]:
-        """Inputs, targets and keywords of microbatches of so many samples."""
-        parts = {name: one.split(size) for name, one in self.named.items()}
-        keywords = [dict(zip(parts, one, strict=True)) for one in zip(*parts.values(), strict=True)]
-        return self.inputs.split(size), self.targets.split(size), keywords
-
-
 class Batches:
     """The windows of a token stream, in an order that depends on the seed and nothing else.
 
     Sample k of a run is the same however many are taken at once, by whatever number of replicas.
     An epoch has every window once; each epoch shuffles them anew, or, with seed None, none does.
     `tokens` is the stream, `context` the window's length, `size` how many windows a step takes;
-    `where` says, in errors, what the stream is; `made` makes what a model is given of windows.
+    `where` says, in errors, what the stream is.
     Raises UsageError if the stream is shorter than context + 1 or a number is out of range.
     """
 
@@ -66,7 +39,6 @@ class Batches:
         vocab: int = 256,
         windows: Windows | None = None,
         where: str = "",
-        made: Callable[[Batches, int, int], Samples] | None = None,
     ) -> None:
         self.where = where or str(getattr(tokens, "filename", None) or "the corpus")
         for name, value, least in (
@@ -77,7 +49,6 @@ class Batches:
         self.tokens = np.asarray(tokens)
         self.windows = windows or Joined(len(tokens), context, self.where)
         self.context, self.size, self.seed, self.vocab = context, size, seed, vocab
-        self.made = made
 
     def __len__(self) -> int:
         """How many windows an epoch has."""
@@ -114,12 +85,6 @@ class Batches:
             )
         inputs, targets = tokens[:, :-1], np.where(counts, tokens[:, 1:], IGNORE)
         return torch.from_numpy(inputs.copy()), torch.from_numpy(targets)
-
-    def samples(self, first: int, count: int) -> Samples:
-        """What a model is given of so many samples from the `first` on, as `batch` has them."""
-        if self.made is None:
-            return Samples(*self.batch(first, count))
-        return self.made(self, first, count)
 
     def _numbers(self, first: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Which windows the samples are."""

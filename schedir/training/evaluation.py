@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from schedir.compiler.forwards import forwards
 from schedir.ir.program import Program
@@ -65,16 +63,18 @@ class Evaluation:
         own = plan.microbatches * self.size  # windows of a replica in a batch
         each = own * executor.program.dp
         count = min(len(held), config.train.evaluate_batches * each)
-        samples = held.samples(0, count)
-        self.tokens = model_of(config.model).module.count_tokens(samples.targets)
+        inputs, targets = held.batch(0, count)
+        self.tokens = model_of(config.model).module.count_tokens(targets)
         room = -(-count // each) * each
         # What is missing is the first sample again, and counts nowhere.
         again = torch.zeros(room, dtype=torch.int64)
         again[:count] = torch.arange(count)
-        samples = samples.each(partial(torch.index_select, dim=0, index=again))
-        samples.targets[count:] = IGNORE
+        inputs, targets = inputs[again], targets[again]
+        targets[count:] = IGNORE
         first = transport.dp_rank * own
-        self.batches = [samples.rows(at, at + own) for at in range(first, room, each)]
+        self.batches = [
+            (inputs[at : at + own], targets[at : at + own]) for at in range(first, room, each)
+        ]
         # Tensor-parallel ranks all know the loss: the first counts.
         self.counts = plan.stages - 1 in executor.stages and transport.tp_rank == 0
 
@@ -85,9 +85,11 @@ class Evaluation:
     def after(self, step: int) -> Evaluated:
         """The loss after a step, known to all; all processes must call this."""
         total = torch.zeros((), dtype=torch.float64)
-        for given in self.batches:
-            there = given.each(partial(Tensor.to, device=self.executor.held.device))
-            loss = self.executor.evaluate(*there.split(self.size))
+        device = self.executor.held.device
+        for inputs, targets in self.batches:
+            loss = self.executor.evaluate(
+                inputs.to(device).split(self.size), targets.to(device).split(self.size)
+            )
             if loss is not None and self.counts:
                 total += loss.double().cpu()
         dist.all_reduce(total)

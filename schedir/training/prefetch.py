@@ -7,9 +7,8 @@ streams from running beside each other (CUDA C++ Programming Guide, "Implicit Sy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from schedir.runtime.events import event_on
-from schedir.training.data import Batches, Samples
+from schedir.training.data import Batches
 
 # A step that runs, the one before it, whose numbers may not have been read, and the one drawn.
 SLOTS: Final = 3
@@ -28,11 +27,12 @@ MOMENT: Final = 1.0  # seconds that the end of a run waits for a batch that nobo
 
 
 class Batch(NamedTuple):
-    """What a step is given: `samples` of one replica, on its device, and how many `tokens` count in
-    the batch of all replicas.  `read` is a crc32 of all that was drawn of the run up to here, of
-    all replicas: every process must have the same."""
+    """What a step is given: `inputs` and `targets` of one replica, on its device, and how many
+    `tokens` count in the batch of all replicas.  `read` is a crc32 of all that was drawn of the run
+    up to here, of all replicas: every process must have the same."""
 
-    samples: Samples
+    inputs: Tensor
+    targets: Tensor
     tokens: int
     read: int
 
@@ -97,10 +97,10 @@ class Prefetch:
         tokens, read = self.next.result()
         self._begin(step + 1)
         slot = self.slots[step % SLOTS]
-        for there, here in zip(tensors_of(slot.device), tensors_of(slot.host), strict=True):
+        for there, here in zip(slot.device, slot.host, strict=True):
             there.copy_(here, non_blocking=True)
         slot.copied.record()
-        return Batch(slot.device, tokens, read)
+        return Batch(*slot.device, tokens, read)
 
     def _begin(self, step: int) -> None:
         self.next = None
@@ -120,31 +120,31 @@ class Prefetch:
         if self.device.type == "cuda":  # a thread uses the first GPU unless told
             torch.cuda.set_device(self.device)
         # Every rank draws the batch of all replicas, so that each can count its tokens.
-        samples = self.batches.samples(self.taken(step), self.batches.size)
-        own = samples.rows(*self.mine)
+        inputs, targets = self.batches.batch(self.taken(step), self.batches.size)
+        begin, end = self.mine
+        own = inputs[begin:end], targets[begin:end]
         if not self.slots:
             self.slots = [_Slot(own, self.device) for _ in range(SLOTS)]
         slot = self.slots[step % SLOTS]
         slot.copied.synchronize()  # what was here before: a copy may still read it
-        for here, mine in zip(tensors_of(slot.host), tensors_of(own), strict=True):
+        for here, mine in zip(slot.host, own, strict=True):
             here.copy_(mine)
-        for drawn in tensors_of(samples):
+        for drawn in (inputs, targets):
             self.read = crc32(drawn.contiguous().numpy().data, self.read)
-        return self.count(samples.targets), self.read
-
-
-def tensors_of(samples: Samples) -> Iterator[Tensor]:
-    """All tensors of samples, in one order."""
-    yield from (samples.inputs, samples.targets, *samples.named.values())
+        return self.count(targets), self.read
 
 
 class _Slot:
-    def __init__(self, like: Samples, device: torch.device) -> None:
+    def __init__(self, like: tuple[Tensor, Tensor], device: torch.device) -> None:
         pinned = device.type == "cuda"
 
         def host(one: Tensor) -> Tensor:
             return torch.zeros(one.shape, dtype=one.dtype, pin_memory=pinned)
 
-        self.host = like.each(host)
-        self.device = like.each(partial(torch.zeros_like, device=device))
+        inputs, targets = like
+        self.host = host(inputs), host(targets)
+        self.device = (
+            torch.zeros_like(inputs, device=device),
+            torch.zeros_like(targets, device=device),
+        )
         self.copied = event_on(device)

@@ -7,9 +7,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from schedir.ir.program import Program
+from schedir.runtime.boundary import Boundary, Crossing
 from schedir.runtime.precision import float32_gradients
 from schedir.training.config import Config
-from schedir.training.models import Cut, Passing, largest, model_of
+from schedir.training.models import model_of
+
+Passing = Boundary | dict[int, tuple[Boundary, ...]]
 
 
 class Stages:
@@ -20,10 +23,11 @@ class Stages:
         self.config, self.program, self.finer = config, program, config.finer
         self.model, self.size = model_of(config.model), self.finer.size
         self.dtype: torch.dtype = getattr(torch, config.train.precision)
-        division, shared = self.finer.division, program.tp if program.sequence else 1
-        cut = Cut(len(division), self.size, division, self.dtype, shared)
-        self.boundary: Passing = self.model.boundaries(config.model, cut)
-        self.message = largest(self.boundary) * shared // program.tp  # each sends its slice
+        shared = program.tp if program.sequence else 1
+        shape = (self.size, config.model.context // shared, config.model.hidden)
+        self.boundary: Passing = Boundary(shape, self.dtype)
+        # Each tensor-parallel rank sends its slice.
+        self.message = Crossing.of(self.boundary).nbytes * shared // program.tp
         if self.in_pieces:
             assert self.model.between is not None
             frozen = self.finer.first.index(program.frozen)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.errors import NonFiniteError
-from schedir.runtime.batch import Keywords
 from schedir.runtime.executor import Executor
 from schedir.runtime.finite import Left, find_origin, not_finite
 from schedir.runtime.precision import LossScale
@@ -41,7 +40,7 @@ class _Issued(NamedTuple):
     """A step that the host has issued, and of which it has seen nothing; `mean` is one over its
     number of tokens."""
 
-    given: tuple[Sequence[Tensor], Sequence[Tensor], float, Keywords]
+    given: tuple[Sequence[Tensor], Sequence[Tensor], float]
     mean: float
     learning_rate: float
     began: float
@@ -99,11 +98,11 @@ class Steps:
         executor = self.executor
         self.number += 1
         mean = 1 / batch.tokens
-        inputs, targets, keywords = batch.samples.split(self.size)
+        inputs, targets = batch.inputs.split(self.size), batch.targets.split(self.size)
         scale = mean * executor.program.plan.updates  # each has its share of the tokens
-        given = (inputs, targets, scale, keywords)
+        given = (inputs, targets, scale)
         held = scale if self.hold is None else self.hold + scale
-        total = executor.step(inputs, targets, held, keywords)
+        total = executor.step(inputs, targets, held)
         if self.hold is not None:
             self.hold = self._next_hold(total)
         numbers = self.readings.copy(self._numbers(total))

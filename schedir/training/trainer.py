@@ -36,12 +36,11 @@ from schedir.training.corpus import Corpus
 from schedir.training.ends import Told
 from schedir.training.evaluation import Evaluated, Evaluation, program_beside
 from schedir.training.meeting import agree_on_data, facts_of
-from schedir.training.models import Passing
 from schedir.training.optimizer import optimizer_of
 from schedir.training.prefetch import Batch, Prefetch
 from schedir.training.results import Losses, Result
 from schedir.training.saving import Saving
-from schedir.training.stages import Stages
+from schedir.training.stages import Passing, Stages
 from schedir.training.steps import Step, Steps
 from schedir.training.watchdog import Watchdog
 from schedir.transports.plain import gather
@@ -245,14 +244,11 @@ class _Trainer:
     ) -> Sizes:
         """What each stage keeps of a microbatch, and its weights: found by running it once."""
         stages = range(self.program.plan.stages)
-        inputs, targets, named = self.batches.samples(0, self.size).each(
-            partial(Tensor.to, device=self.device)
-        )
+        inputs, targets = (one.to(self.device) for one in self.batches.batch(0, self.size))
         sizes = sizes_of(
             [own.get(s) for s in stages],
             inputs,
             targets,
-            keywords=named,
             loss=loss,
             boundary=boundary,
             # AdamW's moments, and the float32 copies of other weights.

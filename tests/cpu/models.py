@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from schedir.models import bert, encoder_decoder, llama
+from examples import bert, encoder_decoder
+from schedir.models import llama
+from schedir.models.language import IGNORE, count_tokens, loss
 from schedir.runtime.batch import Keywords, Microbatches
 from schedir.runtime.boundary import Boundary
 
@@ -45,7 +47,7 @@ def sequences(microbatches: int, seed: int) -> Given:
     numbers = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB, (microbatches, BATCH, CONTEXT + 1), generator=numbers)
     targets = tokens[..., 1:].clone()
-    targets[:, 0, :2] = llama.IGNORE
+    targets[:, 0, :2] = IGNORE
     return Given(tokens[..., :-1], targets, 1 / llama.count_tokens(targets))
 
 
@@ -69,7 +71,7 @@ def sentences(config: bert.BertConfig, microbatches: int, seed: int) -> Given:
     numbers = torch.Generator().manual_seed(seed)
     shape = (microbatches, BATCH, config.context)
     tokens = torch.randint(config.text, shape, generator=numbers)
-    targets = torch.full(shape, bert.IGNORE)
+    targets = torch.full(shape, IGNORE)
     keywords = []
     for mb in range(microbatches):
         of, mask = torch.zeros(shape[1:], dtype=torch.int64), torch.ones(shape[1:]).bool()
@@ -109,9 +111,9 @@ def translations(microbatches: int, seed: int) -> Given:
     lengths = SOURCE - torch.arange(microbatches)[:, None] % 2 - torch.arange(BATCH)
     mask = torch.arange(SOURCE) < lengths[..., None]
     after = target[..., 1:].clone()
-    after[:, 1, -2:] = encoder_decoder.IGNORE
+    after[:, 1, -2:] = IGNORE
     keywords = [{"target": t[:, :-1], "mask": m} for t, m in zip(target, mask, strict=True)]
-    return Given(source, after, 1 / encoder_decoder.count_tokens(after), keywords)
+    return Given(source, after, 1 / count_tokens(after), keywords)
 
 
 def of_encoder_decoder(encoder: int, decoder: int) -> Kind:
@@ -121,7 +123,7 @@ def of_encoder_decoder(encoder: int, decoder: int) -> Kind:
     )  # fmt: skip
     return Kind(
         partial(encoder_decoder.build_stage, config),
-        encoder_decoder.loss,
+        loss,
         lambda stages: encoder_decoder.boundaries(config, stages, BATCH, SOURCE, CONTEXT),
         translations,
         partial(encoder_decoder.tied_stages, config),

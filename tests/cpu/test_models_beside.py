@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedir.models import bert, encoder_decoder, llama
+from examples import bert, encoder_decoder
+from schedir.models import llama
+from schedir.models.language import IGNORE
 from schedir.training import gpt
 from schedir.training.as_gpt2 import _qkv
 from tests.cpu import models
@@ -207,7 +209,7 @@ def test_bert() -> None:
     def losses(ours: nn.Module, theirs: Any) -> tuple[Any, Any]:
         mine = ours(tokens, sentences=sentences, mask=mask)
         mean = bert.loss(mine, targets) / bert.count_tokens(targets)
-        labels = targets.masked_fill(targets == bert.IGNORE, -100)
+        labels = targets.masked_fill(targets == IGNORE, -100)
         labels[:, 0] = -100
         yours = theirs(
             tokens, mask.long(), sentences, labels=labels, next_sentence_label=targets[:, 0]
@@ -223,7 +225,6 @@ def test_bert() -> None:
         )
     )  # fmt: skip
     stage = bert.build_stage(config, 0, 1)
-    assert config.parameters == sum(p.numel() for p in stage.parameters())
     compare(stage, theirs, pairs, losses)
 
 
@@ -286,5 +287,4 @@ def test_encoder_decoder() -> None:
         table = getattr(theirs.model, name).embed_positions.weight
         assert (table - encoder_decoder.waves(9, table)).abs().max() < 1e-6
     stage = encoder_decoder.build_stage(config, 0, 1)
-    assert config.parameters == sum(p.numel() for p in stage.parameters())
     compare(stage, theirs, pairs, losses)

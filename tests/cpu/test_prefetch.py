@@ -40,11 +40,11 @@ def test_each_replica_has_its_part_of_the_same_batches(
             for step in range(steps):
                 kept.append(ours.take(step))
                 wants = [x[replica * share : (replica + 1) * share] for x in drawn(source, step)]
-                assert all(map(torch.equal, kept[-1].samples[:2], wants))
+                assert all(map(torch.equal, kept[-1][:2], wants))
                 assert kept[-1].tokens == replicas * share * 8
                 if step:  # a step that went wrong is run again when the next one has been
                     before = drawn(source, step - 1)[0][replica * share : (replica + 1) * share]
-                    assert torch.equal(kept[-2].samples.inputs, before)
+                    assert torch.equal(kept[-2].inputs, before)
     assert not [t for t in threading.enumerate() if t.name.startswith("prefetch")]
 
 
@@ -87,9 +87,9 @@ def test_memory_that_a_copy_still_reads_is_left_alone(monkeypatch: pytest.Monkey
             ours.take(step)
         first: Copied = ours.slots[0].copied  # type: ignore[assignment]
         assert first.asked.wait(60)  # what is drawn for the next step waits
-        assert torch.equal(ours.slots[0].host.inputs, drawn(source, 0)[0])
+        assert torch.equal(ours.slots[0].host[0], drawn(source, 0)[0])
         first.over.set()
-        assert torch.equal(ours.take(SLOTS).samples.inputs, drawn(source, SLOTS)[0])
+        assert torch.equal(ours.take(SLOTS).inputs, drawn(source, SLOTS)[0])
 
 
 def test_an_error_is_that_of_the_step_that_needs_the_batch() -> None:

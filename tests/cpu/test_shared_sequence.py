@@ -13,11 +13,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from examples import bert, encoder_decoder
+from examples.bert import BertConfig
+from examples.encoder_decoder import EncoderDecoderConfig
 from schedir import Plan, compile
 from schedir.errors import ModelError, UsageError
-from schedir.models import bert, encoder_decoder, llama
-from schedir.models.bert_config import BertConfig
-from schedir.models.encoder_decoder_config import EncoderDecoderConfig
+from schedir.models import llama
 from schedir.models.llama_config import LlamaConfig
 from schedir.parallel.group import own_tokens, seen_in_parts, shard_dim
 from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear

@@ -75,14 +75,8 @@ def test_pieces_share_the_sequence(config: str, tmp_path: Path) -> None:
     assert evaluated(tmp_path / "pieces") == evaluated(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("kind", ["bert", "encoder_decoder"])
-def test_chunks_of_other_models(config: str, tmp_path: Path, kind: str) -> None:
-    layers = ["model.encoder_layers=1", "model.decoder_layers=1"]
-    if kind == "bert":
-        layers = ["model.layers=2", "model.vocab=260"]
-    path = Path(config)
-    path.write_text(path.read_text().replace("layers = 2\n", ""))
-    own = [f"model.kind={kind}", *layers, "train.steps=2", "output.record=false"]
+def test_chunks_of_a_llama(config: str, tmp_path: Path) -> None:
+    own = ["model.kind=llama", "train.steps=2", "output.record=false"]
     found = alone(config, tmp_path / "chunks", *own, "pipeline.chunks=2")
     small = ["pipeline.microbatches=6", "data.microbatch_size=1"]
     assert found == alone(config, tmp_path / "small", *own, *small)

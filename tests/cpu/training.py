@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from runpy import run_module
 from types import ModuleType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -119,11 +120,12 @@ def forked(config: str, folder: Path, *sets: str) -> tuple[int, str, str]:
     return code, found[0][1], "".join(err for _, _, err in found)
 
 
-def script(path: Path, processes: int, folder: Path) -> str:
-    """What several processes of a script print, which find each other as under torchrun, and work
-    where it lies."""
+def script(what: Path | str, processes: int, folder: Path) -> str:
+    """What several processes print, which find each other as under torchrun: of a script, where it
+    lies, or of a module of that name, as `-m` runs it."""
+    words = [str(what)] if isinstance(what, Path) else ["-m", what]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = fork([[str(path)]] * processes, folder, store.port, TORCHELASTIC_USE_AGENT_STORE="True")
+    found = fork([words] * processes, folder, store.port, TORCHELASTIC_USE_AGENT_STORE="True")
     assert all((code, err) == (0, "") for code, _, err in found), found
     return "".join(out for _, out, _ in found)
 
@@ -184,6 +186,8 @@ def _process(rank: int, words: list[str], said: Path, more: dict[str, str]) -> N
         main_module.__file__ = words[0]
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
         exec(compile(Path(words[0]).read_text(), words[0], "exec"), main_module.__dict__)
+    elif words[0] == "-m":
+        run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.exit(main(words))
 

@@ -58,8 +58,8 @@ def test_batches_come_in_order_and_nobody_waits_for_their_copies() -> None:
                 torch.cuda._sleep(LONG // 100)
                 given = ours.take(step)
             want = source.batch(4 * step, 4)
-            assert torch.equal(given.samples.inputs.cpu(), want[0][2:])
-            assert torch.equal(given.samples.targets.cpu(), want[1][2:])
+            assert torch.equal(given.inputs.cpu(), want[0][2:])
+            assert torch.equal(given.targets.cpu(), want[1][2:])
 
 
 def test_the_instruction_that_hangs_is_named() -> None:

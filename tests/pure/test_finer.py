@@ -109,7 +109,7 @@ def test_a_file_of_pieces_where_nobody_meets(path: str) -> None:
         (["pipeline.cut=lines"], "not 'lines'"),
         (["pipeline.cut=9", "pipeline.division=1,3"], "stage 0 has 1 layer, 5 pieces"),
         (["pipeline.cut=layers", "pipeline.ranks=1"], "the first and the last of the pieces"),
-        (["pipeline.cut=layers", "model.kind=bert"], "kind bert have no pieces"),
+        (["pipeline.cut=layers", "model.kind=llama"], "kind llama have no pieces"),
         (["pipeline.chunks=3"], "4 samples cannot be cut in 3 chunks"),
         (["pipeline.chunks=0"], "at least 1"),
         (["pipeline.fill=W", "pipeline.cut=layers"], "fill finds an order by costs"),

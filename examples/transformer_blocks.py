@@ -1,4 +1,4 @@
-"""Blocks: the parts of a layer, which each add to a residual stream what they make of its norm.
+"""Blocks of bert.py and encoder_decoder.py, which each add to a residual stream.
 
 Tensor-parallel ranks share heads and feed-forward width as in Megatron-LM (arXiv 1909.08053,
 section 3).  Masks are bool (b, S), true where there is a token to attend to.
@@ -6,11 +6,17 @@ section 3).  Masks are bool (b, S), true where there is a token to attend to.
 
 from __future__ import annotations
 
+from typing import Final
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedir.kernels.gelu import bias_gelu
+from schedir.models.language import Where
 from schedir.models.weights import Weights
+
+WHERE: Final[Where] = {"device": "cpu", "dtype": torch.float32}
 
 
 class SelfAttention(nn.Module):

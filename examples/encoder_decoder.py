@@ -1,4 +1,11 @@
-"""An encoder-decoder cut into pipeline stages, each shared by a tensor-parallel group.
+"""Train an encoder-decoder, cut into four stages, on 1, 2 or 4 processes.
+
+    python -m examples.encoder_decoder                      # one process has all four stages
+    torchrun --nproc-per-node 4 -m examples.encoder_decoder # each of four has one
+
+It finds the second half of a text from the first (the prefix language modelling of Raffel et al.,
+arXiv 1910.10683, section 3.2.3).  The text is this file, so nothing is downloaded.  Both print the
+same losses to the last digit.
 
 The model is that of Vaswani et al. (arXiv 1706.03762), positions as sines and cosines (section 3.5)
 and one weight for both embeddings and the head (section 3.4), with a norm before each part of a
@@ -7,36 +14,79 @@ dropout.
 
 Stages of the encoder give what they make of the source.  When it is done that is the *memory*,
 which stages of the decoder take with what they make of the target, and pass on: a boundary of two
-tensors.  So the gradient of the memory is summed up on the way back.  The tokens of the target,
-and which of the source are there, come from the data: every stage is given them by name.
+tensors (`boundaries`).  So the gradient of the memory is summed up on the way back.  The tokens of
+the target, and which of the source are there, come from the data: every stage is given them by
+name.  The first stage, the last and the decoder's first share one weight (`tied_stages`).
+Tensor-parallel ranks can share each stage (`tp`), and the tokens, too (`sequence`).
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from schedir.errors import UsageError
-from schedir.models.blocks import CrossAttention, FeedForward, SelfAttention
-from schedir.models.encoder_decoder_config import EncoderDecoderConfig as EncoderDecoderConfig
-from schedir.models.encoder_decoder_config import layers_of
-from schedir.models.encoder_decoder_config import tied_stages as tied_stages
-from schedir.models.language import IGNORE as IGNORE
-from schedir.models.language import Where, drawn
-from schedir.models.language import count_tokens as count_tokens
-from schedir.models.language import loss as loss
-from schedir.models.shape import split_heads
+import schedir
+from examples.transformer_blocks import WHERE, CrossAttention, FeedForward, SelfAttention
+from schedir import Plan
+from schedir.models.language import count_tokens, drawn, loss
+from schedir.models.shape import split_layers
 from schedir.models.weights import Weights
 from schedir.parallel.group import own_tokens, seen_in_parts, tp_size
 from schedir.parallel.vocab import VocabParallelEmbedding, VocabParallelHead, shard_vocab
-from schedir.runtime.boundary import Boundary
+from schedir.runtime import Boundary, Executor, Gloo
+from schedir.schedules import interleaved
 
+STAGES, MICROBATCHES, SIZE, STEPS = 4, 8, 2, 10
 THETA = 10000.0  # of the longest wave of positions
+
+
+@dataclass(frozen=True)
+class EncoderDecoderConfig:
+    """The whole model.
+
+    Its layers are those of the encoder, and then those of the decoder.  `context` is the longest
+    sequence of either, in tokens; the feed-forward width is 4 * hidden; `tied` means that the
+    embeddings of both and the head are one weight; `seed` is what parameters are drawn from.
+    """
+
+    vocab: int = 256
+    encoder_layers: int = 2
+    decoder_layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    context: int = 32
+    tied: bool = True
+    seed: int = 0
+
+
+def layers_of(
+    config: EncoderDecoderConfig, stages: int, division: Sequence[int] | None = None
+) -> list[range]:
+    """The layers of each stage, by number, those of the encoder first (`split_layers`)."""
+    counts = split_layers(config.encoder_layers + config.decoder_layers, stages, division)
+    ends = [sum(counts[: s + 1]) for s in range(stages)]
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def tied_stages(
+    config: EncoderDecoderConfig, stages: int, division: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Which stages share the embedding, as `compile(..., tied=)` takes it; none in one stage."""
+    if not config.tied:
+        return ()
+    layers = layers_of(config, stages, division)
+    middle = next(s for s, own in enumerate(layers) if config.encoder_layers in own)
+    found = tuple(sorted({0, middle, stages - 1}))
+    return (found,) if len(found) > 1 else ()
 
 
 def build_stage(
@@ -47,23 +97,16 @@ def build_stage(
     tp: ProcessGroup | None = None,
     sequence: bool = False,
     division: Sequence[int] | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
 ) -> Stage:
-    """Stage `stage` of `stages`, this rank's shard of it, in `dtype` on `device`.
+    """Stage `stage` of `stages`, this rank's shard of it.
 
     With `sequence` tensor-parallel ranks share the tokens of both sequences, too: for a program
     that says `sequence yes`.  `division` is the number of layers of each stage, those of the
-    encoder first; a stage may have the encoder's end and the decoder's begin.  Raises UsageError if
-    the layers do not fit the stages, or the heads the tensor-parallel ranks.
+    encoder first; a stage may have the encoder's end and the decoder's begin.
     """
     layers = layers_of(config, stages, division)
-    if not 0 <= stage < stages:
-        raise UsageError(f"stage {stage} is not one of 0..{stages - 1}")
-    split_heads(config.heads, tp_size(tp))
-    where: Where = {"device": device, "dtype": dtype}
     ends = stage == 0, stage == stages - 1
-    return Stage(config, layers[stage], *ends, tp, where, sequence=sequence and tp_size(tp) > 1)
+    return Stage(config, layers[stage], *ends, tp, sequence=sequence and tp_size(tp) > 1)
 
 
 def boundaries(
@@ -74,11 +117,10 @@ def boundaries(
     target: int,
     *,
     division: Sequence[int] | None = None,
-    dtype: torch.dtype = torch.float32,
 ) -> dict[int, tuple[Boundary, ...]]:
     """What each stage but the last gives, for sequences of `source` and `target` tokens, a rank's
     own where they are shared: what an Executor takes as `boundary`."""
-    memory, hidden = (Boundary((batch, n, config.hidden), dtype) for n in (source, target))
+    memory, hidden = (Boundary((batch, n, config.hidden)) for n in (source, target))
     ends = [own.stop for own in layers_of(config, stages, division)[:-1]]
     return {
         s: (memory,) if end <= config.encoder_layers else (hidden, memory)
@@ -104,7 +146,6 @@ class Stage(nn.Module):
         first: bool,
         last: bool,
         tp: ProcessGroup | None,
-        where: Where,
         *,
         sequence: bool = False,
     ) -> None:
@@ -113,7 +154,7 @@ class Stage(nn.Module):
         self.tp, self.sequence = tp, sequence
         how: dict[str, Any] = {"sequence": sequence}
         ends = {"embedding": first, "decoder_embedding": begin in layers, "head": last}
-        weights = _ends([name for name, here in ends.items() if here], config, tp, where)
+        weights = _ends([name for name, here in ends.items() if here], config, tp)
         self.embedding = self.decoder_embedding = self.head = None
         if first:
             self.embedding = VocabParallelEmbedding(weights["embedding"], tp, **how)
@@ -121,16 +162,16 @@ class Stage(nn.Module):
             own = weights["decoder_embedding"]
             self.decoder_embedding = VocabParallelEmbedding(own, tp, **how)
         self.encoder = nn.ModuleDict(
-            {str(i): EncoderLayer(config, i, tp, where, **how) for i in layers if i < begin}
+            {str(i): EncoderLayer(config, i, tp, **how) for i in layers if i < begin}
         )
         self.decoder = nn.ModuleDict(
-            {str(i): DecoderLayer(config, i, tp, where, **how) for i in layers if i >= begin}
+            {str(i): DecoderLayer(config, i, tp, **how) for i in layers if i >= begin}
         )
         self.encoder_norm = self.norm = None
         if begin - 1 in layers:
-            self.encoder_norm = seen_in_parts(nn.LayerNorm(config.hidden, **where), tp, **how)
+            self.encoder_norm = seen_in_parts(nn.LayerNorm(config.hidden, **WHERE), tp, **how)
         if last:
-            self.norm = seen_in_parts(nn.LayerNorm(config.hidden, **where), tp, **how)
+            self.norm = seen_in_parts(nn.LayerNorm(config.hidden, **WHERE), tp, **how)
             self.head = VocabParallelHead(weights["head"], config.vocab, tp, **how)
 
     @property
@@ -152,7 +193,7 @@ class Stage(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         parts = tp_size(self.tp) if self.sequence and self.embedding is None else 1
         if max(length := x.shape[1] * parts, target.shape[1]) > self.config.context:
-            raise UsageError(
+            raise ValueError(
                 f"{length} and {target.shape[1]} tokens do not fit a context of "
                 f"{self.config.context}"
             )
@@ -186,14 +227,13 @@ class EncoderLayer(nn.Module):
         config: EncoderDecoderConfig,
         index: int,
         tp: ProcessGroup | None,
-        where: Where,
         *,
         sequence: bool = False,
     ) -> None:
         super().__init__()
         adds = 2 * config.encoder_layers
         name = f"encoder.{index}"
-        weights = Weights(config.seed, name, config.hidden, adds, tp, where, sequence)
+        weights = Weights(config.seed, name, config.hidden, adds, tp, WHERE, sequence)
         self.attention = SelfAttention(weights, config.heads, causal=False)
         self.feed_forward = FeedForward(weights)
 
@@ -210,14 +250,13 @@ class DecoderLayer(nn.Module):
         config: EncoderDecoderConfig,
         index: int,
         tp: ProcessGroup | None,
-        where: Where,
         *,
         sequence: bool = False,
     ) -> None:
         super().__init__()
         adds = 3 * config.decoder_layers
         name = f"decoder.{index}"
-        weights = Weights(config.seed, name, config.hidden, adds, tp, where, sequence)
+        weights = Weights(config.seed, name, config.hidden, adds, tp, WHERE, sequence)
         self.attention = SelfAttention(weights, config.heads, causal=True)
         across = weights._replace(name=f"decoder.{index}.across")
         self.across = CrossAttention(across, config.heads)
@@ -229,13 +268,13 @@ class DecoderLayer(nn.Module):
 
 
 def _ends(
-    names: Sequence[str], config: EncoderDecoderConfig, tp: ProcessGroup | None, where: Where
+    names: Sequence[str], config: EncoderDecoderConfig, tp: ProcessGroup | None
 ) -> dict[str, nn.Parameter]:
     """The weight of each end that a stage has; those that are tied share one Parameter."""
 
     def made(name: str) -> nn.Parameter:
         key = f"{name}.weight"
-        return shard_vocab(drawn(config.seed, key, config.vocab, config.hidden, where), tp)
+        return shard_vocab(drawn(config.seed, key, config.vocab, config.hidden, WHERE), tp)
 
     if config.tied:
         return dict.fromkeys(names, made("embedding")) if names else {}
@@ -252,3 +291,53 @@ def waves(length: int, like: Tensor) -> Tensor:
     at = torch.arange(length, device=like.device, dtype=torch.float32)
     angles = torch.outer(at, 1.0 / THETA ** (pairs / hidden))
     return torch.cat([angles.sin(), angles.cos()], 1).to(like.dtype)
+
+
+def batch(
+    config: EncoderDecoderConfig, text: bytes, step: int
+) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
+    """Sources and targets of a step, (microbatches, b, T) each, and what the stages are given by
+    name for each microbatch.  What they are depends on the number of the step alone."""
+    numbers = torch.Generator().manual_seed(step)
+    size = config.context
+    shape = (MICROBATCHES, SIZE, 1)
+    begins = torch.randint(len(text) - 2 * size, shape, generator=numbers)
+    tokens = torch.tensor([*text])[begins + torch.arange(2 * size + 1)]
+    source, target = tokens[..., :size], tokens[..., size:]
+    return source, target[..., 1:], [{"target": each[:, :-1]} for each in target]
+
+
+def main() -> None:
+    """Ten steps of AdamW as one rank of as many as torchrun has started."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    alone: dict[str, Any] = {"rank": 0, "world_size": 1}
+    alone["store"] = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", **(alone if world == 1 else {}))
+    torch.set_num_threads(1)
+
+    config, text = EncoderDecoderConfig(), Path(__file__).read_bytes()
+    plan = Plan(ranks=world, microbatches=MICROBATCHES, stages_per_rank=STAGES // world)
+    ties = tied_stages(config, STAGES)
+    program = schedir.compile(interleaved, plan, tied=ties, clip=True)
+    transport = Gloo(program)
+    # A weight is drawn by its name: each process makes its own stages alone.
+    own = {s: build_stage(config, s, STAGES) for s in plan.stages_of[transport.rank]}
+    weights = {p for stage in own.values() for p in stage.parameters()}
+    executor = Executor(
+        program, transport.rank, own, transport,
+        loss=loss, boundary=boundaries(config, STAGES, SIZE, config.context, config.context),
+        optimizer=torch.optim.AdamW(weights, lr=1e-3), max_norm=1.0,
+    )  # fmt: skip
+
+    for step in range(STEPS):
+        source, targets, keywords = batch(config, text, step)
+        mean = 1 / count_tokens(targets)
+        total = executor.step(source, targets, scale=mean, keywords=keywords)
+        if total is not None:  # on the rank of the last stage
+            print(f"step {step + 1:>2}  loss {float(total) * mean!r}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

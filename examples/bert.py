@@ -1,0 +1,378 @@
+"""Train a BERT, cut into four stages, on 1, 2 or 4 processes.
+
+    python -m examples.bert                                 # one process has all four stages
+    torchrun --nproc-per-node 4 -m examples.bert            # each of four has one
+
+The text is this file, so nothing is downloaded.  Both print the same losses to the last digit.
+
+The model is Megatron-LM's (arXiv 1909.08053, section 5.3 and figure 7): that of Devlin et al.
+(arXiv 1810.04805) with LayerNorm and residual connections rearranged, so that a norm stands before
+each half of a layer, and one behind the last.  It attends both ways, finds masked tokens, and tells
+whether the second sentence is the next.  There is no dropout.
+
+Which sentence each token is of, and which tokens are there at all, comes from the data: every stage
+is given both by name (`keywords` of a step), and nothing of it is sent.  The last stage returns two
+tensors, both of which the loss takes.  The embedding of the first stage is the head of the last.
+Tensor-parallel ranks can share each stage (`tp`), and the tokens, too (`sequence`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import schedir
+from examples.transformer_blocks import WHERE, FeedForward, SelfAttention
+from schedir import Plan
+from schedir.models.language import IGNORE, Ends, drawn, tied_copy
+from schedir.models.shape import split_layers
+from schedir.models.weights import Weights
+from schedir.parallel.group import first_token, own_tokens, seen_in_parts, shard, tp_size
+from schedir.parallel.layers import ColumnParallelLinear
+from schedir.parallel.vocab import vocab_parallel_cross_entropy
+from schedir.runtime import Boundary, Executor, Gloo, split
+from schedir.schedules import interleaved
+
+STAGES, MICROBATCHES, SIZE, STEPS = 4, 8, 2, 10
+SENTENCES = 2
+MASKED = 0.15  # of the tokens of text are to be found (1810.04805, section 3.1)
+SHORTER = 0.1  # of the sequences do not fill their room (appendix A.2)
+Found = tuple[Tensor, Tensor]  # logits of the tokens, and of whether the second sentence is next
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """The whole model.
+
+    `context` is the longest sequence, in tokens, both sentences with what stands between them; the
+    last four tokens of `vocab` are no text, but mark it (`cls`, `sep`, `mask`, `pad`).  The
+    feed-forward width is 4 * hidden; `tied` means that the head of masked tokens uses the
+    embedding's weight; `seed` is what parameters are drawn from.
+    """
+
+    vocab: int = 260
+    layers: int = 4
+    hidden: int = 64
+    heads: int = 4
+    context: int = 64
+    tied: bool = True
+    seed: int = 0
+
+    @property
+    def text(self) -> int:
+        """How many tokens are text: the first so many."""
+        return self.vocab - 4
+
+    @property
+    def cls(self) -> int:
+        """The first token of each sequence, by which the next sentence is told."""
+        return self.vocab - 4
+
+    @property
+    def sep(self) -> int:
+        """The token behind each sentence."""
+        return self.vocab - 3
+
+    @property
+    def mask(self) -> int:
+        """The token in the place of one that is to be found."""
+        return self.vocab - 2
+
+    @property
+    def pad(self) -> int:
+        """The token that fills up a sequence."""
+        return self.vocab - 1
+
+
+# ---------------------------------------------------------------- the model
+
+
+def build_stage(
+    config: BertConfig,
+    stage: int,
+    stages: int,
+    *,
+    tp: ProcessGroup | None = None,
+    sequence: bool = False,
+    division: Sequence[int] | None = None,
+) -> Stage:
+    """Stage `stage` of `stages`, this rank's shard of it.
+
+    With `sequence` tensor-parallel ranks share the tokens, too: for a program that says
+    `sequence yes`.  `division` is the number of layers of each stage (`split_layers`).
+    """
+    counts = split_layers(config.layers, stages, division)
+    first = sum(counts[:stage])
+    layers = range(first, first + counts[stage])
+    sequence = sequence and tp_size(tp) > 1
+    return Stage(config, layers, stage == 0, stage == stages - 1, tp, sequence=sequence)
+
+
+def loss(found: Found, targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
+    """Of a microbatch the cross entropies of its masked tokens, and of its next sentences: 0-dim
+    float32, the same on all ranks.
+
+    `found` is what the last stage gives, `targets` int64 (b, T): at each masked token what it was,
+    at the first place 0 where the second sentence is the next and 1 where it is another, and
+    elsewhere IGNORE.  Masked tokens are summed up; of the sentences it is the mean, which counts
+    as often as there are masked tokens.  So divided by their number (`count_tokens`) it is the mean
+    of each, added: Devlin et al.'s loss (1810.04805, appendix A.2).
+    """
+    logits, follows = found
+    masked = vocab_parallel_cross_entropy(logits[:, 1:], targets[:, 1:], tp, IGNORE)
+    follow = F.cross_entropy(
+        follows.float(), targets[:, 0], ignore_index=IGNORE, reduction="sum"
+    ) / (targets[:, 0] != IGNORE).sum().clamp(min=1)
+    return masked + _masked(targets).sum() * follow
+
+
+def count_tokens(targets: Tensor) -> int:
+    """How many tokens are masked: divide the summed loss by it for the mean."""
+    return int(_masked(targets).sum())
+
+
+def _masked(targets: Tensor) -> Tensor:
+    return targets[..., 1:] != IGNORE
+
+
+class Stage(nn.Module):
+    """Consecutive layers of a BERT, with the embedding if first and the heads if last.
+
+    Maps (b, T, hidden) to (b, T, hidden), or with `sequence` (b, T/t, hidden) to the same, of the
+    rank's own tokens. The first stage takes tokens instead, int64 (b, T); the
+    last gives this rank's logits, (b, T, ceil(V/t)), and those of the next sentence, (b, 2).
+    `sentences`, int64 (b, T), says of which of two sentences each token is, and `mask`, bool
+    (b, T), which tokens are there; without them all are, of the first.
+    """
+
+    def __init__(
+        self,
+        config: BertConfig,
+        layers: range,
+        first: bool,
+        last: bool,
+        tp: ProcessGroup | None,
+        *,
+        sequence: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config, self.tp, self.sequence = config, tp, sequence
+        self.embedding, head = Ends.of(config, first, last, tp, WHERE, sequence=sequence)
+        self.positions = self.sentences = self.norm = self.heads = None
+        seen = partial(seen_in_parts, group=tp, sequence=sequence)
+        if first:
+            self.positions = seen(_table(config, "positions", config.context))
+            self.sentences = seen(_table(config, "sentences", SENTENCES))
+        self.layers = nn.ModuleDict(
+            {str(i): Layer(config, i, tp, sequence=sequence) for i in layers}
+        )
+        if last:
+            self.norm = seen(nn.LayerNorm(config.hidden, **WHERE))
+            self.heads = Heads(config, tp, sequence=sequence)
+        self.head = head
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """This stage's copy of the embedding, if another stage has one (`tied_copy`)."""
+        return tied_copy(self.config, self.embedding, self.head)
+
+    def forward(
+        self, x: Tensor, *, sentences: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor | Found:
+        parts = tp_size(self.tp) if self.sequence and self.embedding is None else 1
+        if (length := x.shape[1] * parts) > self.config.context:
+            raise ValueError(f"{length} tokens do not fit a context of {self.config.context}")
+        if self.embedding is not None:
+            assert self.positions is not None and self.sentences is not None
+            own = partial(own_tokens, group=self.tp, sequence=self.sequence)
+            of = torch.zeros_like(x) if sentences is None else sentences
+            of = own(of.unsqueeze(-1)).squeeze(-1)
+            sums = split.embedding(of, self.sentences) + own(self.positions[:length])
+            x = self.embedding(x) + sums
+        for block in self.layers.values():
+            x = block(x, mask)
+        if self.norm is not None and self.heads is not None and self.head is not None:
+            tokens, follows = self.heads(self.norm(x))
+            return self.head(tokens) + self.heads.bias, follows
+        return x
+
+
+class Layer(nn.Module):
+    """One layer, (b, T, hidden); tensor-parallel ranks share its heads and feed-forward width."""
+
+    def __init__(
+        self,
+        config: BertConfig,
+        index: int,
+        tp: ProcessGroup | None,
+        *,
+        sequence: bool = False,
+    ) -> None:
+        super().__init__()
+        adds = 2 * config.layers
+        weights = Weights(config.seed, f"layers.{index}", config.hidden, adds, tp, WHERE, sequence)
+        self.attention = SelfAttention(weights, config.heads, causal=False)
+        self.feed_forward = FeedForward(weights)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.feed_forward(self.attention(x, mask))
+        return x
+
+
+class Heads(nn.Module):
+    """What stands before the logits: of tokens, and of the next sentence, by the first token.
+
+    Each rank holds it whole, but the `bias` of the logits of tokens.
+    """
+
+    def __init__(
+        self,
+        config: BertConfig,
+        tp: ProcessGroup | None,
+        *,
+        sequence: bool = False,
+    ) -> None:
+        super().__init__()
+        self.tp, self.sequence = tp, sequence
+        weights = Weights(config.seed, "heads", config.hidden, 1, tp, WHERE, sequence)
+        self.token = _whole(weights, "token", config.hidden)
+        self.norm = weights.norm()
+        self.bias = shard(torch.zeros(config.vocab, **WHERE), 0, tp, padded=True)
+        self.pool = _whole(weights, "pool", config.hidden, own=False)
+        self.follows = _whole(weights, "follows", SENTENCES, own=False)
+
+    def forward(self, x: Tensor) -> Found:
+        tokens = self.norm(F.gelu(self.token(x)))
+        first = first_token(x, self.tp, sequence=self.sequence)
+        return tokens, self.follows(torch.tanh(self.pool(first)))
+
+
+def _whole(weights: Weights, name: str, k: int, *, own: bool = True) -> ColumnParallelLinear:
+    """(..., hidden) to (..., k), which each rank holds whole: for its `own` tokens, if they share
+    these, or else for what is the same on all."""
+    layer = weights._replace(tp=None, sequence=False).column(name, k)
+    return seen_in_parts(layer, weights.tp, sequence=weights.sequence, own=own)
+
+
+def _table(config: BertConfig, name: str, rows: int) -> nn.Parameter:
+    """A row for each place, or for each sentence."""
+    return shard(drawn(config.seed, name, rows, config.hidden, WHERE), 0, None)
+
+
+# ---------------------------------------------------------------- its data
+
+
+class Pair(NamedTuple):
+    """A sequence, each (T,): its tokens; the sentence that each is of, 0 or 1; whether it is there;
+    and what is to be found: at masked tokens what they were, at the first place whether the second
+    sentence is another than the next, and IGNORE elsewhere."""
+
+    tokens: NDArray[np.int64]
+    sentences: NDArray[np.int64]
+    there: NDArray[np.bool_]
+    targets: NDArray[np.int64]
+
+
+def pair(
+    own: NDArray[np.int64],
+    other: NDArray[np.int64],
+    config: BertConfig,
+    numbers: np.random.Generator,
+) -> Pair:
+    """A sequence as long as the text `own`, of its begin and what comes next in it, or, as often, a
+    begin of the text `other`; 5 tokens at least.
+
+    Of the tokens of text 15 % are to be found, one at least: 80 % of them are masked, 10 % are
+    other ones, and 10 % stay (1810.04805, appendix A.1).
+    """
+    room = len(own) - 3
+    length = int(numbers.integers(2, room + 1)) if numbers.random() < SHORTER else room
+    first = int(numbers.integers(1, length))
+    is_other = bool(numbers.random() < 0.5)
+    second = other[: length - first] if is_other else own[first:length]
+    tokens = np.full(len(own), config.pad, np.int64)
+    tokens[: length + 3] = [config.cls, *own[:first], config.sep, *second, config.sep]
+    at = np.arange(len(own))
+    sentences = ((at > first + 1) & (at < length + 3)).astype(np.int64)
+    text = at[: length + 2][(at[: length + 2] > 0) & (at[: length + 2] != first + 1)]
+    masked = numbers.choice(text, max(1, round(MASKED * length)), replace=False)
+    targets = np.full(len(own), IGNORE, np.int64)
+    targets[masked], targets[0] = tokens[masked], is_other
+    how = numbers.random(len(masked))
+    tokens[masked[how < 0.8]] = config.mask
+    changed = masked[how >= 0.9]
+    tokens[changed] = numbers.integers(config.text, size=len(changed))
+    return Pair(tokens, sentences, at < length + 3, targets)
+
+
+def batch(
+    config: BertConfig, text: bytes, step: int
+) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
+    """Tokens and targets of a step, (microbatches, b, T) each, and what the stages are given by
+    name for each microbatch.  What they are depends on the number of the step alone."""
+    numbers = np.random.default_rng(step)
+    stream = np.frombuffer(text, "u1").astype(np.int64)
+    found = []
+    for _ in range(MICROBATCHES * SIZE):
+        begins = numbers.integers(len(stream) - config.context, size=2)
+        own, other = (stream[begin : begin + config.context] for begin in begins)
+        found.append(pair(own, other, config, numbers))
+    tokens, sentences, there, targets = (
+        torch.from_numpy(np.stack(one)).view(MICROBATCHES, SIZE, -1)
+        for one in zip(*found, strict=True)
+    )
+    return (
+        tokens,
+        targets,
+        [{"sentences": of, "mask": mask} for of, mask in zip(sentences, there, strict=True)],
+    )
+
+
+# ---------------------------------------------------------------- a run
+
+
+def main() -> None:
+    """Ten steps of AdamW as one rank of as many as torchrun has started."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    alone: dict[str, Any] = {"rank": 0, "world_size": 1}
+    alone["store"] = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", **(alone if world == 1 else {}))
+    torch.set_num_threads(1)
+
+    config, text = BertConfig(), Path(__file__).read_bytes()
+    plan = Plan(ranks=world, microbatches=MICROBATCHES, stages_per_rank=STAGES // world)
+    program = schedir.compile(interleaved, plan, tied=config.tied, clip=True)
+    transport = Gloo(program)
+    # A weight is drawn by its name: each process makes its own stages alone.
+    own = {s: build_stage(config, s, STAGES) for s in plan.stages_of[transport.rank]}
+    weights = {p for stage in own.values() for p in stage.parameters()}
+    executor = Executor(
+        program, transport.rank, own, transport,
+        loss=loss, boundary=Boundary((SIZE, config.context, config.hidden)),
+        optimizer=torch.optim.AdamW(weights, lr=1e-3), max_norm=1.0,
+    )  # fmt: skip
+
+    for step in range(STEPS):
+        tokens, targets, keywords = batch(config, text, step)
+        mean = 1 / count_tokens(targets)
+        total = executor.step(tokens, targets, scale=mean, keywords=keywords)
+        if total is not None:  # on the rank of the last stage
+            print(f"step {step + 1:>2}  loss {float(total) * mean!r}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
