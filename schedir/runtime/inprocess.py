@@ -154,6 +154,8 @@ class InProcess:
             digest: Turns(one.program, model) for digest, one in self.ranks[0].running.items()
         }
         self.graph = self.turns_of[program.digest].graph
+        for replica in self.other_holders:
+            replica.note_state()
 
     def step(
         self,
@@ -189,7 +191,7 @@ class InProcess:
         ranks = [one.on(program, trains=False) for one in self.ranks]
         self.settle()
         for replica in self.other_holders:
-            replica.follow()
+            replica.follow(self.program)
         with ExitStack() as stack:
             for rank in ranks:
                 stack.enter_context(looking(rank.state))
@@ -240,7 +242,7 @@ class InProcess:
         last, program = [], ranks[0].program
         turns = self.turns_of[program.digest]
         for replica in () if ranks[0].state.looks else self.other_holders:
-            replica.follow()
+            replica.follow(program)
             replica.share_hooks(program)
         for rank, mail in zip(ranks, self.mail, strict=True):
             mail.begin()
@@ -255,6 +257,8 @@ class InProcess:
                 if rank.finish() is not None:
                     last.append(rank.state.losses)
             mail.end()
+        for replica in self.other_holders:
+            replica.note_state()
         zero = torch.zeros((), device=last[0][0].device)
         each = (sum(losses, zero) for losses in zip(*last, strict=True))
         total = sum(each, zero)  # by microbatch; each loss is 0 but on one rank

@@ -6,33 +6,58 @@ would.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from schedir.errors import ModelError
 from schedir.ir.program import Program
 from schedir.runtime.parameter_copies import expect_no_node_hooks, like, share_hooks
 from schedir.runtime.tied import where
 
+_FOLLOWED: Final = (bool, int, float, str)
+_State = dict[str, tuple[object, int]]
+_GONE: Final = object()
+_OF_TORCH: Final = ("_parameters", "_buffers")  # attributes of a module that a copy follows, too
 
-class StageReplica(NamedTuple):
+
+@dataclass
+class StageReplica:
     """The copy of a stage on a rank that is not its first holder."""
 
     stage: int
     copy: nn.Module
     module: nn.Module  # of the first holder
+    before: _State | None = None
+
+    def note_state(self) -> None:
+        """Note the state of the module that a copy cannot follow, to see changes between steps."""
+        self.before = _state_without_copy(self.module)
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def follow(self, program: Program) -> None:
         """Set the copy to the state of the module, which users change between steps: its
-        Parameters, its buffers, its mode, and numbers and strings such as a dropout's `p`."""
+        Parameters, its buffers, its mode, and numbers and strings such as a dropout's `p`.
+
+        Raises ModelError if something else has changed since the last step: a submodule, a hook, or
+        an attribute that is no number or string.
+        """
+        before = self.before
+        if before is not None and (name := _changed(before, _state_without_copy(self.module))):
+            raise ModelError(
+                f"{name} of stage {self.stage} has changed between steps. The stage has several "
+                "holders, whose copies follow Parameters, buffers, modes, numbers and strings only",
+                program=program.name,
+                hint="change it before InProcess is made, or make InProcess anew",
+            )
         for mine, theirs in zip(self.copy.modules(), self.module.modules(), strict=True):
             for name, value in vars(theirs).items():
-                if isinstance(value, bool | int | float | str):
+                if isinstance(value, _FOLLOWED):
                     setattr(mine, name, value)
             for name, p in theirs._parameters.items():
                 if p is not None:
@@ -59,6 +84,34 @@ class StageReplica(NamedTuple):
             if p.requires_grad:
                 expect_no_node_hooks(p, f"{name} of stage {self.stage}")
             share_hooks(copy, p)
+
+
+def _state_without_copy(module: nn.Module) -> _State:
+    """By name, what a module has that its copies do not follow, and the versions of its tensors."""
+    found: _State = {}
+    for path, owner in module.named_modules():
+        for attribute, value in vars(owner).items():
+            if attribute in _OF_TORCH or isinstance(value, _FOLLOWED):
+                continue
+            name = f"{path}.{attribute}".lstrip(".")
+            items = {name: value}
+            if isinstance(value, Mapping):
+                items |= {f"{name}[{key!r}]": each for key, each in value.items()}
+            elif isinstance(value, list | tuple | set | deque):
+                items |= {f"{name}[{k}]": each for k, each in enumerate(value)}
+            for each, one in items.items():
+                version = one._version if isinstance(one, Tensor) and not one.is_inference() else 0
+                found[each] = (one, version)
+    return found
+
+
+def _changed(before: _State, now: _State) -> str:
+    """Return the name of something that is another one in two states, or nothing."""
+    for name in {**before, **now}:
+        (x, version), (y, later) = before.get(name, (_GONE, 0)), now.get(name, (_GONE, 0))
+        if version != later or not (x is y or (isinstance(x, _FOLLOWED) and x == y)):
+            return name
+    return ""
 
 
 def copy_of(module: nn.Module) -> nn.Module:

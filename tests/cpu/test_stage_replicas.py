@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import schedir
 from schedir import Plan
@@ -158,3 +159,46 @@ def test_a_number_that_is_set_between_steps_is_that_of_each_copy(schedule: Any, 
         for x in batch():
             expected += loss(nn.Sequential(*stages)(x), x)
     assert torch.allclose(ranks.step(batch(), batch()).double(), expected)
+
+
+def _set_tensor(stage: Any) -> None:
+    stage.shift = torch.ones(())
+
+
+def _write_to_tensor(stage: Any) -> None:
+    stage.shift.add_(1)
+
+
+def _set_entry(stage: Any) -> None:
+    stage.options["scale"] = 2.0
+
+
+def _register_hook(stage: Any) -> None:
+    stage.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def _replace_forward(stage: Any) -> None:
+    stage.forward = torch.sin
+
+
+def _prune(stage: Any) -> None:
+    prune.l1_unstructured(stage, "weight", 0.5)
+
+
+CHANGES = [_set_tensor, _write_to_tensor, _set_entry, _register_hook, _replace_forward, _prune]
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_steps_that_copies_do_not_follow(change: Any, stepped: bool) -> None:
+    schedule, plan = MIRROR[0]
+    stages = layers(plan.stages)
+    for stage in stages:
+        vars(stage).update(shift=torch.zeros(()), options={"scale": 1.0})
+    ranks = ranks_of(schedule, plan, stages)
+    if stepped:
+        ranks.step(batch(), batch())
+    change(stages[1])
+    with pytest.raises(ModelError, match=r"of stage 1 has changed between steps") as error:
+        ranks.step(batch(), batch())
+    assert "anew" in error.value.hint
