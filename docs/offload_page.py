@@ -91,8 +91,8 @@ Below each rank's row are the lanes of its copies, below these what it holds on 
 and below that on its host. A `reload` that waits for a slot of what is saved, and a forward that does, are what keeps the
 device within its limit *whatever takes how long*: a copy that is late makes the step longer, never the memory larger.
 
-`explain` does this by itself. Where sizes and the costs of copies are told, it simulates what is kept, offloaded, recomputed
-and both, and proposes what is shorter, or spares memory for nothing; with a limit, what fits:
+`explain` does this by itself. With sizes and the costs of copies, it simulates what is kept, offloaded, recomputed
+and both. It lists what takes less time, or less memory, and what no other one beats in both; with a limit, what fits:
 
 ```
 $ {explained_command}
@@ -128,7 +128,7 @@ Let k be the time that moving takes over the time that computing takes: where k 
 once, on two lanes that run side by side, so moving is one copy, and computing an F and a B: above, k is 0.3. Of a
 [`Cluster`](api.md#cluster) that tells `host`, `host_transfer(bytes)` is the time of a copy.
 
-When copies are late `explain` says which, by how much, and how much more bandwidth would be enough:
+When copies are late, `explain` says what part of the time ranks wait for them, and what copies that take no time would save:
 
 ```
 $ {late_command}

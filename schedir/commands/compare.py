@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> str:
     timelines = [request.timeline for request in requests]
     said = _compared(requests, as_table=not args.json)
     if not args.json:
-        said += _differ(timelines) + _recomputed(requests) + said_of_costs(requests)
+        said += _differ(timelines) + said_of_costs(requests)
     if args.output is not None:
         if args.tradeoff:
             from schedir.viz import save, tradeoff
@@ -88,21 +88,6 @@ def _compared(requests: Sequence[Request], *, as_table: bool) -> str:
             for f in rows
         ],
     )  # fmt: skip
-
-
-def _recomputed(requests: Sequence[Request]) -> str:
-    """Of what is recomputed, which form of it is better here."""
-    from schedir.ir.ops import RECOMPUTE
-    from schedir.predict.recomputation import format_forms, forms
-
-    lines = ""
-    for request in requests:
-        timeline = request.timeline
-        if RECOMPUTE in timeline.program.ops:
-            found = forms(timeline, None if request.run is not None else request.stage_costs)
-            if found is not None:
-                lines += f"{timeline.program.name}: {format_forms(found, has=True)}\n"
-    return lines
 
 
 def _differ(timelines: Sequence[Timeline]) -> str:

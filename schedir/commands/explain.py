@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedir.commands._facts import facts, filled_facts, said_of_costs
 from schedir.commands._options import add_shape, add_source, request_of, shape_of
-from schedir.errors import ProgramError
+from schedir.errors import ProgramError, in_bytes
 from schedir.io.terminal import as_json
 from schedir.predict.gain import at_most, gain_of
 
@@ -17,14 +17,12 @@ if TYPE_CHECKING:
 
     from schedir.io.request import Request
     from schedir.ir.costs import Costs
-    from schedir.predict.late_moves import Faster, Late
-    from schedir.predict.offloading import Way
-    from schedir.predict.residencies import Residency
     from schedir.predict.timeline import Timeline
     from schedir.predict.what_if import Advice, Change
     from schedir.shortest.found import Bound
 
-SHOWN = 3  # changes that are told, and those of which is told how to get them
+SHOWN = 3  # changes that save time; more if commands for them are shown
+SHOWN_HELD = 5  # changes of what ranks hold
 TORCH = "torch-2.13"  # the form of its CSV that has transfers
 
 
@@ -38,14 +36,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> str:
     """Some five lines."""
     from schedir.ir.costs import Costs
-    from schedir.ir.ops import RECOMPUTE
     from schedir.predict.bubble_causes import idleness
     from schedir.predict.calibrate import calibrate, completed
-    from schedir.predict.late_moves import faster, format_late, late_moves
-    from schedir.predict.offloading import format_ways, ways
-    from schedir.predict.recomputation import format_forms, forms
-    from schedir.predict.residencies import format_residencies, residencies
-    from schedir.predict.what_if import LARGE, advise
+    from schedir.predict.what_if import advise
 
     request = request_of(args, args.source)
     request, limit = _whatever_it_holds(request)
@@ -53,25 +46,14 @@ def run(args: argparse.Namespace) -> str:
     if costs is None:
         costs = Costs() if request.run is None else calibrate(timeline)
     costs = completed(costs, timeline.program)
-    advice = advise(timeline, costs, request.schedule)
+    advice = advise(timeline, costs, request.schedule, limit)
     least = _least(advice, costs)
-    held = residencies(timeline, costs, limit) if advice.given else []
-    late, small = late_moves(timeline), advice.given and len(timeline) <= LARGE
-    sooner = [faster(advice.base, costs, each.tier) for each in late if small]
-    found_ways = ways(timeline, costs, limit) if advice.given else []
     hows = [_how(change, args, request) for change in advice.changes]
     if args.json:
-        said = _facts(timeline, advice, hows, least) | filled_facts(request)
-        of_ways = {"ways": [_facts_of_way(way) for way in found_ways]} if found_ways else {}
-        return as_json(said | _facts_of_held(held) | of_ways | _facts_of_late(late, sooner))
+        return as_json(_facts(timeline, advice, hows, least) | filled_facts(request))
     idle = idleness(timeline)
     lines = [_where(timeline, idle), *_who(timeline, idle)]
-    lines += format_late(late, timeline, sooner)
-    lines += _what(advice, hows, timeline) + _at_most(advice, least)
-    if advice.given and (found := forms(timeline, costs)) is not None:
-        lines.append(format_forms(found, has=RECOMPUTE in timeline.program.ops))
-    lines += format_ways(found_ways, limit)
-    lines += format_residencies(held)
+    lines += _what(advice, hows, timeline) + _at_most(advice, least) + _held(advice, limit)
     return "".join(f"{line}\n" for line in lines) + said_of_costs([request])
 
 
@@ -89,25 +71,6 @@ def _whatever_it_holds(request: Request) -> tuple[Request, float | None]:
             raise
         return replace(request, limit=None), request.limit
     return request, request.limit
-
-
-def _facts_of_way(way: Way) -> dict[str, Any]:
-    from schedir.analysis.memory import tiers_of
-
-    tiers = {tier: way.most(tier) for tier in tiers_of(way.run.program)}
-    return {"options": way.options, "span": way.run.span, "fits": way.fits, "memory": tiers}
-
-
-def _facts_of_late(late: list[Late], sooner: list[Faster]) -> dict[str, Any]:
-    """Waits for the host and its disk; nothing where there are none."""
-    enough = {each.tier: each for each in sooner}
-    rows = [
-        {"tier": one.tier, "waits": one.waits, "total": one.total, "longest": one.by}
-        | ({"bandwidth": each.times, "span": each.run.span} if each else {})
-        for one in late
-        for each in [enough.get(one.tier)]
-    ]
-    return {"late_moves": rows} if rows else {}
 
 
 def _least(advice: Advice, costs: Costs) -> list[Bound]:
@@ -147,21 +110,20 @@ def _facts(
         "idle": {cause.name.lower(): table[:, cause].tolist() for cause in Cause},
         "simulated_span": advice.base.span,
         "advice_given": advice.given,
+        "fits": advice.fits,
+        "held": _facts_of_change(advice.now),
         "changes": [
-            {"what": change.what, "saves": change.saves, "how": how}
+            _facts_of_change(change) | {"how": how}
             for change, how in zip(advice.changes, hows, strict=True)
         ],
+        "could_be_held": [_facts_of_change(change) for change in advice.held],
     }
 
 
-def _facts_of_held(held: list[Residency]) -> dict[str, Any]:
-    """What replicas hold, and could; nothing where nobody knows."""
-    rows = [
-        {"what": each.what, "span": each.run.span, "gathers": each.gathers}
-        | ({"memory": each.most} if each.run.sizes is not None else {})
-        for each in held
-    ]
-    return {"held_by_replicas": rows[0], "could_be_held": rows[1:]} if rows else {}
+def _facts_of_change(change: Change) -> dict[str, Any]:
+    run = change.run
+    figures = {"span": run.span, "bubble": run.bubble, "memory": change.memory}
+    return {"what": change.what, "saves": change.saves} | figures
 
 
 def _how(change: Change, args: argparse.Namespace, request: Request) -> list[str]:
@@ -172,13 +134,12 @@ def _how(change: Change, args: argparse.Namespace, request: Request) -> list[str
     from schedir.ir.program import Program
     from schedir.predict.calibrate import format_costs
 
-    if change.model is not None:
-        return [f"model {change.model}: {model_row(change.model).who}"]
-    if change.anew is None:
+    row, program = change.row, change.run.program
+    if row.model is not None:
+        return [f"model {row.model}: {model_row(row.model).who}"]
+    if row.kind not in ("transfers", "grouped") or request.more:
         return []
-    program, costs, overlap = change.anew
-    if request.more:
-        return []
+    costs, overlap = row.order, row.kind == "grouped"
     of_file = isinstance(request.source.found, Program)
     again = ["--relower"] * of_file
     if request.said or not of_file:
@@ -286,7 +247,23 @@ def _what(advice: Advice, hows: list[list[str]], timeline: Timeline) -> list[str
     for k, (at, change) in enumerate(best):
         if k < SHOWN or hows[at]:  # what is told how to get is always told
             lines += [
-                f"  {change.saves:6.1%}  {change.what}",
+                f"  {change.saves:6.1%}  {change.what}: {change.in_words()}",
                 *(f"{'':10}{how}" for how in hows[at]),
             ]
     return lines
+
+
+def _held(advice: Advice, limit: float | None) -> list[str]:
+    """Return what ranks could hold instead, a line each."""
+    now = advice.now
+    if not advice.fits and limit is not None:
+        head = f"what is held does not fit into {in_bytes(limit)}: {now.in_words()}; "
+        head += "what does, by simulation:" if advice.held else "nothing that was tried does"
+    elif advice.held:
+        head = f"held now: {now.in_words()}; what would take less time or memory, by simulation:"
+    else:
+        return []
+    return [head] + [
+        f"  {change.run.span / now.run.span - 1:+7.1%}  {change.what}: {change.in_words()}"
+        for change in advice.held[:SHOWN_HELD]
+    ]

@@ -1,4 +1,4 @@
-"""Again: the compute of a program that is lowered, lowered anew."""
+"""Lower the compute of a lowered program again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ from typing import Any
 import numpy as np
 
 from schedir.analysis.models import Model
-from schedir.ir.ops import COMPUTE
+from schedir.compiler.compile import compile
+from schedir.errors import PlanError, ProgramError
+from schedir.ir.costs import Costs
+from schedir.ir.ops import COMPUTE, RECOMPUTE
 from schedir.ir.plan import Plan
-from schedir.ir.program import Program, Stream
+from schedir.ir.program import JOINED, TRAITS, Program, Stream
+from schedir.ir.ties import show_tied, tied_stages
+from schedir.passes.cut import cut_like
 from schedir.passes.lowering import LOWERING
+from schedir.schedules import built_in
+from schedir.schedules.draft import draft
+from schedir.schedules.words import Schedule
 
 
 def compute_of(program: Program) -> Program:
@@ -42,3 +50,62 @@ def fitting(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     are whole."""
     own = max(map(len, plan.stages_of))
     return {k: min(v, own) if k == "active" and v else v for k, v in options.items()}
+
+
+def without_recompute(draft: Program) -> Program:
+    """Return a draft without its R; an instruction that ran together with one runs alone."""
+    streams = []
+    for stream in draft.streams:
+        gone, words = stream.op == RECOMPUTE, stream.words.copy()
+        words[1:][gone[:-1]] &= ~JOINED
+        streams.append(Stream(words[~gone]))
+    return replace(draft, streams=tuple(streams))
+
+
+def built_in_schedule_of(program: Program) -> Schedule | None:
+    """Return the built-in schedule of the program's name, if it gives this program."""
+    schedule = built_in().get(program.name)
+    if schedule is None:
+        return None
+    try:
+        again = cut_like(draft(schedule, program.whole), program)
+    except ProgramError:
+        return None
+    # The costs that it was lowered with are not known, so only the compute is compared.
+    return schedule if again.streams == compute_of(program).streams else None
+
+
+class Lowering:
+    """The options with which a program was lowered, and the lowering of other drafts with them."""
+
+    def __init__(self, program: Program, model: Model) -> None:
+        self.like, self.model = program, model
+        self.options = options_of(program, model)
+
+    def of(self, drafted: Program, costs: Costs | None, **options: Any) -> Program:
+        """Lower a draft as the program was lowered, but with these `options`, and check it.
+
+        If the program recomputes and the draft does not, all of the draft is recomputed.  If the
+        program offloads and the draft has another plan, all of the draft is offloaded.
+        """
+        like = self.like
+        traits = {f.name: getattr(like, f.name) for f in TRAITS}
+        ops = like.ops - drafted.ops
+        again = {"recompute": "all"} if RECOMPUTE in ops else {}
+        if drafted.plan != like.plan:  # which of other microbatches, or stages, nobody says
+            again |= {name: "all" for name in ("offload", "spill") if self.options.get(name)}
+        if drafted.plan.stages != like.plan.stages:
+            tied = tied_stages(show_tied(like.tied, like.plan) == "yes", drafted.plan)
+            traits |= {"tied": tied}
+            if like.tied and not tied:
+                raise PlanError("of a model that is cut otherwise it is not known what is tied")
+            if like.frozen:
+                raise PlanError("of a model that is cut otherwise it is not known what is frozen")
+            if like.skips:
+                raise PlanError("of a model that is cut otherwise it is not known what skips what")
+        return compile(
+            drafted,
+            model=self.model,
+            costs=costs,
+            **(traits | fitting(self.options, drafted.plan) | again | options),
+        )

@@ -24,6 +24,7 @@ from schedir.ir.ops import (
 )
 from schedir.ir.per_stage import from_grid, grid
 from schedir.ir.program import Program
+from schedir.ir.sizes import Sizes
 from schedir.predict.bubble_causes import Cause, idleness, ready_gaps
 from schedir.predict.timeline import Timeline, expect_runs
 
@@ -225,6 +226,39 @@ def completed(costs: Costs, program: Program) -> Costs:
     if BACKWARD not in program.ops:
         costs = replace(costs, B=from_grid(first + late))
     return costs
+
+
+def repriced(costs: Costs, program: Program, zero: int, sizes: Sizes | None = None) -> Costs:
+    """Costs of a program with those that it needs with another level of ZeRO.
+
+    An all-reduce takes as long as a reduce-scatter and an all-gather (arXiv 1910.02054, section
+    7.1): so each of these takes half of it, and the gather of weights as much as their bytes are
+    more or less than those of gradients, where sizes tell.  What is stepped in parts takes 1/dp.
+    A cost that is told, and is not 0, stays.
+    """
+    if bool(zero) == bool(program.zero):
+        return costs
+    dp, stages = program.dp, program.plan.stages
+    more = 1.0 if sizes is None else _weights_over_gradients(sizes, stages)
+    step = from_grid(grid(costs.step or 0.0) * (1 / dp if zero else dp))
+    if not zero:
+        whole = costs.reduce_grads or from_grid(2 * grid(costs.reduce_scatter or 0.0))
+        return replace(costs, reduce_grads=whole, step=step)
+    half = grid(costs.reduce_grads or 0.0) / 2
+    return replace(
+        costs,
+        reduce_scatter=costs.reduce_scatter or from_grid(half),
+        unshard=costs.unshard or from_grid(half * more),
+        step=step,
+    )
+
+
+def _weights_over_gradients(sizes: Sizes, stages: int) -> float | NDArray[np.float64]:
+    """Bytes of weights over those of gradients, of each stage; 1 where nobody tells both."""
+    params, grads = (sizes.of(name, stages)[:, None] for name in ("params", "grads"))
+    told = (params > 0) & (grads > 0)
+    each = np.where(told, params / np.where(told, grads, 1.0), 1.0)
+    return float(each[0, 0]) if (each == each[0]).all() else each
 
 
 def rounded(costs: Costs) -> Costs:

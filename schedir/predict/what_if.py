@@ -1,54 +1,55 @@
-"""What if: what would make a step shorter, each claim from simulating the change."""
+"""Try changes of a run: compile each changed program, simulate it, and report what changes.
+
+`_Table.rows` is the table.  A row changes the costs, the progress model, options of `compile` or
+the draft, and says so in words.  To try another change, add a row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from schedir.analysis.memory import require_memory_limit, tiers_of
 from schedir.analysis.models import Model
-from schedir.compiler.again import compute_of, fitting, options_of
-from schedir.compiler.compile import compile
-from schedir.errors import PlanError, ProgramError
+from schedir.compiler.again import Lowering, built_in_schedule_of, compute_of, without_recompute
+from schedir.errors import MemoryLimitError, ProgramError, in_bytes
 from schedir.ir.costs import FIELD, OF_A_STAGE, Cost, Costs
 from schedir.ir.ops import (
     BACKWARD,
     BACKWARD_INPUT,
     COMPUTE,
     FORWARD,
-    RECOMPUTE,
     ROWS,
-    SHARDING,
-    TRANSFERS,
     Lane,
     Token,
 )
 from schedir.ir.per_stage import cut, evened, from_grid, grid, is_array, of_whole
 from schedir.ir.plan import Plan
-from schedir.ir.program import TRAITS, Program
-from schedir.ir.ties import show_tied, tied_stages
+from schedir.ir.program import Program
+from schedir.ir.zero import CUT_FROM, is_cut
 from schedir.passes.cut import cut_like
-from schedir.predict.calibrate import MISSED, calibrate, completed, missed_by, rounded
-from schedir.predict.late_moves import MOVES
+from schedir.passes.moves import HOST
+from schedir.predict.calibrate import MISSED, calibrate, completed, missed_by, repriced, rounded
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, expect_runs
-from schedir.schedules import built_in
+from schedir.schedules import built_in, looped_bfs
 from schedir.schedules.draft import draft
 from schedir.schedules.greedy import greedy
 from schedir.schedules.words import Schedule, delay_for, placed_for
 
-LEAST: Final = 0.005  # of the time of a microbatch: what saves less is not worth a word
-LARGE: Final = 100_000  # instructions of a program for which other orders are not searched
+LEAST: Final = 0.005  # of a time or of bytes: a smaller difference is not reported
+LARGE: Final = 100_000  # instructions of a program of which no other one is compiled
 _I: Final = BACKWARD_INPUT
 _WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
-_MOVED: Final = ("offload", "spill")  # the options that move what forwards saved
 _SUMMED: Final = "sums of pieces"
 _GATHERED: Final = {False: "messages", True: _SUMMED}  # by whether ranks share the sequence
-# What is tried to take no time, in words, by its costs.
+_COPIES: Final = (Lane.D2H, Lane.H2D, Lane.DISK)
+# Costs that are set to 0, by what they are costs of.
 _FREE: Final[dict[str, tuple[str, ...]]] = {
     "messages": ("send", "scatter"),
     _SUMMED: ("sum",),
@@ -57,343 +58,340 @@ _FREE: Final[dict[str, tuple[str, ...]]] = {
     ),
     "gathers of weights": tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.PARAMS),
     "snapshots": tuple(FIELD[row.op] for row in ROWS if Token.COPY in row.gives),
-    "copies to the host and its disk, and back,": tuple(chain(*MOVES.values())),
+    "copies to the host and its disk, and back,": tuple(
+        FIELD[row.op] for row in ROWS if row.lane in _COPIES and Token.COPY not in row.gives
+    ),
 }
+# Options of `compile` that change what ranks hold: of what forwards saved, and of ZeRO.  Those that
+# `compile` refuses are left out: "fit" without a limit, or more active stages than a rank has.
+_OPTIONS: Final[tuple[dict[str, Any], ...]] = (
+    {}, {"offload": "half"}, {"offload": "all"}, {"recompute": "all"},
+    {"offload": "all", "recompute": "all"},
+    {"offload": "fit"}, {"recompute": "fit"}, {"offload": "fit", "recompute": "fit"},
+    *({"active": stages} for stages in (1, 2, 3, 4, 6, 8, 12, 16)),
+    {"ahead": 0}, {"ahead": 2}, {"reduce": "end"}, {"reduce": "turn"},
+    {"zero": 0, "reduce": "end"}, {"zero": 1, "reduce": "end"}, {"zero": 2},
+    {"zero": 3}, {"zero": 3, "active": 1},
+)  # fmt: skip
+_OF_SAVED: Final[dict[str, Any]] = {"recompute": None, "offload": None, "spill": None}
+_OF_ZERO_3: Final[dict[str, Any]] = {"active": None, "ahead": None}
 
 
-def _twice(costs: Costs) -> Costs:
-    """The costs of all microbatches, and again of as many."""
-    again = {name: from_grid(np.tile(grid(c), 2)) for name, c in costs.told.items() if is_array(c)}
-    return replace(costs, **again)
+class Row(NamedTuple):
+    """One change: what it is, in words, and what differs from the run as it is.
 
-
-class Anew(NamedTuple):
-    """The compute of a program, lowered anew: the program that this gives, and with which `costs`
-    and which `overlap` of `compile` it does; without costs in the order of the usual ones.
+    `draft` is compiled with `options`, in the order that suits `order` as costs.  Without a `draft`
+    the program stays.  Of the rows of a `kind` the one that takes the least time is reported, and
+    only if it takes less than the one that is reported of kind `beats`.
     """
 
-    program: Program
-    costs: Costs | None
-    overlap: bool
+    kind: str
+    what: str
+    costs: Costs
+    draft: Program | None = None
+    order: Costs | None = None
+    options: Mapping[str, Any] = {}
+    model: Model | None = None
+    activations: float = np.inf  # the most that the changed run may hold
+    beats: str = ""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What could be changed, and the share of the time of a microbatch that it saves.
+    """A row that was simulated, and the share of the time of a microbatch that it saves."""
 
-    `anew` is the changed program, where it is the same compute with other transfers; `model` is
-    the progress model, where that is what is changed.
-    """
-
-    what: str
-    saves: float
-    anew: Anew | None = None
-    model: Model | None = None
-
-
-class Trial(NamedTuple):
-    """A changed run, and how many microbatches it has."""
-
-    what: str
+    row: Row
     run: Timeline
-    microbatches: int
-    anew: Anew | None = None
+    saves: float
+
+    @property
+    def what(self) -> str:
+        """The change in words."""
+        return self.row.what
+
+    @property
+    def memory(self) -> dict[str, float]:
+        """The most bytes that a rank holds on each tier; empty if the sizes are not known."""
+        if self.run.sizes is None:
+            return {}
+        return {
+            tier: max(float(curve.held.max(initial=0.0)) for curve in self.run.memory_on(tier))
+            for tier in tiers_of(self.run.program)
+        }
+
+    def in_words(self) -> str:
+        """Return span, bubble and peak memory in words."""
+        unit = self.run.unit and f" {self.run.unit}"
+        words = [f"span {self.run.span:.4g}{unit}", f"bubble {self.run.bubble:.1%}"]
+        for tier, most in self.memory.items():
+            words.append(f"{in_bytes(most)} on the fullest {tier}")
+        return ", ".join(words)
 
 
 class Advice(NamedTuple):
-    """What is simulated: the run as it is, at these costs, and the changes, best first.
+    """The run as it is, simulated at these costs, and what changes of it would do.
 
     `error` is how much longer than the run the simulation of it takes, over the run: 0 for a
-    prediction.  Where it is more than MISSED, either way, nothing is changed and no advice given.
+    prediction.  If it is more than MISSED, either way, no change is simulated.  `changes` has one
+    change of each kind, the one that saves most first.  `held` has the changes of what ranks hold
+    that take less time or less memory of the device, the shortest first.  `fits` says whether the
+    run is within the limit.
     """
 
     base: Timeline
     error: float
     changes: list[Change]
+    held: list[Change]
+    fits: bool = True
 
     @property
     def given(self) -> bool:
-        """Whether the simulation is near enough to the run to say what would change it."""
+        """Whether the simulation is near enough to the run to simulate changes."""
         return abs(self.error) <= MISSED
+
+    @property
+    def now(self) -> Change:
+        """The run as it is, as a change that changes nothing."""
+        return Change(Row("now", "held now", Costs()), self.base, 0.0)
 
 
 def advise(
-    timeline: Timeline, costs: Costs | None = None, schedule: Schedule | None = None
+    timeline: Timeline,
+    costs: Costs | None = None,
+    schedule: Schedule | None = None,
+    limit: float | None = None,
 ) -> Advice:
-    """What would make a run shorter.
+    """Simulate changes of a run.
 
-    `costs` are those of a prediction; without, they are read off the run (`calibrate`).
-    `schedule` is what the program was compiled from; without, a built-in schedule that gives
-    the same program is used, or more microbatches are not tried.
+    Args:
+        timeline: A predicted or measured run.
+        costs: The costs of a prediction.  Without, they are read off the run (`calibrate`).
+        schedule: What the program was compiled from.  Without, a built-in schedule that gives the
+            same program is used, or more microbatches are not tried.
+        limit: The most bytes that a rank may hold on the device.  Other options for what ranks hold
+            are reported if they are within it.
     """
     expect_runs([timeline])
-    program = timeline.program
+    program, sizes = timeline.program, timeline.sizes
     costs = completed(costs or calibrate(timeline), program)
-    base = simulate(program, costs, model=timeline.model, blocks=timeline.blocks)
+    base = simulate(program, costs, model=timeline.model, blocks=timeline.blocks, sizes=sizes)
     base = replace(base, unit=timeline.unit)
-    advice = Advice(base, missed_by(base, timeline), [])
+    advice = Advice(base, missed_by(base, timeline), [], [])
     if not advice.given:
         return advice
-    found: dict[int, Change] = {}
-    for kind, change in _Changes(base, costs, schedule or _recipe(program)).all():
-        if kind not in found or change.saves > found[kind].saves:
-            found[kind] = change
-    return advice._replace(changes=sorted(found.values(), key=lambda change: -change.saves))
+    if limit is not None and sizes is not None:
+        try:
+            require_memory_limit(program, sizes, limit)
+        except MemoryLimitError:
+            advice = advice._replace(fits=False)
+    table = _Table(base, costs, schedule or built_in_schedule_of(program), limit)
+    best: dict[str, Change] = {}
+    for row in table.rows():
+        change = table.simulated(row)
+        if change is None or change.run.peak_activations > row.activations:
+            continue
+        before, other = best.get(row.kind), best.get(row.beats)
+        if other is not None and change.run.span > other.run.span * (1 - LEAST):
+            continue
+        if before is None or change.saves > before.saves + 1e-9:
+            best[row.kind] = change
+    found = sorted(best.values(), key=lambda change: -change.saves)
+    return advice._replace(changes=found, held=_unbeaten(advice.now, table, fits=advice.fits))
 
 
-def _recipe(program: Program) -> Schedule | None:
-    """The built-in schedule of the program's name, if it gives this program."""
-    schedule = built_in().get(program.name)
-    if schedule is None:
-        return None
-    try:
-        again = cut_like(draft(schedule, program.whole), program)
-    except ProgramError:
-        return None
-    # Which costs it was lowered with is not known; the order of compute tells.
-    return schedule if again.streams == compute_of(program).streams else None
+def _unbeaten(now: Change, table: _Table, *, fits: bool) -> list[Change]:
+    """Return the changes of what ranks hold of which no other takes less time and less memory.
+
+    If several take the same time, the one that holds least on other tiers is first.
+    """
+    seen, tried = {now.run.program.digest}, []
+    for row in table.rows_of_what_is_held():
+        change = table.simulated(row)
+        if change is not None and change.run.program.digest not in seen:
+            seen.add(change.run.program.digest)
+            tried.append(change)
+
+    def by_time(change: Change) -> tuple[float, float, float]:
+        device, *elsewhere = change.memory.values() or (0.0,)
+        return float(f"{change.run.span:.9g}"), sum(elsewhere), device
+
+    unbeaten: list[Change] = []
+    own = now.memory.get("device", 0.0)
+    for change in sorted(tried, key=by_time):
+        most = change.memory.get("device", 0.0)
+        is_shorter = change.run.span <= now.run.span * (1 - LEAST)
+        is_better = is_shorter or most < own * (1 - LEAST) or not fits
+        if is_better and all(most < other.memory.get("device", 0.0) for other in unbeaten):
+            unbeaten.append(change)
+    return unbeaten
 
 
-def _besides(program: Program) -> list[bytes]:
-    """What each rank does besides its transfers, in its order."""
-    kept = [~np.isin(s.op, (*TRANSFERS, *SHARDING)) for s in program.streams]
-    return [s.words[own].tobytes() for s, own in zip(program.streams, kept, strict=True)]
+class _Table:
+    """The changes of a run that are tried."""
 
-
-class Lowering:
-    """How a program was lowered: read off it, and done again to a draft."""
-
-    def __init__(self, program: Program, model: Model) -> None:
-        self.like, self.model = program, model
-        self.options = options_of(program, model)
-
-    def of(self, drafted: Program, costs: Costs | None, **options: Any) -> Program:
-        """A draft lowered in this way, and checked; with `options` as told, and else as they were.
-
-        Where the program recomputes, and the draft does not, all of it is recomputed; where it
-        offloads, and the draft is of another plan, all of it is offloaded.
-        """
-        like = self.like
-        traits = {f.name: getattr(like, f.name) for f in TRAITS}
-        ops = like.ops - drafted.ops
-        again = {"recompute": "all"} if RECOMPUTE in ops else {}
-        if drafted.plan != like.plan:  # which of other microbatches, or stages, nobody says
-            again |= {name: "all" for name in _MOVED if self.options.get(name)}
-        if drafted.plan.stages != like.plan.stages:
-            tied = tied_stages(show_tied(like.tied, like.plan) == "yes", drafted.plan)
-            traits |= {"tied": tied}
-            if like.tied and not tied:
-                raise PlanError("of a model that is cut otherwise it is not known what is tied")
-            if like.frozen:
-                raise PlanError("of a model that is cut otherwise it is not known what is frozen")
-            if like.skips:
-                raise PlanError("of a model that is cut otherwise it is not known what skips what")
-        return compile(
-            drafted,
-            model=self.model,
-            costs=costs,
-            **(traits | fitting(self.options, drafted.plan) | again | options),
-        )
-
-
-class _Changes:
-    """The changes that are tried.  Each kind gives some; the best of a kind is kept."""
-
-    def __init__(self, base: Timeline, costs: Costs, schedule: Schedule | None) -> None:
+    def __init__(
+        self, base: Timeline, costs: Costs, schedule: Schedule | None, limit: float | None
+    ) -> None:
         self.base, self.costs, self.schedule = base, costs.usual(), schedule
-        self.program, self.plan = base.program, base.program.plan
-        self.room = base.peak_activations
+        self.limit, self.program, self.plan = limit, base.program, base.program.plan
+        self.compute = compute_of(self.program)
         self.lowering = Lowering(self.program, base.model)
 
-    def all(self) -> Iterator[tuple[int, Change]]:
-        """Kinds, with a change of each that could be simulated."""
-        kinds: tuple[Callable[[], Iterator[Trial]], ...] = (
-            self._even_stages,
-            *(partial(self._free, what) for what in _FREE),
-            self._filled_sums,
-            self._other_transfers,
-            self._grouped_transfers,
-            self._free_queues,
-            self._more_microbatches,
-            self._other_schedules,
-            self._greedy_orders,
-        )
+    def rows(self) -> Iterator[Row]:
+        """Yield the changes that are reported if they take less time."""
+        yield from self._even_stages()
+        for what, names in _FREE.items():
+            if what != _SUMMED or self.program.meets:
+                free = (*names, *["gather"] * (what == _GATHERED[self.program.sequence]))
+                yield self._priced(what, f"{what} that take no time", **dict.fromkeys(free, 0.0))
+        if len(self.program) <= LARGE:
+            yield from self._other_programs()
+        if self.base.model != "edge":
+            what = "the same program with a communicator per edge"
+            yield Row("queues", what, self.costs, model="edge")
+
+    def _other_programs(self) -> Iterator[Row]:
+        """The same compute with other transfers, and other orders."""
+        for which in ("W", "F", "all") if self.program.meets else ():
+            what = f"fill={which}, which computes while pieces are summed"
+            yield self._lowered("fill", what, self.compute, fill=which)
+        what = "the same compute with other transfers"
+        orders = None, rounded(self.costs)
+        for order in orders:
+            yield Row("transfers", what, self.costs, self.compute, order, {"overlap": False})
+        grouped = Row("grouped", f"{what}, opposite ones grouped", self.costs, self.compute)
+        for order in orders:
+            yield grouped._replace(order=order, options={"overlap": True}, beats="transfers")
+        yield from self._more_microbatches()
+        yield from self._other_schedules()
+        yield from self._greedy_orders()
+
+    def rows_of_what_is_held(self) -> Iterator[Row]:
+        """Yield the changes that are reported if they take less time or less memory."""
+        if len(self.program) > LARGE:
+            return
+        sizes, zero = self.base.sizes, self.program.zero
+        has_saved = sizes is not None and self.program.trains
+        has_copies = {FIELD[op] for op in HOST} <= {*self.costs.told}
+        tells_states = sizes is not None and not {*sizes.told_apart}.isdisjoint(CUT_FROM)
+        has_parts = self.program.dp > 1 and (zero > 0 or tells_states)
+        kept = without_recompute(self.compute)
+        for options in _OPTIONS:
+            what = ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
+            is_of_saved = options.keys() <= _OF_SAVED.keys()
+            if is_of_saved and has_saved and (has_copies or "offload" not in options):
+                yield self._held(what or "all kept", kept, _OF_SAVED | options)
+            if not is_of_saved and has_parts:
+                others = _OF_ZERO_3 if "zero" in options else {}
+                yield self._held(what, self.compute, others | options)
+        if has_parts and is_cut("params", zero):
+            with suppress(ProgramError):
+                yield self._held("looped_bfs, breadth-first", draft(looped_bfs, self.plan), {})
+
+    def simulated(self, row: Row) -> Change | None:
+        """Compile and simulate a row; None if its program or its costs are refused."""
+        program, sizes = self.program, self.base.sizes
+        model = row.model or self.base.model
+        try:
+            if row.draft is not None:
+                program = self.lowering.of(row.draft, row.order, **row.options)
+            costs = repriced(row.costs, self.program, program.zero, sizes)
+            if program.plan != self.plan:  # whose sizes are not known
+                sizes = None
+            run = simulate(program, costs, model=model, blocks=self.base.blocks, sizes=sizes)
+        except ProgramError:
+            return None
         now = self.base.span / self.plan.microbatches
-        for k, kind in enumerate(kinds):
-            try:
-                for what, run, microbatches, anew in kind():
-                    if now:
-                        model = run.model if run.model != self.base.model else None
-                        saves = 1 - run.span / microbatches / now
-                        yield k, Change(what, saves, anew, model)
-            except ProgramError:  # a schedule that is not for this plan
-                continue
+        took = run.span / program.plan.microbatches
+        return Change(row, replace(run, unit=self.base.unit), 1 - took / now) if now else None
 
-    def _run(self, program: Program, costs: Costs) -> Timeline:
-        """As the base was simulated."""
-        return simulate(program, costs, model=self.base.model, blocks=self.base.blocks)
+    def _priced(self, kind: str, what: str, **costs: Cost) -> Row:
+        """Return a row of the same program at other costs."""
+        return Row(kind, what, replace(self.costs, **costs))
 
-    def _priced(self, what: str, **costs: Cost) -> Trial:
-        """The same program, of which something costs something else."""
-        run = self._run(self.program, replace(self.costs, **costs))
-        return Trial(what, run, self.plan.microbatches)
+    def _lowered(self, kind: str, what: str, drafted: Program, **options: Any) -> Row:
+        """Return a row of a draft at the costs of the run."""
+        return Row(kind, what, self.costs, drafted, self.costs, options)
 
-    def _even_stages(self) -> Iterator[Trial]:
-        """Stages that take as long as the mean of them, if one takes longer."""
+    def _held(self, what: str, drafted: Program, options: Mapping[str, Any]) -> Row:
+        """Return a row of a draft in which ranks hold something else, within the limit."""
+        limit = {"sizes": self.base.sizes, "limit": self.limit} if self.limit is not None else {}
+        return Row("held", what, self.costs, drafted, self.costs, {**options, **limit})
+
+    def _even_stages(self) -> Iterator[Row]:
+        """Stages that take as long as their mean, if one takes longer."""
         table = self.costs.of(FORWARD, self.plan) + self.costs.of(BACKWARD, self.plan)
         pieces = self.program.pieces
         each = of_whole(table, pieces).mean(1)
         worst, mean = int(each.argmax()), float(each.mean())
         if not mean or each[worst] <= 1.01 * mean:
             return
-        told = self.costs.told
-        even = {name: evened(c, pieces) for name, c in told.items() if name in _WORK}
+        even = {name: evened(c, pieces) for name, c in self.costs.told.items() if name in _WORK}
         first, last = sum(pieces[:worst]), sum(pieces[: worst + 1]) - 1
         holders = " and ".join(map(str, self.plan.holders[:, first].tolist()))
         which = f"stage {first}" if first == last else f"stage of pieces {first} to {last}"
-        what = (
-            f"stages that all take the mean ({which} on rank {holders} takes "
-            f"{each[worst] / mean:.2f}x)"
-        )
-        yield self._priced(what, **even)
+        longer = f"({which} on rank {holders} takes {each[worst] / mean:.2f}x)"
+        yield self._priced("even", f"stages that all take the mean {longer}", **even)
 
-    def _free(self, what: str) -> Iterator[Trial]:
-        if what != _SUMMED or self.program.meets:
-            costs = (*_FREE[what], *["gather"] * (what == _GATHERED[self.program.sequence]))
-            yield self._priced(f"{what} that take no time", **dict.fromkeys(costs, 0.0))
-
-    def _filled_sums(self) -> Iterator[Trial]:
-        """The same pieces in an order that computes while they are summed."""
-        if not self.program.meets or len(self.program) > LARGE:
-            return  # and where sums are free, `fill` refuses
-        for which in ("W", "F", "all"):
-            program = self.lowering.of(compute_of(self.program), self.costs, fill=which)
-            run = self._run(program, self.costs)
-            if run.span <= self.base.span * (1 - LEAST):
-                what = f"fill={which}, which computes while pieces are summed"
-                yield Trial(what + self._instead(run), run, self.plan.microbatches)
-
-    def _other_transfers(self) -> Iterator[Trial]:
-        """The same compute with the transfers that the lowering gives it."""
-        if self._best_anew is not None:
-            yield self._best_anew
-
-    def _grouped_transfers(self) -> Iterator[Trial]:
-        """The same with opposite transfers issued as one, if that is better by what is of worth."""
-        alone = self._best_anew
-        least = self.base.span if alone is None else alone.run.span
-        grouped = self._anew(overlap=True)
-        if grouped is not None and grouped.run.span <= least * (1 - LEAST):
-            yield grouped
-
-    @cached_property
-    def _best_anew(self) -> Trial | None:
-        return self._anew(overlap=False)
-
-    def _anew(self, *, overlap: bool) -> Trial | None:
-        """The compute lowered anew, in the better of two orders: that of usual costs, and of these.
-
-        None where the program is too large, or none of both finishes under the model.
-        """
-        best: Trial | None = None
-        if len(self.program) > LARGE:
-            return best
-        for costs in (None, rounded(self.costs)):
-            try:
-                program = self.lowering.of(compute_of(self.program), costs, overlap=overlap)
-                run = self._run(program, self.costs)
-            except ProgramError:
-                continue
-            if best is None or run.span < (1 - 1e-9) * best.run.span:
-                what = "the same compute with other transfers"
-                if _besides(program) != _besides(self.program):
-                    what += " and reductions"
-                what += ", opposite ones grouped" * overlap + self._instead(run)
-                best = Trial(what, run, self.plan.microbatches, Anew(program, costs, overlap))
-        return best
-
-    def _instead(self, run: Timeline) -> str:
-        """The time that the whole takes, and has taken."""
-        unit = self.base.unit and f" {self.base.unit}"
-        return f": {run.span:.4g} instead of {self.base.span:.4g}{unit}"
-
-    def _free_queues(self) -> Iterator[Trial]:
-        """The same program where no message waits behind one that goes elsewhere."""
-        if self.base.model != "edge":
-            run = simulate(self.program, self.costs, model="edge", blocks=self.base.blocks)
-            what = f"the same program with a communicator per edge{self._instead(run)}"
-            yield Trial(what, run, self.plan.microbatches)
-
-    def _more_microbatches(self) -> Iterator[Trial]:
+    def _more_microbatches(self) -> Iterator[Row]:
         """Twice as many, of a schedule that is known."""
-        if self.schedule is not None and len(self.program) <= LARGE:
-            whole, costs = self.program.whole, _twice(self.costs)
-            drafted = draft(self.schedule, replace(whole, microbatches=2 * whole.microbatches))
-            program = self.lowering.of(cut_like(drafted, self.program), costs)
-            run, many = self._run(program, costs), program.plan.microbatches
-            yield Trial("twice as many microbatches of this size", run, many)
-
-    def _other_schedules(self) -> Iterator[Trial]:
-        """The built-in schedules that hold no more activations."""
-        if len(self.program) > LARGE:
+        if self.schedule is None:
             return
+        whole, costs = self.program.whole, _twice(self.costs)
+        with suppress(ProgramError):
+            drafted = draft(self.schedule, replace(whole, microbatches=2 * whole.microbatches))
+            drafted = cut_like(drafted, self.program)
+            what = "twice as many microbatches of this size"
+            yield Row("microbatches", what, costs, drafted, costs)
+
+    def _other_schedules(self) -> Iterator[Row]:
+        """The built-in schedules, if they hold no more activations."""
+        whole, room = self.program.whole, self.base.peak_activations
         for name, schedule in built_in().items():
             placement, fixed = placed_for(schedule)
-            whole = self.program.whole
-            most = {1, whole.stages_per_rank}
-            for v in {fixed} if fixed else most:
-                try:
+            for v in {fixed} if fixed else {1, whole.stages_per_rank}:
+                with suppress(ProgramError):
                     plan = Plan(
                         self.plan.ranks, whole.microbatches, v, placement or "loop",
                         self.plan.updates, delay_for(schedule) or 0, self.plan.segments,
                     )  # fmt: skip
-                    if plan.rows != self.plan.rows:  # it would hold the model more often
-                        continue
                     drafted = cut_like(draft(schedule, plan), self.program)
+                    same = name == self.program.name or drafted.trains != self.program.trains
+                    if same or plan.rows != self.plan.rows:  # it would hold the model more often
+                        continue
                     costs = self._cut_into(drafted.plan.stages)
-                    program = self.lowering.of(drafted, costs)
-                    run = self._run(program, costs)
-                except ProgramError:
-                    continue
-                fits = run.peak_activations <= self.room
-                if program.trains == self.program.trains and fits and name != self.program.name:
                     what = f"{name} with {v} stage{'s' * (v > 1)} per rank"
                     what += ", which holds no more activations"
-                    if _I in program.ops and _I not in self.program.ops:
+                    if _I in drafted.ops and _I not in self.program.ops:
                         what += "; I and W each half of B"
-                    yield Trial(what, run, drafted.plan.microbatches)
+                    yield Row("schedule", what, costs, drafted, costs, activations=room)
 
     def _cut_into(self, stages: int) -> Costs:
-        """Costs of the same model in another number of stages, each as long as the others."""
+        """Return costs of the same model in another number of stages, all of one length."""
         now = {name: c for name, c in self.costs.told.items() if name in OF_A_STAGE}
         own = self.plan.stages
         return replace(self.costs, **{k: cut(c, own, stages) for k, c in now.items()})
 
-    def _greedy_orders(self) -> Iterator[Trial]:
-        """Greedy orders: with as many activations on each rank, and with one more if there is any.
-
-        What a greedy order saves with as many, it saves by its order.
-        """
-        if len(self.program) > LARGE or not self.program.trains:
+    def _greedy_orders(self) -> Iterator[Row]:
+        """Greedy orders, with as many activations on each rank, and with one more."""
+        if not self.program.trains:
             return
+        letters = "IFW" if _I in self.program.ops else "BF"
         peak = self.base.peak_in_flight
         most = [np.count_nonzero(s.op == FORWARD) for s in self.program.streams]
-        best = self.base.span
         for more, what in (
             (0, "a greedy order, which holds no more activations"),
             (1, "one more activation in flight on each rank, in greedy order"),
         ):
             if more and (peak == most).all():
                 return
-            run = self._greedy((peak + more).tolist())
-            if run.span < best:
-                best = run.span
-                yield Trial(what, run, self.plan.microbatches)
+            room, frozen = (peak + more).tolist(), self.program.frozen
+            with suppress(ProgramError):
+                drafted = greedy(self.plan, letters, room.__getitem__, self.costs, frozen=frozen)
+                yield self._lowered("greedy", what, drafted)
 
-    def _greedy(self, in_flight: list[int]) -> Timeline:
-        letters = "IFW" if _I in self.program.ops else "BF"
-        drafted = greedy(
-            self.plan, letters, in_flight.__getitem__, self.costs, frozen=self.program.frozen
-        )
-        program = self.lowering.of(drafted, self.costs)
-        return self._run(program, self.costs)
+
+def _twice(costs: Costs) -> Costs:
+    """Return the costs of all microbatches, and again of as many."""
+    again = {name: from_grid(np.tile(grid(c), 2)) for name, c in costs.told.items() if is_array(c)}
+    return replace(costs, **again)

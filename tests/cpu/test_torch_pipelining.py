@@ -99,16 +99,15 @@ def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path
     program, costs = finish(torch_csv.parse(Path(path).read_text())), Costs(F=1, B=2, send=0.1)
     for model in MODELS:
         advice = advise(simulate(program, costs, model=model), costs)
-        (own,) = (c for c in advice.changes if c.anew and not c.anew.overlap)
+        (own,) = (c for c in advice.changes if c.row.kind == "transfers")
         spans = advice.base.span, advice.base.span * (1 - own.saves)
         assert spans[1] <= spans[0] * (1 + 1e-9)
         if model in SPANS[name] and torch.__version__ >= "2.13":
             assert ", ".join(f"{span:.1f}" for span in spans) == SPANS[name][model]
-        edge = [advice.base.span * (1 - c.saves) for c in advice.changes if c.model == "edge"]
+        edge = [advice.base.span * (1 - c.saves) for c in advice.changes if c.row.model == "edge"]
         here = simulate(program, costs, model="edge").span
         assert edge == [pytest.approx(here)] * (model != "edge")
-        assert own.anew is not None
-        other = torch_csv.show(own.anew.program, "torch-2.13")
+        other = torch_csv.show(own.run.program, "torch-2.13")
         Path(path).write_text(other)
         runtime = theirs._PipelineScheduleRuntime(
             schedule._stages, n_microbatches=plan.microbatches, loss_fn=loss

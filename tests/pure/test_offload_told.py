@@ -1,9 +1,10 @@
-"""What is told of offload: which waits are for the host and its disk, and what would help."""
+"""What commands say of offload: waits for the host and its disk, and what ranks could hold."""
 
 from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,7 @@ from schedir.__main__ import main
 from schedir.errors import MemoryLimitError
 from schedir.ir.ops import Opcode
 from schedir.predict.bubble_causes import Cause, by_cause, idleness
-from schedir.predict.late_moves import faster, late_moves
-from schedir.predict.offloading import Way, format_ways, ways
-from schedir.predict.what_if import advise
+from schedir.predict.what_if import Advice, advise
 from tests.offloaded import offloaded
 
 
@@ -72,104 +71,70 @@ def test_free_copies_are_tried_and_free_snapshots_are_not_they() -> None:
     assert copies > 0.1 and np.isclose(kept, 0, atol=0.05)
 
 
-# ---------------------------------------------------------------- what is late, and by how much
+# ---------------------------------------------------------------- what ranks could hold
+
+PRICED = Costs(F=1, B=2, offload=1, reload=1)
+SIZES = Sizes(saved=10, checkpoint=1)
 
 
-def test_the_latest_copy_is_told_and_by_how_much() -> None:
-    """F B F B F B on one rank: each B waits for both copies; the last one's take 2 and 4."""
-    costs = Costs(F=1, B=2, offload=((0.5, 0.5, 2),), reload=((0.25, 0.25, 4),))
-    (one,) = late_moves(timeline := run(costs))
-    assert (one.tier, one.waits, one.total, one.by) == ("host", 3, 0.75 * 2 + 6, 6)
-    told = [str(timeline.of(0, at)[0]) for at in (one.user, one.move)]
-    assert told == ["B 0.2", "reload 0.2"]
-    costs = Costs(F=1, B=2, offload=0.5, reload=0.25, spill=3, fetch=1)
-    host, disk = late_moves(run(costs, spilled=True))
-    assert (host.waits, host.total, disk.waits, disk.total) == (3, 2.25, 3, 12)
+def advice_of(costs: Costs, limit: float | None = None, **options: Any) -> Advice:
+    program = compile(schedules.gpipe, Plan(2, 8), costs=costs, **options)
+    return advise(simulate(program, costs, sizes=SIZES), costs, limit=limit)
 
 
-@pytest.mark.parametrize("times", [0.01, 0.25, 2.0])
-def test_the_bandwidth_that_is_enough(times: float) -> None:
-    """Nothing overlaps with one slot: 64 F, B and copies there and back, of which those may take
-    half a percent of the rest."""
-    text = show(offloaded(compile(schedules.gpipe, Plan(1, 64))), folded=False)
-    program = check(parse(text.replace("\nrank 0\n", "\nrank 0  saved 1\n")))
-    costs = Costs(F=1, B=2, offload=times, reload=times)
-    found = faster(base := simulate(program, costs), costs, "host")
-    assert base.span == pytest.approx(64 * (3 + 2 * times))
-    assert found.times == pytest.approx(max(1.0, 2 * times / (3 * 0.005)), rel=0.02)
-    assert found.run.span <= 64 * 3 * 1.005 * (1 + 1e-9)
+def test_offload_is_proposed_if_it_takes_no_time() -> None:
+    advice = advice_of(PRICED)
+    (best,) = [change for change in advice.held if change.what == 'offload="all"']
+    assert best.run.span == advice.base.span
+    assert best.memory["device"] < advice.now.memory["device"] and best.memory["host"] > 0
+    for change in advice.held:  # each is what compile makes of its options
+        options = {k: v for k, v in change.row.options.items() if v is not None}
+        program = compile(schedules.gpipe, Plan(2, 8), costs=PRICED, **options)
+        assert program == change.run.program
 
 
-# ---------------------------------------------------------------- what is proposed
-
-
-def proposed(
-    schedule: Any, move: float, limit: float | None = None, **options: Any
-) -> tuple[list[Way], str]:
-    costs = Costs(F=1, B=2, offload=move, reload=move)
-    program = compile(schedule, Plan(2, 8), costs=costs, **options)
-    found = ways(simulate(program, costs, sizes=Sizes(saved=10, checkpoint=1)), costs, limit)
-    return found, "\n".join(format_ways(found, limit))
-
-
-def test_offload_is_proposed_where_it_costs_nothing() -> None:
-    (now, *others), told = proposed(schedules.gpipe, 1)
-    assert now.what == "all kept" and others[0].run.span == now.run.span
-    (best,) = [way for way in others if way.options == {"offload": "all"}]
-    assert best.most() < now.most() and best.most("host") > 0
-    assert 'offload="all"' in told and "for nothing" in told and "+0.0%" in told
-    for way in others:  # each is what compile makes of its options
-        costs = Costs(F=1, B=2, offload=1, reload=1)
-        program = compile(schedules.gpipe, Plan(2, 8), costs=costs, **way.options)  # type: ignore[arg-type]
-        assert program == way.run.program
-
-
-def test_offload_is_not_proposed_where_it_costs_time() -> None:
-    (now, *others), told = proposed(schedules.gpipe, 6)
-    assert told.startswith("offload spares no device memory here, and is not proposed: +")
-    least = min(way.run.span for way in others if "recompute" not in way.options)
-    assert f"{least / now.run.span - 1:+.1%}" in told and least > now.run.span
-    slow = Way({"offload": "all"}, others[0].run)  # as if it spared some
-    few = slow._replace(run=simulate(slow.run.program, Costs(F=9, B=9), sizes=Sizes(saved=1)))
-    (line,) = format_ways([now, few])
-    assert line.startswith("offload costs time here, and is not proposed: +")
-    found, told = proposed(schedules.gpipe, 6, offload=[0, 1])
-    assert found[0].options == {"offload": "some"}
-    first = told.splitlines()[1]
-    assert "all kept" in first and first.split()[0].startswith("-")
+def test_what_takes_more_time_and_memory_than_another_is_not_proposed() -> None:
+    slow = replace(PRICED, offload=6, reload=6)
+    advice = advice_of(slow)
+    assert [change.what for change in advice.held] == ['recompute="all"']
+    first, *_ = advice_of(slow, offload=[0, 1]).held
+    assert first.what == "all kept" and first.saves > 0
+    most = [change.memory["device"] for change in advice_of(PRICED).held]
+    assert most == sorted(most, reverse=True) and len({*most}) == len(most)
 
 
 def test_within_a_limit_is_proposed_what_fits() -> None:
-    (now, *others), told = proposed(schedules.gpipe, 1, limit=35)
-    assert not now.fits and [way for way in others if "offload" in way.options]
-    assert all(way.most() <= 35 for way in others)
-    assert told.startswith("what is held does not fit into 35 B") and 'offload="all"' in told
-    _, told = proposed(schedules.gpipe, 1, limit=50)  # of what takes as long what moves least
-    assert told.splitlines()[1].split()[:2] == ["+0.0%", 'offload="fit":']
-    (now, *others), told = proposed(schedules.gpipe, 1, limit=5)
-    assert not now.fits and not others and told.endswith("nothing that was tried does")
+    advice = advice_of(PRICED, limit=35)
+    assert not advice.fits and any("offload" in change.what for change in advice.held)
+    assert all(change.memory["device"] <= 35 for change in advice.held)
+    first, *_ = advice_of(PRICED, limit=50).held  # the same time as "all", and fewer copies
+    assert first.what == 'offload="fit"' and first.run.span == advice.base.span
+    advice = advice_of(PRICED, limit=5)
+    assert not advice.fits and not advice.held
+    assert advice_of(PRICED, limit=500).fits
 
 
-def test_nothing_is_claimed_of_copies_that_nobody_prices() -> None:
-    program = compile(schedules.gpipe, Plan(2, 8))
-    assert ways(simulate(program, Costs(F=1, B=2), sizes=Sizes(saved=1)), Costs(F=1, B=2)) == []
-    costs = Costs(F=1, B=2, offload=1, reload=1)
-    assert ways(simulate(program, costs), costs) == []  # no sizes
+def test_nothing_is_claimed_of_copies_without_costs_or_sizes() -> None:
+    program, free = compile(schedules.gpipe, Plan(2, 8)), Costs(F=1, B=2)
+    held = advise(simulate(program, free, sizes=SIZES), free).held
+    assert not any("offload" in change.what for change in held)
+    assert advise(simulate(program, PRICED), PRICED).held == []  # no sizes
 
 
-def test_explain_tells_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_says_what_could_be_held(capsys: pytest.CaptureFixture[str]) -> None:
     head = "explain gpipe --ranks 2 --microbatches 8 --sizes saved=10MB --costs F=1,B=2"
     assert main(f"{head},offload=4,reload=4 --offload 0,1".split()) == 0
     told = capsys.readouterr().out
-    assert "instructions wait for the host" in told and "x the bandwidth of the host" in told
+    assert "what would take less time or memory, by simulation:\n" in told and "all kept" in told
+    assert main(f"{head},offload=1,reload=1 --limit 40MB".split()) == 0
+    assert "what is held does not fit into 40 MB: span " in capsys.readouterr().out
+    assert main(f"{head},offload=1,reload=1 --limit 5MB".split()) == 0
+    assert capsys.readouterr().out.endswith("nothing that was tried does\n")
     assert main(f"{head},offload=1,reload=1 --limit 40MB --json".split()) == 0
     facts = json.loads(capsys.readouterr().out)
-    now, *others = facts["ways"]
-    assert not now["fits"] and all(way["memory"]["device"] <= 40e6 for way in others)
-    assert {"offload": "all"} in [way["options"] for way in others]
-    assert main(f"{head},offload=4,reload=4 --offload 0,1 --json".split()) == 0
-    (late,) = json.loads(capsys.readouterr().out)["late_moves"]
-    assert late["tier"] == "host" and late["bandwidth"] > 1 and late["longest"] > 0
+    assert not facts["fits"] and facts["held"]["memory"]["device"] > 40e6
+    assert all(change["memory"]["device"] <= 40e6 for change in facts["could_be_held"])
+    assert 'offload="all"' in [change["what"] for change in facts["could_be_held"]]
 
 
 def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.__main__ import main
+from schedir.compiler.again import Lowering
 from schedir.compiler.compile import compile
 from schedir.errors import (
     CompletenessError,
@@ -27,9 +28,8 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
 from schedir.ir.text import parse, show
-from schedir.predict.recomputation import format_forms, forms
 from schedir.predict.simulate import simulate
-from schedir.predict.what_if import Lowering, advise
+from schedir.predict.what_if import advise
 from schedir.schedules import built_in, gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.schedules.draft import draft
 from schedir.schedules.greedy import greedy
@@ -256,37 +256,23 @@ def test_what_fits_needs_a_limit(given: dict[str, Any]) -> None:
     assert "recompute" in caught.value.fields
 
 
-# ---------------------------------------------------------------- which form is better
+# ---------------------------------------------------------------- what commands say
 
 
-def test_forms_are_simulated() -> None:
-    """R, within a backward, or not at all; of the same forwards, and which is better is said."""
+def test_recomputing_and_keeping_are_simulated() -> None:
     costs = Costs(F=1, B=2)
-    program = compile(one_f_one_b, Plan(4, 8), recompute="all", costs=costs)
-    found = forms(simulate(program, costs, sizes=SIZES), costs)
-    assert found is not None and (found.number, found.of) == (24, 32)
-    within = Costs(F=1, B=(3, 3, 3, 2))
-    plain = compile(one_f_one_b, Plan(4, 8), costs=costs)
-    spans = [simulate(plain, price).span for price in (within, costs)]
-    assert [found.again.span, found.within.span, found.kept.span] == [39, *spans]
-    assert found.again.peak_memory.max() == 13 and found.kept.peak_memory.max() == 40
-    assert "39 as R, 42 within backwards (R is 7.1% shorter here), 33 if not" in format_forms(
-        found, has=True
-    )
+    kept = compile(one_f_one_b, Plan(4, 8), costs=costs)
+    again = compile(one_f_one_b, Plan(4, 8), recompute="all", costs=costs)
+    for program, what, other in ((kept, 'recompute="all"', again), (again, "all kept", kept)):
+        assert not advise(simulate(program, costs), costs).held  # without sizes
+        (change,) = advise(simulate(program, costs, sizes=SIZES), costs).held
+        assert change.what == what and change.run.program == other
+        run = simulate(other, costs, sizes=SIZES)
+        assert change.run.span == run.span
+        assert change.memory == {"device": run.peak_memory.max()}
 
 
-def test_what_could_be_recomputed_is_proposed_where_sizes_are_known() -> None:
-    program, costs = compile(one_f_one_b, Plan(4, 8)), Costs(F=1, B=2)
-    assert forms(simulate(program, costs), costs) is None
-    found = forms(simulate(program, costs, sizes=SIZES), costs)
-    assert found is not None and found.number == 24
-    assert "could be run again" in format_forms(found, has=False)
-
-
-def test_commands_say_which_is_better(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("explain", "compare"):
-        assert main([command, "one_f_one_b", "--recompute", "all", "--costs", "F=1,B=2"]) == 0
-        assert "(R is 7.1% shorter here)" in capsys.readouterr().out
+def test_commands_show_what_is_recomputed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "one_f_one_b", "--recompute", "0.1,1"]) == 0
     assert "  R 0.1\n" in capsys.readouterr().out
     assert main(["draw", "one_f_one_b", "--recompute", "all"]) == 0
@@ -307,8 +293,7 @@ def test_other_orders_are_advised_with_as_much_recomputed() -> None:
     """What holds no more must not keep what the program does not."""
     program, costs = compile(gpipe, Plan(4, 8), recompute="all"), Costs(F=1, B=2)
     for change in advise(simulate(program, costs), costs).changes:
-        if change.anew is not None:
-            assert RECOMPUTE in change.anew.program.ops
+        assert RECOMPUTE in change.run.program.ops
     lowering = Lowering(program, "device")
     assert RECOMPUTE in lowering.of(draft(one_f_one_b, Plan(4, 8)), costs).ops
 

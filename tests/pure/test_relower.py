@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, Plan, Program, Stream, Timeline
+from schedir import Costs, Plan, Program, Timeline
 from schedir.analysis.graph import Graph
 from schedir.analysis.models import MODELS, Model
 from schedir.commands._options import read_costs
@@ -23,7 +23,6 @@ from schedir.compiler.compile import compile, finish
 from schedir.errors import ProgramError
 from schedir.io import torch_csv
 from schedir.io.load import load
-from schedir.ir.ops import Opcode
 from schedir.ir.program import JOINED, Cut
 from schedir.passes.record import Choice
 from schedir.predict.calibrate import completed, format_costs, rounded
@@ -92,15 +91,14 @@ def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixtur
             claims = [k for k, line in enumerate(lines) if "the same compute" in line]
             assert claims
             for at in claims:
-                found = re.search(r": ([\d.]+) instead of ([\d.]+)( s)?$", lines[at])
-                assert found and (found[3] is None) == (len(argv) > 1)
+                found = re.search(r": span ([\d.]+)( s)?, bubble", lines[at])
+                assert found and (found[2] is None) == (len(argv) > 1)
                 words = words_of(lines[at + 1], capsys)
                 assert words[:1] == ["show"]
                 orders.add("--costs" in words)
                 said(capsys, *words)
                 again = said(capsys, "simulate", "other.sched", AT, f"--model={model}", "--json")
                 assert json.loads(again)["span"] == pytest.approx(float(found[1]), rel=1e-3)
-                assert run.span == pytest.approx(float(found[2]), rel=1e-3)
                 if "grouped" in lines[at]:
                     assert "torch" not in lines[at + 2]
                     continue
@@ -138,21 +136,22 @@ def test_what_is_said_is_simulated_and_right(
     advice = advise(run, costs)
     costs = completed(costs, program)
     for change in advice.changes:
-        if change.model is not None:
-            assert change.model == "edge" != model and change.saves >= -1e-9
+        row = change.row
+        if row.model is not None:
+            assert row.model == "edge" != model and change.saves >= -1e-9
             span = schedir.simulate(program, costs, model="edge", blocks=blocks).span
-        elif change.anew is not None:
-            again, order, overlap = change.anew
+        elif row.kind in ("transfers", "grouped"):
+            again, overlap = change.run.program, row.kind == "grouped"
             assert compute_of(again).streams == compute_of(program).streams
             check(again, model, blocks=blocks)
             options = options_of(program, model) | {"overlap": overlap}
-            same = compile(compute_of(program), model=model, costs=order, **options)
+            same = compile(compute_of(program), model=model, costs=row.order, **options)
             assert same.digest == again.digest
             span = schedir.simulate(same, costs, model=model, blocks=blocks).span
         else:
             continue
         assert change.saves == pytest.approx(1 - span / advice.base.span, abs=1e-9)
-        assert change.what.endswith(f": {span:.4g} instead of {advice.base.span:.4g}")
+        assert change.in_words().startswith(f"span {span:.4g}, bubble ")
 
 
 def test_what_is_no_better_is_not_said() -> None:
@@ -160,33 +159,17 @@ def test_what_is_no_better_is_not_said() -> None:
     run = schedir.simulate(compile(interleaved, Plan(4, 8, 2)))
     alone = schedir.simulate(compile(gpipe, Plan(1, 4)), COSTS)
     for changes in (advise(run).changes, advise(alone, COSTS).changes):
-        assert all(change.saves <= 1e-9 for change in changes if change.anew or change.model)
+        kinds = ("transfers", "grouped", "queues")
+        assert all(change.saves <= 1e-9 for change in changes if change.row.kind in kinds)
 
 
 def test_what_is_grouped_is_told_only_where_that_is_of_worth() -> None:
-    def told(run: Timeline) -> list[bool]:
-        return sorted(c.anew.overlap for c in advise(run, COSTS).changes if c.anew)
+    def told(run: Timeline) -> set[str]:
+        return {c.row.kind for c in advise(run, COSTS).changes} & {"transfers", "grouped"}
 
-    assert told(schedir.simulate(theirs(), COSTS)) == [False]
+    assert told(schedir.simulate(theirs(), COSTS)) == {"transfers"}
     program = compile(zb_v, Plan(4, 8, 2, "vee"), costs=COSTS)
-    assert told(schedir.simulate(program, COSTS, model="serial")) == [False, True]
-
-
-def test_reductions_that_move_with_the_transfers_are_said() -> None:
-    """Ours reduce a stage as soon as its gradients are there; these wait until the end."""
-    program = compile(interleaved, Plan(2, 4, 2), dp=2)
-    late = [
-        Stream(np.concatenate([words[~last], words[last]]))
-        for words, last in (
-            (s.words, np.isin(s.op, (Opcode.ReduceGrads, Opcode.OptimizerStep)))
-            for s in program.streams
-        )
-    ]
-    costs = replace(COSTS, reduce_grads=1)
-    for other, moved in ((program, False), (replace(program, streams=tuple(late)), True)):
-        changes = advise(schedir.simulate(other, costs), costs).changes
-        (what,) = (c.what for c in changes if c.anew and not c.anew.overlap)
-        assert ("transfers and reductions:" in what) is moved
+    assert told(schedir.simulate(program, COSTS, model="serial")) == {"transfers", "grouped"}
 
 
 @pytest.mark.parametrize("options", ["", "--tied --clip --dp=2 --slots=enough", "--placement=vee"])
@@ -202,7 +185,7 @@ def test_a_schedule_is_told_how_to_compile_it(
     (line,) = (k for k, each in enumerate(text) if "opposite ones grouped" in each)
     words = shlex.split(text[line + 1])
     said(capsys, *words[1:])
-    found = re.search(r"grouped: ([\d.]+) instead", text[line])
+    found = re.search(r"grouped: span ([\d.]+)", text[line])
     span = json.loads(said(capsys, "simulate", "other.sched", *at, "--json"))["span"]
     assert found and span == pytest.approx(float(found[1]), rel=1e-3)
     assert bool(in_file("other.sched").slots) == ("--slots=enough" in options)
@@ -237,7 +220,7 @@ def test_what_was_said_of_the_source_is_said_again(
         said(capsys, *words)
         assert words[words.index("--model") + 1] == "serial"
         again = how or [AT, "--model=serial"]
-        found = re.search(r": ([\d.]+) instead", text[k])
+        found = re.search(r": span ([\d.]+)", text[k])
         span = json.loads(said(capsys, "simulate", "other.sched", *again, "--json"))["span"]
         assert found and span == pytest.approx(float(found[1]), rel=1e-3)
 

@@ -117,7 +117,7 @@ def test_no_advice_is_out_of_turn() -> None:
     run = simulate(compile(late, Plan(2, 6, segments=2)), Costs(F=(1, 2), B=(2, 4)))
     for change in advise(run, Costs(F=(1, 2), B=(2, 4)), late).changes:
         assert "GPipe" not in change.what and "one_f_one_b" not in change.what
-        assert change.anew is None or change.anew.program.plan.segments == 2
+        assert change.run.program.plan.segments == 2
     with pytest.raises(ProgramError):
         compile(one_f_one_b, Plan(2, 6, segments=2))
 

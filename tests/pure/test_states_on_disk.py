@@ -17,7 +17,7 @@ from schedir.analysis.memory import held
 from schedir.analysis.models import MODELS
 from schedir.errors import CompletenessError, MemoryLimitError, OrderError, SlotError, UsageError
 from schedir.ir.ops import Opcode
-from schedir.predict.late_moves import MOVES, late_moves
+from schedir.predict.bubble_causes import Cause, by_cause, idleness
 from schedir.schedules import interleaved, looped_bfs
 from schedir.testing import plans
 from schedir.testing.strategies import random_draft
@@ -242,5 +242,5 @@ def test_a_cluster_and_explain_tell_what_the_disk_takes() -> None:
     costs = node.costs(PLAN, sizes, Costs(F=0.01, B=0.02), states="disk")
     assert (costs.load_state, costs.fetch_state, costs.spill_state) == (0.6, 3.0, 3.0)
     run = schedir.simulate(lowered(), costs)
-    (late,) = [one for one in late_moves(run) if one.tier == "disk"]
-    assert "spill_state" in MOVES["disk"] and late.total > 2 * 3.0  # of all, on two ranks
+    table = by_cause(idleness(run), run.ranks)
+    assert table[:, Cause.DISK].sum() > 2 * 3.0  # on two ranks

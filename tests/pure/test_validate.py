@@ -13,9 +13,9 @@ from schedir import Costs, Plan, Sizes, compile, draft, parse, schedules, show, 
 from schedir.__main__ import main
 from schedir.analysis.memory import held
 from schedir.analysis.models import MODELS
+from schedir.compiler.again import Lowering
 from schedir.errors import PlanError, UsageError
 from schedir.ir.ops import Opcode
-from schedir.predict.what_if import Lowering
 from schedir.testing import drafts
 from schedir.training.config import Config, PipelineConfig
 from schedir.verify.check import check

@@ -1,4 +1,4 @@
-"""What replicas could hold instead: each line is a program that is made anew, and simulated."""
+"""What replicas could hold instead: each change is a program that is compiled and simulated."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir import Costs, Plan, Sizes, Timeline, compile, draft, schedules, simulate
-from schedir.predict.residencies import format_residencies, repriced, residencies
-from schedir.predict.what_if import Lowering
+from schedir.compiler.again import Lowering
+from schedir.predict.calibrate import repriced
+from schedir.predict.what_if import Change, advise
 from tests.commands import said
 
 PLAN = Plan(2, 6, 3)
@@ -25,65 +26,61 @@ def run(zero: int, sizes: Sizes | None = SIZES, dp: int = 4, **more: Any) -> Tim
     return simulate(program, COSTS, sizes=sizes)
 
 
-TOLD = """\
-replicas hold zero 3, 1 stage whole, gradients reduced at the end: 70, 11.3 GB on the fullest \
-rank, 23 gathers; they could, by simulation:
-   -14.3%  zero 1: 60, 11.8 GB on the fullest rank, 3 gathers
-   -11.4%  looped_bfs, breadth-first: 62, 10.8 GB on the fullest rank, 5 gathers
-    +0.0%  gradients reduced each turn: 70, 10.3 GB on the fullest rank, 23 gathers"""
+SAID = """\
+held now: span 70, bubble 20.0%, 11.3 GB on the fullest device; what would take less time or \
+memory, by simulation:
+   -14.3%  zero=1, reduce="end": span 60, bubble 6.7%, 11.8 GB on the fullest device
+   -11.4%  looped_bfs, breadth-first: span 62, bubble 9.7%, 10.8 GB on the fullest device
+    +0.0%  reduce="turn": span 70, bubble 20.0%, 10.3 GB on the fullest device
+"""
 
 
-def test_what_a_person_is_told() -> None:
-    found = residencies(run(3, active=1), COSTS)
-    assert "\n".join(format_residencies(found)) == TOLD
+def most(change: Change) -> float:
+    return change.memory["device"]
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_each_line_is_a_simulation_and_none_is_beaten(zero: int) -> None:
+def test_each_change_is_a_simulation_and_none_is_beaten(zero: int) -> None:
     here = run(zero)
-    now, *others = residencies(here, COSTS)
-    assert now.run.span == here.span and now.most == here.peak_memory.max()
-    assert others
-    for one in others:
+    advice = advise(here, COSTS)
+    now, held = advice.now, advice.held
+    assert now.run.span == here.span and most(now) == here.peak_memory.max()
+    assert held
+    for one in held:
         program = one.run.program
         assert program.proofs and (program.zero, program.reduce) in {
             (0, "end"), (1, "end"), (2, "end"), (2, "turn"), (3, "end"), (3, "turn")
         }  # fmt: skip
         again = simulate(program, repriced(COSTS, here.program, program.zero, SIZES), sizes=SIZES)
-        assert (again.span, again.peak_memory.max()) == (one.run.span, one.most)
-        assert one.run.span < now.run.span or one.most < now.most
-        alike = [other for other in others if other.run.program.name == program.name]
-        assert not any(other.run.span < one.run.span and other.most <= one.most for other in alike)
+        assert (again.span, again.peak_memory.max()) == (one.run.span, most(one))
+        assert one.run.span < now.run.span or most(one) < most(now)
+        assert not any(other.run.span < one.run.span and most(other) <= most(one) for other in held)
 
 
-def test_above_a_limit_nothing_is_told() -> None:
-    """More memory where it leaves room, and else none."""
+def test_above_a_limit_nothing_is_said() -> None:
+    """More memory if it leaves room, and else none."""
     here = run(3, active=1)
-    free = residencies(here, COSTS)
-    most = max(one.most for one in free[1:])
-    assert [one.what for one in residencies(here, COSTS, most)] == [one.what for one in free]
-    least = residencies(here, COSTS, here.peak_memory.max())
-    assert all(one.most <= here.peak_memory.max() for one in least) and len(least) < len(free)
+    free = advise(here, COSTS).held
+    high = 1.1 * max(map(most, free))
+    assert [one.what for one in advise(here, COSTS, limit=high).held] == [one.what for one in free]
+    least = advise(here, COSTS, limit=here.peak_memory.max()).held
+    assert all(most(one) <= here.peak_memory.max() for one in least) and len(least) < len(free)
 
 
-def test_a_schedule_that_gathers_less_often() -> None:
-    found = {one.what: one for one in residencies(run(3, active=1), COSTS)}
-    now, breadth = next(iter(found.values())), found["looped_bfs, breadth-first"]
-    assert breadth.gathers == 5 < now.gathers
-    assert breadth.run.span < now.run.span
+def test_without_replicas_or_sizes_nothing_is_said() -> None:
+    def levels(here: Timeline, costs: Costs = COSTS) -> list[str]:
+        return [one.what for one in advise(here, costs).held if "zero" in one.what]
+
+    assert levels(run(3, dp=1)) == []
+    assert levels(run(0, sizes=None)) == []
+    assert levels(run(0, sizes=Sizes(weights=1e9))) == []
+    assert levels(run(3, sizes=None), replace(COSTS, unshard=0)) == []
 
 
-def test_where_nothing_is_said() -> None:
-    assert residencies(run(3, dp=1), COSTS) == []
-    assert residencies(run(0, sizes=None), COSTS) == []
-    assert residencies(run(0, sizes=Sizes(weights=1e9)), COSTS) == []
-    assert format_residencies(residencies(run(3, sizes=None), replace(COSTS, unshard=0))) == []
-
-
-def test_without_sizes_it_is_time_that_is_told() -> None:
-    now, *others = residencies(run(3, sizes=None, active=1), COSTS)
-    assert others and all(one.run.span < now.run.span for one in others)
-    assert "GB" not in "".join(format_residencies([now, *others]))
+def test_without_sizes_it_is_time_that_is_compared() -> None:
+    advice = advise(run(3, sizes=None, active=1), COSTS)
+    assert advice.held and all(one.run.span < advice.base.span for one in advice.held)
+    assert not any("GB" in one.in_words() for one in advice.held)
 
 
 # ---------------------------------------------------------------- costs of another level
@@ -137,8 +134,10 @@ def test_the_command_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
              "--dp=4", "--zero=3", "--active=1",
              "--costs=F=1,B=2,unshard=0.5,reduce_scatter=0.5,reduce_grads=1,step=2",
              "--sizes=activation=10MB,saved=100MB,params=1GB,grads=1GB,optimizer=6GB"]  # fmt: skip
-    assert TOLD in said(capsys, *shape)
+    assert SAID in said(capsys, *shape)
     found = json.loads(said(capsys, *shape, "--json"))
-    assert found["held_by_replicas"]["gathers"] == 23
-    could = [row["what"] for row in found["could_be_held"]]
-    assert could == ["zero 1", "looped_bfs, breadth-first", "gradients reduced each turn"]
+    assert found["held"]["span"] == 70 and found["fits"]
+    could = [(row["what"], row["span"]) for row in found["could_be_held"]]
+    assert could == [
+        ('zero=1, reduce="end"', 60), ("looped_bfs, breadth-first", 62), ('reduce="turn"', 70)
+    ]  # fmt: skip
