@@ -26,7 +26,7 @@ EXTRAS: Final = {
     "hypothesis": Extra("testing"),
     "numba": Extra("fast"),
     "ortools": Extra("solver"),
-    "tokenizers": Extra("tokenizers"),
+    "tokenizers": Extra("tokenizers", "0.20"),
     "torch": Extra("torch", "2.10"),
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from schedir.extras import MissingPackageError, require
+from schedir.extras import EXTRAS, MissingPackageError, require
 from tests import plain_install
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,3 +109,11 @@ def test_a_version_that_is_too_low_is_refused() -> None:
     with pytest.raises(MissingPackageError) as caught:
         require("hypothesis", "this", lowest="999.1")
     assert caught.value.name == "hypothesis" and "999.1 or later" in caught.value.fact
+
+
+def test_the_lowest_versions_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for package, extra in EXTRAS.items():
+        needed = map(Requirement, project["optional-dependencies"][extra.name])
+        (own,) = [each for each in needed if each.name == package]
+        assert str(own.specifier) == (f">={extra.lowest}" if extra.lowest else "")
