@@ -12,17 +12,25 @@ and `pg_config`, who is in which process group.  Three things are not on the sur
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-from schedir.dumps.files import RANK, paths_of, plain, read
+from schedir.dumps.plain_pickle import loads
 from schedir.errors import TraceError, UsageError
+from schedir.io.files import begin_of, named, opened
 
+MOST_BYTES: Final = {"pickle": 2**27, "json": 2**25}  # of a file; JSON makes more of a byte
+_FIRST: Final = 2**12  # bytes in which a dump begins
+MOST_ENTRIES: Final = 2**20
+MOST_FILES: Final = 2**14
+_RANK: Final = re.compile(r"(\d{1,6})(?:\.(?:json|pickle|pkl|dump|bin))?$")
 State = Literal["issued", "started", "ended"]
 _STATES: Final[dict[str, State]] = {
     "scheduled": "issued", "started": "started", "completed": "ended",
@@ -118,23 +126,50 @@ class Dump:
         return bool(self.lost and self.ops and not self.ops[0].ended)
 
     @cached_property
+    def ended(self) -> Op | None:
+        """The last operation that has ended."""
+        return next((op for op in reversed(self.ops) if op.ended), None)
+
+    @cached_property
+    def begun(self) -> Op | None:
+        """The first operation that the rank has issued and that has not ended: it stands there."""
+        return next((op for op in self.ops if not op.ended), None)
+
+    @cached_property
     def last_time(self) -> int:
         """When this rank last issued or ended anything, 0 if it never did."""
         return max((max(op.created, op.over) for op in self.ops), default=0)
+
+    @property
+    def since(self) -> int:
+        """When the rank issued the operation that it stands at, or else when it was last heard of,
+        in nanoseconds."""
+        return self.begun.created if self.begun else self.last_time
 
 
 # ---------------------------------------------------------------- files
 
 
 def read_dumps(places: Iterable[str]) -> tuple[dict[int, Dump], list[str]]:
-    """The dumps in files, folders and patterns, by rank, and the files that were passed over.
+    """Read the dumps in files, folders and patterns.
 
-    Raises TraceError for a file that is no dump, UsageError where there is none or a rank has two.
+    Of a folder those files are read whose names end in a number, as torch names them.
+
+    Returns:
+        The dumps by rank, and the files of folders that are passed over.
+
+    Raises:
+        TraceError: A file is no dump.
+        UsageError: There is no file, it cannot be read, or a rank has two.
     """
-    paths, passed = paths_of(places)
+    paths, passed = _paths_of(places)
     found: dict[int, Dump] = {}
     for path in paths:  # one at a time: of what a file has, little is kept
-        dump = _dump(path, read(path))
+        try:
+            dump = _dump(path, _read(path))
+        except TraceError as error:
+            error.program = path
+            raise
         if dump.rank in found:
             raise UsageError(
                 f"rank {dump.rank} has two dumps: {found[dump.rank].path} and {path}",
@@ -144,48 +179,111 @@ def read_dumps(places: Iterable[str]) -> tuple[dict[int, Dump], list[str]]:
     return _with_members(dict(sorted(found.items()))), passed
 
 
+def _paths_of(places: Iterable[str]) -> tuple[list[str], list[str]]:
+    paths: dict[str, None] = {}
+    passed: list[str] = []
+
+    def in_folder(folder: Path) -> list[Path]:
+        files = sorted(file for file in folder.iterdir() if file.is_file())
+        dumps = [file for file in files if _RANK.search(file.name)]
+        passed.extend(str(file) for file in files if file not in {*dumps})
+        if not dumps:
+            raise UsageError(
+                f"{folder} has no file whose name ends in a rank, such as nccl_trace_rank_0"
+            )
+        return dumps
+
+    for place in places:
+        if not (own := named(place, in_folder)):
+            raise UsageError(f"there is no file {place}")
+        paths |= dict.fromkeys(map(str, own))
+    if len(paths) > MOST_FILES:
+        raise UsageError(f"{len(paths)} files are too many: at most {MOST_FILES} ranks are read")
+    return [*paths], passed
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Read a file as plain values: a dump of a version that is known, whose entries are tables."""
+    with opened(path) as file:
+        data = begin_of(file, _FIRST)
+        if not data:
+            raise TraceError("the file is empty")
+        form = "pickle" if data[:1] == b"\x80" else "json"
+        if form == "json" and data.lstrip()[:1] != b"{":
+            raise TraceError("this is no dump of a flight recorder, which is JSON or a pickle")
+        most = MOST_BYTES[form]
+        large = os.fstat(file.fileno()).st_size > most
+        if large or len(data := data + begin_of(file, most + 1 - len(data))) > most:
+            raise TraceError(
+                f"a dump of more than {most >> 20} MiB of {form} is not read",
+                hint="a smaller TORCH_FR_BUFFER_SIZE keeps fewer entries",
+            )
+    raw = loads(data) if form == "pickle" else _json(data)
+    if not isinstance(raw, dict) or not isinstance(raw.get("version"), str):
+        raise TraceError("this is no dump of a flight recorder: it has no version")
+    if raw["version"].partition(".")[0] != "2":
+        raise TraceError(f"the dump is of version {_plain(raw['version'])}, and 2 is what is read")
+    entries = raw.setdefault("entries", [])  # left out where it would be empty
+    if not isinstance(entries, list | tuple) or not all(isinstance(e, dict) for e in entries):
+        raise TraceError("the entries of the dump are no list of entries")
+    if len(entries) > MOST_ENTRIES:
+        raise TraceError(f"the dump has more than {MOST_ENTRIES} entries")
+    return raw
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise TraceError("the JSON is nested too deeply for a dump") from None
+    except ValueError as error:  # of bytes that are no UTF-8, and of thousands of digits, too
+        at = getattr(error, "pos", getattr(error, "start", 0))
+        fact = f"the JSON is cut off or damaged at byte {at} of {len(data)}"
+        raise TraceError(fact) from None
+
+
+def _plain(text: object) -> str:
+    """A name out of a file, fit for a terminal; of what is no text nothing is looked at."""
+    return _printable(text[:200] if isinstance(text, str) else f"<{type(text).__name__}>")
+
+
+@lru_cache(2**12)
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def _with_members(dumps: dict[int, Dump]) -> dict[int, Dump]:
     """The dumps, in which each group without ranks has those that speak of it."""
-    used = {rank: {id(op.group): op.group for op in dump.ops} for rank, dump in dumps.items()}
-    members: dict[tuple[str, str], set[int]] = defaultdict(set)
-    for rank, groups in used.items():
-        for group in groups.values():
-            key = (group.name, group.about)
-            members[key].update(dumps if group.about == "default_pg" else [rank])
-    same: dict[Group, Group] = {}
-    for rank, groups in used.items():
-        whole = {
-            of: group if group.known
-            else group._replace(ranks=tuple(sorted(members[group.name, group.about])))
-            for of, group in groups.items()
-        }  # fmt: skip
-        whole = {of: same.setdefault(group, group) for of, group in whole.items()}
-        if any(whole[of] is not group for of, group in groups.items()):
-            ops = tuple(op._replace(group=whole[id(op.group)]) for op in dumps[rank].ops)
-            dumps[rank] = replace(dumps[rank], ops=ops)
+    members: dict[Group, set[int]] = defaultdict(set)
+    for rank, dump in dumps.items():
+        for group in {op.group for op in dump.ops if not op.group.known}:
+            members[group].update(dumps if group.about == "default_pg" else [rank])
+    whole = {group: group._replace(ranks=tuple(sorted(some))) for group, some in members.items()}
+    for rank, dump in dumps.items():
+        if not all(op.group.known for op in dump.ops):
+            ops = (op._replace(group=whole.get(op.group, op.group)) for op in dump.ops)
+            dumps[rank] = replace(dump, ops=tuple(ops))
     return dumps
 
 
-def _rank_of(path: str, raw: dict[str, Any], config: dict[str, Group]) -> int:
+def _rank_of(path: str, entries: Sequence[dict[str, Any]], config: dict[str, Group]) -> int:
     """The rank that a file is of: by its name, which its messages must not contradict."""
     own = Counter[int]()
-    for entry in raw["entries"]:
-        name, _ = _group_of(entry, path)
-        found = _MESSAGE.search(_title(entry, path))
-        if found and (group := config.get(name)) and int(found[2]) < len(group.ranks):
+    for entry in entries:
+        found = _MESSAGE.search(entry["profiling_name"])
+        group = config.get(entry["process_group"][0])
+        if found and group and int(found[2]) < len(group.ranks):
             own[group.ranks[int(found[2])]] += 1
-    named = RANK.search(Path(path).name)
-    if named is None and not own:
+    of_name = _RANK.search(Path(path).name)
+    if of_name is None and not own:
         raise UsageError(
             f"which rank {path} is of is not said",
             hint="the name ends in the rank, as nccl_trace_rank_0 does",
         )
-    rank = int(named[1]) if named else own.most_common(1)[0][0]
-    if own and {*own} != {rank}:
-        other = next(r for r in own if r != rank)
+    rank = int(of_name[1]) if of_name else own.most_common(1)[0][0]
+    if others := [other for other in own if other != rank]:
         raise TraceError(
-            f"the name says that this is rank {rank}, and it has messages of rank {other}",
-            program=path,
+            f"the name says that this is rank {rank}, and it has messages of rank {others[0]}"
         )
     return rank
 
@@ -193,82 +291,79 @@ def _rank_of(path: str, raw: dict[str, Any], config: dict[str, Group]) -> int:
 # ---------------------------------------------------------------- entries
 
 
-def _config(raw: dict[str, Any], path: str) -> dict[str, Group]:
+def _is_number(value: Any) -> bool:
+    return type(value) is int and -1 <= value < _LARGEST
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(sizes, list | tuple)
+        and all(type(n) is int and 0 <= n < _LARGEST for n in sizes[:16])
+        for sizes in value[:64]
+    )
+
+
+# What an entry must have, and what it may look like.
+_FIELDS: Final[dict[str, Callable[[Any], bool]]] = {
+    "record_id": _is_number,
+    "process_group": lambda v: isinstance(v, list | tuple) and [*map(type, v)] == [str, str],
+    "profiling_name": lambda v: isinstance(v, str) and len(v) <= _LONGEST,
+    "state": lambda v: isinstance(v, str) and v in _STATES,
+    "collective_seq_id": _is_number,
+    "p2p_seq_id": _is_number,
+    "op_id": _is_number,
+    "input_sizes": _are_sizes,
+    "time_created_ns": _is_number,
+}
+
+
+def _check(entry: dict[str, Any]) -> None:
+    for key, fits in _FIELDS.items():
+        if not fits(entry.get(key)):
+            which = entry.get("record_id")
+            where = f"entry {which}" if type(which) is int and which < _LARGEST else "an entry"
+            raise TraceError(f"{where} of the dump has no {key} that can be read")
+
+
+def _config(config: object) -> dict[str, Group]:
     """The process groups of a dump that have ranks, by name."""
-    config = raw.get("pg_config", {})
     if not isinstance(config, dict):
-        raise TraceError("the process groups of the dump are no table", program=path)
+        raise TraceError("the process groups of the dump are no table")
     groups = {}
-    read_before: dict[str, tuple[int, ...]] = {}
     for name, group in config.items():
         ranks = group.get("ranks") if isinstance(group, dict) else None
-        if (
-            not isinstance(ranks, str)
-            or len(ranks) > 2**20
-            or (ranks not in read_before and not _RANKS.match(ranks))
-        ):
-            raise TraceError(f"the process group {plain(name)} has no list of ranks", program=path)
-        numbers = read_before.get(ranks)
+        numbers = _numbers(ranks) if isinstance(ranks, str) and len(ranks) <= 2**20 else None
         if numbers is None:
-            numbers = tuple(int(n) for n in re.findall(r"\d+", ranks) if len(n) <= 6)
-            read_before[ranks] = numbers
+            raise TraceError(f"the process group {_plain(name)} has no list of ranks")
         if numbers:  # Gloo leaves an empty one, without a name
-            groups[name] = Group(plain(name), plain(group.get("desc", "")), numbers)
+            groups[name] = Group(_plain(name), _plain(group.get("desc", "")), numbers)
     return groups
 
 
-def _group_of(entry: dict[str, Any], path: str) -> tuple[str, str]:
-    group = entry.get("process_group")
-    if not isinstance(group, list | tuple) or [type(part) for part in group] != [str, str]:
-        raise _lacks(entry, "process_group", path)
-    return group[0], group[1]
-
-
-def _title(entry: dict[str, Any], path: str) -> str:
-    title = entry.get("profiling_name")
-    if not isinstance(title, str) or len(title) > _LONGEST:
-        raise _lacks(entry, "profiling_name", path)
-    return title
-
-
-def _state(entry: dict[str, Any], path: str) -> State:
-    state = entry.get("state")
-    if not isinstance(state, str) or state not in _STATES:
-        raise _lacks(entry, "state", path)
-    return _STATES[state]
-
-
-def _number(entry: dict[str, Any], key: str, path: str) -> int:
-    number = entry.get(key)
-    if type(number) is not int or not -1 <= number < _LARGEST:
-        raise _lacks(entry, key, path)
-    return number
-
-
-def _lacks(entry: dict[str, Any], key: str, path: str) -> TraceError:
-    which = entry.get("record_id")
-    where = f"entry {which}" if type(which) is int and which < _LARGEST else "an entry"
-    return TraceError(f"{where} of the dump has no {key} that can be read", program=path)
+@lru_cache(64)  # many groups of many dumps have the same ranks
+def _numbers(text: str) -> tuple[int, ...] | None:
+    if not _RANKS.match(text):
+        return None
+    return tuple(int(n) for n in re.findall(r"\d+", text) if len(n) <= 6)
 
 
 def _dump(path: str, raw: dict[str, Any]) -> Dump:
-    config = _config(raw, path)
-    rank = _rank_of(path, raw, config)
-    entries = sorted(raw["entries"], key=lambda entry: _number(entry, "record_id", path))
+    config = _config(raw.get("pg_config", {}))
+    for entry in raw["entries"]:
+        _check(entry)
+    entries = sorted(raw["entries"], key=lambda entry: int(entry["record_id"]))
+    rank = _rank_of(path, entries, config)
     ops: list[Op] = []
-    others: dict[tuple[str, str], Group] = {}
     single: dict[Group, list[int]] = defaultdict(list)
     same: dict[object, Any] = {}
     for entry in entries:
-        name, about = _group_of(entry, path)
-        group = config.get(name) or others.get((name, about))
-        if group is None:
-            group = others[name, about] = Group(plain(name), plain(about), (), known=False)
-        if _title(entry, path).partition(":")[2] == "coalesced":
-            _settle(ops, single[group], entry, path)
+        name, about = entry["process_group"]
+        group = config.get(name) or Group(_plain(name), _plain(about), (), known=False)
+        if entry["profiling_name"].partition(":")[2] == "coalesced":
+            _settle(ops, single[group], entry)
         else:
             single[group].append(len(ops))
-            op = _op(entry, rank, group, path)
+            op = _op(entry, group)
             alike = (op.kind, op.sizes, op.dtypes, op.line)
             kind, sizes, dtypes, line = same.setdefault(alike, alike)
             ops.append(op._replace(kind=kind, sizes=sizes, dtypes=dtypes, line=line))
@@ -276,88 +371,67 @@ def _dump(path: str, raw: dict[str, Any]) -> Dump:
     return Dump(rank, path, tuple(ops), tuple(config.values()), lost)
 
 
-def _op(entry: dict[str, Any], rank: int, group: Group, path: str) -> Op:
-    backend, _, title = _title(entry, path).partition(":")
-    state = _state(entry, path)
+def _op(entry: dict[str, Any], group: Group) -> Op:
+    backend, _, title = entry["profiling_name"].partition(":")
+    state = _STATES[entry["state"]]
     if backend == "gloo" and entry.get("retired") is True:
         state = "ended"
-    kind, peer = plain(title), -1
+    kind, peer = _plain(title), -1
     if found := _MESSAGE.match(title):
         kind, other = found[1], int(found[3])
         # Without its ranks a group is read as the job's own, which is what has ranks by itself.
         if group.known and other >= len(group.ranks):
             raise TraceError(
-                f"a message of {group} is for its rank {other}, and it has {len(group.ranks)}",
-                program=path,
+                f"a message of {group} is for its rank {other}, and it has {len(group.ranks)}"
             )
         peer = group.ranks[other] if group.known else other
-    collectives = _number(entry, "collective_seq_id", path)
+    dtypes = entry.get("input_dtypes")  # since version 2.1
+    dtypes = dtypes[:64] if isinstance(dtypes, list | tuple) else ()
     return Op(
-        number=_number(entry, "record_id", path),
+        number=entry["record_id"],
         group=group,
         kind=kind,
         peer=peer,
-        nth=_number(entry, "p2p_seq_id", path) if peer >= 0 else collectives,
-        logical=_number(entry, "op_id", path),
-        collectives=collectives,
+        nth=entry["p2p_seq_id" if peer >= 0 else "collective_seq_id"],
+        logical=entry["op_id"],
+        collectives=entry["collective_seq_id"],
         batch=0,
         state=state,
-        sizes=_sizes(entry, path),
-        dtypes=_dtypes(entry),
-        created=_number(entry, "time_created_ns", path),
-        over=_time(entry, "time_discovered_completed_ns"),
+        sizes=tuple(tuple(sizes[:16]) for sizes in entry["input_sizes"][:64]),
+        dtypes=tuple(_plain(dtype).lower() for dtype in dtypes),
+        created=entry["time_created_ns"],
+        over=_time_over(entry),
         line=_line(entry),
     )
 
 
-def _settle(ops: list[Op], single: list[int], entry: dict[str, Any], path: str) -> None:
+def _settle(ops: list[Op], single: list[int], entry: dict[str, Any]) -> None:
     """Give the members of a batch, which are the last of their group, the state of the whole.
 
     `single` are the places of what the group has issued since its last batch.
     """
-    state = _state(entry, path)
-    numbers = (_number(entry, "p2p_seq_id", path), _number(entry, "collective_seq_id", path))
-    over = _time(entry, "time_discovered_completed_ns")
-    number = _number(entry, "record_id", path)
-    while single and ops[single[-1]].nth == numbers[not ops[single[-1]].is_message]:
+    state, over, batch = _STATES[entry["state"]], _time_over(entry), entry["record_id"] + 1
+    numbers = entry["collective_seq_id"], entry["p2p_seq_id"]
+    while single and ops[single[-1]].nth == numbers[ops[single[-1]].is_message]:
         at = single.pop()
-        ops[at] = ops[at]._replace(state=state, over=over, batch=number + 1)
+        ops[at] = ops[at]._replace(state=state, over=over, batch=batch)
     single.clear()
 
 
-def _sizes(entry: dict[str, Any], path: str) -> tuple[tuple[int, ...], ...]:
-    given = entry.get("input_sizes")
-    if not isinstance(given, list | tuple) or not all(
-        isinstance(sizes, list | tuple)
-        and all(type(n) is int and 0 <= n < _LARGEST for n in sizes[:16])
-        for sizes in given[:64]
-    ):
-        raise _lacks(entry, "input_sizes", path)
-    return tuple(tuple(sizes[:16]) for sizes in given[:64])
-
-
-def _dtypes(entry: dict[str, Any]) -> tuple[str, ...]:
-    given = entry.get("input_dtypes", ())  # since version 2.1
-    return tuple(plain(d).lower() for d in given[:64]) if isinstance(given, list | tuple) else ()
-
-
-def _time(entry: dict[str, Any], key: str) -> int:
-    value = entry.get(key)
+def _time_over(entry: dict[str, Any]) -> int:
+    value = entry.get("time_discovered_completed_ns")
     return value if type(value) is int and 0 <= value < _LARGEST else 0
 
 
 def _line(entry: dict[str, Any]) -> str:
     """The innermost line outside of torch, as `file:line`, if the dump has stacks."""
     frames: Sequence[Any] = entry.get("frames") or ()
-    if not isinstance(frames, list | tuple):
-        return ""
-    for frame in frames[:200]:
+    for frame in frames[:200] if isinstance(frames, list | tuple) else ():
         if not isinstance(frame, dict):
             continue
         name, line = frame.get("filename"), frame.get("line")
-        if not isinstance(name, str) or len(name) > _LONGEST:
+        if not isinstance(name, str) or len(name) > _LONGEST or type(line) is not int:
             continue
-        own = "/torch/" not in name and not name.startswith("<")
-        if own and type(line) is int:
-            return f"{plain(name)}:{min(line, 10**7)}"
+        if "/torch/" not in name and not name.startswith("<"):
+            return f"{_plain(name)}:{min(line, 10**7)}"
     return ""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from schedir.dumps import files
+from schedir.dumps import flight_recorder
 from schedir.dumps.flight_recorder import read_dumps
 from schedir.errors import ProgramError, TraceError, UsageError
 from tests.flight import Recorder
@@ -211,6 +211,6 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 
 def test_as_many_entries_as_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder().save(tmp_path)
-    monkeypatch.setattr(files, "MOST_ENTRIES", 5)
+    monkeypatch.setattr(flight_recorder, "MOST_ENTRIES", 5)
     with pytest.raises(TraceError):
         read_dumps([str(tmp_path)])
