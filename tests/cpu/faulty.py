@@ -1,4 +1,4 @@
-"""What goes wrong in one process of a run, for tests and for `benchmarks/faults.py`."""
+"""What goes wrong in one process of a run, for tests and for `benchmarks/hangs.py`."""
 
 from __future__ import annotations
 

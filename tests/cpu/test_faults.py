@@ -1,7 +1,7 @@
 """Faults of processes in a run: who is blamed, whoever notices first.
 
 Processes are forked from one that has torch loaded, and find each other as under torchrun; the
-launchers themselves are tried by `benchmarks/faults.py`, and a few times in `test_train_ends.py`.
+launchers themselves are tried a few times in `test_train_ends.py`.
 A fault takes seconds, mostly of waiting: every fifth is tried, and all with ALL_CASES=1.
 """
 
