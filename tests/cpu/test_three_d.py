@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.three_d import WORLD, Case, cases, judged, merged, run
 from tests.cases import ALL
 from tests.cpu import spawn
+from tests.cpu.three_d import WORLD, Case, cases, judged, merged, run
 
 SHAPE = (2, 2, 2)
 PLAIN = Case(*SHAPE, tied=True, clip=True)

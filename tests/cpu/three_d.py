@@ -1,34 +1,23 @@
-"""3D: a GPT of two layers on p x t x d processes, beside the same on one, in a loop of plain torch.
+"""A GPT of two layers on p x t x d processes, beside the same on one, in a loop of plain torch.
 
-    python benchmarks/three_d.py [WORDS ...]
-
-All cases, or those whose name has all the words, each three steps of SGD with momentum over Gloo.
-Prints a table: how far losses, norms, the gradients of the first step and the weights after the
-last are from those of one process, each relative to its norm, the furthest of its kind.  A case is
-as it must be where that is 1e-6 at most, all processes that hold a weight have the same bits of it,
-and these are those of plain data parallelism under 1F1B on a mesh of the same shape, whatever the
-level of ZeRO, the schedule, and what is recomputed or moved.  Exits with 1 where one is not.
+Each case is three steps of SGD with momentum.  A case is as it must be where losses, norms, the
+gradients of the first step and the weights after the last differ from those of one process by 1e-6
+at most, relative to their norm; where all processes that hold a weight have the same bits of it;
+and where these are those of plain data parallelism under 1F1B on a mesh of the same shape,
+whatever the level of ZeRO, the schedule, and what is recomputed or moved.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import schedir
-from benchmarks.harness import head, line, parse
-from benchmarks.paired_steps import on_ranks
 from schedir import Plan, Program
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
@@ -279,27 +268,3 @@ def judged(told: Sequence[Mapping[Case, Told]]) -> Iterator[Judged]:
             if name in twin and not torch.equal(value, twin[name])
         ]
         yield Judged(case, far(whole[case], known[key]), differ, bits)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="words of names of cases")
-    words = parse(parser, words=["1 x 2 x 4", "tied", "sequence"]).words
-    wanted = [case for case in cases() if all(word in case.name for word in words)]
-    told = on_ranks(run, WORLD, wanted)
-    head("p x t x d", "loss", "norm", "gradients", "weights", "as it must be")
-    wrong = 0
-    for one in judged(told):
-        kinds = ("loss", "norm", "gradient", "weight")
-        off = (f"{one.off[kind]:.1e}" if kind in one.off else "-" for kind in kinds)
-        line(one.case.name, *off, "yes" if one.right else "NO")
-        for what, names in (("processes", one.differ), ("its like", one.bits)):
-            if names:
-                print(f"  other bits than {what}: {', '.join(names)}", file=sys.stderr)
-        wrong += not one.right
-    print(f"\n{len(wanted)} cases, {wrong} of them not as they must be")
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
