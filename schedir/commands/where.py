@@ -11,8 +11,8 @@ from schedir.io.terminal import as_json
 
 if TYPE_CHECKING:
     from schedir.dumps.left import Left
+    from schedir.dumps.placed import Verdict
     from schedir.dumps.standing import Job
-    from schedir.dumps.verdict import Verdict
     from schedir.ir.program import Program
 
 
@@ -35,10 +35,9 @@ def run(args: argparse.Namespace) -> str:
     from schedir.dumps import left
     from schedir.dumps.flight_recorder import read_dumps
     from schedir.dumps.matched import match
+    from schedir.dumps.placed import judge
+    from schedir.dumps.report import job_lines, named_lines, program_lines
     from schedir.dumps.standing import Job
-    from schedir.dumps.told import job_lines
-    from schedir.dumps.told_program import named_lines, program_lines
-    from schedir.dumps.verdict import judge
 
     if len(args.dumps) == 1 and (run := left.read(args.dumps[0])) is not None:
         return _of_run(args, run)
@@ -88,7 +87,7 @@ def _facts(job: Job, verdicts: list[Verdict]) -> dict[str, Any]:
     standing = [
         {
             "rank": rank,
-            "file": one.source,
+            "file": one.path,
             "ended": one.ended and str(one.ended),
             "begun": one.begun and str(one.begun),
             "since_ns": one.since,
@@ -97,7 +96,7 @@ def _facts(job: Job, verdicts: list[Verdict]) -> dict[str, Any]:
                 for wait in job.waits[rank]
             ],
         }
-        for rank, one in job.standing.items()
+        for rank, one in job.dumps.items()
     ]
     return {
         "standing": standing,

@@ -9,18 +9,26 @@ or around a cycle, a deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.graph import Graph
+from schedir.analysis.models import MODELS, Model
 from schedir.dumps.matched import Matched
+from schedir.errors import ProgramError, UsageError
 from schedir.ir.index import NONE
 from schedir.ir.ops import RECEIVES, SENDS, TRANSFERS
+from schedir.ir.program import Program
+from schedir.verify.check import check, complete
+
+# Unless one is said: the usual one, and where the recordings contradict it, laxer ones.
+_USUAL: Final = ("device", *reversed(MODELS[: MODELS.index("device")]))
 
 
 class Kind(Enum):
@@ -38,13 +46,12 @@ class Kind(Enum):
     ENDED = 4
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a rank of the program stands.
 
     `at` is the position of what it waits at, or of the next transfer that it has not issued where
-    it is `late`; None if all its transfers have ended.  `since` are the instructions since its last
-    transfer that is issued, which it may be computing.
+    it is `late`; None if all its transfers have ended.  `between` are the instructions since its
+    last transfer that is issued, which it may be computing.
     """
 
     rank: int
@@ -53,16 +60,14 @@ class Place:
     between: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """A transfer that has not ended, and what it needs, which has not ended either."""
 
     at: int
     needs: int
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """The end of a chain: transfers that nothing keeps, and that have not ended."""
 
     kind: Kind
@@ -76,50 +81,45 @@ class Placed:
         self.graph, self.matched = graph, matched
         self.rank = graph.index.rank
         self.transfer = graph.index.is_op(TRANSFERS)
-        self.silent = ~np.array(matched.dumped)[self.rank]
-        self.ended = matched.ended | self._by_the_other_side()
-
-    def _by_the_other_side(self) -> NDArray[np.bool_]:
-        """Of ranks without a dump, the transfers whose other side has ended."""
-        partner = self.graph.partner
-        return np.asarray(self.silent & (partner != NONE) & self.matched.ended[partner])
+        self.silent: NDArray[np.bool_] = ~np.array(matched.dumped)[self.rank]
+        # Of ranks without a dump, the transfers have ended whose other side has.
+        there = self.silent & (graph.partner != NONE)
+        self.ended: NDArray[np.bool_] = matched.ended | (there & matched.ended[graph.partner])
 
     # ------------------------------------------------------------ what has ended, or may have
 
     @cached_property
-    def _members(self) -> dict[int, list[int]]:
-        """By its first member, what is issued as one."""
-        if not self.graph.index.any_joined:
-            return {}
-        begins = np.flatnonzero(~self.graph.index.joined)
-        ends = np.append(begins[1:], len(self.graph))
-        pairs = zip(begins.tolist(), ends.tolist(), strict=True)
-        return {lo: [*range(lo, hi)] for lo, hi in pairs if hi - lo > 1}
-
-    @cached_property
-    def _first(self) -> dict[int, int]:
-        return {one: first for first, members in self._members.items() for one in members}
+    def _joined(self) -> list[bool]:
+        return [*self.graph.index.joined.tolist(), False]
 
     def _group(self, at: int) -> list[int]:
         """What is issued as one with an instruction, itself among it."""
-        return self._members.get(self._first.get(at, -1), [at])
-
-    def _before(self, at: int) -> set[int]:
-        """What an instruction waits for on its own rank; a group for what any member does."""
-        members = self._group(at)
-        found: set[int] = set()
-        for one in members:
-            found.update(self.graph.waits[:, one].tolist())
-            found.add(int(self.graph.queue_predecessor[one]))
-        return found - {NONE, *members}
+        first, end = at, at + 1
+        while self._joined[first]:
+            first -= 1
+        while self._joined[end]:
+            end += 1
+        return [*range(first, end)]
 
     @cached_property
     def _meets(self) -> dict[int, list[int]]:
         """The members of the collective that an instruction is of, itself among them."""
-        return {
-            one: members.tolist() for members in self.graph.collective_groups
-            for one in members.tolist()
-        }  # fmt: skip
+        groups = [members.tolist() for members in self.graph.collective_groups]
+        return {one: members for members in groups for one in members}
+
+    def _before(self, at: int) -> set[int]:
+        """What an instruction waits for on its own rank; a group for what any member does, and a
+        collective for what all do, wherever they are."""
+        found: set[int] = set()
+        for member in self._meets.get(at, [at]):
+            group = self._group(member)
+            before = [*self.graph.waits[:, group].flat, *self.graph.queue_predecessor[group]]
+            found |= {int(one) for one in before} - {*group}
+        return found - {NONE, *self._meets.get(at, ())}
+
+    def _kept(self, at: int) -> list[int]:
+        """Of what an instruction waits for on its own rank, what cannot have ended."""
+        return sorted(one for one in self._before(at) if not self.may[one])
 
     @cached_property
     def sure(self) -> NDArray[np.bool_]:
@@ -129,17 +129,27 @@ class Placed:
         receives = self.graph.index.is_op(RECEIVES)
         while left:
             at = left.pop()
-            before = {n for n in self.graph.needs[:, at].tolist() if n != NONE}
-            queued = int(self.graph.queue_predecessor[at])
-            before |= {queued} - {NONE, *self._group(at)}
-            if receives[at] and (send := int(self.graph.partner[at])) != NONE:
-                before |= {n for n in self.graph.needs[:, send].tolist() if n != NONE}
-            before.update(self._meets.get(at, ()))
-            for one in before:
-                if not sure[one]:
-                    sure[one] = True
-                    left.append(one)
+            before = {*self.graph.needs[:, at].tolist(), *self._meets.get(at, ())}
+            before |= {int(self.graph.queue_predecessor[at])} - {*self._group(at)}
+            if receives[at]:
+                before.update(self.graph.needs[:, self._other(at)].tolist())
+            fresh = [one for one in before - {NONE} if not sure[one]]
+            sure[fresh] = True
+            left += fresh
         return sure
+
+    @cached_property
+    def may(self) -> NDArray[np.bool_]:
+        """What may have ended: transfers that have, and all else that nothing else keeps."""
+        may = self.sure & (~self.transfer | self.silent) | self.ended
+        open_, found = np.flatnonzero(~self.transfer & ~may).tolist(), True
+        before = {at: self._before(at) for at in open_}
+        while found:
+            found = False
+            for at in open_:
+                if not may[at] and all(may[one] for one in before[at]):
+                    may[at] = found = True
+        return may
 
     @property
     def contradicts(self) -> tuple[int, int] | None:
@@ -150,36 +160,12 @@ class Placed:
             if (behind := behind[behind > at]).size:
                 return at, int(behind[0])
         for turns in self.matched.apart:  # what has process groups of its own has queues of its own
-            queues = {*self.graph.queue[turns].tolist()}
-            mine = self.rank[turns[0]]
-            others = np.flatnonzero(self.transfer & (self.rank == mine) & self.matched.issued)
-            others = np.setdiff1d(others, turns)
-            both = others[np.isin(self.graph.queue[others], [*queues])]
+            mine = self.transfer & (self.rank == self.rank[turns[0]]) & self.matched.issued
+            others = np.setdiff1d(np.flatnonzero(mine), turns)
+            both = others[np.isin(self.graph.queue[others], self.graph.queue[turns])]
             if both.size:
                 return int(turns[0]), int(both[0])
         return None
-
-    @cached_property
-    def may(self) -> NDArray[np.bool_]:
-        """What may have ended: transfers that have, and all else that nothing else keeps."""
-        may = np.where(self.transfer, self.ended | (self.sure & self.silent), self.sure)
-        order = np.flatnonzero(~self.transfer & ~may).tolist()
-        found = True
-        while found:
-            found = False
-            left = []
-            for at in order:
-                if all(may[one] for one in self._keeps(at)):
-                    may[at] = found = True
-                else:
-                    left.append(at)
-            order = left
-        return may
-
-    def _keeps(self, at: int) -> set[int]:
-        """What an instruction that is no transfer waits for, with all members of its collective."""
-        members = self._meets.get(at, [at])
-        return set().union(*map(self._before, members)) - {*members}
 
     @property
     def behind(self) -> tuple[int, ...]:
@@ -194,20 +180,18 @@ class Placed:
     def place(self, rank: int) -> Place:
         """Where a rank of the program stands."""
         lo, hi = self.graph.program.offsets[rank : rank + 2].tolist()
-        issued = self.matched.issued
-        last = max((k for k in range(lo, hi) if self.transfer[k] and issued[k]), default=lo - 1)
-        open_ = [k for k in range(lo, hi) if self.transfer[k] and not self.ended[k]]
+        transfers = [k for k in range(lo, hi) if self.transfer[k]]
+        last = max((k for k in transfers if self.matched.issued[k]), default=lo - 1)
         for at in range(lo, hi):
-            if self.transfer[at] and issued[at]:
+            if self.matched.issued[at] if self.transfer[at] else self.may[at]:
                 continue
-            if self.transfer[at]:
-                kept = [n for n in self._before(at) if not self.may[n]]
-                if not kept:
-                    return Place(rank, at, True, (last + 1, at))
-                return Place(rank, self._transfer_before(kept), False, (at, at))
-            if not self.may[at]:
-                kept = [n for n in self._keeps(at) if not self.may[n]]
-                return Place(rank, self._transfer_before(kept), False, (at, at))
+            # What keeps a collective may be on other ranks, too: what is on this one comes first.
+            kept = [one for one in self._before(at) if not self.may[one]]
+            kept.sort(key=lambda one: bool(self.rank[one] != rank))
+            if self.transfer[at] and not kept:
+                return Place(rank, at, True, (last + 1, at))
+            return Place(rank, self._transfer_before(kept), False, (at, at))
+        open_ = [k for k in transfers if not self.ended[k]]
         stands = self._transfer_before(open_[:1]) if open_ else None
         return Place(rank, stands, False, (last + 1, hi))
 
@@ -218,19 +202,18 @@ class Placed:
         """
         seen: set[int] = set()
         while kept:
-            at = kept.pop(0)
+            at, *kept = kept
+            ahead = self._kept(at)
             if self.transfer[at]:
-                ahead = [n for n in self._before(at) if self.transfer[n] and not self.may[n]]
+                ahead = [one for one in ahead if self.transfer[one]]
                 if not ahead or at in seen:
                     return at
-                seen.add(at)
-                kept = [min(ahead)]
-                continue
-            if len(self._meets.get(at, ())) > 1:
+                kept = ahead[:1]
+            elif len(self._meets.get(at, ())) > 1:
                 return at
-            if at not in seen:
-                seen.add(at)
-                kept += sorted(n for n in self._keeps(at) if not self.may[n])
+            elif at not in seen:
+                kept += ahead
+            seen.add(at)
         raise AssertionError("nothing keeps what has not ended")
 
     # ------------------------------------------------------------ why
@@ -241,24 +224,19 @@ class Placed:
         A batch is over when all of it is, so one looks at all that is issued as one, on both sides.
         """
         if not self.transfer[at]:
-            kept = [n for n in sorted(self._keeps(at)) if not self.may[n]]
-            return Link(at, self._transfer_before(kept))
-        seen, left = {at}, [at]
-        suspects = []
-        while left:
-            one = left.pop(0)
+            return Link(at, self._transfer_before(self._kept(at)))
+        seen, suspects = [at], dict[int, None]()
+        for one in seen:  # which grows
             if (found := self._keeper(one)) is not None:
                 return found if isinstance(found, Cause) else Link(at, found)
             other = self._other(one)
             if not self.ended[other]:
                 sides = (one, other) if self.graph.index.op[one] in SENDS else (other, one)
-                suspects += [side for side in sides if self._is_suspect(side)]
-            around = [other, *self._group(one), *self._group(other)]
-            fresh = [n for n in dict.fromkeys(around) if n not in seen and not self.ended[n]]
-            seen.update(fresh)
-            left += fresh
+                suspects |= dict.fromkeys(side for side in sides if self._is_suspect(side))
+            around = dict.fromkeys([other, *self._group(one), *self._group(other)])
+            seen += [n for n in around if n not in seen and not self.ended[n]]
         if suspects:
-            return Cause(Kind.BUSY, tuple(dict.fromkeys(suspects)))
+            return Cause(Kind.BUSY, (*suspects,))
         stuck = [n for n in sorted(seen) if not self.ended[n] and not self.ended[self._other(n)]]
         if stuck:
             return Cause(Kind.STUCK, tuple(sorted((stuck[0], self._other(stuck[0])))))
@@ -287,27 +265,103 @@ class Placed:
     def _keeper(self, at: int) -> int | Cause | None:
         """What keeps a transfer on its own rank: another one, or its host, which is elsewhere."""
         if self.silent[at]:
-            return None if self.ended[self.graph.partner[at]] else Cause(Kind.SILENT, (at,))
-        if own := [n for n in sorted(self._before(at)) if not self.may[n]]:
+            return None if self.ended[self._other(at)] else Cause(Kind.SILENT, (at,))
+        if own := self._kept(at):
             return self._transfer_before(own)
-        if not self.matched.issued[at]:
-            place = self.place(int(self.rank[at]))
-            late = place.late or place.at is None
-            return Cause(Kind.LATE, (at,)) if late else place.at
-        return None
+        if self.matched.issued[at]:
+            return None
+        place = self.place(int(self.rank[at]))
+        return Cause(Kind.LATE, (at,)) if place.late or place.at is None else place.at
 
     def chain(self, at: int) -> tuple[list[Link], Cause | None]:
         """The waits from a transfer that has not ended to the cause; None for a circle."""
         links: list[Link] = []
-        while True:
-            found = self.next(at)
-            if isinstance(found, Cause):
-                return links, found
+        while isinstance(found := self.next(at), Link):
             links.append(found)
-            if found.needs in [link.at for link in links]:
-                return links, None
             at = found.needs
+            if at in [link.at for link in links]:
+                return links, None
+        return links, found
 
-    def places(self) -> Iterator[Place]:
-        """Where each rank of which there is a dump stands."""
-        return (self.place(rank) for rank, there in enumerate(self.matched.dumped) if there)
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is said of a copy of a program under a progress model.
+
+    `circle` are transfers that wait for each other, each for the next; `causes` what others wait
+    for and nothing keeps.  `refusal` is what `check` says of the program; of one that stands in a
+    circle also what it says of it on hosts that block, if it says nothing else.
+    """
+
+    placed: Placed
+    refusal: ProgramError | None
+    places: tuple[Place, ...]
+    causes: tuple[Cause, ...]
+    circle: tuple[Link, ...]
+
+    @property
+    def matched(self) -> Matched:
+        """What was recorded."""
+        return self.placed.matched
+
+    @property
+    def model(self) -> Model:
+        """The progress model."""
+        return self.placed.graph.model
+
+    @property
+    def is_deadlock(self) -> bool:
+        """Whether nothing that anybody does can set it going again."""
+        return bool(self.circle)
+
+
+def judge(program: Program, copies: Sequence[Matched], model: Model | None = None) -> list[Verdict]:
+    """A verdict on each copy of a program, of which all messages go as the program says.
+
+    Without a model it is `device`, or the strictest laxer one that is not contradicted.
+    Raises UsageError for recordings that contradict the model, and another ProgramError for a
+    program that is not complete.
+    """
+    return [_judge(program, matched, model) for matched in copies]
+
+
+def _judge(program: Program, matched: Matched, model: Model | None) -> Verdict:
+    for one in (model,) if model else _USUAL:
+        placed = Placed(complete(program, one), matched)
+        wrong = placed.contradicts
+        if wrong is None:
+            return _verdict(placed)
+    assert wrong is not None
+    named = [placed.graph.index.locate(at) for at in wrong]
+    first, later = (f"{instr} of rank {matched.ranks[rank]}" for rank, _, instr in named)
+    raise UsageError(
+        f"this did not run under {one}: {later} has not waited for {first}", fields=["model"]
+    )
+
+
+def _verdict(placed: Placed) -> Verdict:
+    places = tuple(placed.place(rank) for rank, there in enumerate(placed.matched.dumped) if there)
+    causes: dict[Cause, None] = {}
+    circle: tuple[Link, ...] = ()
+    for place in places:
+        # A rank that is late is a cause where others wait for it.
+        if place.at is None or place.late:
+            continue
+        links, cause = placed.chain(place.at)
+        if cause is not None:
+            causes[cause] = None
+        elif not circle:
+            back = [link.at for link in links].index(links[-1].needs)
+            circle = tuple(links[back:])
+    refusals = (_refusal(placed.graph, blocks) for blocks in (False, *[True] * bool(circle)))
+    refusal = next((one for one in refusals if one is not None), None)
+    return Verdict(placed, refusal, places, tuple(causes), circle)
+
+
+def _refusal(graph: Graph, blocks: bool) -> ProgramError | None:
+    """What `check` says of a program, on hosts that block or not."""
+    try:
+        check(graph.program, graph.model, blocks=blocks)
+    except ProgramError as error:
+        return error
+    return None

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from schedir.dumps.flight_recorder import read_dumps
+from schedir.dumps.report import job_lines
 from schedir.dumps.standing import Job, Why
-from schedir.dumps.told import job_lines
 from tests.cpu.spawn import run
 
 c10d: Any = torch._C._distributed_c10d
@@ -50,11 +50,11 @@ def test_the_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
     for form in ("pickles", "json"):
         job = Job(read_dumps([str(tmp_path / form)])[0])
         assert job.roots == (LATE,) and not job.cycle and not job.missing
-        assert {str(s.begun) for s in job.standing.values()} == {
+        assert {str(s.begun) for s in job.dumps.values()} == {
             "all_reduce 2 of default_pg",
             "None",
         }
-        late = job.standing[LATE]
+        late = job.dumps[LATE]
         assert (str(late.ended), late.begun) == ("all_reduce 1 of default_pg", None)
         waits = {wait for own in job.waits.values() for wait in own if wait.on == LATE}
         assert {wait.why for wait in waits} == {Why.NOT_ISSUED}

@@ -25,8 +25,8 @@ from schedir.analysis.graph import Graph
 from schedir.compiler.compile import finish
 from schedir.dumps.flight_recorder import read_dumps
 from schedir.dumps.matched import match
+from schedir.dumps.placed import judge
 from schedir.dumps.standing import Job
-from schedir.dumps.verdict import judge
 from schedir.io import torch_csv
 from schedir.ir.index import Index
 from tests.cpu.spawn import run

@@ -14,11 +14,9 @@ from schedir import Plan, Program, check, compile, parse, schedules
 from schedir.analysis.graph import Graph
 from schedir.analysis.models import MODELS, Model
 from schedir.dumps.matched import match
-from schedir.dumps.placed import Kind
+from schedir.dumps.placed import Kind, Verdict, judge
+from schedir.dumps.report import job_lines, program_lines
 from schedir.dumps.standing import Job, Why
-from schedir.dumps.told import job_lines
-from schedir.dumps.told_program import program_lines
-from schedir.dumps.verdict import Verdict, judge
 from schedir.errors import DeadlockError, ProgramError, UsageError
 from schedir.ir.ops import TRANSFERS
 from tests.flight import Recorder, a_group_each, job_of, one_group, record, stopped

@@ -15,10 +15,9 @@ import pytest
 from schedir import Plan, Program, check, compile, schedules
 from schedir.analysis.graph import Graph
 from schedir.dumps.matched import match
+from schedir.dumps.placed import judge
+from schedir.dumps.report import job_lines, program_lines
 from schedir.dumps.standing import Why
-from schedir.dumps.told import job_lines
-from schedir.dumps.told_program import program_lines
-from schedir.dumps.verdict import judge
 from schedir.errors import UsageError
 from schedir.ir.ops import RECEIVES
 from schedir.ir.stream import Stream
