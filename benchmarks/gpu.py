@@ -3,9 +3,14 @@
     python benchmarks/gpu.py
     python benchmarks/gpu.py --only stage
 
-One table, and exit code 1 if a goal is missed or a part fails, which holds up no other.  All times
-are between CUDA events.
+The machine and its versions come first.  Without a GPU nothing else does, and the exit code is 2.
+Then one table, and exit code 1 if a goal is missed or a part fails, which holds up no other.  All
+times are between CUDA events.
 
+- `machine`: nothing but the machine and its versions.
+- `queues`: how many pairs of streams of a process share a hardware queue, and so wait for each
+  other.  A kernel that does nothing for a while is put on one stream, and something short on all
+  others; what has not ended meanwhile is behind it.  Then the next stream.
 - `stage`: transformer layers in bfloat16, forward and backward, as model FLOP/s; beside the rate
   that their shapes allow, which is that of their products and attention alone, and the rate of a
   large bfloat16 product, all in the same run.
@@ -39,30 +44,37 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import platform
+import subprocess
 import sys
+import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import schedir
-from benchmarks import figures, gpu_stage
+from benchmarks import figures
 from benchmarks.figures import Figure
-from benchmarks.gpu_stage import gpt_stage, seconds
 from benchmarks.harness import lacks, parse
-from benchmarks.host_waits import host_waits
 from schedir import Costs, Plan, Program, Timeline, compile
 from schedir.errors import UsageError
 from schedir.ir.sizes import Sizes
+from schedir.kernels.weight_gradient import accumulate_
 from schedir.predict.bubble_causes import exposed, ready_gaps
 from schedir.predict.calibrate import calibrate
 from schedir.predict.timeline import spans_of
@@ -70,7 +82,7 @@ from schedir.runtime.boundary import Boundary
 from schedir.runtime.device_memory import times_asked
 from schedir.runtime.executor import WARM
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import MainOptimizer
+from schedir.runtime.precision import MainOptimizer, float32_gradients
 from schedir.runtime.sizes import sizes_of
 from schedir.schedules import one_f_one_b
 from schedir.testing import tiny
@@ -78,6 +90,11 @@ from schedir.training import gpt
 from schedir.transports.cuda import require_gpus
 
 RANKS = 4
+DEVICE = "cuda"
+PARKED = 40_000_000  # cycles, some 20 ms
+PATIENCE = 0.005  # seconds, in which something short ends
+WARNED: Final = "called a synchronizing CUDA operation"  # by torch, of what waits unasked
+ASKED: Final = (torch.cuda, torch.cuda.Event, torch.cuda.Stream)  # to synchronize
 
 
 def main() -> int:
@@ -88,19 +105,24 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=2, help="of a stage")
     parser.add_argument("--product", type=int, default=8192, help="side of the large product")
     parser.add_argument("--microbatches", type=int, default=64, help="of the GPT's ranks")
+    parser.add_argument("--streams", type=int, default=24, help="of ordinary priority, of queues")
+    parser.add_argument("--high", type=int, default=8, help="streams of high priority, of queues")
     parser.add_argument("--forward", type=float, default=1.0, help="of ranks that sleep, in ms")
     parser.add_argument("--steps", type=int, default=8, help="that are measured of each kind")
     parser.add_argument("--figures", type=Path, help="a file to which each figure is added")
     options = parse(
-        parser, hidden=128, context=16, layers=1, product=128, microbatches=4, steps=2, forward=0.1
-    )
+        parser, hidden=128, context=16, layers=1, product=128, microbatches=4, steps=2,
+        forward=0.1, streams=2, high=1,
+    )  # fmt: skip
+    for line in machine():
+        print(line, flush=True)
     # Streams that share a hardware queue wait for each other, and four ranks have more than 8.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         require_gpus(1)
     except UsageError as error:
         return lacks(str(error), options.smoke)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    print()
     return int(not table(options))
 
 
@@ -121,11 +143,26 @@ def table(options: argparse.Namespace) -> bool:
     return met
 
 
+def of_machine(options: argparse.Namespace) -> Iterator[Figure]:
+    """Nothing is measured: `main` has printed the machine."""
+    yield from ()
+
+
+def of_queues(options: argparse.Namespace) -> Iterator[Figure]:
+    streams = [torch.cuda.default_stream(), *(torch.cuda.Stream() for _ in range(options.streams))]
+    streams += [torch.cuda.Stream(priority=-1) for _ in range(options.high)]
+    found = sharing(streams)
+    for first, second in found:
+        print(f"stream {second} waits for stream {first}")
+    yield Figure("pairs of streams that share a queue", len(found), "")
+    yield Figure("  of pairs", len(streams) * (len(streams) - 1), "")
+
+
 def of_stage(options: argparse.Namespace) -> Iterator[Figure]:
     shape = options.hidden, options.context, options.layers
-    most = gpu_stage.product_rate(options.product)
+    most = product_rate(options.product)
     yield Figure(f"product of side {options.product}", most / 1e12, "TFLOP/s")
-    allowed, rate = gpu_stage.allowed_rate(*shape), gpu_stage.stage_rate(*shape)
+    allowed, rate = allowed_rate(*shape), stage_rate(*shape)
     yield Figure(f"products of a stage of hidden {options.hidden}", allowed / 1e12, "TFLOP/s")
     yield Figure(f"stage of hidden {options.hidden}", rate / 1e12, "TFLOP/s")
     yield Figure("  of the large product's", 100 * rate / most, "%")
@@ -140,7 +177,7 @@ def of_instruction(options: argparse.Namespace) -> Iterator[Figure]:
 def of_sleepers(options: argparse.Namespace) -> Iterator[Figure]:
     boundary = Boundary((1, options.context, options.hidden), torch.bfloat16)
     ranks = sleeping(16, boundary, round(options.forward / 1e3 * cycles_a_second()))
-    inputs = torch.randn(16, *boundary.shape, device=gpu_stage.DEVICE, dtype=boundary.dtype)
+    inputs = torch.randn(16, *boundary.shape, device=DEVICE, dtype=boundary.dtype)
     step = partial(ranks.step, inputs, inputs)
     yield from of_ranks("ranks that sleep", recorded(ranks, step, options.steps))
 
@@ -152,11 +189,170 @@ def of_gpt(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 PARTS: Final[dict[str, Callable[[argparse.Namespace], Iterator[Figure]]]] = {
+    "machine": of_machine,
+    "queues": of_queues,
     "stage": of_stage,
     "instruction": of_instruction,
     "sleep": of_sleepers,
     "gpt": of_gpt,
 }
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def said(*command: str) -> str:
+    """What a command says, in one line; nothing if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return "; ".join(done.stdout.strip().splitlines())
+
+
+def packages(*names: str) -> str:
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+def machine() -> Iterator[str]:
+    """The machine and the versions that figures are of, a line each."""
+    yield f"commit: {said('git', 'rev-parse', '--short', 'HEAD') or 'not known'}"
+    yield f"processor: {platform.machine()}, {os.cpu_count()} cores"
+    yield (
+        f"versions: python {platform.python_version()}, torch {torch.__version__}, "
+        f"{packages('triton', 'numpy', 'pytest', 'hypothesis', 'liger-kernel')}"
+    )
+    if not torch.cuda.is_available():
+        return
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    yield f"CUDA: {torch.version.cuda}, NCCL {nccl}"
+    for k in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(k)
+        yield (
+            f"GPU: {card.name}, {card.total_memory / 2**30:.0f} GiB, "
+            f"{card.multi_processor_count} multiprocessors"
+        )
+    query = "driver_version,clocks.max.sm,power.limit"
+    yield f"driver: {said('nvidia-smi', f'--query-gpu={query}', '--format=csv,noheader')}"
+
+
+# ---------------------------------------------------------------- streams that share a queue
+
+
+def sharing(streams: Sequence[Any]) -> list[tuple[int, int]]:
+    """Pairs of streams, by number: the second one waits while the first is busy."""
+    one = torch.zeros(1, device="cuda")
+    for stream in streams:  # what is done at first use may wait for the whole device
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1)
+            one.add_(1)
+    found = []
+    for k, parked in enumerate(streams):
+        others = [i for i in range(len(streams)) if i != k]
+        ended = {i: torch.cuda.Event() for i in others}
+        over = torch.cuda.Event()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(parked):
+            torch.cuda._sleep(PARKED)
+            over.record()
+        for i in others:
+            with torch.cuda.stream(streams[i]):
+                one.add_(1)
+                ended[i].record()
+        time.sleep(PATIENCE)
+        late = [i for i in others if not ended[i].query()]
+        if over.query():
+            raise RuntimeError("the host is too slow for this probe: a stream was free too soon")
+        found += [(k, i) for i in late]
+    torch.cuda.synchronize()
+    return found
+
+
+# ---------------------------------------------------------------- one stage
+
+
+def seconds(run: Callable[[], object], times: int = 10, warm: int = 3) -> float:
+    """The median of how long the GPU takes from the first to the last that a run issues."""
+    taken: list[float] = []
+    for _ in range(warm + times):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) / 1e3)
+    return median(taken[warm:])
+
+
+def product_rate(side: int) -> float:
+    """FLOP/s of a square product in bfloat16."""
+    a, b = (torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * side**3 / seconds(lambda: a @ b)
+
+
+def layer_flop(hidden: int, context: int) -> int:
+    """Of the products in one layer's forward over one sequence.
+
+    24 T h^2 + 4 T^2 h (Narayanan et al., arXiv 2104.04473, appendix), with all of the attention
+    matrix counted, as is the custom, although half of it is masked.
+    """
+    return 24 * context * hidden**2 + 4 * context**2 * hidden
+
+
+def gpt_stage(config: gpt.GPTConfig, stage: int, stages: int) -> nn.Module:
+    """A stage in bfloat16, with gradients in float32, on the GPU."""
+    device = torch.device(DEVICE)
+    module = gpt.build_stage(config, stage, stages, device=device, dtype=torch.bfloat16)
+    float32_gradients(module)
+    return module
+
+
+def stage_rate(hidden: int, context: int, layers: int) -> float:
+    """Model FLOP/s of a middle stage, forward and backward; a backward is two forwards."""
+    stage = gpt_stage(gpt.GPTConfig(256, 3 * layers, hidden, hidden // 128, context), 1, 3)
+    x = torch.randn(1, context, hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    flop = 3 * layers * layer_flop(hidden, context)
+    return flop / seconds(lambda: stage(x).backward(dy))
+
+
+def allowed_rate(hidden: int, context: int, layers: int) -> float:
+    """The rate that the shapes of a stage allow: model FLOP/s of its products and its attention
+    alone, forward and backward, one after the other, with nothing between them.
+
+    Each product runs as in the stage: y = x W', dx = dy W, and dW added up in float32.
+    """
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
+
+    shapes = [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
+    products = [
+        (new(context, n), new(k, n), new(context, k),
+         torch.zeros(k, n, device=DEVICE))
+        for k, n in shapes
+    ]  # fmt: skip
+    q, k, v, dy = (new(1, hidden // 128, context, 128) for _ in range(4))
+    qkv = [part.requires_grad_() for part in (q, k, v)]
+
+    def run() -> None:
+        for _ in range(layers):
+            for x, weight, _, _ in products:
+                F.linear(x, weight)
+            heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(heads, qkv, dy)
+            for x, weight, gradient, main in products:
+                torch.mm(gradient, weight)
+                accumulate_(main, gradient, x)
+
+    return 3 * layers * layer_flop(hidden, context) / seconds(run)
 
 
 # ---------------------------------------------------------------- one instruction
@@ -165,8 +361,8 @@ PARTS: Final[dict[str, Callable[[argparse.Namespace], Iterator[Figure]]]] = {
 def instruction_cost(microbatches: int = 256) -> float:
     """Microseconds of a Forward or Backward beyond what it runs, on one rank without a recorder."""
     (stage,) = tiny.tiny_stages(1)
-    stage.to(gpu_stage.DEVICE)
-    inputs, targets = (x.to(gpu_stage.DEVICE) for x in tiny.batch(microbatches))
+    stage.to(DEVICE)
+    inputs, targets = (x.to(DEVICE) for x in tiny.batch(microbatches))
     boundary = Boundary((2, tiny.WIDTH), torch.float64)
     program = compile(one_f_one_b, Plan(1, microbatches))
     world = InProcess(program, [stage], loss=tiny.loss, boundary=boundary, record=False)
@@ -239,7 +435,7 @@ def program_of(microbatches: int, clip: bool = False) -> Program:
 
 def sleeping(microbatches: int, boundary: Boundary, cycles: int) -> InProcess:
     """Ranks whose forwards last so many cycles; any numbers of the boundary are their input."""
-    stages = [Sleeper(cycles, boundary.dtype).to(gpu_stage.DEVICE) for _ in range(RANKS)]
+    stages = [Sleeper(cycles, boundary.dtype).to(DEVICE) for _ in range(RANKS)]
     return InProcess(
         program_of(microbatches),
         stages,
@@ -281,7 +477,7 @@ def of_a_gpt(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[F
     boundary = Boundary((1, config.context, config.hidden), torch.bfloat16)
     stages = [gpt_stage(config, s, RANKS) for s in range(RANKS)]
     inputs, targets = torch.randint(
-        0, config.vocab, (2, microbatches, 1, config.context), device=gpu_stage.DEVICE
+        0, config.vocab, (2, microbatches, 1, config.context), device=DEVICE
     )
     sizes = sizes_of(
         stages, inputs[0], targets[0], loss=gpt.loss, boundary=boundary, state=12.0
@@ -298,7 +494,7 @@ def of_a_gpt(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[F
         ranks.step(inputs, targets, scale)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    device = torch.device(gpu_stage.DEVICE)
+    device = torch.device(DEVICE)
     asked = times_asked(device)
     runs = recorded(ranks, partial(ranks.step, inputs, targets, scale), steps)
     held = torch.cuda.max_memory_allocated() - before
@@ -324,6 +520,37 @@ def peak(ranks: InProcess, sizes: Sizes) -> float:
     turn[at] = np.arange(len(at))
     spans = spans_of(ranks.program, turn, turn + 0.5)
     return Timeline(ranks.program, spans, sizes=sizes).peak_together
+
+
+# ---------------------------------------------------------------- waits of the host
+
+
+@contextmanager
+def host_waits() -> Iterator[list[str]]:
+    """Notes whatever makes the host wait for the GPU within this: by torch's own word, or because
+    somebody asks for it."""
+    found: list[str] = []
+    with ExitStack() as stack:
+        for of in ASKED:
+            noted = _noted(getattr(of, "synchronize"), found)  # noqa: B009
+            stack.enter_context(mock.patch.object(of, "synchronize", noted))
+        seen = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            found += [str(w.message) for w in seen if WARNED in str(w.message)]
+
+
+def _noted(wait: Callable[..., object], found: list[str]) -> Callable[..., object]:
+    # A function, as the method is: it is bound to what it is asked of.
+    def noted(*given: Any, **named: Any) -> object:
+        found.append(f"{wait.__qualname__} is called")
+        return wait(*given, **named)
+
+    return noted
 
 
 if __name__ == "__main__":

@@ -87,9 +87,9 @@ NCCL: Final = {"NCCL_DEBUG": "WARN"}
 REHEARSAL: Final = {"SCHEDIR_REHEARSAL": "1"}  # of tests/gpu
 STREAMS: Final = "tests/gpu/test_streams.py"
 STEPS: Final = (
-    Step("machine", "the machine and its versions", 60, ["benchmarks/gpu_machine.py"],
-         rehearsal=["benchmarks/gpu_machine.py"]),
-    Step("queues", "streams that share a hardware queue", 60, ["benchmarks/gpu_queues.py"]),
+    Step("machine", "the machine and its versions", 60, part("machine"),
+         rehearsal=part("machine")),
+    Step("queues", "streams that share a hardware queue", 60, part("queues")),
     Step("kernels", "kernels against float64", 240, tests("tests/gpu/test_kernels.py")),
     Step("sanitizer", "virtual ranks, under torch's sanitizer of streams", 180,
          tests("-x", STREAMS), {SANITIZER: "1"}),

@@ -15,11 +15,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import figures, gpu_queues, gpu_stage, host_waits
+from benchmarks import figures
 from benchmarks import gpu as benchmark
 from benchmarks.figures import Figure
-from benchmarks.gpu import main, of_a_gpt, of_ranks, peak, recorded, sleeping
-from benchmarks.gpu_stage import layer_flop
+from benchmarks.gpu import layer_flop, main, of_a_gpt, of_ranks, peak, recorded, sleeping
 from schedir import Costs, Plan, compile, simulate
 from schedir.ir.sizes import Sizes
 from schedir.runtime.boundary import Boundary
@@ -39,7 +38,8 @@ def test_it_refuses_a_machine_without_a_gpu(
     monkeypatch.setattr("sys.argv", ["gpu.py"])
     assert main() == 2
     out, err = capsys.readouterr()
-    assert out == "" and "needs a GPU" in err
+    assert out.startswith("commit: ") and "GPU" not in out
+    assert "needs a GPU" in err
 
 
 def test_the_products_of_a_layer() -> None:
@@ -73,7 +73,7 @@ def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 def test_the_shapes_of_a_stage_allow_its_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is timed beside a stage has as many operations as the stage is said to have."""
-    monkeypatch.setattr(gpu_stage, "DEVICE", "cpu")
+    monkeypatch.setattr(benchmark, "DEVICE", "cpu")
     counted = []
 
     def count(run: Callable[[], object]) -> float:
@@ -82,8 +82,8 @@ def test_the_shapes_of_a_stage_allow_its_own_products(monkeypatch: pytest.Monkey
         counted.append(counter.get_total_flops())
         return 2.0
 
-    monkeypatch.setattr(gpu_stage, "seconds", count)
-    rates = gpu_stage.allowed_rate(256, 16, 3), gpu_stage.stage_rate(256, 16, 3)
+    monkeypatch.setattr(benchmark, "seconds", count)
+    rates = benchmark.allowed_rate(256, 16, 3), benchmark.stage_rate(256, 16, 3)
     flop = 3 * 3 * layer_flop(256, 16)
     assert rates == (flop / 2, flop / 2)
     assert counted == [flop, flop]
@@ -113,12 +113,15 @@ def test_every_part_is_measured_beside_one_that_fails(
 def test_every_part_runs_to_its_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a CPU that stands in: all figures are there, and say nothing."""
+    """On a CPU that stands in: all figures are there, and say nothing.
+
+    Its streams have no hardware queues.
+    """
     monkeypatch.setattr(benchmark, "instruction_cost", partial(benchmark.instruction_cost, 4))
     file = tmp_path / "figures"
     options = argparse.Namespace(
-        only=None, figures=file, hidden=128, context=16, layers=1, product=16, microbatches=4,
-        forward=1e-3, steps=2,
+        only=[name for name in benchmark.PARTS if name != "queues"], figures=file, hidden=128,
+        context=16, layers=1, product=16, microbatches=4, forward=1e-3, steps=2,
     )  # fmt: skip
     with installed(monkeypatch):
         benchmark.table(options)
@@ -137,8 +140,8 @@ def test_streams_that_share_a_queue_are_found(monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(time, "sleep", later)
         one, other, third = (Stream(gpu) for _ in range(3))
-        assert gpu_queues.sharing([one, other, third]) == []
-        assert gpu_queues.sharing([one, other, one]) == [(0, 2), (2, 0)]
+        assert benchmark.sharing([one, other, third]) == []
+        assert benchmark.sharing([one, other, one]) == [(0, 2), (2, 0)]
 
 
 def test_waits_of_the_host_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,13 +152,13 @@ def test_waits_of_the_host_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(host_waits, "ASKED", (torch.cuda, Event))
-    with host_waits.host_waits() as found:
+    monkeypatch.setattr(benchmark, "ASKED", (torch.cuda, Event))
+    with benchmark.host_waits() as found:
         assert found == [] and modes == ["warn"]
         torch.cuda.synchronize()
         assert Event().synchronize() == "over"
-        warnings.warn(host_waits.WARNED, stacklevel=1)
-        warnings.warn(host_waits.WARNED, stacklevel=1)
+        warnings.warn(benchmark.WARNED, stacklevel=1)
+        warnings.warn(benchmark.WARNED, stacklevel=1)
         warnings.warn("another", stacklevel=1)
     assert modes == ["warn", "default"]
     assert len(found) == 4 and found[1].endswith("Event.synchronize is called")
@@ -169,7 +172,7 @@ def test_ranks_that_sleep_run_as_predicted(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.work(cycles * 1e-6))
     boundary = Boundary((1, 2, 4))
     inputs = torch.randn(16, *boundary.shape)
-    monkeypatch.setattr(gpu_stage, "DEVICE", "cpu")
+    monkeypatch.setattr(benchmark, "DEVICE", "cpu")
     ranks = sleeping(16, boundary, 1000)  # a millisecond
 
     def step() -> None:
@@ -191,7 +194,7 @@ def test_ranks_that_sleep_run_as_predicted(monkeypatch: pytest.MonkeyPatch) -> N
 def test_figures_of_a_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU would run and allocate, to the end: the figures themselves say nothing here."""
     gpu = install(monkeypatch)
-    monkeypatch.setattr(gpu_stage, "DEVICE", "cpu")
+    monkeypatch.setattr(benchmark, "DEVICE", "cpu")
     for name, given in (("memory_allocated", 100), ("max_memory_allocated", 2**20)):
         monkeypatch.setattr(torch.cuda, name, lambda given=given: given)
     for name in ("reset_peak_memory_stats", "set_sync_debug_mode"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.host_waits import host_waits
+from benchmarks.gpu import host_waits
 from schedir import compile
 from schedir.ir.plan import Plan
 from schedir.runtime.inprocess import InProcess

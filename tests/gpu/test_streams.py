@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.host_waits import host_waits
+from benchmarks.gpu import host_waits
 from schedir import compile
 from schedir.errors import ExecutionError
 from schedir.ir.ops import Lane
