@@ -1,47 +1,83 @@
-"""Search beside published schedules, beside its own bound, and how long it takes.
+"""Search beside published schedules, certified optima, CP-SAT and its own bound; how long it takes.
 
-    python benchmarks/search.py                         # all tables
-    python benchmarks/search.py table5 [--seconds 6]    # arXiv 2401.10241, table 5 from table 9
-    python benchmarks/search.py uneven [--seconds 4]    # stages that differ, over the bound
-    python benchmarks/search.py time [--seconds 10]     # with numba; without it if it is missing,
+    python benchmarks/search.py                           # all tables
+    python benchmarks/search.py table5 [--seconds 6]      # arXiv 2401.10241, table 5 from table 9
+    python benchmarks/search.py uneven [--seconds 4]      # stages that differ, over the bound
+    python benchmarks/search.py time [--seconds 10]       # with numba; without it if it is missing
     NUMBA_DISABLE_JIT=1 python benchmarks/search.py time  # or if this says so
+    python benchmarks/search.py certified [--seconds 2] [--cells 72] [--every 10]
+    python benchmarks/search.py below [--seconds 10]      # beside what CP-SAT has found in 60 s
+    python benchmarks/search.py below --certify           # what CP-SAT finds in 60 s, by itself
+    python benchmarks/search.py certify --seeds 0:200 [--seconds 6] [--add]
 
 Each row is printed as it is found, as a line of a table.  Seconds are of processor time unless they
 are said to be of a clock, which is right only on a quiet machine.
+
+- `certified`: the cases of tests/certified.csv.  An excess is that of the shortest order as the
+  search counts, without the queues of messages, as the optima are; the last column counts the cases
+  where a simulation, which has queues, takes longer.  Seconds are of the search alone.
+- `below`: 20 cases of 72 to 192 (stage, microbatch), with room for fewer microbatches than ranks.
+  CP-SAT gets no hint and no bound.  What it finds is kept in docs/results/search-below.csv.
+- `certify`: draws cases, has CP-SAT prove their optima, and keeps those that it proves.  A case is
+  drawn from its seed alone: 2 to 8 ranks, one stage per rank or several in loops and vees, even and
+  uneven costs, limits in counts and in bytes below, at and above the ranks.  They are printed as
+  lines of tests/certified.csv, or added to it.
+
+CP-SAT is `ortools`, which `pip install 'schedir[solver]'` installs.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import random
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from math import ceil, inf
 from pathlib import Path
 from time import perf_counter, process_time
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import schedir
-from benchmarks.harness import head, line, parse
+from benchmarks.harness import head, lacks, line, parse
 from schedir import Costs, Plan
 from schedir.analysis import compiled
 from schedir.errors import MemoryLimitError, ProgramError, UsageError
+from schedir.ir.ops import BACKWARD, FORWARD
 from schedir.schedules import built_in
+from schedir.schedules.draft import draft
+from schedir.schedules.words import placed_for
+from schedir.shortest.found import Step
+from schedir.shortest.orders import Order, codes_of, length, peaks
+from schedir.shortest.problem import Objective, Problem
+from schedir.shortest.solver import EXACT, solve
+from tests.certified import FILE, Case, Row, cases, read
+from tests.laws import ZOO
 from tests.published import PRINTED, rows
 
+Options = argparse.Namespace
 DRAWN = 5  # times that costs are drawn
 SHAPES = [(4, 16), (4, 64), (8, 24), (8, 64), (16, 48), (16, 128)]
+BELOW_FILE = Path(__file__).parents[1] / "docs" / "results" / "search-below.csv"
+BELOW_SHAPES = [(6, 12, 3), (8, 16, 4), (8, 16, 6), (8, 24, 4), (8, 24, 6)]  # ranks, m, in flight
+MOST_CELLS = {1: 130, 2: 64, 3: 36}  # (stage, microbatch) of a drawn case, by stages per rank
 
 
-def table5(seconds: float, smoke: bool) -> None:
+def table5(options: Options) -> None:
     """Bubble rates of own spans, as the paper counts them, in as much memory as it says."""
     head("model", "p", "m", "limit", "paper", "found", "bound", "", "stopped", "s")
-    for row in rows()[:1] if smoke else rows():
+    for row in rows()[:1] if options.smoke else rows():
         for limit, column in ((1, "rate_ZB_1p"), (2, "rate_ZB_2p")):
             began = process_time()
             found = schedir.search(
                 row.plan, row.costs, row.sizes, limit * row.plan.ranks,
-                objective="own", seconds=seconds,
+                objective="own", seconds=options.seconds,
             )  # fmt: skip
             took = process_time() - began
             paper, rate = row.rates[column], row.rate(found.span)
@@ -76,16 +112,16 @@ def best_of_zoo(plan: Plan, costs: Costs, room: int) -> float:
     return min(spans)
 
 
-def uneven(seconds: float, smoke: bool) -> None:
+def uneven(options: Options) -> None:
     """How far the best of the zoo, and what is found, are over the bound."""
     head("p x m", "in flight", "costs", "best of the zoo", "found", "stopped", "s")
     over, zoo = [], []
-    for p, m in SHAPES[:1] if smoke else SHAPES:
+    for p, m in SHAPES[:1] if options.smoke else SHAPES:
         for room in (p, p * 3 // 2):
             for name, costs in families(p):
                 plan = Plan(p, m)
                 began = process_time()
-                found = schedir.search(plan, costs, in_flight=room, seconds=seconds)
+                found = schedir.search(plan, costs, in_flight=room, seconds=options.seconds)
                 took = process_time() - began
                 over.append(found.gap)
                 zoo.append(best_of_zoo(plan, costs, room) / found.bound - 1)
@@ -97,7 +133,7 @@ def uneven(seconds: float, smoke: bool) -> None:
         print(f"{name}: {sum(gaps) / len(gaps):.2%} in the mean, {max(gaps):.2%} at worst")
 
 
-def time(seconds: float, smoke: bool) -> None:
+def time(options: Options) -> None:
     """How long a bound takes, a proof, a schedule within 1 % of the bound, and a first one."""
     try:
         compiled.load()
@@ -108,7 +144,7 @@ def time(seconds: float, smoke: bool) -> None:
     head("what", "p x m", "processor s", "clock s", "over the bound")
     paper = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
     uneven_ = dict(families(16))["0.7 to 1.3, 0"]
-    for p, m in ((8, 24),) if smoke else ((8, 24), (16, 128), (32, 256)):
+    for p, m in ((8, 24),) if options.smoke else ((8, 24), (16, 128), (32, 256)):
         times = []
         for _ in range(3):
             began = process_time()
@@ -121,11 +157,11 @@ def time(seconds: float, smoke: bool) -> None:
         ("search, even", 32, 256, paper),
         ("search, 0.7 to 1.3", 32, 256, dict(families(32))["0.7 to 1.3, 0"]),
     )
-    for what, p, m, costs in searches[:1] if smoke else searches:
+    for what, p, m, costs in searches[:1] if options.smoke else searches:
         began, clock = process_time(), perf_counter()
         seen: list[tuple[float, float]] = []
         found = schedir.search(
-            Plan(p, m), costs, in_flight=p, seconds=seconds,
+            Plan(p, m), costs, in_flight=p, seconds=options.seconds,
             report=lambda step, bound, seen=seen, began=began: seen.append(  # type: ignore[misc]
                 (process_time() - began, step.span / bound - 1)
             ),
@@ -139,26 +175,299 @@ def time(seconds: float, smoke: bool) -> None:
         if close:
             line("within 1 %", f"{p} x {m}", f"{close[0][0]:.2f}", "", f"{close[0][1]:.2%}")
     plan, costs = Plan(16, 64), dict(families(16))["0.7 to 1.3, 0"]
-    for asked in (0.1,) if smoke else (1.0, 3.0):
+    for asked in (0.1,) if options.smoke else (1.0, 3.0):
         clock = perf_counter()
         schedir.search(plan, costs, in_flight=16, seconds=asked)
         line(f"--seconds {asked:g}", "16 x 64", "", f"{perf_counter() - clock:.2f}", "")
 
 
-TABLES: dict[str, tuple[Callable[[float, bool], None], float]] = {
+# ------------------------------------------------------------ beside certified optima
+
+
+class Result(NamedTuple):
+    case: Case
+    excess: float
+    slack: float  # of the bound, below the optimum
+    queued: bool
+    seconds: float
+    by: str
+
+
+def searched(case: Case, seconds: float) -> Result:
+    """What a search gives; a bound above the optimum ends it all."""
+    began = process_time()
+    found = schedir.search(
+        case.plan, case.costs, case.sizes, case.limit,
+        in_flight=case.in_flight, objective=case.objective, split=case.split, seconds=seconds,
+    )  # fmt: skip
+    took = process_time() - began
+    # The trail is empty where the time was over before the search had an order of its own.
+    last = found.trail[-1] if found.trail else Step(took, "none", found.span)
+    taken = last.span
+    assert taken >= case.optimum * (1 - EXACT), case
+    assert found.bound <= case.optimum * (1 + EXACT), case
+    queued = found.span > taken * (1 + EXACT)
+    slack = 1 - found.bound / case.optimum
+    return Result(case, taken / case.optimum - 1, slack, queued, took, last.method)
+
+
+def groups(case: Case) -> Iterator[str]:
+    yield "all"
+    yield "S*m <= 72" if case.cells <= 72 else "S*m > 72"
+    yield "below p activations" if case.tight else "p or more"
+    yield "one stage per rank" if case.stages_per_rank == 1 else "several stages per rank"
+    yield "I and W" if case.split else "whole B"
+    yield case.objective
+    yield "in bytes" if case.limit is not None else "in counts"
+
+
+def summary(results: list[Result]) -> Iterator[str]:
+    by_group: dict[str, list[Result]] = {}
+    for result in results:
+        for group in groups(result.case):
+            by_group.setdefault(group, []).append(result)
+    yield "| cases | n | optimal | worst excess | bound exact | mean slack | s | queues |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    for group, own in by_group.items():
+        n = len(own)
+        yield (
+            f"| {group} | {n} | {sum(r.excess <= EXACT for r in own)} "
+            f"| {max(r.excess for r in own):.2%} | {sum(r.slack <= EXACT for r in own)} "
+            f"| {sum(r.slack for r in own) / n:.2%} | {sum(r.seconds for r in own) / n:.2f} "
+            f"| {sum(r.queued for r in own)} |"
+        )
+
+
+def certified(options: Options) -> None:
+    """Print how often a search finds the optimum, and how far it and the bound are off."""
+    results = []
+    for case in [c for c in cases() if c.cells <= options.cells][:: options.every]:
+        results.append(searched(case, options.seconds))
+        if results[-1].excess > EXACT:
+            print(f"{results[-1].excess:.3%} over: {case}, {results[-1].by}", flush=True)
+    print("\n".join(summary(results)))
+
+
+# ------------------------------------------------------------ below p activations, beside CP-SAT
+
+
+def below_costs(ranks: int) -> Iterator[tuple[str, Row, Row, Row, float]]:
+    """Even costs, those of arXiv 2401.10241, table 9, and uneven ones."""
+    last = (1.0,) * (ranks - 1) + (1.5,)
+    rng = random.Random(ranks)
+    yield "unit", (1.0,), (1.0,), (1.0,), 0.0
+    yield "1.5B", (18.522,), (18.086,), (9.337,), 0.601
+    yield "last stage x 1.5", last, last, last, 0.0
+    drawn = (tuple(round(rng.uniform(0.7, 1.3), 3) for _ in range(ranks)) for _ in range(3))
+    yield "0.7 to 1.3", *drawn, 0.0  # type: ignore[misc]
+
+
+def by_solver(path: Path, seconds: float, shapes: Sequence[tuple[int, int, int]]) -> None:
+    """Write what CP-SAT finds of each case to a file."""
+    names = [*(f.name for f in fields(Case)), "bound", "costs"]
+    with path.open("w", newline="") as file:
+        file.write(
+            f"# benchmarks/search.py below --certify, CP-SAT {version('ortools')}, {seconds} s\n"
+        )
+        out = csv.DictWriter(file, names, lineterminator="\n")
+        out.writeheader()
+        for ranks, microbatches, room in shapes:
+            for name, forward, backward, weight, send in below_costs(ranks):
+                case = Case(
+                    ranks, microbatches, 1, "loop", True, "span", forward, backward, weight, send,
+                    room, None, None, None, None, 0.0, None, "",
+                )  # fmt: skip
+                solved = solve(case.problem, seconds, workers=2)
+                print(case, name, solved.value, solved.bound.value, flush=True)
+                row = replace(case, optimum=solved.value).line()
+                out.writerow(row | {"bound": solved.bound.value, "costs": name})
+                file.flush()
+
+
+def beside_solver(path: Path, seconds: float) -> None:
+    """Print the results of a search next to the results of CP-SAT, which are read from a file."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    head(
+        "p x m", "in flight", "costs", "CP-SAT", "its bound", "search", "over CP-SAT", "bound", "s"
+    )
+    over = []
+    for case, row in zip(read(path), rows, strict=True):
+        began = process_time()
+        found = schedir.search(case.plan, case.costs, in_flight=case.in_flight, seconds=seconds)
+        took = process_time() - began
+        # The trail is empty where the time was over before the search had an order of its own.
+        taken = found.trail[-1].span if found.trail else found.span
+        over.append(taken / case.optimum - 1)
+        line(
+            f"{case.ranks} x {case.microbatches}", case.in_flight, row["costs"],
+            f"{case.optimum:.6g}", f"{float(row['bound']):.6g}", f"{taken:.6g}", f"{over[-1]:+.2%}",
+            f"{found.bound:.6g}", f"{took:.1f}",
+        )  # fmt: skip
+    print(f"\nmean {sum(over) / len(over):+.2%}, at most {max(over):+.2%}")
+
+
+def below(options: Options) -> None:
+    """Search below p activations, or certify what CP-SAT finds there."""
+    if options.smoke:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, BELOW_FILE.name)
+            by_solver(path, 0.5, BELOW_SHAPES[:1])
+            beside_solver(path, options.seconds)
+    elif options.certify:
+        by_solver(BELOW_FILE, 60.0, BELOW_SHAPES)
+    else:
+        beside_solver(BELOW_FILE, options.seconds)
+
+
+# ------------------------------------------------------------ certified optima, made
+
+
+def drawn(seed: int) -> Case:
+    """The case of a seed, its optimum not known."""
+    rng = random.Random(seed)
+    v = rng.choices((1, 2, 3), (7, 3, 1))[0]
+    ranks = rng.randint(2, 8 if v == 1 else 4)
+    most = min(24, MOST_CELLS[v] // (ranks * v))
+    microbatches = rng.randint(min(2, most), most)
+    placement = rng.choice(("loop", "vee")) if v == 2 else "loop"
+    stages, split = ranks * v, rng.random() < 0.75
+    forward, backward, weight, send = _drawn_costs(rng, stages)
+    if not split:
+        backward, weight = (
+            tuple(round(sum(both), 15) for both in zip(backward, weight, strict=True)),
+            (0.0,),
+        )
+    objectives: tuple[Objective, ...] = ("span", "own")
+    objective = rng.choices(objectives, (3, 1))[0]
+    case = Case(
+        ranks, microbatches, v, placement, split, objective, forward, backward, weight, send,
+        None, None, None, None, None, 0.0, None, "",
+    )  # fmt: skip
+    share = rng.choice((0.5, 0.5, 0.6, 0.75, 1, 1, 1.25, 1.5, 2))
+    if rng.random() < 0.5:
+        return replace(case, in_flight=max(ceil(share * ranks * v), v))
+    saved = _drawn_row(rng, stages, lambda: float(rng.randint(8, 20)), rng.random() < 0.7)
+    part = rng.choice((0.25, 0.4, 0.7, 1.0))
+    tape = tuple(float(ceil(part * s)) for s in saved)
+    both = tuple(s + float(rng.randint(0, int(t))) for s, t in zip(saved, tape, strict=True))
+    limit = float(ceil(share * ranks * v * max(saved) + max(tape)))
+    return replace(case, saved=saved, tape=tape, both=rng.choice((None, both)), limit=limit)
+
+
+def _drawn_costs(rng: random.Random, stages: int) -> tuple[Row, Row, Row, float]:
+    kind = rng.choice(("even", "last", "whole", "decimal", "real"))
+    if kind in ("even", "last"):
+        each = rng.choice(
+            ((1.0, 1.0, 1.0), (3.0, 3.0, 2.0), (18.522, 18.086, 9.337), (2.0, 3.0, 1.0))
+        )
+        factor = [1.0] * (stages - 1) + [1.5 if kind == "last" else 1.0]
+        rows = [tuple(round(c * f, 6) for f in factor) for c in each]
+    elif kind == "whole":
+        rows = [tuple(float(rng.randint(1, 9)) for _ in range(stages)) for _ in range(3)]
+    else:
+        digits = 2 if kind == "decimal" else 15
+        rows = [
+            tuple(round(c * rng.uniform(0.7, 1.3), digits) for _ in range(stages))
+            for c in (1.0, 1.0, rng.choice((0.5, 1.0)))
+        ]
+    send = rng.choice((0.0, round(rng.uniform(0.01, 0.3) * min(rows[0]), 3)))
+    return (*(row[:1] if len(set(row)) == 1 else row for row in rows), send)  # type: ignore[return-value]
+
+
+def _drawn_row(rng: random.Random, stages: int, one: object, alike: bool) -> Row:
+    assert callable(one)
+    return (one(),) if alike else tuple(one() for _ in range(stages))
+
+
+def of_the_zoo(problem: Problem) -> Iterator[tuple[str, Order]]:
+    """The orders of the zoo that are for the plan; whole backwards are split where all are."""
+    plan = problem.plan
+    for name, schedule in ZOO.items():
+        placement, per_rank = placed_for(schedule)
+        if placement not in (None, plan.placement) or per_rank not in (None, plan.stages_per_rank):
+            continue
+        try:
+            program = draft(schedule, plan)
+        except ProgramError:
+            continue
+        if not problem.split and any(
+            {*stream.op} - {FORWARD, BACKWARD} for stream in program.streams
+        ):
+            continue
+        order = codes_of(program, split=problem.split)
+        each = problem.microbatches * (2 + problem.split)
+        if all(
+            len(codes) == len(own) * each for codes, own in zip(order, problem.own, strict=True)
+        ):
+            yield name, order
+
+
+def shortest_of_zoo(problem: Problem) -> tuple[float | None, str]:
+    """The least that an order of the zoo takes which fits, and its name."""
+    best, found = inf, ""
+    for name, order in of_the_zoo(problem):
+        taken = length(problem, order)
+        if taken is None or taken >= best:
+            continue
+        if all(problem.fits(held, rank) for rank, held in enumerate(peaks(problem, order))):
+            best, found = taken, name
+    return (best, found) if found else (None, "")
+
+
+def certify(options: Options) -> None:
+    """Draw cases, and print or add those whose optimum CP-SAT proves."""
+    names = [f.name for f in fields(Case)]
+    file = FILE.open("a", newline="") if options.add else sys.stdout
+    out = csv.DictWriter(file, names, lineterminator="\n")
+    if not options.add or not FILE.stat().st_size:
+        file.write(f"# benchmarks/search.py certify, CP-SAT {version('ortools')}\n")
+        out.writeheader()
+    for seed in range(*map(int, options.seeds.split(":"))):
+        case = drawn(seed)
+        try:
+            problem = case.problem
+        except ProgramError:  # there is no room for it
+            continue
+        began = perf_counter()
+        solved = solve(problem, options.seconds, workers=2)
+        took = perf_counter() - began
+        print(f"{seed} {case}: {solved.value:.6g} {solved.proved} {took:.1f} s", file=sys.stderr)
+        if solved.proved:
+            zoo, name = shortest_of_zoo(problem)
+            out.writerow(replace(case, optimum=solved.value, zoo=zoo, schedule=name).line())
+            file.flush()
+
+
+TABLES: dict[str, tuple[Callable[[Options], None], float]] = {
     "table5": (table5, 6.0), "uneven": (uneven, 4.0), "time": (time, 10.0),
+    "certified": (certified, 2.0), "below": (below, 10.0), "certify": (certify, 6.0),
 }  # fmt: skip
+MAKES = "certify"  # which is no table of a search
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES))
-    parser.add_argument("--seconds", type=float)
-    options = parse(parser, seconds=0.1)
-    for name in TABLES if options.table == "all" else [options.table]:
-        table, usual = TABLES[name]
-        table(usual if options.seconds is None else options.seconds, options.smoke)
+    parser.add_argument("--seconds", type=float, help="of each search, or of CP-SAT for `certify`")
+    parser.add_argument("--cells", type=int, default=10**6, help="of `certified`: at most S*m")
+    parser.add_argument("--every", type=int, default=1, help="of `certified`: each n-th case")
+    parser.add_argument("--certify", action="store_true", help="of `below`: ask CP-SAT, 60 s each")
+    parser.add_argument("--seeds", default="0:60", help="of `certify`: from:to")
+    parser.add_argument("--add", action="store_true", help=f"of `certify`: to {FILE.name}")
+    options = parse(parser, seconds=0.1, every=100, seeds="2:4")
+    usual = [name for name in TABLES if name != MAKES or options.smoke]
+    names, code = usual if options.table == "all" else [options.table], 0
+    for name in names:
+        asks_solver = name == MAKES or (name == "below" and (options.certify or options.smoke))
+        if asks_solver and find_spec("ortools") is None:
+            code = lacks("needs ortools: pip install 'schedir[solver]'", options.smoke)
+            continue
+        table, seconds = TABLES[name]
+        own = seconds if options.seconds is None else options.seconds
+        table(argparse.Namespace(**{**vars(options), "seconds": own}))
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

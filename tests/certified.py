@@ -1,4 +1,4 @@
-"""Certified: Problems whose optimum CP-SAT has proved, by `benchmarks/certify.py`."""
+"""Certified: Problems whose optimum CP-SAT has proved, by `benchmarks/search.py certify`."""
 
 from __future__ import annotations
 
