@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from benchmarks.zero_bits import Case, differing, train
+from benchmarks.zero import Case, differing, train
 from schedir import Plan
 from schedir.analysis.memory import held
 from schedir.checkpoints import load, save

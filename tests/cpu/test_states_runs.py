@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import schedir
-from benchmarks.zero_bits import Case, differing, train
+from benchmarks.zero import Case, differing, train
 from schedir import Plan
 from schedir.analysis.memory import held
 from schedir.checkpoints import Saver, load, save

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from benchmarks.zero_bits import Case, differing, train
+from benchmarks.zero import Case, differing, train
 from schedir import Plan
 from schedir.errors import ModelError
 from schedir.runtime.executor import Executor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.zero_bytes import rows, run
+from benchmarks.zero import byte_rows, run_row
 
 NAMES = (
     "interleaved zero 3, each turn",
@@ -16,5 +16,5 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_what_lives_is_what_was_predicted(name: str) -> None:
     """By the storages that are alive on each rank and replica."""
-    for found in run(rows()[name]):
+    for found in run_row(byte_rows()[name]):
         assert found.looks > 10 and found.most > 0 and not found.beside

@@ -1,0 +1,542 @@
+"""ZeRO: the bits that each level leaves, the bytes that live, and how often weights are gathered.
+
+    python benchmarks/zero.py                    # all tables
+    python benchmarks/zero.py bits [NAME ...]    # cases whose names begin so, or all
+    python benchmarks/zero.py bytes [NAME ...]
+    python benchmarks/zero.py gathers [--ranks 4] [--microbatches 16] [--stages-per-rank 4]
+
+- `bits`: each case is a GPT of tied embeddings, whose gradients are clipped, and five steps of
+  AdamW over Gloo, once for each level.  Parameters, moments and losses of levels 1 to 3 are
+  compared with plain data parallelism, to the bit.
+- `bytes`: each row is a program of a small GPT over Gloo, with AdamW, of which some keep its state
+  on the host.  In its second step, behind each instruction of each process, all memory of tensors
+  that are alive is added up: that of tensors that Python knows, and of those that operations have
+  made since and autograd keeps; each storage once, as large as it is now.  Messages, the batch, and
+  numbers of the step (losses, norms, flags) are left out.  What the prediction says is there behind
+  the same instruction must be the same, to the byte.
+- `gathers`: for each schedule with several stages on a rank, and each number of stages that are
+  whole at once: the gathers of each rank with none ahead (the fewest that there can be) and with
+  one run ahead (the default), and those of `_add_unshard_reshard` of torch.distributed.pipelining
+  where its list holds no more stages at once; one number where the ranks are alike.  Beside them
+  the time that a step is predicted to take, in forwards, where F takes 1, B 2, I and W 1, a message
+  0.05 and a gather half a forward; with none and one ahead, and where gathers are free.  Then how
+  often each rank reduces gradients, at the end of a step and in turns, and what a process sends for
+  that.
+
+Exits with 1 where a bit or a byte differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import schedir
+from benchmarks.harness import head, line, parse
+from schedir import Costs, Plan, Program, Sizes, compile, schedules, simulate
+from schedir.analysis.gathers import gathers
+from schedir.analysis.memory import Footprint, held
+from schedir.commands.simulate import volume
+from schedir.errors import PlanError
+from schedir.ir.ops import BOUNDARY, Lane
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.precision import MainOptimizer, float32_gradients
+from schedir.runtime.rank import Call
+from schedir.runtime.sizes import sizes_of
+from schedir.schedules.draft import draft
+from schedir.schedules.words import placed_for, takes_v
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
+from tests.cpu.spawn import run as run_in
+
+STEPS, BATCH, CONTEXT, HIDDEN, VOCAB = 5, 2, 8, 24, 31
+COSTS = Costs(F=1, I=1, W=1, send=0.05, unshard=0.5)
+Found = dict[tuple[int, int, str, str], list[tuple[int, torch.Tensor]]]
+_MESSAGES = {kind.name.lower() for kind in BOUNDARY} | {"handed_over"}
+
+
+# ------------------------------------------------------------ bits
+
+
+class Case(NamedTuple):
+    """What is run: a schedule's plan, replicas, tensor-parallel ranks, and the precision."""
+
+    schedule: Any
+    plan: Plan
+    dp: int = 2
+    tp: int = 1
+    half: bool = False
+    options: Any = ()
+    folder: str | None = None  # of what is on the disk
+
+    @property
+    def processes(self) -> int:
+        """How many it takes."""
+        return self.plan.ranks * self.dp * self.tp
+
+
+def cases() -> dict[str, Case]:
+    """All that is compared, by name."""
+    found = {}
+    for schedule, plan in (
+        (schedir.schedules.one_f_one_b, Plan(2, 3)),
+        (schedir.schedules.interleaved, Plan(2, 4, 2)),
+        (schedir.schedules.looped_bfs, Plan(2, 3, 2)),
+        (schedir.schedules.zb_h1, Plan(2, 4)),
+        (schedir.schedules.dualpipe, Plan(2, 4, placement="mirror")),
+    ):
+        for dp, tp, half in (
+            (2, 1, False),
+            (3, 1, False),
+            (2, 1, True),
+            (3, 1, True),
+            (2, 2, False),
+        ):
+            name = f"{schedule.__name__} dp{dp}" + " tp2" * (tp == 2) + " bf16" * half
+            found[name] = Case(schedule, plan, dp, tp, half)
+    return found
+
+
+def stages_of(case: Case, own: Any, tp: Any) -> dict[int, nn.Module]:
+    """Own stages of a GPT whose tokens' embedding is tied."""
+    cfg = gpt.GPTConfig(
+        vocab=VOCAB,
+        layers=case.plan.stages,
+        hidden=HIDDEN,
+        heads=2,
+        context=CONTEXT,
+        tied=case.plan.stages > 1,
+    )
+    stages: dict[int, nn.Module] = {}
+    for s in own:
+        stages[s] = gpt.build_stage(cfg, s, case.plan.stages, tp=tp)
+        if case.half:
+            float32_gradients(stages[s].bfloat16())
+    return stages
+
+
+def train(rank: int, case: Case, zero: int) -> tuple[list[bytes], Found]:
+    """A process: the losses and norms of a run, and what it has of each parameter and moment."""
+    torch.manual_seed(0)
+    more = {k: v for k, v in dict(case.options).items() if k != "active" or zero == 3}
+    program = schedir.compile(
+        case.schedule, case.plan, dp=case.dp, tp=case.tp, zero=zero,
+        **{"clip": True, "tied": case.plan.stages > 1} | more,
+    )  # fmt: skip
+    transport = Gloo(program)
+    tp = transport.tp_group
+    stages = stages_of(case, program.plan.stages_of[transport.rank], tp)
+    parameters = [p for stage in stages.values() for p in stage.parameters()]
+    optimizer: Any
+    if case.half:
+        optimizer = MainOptimizer(parameters, lambda main: torch.optim.AdamW(main, 1e-2))
+    else:
+        optimizer = torch.optim.AdamW(parameters, 1e-2)
+    executor = Executor(
+        program,
+        transport.rank,
+        stages,
+        transport,
+        loss=lambda y, target: gpt.loss(y, target, tp=tp),
+        boundary=Boundary((BATCH, CONTEXT, HIDDEN), torch.bfloat16 if case.half else torch.float32),
+        optimizer=optimizer,
+        max_norm=0.05 if program.clip else None,
+        folder=case.folder,
+    )
+    m, numbers = case.plan.microbatches, torch.Generator().manual_seed(1)
+    told: list[bytes] = []
+    for _ in range(STEPS):
+        x, y = torch.randint(0, VOCAB, (2, m * case.dp, BATCH, CONTEXT), generator=numbers)
+        own = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
+        total = executor.step(x[own], y[own], 1 / y.numel())
+        told += [t.numpy().tobytes() for t in (total, executor.norm) if t is not None]
+    return told, kept(executor, optimizer, transport)
+
+
+def kept(executor: Executor, optimizer: Any, transport: Any) -> Found:
+    """What a process has of each parameter, its gradient and moments: from which number on."""
+    found: Found = {}
+    main = dict(
+        zip(getattr(optimizer, "parameters", ()), getattr(optimizer, "main", ()), strict=True)
+    )
+    state = getattr(optimizer, "inner", optimizer).state
+    for s, stage in executor.stages.items():
+        begins: dict[nn.Parameter, int] = {}
+        for bucket in stage.gradients.buckets if stage.weights is not None else ():
+            ranges = bucket.ranges(transport.dp_rank)
+            begins |= {p: r[0] for p, r in zip(bucket.parameters, ranges, strict=True)}
+        for name, p in stage.module.named_parameters():
+            what = {
+                "p": p.detach(),
+                "grad": p.grad,
+                "main": main.get(p),
+                **state.get(main.get(p, p), {}),
+            }
+            for kind, value in what.items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.numel():
+                    key = (s, transport.rank * transport.tp + transport.tp_rank, name, kind)
+                    flat = value.detach().reshape(-1).clone()
+                    found.setdefault(key, []).append((begins.get(p, 0), flat))
+    return found
+
+
+def whole(all_found: list[tuple[list[bytes], Found]]) -> dict[Any, torch.Tensor]:
+    """Everything that processes have, by name, whole."""
+    pieces: dict[Any, list[tuple[int, torch.Tensor]]] = {}
+    for _, found in all_found:
+        for key, own in found.items():
+            pieces.setdefault(key, []).extend(own)
+    result = {}
+    for key, own in pieces.items():
+        size = max(begin + t.numel() for begin, t in own)
+        result[key] = torch.full((size,), torch.nan, dtype=own[0][1].dtype)
+        for begin, t in own:
+            there = result[key][begin : begin + t.numel()]
+            assert torch.equal(there[~there.isnan()], t[~there.isnan()]), key  # replicas are alike
+            there.copy_(t)
+    return result
+
+
+def run_case(case: Case, zero: int) -> list[tuple[list[bytes], Found]]:
+    """What each process tells of a run."""
+    return run_in(train, case.processes, case, zero, limit=300)
+
+
+def differing(plain: Any, *others: Any) -> list[str]:
+    """What of other runs, as `run` tells of them, is not as in a plain one; nothing, if all is."""
+    right, found = whole(plain), []
+    for zero, cut in enumerate(others, 1):
+        if [told for told, _ in cut] != [told for told, _ in plain]:
+            found.append(f"zero {zero}: losses or norms")
+        got = whole(cut)
+        found += [f"zero {zero}: only in one: {key}" for key in sorted(got.keys() ^ right.keys())]
+        found += [
+            f"zero {zero}: {key}"
+            for key in sorted(got.keys() & right.keys())
+            if not torch.equal(got[key], right[key])
+        ]
+    return found
+
+
+def compare_bits(options: argparse.Namespace) -> int:
+    """Compare cases, and return how many differ."""
+    head("case", "processes", "zero 1, 2, 3 against 0")
+    bad = 0
+    for name, case in named(cases(), options.names):
+        found = differing(*(run_case(case, zero) for zero in range(4)))
+        bad += bool(found)
+        line(name, case.processes, "; ".join(found) or "the same bits")
+    return bad
+
+
+def named(all_of: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Those whose names begin with one of `names`, or all."""
+    for name, one in all_of.items():
+        if not names or any(name.startswith(begin) for begin in names):
+            yield name, one
+
+
+# ------------------------------------------------------------ bytes
+
+
+class ByteRow(NamedTuple):
+    """What is run."""
+
+    schedule: Any
+    plan: Plan
+    zero: int
+    recompute: bool
+    dp: int = 2
+    reduce: str = "end"
+    states: str = "device"
+
+
+class Measured(NamedTuple):
+    """Of one process: how often it was looked, where a byte was beside the prediction (behind
+    which instruction, what lived, what was predicted), and the most that lived."""
+
+    looks: int
+    beside: list[tuple[str, int, float]]
+    most: int
+
+
+def byte_rows() -> dict[str, ByteRow]:
+    """All that is measured, by name."""
+    found = {}
+    for schedule, plan in (
+        (schedir.schedules.one_f_one_b, Plan(2, 3)),
+        (schedir.schedules.interleaved, Plan(2, 4, 2)),
+        (schedir.schedules.looped_bfs, Plan(1, 3, 4)),
+        (schedir.schedules.zb_h1, Plan(2, 4)),
+    ):
+        for zero in range(4):
+            for again in (False, True):
+                name = f"{schedule.__name__} zero {zero}" + ", recomputed" * again
+                found[name] = ByteRow(schedule, plan, zero, again)
+    for zero in (0, 1, 3):
+        found[f"looped_bfs zero {zero}, states on the host"] = ByteRow(
+            schedir.schedules.looped_bfs, Plan(1, 3, 4), zero, False, states="host"
+        )
+    for zero in (2, 3):
+        found[f"interleaved zero {zero}, each turn"] = ByteRow(
+            schedir.schedules.interleaved, Plan(2, 4, 2), zero, False, 2, "turn"
+        )
+        found[f"one_f_one_b zero {zero}, 3 replicas"] = ByteRow(
+            schedir.schedules.one_f_one_b, Plan(2, 3), zero, False, 3
+        )
+    return found
+
+
+class Alive(TorchDispatchMode):
+    """All memory of tensors: of those there are now, and of those that operations make."""
+
+    def __init__(self, but: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.but = {StorageWeakRef(x.untyped_storage()) for x in but}
+        self.there = [ref(x) for x in gc.get_objects() if issubclass(type(x), Tensor)]
+        self.made: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = _storages(tree_leaves((args, kwargs)))
+        out = func(*args, **(kwargs or {}))
+        # Norms are in float64, and nothing else is; a thread of Gloo may let go of them later.
+        new = _storages(x for x in tree_leaves(out) if getattr(x, "dtype", 0) != torch.float64)
+        self.made |= {one: size for one, size in new.items() if one not in given}
+        return out
+
+    def bytes(self, but: Iterable[object]) -> int:
+        """Bytes that live, each storage once, without some."""
+        self.made = {one: size for one, size in self.made.items() if not one.expired()}
+        found = self.made | _storages(x for one in self.there if (x := one()) is not None)
+        left = self.but | {*_storages(but)}
+        return sum(size for one, size in found.items() if one not in left)
+
+
+def _storages(values: Iterable[object]) -> dict[StorageWeakRef, int]:
+    tensors = (x for x in values if isinstance(x, Tensor) and not x.is_sparse)
+    return {StorageWeakRef(x): x.nbytes() for x in (t.untyped_storage() for t in tensors)}
+
+
+class Witness:
+    """Compares what lives behind each instruction of a step with what was predicted."""
+
+    def __init__(self, executor: Executor, own: Footprint, alive: Alive) -> None:
+        self.executor, self.own, self.alive = executor, own, alive
+        self.found = Measured(0, [], 0)
+        self.calls = executor.calls
+        executor.calls = [Call(wait, partial(self.run, k, run)) for k, (wait, run) in
+                          enumerate(self.calls)]  # fmt: skip
+
+    def run(self, k: int, run: Callable[[], None]) -> None:
+        """Run an instruction, and look."""
+        run()
+        state = self.executor.state
+        joined = [*state.stream.joined.tolist(), False]
+        if joined[k + 1]:  # the group is predicted as one
+            return
+        sent = [
+            slot for kind in BOUNDARY if kind in state.slots for slot in state.slots[kind].values
+        ]
+        sent += [tensor for _, tensor in state.sending.values()]
+        numbers = [state.norm, state.finite, state.loss_gradient, state.scale, state.verdict]
+        away = [] if state.held.states is None else state.held.states.away()
+        lived = self.alive.bytes(
+            [*tree_leaves(sent), *tree_leaves(state.buffers), *state.losses, *numbers, *away]
+        )
+        at = int(np.flatnonzero(self.own.at <= k)[-1])
+        parts = {name: size for name, (_, size) in self.own.fixed.items()}
+        parts |= {name: float(size[at]) for name, (_, size) in self.own.kept.items()}
+        right = sum(size for name, size in parts.items() if name not in _MESSAGES)
+        looks, beside, most = self.found
+        beside += [(str(state.stream[k]), lived, right)] if lived != right else []
+        self.found = Measured(looks + 1, beside, max(most, lived))
+
+
+def measure(rank: int, row: ByteRow) -> Measured:
+    """A process: what lived in its second step beside what was predicted."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    before = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    program = schedir.compile(
+        row.schedule, row.plan, dp=row.dp, zero=row.zero, reduce=row.reduce, clip=True,
+        slots="fewest", recompute="all" if row.recompute else None,
+        states=row.states,
+    )  # fmt: skip
+    transport = Gloo(program)
+    cfg = gpt.GPTConfig(
+        vocab=VOCAB, layers=row.plan.stages, hidden=HIDDEN, heads=2, context=CONTEXT, tied=False
+    )
+    count, boundary = row.plan.stages, Boundary((BATCH, CONTEXT, HIDDEN))
+    m, numbers = row.plan.microbatches, torch.Generator().manual_seed(1)
+    x, y = torch.randint(0, VOCAB, (2, m, BATCH, CONTEXT), generator=numbers)
+    make = partial(torch.optim.AdamW, lr=1e-2)
+    sizes = sizes_of(
+        [gpt.build_stage(cfg, s, count) for s in range(count)], x[0], y[0], loss=gpt.loss,
+        boundary=boundary, state=make, dp=row.dp, zero=row.zero, replica=transport.dp_rank,
+    )  # fmt: skip
+    own = program.plan.stages_of[transport.rank]
+    stages = {s: gpt.build_stage(cfg, s, count) for s in own}
+    executor = Executor(
+        program, transport.rank, stages, transport, loss=gpt.loss, boundary=boundary,
+        optimizer=make([p for stage in stages.values() for p in stage.parameters()]), max_norm=0.05,
+    )  # fmt: skip
+    executor.step(x, y, 1 / y.numel())
+    gc.collect()
+    with Alive([*before, x, y]) as alive:
+        witness = Witness(executor, held(program, sizes)[transport.rank], alive)
+        executor.step(x, y, 1 / y.numel())
+    return witness.found
+
+
+def run_row(row: ByteRow) -> list[Measured]:
+    """What each process of a row has measured."""
+    return run_in(measure, row.plan.ranks * row.dp, row, limit=300)
+
+
+def compare_bytes(options: argparse.Namespace) -> int:
+    """Measure rows, and return how many differ from the prediction."""
+    head("program", "processes", "looks", "beside", "most bytes, by rank and replica")
+    bad = 0
+    for name, row in named(byte_rows(), options.names):
+        found = run_row(row)
+        beside = [one for of in found for one in of.beside]
+        worst = max((abs(lived - right) for _, lived, right in beside), default=0)
+        most = ", ".join(str(of.most) for of in found)
+        line(name, len(found), sum(of.looks for of in found), f"{worst:g}", most)
+        if beside:
+            print(*beside[:12], sep="\n", file=sys.stderr)
+        bad += bool(beside)
+    return bad
+
+
+# ------------------------------------------------------------ gathers
+
+
+class GatherRow(NamedTuple):
+    """Of one schedule with so many stages whole at once."""
+
+    active: int
+    few: list[int]
+    ours: list[int]
+    torch: list[int]
+    spans: tuple[float, float, float]
+
+
+def of_torch(program: Program, held: int) -> list[int]:
+    """The gathers of each rank in torch's lists, the fewest of those that hold no more stages at
+    once; none where each holds more."""
+    # Neither is loaded where others import this module.
+    from torch.distributed.pipelining.schedules import _add_unshard_reshard
+
+    from tests.cpu.test_zero_gathers import actions, residency
+
+    found: list[list[int]] = []
+    for active in range(1, held + 1):
+        listed = [
+            residency(_add_unshard_reshard(actions(program, rank), active))
+            for rank in range(program.plan.ranks)
+        ]
+        if max(peak for _, peak in listed) <= held:
+            found.append([times for times, _ in listed])
+    return min(found, default=[])
+
+
+def gather_rows(program: Program) -> Iterator[GatherRow]:
+    """A row for each number of active stages that there can be."""
+    for active in range(1, max(map(len, program.plan.stages_of)) + 1):
+        try:
+            lowered = [compile(program, dp=2, zero=3, active=active, ahead=k) for k in (0, 1)]
+        except PlanError:
+            continue  # what runs as one uses more
+        few, ours = (gathers(one).times for one in lowered)
+        free = replace(COSTS, unshard=0)
+        spans = [simulate(one, COSTS).span for one in lowered]
+        spans.append(simulate(lowered[1], free).span)
+        yield GatherRow(
+            active, few, ours, of_torch(program, active), (spans[0], spans[1], spans[2])
+        )
+
+
+def told(times: Sequence[float]) -> str:
+    """The numbers of all ranks, as one number where they are alike."""
+    return " ".join(map(str, times if len({*times}) > 1 else times[:1])) or "-"
+
+
+def reductions(program: Program) -> list[str]:
+    """A row of how often gradients are reduced, and what is sent for that, at the end and in turns.
+
+    A stage has 1 GB of gradients, and there are 4 replicas.
+    """
+    found = []
+    for how in ("end", "turn"):
+        lowered = compile(program, dp=4, zero=2, reduce=how)
+        sent = volume(lowered, Sizes(grads=1e9))[Lane.DP] / 1e9
+        found += [told(gathers(lowered).reductions), told([round(each, 1) for each in sent])]
+    return found
+
+
+def count_gathers(options: argparse.Namespace) -> int:
+    """Print how often weights are gathered and gradients reduced; nothing can differ."""
+    head("schedule", "stages of a rank", "whole", "fewest", "one ahead", "torch",
+         "time, none ahead", "one ahead", "free")  # fmt: skip
+    drafts: dict[str, Program] = {}
+    for name in schedules.__all__:
+        schedule = getattr(schedules, name)
+        placement, v = placed_for(schedule)
+        v = v or (options.stages_per_rank if takes_v(schedule) else 1)
+        if v == 1:
+            continue  # its one stage is gathered once, and stays whole
+        plan = Plan(options.ranks, options.microbatches, v, placement or "loop")
+        drafts[name] = draft(schedule, plan)
+        for row in gather_rows(drafts[name]):
+            times = map(told, (row.few, row.ours, row.torch))
+            line(name, v, row.active, *times, *(f"{span:.1f}" for span in row.spans))
+    print()
+    head("schedule", "at the end", "sent, GB", "in turns", "sent, GB")
+    for name, program in drafts.items():
+        if program.trains:
+            line(name, *reductions(program))
+    return 0
+
+
+TABLES = {"bits": compare_bits, "bytes": compare_bytes, "gathers": count_gathers}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES))
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="of bits and bytes: how cases begin"
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="of gathers")
+    parser.add_argument("--microbatches", type=int, default=16, help="of gathers")
+    parser.add_argument("--stages-per-rank", type=int, default=4, help="of gathers")
+    few = ["interleaved dp2 bf16", "looped_bfs zero 3, recomputed"]  # a case, and a row of bytes
+    options = parse(parser, names=few, ranks=2, microbatches=4, stages_per_rank=2)
+    bad = 0
+    for name in TABLES if options.table == "all" else [options.table]:
+        bad += TABLES[name](options)
+        print()
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
