@@ -1,6 +1,6 @@
 """Planner: what it predicts beside published figures.
 
-    python benchmarks/planner.py            # all tables
+    python benchmarks/planner.py            # all tables but the last
     python benchmarks/planner.py layers     # arXiv 2205.05198, table 4: one layer
     python benchmarks/planner.py stages     # arXiv 2401.10241, table 9: a stage, forward, I and W
     python benchmarks/planner.py node       # vTrain: steps on one node; constants are fitted on it
@@ -10,33 +10,49 @@
     python benchmarks/planner.py regret     # of plans of one model, how much the chosen one loses
     python benchmarks/planner.py memory     # arXiv 1910.02054, table 1; 2205.05198, table 2
     python benchmarks/planner.py large      # MT-NLG 530B and a trillion: the papers' plans and ours
+    python benchmarks/planner.py here [--cluster here.toml] [--steps 2] [--microbatch 4]
 
 Each prints tables.  Steps of SC21 and of the large are those of simulated programs; others are of
 closed forms, but with --exact.  An error is predicted over published, less 1; means are of its
 absolute values.  With NUMBA_DISABLE_JIT=1 numba is not used, even where it is installed.
+
+`here` measures this machine as `schedir plan --measure` does, unless told of a `--cluster`; prices
+all plans of a small GPT for as many processes, each simulated as its program; and trains all of
+these, as `schedir train` would with the configuration that the planner writes.  A step begins as
+all processes leave a barrier, and ends with the last of them; of `--steps` behind two that warm up
+the median counts.  "Worked" is the processor time of all processes in a step, over the processors:
+no step can be shorter, and one that is much longer had processors that idled, or were taken by
+others.  Nothing else should run meanwhile.  It alone needs torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from time import process_time
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import head, line, parse
-from schedir import Cluster, planner
+from schedir import Cluster, load_cluster, planner
 from schedir.analysis.compiled import is_installed
 from schedir.errors import UsageError
 from schedir.planner import Choice, Constants, Model, regret
 from schedir.planner.choice import Parts, Priced
 from schedir.planner.exact import exact
 from schedir.planner.memory import ends_numbers, layer_numbers
+from schedir.planner.plan import plan
+from schedir.planner.runnable import config as written
 from tests import published_runs as published
 from tests.published_runs import Run
 
@@ -344,6 +360,145 @@ def large() -> None:
         print(f"\n{ours[0].why}\n")
 
 
+# ------------------------------------------------------------ this machine
+
+HERE = Model(layers=8, hidden=256, heads=8, vocab=256, sequence=128)
+HERE_BATCH, WARM = 16, 2
+SCHEDULES = ("one_f_one_b", "interleaved", "zb_h1")
+GOAL = 0.10
+
+
+class Ran(NamedTuple):
+    """What a plan took: the median step, and its spread, over all; processor seconds of a step."""
+
+    step: float
+    spread: float
+    cpu: float
+
+
+def train_all(texts: list[str], processes: int, steps: int) -> list[Ran]:
+    """Train with one configuration after the other, each in processes of its own; what it took."""
+    from schedir.transports.local_processes import run
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([train_one.__module__])
+    found = []
+    began = time.perf_counter()
+    for number, text in enumerate(texts):
+        ranks: list[Ran] = run(train_one, processes, text, steps, context=context, limit=600)
+        found.append(together(ranks))
+        left = (time.perf_counter() - began) / (number + 1) * (len(texts) - number - 1)
+        print(f"\r{number + 1} of {len(texts)} trained, {left:.0f} s left ", end="",
+              file=sys.stderr, flush=True)  # fmt: skip
+    return found
+
+
+def train_one(_: int, text: str, steps: int) -> Ran:
+    """Train some steps as one rank of a configuration, as `training.trainer` does."""
+    import torch
+    import torch.distributed as dist
+
+    from schedir.runtime.executor import Executor
+    from schedir.training import gpt
+    from schedir.training.config_file import read
+    from schedir.training.gpt_config import GPTConfig
+    from schedir.training.optimizer import optimizer_of
+    from schedir.transports.registry import choose
+
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(text)
+        file.flush()
+        config = read(file.name)
+    torch.set_num_threads(config.train.threads)
+    program, size, context = config.request.program, config.data.microbatch_size, HERE.sequence
+    transport = choose(config.train.transport, "cpu", program)(
+        program, config.train.timeout, message=4 * size * context * HERE.hidden // program.tp
+    )
+    tp, division = transport.tp_group, config.pipeline.division
+    assert isinstance(config.model, GPTConfig), "the planner writes no other"
+    stages = {
+        s: gpt.build_stage(config.model, s, program.plan.stages, tp=tp, division=division)
+        for s in program.plan.stages_of[transport.rank]
+    }
+    parameters = [p for stage in stages.values() for p in stage.parameters()]
+    executor = Executor(
+        program, transport.rank, stages, transport,
+        loss=partial(gpt.loss, tp=tp), boundary=(size, context, HERE.hidden),
+        optimizer=optimizer_of(parameters, config.train), max_norm=config.train.clip, record=False,
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(transport.dp_rank)
+    shape = (2, program.plan.microbatches, size, context)
+    took, cpu = [], []
+    for _ in range(WARM + steps):
+        x, y = torch.randint(HERE.vocab, shape, generator=draw)
+        dist.barrier()
+        began, worked = time.perf_counter(), time.process_time()
+        executor.step(x, y, 1 / (HERE_BATCH * context))
+        dist.barrier()
+        took.append(time.perf_counter() - began)
+        cpu.append(time.process_time() - worked)
+    own = took[WARM:]
+    return Ran(statistics.median(own), max(own) / min(own) - 1, statistics.median(cpu[WARM:]))
+
+
+def plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[Priced]:
+    """All plans that the trainer runs, the fastest by prediction first."""
+    return plan(
+        HERE, cluster, HERE_BATCH, top=10**6, schedules=SCHEDULES, exact=True,
+        b=(1, 2, 4) if microbatch is None else microbatch, v=(1, 2), zero=zero,
+        recompute=("none", "full"), sequence_parallel=False, attention="flash",
+    )  # fmt: skip
+
+
+def named(one: Priced) -> list[object]:
+    """A plan in a few cells."""
+    again = "yes" if one.recompute == "full" else ""
+    return [one.p, one.t, one.d, one.b, f"{one.schedule} {one.v}", again]
+
+
+def together(ranks: list[Ran]) -> Ran:
+    """What all ranks took: the longest, and what they worked in all."""
+    longest = max(ranks)
+    return longest._replace(cpu=sum(one.cpu for one in ranks))
+
+
+def report(all_of: list[Priced], ran: list[Ran], processors: int) -> None:
+    """The table, and what it comes to."""
+    line("p", "t", "d", "b", "schedule, stages of a rank", "run again", "predicted, ms",
+         "measured, ms", "off", "spread", "worked, ms")  # fmt: skip
+    line(*["---:"] * 4, *["---"] * 2, *["---:"] * 5)
+    for one, took in zip(all_of, ran, strict=True):
+        line(*named(one), f"{1e3 * one.step:.0f}", f"{1e3 * took.step:.0f}",
+             f"{one.step / took.step - 1:+.0%}", f"{took.spread:.0%}",
+             f"{1e3 * took.cpu / processors:.0f}")  # fmt: skip
+    errors = [abs(one.step / took.step - 1) for one, took in zip(all_of, ran, strict=True)]
+    steps = [took.step for took in ran]
+    mean = statistics.mean(errors)
+    place = sorted(steps).index(steps[0]) + 1
+    print(f"\nmean error {mean:.1%} (goal: {GOAL:.0%}), median {statistics.median(errors):.1%}, "
+          f"largest {max(errors):.1%}; the chosen plan is number {place} of {len(steps)} measured, "
+          f"{steps[0] / min(steps) - 1:.1%} slower than the best (goal: among two)")  # fmt: skip
+
+
+def here(options: argparse.Namespace) -> None:
+    """Print all plans of a small GPT on this machine, predicted beside measured."""
+    began = time.perf_counter()
+    if options.cluster:
+        cluster = load_cluster(options.cluster)
+    else:
+        from schedir.training.measure import measure
+
+        taken = measure(options.processes, quick=options.smoke, progress=True)
+        cluster = taken.cluster
+        print("\n".join([*taken.table, *taken.warnings, ""]))
+    print(f"{cluster}\n")
+    all_of = plans(cluster, options.microbatch, options.zero)[: 2 if options.smoke else None]
+    ran = train_all([written(HERE, one) for one in all_of], options.processes, options.steps)
+    print(file=sys.stderr)
+    report(all_of, ran, cluster.processors or options.processes)
+    print(f"\n{len(ran)} plans in {time.perf_counter() - began:.0f} s")
+
+
 TABLES: dict[str, Callable[[], None]] = {
     "layers": layers, "stages": stages, "node": node, "sc21": sc21, "left-out": left_out,
     "anchored": anchored, "regret": regrets, "memory": memory, "large": large,
@@ -352,13 +507,22 @@ TABLES: dict[str, Callable[[], None]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES))
+    parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES, "here"))
     parser.add_argument("--exact", action="store_true", help="simulate programs")
-    options = parse(parser)
+    own = parser.add_argument_group("here")
+    own.add_argument("--cluster", metavar="FILE", help="a Cluster file, and no measurement")
+    own.add_argument("--steps", type=int, default=4, metavar="N")
+    own.add_argument("--microbatch", type=int, metavar="B", help="sequences of one, not 1, 2, 4")
+    own.add_argument("--zero", type=int, default=0, metavar="LEVEL")
+    own.add_argument("--processes", type=int, default=4, metavar="N")
+    options = parse(parser, processes=2, steps=1, microbatch=4)
     global EXACT, SMOKE
     EXACT, SMOKE = options.exact, options.smoke
-    for name in TABLES if options.table == "all" else [options.table]:
-        TABLES[name]()
+    for name, table in TABLES.items():
+        if options.table in ("all", name):
+            table()
+    if options.table == "here" or (options.smoke and options.table == "all"):
+        here(options)
 
 
 if __name__ == "__main__":

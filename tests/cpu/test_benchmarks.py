@@ -17,7 +17,7 @@ from tests.cpu.training import ROOT, launched
 TEXTS = {path.stem: path.read_text() for path in sorted((ROOT / "benchmarks").glob("*.py"))}
 SCRIPTS = [name for name, text in TEXTS.items() if '__name__ == "__main__":\n    ' in text]
 # These start training runs, which load torch anew: 10 to 30 seconds of processor time each.
-SLOW = {"hangs", "planner_here", "resume"}
+SLOW = {"hangs", "planner", "resume"}
 
 
 @pytest.mark.parametrize(
