@@ -1,6 +1,6 @@
 """What the executor itself costs, beside torch.distributed.pipelining's runtime.
 
-    python benchmarks/executor.py [--pairs 15] [--box]
+    python benchmarks/executor.py [--pairs 15] [--box | --drop-in [--model gpt]]
 
 All run one program, compiled with overlap, in the same processes, of one thread each, and take
 turns, a step each; torch's reads it as CSV.
@@ -17,6 +17,15 @@ nothing.  Each figure is a median over steps, ratios of steps are medians over p
 
 With --box nothing of this: steps of the process that is alone, which note each instruction in a
 black box, in turn with steps of the same loop without that.
+
+With --drop-in nothing of this either: four processes over Gloo run three pipelines of the same
+weights, which are torch's schedule, `schedir.torch.Schedule` of the same name in torch's runtime,
+and the same in schedir's executor.  They take turns, a step each, in an order that moves on with
+each pair.  A step begins as all ranks leave a barrier, and takes as long as on the rank where it
+takes longest; gradients are set to None between steps, outside of what is timed.  A ratio is one of
+two steps of the same round: its median, and in brackets the order statistics between which the
+median of such rounds lies 95 times of 100.  "CPU" is that of the processor time of all ranks
+together, Gloo's threads included, which another job on the machine changes less.
 """
 
 from __future__ import annotations
@@ -28,11 +37,13 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from time import perf_counter, thread_time
-from typing import Any, NamedTuple
+from time import thread_time
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -40,14 +51,26 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import schedir
-from benchmarks.harness import head, line, parse
-from benchmarks.paired_steps import WARM, Model, on_ranks, small_gpt, tiny
-from schedir import Plan
+from benchmarks.harness import (
+    WARM,
+    Times,
+    gathered,
+    head,
+    line,
+    milliseconds,
+    on_ranks,
+    pair_ratios,
+    parse,
+    take_turns,
+)
+from schedir import Plan, schedules
 from schedir.dumps.box import Box
 from schedir.io import torch_csv
 from schedir.ir.program import Program
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.torch import Schedule
+from schedir.training import gpt
 from schedir.transports.plain import Kinds
 from schedir.transports.processes import Gloo
 from schedir.transports.shared import Shared
@@ -71,6 +94,47 @@ SMOKE_ALONE: list[Row] = [("tiny", "one_f_one_b", 4, 1, 8), ("tiny", "interleave
 SMOKE_TOGETHER: list[Row] = [("tiny", "interleaved", 2, 2, 4), ("gpt", "one_f_one_b", 2, 1, 2)]
 RANK_ALONE = 1  # an inner rank: it receives from both neighbours, and sends to both
 
+
+class Model(NamedTuple):
+    """A model in stages, and a batch; `inputs[mb]` is a microbatch."""
+
+    stages: list[nn.Module]
+    inputs: Tensor
+    targets: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    boundary: tuple[int, ...]
+
+
+class Tiny(nn.Module):
+    """Next to no work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    """The sum of squared errors."""
+    return (y - target).square().sum()
+
+
+def tiny(stages: int, m: int) -> Model:
+    """Microbatches of eight numbers."""
+    x = torch.randn(m, 1, 8, generator=torch.Generator().manual_seed(0))
+    return Model([Tiny() for _ in range(stages)], x, x + 1, squares, (1, 8))
+
+
+def small_gpt(stages: int, m: int) -> Model:
+    """A GPT of 8 layers, hidden 128, on microbatches of 2 x 64 tokens."""
+    config = gpt.GPTConfig(layers=8, hidden=128, context=64, tied=False)
+    tokens = torch.randint(256, (m, 2, 65), generator=torch.Generator().manual_seed(0))
+    built: list[nn.Module] = [gpt.build_stage(config, s, stages) for s in range(stages)]
+    return Model(built, tokens[:, :, :-1], tokens[:, :, 1:], gpt.loss, (2, 64, 128))
+
+
 MODELS = {"tiny": tiny, "gpt": small_gpt}
 
 
@@ -93,9 +157,7 @@ class Bench:
     ) -> None:
         name, schedule, ranks, v, self.m = row
         plan = Plan(ranks, self.m, v)
-        program = schedir.compile(
-            getattr(schedir.schedules, schedule), plan, model="edge", overlap=True
-        )
+        program = schedir.compile(getattr(schedules, schedule), plan, model="edge", overlap=True)
         self.own, self.last = plan.stages_of[rank], plan.stages - 1
         self.model, other = (MODELS[name](plan.stages, self.m) for _ in range(2))
         self.steps: dict[str, Callable[[], Any]] = {}
@@ -151,25 +213,21 @@ class Bench:
                     dy = torch.zeros(model.boundary)
                 torch.autograd.backward(y, dy)
 
-    def run(self, pairs: int, wait: Callable[[], Any]) -> dict[str, list[tuple[float, float]]]:
+    def run(self, pairs: int, wait: Callable[[], Any]) -> dict[str, Times]:
         """Wall and CPU seconds of each step, by whose it was."""
-        took: dict[str, list[tuple[float, float]]] = {whose: [] for whose in self.steps}
-        for turn in range(WARM + pairs):
-            for whose, step in self.steps.items():
-                for module in self.modules:
-                    module.zero_grad(set_to_none=False)
-                wait()
-                began, thread = perf_counter(), thread_time()
-                step()
-                if turn >= WARM:
-                    took[whose].append((perf_counter() - began, thread_time() - thread))
-        return took
+
+        def prepare() -> None:
+            for module in self.modules:
+                module.zero_grad(set_to_none=False)
+            wait()
+
+        return take_turns(self.steps, pairs, prepare, rotate=False, clock=thread_time)
 
 
 class Result(NamedTuple):
     """What one rank measured."""
 
-    took: dict[str, list[tuple[float, float]]]
+    took: dict[str, Times]
     counts: dict[str, int]
 
     def own(self, whose: str) -> float:
@@ -215,7 +273,7 @@ def box_costs(_: int, row: Row, pairs: int) -> list[float]:
     """Microseconds of an instruction that a black box in a file takes, of each pair of steps."""
     enter_fake_world(row)
     model, plan = MODELS[row[0]](row[2] * row[3], row[4]), Plan(row[2], row[4], row[3])
-    program = schedir.compile(getattr(schedir.schedules, row[1]), plan, model="edge", overlap=True)
+    program = schedir.compile(getattr(schedules, row[1]), plan, model="edge", overlap=True)
     executor = Executor(
         program, RANK_ALONE, {s: model.stages[s] for s in plan.stages_of[RANK_ALONE]},
         Nowhere(program),
@@ -234,6 +292,99 @@ def box_costs(_: int, row: Row, pairs: int) -> list[float]:
                 own.append(thread_time() - began)
             took.append(own if turn % 2 else own[::-1])
     return [(a - b) / len(program.streams[RANK_ALONE]) * 1e6 for a, b in took[WARM:]]
+
+
+# ------------------------------------------------------------ in the place of torch's schedules
+
+
+DROP_IN_RANKS = 4
+
+
+class Pair(NamedTuple):
+    """A schedule of torch's and ours of that name."""
+
+    theirs: str
+    ours: str
+    stages: int
+    placement: str = "loop"
+
+    def held(self, rank: int) -> list[int]:
+        if self.placement == "vee":
+            return [rank, self.stages - 1 - rank]
+        return [*range(rank, self.stages, DROP_IN_RANKS)]
+
+
+DROP_IN = (
+    Pair("ScheduleGPipe", "gpipe", 4),
+    Pair("Schedule1F1B", "one_f_one_b", 4),
+    Pair("ScheduleInterleaved1F1B", "interleaved", 8),
+    Pair("ScheduleInterleavedZeroBubble", "zb_h1", 4),
+    Pair("ScheduleInterleavedZeroBubble", "interleaved_zb", 8),
+    Pair("ScheduleZBVZeroBubble", "zb_v", 8, "vee"),
+    Pair("ScheduleDualPipeV", "dualpipe_v", 8, "vee"),
+)
+SMOKE_DROP_IN = (DROP_IN[1], DROP_IN[5])
+THREE: tuple[Literal["theirs", "torch", "schedir"], ...] = ("theirs", "torch", "schedir")
+
+
+class DropIn:
+    """The three pipelines of a row, of one rank."""
+
+    def __init__(self, rank: int, kind: str, pair: Pair, microbatches: int) -> None:
+        own, last = pair.held(rank), pair.stages - 1
+        self.modules: list[torch.nn.Module] = []
+        self.steps: dict[str, Callable[[], Any]] = {}
+        for whose in THREE:
+            torch.manual_seed(0)
+            model = MODELS[kind](pair.stages, microbatches)
+            self.modules += [model.stages[s] for s in own]
+            stages = [
+                PipelineStage(model.stages[s], s, pair.stages, torch.device("cpu")) for s in own
+            ]
+            options: dict[str, Any] = {
+                "n_microbatches": microbatches,
+                "loss_fn": model.loss,
+                "scale_grads": False,
+            }
+            if whose == "theirs":
+                single = pair.theirs in ("ScheduleGPipe", "Schedule1F1B")
+                schedule = getattr(theirs, pair.theirs)(stages[0] if single else stages, **options)
+            else:
+                schedule = Schedule(
+                    stages, schedule=getattr(schedules, pair.ours), runtime=whose, **options
+                )
+            self.steps[whose] = partial(
+                schedule.step,
+                *((model.inputs.flatten(0, 1),) if 0 in own else ()),
+                target=model.targets.flatten(0, 1) if last in own else None,
+                return_outputs=False,
+            )
+
+    def run(self, rounds: int) -> dict[str, Times]:
+        """Wall and CPU seconds of each step, of the slowest rank and of all."""
+
+        def prepare() -> None:
+            for module in self.modules:
+                module.zero_grad()
+            dist.barrier()
+
+        return gathered(take_turns(self.steps, rounds, prepare))
+
+
+def drop_in(rank: int, pairs: int, model: str, rows: Sequence[Pair], smoke: bool) -> None:
+    """Measure each row in the place of torch's schedules, and print it on rank 0."""
+    for kind, microbatches in (("gpt", 16), ("tiny", 64)):
+        for pair in rows if model in ("", kind) else ():
+            bench = DropIn(rank, kind, pair, 2 * DROP_IN_RANKS if smoke else microbatches)
+            took = bench.run(pairs)
+            if not rank:
+                ratios = (pair_ratios(took[w], took["theirs"], 2) for w in THREE[1:])
+                medians = (milliseconds(took[w]) for w in THREE)
+                name = f"{pair.ours}, {pair.stages} stages"
+                line(kind, name, *medians, *(cell for cells in ratios for cell in cells))
+
+
+# ------------------------------------------------------------ tables
 
 
 def print_alone(rows: Sequence[Row], pairs: int) -> None:
@@ -275,16 +426,28 @@ def print_box(row: Row, pairs: int) -> None:
           f"{low:.3f} to {high:.3f}")  # fmt: skip
 
 
+def print_drop_in(pairs: int, model: str, smoke: bool) -> None:
+    """Print the table of steps in the place of torch's schedules, a row as it is measured."""
+    head("model", "schedule", "step, ms: torch's", "runtime=torch", "runtime=schedir",
+         "torch: ratio", "CPU", "schedir: ratio", "CPU")  # fmt: skip
+    rows = SMOKE_DROP_IN if smoke else DROP_IN
+    on_ranks(drop_in, DROP_IN_RANKS, pairs, model, rows, smoke)
+
+
 def main() -> None:
-    """Print the tables, or what a black box costs; with `--smoke` both, of few small rows."""
+    """Print the tables that are asked for; with `--smoke` all of them, of few small rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=15, help="steps of each runtime")
     parser.add_argument("--box", action="store_true", help="what a black box costs, alone")
-    args = parse(parser, pairs=1)
+    parser.add_argument("--drop-in", action="store_true", help="in the place of torch's schedules")
+    parser.add_argument("--model", default="", choices=("", *MODELS), help="of --drop-in: its rows")
+    args = parse(parser, pairs=1, model="tiny")
     by_one, by_all = (SMOKE_ALONE, SMOKE_TOGETHER) if args.smoke else (ALONE, TOGETHER)
     if args.box or args.smoke:
         print_box(by_one[0], args.pairs)
-    if not args.box:
+    if args.drop_in or args.smoke:
+        print_drop_in(args.pairs, args.model, args.smoke)
+    if not (args.box or args.drop_in):
         print_alone(by_one, args.pairs)
         print()
         print_together(by_all, args.pairs)

@@ -1,21 +1,28 @@
-"""What the benchmarks share: a command line with `--smoke`, tables, and medians of pairs.
+"""What the benchmarks share: a command line, processes, steps that take turns, tables, medians.
 
     python benchmarks/NAME.py --smoke
 
 Each script runs all its code on small sizes with `--smoke`, in seconds.  The figures that it then
 prints mean nothing.  `tests/cpu/test_benchmarks.py` runs every script in this way.
 
-This module does not import torch: some benchmarks measure processes that have not loaded it.
+Importing this module does not import torch: some benchmarks measure processes that have not loaded
+it.  Functions that start or gather processes import it.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import comb
 from statistics import median
+from time import perf_counter, process_time
 from typing import Any
+
+WARM = 3  # steps of each kind that are not counted
+Times = list[tuple[float, float]]  # wall and processor seconds of steps
 
 
 def parse(
@@ -85,3 +92,88 @@ def deviation(values: Sequence[float]) -> str:
     """Format the median of `value - 1`, and its confidence interval, in percent."""
     low, high = spread(values)
     return f"{median(values) - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
+
+
+def on_ranks(
+    work: Callable[..., Any], processes: int, *args: Any, limit: float = 3600
+) -> list[Any]:
+    """Run `work(rank, *args)` in forked processes of one Gloo world; return the results by rank.
+
+    A process that fails, hangs for `limit` seconds or dies raises RankError with its traceback.
+    """
+    import torch._dynamo  # noqa: F401  # every optimizer loads it: once, before processes fork
+
+    from schedir.transports.local_processes import run
+
+    context = multiprocessing.get_context("fork")
+    return run(_quiet, processes, work, *args, context=context, limit=limit)
+
+
+def _quiet(rank: int, work: Callable[..., Any], *args: Any) -> Any:
+    warnings.simplefilter("ignore")  # each process would print what torch warns of
+    return work(rank, *args)
+
+
+def take_turns(
+    steps: Mapping[str, Callable[[], object]],
+    rounds: int,
+    prepare: Callable[[], object],
+    *,
+    rotate: bool = True,
+    clock: Callable[[], float] = process_time,
+) -> dict[str, Times]:
+    """Time a step of each kind in each round, after `WARM` rounds that are not counted.
+
+    Args:
+        steps: The steps, by name.
+        rounds: How many steps of each kind are timed.
+        prepare: Called before each step, outside of what is timed.  It ends with a barrier where
+            several processes step together.
+        rotate: Begin each round with the next kind.
+        clock: Processor time, of the process by default.
+
+    Returns:
+        The times of this process, by name.
+    """
+    took: dict[str, Times] = {name: [] for name in steps}
+    names = [*steps]
+    for turn in range(WARM + rounds):
+        first = turn % len(names) if rotate else 0
+        for name in names[first:] + names[:first]:
+            prepare()
+            began, processor = perf_counter(), clock()
+            steps[name]()
+            if turn >= WARM:
+                took[name].append((perf_counter() - began, clock() - processor))
+    return took
+
+
+def gathered(took: dict[str, Times]) -> dict[str, Times]:
+    """Gather the times of all processes of a Gloo world.
+
+    Returns:
+        For each step the wall time on the slowest process, and the processor time of all.
+    """
+    import torch.distributed as dist
+
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, took)
+    return {
+        name: [
+            (max(wall for wall, _ in each), sum(cpu for _, cpu in each))
+            for each in zip(*(own[name] for own in ranks), strict=True)
+        ]
+        for name in took
+    }
+
+
+def milliseconds(times: Times) -> str:
+    """Format the median wall time in ms."""
+    return f"{median(wall for wall, _ in times) * 1e3:.1f}"
+
+
+def pair_ratios(times: Times, base: Times, digits: int) -> list[str]:
+    """Format the ratio of wall times to those of `base`, round by round, and that of CPU times."""
+    both = [*zip(times, base, strict=True)]
+    cpu = median(one / other for (_, one), (_, other) in both)
+    return [ratio([one / other for (one, _), (other, _) in both], digits), f"{cpu:.{digits}f}"]

@@ -39,8 +39,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import deviation, head, line, parse
-from benchmarks.paired_steps import WARM, alternate, on_ranks
+from benchmarks.harness import (
+    WARM,
+    deviation,
+    gathered,
+    head,
+    line,
+    milliseconds,
+    on_ranks,
+    pair_ratios,
+    parse,
+    take_turns,
+)
 from schedir import Plan, compile, schedules, simulate
 from schedir.errors import MemoryLimitError
 from schedir.ir.costs import Costs
@@ -217,9 +227,13 @@ def beside_torch(rounds: int, config: gpt.GPTConfig, microbatches: Sequence[int]
                 losses.pop(0).backward()
             adam.step()
 
-        first = alternate(theirs, own[0].step, rounds)
-        second = alternate(theirs, own[1].step, rounds)
-        line(f"m={m}", *first.cells()[:3], second.cells()[2])
+        first, second = (
+            gathered(take_turns({"theirs": theirs, "ours": one.step}, rounds, dist.barrier))
+            for one in own
+        )
+        medians = (milliseconds(first[whose]) for whose in ("theirs", "ours"))
+        ratios = (pair_ratios(took["ours"], took["theirs"], 3)[0] for took in (first, second))
+        line(f"m={m}", *medians, *ratios)
 
 
 def _pack(tensor: Tensor) -> Tensor:

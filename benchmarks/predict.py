@@ -29,8 +29,7 @@ import numpy as np
 import torch
 
 import schedir
-from benchmarks.harness import line, parse
-from benchmarks.paired_steps import on_ranks
+from benchmarks.harness import line, on_ranks, parse
 from schedir import Costs, Timeline, schedules
 from schedir.ir.program import Program
 from schedir.predict.calibrate import calibrate, completed
