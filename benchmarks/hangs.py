@@ -22,7 +22,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ import torch._dynamo  # which every optimizer loads
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import parse
+from benchmarks.harness import fork_ranks, free_port, parse
 from schedir.checkpoints import storage
 from schedir.errors import ProgramError
 from schedir.ir.ops import ROWS, Lane, Opcode
@@ -191,8 +190,7 @@ def arm(fault: Fault, note: Path) -> None:
 
 def store() -> tuple[int, int]:
     """A process that has the store of a run, as an agent of torchrun: its number, and the port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     if child := os.fork():
         return child, port
     own = torch.distributed.TCPStore(  # type: ignore[attr-defined]
@@ -212,28 +210,17 @@ def start(sets: list[str], folder: Path, processes: int, fault: Fault | None) ->
     said.write_text("")
     note.unlink(missing_ok=True)
     sets = [*sets, f"output.folder={str(folder / 'out')!r}"]
-    children = []
-    for rank in range(processes):
-        if child := os.fork():
-            children.append(child)
-            continue
-        try:
-            to = os.open(said, os.O_WRONLY | os.O_APPEND)
-            os.dup2(to, 1), os.dup2(to, 2)
-            faulthandler.register(signal.SIGUSR1, all_threads=True)
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's & ignores
-            (folder / "tmp").mkdir(exist_ok=True)
-            tempfile.tempdir = str(folder / "tmp")
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-                           "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
-                           "MASTER_PORT": str(port),
-                           "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
-            if fault is not None and fault.process == rank:
-                arm(fault, note)
-            run(str(folder / "run.toml"), sets)
-        except BaseException as error:
-            print(type(error).__name__, error, file=sys.stderr, flush=True)
-        os._exit(1)
+
+    def work(rank: int) -> None:
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's & ignores
+        (folder / "tmp").mkdir(exist_ok=True)
+        tempfile.tempdir = str(folder / "tmp")
+        if fault is not None and fault.process == rank:
+            arm(fault, note)
+        run(str(folder / "run.toml"), sets)
+
+    children = fork_ranks(processes, port, said, work, TORCHELASTIC_USE_AGENT_STORE="True")
     try:
         return _ends(children, said, note)
     finally:

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import comb
+from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any
@@ -112,6 +115,46 @@ def on_ranks(
 def _quiet(rank: int, work: Callable[..., Any], *args: Any) -> Any:
     warnings.simplefilter("ignore")  # each process would print what torch warns of
     return work(rank, *args)
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+def fork_ranks(
+    processes: int, port: int, said: Path, work: Callable[[int], object], **environ: str
+) -> list[int]:
+    """Fork processes that find each other as under torchrun.
+
+    Args:
+        processes: How many.
+        port: Where the store of rank 0 listens.
+        said: A file to which each process adds what it prints.
+        work: Called with the rank in each process.  It exits with 1 where this returns or raises.
+        environ: More variables of the environment.
+
+    Returns:
+        The process ids, by rank.
+    """
+    children = []
+    for rank in range(processes):
+        if child := os.fork():
+            children.append(child)
+            continue
+        try:
+            to = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(to, 1), os.dup2(to, 2)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+                           "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
+                           "MASTER_PORT": str(port), **environ}  # fmt: skip
+            work(rank)
+        except BaseException as error:
+            print(type(error).__name__, error, file=sys.stderr, flush=True)
+        os._exit(1)
+    return children
 
 
 def take_turns(

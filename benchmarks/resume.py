@@ -21,7 +21,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -33,7 +32,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import parse
+from benchmarks.harness import fork_ranks, free_port, parse
 from schedir.checkpoints.folder import Folder
 from schedir.checkpoints.saver import Saver
 from schedir.training import gpt, results, saving, steps, trainer, world
@@ -143,28 +142,15 @@ def arm(kill: Kill) -> None:
 
 def start(sets: list[str], folder: Path, processes: int, kill: Kill | None) -> tuple[bool, str]:
     """Run all processes until they have ended: whether all went well, and what was printed."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
     said = folder / "said.txt"
     said.write_text("")
-    children = []
-    for rank in range(processes):
-        child = os.fork()
-        if child:
-            children.append(child)
-            continue
-        try:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-                           "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
-                           "MASTER_PORT": port}  # fmt: skip
-            to = os.open(said, os.O_WRONLY | os.O_APPEND)
-            os.dup2(to, 1), os.dup2(to, 2)
-            if kill is not None and kill.process == rank:
-                arm(kill)
-            run(str(folder / "run.toml"), sets)
-        except BaseException as error:
-            print(type(error).__name__, error, file=sys.stderr, flush=True)
-        os._exit(1)
+
+    def work(rank: int) -> None:
+        if kill is not None and kill.process == rank:
+            arm(kill)
+        run(str(folder / "run.toml"), sets)
+
+    children = fork_ranks(processes, free_port(), said, work)
     over, codes = time.monotonic() + LONGEST, []
     for child in children:
         while True:
