@@ -122,7 +122,7 @@ STEPS: Final = (
     Step("windows", "attention with windows, by FlexAttention", 300,
          tests("tests/gpu/test_attention.py")),
     Step("gains", "what windows gain, beside what tiles predict", 560,
-         ["benchmarks/windows.py", "--device", "cuda"]),
+         ["benchmarks/kernels.py", "--only", "windows", "--device", "cuda"]),
 )  # fmt: skip
 
 

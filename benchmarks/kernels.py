@@ -1,24 +1,39 @@
-"""Bytes that each kernel moves per second, over what a plain copy moves in the same run.
+"""Kernels beside what bounds them: bytes over a copy's bandwidth, and what windows gain by tiles.
 
     python benchmarks/kernels.py
+    python benchmarks/kernels.py --only windows [--device cuda]
 
-Needs a GPU and triton.  For each operation: the bytes that it must read and write once, its time,
-and the share of the copy's bandwidth that it reaches, beside those of the same in eager torch, by
-torch.compile, and by Liger-Kernel where that is installed and has it.  All times are medians,
-between events.  The goal is a share of 0.8, of ours.  The weight gradient is bound by products, not
-by bytes: it is beside a product and then a sum, and beside the product alone.
+`bandwidth`, the default, needs a GPU and triton.  For each operation: the bytes that it must read
+and write once, its time, and the share of the bandwidth of a plain copy in the same run that it
+reaches, beside those of the same in eager torch, by torch.compile, and by Liger-Kernel where that
+is installed and has it.  All times are medians, between events.  The goal is a share of 0.8, of
+ours.  The weight gradient is bound by products, not by bytes: it is beside a product and then a
+sum, and beside the product alone.
+
+`windows`: for each length and window, attention's forward, and its forward and backward, with the
+window, over the same without one.  Predicted is dense over visited tiles
+(`schedir.predict.windows`).  It is held beside two that attend to all: the same tiles, by a window
+over all, which is what the prediction speaks of; and `scaled_dot_product_attention`, which is what
+one would run.  The last two columns are a layer of the GPT, by floating-point operations and
+measured, over the same without.  All of a length run in turn, round after round, on one thread, and
+ratios are of the same round; the median is printed, with its quartiles.  On a CPU, times are those
+of the thread's processor; on a GPU (--device cuda, in bfloat16) they are between events, and the
+first rounds compile.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
-from time import perf_counter
+from statistics import median, quantiles
+from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +42,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import lacks, parse
+from benchmarks.harness import head, lacks, line, parse
 from schedir.kernels import choice, cross_entropy, gelu, layer_norm, weight_gradient
+from schedir.models.attention import attention
+from schedir.models.tiles import tiles_of
 from schedir.parallel.vocab import fused_cross_entropy
+from schedir.predict.windows import layer_flops
+from schedir.training.gpt import Layer
+from schedir.training.gpt_config import GPTConfig
 
 DEVICE = "cuda"
 GOAL = 0.8
@@ -38,6 +58,12 @@ CACHE = 1 << 28  # bytes, more than a GPU's cache has
 WAYS = "ours", "eager", "compiled", "Liger"
 
 Run = Callable[[], Any]
+Window = tuple[int, int]
+WINDOWS = "128:1", "256:1", "256:64", "256:256", "512:128", "512:512", "1024:256"
+HEAD = (
+    *("length", "window", "stride", "tiles", "predicted", "forward", "and backward", "over SDPA"),
+    *("layer, predicted", "measured"),
+)
 
 
 class Work(NamedTuple):
@@ -48,15 +74,34 @@ class Work(NamedTuple):
     ways: dict[str, Run]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="bandwidth of the kernels, on a GPU")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=8192)
-    parser.add_argument("--vocab", type=int, default=51200, help="of all tensor-parallel ranks")
-    parser.add_argument("--tp", type=int, default=8)
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="kernels beside what bounds them")
+    parser.add_argument("--only", choices=("bandwidth", "windows"), default="bandwidth")
+    own = parser.add_argument_group("bandwidth")
+    own.add_argument("--tokens", type=int, default=4096)
+    own.add_argument("--hidden", type=int, default=8192)
+    own.add_argument("--vocab", type=int, default=51200, help="of all tensor-parallel ranks")
+    own.add_argument("--tp", type=int, default=8)
     widths = [1024, 2048, 4096, 8192, 12288, 16384]
-    parser.add_argument("--widths", type=int, nargs="*", default=widths, help="of LayerNorm")
-    options = parse(parser, tokens=64, hidden=256, vocab=512, widths=[64])
+    own.add_argument("--widths", type=int, nargs="*", default=widths, help="of LayerNorm")
+    own = parser.add_argument_group("windows")
+    own.add_argument("--lengths", type=int, nargs="*", default=None)
+    own.add_argument("--windows", nargs="*", default=WINDOWS, help="window:stride")
+    own.add_argument("--heads", type=int, default=4)
+    own.add_argument("--width", type=int, default=64, help="of a head")
+    own.add_argument("--rounds", type=int, default=9)
+    own.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = parse(
+        parser, words, tokens=64, hidden=256, vocab=512, widths=[64],
+        lengths=[200], windows=["64:64", "128:1"], rounds=2,
+    )  # fmt: skip
+    if options.smoke:
+        windows(options)
+    return windows(options) if options.only == "windows" else bandwidth(options)
+
+
+def bandwidth(options: argparse.Namespace) -> int:
+    """Print the share of a copy's bandwidth that each kernel reaches; return the exit code."""
     if not torch.cuda.is_available():
         return lacks("needs a GPU, and torch sees none", options.smoke)
     if not choice.on_triton(torch.empty(0, device=DEVICE)):
@@ -66,8 +111,8 @@ def main() -> int:
     copy = copied()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {copy / 1e9:.2f} TB/s")
     met = table(works(options), copy, milliseconds)
-    for line in weight_gradients(options, milliseconds):
-        print(line)
+    for rate in weight_gradients(options, milliseconds):
+        print(rate)
     print(f"goal {GOAL} of the copy: {'met' if met else 'missed'}")
     return 0
 
@@ -91,8 +136,8 @@ def table(given: Iterator[Work], copy: float, clock: Callable[[Run], float]) -> 
         print(f"{work.name:34} {work.bytes / 1e6:8.1f} {took['ours']:8.3f}{shares}", flush=True)
     if find_spec("liger_kernel") is None:
         failed.append("Liger-Kernel is not installed (pip install liger-kernel)")
-    for line in failed:
-        print(f"not measured: {line}")
+    for reason in failed:
+        print(f"not measured: {reason}")
     return met
 
 
@@ -258,6 +303,130 @@ def weight_gradients(options: argparse.Namespace, clock: Callable[[Run], float])
         f"{'weight gradient':34} {2 * T * h * k / ms / 1e9:8.0f} TFLOP/s, {plain / ms:.2f} times a "
         f"product and a sum, {bare / ms:.2f} of the product alone"
     )
+
+
+# ------------------------------------------------------------ windows
+
+
+def windows(options: argparse.Namespace) -> int:
+    """Print what windows of attention gain, predicted beside measured; return the exit code."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        return lacks("needs a GPU, and torch sees none", options.smoke)
+    torch.set_num_threads(1)
+    lengths = options.lengths
+    if lengths is None:
+        lengths = (1024, 2048, 4096) if options.device == "cpu" else (4096, 16384, 65536)
+    cpu = f"{platform.machine()}, {os.cpu_count()} processors"
+    where = cpu if options.device == "cpu" else torch.cuda.get_device_name()
+    print(f"{where}, torch {torch.__version__}, {options.heads} heads of {options.width}")
+    print(f"{options.rounds} rounds; a measured number is a median, with its quartiles\n")
+    head(*HEAD)
+    for length in lengths:
+        given = [(int(w), int(s)) for w, _, s in (one.partition(":") for one in options.windows)]
+        for row in _rows(length, [one for one in given if one[0] < length], options):
+            line(*row)
+    return 0
+
+
+def _rows(length: int, windows: list[Window], options: Any) -> list[list[str]]:
+    """The rows of a length."""
+    whole, device = (2 * length, 1), options.device
+    runs: dict[tuple[str, Window | None], Run] = {}
+    for window in (None, whole, *windows):
+        forward, both = _attention(length, window, options)
+        runs |= {("forward", window): forward, ("both", window): both}
+        if window != whole:
+            runs["layer", window] = _layer(length, window, options)
+    took = _measured(runs, options.rounds, device)
+
+    def over(kind: str, base: Window | None, window: Window) -> str:
+        low, middle, high = quantiles(
+            [one / other for one, other in zip(took[kind, base], took[kind, window], strict=True)]
+        )
+        return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+    rows, hidden = [], options.heads * options.width
+    dense = layer_flops(tiles_of(length, *whole, device), hidden)
+    for window in windows:
+        found = tiles_of(length, *window, device)
+        rows.append(
+            [
+                *map(str, (length, *window)), f"{found.visited} of {found.dense}",
+                f"{found.speedup:.2f}", over("forward", whole, window),
+                over("both", whole, window), over("both", None, window),
+                f"{dense / layer_flops(found, hidden):.2f}", over("layer", None, window),
+            ]
+        )  # fmt: skip
+    return rows
+
+
+def _where(options: Any) -> dict[str, Any]:
+    return {
+        "device": torch.device(options.device),
+        "dtype": torch.float32 if options.device == "cpu" else torch.bfloat16,
+    }
+
+
+def _attention(length: int, window: Window | None, options: Any) -> tuple[Run, Run]:
+    """Its forward, and its forward and backward."""
+    shape = 1, length, options.heads, 3, options.width
+    q, k, v = torch.randn(shape, **_where(options)).permute(3, 0, 2, 1, 4)
+    for x in (q := q.detach(), k := k.detach(), v := v.detach()):
+        x.requires_grad_()
+    grad = torch.randn_like(q)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attention(q, k, v, window)
+
+    def both() -> object:
+        return torch.autograd.grad(attention(q, k, v, window), (q, k, v), grad)
+
+    return forward, both
+
+
+def _layer(length: int, window: Window | None, options: Any) -> Run:
+    """A layer of the GPT, forward and backward."""
+    hidden = options.heads * options.width
+    config = GPTConfig(vocab=2, layers=1, hidden=hidden, heads=options.heads, context=length)
+    if window is not None:
+        config = replace(config, window=window[0], stride=window[1])
+    where: Any = _where(options)
+    block = Layer(config, 0, None, where)
+    x = torch.randn(1, length, hidden, **where).requires_grad_()
+    grad = torch.randn_like(x)
+    inputs = [x, *block.parameters()]
+    return lambda: torch.autograd.grad(block(x), inputs, grad)
+
+
+def _measured(runs: dict[Any, Run], rounds: int, device: str) -> dict[Any, list[float]]:
+    """Seconds of each, of each round."""
+    clock = _on_cpu if device == "cpu" else _on_gpu
+    took: dict[Any, list[float]] = {name: [] for name in runs}
+    for k in range(2 + rounds):
+        for name, run in runs.items():
+            seconds = clock(run)
+            if k >= 2:
+                took[name].append(seconds)
+    return took
+
+
+def _on_cpu(run: Run) -> float:
+    began = thread_time()
+    run()
+    return thread_time() - began
+
+
+def _on_gpu(run: Run) -> float:
+    """Of the GPU: several, for one is short."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(10):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e4
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import windows
+from benchmarks import kernels
 from schedir.models.tiles import tiles_of
 
 
 def test_each_window_that_is_shorter_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--lengths 100 200 --windows 64:64 128:1 --heads 2 --width 8 --rounds 2"
-    assert windows.main(words.split()) == 0
+    words = "--only windows --lengths 100 200 --windows 64:64 128:1 --heads 2 --width 8 --rounds 2"
+    assert kernels.main(words.split()) == 0
     rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines() if " | " in row][2:]
     assert [row[:3] for row in rows] == [
         ["| 100", "64", "64"], ["| 200", "64", "64"], ["| 200", "128", "1"],
@@ -18,4 +18,4 @@ def test_each_window_that_is_shorter_has_a_row(capsys: pytest.CaptureFixture[str
     for row, given in zip(rows, [(100, 64, 64), (200, 64, 64), (200, 128, 1)], strict=True):
         found = tiles_of(*given)
         assert row[3:5] == [f"{found.visited} of {found.dense}", f"{found.speedup:.2f}"]
-        assert len(row) == len(windows.HEAD)
+        assert len(row) == len(kernels.HEAD)
