@@ -128,7 +128,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # `help(schedir)` gets every name that is here, so each must be importable.
+    # `help(schedir)` imports every name of this list, and without torch it cannot import `runtime`.
     missing = {"runtime"} if find_spec("torch") is None else set()
     return sorted({*globals(), *_HOME} - missing)
 

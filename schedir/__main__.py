@@ -1,8 +1,8 @@
 """The command line.
 
-Exit codes: 0 fine; 2 a refused program or bad usage; 1 a bug of schedir, or a rank that crashed or
-was killed; 130 interrupted.
-What a command says is written at its end, in one piece; what it refuses, to standard error.
+Exit codes: 0 fine; 2 a refused program, bad usage, or an optional package that is missing or
+broken; 1 a bug of schedir, or a rank that crashed or was killed; 130 interrupted.
+A command writes its output at its end, in one piece.  Errors go to standard error.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _EXIT = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code."""
-    # Without these, python's are None, and the next file that is opened would be taken for them.
+    """Run a command, and return its exit code."""
+    # Python sets a closed stream to None.  The next file that is opened would get the descriptor of
+    # the stream, and with it what is printed.
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Within this our warnings are a sentence, without the line of ours that gave it."""
+    """Print the warnings of schedir as a sentence, without the source line that raised them."""
     usual, own = warnings.formatwarning, str(Path(__file__).parent)
 
     def plain(message: Any, category: Any, filename: str, *more: Any, **named: Any) -> str:
@@ -86,7 +87,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _say(text: str) -> int:
-    """Write to standard output; that nobody reads to the end (`| head`) is fine."""
+    """Write to standard output.  A reader that stops early (`| head`) is no error."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
@@ -102,7 +103,7 @@ def _say(text: str) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    more: Callable[[], str] | None = None  # help that is made when it is asked for
+    more: Callable[[], str] | None = None  # returns help that takes long to make
 
     def format_help(self) -> str:
         return super().format_help() + (self.more() if self.more else "")

@@ -45,15 +45,15 @@ def require(package: str, feature: str, *, field: str = "", lowest: str = "") ->
 
     Args:
         package: A package of `EXTRAS`.
-        feature: What needs the package. It is the subject of the error's sentence.
+        feature: What needs the package, as the subject of the error's sentence.
         field: The setting that needs the package, if there is one.
-        lowest: The lowest version that works, if the feature needs more than `EXTRAS` says.
+        lowest: The lowest version that works, if the feature needs a later one than `EXTRAS` has.
 
     Raises:
         MissingPackageError: The package is not installed, or its version is too low.
     """
     spec = find_spec(package)
-    if spec is None or spec.origin is None:  # without an origin: an empty folder of that name
+    if spec is None or spec.origin is None:  # no origin: only a folder of that name was found
         raise _missing(package, f"{feature} needs {package}, which is not installed", field)
     lowest = lowest or EXTRAS[package].lowest
     found = _version(package)
@@ -63,10 +63,13 @@ def require(package: str, feature: str, *, field: str = "", lowest: str = "") ->
 
 
 def broken_package(error: BaseException) -> MissingPackageError | None:
-    """Return the error to show if an exception comes from the import of a package of `EXTRAS`.
+    """Return the error to show if an exception was raised by the import of a package of `EXTRAS`.
 
     Args:
         error: An exception with its traceback.
+
+    Returns:
+        An error that names the package, or None if the exception has another cause.
     """
     for frame, _ in walk_tb(error.__traceback__):
         package = frame.f_globals.get("__name__", "")
@@ -78,7 +81,7 @@ def broken_package(error: BaseException) -> MissingPackageError | None:
 
 
 def _version(package: str) -> str:
-    """Return the version of an installed package, or nothing if it has no metadata."""
+    """Return the version of an installed package, or an empty string if it has no metadata."""
     try:
         return version(package)
     except PackageNotFoundError:

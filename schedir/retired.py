@@ -8,9 +8,10 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
-# A key is a name as a user writes it: an option (`--count`), a setting of a configuration
-# (`section.name`), a value of a setting (`kind = bert`), a field of a program (`open`), or a public
-# name (`schedir.module.name`).  The value is a hint of an error: it says what to use instead.
+# A key is a name as the user writes it: an option (`--count`), a setting of a configuration
+# (`section.name`), a value of a setting (`kind = bert`, or the suffix of a file in `source`), or an
+# option of `compile`, which is also a key in a `.sched` file (`open`).  The value is the hint of
+# the error, which says what to use instead.
 RETIRED: Final = MappingProxyType(
     {
         "open": "use one program with more microbatches, which accumulates their gradients",

@@ -1,22 +1,14 @@
-"""Plan a training run: how a model is laid out on a cluster, what a step takes and holds."""
+"""Plan a training run: how a model is laid out on a cluster, what a step takes and holds.
+
+`--scale` plans for several numbers of GPUs, and `--measure` measures this machine instead.
+"""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-from schedir.commands._plan_asked import Asked, asked_of, planned, with_gpus
-from schedir.commands._plans import AT_LAST, facts, seconds
-from schedir.errors import ProgramError, UsageError
-from schedir.io.terminal import as_json, table
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from schedir.planner import Priced
 import shlex
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,12 +17,19 @@ from schedir.commands._options import count, number
 from schedir.commands._plan_asked import (
     FIXED,
     WORDS,
+    Asked,
+    asked_of,
     divided,
     everything,
+    planned,
     searched,
+    with_gpus,
 )
+from schedir.commands._plans import AT_LAST, facts, seconds
+from schedir.errors import ProgramError, UsageError
 from schedir.extras import require
 from schedir.io.files import atomic_write, expect_writable
+from schedir.io.terminal import as_json, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,19 +40,19 @@ if TYPE_CHECKING:
 
 # ---------------------------------------------------------------- plans for several numbers of GPUs
 
-# The batch is the same for all of them, or grows with them.
+# With "strong" scaling the batch is the same for each number of GPUs, with "weak" it grows.
 
 
 _MEANT = {"strong": "the same batch", "weak": "a batch that grows with the GPUs"}
 
 
-def told(args: argparse.Namespace) -> str:
-    """A table for each way to grow; the picture is written."""
-    several = (
+def _scaled(args: argparse.Namespace) -> str:
+    """Return a table for strong and one for weak scaling, and write the picture."""
+    excluded = (
         (args.output, "-o"), (args.tradeoff, "--tradeoff"), (args.search, "--search"),
         (args.gpus is not None, "--gpus"),
     )  # fmt: skip
-    for option, name in several:
+    for option, name in excluded:
         if option:
             raise UsageError(f"{name} is of one number of GPUs, and --scale says several")
     asked, refused = asked_of(args), list[str]()
@@ -71,7 +70,10 @@ def told(args: argparse.Namespace) -> str:
 
 
 def _plans(asked: Asked, scale: Sequence[int], way: str, refused: list[str]) -> list[Priced]:
-    """The best plan for each number of GPUs; of those that have none it is `refused` why."""
+    """Return the best plan for each number of GPUs.
+
+    For each number without a plan, a line that says why is appended to `refused`.
+    """
     found: list[Priced] = []
     most = max(scale)
     first: ProgramError | None = None
@@ -114,15 +116,15 @@ def _table(plans: Sequence[Priced]) -> str:
 
 # ---------------------------------------------------------------- --measure
 
-# This machine, measured as a cluster file.
+# Measure this machine, and write a cluster file of it.
 
 
-_NEEDED: Final = ("model", "layers", "batch", "cluster", "scale", "picture")  # to plan
-_WITH: Final = ("processes", "device")  # to measure
+_OF_PLANS: Final = ("model", "layers", "batch", "cluster", "scale", "picture")  # not with --measure
+_OF_MEASURE: Final = ("processes", "device")  # only with --measure
 
 
 def add_measure(group: argparse._ArgumentGroup) -> None:
-    """What says that, and how, the machine is measured."""
+    """Add `--measure` and the options that only it takes."""
     group.add_argument(
         "--measure",
         action="store_true",
@@ -136,17 +138,21 @@ def add_measure(group: argparse._ArgumentGroup) -> None:
 
 
 def measured(args: argparse.Namespace) -> str | None:
-    """What was measured beside what the file says of it, which is written; None to plan.
+    """Measure this machine, and write the cluster file.
 
-    Raises UsageError where it is not said where to write, what is to be planned is said, too, or
-    what cannot be measured.
+    Returns:
+        A table of what was measured and what the file predicts of it, or None without `--measure`.
+
+    Raises:
+        UsageError: An option does not go with `--measure` or is missing, or the machine cannot be
+            measured.
     """
     if not args.measure:
-        if said := [name for name in _WITH if getattr(args, name) is not None]:
+        if said := [name for name in _OF_MEASURE if getattr(args, name) is not None]:
             raise UsageError(f"--{said[0]} is of --measure", hint="--measure -o here.toml",
                              fields=said)  # fmt: skip
         return None
-    if said := [name for name in _NEEDED if getattr(args, name) is not None]:
+    if said := [name for name in _OF_PLANS if getattr(args, name) is not None]:
         raise UsageError(
             f"--measure plans nothing, and takes no --{said[0]}",
             hint="plan with the file that it writes: --cluster here.toml", fields=said,
@@ -156,10 +162,9 @@ def measured(args: argparse.Namespace) -> str | None:
                          hint="-o here.toml", fields=["output"])  # fmt: skip
     require("torch", "--measure")
     from schedir.io.cluster_file import save_cluster
-    from schedir.io.files import atomic_write
     from schedir.training.measure import measure
 
-    with atomic_write(args.output) as temporary:  # what cannot be written is not measured for
+    with atomic_write(args.output) as temporary:  # fails here if the path cannot be written
         temporary.touch()
         found = measure(args.processes, args.device or "cpu", progress=True)
         of = f"{found.cluster.gpus} process{'es' * (found.cluster.gpus > 1)}"
@@ -169,8 +174,11 @@ def measured(args: argparse.Namespace) -> str | None:
     return "".join(f"{line}\n" for line in (*found.table, *warnings, f"wrote {args.output}"))
 
 
+# ---------------------------------------------------------------- options
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, the machines, what is fixed, and where all goes."""
+    """Add the options: the model, the machines, what is fixed, and the output."""
     parser.description = (
         "Plan a training run. Find the parallel degrees, schedule, recomputation and ZeRO level "
         "with the shortest step on these machines, and print its time, memory and bottleneck."
@@ -279,7 +287,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
 
 
 def more() -> str:
-    """The names that are known, for --help."""
+    """Return the names of models that `--model` knows, for `--help`."""
     from schedir.planner.models import MODELS
 
     rows = "".join(f"  {name:10} {source}\n" for name, (_, source) in MODELS.items())
@@ -298,7 +306,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace) -> str:
-    """The best plans, why the first is no faster, and what is written."""
+    """Return the best plans and the bottleneck of the first, and write the files."""
     if (found := measured(args)) is not None:
         return found
     from schedir.commands._plans import as_told, in_words
@@ -310,7 +318,7 @@ def run(args: argparse.Namespace) -> str:
     if args.picture is not None:
         from schedir.viz.output import suffix_of
 
-        suffix_of(args.picture)  # a wrong ending is told before anything is planned
+        suffix_of(args.picture)  # a wrong suffix is an error before anything is planned
     if args.top < 1:
         raise UsageError(f"--top says how many plans are told, from 1 on, not {args.top}")
     if args.tokens is not None and not 0 < args.tokens < inf:
@@ -322,9 +330,7 @@ def run(args: argparse.Namespace) -> str:
         raise UsageError(f"{option} knows nothing of copies to the host: it goes without --offload",
                          fields=["offload"])  # fmt: skip
     if args.scale is not None:
-        from schedir.commands.plan import told
-
-        return told(args)
+        return _scaled(args)
     asked = asked_of(args)
     if args.picture is not None:
         expect_writable(args.picture)
@@ -346,7 +352,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _writable(path: str | None) -> AbstractContextManager[Path | None]:
-    """What is written there; what cannot be written is not planned for."""
+    """Return a context with the file to write.  It fails before planning if that is impossible."""
     return nullcontext() if path is None else _touched(path)
 
 
@@ -362,8 +368,8 @@ def _wrote(args: argparse.Namespace) -> str:
 
 
 def _file(args: argparse.Namespace, asked: Asked, plan: Priced, own: Program | None) -> str:
-    """A plan as a file: a configuration of `schedir train`, or a program; with what it is."""
-    from schedir.commands._plans import name_of, seconds
+    """Return a plan as a configuration of `schedir train`, or as a program, with comments."""
+    from schedir.commands._plans import name_of
     from schedir.errors import in_bytes
     from schedir.ir.text import show
     from schedir.planner import config, program_for
@@ -387,14 +393,14 @@ def _file(args: argparse.Namespace, asked: Asked, plan: Priced, own: Program | N
 
 
 def _simulated(asked: Asked, plan: Priced, own: Program | None) -> str:
-    """How a plan's program is simulated as it was planned, in a comment: at which costs."""
+    """Return a comment with the command that simulates the program at the costs of the plan."""
     from schedir.planner.costs import costs_of, times_of
     from schedir.planner.runnable import plan_of
     from schedir.planner.trainer import trainer_for
     from schedir.predict.calibrate import format_costs
 
     model, cluster = asked.model, asked.cluster
-    if cluster.processors is not None:  # of which several share what one alone would have
+    if cluster.processors is not None:  # ranks share the memory bandwidth and caches of processors
         return ""
     of = trainer_for(cluster)
     times = times_of(model, cluster, plan, of.constants)

@@ -1,4 +1,4 @@
-"""Predict a run, as a table."""
+"""Predict a run, and print it as a table: times, memory and bytes sent of each rank."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ from schedir.ir.sizes import Sizes
 from schedir.ir.zero import WHOLE
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from schedir.predict.timeline import Timeline
 
 
@@ -34,15 +31,17 @@ if TYPE_CHECKING:
 
 
 def volume(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.float64]]:
-    """Bytes that a process of each rank sends in all of a lowered program, by lane: shape (ranks,).
+    """Return the bytes that a process of each rank sends in a lowered program, by lane.
+
+    The arrays have the shape (ranks,).
 
     An all-gather or a reduce-scatter of n bytes by a ring of g processes sends n (g-1)/g from each,
     and an all-reduce twice that (Patarasuk and Yuan 2009, section 3).  So of Psi bytes of weights,
     and as many of gradients, data parallelism sends 2 Psi, ZeRO-1 and 2 send 2 Psi, and ZeRO-3
     3 Psi where each stage has two turns, times (dp-1)/dp (arXiv 1910.02054, section 7).
 
-    Norms, which are a few bytes, and tied weights, whose sizes nobody tells, are left out.  What
-    passes beside what pieces sum or gather, as a residual stream, is taken for a part of it.
+    Norms are left out because they are a few bytes, and tied weights because their sizes are not
+    known.  A residual stream that passes beside what pieces sum or gather counts as a part of it.
 
     >>> from schedir import Plan, Sizes, compile, schedules
     >>> from schedir.ir.ops import Lane
@@ -78,24 +77,28 @@ def volume(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.float64]]:
 def _around(
     program: Program, row: Row, ring: Ring, sizes: Sizes, at: Positions
 ) -> NDArray[np.float64]:
-    """Bytes that each process sends in each of some instructions of one kind."""
+    """Return the bytes that each process sends in instructions of one kind, for each of them."""
     plan, (token,) = program.plan, row.needs
     members = {"tp": program.tp, "dp": program.dp, "holders": plan.rows}[ring.members]
     if ring.size:
         whole = sizes.of(ring.size, plan.stages)[Index.of(program).stage[at]]
     else:
         whole = whole_sizes(program, token, sizes, at)
-    if token is Token.GRAD and program.zero:  # which is in parts by then
+    if token is Token.GRAD and program.zero:  # gradients are sharded by then
         whole = whole / program.dp
     turns = ring.turns
     if program.sequence and row.op in MEETINGS[True]:
-        # Sizes have all tokens and a rank's own, and either goes around once: a sum leaves these.
+        # Sizes contain all tokens and the rank's own ones.  A gather, or a sum that leaves each
+        # rank its own tokens, goes around the ring once.
         turns, whole = 1, whole * members / (members + 1)
     return turns * whole * (members - 1) / members
 
 
+# ---------------------------------------------------------------- the command
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """A source, and where the run goes."""
+    """Add the options: the source of the program, and the output."""
     add_source(parser)
     parser.add_argument("-o", dest="output", metavar="FILE.timeline", help="write the run there")
     parser.add_argument("--json", action="store_true", help="for a program to read")
@@ -103,7 +106,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """A row per rank, and what the ranks come to together."""
+    """Return a table with a row per rank, and the totals."""
     from schedir.analysis.gathers import facts_of_parts, in_parts
     from schedir.io.timeline_file import SUFFIX, save_timeline
     from schedir.predict.recomputation import of_forwards
@@ -156,7 +159,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _below(timeline: Timeline) -> dict[str, list[float]]:
-    """The most bytes of each rank on the host and on its disk, where a program moves any there."""
+    """Return the peak bytes of each rank on the host and on its disk, if a program uses these."""
     from schedir.analysis.memory import tiers_of
 
     return {
@@ -166,9 +169,7 @@ def _below(timeline: Timeline) -> dict[str, list[float]]:
 
 
 def _sent(timeline: Timeline) -> dict[str, NDArray[np.float64]]:
-    """Bytes that a process of each rank sends in a step, by lane, as far as sizes are told."""
-    from schedir.commands.simulate import volume
-
+    """Return the bytes that a process of each rank sends in a step, by lane; {} without sizes."""
     if timeline.sizes is None or timeline.program.is_draft:
         return {}
     found = volume(timeline.program, timeline.sizes)
@@ -176,7 +177,7 @@ def _sent(timeline: Timeline) -> dict[str, NDArray[np.float64]]:
 
 
 def _said_sent(timeline: Timeline, sent: dict[str, NDArray[np.float64]]) -> str:
-    """The same in words."""
+    """Return in words the most bytes that a process sends in each lane."""
     if not sent:
         return ""
     tied = " (without tied weights)" if timeline.program.tied else ""
@@ -185,7 +186,7 @@ def _said_sent(timeline: Timeline, sent: dict[str, NDArray[np.float64]]) -> str:
 
 
 def _parts(timeline: Timeline) -> dict[str, list[float]]:
-    """The bytes of each rank that are there all the time, and the most that is whole beside."""
+    """Return each rank's bytes at rest, and the peak of what ZeRO gathers beside them."""
     parts = {name: each.tolist() for name, each in timeline.at_rest.items()}
     for name in WHOLE.values() if parts else ():
         whole = [float(curve.kinds[name].max()) for curve in timeline.memory if name in curve.kinds]
@@ -194,7 +195,7 @@ def _parts(timeline: Timeline) -> dict[str, list[float]]:
 
 
 def _slots(request: Request) -> dict[str, Any]:
-    """How many slots each rank shares, and how long it would take if each value had its own."""
+    """Return how many slots each rank shares, and the span if each value had a slot of its own."""
     from schedir.passes.share_slots import unshared
     from schedir.predict.simulate import simulate
 
@@ -203,15 +204,17 @@ def _slots(request: Request) -> dict[str, Any]:
     if not program.shares_slots:
         return {}
     slots = [counts.said() for counts in program.slots]
-    if request.run is not None and request.given is None:  # its costs are not known
+    if request.run is not None and request.given is None:  # the costs of the run are not known
         return {"slots": slots}
     own = simulate(unshared(program), request.given, model=timeline.model, blocks=timeline.blocks)
     return {"slots": slots, "span_with_own_slots": own.span}
 
 
 def _with_fewer(request: Request) -> str:
-    """How much less ranks would hold if values shared slots, where each has its own."""
-    from schedir.ir.program import Program
+    """Return a line with the peak memory if values shared slots.
+
+    It is empty if they share slots already, or if that would not help.
+    """
     from schedir.passes.share_slots import share_slots
     from schedir.predict.simulate import simulate
 

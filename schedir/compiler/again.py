@@ -1,4 +1,4 @@
-"""Lower the compute of a lowered program again."""
+"""Compile a compiled program's compute, or another draft, again with the program's options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from schedir.schedules.words import Schedule
 
 
 def compute_of(program: Program) -> Program:
-    """The draft that a program has in it: its compute, each rank's in its order.
+    """Return a program's compute as a draft, in each rank's order.
 
     >>> from schedir import Plan, compile, draft, schedules
     >>> plan = Plan(ranks=4, microbatches=8)
@@ -36,8 +36,11 @@ def compute_of(program: Program) -> Program:
 
 
 def options_of(program: Program, model: Model, draft: Program | None = None) -> dict[str, Any]:
-    """The options of `compile` with which a program was lowered, as far as they show; those that
-    say something of the `draft`, if there is one, which has other traits."""
+    """Return the options of `compile` with which a program was lowered.
+
+    Only options that leave a trace in the program can be found.  If there is a `draft`, options
+    that do not apply to its traits are left out.
+    """
     options: dict[str, Any] = {}
     for each in LOWERING:
         if each.applies(program if draft is None else draft):
@@ -46,14 +49,19 @@ def options_of(program: Program, model: Model, draft: Program | None = None) -> 
 
 
 def fitting(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Options of a program for a plan that may have fewer stages on a rank: then no more of these
-    are whole."""
+    """Return the options of a program for another plan.
+
+    The plan may have fewer stages on a rank.  `active` is then at most this number.
+    """
     own = max(map(len, plan.stages_of))
     return {k: min(v, own) if k == "active" and v else v for k, v in options.items()}
 
 
 def without_recompute(draft: Program) -> Program:
-    """Return a draft without its R; an instruction that ran together with one runs alone."""
+    """Return a draft without its recomputations (R).
+
+    An instruction that was joined to the R before it is no longer joined.
+    """
     streams = []
     for stream in draft.streams:
         gone, words = stream.op == RECOMPUTE, stream.words.copy()
@@ -71,28 +79,28 @@ def built_in_schedule_of(program: Program) -> Schedule | None:
         again = cut_like(draft(schedule, program.whole), program)
     except ProgramError:
         return None
-    # The costs that it was lowered with are not known, so only the compute is compared.
+    # The costs for which the program was lowered are not known, so only the compute is compared.
     return schedule if again.streams == compute_of(program).streams else None
 
 
 class Lowering:
-    """The options with which a program was lowered, and the lowering of other drafts with them."""
+    """Lowers drafts with the options with which a program was lowered."""
 
     def __init__(self, program: Program, model: Model) -> None:
         self.like, self.model = program, model
         self.options = options_of(program, model)
 
     def of(self, drafted: Program, costs: Costs | None, **options: Any) -> Program:
-        """Lower a draft as the program was lowered, but with these `options`, and check it.
+        """Compile a draft with the program's options, some of which `options` replaces.
 
-        If the program recomputes and the draft does not, all of the draft is recomputed.  If the
-        program offloads and the draft has another plan, all of the draft is offloaded.
+        If the program recomputes and the draft does not, every forward of the draft is recomputed.
+        If the program offloads or spills and the draft has another plan, every forward is.
         """
         like = self.like
         traits = {f.name: getattr(like, f.name) for f in TRAITS}
         ops = like.ops - drafted.ops
         again = {"recompute": "all"} if RECOMPUTE in ops else {}
-        if drafted.plan != like.plan:  # which of other microbatches, or stages, nobody says
+        if drafted.plan != like.plan:  # the choice of forwards is for the program's plan only
             again |= {name: "all" for name in ("offload", "spill") if self.options.get(name)}
         if drafted.plan.stages != like.plan.stages:
             tied = tied_stages(show_tied(like.tied, like.plan) == "yes", drafted.plan)

@@ -1,9 +1,9 @@
-"""Plain pickles: numbers, text, lists, tuples and dicts, with no opcode that could do more.
+"""Load pickles of plain values only: numbers, text, None, lists, tuples, and dicts with text keys.
 
-Python's unpickler imports what a file names and calls what it likes.  So `pickletools` first lists
-the opcodes, and a file with an opcode that plain values do not need is refused before it is
-unpickled.  The opcodes of the allow-list are those that torch's pickler and Python's protocols 2
-to 5 write for plain values.
+Python's unpickler imports and calls whatever a file names.  So `pickletools` first lists the
+opcodes, and a file with an opcode that plain values do not need is refused before it is unpickled.
+The allow-list has the opcodes that torch's pickler and Python's protocols 2 to 5 write for plain
+values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 
 from schedir.errors import TraceError
 
-MOST: Final = 2**23  # opcodes of a file: each makes one value at most
+MOST: Final = 2**23  # opcodes in a file; each makes at most one value
 # fmt: off
 _ALLOWED: Final = frozenset({
     "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
@@ -25,7 +25,7 @@ _ALLOWED: Final = frozenset({
     "SETITEMS", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET",
 })
 # fmt: on
-# What a foreign pickle most likely has, by what it would do.
+# What the opcodes would do that pickles of other values most likely contain.
 _DOES: Final = {
     **dict.fromkeys(("GLOBAL", "INST", "STACK_GLOBAL"), "imports what it names"),
     **dict.fromkeys(("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ"), "calls what it names"),
@@ -36,11 +36,14 @@ _DOES: Final = {
 
 
 def loads(data: bytes, where: str = "") -> Any:
-    """Return the value of a pickle that has plain values only.
+    """Return the value of a pickle that contains plain values only.
+
+    Args:
+        data: The pickle.
+        where: The name of its file, for errors.
 
     Raises:
-        TraceError: The pickle of the file `where` is cut off or too large, or has more than plain
-            values.
+        TraceError: The pickle is damaged, cut off or too large, or contains other values.
 
     >>> loads(pickle.dumps({"entries": [(1, "a")], "ended": None}))
     {'entries': [(1, 'a')], 'ended': None}
@@ -53,7 +56,7 @@ def loads(data: bytes, where: str = "") -> Any:
     file = io.BytesIO(data)
     try:
         _check_opcodes(file)
-    except ValueError:  # of a number, text or opcode that `pickletools` cannot read
+    except ValueError:  # `pickletools` cannot read a number, a text or an opcode
         fact = f"the pickle is cut off or damaged at byte {file.tell()} of {len(data)}"
         raise TraceError(fact, program=where) from None
     except _Refused as refused:
@@ -68,7 +71,7 @@ def loads(data: bytes, where: str = "") -> Any:
 
 
 class _Refused(Exception):
-    """What is refused, as a sentence."""
+    """A pickle is refused; the message says why."""
 
 
 def _check_opcodes(file: io.BytesIO) -> None:
@@ -86,10 +89,10 @@ def _check_opcodes(file: io.BytesIO) -> None:
 
 
 class _Plain(pickle._Unpickler):
-    """Python's unpickler that is written in Python.
+    """The unpickler of the standard library that is written in Python.
 
-    Its memo is a dict.  The memo of the one that is written in C is an array as long as the
-    largest number that the file names.
+    Its memo is a dict.  The unpickler written in C has an array as memo, which is as long as the
+    largest index in the file, so a small file could fill the memory.
     """
 
     stack: list[Any]
@@ -106,7 +109,10 @@ class _Plain(pickle._Unpickler):
         self._set(self.pop_mark())
 
     def _set(self, items: list[Any]) -> None:
-        """Check the keys first: Python crashes where it takes the hash of deeply nested tuples."""
+        """Set items of the dict on the stack.
+
+        Keys must be text: Python crashes when it hashes a deeply nested tuple.
+        """
         if any(type(key) is not str for key in items[::2]):
             raise _Refused("a dict of the pickle has a key that is no text")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""Trainer: what of a price is the trainer's: its constants, its states, how it lowers programs."""
+"""The trainers for which the planner prices plans: their constants, states, options and sizes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from schedir.planner.sizes import numbers_of, sizes
 
 # ---------------------------------------------------------------- sizes of the GPT
 
-# Bytes that the GPT of `schedir train` holds on a CPU.  They are exact.
+# The exact number of bytes that the GPT of `schedir train` holds on a CPU.
 
 
 _ITEM = 4  # bytes of a number
-_PICKED = 10  # bytes of a token: where its logit is, whether it counts, and whether it is here
-_FOUND, _FOUND_LATE = 9, 8  # of a slice's rows of the embedding: where, and whether it is here
+# Bytes of a token in the head: the index of its logit, whether it counts, and whether its logit is
+# in this rank's slice of the vocabulary.
+_PICKED = 10
+# Bytes of a token in a slice of the embedding: its row, and, if saved, whether the slice has it.
+_FOUND, _FOUND_LATE = 9, 8
 
 
 def own_sizes(
@@ -36,14 +39,15 @@ def own_sizes(
     constants: Constants | None = None,
     states: States = ADAM_32,
 ) -> Sizes:
-    """What each stage of a choice holds of a microbatch, and its weights, in 32 bits.
+    """Return the sizes of each stage of a choice: its weights, and what it saves of a microbatch.
 
-    A layer of width h on t slices keeps 4h + 12h/t numbers of each token, which are those of arXiv
-    2205.05198, section 4.1, without masks, for nothing is dropped; and what the paper leaves out:
-    two of each norm, and one for each head instead of its scores (arXiv 2307.08691, section 3.1.2).
-    The head keeps its norm's input and its own, logits, and which of them is right.  A tape, of
-    what is split, has the input of each linear layer and its gradient.  `sizes_of` measures the
-    same, in tests/cpu/test_own_sizes.py; with ZeRO it counts the padding of buckets, too.
+    All numbers have 32 bits.  A layer of width h on t slices saves 4h + 12h/t numbers per token, as
+    in arXiv 2205.05198, section 4.1, but without masks, because there is no dropout.  It also saves
+    what the paper leaves out: two numbers per norm, and one per head in place of its scores (arXiv
+    2307.08691, section 3.1.2).  The head saves the input of its norm and its own, the logits, and
+    which of them is right.  The tape of a split backward has the input of each linear layer and the
+    gradient of its output.  `sizes_of` measures the same (tests/cpu/test_own_sizes.py); with ZeRO
+    it also counts the padding of buckets.
     """
     layers, t = np.array(layers_of(model, choice), float), choice.t
     tokens = float(choice.b * model.sequence)
@@ -59,18 +63,28 @@ def own_sizes(
     both = saved + wide
     both[-1] = max(saved[-1], tape[-1])
     checkpoint = np.full(len(layers), wide)
-    checkpoint[0] = 0.0  # tokens are there all the time
+    checkpoint[0] = 0.0  # the input of the first stage is the tokens, which are not counted
     numbers = numbers_of(model, choice, plan).all
     each = {name: size * numbers for name, size in states._asdict().items()}
     each |= {"saved": saved, "tape": tape, "both": both, "checkpoint": checkpoint}
     return Sizes(activation=wide, **{name: tuple(value.tolist()) for name, value in each.items()})
 
 
+# ---------------------------------------------------------------- the trainer of a cluster
+
+
 SizesOf = Callable[[Model, Choice, Plan, Constants, States], Sizes]
 
 
 class Trainer(NamedTuple):
-    """`options` are those of its programs, `sizes` tells what its stages hold."""
+    """What a price depends on that differs between trainers.
+
+    Args:
+        constants: The constants of the model of time and memory.
+        states: The bytes of weights, gradients and optimizer per parameter.
+        options: The options with which its programs are compiled.
+        sizes: Returns the sizes of its stages.
+    """
 
     constants: Constants
     states: States
@@ -81,8 +95,10 @@ class Trainer(NamedTuple):
 def trainer_for(
     cluster: Cluster, constants: Constants | None = None, states: States | None = None
 ) -> Trainer:
-    """The trainer of a cluster.  Where there are processors it is `schedir train`, which runs
-    forwards again ahead of their backwards, and no allocator keeps what is free.
+    """Return the trainer of a cluster: `schedir train` for CPUs, and Megatron-LM's otherwise.
+
+    `schedir train` runs recomputed forwards ahead of their backwards.  On a CPU no caching
+    allocator holds free memory.
 
     >>> from schedir import planner
     >>> trainer_for(planner.cluster("a100")).constants == planner.Constants()

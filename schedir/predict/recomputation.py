@@ -8,7 +8,7 @@ from schedir.passes.moves import DISK, HOST
 
 
 def recomputed(program: Program) -> str:
-    """What a program recomputes, in words; nothing where that is nothing.
+    """Return in words what a program recomputes; an empty string if it recomputes nothing.
 
     >>> from schedir import Plan, compile, schedules
     >>> recomputed(compile(schedules.one_f_one_b, Plan(4, 8), recompute="0,1.0,1.1,1.2,1.5"))
@@ -18,14 +18,17 @@ def recomputed(program: Program) -> str:
 
 
 def of_forwards(program: Program) -> str:
-    """Of which forwards something is done with what they save, a line for each: what is recomputed,
-    what is offloaded, and what of that is spilled; nothing where that is nothing."""
+    """Return which forwards are recomputed, offloaded and spilled, one line for each of the three.
+
+    A line is left out if the program does this with no forward.
+    """
     done = {"recomputed": RECOMPUTE, "offloaded": HOST.there, "spilled": DISK.there}
-    told = {name: _of_forwards(program, op) for name, op in done.items()}
-    return "".join(f"{name}: {which}\n" for name, which in told.items() if which)
+    lines = {name: _of_forwards(program, op) for name, op in done.items()}
+    return "".join(f"{name}: {which}\n" for name, which in lines.items() if which)
 
 
 def _of_forwards(program: Program, op: Opcode) -> str:
+    """Return in words for which forwards a program has this instruction."""
     found: dict[int, list[int]] = {}
     for stream in program.streams:
         for i in stream:
@@ -43,7 +46,7 @@ def _of_forwards(program: Program, op: Opcode) -> str:
 
 
 def _runs(numbers: list[int]) -> str:
-    """Numbers, those that follow each other as one run."""
+    """Return ascending numbers in words: consecutive ones as a range, such as `0-2 and 5`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -1,7 +1,8 @@
 """Try changes of a run: compile each changed program, simulate it, and report what changes.
 
-`_Table.rows` is the table.  A row changes the costs, the progress model, options of `compile` or
-the draft, and says so in words.  To try another change, add a row.
+`_Table` yields the changes: `rows` those that may take less time, and `rows_of_what_is_held` those
+of what ranks hold in memory.  A row changes the costs, the progress model, options of `compile` or
+the draft, and describes the change in words.  To try another change, add a row.
 """
 
 from __future__ import annotations
@@ -42,14 +43,16 @@ from schedir.schedules.draft import draft
 from schedir.schedules.greedy import greedy
 from schedir.schedules.words import Schedule, delay_for, placed_for
 
-LEAST: Final = 0.005  # of a time or of bytes: a smaller difference is not reported
-LARGE: Final = 100_000  # instructions of a program of which no other one is compiled
+LEAST: Final = 0.005  # share of a time or of bytes: smaller differences are not reported
+LARGE: Final = 100_000  # instructions: of a longer program no changed program is compiled
 _I: Final = BACKWARD_INPUT
 _WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
 _SUMMED: Final = "sums of pieces"
-_GATHERED: Final = {False: "messages", True: _SUMMED}  # by whether ranks share the sequence
+# The row of `_FREE` that also makes `gather` free, by `program.sequence`.  With a shared sequence a
+# gather is a part of the sums, and without one a part of a message.
+_GATHERED: Final = {False: "messages", True: _SUMMED}
 _COPIES: Final = (Lane.D2H, Lane.H2D, Lane.DISK)
-# Costs that are set to 0, by what they are costs of.
+# By what takes no time in a row, in words: the costs that the row sets to 0.
 _FREE: Final[dict[str, tuple[str, ...]]] = {
     "messages": ("send", "scatter"),
     _SUMMED: ("sum",),
@@ -62,8 +65,9 @@ _FREE: Final[dict[str, tuple[str, ...]]] = {
         FIELD[row.op] for row in ROWS if row.lane in _COPIES and Token.COPY not in row.gives
     ),
 }
-# Options of `compile` that change what ranks hold: of what forwards saved, and of ZeRO.  Those that
-# `compile` refuses are left out: "fit" without a limit, or more active stages than a rank has.
+# Options of `compile` that change what ranks hold: what forwards save, and the parts of ZeRO.
+# Rows that `compile` refuses are not reported, such as "fit" without a limit, or more active stages
+# than a rank has.
 _OPTIONS: Final[tuple[dict[str, Any], ...]] = (
     {}, {"offload": "half"}, {"offload": "all"}, {"recompute": "all"},
     {"offload": "all", "recompute": "all"},
@@ -78,11 +82,20 @@ _OF_ZERO_3: Final[dict[str, Any]] = {"active": None, "ahead": None}
 
 
 class Row(NamedTuple):
-    """One change: what it is, in words, and what differs from the run as it is.
+    """One change of the run.
 
-    `draft` is compiled with `options`, in the order that suits `order` as costs.  Without a `draft`
-    the program stays.  Of the rows of a `kind` the one that takes the least time is reported, and
-    only if it takes less than the one that is reported of kind `beats`.
+    Args:
+        kind: What the row is compared with: of all rows of a kind the one that saves most is
+            reported.
+        what: The change in words.
+        costs: The costs at which the changed run is simulated.
+        draft: The draft to compile, or None to keep the program.
+        order: The costs for which `compile` orders the transfers of `draft`.
+        options: The options of `compile` that differ from those of the program.
+        model: The progress model, or None to keep that of the run.
+        activations: The largest peak of activations at which the row is reported.
+        beats: Another kind, whose rows come earlier.  The row is reported only if it takes less
+            time than the best of these.
     """
 
     kind: str
@@ -92,13 +105,20 @@ class Row(NamedTuple):
     order: Costs | None = None
     options: Mapping[str, Any] = {}
     model: Model | None = None
-    activations: float = np.inf  # the most that the changed run may hold
+    activations: float = np.inf
     beats: str = ""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A row that was simulated, and the share of the time of a microbatch that it saves."""
+    """A row that was simulated.
+
+    Args:
+        row: The row.
+        run: The simulation of the changed run.
+        saves: The share of the time per microbatch that the change saves.  It is negative if the
+            changed run takes longer.
+    """
 
     row: Row
     run: Timeline
@@ -111,7 +131,7 @@ class Change:
 
     @property
     def memory(self) -> dict[str, float]:
-        """The most bytes that a rank holds on each tier; empty if the sizes are not known."""
+        """The peak bytes of the fullest rank on each tier; empty if the sizes are not known."""
         if self.run.sizes is None:
             return {}
         return {
@@ -129,13 +149,16 @@ class Change:
 
 
 class Advice(NamedTuple):
-    """The run as it is, simulated at these costs, and what changes of it would do.
+    """A simulation of the run without a change, and of its changes.
 
-    `error` is how much longer than the run the simulation of it takes, over the run: 0 for a
-    prediction.  If it is more than MISSED, either way, no change is simulated.  `changes` has one
-    change of each kind, the one that saves most first.  `held` has the changes of what ranks hold
-    that take less time or less memory of the device, the shortest first.  `fits` says whether the
-    run is within the limit.
+    Args:
+        base: The simulation without a change.
+        error: The relative error of the span of `base` against the run; 0 for a prediction.  If
+            it is above MISSED or below -MISSED, no change is simulated.
+        changes: The best change of each kind, in descending order of what they save.
+        held: The changes of what ranks hold that take less time or less memory of the device, in
+            ascending order of their time.
+        fits: Whether the run without a change is within the limit.
     """
 
     base: Timeline
@@ -146,12 +169,12 @@ class Advice(NamedTuple):
 
     @property
     def given(self) -> bool:
-        """Whether the simulation is near enough to the run to simulate changes."""
+        """Whether the simulation is close enough to the run for changes to be simulated."""
         return abs(self.error) <= MISSED
 
     @property
     def now(self) -> Change:
-        """The run as it is, as a change that changes nothing."""
+        """The run without a change, as a `Change`."""
         return Change(Row("now", "held now", Costs()), self.base, 0.0)
 
 
@@ -165,11 +188,12 @@ def advise(
 
     Args:
         timeline: A predicted or measured run.
-        costs: The costs of a prediction.  Without, they are read off the run (`calibrate`).
-        schedule: What the program was compiled from.  Without, a built-in schedule that gives the
-            same program is used, or more microbatches are not tried.
-        limit: The most bytes that a rank may hold on the device.  Other options for what ranks hold
-            are reported if they are within it.
+        costs: The costs of a prediction.  If None, `calibrate` finds the costs of the run.
+        schedule: The schedule from which the program was compiled.  If None, a built-in schedule
+            that gives the same program takes its place.  If there is none, more microbatches are
+            not tried.
+        limit: The most bytes that a rank may hold on the device.  Changes of what ranks hold are
+            reported only if they are within this limit.
     """
     expect_runs([timeline])
     program, sizes = timeline.program, timeline.sizes
@@ -200,9 +224,10 @@ def advise(
 
 
 def _unbeaten(now: Change, table: _Table, *, fits: bool) -> list[Change]:
-    """Return the changes of what ranks hold of which no other takes less time and less memory.
+    """Return the changes of what ranks hold that no other change beats in both time and memory.
 
-    If several take the same time, the one that holds least on other tiers is first.
+    Changes in ascending order of time hold ever less memory.  Of changes that take the same time,
+    the one that holds least on other tiers than the device comes first.
     """
     seen, tried = {now.run.program.digest}, []
     for row in table.rows_of_what_is_held():
@@ -227,7 +252,7 @@ def _unbeaten(now: Change, table: _Table, *, fits: bool) -> list[Change]:
 
 
 class _Table:
-    """The changes of a run that are tried."""
+    """The table of changes to try for one run."""
 
     def __init__(
         self, base: Timeline, costs: Costs, schedule: Schedule | None, limit: float | None
@@ -238,7 +263,7 @@ class _Table:
         self.lowering = Lowering(self.program, base.model)
 
     def rows(self) -> Iterator[Row]:
-        """Yield the changes that are reported if they take less time."""
+        """Yield the changes that `Advice.changes` may contain."""
         yield from self._even_stages()
         for what, names in _FREE.items():
             if what != _SUMMED or self.program.meets:
@@ -251,7 +276,7 @@ class _Table:
             yield Row("queues", what, self.costs, model="edge")
 
     def _other_programs(self) -> Iterator[Row]:
-        """The same compute with other transfers, and other orders."""
+        """Yield changes that need another program."""
         for which in ("W", "F", "all") if self.program.meets else ():
             what = f"fill={which}, which computes while pieces are summed"
             yield self._lowered("fill", what, self.compute, fill=which)
@@ -267,7 +292,7 @@ class _Table:
         yield from self._greedy_orders()
 
     def rows_of_what_is_held(self) -> Iterator[Row]:
-        """Yield the changes that are reported if they take less time or less memory."""
+        """Yield the changes that `Advice.held` may contain."""
         if len(self.program) > LARGE:
             return
         sizes, zero = self.base.sizes, self.program.zero
@@ -289,14 +314,14 @@ class _Table:
                 yield self._held("looped_bfs, breadth-first", draft(looped_bfs, self.plan), {})
 
     def simulated(self, row: Row) -> Change | None:
-        """Compile and simulate a row; None if its program or its costs are refused."""
+        """Compile and simulate a row.  Return None if its program or its costs are refused."""
         program, sizes = self.program, self.base.sizes
         model = row.model or self.base.model
         try:
             if row.draft is not None:
                 program = self.lowering.of(row.draft, row.order, **row.options)
             costs = repriced(row.costs, self.program, program.zero, sizes)
-            if program.plan != self.plan:  # whose sizes are not known
+            if program.plan != self.plan:  # the sizes are those of another plan
                 sizes = None
             run = simulate(program, costs, model=model, blocks=self.base.blocks, sizes=sizes)
         except ProgramError:
@@ -314,12 +339,12 @@ class _Table:
         return Row(kind, what, self.costs, drafted, self.costs, options)
 
     def _held(self, what: str, drafted: Program, options: Mapping[str, Any]) -> Row:
-        """Return a row of a draft in which ranks hold something else, within the limit."""
+        """Return a row of a draft compiled with other options for what ranks hold."""
         limit = {"sizes": self.base.sizes, "limit": self.limit} if self.limit is not None else {}
         return Row("held", what, self.costs, drafted, self.costs, {**options, **limit})
 
     def _even_stages(self) -> Iterator[Row]:
-        """Stages that take as long as their mean, if one takes longer."""
+        """Yield a row in which every stage takes the mean time, if one takes longer now."""
         table = self.costs.of(FORWARD, self.plan) + self.costs.of(BACKWARD, self.plan)
         pieces = self.program.pieces
         each = of_whole(table, pieces).mean(1)
@@ -334,7 +359,7 @@ class _Table:
         yield self._priced("even", f"stages that all take the mean {longer}", **even)
 
     def _more_microbatches(self) -> Iterator[Row]:
-        """Twice as many, of a schedule that is known."""
+        """Yield a row with twice as many microbatches, if the schedule is known."""
         if self.schedule is None:
             return
         whole, costs = self.program.whole, _twice(self.costs)
@@ -345,7 +370,7 @@ class _Table:
             yield Row("microbatches", what, costs, drafted, costs)
 
     def _other_schedules(self) -> Iterator[Row]:
-        """The built-in schedules, if they hold no more activations."""
+        """Yield a row for each built-in schedule.  It must not hold more activations."""
         whole, room = self.program.whole, self.base.peak_activations
         for name, schedule in built_in().items():
             placement, fixed = placed_for(schedule)
@@ -357,7 +382,7 @@ class _Table:
                     )  # fmt: skip
                     drafted = cut_like(draft(schedule, plan), self.program)
                     same = name == self.program.name or drafted.trains != self.program.trains
-                    if same or plan.rows != self.plan.rows:  # it would hold the model more often
+                    if same or plan.rows != self.plan.rows:  # the number of copies of the model
                         continue
                     costs = self._cut_into(drafted.plan.stages)
                     what = f"{name} with {v} stage{'s' * (v > 1)} per rank"
@@ -367,13 +392,13 @@ class _Table:
                     yield Row("schedule", what, costs, drafted, costs, activations=room)
 
     def _cut_into(self, stages: int) -> Costs:
-        """Return costs of the same model in another number of stages, all of one length."""
+        """Return costs of the same model cut into another number of stages."""
         now = {name: c for name, c in self.costs.told.items() if name in OF_A_STAGE}
         own = self.plan.stages
         return replace(self.costs, **{k: cut(c, own, stages) for k, c in now.items()})
 
     def _greedy_orders(self) -> Iterator[Row]:
-        """Greedy orders, with as many activations on each rank, and with one more."""
+        """Yield greedy orders with as many activations on each rank, and with one more."""
         if not self.program.trains:
             return
         letters = "IFW" if _I in self.program.ops else "BF"
@@ -392,6 +417,6 @@ class _Table:
 
 
 def _twice(costs: Costs) -> Costs:
-    """Return the costs of all microbatches, and again of as many."""
+    """Return the costs for twice as many microbatches: those of each microbatch are repeated."""
     again = {name: from_grid(np.tile(grid(c), 2)) for name, c in costs.told.items() if is_array(c)}
     return replace(costs, **again)

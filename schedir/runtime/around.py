@@ -1,4 +1,4 @@
-"""Around: what a module finds where it runs, and what it must leave as it was, in any schedule."""
+"""Wrap the run of a stage's module: set weights and random numbers, and check what it writes."""
 
 from __future__ import annotations
 
@@ -79,9 +79,18 @@ def weight_writes_checked(
     return checked
 
 
+# ---------------------------------------------------------------- weights and random numbers
+
+
 def around(state: State, i: Instr, purpose: int, run: Callable[[], None]) -> Callable[[], None]:
-    """The same as `run`, which computes with an own stage, with the random numbers and the weights
-    that are the microbatch's: also where a backward recomputes.  `purpose` is one of `random`."""
+    """Return `run` with the random numbers and the weights of its microbatch, and with checks.
+
+    Args:
+        state: The state of the rank.
+        i: The instruction that `run` executes, also if a backward recomputes its forward.
+        purpose: What random numbers are for, one of the constants of `runtime.random`.
+        run: A function that runs the module of the instruction's stage.
+    """
     if purpose == FORWARD and i.stage in state.versions:
         run = partial(_without_gradients, state.stages[i.stage].gradients, i.stage, run)
         run = partial(
@@ -117,7 +126,10 @@ def _in_place(versions: Versions, version: int, run: Callable[[], None]) -> None
 
 
 def on_version(state: State, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
-    """The same with the weights that are the microbatch's, or the stage's own of what it shares."""
+    """Return `run` with the version of the weights that its microbatch uses.
+
+    A stage that shares a Parameter with other ranks uses its own copy.
+    """
     stage, versions = state.stages[i.stage], state.versions.get(i.stage)
     if versions is not None:
         use: Callable[[], None] = partial(versions.use, int(state.plan.version(i.stage, i.mb)))

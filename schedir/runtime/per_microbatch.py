@@ -1,4 +1,4 @@
-"""Per microbatch: what passes between stages, where microbatches differ."""
+"""Boundaries that may differ between microbatches, and their check against a program."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from schedir.runtime.boundary import Boundaries, Boundary, Edges, Given
 
 # ---------------------------------------------------------------- checks of boundaries
 
-# Whether the boundary of a model fits the program.
+# Check that the boundaries of a model fit the program.
 
 
 def require_fit(boundaries: Boundaries, program: Program) -> None:
-    """Raise ModelError where a program takes a gradient back, and there is none, and where what
-    passes is taken in another shape than tensor-parallel ranks make of it on its way."""
+    """Check boundaries against a program.
+
+    Raises:
+        ModelError: The program sends a gradient back for a boundary of which no tensor has one, or
+            a tensor has another shape in the next stage than tensor-parallel ranks give it.
+    """
     own = [(s, f"stage {s} passes on", one) for s, one in enumerate(boundaries.crossings)]
     own += [(s, f"passes from stage {s} to {t}", one) for (s, t), one in boundaries.skips]
     for s, what, crossing in own:
@@ -44,8 +48,11 @@ def require_fit(boundaries: Boundaries, program: Program) -> None:
 
 
 def _taken(one: Boundary, stage: int, program: Program) -> tuple[int, ...]:
-    """What becomes of the first tensor that a stage passes on: where ranks that share the sequence
-    enter a region, all tokens of each one's own, and where they leave it, of all tokens its own."""
+    """Return the shape that the first tensor of a boundary has in the next stage.
+
+    If tensor-parallel ranks share the sequence, they gather all tokens where they enter a region,
+    and each keeps its own tokens where they leave it.
+    """
     letter, t = program.meets[stage : stage + 1], program.tp
     if not program.sequence or letter not in (ENTERS, LEAVES):
         return one.shape
@@ -60,18 +67,21 @@ def _taken(one: Boundary, stage: int, program: Program) -> tuple[int, ...]:
     return *rest, tokens * t if letter == ENTERS else tokens // t, features
 
 
+# ---------------------------------------------------------------- boundaries by microbatch
+
+
 _LENGTHS = "PerMicrobatch([(length, 64) for length in lengths])"
 
 
 @dataclass(frozen=True)
 class PerMicrobatch:
-    """What passes between stages of each microbatch, where microbatches differ: packed data, a last
-    batch that is smaller, segments of a sequence.
+    """The boundaries of each microbatch, if microbatches have different shapes.
 
-    `each[mb]` is what an Executor takes as `boundary` where they do not.  A slot has room for the
-    largest value that it ever holds, and a message is as large as its own.
+    Examples are packed data, a last batch that is smaller, and segments of a sequence.  `each[mb]`
+    is what an Executor takes as `boundary` if all microbatches have one shape.  A slot has room for
+    the largest value that it ever holds.  A message has the size of its value.
 
-    Raises ModelError for what is no list.
+    Raises ModelError if `each` is not a list or a tuple.
 
     >>> import schedir, torch
     >>> from torch import nn
@@ -97,7 +107,7 @@ class PerMicrobatch:
 
 @dataclass(frozen=True)
 class Passing:
-    """What passes between the stages of a program: `rows` are of each microbatch, or one of all."""
+    """The boundaries of a program: `rows` has one for each microbatch, or a single one for all."""
 
     rows: tuple[Boundaries, ...]
 
@@ -107,9 +117,13 @@ class Passing:
         given: Given | Edges | Boundaries | PerMicrobatch | Passing,
         program: Program,
     ) -> Passing:
-        """What is meant: PerMicrobatch, of each its own; else what `Boundaries.of` takes, of all.
+        """Return the boundaries of a program from what a user has given.
 
-        Raises ModelError for those of another number of microbatches, and as `Boundaries.of`.
+        A PerMicrobatch has those of each microbatch.  Anything else is for all microbatches, and
+        `Boundaries.of` reads it.
+
+        Raises:
+            ModelError: The number of microbatches is another one, or `Boundaries.of` raises it.
         """
         stages, parts, skips = program.plan.stages, program.tp, program.skips
         several = isinstance(given, PerMicrobatch)
@@ -135,6 +149,6 @@ class Passing:
         return "; ".join(f"microbatch {mb}: {row}" for mb, row in enumerate(self.rows))
 
     def fit(self, program: Program) -> None:
-        """Raise ModelError where what passes is not what a program takes (`require_fit`)."""
+        """Check all boundaries against a program.  Raises ModelError as `require_fit`."""
         for row in self.rows:
             require_fit(row, program)

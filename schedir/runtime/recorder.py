@@ -227,7 +227,7 @@ class EventStamps(Stamps):
         self.followed.clear()
 
     def close(self) -> None:
-        """End a step: the current stream follows what is beside it, as a capture demands."""
+        """End a step: the current stream waits for the streams beside it."""
         for queue in self.waiting:
             self.joined.record(self.beside[queue])
             torch.cuda.current_stream().wait_event(self.joined)

@@ -1,7 +1,7 @@
-"""Copies of stages and Parameters that several ranks of one process have.
+"""Copies of the stages and Parameters that several ranks of one process have.
 
-The first of these ranks has the stage or Parameter itself, and the others have copies, as processes
-would.
+The first of these ranks computes with the stage or Parameter itself.  Each of the others computes
+with a copy, as it would in a process of its own.
 """
 
 from __future__ import annotations
@@ -20,35 +20,45 @@ from schedir.ir.program import Program
 from schedir.runtime.parameter_copies import expect_no_node_hooks, like, share_hooks
 from schedir.runtime.tied import where
 
-_FOLLOWED: Final = (bool, int, float, str)
-_State = dict[str, tuple[object, int]]
-_GONE: Final = object()
-_OF_TORCH: Final = ("_parameters", "_buffers")  # attributes of a module that a copy follows, too
+_FOLLOWED_TYPES: Final = (bool, int, float, str)  # of attributes that a copy follows
+_FOLLOWED_DICTS: Final = ("_parameters", "_buffers")  # attributes of nn.Module that it follows, too
+_State = dict[str, tuple[object, int]]  # by name, a value and the version of its tensor, else 0
+_ABSENT: Final = object()
 
 
 @dataclass
 class StageReplica:
-    """The copy of a stage on a rank that is not its first holder."""
+    """The copy of a stage, on a rank other than the first that holds the stage.
+
+    Args:
+        stage: The number of the stage.
+        copy: The copy.
+        module: The module that was copied, with which the first rank computes.
+        before: What of the module the copy does not follow, as it was after the last step.
+    """
 
     stage: int
     copy: nn.Module
-    module: nn.Module  # of the first holder
+    module: nn.Module
     before: _State | None = None
 
     def note_state(self) -> None:
-        """Note the state of the module that a copy cannot follow, to see changes between steps."""
-        self.before = _state_without_copy(self.module)
+        """Note what of the module the copy does not follow, so that `follow` finds changes."""
+        self.before = _unfollowed_state(self.module)
 
     @torch.no_grad()
     def follow(self, program: Program) -> None:
-        """Set the copy to the state of the module, which users change between steps: its
-        Parameters, its buffers, its mode, and numbers and strings such as a dropout's `p`.
+        """Set the copy to the present state of the module.
 
-        Raises ModelError if something else has changed since the last step: a submodule, a hook, or
-        an attribute that is no number or string.
+        A copy follows Parameters, buffers, the mode, and numbers and strings such as a dropout's
+        `p`.  Users may change these between steps.
+
+        Raises:
+            ModelError: Something else has changed since `note_state`: a submodule, a hook, or an
+                attribute that is neither a number nor a string.
         """
         before = self.before
-        if before is not None and (name := _changed(before, _state_without_copy(self.module))):
+        if before is not None and (name := _changed(before, _unfollowed_state(self.module))):
             raise ModelError(
                 f"{name} of stage {self.stage} has changed between steps. The stage has several "
                 "holders, whose copies follow Parameters, buffers, modes, numbers and strings only",
@@ -57,7 +67,7 @@ class StageReplica:
             )
         for mine, theirs in zip(self.copy.modules(), self.module.modules(), strict=True):
             for name, value in vars(theirs).items():
-                if isinstance(value, _FOLLOWED):
+                if isinstance(value, _FOLLOWED_TYPES):
                     setattr(mine, name, value)
             for name, p in theirs._parameters.items():
                 if p is not None:
@@ -66,9 +76,11 @@ class StageReplica:
                 mine._buffers[name] = None if buffer is None else buffer.clone()
 
     def share_hooks(self, program: Program) -> None:
-        """Let the tensor hooks of the module's Parameters be called for the copy's, too.
+        """Make the copy's Parameters call the tensor hooks of the module's Parameters.
 
-        Raises ModelError for a post-accumulate hook: it would see the sum of one holder.
+        Raises:
+            ModelError: A Parameter has a post-accumulate hook.  It would see only the sum over the
+                microbatches of one rank.
         """
         if not program.trains:
             return
@@ -86,12 +98,12 @@ class StageReplica:
             share_hooks(copy, p)
 
 
-def _state_without_copy(module: nn.Module) -> _State:
-    """By name, what a module has that its copies do not follow, and the versions of its tensors."""
+def _unfollowed_state(module: nn.Module) -> _State:
+    """Return what a module has that its copies do not follow."""
     found: _State = {}
     for path, owner in module.named_modules():
         for attribute, value in vars(owner).items():
-            if attribute in _OF_TORCH or isinstance(value, _FOLLOWED):
+            if attribute in _FOLLOWED_DICTS or isinstance(value, _FOLLOWED_TYPES):
                 continue
             name = f"{path}.{attribute}".lstrip(".")
             items = {name: value}
@@ -106,17 +118,18 @@ def _state_without_copy(module: nn.Module) -> _State:
 
 
 def _changed(before: _State, now: _State) -> str:
-    """Return the name of something that is another one in two states, or nothing."""
+    """Return the first name whose value differs between two states, or an empty string."""
     for name in {**before, **now}:
-        (x, version), (y, later) = before.get(name, (_GONE, 0)), now.get(name, (_GONE, 0))
-        if version != later or not (x is y or (isinstance(x, _FOLLOWED) and x == y)):
+        (x, version), (y, later) = before.get(name, (_ABSENT, 0)), now.get(name, (_ABSENT, 0))
+        if version != later or not (x is y or (isinstance(x, _FOLLOWED_TYPES) and x == y)):
             return name
     return ""
 
 
 def copy_of(module: nn.Module) -> nn.Module:
-    """Copy a stage; deepcopy forgets the attributes of Parameters and the types of gradients."""
+    """Return a deep copy of a stage."""
     copy = deepcopy(module)
+    # deepcopy does not copy the attributes of Parameters and the types of their gradients.
     for p, own in zip(copy.parameters(), module.parameters(), strict=True):
         vars(p).update(vars(own))
         p.grad_dtype = own.grad_dtype
@@ -126,12 +139,18 @@ def copy_of(module: nn.Module) -> nn.Module:
 def copies_of(
     program: Program, stages: Sequence[nn.Module]
 ) -> list[dict[nn.Parameter, nn.Parameter]]:
-    """For each rank, what it computes with in place of Parameters that other ranks have, too.
+    """Return, for each rank, the tensors with which it computes for Parameters of several ranks.
 
-    Raises ModelError where ZeRO would keep parts of such a Parameter on several ranks.
+    Returns:
+        For each rank, a map from each Parameter that other ranks have, too.  On the first of these
+        ranks its value is the Parameter itself, and on the others a copy.
+
+    Raises:
+        ModelError: ZeRO would shard such a Parameter on each of its ranks.
     """
     copies: list[dict[nn.Parameter, nn.Parameter]] = [{} for _ in range(program.plan.ranks)]
-    places: dict[nn.Parameter, dict[int, tuple[int, str]]] = {}  # by rank, the first on it
+    # By Parameter and rank: the first stage that has the Parameter, and its name there.
+    places: dict[nn.Parameter, dict[int, tuple[int, str]]] = {}
     for s, (rank, module) in enumerate(zip(program.plan.rank_of.tolist(), stages, strict=True)):
         for name, p in module.named_parameters():
             if p.requires_grad:

@@ -14,7 +14,7 @@ from schedir.errors import UsageError
 from schedir.testing.plain import Due, Plain, names_of, numbers
 
 TOLERANCES: Final = {torch.float32: 1e-6, torch.float64: 1e-12}
-SHOWN: Final = 3  # names of one line
+SHOWN: Final = 3  # names in one line of the error
 MISSING: Final = "no gradient"
 NOT_EXPECTED: Final = "a gradient, but none is expected"
 NOT_FINITE: Final = "not finite"
@@ -23,13 +23,21 @@ DIFFERENT: Final = "different"
 
 @dataclass(frozen=True)
 class Left:
-    """What a rank leaves: gradients by name, and the names of its stages' parameters, if known."""
+    """What a rank has after the step.
+
+    Args:
+        gradients: Gradients by the names of their parameters.
+        stages: The names of the parameters of each stage, if stages are known.
+    """
 
     gradients: Mapping[str, Tensor | None]
     stages: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def by_prefix(self) -> Left:
-        """Of a model that was given as a list, whose parts are the stages."""
+        """Fill in the stages of a model that was given as a list of stages.
+
+        Names of parameters then begin with the number of their stage.
+        """
         if self.stages:
             return self
         stages: dict[int, list[str]] = {}
@@ -39,20 +47,33 @@ class Left:
 
 
 class Place(NamedTuple):
-    """A stage on a rank; the stage is None if its number is not known, the rank if it has none."""
+    """A stage on a rank.
+
+    The stage is None if its number is not known.  The rank is None for a gradient that no rank, or
+    too few ranks, have.
+    """
 
     stage: int | None
     rank: int | None
 
 
 class Difference(NamedTuple):
-    """Gradients that differ in one way from those of a plain loop."""
+    """Gradients that differ in the same way from those of the plain loop.
+
+    Args:
+        places: The stages and ranks that have these gradients.
+        names: The names of the parameters.
+        every: Whether the places have no other parameters.
+        problem: How the gradients differ, in words.
+        error: The norm of the difference over the norm of the expected gradient, for the parameter
+            for which it is largest.
+    """
 
     places: tuple[Place, ...]
     names: tuple[str, ...]
-    every: bool  # whether these are all parameters there
+    every: bool
     problem: str
-    error: float  # norm of the difference / norm of the expected gradient, of the worst parameter
+    error: float
 
     @property
     def stages(self) -> tuple[int | None, ...]:
@@ -70,7 +91,7 @@ class Difference(NamedTuple):
 
 
 def _where(places: Sequence[Place]) -> str:
-    """`stages 0, 1 (ranks 0, 1)`, as far as it is known."""
+    """Return places in words, such as `stages 0, 1 (ranks 0, 1)`, or the ranks alone."""
 
     def several(what: str, numbers: Sequence[int]) -> str:
         numbers = sorted({*numbers})
@@ -82,7 +103,13 @@ def _where(places: Sequence[Place]) -> str:
 
 
 class WrongGradients(AssertionError):
-    """Gradients differ from those of a plain loop; `differences` lists them, stages ascending."""
+    """Gradients differ from those of the plain loop.  `differences` lists how, lowest stage first.
+
+    Args:
+        differences: The differences.
+        weights: The names of each weight that has or should have a gradient.
+        right: The stages and ranks whose gradients are all right.
+    """
 
     def __init__(
         self,
@@ -102,9 +129,10 @@ class WrongGradients(AssertionError):
 
 
 def _first_stage(differences: Sequence[Difference], right: Sequence[Place]) -> str:
-    """Say in which backward a difference begins that is in all stages up to one.
+    """Return a hint if all stages up to one are wrong, and the later ones right.  Else return "".
 
-    Backwards run from the last stage to the first, so a wrong gradient spreads to lower stages.
+    Backwards run from the last stage to the first, so an error spreads to the lower stages.  It
+    then begins in the last stage that is wrong.
     """
     stages = {stage for difference in differences for stage in difference.stages}
     good = {place.stage for place in right}
@@ -126,9 +154,20 @@ def compare(
     replicas: int = 1,
     tolerance: float | None = None,
 ) -> float:
-    """The largest difference between what ranks left and what is due, over its norm.
+    """Compare the gradients that ranks have after a step with those of the plain loop.
 
-    Raises WrongGradients where one is more than rounding, and UsageError where nothing was left.
+    Args:
+        loop: The plain loop.
+        left: What each rank has after the step.
+        replicas: The number of data-parallel replicas.
+        tolerance: The largest difference that is allowed, as for `assert_same_gradients`.
+
+    Returns:
+        The largest norm of a difference over the norm of the expected gradient.
+
+    Raises:
+        WrongGradients: A gradient differs by more than the tolerance.
+        UsageError: No rank has a gradient.
     """
     if not any(g is not None for one in left for g in one.gradients.values()):
         raise UsageError(
@@ -164,19 +203,23 @@ def compare(
 def _held(
     left: Sequence[Left], weights: Sequence[tuple[str, ...]], replicas: int
 ) -> Iterator[tuple[Place, str, Tensor | None]]:
-    """Who has, or should have, the gradient of what; and what nobody has, or too few have."""
+    """Yield a place, a name and a gradient for each gradient that a rank has, or should have.
+
+    A weight that no rank has, or fewer ranks than there are replicas, gets a place without a rank.
+    """
     found = []
     staged = {name for one in left for names in one.stages.values() for name in names}
     for rank, one in enumerate(left):
-        of = {name: s for s, names in one.stages.items() for name in names}
-        for name in dict.fromkeys([*of, *one.gradients]):
+        stage_of = {name: s for s, names in one.stages.items() for name in names}
+        for name in dict.fromkeys([*stage_of, *one.gradients]):
             got = one.gradients.get(name)
-            if name not in of and name in staged and got is not None and not bool(got.any()):
-                got = None  # zeros for the whole model, of which this rank has a part
-            if got is not None or name in of:  # else it is another's, or nobody's
-                found.append((Place(of.get(name), rank), name, got))
+            if name not in stage_of and name in staged and got is not None and not bool(got.any()):
+                got = None  # a step may return zeros for the parameters of other ranks
+            if got is not None or name in stage_of:  # else the rank does not have the parameter
+                found.append((Place(stage_of.get(name), rank), name, got))
     for names in weights:
         on = {place.rank for place, name, _ in found if name in names}
+        # A rank that returns None, or nothing, for a weight says that another rank has it.
         elsewhere = any(one.gradients.get(name, 0) is None for one in left for name in names)
         if not on or (len(on) < replicas and not elsewhere):
             found.append((Place(None, None), names[0], None))
@@ -184,12 +227,19 @@ def _held(
 
 
 class _Measured(NamedTuple):
-    """How far one gradient differs from the expected one."""
+    """How far one gradient differs from the expected one.
 
-    error: float  # norm of the difference / norm of the expected gradient
-    same: bool  # whether the difference is within the tolerance
+    Args:
+        error: The norm of the difference over the norm of the expected gradient.
+        same: Whether the difference is within the tolerance.
+        problem: What kind of difference it is.
+        ratio: The norm of the gradient over the norm of the expected gradient.
+    """
+
+    error: float
+    same: bool
     problem: str
-    ratio: float = 1.0  # norm / norm of the expected gradient
+    ratio: float = 1.0
 
     def in_words(self) -> str:
         """Return the problem, with its size where it has one."""

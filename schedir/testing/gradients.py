@@ -1,4 +1,4 @@
-"""Gradients: are those that a pipeline step leaves those of a plain loop over the same model?"""
+"""Check that a pipeline step of any library computes the gradients of a plain loop."""
 
 from __future__ import annotations
 
@@ -40,28 +40,31 @@ def assert_same_gradients(
     timeout: float = 60.0,
     start: Literal["fork", "spawn"] | None = None,
 ) -> float:
-    """Assert that a pipeline step of any library leaves the gradients of a plain loop.
+    """Assert that a pipeline step of any library computes the gradients of a plain loop.
 
     `step(rank, ranks, model, batch)` is called in `ranks` processes, in which torch.distributed is
-    initialised over Gloo; it builds stages of `model`, a copy of its own, and runs them on `batch`
-    once, or several times, accumulating.  Gradients are read from the parameters of `model`
-    afterwards; where a step works on copies, it returns `{name: gradient}` by the names of `model`.
-    The stages of torch.distributed.pipelining are known by their numbers; others, if `model` is a
-    list, are its parts.
+    initialised over Gloo.  Each process has its own copy of `model`.  The step builds stages of its
+    modules and runs them on `batch`, once or several times, and accumulates gradients.  They are
+    read from the `.grad` of the parameters afterwards.  A step that works on copies of modules
+    returns `{name: gradient}` by the names of `model`.  Stages of torch.distributed.pipelining are
+    known by their numbers.  For other libraries pass `model` as a list of its stages.
 
-    The plain loop cuts each tensor of `batch` into `microbatches` along its first dimension (a list
-    is cut already), and takes `loss_fn(model(inputs), targets)` of each, where the batch is a pair
-    of inputs and targets; without a `loss_fn` the model gives the loss.  Inputs that are a tuple or
-    a dict are the model's arguments.  What is due is the gradient of the `"mean"` of these losses,
-    of their `"sum"`, or of that sum divided by a number.  Of `replicas` the first has the first
-    microbatches, and all are due the same gradient.
+    The plain loop cuts each tensor of `batch` into `microbatches` along its first dimension, and a
+    list is taken as cut already.  For each microbatch, which is a pair of inputs and targets, it
+    computes `loss_fn(model(inputs), targets)`.  Without a `loss_fn` the model returns the loss.
+    Inputs that are a tuple or a dict are passed as the arguments of the model.  The expected
+    gradient is that of the `"mean"` of these losses, of their `"sum"`, or of that sum divided by a
+    number.  With `replicas`, the first replica gets the first microbatches, and the same gradient
+    is expected on each.
 
-    A gradient is the same if the norm of the difference is within `tolerance` of the sum of its
-    microbatches' norms: 1e-6 in float32 and 1e-12 in float64, else 8 times the type's `eps`, which
-    hides small mistakes; 0 wants the same bits.  Returns the largest difference over the norm.
+    Two gradients are the same if the norm of their difference is at most `tolerance` times the sum
+    of the norms of its microbatches' gradients.  The default is 1e-6 in float32, 1e-12 in float64,
+    and 8 times the type's `eps` otherwise, which hides small errors.  0 demands the same bits.
+    Returns the largest norm of a difference over the norm of the expected gradient.
 
-    Processes are forks of this one, so that `step` may be any function, except where there is a
-    GPU, a process group is in use here, or `start` says "spawn": then it is pickled by its name.
+    Processes are forks of this one, so `step` may be any function.  They are spawned, and `step` is
+    pickled by its name, if there is a GPU, if a process group is in use here, or with
+    `start="spawn"`.
 
     Raises AssertionError if gradients differ.  Its `differences` list the stages, ranks, names of
     parameters and relative errors.  Raises schedir.errors.ExecutionError if a rank fails, or does
@@ -112,7 +115,7 @@ def assert_same_gradients(
 
 
 def _whole(model: Any) -> nn.Module:
-    """The model, whose stages may be given in order."""
+    """Return the model as one module, also if it was given as a list of its stages."""
     if isinstance(model, list | tuple) and all(isinstance(part, nn.Module) for part in model):
         model = nn.Sequential(*model)
     if not isinstance(model, nn.Module):
@@ -129,7 +132,7 @@ def _whole(model: Any) -> nn.Module:
 
 
 def _divisor(reduction: object, microbatches: int) -> float:
-    """What the sum of the losses is divided by."""
+    """Return the number by which the sum of the losses is divided."""
     if reduction == "mean":
         return microbatches
     if reduction == "sum":
@@ -144,7 +147,7 @@ def _divisor(reduction: object, microbatches: int) -> float:
 
 
 def _numbers(ranks: object, replicas: object, microbatches: int) -> None:
-    """Refuse what cannot be the numbers of a step."""
+    """Check the numbers of ranks and replicas."""
     for name, number in (("ranks", ranks), ("replicas", replicas)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise UsageError(f"{name} is a number from 1 on, not {said(number)}", fields=[name])
@@ -163,9 +166,9 @@ def _not_negative(name: str, number: object) -> None:
 
 
 def _forks_are_unsafe() -> bool:
-    """Whether something is in use here that a fork of this process must not touch.
+    """Return whether processes must be spawned, because something here does not survive a fork.
 
-    Where there is a GPU, autograd has threads for it from the first backward on, and refuses forks.
+    If there is a GPU, autograd starts threads for it at the first backward, and then refuses forks.
     """
     linux = sys.platform.startswith("linux")
     return not linux or dist.is_initialized() or torch.accelerator.is_available()
@@ -173,7 +176,7 @@ def _forks_are_unsafe() -> bool:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """As the processes compute: with more threads sums may round otherwise."""
+    """Compute with one thread, as the processes do: with more threads, sums may round otherwise."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -185,7 +188,7 @@ def _one_thread() -> Iterator[None]:
 def _processes(
     step: Step, model: nn.Module, batch: Any, ranks: int, how: str, timeout: float
 ) -> list[Left]:
-    """What each rank leaves of a step."""
+    """Run the step in its processes, and return what each rank has after it."""
     if how == "spawn":
         for what, value in (("the step", step), ("the model", model), ("the batch", batch)):
             try:
@@ -209,10 +212,15 @@ def _processes(
 
 
 def _left(rank: int, step: Step, ranks: int, model: nn.Module, batch: Any) -> Left | str:
-    """In a process: what the step leaves on a rank, or what of it cannot be understood."""
+    """Run the step in the process of a rank.
+
+    Returns:
+        The gradients that the rank has after the step, or an error in words if the step or its
+        result cannot be compared.
+    """
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{ranks}"}
     model.zero_grad(set_to_none=True)
-    # Names are those of before: a step may wrap modules, and put other parameters in them.
+    # Names are taken before the step, which may wrap modules and replace their parameters.
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False)}
     before = {name: p.detach().clone() for p, names in names_of(model).items() for name in names}
     known = {name for names in names_of(model).values() for name in names}
@@ -252,7 +260,7 @@ def _left(rank: int, step: Step, ranks: int, model: nn.Module, batch: Any) -> Le
 def _named_now(
     modules: Mapping[str, nn.Module], known: Set[str]
 ) -> dict[nn.Parameter, tuple[str, ...]]:
-    """The names, of those known before, of the parameters that modules have now."""
+    """Return the parameters that the modules have now, with those names that `known` contains."""
     found: dict[nn.Parameter, tuple[str, ...]] = {}
     for inside, module in modules.items():
         for own, p in module.named_parameters(recurse=False):
@@ -267,7 +275,10 @@ def _names_in(
     modules: Mapping[str, nn.Module],
     owned: Mapping[nn.Parameter, tuple[str, ...]],
 ) -> dict[nn.Parameter, str | None]:
-    """What the parameters of a part of a model are called there: of a tied one that of the part."""
+    """Return the name in the model of each parameter of a stage, or None if it has none.
+
+    A tied parameter has several names.  The one that lies in the stage is returned.
+    """
     called: dict[nn.Module, str] = {}
     for name, module in modules.items():
         called.setdefault(module, name)
@@ -282,7 +293,7 @@ def _names_in(
 
 @contextmanager
 def _torchs_stages() -> Iterator[list[Any]]:
-    """The stages of torch.distributed.pipelining that are made meanwhile."""
+    """Collect the stages of torch.distributed.pipelining that are created in this context."""
     from torch.distributed.pipelining.stage import _PipelineStageBase as Base
 
     made: list[Any] = []
@@ -300,7 +311,7 @@ def _torchs_stages() -> Iterator[list[Any]]:
 
 
 def _full(gradient: Tensor | None) -> Tensor | None:
-    """A gradient that may be sharded, whole."""
+    """Return a gradient that may be sharded (a DTensor) or sparse as one dense tensor."""
     if gradient is None:
         return None
     full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
@@ -308,7 +319,7 @@ def _full(gradient: Tensor | None) -> Tensor | None:
 
 
 def _failed(error: RankError, timeout: float) -> ExecutionError:
-    """Ranks that raised or hung, in a few words."""
+    """Return an error that describes in a few lines which ranks raised or hung, and where."""
     if error.hung:
         stand = {rank: _stand(error.tracebacks[rank]) for rank in error.hung}
         late = {rank: where for rank, where in stand.items() if where} or stand
@@ -319,7 +330,7 @@ def _failed(error: RankError, timeout: float) -> ExecutionError:
         )
     told = error.tracebacks
     dead = [rank for rank, text in told.items() if text.startswith(DIED)]
-    rank = (dead or [*told])[0]  # of one that dies the others only lose connections
+    rank = (dead or [*told])[0]  # if one has died, the others only report lost connections
     lines = told[rank].rstrip().splitlines()
     frames = [k for k, line in enumerate(lines) if line.startswith('  File "')]
     what = next((line for line in lines[max(frames, default=0) :] if line[:1] != " "), lines[-1])
@@ -330,8 +341,11 @@ def _failed(error: RankError, timeout: float) -> ExecutionError:
 
 
 def _stand(stack: str) -> str:
-    """Where a rank stands in the step, by the stacks of its threads, the innermost call first; ""
-    if it is back."""
+    """Return which line of the step a rank runs, or an empty string if it has left the step.
+
+    Args:
+        stack: The stacks of its threads from `faulthandler`, the innermost call first.
+    """
     for thread in stack.split("\nThread "):
         frames = re.findall(r'File "(.+)", line (\d+) in (.+)', thread)
         calls = [function for _, _, function in frames]

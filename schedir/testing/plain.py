@@ -19,7 +19,13 @@ Loss = Callable[..., Tensor] | None
 
 
 class Due(NamedTuple):
-    """The gradient of a parameter, and the sum of its microbatches' norms, by which it rounds."""
+    """The expected gradient of a parameter.
+
+    Args:
+        value: The gradient.
+        size: The sum of the norms of its microbatches' gradients, to which rounding errors are
+            proportional.
+    """
 
     value: Tensor
     size: float
@@ -27,7 +33,7 @@ class Due(NamedTuple):
 
 @dataclass(frozen=True)
 class Plain:
-    """A model, its microbatches, and what the sum of their losses is divided by."""
+    """A model, its microbatches, and the number by which the sum of their losses is divided."""
 
     model: nn.Module
     microbatches: Sequence[Batch]
@@ -36,9 +42,10 @@ class Plain:
 
     @cached_property
     def due(self) -> dict[str, Due]:
-        """The gradients of all parameters that the loss depends on, by each of their names.
+        """The gradients of all parameters on which the loss depends, by each of their names.
 
-        Raises UsageError for what gives another gradient each time, or none that is a number.
+        Raises:
+            UsageError: The model draws random numbers, or a gradient is not finite.
         """
         due: dict[str, Due] = {}
         for part in self._each():
@@ -57,7 +64,7 @@ class Plain:
         return due
 
     def _each(self) -> Iterator[dict[str, Tensor]]:
-        """The gradients of each microbatch's loss; buffers are afterwards as they were."""
+        """Yield the gradients of each microbatch's loss, and restore all buffers at the end."""
         places = names_of(self.model)
         before = [
             (module, name, buffer, None if buffer is None else buffer.detach().clone())
@@ -79,25 +86,25 @@ class Plain:
             yield {n: dense(p.grad) for p, own in places.items() if p.grad is not None for n in own}
         for p in places:
             p.grad = None
-        for module, name, buffer, value in before:  # a forward may put others in their place
+        for module, name, buffer, value in before:  # a forward may have replaced buffers
             module._buffers[name] = buffer
             if buffer is not None and value is not None:
                 buffer.data.copy_(value)
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """A gradient, which may be sparse, with all its numbers."""
+    """Return a gradient, which may be sparse, as a dense tensor."""
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def numbers(value: Tensor) -> Tensor:
-    """All numbers of a tensor in double; a complex one is two."""
+    """Return all numbers of a tensor as float64; a complex number counts as two."""
     value = value.detach()
     return (torch.view_as_real(value) if value.is_complex() else value).flatten().double()
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """The names of each parameter; a tied one has several."""
+    """Return the names of each parameter; a tied one has several."""
     names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names[p] = (*names.get(p, ()), name)
@@ -105,7 +112,7 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
 
 
 def loss_of(model: nn.Module, batch: Batch, loss_fn: Loss) -> Tensor:
-    """The loss of a microbatch: `loss_fn(model(inputs), targets)`, or what the model returns."""
+    """Return the loss of a microbatch: `loss_fn(model(inputs), targets)`, or the model's output."""
     inputs, targets = batch if loss_fn else (batch, None)
     if isinstance(inputs, Mapping):
         output = model(**inputs)
@@ -121,9 +128,11 @@ def loss_of(model: nn.Module, batch: Batch, loss_fn: Loss) -> Tensor:
 
 
 def cut(batch: Batch, microbatches: int | None, loss_fn: Loss) -> list[Batch]:
-    """The microbatches of a batch: each tensor cut along its first dimension, as torch cuts it.
+    """Return the microbatches of a batch: each tensor is cut along its first dimension.
 
-    Raises UsageError for a batch that is too short, or no pair where there is a loss.
+    Raises:
+        UsageError: The batch cannot be cut, is too short, or is not a pair although there is a
+            `loss_fn`.
     """
     pair = "with a loss_fn a batch is a pair, (inputs, targets)"
     if isinstance(batch, list):
@@ -167,9 +176,8 @@ def _pieces(leaf: Any, microbatches: int) -> Sequence[Any]:
                 hint="tensors, or tuples and dicts of them; or a list of microbatches",
             )
         return [leaf] * microbatches
-    own = leaf.detach().requires_grad_(
-        leaf.requires_grad
-    )  # the gradient of an input is its owner's
+    # A detached leaf, so that backwards do not add to the gradient of the caller's tensor.
+    own = leaf.detach().requires_grad_(leaf.requires_grad)
     if own.dim() == 0:
         return [own] * microbatches
     if own.shape[0] < microbatches:
@@ -181,10 +189,11 @@ def _pieces(leaf: Any, microbatches: int) -> Sequence[Any]:
 
 
 def own_copy(model: nn.Module) -> nn.Module:
-    """A copy without gradients, and with the hooks of its parameters' gradients.
+    """Return a copy of a model without gradients, but with the tensor hooks of its parameters.
 
-    Raises UsageError for what cannot be copied, and for post-accumulate hooks, which would see the
-    gradient of one microbatch.
+    Raises:
+        UsageError: The model cannot be copied, or has a post-accumulate hook, which would see the
+            gradient of one microbatch instead of their sum.
     """
     for name, p in model.named_parameters():
         if p._post_accumulate_grad_hooks:
@@ -195,7 +204,7 @@ def own_copy(model: nn.Module) -> nn.Module:
             )
     try:
         own = deepcopy(model)
-    except Exception as error:  # whatever a module's own parts may raise
+    except Exception as error:  # `__deepcopy__` of a module may raise any exception
         raise UsageError(
             f"the plain loop needs a copy of the model, and that fails: {in_words(error)}",
             hint="parametrizations.weight_norm can be copied, and the older weight_norm cannot",
