@@ -21,7 +21,6 @@ import numpy as np
 
 from schedir.analysis.graph import Graph
 from schedir.dumps.box import Phase, Seen, Word
-from schedir.errors import ExecutionError
 from schedir.ir.index import NONE
 from schedir.ir.mesh import mesh_of, process_name
 from schedir.ir.ops import ROWS, SENDS, TRANSFERS, Instr, Lane
@@ -110,7 +109,8 @@ class Standstill:
         self.missing, self.unheard = (*missing,), (*unheard,)
         self.mesh = mesh_of(shape.ranks, shape.tp, shape.dp)
         self.graph = None if program is None else Graph.of(program, "edge")
-        self.waits = {process: [*self._waits(process)] for process in self.seen}
+        self.waits = {process: self._waits(process) for process in self.seen}
+        self.waited = {wait.on for waits in self.waits.values() for wait in waits}
 
     # ------------------------------------------------------------ who waits for whom
 
@@ -126,14 +126,11 @@ class Standstill:
         stream, at = self.program.streams[self._place(process)[1]], one.at
         return (at, stream[at]) if 0 <= at < len(stream) else None
 
-    def _waits(self, process: int) -> Iterator[Waiting]:
+    def _waits(self, process: int) -> list[Waiting]:
         own = self.seen[process]
         if own.state in ("gone", "stopped") or own.gave_up:
-            return
-        found = [*self._by_graph(process)]
-        if not found:
-            found = [*self._by_phase(process)]
-        yield from found
+            return []
+        return [*self._by_graph(process)] or [*self._by_phase(process)]
 
     def _by_graph(self, process: int) -> Iterator[Waiting]:
         """What the instruction needs at which a process stands, that is not there."""
@@ -229,8 +226,7 @@ class Standstill:
             p for p, waits in self.waits.items()
             if not waits and not (self.kind(p) is Kind.BUSY and self._is_over(p))
         ]  # fmt: skip
-        waited = {wait.on for waits in self.waits.values() for wait in waits}
-        return [*found, *self.missing, *(p for p in self.unheard if p in waited)]
+        return [*found, *self.missing, *(p for p in self.unheard if p in self.waited)]
 
     def _is_over(self, process: int) -> bool:
         one = self.seen[process]
@@ -244,32 +240,26 @@ class Standstill:
         roots = self.roots()
         if not roots:
             return None
-        waited = {wait.on for waits in self.waits.values() for wait in waits}
-
-        def order(process: int) -> tuple[int, bool, int, int, float]:
-            one = self.seen.get(process)
-            kind = self.kind(process)
-            if one is None:
-                return kind, process not in waited, 0, 0, 0.0
-            if kind is Kind.SAID:
-                return kind, False, 0, 0, one[Word.FAILED] - one.now
-            if kind is Kind.DIED:
-                return kind, False, 0, 0, one[Word.BEAT] - one.now
-            asleep = bool(one[Word.WAITS])
-            return kind, process not in waited, one[Word.TURN] + asleep, one.at, -one.seconds
-
-        roots.sort(key=order)
-        first = roots[0]
-        kind = self.kind(first)
-        alike = [p for p in roots if self.kind(p) is kind and (p in waited) == (first in waited)]
+        roots.sort(key=self._order)
+        first, kind = roots[0], self.kind(roots[0])
+        alike = [p for p in roots if self._order(p)[:2] == self._order(first)[:2]]
         sure = len(alike) == 1 or kind < Kind.MISSING
-        head = f"{why}: " if why else ""
-        named = f"{head}{self.shape.name(first)} {self._matter(first, kind)}"
+        fact = f"{why}: " if why else ""
+        fact += f"{self.shape.name(first)} {self._matter(first, kind)}"
         if not sure:
-            others = ", ".join(self.shape.name(p) for p in alike[1:4])
-            named += f"; or it may be {others}"
+            fact += f"; or it may be {', '.join(self.shape.name(p) for p in alike[1:4])}"
         said = self.seen[first].said if first in self.seen else ""
-        return Blame(first, kind, named, sure, tuple(self.lines(first)), said)
+        return Blame(first, kind, fact, sure, (*self.lines(first),), said)
+
+    def _order(self, process: int) -> tuple[int, bool, int, int, float]:
+        one, kind = self.seen.get(process), self.kind(process)
+        if one is None:
+            return kind, process not in self.waited, 0, 0, 0.0
+        if kind in (Kind.SAID, Kind.DIED):  # who did first
+            when = Word.FAILED if kind is Kind.SAID else Word.BEAT
+            return kind, False, 0, 0, one[when] - one.now
+        turn = one[Word.TURN] + bool(one[Word.WAITS])
+        return kind, process not in self.waited, turn, one.at, -one.seconds
 
     def _matter(self, process: int, kind: Kind) -> str:
         if kind is Kind.MISSING:
@@ -283,63 +273,51 @@ class Standstill:
             return f"has died without a word, {where}"
         if kind is Kind.STOPPED:
             return f"is stopped, {where}, for {one.seconds:.1f} s"
-        silent = one.silent > ASLEEP and one.phase > Phase.START
-        how = " (and lets no Python run)" if silent else ""
-        does = (
-            "is slow, or has only just come to stand" if self.moves(process) else "does not go on"
-        )
-        return f"waits for nobody, and {does}{how}: {where}, for {one.seconds:.1f} s"
+        slow = "is slow, or has only just come to stand"
+        does = slow if self.moves(process) else "does not go on"
+        if one.silent > ASLEEP and one.phase > Phase.START:
+            does += " (and lets no Python run)"
+        return f"waits for nobody, and {does}: {where}, for {one.seconds:.1f} s"
 
     def moves(self, process: int) -> bool:
         """Whether a process at work has moved while others waited for it: it may be only slow."""
-        waited = [
-            self.seen[p].seconds
-            for p, waits in self.waits.items()
-            if any(w.on == process for w in waits)
-        ]
-        is_slow = process in self.seen and self.seen[process].seconds < SLOW * max(
-            waited, default=0.0
-        )
-        return self.kind(process) is Kind.BUSY and is_slow
+        if self.kind(process) is not Kind.BUSY:
+            return False
+        waits = (wait for own in self.waits.values() for wait in own if wait.on == process)
+        waited = max((self.seen[wait.process].seconds for wait in waits), default=0.0)
+        return self.seen[process].seconds < SLOW * waited
+
+    def _doing(self, process: int) -> str:
+        """What a process is at."""
+        one, found = self.seen[process], self._instr(process)
+        return one.doing if found is None else f"{one.doing} at #{found[0]} {found[1]}"
 
     def where(self, process: int) -> str:
         """What a process is at, and where in the code."""
-        one = self.seen[process]
-        found = self._instr(process)
-        text = one.doing if found is None else f"{one.doing} at #{found[0]} {found[1]}"
-        if found is None and self.program is None and one.phase is Phase.STEP:
+        one, text = self.seen[process], self._doing(process)
+        if self.program is None and one.phase is Phase.STEP:
             text += f" at #{one.at}"
         return f"{text}, {one.note}" if one.note else text
 
-    def lines(self, but: int = -1) -> Iterator[str]:
+    def lines(self, but: int = -1) -> list[str]:
         """All processes but one, and for whom they wait."""
         rest = [p for p in self.seen if p != but]
         names = {p: self.shape.name(p) for p in rest[:SHOWN]}
         width = max(map(len, names.values()), default=0)
-        for process, name in names.items():
-            yield f"{name:<{width}}  {self._stands(process)}"
-        if len(rest) > SHOWN:
-            yield f"... and {len(rest) - SHOWN} more processes"
+        lines = [f"{name:<{width}}  {self._stands(process)}" for process, name in names.items()]
+        return lines + [f"... and {len(rest) - SHOWN} more processes"] * (len(rest) > SHOWN)
 
     def _stands(self, process: int) -> str:
-        one, found = self.seen[process], self._instr(process)
-        text = one.doing if found is None else f"{one.doing} at #{found[0]} {found[1]}"
-        kind = self.kind(process)
+        text, kind, waits = self._doing(process), self.kind(process), self.waits[process]
         if kind is Kind.DIED:
             return f"{text}, has died"
         if kind is Kind.STOPPED:
             return f"{text}, is stopped"
-        if kind is Kind.SAID or self._is_over(process):
-            return f"{text}, has given up" if one.gave_up else f"{text}, has ended"
-        if not (waits := self.waits[process]):
+        if self._is_over(process):
+            return f"{text}, has {'given up' if self.seen[process].gave_up else 'ended'}"
+        if not waits:
             return text
         many = [*dict.fromkeys(wait.on for wait in waits)]
         for_whom = " and ".join(f"process {p}" for p in many[:4]) + " and more" * (len(many) > 4)
-        what = next((wait.instr for wait in waits if wait.instr), "")
-        return f"{text}, waits for {for_whom}" + (f" to come to {what}" if what else "")
-
-    def error(self, why: str) -> ExecutionError | None:
-        """As `blame`, for who raises."""
-        found = self.blame(why)
-        name = "" if self.program is None else self.program.name
-        return None if found is None else ExecutionError(str(found), program=name)
+        what = next((f" to come to {wait.instr}" for wait in waits if wait.instr), "")
+        return f"{text}, waits for {for_whom}{what}"
