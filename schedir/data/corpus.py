@@ -1,4 +1,4 @@
-"""Corpus: a source, whatever its form, as one stream of tokens with ends of documents."""
+"""Read a source of any form as one stream of tokens, with the ends of its documents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Source = str | Sequence[str] | None
 def tokenizer_of(name: str, vocab: int, end: str | None = None) -> Tokenizer:
     """Return the tokenizer "bytes", or that of the tokenizer.json at a path.
 
-    Raises UsageError for one that cannot be used, or has more than `vocab` tokens.
+    Raises UsageError if it cannot be used, or if it has more than `vocab` tokens.
     """
     if name == "bytes":
         return Bytes()
@@ -41,12 +41,13 @@ def tokenizer_of(name: str, vocab: int, end: str | None = None) -> Tokenizer:
 def read(source: Source, tokenizer: Tokenizer, vocab: int, *, whole: bool = False) -> Documents:
     """Return the tokens of a source.
 
-    Those of a `.bin` are as they are, memory-mapped, with the documents of an `.idx` beside it.
-    Text files whose bytes are the tokens are one stream, memory-mapped if it is one file, unless
-    `whole` documents are wanted.  All other text is encoded here, with an end behind each file.
+    A `.bin` contains tokens, and the `.idx` beside it, if there is one, the ends of documents.  It
+    is memory-mapped.  With the tokenizer "bytes", text files are joined to one stream without ends.
+    A single one is memory-mapped.  With another tokenizer, or for `whole` documents, each text file
+    is encoded as a document with an end.
 
-    Raises UsageError for what cannot be read, and for documents of bytes where `vocab` has no room
-    for their end.
+    Raises UsageError if the source cannot be read, or if `vocab` has no token for the end of
+    documents of bytes.
     """
     paths = find(source) if source is not None else []
     if any(path.suffix == ".bin" for path in paths):
@@ -87,8 +88,11 @@ def _encode(paths: Iterable[Path], tokenizer: Tokenizer) -> Documents:
 
 
 def split(all_of_it: Documents, share: float) -> tuple[Documents, Documents]:
-    """A stream without its end, and that end, at least such a share of it: of whole documents, if
-    there are any.  Raises UsageError for a single document."""
+    """Split a stream into its begin and its end, which has at least this share of the tokens.
+
+    If the ends of documents are known, no document is split.  Raises UsageError if no document
+    would be left in the begin.
+    """
     tokens, ends = all_of_it
     first = len(tokens) - round(len(tokens) * share)
     if ends is None:

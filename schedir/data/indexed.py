@@ -1,10 +1,15 @@
-"""Indexed: tokens in a `.bin`, and in an `.idx` beside it where sequences and documents begin.
+"""Read tokens from a `.bin`, and the ends of documents from the `.idx` beside it.
 
-The format of Megatron-LM's IndexedDataset (megatron/core/datasets/indexed_dataset.py): after
-"MMIDIDX\\0\\0" the version 1 (uint64), a code of the tokens' type (uint8), how many sequences and
-how many bounds of documents there are (uint64 each); then the length of each sequence in tokens
-(int32), where it begins in bytes (int64), and the number of the sequence with which each document
-begins, and their number (int64).  What may come behind, a mode per sequence, is not read.
+The format is that of Megatron-LM's IndexedDataset (megatron/core/datasets/indexed_dataset.py).  An
+`.idx` contains, in this order:
+
+- "MMIDIDX\\0\\0", the version 1 (uint64) and a code for the type of the tokens (uint8);
+- the number of sequences and the number of bounds of documents (uint64 each);
+- the length in tokens of each sequence (int32);
+- the first byte of each sequence in the `.bin` (int64);
+- the first sequence of each document, and last the number of sequences (int64).
+
+A mode for each sequence may follow, which is not read.
 """
 
 from __future__ import annotations
@@ -26,17 +31,16 @@ _TYPES: Final = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 
 
 
 class Documents(NamedTuple):
-    """A stream of tokens, and where each of its documents ends, int64, ascending; None where
-    nobody knows."""
+    """A stream of tokens, and the ascending ends of its documents; None if these are not known."""
 
     tokens: Tokens
     ends: NDArray[np.int64] | None = None
 
 
 def read(path: Path) -> Documents:
-    """The documents of a `.bin` with an `.idx` beside it, memory-mapped.
+    """Return the documents of a `.bin` with an `.idx` beside it, memory-mapped.
 
-    Raises UsageError for an index that is none, is cut off or does not fit its `.bin`.
+    Raises UsageError if the `.idx` is damaged, has another format, or does not fit its `.bin`.
     """
     index = path.with_suffix(".idx")
 

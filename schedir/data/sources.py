@@ -19,7 +19,7 @@ from schedir.retired import RETIRED
 
 
 def load(source: str | Path | Sequence[str | Path] | None = None) -> Tokens:
-    """A stream of tokens, memory-mapped where one file holds it.
+    """Return a stream of tokens, memory-mapped if it is in one file.
 
     `source` is None for the Python source of this interpreter's standard library (some 10 to 30
     million bytes, always at hand); a `.bin` of uint16 tokens, as nanoGPT writes; or text files,
@@ -60,9 +60,9 @@ def python_files(root: Path) -> list[Path]:
 
 
 def find(sources: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files that paths and globs name, in that order; those of one glob sorted.
+    """Return the files that paths and globs name, in that order; those of one glob are sorted.
 
-    Raises UsageError where there are none, and for a `.jsonl`.
+    Raises UsageError if a path or a glob names no file, or a `.jsonl`.
     """
     found: list[Path] = []
     for source in [sources] if isinstance(sources, str | Path) else sources:

@@ -95,7 +95,7 @@ class Trainer(NamedTuple):
 def trainer_for(
     cluster: Cluster, constants: Constants | None = None, states: States | None = None
 ) -> Trainer:
-    """Return the trainer of a cluster: `schedir train` for CPUs, and Megatron-LM's otherwise.
+    """Return the trainer of a cluster.  For a cluster of CPUs it is `schedir train`.
 
     `schedir train` runs recomputed forwards ahead of their backwards.  On a CPU no caching
     allocator holds free memory.

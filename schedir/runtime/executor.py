@@ -1,4 +1,4 @@
-"""Executor: runs one rank's Stream."""
+"""The Executor, which runs the Stream of one rank, and a context in which its weights are whole."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ from schedir.transports.transport import Transport
 
 # ---------------------------------------------------------------- whole weights
 
-# With ZeRO, the weights of a rank are in parts between steps; here they are whole for a while.
+# With ZeRO, the weights of a rank are sharded between steps.  This context gathers them.
 
 
 @contextmanager
 def whole(state: State) -> Iterator[None]:
-    """Within this every parameter of the rank's stages is whole, and may be written to: each
-    replica then keeps its part of what there is.
+    """Gather every parameter of the rank's stages, and shard them again at the end.
 
-    All processes must enter and leave it together.  Raises ModelError where replicas have not
-    written the same.
+    Within this context parameters may be written to.  All processes must enter and leave it
+    together, and write the same.  Raises ModelError if replicas have written different numbers.
     """
     weights = [stage.weights for stage in state.stages.values() if stage.weights is not None]
     for one in weights:
@@ -48,14 +47,15 @@ def whole(state: State) -> Iterator[None]:
     try:
         yield
         if state.share.zero:
-            state.transport.agree(_numbers(state))  # always: who writes to `data` raises no version
+            # Compare in any case: a write to `.data` does not change a tensor's version.
+            state.transport.agree(_numbers(state))
     finally:
         for one in weights:
             one.take()
 
 
 def _numbers(state: State) -> dict[str, str]:
-    """What replicas compare of what there is, written or not."""
+    """Return checksums of the parameters, which replicas compare."""
     modules = {s: stage.module for s, stage in state.stages.items()}
     return {
         f"the numbers of {p.names[0]} in stage {s}, slice {state.transport.tp_rank}": p.values

@@ -1,4 +1,4 @@
-"""Rank: a program on a rank, while it runs."""
+"""The state of a program that runs on a rank: its slots, messages under way and linked calls."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Running: one program on what a rank holds, ready to run steps.
+"""One program of a rank, ready to run steps, and the position that it has reached.
 
-A step is a loop over calls, to which the Stream was linked once.  What moves the tensors is a
-Transport, in which order the calls are made is the caller's choice among the legal ones: a process
-makes them in Stream order.
+A step is a loop over calls, to which the Stream was linked once.  A Transport moves the tensors.
+The caller chooses one of the legal orders of the calls: a process makes them in Stream order.
 """
 
 from __future__ import annotations

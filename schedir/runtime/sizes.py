@@ -1,4 +1,4 @@
-"""Sizes, from the model: what one microbatch of each stage keeps, found by running it once."""
+"""Sizes of a model: its training state, and what a microbatch saves, found by running it once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Forwards: what each shows of what torch's runtime will do, looked at before it goes wrong."""
+"""torch's pipeline runtime with losses by microbatch, and with checks of each forward.
+
+After a forward it is known whether torch's split backward of it would be wrong.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class ByMicrobatch(_PipelineScheduleRuntime):
     _loss_kwargs: dict[str, Any] | None
 
     def _ran_forward(self, stage: Any, output: Any, mb_index: int) -> None:
-        """Is called after every forward, and the loss of it."""
+        """Do something after a forward and its loss; subclasses override this."""
 
     def _maybe_compute_loss(
         self, stage: Any, output: Any, target_mbs: Any, mb_index: int, *_: Any
@@ -53,12 +56,15 @@ class ByMicrobatch(_PipelineScheduleRuntime):
         super()._update_losses(stages, losses)  # type: ignore[no-untyped-call]
 
 
-_RUN_BY: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()  # stages, by what schedule last
+# ---------------------------------------------------------------- checks of forwards
+
+
+_RUN_BY: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()  # by stage, its last schedule
 _METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
 class Watched(ByMicrobatch):
-    """torch's runtime, with each forward looked at."""
+    """torch's runtime, with checks of each forward."""
 
     _has_backward: bool
     _splits: frozenset[int]  # stages some of whose backwards are in halves
@@ -70,7 +76,7 @@ class Watched(ByMicrobatch):
     _hooks_before: int  # `hook_count()` before the current forward
 
     def _take_stages(self) -> None:
-        """Find shapes anew where another schedule has run these stages since, with its own."""
+        """Let torch find shapes again if another schedule has run these stages since."""
         if any(stage in _RUN_BY and _RUN_BY[stage]() is not self for stage in self._stages):
             self._stages_forward_initialized = self._stages_backward_initialized = False
         for stage in self._stages:

@@ -1,4 +1,4 @@
-"""Made: executors for torch's stages, and what they are made for."""
+"""Executors for the stages of torch.distributed.pipelining, and the shapes of their boundaries."""
 
 from __future__ import annotations
 
@@ -45,13 +45,21 @@ def boundaries(
     *,
     trains: bool,
 ) -> dict[int, tuple[Boundary, ...]]:
-    """Of each stage but the last, the tensors that it gives.
+    """Return the boundaries of each stage but the last.
 
-    `modules` are this rank's stages, `args` what the first is given for a microbatch, and `kwargs`
-    what this rank's are.  The stages run one after the other, each on what the one before gives,
-    as zeros; buffers, gradients and generators are then what they were.  All ranks of the group
-    call this.  Raises ModelError, in all of them, for a stage that fails, and for one that gives
-    anything but tensors.
+    The stages run one after the other, each on zeros of the shapes that the one before returned.
+    Buffers, gradients and generators are restored.  All ranks of the group must call this.
+
+    Args:
+        modules: This rank's stages.
+        plan: The plan of the program.
+        group: The process group of the pipeline.
+        args: The arguments of the first stage for a microbatch.
+        kwargs: The keywords of this rank's stages for a microbatch.
+        trains: Whether the step has backwards.
+
+    Raises:
+        ModelError: In all ranks, if a stage fails or returns anything but tensors.
     """
     rank, found = dist.get_rank(group), dict[int, tuple[Boundary, ...]]()
     for s in range(plan.stages - 1):
@@ -75,7 +83,7 @@ def boundaries(
 def _given(
     module: nn.Module, s: int, given: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool
 ) -> tuple[Boundary, ...]:
-    """What a stage gives for a microbatch."""
+    """Run a stage on one microbatch, and return the boundaries of its outputs."""
     device = device_of({s: module})
     xs = tuple(_zeros(x, device) if isinstance(x, Boundary) else x for x in given)
     # Copies, and no leaves: a module may write to what it is given.
@@ -94,6 +102,9 @@ def _given(
 
 def _zeros(one: Boundary, device: torch.device) -> Tensor:
     return torch.zeros(one.shape, dtype=one.dtype, device=device).requires_grad_(bool(one.grad))
+
+
+# ---------------------------------------------------------------- executors
 
 
 Shapes = tuple[tuple[Any, ...], ...]  # of inputs and keywords, by microbatch
@@ -216,7 +227,7 @@ def made(
             boundary=found,
             seed=None,
             tied=_tied(tied, key, program),
-            alike=True,  # the schedule has looked
+            alike=True,  # `schedule.py` has checked for weights that are equal and not tied
             adds=not (trains and program.plan.rows > 1),
             record=False,
         )

@@ -1,4 +1,4 @@
-"""Kinds: the models that a training run can have, a row each.  Needs no torch."""
+"""The kinds of models that `schedir train` can train, a row for each.  Needs no torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ def _groups(config: LlamaConfig, tp: int) -> int:
 class Kind(NamedTuple):
     """A kind of model.
 
-    `config` is the class of its configuration.  `share` refuses tensor-parallel ranks that cannot
-    share it.  `layer` says where these meet in a layer of it, as `meets` has it, "" where its
-    stages have no pieces.
+    Args:
+        config: The class of its configuration.
+        share: Raises an error if this number of tensor-parallel ranks cannot share the model.
+        layer: Where these ranks meet in a layer, in the letters of `Program.meets`; empty if its
+            stages cannot be cut into pieces.
     """
 
     config: type[Any]
@@ -40,5 +42,5 @@ KINDS: Final = {
 
 
 def kind_of(config: ModelConfig) -> str:
-    """The name of the kind that a configuration is of."""
+    """Return the name of the kind to which a configuration belongs."""
     return next(name for name, kind in KINDS.items() if type(config) is kind.config)

@@ -1,6 +1,6 @@
-"""Models: what a training run needs of a model of each kind, beside its configuration.
+"""The modules of each kind of model that `schedir train` can train.
 
-A row here is of the kind of that name in `training/kinds.py`.
+Each row belongs to the kind of the same name in `training/kinds.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from schedir.training.kinds import ModelConfig, kind_of
 
 
 class Module(Protocol):
-    """The module of a model: what makes a stage of it, this rank's shard; the loss of what the last
-    stage gives; and how many targets count in it."""
+    """The Python module of a kind of model.
+
+    `build_stage` makes this rank's shard of a stage.  `loss` computes the loss from the output of
+    the last stage.  `count_tokens` returns the number of targets that count in the loss.
+    """
 
     @property
     def build_stage(self) -> Callable[..., nn.Module]: ...
@@ -29,9 +32,15 @@ class Module(Protocol):
 
 
 class Model(NamedTuple):
-    """A model: its module.  Of a kind that has pieces: those of a stage, and what passes between
-    stages of so many pieces, given what passes between whole ones, how many are frozen, and by how
-    many ranks tokens are shared."""
+    """A kind of model.
+
+    Args:
+        module: Its Python module.
+        pieces: Cuts a stage into its pieces, for kinds that have them.
+        between: Returns the boundaries between stages of these numbers of pieces, from the boundary
+            between stages that are not cut, the number of frozen stages, and the number of ranks
+            that share the tokens.
+    """
 
     module: Module
     pieces: Callable[[Any], list[nn.Module]] | None = None
@@ -45,5 +54,5 @@ MODELS: Final = {
 
 
 def model_of(config: ModelConfig) -> Model:
-    """The model that a configuration is of."""
+    """Return the kind of model to which a configuration belongs."""
     return MODELS[kind_of(config)]

@@ -1,4 +1,4 @@
-"""Run one function on every rank of a Gloo world, each a process of this machine."""
+"""Run a function on every rank of a Gloo process group, each in a process of this machine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-GRACE = 1.0  # seconds that the others get to say how they failed, once one has
+GRACE = 1.0  # seconds after the first failure in which other ranks may still report theirs
 DIED = "died without a word"
 
 
 class _Report(NamedTuple):
-    """What a rank says before it ends: when, its result, or its traceback."""
+    """The report that a rank sends before it ends: the time, and its result or its traceback."""
 
     when: float
     result: Any = None
@@ -35,9 +35,11 @@ class _Report(NamedTuple):
 
 
 class RankError(Exception):
-    """Ranks failed, died or hung; `tracebacks` says how, by rank, the first to fail first.
+    """Ranks failed, died or hung.
 
-    `hung` are those that were still running when time was up, and show where they stood.
+    Args:
+        tracebacks: How each rank failed, by rank, in the order in which they failed.
+        hung: The ranks that still ran at the time limit.  Their tracebacks are their stacks.
     """
 
     def __init__(self, tracebacks: Mapping[int, str], hung: tuple[int, ...] = ()) -> None:
@@ -54,13 +56,24 @@ def run(
     limit: float = 120,
     grace: float = GRACE,
 ) -> list[Any]:
-    """`fn(rank, *args)` on each of `world_size` processes of one Gloo world: results by rank.
+    """Call `fn(rank, *args)` in each process of a Gloo process group.
 
-    `context` is multiprocessing's.  But for "fork", `fn` is a function of a module (children find
-    it by its name), and arguments are pickled; results always are.  In it torch.distributed is
-    initialised and torch has one thread.  Raises RankError `grace` seconds after the first failure,
-    with every traceback there is; or after `limit` seconds, with the stacks of the ranks that are
-    still running.  Whatever ends this process ends them.
+    In the processes torch.distributed is initialised, and torch has one thread.  The processes end
+    when this one ends, however it ends.
+
+    Args:
+        fn: The function.  Unless processes are forks, it is pickled by its name.
+        world_size: The number of processes.
+        *args: The arguments of `fn`, which are pickled unless processes are forks.
+        context: A context of multiprocessing.
+        limit: The number of seconds after which ranks that still run count as hung.
+        grace: The number of seconds for which ranks may still report after the first failure.
+
+    Returns:
+        The results by rank.  They are pickled.
+
+    Raises:
+        RankError: A rank failed, died or hung.
     """
     work: Any = fn, args
     if context.get_start_method() != "fork":
@@ -105,7 +118,7 @@ def run(
 
 
 def _collect(pipes: list[Connection], deadline: float, grace: float) -> dict[int, _Report]:
-    """Reports by rank, of those that made one in time."""
+    """Return the reports of the ranks that sent one before the deadline, by rank."""
     reports: dict[int, _Report] = {}
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     failed = False
@@ -135,7 +148,7 @@ def _child(
     # only the parent has.
     gc.freeze()
     with _stack(folder, rank).open("w") as stack:
-        # A little before the parent's patience ends, so that it finds where we hang.
+        # A little before the parent's limit, so that the stacks are written when it reads them.
         faulthandler.dump_traceback_later(max(limit - 1, limit / 2), file=stack)
         try:
             fn, args = pickle.loads(work) if isinstance(work, bytes) else work
@@ -149,7 +162,7 @@ def _child(
             )
             result = fn(rank, *args)
             if dist.is_initialized():  # else `fn` has ended it
-                dist.barrier()  # nobody closes a connection that another still reads from
+                dist.barrier()  # else a rank may close a connection from which another still reads
             report = pickle.dumps((time.monotonic(), result, ""))
         except BaseException:
             report = pickle.dumps((time.monotonic(), None, traceback.format_exc()))
@@ -163,7 +176,7 @@ def _child(
 
 
 def _end_with_parent() -> None:
-    """End this process when the one has gone that runs it, and would have ended it in time."""
+    """End this process when the process that started it has ended."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -93,6 +93,9 @@ def require_queues(
         )
 
 
+# ---------------------------------------------------------------- initialisation
+
+
 BACKENDS = "cpu:gloo,cuda:nccl"  # what processes agree on goes over Gloo
 # Set where the environment does not say otherwise, under any of the names that torch knows.
 VARIABLES: Final[dict[tuple[str, ...], str]] = {
@@ -146,6 +149,9 @@ def meet(
         store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=patience))
         store.set_timeout(patience)
     return {"store": store, "rank": rank, "world_size": world_size, **how}
+
+
+# ---------------------------------------------------------------- transports
 
 
 class NCCLEdge(Edge):

@@ -156,7 +156,7 @@ class Arrival(NamedTuple):
 
 
 def _take(connection: socket.socket, rank: int, flags: int = 0) -> bool:
-    """Take the bytes that woke this rank, or sleep until one comes; whether one came in time."""
+    """Read the bytes that wake this rank, or sleep until one comes; return whether one came."""
     try:
         if connection.recv(4096, flags):
             return True
@@ -250,6 +250,9 @@ def _be_patient(connection: socket.socket, seconds: float) -> None:
 def close(connections: Iterable[socket.socket]) -> None:
     for connection in connections:
         connection.close()
+
+
+# ---------------------------------------------------------------- the transport
 
 
 ORDERED: Final = ("x86_64",)  # others may show a count before what it counts
