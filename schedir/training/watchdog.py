@@ -87,7 +87,7 @@ class Watchdog:
         executor.at = self.words
         self.own.runs(executor.program)
         if executor.state.device.type == "cuda":
-            self.device = _Device(executor, self.words)
+            self.device = _Device(Progress(executor), executor.state.device)
         self.executor = executor
         try:
             yield
@@ -133,7 +133,7 @@ class Watchdog:
                 stood_for = 0  # it takes what disks take
                 if now - since > self.most * 1e9 and now - self.looked > LOOK * 1e9:
                     self.looked = now
-                    self._find_stopped()
+                    self._stalled(saves=True)
             elif self.executor is not None:
                 stood_for = now - since
             else:  # in set-up, who waits for others may be told, and who is at work not
@@ -143,17 +143,12 @@ class Watchdog:
                 self._stalled()
 
     def _stands(self) -> object:
-        words, device = self.words, self.device
-        if device is not None:
-            device.note()
+        words = self.words
+        if self.device is not None:
+            self.device.note(words)
         watched = self.executor is not None  # how long it has set up is then no stand
-        return (
-            watched,
-            words[Word.TURN],
-            words[AT],
-            words[SINCE],
-            [*words[LANES : LANES + len(Lane)]],
-        )
+        lanes = [*words[LANES : LANES + len(Lane)]]
+        return watched, words[Word.TURN], words[AT], words[SINCE], lanes
 
     def _meet(self, poll: select.poll) -> bool:
         """Know when peers of this machine end; whether there are more to come."""
@@ -204,35 +199,26 @@ class Watchdog:
             accuse(self.own, found._replace(fact=fact), code)
         crash(None if found is not None and found.kind is Kind.SAID else why, code)
 
-    def _stalled(self) -> None:
-        executor, device = self.executor, self.device
-        if executor is None:
-            found = self.own.standstill().blame(f"nothing has moved for {self.most:g} s")
-            if found is not None:
-                self._accuse(found)
-            return
-        name, stands = executor.program.name, self.own.standstill()
-        fact = f"{name}: nothing has moved for {self.most:g} s"
-        found = stands.blame(fact)
-        if found is not None and stands.moves(found.process):
-            found = stands.blame(f"{name}: {self.own.name} has waited for {self.most:g} s")
-        step, known = self.words[Word.STEP], None if device is None else device.known
-        progress = None if device is None else device.progress
-        heads = standstill(fact, executor, step, progress, known)
-        if found is None:
-            crash(str(heads))
-        if known is not None:  # what is under way on this GPU, on all lanes
-            found = found._replace(lines=(*found.lines, "on its own GPU:", *heads.lines()))
-        self._accuse(found)
-
-    def _find_stopped(self) -> None:
-        """Accuse who was stopped all the time that this one has stood while it saves."""
-        stands, executor = self.own.standstill(), self.executor
+    def _stalled(self, saves: bool = False) -> None:
+        """Accuse who keeps this process; while it saves, only who was stopped all the time."""
+        executor, device, stands = self.executor, self.device, self.own.standstill()
         name = "" if executor is None else f"{executor.program.name}: "
-        found = stands.blame(f"{name}nothing has moved for {self.most:g} s")
-        if found is None or found.kind is not Kind.STOPPED:
-            return
-        if stands.seen[found.process].silent > self.most:
+        fact = f"{name}nothing has moved for {self.most:g} s"
+        found = stands.blame(fact)
+        if saves and found is not None:
+            stopped = found.kind is Kind.STOPPED
+            found = found if stopped and stands.seen[found.process].silent > self.most else None
+        elif executor is not None and not saves:
+            if found is not None and stands.moves(found.process):
+                found = stands.blame(f"{name}{self.own.name} has waited for {self.most:g} s")
+            step, known = self.words[Word.STEP], None if device is None else device.known
+            progress = None if device is None else device.progress
+            heads = standstill(fact, executor, step, progress, known)
+            if found is None:
+                crash(str(heads))
+            if known is not None:  # what is under way on this GPU, on all lanes
+                found = found._replace(lines=(*found.lines, "on its own GPU:", *heads.lines()))
+        if found is not None:
             self._accuse(found)
 
     def _accuse(self, found: Blame) -> None:
@@ -331,7 +317,7 @@ def standstill(
     return ExecutionError(fact, program=program.name, sites=sites)
 
 
-class _Asked:
+class _Device:
     """A GPU's progress, asked by a thread that may get no answer: while the host waits in the
     driver, as for memory, the driver may answer nobody."""
 
@@ -353,19 +339,11 @@ class _Asked:
             torch.cuda.set_device(self.device)
             self.known = self.progress.standing()
 
-
-class _Device(_Asked):
-    """A GPU's progress, which is noted in the box of its process."""
-
-    def __init__(self, executor: Executor, words: memoryview[int]) -> None:
-        super().__init__(Progress(executor), executor.state.device)
-        self.words = words
-        self.lanes = [ROWS[i.op].lane for i in executor.state.stream]
-
-    def note(self) -> None:
-        """Note how far it is, as it has last answered."""
-        known = self.standing()
+    def note(self, words: memoryview[int]) -> None:
+        """Note in the box of the process how far it is, as it has last answered."""
+        known, stream = self.standing(), self.progress.executor.state.stream
         for lane in Lane:
-            opens = () if known is None else (k for k in known.open if self.lanes[k] is lane)
-            self.words[LANES + lane] = next(iter(opens), len(self.lanes))
-        self.words[Word.DEVICE] = 0 if known is None else known.step
+            opens = () if known is None else known.open
+            mine = (k for k in opens if ROWS[stream[k].op].lane is lane)
+            words[LANES + lane] = next(mine, len(stream))
+        words[Word.DEVICE] = 0 if known is None else known.step

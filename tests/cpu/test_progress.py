@@ -233,7 +233,7 @@ def test_a_driver_that_does_not_answer_holds_up_no_watchdog(
     monkeypatch.setattr(watchdog, "ANSWER", 0.01)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     busy: Any = _Busy()
-    asked = watchdog._Asked(busy, torch.device("cuda"))
+    asked = watchdog._Device(busy, torch.device("cuda"))
     assert [asked.standing() for _ in range(3)] == [None] * 3
     assert busy.asked == 1  # one thread waits, and no more
     busy.over.set()
