@@ -30,10 +30,10 @@ LANE = -1  # the priority of a lane's stream
 
 
 class VirtualGPU:
-    """`host` is when the host is, in seconds; `external` how many events of that kind were made."""
+    """`host` is when the host is, in seconds; `timed` how many events that tell times were made."""
 
     def __init__(self) -> None:
-        self.host, self.external = 0.0, 0
+        self.host, self.timed = 0.0, 0
         self.host_may_wait = True
         self.streams: list[Stream] = []
         self.current = [Stream(self)]
@@ -81,19 +81,17 @@ class Stream:
 
 
 class Event:
-    def __init__(
-        self, gpu: VirtualGPU, enable_timing: bool = False, external: bool = False
-    ) -> None:
+    def __init__(self, gpu: VirtualGPU, enable_timing: bool = False) -> None:
         self.gpu, self.timed, self.recorded, self.time = gpu, enable_timing, False, 0.0
-        self.external, self.seen = external, Counter[Stream]()
-        gpu.external += external
+        self.seen = Counter[Stream]()
+        gpu.timed += enable_timing
 
     def record(self, stream: Stream | None = None) -> None:
         # CUDA makes an event when it is recorded first.
         assert self.recorded or self.gpu.host_may_wait or not self.timed, "made inside a step"
         stream = stream or self.gpu.stream
         self.time, self.recorded = max(stream.now, self.gpu.host), True
-        stream.seen[stream] += self.external  # a node of a graph; others are edges
+        stream.seen[stream] += self.timed  # others only order streams
         self.seen = stream.seen.copy()
 
     def elapsed_time(self, other: Event) -> float:
