@@ -151,7 +151,7 @@ def test_replicated_gradients_add_up(
 
 def test_torchs_own_does_not_reduce_them() -> None:
     """pytorch#144530, as of 2.13: else ours need not."""
-    with pytest.raises(AssertionError, match="whose hooks they do not call"):
+    with pytest.raises(AssertionError, match="12 of 16 gradients differ"):
         same(replicated("ScheduleZBVZeroBubble", in_ddp), 4)
 
 
