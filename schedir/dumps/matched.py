@@ -366,22 +366,35 @@ class _Recorded:
                 "lost, too",
                 hint=f"leave out --program; {larger}",
             )
-        each = {place: self._numbers(ops, turns, place) for place in range(many)}
-        fits = {place: numbers for place, numbers in each.items() if len(numbers) == len(ops)}
+        fits = self._places(ops, turns)
         if not fits:
             raise self._foreign(ops, turns, None)
         if not self.loose and self._counts(ops[0].group):
             steps, place = divmod(ops[0].logical - 1 - ops[0].collectives, many)
             if place in fits:
-                return Run(positions, fits[place], ops, steps, place, len(fits) == 1)
+                numbers = self._numbers(ops, turns, place)
+                return Run(positions, numbers, ops, steps, place, len(fits) == 1)
         if len(fits) > 1:
             raise UsageError(
                 f"rank {rank} has lost the first {lost} entries of its buffer, and what is left "
                 f"fits {len(fits)} places in a step of {self.graph.program.name}",
                 hint=larger,
             )
-        ((place, numbers),) = fits.items()
-        return Run(positions, numbers, ops, None, place)
+        return Run(positions, self._numbers(ops, turns, fits[0]), ops, None, fits[0])
+
+    def _places(self, ops: list[Op], turns: list[int]) -> list[int]:
+        """The places in a step at which the first message may be, so that all others fit.
+
+        Places from which transfers go the same ways are asked about once, as there may be many:
+        all of a process group that carries one way.
+        """
+        ways = [self.ways[at] for at in turns]
+        fits: dict[tuple[_Way, ...], bool] = {}
+        followed = [(*ways[place:], *ways[:place]) for place in range(len(turns))]
+        for place, follow in enumerate(followed):
+            if follow not in fits:
+                fits[follow] = len(self._numbers(ops, turns, place)) == len(ops)
+        return [place for place, follow in enumerate(followed) if fits[follow]]
 
     @cached_property
     def _by_group(self) -> dict[Group, list[Op]]:
