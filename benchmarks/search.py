@@ -248,7 +248,7 @@ def certified(options: Options) -> None:
     print("\n".join(summary(results)))
 
 
-# ------------------------------------------------------------ below p activations, beside CP-SAT
+# ------------------------------------------------------------ below p activations, with CP-SAT
 
 
 def below_costs(ranks: int) -> Iterator[tuple[str, Row, Row, Row, float]]:

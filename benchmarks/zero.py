@@ -77,7 +77,7 @@ _MESSAGES = {kind.name.lower() for kind in BOUNDARY} | {"handed_over"}
 
 
 class Case(NamedTuple):
-    """What is run: a schedule's plan, replicas, tensor-parallel ranks, and the precision."""
+    """A case: a schedule, its plan, replicas, tensor-parallel ranks, and the precision."""
 
     schedule: Any
     plan: Plan
@@ -258,7 +258,7 @@ def named(all_of: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, A
 
 
 class ByteRow(NamedTuple):
-    """What is run."""
+    """The program of the case."""
 
     schedule: Any
     plan: Plan

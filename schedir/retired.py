@@ -1,4 +1,4 @@
-"""Names that schedir no longer has, and what to use instead.
+"""Retired options, settings and keys, and their replacements.
 
 Why each feature was deleted: `docs/decisions/47-deleted-features.md`.
 """
@@ -11,7 +11,7 @@ from typing import Final
 # A key is a name as the user writes it: an option (`--count`), a setting of a configuration
 # (`section.name`), a value of a setting (`kind = bert`, or the suffix of a file in `source`), or an
 # option of `compile`, which is also a key in a `.sched` file (`open`).  The value is the hint of
-# the error, which says what to use instead.
+# the error: it names the replacement.
 RETIRED: Final = MappingProxyType(
     {
         "open": "use one program with more microbatches, which accumulates their gradients",

@@ -91,7 +91,7 @@ class Lowering:
         self.options = options_of(program, model)
 
     def of(self, drafted: Program, costs: Costs | None, **options: Any) -> Program:
-        """Compile a draft with the program's options, some of which `options` replaces.
+        """Compile a draft with the program's options; `options` replaces some of them.
 
         If the program recomputes and the draft does not, every forward of the draft is recomputed.
         If the program offloads or spills and the draft has another plan, every forward is.

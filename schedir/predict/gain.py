@@ -1,4 +1,4 @@
-"""Gain: what a schedule as short as a bound would save, and how that is said."""
+"""The time that a schedule as short as a bound would save, as a share and in words."""
 
 from __future__ import annotations
 

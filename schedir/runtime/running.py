@@ -80,7 +80,7 @@ class Running(Stands):
 
     @property
     def program(self) -> Program:
-        """What is run."""
+        """The program of this run."""
         return self.state.program
 
     @property

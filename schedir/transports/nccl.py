@@ -32,7 +32,7 @@ from schedir.transports.processes import rows_of
 # Guide, "CUDA Environment Variables").
 
 HARDWARE: Final = 32
-UNSET: Final = 8  # that CUDA uses where nobody says
+UNSET: Final = 8  # the default of CUDA
 
 
 def streams_of(

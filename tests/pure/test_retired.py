@@ -1,4 +1,4 @@
-"""Names that schedir no longer has are refused, and the error says what to use instead."""
+"""A retired option or key is refused, and the error names its replacement."""
 
 import pytest
 
