@@ -18,32 +18,28 @@ Tensor-parallel ranks can share each stage (`tp`), and the tokens, too (`sequenc
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-import schedir
+from examples.training_loop import train
 from examples.transformer_blocks import WHERE, FeedForward, SelfAttention
-from schedir import Plan
 from schedir.models.language import IGNORE, Ends, drawn, tied_copy
 from schedir.models.shape import split_layers
 from schedir.models.weights import Weights
 from schedir.parallel.group import first_token, own_tokens, seen_in_parts, shard, tp_size
 from schedir.parallel.layers import ColumnParallelLinear
 from schedir.parallel.vocab import vocab_parallel_cross_entropy
-from schedir.runtime import Boundary, Executor, Gloo, split
-from schedir.schedules import interleaved
+from schedir.runtime import Boundary, split
 
 STAGES, MICROBATCHES, SIZE, STEPS = 4, 8, 2, 10
 SENTENCES = 2
@@ -344,34 +340,13 @@ def batch(
 
 
 def main() -> None:
-    """Ten steps of AdamW as one rank of as many as torchrun has started."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    alone: dict[str, Any] = {"rank": 0, "world_size": 1}
-    alone["store"] = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", **(alone if world == 1 else {}))
-    torch.set_num_threads(1)
-
+    """Train for ten steps as one rank of as many as torchrun has started."""
     config, text = BertConfig(), Path(__file__).read_bytes()
-    plan = Plan(ranks=world, microbatches=MICROBATCHES, stages_per_rank=STAGES // world)
-    program = schedir.compile(interleaved, plan, tied=config.tied, clip=True)
-    transport = Gloo(program)
-    # A weight is drawn by its name: each process makes its own stages alone.
-    own = {s: build_stage(config, s, STAGES) for s in plan.stages_of[transport.rank]}
-    weights = {p for stage in own.values() for p in stage.parameters()}
-    executor = Executor(
-        program, transport.rank, own, transport,
-        loss=loss, boundary=Boundary((SIZE, config.context, config.hidden)),
-        optimizer=torch.optim.AdamW(weights, lr=1e-3), max_norm=1.0,
+    train(
+        partial(build_stage, config), partial(batch, config, text), loss, count_tokens,
+        Boundary((SIZE, config.context, config.hidden)), config.tied,
+        stages=STAGES, microbatches=MICROBATCHES, steps=STEPS,
     )  # fmt: skip
-
-    for step in range(STEPS):
-        tokens, targets, keywords = batch(config, text, step)
-        mean = 1 / count_tokens(targets)
-        total = executor.step(tokens, targets, scale=mean, keywords=keywords)
-        if total is not None:  # on the rank of the last stage
-            print(f"step {step + 1:>2}  loss {float(total) * mean!r}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

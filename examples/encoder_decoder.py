@@ -23,27 +23,24 @@ Tensor-parallel ranks can share each stage (`tp`), and the tokens, too (`sequenc
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-import schedir
+from examples.training_loop import train
 from examples.transformer_blocks import WHERE, CrossAttention, FeedForward, SelfAttention
-from schedir import Plan
 from schedir.models.language import count_tokens, drawn, loss
 from schedir.models.shape import split_layers
 from schedir.models.weights import Weights
 from schedir.parallel.group import own_tokens, seen_in_parts, tp_size
 from schedir.parallel.vocab import VocabParallelEmbedding, VocabParallelHead, shard_vocab
-from schedir.runtime import Boundary, Executor, Gloo
-from schedir.schedules import interleaved
+from schedir.runtime import Boundary
 
 STAGES, MICROBATCHES, SIZE, STEPS = 4, 8, 2, 10
 THETA = 10000.0  # of the longest wave of positions
@@ -308,35 +305,14 @@ def batch(
 
 
 def main() -> None:
-    """Ten steps of AdamW as one rank of as many as torchrun has started."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    alone: dict[str, Any] = {"rank": 0, "world_size": 1}
-    alone["store"] = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", **(alone if world == 1 else {}))
-    torch.set_num_threads(1)
-
+    """Train for ten steps as one rank of as many as torchrun has started."""
     config, text = EncoderDecoderConfig(), Path(__file__).read_bytes()
-    plan = Plan(ranks=world, microbatches=MICROBATCHES, stages_per_rank=STAGES // world)
-    ties = tied_stages(config, STAGES)
-    program = schedir.compile(interleaved, plan, tied=ties, clip=True)
-    transport = Gloo(program)
-    # A weight is drawn by its name: each process makes its own stages alone.
-    own = {s: build_stage(config, s, STAGES) for s in plan.stages_of[transport.rank]}
-    weights = {p for stage in own.values() for p in stage.parameters()}
-    executor = Executor(
-        program, transport.rank, own, transport,
-        loss=loss, boundary=boundaries(config, STAGES, SIZE, config.context, config.context),
-        optimizer=torch.optim.AdamW(weights, lr=1e-3), max_norm=1.0,
+    train(
+        partial(build_stage, config), partial(batch, config, text), loss, count_tokens,
+        boundaries(config, STAGES, SIZE, config.context, config.context),
+        tied_stages(config, STAGES),
+        stages=STAGES, microbatches=MICROBATCHES, steps=STEPS,
     )  # fmt: skip
-
-    for step in range(STEPS):
-        source, targets, keywords = batch(config, text, step)
-        mean = 1 / count_tokens(targets)
-        total = executor.step(source, targets, scale=mean, keywords=keywords)
-        if total is not None:  # on the rank of the last stage
-            print(f"step {step + 1:>2}  loss {float(total) * mean!r}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,68 @@
+"""The training loop of bert.py and encoder_decoder.py: AdamW on 1, 2 or 4 processes over Gloo."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan
+from schedir.runtime import Executor, Gloo
+from schedir.schedules import interleaved
+
+Batch = tuple[Tensor, Tensor, Sequence[Mapping[str, Any]]]  # inputs, targets and keywords
+
+
+def train(
+    build_stage: Callable[[int, int], nn.Module],
+    batch: Callable[[int], Batch],
+    loss: Callable[..., Tensor],
+    count_tokens: Callable[[Tensor], int],
+    boundary: Any,
+    tied: Any,
+    *,
+    stages: int,
+    microbatches: int,
+    steps: int,
+) -> None:
+    """Train as one rank of as many as torchrun has started, and print the loss of each step.
+
+    Args:
+        build_stage: Returns a stage, of its number and the number of stages.  It draws each weight
+            by the weight's name, so that each process can make its own stages alone.
+        batch: Returns the inputs, targets and keywords of a step, of the step's number.
+        loss: The sum of losses of a microbatch.
+        count_tokens: Returns how many targets count.
+        boundary: What passes between stages, as `Executor` takes it.
+        tied: Which stages share weights, as `schedir.compile` takes it.
+        stages: The number of stages of the model.
+        microbatches: The number of microbatches of a step.
+        steps: The number of steps.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    alone: dict[str, Any] = {"rank": 0, "world_size": 1}
+    alone["store"] = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", **(alone if world == 1 else {}))
+    torch.set_num_threads(1)
+    plan = Plan(ranks=world, microbatches=microbatches, stages_per_rank=stages // world)
+    program = schedir.compile(interleaved, plan, tied=tied, clip=True)
+    transport = Gloo(program)
+    own = {s: build_stage(s, stages) for s in plan.stages_of[transport.rank]}
+    weights = {p for stage in own.values() for p in stage.parameters()}
+    executor = Executor(
+        program, transport.rank, own, transport, loss=loss, boundary=boundary,
+        optimizer=torch.optim.AdamW(weights, lr=1e-3), max_norm=1.0,
+    )  # fmt: skip
+    for step in range(steps):
+        inputs, targets, keywords = batch(step)
+        mean = 1 / count_tokens(targets)
+        total = executor.step(inputs, targets, scale=mean, keywords=keywords)
+        if total is not None:  # on the rank of the last stage
+            print(f"step {step + 1:>2}  loss {float(total) * mean!r}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
