@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,25 +37,23 @@ CASES = {
 }
 
 
-def _all(rank: int, cases: dict[str, Case]) -> Any:
+def _levels(rank: int, case: Case) -> Any:
     torch.set_num_threads(1)
-    return {(n, zero): train(rank, case, zero) for n, case in cases.items() for zero in range(4)}
+    return [train(rank, case, zero) for zero in range(4)]
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[Any, Any]:
-    """What each process of each case has, by name and level; those of as many run in the same."""
-    every: dict[Any, Any] = {}
-    for size in {case.processes for case in CASES.values()}:
-        told = run(_all, size, {n: c for n, c in CASES.items() if c.processes == size})
-        every |= {key: [own[key] for own in told] for key in told[0]}
-    return every
+@cache
+def _trained(name: str) -> list[list[Any]]:
+    """Train a case at each level; return what every process has, by level and rank."""
+    case = CASES[name]
+    by_rank = run(_levels, case.processes, case)
+    return [[own[zero] for own in by_rank] for zero in range(4)]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parts_have_the_bits_of_plain_replicas(name: str, found: dict[Any, Any]) -> None:
-    assert not differing(*(found[name, zero] for zero in range(4)))
-    assert differing(found[name, 0], found["1F1B" if name != "1F1B" else "DualPipe", 0])
+def test_parts_have_the_bits_of_plain_replicas(name: str) -> None:
+    assert not differing(*_trained(name))
+    assert differing(_trained(name)[0], _trained("1F1B" if name != "1F1B" else "DualPipe")[0])
 
 
 class Wide(nn.Module):
