@@ -8,7 +8,7 @@ from schedir.ir.ops import (
     RECEIVES,
     ROWS,
     SENDS,
-    SHARDING,
+    SPLIT_CHANGES,
     SPLITS,
     WHOLES,
     Opcode,
@@ -260,12 +260,12 @@ def drop_sharded_pair(e: Edit) -> None:
     pull(own, [*map(bare, own)].index(word(gather, stage(cut) + hop, mb(cut))))
 
 
-@at(*SHARDING)
+@at(*SPLIT_CHANGES)
 def drop_sharding(e: Edit) -> object:
     return pull(e.own, e.at)
 
 
-@at(*SHARDING)
+@at(*SPLIT_CHANGES)
 def move_sharding(e: Edit) -> None:
     move(e.own, e.at, e.at + e.rng.choice([-4, -3, -2, -1, 2, 3, 4, 5]))
 

@@ -41,17 +41,7 @@ TONES: Final = {
     Opcode.BackwardWeight: Tone("#1b9e77", 49, 41),
     Opcode.Backward: Tone("#4b3b8f", 31, 15),
 }
-WIRES: Final = {row.lane: "#7a7a7a" for row in LANES[1:]} | {
-    Lane.ACT: "#0072b2",
-    Lane.GRAD: "#d55e00",
-    Lane.TP: "#7a7a7a",
-    Lane.DP: "#1a1a1a",
-    Lane.PARAMS: "#cc79a7",
-    Lane.D2H: "#8c6d31",
-    Lane.H2D: "#c9a45c",
-    Lane.DISK: "#4a3728",
-    Lane.HOST: "#6b8e23",
-}
+WIRES: Final = {row.lane: row.colour for row in LANES[1:]}
 DAY: Final = Palette(TONES, WIRES)
 # On a dark ground: the same hues in the same order, none as dark as the ground.
 NIGHT: Final = Palette(
@@ -106,17 +96,7 @@ NAMES: Final = {
     Opcode.BackwardWeight: "W backward, weight",
     Opcode.OptimizerStep: "optimizer step",
 }
-LANE_NAMES: Final = {row.lane: row.doc for row in LANES[1:]} | {
-    Lane.ACT: "activations",
-    Lane.GRAD: "gradients",
-    Lane.TP: "tensor parallel",
-    Lane.DP: "reductions",
-    Lane.PARAMS: "gathers of weights",
-    Lane.D2H: "copies to the host",
-    Lane.H2D: "copies from the host",
-    Lane.DISK: "disk",
-    Lane.HOST: "host computes",
-}
+LANE_NAMES: Final = {row.lane: row.label or row.doc for row in LANES[1:]}
 BOTH_WAYS: Final = (Lane.ACT, Lane.GRAD, Lane.DISK)  # what comes in is paler than what goes out
 WHOLE: Final = "whole weights"
 

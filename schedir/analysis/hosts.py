@@ -9,7 +9,7 @@ from schedir.analysis.channels import LINE_OF, LINES
 from schedir.analysis.slots import reuses
 from schedir.ir.flow import Flow
 from schedir.ir.index import NONE, Index, Positions
-from schedir.ir.ops import LANES, MEETINGS, ROWS, TRANSFERS, Lane, Opcode
+from schedir.ir.ops import LANES, ROWS, TRANSFERS, Lane, Opcode, between_segments
 from schedir.ir.program import Program
 
 
@@ -106,7 +106,7 @@ def _waited(program: Program, lane: Lane, line: NDArray[np.int64]) -> Positions 
     if LANES[lane].host == "starts":
         waited[own[1:]] = np.where(index.is_op(drains)[own[1:]], own[:-1], NONE)
     else:  # what pieces give the host has made itself
-        waited[own] = np.where(index.is_op(MEETINGS[program.sequence])[own], NONE, own)
+        waited[own] = np.where(index.is_op(between_segments(program.sequence))[own], NONE, own)
     if len(at := index.where_all(waits)) and len(own):
         waited[at] = np.append(own, NONE)[np.searchsorted(own, at) - 1]
     before = np.full_like(waited, NONE)

@@ -5,11 +5,11 @@ that it saved is held any more: until Backward, or until BackwardWeight when the
 split.
 
 With sizes it is bytes.  What is received and what is sent lives in static slots: they are there
-all the time, and how many there are is their memory, whichever order runs; where a scatter leaves
-1/t to be sent, a slot has room for that.  A transport that sends from wherever a value is holds
-less, while fewer are on their way.  What compute keeps for later compute (SAVED, TAPE), and what
-it hands over on its rank, to a neighbouring stage or to a scatter, is held from the start of the
-instruction that gives it to the end of the one that frees it, or cuts it; compute is in order, so
+all the time, and how many there are is their memory, whichever order runs; each has room for a
+value in the form in which it is sent.  A transport that sends from wherever a value is holds less,
+while fewer are on their way.  What compute keeps for later compute (SAVED, TAPE), and what it hands
+over on its rank, to a neighbouring stage or to a change of form, is held from the start of the
+instruction that gives it to the end of the one that frees or changes it; compute is in order, so
 that is exact, too.  A BackwardInput, which makes a tape of what was saved, holds `Sizes.both`:
 until its end all that was saved counts as such, and as tape only what comes on top of it.
 """
@@ -25,15 +25,17 @@ from numpy.typing import NDArray
 from schedir.analysis.kept import Kept, kept_of, moved_sizes
 from schedir.analysis.slots import (
     KINDS,
+    by_form,
     counts,
+    form_sizes,
     groups,
-    leaving,
+    is_sent,
     sent_from,
     whole_sizes,
 )
 from schedir.errors import MemoryLimitError, Site, UsageError
 from schedir.ir.flow import Flow
-from schedir.ir.index import NONE, Index
+from schedir.ir.index import Index, Positions
 from schedir.ir.ops import (
     BOUNDARY,
     COMPUTE,
@@ -370,27 +372,39 @@ def _room(
     if kind not in _PUT_OUT:
         slots = counts(program)[:, KINDS.index(kind)]
         return slots, slots * lives.most(each)
-    sent, _ = leaving(program, kind)
-    whole, parts = sent_from(program, kind)
-    most = lives.most(np.where(sent, each, 0.0))
-    return whole + parts, (whole + parts / program.tp) * most
+    sent, number = is_sent(program, kind), np.zeros(program.plan.ranks, np.int64)
+    size = np.zeros(program.plan.ranks)
+    for changed, slots in sent_from(program, kind).items():
+        each = form_sizes(program, kind, changed, sizes, lives.fill)
+        number, size = number + slots, size + slots * lives.most(np.where(sent, each, 0.0))
+    return number, size
 
 
 def _handed_over(program: Program, sizes: Sizes) -> Kept:
-    """What is put out and no message takes as it is: whole, until a neighbouring stage on the rank
-    has used it, or a scatter has cut it."""
-    group, changes = groups(Index.of(program)).astype(np.int64), []
+    """What is put out and no message takes as it is: until a neighbouring stage on the rank has
+    used it, or, in each form but the last, until something gives it the next one."""
+    index = Index.of(program)
+    group, found = groups(index).astype(np.int64), []
+
+    def add(begin: Positions, end: Positions, each: NDArray[np.float64]) -> None:
+        one = np.ones(len(begin), np.int64)
+        found.append((begin, 2 * group[begin], one, each))
+        found.append((end, 2 * group[end] + 1, -one, -each))
+
     for kind in filter(program.has, _PUT_OUT):
-        lives, each = Flow.of(program).lives(kind), _sizes_of(program, kind, sizes)
-        sent, cut = leaving(program, kind)
-        here = ~sent | (cut != NONE)
-        begin, each = lives.fill[here], each[here]
-        end, one = np.where(cut == NONE, lives.freed, cut)[here], np.ones(len(begin), np.int64)
-        changes += [(begin, 2 * group[begin], one, each), (end, 2 * group[end] + 1, -one, -each)]
-    if not changes:
+        lives, sent = Flow.of(program).lives(kind), is_sent(program, kind)
+        here = lives.fill[~sent]
+        add(here, lives.freed[~sent], whole_sizes(program, kind, sizes, here))
+        for changed, some in by_form(program, kind, lives.fill):
+            begin = lives.fill[some & sent]
+            for k, op in enumerate(changed):
+                end = index.where(op, index.key[begin])
+                add(begin, end, form_sizes(program, kind, changed[:k], sizes, begin))
+                begin = end
+    if not found:
         none = np.empty(0, np.int64)
         return Kept(none, none, none, np.empty(0))
-    return Kept(*map(np.concatenate, zip(*changes, strict=True)))
+    return Kept(*map(np.concatenate, zip(*found, strict=True)))
 
 
 def require_memory_limit(

@@ -8,7 +8,7 @@ waits for.  That is interval colouring: c slots do if and only if no more than c
 
 What is taken in (ACT_IN, GRAD_IN) is filled by receives.  What is put out (ACT_OUT, GRAD_OUT) is
 filled by compute and read by a send, or by the neighbouring stage's compute on the same rank.
-A slot from which messages leave has the room of a boundary, or of the 1/t that a scatter leaves.
+A slot from which messages leave has room for the value in the form in which it is sent.
 On the host there are slots, too, of what forwards saved and is offloaded, and of states that lie on
 the disk: who brings one there waits for one, who takes it away leaves one.
 SAVED and TAPE are filled and freed by compute alone, which is in order anyway: for them the
@@ -21,6 +21,7 @@ stage has its own.  Of one stage there are never two.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -28,7 +29,19 @@ from numpy.typing import NDArray
 
 from schedir.ir.flow import Flow, Lives
 from schedir.ir.index import NONE, Index, Positions
-from schedir.ir.ops import KEPT, ROWS, SCATTERS, SENDS, SLOTTED, TIERS, TOKENS, Per, Token
+from schedir.ir.ops import (
+    FORMS,
+    KEPT,
+    ROWS,
+    SENDS,
+    SLOTTED,
+    TIERS,
+    TOKENS,
+    Opcode,
+    Per,
+    Token,
+    form_changes,
+)
 from schedir.ir.per_stage import look_up
 from schedir.ir.program import ON_HOST, OWN, Program
 from schedir.ir.sizes import Sizes
@@ -166,54 +179,86 @@ def _places(lives: Lives, rank: int, count: int) -> list[int]:
     return place
 
 
-def leaving(program: Program, kind: Token) -> tuple[NDArray[np.bool_], Positions]:
+def is_sent(program: Program, kind: Token) -> NDArray[np.bool_]:
     """Of each value of a kind that is put out, as `Flow.lives` has them: whether a message takes
-    it, and the scatter that has left a part of it by then, or NONE."""
-    lives, index = Flow.of(program).lives(kind), Index.of(program)
-    return index.is_op(SENDS)[lives.freed], _cut(index, kind, lives.fill)
+    it."""
+    return Index.of(program).is_op(SENDS)[Flow.of(program).lives(kind).freed]
 
 
-def _cut(index: Index, kind: Token, at: Positions) -> Positions:
-    """The scatter of the value that each of some instructions is for, or NONE."""
-    if kind not in SCATTERS:
-        return np.full(len(at), NONE, np.int32)
-    return index.where(SCATTERS[kind], index.key[at])
+def by_form(
+    program: Program, kind: Token, at: Positions
+) -> Iterator[tuple[tuple[Opcode, ...], NDArray[np.bool_]]]:
+    """Group values of a kind by the form in which messages take them.
+
+    Args:
+        program: The program.
+        kind: A value that stages put out.
+        at: Positions of instructions, each of the stage and the microbatch of one value.
+
+    Yields:
+        Who changes the form of some of the values, in the order in which they run; and a mask of
+        these values, of the shape of `at`.
+    """
+    index, code = Index.of(program), np.zeros(len(at), np.int64)
+    changed = [op for op in form_changes(kind) if op in index.at]
+    for k, op in enumerate(changed):
+        code |= (index.where(op, index.key[at]) != NONE).astype(np.int64) << k
+    for each in np.unique(code).tolist():
+        yield tuple(op for k, op in enumerate(changed) if each >> k & 1), code == each
 
 
-def sent_from(program: Program, kind: Token) -> NDArray[np.int64]:
-    """From how many slots of each rank messages take what is put out, shape (2, ranks): as it is,
-    and the parts that scatters leave."""
-    lives, (sent, cut) = Flow.of(program).lives(kind), leaving(program, kind)
+def form_sizes(
+    program: Program, kind: Token, changed: tuple[Opcode, ...], sizes: Sizes, at: Positions
+) -> NDArray[np.float64]:
+    """Bytes of the value of a kind that each of some instructions is for, behind some changes of
+    its form."""
+    forms = [FORMS[form] for op in changed if (form := ROWS[op].form) is not None]
+    told = [form.size for form in forms if form.size and sizes.tells(form.size)]
+    size = _sizes(program, kind, [TOKENS[kind].size, *told][-1], sizes, at)
+    return size / program.tp if any(form.split for form in forms) else size
+
+
+def sent_from(program: Program, kind: Token) -> dict[tuple[Opcode, ...], NDArray[np.int64]]:
+    """From how many slots of each rank messages take what is put out, shape (ranks,), by who
+    changes its form."""
+    lives, sent = Flow.of(program).lives(kind), is_sent(program, kind)
     ranks, values = program.plan.ranks, np.diff(lives.first)
     rank_of, count = np.repeat(range(ranks), values), counts(program)[:, KINDS.index(kind)]
-    found = []
-    for some in (sent & (cut == NONE), sent & (cut != NONE)):
+    found = {}
+    for changed, some in by_form(program, kind, lives.fill):
+        some = some & sent
         number = np.bincount(rank_of[some], minlength=ranks)
         slots = np.minimum(number, count)
         # Some of a rank's values share slots with others, which no message takes.
         for rank in np.flatnonzero((number > 0) & (number < values) & (count < values)).tolist():
             places = np.array(_places(lives, rank, int(count[rank])))
             slots[rank] = len(np.unique(places[some[lives.of(rank)]]))
-        found.append(slots)
-    return np.stack(found)
+        found[changed] = slots
+    return found
 
 
 def whole_sizes(program: Program, kind: Token, sizes: Sizes, at: Positions) -> NDArray[np.float64]:
     """Bytes, whole, of the value of a kind that each of some instructions is for."""
-    row, index, each = TOKENS[kind], Index.of(program), sizes.each(TOKENS[kind].size, program.plan)
+    return _sizes(program, kind, TOKENS[kind].size, sizes, at)
+
+
+def _sizes(
+    program: Program, kind: Token, name: str, sizes: Sizes, at: Positions
+) -> NDArray[np.float64]:
+    """The size of a name, of the value of a kind that each of some instructions is for."""
+    row, index, each = TOKENS[kind], Index.of(program), sizes.each(name, program.plan)
     if row.across is not None and not row.across.ahead:  # told for the earlier stage
         each = each[program.beside(row.across)]
     return look_up(each, index.stage[at], index.mb[at])
 
 
 def message_sizes(program: Program, sizes: Sizes, sends: Positions) -> NDArray[np.float64]:
-    """Bytes on the wire of each of some sends: what is put out, or the 1/t that a scatter left."""
+    """Bytes on the wire of each of some sends, in the form that each finds its value in."""
     index, size = Index.of(program), np.zeros(len(sends))
     for op in SENDS:
         own = np.flatnonzero(index.op[sends] == op)
         (kind,) = ROWS[op].needs
         at = sends[own]
-        size[own] = whole_sizes(program, kind, sizes, at)
-        cut = _cut(index, kind, at) != NONE
-        size[own[cut]] /= program.tp
+        for changed, some in by_form(program, kind, at):
+            size[own[some]] = form_sizes(program, kind, changed, sizes, at[some])
     return size

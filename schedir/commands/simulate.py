@@ -16,7 +16,7 @@ from schedir.errors import UsageError, in_bytes
 from schedir.io.request import Request
 from schedir.io.terminal import as_json, table
 from schedir.ir.index import Index, Positions
-from schedir.ir.ops import MEETINGS, ROWS, SENDS, Lane, Ring, Row, Token
+from schedir.ir.ops import ROWS, SENDS, Lane, Ring, Row, Token, between_segments
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
 from schedir.ir.zero import WHOLE
@@ -87,7 +87,7 @@ def _around(
     if token is Token.GRAD and program.zero:  # gradients are sharded by then
         whole = whole / program.dp
     turns = ring.turns
-    if program.sequence and row.op in MEETINGS[True]:
+    if program.sequence and row.op in between_segments(sequence=True):
         # Sizes contain all tokens and the rank's own ones.  A gather, or a sum that leaves each
         # rank its own tokens, goes around the ring once.
         turns, whole = 1, whole * members / (members + 1)

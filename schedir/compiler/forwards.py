@@ -7,7 +7,7 @@ from dataclasses import replace
 from schedir.analysis.models import Model
 from schedir.compiler.compile import lower
 from schedir.errors import expect
-from schedir.ir.ops import FORWARD, SCATTERS
+from schedir.ir.ops import FORM_CHANGES, FORWARD
 from schedir.ir.program import FIELDS, Program, Stream, is_op
 from schedir.ir.stream import JOINED
 from schedir.passes.record import Boundary, Choice
@@ -48,6 +48,6 @@ def forwards(
         chunked=program.chunked,
         sequence=program.sequence,
     )
-    scattered = not program.ops.isdisjoint(SCATTERS.values())
+    scattered = not program.ops.isdisjoint(FORM_CHANGES)
     boundary: Boundary | None = None if scattered or program.tp == 1 else "sharded"
     return lower(draft, None, model, boundary=boundary, overlap=overlap, slots=slots)

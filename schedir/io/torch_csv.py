@@ -128,7 +128,7 @@ def cells(program: Program, to: str = "torch") -> list[list[str]]:
             program=program.name,
             hint="export to 'torch', or lower the draft",
         )
-    require_torch_has_it(program, computes=to == "torch")
+    require_torch_has_it(program, computes=to == "torch", actions=(*_TEXT, *_PARTS))
     words = _TEXT | (_PARTS if program.zero == CUT_FROM["params"] else _REDUCED)
     action = {int(op): text for op, text in words.items() if to != "torch" or op in COMPUTE}
     rows = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from schedir.errors import GroupError, Site, UsageError
 from schedir.ir.meets import ranks_meet
 from schedir.ir.ops import (
@@ -12,6 +14,7 @@ from schedir.ir.ops import (
     REDUCES,
     ROWS,
     TRANSFERS,
+    Opcode,
     Per,
     Token,
     changes,
@@ -22,10 +25,18 @@ _MOVES = {op for op in changes(Token.SAVED) if op not in COMPUTE}
 _IN_TURNS = tuple(op for op in REDUCES if ROWS[op].per is Per.TURN)
 
 
-def require_torch_has_it(program: Program, *, computes: bool) -> None:
-    """Refuse a program that torch's schedules cannot say, or whose computes they cannot.
+def require_torch_has_it(
+    program: Program, *, computes: bool, actions: Collection[Opcode] = ()
+) -> None:
+    """Refuse a program that torch's schedules cannot express.
 
-    Raises UsageError.
+    Args:
+        program: The program.
+        computes: Whether only its computes are exported, and torch adds the transfers.
+        actions: The instructions for which torch has an action.
+
+    Raises:
+        UsageError: The program has something that torch's schedules cannot do.
     """
     if program.plan.rows > 1:
         raise UsageError(
@@ -64,6 +75,14 @@ def require_torch_has_it(program: Program, *, computes: bool) -> None:
             "have no action",
             program=program.name,
             hint="leave cut out, or tp where the modules of pieces sum by themselves",
+        )
+    strange = sorted(op for op in program.ops if not ROWS[op].in_torch and op not in actions)
+    if strange:
+        text = ROWS[strange[0]].text
+        raise UsageError(
+            f"{program.name} has {text}, for which torch's schedules have no action",
+            program=program.name,
+            hint="compile it without",
         )
     fields = program.words.view(FIELDS)
     if not computes and (is_op(fields["op"], _IN_TURNS) & (fields["mb"] > 0)).any():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import CostsError, UsageError
 from schedir.ir.costs import Cost, Costs
-from schedir.ir.ops import ROWS
+from schedir.ir.ops import GATHERS, ROWS, SPLIT_CHANGES, STEPPED, TOKENS, TRAINING_VALUES
 from schedir.ir.per_stage import from_grid, grid
 from schedir.ir.plan import Plan
 from schedir.ir.sizes import Sizes
@@ -23,6 +23,9 @@ Floats = NDArray[np.float64]
 # without and with parts on replicas.
 _RINGS: Final = {row.cost: row.ring for row in ROWS if row.ring is not None and row.ring.size}
 _UNPRICED: Final = ({"reduce_scatter", "unshard"}, {"reduce_grads"})
+_GATHERS: Final = {row.cost for row in ROWS if row.op in GATHERS}
+_TRAFFIC: Final = {row.cost: row.traffic for row in ROWS if row.cost and row.traffic is not None}
+_EXAMPLES: Final = "params=2GB,grads=2GB,optimizer=12GB"
 Processes = NDArray[np.int64]
 Groups = Callable[[Processes], Processes]  # by holders, a row for each group
 
@@ -72,13 +75,8 @@ def filled(
     """Costs with those that nobody tells filled, as `Cluster.costs` says."""
     found = _backwards(costs)
     filler = _Filler(cluster, plan, sizes, mesh, zero)
-    fills = filler.fills | ({"snapshot": filler.snapshot} if snapshots else {})
-    if states == "cpu":
-        fills |= filler.of_host
-    else:
-        fills |= filler.of_states if states != "device" else {}
-    fills |= filler.of_disk if states == "disk" else {}
-    for name, fill in fills.items():
+    traits = {"snapshots": snapshots, "states": states}
+    for name, fill in filler.fills(traits).items():
         if name not in costs.told:
             each = fill()
             found[name] = from_grid(each[:1] if (each == each[:1]).all() else each)
@@ -138,33 +136,23 @@ class _Filler:
         self.cluster, self.plan, self.sizes = cluster, plan, sizes
         self.mesh, self.zero = mesh, zero
         self.dp, self.tp = int(mesh.shape[0]), int(mesh.shape[2])
-        self.fills: dict[str, Callable[[], Floats]] = {
+
+    def fills(self, traits: Mapping[str, object]) -> dict[str, Callable[[], Floats]]:
+        """What makes each cost that programs with some traits have, by its name."""
+        rings = [cost for cost in _RINGS if cost not in _UNPRICED[self.zero > 0]]
+        moved = [
+            cost
+            for cost, traffic in _TRAFFIC.items()
+            if not traffic.trait or traits[traffic.trait] in traffic.only
+        ]
+        by_stage = traits["states"] != "device"  # then what steps all has nothing left to do
+        return {
             "send": self.send,
-            "scatter": self.scatter,
-            "gather": self.gather,
-            **{
-                cost: partial(self.ring, cost) for cost in _RINGS if cost not in _UNPRICED[zero > 0]
-            },
+            **{cost: partial(self.gather, cost) for cost in _GATHERS},
+            **{cost: partial(self.ring, cost) for cost in rings},
             "reduce_norm": self.reduce_norm,
-            "step": self.step,
-        }
-        self.of_host: dict[str, Callable[[], Floats]] = {
-            "offload_grads": partial(self.state, "offload_grads", cluster.host_transfer, "grads"),
-            "step_host": self.step_host,
-            "reload_weights": partial(
-                self.state, "reload_weights", cluster.host_transfer, "params"
-            ),
-            "step": lambda: np.zeros((1, 1)),
-        }
-        self.of_states: dict[str, Callable[[], Floats]] = {
-            "load_state": partial(self.state, "load_state", cluster.host_transfer),
-            "store_state": partial(self.state, "store_state", cluster.host_transfer),
-            "step_stage": lambda: self._touched("step_stage")[:, None] / self.cluster.hbm,
-            "step": lambda: np.zeros((1, 1)),
-        }
-        self.of_disk: dict[str, Callable[[], Floats]] = {
-            name: partial(self.state, name, cluster.disk_transfer)
-            for name in ("fetch_state", "spill_state")
+            "step": (lambda: np.zeros((1, 1))) if by_stage else self.step,
+            **{cost: partial(self.traffic, cost) for cost in moved},
         }
 
     # ------------------------------------------------------------ messages
@@ -181,23 +169,28 @@ class _Filler:
         act, grad = (self._messages(x / self.tp, links) for x in (act, grad))
         return np.maximum(act, _of_the_next(grad))
 
-    def scatter(self) -> Floats:
-        """Reads and writes a process's own part of what a stage sends."""
-        if self.tp == 1:
-            return np.zeros((1, 1))
-        act, grad = self._leaving("scatter")
-        sent = np.maximum(act, _of_the_next(grad))
-        each = np.maximum(2 * sent / self.tp / self.cluster.hbm, self.cluster.kernel_us / 1e6)
-        return np.where(sent > 0, each, 0.0)
-
-    def gather(self) -> Floats:
+    def gather(self, cost: str) -> Floats:
         """An all-gather of what a stage receives."""
         if self.tp == 1:
             return np.zeros((1, 1))
-        act, grad = self._leaving("gather")
-        came = np.maximum(_of_the_next(act), grad)
         links = self._slowest(lambda holders: self.mesh[:, holders].reshape(-1, self.tp))
-        return (self.tp - 1) * self._messages(came / self.tp, links)
+        return (self.tp - 1) * self._messages(self._crossing(cost) / self.tp, links)
+
+    def _crossing(self, cost: str) -> Floats:
+        """Bytes of each stage's value that instructions with a cost change; of several the largest.
+
+        A size is told for the earlier of two stages.
+        """
+        act, grad = self._leaving(cost)
+        found = [
+            each if across.ahead else _of_the_next(each)
+            for row in ROWS
+            if row.cost == cost
+            for token in row.gives
+            if (across := TOKENS[token].across) is not None
+            for each in [grad if token in TRAINING_VALUES else act]
+        ]
+        return np.asarray(np.maximum.reduce(found))
 
     def _leaving(self, cost: str) -> tuple[Floats, Floats]:
         """Bytes of each stage's activation and its gradient, where they leave a rank, else 0."""
@@ -255,48 +248,51 @@ class _Filler:
         each = [self.cluster.all_reduce_small(8, replica.reshape(-1)) for replica in self.mesh]
         return np.full((1, 1), max(each))
 
-    def snapshot(self) -> Floats:
-        """Each replica copies its part, at every level of ZeRO."""
-        params, optimizer = (
-            self.sizes.of(name, self.plan.stages) for name in ("params", "optimizer")
-        )
-        if not params.any():
-            raise _unknown("snapshot", "params=2GB,optimizer=12GB")
-        copied = (params + optimizer) / self.dp
-        return np.array([[self.cluster.host_transfer(size)] for size in copied.tolist()])
+    def traffic(self, cost: str) -> Floats:
+        """What an instruction moves that is no message: a value, or the replica's part of it."""
+        traffic = _TRAFFIC[cost]
+        if not traffic.sizes:
+            return self._changed(cost, traffic.times)
+        parts = self.dp if self.zero or traffic.always_shared else 1
+        each = self._bytes(cost, traffic.sizes) / parts * traffic.times
+        if traffic.link == "hbm":
+            return each[:, None] / self.cluster.hbm
+        if traffic.link == "dram":
+            return each[:, None] / self._dram(cost)
+        transfer = {"host": self.cluster.host_transfer, "disk": self.cluster.disk_transfer}
+        return np.array([[transfer[traffic.link](size)] for size in each.tolist()])
 
-    def state(
-        self, cost: str, transfer: Callable[[float], float], name: str = "optimizer"
-    ) -> Floats:
-        """Each replica moves its part, whole or 1/dp, between its device, the host and the disk."""
-        each = self.sizes.of(name, self.plan.stages)
-        if not each.any():
-            raise _unknown(cost, "params=2GB,grads=2GB,optimizer=12GB")
-        own = each / (self.dp if self.zero else 1)
-        return np.array([[transfer(size)] for size in own.tolist()])
+    def _changed(self, cost: str, times: float) -> Floats:
+        """A change of what a stage sends or receives, in its memory."""
+        split = any(row.op in SPLIT_CHANGES for row in ROWS if row.cost == cost)
+        if split and self.tp == 1:
+            return np.zeros((1, 1))
+        size = self._crossing(cost) / (self.tp if split else 1)
+        each = np.maximum(times * size / self.cluster.hbm, self.cluster.kernel_us / 1e6)
+        return np.where(size > 0, each, 0.0)
 
-    def _touched(self, cost: str) -> Floats:
-        """Bytes that a step of each stage reads and writes on a replica, shape (stages,)."""
-        names = ("params", "grads", "optimizer")
-        params, grads, optimizer = (self.sizes.of(name, self.plan.stages) for name in names)
-        if not (params.any() and grads.any()):
-            raise _unknown(cost, "params=2GB,grads=2GB,optimizer=12GB")
-        return stepped(params, grads, optimizer) / (self.dp if self.zero else 1)
+    def _bytes(self, cost: str, names: Collection[str]) -> Floats:
+        """The sum of some sizes of each stage, shape (stages,)."""
+        each = {name: self.sizes.of(name, self.plan.stages) for name in names}
+        needed = {*names} - {"optimizer"} or {*names}  # some optimizers have no state
+        if not all(each[name].any() for name in needed):
+            raise _unknown(cost, _EXAMPLES)
+        return np.asarray(sum(each[name] for name in names))
 
-    def step_host(self) -> Floats:
-        """Each replica's host steps its part."""
+    def _dram(self, cost: str) -> float:
+        """Bytes per second of the host's memory."""
         if self.cluster.dram is None:
             raise UsageError(
                 "cluster: nobody tells dram, the bytes per second that the host's processors "
                 "read and write for a GPU",
-                hint='dram = "100GB/s", or tell step_host itself',
+                hint=f'dram = "100GB/s", or tell {cost} itself',
                 fields=["dram"],
             )
-        return self._touched("step_host")[:, None] / self.cluster.dram
+        return self.cluster.dram
 
     def step(self) -> Floats:
         """The k-th number is rank k's."""
-        touched = self._touched("step")
+        touched = self._bytes("step", STEPPED) / (self.dp if self.zero else 1)
         each = np.zeros(self.plan.stages)
         for rank, own in enumerate(self.plan.stages_of):
             here = slice(min(rank, self.plan.stages - 1), None)  # what is behind is of no rank
@@ -306,8 +302,9 @@ class _Filler:
 
 
 def stepped(params: Floats, grads: Floats, optimizer: Floats) -> Floats:
-    """Bytes that a step of the optimizer reads and writes: gradients are read, the others both."""
-    return 2 * params + grads + 2 * optimizer
+    """Bytes that a step of the optimizer reads and writes."""
+    each = {"params": params, "grads": grads, "optimizer": optimizer}
+    return np.asarray(sum(each[name] for name in STEPPED))
 
 
 def _of_the_next(each: Floats) -> Floats:

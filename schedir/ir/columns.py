@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final, Literal, NamedTuple
 
-from schedir.ir.names import Lane, Opcode, Token
+from schedir.ir.names import Form, Lane, Opcode, Token
 
 TIERS: Final = ("device", "host", "disk")
 
@@ -79,6 +79,8 @@ class TokenRow(NamedTuple):
     `room` is of what has memory of its own all the time, whoever fills it, beside what the device
     holds: one of TIERS, and the field of Sizes that tells the bytes; of them a replica has a part
     where it has one of the optimizer's state.
+    `like` is the field of Sizes that tells the bytes where `size` is not told.
+    `training` values exist only where the program trains, and only for stages that are not frozen.
     """
 
     token: Token
@@ -93,6 +95,30 @@ class TokenRow(NamedTuple):
     lies: str = ""
     only: tuple[str, ...] = ()
     room: tuple[str, str] | None = None
+    training: bool = False
+    like: str = ""
+
+
+class FormRow(NamedTuple):
+    """A row of the table of forms, in which values cross between stages.
+
+    An instruction with a `form` gives it to a value that a stage puts out, or takes it from a value
+    that a stage takes in. A value can have several forms. It gets them in the order of the table
+    and loses them in the reverse order.
+
+    Attributes:
+        form: The number of the form.
+        doc: What a value in this form is.
+        split: Whether each rank of a tensor-parallel group has 1/t of the bytes. Such a form needs
+            tp > 1, and a boundary that is not sharded already.
+        size: The field of `Sizes` with the bytes of a value in this form. Without this column, or
+            where the size is not given, a value has as many bytes as without the form.
+    """
+
+    form: Form
+    doc: str
+    split: bool = False
+    size: str = ""
 
 
 class LaneRow(NamedTuple):
@@ -100,13 +126,18 @@ class LaneRow(NamedTuple):
 
     Progress models cut what is on the `wire` finer, or make one queue of it.  `host` says what a
     host that blocks, as on CPUs, does with what is on the lane: it "runs" it itself; or it "waits"
-    for what it needs, and then starts it; or it "starts" it, and goes on.
+    for what it needs, and then starts it; or it "starts" it, and goes on.  `idle` names the
+    `Cause` for which a rank is idle while it waits for something on the lane.  Charts draw the lane
+    in `colour`, and legends call it `label`.
     """
 
     lane: Lane
     wire: bool
     host: Literal["runs", "waits", "starts"]
     doc: str
+    idle: str = "message"
+    colour: str = "#7a7a7a"
+    label: str = ""
 
 
 class Change(NamedTuple):
@@ -138,6 +169,32 @@ class Ring(NamedTuple):
     turns: int = 1
 
 
+class Traffic(NamedTuple):
+    """Which bytes an instruction moves that is no message and no collective, and over which link.
+
+    A `Cluster` divides the bytes by the speed of the link for the instruction's cost.
+
+    Attributes:
+        link: The GPU's memory, the link to the host, the host's disk, or the host's memory.
+        sizes: The fields of `Sizes` whose bytes are moved, of a stage. A field that is read and
+            written is there twice. Without any, the bytes are those of the value that the
+            instruction works on, in its form.
+        times: How often each byte is moved.
+        always_shared: Whether each of the replicas moves 1/dp of it at every level of ZeRO, and not
+            only from level 1 on.
+        trait: A trait of programs, and with which of its values there is such an instruction; ""
+            for any program.
+        only: These values.
+    """
+
+    link: Literal["hbm", "host", "disk", "dram"]
+    sizes: tuple[str, ...] = ()
+    times: float = 1
+    always_shared: bool = False
+    trait: str = ""
+    only: tuple[object, ...] = ()
+
+
 class Row(NamedTuple):
     """A row of the instruction table.
 
@@ -150,7 +207,14 @@ class Row(NamedTuple):
     what stands before it on its lane: "always", or where there are "replicas".  `ring` says of a
     collective how many bytes it sends.  `of_all` says that of what is collected it needs what there
     is of all stages of its rank, not of its own alone.  `waits` are lanes of which a host that
-    blocks waits for all that stands before it.
+    blocks waits for all that stands before it.  A row that `computes` runs a stage's module:
+    schedules place it, and each other one is placed by a pass.  `form` is the form that it gives to
+    a value that its stage puts out, or takes from a value that its stage takes in.
+    `between_segments` is set for collectives of the tensor-parallel group that sum or gather what
+    one segment of a stage passes to the next: "always", or only in programs with "sequence yes".
+    `traffic` says what it moves, for a `Cluster` that prices it.
+    `idle` is that of its lane, unless it names another `Cause`.  `in_torch` is set where torch's
+    runtime, or the training loop around it, does the same: an export to torch leaves the row out.
     """
 
     op: Opcode
@@ -170,3 +234,9 @@ class Row(NamedTuple):
     ring: Ring | None = None
     of_all: bool = False
     waits: tuple[Lane, ...] = ()
+    computes: bool = False
+    form: Form | None = None
+    between_segments: Literal["", "always", "sequence"] = ""
+    idle: str = ""
+    traffic: Traffic | None = None
+    in_torch: bool = False

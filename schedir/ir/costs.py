@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import CostsError
+from schedir.ir.cost_fields import FIELD, CostFields
 from schedir.ir.ops import (
     BACKWARDS,
     COMPUTE,
@@ -21,7 +22,7 @@ from schedir.ir.ops import (
     Opcode,
     Per,
 )
-from schedir.ir.per_stage import PerStage, by_stage, per_stage, with_fields
+from schedir.ir.per_stage import PerStage, by_stage, per_stage
 
 if TYPE_CHECKING:
     from schedir.ir.index import Index
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 Cost = PerStage
 
-# Which field prices which instruction.  A receive ends with its send and costs nothing itself.
-FIELD: Final = {row.op: row.cost for row in ROWS if row.cost}
 # What a cost is that nobody tells; all else is free.
 _USUAL: Final = {"F": 1.0, "I": 1.0, "W": 1.0}
 _OF_NO_MICROBATCH: Final = {row.cost for row in ROWS if row.per is not Per.MICROBATCH}
@@ -43,8 +42,7 @@ _PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Per.RANK)
 
 
 @dataclass(frozen=True)
-@with_fields(FIELD.values(), None)
-class Costs:
+class Costs(CostFields):
     """Time of each instruction: a number, one number per stage, or an array.
 
     An array has a row for each stage, and in each row a number for each microbatch; one with a
@@ -72,40 +70,6 @@ class Costs:
     >>> simulate(program, Costs(F=[[1, 1, 1, 3]], B=[[2, 2, 2, 6]])).span  # for each microbatch
     27.0
     """
-
-    F: Cost | None = None
-    I: Cost | None = None
-    W: Cost | None = None
-    B: Cost | None = None
-    R: Cost | None = None
-    FB: Cost | None = None
-    send: Cost | None = None
-    step: Cost | None = None
-    reduce_grads: Cost | None = None
-    reduce_holders: Cost | None = None
-    reduce_tied: Cost | None = None
-    reduce_norm: Cost | None = None
-    scatter: Cost | None = None
-    gather: Cost | None = None
-    validate: Cost | None = None
-    unshard: Cost | None = None
-    reduce_scatter: Cost | None = None
-    snapshot: Cost | None = None
-    offload: Cost | None = None
-    reload: Cost | None = None
-    spill: Cost | None = None
-    fetch: Cost | None = None
-    load_state: Cost | None = None
-    step_stage: Cost | None = None
-    store_state: Cost | None = None
-    fetch_state: Cost | None = None
-    spill_state: Cost | None = None
-    sum: Cost | None = None
-    reduce_sequence: Cost | None = None
-    offload_grads: Cost | None = None
-    step_host: Cost | None = None
-    reload_weights: Cost | None = None
-    release_grads: Cost | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):

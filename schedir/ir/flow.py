@@ -36,6 +36,7 @@ from schedir.ir.ops import (
     chain,
     change_of,
     changes,
+    form_changes,
     producers,
 )
 from schedir.ir.program import Program
@@ -316,7 +317,9 @@ class Flow:
     def _needs_chains(self, token: Token) -> bool:
         if TOKENS[token].found in (Found.AGAIN, Found.ALL):
             return True
-        changed = [op for op in changes(token) if op in self.index.at]
+        # Changes of form are in the order of the tables, wherever they stand.
+        forms = form_changes(token)
+        changed = [op for op in changes(token) if op in self.index.at and op not in forms]
         if TOKENS[token].found is not Found.ONCE or not changed:
             return False
         often = np.sum([self.index.at[op] != NONE for op in changed], 0)

@@ -1,4 +1,4 @@
-"""Names: instructions, values and lanes, by number; the tables in `ops.py` say what each is."""
+"""Names: instructions, values, forms and lanes, by number; tables in `ops.py` describe each."""
 
 from __future__ import annotations
 
@@ -33,6 +33,13 @@ class Token(IntEnum):
     HOST_WEIGHTS = 22
     RELOADED = 23
     JUDGED = 24
+
+
+class Form(IntEnum):
+    """How a value that crosses between stages is stored; `FORMS` has a row for each."""
+
+    WHOLE = 0
+    PART = 1
 
 
 class Lane(IntEnum):

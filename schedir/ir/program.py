@@ -26,8 +26,8 @@ from schedir.ir.ops import (
     OFF_COMPUTE,
     ROWS,
     TIERS,
-    TO_TRAIN,
     TOKENS,
+    TRAINING_VALUES,
     Hop,
     Instr,
     Opcode,
@@ -247,7 +247,7 @@ class Program:
         across = TOKENS[token].across
         assert across is not None
         other = int(self.beside(across)[stage])
-        return other if other >= (self.frozen if token in TO_TRAIN else 0) else -1
+        return other if other >= (self.frozen if token in TRAINING_VALUES else 0) else -1
 
     def peer(self, i: Instr) -> int:
         """The rank at the other side of a message."""

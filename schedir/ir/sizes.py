@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError
-from schedir.ir.ops import ROWS, TIERS, TOKENS, Per
+from schedir.ir.ops import FORMS, ROWS, TIERS, TOKENS, Per
 from schedir.ir.per_stage import PerStage, by_stage, grid, per_stage, with_fields
 
 if TYPE_CHECKING:
@@ -26,31 +26,36 @@ _UNITS |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("kMGTP")}
 _UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGTP")}
 
 
-# What tables of instructions and values name.
-_NAMED = [row.size for row in TOKENS if row.size] + [
-    name
+# What tables of instructions and values name, and of which microbatches differ.
+_OF_CHANGES = [
+    (name, TOKENS[change.token].per)
     for row in ROWS
     for change in row.changes
     for name in (change.before, change.after)
     if name not in TIERS
 ]
+_NAMED = [row.size for row in TOKENS if row.size] + [name for name, _ in _OF_CHANGES]
+_OF_FORMS = [form.size for form in FORMS if form.size]
+OF_A_MICROBATCH: Final = {
+    *(name for name, per in _OF_CHANGES if per is Per.MICROBATCH),
+    *(row.size for row in TOKENS if row.per is Per.MICROBATCH),
+    *(row.made_of[1] for row in TOKENS if row.made_of and row.per is Per.MICROBATCH),
+    *_OF_FORMS,
+}
+# Which size is as large as which other one where it is not told.
+_LIKE: Final = (
+    {row.size: row.like for row in TOKENS if row.like}
+    | dict.fromkeys(_OF_FORMS, "activation")
+    | {"version": "params"}
+)
 
 # What a stage holds all the time, told apart; `weights` is all of it together.
 AT_REST: Final = ("params", "grads", "optimizer", "buffers")
 
-OF_A_MICROBATCH = {"activation", "gradient", "saved", "tape", "both"}
-OF_A_MICROBATCH |= {row.size for row in TOKENS if row.per is Per.MICROBATCH}
-OF_A_MICROBATCH |= {
-    name
-    for row in ROWS
-    for change in row.changes
-    for name in (change.before, change.after)
-    if TOKENS[change.token].per is Per.MICROBATCH
-}
-
 
 @dataclass(frozen=True)
-@with_fields(_NAMED)
+@with_fields([name for name in _NAMED if name not in _LIKE])
+@with_fields(_LIKE, None)
 class Sizes:
     """Bytes on one device, for one microbatch: a number, one number per stage, or an array.
 
@@ -186,9 +191,11 @@ class Sizes:
     def _said(self, name: str) -> Size:
         """What is said of a size, or of what is as large where nothing is."""
         value: Size | None = getattr(self, name)
-        if value is None:
-            value = {"gradient": self.activation, "version": self.params}.get(name, self.saved)
-        return value
+        return self._said(_LIKE[name]) if value is None else value
+
+    def tells(self, name: str) -> bool:
+        """Return whether a size that may be left out is given."""
+        return getattr(self, name) is not None
 
 
 def ample(limit: float) -> float:

@@ -170,6 +170,8 @@ def _of_values(row: Row, rows: Sequence[Row], tokens: Sequence[TokenRow]) -> Ite
             for giver in rows:
                 if token in giver.gives and giver.per is Per.STAGE:
                     yield f"{token.name} comes of {giver.op.name}, one for each STAGE"
+    if row.form is not None:
+        yield from _of_form(row, rows, tokens)
     changed = [change.token for change in row.changes]
     for token in changed:
         if changed.count(token) > 1:
@@ -177,6 +179,22 @@ def _of_values(row: Row, rows: Sequence[Row], tokens: Sequence[TokenRow]) -> Ite
             return
     for change in row.changes:
         yield from _of_change(change, row, tokens)
+
+
+def _of_form(row: Row, rows: Sequence[Row], tokens: Sequence[TokenRow]) -> Iterator[str]:
+    """Faults of a row that changes the form of a value."""
+    if row.needs != row.gives or len(row.gives) != 1 or tokens[row.gives[0]].across is None:
+        yield "a form is of one value that crosses between stages, which it needs and gives"
+        return
+    (token,) = row.gives
+    handed = tokens[token].handed
+    others = [value.token for value in tokens if value.handed is token] if handed is None else []
+    changed = [one.gives for one in rows if one.form is row.form]
+    if changed.count((token,)) > 1:
+        yield f"{token.name} has several instructions that change this form"
+    for other in others if handed is None else [handed]:
+        if (other,) not in changed:
+            yield f"no instruction changes this form of {other.name}, on the other side"
 
 
 def _of_change(change: Change, row: Row, tokens: Sequence[TokenRow]) -> Iterator[str]:
@@ -192,4 +210,4 @@ def _of_change(change: Change, row: Row, tokens: Sequence[TokenRow]) -> Iterator
     if tokens[token].found not in _CHAINED:
         yield f"{token.name} has no states: it is found by {tokens[token].found.name}"
     if token in BOUNDARY and not all(tiers):
-        yield f"slots of {token.name} are of one size"
+        yield f"{token.name} crosses between stages: its bytes change with a form, not in a change"

@@ -29,14 +29,13 @@ from schedir.ir.meets import ranks_meet
 from schedir.ir.ops import (
     ADDS_TO_WEIGHTS,
     BACKWARDS,
+    BOUNDARY_COLLECTIVES,
     COMPUTE,
     FORWARDS,
-    GATHERS,
     LATE,
-    MEETINGS,
-    SUMS,
     WHOLES,
     Opcode,
+    between_segments,
 )
 from schedir.ir.program import Cut, Program
 from schedir.ir.sizes import ample
@@ -84,7 +83,9 @@ def fill(program: Program, options: Options) -> Program:
         )
     if not ranks_meet(program.meets):
         return program  # one tensor-parallel rank meets nobody
-    if not any(options.costs.of(op, program.plan).any() for op in MEETINGS[program.sequence]):
+    if not any(
+        options.costs.of(op, program.plan).any() for op in between_segments(program.sequence)
+    ):
         raise UsageError(
             "fill puts work in the time of sums, and these take none",
             hint="--costs F=1,B=2,sum=0.5, or costs=Costs(...)",
@@ -190,8 +191,8 @@ class _Machine:
         self.nodes = np.flatnonzero(node == np.arange(len(node))).tolist()
         computes = index.is_op(COMPUTE)
         self.computes: list[bool] = computes.tolist()
-        self.sums: list[bool] = index.is_op(MEETINGS[program.sequence]).tolist()
-        self.meets: list[bool] = index.is_op((*SUMS, *GATHERS)).tolist()
+        self.sums: list[bool] = index.is_op(between_segments(program.sequence)).tolist()
+        self.meets: list[bool] = index.is_op(BOUNDARY_COLLECTIVES).tolist()
         self.fills: list[bool] = index.is_op(fills).tolist()
         self.todo = [np.flatnonzero(computes[lo:hi]) + lo for lo, hi in pairwise(program.offsets)]
         self.ready: list[set[int]] = [set() for _ in self.todo]  # by rank, what could begin

@@ -13,7 +13,8 @@ from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import walk
 from schedir.analysis.memory import held
 from schedir.analysis.slots import KINDS, counts, groups, minimum_slots, on_host
-from schedir.ir.costs import FIELD, Costs
+from schedir.ir.cost_fields import FIELD
+from schedir.ir.costs import Costs
 from schedir.ir.flow import Flow
 from schedir.ir.index import Index
 from schedir.ir.ops import COMPUTE, FORWARD, ROWS, SLOTTED, TIERS, Opcode, Token, changes

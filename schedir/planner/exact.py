@@ -16,11 +16,11 @@ from schedir.ir.ops import (
     BACKWARDS,
     BOUNDARY,
     COMPUTE,
+    FORM_CHANGES,
     FORWARD,
     LATE,
     RECOMPUTE,
     ROWS,
-    SCATTERS,
     SPLITS,
     STEPS,
     TIERS,
@@ -221,7 +221,7 @@ def parts_of(run: Timeline, times: list[Times], *, ahead: float = 0.0) -> Parts:
         compute=compute,
         recompute=again,
         tensor=tensor,
-        transfers=float(took[np.isin(op, tuple(SCATTERS.values()))].sum() + idle[message].sum()),
+        transfers=float(took[np.isin(op, _FORM_CHANGES)].sum() + idle[message].sum()),
         bubble=float(idle[~(data | message | norm | host)].sum()),
         data=float(idle[data].sum()),
         optimizer=float(took[np.isin(op, _UPDATES)].sum() + idle[norm].sum()),
@@ -244,6 +244,7 @@ def _told_apart(times: list[Times], ahead: float) -> NDArray[np.float64]:
 
 
 _UPDATES: Final = (*STEPS, *(op for op in changes(Token.STATE) if ROWS[op].lane is Lane.COMPUTE))
+_FORM_CHANGES: Final = tuple(op for op in FORM_CHANGES if ROWS[op].lane is Lane.COMPUTE)
 _PHASES: Final[dict[Opcode, list[int]]] = {  # those of `Phases` that an instruction is
     FORWARD: [0],
     **{op: [1, 2] for op in WHOLES},

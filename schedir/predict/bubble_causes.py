@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from schedir.ir.index import NONE
-from schedir.ir.ops import BACKWARDS, FORWARD, MEETINGS, ROWS, Lane, Token
+from schedir.ir.ops import BACKWARDS, FORWARD, LANES, ROWS, Lane, between_segments
 from schedir.predict.timeline import Timeline, expect_runs
 
 Floats = NDArray[np.float64]
@@ -34,20 +34,8 @@ class Cause(IntEnum):
     STEP = 12
 
 
-# Of what is awaited while it runs; of all other lanes it is a message.
-_OF_LANE: Final = {
-    Lane.COMPUTE: Cause.PEER, Lane.DP: Cause.REDUCTION, Lane.PARAMS: Cause.WEIGHTS,
-    Lane.D2H: Cause.OFFLOAD, Lane.H2D: Cause.OFFLOAD, Lane.DISK: Cause.DISK,
-    Lane.HOST: Cause.STEP,
-}  # fmt: skip
-_OF_ROW: Final = [
-    Cause.SNAPSHOT
-    if Token.COPY in row.gives
-    else Cause.REDUCTION
-    if Token.GRAD in row.gives
-    else _OF_LANE.get(row.lane, Cause.MESSAGE)
-    for row in ROWS
-]
+# Of what is awaited while it runs.
+_OF_ROW: Final = [Cause[(row.idle or LANES[row.lane].idle).upper()] for row in ROWS]
 IDLE: Final = np.dtype(
     [("rank", "i4"), ("cause", "i4"), ("awaits", "i8"), ("start", "f8"), ("end", "f8")]
 )
@@ -240,7 +228,7 @@ def _since_then(timeline: Timeline, now: Ints, awaited: Ints) -> tuple[Ints, Int
 def _while_it_runs(timeline: Timeline, awaited: Ints) -> Ints:
     """Why a rank is idle while what it waits for runs."""
     cause = np.array(_OF_ROW)
-    cause[[*MEETINGS[timeline.program.sequence]]] = Cause.SUM
+    cause[[*between_segments(timeline.program.sequence)]] = Cause.SUM
     return np.asarray(cause[timeline.spans["op"][awaited]])
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.longest_path import walk
-from schedir.ir.costs import FIELD, Cost, Costs
+from schedir.ir.cost_fields import FIELD
+from schedir.ir.costs import Cost, Costs
 from schedir.ir.index import NONE
 from schedir.ir.ops import (
     BACKWARD,

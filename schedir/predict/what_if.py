@@ -19,7 +19,8 @@ from schedir.analysis.memory import require_memory_limit, tiers_of
 from schedir.analysis.models import Model
 from schedir.compiler.again import Lowering, built_in_schedule_of, compute_of, without_recompute
 from schedir.errors import MemoryLimitError, ProgramError, in_bytes
-from schedir.ir.costs import FIELD, OF_A_STAGE, Cost, Costs
+from schedir.ir.cost_fields import FIELD
+from schedir.ir.costs import OF_A_STAGE, Cost, Costs
 from schedir.ir.ops import (
     BACKWARD,
     BACKWARD_INPUT,

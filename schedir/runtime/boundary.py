@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from schedir.errors import ModelError, said
-from schedir.ir.ops import TO_TRAIN, TOKENS, Hop, Token
+from schedir.ir.ops import TOKENS, TRAINING_VALUES, Hop, Token
 from schedir.ir.skips import Skips
 from schedir.runtime.given import shape_of
 
@@ -324,7 +324,7 @@ class Boundaries:
         across = TOKENS[kind].across
         assert across is not None
         crossing = self._at[across, stage]
-        return crossing.gradients if kind in TO_TRAIN else crossing
+        return crossing.gradients if kind in TRAINING_VALUES else crossing
 
     def from_where(self, stage: int) -> list[tuple[int, Boundary]]:
         """All tensors that a stage takes in, the skip behind the rest: which stage gives each."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from schedir.analysis.slots import KINDS, assign, counts
 from schedir.errors import ModelError
-from schedir.ir.ops import BOUNDARY, RECEIVES, ROWS, Token
+from schedir.ir.ops import BOUNDARY, RECEIVES, ROWS, Opcode, Token
 from schedir.ir.program import Program
 from schedir.runtime import reduction
 from schedir.runtime.ahead import Ahead
@@ -106,7 +106,8 @@ class Held:
         self.stepped: Callable[[], tuple[Tensor, Tensor]] | None = None
         self.rooms: dict[Token, list[int]] = {}  # the bytes of each slot, by kind
         self.buffers: dict[Place, Tensor] = {}  # static memory of what is received
-        self.outgoing: dict[tuple[Token, int, bool], Tensor] = {}  # and of what is sent
+        # And of what is sent, by who changes its form.
+        self.outgoing: dict[tuple[Token, int, tuple[Opcode, ...]], Tensor] = {}
 
     def _states_of(
         self, program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: Steps

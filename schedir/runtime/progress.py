@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from schedir.analysis.graph import Graph
-from schedir.ir.ops import GATHERS, RECEIVES, ROWS, SENDS, SUMS, Instr, Lane
+from schedir.ir.ops import BOUNDARY_COLLECTIVES, RECEIVES, ROWS, SENDS, Instr, Lane
 from schedir.ir.program import Program
 from schedir.runtime.events import event_on
 from schedir.runtime.executor import Executor
@@ -120,7 +120,7 @@ def _started(state: State, k: int, i: Instr) -> Callable[[], Sequence[Any]]:
     """Finds the message or gather that an instruction has just started."""
     if i.op in SENDS:
         return lambda: state.sending[k][:1]
-    if i.op in (*RECEIVES, *GATHERS, *SUMS):
+    if i.op in RECEIVES + BOUNDARY_COLLECTIVES:
         arrivals, key = state.stages[i.stage].arrivals, (ROWS[i.op].gives[0], i.mb)
         return lambda: (arrivals[key],)
     return lambda: ()
@@ -134,7 +134,7 @@ def waits_for(program: Program, i: Instr) -> str:
         return f"waits for rank {peer} to {'send' if i.op in RECEIVES else 'receive'}"
     if row.group:
         return f"waits for {_GROUPS[row.group]}"
-    if i.op in (*GATHERS, *SUMS):
+    if i.op in BOUNDARY_COLLECTIVES:
         return "waits for its tensor-parallel group"
     if row.lane is Lane.DP and program.dp > 1:
         return "waits for the other replicas"

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from schedir.analysis.slots import KINDS, assign, counts, reuses
 from schedir.errors import ExecutionError, Site, in_words
-from schedir.ir.ops import LOCAL_HANDOVER, ROWS, SENDS, Hop, Instr, Token
+from schedir.ir.ops import (
+    LOCAL_HANDOVER,
+    ROWS,
+    SENDS,
+    SPLIT_CHANGES,
+    Hop,
+    Instr,
+    Opcode,
+    Token,
+)
 from schedir.ir.program import OWN, Program
 from schedir.runtime.away import Moves
 from schedir.runtime.batch import Batch
@@ -295,17 +304,18 @@ class State:
             return OutputSlot(self.slots[kind], fills[last], kind, stage, mb)
         return Slot(self.slots[kind], fills[last])
 
-    def outgoing(self, kind: Token, number: int, *, part: bool) -> Tensor | None:
-        """Memory, made once, from which the value in a slot is sent, or the `part` of it that a
-        scatter leaves: bytes; None where the transport sends from wherever a value is.
+    def outgoing(self, kind: Token, number: int, changed: tuple[Opcode, ...]) -> Tensor | None:
+        """Memory, made once, from which the value in a slot is sent, behind those that have
+        `changed` its form: bytes; None where the transport sends from wherever a value is.
 
         Whoever fills the slot next has waited for the send, or the step has ended.
         """
         own = self.held.outgoing
-        if self.transport.static and (kind, number, part) not in own:
-            size = self.held.rooms[kind][number] // (self.program.tp if part else 1)
-            own[kind, number, part] = bytes_on(self.device, size)
-        return own.get((kind, number, part))
+        if self.transport.static and (kind, number, changed) not in own:
+            split = any(op in SPLIT_CHANGES for op in changed)
+            size = self.held.rooms[kind][number] // (self.program.tp if split else 1)
+            own[kind, number, changed] = bytes_on(self.device, size)
+        return own.get((kind, number, changed))
 
     def tensors_out(self, kind: Token, stage: int, mb: int) -> Sequence[Tensor]:
         """The tensors of a value in its slot, that is handed over or about to be sent."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from schedir.errors import ModelError
-from schedir.ir.ops import TO_TRAIN, TOKENS, Token
+from schedir.ir.ops import TOKENS, TRAINING_VALUES, Token
 from schedir.runtime.bits import sums_of, versions_of
 
 
@@ -95,7 +95,7 @@ class OutputSlot(Slot):
 
     def overwritten(self) -> ModelError:
         """Return the error for a value that was written to before it was used."""
-        if self.kind in TO_TRAIN:
+        if self.kind in TRAINING_VALUES:
             hint = "a hook, or a backward of your own, must not write to a gradient that it returns"
         else:
             hint = "return a new tensor in each forward: return self.buffer.clone()"

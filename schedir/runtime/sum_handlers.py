@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from schedir.errors import ModelError
-from schedir.ir.ops import GATHERS, LOCAL_HANDOVER, MEETINGS, ROWS, SUMS, Instr, Token
+from schedir.ir.ops import (
+    BOUNDARY_COLLECTIVES,
+    GATHERS,
+    LOCAL_HANDOVER,
+    ROWS,
+    Instr,
+    Token,
+    between_segments,
+)
 from schedir.runtime.memory_overlap import share_memory
 from schedir.runtime.rank import Call, State
 from schedir.runtime.sequence import by_rank, in_order
@@ -29,7 +37,7 @@ def sum_(state: State, i: Instr) -> Call:
 
 
 def gather(state: State, i: Instr) -> Call:
-    if i.op in MEETINGS[state.program.sequence]:
+    if i.op in between_segments(state.program.sequence):
         return _meeting(state, i, _all_tokens)
     return gather_received(state, i)
 
@@ -97,4 +105,4 @@ def _all_tokens(handed: _Handed) -> Work:
     return Then(work, lambda: handed.put(in_order(parts), rest))
 
 
-HANDLERS: Final = dict.fromkeys(SUMS, sum_) | dict.fromkeys(GATHERS, gather)
+HANDLERS: Final = {op: gather if op in GATHERS else sum_ for op in BOUNDARY_COLLECTIVES}

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from schedir.ir.ops import GATHERS, RECEIVES, ROWS, SCATTERS, SUMS, Instr, Opcode, Token
+from schedir.ir.ops import (
+    BOUNDARY_COLLECTIVES,
+    FORM_CHANGES,
+    GATHERS,
+    RECEIVES,
+    ROWS,
+    SENDS,
+    SPLIT_CHANGES,
+    Form,
+    Instr,
+    Opcode,
+    Token,
+    form_changes,
+)
 from schedir.runtime.bits import versions_of
 from schedir.runtime.rank import Call, State
 from schedir.runtime.slots import OutputSlot
-from schedir.transports.transport import Then, bytes_on, own_part
+from schedir.transports.transport import Done, Then, bytes_on, own_part
 
-# What is taken in is received, and made whole if it comes in parts.
 _RECEIVES = {ROWS[op].gives[0]: op for op in RECEIVES}
-_GATHERS = {ROWS[op].gives[0]: op for op in GATHERS}
-_SUMS = {ROWS[op].gives[0]: op for op in SUMS}
+# By form, where in the memory of a value its message is, when the value has that form. A module
+# with handlers of such a form adds its own, flat. A form that is missing leaves the size as it is.
+LAYOUTS: Final[dict[Form, Callable[[Tensor], Tensor]]] = {}
 
 
 def send(state: State, i: Instr) -> Call:
@@ -48,8 +61,8 @@ def put_out(state: State, i: Instr, kind: Token) -> Callable[[Sequence[Tensor]],
     """Fills the slot of a value that an instruction puts out, laid as its taker wants it.
 
     A stage on this rank takes the tensors as a message would bring them, a message one tensor from
-    static memory where there is some, and several as bytes, one behind the other.  A scatter takes
-    what would be sent, and puts a part into static memory.
+    static memory where there is some, and several as bytes, one behind the other.  A change of form
+    takes what would be sent; the last one fills the static memory.
     """
     out, carried = state.slot(kind, i.stage, i.mb), state.passing[i.mb].carried(kind, i.stage)
     if state.local_stage(state.program.other(kind, i.stage), i.mb) is not None:
@@ -57,8 +70,7 @@ def put_out(state: State, i: Instr, kind: Token) -> Callable[[Sequence[Tensor]],
         return lambda values: out.fill(
             tuple([as_sent(value) for as_sent, value in zip(layouts, values, strict=True)])
         )
-    scattered = (SCATTERS.get(kind), i.stage, i.mb) in state.index_of
-    own = None if scattered else state.outgoing(kind, out.number, part=False)
+    own = None if _changed(state, i, kind) else state.outgoing(kind, out.number, ())
     if own is None and carried.alone:
         return lambda values: out.fill(values[0])
     device, size = state.device, carried.nbytes
@@ -79,13 +91,12 @@ def recv(state: State, i: Instr) -> Call:
     kind = row.gives[0]
     given, peer = state.slot(kind, i.stage, mb), state.program.peer(i)
     whole, tensors = _received(state, i, kind)
-    scattered = (_GATHERS.get(kind), i.stage, mb) in state.index_of
-    part = own_part(state.transport, whole) if scattered else whole
+    message = _in_form(state, whole, _changed(state, i, kind))
     start, arrivals, lane = state.transport.recv, state.stages[i.stage].arrivals, row.lane
 
     def run() -> None:
         given.fill(tensors)
-        arrivals[kind, mb] = start(part, peer, lane)
+        arrivals[kind, mb] = start(message, peer, lane)
 
     return Call(None, run)
 
@@ -96,6 +107,51 @@ def _received(state: State, i: Instr, kind: Token) -> tuple[Tensor, tuple[Tensor
     return state.passing[i.mb].carried(kind, i.stage).lay(state.buffers[kind, number])
 
 
+def _changed(state: State, i: Instr, kind: Token) -> tuple[Opcode, ...]:
+    """Who changes the form of a value of an instruction's stage and microbatch, in order."""
+    return tuple(op for op in form_changes(kind) if (op, i.stage, i.mb) in state.index_of)
+
+
+def _in_form(state: State, whole: Tensor, changed: Sequence[Opcode]) -> Tensor:
+    """Where in the memory of a value it is, while these have not yet taken its forms from it."""
+    for op in reversed(changed):  # in the order in which the sender has given the forms
+        form = ROWS[op].form
+        if form in LAYOUTS:
+            whole = LAYOUTS[form](whole)
+    split = any(op in SPLIT_CHANGES for op in changed)
+    return own_part(state.transport, whole) if split else whole
+
+
+class Received(NamedTuple):
+    """A value that came by message, for the instruction that takes a form from it.
+
+    Attributes:
+        before: Where the value is in its form, flat. This memory begins where `after` does.
+        after: Where it belongs without the form, flat.
+        wait: Waits until the value is in `before`.
+    """
+
+    before: Tensor
+    after: Tensor
+    wait: Callable[[], None]
+
+
+def received(state: State, i: Instr) -> Received:
+    """What an instruction that takes a form from a value works with."""
+    (kind,) = ROWS[i.op].gives
+    whole, _ = _received(state, i, kind)
+    changed = _changed(state, i, kind)
+    place = changed.index(i.op)
+    arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
+
+    def wait() -> None:
+        arrivals[key].wait()
+        arrivals[key] = Done()  # a message can be awaited once
+
+    before, after = (_in_form(state, whole, changed[k:]).view(-1) for k in (place, place + 1))
+    return Received(before, after, wait)
+
+
 def message_wait(state: State, i: Instr, kind: Token) -> Callable[[], None] | None:
     """Waits until what an instruction takes in is there, if it comes by message, or ranks meet.
 
@@ -103,7 +159,8 @@ def message_wait(state: State, i: Instr, kind: Token) -> Callable[[], None] | No
     """
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
     k = state.index_of.get((_RECEIVES[kind], i.stage, i.mb))
-    met = any((op.get(kind), i.stage, i.mb) in state.index_of for op in (_SUMS, _GATHERS))
+    ops = (op for op in BOUNDARY_COLLECTIVES if kind in ROWS[op].gives)
+    met = any((op, i.stage, i.mb) in state.index_of for op in ops)
     if k is None and not met:
         return None
     known = state.implied_acks.get(k, ()) if k is not None else ()
@@ -119,7 +176,8 @@ def message_wait(state: State, i: Instr, kind: Token) -> Callable[[], None] | No
 def scatter(state: State, i: Instr) -> Call:
     kind = ROWS[i.op].gives[0]
     out = state.slot(kind, i.stage, i.mb)
-    own = state.outgoing(kind, out.number, part=True)
+    changed = _changed(state, i, kind)
+    own = state.outgoing(kind, out.number, changed) if changed[-1] is i.op else None
     carried = state.passing[i.mb].carried(kind, i.stage)
     into = None if own is None else carried.part(own)
 
@@ -156,15 +214,8 @@ def gather(state: State, i: Instr) -> Call:
     return Call(wait, run)
 
 
-HANDLERS: Final = {
-    Opcode.SendAct: send,
-    Opcode.RecvAct: recv,
-    Opcode.SendGrad: send,
-    Opcode.RecvGrad: recv,
-    Opcode.SendSkip: send,
-    Opcode.RecvSkip: recv,
-    Opcode.SendSkipGrad: send,
-    Opcode.RecvSkipGrad: recv,
-    Opcode.Scatter: scatter,
-    Opcode.ScatterGrad: scatter,
-}
+HANDLERS: Final = (
+    dict.fromkeys(SENDS, send)
+    | dict.fromkeys(RECEIVES, recv)
+    | {op: scatter for op in FORM_CHANGES if ROWS[op].form is Form.PART and op not in GATHERS}
+)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from schedir.errors import ProgramError, UsageError
-from schedir.ir.ops import RECOMPUTE, SUMS
+from schedir.ir.meets import ranks_meet
+from schedir.ir.ops import RECOMPUTE
 from schedir.ir.program import Program
 from schedir.schedules import built_in
 from schedir.schedules.draft import draft
@@ -39,7 +40,7 @@ def unlike(program: Program) -> str:
         (not program.trains, "has no backwards"),
         (program.frozen, "has stages that are not trained"),
         (RECOMPUTE in program.ops, "runs forwards again"),
-        (not program.ops.isdisjoint(SUMS), "sums between pieces of stages"),
+        (ranks_meet(program.meets), "sums between pieces of stages"),
     ):
         if is_so:
             return f"{what}: a search is for a forward and a backward of each"

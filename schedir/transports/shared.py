@@ -32,7 +32,7 @@ from schedir.analysis.models import Model
 from schedir.analysis.slots import assign
 from schedir.errors import ModelError
 from schedir.ir.index import Index
-from schedir.ir.ops import GATHERS, RECEIVES, ROWS, Lane, Token
+from schedir.ir.ops import RECEIVES, ROWS, SPLIT_CHANGES, Lane, Token, changes
 from schedir.ir.program import Program
 from schedir.transports.edges import directed_edges
 from schedir.transports.plain import gather
@@ -259,9 +259,12 @@ ORDERED: Final = ("x86_64",)  # others may show a count before what it counts
 # Where files are memory; or else on a disk, of which memory is a copy.
 PLACES: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
 SPACE = "/proc/self/ns/net"  # what sockets without a file see of each other
-# What a receive takes in, and what makes it whole where it was scattered.
-_GATHERS: Final = {ROWS[op].gives[0]: op for op in GATHERS}
-RECEIVED: Final = {op: (ROWS[op].gives[0], _GATHERS.get(ROWS[op].gives[0])) for op in RECEIVES}
+# What a receive takes in, and who makes it whole where it comes in parts.
+RECEIVED: Final = {
+    op: (kind, [one for one in changes(kind) if one in SPLIT_CHANGES])
+    for op in RECEIVES
+    for kind in ROWS[op].gives
+}
 _DONE: Final = Done()
 
 
@@ -476,10 +479,11 @@ def _inbox(index: Index, rank: int, sender: int) -> dict[Lane, list[tuple[Place,
     there = {tuple(i) for i in stream}
     for i in stream:
         if i.op in RECEIVED and program.peer(i) == sender:
-            (op, stage, mb), (kind, gather) = i, RECEIVED[i.op]
+            (op, stage, mb), (kind, gathers) = i, RECEIVED[i.op]
             (number,) = assigned[kind, stage, mb].values()
             place = kind, number
-            found[ROWS[op].lane].append((place, (gather, stage, mb) in there))
+            cut = any((gather, stage, mb) in there for gather in gathers)
+            found[ROWS[op].lane].append((place, cut))
     return found
 
 

@@ -12,26 +12,26 @@ from schedir.ir.ops import (
     OF_GRADIENTS,
     RECEIVES,
     ROWS,
-    SCATTERS,
     SENDS,
-    SHARDING,
+    SPLIT_CHANGES,
     Hop,
     Instr,
     Opcode,
+    form_changes,
 )
 from schedir.verify.inspector import Inspector
 
 _MOVE_GRADIENTS = tuple(op for op in OF_GRADIENTS if op not in COMPUTE)
 _BEFORE = tuple(send for send in SENDS if send not in OF_GRADIENTS)  # of any backward
-# Who cuts what a send takes, and who makes whole what its receive gives.
-_SLICED = tuple(
-    (cut, send, whole)
+# Who gives a sent value a form, the send, and who takes the form behind its receive.
+_FORMED = tuple(
+    (gives, send, takes)
     for send, receive in zip(SENDS, RECEIVES, strict=True)
-    for cut in SHARDING
-    if {*ROWS[cut].gives} & {*ROWS[send].needs}
-    for whole in SHARDING
-    if {*ROWS[whole].gives} & {*ROWS[receive].gives}
+    for gives in form_changes(ROWS[send].needs[0])
+    for takes in form_changes(ROWS[receive].gives[0])
+    if ROWS[gives].form is ROWS[takes].form
 )
+_SPLITS_SENT = tuple(op for op in SPLIT_CHANGES if op in {gives for gives, _, _ in _FORMED})
 
 
 def transfers(look: Inspector) -> None:
@@ -136,27 +136,32 @@ def meetings(look: Inspector) -> None:
             look.refuse(f"{site.instr} meets no other on rank {rank}", site, kind=PartnerError)
 
 
-def sharding(look: Inspector) -> None:
-    """Each slice that is sent is made whole behind the wire, and nothing else is."""
-    if look.program.tp == 1 or look.program.sequence:
-        why, no = "nothing is sharded where tp is 1", SHARDING
-        if look.program.sequence:
-            why = "the program says 'sequence yes': what passes between stages is a part already"
-            no = tuple(SCATTERS.values())  # gathers are where ranks meet between pieces
-        look.refuse_first(look.index.is_op(no), lambda at: why)
-        return
-    for cut, send, whole in _SLICED:
+def forms(look: Inspector) -> None:
+    """Each value that is sent in a form loses it behind the receive, and no other does."""
+    if look.program.sequence:
+        # Gathers are there between segments. The passes that cut stages know where.
+        look.refuse_first(
+            look.index.is_op(_SPLITS_SENT),
+            lambda at: "with 'sequence yes' what passes between stages is a part already",
+        )
+    elif look.program.tp == 1:
+        look.refuse_first(
+            look.index.is_op(SPLIT_CHANGES), lambda at: "nothing is sharded where tp is 1"
+        )
+    for gives, send, takes in _FORMED:
+        if look.program.sequence and gives in _SPLITS_SENT:
+            continue
         hop = ROWS[send].hop
         assert hop is not None
-        cuts, wholes, sent = look.present(cut), look.present(whole), look.present(send)
-        moved = np.zeros_like(cuts)  # cuts, by where they arrive
-        moved[look.beside(hop)[cuts & sent]] = True
-        if (cuts & ~sent).any():
-            site = look.site_of(cut, int((cuts & ~sent).argmax()))
+        given, taken, sent = look.present(gives), look.present(takes), look.present(send)
+        moved = np.zeros_like(given)  # given forms, by where the value arrives
+        moved[look.beside(hop)[given & sent]] = True
+        if (given & ~sent).any():
+            site = look.site_of(gives, int((given & ~sent).argmax()))
             look.refuse(f"{site.instr} is never sent", site, kind=PartnerError)
         for lost, op, gone, back in (
-            (moved & ~wholes, whole, cut, look.beside(hop.back)),
-            (wholes & ~moved, cut, whole, None),
+            (moved & ~taken, takes, gives, look.beside(hop.back)),
+            (taken & ~moved, gives, takes, None),
         ):
             if lost.any():
                 key = int(lost.argmax())

@@ -33,7 +33,7 @@ from schedir.ir.ops import (
 from schedir.ir.program import FIELDS, Program, is_op
 from schedir.passes.lowering import LOWERING
 from schedir.passes.record import Expected
-from schedir.verify.communication import meetings, sharding, transfers
+from schedir.verify.communication import forms, meetings, transfers
 from schedir.verify.inspector import Inspector
 
 MOST_IN_GROUP = 256  # NCCL hangs on larger ones
@@ -70,7 +70,7 @@ def completeness(program: Program, *, draft: bool) -> Index:
     _turns(look)
     if not draft:
         transfers(look)
-        sharding(look)
+        forms(look)
         _expected(look)
         meetings(look)
     return index

@@ -25,7 +25,7 @@ gc.freeze()  # this is the last: no child looks through what the server has load
 
 
 def run(
-    fn: Callable[..., Any], world_size: int, *args: Any, limit: float = 120, grace: float = GRACE
+    fn: Callable[..., Any], world_size: int, *args: Any, limit: float = 240, grace: float = GRACE
 ) -> list[Any]:
     """`fn(rank, *args)` on each of `world_size` processes, as `local_processes.run`."""
     return run_in(fn, world_size, *args, context=CONTEXT, limit=limit, grace=grace)

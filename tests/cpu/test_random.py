@@ -334,6 +334,8 @@ def test_compiled_stages_are_those_of_a_compiled_reference(backend: str, again: 
     """By inductor, which draws other numbers than eager torch, and by what draws the same."""
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
+    if backend == "inductor" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("torch 2.13's inductor writes C++ that does not compile without AVX2")
 
     def stages() -> list[Any]:
         return [torch.compile(Plain(k, again), backend=backend) for k in range(2)]

@@ -299,7 +299,7 @@ def test_each_model_shares_the_sequence(told: list[Told], kind: str) -> None:
 def test_microbatches_may_differ_and_are_shared_evenly(told: list[Told]) -> None:
     for own in told[:2]:
         for one, other in zip(own["lengths"]["shared"], own["lengths"]["whole"], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+            assert (one - other).norm() <= 1e-5 * other.norm()
         assert (
             "2 tensor-parallel ranks cannot share a sequence of 7 tokens" in own["lengths"]["odd"]
         )

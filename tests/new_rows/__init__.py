@@ -2,6 +2,7 @@
 
     stash       a change of tier on lanes of their own: to the disk and back
     verdict     a collective: all ranks judge together whether the gradients are finite
+    compress    a change of form: activations are sent in fewer bytes
 
 Three more are looked at and not run, and have no handlers:
 
@@ -15,18 +16,20 @@ pass (`*_pass.py`), and the file of its handlers (`*_handlers.py`).
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
-from schedir.ir.names import Lane, Opcode, Token
+from schedir.ir.names import Form, Lane, Opcode, Token
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 
-_LAST = {each: [*each][-1] for each in (Opcode, Token, Lane)}
-_OPCODES, _TOKENS, _LANES = (f"    {last.name} = {last}\n" for last in _LAST.values())
+_LAST = {each: [*each][-1] for each in (Opcode, Token, Lane, Form)}
+_OPCODES, _TOKENS, _LANES, _FORMS = (f"    {last.name} = {last}\n" for last in _LAST.values())
 _TOKEN_ROWS = f"    TokenRow(_T.{_LAST[Token].name}, "
 _LANE_ROWS = f"    LaneRow(_L.{_LAST[Lane].name}, "
+_FORM_ROWS = f"    FormRow(Form.{_LAST[Form].name}, "
 _ROWS = ")  # fmt: skip\n\nBY_TEXT"
 
 # What is put behind what in names.py and ops.py; what stands behind "=" takes the place.
@@ -55,6 +58,17 @@ EDITS: dict[str, list[tuple[str, str]]] = {
     Row(_O.Judge, "judge", _L.DP, _RANK, (_T.GRAD,), (_T.VERDICT,), (),
         "All ranks count together what is not finite.", cost="judge", meets=_O.Judge,
         group="model", drains="always"),
+"""),
+    ],
+    "compress": [
+        (_OPCODES, "    Compress = {next}\n    Decompress = {next}\n"),
+        (_FORMS, "    PACKED = {form}\n"),
+        (_FORM_ROWS, '    FormRow(Form.PACKED, "the value in fewer bytes", size="packed"),\n'),
+        ("rows", """\
+    Row(_O.Compress, "compress", _L.COMPUTE, _MB, (_T.ACT_OUT,), (_T.ACT_OUT,), (),
+        "Packs an activation.", cost="compress", form=Form.PACKED),
+    Row(_O.Decompress, "decompress", _L.COMPUTE, _MB, (_T.ACT_IN,), (_T.ACT_IN,), (),
+        "Unpacks it.", cost="compress", form=Form.PACKED),
 """),
     ],
 }  # fmt: skip
@@ -114,6 +128,16 @@ LOOKED_AT: dict[str, list[tuple[str, str]]] = {
 }  # fmt: skip
 
 
+# The instructions that this tree has of all these kinds.
+NEW = {
+    Opcode[name]
+    for edits in (EDITS | LOOKED_AT).values()
+    for _, what in edits
+    for name in re.findall(r"(\w+) = \{next\}", what)
+    if name in Opcode.__members__
+}
+
+
 def copy(to: Path, *names: str) -> Path:
     """A copy of the tree, with the tests, extended by some of these rows; returns its folder."""
     for folder in ("schedir", "kernels", "viz", "tests"):
@@ -121,7 +145,7 @@ def copy(to: Path, *names: str) -> Path:
                         ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
     files = [to / "schedir" / "ir" / name for name in ("names.py", "ops.py")]
     texts = [file.read_text() for file in files]
-    numbers = dict(zip(("next", "token", "lane"), map(len, _LAST), strict=True))
+    numbers = dict(zip(("next", "token", "lane", "form"), map(len, _LAST), strict=True))
     for name in names:
         for where, what in (EDITS | LOOKED_AT)[name]:
             for key in numbers:

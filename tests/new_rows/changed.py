@@ -12,10 +12,8 @@ import sys
 from collections import Counter
 
 from schedir.errors import ProgramError
-from schedir.ir.names import Opcode
 from tests.mutants import MUTATIONS, mutate, trial
-
-NEW = {op for op in Opcode if op >= Opcode["Stash"]}
+from tests.new_rows import NEW
 
 
 def new(name: str, seed: int) -> bool:

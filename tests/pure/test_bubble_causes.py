@@ -13,7 +13,7 @@ import schedir
 from schedir import Costs, Plan, Program, Timeline
 from schedir.analysis.models import MODELS, Model
 from schedir.compiler.compile import lower
-from schedir.ir.ops import SHARDING, TRANSFERS, Lane
+from schedir.ir.ops import SPLIT_CHANGES, TRANSFERS, Lane
 from schedir.passes.overlap import group_opposites
 from schedir.predict.bubble_causes import Cause, by_cause, exposed, idleness, ready_gaps
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
@@ -68,7 +68,7 @@ def test_intervals_are_all_the_idle_time(
             assert awaited["lane"] == Lane.DP and awaited["start"] <= one["start"]
             assert awaited["end"] >= one["end"]
         else:
-            assert awaited["op"] in TRANSFERS + SHARDING
+            assert awaited["op"] in TRANSFERS + SPLIT_CHANGES
             assert awaited["start"] <= one["start"] < one["end"] <= awaited["end"]
     spare = timeline.busy.max() - timeline.busy
     assert (by_cause(idle, timeline.ranks)[:, Cause.IMBALANCE] <= spare).all()
@@ -135,7 +135,7 @@ def test_a_gather_is_part_of_the_message() -> None:
     timeline = schedir.simulate(program, Costs(gather=1, scatter=1))
     idle = idleness(timeline)
     ops = timeline.spans["op"][idle["awaits"][idle["cause"] == Cause.MESSAGE]]
-    assert {*ops.tolist()} <= {*map(int, SHARDING)}
+    assert {*ops.tolist()} <= {*map(int, SPLIT_CHANGES)}
     covers(timeline)
 
 

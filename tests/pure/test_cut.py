@@ -33,12 +33,13 @@ from schedir.errors import (
 )
 from schedir.io import torch_csv
 from schedir.io.load import load
-from schedir.ir.ops import COMPUTE, SUMS, Opcode
+from schedir.ir.ops import COMPUTE, Opcode, between_segments
 from schedir.passes.cut import over_stages, pieces_of
 from tests import commands
 from tests.mutants import known
 from tests.threads import verdict
 
+_SUMS = {*between_segments(sequence=False)}
 WHOLE = Costs(F=5, B=10, I=5, W=5, send=0.5)
 NAMES = [schedule.__name__ for schedule in known()]
 
@@ -71,7 +72,7 @@ def test_whole_zoo_in_pieces(schedule: Any) -> None:
 def test_pieces_of_a_stage_are_its_neighbours() -> None:
     program = compile(schedules.zb_h1, Plan(2, 2, segments=1), tp=2, cut=(2, "gf"), clip=True)
     assert program.plan.rank_of.tolist() == [0, 0, 1, 1, 1] and program.meets == "f-gf"
-    last = [str(i) for i in program.streams[1] if i.op in (*COMPUTE, *SUMS)]
+    last = [str(i) for i in program.streams[1] if i.op in {*COMPUTE, *_SUMS}]
     assert last[:5] == ["F 2.0", "sum_act 3.0", "F 3.0", "F 4.0", "I 4.0"]
     assert last[5:9] == ["sum_grad 3.0", "I 3.0", "I 2.0", "F 2.1"]
     assert [i.stage for i in program.streams[1] if i.op is Opcode.BackwardWeight] == [4, 3, 2] * 2
@@ -90,7 +91,7 @@ def test_traits_are_of_pieces() -> None:
 
 def test_one_rank_meets_nobody() -> None:
     program = compile(schedules.gpipe, Plan(2, 2), cut=5)
-    assert program.plan.stages == 10 and program.ops.isdisjoint(SUMS)
+    assert program.plan.stages == 10 and program.ops.isdisjoint(_SUMS)
     assert program.meets == "....-...." and program.pieces == (5, 5)
     assert compile(schedules.gpipe, Plan(2, 2), tp=2, cut=1) == compile(
         schedules.gpipe, Plan(2, 2), tp=2

@@ -10,7 +10,7 @@ import pytest
 from schedir import Plan, compile, schedules, show
 from schedir.compiler.again import compute_of
 from schedir.errors import ConfigError
-from schedir.ir.ops import SUMS
+from schedir.ir.ops import between_segments
 from schedir.passes.cut import cut
 from schedir.schedules.draft import draft
 from schedir.training.config import Config
@@ -30,6 +30,8 @@ tp = 2
 [data]
 microbatch_size = 4
 """
+
+_SUMS = {*between_segments(sequence=False)}
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ def test_what_may_be_said(path: str, sets: list[str], pieces: tuple[int, ...]) -
     program, chunks = program_of(config), 4 // config.finer.size
     assert config.finer.pieces == pieces and sum(pieces) == program.plan.stages
     assert program.plan.microbatches == 4 * chunks
-    assert bool(program.ops & {*SUMS}) == (pieces != (1, 1) and config.pipeline.tp == 2)
+    assert bool(program.ops & _SUMS) == (pieces != (1, 1) and config.pipeline.tp == 2)
 
 
 def test_a_file_says_its_pieces(path: str) -> None:
@@ -92,7 +94,7 @@ def test_a_file_of_pieces_where_nobody_meets(path: str) -> None:
     """One rank has no sums in its pieces; a draft of it is none for two, which would lack them."""
     alone = sched(path, None, tp=1)
     config = read(path, [alone, "pipeline.tp=1"])
-    assert config.finer.pieces == (9, 9) and not program_of(config).ops & {*SUMS}
+    assert config.finer.pieces == (9, 9) and not program_of(config).ops & _SUMS
     file = Path(path).with_name("x.sched")
     file.write_text(show(compute_of(program_of(config))))
     assert program_of(read(path, [alone, "pipeline.tp=1"])).tp == 1

@@ -25,7 +25,7 @@ from schedir import (
     simulate,
 )
 from schedir.errors import PlanError, ProgramError, ReductionError, UsageError
-from schedir.ir.ops import SHARDING, Opcode
+from schedir.ir.ops import SPLIT_CHANGES, Opcode
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
 from schedir.training.config import Config, PipelineConfig
 from schedir.training.config_file import read
@@ -59,7 +59,7 @@ def test_each_trained_stage_is_summed_once_behind_all_else(
     how: dict[str, Any] = {"reduce": "turn"} if turn and zero > 1 else {}
     tied = tied and not frozen
     whole = made(schedule, plan, frozen=frozen, zero=zero, tied=tied, clip=clip, **how)
-    assert whole.ops.isdisjoint(SHARDING)
+    assert whole.ops.isdisjoint(SPLIT_CHANGES)
     for rank, own in enumerate(plan.stages_of):
         stream = [*whole.streams[rank]]
         summed = [k for k, i in enumerate(stream) if i.op is O.ReduceSequence]
@@ -155,7 +155,7 @@ def test_it_takes_several_to_share_a_sequence() -> None:
 def test_what_evaluates_has_none() -> None:
     for program in (forwards(made()), made(schedules.forward_only)):
         assert program.sequence and O.ReduceSequence not in program.ops
-        assert program.ops.isdisjoint(SHARDING)
+        assert program.ops.isdisjoint(SPLIT_CHANGES)
 
 
 def test_it_runs_beside_what_computes_and_costs_what_is_said() -> None:

@@ -1,0 +1,44 @@
+"""Compress: what float32 can hold of float64 is sent as float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from schedir.ir.ops import ROWS, Form, Instr, Opcode
+from schedir.runtime.rank import Call, State
+from schedir.runtime.transfer_handlers import LAYOUTS, received
+
+
+def _in_front(whole: Tensor) -> Tensor:
+    """The first half of the memory of a value."""
+    flat = whole.view(-1)
+    return flat.view(torch.float32)[: len(flat)]
+
+
+LAYOUTS[Form.PACKED] = _in_front
+
+
+def compress(state: State, i: Instr) -> Call:
+    out = state.slot(ROWS[i.op].gives[0], i.stage, i.mb)
+
+    def run() -> None:
+        whole = out.look()
+        packed = whole.float()
+        assert torch.equal(packed.double(), whole), "only what float32 holds can be packed"
+        out.free()
+        out.fill(packed.view(-1))
+
+    return Call(None, run)
+
+
+def decompress(state: State, i: Instr) -> Call:
+    value = received(state, i)
+
+    def run() -> None:
+        value.after.copy_(value.before.clone())  # both begin at one address
+
+    return Call(value.wait, run)
+
+
+HANDLERS = {Opcode.Compress: compress, Opcode.Decompress: decompress}

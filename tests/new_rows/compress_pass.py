@@ -1,0 +1,18 @@
+"""Compress: activations cross between ranks in fewer bytes."""
+
+from __future__ import annotations
+
+from schedir.ir.ops import Form
+from schedir.passes.record import Pass
+from schedir.passes.scatter_gather import with_form
+
+PASSES = (
+    Pass(
+        "compress",
+        "messages",
+        lambda program, options: with_form(program, Form.PACKED),
+        wanted=lambda program, options: bool(options.more.get("compress")),
+        options=("compress",),
+        order=2,  # behind the scatters
+    ),
+)
