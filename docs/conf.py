@@ -114,8 +114,12 @@ def shown(app: Sphinx, page: str, target: str) -> str:
 
 def link_source(app: Sphinx, tree: nodes.document) -> None:
     """Links to files, which sphinx would offer for download, and to folders, unknown to it."""
+    page = app.env.current_document.docname
     for node in [*tree.findall(download_reference), *tree.findall(pending_xref)]:
-        if uri := shown(app, app.env.current_document.docname, node["reftarget"]):
+        target = node["reftarget"]
+        if node.get("refdomain") == "doc" and target not in app.env.found_docs:
+            target = posixpath.relpath(f"{target}.md", posixpath.dirname(page))
+        if uri := shown(app, page, target):
             node.replace_self(nodes.reference("", "", *node.children, refuri=uri))
 
 
