@@ -7,10 +7,10 @@ test says.
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from docs.pages import ROOT, first_sentence, table
+
 BEGIN, END = "<!-- rooms: made by docs/generate.py -->", "<!-- end of rooms -->"
 
 
@@ -41,8 +41,7 @@ def about(room: str) -> str:
         text = ast.get_docstring(ast.parse((path / "__init__.py").read_text())) or ""
     else:  # below its title
         text = (path / "README.md").read_text().partition("\n\n")[2]
-    first = " ".join(text.split("\n\n")[0].split())
-    return re.split(r"(?<=[.!?]) +(?=[A-Z])", first)[0]
+    return first_sentence(text)
 
 
 def picture(rooms: list[list[str]]) -> str:
@@ -54,13 +53,13 @@ def picture(rooms: list[list[str]]) -> str:
 
 def listed(rooms: list[list[str]]) -> str:
     """A row for each room, with what it is."""
-    lines = ["| room | what it is |", "| --- | --- |"]
+    rows = []
     for room in (room for floor in rooms for room in floor):
         path = home(room)
         link = f"../{path.relative_to(ROOT)}"
         title = f"{room}/" if path.is_dir() else room
-        lines.append(f"| [`{title}`]({link}) | {about(room)} |")
-    return "\n".join(lines)
+        rows.append([f"[`{title}`]({link})", about(room)])
+    return table(["room", "what it is"], rows)
 
 
 def page() -> str:
@@ -70,3 +69,6 @@ def page() -> str:
     _, found, after = rest.partition(END)
     assert found, f"docs/design.md has no part between {BEGIN} and {END}"
     return f"{before}{BEGIN}\n{picture(rooms)}\n\n{listed(rooms)}\n{END}{after}"
+
+
+PAGES = {"design.md": page}

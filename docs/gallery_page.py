@@ -1,213 +1,17 @@
-"""The page of all schedules and pictures, and the pictures themselves: see `generate.py`.
-
-A picture is what the command under it writes.
-"""
+"""The page of all schedules and pictures: see `generate.py`."""
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import textwrap
-from collections.abc import Callable
-from contextlib import chdir, redirect_stdout
-from functools import partial
+import runpy
 from inspect import getdoc
-from io import StringIO
 from itertools import zip_longest
-from pathlib import Path
-from runpy import run_path
-from tempfile import TemporaryDirectory
-from unittest.mock import patch
 
-from matplotlib import rc_context
-
+from docs.pages import DOCS, ROOT, page
 from schedir import schedules
-from schedir.__main__ import main
-
-HERE = Path(__file__).parent
-
-# A title, what is seen, and the command that makes it.
-MORE = [
-    (
-        "Messages and the critical path",
-        "Every message is an arrow, and what the length of the step depends on has a frame: made "
-        "longer, any of it makes the step longer. The rest has room.",
-        "schedir draw one_f_one_b --ranks 4 --microbatches 6 --costs F=1,B=2,send=0.3 "
-        "--show lanes,arrows,path -o messages.svg",
-    ),
-    (
-        "Skips",
-        "A second value goes from stage 0 to stage 3, and its gradient back: "
-        "[a value for a later stage](own-model.md#a-value-for-a-later-stage).",
-        "schedir draw one_f_one_b --ranks 4 --microbatches 8 --skips 0=3 --costs F=1,B=2,send=0.2 "
-        "--show arrows -o skip.svg",
-    ),
-    (
-        "Memory",
-        "What each rank holds over time, in bytes. What is over a limit is refused before "
-        "anything runs: [memory](memory.md).",
-        "schedir draw zb_h2 --microbatches 8 --sizes activation=32MB,saved=1.2GB,weights=8GB "
-        "--show lanes,memory -o memory.svg",
-    ),
-    (
-        "ZeRO on one rank",
-        "With one rank and many stages ZeRO-3 is FSDP: each stage's weights are gathered before "
-        "they are used, and let go of behind. A band shows which stages are whole; with "
-        "`--active 2` no more than two are, and the next is gathered while this one computes.",
-        "schedir draw looped_bfs --ranks 1 --microbatches 3 --stages-per-rank 4 --dp 4 --zero 3 "
-        "--active 2 --costs F=1,B=2,unshard=1.5,reduce_scatter=1.5,step=1 -o fsdp.svg",
-    ),
-    (
-        "Gathers of two schedules",
-        "With one stage whole, interleaved 1F1B gathers at every change of stage, and "
-        "breadth-first order once for all microbatches: so ZeRO-3 wants breadth-first (arXiv "
-        "2211.05953).",
-        "schedir draw interleaved looped_bfs --ranks 2 --microbatches 6 --stages-per-rank 3 --dp 2 "
-        "--zero 3 --active 1 --costs F=1,B=2,send=0.1,unshard=0.5,reduce_scatter=0.5,step=1 "
-        "-o gathers.svg",
-    ),
-    (
-        "Phases",
-        "Where a step fills, and where it drains.",
-        "schedir draw one_f_one_b --microbatches 8 --show lanes,phases -o phases.svg",
-    ),
-    (
-        "Frozen stages",
-        "Two stages [that are not trained](own-model.md#stages-that-are-not-trained) in front of "
-        "two that are: forwards only.",
-        "schedir draw one_f_one_b --ranks 4 --microbatches 8 --frozen 2 --costs F=1,B=2 "
-        "-o frozen.svg",
-    ),
-    (
-        "Several under each other",
-        "On one time axis, each with its bubble.",
-        "schedir compare gpipe one_f_one_b interleaved --microbatches 8 -o compared.svg",
-    ),
-    (
-        "Why ranks are idle",
-        "A row for each rank, a column for each [cause](traces.md#why-ranks-are-idle).",
-        "schedir draw one_f_one_b --ranks 8 --microbatches 12 --costs F=1,B=2,send=0.2 --idle "
-        "-o idle.svg",
-    ),
-    (
-        "Two holders of each stage",
-        "A schedule and a placement of one's own: [examples/bitpipe.py](../examples/bitpipe.py) is "
-        "BitPipe, in two vees. Microbatches 0 and 1 go down the ranks and back, 2 and 3 up and "
-        "back.",
-        "schedir draw examples/bitpipe.py:two_vees --microbatches 4 --costs F=1,B=2 "
-        "--placement 0,1,2,3,3,2,1,0/3,2,1,0,0,1,2,3 -o bitpipe.svg",
-    ),
-    (
-        "Bubble against memory",
-        "A point for each schedule; the line joins the best for each memory.",
-        "schedir compare gpipe one_f_one_b interleaved zb_h1 zb_h2 zb_v v_half v_min --ranks 8 "
-        "--microbatches 16 --tradeoff -o tradeoff.svg",
-    ),
-    (
-        "What a search finds in each memory",
-        "The line, below it where [no schedule can be](search.md#memory-against-bubble), and those "
-        "that are built in.",
-        "schedir search --ranks 8 --microbatches 24 --costs F=18.522,I=18.086,W=9.337,send=0.601 "
-        "--frontier --evaluations 8000 --seconds 100 -o frontier.svg",
-    ),
-    (
-        "For a paper",
-        "As wide as a column, in a palette that a grey print is. As PDF its fonts are embedded.",
-        "schedir draw one_f_one_b --width column --palette grey -o column.svg",
-    ),
-]  # fmt: skip
-
-PAGE = """\
-# Gallery
-
-<!-- Generated by `python docs/generate.py`; do not edit. -->
-
-## All schedules
-
-Each on 4 ranks with 8 microbatches, where a rank's forward of one takes 1 and its backward 2. A
-picture leads to the schedule's law, its source, and when to use it.
-
-{schedules}
-
-## All pictures
-
-Each is what the command under it writes. A run that was measured is drawn in the same ways: its
-file stands in the place of the schedule. [Every option](pictures.md) has a page.
-
-{pictures}
-
-### A real run
-
-![A step of torch's Interleaved1F1B on four processes](images/real-run.svg)
-
-From the traces of torch.profiler: [see the bubbles of your run](real-runs.md).
-
-### Where ranks stand
-
-![Two ranks that both send first](images/museum/send_before_receive.svg)
-
-What a program that hangs looks like; there are more in [the museum](museum.md).
-
-### A page to look around in
-
-![A page: one instruction chosen, its critical path and its messages](images/page.png)
-
-One file, which opens offline and asks nobody for anything. Point at an instruction to see what it
-waited for and why; click it for its critical path and its messages.
-
-```
-schedir draw one_f_one_b --ranks 6 --microbatches 12 --costs F=1,B=2,send=0.2 -o x.html
-```
-
-### Letters
-
-On a terminal, in its colours.
-
-```
-$ {letters}
-{chart}```
-"""
-
-LETTERS = "schedir draw zb_h2 --ranks 3 --microbatches 6"
 
 
-def slim(svg: str) -> str:
-    """An SVG without what no reader sees."""
-    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' id="(?!h|m|p)\w*"', "", svg)  # hatches, markers and clips are referred to
-    svg = re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", svg)
-    return re.sub(r"\s*\n\s*", "\n", svg).replace(" \n", "\n")
-
-
-def name_of(command: str) -> str:
-    """The file that a command writes."""
-    return command.split()[-1]
-
-
-def said(command: str) -> str:
-    """What a command prints."""
-    with patch.dict(os.environ, COLUMNS="80"), redirect_stdout(StringIO()) as out:
-        assert main(shlex.split(command)[1:]) == 0, command
-    return out.getvalue()
-
-
-def first() -> None:
-    """Run the first lines of the first page."""
-    code = (HERE / "index.md").read_text().split("```python\n")[1].split("```")[0]
-    exec(compile(code, "index.md", "exec"), {})
-
-
-def written(name: str, draw: Callable[[], object]) -> str:
-    """The picture that is there when something has run."""
-    with TemporaryDirectory() as folder, rc_context({"font.sans-serif": ["DejaVu Sans"]}):
-        Path(folder, "examples").symlink_to(HERE.parent / "examples")
-        with chdir(folder):
-            draw()
-        return slim(Path(folder, name).read_text())
-
-
-def thumbnails() -> str:
+def blocks() -> dict[str, str]:
     """All schedules, two in a row, each under its first sentence."""
     cells = []
     for name in schedules.__all__:
@@ -216,33 +20,18 @@ def thumbnails() -> str:
         drawn = f"[![{name}](images/schedules/{name}.svg)](schedules.md#{name})"
         cells.append(f"{drawn}<br>{about[0]}")
     rows = [f"| {a} | {b} |" for a, b in zip_longest(cells[::2], cells[1::2], fillvalue="")]
-    return "\n".join(["| | |", "| --- | --- |", *rows])
+    return {"schedules": "\n".join(["| | |", "| --- | --- |", *rows])}
 
 
-def wrapped(command: str) -> str:
-    """A command in lines of a page's width, as a shell takes it."""
-    return " \\\n    ".join(textwrap.wrap(command, 96, break_on_hyphens=False))
-
-
-def page() -> str:
-    """docs/gallery.md."""
-    pictures = "\n\n".join(
-        f"### {title}\n\n![{title}](images/{name_of(command)})\n\n"
-        f"{about}\n\n```\n{wrapped(command)}\n```"
-        for title, about, command in MORE
-    )
-    return PAGE.format(
-        schedules=thumbnails(), pictures=pictures, letters=LETTERS, chart=said(LETTERS)
-    )
+def first() -> None:
+    """Run the first lines of the first page."""
+    code = (DOCS / "index.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(compile(code, "index.md", "exec"), {})
 
 
 def seq1f1b() -> None:
-    """The picture of `examples/seq1f1b.py`."""
-    run_path(str(HERE.parent / "examples/seq1f1b.py"))["draw"]("seq1f1b.svg")
+    """Draw the picture of `examples/seq1f1b.py`."""
+    runpy.run_path(str(ROOT / "examples/seq1f1b.py"))["draw"]("seq1f1b.svg")
 
 
-DRAWN = {"first.svg": first, "seq1f1b.svg": seq1f1b} | {
-    name_of(c): partial(said, c) for _, _, c in MORE
-}
-PAGES = {"gallery.md": page}
-PAGES |= {f"images/{name}": partial(written, name, draw) for name, draw in DRAWN.items()}
+PAGES = page("gallery", blocks, {"first.svg": first, "seq1f1b.svg": seq1f1b})

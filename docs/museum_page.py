@@ -2,46 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from docs import pages
 from schedir.analysis.models import MODELS, Model
 from schedir.errors import DeadlockError, GroupError, MatchError, ProgramError, in_bytes
 from schedir.io.terminal import listed
 from schedir.viz.standstill import standstill
 from tests.museum.cases import CHAPTERS, Case, cases
-
-PAGE = """\
-# The museum of hangs
-
-<!-- Generated from `tests/museum/` by `python docs/generate.py`; do not edit. -->
-
-Pipelines that hung, took the wrong message, lost gradients or ran out of memory: {cases} failures that people have
-met, and what schedir says to them. {programs} are shown by a small program, which a test checks under every progress
-model; of the others the page says why no program shows them.
-
-Each case tells three things apart. **Seen** is what its threads report. **What follows** is what follows from the
-program and a model, by counting or by proof; no GPU was asked. **Not confirmed** is what only a run
-on real hardware can tell. NCCL completes small messages without a receiver, so a program that
-a model refuses may well run, until its activations grow. In the pictures an arrow leads
-from what waits to what it waits for (or, where messages cross, from a send to the receive that gets it);
-grey is what has ended.
-
-A program of your own is checked by `schedir check FILE.sched --model device`. [The models](ir.md#progress-models) say
-which transports behave how. The table has what is found under each: `-` where the program finishes, else the
-[error](api.md#errors) (deadlock is `DeadlockError`); "(lazy)" where only communicators that are made at their first use
-make the difference.
-
-{table}
-
-{chapters}
-Wrong gradients that no order of instructions explains (a weight counted twice, sums divided once too often, gradients lost
-between microbatches) are no matter for `check`: [Are my gradients right](gradients.md) has these, from the same kind of threads.
-"""  # noqa: E501
 
 
 def shown(case: Case) -> tuple[Model, ProgramError] | None:
@@ -150,7 +118,7 @@ def under(case: Case, model: Model) -> str:
 
 def table(found: list[Case]) -> str:
     """Every case that is a program, with the verdict of each model."""
-    lines = [["what", *(f"`{model}`" for model in MODELS)], ["---"] * (1 + len(MODELS))]
+    rows = []
     for case in found:
         verdicts = [
             in_a_word(case.lazy[model]) + " (lazy)"
@@ -158,8 +126,8 @@ def table(found: list[Case]) -> str:
             else in_a_word(case.expected(model))
             for model in MODELS
         ]
-        lines.append([f"[{case.title}](#{slug(case.title)})", *verdicts])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        rows.append([f"[{case.title}](#{slug(case.title)})", *verdicts])
+    return pages.table(["what", *(f"`{model}`" for model in MODELS)], rows)
 
 
 def in_a_word(verdict: list[str]) -> str:
@@ -167,18 +135,21 @@ def in_a_word(verdict: list[str]) -> str:
     return verdict[0].removesuffix("Error").removesuffix("Limit").lower() if verdict else "-"
 
 
-def page() -> str:
-    """docs/museum.md."""
+def blocks() -> dict[str, object]:
+    """The table of all cases, and each case in its chapter."""
     programs = [case for case in CASES if case.is_said]
     chapters = ""
     for chapter, title in CHAPTERS.items():
         own = [told(case) for case in CASES if case.chapter == chapter]
         chapters += "\n\n".join([f"## {title}", *own]) + "\n\n" if own else ""
-    return PAGE.format(
-        cases=len(CASES), programs=len(programs), table=table(programs), chapters=chapters
-    )
+    return {
+        "cases": len(CASES),
+        "programs": len(programs),
+        "table": table(programs),
+        "chapters": chapters,
+    }
 
 
 CASES = cases()
-PAGES: dict[str, Callable[[], str]] = {"museum.md": page}
+PAGES = pages.page("museum", blocks)
 PAGES |= {f"images/museum/{c.name}.svg": partial(picture, c) for c in CASES if is_drawn(c)}

@@ -2,58 +2,13 @@
 
 from __future__ import annotations
 
-import runpy
 from functools import partial
 from inspect import getdoc
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from matplotlib import rc_context
-
+from docs import pages
+from docs.pages import table
 from schedir import Costs, Plan, Timeline, compile, greedy, schedules, simulate, viz
 from schedir.schedules.words import delay_for, placed_for, stages_per_rank_for
-
-HERE = Path(__file__).parent
-GALLERY = runpy.run_path(str(HERE / "gallery_page.py"))
-
-SCHEDULES = """\
-# The schedules
-
-<!-- Generated from `schedir/schedules/` by `python docs/generate.py`; do not edit. -->
-
-Every schedule is a function of a few words, and `schedir.compile(schedule, plan)` makes a
-program of it. Figures here are of the same model cut for each: a microbatch takes a whole rank
-F = I = W = 1 (B = 2), messages take no time, and memory counts activations of a whole rank.
-
-**Bubble** is the idle share of all ranks from the first start to the last end. **In own span**
-is the papers' rate: the idle share of the rank that needs longest from its own first start to
-its own last end. It is what counts where ranks need not end together, which they must where
-gradients are clipped by a global norm.
-
-Memory does not count parameters: schedules of placements `mirror` and `mirror-vee` hold them
-twice, and `pipedream_2bw`, which is shown with all microbatches in a run of one update per rank's
-worth of them, keeps two versions.
-
-## All, by memory and then by bubble
-
-{all}
-
-## The same at unequal costs
-
-Bubble at 8 ranks and 32 microbatches, when F, I and W are not alike. Schedules that are made
-slot by slot for F = I = W lose most.
-
-{unequal}
-
-## One by one
-
-{each}
-## A second door
-
-`schedir.greedy(plan, prefer, in_flight, costs)`, for what no closed form describes:
-
-{greedy}
-"""
 
 # In the order of the page: when to use each.
 WHEN = {
@@ -92,36 +47,45 @@ def shape(name: str) -> tuple[str, int]:
     return str(placed_for(schedule)[0] or "loop"), stages_per_rank_for(schedule)
 
 
-def shown(
-    name: str, ranks: int, microbatches: int, costs: tuple[float, ...] = (1.0, 1.0, 1.0)
+def run_of(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    costs: tuple[float, ...] = (1.0, 1.0, 1.0),
+    v: int | None = None,
+    send: float = 0.0,
 ) -> Timeline:
-    """A schedule's predicted run; the costs of 1/ranks of the model, by how many stages that is."""
-    placement, v = shape(name)
-    delay = delay_for(getattr(schedules, name))
+    """Simulate a schedule.
+
+    Args:
+        name: The schedule's name.
+        ranks: The number of ranks.
+        microbatches: The number of microbatches.
+        costs: F, I and W of a whole rank; each stage of it takes its share.
+        v: Stages per rank; the schedule's own number, if it is left out.
+        send: The time of a message.
+    """
+    schedule = getattr(schedules, name)
+    placement, usual = shape(name)
+    delay = delay_for(schedule)
     updates = 1 if delay is None else microbatches // ranks
-    plan = Plan(ranks, microbatches, v, placement, updates, delay or 0)
+    plan = Plan(ranks, microbatches, v or usual, placement, updates, delay or 0)
     F, I, W = (c * ranks / plan.stages for c in costs)
-    priced = Costs(F=F, I=I, W=W)
-    program = compile(getattr(schedules, name), plan, model="edge", costs=priced)
-    return simulate(program, priced, model="edge")
+    priced = Costs(F=F, I=I, W=W, send=send)
+    return simulate(compile(schedule, plan, model="edge", costs=priced), priced, model="edge")
 
 
 def figures(name: str, ranks: int, microbatches: int) -> tuple[float, float, float]:
     """Peak memory, and the bubble in both measures."""
-    timeline = shown(name, ranks, microbatches)
+    timeline = run_of(name, ranks, microbatches)
     longest = int(timeline.own_span.argmax())
     own = timeline.idle_in_own_span[longest] / timeline.own_span[longest]
     peak = timeline.peak_in_flight.max() if timeline.program.trains else 0
     return float(peak) * ranks / timeline.program.plan.stages, timeline.bubble, float(own)
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table of Markdown."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
-
-
-def page() -> str:
-    """docs/schedules.md."""
+def blocks() -> dict[str, str]:
+    """The tables of all schedules, and a section for each."""
     assert {*WHEN} == {*schedules.__all__}
     sizes = ((4, 8), (8, 32))
     numbers = {name: [figures(name, *size) for size in sizes] for name in WHEN}
@@ -136,7 +100,8 @@ def page() -> str:
     rows = [[f"[`{n}`](#{n})", *map(str, reversed(shape(n))), *cells(n)] for n in by_memory]
     costs = ((1, 1, 1), (1, 1.2, 0.8), (1, 1.4, 0.6), (0.8, 1, 1.2), (1.2, 1, 0.8))
     unequal = [
-        [f"`{name}`", *(f"{shown(name, 8, 32, c).bubble:.1%}" for c in costs)] for name in by_memory
+        [f"`{name}`", *(f"{run_of(name, 8, 32, c).bubble:.1%}" for c in costs)]
+        for name in by_memory
     ]
     each = ""
     for name, when in WHEN.items():
@@ -149,24 +114,22 @@ def page() -> str:
             each += f"- {P} ranks, {m} microbatches: memory {memory:g}, "
             each += f"bubble {bubble:.1%}, in own span {own:.1%}\n"
         each += "\n"
-    return SCHEDULES.format(
-        all=table(["schedule", "stages per rank", "placement", *heads], rows),
-        unequal=table(
-            ["schedule", *(f"F, I, W = {', '.join(map(str, c))}" for c in costs)], unequal
-        ),
-        each=each,
-        greedy=str(getdoc(greedy)).split("\n>>>")[0].strip(),
-    )
+    costs_of = [f"F, I, W = {', '.join(map(str, c))}" for c in costs]
+    return {
+        "all": table(["schedule", "stages per rank", "placement", *heads], rows),
+        "unequal": table(["schedule", *costs_of], unequal),
+        "each": each,
+        "greedy": str(getdoc(greedy)).split("\n>>>")[0].strip(),
+    }
 
 
-def picture(name: str) -> str:
-    """A schedule at 4 ranks and 8 microbatches, as SVG."""
-    with TemporaryDirectory() as folder, rc_context({"font.sans-serif": ["DejaVu Sans"]}):
-        path = Path(folder) / "picture.svg"
-        viz.save(viz.gantt(shown(name, 4, 8)), path)
-        svg = path.read_text()
-    return str(GALLERY["slim"](svg))
+def draw(name: str) -> None:
+    """Draw a schedule at 4 ranks and 8 microbatches."""
+    viz.save(viz.gantt(run_of(name, 4, 8)), f"{name}.svg")
 
 
-PAGES = {"schedules.md": page}
-PAGES |= {f"images/schedules/{name}.svg": partial(picture, name) for name in WHEN}
+PAGES = pages.page("schedules", blocks)
+PAGES |= {
+    f"images/schedules/{name}.svg": partial(pages.picture, f"{name}.svg", partial(draw, name))
+    for name in WHEN
+}

@@ -146,10 +146,10 @@ class Where(NamedTuple):
 
     def within(self, share: float, *of: tuple[str, int]) -> bool:
         """Whether one of these takes at most a share longer than the best."""
-        found = [cell for name, v in of if (cell := self.of(name, v))]
-        return bool(self.best and found) and min(c.span for c in found) <= self.best.span * (
-            1 + share
-        )
+        best, found = self.best, [cell for name, v in of if (cell := self.of(name, v))]
+        if best is None or not found:
+            return False
+        return min(cell.span for cell in found) <= best.span * (1 + share)
 
 
 def everywhere() -> Iterator[Where]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-import runpy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import schedir
+from docs import which_schedule, which_schedule_page
 from schedir import Costs, Plan, Sizes, Timeline
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError, ProgramError
@@ -137,9 +136,6 @@ def test_costs_of_stages_are_spread(capsys: pytest.CaptureFixture[str]) -> None:
 
 # ---------------------------------------------------------------- the page
 
-PAGE = runpy.run_path(str(DOCS / "which_schedule_page.py"))
-WHICH = SimpleNamespace(**runpy.run_path(str(DOCS / "which_schedule.py")))
-
 
 def test_the_cells_are_what_is_simulated() -> None:
     """A sample of them, by another way than they were made."""
@@ -150,30 +146,32 @@ def test_the_cells_are_what_is_simulated() -> None:
         run = run_of(name, int(cell["v"]), P, m, float(cell["send"]))
         assert float(cell["span"]) == pytest.approx(run.span), "python docs/which_schedule.py"
         assert float(cell["memory"]) == run.peak_activations
-        assert 1 - WHICH.WORK * m / run.span == pytest.approx(run.bubble)
+        assert 1 - which_schedule.WORK * m / run.span == pytest.approx(run.bubble)
 
 
 @pytest.mark.parametrize("at", [(2, 1, 0.2), (4, 8, 0.05), (8, 13, 0.05)])
 def test_the_file_has_all_that_the_command_says(at: tuple[int, int, float]) -> None:
-    assert list(WHICH.asked(*at)) == WHICH.known()[at], "python docs/which_schedule.py"
+    assert list(which_schedule.asked(*at)) == which_schedule.known()[at], (
+        "python docs/which_schedule.py"
+    )
 
 
 def test_every_plan_is_there() -> None:
-    assert {(P, m) for P, m, _ in WHICH.known()} >= {
+    assert {(P, m) for P, m, _ in which_schedule.known()} >= {
         (P, int(P * k)) for P in (2, 4, 8, 16) for k in (0.5, 1, 2, 4, 8)
     }
 
 
-@pytest.mark.parametrize("rule", WHICH.RULES, ids=lambda rule: rule.said[:30])
-def test_rules_of_thumb_hold_in_all_cells(rule: Any) -> None:
-    asked = [where for where in WHICH.everywhere() if rule.where(where)]
+@pytest.mark.parametrize("rule", which_schedule.RULES, ids=lambda rule: rule.said[:30])
+def test_rules_of_thumb_hold_in_all_cells(rule: which_schedule.Rule) -> None:
+    asked = [where for where in which_schedule.everywhere() if rule.where(where)]
     assert len(asked) >= 10 and all(rule.holds(where) for where in asked)
 
 
-@pytest.mark.parametrize("formula", PAGE["FORMULAS"], ids=lambda f: f"{f.name} x {f.v}")
+@pytest.mark.parametrize("formula", which_schedule_page.FORMULAS, ids=lambda f: f"{f.name} x {f.v}")
 @pytest.mark.parametrize(("P", "m"), [(8, 32), (4, 8)])
-def test_formulas_of_the_papers_hold(formula: Any, P: int, m: int) -> None:
-    whole, own = PAGE["idle"](formula, P, m)
+def test_formulas_of_the_papers_hold(formula: which_schedule_page.Formula, P: int, m: int) -> None:
+    whole, own = which_schedule_page.idle(formula, P, m)
     simulated, value = own if formula.own else whole, formula.value(P)
     assert simulated <= value + 1e-9 if formula.most else simulated == pytest.approx(value)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-import runpy
 import shlex
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
+from docs.generate import PAGES
+
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = runpy.run_path(str(DOCS / "generate.py"))["PAGES"]
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -1,0 +1,91 @@
+"""Generated pages: each is a template of Markdown, and what is filled into it.
+
+`docs/templates/NAME.md.in` is the source of `docs/NAME.md`.  Three things are filled in:
+
+- `{block}` becomes a block of the page's module, as `str.format` inserts it.
+- `{printed}` under a line `$ schedir ...` becomes what that command prints.
+- A command of schedir that writes an SVG makes the picture of that name, if the page shows it.
+  A comment `<!-- draws: schedir ... -->` holds a command that readers do not see.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from contextlib import chdir, redirect_stdout
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+from matplotlib import rc_context
+
+from schedir.__main__ import main
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+
+PRINTED = re.compile(r"^\$ (schedir .*)\n\{printed\}", re.MULTILINE)
+DRAWS = re.compile(r"(?:schedir [^`\n]*) ([\w-]+\.svg)(?=`|\n| -->)")
+HIDDEN = re.compile(r"^<!-- draws: .* -->\n", re.MULTILINE)
+
+
+def page(
+    name: str,
+    blocks: Callable[[], Mapping[str, object]] = dict,
+    pictures: Mapping[str, Callable[[], object]] | None = None,
+) -> dict[str, Callable[[], str]]:
+    """Return functions that make a page and its pictures, by their paths in `docs/`.
+
+    Args:
+        name: The page's name, as in `docs/NAME.md`.
+        blocks: Computes the text of each block of the template.
+        pictures: More pictures, by file name.  Each function writes that file to the working
+            directory.
+    """
+    template = (DOCS / "templates" / f"{name}.md.in").read_text()
+    drawn: dict[str, Callable[[], object]] = {**(pictures or {})}
+    for command in DRAWS.finditer(template.replace(" \\\n    ", " ")):
+        if f"images/{command[1]}" in template:
+            drawn[command[1]] = partial(output_of, command[0])
+
+    def text() -> str:
+        filled = HIDDEN.sub("", template).format(**blocks(), printed="{printed}")
+        return PRINTED.sub(lambda shown: f"$ {shown[1]}\n{output_of(shown[1])}", filled)
+
+    images = {f"images/{file}": partial(picture, file, draw) for file, draw in drawn.items()}
+    return {f"{name}.md": text, **images}
+
+
+def output_of(command: str) -> str:
+    """Return what a command of schedir prints on a terminal of 80 columns."""
+    with patch.dict(os.environ, COLUMNS="80"), redirect_stdout(StringIO()) as out:
+        assert main(shlex.split(command)[1:]) == 0, command
+    return out.getvalue()
+
+
+def picture(file: str, draw: Callable[[], object]) -> str:
+    """Return the SVG that `draw` writes as `file`, without what no reader sees."""
+    with TemporaryDirectory() as folder, rc_context({"font.sans-serif": ["DejaVu Sans"]}):
+        Path(folder, "examples").symlink_to(ROOT / "examples")
+        with chdir(folder):
+            draw()
+        svg = Path(folder, file).read_text()
+    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' id="(?!h|m|p)\w*"', "", svg)  # hatches, markers and clips are referred to
+    svg = re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", svg)
+    return re.sub(r"\s*\n\s*", "\n", svg).replace(" \n", "\n")
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a table of Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a docstring, on one line."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=[.!?]) +(?=[A-Z`])", paragraph)[0]
