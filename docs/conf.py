@@ -6,6 +6,8 @@ Pages are Markdown that a code host shows as it is.  So the tree of pages is her
 from __future__ import annotations
 
 import posixpath
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from sphinx.application import Sphinx
 from sphinx.builders.html import StandaloneHTMLBuilder
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from docs import api_page  # noqa: E402
 
 # Under each page, by caption, what follows it.  A page that is nowhere here is a warning, an error.
 TREE: dict[str, dict[str, list[str]]] = {
@@ -72,13 +77,22 @@ TREE: dict[str, dict[str, list[str]]] = {
 
 project = "schedir"
 copyright = "the authors of schedir"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
 include_patterns = ["docs/**", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md", "kernels/*.md"]
 exclude_patterns = [".*", "build", "schedir"]
 nitpicky = True
+nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures, which are not all public
 highlight_language = "none"
 myst_heading_anchors = 4  # of these levels, named as a code host names them
+
+default_role = "code"  # docstrings put names between single backquotes
+add_module_names = False  # names are as users write them after `schedir.`
+toc_object_entries = False  # the headings of docs/api.md are enough
+maximum_signature_line_length = 88
+autodoc_default_options = {"member-order": "bysource"}
+autodoc_preserve_defaults = True
+autodoc_type_aliases = {name: name for name in ("ArrayLike", "PerStage", "Placement", "Which")}
 
 html_theme = "furo"
 html_title = "schedir"
@@ -90,6 +104,40 @@ html_show_sphinx = False
 
 
 SOURCES: dict[str, str] = {}  # the text of each file that pages link to
+
+
+def expand_names(app: Sphinx, page: str, source: list[str]) -> None:
+    """Let autodoc render the public names, which docs/api.md only lists."""
+    if page == "docs/api":
+        source[0] = api_page.SITE()
+
+
+SHORTER = {  # what autodoc writes in signatures
+    r"<factory>": "...",  # which is no expression
+    r"float \| tuple\[float, \.\.\.\] \| tuple\[tuple\[float, \.\.\.\], \.\.\.\]": "PerStage",
+    r"TypeAliasForwardRef\('(\w+)'\)": r"\1",
+    r"~numpy\.ndarray\[tuple\[.*?\], ~numpy\.dtype\[~numpy\.(\w+)\]\]": r"NDArray[\1]",
+}
+
+
+def shorten_types(
+    app: Sphinx, what: str, name: str, obj: object, options: object, *texts: str | None
+) -> tuple[str | None, ...]:
+    """Write the parameters and the result of a signature as their source does."""
+    for long, short in SHORTER.items():
+        texts = tuple(text and re.sub(long, short, text) for text in texts)
+    return texts
+
+
+def keep_first_line(
+    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
+    """Restore the first line of a property that has a colon: napoleon takes it for `type: text`."""
+    for k, line in enumerate(lines):
+        if what in ("attribute", "data", "property") and line.startswith(":type: "):
+            lines[0] = f"{line.removeprefix(':type: ')}: {lines[0]}"
+            del lines[k:]
+            return
 
 
 def add_tree(app: Sphinx, page: str, source: list[str]) -> None:
@@ -135,6 +183,9 @@ def show_files(app: Sphinx) -> Iterator[tuple[str, dict[str, str], str]]:
 
 
 def setup(app: Sphinx) -> None:
+    app.connect("source-read", expand_names, priority=400)  # before the tree is added
     app.connect("source-read", add_tree)
+    app.connect("autodoc-process-signature", shorten_types)
+    app.connect("autodoc-process-docstring", keep_first_line, priority=600)  # after napoleon
     app.connect("doctree-read", link_source, priority=100)  # before downloads are collected
     app.connect("html-collect-pages", show_files)

@@ -30,7 +30,7 @@ PAGES = {
     **ir_page.PAGES,
     **config_page.PAGES,
     **design_map.PAGES,
-    "api.md": api_page.page,
+    **api_page.PAGES,
     **museum_page.PAGES,
     **planner_page.PAGES,
     **offload_page.PAGES,

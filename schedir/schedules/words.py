@@ -126,11 +126,17 @@ def _whole(what: str, value: SupportsIndex) -> int:
         raise TypeError(f"{what} takes a whole number, not {value!r:.60}{hint}") from None
 
 
+#: The forward of the next microbatch.
 F = Word(pack(FORWARD, 0, AUTO))
+#: The backward of the next microbatch, whole.
 B = Word(pack(BACKWARD, 0, AUTO))
+#: The half of a backward that computes the gradient of the stage's input.
 I = Word(pack(BACKWARD_INPUT, 0, AUTO))
-W = Word(pack(BACKWARD_WEIGHT, OLDEST, AUTO))  # bare: the oldest I not yet finished
-R = Word(pack(RECOMPUTE, 0, AUTO))  # of the next backward of its stage that has none yet
+#: The half that computes the weights' gradients, of the oldest I that has none yet.
+W = Word(pack(BACKWARD_WEIGHT, OLDEST, AUTO))
+#: The forward run again for the next backward of its stage that has none yet.
+R = Word(pack(RECOMPUTE, 0, AUTO))
+#: The word without letters.
 EMPTY = Word(np.empty(0, np.int64))
 
 

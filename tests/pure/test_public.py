@@ -6,32 +6,29 @@ import ast
 import builtins
 import doctest
 import re
-import runpy
-from inspect import getdoc, signature
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import schedir
+from docs import api_page
 
 ROOT = Path(__file__).parents[2]
-API = runpy.run_path(str(ROOT / "docs" / "api_page.py"))
-NAMES: dict[str, Any] = API["public"]()
+NAMES = api_page.public()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_public_name_has_an_example(name: str) -> None:
     """In its docstring, where pytest runs it."""
-    assert NAMES[name].has_example
+    assert ">>> " in api_page.docstring(NAMES[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_can_be_copied(name: str) -> None:
     """It imports whatever it takes."""
     known, taken = {*vars(builtins)}, set()
-    for example in doctest.DocTestParser().get_examples(NAMES[name].doc):
+    for example in doctest.DocTestParser().get_examples(api_page.docstring(NAMES[name])):
         for node in ast.walk(ast.parse(example.source)):
             if isinstance(node, ast.alias):
                 known.add((node.asname or node.name).partition(".")[0])
@@ -48,25 +45,27 @@ def test_an_example_can_be_copied(name: str) -> None:
     assert taken <= known
 
 
-def test_the_page_reads_what_is_imported() -> None:
-    """It takes names and docstrings off the source, so that it need not import torch."""
+def test_every_public_name_is_on_the_page() -> None:
+    """In one group, and found where the page says that it is."""
     assert {*schedir.__all__} <= NAMES.keys()
-    for name, read in NAMES.items():
-        # But for those that import torch.
-        if name.partition(".")[0] not in ("checkpoints", "runtime", "testing"):
-            public = attrgetter(name)(schedir)
-            if callable(public):
-                assert read.doc == getdoc(public), name
-                called = API["signature"](read)
-                if called and public is not schedir.viz.Style:
-                    taken = re.findall(r"(\w+)(?:: |,|=|\))", called)
-                    assert {*signature(public).parameters} <= {*taken}, name
+    for _, titles in api_page.GROUPS.values():
+        for name in (name for title in titles for name in title.split(", ")):
+            assert attrgetter(name)(schedir) is NAMES[name], name
+
+
+def test_an_undocumented_name_is_refused() -> None:
+    def undocumented() -> None: ...
+
+    with pytest.raises(ValueError, match="is public, and has no docstring"):
+        api_page.docstring(undocumented)
 
 
 def test_pages_import_public_names_from_where_they_are_public() -> None:
     """Not from the files that they happen to lie in."""
-    homes = {(read.module, name.rpartition(".")[2]) for name, read in NAMES.items()}
-    public = {f"schedir.{prefix}".rstrip(".") for prefix in API["PUBLIC"]}
+    homes = {
+        (getattr(value, "__module__", ""), name.rpartition(".")[2]) for name, value in NAMES.items()
+    }
+    public = {"schedir", *(f"schedir.{name}" for name in api_page.MODULES)}
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
     for page in pages:
         for home, names in re.findall(r"^from (schedir\S*) import (.+)$", page.read_text(), re.M):
@@ -77,6 +76,6 @@ def test_pages_import_public_names_from_where_they_are_public() -> None:
 
 def test_no_public_module_is_left_out() -> None:
     """A module that `schedir` names is public, if it says by `__all__` which names of it are."""
-    homes = {name: API["path_of"](f"schedir.{home}") for name, home in schedir._HOME.items()}
-    telling = {name for name, path in homes.items() if path and "\n__all__ = " in path.read_text()}
-    assert telling <= API["PUBLIC"].keys()
+    modules = {name for name, home in schedir._HOME.items() if ":" not in home}
+    listing = {name for name in modules if hasattr(getattr(schedir, name), "__all__")}
+    assert listing <= {*api_page.MODULES}
