@@ -80,6 +80,8 @@ class TokenRow(NamedTuple):
     holds: one of TIERS, and the field of Sizes that tells the bytes; of them a replica has a part
     where it has one of the optimizer's state.
     `like` is the field of Sizes that tells the bytes where `size` is not told.
+    An `optional` value is in no program unless a pass puts an instruction there that works with it
+    and runs no stage: so nothing is missing without it.
     `training` values exist only where the program trains, and only for stages that are not frozen.
     """
 
@@ -97,6 +99,7 @@ class TokenRow(NamedTuple):
     room: tuple[str, str] | None = None
     training: bool = False
     like: str = ""
+    optional: bool = False
 
 
 class FormRow(NamedTuple):

@@ -38,6 +38,7 @@ NAMES: tuple[str, ...]
 STUB: Path
 
 def stub() -> str: ...
+
 @dataclass(frozen=True)
 class CostFields:
 {"".join(lines)}"""

@@ -386,6 +386,11 @@ OFF_COMPUTE: Final = {
     )
     for row in TOKENS
 }  # fmt: skip
+# By value, what works with it and runs no stage.
+USERS: Final = {
+    row.token: frozenset(r.op for r in ROWS if row.token in {*r.needs, *r.gives} and not r.computes)
+    for row in TOKENS
+}
 # Values in slots whose number is a choice: what crosses boundaries, and, in a program with such
 # instructions, what something off the compute lane makes, changes or frees.
 SLOTTED: Final = BOUNDARY + tuple(

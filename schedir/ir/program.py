@@ -28,6 +28,7 @@ from schedir.ir.ops import (
     TIERS,
     TOKENS,
     TRAINING_VALUES,
+    USERS,
     Hop,
     Instr,
     Opcode,
@@ -256,8 +257,10 @@ class Program:
         return int(self.plan.rank_at(self.beside(hop)[i.stage], i.mb))
 
     def has(self, token: Token) -> bool:
-        """Whether a value of this kind can be there: what crosses a boundary goes somewhere, and
-        what a trait brings has it."""
+        """Whether a value of this kind can be there: what crosses a boundary goes somewhere, what a
+        trait brings has it, and what is optional is used."""
+        if TOKENS[token].optional and self.ops.isdisjoint(USERS[token]):
+            return False
         across, trait = TOKENS[token].across, TOKENS[token].trait
         if trait:
             said, only = getattr(self, trait), TOKENS[token].only

@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from enum import IntEnum
+from itertools import chain
 from typing import Final
 
 from schedir.ir.ops import (
     BOUNDARY,
+    FORMS,
     LANES,
     ROWS,
     TIERS,
     TOKENS,
     Change,
+    Form,
+    FormRow,
     Found,
     Lane,
     LaneRow,
@@ -51,9 +55,11 @@ def require_tables(
     rows: Sequence[Row] = ROWS,
     tokens: Sequence[TokenRow] = TOKENS,
     lanes: Sequence[LaneRow] = LANES,
+    forms: Sequence[FormRow] = FORMS,
 ) -> None:
     """Raise TableError for the first row that breaks a rule."""
-    for fault in faults(rows, tokens, lanes):
+    of_forms = _of_order(Form, [row.form for row in forms])
+    for fault in chain(of_forms, faults(rows, tokens, lanes)):
         raise TableError(fault)
 
 
@@ -129,6 +135,14 @@ def _of_row(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) -> Iterator
         yield f"its text is one word, not {row.text!r}"
     if not {*row.frees} <= {*row.needs}:
         yield "it frees what it does not need"
+    if row.computes and (row.lane is not Lane.COMPUTE or row.per is not Per.MICROBATCH):
+        yield "what runs a stage's module is of a microbatch, on the lane COMPUTE"
+    if row.between_segments and (row.ring is None or row.ring.members != "tp"):
+        yield "what runs between segments is a collective of the tensor-parallel group"
+    if row.traffic is not None and row.traffic.trait and row.traffic.trait not in _TRAITS:
+        yield f"there is no trait {row.traffic.trait!r} of programs with a default"
+    if row.traffic is not None and not row.traffic.sizes and row.form is None:
+        yield "without sizes its traffic is of a value whose form it changes"
     if row.drains and lane.host != "starts":
         yield f"hosts wait at lane {row.lane.name} anyway: nothing is drained there"
     if bool(row.hop) != lane.wire:

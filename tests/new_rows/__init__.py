@@ -24,6 +24,7 @@ from schedir.ir.names import Form, Lane, Opcode, Token
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
+PRODUCT = ("schedir", "kernels", "viz")
 
 _LAST = {each: [*each][-1] for each in (Opcode, Token, Lane, Form)}
 _OPCODES, _TOKENS, _LANES, _FORMS = (f"    {last.name} = {last}\n" for last in _LAST.values())
@@ -140,7 +141,7 @@ NEW = {
 
 def copy(to: Path, *names: str) -> Path:
     """A copy of the tree, with the tests, extended by some of these rows; returns its folder."""
-    for folder in ("schedir", "kernels", "viz", "tests"):
+    for folder in (*PRODUCT, "tests"):
         shutil.copytree(ROOT / folder, to / folder, symlinks=True,
                         ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
     files = [to / "schedir" / "ir" / name for name in ("names.py", "ops.py")]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.new_rows import EDITS, LOOKED_AT, copy
+from tests.new_rows import EDITS, LOOKED_AT, PRODUCT, ROOT, copy
 
 
 def _run(tree: Path, script: str, *args: str) -> str:
@@ -27,6 +27,24 @@ def _run(tree: Path, script: str, *args: str) -> str:
 def test_a_row_is_enough(tmp_path: Path, name: str) -> None:
     """Order, memory, text, pictures, export and explanation."""
     _run(copy(tmp_path, name), "looks.py", name, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", [*EDITS, *LOOKED_AT])
+def test_a_row_needs_at_most_four_files(tmp_path: Path, name: str) -> None:
+    """Its numbers, its rows, a pass, and handlers."""
+    tree = copy(tmp_path, name)
+    changed = {
+        str(file.relative_to(tree))
+        for folder in PRODUCT
+        for file in (tree / folder).rglob("*")
+        if file.is_file() and not _same(file, ROOT / file.relative_to(tree))
+    }
+    own = {"schedir/ir/names.py", "schedir/ir/ops.py", f"schedir/passes/{name}.py"}
+    assert own <= changed <= own | {f"schedir/runtime/{name}_handlers.py"}
+
+
+def _same(one: Path, other: Path) -> bool:
+    return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def test_rows_go_together(tmp_path: Path) -> None:

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
+from schedir.ir.cost_fields import STUB, stub
 from schedir.ir.ops import (
+    FORMS,
     LANES,
     ROWS,
     TOKENS,
     Change,
+    Form,
     Found,
     Hop,
     Lane,
@@ -19,6 +22,7 @@ from schedir.ir.ops import (
     Row,
     Token,
     TokenRow,
+    Traffic,
 )
 from schedir.ir.table_rules import TableError, require_tables
 
@@ -72,6 +76,16 @@ def test_the_tables_keep_to_the_rules() -> None:
         ),
         # A message that goes elsewhere than its value.
         ("SendSkip", row(O.SendSkip, needs=(T.ACT_OUT,))),
+        # A form that is given and not taken, or given twice, or to what crosses no boundary.
+        ("Gather", row(O.Scatter, form=None, traffic=None)),
+        ("Scatter", row(O.Gather, form=None)),
+        ("Gather: ACT_IN has several", row(O.SumAct, form=Form.PART)),
+        ("Offload", row(O.Offload, form=Form.PART)),
+        # Others between segments than the tensor-parallel group, and other computes.
+        ("ReduceGrads", row(O.ReduceGrads, between_segments="always")),
+        ("ReduceGrads", row(O.ReduceGrads, computes=True)),
+        ("Snapshot", row(O.Snapshot, traffic=Traffic("host", ("params",), trait="snapshot"))),
+        ("Snapshot", row(O.Snapshot, traffic=Traffic("host"))),
         # And the rest.
         ("BackwardWeight", row(O.BackwardWeight, needs=())),
         ("Backward", row(O.Backward, text="F")),
@@ -116,6 +130,15 @@ def test_values_that_cannot_be_read(who: str, tokens: list[TokenRow]) -> None:
 def test_values_that_nobody_gives() -> None:
     with pytest.raises(TableError, match="TAPE: no instruction gives it"):
         require_tables(row(O.BackwardInput, gives=(T.GRAD_OUT, T.WGRAD)))
+
+
+def test_forms_without_a_row() -> None:
+    with pytest.raises(TableError, match=f"{[*Form][-1].name} has no row"):
+        require_tables(forms=FORMS[:-1])
+
+
+def test_the_stub_of_costs_is_that_of_the_table() -> None:
+    assert STUB.read_text() == stub(), "python -m schedir.ir.cost_fields writes it"
 
 
 def test_lanes_without_a_row() -> None:
