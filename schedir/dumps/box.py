@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from time import monotonic_ns
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 from zlib import crc32
 
 from schedir.errors import UsageError
@@ -78,32 +78,25 @@ class Word(IntEnum):
 
 
 class Phase(IntEnum):
-    """What a process is at."""
+    """What a process is at, as a number in its box, and in `words`."""
 
-    START = 0
-    MEETING = 1
-    SET_UP = 2
-    DATA = 3
-    STEP = 4
-    REPORT = 5
-    SAVE = 6
-    RESULTS = 7
-    DONE = 8
-    EVALUATE = 9
+    words: str
 
+    def __new__(cls, number: int, words: str = "") -> Phase:
+        phase = int.__new__(cls, number)
+        phase._value_, phase.words = number, words
+        return phase
 
-DOING: Final = {
-    Phase.START: "in set-up, at its start",
-    Phase.MEETING: "in set-up, finding the others",
-    Phase.SET_UP: "in set-up, making model and executor",
-    Phase.DATA: "waiting for the data of step {step}",
-    Phase.STEP: "in step {step}",
-    Phase.REPORT: "bringing together the numbers of step {step}",
-    Phase.SAVE: "saving step {step}",
-    Phase.RESULTS: "writing results",
-    Phase.DONE: "at its end",
-    Phase.EVALUATE: "evaluating after step {step}",
-}
+    START = 0, "in set-up, at its start"
+    MEETING = 1, "in set-up, finding the others"
+    SET_UP = 2, "in set-up, making model and executor"
+    DATA = 3, "waiting for the data of step {step}"
+    STEP = 4, "in step {step}"
+    REPORT = 5, "bringing together the numbers of step {step}"
+    SAVE = 6, "saving step {step}"
+    RESULTS = 7, "writing results"
+    DONE = 8, "at its end"
+    EVALUATE = 9, "evaluating after step {step}"
 
 
 class Box:
@@ -254,7 +247,7 @@ class Seen:
     @property
     def doing(self) -> str:
         """What it is at, in words."""
-        return DOING[self.phase].format(step=self[Word.DEVICE] or self[Word.STEP])
+        return self.phase.words.format(step=self[Word.DEVICE] or self[Word.STEP])
 
     def _text(self, begin: int, end: int) -> str:
         length = min(max(self[begin // 8], 0), end - begin - 8)
@@ -271,12 +264,8 @@ class Seen:
         now, _, state = head.decode(errors="replace").partition(" ")
         if not re.fullmatch("[0-9]{1,19}", now) or len(data) != SIZE:
             return None
-        found = next((one for one in _STATES if one == state), None)
-        seen = None if found is None else cls(data, int(now), found)
-        return seen if seen is not None and seen[Word.FORM] == FORM else None
-
-
-_STATES: Final[tuple[State, ...]] = ("runs", "stopped", "gone", "unknown")
+        found = (cls(data, int(now), one) for one in get_args(State) if one == state)
+        return next((seen for seen in found if seen[Word.FORM] == FORM), None)
 
 
 def look(path: Path) -> Seen | None:

@@ -100,10 +100,10 @@ class Left:
                    "processes live is not known")  # fmt: skip
 
     def _nobody(self) -> str:
-        many = f"all {len(self.seen)} processes" if len(self.seen) > 1 else "the process"
-        if all(one.state == "gone" for one in self.seen.values()):
-            when = max(one[Word.BEAT] for one in self.seen.values())
-            ago = (max(one.now for one in self.seen.values()) - when) / 1e9
+        every = self.seen.values()
+        many = f"all {len(every)} processes" if len(every) > 1 else "the process"
+        if all(one.state == "gone" for one in every):
+            ago = (max(one.now for one in every) - max(one[Word.BEAT] for one in every)) / 1e9
             return f"nobody is to blame: {many} ended at once, {ago:.1f} s ago"
         if self.stood < MOVES:
             return f"the run goes on: something has begun {self.stood:.2f} s ago"

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, Final, NoReturn
 
 from schedir.dumps.blame import Blame, Kind, Shape, Standstill
-from schedir.dumps.box import FOLDER, PROGRAM, Box, Seen, Word, boxes, run_of, state_of
+from schedir.dumps.box import FOLDER, PROGRAM, Box, Seen, Word, boxes, run_of
 from schedir.ir.program import Program
 from schedir.training.store import connected
 
@@ -87,16 +87,15 @@ class Member:
             if self.all_here:
                 missing = absent
             elif absent:
-                seen |= _from_others(seen, absent)
+                with suppress(Exception):  # there is no store, or it has gone with who had it
+                    seen |= exchanged(connected(MOMENT), seen, absent)
                 unheard = [p for p in absent if p not in seen]
         return Standstill(seen, self.shape, self.program, missing, unheard)
 
     def where(self) -> str:
         """What this process is at."""
-        seen = self.seen()
-        if self.process not in seen:
-            return ""
-        return Standstill(seen, self.shape, self.program).where(self.process)
+        standstill = Standstill(self.seen(), self.shape, self.program)
+        return standstill.where(self.process) if self.process in standstill.seen else ""
 
     def done(self) -> None:
         """All has ended well: nothing is left of the box."""
@@ -144,14 +143,16 @@ def crash(why: str | None, code: int = 1, *, late: bool = False) -> NoReturn:
     others have gone or have not come: then it is said whose fault that is.
     """
     own = member()
-    if own is not None and not own.is_this:
-        _end_child(own, why, code)
+    if own is not None and not own.is_this:  # a person's code has forked it: it has no box
+        if why is not None:
+            print(f"a child of {own.name}: {why}", file=sys.stderr, flush=True)
+        os._exit(code)
     _SPEAKING.acquire()  # for good
     if own is None:
         if why is not None and _is_first():
             print(f"process {os.environ.get('RANK', '0')}: {why}", file=sys.stderr, flush=True)
-            os._exit(code)
-        time.sleep(GRACE)
+        else:
+            time.sleep(GRACE)
         os._exit(code)
     found: Blame | None = None
     if late:
@@ -164,13 +165,6 @@ def crash(why: str | None, code: int = 1, *, late: bool = False) -> NoReturn:
     elif why is not None:
         why = f"{own.name}: {why}"
     give_up(own, why, code, found)
-
-
-def _end_child(own: Member, why: str | None, code: int) -> NoReturn:
-    """End a process that a person's code has forked: it is none of the run, and has no box."""
-    if why is not None:
-        print(f"a child of {own.name}: {why}", file=sys.stderr, flush=True)
-    os._exit(code)
 
 
 def told_to_end() -> None:
@@ -220,14 +214,12 @@ def _tell_agent(text: str) -> None:
 
 def _end(own: Member, found: Blame) -> None:
     """End a process of this machine that keeps the others."""
-    seen = own.seen().get(found.process)
-    if seen is None or found.kind not in (Kind.STOPPED, Kind.BUSY):
-        return
-    pid, born = seen[Word.PID], seen[Word.BORN]
-    if state_of(pid, born) in ("runs", "stopped"):
+    seen = own.seen().get(found.process)  # of which the system has said just now how it is
+    kept = seen is not None and found.kind in (Kind.STOPPED, Kind.BUSY)
+    if kept and seen is not None and seen.state in ("runs", "stopped"):
         own.box.words[Word.KILLS] = found.process + 1
         with suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(seen[Word.PID], signal.SIGKILL)
 
 
 def _whose_fault(own: Member, why: str) -> Blame | None:
@@ -260,16 +252,6 @@ def _is_first() -> bool:
         return True
     except Exception:  # it is gone, or not yet there: let one of each machine speak
         return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def _from_others(own: dict[int, Seen], absent: list[int]) -> dict[int, Seen]:
-    """The boxes of other machines, over the store, to which those of this one are brought."""
-    if "MASTER_PORT" not in os.environ:
-        return {}
-    try:
-        return exchanged(connected(MOMENT), own, absent)
-    except Exception:  # the store has gone with whoever had it
-        return {}
 
 
 def exchanged(
