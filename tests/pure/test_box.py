@@ -153,6 +153,14 @@ def test_outside_of_steps_who_is_behind_is_blamed() -> None:
     assert found is not None and (found.process, found.kind) == (2, Kind.MISSING)
 
 
+def test_of_several_at_work_the_one_that_is_furthest_behind_is_blamed() -> None:
+    all_of = {p: seen(p, 0, turn=3, phase=Phase.DATA) for p in range(4)}
+    all_of[2] = seen(2, 0, turn=2, phase=Phase.SET_UP)
+    found = Standstill(all_of, Shape(4, 1, 1)).blame()
+    assert found is not None and (found.process, found.kind, found.sure) == (2, Kind.BUSY, False)
+    assert "; or it may be process " in found.fact
+
+
 # ---------------------------------------------------------------- files
 
 STANDS = """\

@@ -14,10 +14,11 @@ import pytest
 
 from schedir import Plan, Program, check, compile, schedules
 from schedir.analysis.graph import Graph
+from schedir.dumps.flight_recorder import read_dumps
 from schedir.dumps.matched import match
 from schedir.dumps.placed import judge
 from schedir.dumps.report import job_lines, program_lines
-from schedir.dumps.standing import Why
+from schedir.dumps.standing import Job, Why
 from schedir.errors import UsageError
 from schedir.ir.ops import RECEIVES
 from schedir.ir.stream import Stream
@@ -72,6 +73,31 @@ def test_what_a_ring_has_kept_is_paired_in_order(tmp_path: Path) -> None:
     job = job_of(tmp_path, ends, last=5)
     assert all(dump.lost for dump in job.dumps.values())
     assert {wait.why for wait in job.unmet} == {Why.THERE} and not job.cycle
+
+
+def test_rings_that_have_kept_different_numbers_are_paired_by_what_is_open(tmp_path: Path) -> None:
+    for rank, last in ((0, 5), (1, 4)):
+        recorder = Recorder(rank)
+        recorder.group("1", (0, 1))
+        for k in range(11):
+            side = ("recv", 0) if rank else ("send", 1)
+            recorder.messages("1", [side], k < 9, shape=(2, 8) if k < 10 else (3, 3))
+        recorder.save(tmp_path, last)
+    job = Job(read_dumps([str(tmp_path)])[0])
+    assert [dump.lost for dump in job.dumps.values()] == [6, 7]
+    assert {wait.why for wait in job.unmet} == {Why.THERE}
+
+
+def test_the_only_rank_that_is_waited_for_may_have_gone_on_since(tmp_path: Path) -> None:
+    ends = Recorder(0), Recorder(1)
+    for recorder in ends:
+        recorder.group("1", (0, 1))
+        recorder.collective("1", "all_reduce", ended=True)
+    ends[0].collective("1", "all_reduce", ended=True)
+    ends[0].collective("1", "all_reduce", ended=False)
+    job = job_of(tmp_path, ends)
+    assert job.behind == job.roots == (1,)
+    assert job_lines(job)[0].startswith("rank 1 may be the cause")
 
 
 def test_both_sides_are_there_and_it_has_not_ended(tmp_path: Path) -> None:
