@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
-from typing import Final
+from threading import Event
+from typing import BinaryIO, Final
 
 from schedir.checkpoints.manifest import NotWholeError
 from schedir.errors import CheckpointError, in_bytes
@@ -16,27 +20,57 @@ from schedir.io.files import is_disk_full, reason
 
 # Of what should be there.
 _DAMAGED: Final = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.ELOOP)
+_PIECE: Final = 2**22  # bytes that are read at a time
+_THREADS: Final = 8
 
 
 @contextmanager
-def reads(path: Path, step: int) -> Iterator[None]:
-    """What fails in this is a CheckpointError; NotWholeError where something is missing."""
-    name = path.parent.name
+def opened(path: Path, step: int) -> Iterator[BinaryIO]:
+    """An ordinary file of a checkpoint, to be read in this context.
+
+    Raises CheckpointError where the system does not read it, and NotWholeError where something is
+    missing, and for a link, a pipe and so on: these may lead elsewhere, or wait for ever.
+    """
+    name, file = path.parent.name, path.name
     try:
-        yield
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise NotWholeError(f"{name} is not whole: {file} is no ordinary file", step, file)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags), "rb") as found:
+            yield found
     except OSError as error:
-        if error.errno in _DAMAGED:
-            why = (
-                "is not there"
-                if error.errno == errno.ENOENT
-                else f"cannot be read: {error.strerror}"
-            )
-            raise NotWholeError(
-                f"{name} is not whole: {path.name} {why}", step=step, file=path.name
-            ) from None
-        raise CheckpointError(
-            f"cannot read {path.name} of {name}: {error.strerror}", step=step, file=path.name
-        ) from None
+        if error.errno not in _DAMAGED:
+            fact = f"cannot read {file} of {name}: {error.strerror}"
+            raise CheckpointError(fact, step, file) from None
+        missing = error.errno == errno.ENOENT
+        why = "is not there" if missing else f"cannot be read: {error.strerror}"
+        raise NotWholeError(f"{name} is not whole: {file} {why}", step, file) from None
+
+
+def digests(sizes: Mapping[Path, int], step: int) -> Iterator[tuple[Path, str]]:
+    """The sha256 of each of some files of a checkpoint, which are about so large.
+
+    Several are read side by side, large ones first.  When the one who asks has enough, none is read
+    on.  Raises what `opened` does.
+    """
+    stop = Event()
+
+    def digest(path: Path) -> tuple[Path, str]:
+        found, buffer = sha256(), memoryview(bytearray(min(_PIECE, sizes[path] + 1)))
+        with opened(path, step) as file:
+            while not stop.is_set() and (size := file.readinto(buffer)):  # type: ignore[attr-defined]
+                found.update(buffer[:size])
+        return path, found.hexdigest()
+
+    threads = min(_THREADS, len(os.sched_getaffinity(0)), max(len(sizes), 1))
+    with ThreadPoolExecutor(threads) as pool:
+        largest = sorted(sizes, key=lambda path: -sizes[path])
+        try:
+            for future in as_completed([pool.submit(digest, path) for path in largest]):
+                yield future.result()
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ touched.  Needs no torch.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -20,9 +21,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final, NamedTuple, TypeVar
 
-from schedir.checkpoints.disk import reads, sync, tell, writes
+from schedir.checkpoints.disk import digests, opened, sync, tell, writes
 from schedir.checkpoints.manifest import File as File
 from schedir.checkpoints.manifest import Kind as Kind
 from schedir.checkpoints.manifest import Manifest as Manifest
@@ -31,7 +32,6 @@ from schedir.checkpoints.manifest import Stored as Stored
 from schedir.checkpoints.manifest_lines import MANIFEST as MANIFEST
 from schedir.checkpoints.manifest_lines import read as read_manifest
 from schedir.checkpoints.manifest_lines import written
-from schedir.checkpoints.verify import Found, Progress, first_whole, require_file, verify, whole
 from schedir.errors import CheckpointError, UsageError
 from schedir.io.files import path_of
 from schedir.io.locks import InUse, Lock
@@ -44,6 +44,18 @@ _GOING: Final = ".gone"
 _NAME = re.compile(rf"{_STEP}(\d{{8,16}})({_UNFINISHED}|{_ASIDE}|{_GOING}|)")
 
 _locks: dict[str, Lock] = {}  # of this process, by folder: they go when it ends
+
+
+Share = Callable[[Manifest], list[str]]  # of its files, those that a process verifies
+Agree = Callable[[str], list[str]]  # what each process says, of what this one does
+_T = TypeVar("_T")
+
+
+class Found(NamedTuple):
+    """The newest whole checkpoint, None where none is, and why each newer one was passed over."""
+
+    manifest: Manifest | None
+    passed: tuple[str, ...]
 
 
 class Folder:
@@ -88,7 +100,7 @@ class Folder:
         """
         path = self.of(step)
         try:
-            with reads(path / MANIFEST, step), require_file(path / MANIFEST) as file:
+            with opened(path / MANIFEST, step) as file:
                 manifest = read_manifest(file, path.name, tensors=tensors)
         except CheckpointError as error:
             error.step, error.file = step, MANIFEST
@@ -101,62 +113,36 @@ class Folder:
             )
         return manifest
 
-    def check_file(self, manifest: Manifest, name: str, progress: Progress | None = None) -> None:
-        """Read a file of a checkpoint, and compare it with what the manifest says.
+    def check_files(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
+        """Read files of a checkpoint, all unless some are named, and compare them with what the
+        manifest says; the sizes of all before any is read.
 
-        Raises NotWholeError if it is another, and CheckpointError if it cannot be read.
+        Raises NotWholeError if one is another, and CheckpointError if it cannot be read.
         """
-        self.check_files(manifest, [name], progress)
-
-    def check_files(
-        self,
-        manifest: Manifest,
-        names: list[str] | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        """The same of several files, or of all, side by side; `progress(done, all)` is told bytes.
-
-        The sizes of all are compared before any is read.
-        """
-        path = self.of(manifest.step)
-        own = manifest.files if names is None else {name: manifest.files[name] for name in names}
+        own = [*(manifest.files if names is None else names)]
         self.check_sizes(manifest, own)
-
-        def opened(name: str) -> BinaryIO:
-            with reads(path / name, manifest.step):
-                return require_file(path / name)
-
-        for name, digest in verify(own, opened, progress):
-            if digest != own[name].sha256:
+        path = self.of(manifest.step)
+        sizes = {path / name: manifest.files[name].size for name in own}
+        for file, digest in digests(sizes, manifest.step):
+            if digest != manifest.files[file.name].sha256:
                 raise NotWholeError(
-                    f"{path.name} is not whole: {name} is not as it was written",
+                    f"{path.name} is not whole: {file.name} is not as it was written",
                     step=manifest.step,
-                    file=name,
+                    file=file.name,
                 )
 
     def check_sizes(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
-        """Compare the sizes of files, of all unless some are named; raises what `check_file` does.
+        """Compare the sizes of files, of all unless some are named; raises what `check_files` does.
 
         A file that has been changed may have its size: see `check_files`.
         """
         for name in manifest.files if names is None else names:
             self._require_size(self.of(manifest.step), manifest.step, name, manifest.files[name])
 
-    def verify(self, step: int, progress: Progress | None = None) -> Manifest:
-        """The manifest of a step's checkpoint, all of whose files are as it says.
-
-        Raises what `read` and `check_files` do.
-        """
-        _require_step(step)
-        manifest = self.read(step)
-        self.check_files(manifest, progress=progress)
-        return manifest
-
     def find(
         self,
-        own: Callable[[Manifest], list[str]] | None = None,
-        agree: Callable[[str], list[str]] | None = None,
-        progress: Progress | None = None,
+        own: Share | None = None,
+        agree: Agree | None = None,
         *,
         step: int | None = None,
     ) -> Found:
@@ -171,10 +157,38 @@ class Folder:
         of a newer format or with no permission: to go on from an older one would be wrong; and
         NotWholeError where that of the step is not whole.
         """
-        if step is None:
-            return first_whole(self, own, agree, progress)
+        if step is not None:
+            return Found(self.verify(step, own, agree), ())
+        passed: list[str] = []
+        every = {step for steps in _agreed(self.steps, agree) for step in steps}
+        for newest in sorted(every, reverse=True):  # one that not all see is not whole
+            try:
+                return Found(self.verify(newest, own, agree), tuple(passed))
+            except NotWholeError as error:
+                passed.append(error.fact)
+        return Found(None, tuple(passed))
+
+    def verify(self, step: int, own: Share | None = None, agree: Agree | None = None) -> Manifest:
+        """The manifest of a step's checkpoint, all of whose files are as it says; processes may
+        verify them together, as in `find`: where it is not whole for one, all raise what that does.
+
+        Raises what `read` and `check_files` do.
+        """
         _require_step(step)
-        return Found(whole(self, step, own, agree, progress), ())
+        found: list[Manifest] = []
+
+        def digest() -> str:
+            manifest = self.read(step)
+            found.append(manifest)
+            self.check_sizes(manifest)  # of all: who reads one may not be who verified it
+            self.check_files(manifest, own and own(manifest))
+            return manifest.digest
+
+        if len({*_agreed(digest, agree)}) > 1:
+            raise NotWholeError(
+                f"the checkpoint of step {step} is not the same to all processes", step=step
+            )
+        return found[0]
 
     def newest(self) -> int | None:
         """The newest step whose checkpoint is whole, if there is any; raises what `find` does."""
@@ -359,7 +373,7 @@ class Folder:
 
     def _require_size(self, path: Path, step: int, name: str, file: File) -> None:
         """Refuse a file that is not there, or has another size."""
-        with reads(path / name, step), require_file(path / name) as found:
+        with opened(path / name, step) as found:
             size = os.fstat(found.fileno()).st_size
         if size != file.size:
             raise NotWholeError(
@@ -382,3 +396,24 @@ class Folder:
 def _require_step(step: int) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**16:
         raise UsageError(f"a step is a whole number from 0, not {step!r:.60}", fields=["step"])
+
+
+def _agreed(make: Callable[[], _T], agree: Agree | None) -> list[_T]:
+    """What each process makes, which JSON can say; what any was refused, all are.
+
+    Raises CheckpointError, or NotWholeError where nobody raises another.
+    """
+    if agree is None:
+        return [make()]
+    outcome: list[object]
+    try:
+        outcome = ["", make(), None, ""]
+    except CheckpointError as error:
+        kind = "not whole" if isinstance(error, NotWholeError) else "refused"
+        outcome = [kind, error.fact, error.step, error.file]
+    outcomes = [json.loads(one) for one in agree(json.dumps(outcome))]
+    for name, raised in (("refused", CheckpointError), ("not whole", NotWholeError)):
+        for said, fact, step, file in outcomes:
+            if said == name:
+                raise raised(fact, step, file)
+    return [made for _, made, _, _ in outcomes]

@@ -11,12 +11,11 @@ import torch
 
 from schedir.checkpoints import storage
 from schedir.checkpoints.drawn import draw_on
-from schedir.checkpoints.folder import MANIFEST, Folder, Manifest
+from schedir.checkpoints.folder import MANIFEST, Folder, Found, Manifest
 from schedir.checkpoints.known import kept_of, known_of, of_stages, say
 from schedir.checkpoints.manifest import several
 from schedir.checkpoints.own import Names, Own
 from schedir.checkpoints.peers import Peers
-from schedir.checkpoints.verify import Found
 from schedir.checkpoints.wanted import Wanted
 from schedir.errors import CheckpointError, said
 from schedir.runtime.kept import ITS_OWN, Keeps, KeptRank

@@ -59,7 +59,7 @@ def write(folder: Path, process: int, tensors: Writes) -> tuple[list[Stored], di
         return [], {}
     name, boxes = f"__{process}_0.distcp", []
     with Path(folder / name).open("wb") as file:
-        stream = _Digested(file)
+        stream: Any = _Digested(file)
         try:
             for tensor, piece in pieces:
                 begin = stream.size

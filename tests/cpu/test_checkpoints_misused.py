@@ -340,9 +340,9 @@ def not_whole(rank: int, folder: Path) -> tuple[list[str], int | None, str]:
     read: list[str] = []
     check = Folder.check_files
 
-    def noted(self: Folder, manifest: Any, names: Any, progress: Any) -> None:
+    def noted(self: Folder, manifest: Any, names: Any) -> None:
         read.extend(names)
-        check(self, manifest, names, progress)
+        check(self, manifest, names)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Folder, "check_files", noted)
