@@ -28,22 +28,19 @@ def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
     >>> [(box.offset, box.size) for box in boxes((3, 4), 2, 9)]
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
+    low_of_all, high = low, min(high, prod(shape))
     if not shape and low < high:
         yield Box((), (), 0)
         return
-    at, end = low, min(high, prod(shape))
-    while at < end:
-        # The longest that begins here: whole slices of the first dimension into which it goes.
-        inner, dim = 1, len(shape) - 1
-        while dim and at % (inner * shape[dim]) == 0 and at + inner * shape[dim] <= end:
-            inner *= shape[dim]
-            dim -= 1
-        outer = inner * shape[dim]
-        count = min((end - at) // inner, (outer - at % outer) // inner)
-        index, rest = [], at
-        for length in reversed(shape):
-            index.append(rest % length)
-            rest //= length
-        size = (*(1,) * dim, count, *shape[dim + 1 :])
-        yield Box(tuple(reversed(index)), size, at - low)
-        at += count * inner
+    row = prod(shape[1:])
+    while low < high:
+        index, within = divmod(low, row)
+        at, rows = low - low_of_all, (high - low) // row
+        if within or not rows:  # a part of a row
+            end = min(row, high - index * row)
+            for box in boxes(shape[1:], within, end):
+                yield Box((index, *box.offset), (1, *box.size), at + box.at)
+            low = index * row + end
+        else:
+            yield Box((index, *(0 for _ in shape[1:])), (rows, *shape[1:]), at)
+            low += rows * row

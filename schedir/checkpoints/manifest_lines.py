@@ -13,16 +13,17 @@ signature: whoever can write the folder can write another digest.  Needs no torc
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from io import BytesIO
 from math import isfinite, prod
 from typing import Any, BinaryIO, Final
 
 from schedir.checkpoints.manifest import BYTES, File, Kind, Manifest, NotWholeError, Stored
 from schedir.errors import CheckpointError, in_bytes, said
+from schedir.io.files import begin_of
 
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.jsonl"
@@ -43,7 +44,7 @@ def written(manifest: Manifest) -> Iterator[bytes]:
     Raises CheckpointError for one that `read` would refuse, as where a tensor lacks boxes because
     a process did not tell of them.
     """
-    reader, digest = _Reader(), hashlib.sha256()
+    reader, digest = _Reader("it"), sha256()
     try:
         for value in _values(manifest):
             _require_plain(value)
@@ -63,10 +64,6 @@ def _values(manifest: Manifest) -> Iterator[dict[str, Any]]:
     number = {name: k for k, name in enumerate(manifest.files)}
     of: dict[str, list[list[Any]]] = {name: [] for name in manifest.tensors}
     for box in manifest.boxes:
-        if box.tensor not in of:
-            raise _Unsound(f"there is a box of {said(box.tensor)}, and no such tensor")
-        if box.file not in number:
-            raise _Unsound(f"a box of {said(box.tensor)} is in {said(box.file)}, which is no file")
         of[box.tensor].append([number[box.file], box.begin, box.length, box.offset, box.size])
     yield {
         "schedir_checkpoint": FORMAT, "step": manifest.step, "when": manifest.when,
@@ -81,60 +78,41 @@ def _values(manifest: Manifest) -> Iterator[dict[str, Any]]:
 def read(file: BinaryIO, what: str, *, tensors: bool = True) -> Manifest:
     """The manifest that an open file has; `what` is the name of the checkpoint, for errors.
 
-    Without `tensors` it has its facts and files only, which is quick.  Memory is taken for a line
-    at a time, and for what has been found sound.  Raises NotWholeError, and CheckpointError for one
-    of another format.
+    Without `tensors` it has its facts and files only, which is quick.  Raises NotWholeError, and
+    CheckpointError for one of another format.
     """
+    length = len(_SEAL % b"") + 64
+    data = begin_of(file, MOST_BYTES + length + 1)
     try:
-        size = os.fstat(file.fileno()).st_size - len(_SEAL % b"") - 64
-        if size < 0:
+        if len(data) < length:
             raise _Unsound("it is cut off")
-        if size > MOST_BYTES:
+        if len(data) > MOST_BYTES + length:
             raise _Unsound(f"it has more than {in_bytes(MOST_BYTES)}")
-        digest = hashlib.sha256()
-        for part in _parts(file, size):
-            digest.update(part)
-        seal = digest.hexdigest()
-        if file.read() != _SEAL % seal.encode():
+        lines, seal = data[:-length], data[-length:]
+        digest = sha256(lines).hexdigest()
+        if seal != _SEAL % digest.encode():
             raise _Unsound(
                 "it is not as it was written: its last line is not the digest of the rest"
             )
-        reader = _Reader()
-        file.seek(0)
-        while size:
-            line = file.readline(min(size, MOST_OF_A_LINE + 1))
-            size -= len(line)
+        reader = _Reader(what)
+        for line in BytesIO(lines):
             if line.startswith(b'{"tensor"') and not tensors:
                 break
             reader.take(line)
-        return reader.manifest(seal)
+        return reader.manifest(digest)
     except _Unsound as why:
         raise NotWholeError(f"{what} is not whole: its manifest: {why}") from None
-    except _OtherFormat as other:
-        raise CheckpointError(
-            f"{what} is of format {other}, and this schedir reads format {FORMAT}"
-        ) from None
-
-
-def _parts(file: BinaryIO, size: int) -> Iterator[bytes]:
-    while size and (part := file.read(min(size, 2**20))):
-        size -= len(part)
-        yield part
 
 
 class _Unsound(Exception):
     """Why a manifest is not believed."""
 
 
-class _OtherFormat(Exception):
-    """The number of a format that is not known here."""
-
-
 class _Reader:
-    """Takes one line after the other."""
+    """Takes one line after the other of what is called so in errors."""
 
-    def __init__(self) -> None:
-        self.line = 0
+    def __init__(self, what: str) -> None:
+        self.what, self.line = what, 0
         self.head: dict[str, Any] = {}
         self.files: dict[str, File] = {}
         self.sizes: list[tuple[str, int]] = []
@@ -152,28 +130,28 @@ class _Reader:
         )  # fmt: skip
 
     def take(self, line: bytes) -> None:
-        """Believe a line.  Raises _Unsound and _OtherFormat."""
+        """Believe a line.  Raises _Unsound, and CheckpointError for another format."""
         self.line += 1
         try:
-            self._take(_object(line))
+            value = _object(line)
+            if not self.head:
+                self._head(value)
+            elif "file" in value:
+                self._file(value)
+            else:
+                self._tensor(value)
         except _Unsound as why:
             raise _Unsound(f"line {self.line}: {why}") from None
-
-    def _take(self, value: dict[str, Any]) -> None:
-        if not self.head:
-            self._head(value)
-        elif "file" in value:
-            self._file(value)
-        else:
-            self._tensor(value)
 
     def _head(self, value: dict[str, Any]) -> None:
         form = value.get("schedir_checkpoint")
         if type(form) is not int or form < 1:
             raise _Unsound("it begins as no manifest of a checkpoint does")
         if form != FORMAT:
-            raise _OtherFormat(said(form))
-        _require_keys(value, "schedir_checkpoint", "step", "when", "facts", "state")
+            raise CheckpointError(
+                f"{self.what} is of format {said(form)}, and this schedir reads format {FORMAT}"
+            )
+        _fields(value, "schedir_checkpoint", "step", "when", "facts", "state")
         for key in ("step", "when"):
             _require_whole(value[key], key)
         for key in ("facts", "state"):
@@ -183,8 +161,7 @@ class _Reader:
         self.head = value
 
     def _file(self, value: dict[str, Any]) -> None:
-        _require_keys(value, "file", "size", "sha256")
-        name, size, sha256 = value["file"], value["size"], value["sha256"]
+        name, size, sha256 = _fields(value, "file", "size", "sha256")
         if not is_file_name(name):
             raise _Unsound(f"no file of a checkpoint is named {said(name)}")
         if name in self.files:
@@ -198,8 +175,7 @@ class _Reader:
         self.sizes.append((name, size))
 
     def _tensor(self, value: dict[str, Any]) -> None:
-        _require_keys(value, "tensor", "dtype", "shape", "boxes")
-        name, dtype, shape, boxes = value["tensor"], value["dtype"], value["shape"], value["boxes"]
+        name, dtype, shape, boxes = _fields(value, "tensor", "dtype", "shape", "boxes")
         if type(name) is not str or not 0 < len(name) <= _LONGEST or not name.isprintable():
             raise _Unsound(f"no tensor is named {said(name)}")
         if name in self.tensors:
@@ -312,9 +288,11 @@ def _refuse(word: str) -> float:
 _JSON = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_refuse)
 
 
-def _require_keys(value: Mapping[str, Any], *keys: str) -> None:
+def _fields(value: Mapping[str, Any], *keys: str) -> list[Any]:
+    """What an object has under these keys, which are all that it has."""
     if {*value} != {*keys}:
         raise _Unsound(f"it says {', '.join(map(said, [*value][:9]))}, and not {', '.join(keys)}")
+    return [value[key] for key in keys]
 
 
 def _require_whole(value: object, what: str) -> None:
