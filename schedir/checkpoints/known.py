@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from hashlib import sha256
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-
-import torch
 
 from schedir.checkpoints.folder import Kind
 from schedir.checkpoints.manifest import several
-from schedir.checkpoints.own import Names, Own, own_of, tied_names
+from schedir.checkpoints.own import Names, Own, Part, own_of, tied_names
 from schedir.checkpoints.peers import Peers
 from schedir.checkpoints.savable import expect_cut, expect_savable
 from schedir.errors import CheckpointError, UsageError, said
@@ -22,15 +19,14 @@ from schedir.runtime.kept import Kept, KeptRank
 class Known(NamedTuple):
     """What a process tells of what it has: by name in the whole model, what it is and of which
     stage; other names of the same; the weights of each optimizer, and those that are trained and
-    stepped by none; and, of who saves, digests of buffers, and of weights that others reduce, each
-    with what is kept of it."""
+    stepped by none; and, of who saves, checksums of buffers, and of weights that others reduce,
+    each with what is kept of it."""
 
     parts: dict[str, tuple[int, Kind]]
     also: dict[str, str]
     optimizers: dict[str, list[str]]
     left: list[str]
-    buffers: dict[str, str]
-    weights: dict[str, str]
+    sums: dict[str, list[int]]
 
 
 def of_stages(stage: int, name: str) -> str:
@@ -88,10 +84,11 @@ def known_of(
 
 
 def _told_of(ranks: Sequence[KeptRank], owns: Sequence[Own], *, saves: bool) -> Known:
-    known = Known({}, {}, {}, [], {}, {})
+    known = Known({}, {}, {}, [], {})
     for rank, own in zip(ranks, owns, strict=True):
         for weight in own.weights:
-            _note(known.parts, f"weights/{weight.name}", weight.of, next(weight.numbers()).kind)
+            parts = [*weight.parts()]
+            _note(known, weight.of, parts[0])
             known.also.update(dict.fromkeys(weight.also, weight.name))
             if weight.optimizer is not None and weight.parameter.requires_grad:
                 by = type(weight.optimizer).__name__
@@ -99,23 +96,18 @@ def _told_of(ranks: Sequence[KeptRank], owns: Sequence[Own], *, saves: bool) -> 
             elif rank.reduced_elsewhere and rank.optimizer is not None and weight.is_left:
                 known.left.append(weight.name)
             if saves and rank.reduced_elsewhere:
-                sums = {part.name: sum_of_bits(part.memory.detach()) for part in weight.parts()}
-                digest = sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16]
-                known.weights[weight.name] = digest
+                known.sums[parts[0].name] = [sum_of_bits(part.memory.detach()) for part in parts]
         for stage, part in own.buffers:
-            _note(known.parts, part.name, stage, part.kind)
-            if not saves:
-                continue
-            numbers = part.memory.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            numbers = numbers.view(-1).view(torch.uint8)
-            known.buffers[part.name] = sha256(numbers.numpy().tobytes()).hexdigest()[:16]
+            _note(known, stage, part)
+            if saves:
+                known.sums[part.name] = [sum_of_bits(part.memory.detach())]
     return known
 
 
-def _note(parts: dict[str, tuple[int, Kind]], name: str, stage: int, kind: Kind) -> None:
-    if parts.setdefault(name, (stage, kind))[0] != stage:
-        raise _two(name, parts[name][0], stage)
-    parts[name] = stage, kind
+def _note(known: Known, stage: int, part: Part) -> None:
+    other, _ = known.parts.setdefault(part.name, (stage, part.kind))
+    if other != stage:
+        raise _two(part.name, other, stage)
 
 
 def _expect_one_of_each(known: Sequence[Known]) -> None:
@@ -130,15 +122,22 @@ def _expect_one_of_each(known: Sequence[Known]) -> None:
                     f"{name} is {list(there.shape)} of {there.dtype} in one process, and "
                     f"{list(kind.shape)} of {kind.dtype} in process {process}"
                 )
-    told: dict[str, tuple[int, str]] = {}
+    for name, before, process in _differing(known, "weights/"):
+        raise CheckpointError(
+            f"{name.removeprefix('weights/')}, or what its optimizer keeps, is not the same in "
+            f"processes {before} and {process}: they are no replicas, or gradients were not "
+            "reduced",
+        )
+
+
+def _differing(known: Sequence[Known], what: str) -> Iterator[tuple[str, int, int]]:
+    """The tensors whose names begin so of which two processes have other numbers, and which two."""
+    told: dict[str, tuple[int, list[int]]] = {}
     for process, one in enumerate(known):
-        for name, digest in one.weights.items():
-            before, other_digest = told.setdefault(name, (process, digest))
-            if digest != other_digest:
-                raise CheckpointError(
-                    f"{name}, or what its optimizer keeps, is not the same in processes {before} "
-                    f"and {process}: they are no replicas, or gradients were not reduced",
-                )
+        for name, sums in one.sums.items():
+            before, others = told.setdefault(name, (process, sums))
+            if name.startswith(what) and sums != others:
+                yield name, before, process
 
 
 def _two(name: str, one: int, other: int) -> CheckpointError:
@@ -150,12 +149,9 @@ def _two(name: str, one: int, other: int) -> CheckpointError:
 
 def warn_of_buffers(peers: Peers, known: Sequence[Known]) -> None:
     """Say it where a buffer is not the same wherever it is, as of replicas that see other data."""
-    digests: dict[str, str] = {}
-    for one in known:
-        for name, digest in one.buffers.items():
-            if digests.setdefault(name, digest) != digest:
-                say(peers, f"{name} is not the same in all processes: that of the first is saved")
-                return
+    for name, *_ in _differing(known, "buffers/"):
+        say(peers, f"{name} is not the same in all processes: that of the first is saved")
+        return
 
 
 def warn_of_left(peers: Peers, known: Sequence[Known]) -> None:

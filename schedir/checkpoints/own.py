@@ -8,8 +8,9 @@ of several holders of a stage the first, and of a weight that is tied the first 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from schedir.checkpoints.boxes import boxes
 from schedir.checkpoints.folder import Kind
 from schedir.errors import CheckpointError
 from schedir.runtime.gradients import is_sharded
-from schedir.runtime.kept import KeptRank, Range
+from schedir.runtime.kept import KeptRank, KeptStage, Range
 from schedir.runtime.precision import MainOptimizer, all_within, innermost
 
 Names = Callable[[int, str], str]  # of a stage and a name there, the name in the whole model
@@ -95,7 +96,7 @@ class Part:
     @property
     def kind(self) -> Kind:
         """What the whole tensor is."""
-        return Kind(self.cut.whole, named(self.memory.dtype))
+        return Kind(self.cut.whole, str(self.memory.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,16 @@ class Own:
         yield from (part for _, part in self.buffers)
 
 
-def named(dtype: torch.dtype) -> str:
-    """A type's name, as "float32"."""
-    return str(dtype).removeprefix("torch.")
+def generators(rank: KeptRank, process: int) -> list[Part]:
+    """The states of torch's generators in a process, of modules that draw as they come (seed=None),
+    in the order of `rank.draws.generators`."""
+    parts = []
+    for k, generator in enumerate(rank.draws.generators):
+        state: Tensor = generator.get_state()
+        shape = tuple(state.shape)
+        cut = Cut(shape, shape, 0, state.numel())
+        parts.append(Part(f"generators/{process}.{k}", state, cut, writes=True))
+    return parts
 
 
 def tied_names(rank: KeptRank, names: Names) -> dict[tuple[Any, ...], str]:
@@ -195,45 +203,40 @@ def own_of(rank: KeptRank, names: Names, tied: Mapping[tuple[Any, ...], str]) ->
     """What a rank has; `tied` are the names of tied weights, as all processes have told them."""
     own, steppers = Own(), Steppers(rank.optimizer)
     first_name = {(s, n): (key[0][0], tied[key]) for key, s, n in _tied(rank)}
-    for s, stage in rank.stages.items():
+    modules = [(s, stage, names, first_name) for s, stage in rank.stages.items()]
+    last, loss = rank.program.plan.stages - 1, getattr(rank.loss, "func", rank.loss)
+    if isinstance(loss, nn.Module) and last in rank.stages:  # by names of its own
+        modules.append((last, KeptStage(loss, {}), lambda _, name: f"loss.{name}", {}))
+    for s, stage, names_of, firsts in modules:
         trained = {n: p for p, n in stage.names.items()}
         for name, p, also in _parameters(stage.module):
             p = trained.get(name, p)  # what the stage computes with, where it shares it
             if p in rank.aliases:  # the memory of another stage's
                 continue
-            of, whole_name = first_name.get((s, name), (s, names(s, name)))
+            of, whole_name = firsts.get((s, name)) or (s, names_of(s, name))
             own_range = stage.ranges.get(p) or _share(p, rank)
             cut = _cut(p, own_range, rank, apart=p in stage.pieces)
-            others = [names(s, n) for n in ([name] if of != s else []) + also]
-            weight = steppers.weight(whole_name, s, p, cut, _is_written(rank, s, p) and of == s)
+            others = [names_of(s, n) for n in ([name] if of != s else []) + also]
             also_whole = tuple(dict.fromkeys(n for n in others if n != whole_name))
-            own.weights.append(replace(weight, of=of, also=also_whole))
+            writes = _is_written(rank, s, p) and of == s
+            kept = steppers.of(p)
+            own.weights.append(Weight(whole_name, s, of, p, cut, writes, also_whole, *kept))
         for name, buffer in _buffers(stage.module):
-            own.buffers.append((s, _buffer(names(s, name), s, buffer, rank)))
-    last, loss = rank.program.plan.stages - 1, getattr(rank.loss, "func", rank.loss)
-    if isinstance(loss, nn.Module) and last in rank.stages:  # by names of its own
-        for name, p, _ in _parameters(loss):
-            cut = _cut(p, _share(p, rank), rank, apart=False)
-            writes = _is_written(rank, last, p)
-            own.weights.append(steppers.weight(f"loss.{name}", last, p, cut, writes))
-        for name, buffer in _buffers(loss):
-            own.buffers.append((last, _buffer(f"loss.{name}", last, buffer, rank)))
+            own.buffers.append((s, _buffer(names_of(s, name), s, buffer, rank)))
     _expect_names(own)
     return own
 
 
 def _expect_names(own: Own) -> None:
     """Refuse one name for two weights or buffers of a stage: the checkpoint would have one."""
-    seen: set[tuple[str, int, str]] = set()
-    every = [("weights", weight.stage, weight.name) for weight in own.weights]
-    every += [("buffers", stage, part.name) for stage, part in own.buffers]
-    for what, stage, name in every:
-        if (what, stage, name) in seen:
+    count = Counter((weight.stage, f"weights {weight.name}") for weight in own.weights)
+    count.update((s, f"buffers {part.name.removeprefix('buffers/')}") for s, part in own.buffers)
+    for (stage, name), number in count.items():
+        if number > 1:
             raise CheckpointError(
-                f"stage {stage} has two {what} {name.removeprefix('buffers/')}",
+                f"stage {stage} has two {name}",
                 hint="names=..., which gives each its name in the whole model",
             )
-        seen.add((what, stage, name))
 
 
 class Steppers:
@@ -248,20 +251,20 @@ class Steppers:
             for group in getattr(one, "param_groups", ()):
                 for p in group["params"]:
                     by = innermost(one)
-                    if p in self.groups and self.groups[p][0] is not by:
+                    other, _ = self.groups.setdefault(p, (by, group))
+                    if other is not by:
                         raise CheckpointError(
                             f"two optimizers step a parameter of {list(p.shape)}, "
-                            f"{type(self.groups[p][0]).__name__} and {type(by).__name__}: what one "
+                            f"{type(other).__name__} and {type(by).__name__}: what one "
                             "of them keeps would be lost",
                         )
-                    self.groups[p] = by, group
 
-    def weight(self, name: str, stage: int, p: nn.Parameter, cut: Cut, writes: bool) -> Weight:
-        """A weight with what is kept of it."""
+    def of(self, p: nn.Parameter) -> tuple[Tensor | None, Any, Any, dict[str, Any]]:
+        """Of a parameter its float32 copy, what is stepped, by which optimizer, and with which
+        options."""
         main = self.main.get(p)
         stepped = p if main is None else main
-        optimizer, group = self.groups.get(stepped, (None, {}))
-        return Weight(name, stage, stage, p, cut, writes, (), main, stepped, optimizer, group)
+        return main, stepped, *self.groups.get(stepped, (None, {}))
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[str]]]:

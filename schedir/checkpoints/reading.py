@@ -10,11 +10,10 @@ from typing import Any, Final
 import torch
 
 from schedir.checkpoints import storage
-from schedir.checkpoints.drawn import draw_on
 from schedir.checkpoints.folder import MANIFEST, Folder, Found, Manifest
 from schedir.checkpoints.known import kept_of, known_of, of_stages, say
 from schedir.checkpoints.manifest import several
-from schedir.checkpoints.own import Names, Own
+from schedir.checkpoints.own import Names, generators
 from schedir.checkpoints.peers import Peers
 from schedir.checkpoints.wanted import Wanted
 from schedir.errors import CheckpointError, said
@@ -69,7 +68,8 @@ def load(
     def expect() -> Any:
         one = Wanted(manifest, owns, steps=any(rank.optimizer is not None for rank in ranks))
         wanted.append(one)
-        return one.taken, [*one.wrong], [*one.said], _trained(owns, one)
+        each = ([*dict.fromkeys(facts)] for facts in (one.wrong, one.said))
+        return one.taken, *each, one.trained
 
     told = peers.told(expect)
     (want,) = wanted
@@ -83,13 +83,13 @@ def load(
         )
 
     def read() -> None:
-        for _, part in want.wants:
+        for _, part in want.parts:
             if part.cut.is_padded:
                 part.memory.detach().zero_()
         storage.read(
             place.of(manifest.step),
             manifest,
-            [(n, part.cut.all(part.memory)) for n, part in want.wants],
+            [(n, part.cut.all(part.memory)) for n, part in want.parts],
         )
         for weight, kept in want.state:
             weight.optimizer.state.pop(weight.stepped, None)
@@ -169,12 +169,6 @@ _STATE: Final[Mapping[str, Callable[[Any], bool]]] = {
 }
 
 
-def _trained(owns: Sequence[Own], wanted: Wanted) -> dict[str, str]:
-    """Of weights that are trained, by name, under which name a checkpoint has them."""
-    every = (weight for own in owns for weight in own.weights)
-    return {w.name: wanted.name_of(w) for w in every if w.parameter.requires_grad}
-
-
 def _one_for_two(told: Sequence[Mapping[str, str]]) -> list[str]:
     """What a checkpoint has once, and a run trains twice: a weight that was tied."""
     whose: dict[str, str] = {}
@@ -204,5 +198,15 @@ def _go_on(
     if seed != state["seed"]:
         if trains:
             say(peers, f"modules draw by the seed {seed}, and drew by {state['seed']}")
-    elif seed is None:
-        draw_on(peers, ranks[0], state, folder, manifest, warn=trains)
+    elif seed is None and state["world"] == [*ranks[0].world]:
+
+        def restore() -> None:
+            """Let torch's generators be as they were."""
+            parts = generators(ranks[0], peers.number)
+            storage.read(folder, manifest, [(one.name, one.cut.own(one.memory)) for one in parts])
+            for generator, part in zip(ranks[0].draws.generators, parts, strict=True):
+                generator.set_state(part.memory)
+
+        peers.told(restore)
+    elif seed is None and trains:
+        say(peers, "modules draw as they come (seed=None), others than in another world")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,27 +15,23 @@ from schedir.checkpoints.storage import lacking
 from schedir.runtime.precision import has_hooks, is_torchs
 
 
-class Want(NamedTuple):
-    """A tensor of a checkpoint, and what of it goes where."""
-
-    stored: str
-    part: Part
-
-
 class Wanted:
-    """What is to be read: `wants`, and `state`, which an optimizer then keeps of each weight.
+    """What is to be read: `parts`, each with the name of the tensor in the checkpoint, and `state`,
+    which an optimizer then keeps of each weight.
 
     `steps` says whether there is an optimizer.  `wrong` is what does not fit, `said` what is read
-    otherwise than it was written, in words.
+    otherwise than it was written, in words, and `trained` under which name the checkpoint has each
+    weight that is trained.
     """
 
     def __init__(self, manifest: Manifest, owns: Iterable[Own], *, steps: bool) -> None:
         self.manifest, self.steps = manifest, steps
-        self.wants: list[Want] = []
+        self.parts: list[tuple[str, Part]] = []
         self.taken: list[str] = []  # of weights and buffers, by the names that it has
         self.state: list[tuple[Weight, dict[str, Tensor]]] = []
-        self.wrong: dict[str, None] = {}
-        self.said: dict[str, None] = {}
+        self.wrong: list[str] = []
+        self.said: list[str] = []
+        self.trained: dict[str, str] = {}
         self.boxes: dict[str, list[Stored]] = {}
         self.also: Mapping[str, str] = manifest.state.get("also", {})
         self.steppers: Mapping[str, str] = {
@@ -67,6 +63,8 @@ class Wanted:
         name, kinds = self.name_of(weight), self.manifest.tensors
         whole, main = f"weights/{name}", f"main/{name}"
         self.taken.append(whole)
+        if weight.parameter.requires_grad:
+            self.trained[weight.name] = name
         exact = main if main in kinds else whole  # has the numbers before they were rounded
         exact_type = kinds[exact].dtype if exact in kinds else ""
         for part in weight.numbers():
@@ -78,21 +76,21 @@ class Wanted:
             ):
                 stored, there = exact, kinds[whole].dtype
                 what = "float32 copies" if exact == main else "weights"
-                self.said[f"weights of {here} are read from {what} of a run of {there}"] = None
+                self.said.append(f"weights of {here} are read from {what} of a run of {there}")
             rounds = part.memory is weight.parameter and weight.main is not None
             self._want(stored, part, rounds=rounds)
         if name in self.keys and not weight.parameter.requires_grad:
-            self.said["some weights are frozen here: what was kept to step them is not read"] = None
+            self.said.append("some weights are frozen here: what was kept to step them is not read")
         if whole in kinds and name in self.keys and self.steps and weight.is_left:
-            self.wrong[
+            self.wrong.append(
                 f"{name} was stepped by {self.steppers.get(name)}, and is by nothing here"
-            ] = None
+            )
         if not weight.is_stepped or whole not in kinds:
             return
         kind, before = type(weight.optimizer).__name__, self.steppers.get(name)
         if before != kind:
             stepped = f"was stepped by {before}" if before else "was not stepped"
-            self.wrong[f"{name} {stepped}, and is by {kind} here"] = None
+            self.wrong.append(f"{name} {stepped}, and is by {kind} here")
             return
         state = self._state(weight, name)
         for key, value in state.items():
@@ -102,15 +100,15 @@ class Wanted:
     def _want(self, stored: str, part: Part, *, rounds: bool = False) -> None:
         there, here = self.manifest.tensors.get(stored), part.kind
         if there is None:
-            self.wrong[f"it has no {stored}"] = None
+            self.wrong.append(f"it has no {stored}")
         elif there.shape != here.shape or (there.dtype != here.dtype and not rounds):
-            self.wrong[f"{stored} is {_said(there)} in it, and {_said(here)} here"] = None
+            self.wrong.append(f"{stored} is {_said(there)} in it, and {_said(here)} here")
         elif any(n > 1 and not by for n, by in zip(here.shape, part.memory.stride(), strict=False)):
-            self.wrong[f"{stored} is expanded here: several of its numbers are one"] = None
+            self.wrong.append(f"{stored} is expanded here: several of its numbers are one")
         elif lack := lacking(self.boxes.get(stored, []), part.cut.all(part.memory)):
-            self.wrong[f"{lack} numbers of {stored} are not in it"] = None
+            self.wrong.append(f"{lack} numbers of {stored} are not in it")
         else:
-            self.wants.append(Want(stored, part))
+            self.parts.append((stored, part))
 
     def _state(self, weight: Weight, name: str) -> dict[str, Tensor]:
         """What an optimizer is to keep of a weight, in what memory there is, or in new memory."""
@@ -120,11 +118,11 @@ class Wanted:
         for key in dict.fromkeys([*keys, *keeps]) if keys else ():
             stored = self.manifest.tensors.get(f"optimizer/{name}/{key}")
             if stored is None:
-                self.wrong[f"it has no optimizer/{name}/{key}"] = None
+                self.wrong.append(f"it has no optimizer/{name}/{key}")
                 continue
             if keeps and key not in keeps:
                 kind = type(weight.optimizer).__name__
-                self.wrong[f"it has optimizer/{name}/{key}, which {kind} does not keep here"] = None
+                self.wrong.append(f"it has optimizer/{name}/{key}, which {kind} does not keep here")
                 continue
             own: Tensor = weight.stepped
             like = keeps.get(key)

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from schedir.checkpoints import storage
-from schedir.checkpoints.drawn import generators
 from schedir.checkpoints.folder import File, Folder, Kind, Manifest, Stored
 from schedir.checkpoints.known import kept_of, known_of, of_stages, warn_of_buffers, warn_of_left
-from schedir.checkpoints.own import Names, Own, Piece
+from schedir.checkpoints.own import Names, Own, Piece, generators
 from schedir.checkpoints.peers import Peers
 from schedir.errors import CheckpointError, said
 from schedir.runtime.kept import ITS_OWN, Keeps
@@ -98,11 +97,7 @@ def take(
     ranks, owns, known = known_of(peers, kept, optimizer, names, saves=True)
     warn_of_buffers(peers, known)
     warn_of_left(peers, known)
-    tensors: dict[str, tuple[Kind, list[Piece]]] = {}
-    for own in owns:
-        for part in own:
-            if part.writes:
-                tensors[part.name] = part.kind, part.cut.own(part.memory)
+    parts = [part for own in owns for part in own if part.writes]
     stepped = {
         part.name: (k, weight.stage)
         for k, own in enumerate(owns)
@@ -113,7 +108,8 @@ def take(
     }
     first, seed = ranks[0], ranks[0].draws.seed
     if seed is None:
-        tensors |= generators(peers, first)
+        parts += generators(first, peers.number)
+    tensors = {part.name: (part.kind, part.cut.own(part.memory)) for part in parts}
     program, scale = first.program, first.loss_scale
     optimizers: dict[str, dict[str, None]] = {}
     for one in known:
