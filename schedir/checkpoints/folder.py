@@ -278,10 +278,7 @@ class Folder:
         try:
             with self.writing(step):
                 for name, file in manifest.files.items():
-                    try:
-                        self._require_size(path, step, name, file)
-                    except NotWholeError as error:
-                        raise CheckpointError(error.fact, step=step, file=name) from None
+                    self._require_size(path, step, name, file)
                     sync(path / name)
                 with (path / MANIFEST).open("xb") as made:
                     for line in written(replace(manifest, when=int(time.time()))):

@@ -146,20 +146,18 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
+def _is_scale(value: Any) -> bool:
+    """Whether it is a scale, and for how many steps it has been good."""
+    if type(value) is not list or len(value) != 2 or type(value[0]) not in (int, float):
+        return False
+    return 0 < value[0] < 2.0**128 and _is_count(value[1])
+
+
 _STATE: Final[Mapping[str, Callable[[Any], bool]]] = {
     "next": _is_count,
     "seed": lambda seed: seed is None or type(seed) is int,
     "world": lambda world: type(world) is list and all(map(_is_count, world)),
-    "loss_scale": lambda scale: (
-        scale is None
-        or (
-            type(scale) is list
-            and len(scale) == 2
-            and type(scale[0]) in (int, float)
-            and 0 < scale[0] < 2.0**128
-            and _is_count(scale[1])
-        )
-    ),
+    "loss_scale": lambda scale: scale is None or _is_scale(scale),
     "also": lambda also: type(also) is dict and all(type(of) is str for of in also.values()),
     "optimizers": lambda every: (
         type(every) is dict

@@ -114,12 +114,6 @@ def _common(piece: Piece, box: Stored) -> tuple[list[int], list[int]]:
     return begin, [max(0, high - low) for low, high in zip(begin, end, strict=True)]
 
 
-def lacking(boxes: Sequence[Stored], pieces: Sequence[Piece]) -> int:
-    """How many numbers of some pieces of a tensor no stored box of it has."""
-    wanted = sum(prod(piece.size) for piece in pieces)
-    return wanted - sum(prod(_common(piece, box)[1]) for piece in pieces for box in boxes)
-
-
 def read(folder: Path, manifest: Manifest, wanted: Iterable[tuple[str, Sequence[Piece]]]) -> None:
     """Read the numbers of pieces into their memory, of tensors by name, from the boxes that have
     them; numbers of another type are rounded."""

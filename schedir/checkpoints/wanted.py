@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedir.checkpoints.folder import Kind, Manifest, Stored
+from schedir.checkpoints.folder import Kind, Manifest
 from schedir.checkpoints.own import Own, Part, Weight
-from schedir.checkpoints.storage import lacking
 from schedir.runtime.precision import has_hooks, is_torchs
 
 
@@ -32,15 +31,12 @@ class Wanted:
         self.wrong: list[str] = []
         self.said: list[str] = []
         self.trained: dict[str, str] = {}
-        self.boxes: dict[str, list[Stored]] = {}
         self.also: Mapping[str, str] = manifest.state.get("also", {})
         self.steppers: Mapping[str, str] = {
             name: kind for kind, names in manifest.state["optimizers"].items() for name in names
         }
         self.keys: dict[str, list[str]] = {}  # of what optimizers kept, by weight
         self.made: dict[Any, dict[str, Tensor]] = {}
-        for box in manifest.boxes:
-            self.boxes.setdefault(box.tensor, []).append(box)
         for tensor in manifest.tensors:
             what, _, rest = tensor.partition("/")
             if what == "optimizer":
@@ -105,8 +101,6 @@ class Wanted:
             self.wrong.append(f"{stored} is {_said(there)} in it, and {_said(here)} here")
         elif any(n > 1 and not by for n, by in zip(here.shape, part.memory.stride(), strict=False)):
             self.wrong.append(f"{stored} is expanded here: several of its numbers are one")
-        elif lack := lacking(self.boxes.get(stored, []), part.cut.all(part.memory)):
-            self.wrong.append(f"{lack} numbers of {stored} are not in it")
         else:
             self.parts.append((stored, part))
 
