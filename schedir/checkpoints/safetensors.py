@@ -20,6 +20,7 @@ from torch import Tensor
 
 from schedir.checkpoints import storage
 from schedir.checkpoints.folder import Kind, Manifest, Stored
+from schedir.checkpoints.manifest import BYTES
 from schedir.checkpoints.own import Piece
 from schedir.errors import CheckpointError, in_words
 
@@ -83,7 +84,7 @@ def write(
         if box.tensor in boxes:
             boxes[box.tensor].append(box)
     # The widest types first: so each tensor begins at a multiple of its type's bytes.
-    placed = sorted(tensors, key=lambda one: -_itemsize(one.kind))
+    placed = sorted(tensors, key=lambda one: -BYTES[one.kind.dtype])
     with to.open("wb") as file:
         file.write(_header(placed, metadata))
         for one in placed:
@@ -148,7 +149,3 @@ def _parts(value: Tensor) -> tuple[Tensor, ...]:
     """The numbers of a tensor, so many at a time that what is asked of them takes little memory."""
     parts: tuple[Tensor, ...] = value.view(-1).split(2**20)
     return parts
-
-
-def _itemsize(kind: Kind) -> int:
-    return int(getattr(torch, kind.dtype).itemsize)
