@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from schedir.checkpoints.folder import Kind
 from schedir.checkpoints.manifest import several
-from schedir.checkpoints.own import Names, Own, Part, own_of, tied_names
+from schedir.checkpoints.own import Names, Own, own_of, tied_names
 from schedir.checkpoints.peers import Peers
 from schedir.checkpoints.savable import expect_cut, expect_savable
 from schedir.errors import CheckpointError, UsageError, said
@@ -17,12 +17,12 @@ from schedir.runtime.kept import Kept, KeptRank
 
 
 class Known(NamedTuple):
-    """What a process tells of what it has: by name in the whole model, what it is and of which
-    stage; other names of the same; the weights of each optimizer, and those that are trained and
+    """What a process tells of what it has: by name in the whole model, of which stage it is, and
+    what; other names of the same; the weights of each optimizer, and those that are trained and
     stepped by none; and, of who saves, checksums of buffers, and of weights that others reduce,
     each with what is kept of it."""
 
-    parts: dict[str, tuple[int, Kind]]
+    parts: list[tuple[str, int, Kind]]
     also: dict[str, str]
     optimizers: dict[str, list[str]]
     left: list[str]
@@ -84,11 +84,11 @@ def known_of(
 
 
 def _told_of(ranks: Sequence[KeptRank], owns: Sequence[Own], *, saves: bool) -> Known:
-    known = Known({}, {}, {}, [], {})
+    known = Known([], {}, {}, [], {})
     for rank, own in zip(ranks, owns, strict=True):
         for weight in own.weights:
             parts = [*weight.parts()]
-            _note(known, weight.of, parts[0])
+            known.parts.append((parts[0].name, weight.of, parts[0].kind))
             known.also.update(dict.fromkeys(weight.also, weight.name))
             if weight.optimizer is not None and weight.parameter.requires_grad:
                 by = type(weight.optimizer).__name__
@@ -98,25 +98,22 @@ def _told_of(ranks: Sequence[KeptRank], owns: Sequence[Own], *, saves: bool) -> 
             if saves and rank.reduced_elsewhere:
                 known.sums[parts[0].name] = [sum_of_bits(part.memory.detach()) for part in parts]
         for stage, part in own.buffers:
-            _note(known, stage, part)
+            known.parts.append((part.name, stage, part.kind))
             if saves:
                 known.sums[part.name] = [sum_of_bits(part.memory.detach())]
     return known
 
 
-def _note(known: Known, stage: int, part: Part) -> None:
-    other, _ = known.parts.setdefault(part.name, (stage, part.kind))
-    if other != stage:
-        raise _two(part.name, other, stage)
-
-
 def _expect_one_of_each(known: Sequence[Known]) -> None:
     every: dict[str, tuple[int, Kind]] = {}
     for process, one in enumerate(known):
-        for name, (stage, kind) in one.parts.items():
+        for name, stage, kind in one.parts:
             other, there = every.setdefault(name, (stage, kind))
             if other != stage:
-                raise _two(name, other, stage)
+                raise CheckpointError(
+                    f"stages {other} and {stage} both have {name}",
+                    hint="names=..., which gives each its name in the whole model",
+                )
             if there != kind:
                 raise CheckpointError(
                     f"{name} is {list(there.shape)} of {there.dtype} in one process, and "
@@ -138,13 +135,6 @@ def _differing(known: Sequence[Known], what: str) -> Iterator[tuple[str, int, in
             before, others = told.setdefault(name, (process, sums))
             if name.startswith(what) and sums != others:
                 yield name, before, process
-
-
-def _two(name: str, one: int, other: int) -> CheckpointError:
-    return CheckpointError(
-        f"stages {one} and {other} both have {name}",
-        hint="names=..., which gives each its name in the whole model",
-    )
 
 
 def warn_of_buffers(peers: Peers, known: Sequence[Known]) -> None:

@@ -77,11 +77,6 @@ class Cut:
                 view = view.narrow(self.dim, 0, size[self.dim])
             yield Piece(tuple(offset), tuple(size), view)
 
-    @property
-    def is_padded(self) -> bool:
-        """Whether some numbers of the slice are padding."""
-        return bool(self.shape) and self.start + self.shape[self.dim] > self.whole[self.dim]
-
 
 @dataclass(frozen=True)
 class Part:

@@ -84,8 +84,7 @@ def load(
 
     def read() -> None:
         for _, part in want.parts:
-            if part.cut.is_padded:
-                part.memory.detach().zero_()
+            part.memory.detach().zero_()  # the rows with which a slice is padded stay so
         storage.read(
             place.of(manifest.step),
             manifest,
