@@ -115,13 +115,12 @@ class Folder:
 
     def check_files(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
         """Read files of a checkpoint, all unless some are named, and compare them with what the
-        manifest says; the sizes of all before any is read.
+        manifest says; the sizes of all files before any is read.
 
         Raises NotWholeError if one is another, and CheckpointError if it cannot be read.
         """
-        own = [*(manifest.files if names is None else names)]
-        self.check_sizes(manifest, own)
-        path = self.of(manifest.step)
+        self.check_sizes(manifest)
+        path, own = self.of(manifest.step), manifest.files if names is None else names
         sizes = {path / name: manifest.files[name].size for name in own}
         for file, digest in digests(sizes, manifest.step):
             if digest != manifest.files[file.name].sha256:
@@ -131,13 +130,13 @@ class Folder:
                     file=file.name,
                 )
 
-    def check_sizes(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
-        """Compare the sizes of files, of all unless some are named; raises what `check_files` does.
+    def check_sizes(self, manifest: Manifest) -> None:
+        """Compare the sizes of all files; raises what `check_files` does.
 
         A file that has been changed may have its size: see `check_files`.
         """
-        for name in manifest.files if names is None else names:
-            self._require_size(self.of(manifest.step), manifest.step, name, manifest.files[name])
+        for name, file in manifest.files.items():
+            self._require_size(self.of(manifest.step), manifest.step, name, file)
 
     def find(
         self,
@@ -180,7 +179,7 @@ class Folder:
         def digest() -> str:
             manifest = self.read(step)
             found.append(manifest)
-            self.check_sizes(manifest)  # of all: who reads one may not be who verified it
+            # This compares the sizes of all: who reads a file may not be who verified it.
             self.check_files(manifest, own and own(manifest))
             return manifest.digest
 

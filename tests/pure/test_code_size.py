@@ -14,7 +14,7 @@ BUDGET = {
     "kernels": 450,
     "schedir": 470,
     "schedir/analysis": 1_650,
-    "schedir/checkpoints": 1_910,
+    "schedir/checkpoints": 1_740,
     "schedir/commands": 2_710,
     "schedir/compiler": 250,
     "schedir/data": 420,
