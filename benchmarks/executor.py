@@ -64,8 +64,8 @@ from benchmarks.harness import (
     take_turns,
 )
 from schedir import Plan, schedules
-from schedir.dumps.box import Box
 from schedir.io import torch_csv
+from schedir.io.black_box import Box
 from schedir.ir.program import Program
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from schedir.analysis.graph import Graph
-from schedir.dumps.box import Phase, Seen, Word
+from schedir.io.black_box import Phase, Seen, Word
 from schedir.ir.index import NONE
 from schedir.ir.mesh import mesh_of, process_name
 from schedir.ir.ops import ROWS, SENDS, TRANSFERS, Instr, Lane

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from schedir.dumps.blame import Blame, Kind, Shape, Standstill
-from schedir.dumps.box import FOLDER, PROGRAM, SINCE, VERDICT, Phase, Seen, Word, boxes, place
 from schedir.errors import ProgramError, UsageError
+from schedir.io.black_box import FOLDER, PROGRAM, SINCE, VERDICT, Phase, Seen, Word, boxes, place
 from schedir.io.files import opened, path_of, read_text
 from schedir.ir.program import Program
 

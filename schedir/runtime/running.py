@@ -16,8 +16,8 @@ from torch.profiler import record_function
 
 from schedir.analysis.graph import Graph
 from schedir.analysis.one_order import one_order
-from schedir.dumps.box import AT, SINCE, Box
 from schedir.errors import ExecutionError, ModelError
+from schedir.io.black_box import AT, SINCE, Box
 from schedir.io.profiler_marks import marks_of
 from schedir.ir.program import Program
 from schedir.runtime.batch import Batch, Keywords, Microbatches

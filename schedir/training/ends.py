@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, Final, NoReturn
 
 from schedir.dumps.blame import Blame, Kind, Shape, Standstill
-from schedir.dumps.box import FOLDER, PROGRAM, Box, Seen, Word, boxes, run_of
+from schedir.io.black_box import FOLDER, PROGRAM, Box, Seen, Word, boxes, run_of
 from schedir.ir.program import Program
 from schedir.training.store import connected
 

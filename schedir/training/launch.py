@@ -19,9 +19,9 @@ from threading import Lock, Thread, Timer, current_thread, main_thread
 from typing import IO, Any, Final, NamedTuple
 
 from schedir.dumps.blame import Shape, Standstill
-from schedir.dumps.box import FOLDER, PROGRAM, VERDICT, Seen, Word, boxes, run_of
 from schedir.dumps.left import leave_verdict, program_of
 from schedir.errors import UsageError
+from schedir.io.black_box import FOLDER, PROGRAM, VERDICT, Seen, Word, boxes, run_of
 from schedir.training.ends import GRACE, LAUNCHED, MOMENT, TOLD
 
 MOST: Final = 256  # processes that one machine is asked to start

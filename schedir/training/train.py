@@ -12,8 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from schedir.dumps.blame import Shape
-from schedir.dumps.box import Phase
 from schedir.errors import ExecutionError, NonFiniteError, ProgramError, UsageError
+from schedir.io.black_box import Phase
 from schedir.io.files import reason
 from schedir.io.terminal import format_error
 from schedir.ir.numerals import whole

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from schedir.analysis.gathers import in_parts
 from schedir.analysis.memory import held, tiers_of
-from schedir.dumps.box import Phase
 from schedir.errors import ExecutionError, in_bytes, in_words
+from schedir.io.black_box import Phase
 from schedir.ir.program import Program
 from schedir.ir.sizes import AT_REST, Sizes
 from schedir.predict.calibrate import calibrate, format_bubbles

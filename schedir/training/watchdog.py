@@ -23,8 +23,8 @@ from typing import Any, Final
 import torch
 
 from schedir.dumps.blame import Blame, Kind
-from schedir.dumps.box import AT, LANES, SINCE, Phase, Word
 from schedir.errors import ExecutionError, Site
+from schedir.io.black_box import AT, LANES, SINCE, Phase, Word
 from schedir.ir.ops import ROWS, Lane
 from schedir.runtime.executor import Executor
 from schedir.runtime.progress import Progress, Standing, waits_for

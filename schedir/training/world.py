@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from schedir.dumps.box import Box, Phase
 from schedir.errors import ExecutionError
+from schedir.io.black_box import Box, Phase
 from schedir.training.config import Config
 from schedir.training.meeting import met
 from schedir.transports.registry import DEVICES, find

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from schedir.dumps.blame import Shape, Standstill
-from schedir.dumps.box import AT, FOLDER, Box, Phase, Seen, Word, boxes
+from schedir.io.black_box import AT, FOLDER, Box, Phase, Seen, Word, boxes
 from schedir.training.ends import exchanged
 from schedir.transports.transport import is_late, of_peers
 from tests.cpu.test_train_ends import gone

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from schedir.dumps.box import FOLDER, look
+from schedir.io.black_box import FOLDER, look
 from schedir.training import trainer, world
 from schedir.training.train import run as train
 from tests.cases import ALL

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from schedir.checkpoints import storage
 from schedir.compiler.compile import compile
 from schedir.dumps.blame import Shape
-from schedir.dumps.box import Phase
 from schedir.errors import ExecutionError
+from schedir.io.black_box import Phase
 from schedir.ir.ops import Opcode
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program

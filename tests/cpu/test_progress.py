@@ -15,7 +15,7 @@ import torch
 import schedir
 from schedir import Costs, Plan
 from schedir.dumps.blame import Shape
-from schedir.dumps.box import AT, Phase
+from schedir.io.black_box import AT, Phase
 from schedir.ir.ops import Instr, Opcode
 from schedir.ir.program import Program
 from schedir.runtime.batch import Batch

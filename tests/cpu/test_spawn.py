@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from schedir.dumps.box import state_of
+from schedir.io.black_box import state_of
 from schedir.transports.local_processes import run as run_in
 from tests.cpu.spawn import CONTEXT, RankError, run
 

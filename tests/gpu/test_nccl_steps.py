@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from schedir import check, compile
 from schedir.dumps.blame import Shape
-from schedir.dumps.box import Phase
 from schedir.errors import DeadlockError
+from schedir.io.black_box import Phase
 from schedir.ir.ops import Instr, Opcode
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program

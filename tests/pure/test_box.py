@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from schedir import Plan, compile, schedules
 from schedir.analysis.graph import Graph
 from schedir.dumps.blame import Kind, Shape, Standstill
-from schedir.dumps.box import AT, SIZE, Box, Phase, Seen, State, Word, boxes, look
+from schedir.io.black_box import AT, SIZE, Box, Phase, Seen, State, Word, boxes, look
 from schedir.ir.index import NONE
 from schedir.ir.ops import ROWS, SENDS
 from schedir.ir.program import Program
@@ -166,7 +166,7 @@ def test_of_several_at_work_the_one_that_is_furthest_behind_is_blamed() -> None:
 STANDS = """\
 import sys
 from pathlib import Path
-from schedir.dumps.box import AT, Box, Phase
+from schedir.io.black_box import AT, Box, Phase
 box = Box(Path(sys.argv[1]), process=3, world=4)
 box.enter(Phase.STEP, 7)
 box.words[AT] = 11
@@ -211,7 +211,7 @@ def test_what_is_no_box_is_none(data: bytes) -> None:
 FULL = """
 import os, resource, signal, sys
 from pathlib import Path
-from schedir.dumps.box import SIZE, Box, Phase
+from schedir.io.black_box import SIZE, Box, Phase
 resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE // 2, SIZE // 2))
 box = Box(Path("boxes/0"))
 box.enter(Phase.STEP, 1)

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir.__main__ import main
-from schedir.dumps.box import Seen, boxes
 from schedir.errors import ConfigError, ParseError, PlanError, UsageError
+from schedir.io.black_box import Seen, boxes
 from schedir.ir.program import Program
 from schedir.ir.trust import MOST
 from schedir.schedules.words import F

@@ -46,7 +46,6 @@ FLOORS = (
 WINGS = {"planner", "shortest", "viz", "traces", "dumps"}
 USE_WINGS = {
     "commands", "training", "torch", "foreign", "testing", "words", "__init__", "__main__",
-    "runtime",  # of dumps only: it writes black boxes
 }  # fmt: skip
 # (who, what): imports allowed on one floor, and why.
 TIES = {

@@ -13,8 +13,8 @@ import pytest
 
 from schedir import Plan, compile, schedules, show
 from schedir.__main__ import main
-from schedir.dumps.box import AT, FOLDER, PROGRAM, Box, Phase, Word, run_of
 from schedir.dumps.left import leave_verdict
+from schedir.io.black_box import AT, FOLDER, PROGRAM, Box, Phase, Word, run_of
 from tests.commands import refused
 
 PROGRAM_RUN = compile(schedules.one_f_one_b, Plan(2, 2), model="edge")

@@ -1,4 +1,4 @@
-"""Box: the black box of a process of a run, a small file that outlives it.
+"""Black box: a small file of a process of a run, which outlives it.
 
 A file of `SIZE` bytes in the folder `boxes` of a run's output, one for each process, which maps it
 into its memory: what it writes there is seen by everybody on its machine, and stays when it is
