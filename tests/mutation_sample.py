@@ -197,7 +197,10 @@ def tests_of(tree: Path, module: str) -> list[str]:
 
 
 def outcome(tree: Path, mutant: Mutant, source: str) -> str:
-    """Run the tests of a mutant in a tree that may be changed: killed, survived, no verdict or no tests."""
+    """Run the tests of a mutant in a tree that may be changed.
+
+    Returns "killed", "survived", "no verdict" or "no tests".
+    """
     path = tree.joinpath(*mutant.module.split(".")).with_suffix(".py")
     if not (files := tests_of(tree, mutant.module)):
         return "no tests"
