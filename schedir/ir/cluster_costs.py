@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from math import inf
 from typing import Final, Protocol
 
@@ -13,7 +14,15 @@ from numpy.typing import NDArray
 
 from schedir.errors import CostsError, UsageError
 from schedir.ir.costs import Cost, Costs
-from schedir.ir.ops import GATHERS, ROWS, SPLIT_CHANGES, STEPPED, TOKENS, TRAINING_VALUES
+from schedir.ir.ops import (
+    GATHERS,
+    ROWS,
+    SPLIT_CHANGES,
+    STEPPED,
+    TOKENS,
+    TRAINING_VALUES,
+    Traffic,
+)
 from schedir.ir.per_stage import from_grid, grid
 from schedir.ir.plan import Plan
 from schedir.ir.sizes import Sizes
@@ -23,9 +32,10 @@ Floats = NDArray[np.float64]
 # without and with parts on replicas.
 _RINGS: Final = {row.cost: row.ring for row in ROWS if row.ring is not None and row.ring.size}
 _UNPRICED: Final = ({"reduce_scatter", "unshard"}, {"reduce_grads"})
+_MESSAGES: Final = {row.cost for row in ROWS if row.hop and row.cost not in ("", "send")}
 _GATHERS: Final = {row.cost for row in ROWS if row.op in GATHERS}
 _TRAFFIC: Final = {row.cost: row.traffic for row in ROWS if row.cost and row.traffic is not None}
-_EXAMPLES: Final = "params=2GB,grads=2GB,optimizer=12GB"
+_EXAMPLES: Final = {"params": "2GB", "grads": "2GB", "optimizer": "12GB"}
 Processes = NDArray[np.int64]
 Groups = Callable[[Processes], Processes]  # by holders, a row for each group
 
@@ -143,11 +153,12 @@ class _Filler:
         moved = [
             cost
             for cost, traffic in _TRAFFIC.items()
-            if not traffic.trait or traits[traffic.trait] in traffic.only
+            if (traits[traffic.trait] in traffic.only if traffic.trait else self._knows(traffic))
         ]
         by_stage = traits["states"] != "device"  # then what steps all has nothing left to do
         return {
             "send": self.send,
+            **{cost: partial(self.message, cost) for cost in _MESSAGES},
             **{cost: partial(self.gather, cost) for cost in _GATHERS},
             **{cost: partial(self.ring, cost) for cost in rings},
             "reduce_norm": self.reduce_norm,
@@ -160,14 +171,26 @@ class _Filler:
     def send(self) -> Floats:
         """The longer of the messages that a stage sends, each by the slowest of its links."""
         act, grad = self._leaving("send")
+        act, grad = (self._messages(x / self.tp, self._links()) for x in (act, grad))
+        return np.maximum(act, _of_the_next(grad))
+
+    def message(self, cost: str) -> Floats:
+        """A message of another value, that is sent whole."""
+        (row,) = (row for row in ROWS if row.cost == cost)
+        value = TOKENS[row.needs[0]]
+        each = self.sizes.each(value.size, self.plan) * self._leaves[:, None]
+        seconds = self._messages(each, self._links())
+        return seconds if value.across is not None and value.across.ahead else _of_the_next(seconds)
+
+    def _links(self) -> Floats:
+        """The bandwidth between each stage and the next, of the slowest of its links."""
         nodes, links = self.mesh // self.cluster.gpus_per_node, np.full(self.plan.stages, inf)
         within, between = self.cluster.nvlink, min(self.cluster.nvlink, self.cluster.network)
         for stage in np.flatnonzero(self._leaves).tolist():
             a, b = self.plan.holders[:, stage], self.plan.holders[:, stage + 1]
             across = (nodes[:, a] != nodes[:, b]).any()
             links[stage] = between if across else within
-        act, grad = (self._messages(x / self.tp, links) for x in (act, grad))
-        return np.maximum(act, _of_the_next(grad))
+        return links
 
     def gather(self, cost: str) -> Floats:
         """An all-gather of what a stage receives."""
@@ -190,7 +213,7 @@ class _Filler:
             if (across := TOKENS[token].across) is not None
             for each in [grad if token in TRAINING_VALUES else act]
         ]
-        return np.asarray(np.maximum.reduce(found))
+        return reduce(np.maximum, found)  # some are the same for all microbatches
 
     def _leaving(self, cost: str) -> tuple[Floats, Floats]:
         """Bytes of each stage's activation and its gradient, where they leave a rank, else 0."""
@@ -214,16 +237,17 @@ class _Filler:
     def ring(self, cost: str) -> Floats:
         """A stage's weights or gradients around a ring of its replicas, or of its holders."""
         ring, rows = _RINGS[cost], self.plan.rows
-        if ring.members == "holders":
-            members, parts = rows, self.dp if self.zero else 1  # that each has of the sum by then
-        else:
-            members, parts = self.dp, 1
+        members = {"tp": self.tp, "dp": self.dp, "holders": rows}[ring.members]
+        # What replicas have summed before is in parts by then.
+        parts = self.dp if ring.members == "holders" and self.zero else 1
         if members == 1:
             return np.zeros((1, 1))
 
         def groups(holders: Processes) -> Processes:
             if ring.members == "holders":
                 return self.mesh[:, holders].swapaxes(1, 2).reshape(-1, rows)
+            if ring.members == "tp":
+                return self.mesh[:, holders].reshape(-1, self.tp)
             return self.mesh[:, holders].reshape(self.dp, -1).T
 
         each = self.sizes.each(ring.size, self.plan)
@@ -262,6 +286,10 @@ class _Filler:
         transfer = {"host": self.cluster.host_transfer, "disk": self.cluster.disk_transfer}
         return np.array([[transfer[traffic.link](size)] for size in each.tolist()])
 
+    def _knows(self, traffic: Traffic) -> bool:
+        """Whether all sizes are told of what only some programs move."""
+        return all(self.sizes.of(name, self.plan.stages).any() for name in traffic.sizes)
+
     def _changed(self, cost: str, times: float) -> Floats:
         """A change of what a stage sends or receives, in its memory."""
         split = any(row.op in SPLIT_CHANGES for row in ROWS if row.cost == cost)
@@ -276,8 +304,8 @@ class _Filler:
         each = {name: self.sizes.of(name, self.plan.stages) for name in names}
         needed = {*names} - {"optimizer"} or {*names}  # some optimizers have no state
         if not all(each[name].any() for name in needed):
-            raise _unknown(cost, _EXAMPLES)
-        return np.asarray(sum(each[name] for name in names))
+            raise _unknown(cost, ",".join(f"{name}={_EXAMPLES[name]}" for name in each))
+        return _sum_of(each, names)
 
     def _dram(self, cost: str) -> float:
         """Bytes per second of the host's memory."""
@@ -304,7 +332,12 @@ class _Filler:
 def stepped(params: Floats, grads: Floats, optimizer: Floats) -> Floats:
     """Bytes that a step of the optimizer reads and writes."""
     each = {"params": params, "grads": grads, "optimizer": optimizer}
-    return np.asarray(sum(each[name] for name in STEPPED))
+    return _sum_of(each, STEPPED)
+
+
+def _sum_of(each: Mapping[str, Floats], names: Collection[str]) -> Floats:
+    """The sum of some sizes, of each as often as it is named."""
+    return np.asarray(sum(times * each[name] for name, times in Counter(names).items()))
 
 
 def _of_the_next(each: Floats) -> Floats:

@@ -114,8 +114,9 @@ class FormRow(NamedTuple):
         doc: What a value in this form is.
         split: Whether each rank of a tensor-parallel group has 1/t of the bytes. Such a form needs
             tp > 1, and a boundary that is not sharded already.
-        size: The field of `Sizes` with the bytes of a value in this form. Without this column, or
-            where the size is not given, a value has as many bytes as without the form.
+        size: The field of `Sizes` with the bytes of a value in this form: at most as many as
+            without the form, and in proportion to them. Without this column, or where the size is
+            not given, they are as many.
     """
 
     form: Form
@@ -180,14 +181,14 @@ class Traffic(NamedTuple):
     Attributes:
         link: The GPU's memory, the link to the host, the host's disk, or the host's memory.
         sizes: The fields of `Sizes` whose bytes are moved, of a stage. A field that is read and
-            written is there twice. Without any, the bytes are those of the value that the
-            instruction works on, in its form.
+            written is there twice. Without any, the bytes are those of the value whose form the
+            instruction changes: of all of it, or of the rank's part if the form splits it.
         times: How often each byte is moved.
         always_shared: Whether each of the replicas moves 1/dp of it at every level of ZeRO, and not
             only from level 1 on.
-        trait: A trait of programs, and with which of its values there is such an instruction; ""
-            for any program.
-        only: These values.
+        trait: "snapshots" or "states", if the instruction is in all programs with some values of
+            this trait. Without a trait, a cluster that does not know the sizes prices nothing.
+        only: These values of the trait.
     """
 
     link: Literal["hbm", "host", "disk", "dram"]
@@ -202,8 +203,9 @@ class Row(NamedTuple):
     """A row of the instruction table.
 
     `needs` must have been given before the instruction starts, `gives` is there when it ends,
-    `frees` is of no use to anybody afterwards.  `hop` is set for transfers: where the stage
-    of the message's other side is.  `meets` is set for what has partners on other ranks, and
+    `frees` is of no use to anybody afterwards.  A row that only reads a microbatch's value gives it
+    on: then it stands before the row that frees the value.  `hop` is set for transfers: where the
+    stage of the message's other side is.  `meets` is set for what has partners on other ranks, and
     `group` says who they are: all ranks of the pipeline ("model"), the holders of the stage
     ("holders"), or those that share tied weights ("tied"), whose values it needs and gives at once.
     `cost` is the field of Costs that prices it.  `drains` says that a host that blocks waits for

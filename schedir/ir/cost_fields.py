@@ -15,7 +15,10 @@ from schedir.ir.per_stage import PerStage
 
 # Which field prices which instruction. A receive ends with its send and costs nothing itself.
 FIELD: Final = {row.op: row.cost for row in ROWS if row.cost}
-_FIRST: Final = ("F", "I", "W", "B", "R", "FB", "send", "step")
+_FIRST: Final = (
+    "F", "I", "W", "B", "R", "FB", "send", "step",
+    "reduce_grads", "reduce_holders", "reduce_tied", "reduce_norm",
+)  # fmt: skip
 NAMES: Final = tuple(dict.fromkeys((*_FIRST, *FIELD.values())))
 STUB: Final = Path(__file__).with_suffix(".pyi")
 

@@ -323,7 +323,9 @@ def change_of(op: Opcode, token: Token) -> Change | None:
 # it in every program.
 BOUNDARY: Final = tuple(row.token for row in TOKENS if row.across is not None)
 BETWEEN_NEIGHBOURS: Final = tuple(
-    token for token in BOUNDARY if TOKENS[token].across in (Hop.NEXT, Hop.PREVIOUS)
+    token
+    for token in BOUNDARY
+    if TOKENS[token].across in (Hop.NEXT, Hop.PREVIOUS) and not TOKENS[token].optional
 )
 # Kinds of instructions, read off the table.
 SENDS: Final = tuple(row.op for row in ROWS if row.hop and row.needs)

@@ -139,8 +139,8 @@ def _of_row(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) -> Iterator
         yield "what runs a stage's module is of a microbatch, on the lane COMPUTE"
     if row.between_segments and (row.ring is None or row.ring.members != "tp"):
         yield "what runs between segments is a collective of the tensor-parallel group"
-    if row.traffic is not None and row.traffic.trait and row.traffic.trait not in _TRAITS:
-        yield f"there is no trait {row.traffic.trait!r} of programs with a default"
+    if row.traffic is not None and row.traffic.trait not in ("", "snapshots", "states"):
+        yield f"a cluster does not know of the trait {row.traffic.trait!r}"
     if row.traffic is not None and not row.traffic.sizes and row.form is None:
         yield "without sizes its traffic is of a value whose form it changes"
     if row.drains and lane.host != "starts":
@@ -187,6 +187,9 @@ def _of_values(row: Row, rows: Sequence[Row], tokens: Sequence[TokenRow]) -> Ite
     if row.form is not None:
         yield from _of_form(row, rows, tokens)
     changed = [change.token for change in row.changes]
+    for token in {*row.needs} - {*row.gives, *row.frees, *changed}:
+        if tokens[token].found is Found.ONCE:
+            yield f"it reads {token.name} without giving it on: it may stand behind who frees it"
     for token in changed:
         if changed.count(token) > 1:
             yield f"it has two changes of {token.name}: each is an instruction"

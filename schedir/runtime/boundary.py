@@ -259,6 +259,11 @@ def _aligned(size: int, to: int = ALIGNED) -> int:
     return -(-size // to) * to
 
 
+# What crosses in a value that stages do not give themselves: instructions of passes do. A module
+# with handlers of such a value adds it.
+CARRIED: dict[Token, Crossing] = {}
+
+
 @dataclass(frozen=True)
 class Boundaries:
     """What passes from each stage of a model, but the last, to the next; and along each skip."""
@@ -321,6 +326,8 @@ class Boundaries:
 
     def carried(self, kind: Token, stage: int) -> Crossing:
         """What a value of a kind that crosses is, of a stage: tensors, or their gradients."""
+        if kind in CARRIED:
+            return CARRIED[kind]
         across = TOKENS[kind].across
         assert across is not None
         crossing = self._at[across, stage]

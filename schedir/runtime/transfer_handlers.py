@@ -28,7 +28,8 @@ from schedir.runtime.slots import OutputSlot
 from schedir.transports.transport import Done, Then, bytes_on, own_part
 
 _RECEIVES = {ROWS[op].gives[0]: op for op in RECEIVES}
-# By form, where in the memory of a value its message is, when the value has that form. A module
+# By form, where within the memory of a whole value its message is, when the value has that form: a
+# form never takes more bytes. A module
 # with handlers of such a form adds its own, flat. A form that is missing leaves the size as it is.
 LAYOUTS: Final[dict[Form, Callable[[Tensor], Tensor]]] = {}
 
@@ -136,20 +137,25 @@ class Received(NamedTuple):
     wait: Callable[[], None]
 
 
-def received(state: State, i: Instr) -> Received:
-    """What an instruction that takes a form from a value works with."""
-    (kind,) = ROWS[i.op].gives
-    whole, _ = _received(state, i, kind)
-    changed = _changed(state, i, kind)
-    place = changed.index(i.op)
+def first_wait(state: State, i: Instr, kind: Token) -> Callable[[], None]:
+    """Return what waits for a message before the stage that takes it in waits, too."""
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
 
     def wait() -> None:
         arrivals[key].wait()
         arrivals[key] = Done()  # a message can be awaited once
 
+    return wait
+
+
+def received(state: State, i: Instr) -> Received:
+    """What an instruction that takes a form from a value works with."""
+    (kind,) = ROWS[i.op].gives
+    whole, _ = _received(state, i, kind)
+    changed = _changed(state, i, kind)
+    place = changed.index(i.op)
     before, after = (_in_form(state, whole, changed[k:]).view(-1) for k in (place, place + 1))
-    return Received(before, after, wait)
+    return Received(before, after, first_wait(state, i, kind))
 
 
 def message_wait(state: State, i: Instr, kind: Token) -> Callable[[], None] | None:

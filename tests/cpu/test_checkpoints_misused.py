@@ -257,6 +257,7 @@ def test_all_processes_refuse_to_write_what_one_has_not_copied(tmp_path: Path) -
 def left_alone(rank: int) -> str:
     """A process: the other one goes while both would tell each other something."""
     group = dist.new_group(backend="gloo")
+    dist.barrier()  # all have made the group
     if rank:
         dist.destroy_process_group(group)
         return ""

@@ -81,6 +81,8 @@ def test_the_tables_keep_to_the_rules() -> None:
         ("Scatter", row(O.Gather, form=None)),
         ("Gather: ACT_IN has several", row(O.SumAct, form=Form.PART)),
         ("Offload", row(O.Offload, form=Form.PART)),
+        # A reader that nothing keeps before the one who frees.
+        ("SumAct: it reads ACT_IN", row(O.SumAct, gives=())),
         # Others between segments than the tensor-parallel group, and other computes.
         ("ReduceGrads", row(O.ReduceGrads, between_segments="always")),
         ("ReduceGrads", row(O.ReduceGrads, computes=True)),
