@@ -381,8 +381,11 @@ def _room(
 
 
 def _handed_over(program: Program, sizes: Sizes) -> Kept:
-    """What is put out and no message takes as it is: until a neighbouring stage on the rank has
-    used it, or, in each form but the last, until something gives it the next one."""
+    """Return the memory of outputs that are not sent as they are.
+
+    An output for a stage on the same rank is held until that stage has used it. An output that
+    changes its form is held in each form but the last until the next change.
+    """
     index = Index.of(program)
     group, found = groups(index).astype(np.int64), []
 

@@ -180,8 +180,7 @@ def _places(lives: Lives, rank: int, count: int) -> list[int]:
 
 
 def is_sent(program: Program, kind: Token) -> NDArray[np.bool_]:
-    """Of each value of a kind that is put out, as `Flow.lives` has them: whether a message takes
-    it."""
+    """Return whether a message takes each value of a kind, in the order of `Flow.lives`."""
     return Index.of(program).is_op(SENDS)[Flow.of(program).lives(kind).freed]
 
 
@@ -196,8 +195,8 @@ def by_form(
         at: Positions of instructions, each of the stage and the microbatch of one value.
 
     Yields:
-        Who changes the form of some of the values, in the order in which they run; and a mask of
-        these values, of the shape of `at`.
+        The instructions that change the form of some of the values, in execution order; and a
+        mask of these values, of the shape of `at`.
     """
     index, code = Index.of(program), np.zeros(len(at), np.int64)
     changed = [op for op in form_changes(kind) if op in index.at]
@@ -210,8 +209,8 @@ def by_form(
 def form_sizes(
     program: Program, kind: Token, changed: tuple[Opcode, ...], sizes: Sizes, at: Positions
 ) -> NDArray[np.float64]:
-    """Bytes of the value of a kind that each of some instructions is for, behind some changes of
-    its form."""
+    """Return the bytes of values of a kind after `changed` have changed their form; `at` has the
+    position of an instruction of each value."""
     forms = [FORMS[form] for op in changed if (form := ROWS[op].form) is not None]
     told = [form.size for form in forms if form.size and sizes.tells(form.size)]
     size = _sizes(program, kind, [TOKENS[kind].size, *told][-1], sizes, at)
@@ -219,8 +218,8 @@ def form_sizes(
 
 
 def sent_from(program: Program, kind: Token) -> dict[tuple[Opcode, ...], NDArray[np.int64]]:
-    """From how many slots of each rank messages take what is put out, shape (ranks,), by who
-    changes its form."""
+    """Return the number of slots from which messages are sent, shape (ranks,), by the instructions
+    that change the form of the value."""
     lives, sent = Flow.of(program).lives(kind), is_sent(program, kind)
     ranks, values = program.plan.ranks, np.diff(lives.first)
     rank_of, count = np.repeat(range(ranks), values), counts(program)[:, KINDS.index(kind)]

@@ -175,7 +175,7 @@ class _Filler:
         return np.maximum(act, _of_the_next(grad))
 
     def message(self, cost: str) -> Floats:
-        """A message of another value, that is sent whole."""
+        """A message of a value that has a cost of its own. It is sent whole."""
         (row,) = (row for row in ROWS if row.cost == cost)
         value = TOKENS[row.needs[0]]
         each = self.sizes.each(value.size, self.plan) * self._leaves[:, None]
@@ -273,7 +273,7 @@ class _Filler:
         return np.full((1, 1), max(each))
 
     def traffic(self, cost: str) -> Floats:
-        """What an instruction moves that is no message: a value, or the replica's part of it."""
+        """The seconds of an instruction that copies, reads or writes memory."""
         traffic = _TRAFFIC[cost]
         if not traffic.sizes:
             return self._changed(cost, traffic.times)
@@ -287,7 +287,7 @@ class _Filler:
         return np.array([[transfer[traffic.link](size)] for size in each.tolist()])
 
     def _knows(self, traffic: Traffic) -> bool:
-        """Whether all sizes are told of what only some programs move."""
+        """Return whether all sizes of `traffic` are given."""
         return all(self.sizes.of(name, self.plan.stages).any() for name in traffic.sizes)
 
     def _changed(self, cost: str, times: float) -> Floats:

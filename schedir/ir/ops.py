@@ -29,7 +29,7 @@ _T, _L, _O = Token, Lane, Opcode
 _MB, _STAGE, _RANK = Per.MICROBATCH, Per.STAGE, Per.RANK
 _ONCE, _ALL = Found.ONCE, Found.ALL
 
-# What a step of an optimizer reads and writes: gradients are read, the others are both.
+# The sizes that an optimizer step reads and writes. It only reads gradients.
 STEPPED: Final = ("params", "params", "grads", "optimizer", "optimizer")
 
 
@@ -289,7 +289,7 @@ def consumers(token: Token) -> tuple[Opcode, ...]:
 
 @cache
 def changes(token: Token) -> tuple[Opcode, ...]:
-    """Who changes a value in place: needs it and gives it, in the order in which they run.
+    """The instructions that change a value in place (need and give it), in execution order.
 
     That is the order of the table. But changes of form come first, and a value that is taken in
     loses its forms in the reverse of the order in which the other side gave them.
@@ -302,13 +302,13 @@ def changes(token: Token) -> tuple[Opcode, ...]:
 
 @cache
 def form_changes(token: Token) -> tuple[Opcode, ...]:
-    """Who changes the form of a value, in the order in which they run."""
+    """The instructions that change the form of a value, in execution order."""
     return tuple(op for op in changes(token) if ROWS[op].form is not None)
 
 
 @cache
 def between_segments(sequence: bool) -> tuple[Opcode, ...]:
-    """What tensor-parallel ranks run between the segments of a stage, by `Program.sequence`."""
+    """The collectives between the segments of a stage, for this value of `Program.sequence`."""
     when = ("always", "sequence") if sequence else ("always",)
     return tuple(row.op for row in ROWS if row.between_segments in when)
 
@@ -362,8 +362,8 @@ ADDS_TO_WEIGHTS: Final = (
 )
 REDUCES: Final = tuple(row.op for row in ROWS if row.lane is Lane.DP)
 TRAINING_VALUES: Final = frozenset(row.token for row in TOKENS if row.training)
-# Who makes, changes, sends or takes a gradient that crosses between stages: nobody in a program
-# without a backward.
+# The instructions that work with a gradient that crosses between stages. A program without a
+# backward has none.
 OF_GRADIENTS: Final = tuple(
     row.op for row in ROWS if {*row.needs, *row.gives} & TRAINING_VALUES & {*BOUNDARY}
 )
@@ -388,7 +388,7 @@ OFF_COMPUTE: Final = {
     )
     for row in TOKENS
 }  # fmt: skip
-# By value, what works with it and runs no stage.
+# The instructions that work with a value and do not run a stage.
 USERS: Final = {
     row.token: frozenset(r.op for r in ROWS if row.token in {*r.needs, *r.gives} and not r.computes)
     for row in TOKENS

@@ -257,8 +257,11 @@ class Program:
         return int(self.plan.rank_at(self.beside(hop)[i.stage], i.mb))
 
     def has(self, token: Token) -> bool:
-        """Whether a value of this kind can be there: what crosses a boundary goes somewhere, what a
-        trait brings has it, and what is optional is used."""
+        """Return whether the program can have values of this kind.
+
+        A boundary value needs a stage on its other side, a value of a trait needs the trait, and
+        an optional value needs an instruction that uses it.
+        """
         if TOKENS[token].optional and self.ops.isdisjoint(USERS[token]):
             return False
         across, trait = TOKENS[token].across, TOKENS[token].trait

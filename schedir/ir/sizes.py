@@ -26,7 +26,7 @@ _UNITS |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("kMGTP")}
 _UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGTP")}
 
 
-# What tables of instructions and values name, and of which microbatches differ.
+# The sizes that the tables name; and those that can differ between microbatches.
 _OF_CHANGES = [
     (name, TOKENS[change.token].per)
     for row in ROWS
@@ -42,7 +42,7 @@ OF_A_MICROBATCH: Final = {
     *(row.made_of[1] for row in TOKENS if row.made_of and row.per is Per.MICROBATCH),
     *_OF_FORMS,
 }
-# Which size is as large as which other one where it is not told.
+# The size that a missing one is equal to.
 _LIKE: Final = (
     {row.size: row.like for row in TOKENS if row.like}
     | dict.fromkeys(_OF_FORMS, "activation")
@@ -189,7 +189,7 @@ class Sizes:
         return by_stage(f"size {name}", self._said(name), stages, UsageError, microbatches)
 
     def _said(self, name: str) -> Size:
-        """What is said of a size, or of what is as large where nothing is."""
+        """The given size, or the one that a missing size is equal to."""
         value: Size | None = getattr(self, name)
         return self._said(_LIKE[name]) if value is None else value
 

@@ -136,13 +136,13 @@ def _of_row(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) -> Iterator
     if not {*row.frees} <= {*row.needs}:
         yield "it frees what it does not need"
     if row.computes and (row.lane is not Lane.COMPUTE or row.per is not Per.MICROBATCH):
-        yield "what runs a stage's module is of a microbatch, on the lane COMPUTE"
+        yield "a row that computes is per microbatch, on the lane COMPUTE"
     if row.between_segments and (row.ring is None or row.ring.members != "tp"):
-        yield "what runs between segments is a collective of the tensor-parallel group"
+        yield "a row between segments is a collective of the tensor-parallel group"
     if row.traffic is not None and row.traffic.trait not in ("", "snapshots", "states"):
         yield f"a cluster does not know of the trait {row.traffic.trait!r}"
     if row.traffic is not None and not row.traffic.sizes and row.form is None:
-        yield "without sizes its traffic is of a value whose form it changes"
+        yield "traffic without sizes needs a form: its bytes are those of the changed value"
     if row.drains and lane.host != "starts":
         yield f"hosts wait at lane {row.lane.name} anyway: nothing is drained there"
     if bool(row.hop) != lane.wire:
@@ -189,7 +189,7 @@ def _of_values(row: Row, rows: Sequence[Row], tokens: Sequence[TokenRow]) -> Ite
     changed = [change.token for change in row.changes]
     for token in {*row.needs} - {*row.gives, *row.frees, *changed}:
         if tokens[token].found is Found.ONCE:
-            yield f"it reads {token.name} without giving it on: it may stand behind who frees it"
+            yield f"it reads {token.name} without giving it: it could run after the value is freed"
     for token in changed:
         if changed.count(token) > 1:
             yield f"it has two changes of {token.name}: each is an instruction"
@@ -201,7 +201,7 @@ def _of_values(row: Row, rows: Sequence[Row], tokens: Sequence[TokenRow]) -> Ite
 def _of_form(row: Row, rows: Sequence[Row], tokens: Sequence[TokenRow]) -> Iterator[str]:
     """Faults of a row that changes the form of a value."""
     if row.needs != row.gives or len(row.gives) != 1 or tokens[row.gives[0]].across is None:
-        yield "a form is of one value that crosses between stages, which it needs and gives"
+        yield "a row with a form needs and gives one value that crosses between stages"
         return
     (token,) = row.gives
     handed = tokens[token].handed

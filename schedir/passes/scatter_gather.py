@@ -54,7 +54,7 @@ def with_form(program: Program, form: Form) -> Program:
         later = _later_changes(program, change)
         here = np.flatnonzero(is_op(fields["op"], later + consumers(token)))
         here = here[made[key[here]]]
-        if later:  # before the first of all that take a value
+        if later:  # before the first instruction that takes the value
             here = here[np.sort(np.unique(key[here], return_index=True)[1])]
         at.append(here)
         words.append(address[here] | int(change) << OP)
@@ -62,7 +62,7 @@ def with_form(program: Program, form: Form) -> Program:
 
 
 def _later_changes(program: Program, change: Opcode) -> tuple[Opcode, ...]:
-    """Who changes a value in place behind a change of its form, of what the program has."""
+    """The instructions of the program that change a value in place after `change`."""
     (token,) = ROWS[change].gives
     changed = changes(token)
     return tuple(op for op in changed[changed.index(change) + 1 :] if op in program.ops)

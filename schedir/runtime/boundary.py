@@ -259,8 +259,8 @@ def _aligned(size: int, to: int = ALIGNED) -> int:
     return -(-size // to) * to
 
 
-# What crosses in a value that stages do not give themselves: instructions of passes do. A module
-# with handlers of such a value adds it.
+# The tensors of boundary values that other instructions than stages give. The module with the
+# handlers of such an instruction adds them.
 CARRIED: dict[Token, Crossing] = {}
 
 

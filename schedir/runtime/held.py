@@ -106,7 +106,7 @@ class Held:
         self.stepped: Callable[[], tuple[Tensor, Tensor]] | None = None
         self.rooms: dict[Token, list[int]] = {}  # the bytes of each slot, by kind
         self.buffers: dict[Place, Tensor] = {}  # static memory of what is received
-        # And of what is sent, by who changes its form.
+        # Static memory of sent values, also by the instructions that change their form.
         self.outgoing: dict[tuple[Token, int, tuple[Opcode, ...]], Tensor] = {}
 
     def _states_of(

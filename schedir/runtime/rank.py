@@ -305,10 +305,16 @@ class State:
         return Slot(self.slots[kind], fills[last])
 
     def outgoing(self, kind: Token, number: int, changed: tuple[Opcode, ...]) -> Tensor | None:
-        """Memory, made once, from which the value in a slot is sent, behind those that have
-        `changed` its form: bytes; None where the transport sends from wherever a value is.
+        """Return the memory from which the value in a slot is sent, as bytes; it is made once.
 
-        Whoever fills the slot next has waited for the send, or the step has ended.
+        Args:
+            kind: The value.
+            number: The number of its slot.
+            changed: The instructions that have changed its form.
+
+        Returns:
+            None if the transport sends a value from the memory in which it was computed. The next
+            instruction that fills the slot waits for the send, or runs in a later step.
         """
         own = self.held.outgoing
         if self.transport.static and (kind, number, changed) not in own:

@@ -109,12 +109,12 @@ def _received(state: State, i: Instr, kind: Token) -> tuple[Tensor, tuple[Tensor
 
 
 def _changed(state: State, i: Instr, kind: Token) -> tuple[Opcode, ...]:
-    """Who changes the form of a value of an instruction's stage and microbatch, in order."""
+    """The instructions that change the form of a value of `i`'s stage and microbatch, in order."""
     return tuple(op for op in form_changes(kind) if (op, i.stage, i.mb) in state.index_of)
 
 
 def _in_form(state: State, whole: Tensor, changed: Sequence[Opcode]) -> Tensor:
-    """Where in the memory of a value it is, while these have not yet taken its forms from it."""
+    """The part of the memory of a whole value that holds it before `changed` take its forms."""
     for op in reversed(changed):  # in the order in which the sender has given the forms
         form = ROWS[op].form
         if form in LAYOUTS:
@@ -138,7 +138,7 @@ class Received(NamedTuple):
 
 
 def first_wait(state: State, i: Instr, kind: Token) -> Callable[[], None]:
-    """Return what waits for a message before the stage that takes it in waits, too."""
+    """Return a function that waits for a message before the stage of `i` waits for it."""
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
 
     def wait() -> None:
@@ -149,7 +149,7 @@ def first_wait(state: State, i: Instr, kind: Token) -> Callable[[], None]:
 
 
 def received(state: State, i: Instr) -> Received:
-    """What an instruction that takes a form from a value works with."""
+    """Return the memory and the wait for an instruction that takes a form from a value."""
     (kind,) = ROWS[i.op].gives
     whole, _ = _received(state, i, kind)
     changed = _changed(state, i, kind)

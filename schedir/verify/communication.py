@@ -23,7 +23,7 @@ from schedir.verify.inspector import Inspector
 
 _MOVE_GRADIENTS = tuple(op for op in OF_GRADIENTS if op not in COMPUTE)
 _BEFORE = tuple(send for send in SENDS if send not in OF_GRADIENTS)  # of any backward
-# Who gives a sent value a form, the send, and who takes the form behind its receive.
+# The instruction that gives a sent value a form, the send, and the one that takes the form.
 _FORMED = tuple(
     (gives, send, takes)
     for send, receive in zip(SENDS, RECEIVES, strict=True)

@@ -70,7 +70,7 @@ def _on_rank(process: int, transport: type[Gloo], tp: int, options: dict[str, An
 
 
 def in_processes(options: dict[str, Any]) -> None:
-    """One step in real processes, over Gloo and shared memory, beside the reference."""
+    """Compare one step in real processes, over Gloo and shared memory, with the reference."""
     for transport in Gloo, Shared:
         for tp in 1, 2:
             program = schedir.compile(one_f_one_b, Plan(2, 4), tp=tp, model="edge", **options)

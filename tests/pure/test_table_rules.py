@@ -76,14 +76,14 @@ def test_the_tables_keep_to_the_rules() -> None:
         ),
         # A message that goes elsewhere than its value.
         ("SendSkip", row(O.SendSkip, needs=(T.ACT_OUT,))),
-        # A form that is given and not taken, or given twice, or to what crosses no boundary.
+        # A form without a second row, a form changed twice, and a form of a value that stays.
         ("Gather", row(O.Scatter, form=None, traffic=None)),
         ("Scatter", row(O.Gather, form=None)),
         ("Gather: ACT_IN has several", row(O.SumAct, form=Form.PART)),
         ("Offload", row(O.Offload, form=Form.PART)),
-        # A reader that nothing keeps before the one who frees.
+        # A row that reads a value, and that no row orders before the one that frees it.
         ("SumAct: it reads ACT_IN", row(O.SumAct, gives=())),
-        # Others between segments than the tensor-parallel group, and other computes.
+        # Collectives of another group between segments, and a reduction that computes.
         ("ReduceGrads", row(O.ReduceGrads, between_segments="always")),
         ("ReduceGrads", row(O.ReduceGrads, computes=True)),
         ("Snapshot", row(O.Snapshot, traffic=Traffic("host", ("params",), trait="snapshot"))),
