@@ -127,7 +127,7 @@ def is_constant(value: object) -> bool:
 
 
 def docstring(value: object) -> str:
-    """Return the docstring of what is public; that of a constant is its module's."""
+    """Return the docstring of a public name. A constant has the docstring of its module."""
     documented = sys.modules[type(value).__module__] if is_constant(value) else value
     if not documented.__doc__:
         raise ValueError(f"{value!r} is public, and has no docstring")

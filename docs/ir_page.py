@@ -71,7 +71,7 @@ def blocks() -> dict[str, object]:
         "gather": GATHER,
         "values": table(["value", "is", "one per", "found:", "bytes"], values),
         "lanes": table(["lane", "has", "a host that blocks"], lanes),
-        "rules": table(["model", "transfers", "who behaves so"], rules),
+        "rules": table(["model", "transfers", "used by"], rules),
         "models": ", ".join(f"`{m}`" for m in MODELS),
         "program": show(compile(one_f_one_b, Plan(2, 8))),
         "format": FORMAT,

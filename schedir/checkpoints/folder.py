@@ -47,7 +47,7 @@ _locks: dict[str, Lock] = {}  # of this process, by folder: they go when it ends
 
 
 Share = Callable[[Manifest], list[str]]  # of its files, those that a process verifies
-Agree = Callable[[str], list[str]]  # what each process says, of what this one does
+Agree = Callable[[str], list[str]]  # takes this process's text; returns the texts of all processes
 _T = TypeVar("_T")
 
 

@@ -109,7 +109,7 @@ class _Unsound(Exception):
 
 
 class _Reader:
-    """Takes one line after the other of what is called so in errors."""
+    """Reads the lines of a manifest one by one. Errors call the manifest `what`."""
 
     def __init__(self, what: str) -> None:
         self.what, self.line = what, 0

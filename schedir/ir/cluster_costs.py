@@ -21,6 +21,7 @@ from schedir.ir.ops import (
     STEPPED,
     TOKENS,
     TRAINING_VALUES,
+    Hop,
     Traffic,
 )
 from schedir.ir.per_stage import from_grid, grid
@@ -32,7 +33,10 @@ Floats = NDArray[np.float64]
 # without and with parts on replicas.
 _RINGS: Final = {row.cost: row.ring for row in ROWS if row.ring is not None and row.ring.size}
 _UNPRICED: Final = ({"reduce_scatter", "unshard"}, {"reduce_grads"})
-_MESSAGES: Final = {row.cost for row in ROWS if row.hop and row.cost not in ("", "send")}
+# Messages between neighbours; a message along a skip has no link here.
+_MESSAGES: Final = {
+    row.cost for row in ROWS if row.hop in (Hop.NEXT, Hop.PREVIOUS) and row.cost not in ("", "send")
+}
 _GATHERS: Final = {row.cost for row in ROWS if row.op in GATHERS}
 _TRAFFIC: Final = {row.cost: row.traffic for row in ROWS if row.cost and row.traffic is not None}
 _EXAMPLES: Final = {"params": "2GB", "grads": "2GB", "optimizer": "12GB"}
@@ -148,14 +152,14 @@ class _Filler:
         self.dp, self.tp = int(mesh.shape[0]), int(mesh.shape[2])
 
     def fills(self, traits: Mapping[str, object]) -> dict[str, Callable[[], Floats]]:
-        """What makes each cost that programs with some traits have, by its name."""
+        """Return a function for each cost of programs with these traits, by the cost's name."""
         rings = [cost for cost in _RINGS if cost not in _UNPRICED[self.zero > 0]]
         moved = [
             cost
             for cost, traffic in _TRAFFIC.items()
             if (traits[traffic.trait] in traffic.only if traffic.trait else self._knows(traffic))
         ]
-        by_stage = traits["states"] != "device"  # then what steps all has nothing left to do
+        by_stage = traits["states"] != "device"  # then OptimizerStep itself takes no time
         return {
             "send": self.send,
             **{cost: partial(self.message, cost) for cost in _MESSAGES},
@@ -175,12 +179,14 @@ class _Filler:
         return np.maximum(act, _of_the_next(grad))
 
     def message(self, cost: str) -> Floats:
-        """A message of a value that has a cost of its own. It is sent whole."""
-        (row,) = (row for row in ROWS if row.cost == cost)
-        value = TOKENS[row.needs[0]]
-        each = self.sizes.each(value.size, self.plan) * self._leaves[:, None]
-        seconds = self._messages(each, self._links())
-        return seconds if value.across is not None and value.across.ahead else _of_the_next(seconds)
+        """The longest message of the values that have this cost. Values are sent whole."""
+        found = []
+        for row in ROWS:
+            if row.cost == cost and row.hop is not None:
+                each = self.sizes.each(TOKENS[row.needs[0]].size, self.plan)
+                seconds = self._messages(each * self._leaves[:, None], self._links())
+                found.append(seconds if row.hop.ahead else _of_the_next(seconds))
+        return reduce(np.maximum, found)
 
     def _links(self) -> Floats:
         """The bandwidth between each stage and the next, of the slowest of its links."""
@@ -202,7 +208,7 @@ class _Filler:
     def _crossing(self, cost: str) -> Floats:
         """Bytes of each stage's value that instructions with a cost change; of several the largest.
 
-        A size is told for the earlier of two stages.
+        `Sizes` has the bytes at the earlier of the two stages.
         """
         act, grad = self._leaving(cost)
         found = [
@@ -213,7 +219,7 @@ class _Filler:
             if (across := TOKENS[token].across) is not None
             for each in [grad if token in TRAINING_VALUES else act]
         ]
-        return reduce(np.maximum, found)  # some are the same for all microbatches
+        return reduce(np.maximum, found)  # shapes (stages, microbatches) and (stages, 1)
 
     def _leaving(self, cost: str) -> tuple[Floats, Floats]:
         """Bytes of each stage's activation and its gradient, where they leave a rank, else 0."""
@@ -238,7 +244,7 @@ class _Filler:
         """A stage's weights or gradients around a ring of its replicas, or of its holders."""
         ring, rows = _RINGS[cost], self.plan.rows
         members = {"tp": self.tp, "dp": self.dp, "holders": rows}[ring.members]
-        # What replicas have summed before is in parts by then.
+        # With ZeRO each holder has the part of its replica.
         parts = self.dp if ring.members == "holders" and self.zero else 1
         if members == 1:
             return np.zeros((1, 1))
@@ -291,7 +297,7 @@ class _Filler:
         return all(self.sizes.of(name, self.plan.stages).any() for name in traffic.sizes)
 
     def _changed(self, cost: str, times: float) -> Floats:
-        """A change of what a stage sends or receives, in its memory."""
+        """The seconds in which a GPU changes the form of a value in its memory."""
         split = any(row.op in SPLIT_CHANGES for row in ROWS if row.cost == cost)
         if split and self.tp == 1:
             return np.zeros((1, 1))
@@ -336,7 +342,7 @@ def stepped(params: Floats, grads: Floats, optimizer: Floats) -> Floats:
 
 
 def _sum_of(each: Mapping[str, Floats], names: Collection[str]) -> Floats:
-    """The sum of some sizes, of each as often as it is named."""
+    """The sum of the named sizes. A name can occur several times."""
     return np.asarray(sum(times * each[name] for name, times in Counter(names).items()))
 
 

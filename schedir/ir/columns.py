@@ -79,9 +79,9 @@ class TokenRow(NamedTuple):
     `room` is of what has memory of its own all the time, whoever fills it, beside what the device
     holds: one of TIERS, and the field of Sizes that tells the bytes; of them a replica has a part
     where it has one of the optimizer's state.
-    `like` is the field of Sizes that tells the bytes where `size` is not told.
-    An `optional` value is in no program unless a pass puts an instruction there that works with it
-    and runs no stage: so nothing is missing without it.
+    `like` is the field of Sizes that is used if `size` is not given.
+    A program has an `optional` value only if a pass has added an instruction that uses it and does
+    not run a stage. A program without such an instruction is complete.
     `training` values exist only where the program trains, and only for stages that are not frozen.
     """
 
@@ -174,7 +174,7 @@ class Ring(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Which bytes an instruction moves that is no message and no collective, and over which link.
+    """The bytes that an instruction moves over a link, if it is no message and no collective.
 
     A `Cluster` divides the bytes by the speed of the link for the instruction's cost.
 
@@ -184,8 +184,8 @@ class Traffic(NamedTuple):
             written is there twice. Without any, the bytes are those of the value whose form the
             instruction changes: of all of it, or of the rank's part if the form splits it.
         times: How often each byte is moved.
-        always_shared: Whether each of the replicas moves 1/dp of it at every level of ZeRO, and not
-            only from level 1 on.
+        always_shared: Whether each replica moves 1/dp of the bytes at every level of ZeRO, also at
+            level 0.
         trait: "snapshots" or "states", if the instruction is in all programs with some values of
             this trait. Without a trait, a cluster that does not know the sizes prices nothing.
         only: These values of the trait.
@@ -203,9 +203,9 @@ class Row(NamedTuple):
     """A row of the instruction table.
 
     `needs` must have been given before the instruction starts, `gives` is there when it ends,
-    `frees` is of no use to anybody afterwards.  A row that only reads a microbatch's value gives it
-    on: then it stands before the row that frees the value.  `hop` is set for transfers: where the
-    stage of the message's other side is.  `meets` is set for what has partners on other ranks, and
+    `frees` is of no use to anybody afterwards.  A row that only reads a microbatch's value also
+    gives it. So the row runs before the one that frees the value.  `hop` is set for transfers:
+    where the stage of the message's other side is.  `meets` is set for what has partners on other ranks, and
     `group` says who they are: all ranks of the pipeline ("model"), the holders of the stage
     ("holders"), or those that share tied weights ("tied"), whose values it needs and gives at once.
     `cost` is the field of Costs that prices it.  `drains` says that a host that blocks waits for
@@ -217,7 +217,7 @@ class Row(NamedTuple):
     a value that its stage puts out, or takes from a value that its stage takes in.
     `between_segments` is set for collectives of the tensor-parallel group that sum or gather what
     one segment of a stage passes to the next: "always", or only in programs with "sequence yes".
-    `traffic` says what it moves, for a `Cluster` that prices it.
+    A `Cluster` makes the cost of the row from `ring` or `traffic`.
     `idle` is that of its lane, unless it names another `Cause`.  `in_torch` is set where torch's
     runtime, or the training loop around it, does the same: an export to torch leaves the row out.
     """

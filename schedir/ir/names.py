@@ -36,10 +36,9 @@ class Token(IntEnum):
 
 
 class Form(IntEnum):
-    """How a value that crosses between stages is stored; `FORMS` has a row for each."""
+    """How a value is changed while it crosses between stages; `FORMS` has a row for each."""
 
-    WHOLE = 0
-    PART = 1
+    PART = 0
 
 
 class Lane(IntEnum):

@@ -82,7 +82,6 @@ TOKENS: Final[tuple[TokenRow, ...]] = (
 )  # fmt: skip
 
 FORMS: Final[tuple[FormRow, ...]] = (
-    FormRow(Form.WHOLE, "the value as the stage gives it"),
     FormRow(Form.PART, "a tensor-parallel rank's 1/t of the value", split=True),
 )
 
@@ -291,8 +290,8 @@ def consumers(token: Token) -> tuple[Opcode, ...]:
 def changes(token: Token) -> tuple[Opcode, ...]:
     """The instructions that change a value in place (need and give it), in execution order.
 
-    That is the order of the table. But changes of form come first, and a value that is taken in
-    loses its forms in the reverse of the order in which the other side gave them.
+    That is the order of the table. But changes of form come first. A stage removes the forms of a
+    value that it takes in, in the reverse of the order in which the other side gave them.
     """
     found = [row for row in ROWS if token in row.gives and token in row.needs]
     way = 1 if TOKENS[token].handed is None else -1

@@ -28,9 +28,9 @@ from schedir.runtime.slots import OutputSlot
 from schedir.transports.transport import Done, Then, bytes_on, own_part
 
 _RECEIVES = {ROWS[op].gives[0]: op for op in RECEIVES}
-# By form, where within the memory of a whole value its message is, when the value has that form: a
-# form never takes more bytes. A module
-# with handlers of such a form adds its own, flat. A form that is missing leaves the size as it is.
+# By form, a function that returns the part of a value's memory that the message uses, as a flat
+# tensor. The module with the handlers of a form adds the function. A form without one uses all of
+# the memory. No form uses more.
 LAYOUTS: Final[dict[Form, Callable[[Tensor], Tensor]]] = {}
 
 
@@ -62,8 +62,8 @@ def put_out(state: State, i: Instr, kind: Token) -> Callable[[Sequence[Tensor]],
     """Fills the slot of a value that an instruction puts out, laid as its taker wants it.
 
     A stage on this rank takes the tensors as a message would bring them, a message one tensor from
-    static memory where there is some, and several as bytes, one behind the other.  A change of form
-    takes what would be sent; the last one fills the static memory.
+    static memory where there is some, and several as bytes, one behind the other.  If instructions
+    change the form of the value, the last of them fills the static memory.
     """
     out, carried = state.slot(kind, i.stage, i.mb), state.passing[i.mb].carried(kind, i.stage)
     if state.local_stage(state.program.other(kind, i.stage), i.mb) is not None:
@@ -127,9 +127,9 @@ class Received(NamedTuple):
     """A value that came by message, for the instruction that takes a form from it.
 
     Attributes:
-        before: Where the value is in its form, flat. This memory begins where `after` does.
-        after: Where it belongs without the form, flat.
-        wait: Waits until the value is in `before`.
+        before: The memory of the value in its form, flat. It begins at the address of `after`.
+        after: The memory of the value without the form, flat.
+        wait: Waits for the message in `before`.
     """
 
     before: Tensor

@@ -21,7 +21,7 @@ BUDGET = {
     "schedir/dumps": 1_720,
     "schedir/foreign": 490,
     "schedir/io": 1_580,
-    "schedir/ir": 3_540,
+    "schedir/ir": 3_545,
     "schedir/models": 460,
     "schedir/parallel": 320,
     "schedir/passes": 2_150,
