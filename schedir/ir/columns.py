@@ -203,23 +203,23 @@ class Row(NamedTuple):
     """A row of the instruction table.
 
     `needs` must have been given before the instruction starts, `gives` is there when it ends,
-    `frees` is of no use to anybody afterwards.  A row that only reads a microbatch's value also
+    `frees` is of no use to anybody afterwards. A row that only reads a microbatch's value also
     gives it. So the row runs before the one that frees the value.  `hop` is set for transfers:
-    where the stage of the message's other side is.  `meets` is set for what has partners on other ranks, and
-    `group` says who they are: all ranks of the pipeline ("model"), the holders of the stage
-    ("holders"), or those that share tied weights ("tied"), whose values it needs and gives at once.
-    `cost` is the field of Costs that prices it.  `drains` says that a host that blocks waits for
-    what stands before it on its lane: "always", or where there are "replicas".  `ring` says of a
-    collective how many bytes it sends.  `of_all` says that of what is collected it needs what there
-    is of all stages of its rank, not of its own alone.  `waits` are lanes of which a host that
-    blocks waits for all that stands before it.  A row that `computes` runs a stage's module:
+    where the stage of the message's other side is.  `meets` is set for what has partners on other
+    ranks, and `group` says who they are: all ranks of the pipeline ("model"), the holders of the
+    stage ("holders"), or those that share tied weights ("tied"), whose values it needs and gives at
+    once.  `cost` is the field of Costs that prices it.  `drains` says that a host that blocks waits
+    for what stands before it on its lane: "always", or where there are "replicas".  `ring` says of
+    a collective how many bytes it sends.  `of_all` says that of what is collected it needs what
+    there is of all stages of its rank, not of its own alone.  `waits` are lanes of which a host
+    that blocks waits for all that stands before it. A row that `computes` runs a stage's module:
     schedules place it, and each other one is placed by a pass.  `form` is the form that it gives to
     a value that its stage puts out, or takes from a value that its stage takes in.
     `between_segments` is set for collectives of the tensor-parallel group that sum or gather what
-    one segment of a stage passes to the next: "always", or only in programs with "sequence yes".
-    A `Cluster` makes the cost of the row from `ring` or `traffic`.
-    `idle` is that of its lane, unless it names another `Cause`.  `in_torch` is set where torch's
-    runtime, or the training loop around it, does the same: an export to torch leaves the row out.
+    one segment of a stage passes to the next: "always", or only in programs with "sequence yes". A
+    `Cluster` makes the cost of the row from `ring` or `traffic`.  `idle` is that of its lane,
+    unless it names another `Cause`.  `in_torch` is set where torch's runtime, or the training loop
+    around it, does the same: an export to torch leaves the row out.
     """
 
     op: Opcode
