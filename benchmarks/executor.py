@@ -19,13 +19,13 @@ With --box nothing of this: steps of the process that is alone, which note each 
 black box, in turn with steps of the same loop without that.
 
 With --drop-in nothing of this either: four processes over Gloo run three pipelines of the same
-weights, which are torch's schedule, `schedir.torch.Schedule` of the same name in torch's runtime,
-and the same in schedir's executor.  They take turns, a step each, in an order that moves on with
-each pair.  A step begins as all ranks leave a barrier, and takes as long as on the rank where it
-takes longest; gradients are set to None between steps, outside of what is timed.  A ratio is one of
-two steps of the same round: its median, and in brackets the order statistics between which the
-median of such rounds lies 95 times of 100.  "CPU" is that of the processor time of all ranks
-together, Gloo's threads included, which another job on the machine changes less.
+weights, which are torch's schedule, `schedir.torch_pipelining.Schedule` of the same name in torch's
+runtime, and the same in schedir's executor.  They take turns, a step each, in an order that moves
+on with each pair.  A step begins as all ranks leave a barrier, and takes as long as on the rank
+where it takes longest; gradients are set to None between steps, outside of what is timed.  A ratio
+is one of two steps of the same round: its median, and in brackets the order statistics between
+which the median of such rounds lies 95 times of 100.  "CPU" is that of the processor time of all
+ranks together, Gloo's threads included, which another job on the machine changes less.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ from schedir import Plan, schedules
 from schedir.io import torch_csv
 from schedir.io.black_box import Box
 from schedir.ir.program import Program
-from schedir.runtime.boundary import Boundary
+from schedir.models import gpt
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.torch import Schedule
-from schedir.training import gpt
-from schedir.transports.plain import Kinds
-from schedir.transports.processes import Gloo
-from schedir.transports.shared import Shared
+from schedir.torch_pipelining import Schedule
+from schedir.transports.gloo import Gloo
+from schedir.transports.json_collectives import Kinds
+from schedir.transports.shared_memory import Shared
 from schedir.transports.transport import Transport
 
 WHOSE = ("shared", "gloo", "torch")

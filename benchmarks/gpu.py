@@ -73,21 +73,21 @@ from benchmarks.figures import Figure
 from benchmarks.harness import lacks, parse
 from schedir import Costs, Plan, Program, Timeline, compile
 from schedir.errors import UsageError
-from schedir.ir.sizes import Sizes
+from schedir.ir.cost.sizes import Sizes
 from schedir.kernels.weight_gradient import accumulate_
+from schedir.models import gpt
 from schedir.predict.bubble_causes import exposed, ready_gaps
 from schedir.predict.calibrate import calibrate
 from schedir.predict.timeline import spans_of
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.device_memory import times_asked
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import WARM
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import MainOptimizer, float32_gradients
-from schedir.runtime.sizes import sizes_of
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
+from schedir.runtime.recording.allocator_growth import times_asked
 from schedir.schedules import one_f_one_b
-from schedir.testing import tiny
-from schedir.training import gpt
-from schedir.transports.cuda import require_gpus
+from schedir.testing import tiny_model
+from schedir.transports.gpu_selection import require_gpus
 
 RANKS = 4
 DEVICE = "cuda"
@@ -360,17 +360,17 @@ def allowed_rate(hidden: int, context: int, layers: int) -> float:
 
 def instruction_cost(microbatches: int = 256) -> float:
     """Microseconds of a Forward or Backward beyond what it runs, on one rank without a recorder."""
-    (stage,) = tiny.tiny_stages(1)
+    (stage,) = tiny_model.tiny_stages(1)
     stage.to(DEVICE)
-    inputs, targets = (x.to(DEVICE) for x in tiny.batch(microbatches))
-    boundary = Boundary((2, tiny.WIDTH), torch.float64)
+    inputs, targets = (x.to(DEVICE) for x in tiny_model.batch(microbatches))
+    boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
     program = compile(one_f_one_b, Plan(1, microbatches))
-    world = InProcess(program, [stage], loss=tiny.loss, boundary=boundary, record=False)
+    world = InProcess(program, [stage], loss=tiny_model.loss, boundary=boundary, record=False)
     rank = world.ranks[0]
 
     def plain() -> None:
         for x, target in zip(inputs, targets, strict=True):
-            tiny.loss(stage(x), target).backward()
+            tiny_model.loss(stage(x), target).backward()
 
     own = seconds(lambda: rank.step(inputs, targets)) - seconds(plain)
     return own / (2 * microbatches) * 1e6

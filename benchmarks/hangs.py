@@ -35,15 +35,16 @@ import torch._dynamo  # which every optimizer loads
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import fork_ranks, free_port, parse
-from schedir.checkpoints import storage
+from schedir.checkpoints import dcp_storage
 from schedir.errors import ProgramError
-from schedir.ir.ops import ROWS, Lane, Opcode
-from schedir.training import trainer, world
-from schedir.training.config_file import read
+from schedir.ir.isa.instructions import ROWS, Lane, Opcode
+from schedir.training import trainer
+from schedir.training.config.config_file import read
+from schedir.training.processes import process_world
 from schedir.training.train import program_of, run
 from tests.cpu import faulty
 
-assert trainer and world and torch._dynamo  # they load much, which processes share
+assert trainer and process_world and torch._dynamo  # they load much, which processes share
 TIMEOUT, MORE, LONGEST = 12.0, 12.0, 60.0  # seconds
 STEPS = 7
 KINDS = ("raise", "kill", "stop", "interrupt", "exit", "sleep")
@@ -183,7 +184,7 @@ def arm(fault: Fault, note: Path) -> None:
             faulty.fault(fault.kind)
 
     if fault.op == "save":
-        storage.write = faulty.after(fault.step, "", storage.write, fails)
+        dcp_storage.write = faulty.after(fault.step, "", dcp_storage.write, fails)
     else:
         faulty.at_instruction(fault.at, fault.step, fault.when, fails)
 

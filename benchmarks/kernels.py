@@ -12,13 +12,13 @@ sum, and beside the product alone.
 
 `windows`: for each length and window, attention's forward, and its forward and backward, with the
 window, over the same without one.  Predicted is dense over visited tiles
-(`schedir.predict.windows`).  It is held beside two that attend to all: the same tiles, by a window
-over all, which is what the prediction speaks of; and `scaled_dot_product_attention`, which is what
-one would run.  The last two columns are a layer of the GPT, by floating-point operations and
-measured, over the same without.  All of a length run in turn, round after round, on one thread, and
-ratios are of the same round; the median is printed, with its quartiles.  On a CPU, times are those
-of the thread's processor; on a GPU (--device cuda, in bfloat16) they are between events, and the
-first rounds compile.
+(`schedir.predict.window_tiles`).  It is held beside two that attend to all: the same tiles, by a
+window over all, which is what the prediction speaks of; and `scaled_dot_product_attention`, which
+is what one would run.  The last two columns are a layer of the GPT, by floating-point operations
+and measured, over the same without.  All of a length run in turn, round after round, on one thread,
+and ratios are of the same round; the median is printed, with its quartiles.  On a CPU, times are
+those of the thread's processor; on a GPU (--device cuda, in bfloat16) they are between events, and
+the first rounds compile.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import head, lacks, line, parse
-from schedir.kernels import choice, cross_entropy, gelu, layer_norm, weight_gradient
+from schedir.kernels import backend_choice, cross_entropy, gelu, layer_norm, weight_gradient
 from schedir.models.attention import attention
-from schedir.models.tiles import tiles_of
-from schedir.parallel.vocab import fused_cross_entropy
-from schedir.predict.windows import layer_flops
-from schedir.training.gpt import Layer
-from schedir.training.gpt_config import GPTConfig
+from schedir.models.attention_tiles import tiles_of
+from schedir.models.gpt import Layer
+from schedir.models.gpt_config import GPTConfig
+from schedir.predict.window_tiles import layer_flops
+from schedir.tensor_parallel.vocab_parallel import fused_cross_entropy
 
 DEVICE = "cuda"
 GOAL = 0.8
@@ -104,8 +104,8 @@ def bandwidth(options: argparse.Namespace) -> int:
     """Print the share of a copy's bandwidth that each kernel reaches; return the exit code."""
     if not torch.cuda.is_available():
         return lacks("needs a GPU, and torch sees none", options.smoke)
-    if not choice.on_triton(torch.empty(0, device=DEVICE)):
-        return lacks(f"needs triton, and no {choice.VARIABLE}=reference", options.smoke)
+    if not backend_choice.on_triton(torch.empty(0, device=DEVICE)):
+        return lacks(f"needs triton, and no {backend_choice.VARIABLE}=reference", options.smoke)
     # Backwards are run again and again over the same activations.
     torch._functorch.config.donated_buffer = False
     copy = copied()

@@ -32,7 +32,7 @@ from time import perf_counter
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import parse
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from tests.mutants import MUTATIONS, Trial, trial
 from tests.mutations_of_states import STEPPED
 from tests.mutations_of_sums import SUMMED

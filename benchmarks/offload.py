@@ -53,17 +53,17 @@ from benchmarks.harness import (
 )
 from schedir import Plan, compile, schedules, simulate
 from schedir.errors import MemoryLimitError
-from schedir.ir.costs import Costs
-from schedir.ir.ops import Lane
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import Lane
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
+from schedir.models import gpt
 from schedir.predict.calibrate import calibrate
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.living import Living
-from schedir.runtime.measured import measured
-from schedir.runtime.sizes import sizes_of
-from schedir.training import gpt
-from schedir.transports.processes import Gloo
+from schedir.runtime.recording.live_memory import Living
+from schedir.runtime.recording.measured_timeline import measured
+from schedir.transports.gloo import Gloo
 
 RANKS = 2
 CONFIG = gpt.GPTConfig(vocab=512, layers=8, hidden=256, heads=4, context=64, tied=False)

@@ -45,14 +45,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import head, line, parse
 from schedir import Cluster, load_cluster, planner
-from schedir.analysis.compiled import is_installed
+from schedir.analysis.numba_jit import is_installed
 from schedir.errors import UsageError
 from schedir.planner import Choice, Constants, Model, regret
-from schedir.planner.choice import Parts, Priced
-from schedir.planner.exact import exact
-from schedir.planner.memory import ends_numbers, layer_numbers
-from schedir.planner.plan import plan
-from schedir.planner.runnable import config as written
+from schedir.planner.config_export import config as written
+from schedir.planner.estimate.simulated_estimate import exact
+from schedir.planner.parallel_plan import Parts, Priced
+from schedir.planner.plan_search import plan
+from schedir.planner.transformer.memory_estimate import ends_numbers, layer_numbers
 from tests import published_runs as published
 from tests.published_runs import Run
 
@@ -398,10 +398,10 @@ def train_one(_: int, text: str, steps: int) -> Ran:
     import torch
     import torch.distributed as dist
 
+    from schedir.models import gpt
+    from schedir.models.gpt_config import GPTConfig
     from schedir.runtime.executor import Executor
-    from schedir.training import gpt
-    from schedir.training.config_file import read
-    from schedir.training.gpt_config import GPTConfig
+    from schedir.training.config.config_file import read
     from schedir.training.optimizer import optimizer_of
     from schedir.transports.registry import choose
 
@@ -486,7 +486,7 @@ def here(options: argparse.Namespace) -> None:
     if options.cluster:
         cluster = load_cluster(options.cluster)
     else:
-        from schedir.training.measure import measure
+        from schedir.training.hardware_benchmark import measure
 
         taken = measure(options.processes, quick=options.smoke, progress=True)
         cluster = taken.cluster

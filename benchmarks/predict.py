@@ -32,15 +32,15 @@ import schedir
 from benchmarks.harness import line, on_ranks, parse
 from schedir import Costs, Timeline, schedules
 from schedir.ir.program import Program
+from schedir.models import gpt
+from schedir.models.gpt_config import GPTConfig
 from schedir.predict.calibrate import calibrate, completed
-from schedir.runtime.boundary import Boundary
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.measured import measured
-from schedir.runtime.rank import Call
-from schedir.schedules.words import delay_for
-from schedir.training import gpt
-from schedir.training.gpt_config import GPTConfig
-from schedir.transports.shared import Shared
+from schedir.runtime.rank_state import Call
+from schedir.runtime.recording.measured_timeline import measured
+from schedir.schedules.schedule_algebra import delay_for
+from schedir.transports.shared_memory import Shared
 from tests.laws import ZOO, plan_of
 
 MODEL = GPTConfig(vocab=256, layers=8, hidden=96, heads=4, context=64)

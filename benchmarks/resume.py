@@ -33,11 +33,13 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import fork_ranks, free_port, parse
-from schedir.checkpoints.folder import Folder
-from schedir.checkpoints.saver import Saver
-from schedir.training import gpt, results, saving, steps, trainer, world
+from schedir.checkpoints.async_saver import Saver
+from schedir.checkpoints.checkpoint_directory import Folder
+from schedir.models import gpt
+from schedir.training import checkpointing, run_results, step_loop, trainer
+from schedir.training.processes import process_world
+from schedir.training.processes.watchdog import Watchdog
 from schedir.training.train import run
-from schedir.training.watchdog import Watchdog
 
 EVERY, STEPS = 5, 23
 LONGEST = 180.0  # seconds, after which processes hang
@@ -122,17 +124,17 @@ def arm(kill: Kill) -> None:
     match kill.where:
         case "set-up":
             for owner, name in (
-                (world, "met"), (gpt, "build_stage"), (trainer, "Executor"),
-                (saving, "load"), (results.Losses, "begin"), (Watchdog, "watching"),
+                (process_world, "met"), (gpt, "build_stage"), (trainer, "Executor"),
+                (checkpointing, "load"), (run_results.Losses, "begin"), (Watchdog, "watching"),
             ):  # fmt: skip
                 wrap(owner, name)
         case "step":
-            wrap(steps.Steps, "issue")
+            wrap(step_loop.Steps, "issue")
         case "losses":
-            wrap(results.Losses, "write", after=bool(kill.times % 2))
+            wrap(run_results.Losses, "write", after=bool(kill.times % 2))
         case "save":
             for owner, name in (
-                (saving.Saving, "save"), (Saver, "due"), (Saver, "write"),
+                (checkpointing.Saving, "save"), (Saver, "due"), (Saver, "write"),
             ):  # fmt: skip
                 wrap(owner, name)
         case "file":

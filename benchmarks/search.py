@@ -47,16 +47,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import schedir
 from benchmarks.harness import head, lacks, line, parse
 from schedir import Costs, Plan
-from schedir.analysis import compiled
+from schedir.analysis import numba_jit
 from schedir.errors import MemoryLimitError, ProgramError, UsageError
-from schedir.ir.ops import BACKWARD, FORWARD
+from schedir.ir.isa.instructions import BACKWARD, FORWARD
+from schedir.schedule_search.cp_sat import EXACT, solve
+from schedir.schedule_search.problem import Objective, Problem
+from schedir.schedule_search.rank_order import Order, codes_of, length, peaks
+from schedir.schedule_search.search_results import Step
 from schedir.schedules import built_in
 from schedir.schedules.draft import draft
-from schedir.schedules.words import placed_for
-from schedir.shortest.found import Step
-from schedir.shortest.orders import Order, codes_of, length, peaks
-from schedir.shortest.problem import Objective, Problem
-from schedir.shortest.solver import EXACT, solve
+from schedir.schedules.schedule_algebra import placed_for
 from tests.certified import FILE, Case, Row, cases, read
 from tests.laws import ZOO
 from tests.published import PRINTED, rows
@@ -136,7 +136,7 @@ def uneven(options: Options) -> None:
 def time(options: Options) -> None:
     """How long a bound takes, a proof, a schedule within 1 % of the bound, and a first one."""
     try:
-        compiled.load()
+        numba_jit.load()
     except UsageError:
         print("numba: no\n")
     else:

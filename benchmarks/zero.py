@@ -51,20 +51,20 @@ if __name__ == "__main__":
 import schedir
 from benchmarks.harness import head, line, parse
 from schedir import Costs, Plan, Program, Sizes, compile, schedules, simulate
-from schedir.analysis.gathers import gathers
-from schedir.analysis.memory import Footprint, held
+from schedir.analysis.memory.footprint import Footprint, held
+from schedir.analysis.memory.unshard_counts import gathers
 from schedir.commands.simulate import volume
 from schedir.errors import PlanError
-from schedir.ir.ops import BOUNDARY, Lane
-from schedir.runtime.boundary import Boundary
+from schedir.ir.isa.instructions import BOUNDARY, Lane
+from schedir.models import gpt
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.precision import MainOptimizer, float32_gradients
-from schedir.runtime.rank import Call
-from schedir.runtime.sizes import sizes_of
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
+from schedir.runtime.rank_state import Call
 from schedir.schedules.draft import draft
-from schedir.schedules.words import placed_for, takes_v
-from schedir.training import gpt
-from schedir.transports.processes import Gloo
+from schedir.schedules.schedule_algebra import placed_for, takes_v
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import run as run_in
 
 STEPS, BATCH, CONTEXT, HIDDEN, VOCAB = 5, 2, 8, 24, 31

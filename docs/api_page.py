@@ -20,7 +20,7 @@ from docs import pages
 
 # The modules whose `__all__` is public, as users write them after `schedir.`.
 MODULES = (
-    "words",
+    "schedule_algebra",
     "viz",
     "runtime",
     "checkpoints",
@@ -35,8 +35,8 @@ GROUPS = {
     "Write": (
         "A schedule is a function of (rank, ranks, microbatches) that says words. "
         "[The tutorial](tutorial.md) writes one; [the built-in ones](schedules.md) are drawn.",
-        ["Plan", "F, B, I, W, R, EMPTY", "Word", "weave", "overlap", "words.join",
-         "words.placed", "words.delayed", "greedy", "schedules", "draft"],
+        ["Plan", "F, B, I, W, R, EMPTY", "Word", "weave", "overlap", "schedule_algebra.join",
+         "schedule_algebra.placed", "schedule_algebra.delayed", "greedy", "schedules", "draft"],
     ),
     "Compile and check": (
         "[The instructions](ir.md) has the table, the progress models and the text form; "

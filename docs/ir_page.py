@@ -7,11 +7,11 @@ from itertools import pairwise
 
 from docs.pages import page, table
 from schedir import Costs, Plan, compile, schedules, show, simulate
-from schedir.analysis.models import MODEL_ROWS, MODELS
-from schedir.ir.ops import LANES, ROWS, TOKENS, Token
-from schedir.ir.text import FORMAT
+from schedir.analysis.progress_models import MODEL_ROWS, MODELS
+from schedir.ir.isa.instructions import LANES, ROWS, TOKENS, Token
+from schedir.ir.text_format import FORMAT
 from schedir.schedules import one_f_one_b
-from schedir.schedules.words import placed_for
+from schedir.schedules.schedule_algebra import placed_for
 
 FORWARD, SEND, GATHER = 1.45, 0.14, 0.12  # ms: of a layer, of a slice, of a boundary
 GATHERED = {"one_f_one_b": 1, "eager_1f1b": 1, "zb_h1": 1, "zb_v": 2, "interleaved": 4}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from docs import pages
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.errors import DeadlockError, GroupError, MatchError, ProgramError, in_bytes
 from schedir.io.terminal import listed
-from schedir.viz.standstill import standstill
+from schedir.viz.deadlock_diagram import standstill
 from tests.museum.cases import CHAPTERS, Case, cases
 
 

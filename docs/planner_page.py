@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from docs.pages import page, table
 from schedir.planner import Constants, clusters
-from schedir.planner.models import MODELS
+from schedir.planner.transformer.model_presets import MODELS
 
 
 def blocks() -> dict[str, str]:

@@ -8,7 +8,7 @@ from inspect import getdoc
 from docs import pages
 from docs.pages import table
 from schedir import Costs, Plan, Timeline, compile, greedy, schedules, simulate, viz
-from schedir.schedules.words import delay_for, placed_for, stages_per_rank_for
+from schedir.schedules.schedule_algebra import delay_for, placed_for, stages_per_rank_for
 
 # In the order of the page: when to use each.
 WHEN = {

@@ -6,8 +6,8 @@ from typing import Any
 
 from docs.pages import page, table
 from schedir import viz
-from schedir.models.tiles import TILE
-from schedir.predict.windows import Tiles, tiles
+from schedir.models.attention_tiles import TILE
+from schedir.predict.window_tiles import Tiles, tiles
 
 LENGTH, WINDOW, STRIDES = 1024, 256, (1, 64, 256)
 VIDEO: dict[str, Any] = {

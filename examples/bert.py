@@ -33,13 +33,14 @@ from torch.distributed import ProcessGroup
 
 from examples.training_loop import train
 from examples.transformer_blocks import WHERE, FeedForward, SelfAttention
-from schedir.models.language import IGNORE, Ends, drawn, tied_copy
-from schedir.models.shape import split_layers
-from schedir.models.weights import Weights
-from schedir.parallel.group import first_token, own_tokens, seen_in_parts, shard, tp_size
-from schedir.parallel.layers import ColumnParallelLinear
-from schedir.parallel.vocab import vocab_parallel_cross_entropy
-from schedir.runtime import Boundary, split
+from schedir.models.language_model import IGNORE, Ends, drawn, tied_copy
+from schedir.models.parameter_init import Weights
+from schedir.models.partitioning import split_layers
+from schedir.runtime import Boundary
+from schedir.runtime.autograd import split_backward
+from schedir.tensor_parallel.layers import ColumnParallelLinear
+from schedir.tensor_parallel.mappings import first_token, own_tokens, seen_in_parts, shard, tp_size
+from schedir.tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy
 
 STAGES, MICROBATCHES, SIZE, STEPS = 4, 8, 2, 10
 SENTENCES = 2
@@ -195,7 +196,7 @@ class Stage(nn.Module):
             own = partial(own_tokens, group=self.tp, sequence=self.sequence)
             of = torch.zeros_like(x) if sentences is None else sentences
             of = own(of.unsqueeze(-1)).squeeze(-1)
-            sums = split.embedding(of, self.sentences) + own(self.positions[:length])
+            sums = split_backward.embedding(of, self.sentences) + own(self.positions[:length])
             x = self.embedding(x) + sums
         for block in self.layers.values():
             x = block(x, mask)

@@ -10,7 +10,7 @@ stage, each in a vee.  Half of the microbatches takes each way.
 
 import schedir
 from schedir import B, F, Plan, Word
-from schedir.words import join
+from schedir.schedule_algebra import join
 
 
 def two_vees(rank: int, ranks: int, microbatches: int) -> Word:

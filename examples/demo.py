@@ -21,7 +21,7 @@ import schedir
 from schedir import Costs, Plan
 from schedir.errors import ProgramError
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.training.results import make_folder
+from schedir.training.run_results import make_folder
 from schedir.training.train import run
 
 CONFIG = Path(__file__).with_name("demo.toml")

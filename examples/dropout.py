@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Boundary, InProcess, reference
-from schedir.runtime.random import layer
+from schedir.runtime.autograd.random_streams import layer
 
 WIDTH = 16
 

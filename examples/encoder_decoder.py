@@ -35,12 +35,16 @@ from torch.distributed import ProcessGroup
 
 from examples.training_loop import train
 from examples.transformer_blocks import WHERE, CrossAttention, FeedForward, SelfAttention
-from schedir.models.language import count_tokens, drawn, loss
-from schedir.models.shape import split_layers
-from schedir.models.weights import Weights
-from schedir.parallel.group import own_tokens, seen_in_parts, tp_size
-from schedir.parallel.vocab import VocabParallelEmbedding, VocabParallelHead, shard_vocab
+from schedir.models.language_model import count_tokens, drawn, loss
+from schedir.models.parameter_init import Weights
+from schedir.models.partitioning import split_layers
 from schedir.runtime import Boundary
+from schedir.tensor_parallel.mappings import own_tokens, seen_in_parts, tp_size
+from schedir.tensor_parallel.vocab_parallel import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    shard_vocab,
+)
 
 STAGES, MICROBATCHES, SIZE, STEPS = 4, 8, 2, 10
 THETA = 10000.0  # of the longest wave of positions

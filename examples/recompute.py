@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from schedir.errors import ProgramError
-from schedir.training.results import make_folder
+from schedir.training.run_results import make_folder
 from schedir.training.train import run
 
 CONFIG = Path(__file__).with_suffix(".toml")

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import schedir
 from schedir import B, Costs, F, Plan, Sizes, Word, weave
-from schedir.words import join
+from schedir.schedule_algebra import join
 
 RANKS, SEQUENCES, SEGMENTS = 4, 8, 4
 TOKENS, WIDTH = 32768, 4096

@@ -30,7 +30,7 @@ from transformers.masking_utils import create_causal_mask
 from schedir import ties
 from schedir.checkpoints import load, save
 from schedir.schedules import interleaved
-from schedir.torch import Schedule
+from schedir.torch_pipelining import Schedule
 
 RANKS, STAGES, MICROBATCHES, SIZE, CONTEXT, STEPS = 4, 8, 8, 2, 32, 5
 CONFIG = LlamaConfig(

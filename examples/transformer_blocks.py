@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedir.kernels.gelu import bias_gelu
-from schedir.models.language import Where
-from schedir.models.weights import Weights
+from schedir.models.language_model import Where
+from schedir.models.parameter_init import Weights
 
 WHERE: Final[Where] = {"device": "cpu", "dtype": torch.float32}
 

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from schedir.errors import ProgramError, in_bytes
-from schedir.training.config_file import read
-from schedir.training.results import make_folder
+from schedir.training.config.config_file import read
+from schedir.training.run_results import make_folder
 from schedir.training.train import run
 
 CONFIG = Path(__file__).with_suffix(".toml")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from schedir.kernels.choice import on_triton
+from schedir.kernels.backend_choice import on_triton
 
 TOP, SUM, HIT = range(3)  # the rows of statistics
 

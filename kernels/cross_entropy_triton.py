@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from schedir.kernels import blocks
+from schedir.kernels import launch_grid
 
 MOST, WARPS = 4096, 8
 
 
 def block(k: int) -> int:
     """Columns that a program takes at a time."""
-    return min(MOST, blocks.power_of_2(k))
+    return min(MOST, launch_grid.power_of_2(k))
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def gradient_(
     n, k = logits.shape
     t = len(parts)
     assert logits.stride(1) == 1 and targets.is_contiguous() and parts.is_contiguous()
-    gradient_kernel[(n, blocks.count(k, block(k)))](
+    gradient_kernel[(n, launch_grid.count(k, block(k)))](
         logits,
         targets,
         parts,
@@ -103,7 +103,7 @@ def gradient_(
         k,
         logits.stride(0),
         t,
-        T=blocks.power_of_2(t),
+        T=launch_grid.power_of_2(t),
         BLOCK=block(k),
         num_warps=WARPS,
     )

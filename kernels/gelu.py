@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schedir.kernels.choice import on_triton
+from schedir.kernels.backend_choice import on_triton
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from schedir.kernels import blocks
+from schedir.kernels import launch_grid
 
 ROWS, COLUMNS, WARPS = 4, 512, 4  # the tile of a program
 REGISTERS = 64  # of a thread of a backward, at most: 8 programs fit a multiprocessor
@@ -62,7 +62,7 @@ def backward_kernel(
 def forward(x: Tensor, bias: Tensor) -> Tensor:
     x, n = x.contiguous(), x.shape[-1]
     y, rows = torch.empty_like(x), x.numel() // n
-    grid = blocks.count(rows, ROWS), blocks.count(n, COLUMNS)
+    grid = launch_grid.count(rows, ROWS), launch_grid.count(n, COLUMNS)
     forward_kernel[grid](x, bias, y, rows, n, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
     return y
 
@@ -72,10 +72,12 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     dy, x, n = dy.contiguous(), x.contiguous(), x.shape[-1]
     dx, rows = torch.empty_like(x), x.numel() // n
-    across = blocks.count(n, COLUMNS)
-    tiles = blocks.count(rows, ROWS)
-    each = ROWS * max(1, blocks.count(tiles, max(1, programs // across)))  # there may be no rows
-    down = blocks.count(rows, each)
+    across = launch_grid.count(n, COLUMNS)
+    tiles = launch_grid.count(rows, ROWS)
+    each = ROWS * max(
+        1, launch_grid.count(tiles, max(1, programs // across))
+    )  # there may be no rows
+    down = launch_grid.count(rows, each)
     dbias = torch.empty(down, n, dtype=torch.float32, device=x.device)
     backward_kernel[(down, across)](
         dy,

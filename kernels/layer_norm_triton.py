@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from schedir.kernels import blocks
+from schedir.kernels import launch_grid
 
 LOAD = 16  # bytes that a thread loads at once
 MOST = 32 * 32 * LOAD  # bytes of a row that a backward takes in one tile: 32 warps, a whole block
@@ -45,9 +45,9 @@ class Tiling(NamedTuple):
 @cache
 def tiling(n: int, size: int, shared: int) -> Tiling:
     """For rows of n numbers of `size` bytes, where a block can have `shared` bytes."""
-    count = blocks.count(n * size, MOST)
-    width = 16 * blocks.count(blocks.count(n, count), 16)
-    columns = blocks.power_of_2(min(n, width))
+    count = launch_grid.count(n * size, MOST)
+    width = 16 * launch_grid.count(launch_grid.count(n, count), 16)
+    columns = launch_grid.power_of_2(min(n, width))
     stages = 3 if fetched(count, columns, size) <= shared else 1
     return Tiling(count, width, columns, stages, warps(columns, size))
 
@@ -166,7 +166,7 @@ def forward(
     x, residual, n = x.contiguous(), residual.contiguous(), x.shape[-1]
     h, y, rows = torch.empty_like(x), torch.empty_like(x), x.numel() // n
     moments = torch.empty(2, rows, dtype=torch.float32, device=x.device)
-    columns = blocks.power_of_2(n)
+    columns = launch_grid.power_of_2(n)
     forward_kernel[(rows,)](
         x,
         residual,
@@ -199,8 +199,8 @@ def backward(
     by = tiling(n, h.element_size(), shared)
     # As many programs as run at once, or fewer.
     programs = max(1, multiprocessors * (32 // by.warps) // by.tiles)
-    each = max(ROWS, blocks.count(rows, programs))
-    down = blocks.count(rows, each)
+    each = max(ROWS, launch_grid.count(rows, programs))
+    down = launch_grid.count(rows, each)
     parts = torch.empty(2, down, n, dtype=torch.float32, device=h.device)
     backward_kernel[(down, by.tiles)](
         dh,

@@ -20,97 +20,97 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from schedir.ir.notebook import register
+from schedir.ir.notebook_repr import register
 
 if TYPE_CHECKING:
     from schedir import errors, schedules
     from schedir.compiler.compile import compile
-    from schedir.compiler.forwards import forwards
-    from schedir.foreign.instrument import instrument
+    from schedir.compiler.evaluation_program import forwards
+    from schedir.instrumentation.instrument import instrument
     from schedir.io.cluster_file import load_cluster, save_cluster
     from schedir.io.timeline_file import load_timeline, save_timeline
-    from schedir.ir.cluster import Cluster
-    from schedir.ir.costs import Costs
-    from schedir.ir.ops import Instr, Opcode
-    from schedir.ir.plan import Plan
+    from schedir.ir.cost.cluster import Cluster
+    from schedir.ir.cost.costs import Costs
+    from schedir.ir.cost.sizes import Sizes
+    from schedir.ir.cost.zero_states import model_states
+    from schedir.ir.input_trust import trusting
+    from schedir.ir.isa.instructions import Instr, Opcode
+    from schedir.ir.pipeline.pipeline_shape import Plan
+    from schedir.ir.pipeline.tied_weights import Ties, ties
     from schedir.ir.program import Program, Stream
-    from schedir.ir.sizes import Sizes
-    from schedir.ir.text import parse, show
-    from schedir.ir.ties import Ties, ties
-    from schedir.ir.trust import trusting
-    from schedir.ir.zero import model_states
-    from schedir.passes.cut import in_pieces
-    from schedir.predict.layer_bytes import layer_bytes
+    from schedir.ir.text_format import parse, show
+    from schedir.passes.splitting.stage_segmentation import in_pieces
+    from schedir.predict.activation_bytes import layer_bytes
     from schedir.predict.simulate import simulate
     from schedir.predict.timeline import Timeline
+    from schedir.schedule_search.bounds.lower_bound import bound
+    from schedir.schedule_search.memory_frontier import frontier
+    from schedir.schedule_search.search import search
     from schedir.schedules.draft import draft
     from schedir.schedules.greedy import greedy
-    from schedir.schedules.words import EMPTY, B, F, I, R, W, Word, overlap, weave
-    from schedir.shortest.bound import bound
-    from schedir.shortest.frontier import frontier
-    from schedir.shortest.search import search
+    from schedir.schedules.schedule_algebra import EMPTY, B, F, I, R, W, Word, overlap, weave
     from schedir.verify.check import check
-    from schedir.verify.sequence import check_sequence
+    from schedir.verify.program_sequence import check_sequence
 
 __version__ = "0.1.0"
 
 # Where each name is defined: `module`, or `module:name`.  `__getattr__` imports a name when it is
 # first used, which keeps `import schedir` and `schedir --help` fast.
 _HOME: Final = {
-    "B": "schedules.words:B",
-    "Cluster": "ir.cluster:Cluster",
-    "Costs": "ir.costs:Costs",
-    "EMPTY": "schedules.words:EMPTY",
-    "F": "schedules.words:F",
-    "I": "schedules.words:I",
-    "Instr": "ir.ops:Instr",
-    "Opcode": "ir.ops:Opcode",
-    "Plan": "ir.plan:Plan",
+    "B": "schedules.schedule_algebra:B",
+    "Cluster": "ir.cost.cluster:Cluster",
+    "Costs": "ir.cost.costs:Costs",
+    "EMPTY": "schedules.schedule_algebra:EMPTY",
+    "F": "schedules.schedule_algebra:F",
+    "I": "schedules.schedule_algebra:I",
+    "Instr": "ir.isa.instructions:Instr",
+    "Opcode": "ir.isa.instructions:Opcode",
+    "Plan": "ir.pipeline.pipeline_shape:Plan",
     "Program": "ir.program:Program",
-    "R": "schedules.words:R",
-    "Sizes": "ir.sizes:Sizes",
+    "R": "schedules.schedule_algebra:R",
+    "Sizes": "ir.cost.sizes:Sizes",
     "Stream": "ir.program:Stream",
-    "Ties": "ir.ties:Ties",
+    "Ties": "ir.pipeline.tied_weights:Ties",
     "Timeline": "predict.timeline:Timeline",
-    "W": "schedules.words:W",
-    "Word": "schedules.words:Word",
-    "bound": "shortest.bound:bound",
+    "W": "schedules.schedule_algebra:W",
+    "Word": "schedules.schedule_algebra:Word",
+    "bound": "schedule_search.bounds.lower_bound:bound",
     "check": "verify.check:check",
-    "check_sequence": "verify.sequence:check_sequence",
+    "check_sequence": "verify.program_sequence:check_sequence",
     "checkpoints": "checkpoints",
     "compile": "compiler.compile:compile",
     "draft": "schedules.draft:draft",
     "errors": "errors",
-    "forwards": "compiler.forwards:forwards",
-    "frontier": "shortest.frontier:frontier",
+    "forwards": "compiler.evaluation_program:forwards",
+    "frontier": "schedule_search.memory_frontier:frontier",
     "greedy": "schedules.greedy:greedy",
-    "in_pieces": "passes.cut:in_pieces",
-    "instrument": "foreign.instrument:instrument",
+    "in_pieces": "passes.splitting.stage_segmentation:in_pieces",
+    "instrument": "instrumentation.instrument:instrument",
     "kernels": "kernels",
-    "layer_bytes": "predict.layer_bytes:layer_bytes",
+    "layer_bytes": "predict.activation_bytes:layer_bytes",
     "load_cluster": "io.cluster_file:load_cluster",
     "load_timeline": "io.timeline_file:load_timeline",
-    "model_states": "ir.zero:model_states",
-    "overlap": "schedules.words:overlap",
-    "parse": "ir.text:parse",
+    "model_states": "ir.cost.zero_states:model_states",
+    "overlap": "schedules.schedule_algebra:overlap",
+    "parse": "ir.text_format:parse",
     "planner": "planner",
     "runtime": "runtime",
     "save_cluster": "io.cluster_file:save_cluster",
     "save_timeline": "io.timeline_file:save_timeline",
+    "schedule_algebra": "schedule_algebra",
     "schedules": "schedules",
-    "search": "shortest.search:search",
-    "show": "ir.text:show",
+    "search": "schedule_search.search:search",
+    "show": "ir.text_format:show",
     "simulate": "predict.simulate:simulate",
     "testing": "testing",
-    "ties": "ir.ties:ties",
+    "ties": "ir.pipeline.tied_weights:ties",
     "torch_csv": "io.torch_csv",
     "traces": "traces",
     "training": "training",
     "transports": "transports",
-    "trusting": "ir.trust:trusting",
+    "trusting": "ir.input_trust:trusting",
     "viz": "viz",
-    "weave": "schedules.words:weave",
-    "words": "words",
+    "weave": "schedules.schedule_algebra:weave",
 }
 
 # A notebook calls this when it first shows a program, because pictures take a while to import.

@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 
 from schedir import __version__
 from schedir.commands import COMMANDS, module_of
-from schedir.commands._trust import add_trust
+from schedir.commands.common.trust_options import add_trust
 from schedir.errors import ProgramError, UsageError
 from schedir.extras import broken_package
-from schedir.ir.trust import MOST, trusting
-from schedir.retired import RETIRED
+from schedir.ir.input_trust import MOST, trusting
+from schedir.retired_names import RETIRED
 
 _ABOUT = "Pipeline schedules as programs: compile, check, predict, draw and run them."
 _EXIT = (

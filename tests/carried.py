@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from schedir.ir.ops import Instr
+from schedir.ir.isa.instructions import Instr
 
 Slot = tuple[object, ...]
 

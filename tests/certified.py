@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from schedir.ir.costs import Costs
-from schedir.ir.plan import Plan
-from schedir.ir.sizes import Sizes
-from schedir.shortest.problem import Objective, Problem, problem_of
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.schedule_search.problem import Objective, Problem, problem_of
 
 FILE = Path(__file__).with_suffix(".csv")
 Row = tuple[float, ...]

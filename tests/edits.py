@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from schedir.ir.ops import ROWS, Opcode
+from schedir.ir.isa.instructions import ROWS, Opcode
 from schedir.ir.program import JOINED, OP, STAGE, Program, Stream
-from schedir.ir.text import parse
+from schedir.ir.text_format import parse
 
 Place = tuple[int, int]  # rank, index
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from schedir.analysis.graph import Graph
-from schedir.dumps.flight_recorder import read_dumps
-from schedir.dumps.standing import Job
-from schedir.ir.index import NONE
-from schedir.ir.ops import ROWS, SENDS, TRANSFERS
+from schedir.analysis.dependency_graph import Graph
+from schedir.hang_diagnosis.flight_recorder import read_dumps
+from schedir.hang_diagnosis.wait_graph import Job
+from schedir.ir.instruction_index import NONE
+from schedir.ir.isa.instructions import ROWS, SENDS, TRANSFERS
 
 
 @dataclass

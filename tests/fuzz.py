@@ -24,17 +24,17 @@ from typing import NamedTuple
 from zipfile import ZipFile
 
 import schedir
-from schedir.commands._options import read_costs, read_sizes
-from schedir.dumps.flight_recorder import read_dumps
-from schedir.dumps.plain_pickle import loads
+from schedir.commands.common.schedule_options import read_costs, read_sizes
 from schedir.errors import ProgramError
+from schedir.hang_diagnosis.flight_recorder import read_dumps
+from schedir.hang_diagnosis.safe_unpickler import loads
 from schedir.io import torch_csv
 from schedir.io.cluster_file import load_cluster
-from schedir.io.load import load
+from schedir.io.source_loader import load
 from schedir.io.terminal import format_error
 from schedir.io.timeline_file import load_timeline, save_timeline
-from schedir.traces.run import read_run
-from schedir.training.config_file import read
+from schedir.traces.trace_import import read_run
+from schedir.training.config.config_file import read
 from tests import kineto
 from tests.flight import Recorder
 

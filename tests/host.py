@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from schedir.ir.ops import Instr, Opcode
+from schedir.ir.isa.instructions import Instr, Opcode
 from tests import away, pieces, sequenced, sharded, snapshots, stepped, strange
 from tests.carried import Entry, Event, Message, Slot, Tensor, Value, Wrong, met
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import product
 from math import inf
 
-from schedir.shortest.orders import KINDS, F, I, W, length, peaks
-from schedir.shortest.problem import Problem
+from schedir.schedule_search.problem import Problem
+from schedir.schedule_search.rank_order import KINDS, F, I, W, length, peaks
 
 
 def orders_of(problem: Problem, rank: int) -> Iterator[tuple[int, ...]]:

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from schedir.kernels import blocks, cross_entropy_triton, gelu_triton, layer_norm_triton
+from schedir.kernels import cross_entropy_triton, gelu_triton, launch_grid, layer_norm_triton
 
 # What a multiprocessor of compute capability 9.0 has (CUDA C++ Programming Guide, "Technical
 # specifications per compute capability"; Hopper Tuning Guide, 1.4.1.1 and 1.4.2.4). Each block
@@ -62,7 +62,7 @@ _LOGITS = {"BLOCK": cross_entropy_triton.block(51200 // 8)}
 
 
 def _layer_norm(n: int) -> Iterator[Case]:
-    whole = blocks.power_of_2(n)
+    whole = launch_grid.power_of_2(n)
     yield Case(
         "layer_norm_triton",
         "forward_kernel",
@@ -119,7 +119,7 @@ class Compiled:
     @property
     def blocks(self) -> int:
         """How many of its blocks fit a multiprocessor of sm_90 at once."""
-        of_a_warp = blocks.count(32 * self.registers, GRANULE) * GRANULE
+        of_a_warp = launch_grid.count(32 * self.registers, GRANULE) * GRANULE
         return min(
             BLOCKS,
             WARPS // self.warps,

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from schedir.io.profiler_marks import mark_of
+from schedir.io.profiler_range_names import mark_of
 from schedir.io.torch_csv import ACTIONS
-from schedir.ir.ops import BACKWARDS, COMPUTE, TRANSFERS, Instr, Opcode
+from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, TRANSFERS, Instr, Opcode
 from schedir.predict.timeline import Timeline
 
 MAIN, AUTOGRAD, LOADER = 100, 101, 102

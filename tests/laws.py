@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from schedir import schedules
-from schedir.analysis.models import Model
+from schedir.analysis.progress_models import Model
 from schedir.compiler.compile import compile
-from schedir.ir.costs import Costs
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import (
@@ -23,7 +23,7 @@ from schedir.schedules import (
     looped_dfs,
     zb_v,
 )
-from schedir.schedules.words import Schedule
+from schedir.schedules.schedule_algebra import Schedule
 
 ZOO: dict[str, Schedule] = {name: getattr(schedules, name) for name in schedules.__all__}
 TWO_WAY = (bitpipe, chimera, dualpipe)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.graph import Graph
-from schedir.analysis.longest_path import walk
-from schedir.analysis.models import Model
-from schedir.ir.costs import Costs
-from schedir.ir.ops import TRANSFERS, Lane
+from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import Model
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import TRANSFERS, Lane
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, spans_of

@@ -15,19 +15,23 @@ from types import FunctionType
 from typing import Any
 
 from schedir import schedules
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import lower
 from schedir.errors import ProgramError
-from schedir.ir.ops import OFF_COMPUTE, Token
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import OFF_COMPUTE, Token
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.skip_connections import Skips
+from schedir.ir.pipeline.tied_weights import Tied, tied_stages
 from schedir.ir.program import Program
-from schedir.ir.skips import Skips
-from schedir.ir.text import show
-from schedir.ir.ties import Tied, tied_stages
-from schedir.passes.lowering import LOWERING
-from schedir.passes.overlap import early_gathers, early_receives, group_opposites
-from schedir.passes.snapshots import snapshots
-from schedir.schedules import words
+from schedir.ir.text_format import show
+from schedir.passes.communication.transfer_overlap import (
+    early_gathers,
+    early_receives,
+    group_opposites,
+)
+from schedir.passes.memory.checkpoint_snapshots import snapshots
+from schedir.passes.pass_order import LOWERING
+from schedir.schedules import schedule_algebra
 from schedir.schedules.draft import draft as drafted
 from schedir.testing import random_draft
 from schedir.verify.check import check, check_draft
@@ -41,7 +45,7 @@ from tests.threads import verdict
 
 
 @cache
-def known() -> list[words.Schedule]:
+def known() -> list[schedule_algebra.Schedule]:
     """Every schedule of `schedir.schedules`, by name."""
     return [
         value

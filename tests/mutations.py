@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schedir.ir.ops import (
+from schedir.ir.isa.instructions import (
     BACKWARDS,
     LATE,
     RECEIVES,

@@ -11,10 +11,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from schedir.ir.ops import COMPUTE, SENDS, TRANSFERS, Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import COMPUTE, SENDS, TRANSFERS, Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import JOINED, Program
-from schedir.ir.text import parse, show
+from schedir.ir.text_format import parse, show
 from tests.edits import (
     MUTATIONS,
     Edit,

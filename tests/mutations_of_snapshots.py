@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schedir.ir.ops import Opcode
+from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import STAGE
 from tests.edits import MUTATIONS, Edit, at, mb, move, pull, push, stage, to_another_rank, word
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from schedir.analysis.slots import KINDS, groups, minimum_slots
-from schedir.analysis.slots import on_host as on_host_of
-from schedir.ir.index import Index
-from schedir.ir.ops import TIERS, Opcode, Token
+from schedir.analysis.memory.buffer_slots import KINDS, groups, minimum_slots
+from schedir.analysis.memory.buffer_slots import on_host as on_host_of
+from schedir.ir.instruction_index import Index
+from schedir.ir.isa.instructions import TIERS, Opcode, Token
 from schedir.ir.program import STAGE, Program, Slots
-from schedir.passes.host_steps import host_steps
-from schedir.passes.states import states
+from schedir.passes.memory.cpu_optimizer_steps import host_steps
+from schedir.passes.memory.optimizer_state_offload import states
 from tests.edits import (
     MUTATIONS,
     Edit,

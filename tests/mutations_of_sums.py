@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from schedir.ir.ops import COMPUTE, ROWS, Lane, Opcode, Per
+from schedir.ir.isa.instructions import COMPUTE, ROWS, Lane, Opcode, Per
 from tests.edits import MUTATIONS, Edit, at, mb, move, pull, push, stage, whole, with_op, word
 
 # Sums and, where ranks share the sequence, gathers.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from schedir.analysis.slots import KINDS, groups, minimum_slots, on_host
-from schedir.ir.index import Index
-from schedir.ir.ops import Opcode, Token
+from schedir.analysis.memory.buffer_slots import KINDS, groups, minimum_slots, on_host
+from schedir.ir.instruction_index import Index
+from schedir.ir.isa.instructions import Opcode, Token
 from schedir.ir.program import ADDRESS, JOINED, Program, Slots
 from tests.away import MOVED, ROOMS
 from tests.edits import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from schedir.ir.ops import Opcode
+from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import ADDRESS
 from tests.edits import MUTATIONS, Edit, at, mb, move, op, pull, push, stage, swap, with_op, word
 from tests.mutations import REDUCTIONS, TURNS, B, I

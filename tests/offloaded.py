@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from schedir import Opcode, Program
-from schedir.ir.ops import FORWARDS, ROWS, Lane, Token
+from schedir.ir.isa.instructions import FORWARDS, ROWS, Lane, Token
 from schedir.ir.program import ADDRESS, OP
-from schedir.passes.insert import before, behind
+from schedir.passes.insertion import before, behind
 
 _USES = tuple(row.op for row in ROWS if Token.SAVED in row.needs and row.lane is Lane.COMPUTE)
 

@@ -11,8 +11,8 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from schedir.ir.costs import Costs
-from schedir.ir.ops import ROWS, Instr, Lane, Opcode, Per
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import ROWS, Instr, Lane, Opcode, Per
 from schedir.ir.program import Program
 from tests.carried import met
 from tests.host import SENDING, TAKING

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from schedir.ir.ops import Instr, Opcode
+from schedir.ir.isa.instructions import Instr, Opcode
 from tests.carried import Wrong
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from schedir import Costs, Plan, check, compile, schedules, simulate
-from schedir.analysis.graph import Graph
+from schedir.analysis.dependency_graph import Graph
 from tests import flight, kineto
 
 MOST_MEGABYTES = 250  # of a whole environment, pip included
@@ -48,7 +48,7 @@ REFUSED = (
     ("-m", "schedir", "plan", "--measure", "-o", "here.toml"),
     ("-c", "import schedir.runtime"),
     ("-c", "from schedir.runtime import Executor"),
-    ("-c", "from schedir.torch import Schedule"),
+    ("-c", "from schedir.torch_pipelining import Schedule"),
     ("-c", "from schedir.checkpoints import load"),
     ("-c", "from schedir.testing import assert_same_gradients"),
 )

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from schedir.analysis.graph import Graph
+from schedir.analysis.dependency_graph import Graph
 from schedir.ir.program import Program
 
 

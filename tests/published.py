@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from schedir import Costs, Plan, Sizes
-from schedir.ir.ops import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from schedir.ir.isa.instructions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 FILE = Path(__file__).parent / "golden" / "zero_bubble_rates.csv"
 WORK = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)

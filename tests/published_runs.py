@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from schedir.planner import Choice, Model
-from schedir.predict.layer_bytes import Recompute
+from schedir.predict.activation_bytes import Recompute
 
 GOLDEN = Path(__file__).parent / "golden"
 VOCAB = 51200  # of GPT-2, padded as Megatron-LM does for t = 8: SC21, section 5

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from schedir.ir.ops import Instr
+from schedir.ir.isa.instructions import Instr
 
 if TYPE_CHECKING:
     from tests.host import Host

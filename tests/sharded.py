@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from schedir.ir.ops import TIERS, Instr, Opcode, Token
+from schedir.ir.isa.instructions import TIERS, Instr, Opcode, Token
 from tests import away
 from tests.carried import Event, Value
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from schedir.ir.ops import Instr, Opcode
+from schedir.ir.isa.instructions import Instr, Opcode
 from tests import away, sequenced, sharded, snapshots
 from tests.carried import Wrong
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from schedir.ir.ops import ROWS, TIERS, TOKENS, Instr, Lane, Opcode, Per, Token
+from schedir.ir.isa.instructions import ROWS, TIERS, TOKENS, Instr, Lane, Opcode, Per, Token
 from tests.carried import Slot, Value
 from tests.sharded import VALUES as OF_PARTS
 

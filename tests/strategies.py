@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from schedir.analysis.slots import minimum_slots
-from schedir.ir.costs import Costs
-from schedir.ir.plan import Plan
+from schedir.analysis.memory.buffer_slots import minimum_slots
+from schedir.ir.cost.costs import Costs
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Slots
 from schedir.testing import drafts as drafts
 from schedir.testing import plans as plans

@@ -55,9 +55,9 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from schedir.ir.ops import Instr, Opcode
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
 from tests.carried import Entry, Event, Message, Slot, Value, Wrong
 from tests.host import COMPUTES, Host
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from schedir.data.indexed import _HEADER, _MAGIC, _TYPES
+from schedir.data.megatron_indexed_dataset import _HEADER, _MAGIC, _TYPES
 from schedir.data.tokenizer import _characters
 
 END = "<|endoftext|>"

@@ -56,7 +56,7 @@ def passes_with(torch: str) -> bool:
         python = Path(folder, "bin", "python")
         needed = (f"{ROOT}[testing]", torch, "pytest", "pytest-xdist")
         subprocess.run([python, "-m", "pip", "install", "--quiet", *needed], check=True)
-        drop_in = "import schedir.torch"  # raises an error if the version is too low
+        drop_in = "import schedir.torch_pipelining"  # raises an error if the version is too low
         has_drop_in = subprocess.run([python, "-c", drop_in], stderr=DEVNULL).returncode == 0
         print(f"the drop-in is {'' if has_drop_in else 'not '}tested", flush=True)
         patterns = (*EXECUTOR, *(DROP_IN if has_drop_in else ()))

@@ -7,30 +7,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from schedir.viz.chart import compare, gantt
-    from schedir.viz.output import save
-    from schedir.viz.page import html, save_html
-    from schedir.viz.plans import plan_memory, plan_scaling, plan_times
+    from schedir.viz.figures.figure_files import save
+    from schedir.viz.figures.gantt_chart import compare, gantt
+    from schedir.viz.figures.plan_charts import plan_memory, plan_scaling, plan_times
+    from schedir.viz.figures.summary_charts import frontier, idle_map, tradeoff
+    from schedir.viz.figures.window_chart import visited
+    from schedir.viz.html_page import html, save_html
     from schedir.viz.style import Style
-    from schedir.viz.summary_charts import frontier, idle_map, tradeoff
     from schedir.viz.text_chart import letters
-    from schedir.viz.windows import visited
 
 _HOME: Final = {
     "Style": "style",
-    "compare": "chart",
-    "frontier": "summary_charts",
-    "gantt": "chart",
-    "html": "page",
-    "idle_map": "summary_charts",
+    "compare": "figures.gantt_chart",
+    "frontier": "figures.summary_charts",
+    "gantt": "figures.gantt_chart",
+    "html": "html_page",
+    "idle_map": "figures.summary_charts",
     "letters": "text_chart",
-    "plan_memory": "plans",
-    "plan_scaling": "plans",
-    "plan_times": "plans",
-    "save": "output",
-    "save_html": "page",
-    "tradeoff": "summary_charts",
-    "visited": "windows",
+    "plan_memory": "figures.plan_charts",
+    "plan_scaling": "figures.plan_charts",
+    "plan_times": "figures.plan_charts",
+    "save": "figures.figure_files",
+    "save_html": "html_page",
+    "tradeoff": "figures.summary_charts",
+    "visited": "figures.window_chart",
 }
 __all__ = [
     "Style",

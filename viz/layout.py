@@ -7,10 +7,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.ops import COMPUTE, ROWS, SENDS, TRANSFERS, Lane, Opcode
+from schedir.ir.isa.instructions import COMPUTE, ROWS, SENDS, TRANSFERS, Lane, Opcode
 from schedir.predict.timeline import Timeline
 from schedir.viz.palette import DAY, Palette
-from schedir.viz.raster import Whole, own_stage, whole
+from schedir.viz.time_bins import Whole, own_stage, whole
 
 Floats = NDArray[np.float64]
 

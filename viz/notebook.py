@@ -6,10 +6,10 @@ from html import escape
 
 from schedir.errors import ProgramError
 from schedir.ir.program import Program
-from schedir.ir.text import show
+from schedir.ir.text_format import show
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
-from schedir.viz.svg import svg
+from schedir.viz.svg_thumbnail import svg
 
 _MOST = 400_000  # instructions, beyond which nothing is shown that nobody asked for
 _TEXT = 20_000  # letters

@@ -12,7 +12,17 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.ops import COMPUTE, LANES, RECOMPUTE, ROWS, SENDS, TIERS, Lane, Opcode, Row
+from schedir.ir.isa.instructions import (
+    COMPUTE,
+    LANES,
+    RECOMPUTE,
+    ROWS,
+    SENDS,
+    TIERS,
+    Lane,
+    Opcode,
+    Row,
+)
 from schedir.predict.bubble_causes import Cause
 
 RGB = tuple[float, float, float]

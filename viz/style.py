@@ -11,8 +11,8 @@ from typing import Final, TypedDict
 from matplotlib.colors import is_color_like, to_hex
 
 from schedir.errors import UsageError, expect, number, said
-from schedir.ir.ops import TIERS
-from schedir.viz.overlays import OVERLAYS
+from schedir.ir.isa.instructions import TIERS
+from schedir.viz.figures.overlays import OVERLAYS
 from schedir.viz.palette import KINDS, PALETTES, Palette, recoloured
 
 LEFT, RIGHT = 0.62, 0.12  # inches, beside the axes
@@ -25,9 +25,10 @@ class Style(TypedDict, total=False):
     `width` is that of the axes in inches, or "column" or "page" for a figure as wide as those of
     a paper (3.35 and 7 inches); without it, wide enough for the labels, within bounds.
 
-    `show` names what there is besides boxes (`schedir.viz.overlays.OVERLAYS`), between commas or
-    in a collection: "lanes", "arrows" for messages, "path" for the critical path, "in_flight" and
-    "memory" for curves of them under each rank, and "phases" to shade warmup and cooldown.
+    `show` names what there is besides boxes (`schedir.viz.figures.overlays.OVERLAYS`), between
+    commas or in a collection: "lanes", "arrows" for messages, "path" for the critical path,
+    "in_flight" and "memory" for curves of them under each rank, and "phases" to shade warmup and
+    cooldown.
 
     `palette` is one of `schedir.viz.palette.PALETTES`: "plain" holds for colour-blind readers and
     on a grey print, "grey" is that print, "bright" is Okabe and Ito's.  `colours` has others for

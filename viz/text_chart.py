@@ -8,13 +8,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from schedir.analysis.memory import tiers_of
-from schedir.ir.ops import COMPUTE, ROWS, Lane
-from schedir.ir.sizes import Sizes
+from schedir.analysis.memory.footprint import tiers_of
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import COMPUTE, ROWS, Lane
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.viz.layout import Sheet
 from schedir.viz.palette import colour, ink, written
-from schedir.viz.raster import mixed, own_stage
+from schedir.viz.time_bins import mixed, own_stage
 
 Piece = tuple[str, str]  # text, and its style as rich writes it: "black on #7cc4ee", or ""
 Line = list[Piece]

@@ -10,9 +10,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.models import ModelRow
-from schedir.ir.index import NONE, Index, Positions
-from schedir.ir.ops import LANES, RECEIVES, ROWS, SENDS, TRANSFERS, Lane, Per
+from schedir.analysis.progress_models import ModelRow
+from schedir.ir.instruction_index import NONE, Index, Positions
+from schedir.ir.isa.instructions import LANES, RECEIVES, ROWS, SENDS, TRANSFERS, Lane, Per
 
 _LATE: Final = tuple(row.op for row in ROWS if row.per is not Per.MICROBATCH)
 # What a rank queues apart, whatever the model: each lane; and the wire, which is the last, as

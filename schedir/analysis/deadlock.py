@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.graph import Graph
-from schedir.analysis.longest_path import Walk
+from schedir.analysis.critical_path.longest_path import Walk
+from schedir.analysis.dependency_graph import Graph
 from schedir.errors import DeadlockError, MatchError, OrderError, ProgramError, Site, Wait
-from schedir.ir.flow import Stale
-from schedir.ir.index import NONE
-from schedir.ir.ops import (
+from schedir.ir.dataflow import Stale
+from schedir.ir.instruction_index import NONE
+from schedir.ir.isa.instructions import (
     COMPUTE,
     ROWS,
     STEPS,

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from schedir.extras import require
 
 if TYPE_CHECKING:
-    from schedir.checkpoints.reading import load
-    from schedir.checkpoints.saver import Saver
-    from schedir.checkpoints.writing import save
+    from schedir.checkpoints.async_saver import Saver
+    from schedir.checkpoints.load_checkpoint import load
+    from schedir.checkpoints.save_checkpoint import save
 
 __all__ = ["Saver", "load", "save"]
-_IN = {"Saver": "saver", "load": "reading", "save": "writing"}
+_IN = {"Saver": "async_saver", "load": "load_checkpoint", "save": "save_checkpoint"}
 
 
 def __getattr__(name: str) -> Any:

@@ -7,15 +7,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands._bound import bound_of_request, to_gain
-from schedir.commands._facts import facts, filled_facts, said_of_costs
-from schedir.commands._options import SOURCE, add_shape, number, request_of, require_whole
-from schedir.commands._zoo import Ranked, known, ranked
+from schedir.commands.common.bound_report import bound_of_request, to_gain
+from schedir.commands.common.run_report import facts, filled_facts, said_of_costs
+from schedir.commands.common.schedule_options import (
+    SOURCE,
+    add_shape,
+    number,
+    request_of,
+    require_whole,
+)
+from schedir.commands.common.schedule_ranking import Ranked, known, ranked
 from schedir.errors import in_bytes
 from schedir.io.terminal import as_json, table
 
 if TYPE_CHECKING:
-    from schedir.io.request import Request
+    from schedir.io.program_request import Request
 
 EACH = (1, 2, 4)  # stages per rank that are tried of a schedule that takes v, unless some are said
 
@@ -80,7 +86,7 @@ def _candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
 
     Schedules that delay updates are another training, and are ranked for plans of several.
     """
-    from schedir.schedules.words import placed_for, takes_v
+    from schedir.schedules.schedule_algebra import placed_for, takes_v
 
     for name in (*known(delayed=args.updates not in (None, 1)), *args.source):
         request = request_of(args, name, share=True)
@@ -94,7 +100,7 @@ def _candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
 
 
 def _row(request: Request) -> dict[str, Any]:
-    from schedir.ir.ops import BACKWARD_INPUT
+    from schedir.ir.isa.instructions import BACKWARD_INPUT
 
     timeline = request.timeline
     plan, ops = timeline.program.whole, timeline.program.ops

@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands import _steps
-from schedir.commands._options import add_shape, add_source, read_bytes, request_of
+from schedir.commands.common import check_sequence
+from schedir.commands.common.schedule_options import add_shape, add_source, read_bytes, request_of
 from schedir.errors import DeadlockError, GroupError, MatchError, ProgramError, UsageError, in_bytes
 from schedir.io.terminal import as_json, listed, table
 
 if TYPE_CHECKING:
-    from schedir.analysis.models import Model
+    from schedir.analysis.progress_models import Model
     from schedir.ir.program import Program
 
 BLOCKS = ", on hosts that block, as CPUs do"
@@ -25,7 +25,7 @@ _LONGEST = 40  # links of a chain that are shown
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, or several as steps, and whose start to explain."""
     add_source(parser, several=True)
-    _steps.arguments(parser)
+    check_sequence.arguments(parser)
     parser.add_argument("--why", metavar="RANK:INDEX", help="what decides when this one starts")
     parser.add_argument(
         "--blocks", action="store_true", help="on hosts that wait themselves, as those of CPUs do"
@@ -55,13 +55,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """Under which models a program finishes."""
-    from schedir.analysis.gathers import facts_of_parts, in_parts
-    from schedir.analysis.models import MODELS
-    from schedir.predict.recomputation import of_forwards
+    from schedir.analysis.memory.unshard_counts import facts_of_parts, in_parts
+    from schedir.analysis.progress_models import MODELS
+    from schedir.predict.recompute_summary import of_forwards
     from schedir.verify.check import check
 
-    if _steps.several(args):
-        return _steps.run(args)
+    if check_sequence.several(args):
+        return check_sequence.run(args)
     if args.why is not None:
         if args.device_waits:
             raise UsageError("--why tells of hosts that do not wait for their device")
@@ -169,8 +169,8 @@ def _eager_hints(
     program: Program, model: Model, error: DeadlockError, hosts: dict[str, bool]
 ) -> list[str]:
     """What is said of a program that hangs, but not where messages wait for nobody."""
-    from schedir.analysis.limits import finishes_where
-    from schedir.ir.sizes import Sizes
+    from schedir.analysis.eager_limit import finishes_where
+    from schedir.ir.cost.sizes import Sizes
 
     if error.eager is not None:
         return [finishes_where(error.eager)]
@@ -182,7 +182,7 @@ def _eager_hints(
 def _draw(program: Program, error: ProgramError, output: str) -> None:
     """Where the ranks of a refused program stand."""
     from schedir.io.files import atomic_write
-    from schedir.viz.standstill import standstill
+    from schedir.viz.deadlock_diagram import standstill
 
     if not error.sites:
         error.add_note(f"wrote no {output}: what is missing stands nowhere")

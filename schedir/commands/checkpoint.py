@@ -8,16 +8,16 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands._options import count
+from schedir.commands.common.schedule_options import count
 from schedir.errors import CheckpointError, UsageError, in_bytes
 from schedir.extras import require
 from schedir.io.files import atomic_write, reason
 from schedir.io.terminal import as_json, listed
 
 if TYPE_CHECKING:
-    from schedir.checkpoints.folder import Folder
+    from schedir.checkpoints.checkpoint_directory import Folder
     from schedir.checkpoints.manifest import Manifest
-    from schedir.checkpoints.safetensors import Exported
+    from schedir.checkpoints.safetensors_export import Exported
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -63,15 +63,15 @@ def run(args: argparse.Namespace) -> str | tuple[str, int]:
 
 def _inspect(args: argparse.Namespace) -> tuple[str, int]:
     """What is there; verified, the exit code is 2 where something of it is not whole."""
-    from schedir.commands import _checkpoints
+    from schedir.commands.common import checkpoint_report
 
     folder = _folder(args)
     steps = folder.steps() if args.step is None else [args.step]
-    seen = [_checkpoints.seen(folder, step, args.verify) for step in steps]
+    seen = [checkpoint_report.seen(folder, step, args.verify) for step in steps]
     code = 2 * (args.verify and any(one.why for one in seen))
     if args.json:
-        return as_json(_checkpoints.as_facts(seen, args.verify)), code
-    return _checkpoints.in_words(seen, args.verify), code
+        return as_json(checkpoint_report.as_facts(seen, args.verify)), code
+    return checkpoint_report.in_words(seen, args.verify), code
 
 
 def _export(args: argparse.Namespace) -> str:
@@ -88,8 +88,8 @@ def _export(args: argparse.Namespace) -> str:
     folder = _folder(args)
     manifest, passed = _whole(folder, args.step)
 
-    from schedir.checkpoints.safetensors import exported
-    from schedir.training.as_gpt2 import as_gpt2
+    from schedir.checkpoints.safetensors_export import exported
+    from schedir.training.gpt2_export import as_gpt2
 
     tensors, config = exported(manifest, args.dtype), None
     if transformers:
@@ -114,7 +114,7 @@ def _write(
     replace: bool,
 ) -> int:
     """Write the file of tensors, and the configuration beside it, if any: both or none."""
-    from schedir.checkpoints.safetensors import write
+    from schedir.checkpoints.safetensors_export import write
 
     metadata = {"step": str(manifest.step)}
     also = manifest.state.get("also")
@@ -141,7 +141,7 @@ def _write(
 
 def _folder(args: argparse.Namespace) -> Folder:
     """The folder that is named; raises CheckpointError if it, or a step, is not there."""
-    from schedir.checkpoints.folder import MANIFEST, Folder
+    from schedir.checkpoints.checkpoint_directory import MANIFEST, Folder
 
     folder = Folder(args.folder)
     if not folder.path.exists():

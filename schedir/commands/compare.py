@@ -6,15 +6,20 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from schedir.commands._bound import bound_of_request, to_gain
-from schedir.commands._facts import facts, filled_facts, said_of_costs
-from schedir.commands._options import add_shape, add_source, request_of, require_whole
-from schedir.commands._pictures import add_picture, only_charts, save_chart
+from schedir.commands.common.bound_report import bound_of_request, to_gain
+from schedir.commands.common.chart_options import add_picture, only_charts, save_chart
+from schedir.commands.common.run_report import facts, filled_facts, said_of_costs
+from schedir.commands.common.schedule_options import (
+    add_shape,
+    add_source,
+    request_of,
+    require_whole,
+)
 from schedir.errors import UsageError
 from schedir.io.terminal import as_json, table
 
 if TYPE_CHECKING:
-    from schedir.io.request import Request
+    from schedir.io.program_request import Request
     from schedir.predict.timeline import Timeline
 
 MOST = 8  # differences that are told
@@ -61,7 +66,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _compared(requests: Sequence[Request], *, as_table: bool) -> str:
-    from schedir.analysis.gathers import facts_of_parts, span
+    from schedir.analysis.memory.unshard_counts import facts_of_parts, span
 
     rows, several = [], len({request.timeline.kind for request in requests}) > 1
     for request in requests:
@@ -92,7 +97,7 @@ def _compared(requests: Sequence[Request], *, as_table: bool) -> str:
 
 def _differ(timelines: Sequence[Timeline]) -> str:
     """Of two runs of one program in one unit, where they differ most."""
-    from schedir.predict.differences import differences
+    from schedir.predict.timeline_diff import differences
 
     if len(timelines) != 2:
         return ""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from schedir.commands._bound import bound_of_request, said_of
-from schedir.commands._facts import said_of_costs
-from schedir.commands._options import add_shape, add_source, request_of
-from schedir.commands._pictures import add_picture, in_letters, only_charts, save_chart
+from schedir.commands.common.bound_report import bound_of_request, said_of
+from schedir.commands.common.chart_options import add_picture, in_letters, only_charts, save_chart
+from schedir.commands.common.run_report import said_of_costs
+from schedir.commands.common.schedule_options import add_shape, add_source, request_of
 from schedir.errors import UsageError
 
 if TYPE_CHECKING:
-    from schedir.io.request import Request
+    from schedir.io.program_request import Request
     from schedir.predict.timeline import Timeline
 
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> str:
     if args.idle and (page or args.output is None):
         raise UsageError("a map of idle time is a picture", hint="-o FILE.png")
     if not page and args.output is not None:
-        from schedir.viz.output import suffix_of
+        from schedir.viz.figures.figure_files import suffix_of
 
         suffix_of(args.output, "" if args.idle else "FILE.html is a page of one run or two")
     if page or args.idle or args.output is None:

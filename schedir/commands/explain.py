@@ -6,20 +6,20 @@ import argparse
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands._facts import facts, filled_facts, said_of_costs
-from schedir.commands._options import add_shape, add_source, request_of, shape_of
+from schedir.commands.common.run_report import facts, filled_facts, said_of_costs
+from schedir.commands.common.schedule_options import add_shape, add_source, request_of, shape_of
 from schedir.errors import ProgramError, in_bytes
 from schedir.io.terminal import as_json
-from schedir.predict.gain import at_most, gain_of
+from schedir.predict.possible_saving import at_most, gain_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from schedir.io.request import Request
-    from schedir.ir.costs import Costs
+    from schedir.io.program_request import Request
+    from schedir.ir.cost.costs import Costs
     from schedir.predict.timeline import Timeline
     from schedir.predict.what_if import Advice, Change
-    from schedir.shortest.found import Bound
+    from schedir.schedule_search.search_results import Bound
 
 SHOWN = 3  # changes that save time; more if commands for them are shown
 SHOWN_HELD = 5  # changes of what ranks hold
@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """Some five lines."""
-    from schedir.ir.costs import Costs
+    from schedir.ir.cost.costs import Costs
     from schedir.predict.bubble_causes import idleness
     from schedir.predict.calibrate import calibrate, completed
     from schedir.predict.what_if import advise
@@ -77,8 +77,8 @@ def _least(advice: Advice, costs: Costs) -> list[Bound]:
     """Below what no order of these stages is that holds no more activations, in which sense advice
     is given; the second with split backwards, where all are whole.  None where no bound is known.
     """
-    from schedir.ir.ops import BACKWARD_INPUT
-    from schedir.shortest.of_program import bound_of_program
+    from schedir.ir.isa.instructions import BACKWARD_INPUT
+    from schedir.schedule_search.bounds.program_bound import bound_of_program
 
     program = advice.base.program
     kinds = (False, True) if BACKWARD_INPUT not in program.ops else (True,)
@@ -128,9 +128,9 @@ def _facts_of_change(change: Change) -> dict[str, Any]:
 
 def _how(change: Change, args: argparse.Namespace, request: Request) -> list[str]:
     """How a change is had, if it is one of transfers or of the progress model."""
-    from schedir.analysis.models import model_row
+    from schedir.analysis.progress_models import model_row
     from schedir.io import torch_csv
-    from schedir.ir.costs import Costs
+    from schedir.ir.cost.costs import Costs
     from schedir.ir.program import Program
     from schedir.predict.calibrate import format_costs
 
@@ -190,7 +190,7 @@ def _who(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     """Which instruction of which rank is waited for longest, in all its microbatches."""
     import numpy as np
 
-    from schedir.ir.ops import COMPUTE, ROWS
+    from schedir.ir.isa.instructions import COMPUTE, ROWS
 
     spans = timeline.spans
     idle = idle[idle["awaits"] >= 0]

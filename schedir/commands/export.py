@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-from schedir.commands._options import add_shape, add_source, request_of
+from schedir.commands.common.schedule_options import add_shape, add_source, request_of
 from schedir.errors import UsageError
 from schedir.io.files import atomic_write
 

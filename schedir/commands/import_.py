@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from schedir.commands._options import add_lowering, count, request_of
+from schedir.commands.common.schedule_options import add_lowering, count, request_of
 from schedir.errors import ProgramError, UsageError
 from schedir.io.files import atomic_write, read_text
 
@@ -54,8 +54,8 @@ def _csv(args: argparse.Namespace, source: str) -> str:
 
     from schedir.compiler.compile import finish
     from schedir.io import torch_csv
-    from schedir.io.load import Source
-    from schedir.ir.text import show
+    from schedir.io.source_loader import Source
+    from schedir.ir.text_format import show
 
     if not args.output.endswith(".sched"):
         raise UsageError(f"a program's file ends in .sched: {args.output} does not")
@@ -84,7 +84,7 @@ def _csv(args: argparse.Namespace, source: str) -> str:
 
 def _read_over(text: str, zero: int) -> str:
     """What torch writes for all stages, and a program has only if it is asked for."""
-    from schedir.io.torch_shards import UNSHARD
+    from schedir.io.torch_unshard import UNSHARD
 
     if not (number := text.count(UNSHARD)) or zero:
         return ""
@@ -93,9 +93,9 @@ def _read_over(text: str, zero: int) -> str:
 
 def _traces(args: argparse.Namespace) -> str:
     from schedir.io.timeline_file import SUFFIX, save_timeline
-    from schedir.ir.text import show
-    from schedir.traces.files import LARGE, files_of, size_of
-    from schedir.traces.run import read_run
+    from schedir.ir.text_format import show
+    from schedir.traces.trace_files import LARGE, files_of, size_of
+    from schedir.traces.trace_import import read_run
 
     if not args.output.endswith((SUFFIX, ".sched")):
         raise UsageError(f"a run's file ends in {SUFFIX}, a program's in .sched: {args.output}")

@@ -13,8 +13,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from schedir.commands._options import count, number
-from schedir.commands._plan_asked import (
+from schedir.commands.common.plan_report import AT_LAST, facts, seconds
+from schedir.commands.common.plan_request import (
     FIXED,
     WORDS,
     Asked,
@@ -25,7 +25,7 @@ from schedir.commands._plan_asked import (
     searched,
     with_gpus,
 )
-from schedir.commands._plans import AT_LAST, facts, seconds
+from schedir.commands.common.schedule_options import count, number
 from schedir.errors import ProgramError, UsageError
 from schedir.extras import require
 from schedir.io.files import atomic_write, expect_writable
@@ -162,7 +162,7 @@ def measured(args: argparse.Namespace) -> str | None:
                          hint="-o here.toml", fields=["output"])  # fmt: skip
     require("torch", "--measure")
     from schedir.io.cluster_file import save_cluster
-    from schedir.training.measure import measure
+    from schedir.training.hardware_benchmark import measure
 
     with atomic_write(args.output) as temporary:  # fails here if the path cannot be written
         temporary.touch()
@@ -288,7 +288,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
 
 def more() -> str:
     """Return the names of models that `--model` knows, for `--help`."""
-    from schedir.planner.models import MODELS
+    from schedir.planner.transformer.model_presets import MODELS
 
     rows = "".join(f"  {name:10} {source}\n" for name, (_, source) in MODELS.items())
     return f"\nmodels that have a name, and where their shape is printed\n{rows}"
@@ -309,14 +309,14 @@ def run(args: argparse.Namespace) -> str:
     """Return the best plans and the bottleneck of the first, and write the files."""
     if (found := measured(args)) is not None:
         return found
-    from schedir.commands._plans import as_told, in_words
+    from schedir.commands.common.plan_report import as_told, in_words
 
     if args.tradeoff and args.picture is None:
         raise UsageError("memory against time is a picture", hint="--picture FILE.svg")
     if args.output is not None and Path(args.output).suffix not in (".toml", ".sched"):
         raise UsageError(f"a plan is written to FILE.toml or FILE.sched: {args.output} is neither")
     if args.picture is not None:
-        from schedir.viz.output import suffix_of
+        from schedir.viz.figures.figure_files import suffix_of
 
         suffix_of(args.picture)  # a wrong suffix is an error before anything is planned
     if args.top < 1:
@@ -369,9 +369,9 @@ def _wrote(args: argparse.Namespace) -> str:
 
 def _file(args: argparse.Namespace, asked: Asked, plan: Priced, own: Program | None) -> str:
     """Return a plan as a configuration of `schedir train`, or as a program, with comments."""
-    from schedir.commands._plans import name_of
+    from schedir.commands.common.plan_report import name_of
     from schedir.errors import in_bytes
-    from schedir.ir.text import show
+    from schedir.ir.text_format import show
     from schedir.planner import config, program_for
 
     lines = [
@@ -394,9 +394,9 @@ def _file(args: argparse.Namespace, asked: Asked, plan: Priced, own: Program | N
 
 def _simulated(asked: Asked, plan: Priced, own: Program | None) -> str:
     """Return a comment with the command that simulates the program at the costs of the plan."""
-    from schedir.planner.costs import costs_of, times_of
-    from schedir.planner.runnable import plan_of
-    from schedir.planner.trainer import trainer_for
+    from schedir.planner.config_export import plan_of
+    from schedir.planner.estimate.instruction_costs import costs_of, times_of
+    from schedir.planner.trainer_profile import trainer_for
     from schedir.predict.calibrate import format_costs
 
     model, cluster = asked.model, asked.cluster

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands._bound import in_words
-from schedir.commands._facts import facts
-from schedir.commands._options import (
+from schedir.commands.common.bound_report import in_words
+from schedir.commands.common.progress_line import Progress
+from schedir.commands.common.run_report import facts
+from schedir.commands.common.schedule_options import (
     PER_RANK,
     RANKS,
     add_later,
@@ -20,28 +21,27 @@ from schedir.commands._options import (
     number,
     shape_of,
 )
-from schedir.commands._progress import Progress
-from schedir.commands._zoo import Ranked, on_the_plan, ranked
+from schedir.commands.common.schedule_ranking import Ranked, on_the_plan, ranked
 from schedir.errors import UsageError, in_bytes
 from schedir.io.files import atomic_write
 from schedir.io.terminal import as_json
-from schedir.ir.costs import Costs
-from schedir.ir.plan import PLAN, Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.pipeline.pipeline_shape import PLAN, Plan
 from schedir.ir.program import TRAITS
-from schedir.ir.text import show
-from schedir.predict.gain import at_most, gain_of
+from schedir.ir.text_format import show
+from schedir.predict.possible_saving import at_most, gain_of
 from schedir.predict.simulate import simulate
-from schedir.shortest.found import numba_in_words
-from schedir.shortest.problem import whole_is_less
+from schedir.schedule_search.problem import whole_is_less
+from schedir.schedule_search.search_results import numba_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from schedir.io.request import Request
+    from schedir.io.program_request import Request
     from schedir.ir.program import Program
     from schedir.predict.timeline import Timeline
-    from schedir.schedules.words import Schedule
-    from schedir.shortest.found import Found, Step
+    from schedir.schedule_search.search_results import Found, Step
+    from schedir.schedules.schedule_algebra import Schedule
 
 INTERRUPTED = 130
 _STOPPED = {
@@ -157,8 +157,8 @@ class _Asked:
 
 def _asked(args: argparse.Namespace) -> _Asked:
     """What the options say."""
-    from schedir.io.load import Source
-    from schedir.io.request import Request
+    from schedir.io.program_request import Request
+    from schedir.io.source_loader import Source
 
     said = {f.name: value for f in PLAN if (value := getattr(args, f.name)) is not None}
     ranks = said.get("ranks", RANKS)
@@ -186,9 +186,9 @@ def _asked(args: argparse.Namespace) -> _Asked:
 def _costs_of(source: str, *, whole: bool) -> tuple[Timeline, Costs, list[str]]:
     """A run, its mean times, and what is to be said of these."""
     from schedir.io.timeline_file import SUFFIX, load_timeline
-    from schedir.ir.ops import BACKWARD_INPUT
+    from schedir.ir.isa.instructions import BACKWARD_INPUT
     from schedir.predict.calibrate import SAID, calibrate, completed, missed_by, unexplained
-    from schedir.shortest.starts import unlike
+    from schedir.schedule_search.heuristics.initial_orders import unlike
 
     if not source.endswith(SUFFIX):
         raise UsageError(f"a run's file ends in {SUFFIX}: {source} does not")
@@ -238,7 +238,7 @@ def run(args: argparse.Namespace) -> str | tuple[str, int]:
 
 
 def _frontier(args: argparse.Namespace) -> str | tuple[str, int]:
-    from schedir.commands._frontier import Asked, require, told
+    from schedir.commands.common.frontier_report import Asked, require, told
 
     require(args)
     asked = _asked(args)
@@ -251,7 +251,7 @@ def _frontier(args: argparse.Namespace) -> str | tuple[str, int]:
 
 
 def _search(args: argparse.Namespace, asked: _Asked) -> Found:
-    from schedir.shortest.search import search
+    from schedir.schedule_search.search import search
 
     progress, request, few = Progress(), asked.request, asked.in_flight
 
@@ -283,7 +283,7 @@ def _search(args: argparse.Namespace, asked: _Asked) -> Found:
 
 def _start(sources: Sequence[str], asked: _Asked) -> list[Schedule | Program]:
     """With what the search begins, besides what it knows."""
-    from schedir.io.load import Source
+    from schedir.io.source_loader import Source
 
     named: list[Schedule | Program] = []
     for source in sources:
@@ -297,7 +297,7 @@ def _start(sources: Sequence[str], asked: _Asked) -> list[Schedule | Program]:
 
 def _beside(asked: _Asked) -> Ranked:
     """The zoo at these costs, and the run's own program; under the model that it ran under."""
-    from schedir.io.load import Source
+    from schedir.io.source_loader import Source
 
     candidates, ran = [*on_the_plan(asked.request)], asked.run
     if ran is not None and ran.program.plan == asked.plan:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from schedir.commands._options import add_shape, add_source, request_of
-from schedir.commands._pictures import in_letters
+from schedir.commands.common.chart_options import in_letters
+from schedir.commands.common.schedule_options import add_shape, add_source, request_of
 from schedir.errors import ProgramError, UsageError
 from schedir.io.files import atomic_write
-from schedir.io.request import Request
+from schedir.io.program_request import Request
 from schedir.io.terminal import coloured
 
 
@@ -24,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """The text, folded unless told otherwise."""
-    from schedir.ir.text import show
+    from schedir.ir.text_format import show
 
     request = request_of(args, args.source)
     text = show(request.program, folded=not args.flat)
@@ -41,7 +41,7 @@ def _drawn(request: Request) -> str:
     """On a terminal, what the program will do, if it can; as comments, so that all still parses."""
     if not sys.stdout.isatty():
         return ""
-    from schedir.analysis.gathers import in_parts
+    from schedir.analysis.memory.unshard_counts import in_parts
 
     try:
         said = f"\n# {parts}" if (parts := in_parts(request.program)) else ""

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.slots import message_sizes, whole_sizes
-from schedir.commands._bound import bound_of_request, said_of
-from schedir.commands._facts import facts, filled_facts, said_of_costs
-from schedir.commands._options import add_shape, add_source, request_of
+from schedir.analysis.memory.buffer_slots import message_sizes, whole_sizes
+from schedir.commands.common.bound_report import bound_of_request, said_of
+from schedir.commands.common.run_report import facts, filled_facts, said_of_costs
+from schedir.commands.common.schedule_options import add_shape, add_source, request_of
 from schedir.errors import UsageError, in_bytes
-from schedir.io.request import Request
+from schedir.io.program_request import Request
 from schedir.io.terminal import as_json, table
-from schedir.ir.index import Index, Positions
-from schedir.ir.ops import ROWS, SENDS, Lane, Ring, Row, Token, between_segments
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.cost.zero_states import WHOLE
+from schedir.ir.instruction_index import Index, Positions
+from schedir.ir.isa.instructions import ROWS, SENDS, Lane, Ring, Row, Token, between_segments
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
-from schedir.ir.zero import WHOLE
 
 if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
@@ -44,7 +44,7 @@ def volume(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.float64]]:
     known.  A residual stream that passes beside what pieces sum or gather counts as a part of it.
 
     >>> from schedir import Plan, Sizes, compile, schedules
-    >>> from schedir.ir.ops import Lane
+    >>> from schedir.ir.isa.instructions import Lane
     >>> sizes = Sizes(params=4e9, grads=4e9)
     >>> for zero in range(4):
     ...     one = {"active": 1} if zero == 3 else {}  # stage whole: the last one has a single turn
@@ -107,9 +107,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """Return a table with a row per rank, and the totals."""
-    from schedir.analysis.gathers import facts_of_parts, in_parts
+    from schedir.analysis.memory.unshard_counts import facts_of_parts, in_parts
     from schedir.io.timeline_file import SUFFIX, save_timeline
-    from schedir.predict.recomputation import of_forwards
+    from schedir.predict.recompute_summary import of_forwards
 
     if args.output is not None and not args.output.endswith(SUFFIX):
         raise UsageError(f"a run's file ends in {SUFFIX}: {args.output} does not")
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> str:
 
 def _below(timeline: Timeline) -> dict[str, list[float]]:
     """Return the peak bytes of each rank on the host and on its disk, if a program uses these."""
-    from schedir.analysis.memory import tiers_of
+    from schedir.analysis.memory.footprint import tiers_of
 
     return {
         tier: [float(curve.held.max(initial=0.0)) for curve in timeline.memory_on(tier)]
@@ -196,7 +196,7 @@ def _parts(timeline: Timeline) -> dict[str, list[float]]:
 
 def _slots(request: Request) -> dict[str, Any]:
     """Return how many slots each rank shares, and the span if each value had a slot of its own."""
-    from schedir.passes.share_slots import unshared
+    from schedir.passes.memory.buffer_sharing import unshared
     from schedir.predict.simulate import simulate
 
     timeline = request.timeline
@@ -215,7 +215,7 @@ def _with_fewer(request: Request) -> str:
 
     It is empty if they share slots already, or if that would not help.
     """
-    from schedir.passes.share_slots import share_slots
+    from schedir.passes.memory.buffer_sharing import share_slots
     from schedir.predict.simulate import simulate
 
     timeline = request.timeline

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands._options import SOURCE, add_shape, request_of
+from schedir.commands.common.schedule_options import SOURCE, add_shape, request_of
 from schedir.errors import UsageError
 from schedir.io.terminal import as_json
 
 if TYPE_CHECKING:
-    from schedir.dumps.left import Left
-    from schedir.dumps.placed import Verdict
-    from schedir.dumps.standing import Job
+    from schedir.hang_diagnosis.post_mortem import Left
+    from schedir.hang_diagnosis.rank_positions import Verdict
+    from schedir.hang_diagnosis.wait_graph import Job
     from schedir.ir.program import Program
 
 
@@ -32,14 +32,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """Who waits for whom, and which rank is the cause."""
-    from schedir.dumps import left
-    from schedir.dumps.flight_recorder import read_dumps
-    from schedir.dumps.matched import match
-    from schedir.dumps.placed import judge
-    from schedir.dumps.report import job_lines, named_lines, program_lines
-    from schedir.dumps.standing import Job
+    from schedir.hang_diagnosis import post_mortem
+    from schedir.hang_diagnosis.flight_recorder import read_dumps
+    from schedir.hang_diagnosis.hang_report import job_lines, named_lines, program_lines
+    from schedir.hang_diagnosis.program_matching import match
+    from schedir.hang_diagnosis.rank_positions import judge
+    from schedir.hang_diagnosis.wait_graph import Job
 
-    if len(args.dumps) == 1 and (run := left.read(args.dumps[0])) is not None:
+    if len(args.dumps) == 1 and (run := post_mortem.read(args.dumps[0])) is not None:
         return _of_run(args, run)
     dumps, passed = read_dumps(args.dumps)
     job = Job(dumps)
@@ -74,8 +74,8 @@ def _of_run(args: argparse.Namespace, run: Left) -> str:
 
 def _program(args: argparse.Namespace, job: Job) -> Program:
     """The program; a schedule is compiled for as many ranks as exchange messages."""
-    from schedir.dumps.matched import circles
-    from schedir.io.load import Source
+    from schedir.hang_diagnosis.program_matching import circles
+    from schedir.io.source_loader import Source
     from schedir.ir.program import Program
 
     if args.ranks is None and not isinstance(Source(args.program).found, Program):

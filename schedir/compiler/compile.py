@@ -9,8 +9,8 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from schedir.analysis.memory import held, require_memory_limit
-from schedir.analysis.models import Model
+from schedir.analysis.memory.footprint import held, require_memory_limit
+from schedir.analysis.progress_models import Model
 from schedir.errors import (
     CompletenessError,
     LevelError,
@@ -22,19 +22,19 @@ from schedir.errors import (
     number,
     said,
 )
-from schedir.ir.costs import Costs
-from schedir.ir.ops import RECOMPUTE
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes, ample, bytes_of
+from schedir.ir.isa.instructions import RECOMPUTE
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.tied_weights import Ties
 from schedir.ir.program import TRAITS, Program
-from schedir.ir.sizes import Sizes, ample, bytes_of
-from schedir.ir.ties import Ties
-from schedir.passes.lowering import LOWERING, OPTIONS
-from schedir.passes.moves import DISK, HOST
-from schedir.passes.record import Boundary, Choice, Options, Pass
-from schedir.passes.share_slots import share_slots
-from schedir.retired import RETIRED
+from schedir.passes.memory.buffer_sharing import share_slots
+from schedir.passes.memory.offload_placement import DISK, HOST
+from schedir.passes.pass_order import LOWERING, OPTIONS
+from schedir.passes.pass_types import Boundary, Choice, Options, Pass
+from schedir.retired_names import RETIRED
 from schedir.schedules.draft import draft
-from schedir.schedules.words import Schedule
+from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import check, check_draft
 
 SIZES = "Sizes(activation=16e6, saved=1.2e9)"  # an example
@@ -91,11 +91,11 @@ def compile(
     have on the host.  With "fit" for both `recompute` and `offload` the step is as short as with
     either, or shorter, as far as was tried.
     `cut=5` cuts each stage into so many pieces, which are stages of the program from then on; where
-    tensor-parallel ranks meet between them is "fgfg" then, as one may say, too (`ir/meets.py`).
-    `chunks=4` cuts each microbatch into as many, which are microbatches of the program from then
-    on.  Costs, sizes, and what other options name, are those of pieces and chunks (`in_pieces`).
-    `frozen=2` is such a trait: the first two stages are not trained, and whatever the schedule says
-    of their backwards is left out.
+    tensor-parallel ranks meet between them is "fgfg" then, as one may say, too
+    (`ir/pipeline/stage_segments.py`). `chunks=4` cuts each microbatch into as many, which are
+    microbatches of the program from then on.  Costs, sizes, and what other options name, are those
+    of pieces and chunks (`in_pieces`). `frozen=2` is such a trait: the first two stages are not
+    trained, and whatever the schedule says of their backwards is left out.
 
     Raises a ProgramError if the schedule is wrong: LevelError for a program that is lowered
     already, UsageError for a plan that is missing or not the draft's.  The result finishes under

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from schedir.data.indexed import Documents
-from schedir.data.indexed import read as read_indexed
-from schedir.data.sources import find, load, python_files
+from schedir.data.data_sources import find, load, python_files
+from schedir.data.megatron_indexed_dataset import Documents
+from schedir.data.megatron_indexed_dataset import read as read_indexed
 from schedir.data.tokenizer import Bytes, Tokenizer
 from schedir.data.tokenizer import load as load_tokenizer
 from schedir.errors import UsageError
-from schedir.retired import RETIRED
+from schedir.retired_names import RETIRED
 
 Source = str | Sequence[str] | None
 

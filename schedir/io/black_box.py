@@ -26,7 +26,7 @@ from zlib import crc32
 
 from schedir.errors import UsageError
 from schedir.io.files import opened
-from schedir.ir.names import Lane
+from schedir.ir.isa.opcodes import Lane
 
 FOLDER: Final = "boxes"  # in the output folder of a run
 PROGRAM: Final = "program.sched"  # in the folder of boxes: what is run

@@ -11,9 +11,9 @@ from types import MappingProxyType
 
 from schedir.errors import ConfigError, UsageError, expect, said
 from schedir.io.files import atomic_write, read_text
-from schedir.io.toml import MOST_BYTES, tables_of
-from schedir.ir.cluster import Cluster
-from schedir.ir.units import text_of
+from schedir.io.toml_tables import MOST_BYTES, tables_of
+from schedir.ir.cost.cluster import Cluster
+from schedir.ir.cost.units import text_of
 
 _NAMES = [f.name for f in fields(Cluster)]
 _REQUIRED = [f.name for f in fields(Cluster) if f.default is MISSING]

@@ -15,11 +15,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.memory import tiers_of
+from schedir.analysis.memory.footprint import tiers_of
 from schedir.errors import UsageError
 from schedir.io.terminal import finite
-from schedir.ir.flow import Flow
-from schedir.ir.ops import LANES, SENDS, TIERS, TRANSFERS, Lane, Token
+from schedir.ir.dataflow import Flow
+from schedir.ir.isa.instructions import LANES, SENDS, TIERS, TRANSFERS, Lane, Token
 from schedir.predict.bubble_causes import Cause, idleness
 from schedir.predict.timeline import Timeline, expect_runs
 

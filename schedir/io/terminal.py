@@ -29,7 +29,7 @@ def coloured(text: str) -> str:
         return text
     from rich.text import Text
 
-    from schedir.ir.ops import ROWS
+    from schedir.ir.isa.instructions import ROWS
 
     styles = {"F": "bright_blue", "R": "blue", "B": "magenta", "I": "yellow", "W": "green"}
     lines = Text(text)
@@ -106,7 +106,7 @@ def format_error(error: ProgramError) -> str:
 
     What a file says is shown so that a terminal takes nothing of it for an order.
     """
-    from schedir.io.load import origin
+    from schedir.io.source_loader import origin
 
     lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
     if error.__cause__ and (where := origin(error)):

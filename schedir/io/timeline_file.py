@@ -18,15 +18,15 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.errors import ProgramError, Site, TraceError, UsageError
 from schedir.io.files import atomic_write, opened
-from schedir.ir.ops import Lane
-from schedir.ir.plan import Plan
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.input_trust import RAISED, most_of_a_file
+from schedir.ir.isa.instructions import Lane
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
-from schedir.ir.text import parse, show
-from schedir.ir.trust import RAISED, most_of_a_file
+from schedir.ir.text_format import parse, show
 from schedir.predict.timeline import KINDS, LONGEST, UNITS, Timeline, expect_runs, spans_of
 from schedir.verify.check import check
 

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from schedir.analysis.gathers import gathers
+from schedir.analysis.memory.unshard_counts import gathers
 from schedir.errors import (
     CellError,
     CompletenessError,
@@ -30,13 +30,13 @@ from schedir.errors import (
     UsageError,
     expect,
 )
-from schedir.io.torch_limits import require_pair, require_torch_has_it
-from schedir.io.torch_shards import RESHARD, UNSHARD, for_torch
-from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, ROWS, TRANSFERS, Opcode, Per
-from schedir.ir.placement import PLACEMENTS
-from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES, Plan
+from schedir.io.torch_compatibility import require_pair, require_torch_has_it
+from schedir.io.torch_unshard import RESHARD, UNSHARD, for_torch
+from schedir.ir.cost.zero_states import CUT_FROM
+from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, FORWARD, ROWS, TRANSFERS, Opcode, Per
+from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES, Plan
+from schedir.ir.pipeline.placement import PLACEMENTS
 from schedir.ir.program import JOINED, OP, OPS, STAGE, Program, Slots, Stream
-from schedir.ir.zero import CUT_FROM
 
 __all__ = ["parse", "show"]
 

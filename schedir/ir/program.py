@@ -13,11 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import PlanError, said
-from schedir.ir import traits
-from schedir.ir.fields import fields_of
-from schedir.ir.meets import pieces_in, whole_of
-from schedir.ir.notebook import html
-from schedir.ir.ops import (
+from schedir.ir.cost.sizes import Eager
+from schedir.ir.cost.zero_states import CUT_FROM, is_cut
+from schedir.ir.isa.instructions import (
     ADDS,
     ADDS_TO_WEIGHTS,
     BOUNDARY,
@@ -34,12 +32,16 @@ from schedir.ir.ops import (
     Opcode,
     Token,
 )
-from schedir.ir.plan import PLAN, Plan
-from schedir.ir.sizes import Eager
-from schedir.ir.skips import Skips, beside
-from schedir.ir.slots import ON_HOST as ON_HOST
-from schedir.ir.slots import OWN as OWN
-from schedir.ir.slots import Slots as Slots
+from schedir.ir.notebook_repr import html
+from schedir.ir.pipeline import program_attributes
+from schedir.ir.pipeline.field_schema import fields_of
+from schedir.ir.pipeline.pipeline_shape import PLAN, Plan
+from schedir.ir.pipeline.skip_connections import Skips, beside
+from schedir.ir.pipeline.slot_counts import ON_HOST as ON_HOST
+from schedir.ir.pipeline.slot_counts import OWN as OWN
+from schedir.ir.pipeline.slot_counts import Slots as Slots
+from schedir.ir.pipeline.stage_segments import pieces_in, whole_of
+from schedir.ir.pipeline.tied_weights import Tied
 from schedir.ir.stream import ADDRESS as ADDRESS
 from schedir.ir.stream import FIELDS as FIELDS
 from schedir.ir.stream import JOINED as JOINED
@@ -52,8 +54,6 @@ from schedir.ir.stream import Words as Words
 from schedir.ir.stream import is_op as is_op
 from schedir.ir.stream import pack as pack
 from schedir.ir.stream import unpack as unpack
-from schedir.ir.ties import Tied
-from schedir.ir.zero import CUT_FROM, is_cut
 
 if TYPE_CHECKING:
     from typing import Self
@@ -100,11 +100,11 @@ class Program:
     host and stays there: each stage's gradient is copied to the host, which steps the stage itself,
     and its weights come back (ZeRO-Offload, arXiv 2101.06840).
     `meets` has a letter for each boundary between two stages, where any of them are pieces of one
-    (`schedir/ir/meets.py`): "fgfg-fgfg".  `chunked` is how many of the microbatches are chunks of
-    one.  So `pieces` and `whole` tell what somebody has cut.
-    `sequence` says that tensor-parallel ranks share the sequence, too (arXiv 2205.05198): each has
-    sent its part, and what each has of gradients of weights that all hold whole is summed.
-    `slots` has one entry per rank; where it is empty, each value has a slot of its own.
+    (`schedir/ir/pipeline/stage_segments.py`): "fgfg-fgfg".  `chunked` is how many of the
+    microbatches are chunks of one.  So `pieces` and `whole` tell what somebody has cut. `sequence`
+    says that tensor-parallel ranks share the sequence, too (arXiv 2205.05198): each has sent its
+    part, and what each has of gradients of weights that all hold whole is summed. `slots` has one
+    entry per rank; where it is empty, each value has a slot of its own.
 
     `order` numbers the messages as the lowering places them: for each kind of send a number by
     stage*microbatches + mb, -1 where there is none.  It is no part of what the program says, and
@@ -132,20 +132,20 @@ class Program:
     name: str
     plan: Plan
     streams: tuple[Stream, ...]
-    tp: int = field(default=1, metadata=traits.TP)
-    dp: int = field(default=1, metadata=traits.DP)
-    tied: Tied = field(default=(), metadata=traits.TIED)
-    clip: bool = field(default=False, metadata=traits.CLIP)
-    frozen: int = field(default=0, metadata=traits.FROZEN)
-    skips: Skips = field(default=(), metadata=traits.SKIPS)
-    validate: str = field(default="before", metadata=traits.VALIDATE)
-    zero: int = field(default=0, metadata=traits.ZERO)
-    reduce: str = field(default="end", metadata=traits.REDUCE)
-    snapshots: bool = field(default=False, metadata=traits.SNAPSHOTS)
-    states: str = field(default="device", metadata=traits.STATES)
-    meets: str = field(default="", metadata=traits.MEETS)
-    chunked: int = field(default=1, metadata=traits.CHUNKED)
-    sequence: bool = field(default=False, metadata=traits.SEQUENCE)
+    tp: int = field(default=1, metadata=program_attributes.TP)
+    dp: int = field(default=1, metadata=program_attributes.DP)
+    tied: Tied = field(default=(), metadata=program_attributes.TIED)
+    clip: bool = field(default=False, metadata=program_attributes.CLIP)
+    frozen: int = field(default=0, metadata=program_attributes.FROZEN)
+    skips: Skips = field(default=(), metadata=program_attributes.SKIPS)
+    validate: str = field(default="before", metadata=program_attributes.VALIDATE)
+    zero: int = field(default=0, metadata=program_attributes.ZERO)
+    reduce: str = field(default="end", metadata=program_attributes.REDUCE)
+    snapshots: bool = field(default=False, metadata=program_attributes.SNAPSHOTS)
+    states: str = field(default="device", metadata=program_attributes.STATES)
+    meets: str = field(default="", metadata=program_attributes.MEETS)
+    chunked: int = field(default=1, metadata=program_attributes.CHUNKED)
+    sequence: bool = field(default=False, metadata=program_attributes.SEQUENCE)
     slots: tuple[Slots, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False
@@ -168,8 +168,8 @@ class Program:
         for f in TRAITS:
             value = f.kind.settle(f.name, getattr(self, f.name), self.plan)
             object.__setattr__(self, f.name, value)
-        told = {name: getattr(self, name) for name in traits.TOGETHER}
-        traits.require_together(self.plan, **told)
+        told = {name: getattr(self, name) for name in program_attributes.TOGETHER}
+        program_attributes.require_together(self.plan, **told)
         try:
             slots = tuple(Slots(*map(index, counts)) for counts in self.slots)
         except TypeError:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from schedir.ir.ops import Instr, Opcode
+from schedir.ir.isa.instructions import Instr, Opcode
 
 if TYPE_CHECKING:
     from typing import Self

@@ -2,8 +2,8 @@
 
 A window is one of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922), causal and
 of one dimension: query i sees j <= i with j > leader - window, where the leader, i // stride *
-stride + stride - 1, is the last query of the stride that i is in (`schedir.predict.windows` has
-which tiles that visits).  What a token sees does not depend on how many come after it.
+stride + stride - 1, is the last query of the stride that i is in (`schedir.predict.window_tiles`
+has which tiles that visits).  What a token sees does not depend on how many come after it.
 
 Tiles that nobody sees are not computed: on CPUs a tile of queries after the other is, with the keys
 that it visits, by torch's own operation for CPUs, and on GPUs FlexAttention skips them.  Neither
@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedir.errors import UsageError
-from schedir.kernels.choice import on_triton
-from schedir.models.tiles import TILE, tiles_of
+from schedir.kernels.backend_choice import on_triton
+from schedir.models.attention_tiles import TILE, tiles_of
 
 _NARROWEST: Final = 16  # heads that FlexAttention takes on a GPU
 _KEPT: Final = 32  # lengths and windows whose masks are kept

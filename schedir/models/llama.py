@@ -4,7 +4,7 @@ The model is that of Touvron et al. (LLaMA, arXiv 2302.13971, section 2.2): RMSN
 of a layer (Zhang and Sennrich, arXiv 1910.07467), positions as rotations of queries and keys (Su et
 al., RoPE, arXiv 2104.09864, eq. 34, in the order of pairs that `transformers` has), a feed-forward
 gated by SiLU (Shazeer, SwiGLU, arXiv 2002.05202, eq. 6), no biases; and heads of queries may share
-those of keys and values (Ainslie et al., GQA, arXiv 2305.13245).  As in the GPT (`training/gpt.py`)
+those of keys and values (Ainslie et al., GQA, arXiv 2305.13245).  As in the GPT (`models/gpt.py`)
 what a parameter starts as depends on the seed and its name alone.
 """
 
@@ -19,15 +19,15 @@ from torch.distributed import ProcessGroup
 
 from schedir.errors import UsageError
 from schedir.models.attention import attention
-from schedir.models.language import IGNORE as IGNORE
-from schedir.models.language import Ends, Where, tied_copy
-from schedir.models.language import count_tokens as count_tokens
-from schedir.models.language import loss as loss
+from schedir.models.language_model import IGNORE as IGNORE
+from schedir.models.language_model import Ends, Where, tied_copy
+from schedir.models.language_model import count_tokens as count_tokens
+from schedir.models.language_model import loss as loss
 from schedir.models.llama_config import LlamaConfig as LlamaConfig
-from schedir.models.shape import split_heads, split_layers
-from schedir.models.weights import Weights
-from schedir.models.windows import windows_of
-from schedir.parallel.group import seen_in_parts, tp_size
+from schedir.models.parameter_init import Weights
+from schedir.models.partitioning import split_heads, split_layers
+from schedir.models.window_config import windows_of
+from schedir.tensor_parallel.mappings import seen_in_parts, tp_size
 
 
 def build_stage(

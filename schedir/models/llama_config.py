@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from schedir.errors import UsageError
-from schedir.models.shape import expect_positive
-from schedir.models.windows import Each, expect_windows
+from schedir.models.partitioning import expect_positive
+from schedir.models.window_config import Each, expect_windows
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,19 @@
 """Planner: from a model and a cluster to plans, and what a step of each takes and holds."""
 
-from schedir.planner.choice import Choice, Host, Memory, Parts, Priced
-from schedir.planner.constants import Constants
-from schedir.planner.cut import cut
-from schedir.planner.exact import exact, program_for
-from schedir.planner.known import cluster, clusters
-from schedir.planner.layer import embedding, head, layer, stage
-from schedir.planner.memory import memory
-from schedir.planner.model import Model
-from schedir.planner.models import load_model
-from schedir.planner.options import options
-from schedir.planner.plan import every, plan, step
-from schedir.planner.regret import regret
-from schedir.planner.runnable import config, program
-from schedir.planner.shorter import shorter
+from schedir.planner.config_export import config, program
+from schedir.planner.estimate.simulated_estimate import exact, program_for
+from schedir.planner.hardware.cluster_presets import cluster, clusters
+from schedir.planner.hardware.software_constants import Constants
+from schedir.planner.launch_options import options
+from schedir.planner.parallel_plan import Choice, Host, Memory, Parts, Priced
+from schedir.planner.plan_search import every, plan, step
+from schedir.planner.prediction_regret import regret
+from schedir.planner.schedule_improvement import shorter
+from schedir.planner.transformer.layer_division_search import cut
+from schedir.planner.transformer.layer_time import embedding, head, layer, stage
+from schedir.planner.transformer.memory_estimate import memory
+from schedir.planner.transformer.model_presets import load_model
+from schedir.planner.transformer.transformer_spec import Model
 
 __all__ = [
     "Choice",

@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from schedir.ir.index import NONE
-from schedir.ir.ops import BACKWARDS, FORWARD, LANES, ROWS, Lane, between_segments
+from schedir.ir.instruction_index import NONE
+from schedir.ir.isa.instructions import BACKWARDS, FORWARD, LANES, ROWS, Lane, between_segments
 from schedir.predict.timeline import Timeline, expect_runs
 
 Floats = NDArray[np.float64]

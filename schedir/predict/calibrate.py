@@ -8,11 +8,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.longest_path import walk
-from schedir.ir.cost_fields import FIELD
-from schedir.ir.costs import Cost, Costs
-from schedir.ir.index import NONE
-from schedir.ir.ops import (
+from schedir.analysis.critical_path.longest_path import walk
+from schedir.ir.cost.cost_fields import FIELD
+from schedir.ir.cost.costs import Cost, Costs
+from schedir.ir.cost.per_stage_values import from_grid, grid
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.instruction_index import NONE
+from schedir.ir.isa.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -23,9 +25,7 @@ from schedir.ir.ops import (
     Lane,
     Per,
 )
-from schedir.ir.per_stage import from_grid, grid
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
 from schedir.predict.bubble_causes import Cause, idleness, ready_gaps
 from schedir.predict.timeline import Timeline, expect_runs
 

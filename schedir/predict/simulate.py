@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from schedir.analysis.critical_path.longest_path import Times, walk
 from schedir.analysis.deadlock import deadlock
-from schedir.analysis.longest_path import Times, walk
-from schedir.analysis.models import Model
+from schedir.analysis.progress_models import Model
 from schedir.compiler.compile import SIZES, lower
 from schedir.errors import CostsError, expect, flag
-from schedir.ir.costs import Costs
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
 from schedir.predict.timeline import LONGEST, Timeline, spans_of
 from schedir.verify.check import check_draft, complete, prove
 

@@ -12,8 +12,8 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.graph import Graph
-from schedir.analysis.memory import (
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.memory.footprint import (
     Footprint,
     at_rest,
     held,
@@ -21,13 +21,13 @@ from schedir.analysis.memory import (
     peak_in_flight,
     peak_versions,
 )
-from schedir.analysis.models import Model
+from schedir.analysis.progress_models import Model
 from schedir.errors import UsageError, expect
-from schedir.ir.index import NONE, Positions
-from schedir.ir.notebook import html
-from schedir.ir.ops import COMPUTE, RECEIVES, ROWS, TIERS, Instr, Lane
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.instruction_index import NONE, Positions
+from schedir.ir.isa.instructions import COMPUTE, RECEIVES, ROWS, TIERS, Instr, Lane
+from schedir.ir.notebook_repr import html
 from schedir.ir.program import FIELDS, OPS, Program
-from schedir.ir.sizes import Sizes
 
 Spans = NDArray[Any]  # structured: SPAN
 Times = NDArray[np.float64]

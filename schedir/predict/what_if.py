@@ -15,13 +15,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from schedir.analysis.memory import require_memory_limit, tiers_of
-from schedir.analysis.models import Model
-from schedir.compiler.again import Lowering, built_in_schedule_of, compute_of, without_recompute
+from schedir.analysis.memory.footprint import require_memory_limit, tiers_of
+from schedir.analysis.progress_models import Model
+from schedir.compiler.relower import Lowering, built_in_schedule_of, compute_of, without_recompute
 from schedir.errors import MemoryLimitError, ProgramError, in_bytes
-from schedir.ir.cost_fields import FIELD
-from schedir.ir.costs import OF_A_STAGE, Cost, Costs
-from schedir.ir.ops import (
+from schedir.ir.cost.cost_fields import FIELD
+from schedir.ir.cost.costs import OF_A_STAGE, Cost, Costs
+from schedir.ir.cost.per_stage_values import cut, evened, from_grid, grid, is_array, of_whole
+from schedir.ir.cost.zero_states import CUT_FROM, is_cut
+from schedir.ir.isa.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     COMPUTE,
@@ -30,19 +32,17 @@ from schedir.ir.ops import (
     Lane,
     Token,
 )
-from schedir.ir.per_stage import cut, evened, from_grid, grid, is_array, of_whole
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.ir.zero import CUT_FROM, is_cut
-from schedir.passes.cut import cut_like
-from schedir.passes.moves import HOST
+from schedir.passes.memory.offload_placement import HOST
+from schedir.passes.splitting.stage_segmentation import cut_like
 from schedir.predict.calibrate import MISSED, calibrate, completed, missed_by, repriced, rounded
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.schedules import built_in, looped_bfs
 from schedir.schedules.draft import draft
 from schedir.schedules.greedy import greedy
-from schedir.schedules.words import Schedule, delay_for, placed_for
+from schedir.schedules.schedule_algebra import Schedule, delay_for, placed_for
 
 LEAST: Final = 0.005  # share of a time or of bytes: smaller differences are not reported
 LARGE: Final = 100_000  # instructions: of a longer program no changed program is compiled

@@ -10,33 +10,36 @@ from schedir.extras import require
 
 require("torch", "schedir.runtime")  # the imports below would fail without a hint
 
-# Loaded at once: its module has the same name, and would else take the place of the function.
-from schedir.runtime.reference import reference  # noqa: E402
-
 if TYPE_CHECKING:
-    from schedir.runtime.boundary import Boundary
+    from schedir.runtime.autograd.splittable_layers import (
+        check_split,
+        register_split,
+        split_linears,
+    )
+    from schedir.runtime.boundaries.boundary import Boundary
+    from schedir.runtime.boundaries.per_microbatch import PerMicrobatch
+    from schedir.runtime.boundaries.size_measurement import boundaries_of, sizes_of
     from schedir.runtime.executor import Executor
-    from schedir.runtime.inprocess import InProcess
-    from schedir.runtime.per_microbatch import PerMicrobatch
-    from schedir.runtime.sizes import boundaries_of, sizes_of
-    from schedir.runtime.splittable import check_split, register_split, split_linears
+    from schedir.runtime.in_process import InProcess
+    from schedir.runtime.sequential_reference import reference
+    from schedir.transports.gloo import Gloo
     from schedir.transports.nccl import nccl
-    from schedir.transports.processes import Gloo
-    from schedir.transports.shared import Shared
+    from schedir.transports.shared_memory import Shared
 
 _HOME: Final = {
-    "Boundary": "runtime.boundary",
+    "Boundary": "runtime.boundaries.boundary",
     "Executor": "runtime.executor",
-    "Gloo": "transports.processes",
-    "InProcess": "runtime.inprocess",
-    "PerMicrobatch": "runtime.per_microbatch",
-    "Shared": "transports.shared",
-    "boundaries_of": "runtime.sizes",
-    "check_split": "runtime.splittable",
+    "Gloo": "transports.gloo",
+    "InProcess": "runtime.in_process",
+    "PerMicrobatch": "runtime.boundaries.per_microbatch",
+    "Shared": "transports.shared_memory",
+    "boundaries_of": "runtime.boundaries.size_measurement",
+    "check_split": "runtime.autograd.splittable_layers",
     "nccl": "transports.nccl",
-    "register_split": "runtime.splittable",
-    "sizes_of": "runtime.sizes",
-    "split_linears": "runtime.splittable",
+    "reference": "runtime.sequential_reference",
+    "register_split": "runtime.autograd.splittable_layers",
+    "sizes_of": "runtime.boundaries.size_measurement",
+    "split_linears": "runtime.autograd.splittable_layers",
 }
 __all__ = [
     "Boundary",

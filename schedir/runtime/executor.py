@@ -10,23 +10,23 @@ from types import MappingProxyType
 from torch import Tensor, nn
 
 from schedir.errors import ModelError, flag
+from schedir.ir.pipeline.tied_weights import Ties
 from schedir.ir.program import Program
-from schedir.ir.ties import Ties
-from schedir.runtime import given
-from schedir.runtime.agreement import agreed
-from schedir.runtime.batch import Batch, Keywords, Microbatches
-from schedir.runtime.beside import Beside, Order, beside_of
-from schedir.runtime.boundary import Edges, Given
-from schedir.runtime.held import Held, Loss, device_of
-from schedir.runtime.kept import Kept, kept_of
-from schedir.runtime.per_microbatch import Passing, PerMicrobatch
-from schedir.runtime.precision import LossScale, Steps
-from schedir.runtime.rank import State
-from schedir.runtime.running import Running
-from schedir.runtime.tied import prints
-from schedir.runtime.tiers import Tiers
-from schedir.runtime.undone import WARM as WARM
-from schedir.transports.in_turn import InTurn
+from schedir.runtime import arguments
+from schedir.runtime.boundaries.boundary import Edges, Given
+from schedir.runtime.boundaries.per_microbatch import Passing, PerMicrobatch
+from schedir.runtime.checkpoint_state import Kept, kept_of
+from schedir.runtime.extra_programs import Beside, Order, beside_of
+from schedir.runtime.model_checks.rank_consistency import agreed
+from schedir.runtime.offload.memory_tiers import Tiers
+from schedir.runtime.parameters.mixed_precision import LossScale, Steps
+from schedir.runtime.parameters.tied_parameters import prints
+from schedir.runtime.program_runner import Running
+from schedir.runtime.rank_resources import Held, Loss, device_of
+from schedir.runtime.rank_state import State
+from schedir.runtime.step_inputs import Batch, Keywords, Microbatches
+from schedir.runtime.warm_up import WARM as WARM
+from schedir.transports.serialized_transport import InTurn
 from schedir.transports.transport import Transport
 
 # ---------------------------------------------------------------- whole weights
@@ -100,7 +100,8 @@ class Executor(Running):
     share is in all of them; within a step all but the first compute with one that stands in.
 
     If the program validates "after", an update waits for no norm, and may be made again, with the
-    step behind it (`runtime/ahead.py`): `settle` before anybody looks at weights.
+    step behind it (`runtime/parameters/optimistic_step.py`): `settle` before anybody looks at
+    weights.
 
     With `zero` from 1 on (ZeRO, arXiv 1910.02054) each of `dp` replicas keeps a part of what they
     share.  Between steps a trained parameter is then the replica's piece of it, 1-dim, and so is
@@ -119,8 +120,8 @@ class Executor(Running):
     `requires_grad_` or by a new Parameter, is refused.
 
     Whatever modules draw from torch's default generators is decided by `seed`, the step, the
-    microbatch and the stage, as `schedir.runtime.random` says; after a step the generators are as
-    they were before it.  With None for a seed modules draw as they come.
+    microbatch and the stage, as `schedir.runtime.autograd.random_streams` says; after a step the
+    generators are as they were before it.  With None for a seed modules draw as they come.
 
     With `adds`, a step adds to the gradients that there are, as autograd does, and leaves the rest
     to others: no optimizer, norm or sum over replicas, and nothing is judged to be finite.
@@ -179,22 +180,25 @@ class Executor(Running):
         debug: bool = False,
         folder: str | Path | None = None,
     ) -> None:
-        program = given.program_of(program)
+        program = arguments.program_of(program)
         passing = Passing.of(boundary, program)
         beside = beside_of(more, program, passing)
         every = [] if isinstance(stages, Mapping) else [*enumerate(stages)]
-        stages = given.stages_of(stages, program, given.rank_of(rank, program))
+        stages = arguments.stages_of(stages, program, arguments.rank_of(rank, program))
         others = [*others, *(m for s, m in every if s not in stages and isinstance(m, nn.Module))]
-        given.loss_of(loss), given.optimizer_of(optimizer)
+        arguments.loss_of(loss), arguments.optimizer_of(optimizer)
         max_norm, seed = (
-            given.max_norm_of(max_norm, program),
-            None if seed is None else given.seed_of(seed),
+            arguments.max_norm_of(max_norm, program),
+            None if seed is None else arguments.seed_of(seed),
         )
         alike, adds, record = flag(alike, "alike"), flag(adds, "adds"), flag(record, "record")
         debug = flag(debug, "debug")
-        transport, loss_scale = given.transport_of(transport), given.loss_scale_of(loss_scale)
+        transport, loss_scale = (
+            arguments.transport_of(transport),
+            arguments.loss_scale_of(loss_scale),
+        )
         programs = [program, *(other for other, _ in beside)]
-        tiers = Tiers(device_of(stages), rank, programs, given.folder_of(folder))
+        tiers = Tiers(device_of(stages), rank, programs, arguments.folder_of(folder))
         weights = agreed(
             program, rank, stages, transport, passing,
             optimizer, max_norm, loss_scale, seed, tied, alike=alike, adds=adds,

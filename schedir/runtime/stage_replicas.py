@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from schedir.errors import ModelError
 from schedir.ir.program import Program
-from schedir.runtime.parameter_copies import expect_no_node_hooks, like, share_hooks
-from schedir.runtime.tied import where
+from schedir.runtime.parameters.parameter_copies import expect_no_node_hooks, like, share_hooks
+from schedir.runtime.parameters.tied_parameters import where
 
 _FOLLOWED_TYPES: Final = (bool, int, float, str)  # of attributes that a copy follows
 _FOLLOWED_DICTS: Final = ("_parameters", "_buffers")  # attributes of nn.Module that it follows, too

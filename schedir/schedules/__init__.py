@@ -18,13 +18,18 @@ one_f_one_b: 27.3% idle, peak 4
 zb_h1: 11.1% idle, peak 4
 """
 
-from schedir.schedules.blocks import v_half, v_min, wave
-from schedir.schedules.continuous import pipedream_2bw
-from schedir.schedules.flush import eager_1f1b, forward_only, gpipe, one_f_one_b
-from schedir.schedules.looped import interleaved, interleaved_zb, looped_bfs, looped_dfs
-from schedir.schedules.twoway import bitpipe, chimera, dualpipe
-from schedir.schedules.vee import dualpipe_v, zb_v
-from schedir.schedules.words import Schedule
+from schedir.schedules.bidirectional import bitpipe, chimera, dualpipe
+from schedir.schedules.building_blocks import v_half, v_min, wave
+from schedir.schedules.interleaved_schedules import (
+    interleaved,
+    interleaved_zb,
+    looped_bfs,
+    looped_dfs,
+)
+from schedir.schedules.pipedream import pipedream_2bw
+from schedir.schedules.schedule_algebra import Schedule
+from schedir.schedules.single_stage import eager_1f1b, forward_only, gpipe, one_f_one_b
+from schedir.schedules.v_shape import dualpipe_v, zb_v
 from schedir.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from schedir.errors import PlanError, ProgramError, ScheduleError, expect, in_words
-from schedir.ir.plan import Plan
+from schedir.ir.input_trust import RAISED, trust
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Cut, Program, Words
-from schedir.ir.trust import RAISED, trust
-from schedir.schedules.spell import spell
-from schedir.schedules.words import (
+from schedir.schedules.microbatch_numbering import spell
+from schedir.schedules.schedule_algebra import (
     EMPTY,
     Schedule,
     Word,

@@ -8,8 +8,8 @@ from dataclasses import replace
 from operator import index
 
 from schedir.errors import ScheduleError, expect, said
-from schedir.ir.costs import Costs
-from schedir.ir.ops import (
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -19,7 +19,7 @@ from schedir.ir.ops import (
     Instr,
     Opcode,
 )
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Stream
 
 _F, _B, _I, _W = FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schedir.schedules.words import F, I, W, Word, weave
+from schedir.schedules.schedule_algebra import F, I, W, Word, weave
 
 
 def zb_h1(r: int, P: int, m: int) -> Word:
@@ -14,7 +14,7 @@ def zb_h1(r: int, P: int, m: int) -> Word:
     first.
 
     >>> from schedir.schedules import zb_h1
-    >>> from schedir.viz.ascii import timeline
+    >>> from schedir.viz.doctest_chart import timeline
     >>> print(timeline(zb_h1, ranks=3, microbatches=4))
     rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
     rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
@@ -33,7 +33,7 @@ def zb_h2(r: int, P: int, m: int) -> Word:
     in flight.
 
     >>> from schedir.schedules import zb_h2
-    >>> from schedir.viz.ascii import timeline
+    >>> from schedir.viz.doctest_chart import timeline
     >>> print(timeline(zb_h2, ranks=3, microbatches=5))
     rank 0  F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .. ..
     rank 1  .. F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 ..

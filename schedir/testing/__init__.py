@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING, Any
 from schedir.extras import require
 
 if TYPE_CHECKING:
-    from schedir.testing.assertions import assert_schedule
-    from schedir.testing.gradients import assert_same_gradients
+    from schedir.testing.gradient_assertion import assert_same_gradients
+    from schedir.testing.schedule_assertion import assert_schedule
     from schedir.testing.strategies import drafts, plans, plans_of, programs, random_draft, ties
 
-_LATER = {"assert_same_gradients": "gradients", "assert_schedule": "assertions"}
+_LATER = {"assert_same_gradients": "gradient_assertion", "assert_schedule": "schedule_assertion"}
 
 
 def __getattr__(name: str) -> Any:

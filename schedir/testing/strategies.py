@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from schedir.compiler.compile import lower
 from schedir.errors import PlanError
-from schedir.ir.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instr
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instr
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.tied_weights import Tied, tied_stages
 from schedir.ir.program import Program, Stream
-from schedir.ir.ties import Tied, tied_stages
-from schedir.passes.overlap import group_opposites
-from schedir.schedules.words import Schedule, placed_for, takes_v
+from schedir.passes.communication.transfer_overlap import group_opposites
+from schedir.schedules.schedule_algebra import Schedule, placed_for, takes_v
 
 _F, _B = FORWARD, BACKWARD
 _I, _W = BACKWARD_INPUT, BACKWARD_WEIGHT
@@ -29,7 +29,7 @@ def plans_of(
 ) -> list[Plan]:
     """All plans up to these sizes of the kind that a schedule is written for, smaller ones first.
 
-    As its mark says (`words.placed`); else any stages per rank if it takes `v`, or one.
+    As its mark says (`schedule_algebra.placed`); else any stages per rank if it takes `v`, or one.
 
     >>> from schedir.testing import plans_of
     >>> plans_of(lambda rank, ranks, microbatches: None, ranks=2, microbatches=2)[1:]

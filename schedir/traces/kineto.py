@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import TraceError, UsageError, in_bytes, said
 from schedir.io.files import opened
-from schedir.io.profiler_marks import is_pp, marks
+from schedir.io.profiler_range_names import is_pp, marks
 
 Ints = NDArray[np.int64]
 

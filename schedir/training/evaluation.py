@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from schedir.compiler.forwards import forwards
+from schedir.compiler.evaluation_program import forwards
 from schedir.ir.program import Program
-from schedir.models.language import IGNORE
+from schedir.models.language_model import IGNORE
 from schedir.runtime.executor import Executor
-from schedir.training.config import Config
-from schedir.training.data import Batches
-from schedir.training.models import model_of
-from schedir.transports.processes import Processes
+from schedir.training.batches.samples import Batches
+from schedir.training.config.run_config import Config
+from schedir.training.model_factory import model_of
+from schedir.transports.gloo import Processes
 
 
 class Evaluated(NamedTuple):

@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from schedir.runtime.precision import MainOptimizer
-from schedir.training.train_config import TrainConfig
+from schedir.runtime.parameters.mixed_precision import MainOptimizer
+from schedir.training.config.train_config import TrainConfig
 
 
 def optimizer_of(

@@ -11,18 +11,19 @@ from contextlib import ExitStack, closing, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from schedir.dumps.blame import Shape
 from schedir.errors import ExecutionError, NonFiniteError, ProgramError, UsageError
+from schedir.hang_diagnosis.stall_cause import Shape
 from schedir.io.black_box import Phase
 from schedir.io.files import reason
 from schedir.io.terminal import format_error
-from schedir.ir.numerals import whole
+from schedir.ir.cost.number_parsing import whole
+from schedir.ir.cost.zero_states import model_states
+from schedir.ir.input_trust import words_of_now
 from schedir.ir.program import Program
-from schedir.ir.trust import words_of_now
-from schedir.ir.zero import model_states
-from schedir.training.config import Config
-from schedir.training.config_file import read
-from schedir.training.ends import (
+from schedir.training.config.config_file import read
+from schedir.training.config.run_config import Config
+from schedir.training.processes.launcher import launch
+from schedir.training.processes.process_exit import (
     TOLD,
     Member,
     Told,
@@ -35,12 +36,11 @@ from schedir.training.ends import (
     member,
     unwound,
 )
-from schedir.training.launch import launch
-from schedir.training.results import Losses, claimed, save
-from schedir.training.resume import Run
+from schedir.training.resume_checks import Run
+from schedir.training.run_results import Losses, claimed, save
 
 if TYPE_CHECKING:
-    from schedir.training.corpus import Corpus
+    from schedir.training.batches.text_batches import Corpus
 
 _TRAINER = ("torch._dynamo", "schedir.training.trainer")  # each optimizer imports the former
 _LAUNCHER = "use torchrun, or unset RANK"
@@ -66,9 +66,9 @@ def run(path: str, sets: Sequence[str] = ()) -> int:
 def _start(path: str, sets: Sequence[str], config: Config, program: Program) -> int:
     """Train in this process, or start those that do."""
     try:
-        _load("schedir.training.corpus")
-        from schedir.training.corpus import Corpus
-        from schedir.training.world import require_device
+        _load("schedir.training.batches.text_batches")
+        from schedir.training.batches.text_batches import Corpus
+        from schedir.training.processes.process_world import require_device
 
         require_device(config)
         corpus = Corpus(config)
@@ -152,7 +152,7 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
         with claimed(config) if claims else nullcontext():
             join(Member(config.output.folder, Shape.of(program), int(os.environ["RANK"])))
             _load(*_TRAINER)
-            from schedir.training.corpus import Corpus
+            from schedir.training.batches.text_batches import Corpus
 
             _train(config, program, Corpus(config))
     except Told as told:
@@ -241,11 +241,11 @@ def _whole(name: str, least: int, most: int, otherwise: str = "") -> int:
 
 
 def _train(config: Config, program: Program, corpus: Corpus) -> None:
-    from schedir.training.meeting import all_facts
-    from schedir.training.stop import Stop
+    from schedir.training.processes.graceful_stop import Stop
+    from schedir.training.processes.process_world import processes
+    from schedir.training.processes.startup_consistency import all_facts
+    from schedir.training.processes.watchdog import Watchdog
     from schedir.training.trainer import train
-    from schedir.training.watchdog import Watchdog
-    from schedir.training.world import processes
 
     data = corpus.facts
     facts = all_facts(config, program, data)

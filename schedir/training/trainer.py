@@ -15,35 +15,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedir.analysis.gathers import in_parts
-from schedir.analysis.memory import held, tiers_of
+from schedir.analysis.memory.footprint import held, tiers_of
+from schedir.analysis.memory.unshard_counts import in_parts
 from schedir.errors import ExecutionError, in_bytes, in_words
 from schedir.io.black_box import Phase
+from schedir.ir.cost.sizes import AT_REST, Sizes
 from schedir.ir.program import Program
-from schedir.ir.sizes import AT_REST, Sizes
 from schedir.predict.calibrate import calibrate, format_bubbles
-from schedir.predict.recomputation import recomputed
+from schedir.predict.recompute_summary import recomputed
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
-from schedir.runtime.device_memory import times_asked, warning
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.living import Living
-from schedir.runtime.measured import measured
-from schedir.runtime.precision import LossScale, MainOptimizer
-from schedir.runtime.sizes import sizes_of
-from schedir.training.config import Config
-from schedir.training.corpus import Corpus
-from schedir.training.ends import Told
+from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer
+from schedir.runtime.recording.allocator_growth import times_asked, warning
+from schedir.runtime.recording.live_memory import Living
+from schedir.runtime.recording.measured_timeline import measured
+from schedir.training.batches.prefetch import Batch, Prefetch
+from schedir.training.batches.text_batches import Corpus
+from schedir.training.checkpointing import Saving
+from schedir.training.config.run_config import Config
 from schedir.training.evaluation import Evaluated, Evaluation, program_beside
-from schedir.training.meeting import agree_on_data, facts_of
 from schedir.training.optimizer import optimizer_of
-from schedir.training.prefetch import Batch, Prefetch
-from schedir.training.results import Losses, Result
-from schedir.training.saving import Saving
-from schedir.training.stages import Passing, Stages
-from schedir.training.steps import Step, Steps
-from schedir.training.watchdog import Watchdog
-from schedir.transports.plain import gather
+from schedir.training.processes.process_exit import Told
+from schedir.training.processes.startup_consistency import agree_on_data, facts_of
+from schedir.training.processes.watchdog import Watchdog
+from schedir.training.run_results import Losses, Result
+from schedir.training.stage_factory import Passing, Stages
+from schedir.training.step_loop import Step, Steps
+from schedir.transports.json_collectives import gather
 from schedir.transports.registry import choose
 from schedir.transports.transport import has_left, is_late
 

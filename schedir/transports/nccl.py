@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from schedir.analysis.models import Model, model_row
+from schedir.analysis.progress_models import Model, model_row
 from schedir.errors import ModelError, UsageError
 from schedir.ir.program import Program
-from schedir.transports.cuda import HOST, QUEUES, refuse_twins, take_gpu
-from schedir.transports.edges import Edge, Grouped, directed_edges
-from schedir.transports.probe import refuse_sharing, touch_cuda
-from schedir.transports.processes import rows_of
+from schedir.transports.gloo import rows_of
+from schedir.transports.gpu_selection import HOST, QUEUES, refuse_twins, take_gpu
+from schedir.transports.hardware_queue_probe import refuse_sharing, touch_cuda
+from schedir.transports.p2p_groups import Edge, Grouped, directed_edges
 
 # ---------------------------------------------------------------- hardware queues
 

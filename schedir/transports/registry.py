@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from schedir.analysis.models import Model
+from schedir.analysis.progress_models import Model
 from schedir.ir.program import Program
 
 if TYPE_CHECKING:
-    from schedir.transports.processes import Processes
+    from schedir.transports.gloo import Processes
 
 Device = Literal["cpu", "cuda"]
 AUTO: Final = "auto"  # the first of a device that fits
@@ -60,12 +60,12 @@ _DEVICES: Final[tuple[DeviceRow, ...]] = (
 # Of each device the best first.
 _TRANSPORTS: Final[tuple[TransportRow, ...]] = (
     TransportRow(
-        "shared", "cpu", "edge", True, "shared:Shared",
+        "shared", "cpu", "edge", True, "shared_memory:Shared",
         "through memory that the processes of one machine share (a Linux on x86-64), for programs "
         "that share no slots",
     ),
     TransportRow(
-        "gloo", "cpu", "edge", True, "processes:Gloo",
+        "gloo", "cpu", "edge", True, "gloo:Gloo",
         "by Gloo, on one machine or several",
     ),
     TransportRow(

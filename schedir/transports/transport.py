@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.analysis.models import Model
-from schedir.ir.ops import Lane, Token
+from schedir.analysis.progress_models import Model
+from schedir.ir.isa.instructions import Lane, Token
 from schedir.ir.program import Program
 from schedir.transports.collectives import Group, Kind
 

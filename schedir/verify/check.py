@@ -9,13 +9,13 @@ from numbers import Real
 import numpy as np
 
 from schedir.analysis.channels import channels
+from schedir.analysis.critical_path.longest_path import Walk, walk
 from schedir.analysis.deadlock import deadlock, misordered
-from schedir.analysis.first_uses import first_uses
-from schedir.analysis.graph import Graph
-from schedir.analysis.limits import finishes_where, least_limit
-from schedir.analysis.longest_path import Walk, walk
-from schedir.analysis.models import MODELS, Model, require_model
-from schedir.analysis.slots import groups, minimum_slots, on_host
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.eager_limit import finishes_where, least_limit
+from schedir.analysis.lazy_communicators import first_uses
+from schedir.analysis.memory.buffer_slots import groups, minimum_slots, on_host
+from schedir.analysis.progress_models import MODELS, Model, require_model
 from schedir.errors import (
     CompletenessError,
     DeadlockError,
@@ -29,9 +29,10 @@ from schedir.errors import (
     flag,
     said,
 )
-from schedir.ir.flow import FREERS
-from schedir.ir.index import NONE, Index
-from schedir.ir.ops import (
+from schedir.ir.cost.sizes import Eager, Sizes
+from schedir.ir.dataflow import FREERS
+from schedir.ir.instruction_index import NONE, Index
+from schedir.ir.isa.instructions import (
     ADDS,
     BACKWARDS,
     COLLECTIVES,
@@ -48,8 +49,7 @@ from schedir.ir.ops import (
     Token,
 )
 from schedir.ir.program import ON_HOST, Program, Proof
-from schedir.ir.sizes import Eager, Sizes
-from schedir.passes.frozen import without_backwards
+from schedir.passes.splitting.frozen_stages import without_backwards
 from schedir.verify.completeness import completeness
 
 # ---------------------------------------------------------------- segments of a sequence

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import PartnerError
-from schedir.ir.ops import (
+from schedir.ir.isa.instructions import (
     COLLECTIVES,
     COMPUTE,
     OF_GRADIENTS,

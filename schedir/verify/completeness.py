@@ -14,8 +14,8 @@ from schedir.errors import (
     ReductionError,
     expect,
 )
-from schedir.ir.index import Index
-from schedir.ir.ops import (
+from schedir.ir.instruction_index import Index
+from schedir.ir.isa.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -31,8 +31,8 @@ from schedir.ir.ops import (
     Row,
 )
 from schedir.ir.program import FIELDS, Program, is_op
-from schedir.passes.lowering import LOWERING
-from schedir.passes.record import Expected
+from schedir.passes.pass_order import LOWERING
+from schedir.passes.pass_types import Expected
 from schedir.verify.communication import forms, meetings, transfers
 from schedir.verify.inspector import Inspector
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import CompletenessError, ProgramError, Site
-from schedir.ir.index import Index
-from schedir.ir.ops import ROWS, Hop, Instr, Opcode
+from schedir.ir.instruction_index import Index
+from schedir.ir.isa.instructions import ROWS, Hop, Instr, Opcode
 from schedir.ir.program import Program
 
 

@@ -11,9 +11,9 @@ import pytest
 from matplotlib.image import imread
 
 from schedir.compiler.compile import compile
-from schedir.ir.costs import Costs
-from schedir.ir.ops import Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline

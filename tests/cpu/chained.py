@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.ir.ops import Instr
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import Instr
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.splittable import split_linears
+from schedir.runtime.autograd.splittable_layers import split_linears
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1
-from schedir.schedules.words import B, F, Word
+from schedir.schedules.schedule_algebra import B, F, Word
 
 WIDTH = 4
 BOUNDARY = Boundary((3, WIDTH))

@@ -1,4 +1,4 @@
-"""Steps of `schedir.torch.Schedule` as a user writes them, for tests of gradients."""
+"""Steps of `schedir.torch_pipelining.Schedule` as a user writes them, for tests of gradients."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
-from schedir.ir.plan import Plan
-from schedir.torch import Schedule
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.torch_pipelining import Schedule
 from tests.cpu.torchs import Step, stage_of
 
 MB = 4

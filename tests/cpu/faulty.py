@@ -14,11 +14,12 @@ from typing import Any, cast
 
 import torch
 
-from schedir.ir.ops import Lane
-from schedir.runtime import running
-from schedir.runtime.lanes import Lanes
-from schedir.runtime.rank import Call, State
-from schedir.training import gpt, prefetch
+from schedir.ir.isa.instructions import Lane
+from schedir.models import gpt
+from schedir.runtime import program_runner
+from schedir.runtime.offload.copy_lanes import Lanes
+from schedir.runtime.rank_state import Call, State
+from schedir.training.batches import prefetch
 
 
 def fault(kind: str) -> None:
@@ -79,7 +80,7 @@ def at_instruction(k: int, step: int, when: str, fails: Callable[[], object]) ->
     """Let what runs instruction k of a rank's first program fail in a step (from 1): "before" it is
     waited for what it needs, "within", "behind" what it does at once, or "on the lane" that it
     starts something on."""
-    of, lanes = cast(Any, running), cast(Any, Lanes)
+    of, lanes = cast(Any, program_runner), cast(Any, Lanes)
     link, start = of.linked, lanes.start
     steps, starts = itertools.count(1), [False]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from schedir.compiler.compile import compile
-from schedir.ir.plan import Plan
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import gpipe, interleaved
 
 

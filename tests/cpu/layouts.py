@@ -12,15 +12,15 @@ from torch import Tensor
 import schedir
 from schedir import Plan
 from schedir.checkpoints import load, save
-from schedir.checkpoints.folder import Folder
-from schedir.checkpoints.own import Piece
-from schedir.checkpoints.storage import read
-from schedir.runtime.boundary import Boundary
+from schedir.checkpoints.checkpoint_directory import Folder
+from schedir.checkpoints.dcp_storage import read
+from schedir.checkpoints.local_state import Piece
+from schedir.models import gpt
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import MainOptimizer, float32_gradients
-from schedir.training import gpt
-from schedir.transports.processes import Gloo
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
+from schedir.transports.gloo import Gloo
 
 BATCH, CONTEXT, HIDDEN, VOCAB, LAYERS, SAMPLES = 2, 8, 16, 31, 4, 4
 

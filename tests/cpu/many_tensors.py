@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.splittable import split_linears
+from schedir.runtime.autograd.splittable_layers import split_linears
+from schedir.runtime.boundaries.boundary import Boundary
 
 ROWS, WIDTH = 3, 8
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)

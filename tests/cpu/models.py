@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from examples import bert, encoder_decoder
 from schedir.models import llama
-from schedir.models.language import IGNORE, count_tokens, loss
-from schedir.runtime.batch import Keywords, Microbatches
-from schedir.runtime.boundary import Boundary
+from schedir.models.language_model import IGNORE, count_tokens, loss
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.step_inputs import Keywords, Microbatches
 
 VOCAB, HIDDEN, LAYERS, CONTEXT, BATCH = 30, 16, 4, 8, 2
 

@@ -6,10 +6,10 @@ import random
 
 import numpy as np
 
-from schedir.ir.index import Index
-from schedir.ir.ops import ROWS, Lane, Opcode, Token
+from schedir.ir.instruction_index import Index
+from schedir.ir.isa.instructions import ROWS, Lane, Opcode, Token
 from schedir.ir.program import ADDRESS, OP, Program
-from schedir.passes.insert import at_places
+from schedir.passes.insertion import at_places
 
 USES = tuple(row.op for row in ROWS if Token.SAVED in row.needs and row.lane is Lane.COMPUTE)
 

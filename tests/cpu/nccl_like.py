@@ -17,15 +17,15 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from schedir.ir.ops import Lane
+from schedir.ir.isa.instructions import Lane
 from schedir.ir.program import Program
-from schedir.parallel.group import _start_sum as start_sum
+from schedir.runtime.autograd.weight_gradient_rules import Later
 from schedir.runtime.executor import Executor
-from schedir.runtime.recorder import EventStamps
-from schedir.runtime.rules import Later
+from schedir.runtime.recording.recorder import EventStamps
+from schedir.tensor_parallel.mappings import _start_sum as start_sum
 from schedir.transports import collectives
 from schedir.transports.collectives import COLLECTIVES, Group
-from schedir.transports.edges import DirectedEdge, Edge
+from schedir.transports.p2p_groups import DirectedEdge, Edge
 from schedir.transports.transport import Work
 from tests.cpu.happens_before import Races
 from tests.cpu.virtual_gpu import Event, Stream, VirtualGPU

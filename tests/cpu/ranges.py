@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from schedir.analysis.models import MODELS
-from schedir.ir.ops import COMPUTE
+from schedir.analysis.progress_models import MODELS
+from schedir.ir.isa.instructions import COMPUTE
 from schedir.ir.program import Program
-from schedir.traces.run import read_run
+from schedir.traces.trace_import import read_run
 
 # `torch` is how torch's own schedules issue messages: one alone is in no batch there, as it is in
 # Megatron's and DeepSpeed's.

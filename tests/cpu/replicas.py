@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schedir import compile
-from schedir.ir.ops import ADDS, Opcode
-from schedir.ir.plan import Plan
-from schedir.runtime import reduction, split_linears
-from schedir.runtime.boundary import Boundary
+from schedir.ir.isa.instructions import ADDS, Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.runtime import split_linears
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.precision import LossScale, float32_gradients
+from schedir.runtime.parameters import overlapped_reduction
+from schedir.runtime.parameters.mixed_precision import LossScale, float32_gradients
 from schedir.transports.collectives import Group, Kind
-from schedir.transports.processes import Gloo
+from schedir.transports.gloo import Gloo
 from schedir.transports.transport import Work
 from tests.cpu.tiny_stages import zb
 
@@ -157,7 +158,7 @@ class Case(NamedTuple):
 @contextmanager
 def buckets_of(size: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduction, "BUCKET", size)
+        patch.setattr(overlapped_reduction, "BUCKET", size)
         yield
 
 

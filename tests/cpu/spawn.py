@@ -18,8 +18,8 @@ __all__ = ["CONTEXT", "RankError", "run"]
 # every run that ends well draws it.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "numpy", "pytest", "schedir.training.trainer", "schedir.torch",
-     "schedir.viz.chart", __name__]
+    ["torch._dynamo", "numpy", "pytest", "schedir.training.trainer", "schedir.torch_pipelining",
+     "schedir.viz.figures.gantt_chart", __name__]
 )  # fmt: skip
 gc.freeze()  # this is the last: no child looks through what the server has loaded for garbage
 

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 import schedir
 from schedir import Plan, Program
-from schedir.runtime.boundary import Boundary
+from schedir.models import gpt
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import MainOptimizer, float32_gradients
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
 from schedir.schedules import (
     dualpipe,
     dualpipe_v,
     interleaved,
     one_f_one_b,
 )
-from schedir.training import gpt
 from tests.cpu.tiny_stages import BATCH, BOUNDARY, CONTEXT, HIDDEN, batch, gpt_stages
 
 torch.set_num_threads(1)

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.ir.ops import Lane
+from schedir.ir.isa.instructions import Lane
 from schedir.ir.program import Program
-from schedir.transports.processes import Processes
+from schedir.transports.gloo import Processes
 from schedir.transports.transport import Work
 
 ACK = 99  # the tag of a receiver's word that it is there

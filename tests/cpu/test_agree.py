@@ -10,19 +10,19 @@ import pytest
 from torch import nn
 
 from schedir import compile
-from schedir.ir.plan import Plan
-from schedir.runtime.boundary import Boundary
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.models import gpt
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.precision import LossScale, float32_gradients
+from schedir.runtime.parameters.mixed_precision import LossScale, float32_gradients
 from schedir.schedules import one_f_one_b
-from schedir.training import gpt
-from schedir.training.config import Config, DataConfig, PipelineConfig
-from schedir.training.corpus import Corpus
+from schedir.training.batches.text_batches import Corpus
+from schedir.training.config.run_config import Config, DataConfig, PipelineConfig
+from schedir.training.config.train_config import TrainConfig
 from schedir.training.train import program_of
-from schedir.training.train_config import TrainConfig
 from schedir.training.trainer import _Trainer
-from schedir.transports.edges import Edge
-from schedir.transports.processes import Gloo
+from schedir.transports.gloo import Gloo
+from schedir.transports.p2p_groups import Edge
 from tests.cpu.spawn import RankError, run
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages
 

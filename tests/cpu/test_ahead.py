@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 from schedir import compile, schedules
 from schedir.compiler.compile import lower
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.tied_weights import tied_stages
 from schedir.ir.program import Program
-from schedir.ir.ties import tied_stages
+from schedir.models import gpt
 from schedir.runtime import split_linears
-from schedir.runtime.boundary import Boundary
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer, float32_gradients
 from schedir.testing import plans, random_draft
-from schedir.training import gpt
-from schedir.transports.processes import Gloo
-from schedir.transports.shared import Shared, can_share
+from schedir.transports.gloo import Gloo
+from schedir.transports.shared_memory import Shared, can_share
 from tests.cpu.spawn import run
 from tests.cpu.test_finite import learned, set_stage, spoilt
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages

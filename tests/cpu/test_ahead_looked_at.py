@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from schedir import compile, schedules
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.plan import Plan
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import LossScale
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import LossScale
 from tests.cpu.test_ahead import ADAMW, same, squares
 from tests.cpu.test_finite import Stranger, hooked, learned
 

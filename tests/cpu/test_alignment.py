@@ -16,12 +16,12 @@ import schedir
 from schedir import Plan
 from schedir.ir.program import Program
 from schedir.runtime import split_linears
-from schedir.runtime.boundary import Boundary
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import interleaved, interleaved_zb
-from schedir.transports.processes import Gloo
-from schedir.transports.shared import Shared
+from schedir.transports.gloo import Gloo
+from schedir.transports.shared_memory import Shared
 from tests.cpu.spawn import run
 
 ROWS, WIDTH, EXTRA = 3, 5, 7  # odd, so that a tensor packed after another one is not aligned

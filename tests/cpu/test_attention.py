@@ -15,8 +15,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from schedir.errors import UsageError
 from schedir.models.attention import attention, block_mask, mask_of
-from schedir.models.tiles import tiles_of
-from schedir.predict.windows import Axis
+from schedir.models.attention_tiles import tiles_of
+from schedir.predict.window_tiles import Axis
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

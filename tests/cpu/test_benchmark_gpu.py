@@ -20,13 +20,13 @@ from benchmarks import gpu as benchmark
 from benchmarks.figures import Figure
 from benchmarks.gpu import layer_flop, main, of_a_gpt, of_ranks, peak, recorded, sleeping
 from schedir import Costs, Plan, compile, simulate
-from schedir.ir.sizes import Sizes
-from schedir.runtime.boundary import Boundary
+from schedir.ir.cost.sizes import Sizes
+from schedir.models import gpt
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import one_f_one_b
-from schedir.testing import tiny
-from schedir.training import gpt
+from schedir.testing import tiny_model
 from tests.cpu.virtual_gpu import Stream, copies, install
 from tests.gpu.stand_in import installed
 
@@ -223,9 +223,9 @@ def test_the_peak_of_ranks_together_is_in_the_order_of_issue() -> None:
         program = compile(one_f_one_b, Plan(ranks, 6), model="edge", slots="fewest")
         world = InProcess(
             program,
-            tiny.tiny_stages(ranks),
-            loss=tiny.loss,
-            boundary=Boundary((2, tiny.WIDTH), torch.float64),
+            tiny_model.tiny_stages(ranks),
+            loss=tiny_model.loss,
+            boundary=Boundary((2, tiny_model.WIDTH), torch.float64),
         )
         each = simulate(program, sizes=sizes).peak_memory
         together = peak(world, sizes)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schedir import Plan, compile
 from schedir.errors import ExecutionError
 from schedir.runtime import InProcess
-from schedir.runtime.bits import sum_of_bits
+from schedir.runtime.model_checks.tensor_fingerprint import sum_of_bits
 from schedir.schedules import one_f_one_b
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.complex64]

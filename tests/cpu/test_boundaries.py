@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.runtime.boundary import Boundary
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.size_measurement import boundaries_of, sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.reference import reference
-from schedir.runtime.sizes import boundaries_of, sizes_of
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import (
     chimera,
     forward_only,
@@ -34,9 +34,9 @@ from schedir.schedules import (
     zb_v,
 )
 from schedir.testing import drafts
-from schedir.transports.edges import Edge, Grouped
-from schedir.transports.processes import Gloo
-from schedir.transports.shared import Shared
+from schedir.transports.gloo import Gloo
+from schedir.transports.p2p_groups import Edge, Grouped
+from schedir.transports.shared_memory import Shared
 from tests.cpu.functions import BOTH, COUNT, TWO, Made, X, ranks, squares, total, two, weighed
 from tests.cpu.many_tensors import batch, drawn, gradients, loss, same_bits
 from tests.cpu.spawn import run

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from schedir.errors import ExecutionError, ModelError
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.reference import reference
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.sequential_reference import reference
 from tests.cpu.functions import BOTH, COUNT, TWO, Made, X, last, ranks, two
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "boundaries.txt"

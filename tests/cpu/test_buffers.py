@@ -12,17 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
-from schedir.ir.plan import Plan
-from schedir.ir.ties import ties
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.tied_weights import ties
 from schedir.runtime import split_linears
-from schedir.runtime.boundary import Boundary
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.reference import reference
-from schedir.runtime.undone import undone
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
+from schedir.runtime.warm_up import undone
 from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
-from schedir.schedules.words import B, F, Word
-from schedir.transports.processes import Gloo
+from schedir.schedules.schedule_algebra import B, F, Word
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import gradients, same_bits
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
-from schedir.ir.plan import Plan
-from schedir.ir.ties import ties
-from schedir.runtime.inprocess import InProcess
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.tied_weights import ties
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import chimera, gpipe, interleaved
 from tests.cpu.test_buffers import BOUNDARY, WIDTH, batch, newest_first, normed, squares, virtual
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from schedir.__main__ import main
-from schedir.checkpoints import storage
-from schedir.checkpoints.boxes import boxes
-from schedir.checkpoints.folder import Folder, Kind, Manifest
-from schedir.checkpoints.own import Piece
-from schedir.training import gpt
+from schedir.checkpoints import dcp_storage
+from schedir.checkpoints.checkpoint_directory import Folder, Kind, Manifest
+from schedir.checkpoints.local_state import Piece
+from schedir.checkpoints.tensor_slices import boxes
+from schedir.models import gpt
 from schedir.training.train import run
 from tests.commands import refused, said
 from tests.cpu.layouts import whole
@@ -60,7 +60,7 @@ def made(folder: str, step: int, tensors: dict[str, Tensor], **state: object) ->
             for box in boxes(value.shape, low, high)
         ]
     own = {name: (kinds[name], pieces[name]) for name in tensors}
-    stored, files = storage.write(at, 0, own)
+    stored, files = dcp_storage.write(at, 0, own)
     place.finish(Manifest(step, files, kinds, tuple(stored), {}, state))
     place.release()
 
@@ -200,13 +200,13 @@ def test_what_is_there_is_replaced_whole_and_only_when_told(
     Path("a.safetensors").write_text("mine")
     words = (*EXPORT, "run", "--to", "a.safetensors", "--replace")
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "read", _breaks)
+        patch.setattr(dcp_storage, "read", _breaks)
         assert main(words) == 2
     assert "cannot read weights/w of step 1: OSError: gone" in capsys.readouterr().err
     assert Path("a.safetensors").read_text() == "mine"
     made("gpt", 1, MODEL, extra={"settings": {"model.heads": "2", "model.dropout": "0.0"}})
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "read", _breaks)
+        patch.setattr(dcp_storage, "read", _breaks)
         assert main((*EXPORT, "gpt", "--to", "model", "--as", "transformers")) == 2
     assert not Path("model").exists()
     capsys.readouterr()

@@ -17,9 +17,9 @@ import schedir
 from schedir import Plan
 from schedir.checkpoints import load, save
 from schedir.errors import CheckpointError, ExecutionError
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import LossScale
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.schedules.draft import draft as draft_of
 from schedir.testing import drafts

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import schedir
 from schedir import Plan
-from schedir.checkpoints import Saver, load, save, storage
-from schedir.checkpoints.folder import MANIFEST, Folder, NotWholeError
-from schedir.checkpoints.peers import Peers
+from schedir.checkpoints import Saver, dcp_storage, load, save
+from schedir.checkpoints.checkpoint_directory import MANIFEST, Folder, NotWholeError
+from schedir.checkpoints.checkpoint_group import Peers
 from schedir.errors import CheckpointError, ExecutionError, ModelError, UsageError
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import one_f_one_b
 from tests.cpu.layouts import Layout, Model, executor_of, steps
 from tests.cpu.spawn import run
@@ -143,7 +143,7 @@ def test_two_savers_do_not_take_what_the_other_has_not_copied(tmp_path: Path) ->
 def test_a_save_does_not_tidy_away_what_a_saver_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, go_on, write = Event(), Event(), storage.write
+    written, go_on, write = Event(), Event(), dcp_storage.write
 
     def slow(*args: Any) -> Any:
         made = write(*args)
@@ -152,7 +152,7 @@ def test_a_save_does_not_tidy_away_what_a_saver_writes(
             assert go_on.wait(60)
         return made
 
-    monkeypatch.setattr(storage, "write", slow)
+    monkeypatch.setattr(dcp_storage, "write", slow)
     ranks = two()
     saver = Saver(ranks, tmp_path)
     saver.due(0)
@@ -172,13 +172,13 @@ def test_nobody_goes_on_from_what_is_partly_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(two(), tmp_path, step=0)
-    ranks, read = two(1), storage.read
+    ranks, read = two(1), dcp_storage.read
 
     def fails(folder: Path, manifest: Any, wanted: Any) -> None:
         read(folder, manifest, [*wanted][:2])
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(storage, "read", fails)
+    monkeypatch.setattr(dcp_storage, "read", fails)
     with pytest.raises(CheckpointError, match="Input/output error") as caught:
         load(ranks, tmp_path)
     assert "make the executor anew" in caught.value.hint
@@ -318,7 +318,7 @@ def test_a_full_disk_says_which_folder(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage._Digested, "write", full)
+    monkeypatch.setattr(dcp_storage._Digested, "write", full)
     with pytest.raises(CheckpointError) as caught:
         save(two(), tmp_path, step=3)
     fact = f"cannot save step 3 to {tmp_path}: the disk is full (No space left on device): "

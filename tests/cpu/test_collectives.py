@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from schedir import compile
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.schedules import chimera, gpipe
-from schedir.transports import mailbox
 from schedir.transports.collectives import COLLECTIVES, Group, Kind
-from schedir.transports.edges import Edge, Grouped
-from schedir.transports.processes import Gloo, Processes
-from schedir.transports.shared import Shared
+from schedir.transports.gloo import Gloo, Processes
+from schedir.transports.in_process import mailbox
+from schedir.transports.p2p_groups import Edge, Grouped
+from schedir.transports.shared_memory import Shared
 from tests.cpu.spawn import run
 from tests.cpu.strict import Strict
 from tests.cpu.virtual_gpu import install

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from schedir.data.corpus import tokenizer_of
-from schedir.data.indexed import read
+from schedir.data.megatron_indexed_dataset import read
 from schedir.errors import UsageError
-from schedir.training import corpus, gpt
-from schedir.training.config import Config, DataConfig
-from schedir.training.corpus import Corpus
-from schedir.training.gpt_config import GPTConfig
+from schedir.models import gpt
+from schedir.models.gpt_config import GPTConfig
+from schedir.training.batches import text_batches
+from schedir.training.batches.text_batches import Corpus
+from schedir.training.config.run_config import Config, DataConfig
 from tests import tokens
 from tests.cpu.training import alone, train
 
@@ -109,7 +110,7 @@ def test_a_run_reads_its_data_once(
         asked.append(name)
         return tokenizer_of(name, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(corpus, "tokenizer_of", counted)
+    monkeypatch.setattr(text_batches, "tokenizer_of", counted)
     alone(config, tmp_path / "out", f'data.source="{source}"', f'data.tokenizer="{tokenizer}"',
           "model.vocab=300", "data.held_out=0.1", "train.evaluate_every=2",
           "train.steps=2")  # fmt: skip

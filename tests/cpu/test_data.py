@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.data.sources import load, python_sources
+from schedir.data.data_sources import load, python_sources
 from schedir.errors import ModelError, UsageError
-from schedir.training.config import Config, DataConfig
-from schedir.training.corpus import Corpus
-from schedir.training.data import Batches
-from schedir.training.gpt_config import GPTConfig
+from schedir.models.gpt_config import GPTConfig
+from schedir.training.batches.samples import Batches
+from schedir.training.batches.text_batches import Corpus
+from schedir.training.config.run_config import Config, DataConfig
 from tests.cpu.spawn import run
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.ir.plan import Plan
-from schedir.runtime.inprocess import InProcess
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import one_f_one_b
 from tests.cases import cases
 from tests.cpu.training import TORCHRUN, arguments, finish, launched, start
@@ -21,10 +21,10 @@ import os
 import signal
 import sys
 
-import schedir.training.data
+import schedir.training.batches.samples
 from schedir.schedules import one_f_one_b as mine
 
-drawn = schedir.training.data.Batches.batch
+drawn = schedir.training.batches.samples.Batches.batch
 
 
 def batch(self, first, count):
@@ -33,7 +33,7 @@ def batch(self, first, count):
     return drawn(self, first, count)
 
 
-schedir.training.data.Batches.batch = batch
+schedir.training.batches.samples.Batches.batch = batch
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -142,8 +142,8 @@ import sys
 import time
 
 from schedir.schedules import one_f_one_b as mine
-from schedir.training.ends import member
-from schedir.training.prefetch import Prefetch
+from schedir.training.processes.process_exit import member
+from schedir.training.batches.prefetch import Prefetch
 
 take = Prefetch.take
 

@@ -17,19 +17,19 @@ from torch import Tensor
 
 import schedir
 from schedir import Plan
-from schedir.analysis.memory import held, peak_versions
+from schedir.analysis.memory.footprint import held, peak_versions
 from schedir.checkpoints import load, save
 from schedir.errors import ModelError
-from schedir.ir.ops import FORWARDS, SENDS, Lane
+from schedir.ir.isa.instructions import FORWARDS, SENDS, Lane
+from schedir.models import gpt
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess, Turns
-from schedir.runtime.precision import LossScale
-from schedir.runtime.sizes import sizes_of
+from schedir.runtime.in_process import InProcess, Turns
+from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import one_f_one_b, pipedream_2bw
-from schedir.schedules.words import B, F, Word
-from schedir.testing.tiny import batch, loss, tiny_stages
-from schedir.training import gpt
-from schedir.transports.processes import Gloo
+from schedir.schedules.schedule_algebra import B, F, Word
+from schedir.testing.tiny_model import batch, loss, tiny_stages
+from schedir.transports.gloo import Gloo
 from tests.cpu import tiny_stages as of_gpt
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
 from tests.cpu.spawn import run

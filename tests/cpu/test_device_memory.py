@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from schedir.runtime.device_memory import times_asked
+from schedir.runtime.recording.allocator_growth import times_asked
 from schedir.training import trainer
-from schedir.training.steps import Steps
+from schedir.training.step_loop import Steps
 from schedir.training.train import run
 from tests.cpu.training import ALONE
 

@@ -19,15 +19,17 @@ from torch.distributed import distributed_c10d as c10d
 from schedir import compile, show
 from schedir.errors import DeadlockError, ModelError, UsageError
 from schedir.io.terminal import format_error
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.models import gpt_config
 from schedir.schedules import gpipe
-from schedir.training import config, gpt_config, train
-from schedir.training.train_config import TrainConfig
-from schedir.transports import groups
-from schedir.transports.cuda import HOST, SHARED, refuse_twins, require_gpus
-from schedir.transports.edges import Edge, Grouped
+from schedir.training import train
+from schedir.training.config import run_config
+from schedir.training.config.train_config import TrainConfig
+from schedir.transports import process_groups
+from schedir.transports.gloo import Gloo, Processes
+from schedir.transports.gpu_selection import HOST, SHARED, refuse_twins, require_gpus
 from schedir.transports.nccl import NCCLEdge, NCCLGrouped, meet, nccl, set_variables
-from schedir.transports.processes import Gloo, Processes
+from schedir.transports.p2p_groups import Edge, Grouped
 from schedir.transports.registry import (
     DEVICES,
     TRANSPORTS,
@@ -36,7 +38,7 @@ from schedir.transports.registry import (
     find,
     transports_of,
 )
-from schedir.transports.shared import Shared
+from schedir.transports.shared_memory import Shared
 from tests.pure.test_blocking import sends
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -159,9 +161,9 @@ def test_what_waits_behind_a_compute_is_refused_on_every_device(
     assert Edge.blocks and Grouped.blocks
     path = tmp_path / "late.sched"
     path.write_text(show(sends(late=False)))
-    run = config.Config(
+    run = run_config.Config(
         gpt_config.GPTConfig(tied=False),
-        config.PipelineConfig(schedule=str(path), ranks=2, microbatches=2),
+        run_config.PipelineConfig(schedule=str(path), ranks=2, microbatches=2),
         train=TrainConfig(device=device, clip=0.0),
     )
     train.program_of(run)
@@ -249,10 +251,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def test_options_of_communicators(told: list[dict[str, Any]]) -> None:
     """They share nothing, and end a process later than we do."""
-    groups.make([[0]], 7.0, "cuda")
-    groups.make([[0]], 7.0, "cuda", 8)
-    groups.make([[0]], None, "cuda")
-    groups.make([[0]], 7.0)
+    process_groups.make([[0]], 7.0, "cuda")
+    process_groups.make([[0]], 7.0, "cuda", 8)
+    process_groups.make([[0]], None, "cuda")
+    process_groups.make([[0]], 7.0)
     plain, edge, torchs, gloo = told
     for over_nccl in (plain, edge, torchs):
         options = over_nccl["pg_options"]
@@ -275,18 +277,18 @@ def test_options_of_communicators(told: list[dict[str, Any]]) -> None:
     [(0, 4), (1, 2), (4 << 20, 2), ((4 << 20) + 1, 4), (4096 * 2048 * 2, 8), (1 << 30, 16)],
 )
 def test_multiprocessors_of_an_edge_by_the_bytes_of_its_messages(size: int, most: int) -> None:
-    assert groups.ctas(size) == most
+    assert process_groups.ctas(size) == most
 
 
 def test_memory_of_the_host_is_not_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU holds gradients, moments and activations; the model is made by the host."""
     model = gpt_config.GPTConfig(256, 4, 512, 8, 2048)
     monkeypatch.setattr("os.sysconf", lambda name: 1 if "SIZE" in name else 8 * model.parameters)
-    train.check_memory(config.Config(model, train=TrainConfig(device="cuda")), 1)
+    train.check_memory(run_config.Config(model, train=TrainConfig(device="cuda")), 1)
     with pytest.raises(UsageError):
-        train.check_memory(config.Config(model), 1)
+        train.check_memory(run_config.Config(model), 1)
     with pytest.raises(UsageError):
-        train.check_memory(config.Config(model, train=TrainConfig(device="cuda")), 3)
+        train.check_memory(run_config.Config(model, train=TrainConfig(device="cuda")), 3)
 
 
 def test_memory_that_replicas_share_is_not_asked_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,9 +296,9 @@ def test_memory_that_replicas_share_is_not_asked_of_each(monkeypatch: pytest.Mon
     are made whole.  Activations and tokens are small."""
     model = gpt_config.GPTConfig(256, 4, 512, 8, 2)
     for zero, bytes_each in enumerate((16, 8 + 8 / 4, 4 + 12 / 4, 4)):
-        pipeline = config.PipelineConfig(dp=4, **dict[str, Any](zero=zero))
+        pipeline = run_config.PipelineConfig(dp=4, **dict[str, Any](zero=zero))
         for more, fits in ((1.01, True), (0.99, False)):
             has = int(more * bytes_each * model.parameters)
             monkeypatch.setattr("os.sysconf", lambda name, has=has: 1 if "SIZE" in name else has)
             with nullcontext() if fits else pytest.raises(UsageError):
-                train.check_memory(config.Config(model, pipeline), 1)
+                train.check_memory(run_config.Config(model, pipeline), 1)

@@ -10,17 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir import compile, draft
-from schedir.analysis.models import Model
+from schedir.analysis.progress_models import Model
 from schedir.errors import DeadlockError
-from schedir.ir.ops import SENDS, Lane
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import SENDS, Lane
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.passes.record import Choice
+from schedir.passes.pass_types import Choice
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.transports import groups
-from schedir.transports.edges import Edge, Grouped, apart, directed_edges
-from schedir.transports.processes import Processes
-from schedir.transports.shared import Shared
+from schedir.transports import process_groups
+from schedir.transports.gloo import Processes
+from schedir.transports.p2p_groups import Edge, Grouped, apart, directed_edges
+from schedir.transports.shared_memory import Shared
 from schedir.transports.transport import Work
 from schedir.verify.check import check
 from tests.cpu.spawn import RankError, run
@@ -232,9 +232,9 @@ def test_groups_where_others_have_been_destroyed() -> None:
 
 def test_rows_of_one_colour_are_split_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [(0, 1), (2, 3), (4, 5)]
-    assert groups._colours(rows) == [rows]
+    assert process_groups._colours(rows) == [rows]
     monkeypatch.setattr(dist.distributed_c10d, "_process_group_color", lambda ranks: ranks[0] % 4)
-    assert groups._colours(rows) == [[(0, 1), (2, 3)], [(4, 5)]]
+    assert process_groups._colours(rows) == [[(0, 1), (2, 3)], [(4, 5)]]
 
 
 def test_edges_of_a_chain() -> None:

@@ -14,8 +14,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from schedir.kernels.embedding_gradient import row_sums
-from schedir.runtime.autograd_hooks import observe
-from schedir.runtime.split import Tape, embedding, linear, recording
+from schedir.runtime.autograd.node_hooks import observe
+from schedir.runtime.autograd.split_backward import Tape, embedding, linear, recording
 from tests.cpu.largest import Largest
 
 torch.set_num_threads(1)

@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schedir.dumps.blame import Shape, Standstill
+from schedir.hang_diagnosis.stall_cause import Shape, Standstill
 from schedir.io.black_box import AT, FOLDER, Box, Phase, Seen, Word, boxes
-from schedir.training.ends import exchanged
+from schedir.training.processes.process_exit import exchanged
 from schedir.transports.transport import is_late, of_peers
 from tests.cpu.test_train_ends import gone
 from tests.cpu.training import LIMIT, TORCHRUN, arguments, finish, start

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from schedir.errors import UsageError
-from schedir.training import gpt
-from schedir.training.config_file import read
-from schedir.training.corpus import Corpus
+from schedir.models import gpt
+from schedir.training.batches.text_batches import Corpus
+from schedir.training.config.config_file import read
 from schedir.training.train import run
 from tests.cpu.training import alone, train
 

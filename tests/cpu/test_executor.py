@@ -13,22 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from schedir.analysis.slots import KINDS
+from schedir.analysis.memory.buffer_slots import KINDS
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.ops import COMPUTE, ROWS, SENDS, TRANSFERS, Per, Token
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import COMPUTE, ROWS, SENDS, TRANSFERS, Per, Token
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.tied_weights import tied_stages
 from schedir.ir.program import Program
-from schedir.ir.ties import tied_stages
+from schedir.models import gpt
 from schedir.runtime import split_linears
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.reference import reference
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.schedules.words import B, F, Word
+from schedir.schedules.schedule_algebra import B, F, Word
 from schedir.testing import plans, random_draft
-from schedir.training import gpt
-from schedir.transports.processes import Gloo
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import RankError, run
 from tests.cpu.tiny_stages import (
     BATCH,

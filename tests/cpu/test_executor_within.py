@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
+from schedir.runtime.autograd.splittable_layers import split_linears
 from schedir.runtime.executor import Executor
-from schedir.runtime.splittable import split_linears
 from schedir.schedules import one_f_one_b, zb_h1
-from schedir.transports.mailbox import mailboxes
-from schedir.transports.processes import Gloo
-from schedir.transports.shared import Shared
+from schedir.transports.gloo import Gloo
+from schedir.transports.in_process.mailbox import mailboxes
+from schedir.transports.shared_memory import Shared
 from tests.cpu.spawn import run
 
 WIDTH, MICROBATCHES = 6, 4

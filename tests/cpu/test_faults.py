@@ -16,7 +16,8 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from schedir.io.black_box import FOLDER, look
-from schedir.training import trainer, world
+from schedir.training import trainer
+from schedir.training.processes import process_world
 from schedir.training.train import run as train
 from tests.cases import ALL
 from tests.cpu.faulty import goes_wrong
@@ -38,7 +39,7 @@ def faulty(rank: int, config: str, sets: list[str], port: int, what: What, toget
     }  # fmt: skip
     if rank == process:
         goes_wrong(kind, where, number)
-    assert trainer and world  # they load much
+    assert trainer and process_world  # they load much
     with open(Path(config).parent / f"said-{rank}", "w") as said:
         os.dup2(said.fileno(), 2)
     together.wait()  # no one has to load what another has

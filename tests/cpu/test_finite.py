@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from schedir import compile
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import MainOptimizer, float32_gradients
+from schedir.models import gpt
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
 from schedir.schedules import one_f_one_b, pipedream_2bw
-from schedir.training import gpt
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, zb
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from schedir.errors import UsageError
+from schedir.models import gpt
 from schedir.runtime.executor import Executor
-from schedir.runtime.precision import LossScale
-from schedir.training import gpt
+from schedir.runtime.parameters.mixed_precision import LossScale
+from schedir.training.config.train_config import TrainConfig
 from schedir.training.train import run
-from schedir.training.train_config import TrainConfig
 from tests.cpu.training import forked
 
 GOLDEN = Path(__file__).parents[1] / "golden"

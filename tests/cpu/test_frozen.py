@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from schedir.compiler.compile import compile
 from schedir.errors import ModelError, ProgramError
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.runtime import sizes_of
-from schedir.runtime.boundary import Boundary
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.reference import reference
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import dualpipe, forward_only, gpipe, one_f_one_b, pipedream_2bw, zb_h1
 from schedir.testing import drafts
-from schedir.testing.tiny import WIDTH, batch, loss, tiny_stages
-from schedir.transports.processes import Gloo
+from schedir.testing.tiny_model import WIDTH, batch, loss, tiny_stages
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import run
 from tests.cpu.test_updates import stage_by_stage
 from tests.cpu.tiny_stages import gradients, same_bits

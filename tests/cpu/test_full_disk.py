@@ -16,11 +16,11 @@ from torch import nn
 
 import schedir
 from schedir import Plan
-from schedir.checkpoints import Saver, save, storage
-from schedir.checkpoints.folder import LOCK, Folder
+from schedir.checkpoints import Saver, dcp_storage, save
+from schedir.checkpoints.checkpoint_directory import LOCK, Folder
 from schedir.errors import CheckpointError, UsageError
 from schedir.io.files import atomic_write, expect_writable
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import one_f_one_b
 from tests.cpu.training import ALONE, ROOT
 from tests.file_size_limit import small_files
@@ -43,7 +43,7 @@ def run_of(width: int) -> InProcess:
 def test_a_checkpoint_says_what_it_needs(
     width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "Path", lambda _: FULL)
+    monkeypatch.setattr(dcp_storage, "Path", lambda _: FULL)
     with pytest.raises(CheckpointError) as caught:
         save(run_of(width), tmp_path, step=3)
     fact = f"cannot save step 3 to {tmp_path}: the disk is full (No space left on device): "

@@ -14,21 +14,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedir import Costs, compile, simulate
-from schedir.analysis.graph import Graph
-from schedir.ir.ops import TRANSFERS
-from schedir.ir.plan import Plan
-from schedir.passes.record import Choice
-from schedir.runtime.boundary import Boundary
+from schedir.analysis.dependency_graph import Graph
+from schedir.ir.isa.instructions import TRANSFERS
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.models import gpt
+from schedir.passes.pass_types import Choice
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess, Turns
-from schedir.runtime.reference import reference
+from schedir.runtime.in_process import InProcess, Turns
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.schedules.words import Schedule
-from schedir.testing import tiny
-from schedir.training import gpt
+from schedir.schedules.schedule_algebra import Schedule
+from schedir.testing import tiny_model
 from schedir.transports.collectives import Group, Kind
-from schedir.transports.processes import Gloo
-from schedir.transports.streams import Point, StreamHub, StreamMailbox
+from schedir.transports.gloo import Gloo
+from schedir.transports.in_process.cuda_streams import Point, StreamHub, StreamMailbox
 from schedir.transports.transport import Work
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, config, gradients, paired, same_bits, zb
@@ -171,8 +171,8 @@ def test_gathers_run_beside_computes_as_predicted(
     costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25, gather=0.75)
     plan = plan_of(schedule, 4, 5)
     program = compile(schedule, plan, tp=2, model="edge", costs=costs, overlap=True, slots=slots)
-    boundary = Boundary((2, tiny.WIDTH), torch.float64)
-    gpu, hub, stages = install(monkeypatch), StreamHub(), tiny.tiny_stages(plan.stages)
+    boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
+    gpu, hub, stages = install(monkeypatch), StreamHub(), tiny_model.tiny_stages(plan.stages)
     ranks = InProcess.__new__(InProcess)  # which refuses tensor-parallel ranks
     ranks.program, ranks.graph, ranks.other_holders = program, Graph(program, "edge"), []
     ranks.turns_of = {program.digest: Turns(program, "edge")}
@@ -180,13 +180,13 @@ def test_gathers_run_beside_computes_as_predicted(
     ranks.ranks = []
     for rank, mail in enumerate(ranks.mail):
         own = {s: stages[s] for s in plan.stages_of[rank]}
-        executor = Executor(program, rank, own, mail, loss=tiny.loss, boundary=boundary)
+        executor = Executor(program, rank, own, mail, loss=tiny_model.loss, boundary=boundary)
         ranks.ranks.append(executor)
     charge(ranks, gpu, replace(costs, gather=0.0))
     for _ in range(2):
         gpu.host = gpu.over
         with copies(gpu, costs):
-            ranks.step(*tiny.batch(plan.microbatches))
+            ranks.step(*tiny_model.batch(plan.microbatches))
     timeline, predicted = ranks.timeline(), simulate(program, costs, model="edge")
     for name in ("start", "end"):
         moves = ~np.isin(timeline.spans["op"], TRANSFERS) | (name == "end")

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError, ModelError, ProgramError, UsageError
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.runtime import split_linears
-from schedir.runtime.boundary import Boundaries, Boundary
+from schedir.runtime.boundaries.boundary import Boundaries, Boundary
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import LossScale
-from schedir.runtime.reference import reference
-from schedir.runtime.sizes import sizes_of
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import LossScale
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import one_f_one_b
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "given.txt"

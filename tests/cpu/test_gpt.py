@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.errors import UsageError
-from schedir.parallel.group import shard_dim
-from schedir.runtime import split
-from schedir.training.gpt import GPTConfig, Stage, build_stage, count_tokens, loss
+from schedir.models.gpt import GPTConfig, Stage, build_stage, count_tokens, loss
+from schedir.runtime.autograd import split_backward
+from schedir.tensor_parallel.mappings import shard_dim
 from tests.cpu.spawn import run
 
 torch.set_num_threads(1)
@@ -47,7 +47,7 @@ def step(
         if not late:
             torch.autograd.backward(total)
             continue
-        with split.recording(split.Tape()) as tape:
+        with split_backward.recording(split_backward.Tape()) as tape:
             torch.autograd.backward(total)
         assert len(tape) == 4 * SMALL.layers + 2
         tape.run()

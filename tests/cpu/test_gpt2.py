@@ -11,8 +11,8 @@ import torch
 import schedir
 from schedir import Plan
 from schedir.runtime import split_linears
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
 from tests.cpu.training import ROOT, finish, script, start
 
 pytest.importorskip("transformers")

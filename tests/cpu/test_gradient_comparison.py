@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from schedir.errors import UsageError
-from schedir.testing.compared import Difference, Left, Place, WrongGradients, compare
-from schedir.testing.plain import Plain, cut
+from schedir.testing.gradient_comparison import Difference, Left, Place, WrongGradients, compare
+from schedir.testing.unpipelined_model import Plain, cut
 from tests.cpu.torchs import WIDTH, Tied, model
 
 Gradients = dict[str, Tensor | None]

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
-from schedir.runtime.gradients import Gradients, sum_of_squares
-from schedir.runtime.reduction import Reduction
+from schedir.runtime.parameters.gradient_buffers import Gradients, sum_of_squares
+from schedir.runtime.parameters.overlapped_reduction import Reduction
 
 
 class Sizes(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import schedir
 from schedir import Plan
 from schedir.errors import ModelError
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import gpipe
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from schedir.ir.ops import ROWS, Opcode
-from schedir.runtime.handlers import HANDLERS, found_in
-from schedir.runtime.rank import State
+from schedir.ir.isa.instructions import ROWS, Opcode
+from schedir.runtime.handlers.handler_registry import HANDLERS, found_in
+from schedir.runtime.rank_state import State
 
 
 def skip(state: State, i: object) -> None:

@@ -22,23 +22,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schedir.checkpoints import storage
+from schedir.checkpoints import dcp_storage
 from schedir.compiler.compile import compile
-from schedir.dumps.blame import Shape
 from schedir.errors import ExecutionError
+from schedir.hang_diagnosis.stall_cause import Shape
 from schedir.io.black_box import Phase
-from schedir.ir.ops import Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.schedules import one_f_one_b
-from schedir.training import ends
-from schedir.training.ends import Member, join, leave
-from schedir.training.saving import Saving
-from schedir.training.train_config import TrainConfig
-from schedir.training.watchdog import Watchdog
-from schedir.transports import groups
-from schedir.transports.processes import Gloo, Processes
-from schedir.transports.shared import Shared, close, connect, listen, passed
+from schedir.training.checkpointing import Saving
+from schedir.training.config.train_config import TrainConfig
+from schedir.training.processes import process_exit
+from schedir.training.processes.process_exit import Member, join, leave
+from schedir.training.processes.watchdog import Watchdog
+from schedir.transports import process_groups
+from schedir.transports.gloo import Gloo, Processes
+from schedir.transports.shared_memory import Shared, close, connect, listen, passed
 from schedir.transports.transport import PeerLate, PeerLeft
 from tests.cases import cases
 from tests.cpu.faulty import at_instruction, fault
@@ -188,7 +188,7 @@ def test_a_neighbour_that_passes_no_memory() -> None:
 def saves(number: int, folder: Path, stops: bool) -> None:
     """Be one of two processes that save, of which the second is stopped, or has a slow disk."""
     join(own := Member(folder, Shape(2, 1, 1), number))
-    ends.GRACE = 0.1  # type: ignore[misc]
+    process_exit.GRACE = 0.1  # type: ignore[misc]
     with open(folder / f"said-{number}", "w") as said:
         os.dup2(said.fileno(), 2)
     with Watchdog(own, 0.5):
@@ -251,14 +251,14 @@ def saves_slowly(rank: int, folder: Path, snapshots: bool) -> bool:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=PATIENCE))
     program = compile(one_f_one_b, Plan(2, 2), snapshots=snapshots)
     executor = gpt_executor(program, Gloo(program, group=group), lr=0.1)
-    write = storage.write
+    write = dcp_storage.write
 
     def slowly(*given: Any) -> Any:
         if not rank:
             time.sleep(PATIENCE + 0.5)
         return write(*given)
 
-    storage.write = slowly  # type: ignore[assignment]
+    dcp_storage.write = slowly  # type: ignore[assignment]
     batches: Any = SimpleNamespace(size=1, cursor=lambda taken: None)
     saving = Saving(executor, TrainConfig(checkpoint=str(folder)), batches, None)
     saving.save(1)
@@ -277,9 +277,9 @@ def test_groups_wait_as_long_as_torch_was_told() -> None:
     told = timedelta(seconds=7)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=told)  # type: ignore[attr-defined]
     try:
-        assert groups.patience() == 7.0
+        assert process_groups.patience() == 7.0
         transport = Gloo(compile(one_f_one_b, Plan(1, 2)))
-        assert groups.patience(transport.pipeline) == 7.0
-        assert groups.patience(Gloo(compile(one_f_one_b, Plan(1, 2)), 3.0).pipeline) == 3.0
+        assert process_groups.patience(transport.pipeline) == 7.0
+        assert process_groups.patience(Gloo(compile(one_f_one_b, Plan(1, 2)), 3.0).pipeline) == 3.0
     finally:
         dist.destroy_process_group()

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from schedir import compile
-from schedir.ir.plan import Plan
-from schedir.passes.record import Choice
-from schedir.runtime.inprocess import InProcess
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.models import gpt
+from schedir.passes.pass_types import Choice
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import chimera, interleaved, one_f_one_b
-from schedir.training import gpt
-from schedir.transports import streams
+from schedir.transports.in_process import cuda_streams
 from tests.cpu.happens_before import Races
 from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits, zb
 from tests.cpu.virtual_gpu import install
@@ -58,13 +58,13 @@ def test_nothing_races(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whether what is sent goes to static memory first, as for NCCL, and is recorded, or not."""
-    monkeypatch.setattr(streams.StreamMailbox, "static", static)
+    monkeypatch.setattr(cuda_streams.StreamMailbox, "static", static)
     got = run(schedule, plan, slots, record=static)
     assert not races.found
     assert same_bits(got, expected(plan)[1]) or plan.rows > 1
 
 
-class _Ready(streams.Point):
+class _Ready(cuda_streams.Point):
     """A point that nobody waits for."""
 
     def __init__(self) -> None: ...
@@ -76,14 +76,14 @@ class _Ready(streams.Point):
 def test_a_copy_that_does_not_wait_is_seen(
     side: str, races: Races, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = streams._copy
+    copy = cuda_streams._copy
 
     def hasty(source: Any, target: Any) -> Any:
         sides = {"source": source, "target": target}
         sides[side] = sides[side]._replace(ready=_Ready())
         return copy(**sides)
 
-    monkeypatch.setattr(streams, "_copy", hasty)
+    monkeypatch.setattr(cuda_streams, "_copy", hasty)
     run(one_f_one_b, Plan(3, 4), "fewest")
     assert any("copy_" in race for race in races.found)
 
@@ -91,6 +91,6 @@ def test_a_copy_that_does_not_wait_is_seen(
 def test_a_step_that_does_not_follow_the_caller_is_seen(
     races: Races, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams.StreamMailbox, "begin", lambda self: None)
+    monkeypatch.setattr(cuda_streams.StreamMailbox, "begin", lambda self: None)
     run(one_f_one_b, Plan(3, 4))
     assert races.found

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 import schedir
 from benchmarks.zero import Case, differing, train
 from schedir import Plan
-from schedir.analysis.memory import held
+from schedir.analysis.memory.footprint import held
 from schedir.checkpoints import load, save
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.ops import Lane
-from schedir.runtime.host_steps import HostSteps
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import LossScale
-from schedir.runtime.sizes import sizes_of
+from schedir.ir.isa.instructions import Lane
+from schedir.models import gpt
+from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.offload.cpu_optimizer import HostSteps
+from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import forward_only, gpipe, interleaved, looped_bfs, one_f_one_b
-from schedir.training import gpt
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
 from tests.cpu.spawn import run
 from tests.cpu.stated import (

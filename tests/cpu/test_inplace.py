@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.ir.plan import Plan
-from schedir.runtime.boundary import Boundary
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.reference import reference
-from schedir.runtime.sizes import sizes_of
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.schedules.words import B, F, Word
-from schedir.transports.processes import Gloo
-from schedir.transports.shared import Shared
+from schedir.schedules.schedule_algebra import B, F, Word
+from schedir.transports.gloo import Gloo
+from schedir.transports.shared_memory import Shared
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import gradients, same_bits
 

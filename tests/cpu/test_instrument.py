@@ -18,10 +18,10 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 import schedir
 from schedir import Plan, schedules
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.errors import ExecutionError, UsageError
-from schedir.foreign import deepspeed, megatron
-from schedir.testing.tiny import WIDTH, batch, loss
+from schedir.instrumentation import deepspeed, megatron
+from schedir.testing.tiny_model import WIDTH, batch, loss
 from tests.cpu.ranges import computes, imported, profiled
 from tests.cpu.spawn import run
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.ops import Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.runtime.executor import Executor
-from schedir.runtime.reference import reference
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import one_f_one_b
-from schedir.transports.processes import Gloo
-from schedir.transports.shared import Shared
+from schedir.transports.gloo import Gloo
+from schedir.transports.shared_memory import Shared
 from tests.cpu.chained import (
     BOUNDARY,
     MICROBATCHES,

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")  # not there on every system
 
 from schedir.errors import UsageError
-from schedir.kernels import choice, cross_entropy, gelu, layer_norm, weight_gradient
+from schedir.kernels import backend_choice, cross_entropy, gelu, layer_norm, weight_gradient
 from tests.cpu.interpreted import interpreting, load
 
 FLOATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -189,7 +189,7 @@ def test_rows_past_an_int32() -> None:
 
 
 def test_a_cpu_tensor_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not choice.on_triton(torch.zeros(1))
-    monkeypatch.setenv(choice.VARIABLE, "cuda")
+    assert not backend_choice.on_triton(torch.zeros(1))
+    monkeypatch.setenv(backend_choice.VARIABLE, "cuda")
     with pytest.raises(UsageError):
-        choice.on_triton(torch.zeros(1))
+        backend_choice.on_triton(torch.zeros(1))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from schedir.ir.ops import Lane
-from schedir.runtime.lanes import Lanes
+from schedir.ir.isa.instructions import Lane
+from schedir.runtime.offload.copy_lanes import Lanes
 from tests.cpu import virtual_gpu
 
 CPU = torch.device("cpu")

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from schedir.models.language import Where
-from schedir.predict.layer_bytes import TERMS, Recompute, layer_bytes, layer_terms
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.sizes import sizes_of
-from schedir.training.gpt import Layer
-from schedir.training.gpt_config import GPTConfig
+from schedir.models.gpt import Layer
+from schedir.models.gpt_config import GPTConfig
+from schedir.models.language_model import Where
+from schedir.predict.activation_bytes import TERMS, Recompute, layer_bytes, layer_terms
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from tests.cpu.spawn import run
 
 SHAPES = [(48, 2, 64, 4), (32, 1, 32, 8), (16, 3, 96, 2)]  # s, b, h, a

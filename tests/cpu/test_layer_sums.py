@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedir.parallel.group import own_tokens
-from schedir.parallel.layers import ColumnParallelLinear
-from schedir.parallel.vocab import VocabParallelHead, shard_vocab
-from schedir.runtime.rules import Entry, Later
-from schedir.runtime.split import Tape, recording
+from schedir.runtime.autograd.split_backward import Tape, recording
+from schedir.runtime.autograd.weight_gradient_rules import Entry, Later
+from schedir.tensor_parallel.layers import ColumnParallelLinear
+from schedir.tensor_parallel.mappings import own_tokens
+from schedir.tensor_parallel.vocab_parallel import VocabParallelHead, shard_vocab
 from tests.cpu.spawn import run
 
 TOKENS, HIDDEN, WIDTH = 8, 4, 6

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ModelError, UsageError
-from schedir.ir.plan import Plan
-from schedir.runtime.boundary import Boundary
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.models import gpt
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer, float32_gradients
 from schedir.schedules import one_f_one_b
-from schedir.training import gpt
-from schedir.training.train_config import TrainConfig
-from schedir.transports.processes import Gloo
+from schedir.training.config.train_config import TrainConfig
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, zb
 

@@ -12,7 +12,7 @@ import pytest
 from schedir import Cluster, load_cluster, planner, save_cluster
 from schedir.__main__ import main
 from schedir.errors import UsageError
-from schedir.training.measure import EXTENTS, measure, processors
+from schedir.training.hardware_benchmark import EXTENTS, measure, processors
 
 
 def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +44,7 @@ def test_three_processes_have_pairs_and_all() -> None:
 def test_the_command_writes_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("schedir.training.measure.measure", partial(measure, quick=True))
+    monkeypatch.setattr("schedir.training.hardware_benchmark.measure", partial(measure, quick=True))
     path = tmp_path / "here.toml"
     assert main(["plan", "--measure", "--processes=2", f"-o={path}"]) == 0
     shown = capfd.readouterr()

@@ -13,21 +13,21 @@ import torch
 import schedir
 from schedir import Plan
 from schedir.errors import ExecutionError, ModelError
-from schedir.io.profiler_marks import mark_of
-from schedir.ir.index import Index
-from schedir.ir.ops import Opcode
+from schedir.io.profiler_range_names import mark_of
+from schedir.ir.instruction_index import Index
+from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import Program
-from schedir.predict.observed import timeline_of
+from schedir.models import gpt
+from schedir.predict.recorded_timeline import timeline_of
 from schedir.predict.timeline import Timeline
-from schedir.runtime import recorder as runtime_stamps
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.measured import measured
-from schedir.runtime.recorder import read
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.recording import recorder as runtime_stamps
+from schedir.runtime.recording.measured_timeline import measured
+from schedir.runtime.recording.recorder import read
 from schedir.schedules import one_f_one_b
-from schedir.training import gpt
-from schedir.transports import clock as runtime_clock
-from schedir.transports.processes import Gloo
+from schedir.transports import clock_sync as runtime_clock
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, paired
 

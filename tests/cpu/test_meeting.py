@@ -13,11 +13,11 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from schedir.errors import ExecutionError, ModelError
-from schedir.training.config import Config, OutputConfig, PipelineConfig
-from schedir.training.data import Batches
-from schedir.training.meeting import compare, facts_of
-from schedir.training.store import connected
-from schedir.transports.plain import encoded
+from schedir.training.batches.samples import Batches
+from schedir.training.config.run_config import Config, OutputConfig, PipelineConfig
+from schedir.training.processes.rendezvous_store import connected
+from schedir.training.processes.startup_consistency import compare, facts_of
+from schedir.transports.json_collectives import encoded
 from tests.cpu.training import TORCHRUN, arguments, finish, fork, launched, start
 
 
@@ -192,11 +192,11 @@ def test_versions_are_compared(config: str, tmp_path: Path, launcher: str) -> No
 
 
 SAMPLED = """
-import schedir.training.data
+import schedir.training.batches.samples
 from schedir import schedules
 
 mine = schedules.one_f_one_b
-schedir.training.data._PARTS = 1
+schedir.training.batches.samples._PARTS = 1
 """
 
 

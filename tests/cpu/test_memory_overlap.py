@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves
 import schedir
 from schedir import Plan
 from schedir.errors import ModelError
-from schedir.ir.ties import ties
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.memory_overlap import overlaps
-from schedir.runtime.precision import MainOptimizer
+from schedir.ir.pipeline.tied_weights import ties
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.model_checks.memory_overlap import overlaps
+from schedir.runtime.parameters.mixed_precision import MainOptimizer
 from schedir.schedules import chimera, forward_only, interleaved, one_f_one_b, pipedream_2bw
-from schedir.testing.tiny import WIDTH, batch, loss
+from schedir.testing.tiny_model import WIDTH, batch, loss
 
 torch.set_num_threads(1)
 BOUNDARY = Boundary((2, WIDTH), torch.float64)

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from schedir.compiler.compile import compile
 from schedir.errors import UsageError
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.models import llama
 from schedir.models.llama_config import LlamaConfig
-from schedir.parallel.group import shard_dim
 from schedir.runtime.executor import Executor, whole
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.reference import reference
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import interleaved, one_f_one_b, zb_h1, zb_v
-from schedir.schedules.words import placed_for
-from schedir.transports.processes import Gloo
+from schedir.schedules.schedule_algebra import placed_for
+from schedir.tensor_parallel.mappings import shard_dim
+from schedir.transports.gloo import Gloo
 from tests.cases import cases
 from tests.cpu.models import KINDS, Kind, gradients
 from tests.cpu.spawn import run

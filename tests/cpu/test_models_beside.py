@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples import bert, encoder_decoder
-from schedir.models import llama
-from schedir.models.language import IGNORE
-from schedir.training import gpt
-from schedir.training.as_gpt2 import _qkv
+from schedir.models import gpt, llama
+from schedir.models.language_model import IGNORE
+from schedir.training.gpt2_export import _qkv
 from tests.cpu import models
 from tests.cpu.models import CONTEXT
 

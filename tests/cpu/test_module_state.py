@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from schedir.runtime.module_state import attributes_and_gradients_restored
+from schedir.runtime.autograd.module_state import attributes_and_gradients_restored
 
 
 def _rewrite(numbers: torch.Tensor) -> None:

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from schedir import compile
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.parallel import group
-from schedir.passes.record import Choice
-from schedir.runtime import reduction
-from schedir.runtime.reduction import Reduction
+from schedir.passes.pass_types import Choice
+from schedir.runtime.parameters import overlapped_reduction
+from schedir.runtime.parameters.overlapped_reduction import Reduction
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
+from schedir.tensor_parallel import mappings
+from schedir.transports.gloo import Gloo, Processes
 from schedir.transports.nccl import streams_of
-from schedir.transports.processes import Gloo, Processes
 from tests.cases import cases
 from tests.cpu.happens_before import Races
 from tests.cpu.nccl_like import Kind, NcclLike
@@ -97,14 +97,14 @@ def _steps(case: Case, unwaited: Kind | None, hasty: bool = False) -> Ran:
     program = case.compile()
     with pytest.MonkeyPatch.context() as patch:
         gpu = install(patch)
-        patch.setattr(reduction, "BUCKET", BUCKET)
+        patch.setattr(overlapped_reduction, "BUCKET", BUCKET)
         if hasty:
             missing = Reduction._missing
             patch.setattr(Reduction, "_missing", lambda self: {*[*missing(self)][1:]})
             patch.setattr(Reduction, "_expect_whole", lambda self: None)
         with Races(gpu) as races:
             transport = NcclLike(program, gpu, races, unwaited)
-            patch.setattr(group, "_start_sum", transport.start_sum)
+            patch.setattr(mappings, "_start_sum", transport.start_sum)
             got = _step(transport, case, program)
         found = [*races.found]
     wrong = hasty or unwaited is not None

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from schedir.analysis.memory import Footprint, held
-from schedir.analysis.slots import groups, on_host
+from schedir.analysis.memory.buffer_slots import groups, on_host
+from schedir.analysis.memory.footprint import Footprint, held
 from schedir.compiler.compile import compile
-from schedir.ir.index import Index
-from schedir.ir.ops import Lane, Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.instruction_index import Index
+from schedir.ir.isa.instructions import Lane, Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Slots
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.lanes import Job, Lanes
-from schedir.runtime.living import Living
-from schedir.runtime.rank import Call
-from schedir.runtime.sizes import sizes_of
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.offload.copy_lanes import Job, Lanes
+from schedir.runtime.rank_state import Call
+from schedir.runtime.recording.live_memory import Living
 from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.verify.check import check
 from tests.cases import cases

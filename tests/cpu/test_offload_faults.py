@@ -19,14 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.ops import Lane, Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import Lane, Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.runtime import spills
-from schedir.runtime.away import Value
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.lanes import Lanes
-from schedir.runtime.spills import Spills
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.offload import spill_file
+from schedir.runtime.offload.activation_offloader import Value
+from schedir.runtime.offload.copy_lanes import Lanes
+from schedir.runtime.offload.spill_file import Spills
 from schedir.schedules import gpipe
 from tests.cpu.moved import moved
 from tests.cpu.test_offload_runs import checked, compared
@@ -127,8 +127,8 @@ def test_what_spills_wants_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert spills.kind_of(Path("/proc")) == "proc"
-    monkeypatch.setattr(spills, "kind_of", lambda folder: "tmpfs")
+    assert spill_file.kind_of(Path("/proc")) == "proc"
+    monkeypatch.setattr(spill_file, "kind_of", lambda folder: "tmpfs")
     with pytest.warns(UserWarning, match="is a tmpfs"):
         Spills(tmp_path)
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from schedir.compiler.compile import compile, lower
-from schedir.ir.ops import Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.passes.share_slots import share_slots
-from schedir.runtime.boundary import Boundary
+from schedir.passes.memory.buffer_sharing import share_slots
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.sizes import sizes_of
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import (
     forward_only,
     gpipe,
@@ -32,7 +32,7 @@ from schedir.schedules import (
     zb_h1,
 )
 from schedir.testing import drafts
-from schedir.transports.processes import Gloo
+from schedir.transports.gloo import Gloo
 from schedir.verify.check import check
 from tests.cases import cases
 from tests.cpu import many_tensors

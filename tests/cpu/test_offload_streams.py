@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from schedir.compiler.compile import compile
-from schedir.ir.ops import Lane
-from schedir.ir.plan import Plan
-from schedir.runtime.away import Value
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.lanes import Job, Lanes
+from schedir.ir.isa.instructions import Lane
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.models import gpt
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.offload.activation_offloader import Value
+from schedir.runtime.offload.copy_lanes import Job, Lanes
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
-from schedir.training import gpt
 from tests.cases import cases
 from tests.cpu.happens_before import Races
 from tests.cpu.moved import moved

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from schedir.errors import ConfigError
-from schedir.training.config_file import read
+from schedir.training.config.config_file import read
 from tests.cpu.training import forked, losses, small
 
 MANY = [

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from schedir.analysis.memory import held
-from schedir.ir.cluster import Cluster
+from schedir.analysis.memory.footprint import held
+from schedir.ir.cost.cluster import Cluster
+from schedir.models import gpt
+from schedir.models.gpt_config import GPTConfig
 from schedir.planner import Choice, Model
-from schedir.planner.exact import exact
-from schedir.planner.runnable import ON_PROCESSORS, plan_of, program
-from schedir.planner.trainer import own_sizes
+from schedir.planner.config_export import ON_PROCESSORS, plan_of, program
+from schedir.planner.estimate.simulated_estimate import exact
+from schedir.planner.trainer_profile import own_sizes
 from schedir.runtime import Boundary, sizes_of
-from schedir.training import gpt
-from schedir.training.gpt_config import GPTConfig
-from schedir.transports.processes import Gloo
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import run
 
 NAMES = ("saved", "tape", "both", "checkpoint", "params", "grads", "optimizer")

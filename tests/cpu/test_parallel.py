@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from schedir.errors import UsageError
-from schedir.parallel.group import shard, shard_dim
-from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from schedir.parallel.vocab import (
+from schedir.runtime.parameters.gradient_buffers import is_sharded
+from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from schedir.tensor_parallel.mappings import shard, shard_dim
+from schedir.tensor_parallel.vocab_parallel import (
     VocabParallelEmbedding,
     VocabParallelHead,
     fused_cross_entropy,
     shard_vocab,
     vocab_parallel_cross_entropy,
 )
-from schedir.runtime.gradients import is_sharded
 from tests.cpu.largest import Largest
 from tests.cpu.spawn import run
 

@@ -18,20 +18,20 @@ from torch import Tensor, nn
 
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ProgramError
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.passes.record import Choice
-from schedir.runtime.boundary import Boundary
+from schedir.passes.pass_types import Choice
+from schedir.runtime.autograd.splittable_layers import split_linears
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.per_microbatch import PerMicrobatch
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.per_microbatch import PerMicrobatch
-from schedir.runtime.reference import reference
-from schedir.runtime.sizes import sizes_of
-from schedir.runtime.splittable import split_linears
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import gpipe, one_f_one_b
 from schedir.testing import drafts
-from schedir.transports.processes import Gloo
-from schedir.transports.shared import Shared
+from schedir.transports.gloo import Gloo
+from schedir.transports.shared_memory import Shared
 from tests.cpu.many_tensors import gradients, loss, same_bits
 from tests.cpu.spawn import run
 from tests.strategies import with_slots

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from schedir import Costs, Plan, compile, schedules
 from schedir.errors import ModelError
-from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from schedir.parallel.pieces import part_of
+from schedir.models import gpt
+from schedir.models.gpt_segments import boundaries, cut_of, pieces
 from schedir.runtime import Boundary, Executor, Gloo, InProcess, sizes_of
-from schedir.runtime.boundary import Boundaries
-from schedir.runtime.per_microbatch import require_fit
-from schedir.training import gpt
-from schedir.training.gpt_pieces import boundaries, cut_of, pieces
+from schedir.runtime.boundaries.boundary import Boundaries
+from schedir.runtime.boundaries.per_microbatch import require_fit
+from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from schedir.tensor_parallel.submodule_view import part_of
 from tests.cpu.spawn import RankError, run
 
 CONFIG = gpt.GPTConfig(vocab=61, layers=4, hidden=32, heads=4, context=8, dropout=0.1)

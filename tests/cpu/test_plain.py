@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir.errors import ModelError, Site
-from schedir.ir.ops import Instr, Opcode
-from schedir.ir.ties import Ties
-from schedir.runtime.boundary import Boundary
-from schedir.transports import plain
-from schedir.transports.plain import decoded, encoded, gather
+from schedir.ir.isa.instructions import Instr, Opcode
+from schedir.ir.pipeline.tied_weights import Ties
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.transports import json_collectives
+from schedir.transports.json_collectives import decoded, encoded, gather
 from tests.cpu.spawn import RankError, run
 
 KINDS = [Instr, Opcode, Site, Ties, Boundary]
@@ -80,9 +80,11 @@ def test_what_is_no_value_is_not_told() -> None:
 def _tell(process: int, what: str) -> None:
     if what == "values":
         assert gather((process, "x" * 1000 * process)) == [(0, ""), (1, "x" * 1000)]
-        assert plain.broadcast({process: torch.int64} if process else None, 1) == {1: torch.int64}
+        assert json_collectives.broadcast({process: torch.int64} if process else None, 1) == {
+            1: torch.int64
+        }
     elif what == "pickle":  # as a peer of another version, or a stranger, would send it
-        told = plain.gather_bytes(pickle.dumps(_Runs()) if process else encoded(1))
+        told = json_collectives.gather_bytes(pickle.dumps(_Runs()) if process else encoded(1))
         for k, data in enumerate(told):
             decoded(data, f"process {k}")
     else:
@@ -109,14 +111,14 @@ UNPICKLES = {"loads", "load", "all_gather_object", "broadcast_object_list", "gat
              "scatter_object_list", "send_object_list", "recv_object_list"}  # fmt: skip
 OWN = {
     "transports/local_processes.py": "a pipe between a parent and the children that it has made",
-    "testing/gradients.py": "whether what children are given can be pickled",
-    "checkpoints/storage.py": "one tensor of a checkpoint, which torch reads with weights_only",
+    "testing/gradient_assertion.py": "whether what children are given can be pickled",
+    "checkpoints/dcp_storage.py": "one tensor of a checkpoint, which torch reads with weights_only",
 }
 
 
 def test_nothing_is_unpickled() -> None:
     """But by a parent what its own children send it, and by a loop that makes plain values."""
-    root, found = Path(plain.__file__).parents[1], dict[str, Any]()
+    root, found = Path(json_collectives.__file__).parents[1], dict[str, Any]()
     for path in root.rglob("*.py"):
         tree = ast.parse(path.read_text())
         named = {

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from schedir import compile
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.kernels.weight_gradient import accumulate_
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import MainOptimizer, float32_gradients
-from schedir.runtime.reference import reference
-from schedir.runtime.split import Tape, linear, recording
+from schedir.models import gpt
+from schedir.runtime.autograd.split_backward import Tape, linear, recording
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import dualpipe, gpipe, one_f_one_b
-from schedir.training import gpt
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits, zb
 from tests.cpu.training import CONFIG, alone, train
 

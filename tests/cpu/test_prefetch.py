@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir.errors import UsageError
-from schedir.training import gpt, prefetch
-from schedir.training.data import Batches
-from schedir.training.prefetch import SLOTS, Prefetch
+from schedir.models import gpt
+from schedir.training.batches import prefetch
+from schedir.training.batches.prefetch import SLOTS, Prefetch
+from schedir.training.batches.samples import Batches
 
 CPU = torch.device("cpu")
 

@@ -14,17 +14,23 @@ import numpy as np
 from torch import Tensor
 
 from schedir import compile
-from schedir.analysis.graph import Graph
-from schedir.analysis.longest_path import walk
-from schedir.analysis.sharing import SharedQueues
+from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.shared_queues import SharedQueues
 from schedir.errors import ModelError
 from schedir.io.terminal import format_error
-from schedir.ir.ops import Lane
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import Lane
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.schedules import one_f_one_b
-from schedir.transports.edges import DirectedEdge, Edge
-from schedir.transports.probe import Queue, Shared, _number, find_sharing, refuse_sharing
+from schedir.transports.hardware_queue_probe import (
+    Queue,
+    Shared,
+    _number,
+    find_sharing,
+    refuse_sharing,
+)
+from schedir.transports.p2p_groups import DirectedEdge, Edge
 from tests.cpu.spawn import run
 
 GOLDEN = Path(__file__).parents[1] / "golden"

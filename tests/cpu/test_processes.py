@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from schedir.compiler.compile import compile
 from schedir.errors import DeadlockError
-from schedir.ir.ops import RECEIVES
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import RECEIVES
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Stream
+from schedir.models import gpt
 from schedir.runtime.executor import Executor
-from schedir.runtime.measured import measured
+from schedir.runtime.recording.measured_timeline import measured
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.training import gpt
-from schedir.transports.processes import Gloo
+from schedir.transports.gloo import Gloo
 from schedir.verify.check import check
 from tests.cpu.spawn import RankError, run
 from tests.cpu.tiny_stages import (

@@ -17,13 +17,13 @@ from schedir import Plan
 from schedir.errors import ModelError, ProgramError, SequenceError
 from schedir.io.terminal import format_error
 from schedir.ir.program import Program
+from schedir.models import gpt
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import built_in, forward_only, gpipe, interleaved, one_f_one_b
-from schedir.schedules.words import placed_for
-from schedir.training import gpt
-from schedir.transports.processes import Gloo
-from schedir.transports.shared import Shared
+from schedir.schedules.schedule_algebra import placed_for
+from schedir.transports.gloo import Gloo
+from schedir.transports.shared_memory import Shared
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 

@@ -14,21 +14,21 @@ import torch
 
 import schedir
 from schedir import Costs, Plan
-from schedir.dumps.blame import Shape
+from schedir.hang_diagnosis.stall_cause import Shape
 from schedir.io.black_box import AT, Phase
-from schedir.ir.ops import Instr, Opcode
+from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.ir.program import Program
-from schedir.runtime.batch import Batch
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.progress import Progress, waits_for
-from schedir.runtime.rank import Call
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.rank_state import Call
+from schedir.runtime.recording.gpu_progress import Progress, waits_for
+from schedir.runtime.step_inputs import Batch
 from schedir.schedules import dualpipe, gpipe, one_f_one_b
-from schedir.testing import tiny
-from schedir.training import watchdog
-from schedir.training.ends import Member
-from schedir.training.watchdog import Watchdog, standstill
-from schedir.transports.edges import Edge, Grouped
+from schedir.testing import tiny_model
+from schedir.training.processes import watchdog
+from schedir.training.processes.process_exit import Member
+from schedir.training.processes.watchdog import Watchdog, standstill
+from schedir.transports.p2p_groups import Edge, Grouped
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import batch, gpt_executor
 from tests.cpu.virtual_gpu import VirtualGPU, charge, install
@@ -43,9 +43,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
 
 
 def ranks_of(program: Program, gpu: VirtualGPU) -> tuple[InProcess, list[Progress]]:
-    stages = tiny.tiny_stages(program.plan.stages)
-    boundary = Boundary((2, tiny.WIDTH), torch.float64)
-    ranks = InProcess(program, stages, loss=tiny.loss, boundary=boundary, record=False)
+    stages = tiny_model.tiny_stages(program.plan.stages)
+    boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
+    ranks = InProcess(program, stages, loss=tiny_model.loss, boundary=boundary, record=False)
     charge(ranks, gpu, COSTS)
     return ranks, [Progress(rank) for rank in ranks.ranks]
 
@@ -64,7 +64,7 @@ def hang(ranks: InProcess, gpu: VirtualGPU, instr: Instr, rank: int) -> None:
 
 
 def step(ranks: InProcess, gpu: VirtualGPU) -> None:
-    ranks.step(*tiny.batch(ranks.program.plan.microbatches))
+    ranks.step(*tiny_model.batch(ranks.program.plan.microbatches))
 
 
 def said(ranks: InProcess, rank: int, progress: Progress) -> list[tuple[str, str]]:
@@ -146,7 +146,7 @@ def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
     program = schedir.compile(gpipe, Plan(1, 3), model="edge")
     ranks, (progress,) = ranks_of(program, gpu)
     one = ranks.ranks[0]
-    inputs, targets = tiny.batch(3)
+    inputs, targets = tiny_model.batch(3)
     one.begin(Batch(inputs, targets))
     for k in range(2):
         one.call(k)
@@ -160,7 +160,7 @@ def test_a_step_in_another_order_is_one_step(gpu: VirtualGPU) -> None:
     program = schedir.compile(gpipe, Plan(1, 3), model="edge")
     ranks, (progress,) = ranks_of(program, gpu)
     one = ranks.ranks[0]
-    inputs, targets = tiny.batch(3)
+    inputs, targets = tiny_model.batch(3)
     for _ in range(3):
         one.begin(Batch(inputs, targets))
         order = [1, 0, *range(2, len(one.calls))]

@@ -13,13 +13,13 @@ import torch
 from schedir import compile
 from schedir.errors import ModelError
 from schedir.io.terminal import format_error
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.runtime import nccl
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b
-from schedir.transports.cuda import QUEUES
+from schedir.transports.gloo import OnLane
+from schedir.transports.gpu_selection import QUEUES
 from schedir.transports.nccl import require_queues, streams_of
-from schedir.transports.processes import OnLane
 from tests.cpu.virtual_gpu import Stream, install
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -21,17 +21,17 @@ from torch.utils.checkpoint import checkpoint
 
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.plan import Plan
-from schedir.runtime.boundary import Boundary
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.runtime.autograd.random_streams import FORWARD, Draws, key, layer, mix, numbers_of
+from schedir.runtime.autograd.splittable_layers import SplitLinear
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.random import FORWARD, Draws, key, layer, mix, numbers_of
-from schedir.runtime.reference import reference
-from schedir.runtime.sizes import sizes_of
-from schedir.runtime.splittable import SplitLinear
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b
 from schedir.testing import plans, random_draft
-from schedir.transports.processes import Gloo
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import run
 from tests.cpu.test_zoo_runs import ZOO, M, newest_first, program_of
 from tests.cpu.tiny_stages import gradients, same_bits, zb

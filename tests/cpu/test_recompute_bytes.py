@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from schedir.analysis.memory import held
+from schedir.analysis.memory.footprint import held
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError
-from schedir.ir.ops import RECOMPUTE
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import RECOMPUTE
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.predict.simulate import simulate
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.sizes import sizes_of
+from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import (
     dualpipe,
     dualpipe_v,

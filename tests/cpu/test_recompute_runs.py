@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, UsageError
-from schedir.ir.ops import RECOMPUTE
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import RECOMPUTE
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.runtime.boundary import Boundary
+from schedir.runtime.autograd.splittable_layers import split_linears
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.per_microbatch import PerMicrobatch
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.per_microbatch import PerMicrobatch
-from schedir.runtime.reference import reference
-from schedir.runtime.splittable import split_linears
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import (
     gpipe,
     interleaved,
@@ -32,8 +32,8 @@ from schedir.schedules import (
     zb_h1,
 )
 from schedir.testing import drafts
-from schedir.transports.processes import Gloo
-from schedir.transports.shared import Shared
+from schedir.transports.gloo import Gloo
+from schedir.transports.shared_memory import Shared
 from tests.cpu import many_tensors
 from tests.cpu.spawn import run
 from tests.cpu.test_per_microbatch import Last, Packed

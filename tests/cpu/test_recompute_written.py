@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
-from schedir.ir.plan import Plan
-from schedir.runtime.inprocess import InProcess
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import gpipe, interleaved, zb_h1
 from tests.cpu.test_recompute_runs import BOUNDARY, WIDTH, as_reference, batch, noisy, squares
 

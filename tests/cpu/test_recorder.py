@@ -13,34 +13,34 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Timeline
-from schedir.analysis.graph import Graph
-from schedir.ir.ops import SENDS, TRANSFERS, Lane, Opcode
+from schedir.analysis.dependency_graph import Graph
+from schedir.ir.isa.instructions import SENDS, TRANSFERS, Lane, Opcode
 from schedir.ir.program import JOINED, Program, Stream
-from schedir.passes.record import Choice
+from schedir.passes.pass_types import Choice
 from schedir.predict.bubble_causes import Cause, by_cause, idleness
 from schedir.predict.calibrate import calibrate
-from schedir.runtime import inprocess
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.recorder import TICK, EventStamps, HostStamps, Recorded, read
+from schedir.runtime import in_process
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.recording.recorder import TICK, EventStamps, HostStamps, Recorded, read
 from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b
-from schedir.schedules.words import Schedule
-from schedir.testing import tiny
-from schedir.transports import mailbox
+from schedir.schedules.schedule_algebra import Schedule
+from schedir.testing import tiny_model
 from schedir.transports.collectives import Group, Kind
-from schedir.transports.mailbox import Hub, Mailbox
+from schedir.transports.in_process import mailbox
+from schedir.transports.in_process.mailbox import Hub, Mailbox
 from schedir.transports.transport import Work
 from tests.cpu.virtual_gpu import VirtualGPU, charge, copies, install
 from tests.laws import ZOO, least, plan_of
 from tests.legal import too_early
 
-BOUNDARY = Boundary((2, tiny.WIDTH), torch.float64)
+BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
 PAIRED = (dualpipe, dualpipe_v)
 
 
 def ranks_of(program: Program) -> InProcess:
-    stages = tiny.tiny_stages(program.plan.stages)
-    return InProcess(program, stages, loss=tiny.loss, boundary=BOUNDARY)
+    stages = tiny_model.tiny_stages(program.plan.stages)
+    return InProcess(program, stages, loss=tiny_model.loss, boundary=BOUNDARY)
 
 
 def shape(schedule: Schedule) -> Plan:
@@ -53,7 +53,7 @@ def test_a_step_on_a_cpu_is_a_legal_timeline(seed: int | None) -> None:
         plan = shape(schedule)
         program = schedir.compile(schedule, plan, model="edge", overlap=True, slots="fewest")
         ranks = ranks_of(program)
-        ranks.step(*tiny.batch(plan.microbatches), seed=seed)
+        ranks.step(*tiny_model.batch(plan.microbatches), seed=seed)
         timeline = ranks.timeline()
         assert (timeline.kind, timeline.unit, timeline.begin) == ("measured", "s", 0.0)
         assert [i for k in range(plan.ranks) for i in program.streams[k]] == [
@@ -86,7 +86,7 @@ def on_gpu(
         for _ in range(2):
             gpu.host = gpu.over
             with copies(gpu, costs):
-                ranks.step(*tiny.batch(program.plan.microbatches))
+                ranks.step(*tiny_model.batch(program.plan.microbatches))
             assert not gpu.forked
         return ranks.timeline(), ranks, gpu
 
@@ -248,7 +248,7 @@ def test_each_stream_runs_in_its_order(schedule: Schedule) -> None:
     """And nothing is issued before what it waits for, which on streams would be no wait at all."""
     plan = shape(schedule)
     program = schedir.compile(schedule, plan, model="edge", tied=True, clip=True, overlap=True)
-    turns = list(inprocess._in_turns(Graph(program, "edge")))
+    turns = list(in_process._in_turns(Graph(program, "edge")))
     assert len(turns) == len(program)
     for rank, stream in enumerate(program.streams):
         assert [k for r, k in turns if r == rank] == [*range(len(stream))]

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.ir.ops import ADDS, Instr, Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import ADDS, Instr, Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.runtime import split_linears
 from schedir.runtime.executor import Executor
-from schedir.runtime.finite import find_origin
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.measured import measured
-from schedir.runtime.progress import Progress
-from schedir.runtime.recorder import EventStamps, HostStamps, read
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.recording.gpu_progress import Progress
+from schedir.runtime.recording.measured_timeline import measured
+from schedir.runtime.recording.nan_origin import find_origin
+from schedir.runtime.recording.recorder import EventStamps, HostStamps, read
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
-from schedir.transports.processes import Gloo
+from schedir.transports.gloo import Gloo
 from tests.cpu.replicas import (
     ROWS,
     WIDTH,

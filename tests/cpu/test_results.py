@@ -17,11 +17,11 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from schedir.errors import ExecutionError, ModelError, UsageError
-from schedir.training import results, trainer
-from schedir.training.config import Config, OutputConfig
-from schedir.training.results import COLUMNS, LOCK, RESULTS, TRACE, claimed
+from schedir.training import run_results, trainer
+from schedir.training.config.run_config import Config, OutputConfig
+from schedir.training.processes.process_world import wait_for_results
+from schedir.training.run_results import COLUMNS, LOCK, RESULTS, TRACE, claimed
 from schedir.training.train import run
-from schedir.training.world import wait_for_results
 from tests.cpu.training import ALONE, LIMIT, ROOT, arguments, finish, forked, launched, start
 
 TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "train.log_every=1"]
@@ -258,9 +258,9 @@ def strict(text: str) -> object:
 def test_a_summary_is_json_whatever_the_numbers_are(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = results.save
+    write = run_results.save
 
-    def lost(result: results.Result, output: OutputConfig) -> None:
+    def lost(result: run_results.Result, output: OutputConfig) -> None:
         write(replace(result, loss=math.nan, tokens_per_second=math.inf), output)
 
     monkeypatch.setattr("schedir.training.train.save", lost)
@@ -272,14 +272,14 @@ def test_a_summary_is_json_whatever_the_numbers_are(
 def test_a_picture_that_cannot_be_written_keeps_no_summary_away(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = results.Losses.write
+    write = run_results.Losses.write
 
-    def writing(losses: results.Losses, lines: str) -> None:
+    def writing(losses: run_results.Losses, lines: str) -> None:
         for path in (tmp_path / "out" / RESULTS[2], tmp_path / "traces" / TRACE):
             path.mkdir(exist_ok=True)
         write(losses, lines)
 
-    monkeypatch.setattr(results.Losses, "write", writing)
+    monkeypatch.setattr(run_results.Losses, "write", writing)
     sets = [f'output.folder="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
     assert RESULTS[2] in refused(config, *sets).fact
     assert math.isfinite(json.loads((tmp_path / "out" / "summary.json").read_text())["loss"])
@@ -290,7 +290,7 @@ import os
 import shutil
 
 from schedir.schedules import one_f_one_b as mine
-from schedir.training.prefetch import Prefetch
+from schedir.training.batches.prefetch import Prefetch
 
 take = Prefetch.take
 

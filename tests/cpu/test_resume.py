@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from schedir.errors import CheckpointError, ConfigError, ExecutionError, ProgramError, UsageError
-from schedir.training.config import Config, OutputConfig
-from schedir.training.results import claimed
-from schedir.training.resume import RUN
-from schedir.training.steps import Steps
+from schedir.training.config.run_config import Config, OutputConfig
+from schedir.training.config.train_config import TrainConfig
+from schedir.training.resume_checks import RUN
+from schedir.training.run_results import claimed
+from schedir.training.step_loop import Steps
 from schedir.training.train import run
-from schedir.training.train_config import TrainConfig
 from tests.cpu.training import ALONE, ROOT, TORCHRUN, finish, forked, start
 
 TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "output.record=false"]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from schedir.errors import UsageError
-from schedir.training.config_file import read
-from schedir.training.resume import Run, expect_resumable
+from schedir.training.config.config_file import read
+from schedir.training.resume_checks import Run, expect_resumable
 from schedir.training.train import run
 from tests import tokens
 from tests.cpu.training import ALONE

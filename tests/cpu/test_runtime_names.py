@@ -18,9 +18,9 @@ def test_a_name_is_what_its_own_module_calls_so(name: str) -> None:
 
 def test_the_module_of_a_function_does_not_take_its_place() -> None:
     code = """
-import schedir.runtime.reference
+import schedir.runtime.sequential_reference
 import schedir.runtime.executor
-from schedir.runtime.reference import reference as own
+from schedir.runtime.sequential_reference import reference as own
 from schedir.runtime import *
 import schedir.runtime as runtime
 assert reference is own is runtime.reference, reference

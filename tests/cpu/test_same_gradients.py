@@ -24,7 +24,7 @@ import schedir
 from schedir.errors import UsageError
 from schedir.runtime import Boundary, Executor, Gloo
 from schedir.testing import assert_same_gradients
-from schedir.testing.compared import Difference, Place, WrongGradients
+from schedir.testing.gradient_comparison import Difference, Place, WrongGradients
 from tests.cpu.torchs import (
     LOOP,
     SINGLE,

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from schedir.errors import UsageError
 from schedir.testing import assert_same_gradients
-from schedir.testing.compared import WrongGradients
-from schedir.testing.plain import cut, loss_of
+from schedir.testing.gradient_comparison import WrongGradients
+from schedir.testing.unpipelined_model import cut, loss_of
 from tests.cpu.torchs import WIDTH, Layer, batch, model, plain
 
 same = partial(assert_same_gradients, ranks=1, microbatches=4, loss_fn=mse_loss, timeout=60)

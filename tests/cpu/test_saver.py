@@ -15,10 +15,10 @@ from torch import nn
 import schedir
 from schedir import Plan
 from schedir.checkpoints import Saver, save
-from schedir.checkpoints.folder import Folder
+from schedir.checkpoints.checkpoint_directory import Folder
 from schedir.errors import CheckpointError, ModelError
-from schedir.runtime import copies
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.offload import snapshot_copies
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
 from tests.cpu.layouts import Layout, Model, executor_of, in_process, same, steps, whole
 from tests.cpu.spawn import run
@@ -47,12 +47,12 @@ def slow(pairs: Any) -> None:
     COPY(pairs)
 
 
-COPY = copies.copy
+COPY = snapshot_copies.copy
 
 
 @pytest.fixture
 def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "copy", slow)
+    monkeypatch.setattr(snapshot_copies, "copy", slow)
 
 
 def alike(one: Path, other: Path, step: int) -> bool:
@@ -86,21 +86,23 @@ def test_a_step_that_does_not_wait_spoils_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is above can fail: here the copy begins behind the step."""
-    monkeypatch.setattr(copies.Copies, "wait", lambda self: None)  # before executors take it
+    monkeypatch.setattr(
+        snapshot_copies.Copies, "wait", lambda self: None
+    )  # before executors take it
     executor = in_process(HERE["one_f_one_b"], MODEL)
     saver = Saver(executor, tmp_path / "beside", names=same)
     steps(executor, 0, 2)
     save(executor, tmp_path / "at once", step=2, names=same)
     saver.due(2)
     over = Event()  # these two have copied some at once, and waited for it
-    monkeypatch.setattr(copies, "copy", lambda pairs: over.wait(60) and COPY(pairs))
+    monkeypatch.setattr(snapshot_copies, "copy", lambda pairs: over.wait(60) and COPY(pairs))
     steps(executor, 2, 3)
     over.set()
     for rank in executor.ranks:
         late = rank.state.held.snapshots.under_way
         assert late
         for one in late:
-            assert isinstance(one, copies._InThread) and one.ended.get() is None
+            assert isinstance(one, snapshot_copies._InThread) and one.ended.get() is None
     saver.write()
     saver.ended()
     assert not alike(tmp_path / "beside", tmp_path / "at once", 2)
@@ -108,7 +110,7 @@ def test_a_step_that_does_not_wait_spoils_it(
 
 def apart(rank: int, layouts: dict[str, Layout], folder: Path) -> None:
     """A process."""
-    copies.copy = slow
+    snapshot_copies.copy = slow
     for name, layout in layouts.items():
         both(executor_of(layout, MODEL), folder / name)
 
@@ -151,7 +153,7 @@ def test_buffers_are_those_of_before_the_forwards(tmp_path: Path) -> None:
 
 def test_nothing_is_copied_unless_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = in_process(HERE["one_f_one_b"], MODEL)
-    monkeypatch.setattr(copies, "copy", pytest.fail)
+    monkeypatch.setattr(snapshot_copies, "copy", pytest.fail)
     steps(executor, 0, 2)
 
 

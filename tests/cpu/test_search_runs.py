@@ -11,19 +11,19 @@ from torch import Tensor
 
 from schedir import search
 from schedir.__main__ import main
-from schedir.compiler.again import compute_of
 from schedir.compiler.compile import compile
-from schedir.ir.costs import Costs
-from schedir.ir.plan import Plan
+from schedir.compiler.relower import compute_of
+from schedir.ir.cost.costs import Costs
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.ir.text import parse
+from schedir.ir.text_format import parse
+from schedir.models import gpt
 from schedir.predict.simulate import simulate
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import built_in
 from schedir.schedules.draft import draft
-from schedir.training import gpt
-from schedir.training.config_file import read
-from schedir.transports.processes import Gloo
+from schedir.training.config.config_file import read
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import (
     BOUNDARY,

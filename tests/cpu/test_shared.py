@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ModelError
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.runtime.boundary import Boundary
+from schedir.models import gpt
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.schedules import bitpipe, chimera, one_f_one_b
-from schedir.schedules.words import F, Schedule, Word
-from schedir.training import gpt
-from schedir.transports import shared
-from schedir.transports.shared import Shared
+from schedir.schedules.schedule_algebra import F, Schedule, Word
+from schedir.transports import shared_memory
+from schedir.transports.shared_memory import Shared
 from tests.cpu.spawn import RankError, run
 from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
 
@@ -131,7 +131,7 @@ def left(rank: int, place: str, problem: bool) -> str:
     """In one place, or in none for the second rank."""
     program = compile(one_f_one_b, Plan(2, 3), model="edge")
     transport = Shared(program, 20.0)
-    shared.PLACES = (place if rank == 0 or not problem else f"{place}/none",)
+    shared_memory.PLACES = (place if rank == 0 or not problem else f"{place}/none",)
     try:
         own = executor(program, rank, transport=transport)
     except ModelError as error:
@@ -148,8 +148,8 @@ def test_nothing_is_left_behind(problem: bool, tmp_path: Path) -> None:
 
 
 def apart(rank: int, spaces: list[str]) -> bool:
-    shared.SPACE = spaces[rank]
-    return shared.can_share()
+    shared_memory.SPACE = spaces[rank]
+    return shared_memory.can_share()
 
 
 def test_processes_that_do_not_see_one_place_cannot_share(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def waiting(rank: int, place: str) -> list[str]:
     """What the first rank has made when the second has not come yet."""
     program = compile(one_f_one_b, Plan(2, 3), model="edge")
     transport = Shared(program, 20.0)
-    shared.PLACES = (place,)
+    shared_memory.PLACES = (place,)
     found = []
 
     def late(*how: Any) -> Any:

@@ -18,17 +18,20 @@ from examples.bert import BertConfig
 from examples.encoder_decoder import EncoderDecoderConfig
 from schedir import Plan, compile
 from schedir.errors import ModelError, UsageError
-from schedir.models import llama
+from schedir.models import gpt, llama
 from schedir.models.llama_config import LlamaConfig
-from schedir.parallel.group import own_tokens, seen_in_parts, shard_dim
-from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from schedir.parallel.vocab import VocabParallelEmbedding, VocabParallelHead, shard_vocab
+from schedir.runtime.autograd.split_backward import Tape, recording
 from schedir.runtime.executor import Executor
-from schedir.runtime.layout import is_summed
-from schedir.runtime.split import Tape, recording
+from schedir.runtime.parameters.buckets import is_summed
 from schedir.schedules import one_f_one_b
-from schedir.training import gpt
-from schedir.transports.processes import Gloo
+from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from schedir.tensor_parallel.mappings import own_tokens, seen_in_parts, shard_dim
+from schedir.tensor_parallel.vocab_parallel import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    shard_vocab,
+)
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import run
 from tests.cpu.training import losses, train
 

@@ -16,21 +16,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from schedir import compile, simulate
-from schedir.analysis.memory import Footprint, held
+from schedir.analysis.memory.footprint import Footprint, held
 from schedir.errors import MemoryLimitError, ModelError
-from schedir.ir.ops import COMPUTE, Token
-from schedir.ir.plan import Plan
-from schedir.ir.sizes import AT_REST
-from schedir.runtime.boundary import Boundary
+from schedir.ir.cost.sizes import AT_REST
+from schedir.ir.isa.instructions import COMPUTE, Token
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.models import gpt
+from schedir.runtime.autograd.split_backward import Tape, recording
+from schedir.runtime.autograd.splittable_layers import split_linears
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import float32_gradients
-from schedir.runtime.rank import Call
-from schedir.runtime.sizes import sizes_of
-from schedir.runtime.split import Tape, recording
-from schedir.runtime.splittable import split_linears
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import float32_gradients
+from schedir.runtime.rank_state import Call
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
-from schedir.training import gpt
 from tests.cpu.tiny_stages import BOUNDARY, HIDDEN, batch, gpt_stages, zb
 
 

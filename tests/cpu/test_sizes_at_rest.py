@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from schedir.errors import ModelError
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.precision import MainOptimizer, float32_gradients
-from schedir.runtime.sizes import sizes_of
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
 
 
 def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -18,23 +18,23 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from schedir import schedules
-from schedir.analysis.models import Model
+from schedir.analysis.progress_models import Model
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.skip_connections import Skips
 from schedir.ir.program import Program
-from schedir.ir.skips import Skips
-from schedir.runtime.boundary import Boundary
+from schedir.runtime.autograd.split_backward import linear
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.reference import reference
-from schedir.runtime.sizes import sizes_of
-from schedir.runtime.split import linear
-from schedir.schedules.words import Schedule
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
+from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import drafts
-from schedir.transports.edges import Edge
-from schedir.transports.processes import Gloo
-from schedir.transports.shared import Shared
+from schedir.transports.gloo import Gloo
+from schedir.transports.p2p_groups import Edge
+from schedir.transports.shared_memory import Shared
 from tests.cpu.spawn import run
 from tests.strategies import with_slots
 

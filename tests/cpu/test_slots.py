@@ -9,25 +9,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from schedir.analysis.slots import KINDS, counts
+from schedir.analysis.memory.buffer_slots import KINDS, counts
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
-from schedir.ir.ops import Opcode, Token
-from schedir.ir.plan import Plan
-from schedir.passes.record import Choice
-from schedir.runtime.boundary import Boundary
+from schedir.ir.isa.instructions import Opcode, Token
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.passes.pass_types import Choice
+from schedir.runtime.autograd.split_backward import linear
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.reference import reference
-from schedir.runtime.split import linear
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.schedules.words import Schedule
-from schedir.testing import tiny
+from schedir.schedules.schedule_algebra import Schedule
+from schedir.testing import tiny_model
 from tests.cpu.test_processes import step_on_gloo
 from tests.cpu.tiny_stages import expected, gradients, same_bits, zb
 from tests.laws import ZOO, least, plan_of
 
-BOUNDARY = Boundary((2, tiny.WIDTH), torch.float64)
+BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
 
 
 def watch(rank: Executor, used: dict[Token, set[int]]) -> None:
@@ -49,15 +49,15 @@ def watch(rank: Executor, used: dict[Token, set[int]]) -> None:
 def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
     """Exactly, by rank and kind, in whatever legal order; and nothing is ever overwritten."""
     plan = plan_of(schedule, 4, max(6, least(schedule, 4)))
-    stages = tiny.tiny_stages(plan.stages)
-    inputs, targets = tiny.batch(plan.microbatches)
+    stages = tiny_model.tiny_stages(plan.stages)
+    inputs, targets = tiny_model.batch(plan.microbatches)
     choices: list[Choice | None] = [None, "fewest", "enough"]
     for overlap in (False, True):
         results: list[tuple[Tensor, list[dict[str, Tensor]]]] = []
         for choice in choices:
             program = compile(schedule, plan, model="edge", overlap=overlap, slots=choice)
             predicted = counts(program)
-            ranks = InProcess(program, stages, loss=tiny.loss, boundary=BOUNDARY)
+            ranks = InProcess(program, stages, loss=tiny_model.loss, boundary=BOUNDARY)
             used: list[dict[Token, set[int]]] = [{k: set() for k in KINDS} for _ in ranks.ranks]
             for rank, noted in zip(ranks.ranks, used, strict=True):
                 watch(rank, noted)
@@ -112,18 +112,18 @@ def memory(tensor: Tensor) -> int:
 def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
     """Not even where a stage's input is its output, and one gradient the other, for some steps."""
     plan = Plan(4, 6)
-    inputs, targets = tiny.batch(plan.microbatches)
+    inputs, targets = tiny_model.batch(plan.microbatches)
 
     def stages() -> list[nn.Module]:
-        first, inner, last = tiny.tiny_stages(3)
+        first, inner, last = tiny_model.tiny_stages(3)
         return [first, Odd(), Odd(inner), last]
 
     one = stages()
-    total = reference(one, inputs, targets, loss=tiny.loss)
+    total = reference(one, inputs, targets, loss=tiny_model.loss)
     for choice in (None, "fewest"):
         other = stages()
         program = compile(schedule, plan, model="edge", overlap=True, slots=choice)
-        ranks = InProcess(program, other, loss=tiny.loss, boundary=BOUNDARY)
+        ranks = InProcess(program, other, loss=tiny_model.loss, boundary=BOUNDARY)
         for rank in ranks.ranks if choice else ():  # else a buffer is one value's for the step
             keep_apart(rank)
         for seed in range(4):
@@ -134,7 +134,7 @@ def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
 def test_outputs_are_let_go_when_they_are_sent() -> None:
     """What a backward needs is where an output came from, not its memory."""
     program = compile(gpipe, Plan(2, 4), model="edge")
-    ranks = InProcess(program, tiny.tiny_stages(2), loss=tiny.loss, boundary=BOUNDARY)
+    ranks = InProcess(program, tiny_model.tiny_stages(2), loss=tiny_model.loss, boundary=BOUNDARY)
     saved = ranks.ranks[0].state.slots[Token.SAVED]
     call, roots = ranks.ranks[0].call, list[Any]()
 
@@ -143,7 +143,7 @@ def test_outputs_are_let_go_when_they_are_sent() -> None:
         roots.extend(value[1] for value in saved.values if value is not None)
 
     ranks.ranks[0].call = watched  # type: ignore[method-assign]
-    ranks.step(*tiny.batch(4))
+    ranks.step(*tiny_model.batch(4))
     assert roots and not any(isinstance(root, Tensor) for root in roots)
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schedir.errors import ModelError
-from schedir.runtime import split, split_linears
+from schedir.runtime import split_linears
+from schedir.runtime.autograd import split_backward
 
 torch.set_num_threads(1)
 
@@ -38,10 +39,10 @@ class Net(nn.Module):
         self.splits = 2 + 2 * depth
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = split.embedding(tokens, self.embed)
+        x = split_backward.embedding(tokens, self.embed)
         for up, down in zip(self.up, self.down, strict=True):
-            x = x + split.linear(F.gelu(split.linear(self.norm(x), up)), down)
-        return split.linear(x, self.head)
+            x = x + split_backward.linear(F.gelu(split_backward.linear(self.norm(x), up)), down)
+        return split_backward.linear(x, self.head)
 
 
 def gradients(
@@ -59,7 +60,7 @@ def gradients(
         if late is None:
             torch.autograd.backward(y, dy)
             continue
-        with split.recording(split.Tape()) as tape:
+        with split_backward.recording(split_backward.Tape()) as tape:
             torch.autograd.backward(y, dy)
         assert len(tape) == net.splits
         tapes.append(tape)
@@ -122,7 +123,9 @@ def test_equals_plain_torch() -> None:
         return [t.grad for t in leaves if t.grad is not None]
 
     for ours, plain in zip(
-        grads(split.linear, split.embedding), grads(F.linear, F.embedding), strict=True
+        grads(split_backward.linear, split_backward.embedding),
+        grads(F.linear, F.embedding),
+        strict=True,
     ):
         assert torch.allclose(ours, plain, rtol=1e-5, atol=1e-6)
 
@@ -141,22 +144,22 @@ def test_under_checkpointing() -> None:
 
 def test_what_is_no_leaf_is_not_split() -> None:
     w = torch.ones(3, 4, requires_grad=True)
-    with split.recording(split.Tape()) as tape:
-        torch.autograd.backward(split.linear(torch.ones(2, 4), 2 * w).sum())
+    with split_backward.recording(split_backward.Tape()) as tape:
+        torch.autograd.backward(split_backward.linear(torch.ones(2, 4), 2 * w).sum())
     assert len(tape) == 0
     assert w.grad is not None and torch.equal(w.grad, torch.full((3, 4), 4.0))
 
 
 def test_a_frozen_weight_has_nothing_to_defer() -> None:
     x = torch.ones(2, 4, requires_grad=True)
-    with split.recording(split.Tape()) as tape:
-        torch.autograd.backward(split.linear(x, torch.ones(3, 4)).sum())
+    with split_backward.recording(split_backward.Tape()) as tape:
+        torch.autograd.backward(split_backward.linear(x, torch.ones(3, 4)).sum())
     assert len(tape) == 0 and x.grad is not None
 
 
 def test_a_weight_changed_between_forward_and_backward_is_refused() -> None:
     x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(3, 4))
-    y = split.linear(x, w).sum()
+    y = split_backward.linear(x, w).sum()
     with torch.no_grad():
         w.add_(1)
     with pytest.raises(RuntimeError, match="between F and B"):
@@ -166,7 +169,7 @@ def test_a_weight_changed_between_forward_and_backward_is_refused() -> None:
 def test_gradients_that_a_hook_asks_for_are_given_and_not_added() -> None:
     """As where a hook solves for the gradient of a fixed point, by torch.autograd.grad."""
     found = []
-    for linear in (F.linear, split.linear):
+    for linear in (F.linear, split_backward.linear):
         torch.manual_seed(0)
         w, x = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4)
         z = x.clone().requires_grad_()
@@ -180,9 +183,9 @@ def test_gradients_that_a_hook_asks_for_are_given_and_not_added() -> None:
 
         y = linear(x, w)
         y.register_hook(solve)
-        with split.recording(split.Tape()) as tape:
+        with split_backward.recording(split_backward.Tape()) as tape:
             torch.autograd.backward(y, torch.ones_like(y))
-        assert len(tape) == (linear is split.linear)
+        assert len(tape) == (linear is split_backward.linear)
         tape.run()
         assert w.grad is not None and z.grad is None
         found.append(w.grad)
@@ -194,7 +197,7 @@ def test_a_gradient_that_is_asked_for_is_not_added_to_a_wider_sum() -> None:
     w.grad_dtype = torch.float32
     w.grad = torch.zeros(3, 4)
     x = torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True)
-    dx, dw = torch.autograd.grad(split.linear(x, w).sum(), (x, w))
+    dx, dw = torch.autograd.grad(split_backward.linear(x, w).sum(), (x, w))
     assert torch.equal(dx, torch.full_like(x, 3)) and torch.equal(dw.float(), torch.full((3, 4), 2))
     assert torch.equal(w.grad, torch.zeros(3, 4))
 
@@ -204,8 +207,8 @@ def test_what_w_needs_may_not_be_changed_before_it() -> None:
     x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(4, 4))
     beside = x * 1
     beside.register_hook(lambda dy: dy.mul_(0.5))
-    y = beside + split.linear(x, w)
-    with split.recording(split.Tape()) as tape:
+    y = beside + split_backward.linear(x, w)
+    with split_backward.recording(split_backward.Tape()) as tape:
         torch.autograd.backward(y, torch.ones_like(y))
     with pytest.raises(ModelError, match="changed in place between I and W"):
         tape.run()
@@ -215,23 +218,23 @@ def test_what_w_needs_may_not_be_changed_before_it() -> None:
 @pytest.mark.parametrize(("n", "k"), [(0, 3), (4, 0)])
 def test_a_linear_of_no_numbers(n: int, k: int) -> None:
     x, w = torch.ones(2, n, requires_grad=True), nn.Parameter(torch.ones(k, n))
-    split.linear(x, w, nn.Parameter(torch.ones(k))).sum().backward()
+    split_backward.linear(x, w, nn.Parameter(torch.ones(k))).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, k))
     assert w.grad is not None and w.grad.shape == (k, n)
 
 
 def test_recording_ends_with_its_context() -> None:
     w = nn.Parameter(torch.ones(3, 4))
-    with split.recording(split.Tape()) as tape:
+    with split_backward.recording(split_backward.Tape()) as tape:
         pass
-    torch.autograd.backward(split.linear(torch.ones(2, 4), w).sum())
+    torch.autograd.backward(split_backward.linear(torch.ones(2, 4), w).sum())
     assert len(tape) == 0 and w.grad is not None
 
 
 def test_the_tape_does_not_keep_the_graph_alive() -> None:
     x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(3, 4))
-    with split.recording(split.Tape()) as tape:
-        torch.autograd.backward(split.linear(x * 2, w).sum())
+    with split_backward.recording(split_backward.Tape()) as tape:
+        torch.autograd.backward(split_backward.linear(x * 2, w).sum())
     assert all(x.grad_fn is None for x in tape.tensors())
 
 
@@ -342,7 +345,7 @@ def test_what_modules_do_around_their_linears(model: type[nn.Module], deferred: 
         for k, batch in enumerate(batches):
             x = batch.clone().requires_grad_()
             y = net(x)
-            with split.recording(split.Tape()) as tape:
+            with split_backward.recording(split_backward.Tape()) as tape:
                 torch.autograd.backward(y, torch.ones_like(y))
             assert x.grad is not None
             assert len(tape) == deferred * splits

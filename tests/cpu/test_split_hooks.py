@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
-from schedir.runtime.autograd_hooks import has_hooks, leaf_has_hooks, registrations
-from schedir.runtime.split import Tape, recording
-from schedir.runtime.splittable import could_wait, split_linears, watching
+from schedir.runtime.autograd.node_hooks import has_hooks, leaf_has_hooks, registrations
+from schedir.runtime.autograd.split_backward import Tape, recording
+from schedir.runtime.autograd.splittable_layers import could_wait, split_linears, watching
 
 WIDTH = 4
 Seen = list[float]

@@ -16,13 +16,14 @@ from torch.nn.functional import mse_loss
 
 from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.ir.plan import Plan
-from schedir.runtime import split, split_linears
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.reference import reference
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.runtime import split_linears
+from schedir.runtime.autograd import split_backward
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import zb_h1
-from schedir.schedules.words import F, I, W
+from schedir.schedules.schedule_algebra import F, I, W
 from tests.cpu.tiny_layers import Conv1D, N, Square
 from tests.cpu.tiny_stages import gradients, same_bits, zb
 
@@ -69,9 +70,9 @@ TWICE: dict[str, Callable[[], nn.Module]] = {
     "conv1d": lambda: Twice(Conv1D(N, N)),
     "tied": Tied,
     "plain": lambda: Own(torch.matmul, torch.matmul),
-    "split": lambda: Own(split.matmul, split.matmul),
-    "mixed": lambda: Own(torch.matmul, split.matmul),
-    "mixed, other way": lambda: Own(split.matmul, torch.matmul),
+    "split": lambda: Own(split_backward.matmul, split_backward.matmul),
+    "mixed": lambda: Own(torch.matmul, split_backward.matmul),
+    "mixed, other way": lambda: Own(split_backward.matmul, torch.matmul),
 }
 
 

@@ -15,8 +15,8 @@ from torch.nn.utils import prune
 import schedir
 from schedir import Plan
 from schedir.errors import ModelError
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import bitpipe, chimera
 
 WIDTH, STEPS = 3, 2

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from schedir import compile
 from schedir.errors import ModelError
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.schedules import dualpipe, interleaved, one_f_one_b
-from schedir.transports import groups
-from schedir.transports.cuda import HOST, refuse_twins
-from schedir.transports.edges import Edge
-from schedir.transports.processes import Processes
+from schedir.transports import process_groups
+from schedir.transports.gloo import Processes
+from schedir.transports.gpu_selection import HOST, refuse_twins
+from schedir.transports.p2p_groups import Edge
 
 WORLD = 1024
 import_module("torch.testing._internal.distributed.fake_pg")  # makes the backend "fake" known
@@ -73,7 +73,7 @@ def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[
     made: list[Any] = []
     own: list[Any] = []
     with monkeypatch.context() as patch:
-        make, new_group = groups.make, dist.new_group
+        make, new_group = process_groups.make, dist.new_group
 
         def noted(rows: Any, **options: Any) -> Any:
             made.append(sorted(map(tuple, rows)))
@@ -83,7 +83,7 @@ def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[
             own.append(tuple(ranks))
             return new_group(ranks, **options)
 
-        patch.setattr(groups, "make", noted)
+        patch.setattr(process_groups, "make", noted)
         patch.setattr(dist, "new_group", counted)
         patch.setattr(Processes, "agree", lambda self, facts, tell=None: [tell])
         store = dist.HashStore()  # type: ignore[attr-defined]

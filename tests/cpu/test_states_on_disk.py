@@ -16,15 +16,15 @@ from torch import Tensor
 
 import schedir
 from schedir import Plan, Program
-from schedir.analysis.memory import held
+from schedir.analysis.memory.footprint import held
 from schedir.checkpoints import Saver, load, save
 from schedir.errors import ExecutionError, ModelError
-from schedir.runtime.disk_states import DiskStates
+from schedir.models import gpt
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.precision import LossScale
-from schedir.runtime.sizes import sizes_of
+from schedir.runtime.offload.disk_optimizer_state import DiskStates
+from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import interleaved, looped_bfs
-from schedir.training import gpt
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
 from tests.cpu.stated import (
     ADAMW,

@@ -14,19 +14,19 @@ from torch import Tensor
 import schedir
 from benchmarks.zero import Case, differing, train
 from schedir import Plan
-from schedir.analysis.memory import held
+from schedir.analysis.memory.footprint import held
 from schedir.checkpoints import Saver, load, save
-from schedir.ir.ops import TIERS
+from schedir.ir.isa.instructions import TIERS
+from schedir.models import gpt
+from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.precision import LossScale
-from schedir.runtime.sizes import sizes_of
+from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import (
     forward_only,
     gpipe,
     interleaved,
     looped_bfs,
 )
-from schedir.training import gpt
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
 from tests.cpu.spawn import run
 from tests.cpu.stated import (

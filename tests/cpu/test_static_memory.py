@@ -11,21 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from schedir.analysis.memory import held
+from schedir.analysis.memory.footprint import held
 from schedir.compiler.compile import compile, lower
-from schedir.ir.plan import Plan
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Slots
-from schedir.ir.sizes import Sizes
-from schedir.passes.record import Choice
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.handlers import HANDLERS
-from schedir.runtime.held import Held
-from schedir.runtime.per_microbatch import Passing
-from schedir.runtime.rank import State
+from schedir.passes.pass_types import Choice
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.per_microbatch import Passing
+from schedir.runtime.handlers.handler_registry import HANDLERS
+from schedir.runtime.rank_resources import Held
+from schedir.runtime.rank_state import State
 from schedir.schedules import one_f_one_b
-from schedir.schedules.words import Schedule
+from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import drafts
-from schedir.transports.mailbox import Hub, Mailbox, members_of
+from schedir.transports.in_process.mailbox import Hub, Mailbox, members_of
 from tests.laws import ZOO, least, plan_of
 from tests.strategies import with_slots
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 import schedir
 from schedir import Plan
 from schedir.errors import ExecutionError, ModelError
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import MainOptimizer
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import MainOptimizer
 from schedir.schedules import interleaved, one_f_one_b, pipedream_2bw
-from schedir.testing.tiny import WIDTH, batch, loss, tiny_stages
+from schedir.testing.tiny_model import WIDTH, batch, loss, tiny_stages
 
 torch.set_num_threads(1)
 BOUNDARY = Boundary((2, WIDTH), torch.float64)

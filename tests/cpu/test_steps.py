@@ -16,20 +16,21 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedir.dumps.blame import Shape
 from schedir.errors import NonFiniteError, UsageError
+from schedir.hang_diagnosis.stall_cause import Shape
+from schedir.models import gpt
 from schedir.runtime.executor import Executor
-from schedir.runtime.precision import LossScale, innermost, step_if
-from schedir.training import gpt, steps, trainer
-from schedir.training.config import Config
-from schedir.training.config_file import read
-from schedir.training.corpus import Corpus
-from schedir.training.ends import Member
+from schedir.runtime.parameters.mixed_precision import LossScale, innermost, step_if
+from schedir.training import step_loop, trainer
+from schedir.training.batches.text_batches import Corpus
+from schedir.training.config.config_file import read
+from schedir.training.config.run_config import Config
 from schedir.training.optimizer import optimizer_of
-from schedir.training.steps import Steps
+from schedir.training.processes.process_exit import Member
+from schedir.training.processes.watchdog import Watchdog
+from schedir.training.step_loop import Steps
 from schedir.training.train import program_of, run
 from schedir.training.trainer import _Trainer
-from schedir.training.watchdog import Watchdog
 from tests.cpu import spawn
 
 ONE = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.stages_per_rank=4", "train.log_every=100",
@@ -313,7 +314,7 @@ def prefetching() -> list[str]:
 def test_a_token_that_is_none_is_an_error_of_its_step(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from schedir.training.data import Batches
+    from schedir.training.batches.samples import Batches
 
     tokens = tmp_path / "tokens.bin"
     np.zeros(400, "<u2").tofile(tokens)
@@ -375,7 +376,7 @@ def test_the_time_of_a_step_has_its_wait_for_data(
     lasts(_Trainer, "_take", 5.0)
     lasts(Executor, "step", 1.0)
     lasts(_Trainer, "_report", 100.0)
-    for module in (trainer, steps):
+    for module in (trainer, step_loop):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     sets = [*ONE, "output.record=false", f"train.log_every={every}", f'output.folder="{tmp_path}"']
     assert run(config, sets) == 0

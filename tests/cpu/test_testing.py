@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from schedir import schedules
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.errors import DeadlockError, ProgramError, ScheduleError, UsageError
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.schedules.draft import draft
-from schedir.schedules.words import B, F, I, W, Word, weave
-from schedir.testing import assert_schedule, drafts, plans, plans_of, programs, tiny
+from schedir.schedules.schedule_algebra import B, F, I, W, Word, weave
+from schedir.testing import assert_schedule, drafts, plans, plans_of, programs, tiny_model
 from schedir.verify.check import check, check_draft
 
 
@@ -145,7 +145,7 @@ def test_a_late_w_gives_the_same_bits() -> None:
 
 def test_wrong_gradients_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """What no schedule can do: a run in which a microbatch counts twice."""
-    plain = tiny.loss
+    plain = tiny_model.loss
     seen: list[float] = []
 
     def forgets(y: Tensor, target: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def test_wrong_gradients_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(float(target.sum()))
         return plain(y, target) * (0.5 if len(seen) == 2 else 1.0)
 
-    monkeypatch.setattr(tiny, "loss", forgets)
+    monkeypatch.setattr(tiny_model, "loss", forgets)
     assert "the loss" in str(caught(schedules.gpipe, plans=[Plan(2, 2)]))
 
 

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 import schedir
 from schedir import Plan
 from schedir.runtime import split_linears
-from schedir.runtime.boundary import Boundary
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import MainOptimizer, float32_gradients
-from schedir.runtime.reference import reference
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, zb_h1, zb_v
-from schedir.schedules.words import B, Word
-from schedir.schedules.words import F as Forward
-from schedir.transports.processes import Gloo
+from schedir.schedules.schedule_algebra import B, Word
+from schedir.schedules.schedule_algebra import F as Forward
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import gpt_executor, gradients, own_batch, same_bits, zb
 

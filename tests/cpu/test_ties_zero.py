@@ -18,11 +18,11 @@ import schedir
 from schedir import Plan
 from schedir.errors import ModelError
 from schedir.runtime import split_linears
-from schedir.runtime.boundary import Boundary
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import interleaved, looped_bfs, zb_v
-from schedir.transports.processes import Gloo
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import run
 
 WIDTH, SCALE, STEPS = 3, 0.25, 2

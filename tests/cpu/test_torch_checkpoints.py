@@ -1,5 +1,5 @@
-"""Checkpoints of `schedir.torch.Schedule`: what a run of torch's stages has written, any other
-layout of these reads, and an executor, and goes on as in one run."""
+"""Checkpoints of `schedir.torch_pipelining.Schedule`: what a run of torch's stages has written, any
+other layout of these reads, and an executor, and goes on as in one run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import schedir
 from schedir import Plan, Ties
 from schedir.checkpoints import load, save
-from schedir.runtime.inprocess import InProcess
-from schedir.torch import Schedule
+from schedir.runtime.in_process import InProcess
+from schedir.torch_pipelining import Schedule
 from tests.cpu.layouts import same, whole
 from tests.cpu.spawn import run
 from tests.cpu.torchs import WIDTH, stage_of

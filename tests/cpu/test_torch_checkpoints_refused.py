@@ -1,4 +1,5 @@
-"""What is not saved or read of a `schedir.torch.Schedule`: in one sentence, in all processes."""
+"""What is not saved or read of a `schedir.torch_pipelining.Schedule`: in one sentence, in all
+processes."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from schedir import Plan, schedules
-from schedir.checkpoints import Saver, load, save, storage
-from schedir.checkpoints.folder import Folder
+from schedir.checkpoints import Saver, dcp_storage, load, save
+from schedir.checkpoints.checkpoint_directory import Folder
 from schedir.compiler.compile import compile
 from schedir.errors import CheckpointError, ExecutionError, ProgramError, UsageError
 from schedir.runtime import InProcess
-from schedir.torch import Schedule
+from schedir.torch_pipelining import Schedule
 from tests.cpu.spawn import run
 from tests.cpu.torchs import WIDTH, Layer, stage_of
 
@@ -199,7 +200,7 @@ def half_read(folder: Path, made: Trained) -> str:
         def fails(*_: Any) -> None:
             raise OSError(5, "Input/output error")
 
-        patch.setattr(storage, "read", fails)
+        patch.setattr(dcp_storage, "read", fails)
         with pytest.raises(CheckpointError, match="Input/output error"):
             load(made.schedule, folder, **made.how)
     with pytest.raises(CheckpointError) as error:

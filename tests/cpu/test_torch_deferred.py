@@ -7,11 +7,11 @@ from inspect import signature
 import pytest
 from torch.distributed.pipelining import schedules
 
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import finish
 from schedir.errors import DeadlockError
 from schedir.io import torch_csv
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.verify.check import check
 from tests.cpu.theirs import LOOP, VEE, lowered

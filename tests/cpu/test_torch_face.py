@@ -1,4 +1,4 @@
-"""`schedir.torch.Schedule`: a program of ours where torch's own schedules stand."""
+"""`schedir.torch_pipelining.Schedule`: a program of ours where torch's own schedules stand."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from schedir import schedules
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
 from schedir.io.torch_csv import show
-from schedir.ir.plan import Plan
-from schedir.ir.text import show as text
-from schedir.schedules.words import B, F, I, W, Word
-from schedir.testing.gradients import assert_same_gradients
-from schedir.torch import Schedule
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.text_format import show as text
+from schedir.schedules.schedule_algebra import B, F, I, W, Word
+from schedir.testing.gradient_assertion import assert_same_gradients
+from schedir.torch_pipelining import Schedule
 from tests.cpu.faces import MB, made, step_of
 from tests.cpu.spawn import run as spawn
 from tests.cpu.torchs import Step, batch, model, stage_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
 
-from schedir.torch import Schedule
+from schedir.torch_pipelining import Schedule
 from tests.cpu.faces import MB, made, run
 from tests.cpu.spawn import RankError
 from tests.cpu.spawn import run as spawn

@@ -1,4 +1,5 @@
-"""Hooks, Functions and state of stages under `schedir.torch.Schedule` act as in a plain loop."""
+"""Hooks, Functions and state of stages under `schedir.torch_pipelining.Schedule` act as in a plain
+loop."""
 
 from __future__ import annotations
 

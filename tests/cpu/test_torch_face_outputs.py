@@ -1,4 +1,5 @@
-"""Stages that return the same buffer for each microbatch under `schedir.torch.Schedule`."""
+"""Stages that return the same buffer for each microbatch under
+`schedir.torch_pipelining.Schedule`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from schedir.errors import ModelError
-from schedir.torch.output_checks import Outputs
+from schedir.torch_pipelining.output_checks import Outputs
 from tests.cpu.faces import MB, made, run
 from tests.cpu.spawn import RankError
 from tests.cpu.spawn import run as spawn

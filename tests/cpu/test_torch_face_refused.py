@@ -1,4 +1,5 @@
-"""What `schedir.torch.Schedule` refuses, before the first step, with one error on all ranks."""
+"""What `schedir.torch_pipelining.Schedule` refuses, before the first step, with one error on all
+ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from schedir import schedules
 from schedir.compiler.compile import compile
 from schedir.errors import DeadlockError, ProgramError
 from schedir.io.torch_csv import show
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Stream
 from schedir.schedules.draft import draft
-from schedir.torch import Schedule
-from schedir.torch.programs import model_of
+from schedir.torch_pipelining import Schedule
+from schedir.torch_pipelining.program_selection import model_of
 from schedir.verify.check import check
 from tests.cpu.faces import MB, made
 from tests.cpu.spawn import run

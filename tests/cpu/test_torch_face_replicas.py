@@ -17,12 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from schedir.errors import ExecutionError, ProgramError
 from schedir.ir.program import Program
-from schedir.schedules.words import B, F, I, W, Word
-from schedir.testing.gradients import assert_same_gradients
+from schedir.schedules.schedule_algebra import B, F, I, W, Word
+from schedir.testing.gradient_assertion import assert_same_gradients
 from schedir.testing.strategies import programs
-from schedir.torch import Schedule
-from schedir.torch.actions import with_transfers
-from schedir.torch.sharding import require_whole, with_shards
+from schedir.torch_pipelining import Schedule
+from schedir.torch_pipelining.actions import with_transfers
+from schedir.torch_pipelining.fsdp_stages import require_whole, with_shards
 from tests.cpu.faces import MB, Wrap, step_of
 from tests.cpu.spawn import run
 from tests.cpu.torchs import WIDTH, Step, batch, model, replicated

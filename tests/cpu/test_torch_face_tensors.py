@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.stage import PipelineStage
 from torch.nn.functional import mse_loss
 
-from schedir.schedules.words import F, I, W, Word
-from schedir.testing.gradients import assert_same_gradients
-from schedir.torch import Schedule
+from schedir.schedules.schedule_algebra import F, I, W, Word
+from schedir.testing.gradient_assertion import assert_same_gradients
+from schedir.torch_pipelining import Schedule
 from tests.cpu.faces import MB, step_of
 from tests.cpu.spawn import RankError, run
 from tests.cpu.torchs import WIDTH, batch

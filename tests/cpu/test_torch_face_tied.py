@@ -1,4 +1,5 @@
-"""Copies of one weight under `schedir.torch.Schedule`: their gradients are summed once."""
+"""Copies of one weight under `schedir.torch_pipelining.Schedule`: their gradients are summed
+once."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from schedir import Ties, ties
 from schedir.errors import ExecutionError, ModelError
-from schedir.testing.gradients import assert_same_gradients
+from schedir.testing.gradient_assertion import assert_same_gradients
 from tests.cpu.faces import MB, made, step_of
 from tests.cpu.spawn import run as spawn
 from tests.cpu.test_torch_face_replicas import sharded

@@ -1,4 +1,5 @@
-"""`schedir.torch.Schedule` built and called as torchtitan builds and calls torch's schedules.
+"""`schedir.torch_pipelining.Schedule` built and called as torchtitan builds and calls torch's
+schedules.
 
 After its `pipeline_parallel.py`, `trainer.py` and `validate.py` of 2025 and of August 2026: a model
 on the meta device is cut into stages, each is sharded, then the schedule is made, and only then are
@@ -17,7 +18,7 @@ from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.stage import PipelineStage
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from schedir.torch import Schedule
+from schedir.torch_pipelining import Schedule
 from tests.cpu.spawn import run
 
 LAYERS, WIDTH, ROWS, MB = 4, 6, 8, 4

@@ -1,4 +1,4 @@
-"""GPT-2 and Llama of Hugging Face, cut into stages, under `schedir.torch.Schedule`.
+"""GPT-2 and Llama of Hugging Face, cut into stages, under `schedir.torch_pipelining.Schedule`.
 
 Losses and gradients are those of one process: the same bits, but for the tied weight, whose parts
 are added in another order.
@@ -17,8 +17,8 @@ import torch
 
 import schedir
 from schedir import B, F, I, W, Word, schedules
-from schedir.torch import Schedule
-from schedir.torch.schedule import Runtime
+from schedir.torch_pipelining import Schedule
+from schedir.torch_pipelining.schedule import Runtime
 from schedir.transports.local_processes import run
 from tests.cpu.huggingface import (
     MICROBATCHES,

@@ -8,14 +8,14 @@ from torch import nn
 
 from schedir.compiler.compile import compile
 from schedir.errors import ModelError
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.passes.overlap import group_opposites
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.reference import reference
+from schedir.passes.communication.transfer_overlap import group_opposites
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import one_f_one_b
-from schedir.testing.tiny import batch, loss, tiny_stages
+from schedir.testing.tiny_model import batch, loss, tiny_stages
 from tests.edits import written
 
 

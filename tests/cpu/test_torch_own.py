@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 from schedir.errors import ExecutionError, UsageError
-from schedir.torch.schedule import Schedule
+from schedir.torch_pipelining.schedule import Schedule
 from tests.cpu.spawn import run
 from tests.cpu.torchs import WIDTH, Layer, owned, stage_of
 

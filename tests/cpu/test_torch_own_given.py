@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from schedir.errors import UsageError
-from schedir.torch.schedule import Schedule
+from schedir.torch_pipelining.schedule import Schedule
 from tests.cpu.spawn import run
 from tests.cpu.torchs import stage_of
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedir.torch.made import shapes_of
-from schedir.torch.schedule import Runtime, Schedule
+from schedir.torch_pipelining.executor_factory import shapes_of
+from schedir.torch_pipelining.schedule import Runtime, Schedule
 from tests.cpu.spawn import run
 from tests.cpu.torchs import stage_of
 

@@ -1,4 +1,5 @@
-"""What docs/torch.md shows of `schedir.torch.Schedule` runs on two processes, and prints that."""
+"""What docs/torch.md shows of `schedir.torch_pipelining.Schedule` runs on two processes, and prints
+that."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from schedir.errors import UsageError
-from schedir.io.load import load
+from schedir.io.source_loader import load
 from tests.cpu.training import ROOT, TORCHRUN, finish, start
 
 PAGE = (ROOT / "docs" / "torch.md").read_text()

@@ -14,18 +14,18 @@ from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.stage import PipelineStage
 
 from schedir import schedules, search
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile, finish, lower
 from schedir.errors import CellError
 from schedir.io import torch_csv
-from schedir.ir.costs import Costs
-from schedir.ir.ops import COMPUTE
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import COMPUTE
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
-from schedir.runtime.reference import reference
-from schedir.testing.tiny import WIDTH, batch, loss
+from schedir.runtime.sequential_reference import reference
+from schedir.testing.tiny_model import WIDTH, batch, loss
 from schedir.verify.check import check, check_draft
 from tests.cpu.spawn import run
 from tests.cpu.theirs import LOOP, SINGLE, VEE, built

@@ -16,12 +16,12 @@ from schedir.compiler.compile import compile
 from schedir.errors import TraceError
 from schedir.io import torch_csv
 from schedir.io.timeline_file import load_timeline
-from schedir.ir.ops import COMPUTE
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import COMPUTE
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.predict.timeline import Timeline
 from schedir.schedules import one_f_one_b
-from schedir.traces.run import read_run
-from schedir.transports.processes import Gloo
+from schedir.traces.trace_import import read_run
+from schedir.transports.gloo import Gloo
 from tests.commands import said
 from tests.cpu import profiled
 from tests.cpu.spawn import run

@@ -144,9 +144,9 @@ def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None
     """Against torch's own clipping and AdamW: learning rates, betas, decay and clipping arrive."""
     import torch
 
-    from schedir.training import gpt
-    from schedir.training.config_file import read
-    from schedir.training.corpus import Corpus
+    from schedir.models import gpt
+    from schedir.training.batches.text_batches import Corpus
+    from schedir.training.config.config_file import read
 
     sets = [*ALONE, "train.betas=[0.5, 0.7]", "train.clip=0.3", "train.weight_decay=0.4",
             "train.lr=0.01", f'output.folder="{tmp_path}/out"']  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 
 from schedir.__main__ import main
 from schedir.errors import ConfigError, ProgramError, UsageError
-from schedir.training import gpt
+from schedir.models import gpt
 from schedir.training.train import run
 from tests.cases import cases
 from tests.cpu.training import (
@@ -230,7 +230,7 @@ def test_a_peer_that_never_comes_is_one_error(
 FAILING = """\
 import os
 
-import schedir.training.data
+import schedir.training.batches.samples
 from schedir import schedules
 from schedir.training import gpt, train
 from schedir.errors import UsageError
@@ -251,7 +251,7 @@ if os.environ.get("RANK") == "1":
     ("what", "code", "said"),
     [
         (
-            "schedir.training.data.Batches.batch = refuse",
+            "schedir.training.batches.samples.Batches.batch = refuse",
             2,
             "process 1 (pipeline rank 1): UsageError: no such luck\n",
         ),

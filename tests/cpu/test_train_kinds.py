@@ -9,9 +9,9 @@ import pytest
 
 from schedir.__main__ import main
 from schedir.errors import ConfigError
-from schedir.training.config_file import read
-from schedir.training.kinds import KINDS, kind_of
-from schedir.training.models import MODELS
+from schedir.training.config.config_file import read
+from schedir.training.config.model_kinds import KINDS, kind_of
+from schedir.training.model_factory import MODELS
 from tests.cpu.training import CONFIG, alone, losses, train
 
 LLAMA = ["model.kind=llama", "model.layers=4", "model.heads=4", "model.kv_heads=2",

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.compiler.compile import compile
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.reference import reference
+from schedir.models import gpt
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import bitpipe, chimera, dualpipe
 from schedir.testing.strategies import drafts, random_draft
-from schedir.training import gpt
-from schedir.transports.processes import Gloo
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import run
 from tests.cpu.test_processes import step_on_gloo
 from tests.cpu.tiny_stages import (

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.ir.plan import Plan
-from schedir.runtime.boundary import Boundary
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.schedules import interleaved
 from tests.cpu.spawn import run

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from schedir import compile
-from schedir.ir.plan import Plan
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
-from schedir.runtime.undone import undone
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.models import gpt
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer, float32_gradients
+from schedir.runtime.warm_up import undone
 from schedir.schedules import one_f_one_b
-from schedir.training import gpt
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits
 
 

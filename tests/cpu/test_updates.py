@@ -15,16 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.runtime import split_linears
-from schedir.runtime.boundary import Boundary
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.reference import reference
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw
-from schedir.schedules.words import EMPTY, B, F, I, W, Word
-from schedir.testing.tiny import WIDTH, batch, loss, tiny_stages
-from schedir.transports.processes import Gloo
+from schedir.schedules.schedule_algebra import EMPTY, B, F, I, W, Word
+from schedir.testing.tiny_model import WIDTH, batch, loss, tiny_stages
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import run
 
 BOUNDARY = Boundary((2, WIDTH), torch.float64)

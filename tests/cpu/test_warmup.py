@@ -13,15 +13,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from schedir import check, compile
 from schedir.errors import DeadlockError, ExecutionError
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.runtime.batch import Batch
-from schedir.runtime.boundary import Boundary
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.step_inputs import Batch
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.transports.collectives import Group, Kind
-from schedir.transports.edges import Edge, Grouped
-from schedir.transports.processes import Processes
+from schedir.transports.gloo import Processes
+from schedir.transports.p2p_groups import Edge, Grouped
 from schedir.transports.transport import Done, Work
 from tests.cpu.caching_allocator import CachingAllocator
 from tests.cpu.happens_before import Races

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import schedir
 from schedir import Plan
 from schedir.errors import ExecutionError, ModelError
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.splittable import split_linears
+from schedir.runtime.autograd.splittable_layers import split_linears
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import chimera, gpipe, interleaved_zb, looped_bfs, one_f_one_b, pipedream_2bw
 
 WIDTH, BATCH = 4, 3
@@ -214,20 +214,20 @@ def test_memory_that_is_freed_is_not_read(level: int) -> None:
 
 
 def test_only_the_first_calls_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    from schedir.runtime import around
+    from schedir.runtime.autograd import stage_context
 
     ranks = run_of(chimera, Plan(2, 4, placement="mirror"), plain(2))
     step(ranks, 4)
     calls: list[Any] = []
-    monkeypatch.setattr(around, "sums_of", calls.append)
-    monkeypatch.setattr(around, "traces_of", calls.append)
+    monkeypatch.setattr(stage_context, "sums_of", calls.append)
+    monkeypatch.setattr(stage_context, "traces_of", calls.append)
     step(ranks, 4)
     assert not calls
 
 
 def test_a_program_with_one_copy_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    from schedir.runtime import around
+    from schedir.runtime.autograd import stage_context
 
-    monkeypatch.setattr(around, "traces_of", lambda _: pytest.fail("it was looked at"))
+    monkeypatch.setattr(stage_context, "traces_of", lambda _: pytest.fail("it was looked at"))
     ranks = run_of(gpipe, Plan(2, 4), plain(2))
     assert step(ranks, 4).isfinite()

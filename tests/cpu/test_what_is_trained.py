@@ -16,12 +16,12 @@ import schedir
 from schedir import Plan, Ties
 from schedir.errors import ModelError, ProgramError
 from schedir.runtime import split_linears
-from schedir.runtime.boundary import Boundary
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.unchanged import Unchanged
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.model_checks.parameter_guard import Unchanged
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_v
-from schedir.transports.processes import Gloo
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import RankError, run
 from tests.cpu.test_ties import BOUNDARY, SCALE, Model, adam, batch, loss, parts
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schedir.dumps.flight_recorder import read_dumps
-from schedir.dumps.report import job_lines
-from schedir.dumps.standing import Job, Why
+from schedir.hang_diagnosis.flight_recorder import read_dumps
+from schedir.hang_diagnosis.hang_report import job_lines
+from schedir.hang_diagnosis.wait_graph import Job, Why
 from tests.cpu.spawn import run
 
 c10d: Any = torch._C._distributed_c10d

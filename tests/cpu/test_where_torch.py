@@ -21,14 +21,14 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as theirs
 
 from schedir import Plan, Program, compile, schedules
-from schedir.analysis.graph import Graph
+from schedir.analysis.dependency_graph import Graph
 from schedir.compiler.compile import finish
-from schedir.dumps.flight_recorder import read_dumps
-from schedir.dumps.matched import match
-from schedir.dumps.placed import judge
-from schedir.dumps.standing import Job
+from schedir.hang_diagnosis.flight_recorder import read_dumps
+from schedir.hang_diagnosis.program_matching import match
+from schedir.hang_diagnosis.rank_positions import judge
+from schedir.hang_diagnosis.wait_graph import Job
 from schedir.io import torch_csv
-from schedir.ir.index import Index
+from schedir.ir.instruction_index import Index
 from tests.cpu.spawn import run
 from tests.cpu.theirs import SINGLE, lowered
 from tests.flight import Recorder, record, stopped

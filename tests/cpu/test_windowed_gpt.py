@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedir.compiler.compile import compile
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.models import gpt
 from schedir.models.attention import mask_of
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.reference import reference
-from schedir.runtime.sizes import sizes_of
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
-from schedir.training import gpt
 from tests.cpu.tiny_stages import gradients
 from tests.cpu.training import CONFIG as TRAINED
 from tests.cpu.training import alone, train

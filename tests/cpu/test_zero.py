@@ -14,10 +14,10 @@ from benchmarks.zero import Case, differing, train
 from schedir import Plan
 from schedir.errors import ModelError
 from schedir.runtime.executor import Executor
-from schedir.runtime.precision import LossScale
+from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
-from schedir.transports.processes import Gloo
-from schedir.transports.shared import Shared
+from schedir.transports.gloo import Gloo
+from schedir.transports.shared_memory import Shared
 from tests.cpu.spawn import run
 
 LEVELS = (1, 2, 3)

@@ -17,14 +17,14 @@ from torch.distributed.pipelining.schedules import (
     _add_unshard_reshard,
 )
 
-from schedir.analysis.gathers import gathers
+from schedir.analysis.memory.unshard_counts import gathers
 from schedir.compiler.compile import compile
 from schedir.io.torch_csv import cells
-from schedir.ir.ops import BACKWARD_WEIGHT, ROWS
+from schedir.ir.isa.instructions import BACKWARD_WEIGHT, ROWS
 from schedir.ir.program import Program
 from schedir.schedules.draft import draft
 from schedir.testing import drafts
-from schedir.torch.sharding import require_whole, with_shards
+from schedir.torch_pipelining.fsdp_stages import require_whole, with_shards
 from tests.laws import LOOPED, ZOO, least, plan_of
 
 

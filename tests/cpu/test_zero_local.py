@@ -17,16 +17,16 @@ from torch import Tensor, nn
 import schedir
 from schedir import Plan
 from schedir.errors import ExecutionError, ModelError, UsageError
-from schedir.ir.ops import ADDS, Instr, Opcode
+from schedir.ir.isa.instructions import ADDS, Instr, Opcode
 from schedir.ir.program import Program, Stream
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import MainOptimizer, float32_gradients
-from schedir.runtime.reference import reference
-from schedir.runtime.splittable import register_split, split_linears
+from schedir.models import gpt
+from schedir.runtime.autograd.splittable_layers import register_split, split_linears
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import interleaved, looped_bfs, one_f_one_b
 from schedir.testing import drafts
-from schedir.training import gpt
 from tests.cpu.test_zero_users import Keeps, WritesData
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients
 

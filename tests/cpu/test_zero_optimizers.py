@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import schedir
 from schedir import Plan
 from schedir.errors import ExecutionError, ModelError
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import one_f_one_b
 
 WIDTH = 4

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import schedir
 from schedir import Plan
 from schedir.errors import ExecutionError, ModelError
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import looped_bfs, zb_h1
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

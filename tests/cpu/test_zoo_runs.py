@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from schedir.compiler.compile import compile
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
+from schedir.models import gpt
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.reference import reference
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import built_in
-from schedir.schedules.words import B, F, I, W, Word, placed_for
-from schedir.training import gpt
-from schedir.transports.processes import Gloo
+from schedir.schedules.schedule_algebra import B, F, I, W, Word, placed_for
+from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
 

@@ -10,7 +10,7 @@ from unittest.mock import create_autospec
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import PipelineStage
 
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 
 VEE = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 LOOP = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")

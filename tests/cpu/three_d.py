@@ -19,10 +19,10 @@ from torch import Tensor
 
 import schedir
 from schedir import Plan, Program
-from schedir.runtime.boundary import Boundary
+from schedir.models import gpt
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.training import gpt
-from schedir.transports.processes import Gloo
+from schedir.transports.gloo import Gloo
 
 NEAR, MAX_NORM = 1e-6, 0.05  # of gradients whose norm is about 1
 WORLD, STEPS, MICROBATCHES, BATCH, CONTEXT, VOCAB = 8, 3, 2, 2, 8, 29  # 29: padded

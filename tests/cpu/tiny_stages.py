@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.runtime.boundary import Boundary
+from schedir.models import gpt
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.reference import reference
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.schedules.words import B, F, I, W, Word, overlap
-from schedir.training import gpt
-from schedir.transports.processes import Processes
+from schedir.schedules.schedule_algebra import B, F, I, W, Word, overlap
+from schedir.transports.gloo import Processes
 
 CONTEXT, HIDDEN, BATCH = 8, 16, 2
 BOUNDARY = Boundary((BATCH, CONTEXT, HIDDEN))

@@ -16,7 +16,7 @@ from types import ModuleType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from schedir.__main__ import main
-from schedir.training.config_file import read
+from schedir.training.config.config_file import read
 from schedir.training.train import run
 from tests.cpu.spawn import CONTEXT
 

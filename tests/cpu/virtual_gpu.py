@@ -18,13 +18,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedir.ir.costs import Costs
-from schedir.ir.index import Index
-from schedir.ir.ops import TRANSFERS
-from schedir.runtime import inprocess, progress, recorder, running
-from schedir.runtime.rank import Call
-from schedir.transports import mailbox
-from schedir.transports.streams import StreamHub, StreamMailbox
+from schedir.ir.cost.costs import Costs
+from schedir.ir.instruction_index import Index
+from schedir.ir.isa.instructions import TRANSFERS
+from schedir.runtime import in_process, program_runner
+from schedir.runtime.rank_state import Call
+from schedir.runtime.recording import gpu_progress, recorder
+from schedir.transports.in_process import mailbox
+from schedir.transports.in_process.cuda_streams import StreamHub, StreamMailbox
 
 LANE = -1  # the priority of a lane's stream
 
@@ -136,8 +137,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
     }  # fmt: skip
     for name, patch in patches.items():
         monkeypatch.setattr(torch.cuda, name, patch)
-    monkeypatch.setattr(running, "stamps_of", recorder.EventStamps)
-    monkeypatch.setattr(progress, "event_on", lambda device: Event(gpu))
+    monkeypatch.setattr(program_runner, "stamps_of", recorder.EventStamps)
+    monkeypatch.setattr(gpu_progress, "event_on", lambda device: Event(gpu))
     monkeypatch.setattr(recorder, "perf_counter", lambda: gpu.host)
 
     def mailboxes(program: Any, model: Any, cuda: bool, told: Any) -> list[StreamMailbox]:
@@ -148,11 +149,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
             for rank in range(program.plan.ranks)
         ]
 
-    monkeypatch.setattr(inprocess, "mailboxes", mailboxes)
+    monkeypatch.setattr(in_process, "mailboxes", mailboxes)
     return gpu
 
 
-def charge(ranks: inprocess.InProcess, gpu: VirtualGPU, costs: Costs, host: float = 0.0) -> None:
+def charge(ranks: in_process.InProcess, gpu: VirtualGPU, costs: Costs, host: float = 0.0) -> None:
     """Let every instruction but transfers take its cost, on the stream that it runs on, and the
     host some time before each."""
     index: Index = ranks.graph.index

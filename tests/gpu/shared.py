@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from schedir.ir.program import Program
-from schedir.transports.cuda import HOST, SHARED
-from schedir.transports.edges import Edge, Grouped
+from schedir.transports.gpu_selection import HOST, SHARED
 from schedir.transports.nccl import initialise, nccl
+from schedir.transports.p2p_groups import Edge, Grouped
 
 Kind = Literal["edge", "grouped"]
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from schedir.models import gpt
 from schedir.models.attention import attention, block_mask, mask_of
-from schedir.runtime.reference import reference
-from schedir.training import gpt
+from schedir.runtime.sequential_reference import reference
 from tests.cpu.tiny_stages import gradients
 
 pytestmark = pytest.mark.usefixtures("real_gpu")

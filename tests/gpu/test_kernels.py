@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedir.kernels import choice, cross_entropy, weight_gradient
+from schedir.kernels import backend_choice, cross_entropy, weight_gradient
 from schedir.kernels.embedding_gradient import accumulate_rows_
 from schedir.kernels.gelu import bias_gelu
 from schedir.kernels.layer_norm import add_layer_norm
-from schedir.parallel.vocab import vocab_parallel_cross_entropy
-from schedir.runtime.precision import float32_gradients
-from schedir.runtime.split import Tape, recording
-from schedir.training import gpt
+from schedir.models import gpt
+from schedir.runtime.autograd.split_backward import Tape, recording
+from schedir.runtime.parameters.mixed_precision import float32_gradients
+from schedir.tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy
 from tests.cpu.tiny_stages import batch, gpt_stages
 
 pytestmark = pytest.mark.usefixtures("real_gpu")
@@ -37,7 +37,7 @@ def poisoned() -> Iterator[None]:
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(shape, generator=generator, device="cuda").to(dtype)
-    assert choice.on_triton(x)
+    assert backend_choice.on_triton(x)
     return x
 
 

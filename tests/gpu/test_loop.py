@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from schedir import compile
-from schedir.ir.ops import Instr, Opcode
-from schedir.ir.plan import Plan
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.progress import Progress
-from schedir.runtime.rank import Call
-from schedir.runtime.readings import Readings
+from schedir.ir.isa.instructions import Instr, Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.models import gpt
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.rank_state import Call
+from schedir.runtime.recording.async_scalars import Readings
+from schedir.runtime.recording.gpu_progress import Progress
 from schedir.schedules import one_f_one_b
-from schedir.training import gpt
-from schedir.training.data import Batches
-from schedir.training.prefetch import Prefetch
-from schedir.training.steps import Steps
+from schedir.training.batches.prefetch import Prefetch
+from schedir.training.batches.samples import Batches
+from schedir.training.processes.watchdog import standstill
+from schedir.training.step_loop import Steps
 from schedir.training.train import run
-from schedir.training.watchdog import standstill
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 from tests.cpu.training import ALONE, CONFIG, alone, losses
 from tests.gpu.shared import no_wait

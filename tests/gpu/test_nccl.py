@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir import compile
-from schedir.analysis.models import Model
-from schedir.ir.plan import Plan
+from schedir.analysis.progress_models import Model
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.passes.record import Choice
+from schedir.passes.pass_types import Choice
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
-from schedir.runtime.measured import measured
+from schedir.runtime.recording.measured_timeline import measured
 from schedir.schedules import interleaved, one_f_one_b
-from schedir.transports.processes import Gloo
+from schedir.transports.gloo import Gloo
 from schedir.transports.registry import TRANSPORTS
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import batch, gpt_executor, gradients_by_stage, zb

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from schedir import check, compile
-from schedir.dumps.blame import Shape
 from schedir.errors import DeadlockError
+from schedir.hang_diagnosis.stall_cause import Shape
 from schedir.io.black_box import Phase
-from schedir.ir.ops import Instr, Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import Instr, Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.device_memory import times_asked
+from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.rank import Call
+from schedir.runtime.rank_state import Call
+from schedir.runtime.recording.allocator_growth import times_asked
 from schedir.schedules import one_f_one_b, pipedream_2bw
-from schedir.training.ends import Member
-from schedir.training.watchdog import Watchdog
-from schedir.transports.processes import Gloo, Processes
+from schedir.training.processes.process_exit import Member
+from schedir.training.processes.watchdog import Watchdog
+from schedir.transports.gloo import Gloo, Processes
 from tests.cpu.spawn import RankError, run
 from tests.cpu.tiny_stages import batch, gpt_executor, own_batch
 from tests.gpu.shared import REHEARSED, no_wait, over, share_gpu, wait_for_device

@@ -10,10 +10,10 @@ from torch import nn
 
 from benchmarks.gpu import host_waits
 from schedir import compile
-from schedir.ir.plan import Plan
-from schedir.runtime.inprocess import InProcess
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.models import gpt
+from schedir.runtime.in_process import InProcess
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.training import gpt
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits
 from tests.gpu.shared import REHEARSED
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schedir import compile
-from schedir.ir.plan import Plan
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.random import layer
-from schedir.runtime.reference import reference
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.runtime.autograd.random_streams import layer
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import interleaved
 
 SHAPE = (2, 16)

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from benchmarks.gpu import host_waits
 from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.ir.ops import Lane
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import Lane
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.models import gpt
 from schedir.predict.timeline import Timeline
-from schedir.runtime.boundary import Boundary
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import float32_gradients
-from schedir.runtime.recorder import TICK
-from schedir.runtime.reference import reference
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcess
+from schedir.runtime.parameters.mixed_precision import float32_gradients
+from schedir.runtime.recording.recorder import TICK
+from schedir.runtime.sequential_reference import reference
 from schedir.schedules import interleaved, one_f_one_b
-from schedir.training import gpt
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, zb
 from tests.legal import too_early
 

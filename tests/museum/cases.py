@@ -39,7 +39,7 @@ from typing import Any, Literal
 
 import schedir
 from schedir import Program, Sizes, check, check_sequence, parse
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.errors import DeadlockError, ProgramError
 
 HERE = Path(__file__).parent

@@ -10,8 +10,8 @@ Three more are looked at and not run, and have no handlers:
     tape        what an I makes of what was saved, moved to the host and back
     clamp       a change of each stage's gradient by what a rank gives; and what only reads weights
 
-Each is edits of the tables in `ir/ops.py` and its numbers in `ir/names.py` (`EDITS`), the file of a
-pass (`*_pass.py`), and the file of its handlers (`*_handlers.py`).
+Each is edits of the tables in `ir/isa/instructions.py` and its numbers in `ir/isa/opcodes.py`
+(`EDITS`), the file of a pass (`*_pass.py`), and the file of its handlers (`*_handlers.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import re
 import shutil
 from pathlib import Path
 
-from schedir.ir.names import Form, Lane, Opcode, Token
+from schedir.ir.isa.opcodes import Form, Lane, Opcode, Token
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent

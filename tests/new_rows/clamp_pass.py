@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from schedir.ir.ops import Opcode
+from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import Program
-from schedir.passes.record import Expected, Pass, Present
-from schedir.passes.reductions import append
+from schedir.passes.communication.gradient_reduction import append
+from schedir.passes.pass_types import Expected, Pass, Present
 
 
 def _each(program: Program, present: Present) -> Iterator[Expected]:

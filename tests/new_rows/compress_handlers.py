@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from schedir.ir.ops import ROWS, Form, Instr, Opcode
-from schedir.runtime.rank import Call, State
-from schedir.runtime.transfer_handlers import LAYOUTS, received
+from schedir.ir.isa.instructions import ROWS, Form, Instr, Opcode
+from schedir.runtime.handlers.transfer_handlers import LAYOUTS, received
+from schedir.runtime.rank_state import Call, State
 
 
 def _in_front(whole: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from schedir.ir.ops import Form
-from schedir.passes.record import Pass
-from schedir.passes.scatter_gather import with_form
+from schedir.ir.isa.instructions import Form
+from schedir.passes.communication.scatter_gather import with_form
+from schedir.passes.pass_types import Pass
 
 PASSES = (
     Pass(

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from schedir.ir.ops import FORWARD, Opcode
+from schedir.ir.isa.instructions import FORWARD, Opcode
 from schedir.ir.program import ADDRESS, OP, Program
-from schedir.passes.insert import behind
-from schedir.passes.record import Expected, Pass, Present
+from schedir.passes.insertion import behind
+from schedir.passes.pass_types import Expected, Pass, Present
 
 
 def log(program: Program) -> Program:

@@ -14,7 +14,7 @@ import schedir
 from schedir import Costs, Plan, Program, Sizes
 from schedir.commands.simulate import volume
 from schedir.io import perfetto, torch_csv
-from schedir.ir.ops import OFF_COMPUTE, ROWS, Lane, Token
+from schedir.ir.isa.instructions import OFF_COMPUTE, ROWS, Lane, Token
 from schedir.predict.what_if import advise
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
 from tests.new_rows import NEW

@@ -19,7 +19,7 @@ import schedir
 from schedir import Plan, Program
 from schedir.runtime import Boundary, Executor, Gloo, InProcess, Shared, reference
 from schedir.schedules import dualpipe_v, interleaved, one_f_one_b, zb_h1
-from schedir.testing.tiny import WIDTH, batch, loss, tiny_stages
+from schedir.testing.tiny_model import WIDTH, batch, loss, tiny_stages
 from schedir.transports.local_processes import run as run_processes
 from tests.new_rows import NEW
 

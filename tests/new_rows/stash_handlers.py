@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from schedir.ir.ops import Instr, Opcode, Token
-from schedir.runtime.rank import Call, Handler, State
+from schedir.ir.isa.instructions import Instr, Opcode, Token
+from schedir.runtime.rank_state import Call, Handler, State
 
 
 class Holder:

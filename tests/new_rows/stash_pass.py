@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from schedir.ir.ops import COMPUTE, FORWARDS, ROWS, Lane, Opcode, Token
+from schedir.ir.isa.instructions import COMPUTE, FORWARDS, ROWS, Lane, Opcode, Token
 from schedir.ir.program import ADDRESS, OP, Program, Words
-from schedir.passes.insert import before, behind
-from schedir.passes.record import Expected, Pass, Present
+from schedir.passes.insertion import before, behind
+from schedir.passes.pass_types import Expected, Pass, Present
 
 _USES = tuple(row.op for row in ROWS if Token.SAVED in row.needs and row.lane is Lane.COMPUTE)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedir.ir.ops import BACKWARD_INPUT, BACKWARD_WEIGHT, Opcode
+from schedir.ir.isa.instructions import BACKWARD_INPUT, BACKWARD_WEIGHT, Opcode
 from schedir.ir.program import ADDRESS, OP, Program
-from schedir.passes.insert import before, behind
-from schedir.passes.record import Pass
+from schedir.passes.insertion import before, behind
+from schedir.passes.pass_types import Pass
 
 
 def move(program: Program) -> Program:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from schedir.ir.ops import Instr, Opcode
-from schedir.runtime.rank import Call, State
+from schedir.ir.isa.instructions import Instr, Opcode
+from schedir.runtime.rank_state import Call, State
 
 VERDICTS: list[Tensor] = []  # of each rank, for who looks
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from schedir import Costs, Plan, Sizes, check, compile, draft, schedules, simulate
 from schedir.__main__ import main
-from schedir.analysis.memory import held
-from schedir.analysis.slots import message_sizes
-from schedir.commands._options import read_costs, read_sizes
+from schedir.analysis.memory.buffer_slots import message_sizes
+from schedir.analysis.memory.footprint import held
+from schedir.commands.common.schedule_options import read_costs, read_sizes
 from schedir.errors import CostsError, MemoryLimitError, UsageError
 from schedir.io.timeline_file import load_timeline, save_timeline
-from schedir.ir.index import Index
-from schedir.ir.ops import SENDS, TOKENS, Instr, Opcode, Token
-from schedir.ir.per_stage import PerStage, by_stage, cut, from_grid, grid
+from schedir.ir.cost.per_stage_values import PerStage, by_stage, cut, from_grid, grid
+from schedir.ir.instruction_index import Index
+from schedir.ir.isa.instructions import SENDS, TOKENS, Instr, Opcode, Token
 from schedir.ir.program import Program
 from schedir.predict.calibrate import calibrate, completed, format_costs, rounded
 from schedir.predict.what_if import advise

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from schedir import Costs, Plan, Sizes, compile, model_states, simulate
 from schedir.__main__ import main
-from schedir.analysis.memory import held
+from schedir.analysis.memory.footprint import held
 from schedir.errors import MemoryLimitError, UsageError
-from schedir.ir.sizes import AT_REST
+from schedir.ir.cost.sizes import AT_REST
 from schedir.schedules import gpipe, one_f_one_b
 from schedir.viz import gantt
-from schedir.viz.raster import memory
+from schedir.viz.time_bins import memory
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TABLE = [

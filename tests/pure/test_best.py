@@ -14,9 +14,9 @@ from docs import which_schedule, which_schedule_page
 from schedir import Costs, Plan, Sizes, Timeline
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError, ProgramError
-from schedir.ir.ops import BACKWARD_INPUT
+from schedir.ir.isa.instructions import BACKWARD_INPUT
 from schedir.schedules import built_in
-from schedir.schedules.words import delay_for, placed_for, takes_v
+from schedir.schedules.schedule_algebra import delay_for, placed_for, takes_v
 from tests.commands import refused, said
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from schedir.errors import DeadlockError
-from schedir.ir.costs import Costs
-from schedir.ir.ops import ROWS, Lane, Opcode
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import ROWS, Lane, Opcode
 from schedir.ir.program import Program
-from schedir.passes.overlap import early_gathers, early_receives
+from schedir.passes.communication.transfer_overlap import early_gathers, early_receives
 from schedir.predict.simulate import simulate
 from schedir.verify.check import check
 from tests.edits import written

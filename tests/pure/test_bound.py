@@ -17,15 +17,15 @@ from schedir.compiler.compile import lower
 from schedir.errors import CostsError, ScheduleError
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
+from schedir.schedule_search.bounds.closed_form_bounds import closed_bound
+from schedir.schedule_search.bounds.lower_bound import bound_of
+from schedir.schedule_search.bounds.memory_lags import Lags
+from schedir.schedule_search.bounds.microbatch_latency import Paths
+from schedir.schedule_search.bounds.program_bound import bound_of_program
+from schedir.schedule_search.bounds.round_trip import options_of
+from schedir.schedule_search.problem import OBJECTIVES, Objective, Problem, problem_of
+from schedir.schedule_search.rank_order import KINDS, F, I, W, codes_of, length, peaks, starts_of
 from schedir.schedules.draft import draft
-from schedir.shortest.bound import bound_of
-from schedir.shortest.closed import closed_bound
-from schedir.shortest.crossing import options_of
-from schedir.shortest.lags import Lags
-from schedir.shortest.of_program import bound_of_program
-from schedir.shortest.orders import KINDS, F, I, W, codes_of, length, peaks, starts_of
-from schedir.shortest.paths import Paths
-from schedir.shortest.problem import OBJECTIVES, Objective, Problem, problem_of
 from schedir.testing import drafts, plans_of
 from tests.interleavings import shortest
 from tests.strategies import costs

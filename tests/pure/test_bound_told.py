@@ -19,10 +19,10 @@ from schedir.errors import UsageError
 from schedir.predict.calibrate import calibrate, completed
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
+from schedir.schedule_search.bounds.program_bound import bound_of_program
+from schedir.schedule_search.search import search
 from schedir.schedules import built_in
-from schedir.schedules.words import delay_for, placed_for, takes_v
-from schedir.shortest.of_program import bound_of_program
-from schedir.shortest.search import search
+from schedir.schedules.schedule_algebra import delay_for, placed_for, takes_v
 from schedir.viz import compare, gantt
 from tests.commands import said
 

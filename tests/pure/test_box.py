@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir import Plan, compile, schedules
-from schedir.analysis.graph import Graph
-from schedir.dumps.blame import Kind, Shape, Standstill
+from schedir.analysis.dependency_graph import Graph
+from schedir.hang_diagnosis.stall_cause import Kind, Shape, Standstill
 from schedir.io.black_box import AT, SIZE, Box, Phase, Seen, State, Word, boxes, look
-from schedir.ir.index import NONE
-from schedir.ir.ops import ROWS, SENDS
+from schedir.ir.instruction_index import NONE
+from schedir.ir.isa.instructions import ROWS, SENDS
 from schedir.ir.program import Program
 
 

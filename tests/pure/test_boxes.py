@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.checkpoints.boxes import boxes
+from schedir.checkpoints.tensor_slices import boxes
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.data())

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Program, Timeline
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import lower
-from schedir.ir.ops import SPLIT_CHANGES, TRANSFERS, Lane
-from schedir.passes.overlap import group_opposites
+from schedir.ir.isa.instructions import SPLIT_CHANGES, TRANSFERS, Lane
+from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.predict.bubble_causes import Cause, by_cause, exposed, idleness, ready_gaps
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
 from tests.strategies import costs, drafts
@@ -102,7 +102,9 @@ def test_an_even_pipeline_fills_and_drains() -> None:
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
-def test_what_a_slow_stage_costs_the_others(schedule: schedir.schedules.words.Schedule) -> None:
+def test_what_a_slow_stage_costs_the_others(
+    schedule: schedir.schedules.schedule_algebra.Schedule,
+) -> None:
     slow = Costs(F=(1, 1, 1.5, 1), B=(2, 2, 3, 2))
     timeline = schedir.simulate(schedir.compile(schedule, Plan(4, 8)), slow)
     assert causes(timeline)[Cause.IMBALANCE] == [12, 12, 0, 12]

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 import schedir
 from schedir import Costs, Plan, Program
 from schedir.compiler.compile import lower
-from schedir.ir.ops import SENDS
-from schedir.ir.per_stage import grid
+from schedir.ir.cost.per_stage_values import grid
+from schedir.ir.isa.instructions import SENDS
 from schedir.predict.calibrate import calibrate, format_bubbles, unexplained
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
-from schedir.schedules.words import B, F, I, Schedule, W, Word
+from schedir.schedules.schedule_algebra import B, F, I, Schedule, W, Word
 from tests.laws import TWO_WAY, ZOO, least, plan_of
 from tests.measuring import measured
 from tests.strategies import costs, drafts

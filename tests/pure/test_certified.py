@@ -5,9 +5,9 @@ from functools import cache
 
 import pytest
 
-from schedir.shortest.bound import bound_of
-from schedir.shortest.search import search
-from schedir.shortest.solver import EXACT
+from schedir.schedule_search.bounds.lower_bound import bound_of
+from schedir.schedule_search.cp_sat import EXACT
+from schedir.schedule_search.search import search
 from tests.certified import Case, cases
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile, lower
 from schedir.errors import (
     CompletenessError,
@@ -22,14 +22,14 @@ from schedir.errors import (
     ProgramError,
     ReductionError,
 )
-from schedir.ir.ops import COMPUTE, RECEIVES, SENDS
-from schedir.ir.plan import Plan
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import COMPUTE, RECEIVES, SENDS
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Stream, pack
-from schedir.ir.sizes import Sizes
-from schedir.ir.text import parse, show
+from schedir.ir.text_format import parse, show
 from schedir.schedules import dualpipe, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.schedules.draft import draft
-from schedir.schedules.words import B, F, I, W, Word, overlap
+from schedir.schedules.schedule_algebra import B, F, I, W, Word, overlap
 from schedir.verify.check import check, check_draft
 from tests.edits import written
 

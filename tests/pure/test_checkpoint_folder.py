@@ -18,10 +18,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.checkpoints.boxes import boxes
-from schedir.checkpoints.folder import LOCK, MANIFEST, File, Folder, Kind, Manifest, Stored
+from schedir.checkpoints.checkpoint_directory import (
+    LOCK,
+    MANIFEST,
+    File,
+    Folder,
+    Kind,
+    Manifest,
+    Stored,
+)
 from schedir.checkpoints.manifest import NotWholeError
-from schedir.checkpoints.manifest_lines import _cover
+from schedir.checkpoints.manifest_json import _cover
+from schedir.checkpoints.tensor_slices import boxes
 from schedir.errors import CheckpointError, UsageError
 from tests.commands import ENV
 from tests.file_size_limit import small_files
@@ -146,7 +154,8 @@ def test_only_whole_ones_count_and_those_of_others_stay(folder: Folder) -> None:
 
 def test_a_second_writer_is_refused_until_the_first_has_ended(folder: Folder) -> None:
     code = (
-        "import sys; from schedir.checkpoints.folder import Folder; f = Folder(sys.argv[1]); "
+        "import sys; from schedir.checkpoints.checkpoint_directory import Folder; "
+        "f = Folder(sys.argv[1]); "
         "f.begin(5); print('has it', flush=True); sys.stdin.read()"
     )
     argv = [sys.executable, "-c", code, str(folder.path)]

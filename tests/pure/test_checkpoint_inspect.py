@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from schedir.__main__ import main
-from schedir.checkpoints.folder import MANIFEST, File, Folder, Kind, Manifest, Stored
+from schedir.checkpoints.checkpoint_directory import MANIFEST, File, Folder, Kind, Manifest, Stored
 from tests.commands import ENV, refused, said
 
 KINDS = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from schedir.checkpoints.folder import LOCK, Folder
+from schedir.checkpoints.checkpoint_directory import LOCK, Folder
 from tests.killed import killed_before
 from tests.pure.test_checkpoint_folder import save
 

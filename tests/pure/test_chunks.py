@@ -23,8 +23,8 @@ from schedir import (
     simulate,
 )
 from schedir.errors import CompletenessError, OrderError, PlanError, ProgramError, UsageError
-from schedir.ir.ops import COMPUTE, Instr, Opcode, between_segments
-from schedir.ir.sizes import Sizes
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import COMPUTE, Instr, Opcode, between_segments
 from tests.commands import said
 from tests.mutants import known
 from tests.pure.test_cut import NAMES, edited, plan_of, refused

@@ -13,11 +13,11 @@ import pytest
 
 import schedir
 from schedir.__main__ import main
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.commands import check
 from schedir.compiler.compile import compile
-from schedir.ir.plan import Plan
-from schedir.ir.text import parse, show
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.text_format import parse, show
 from schedir.schedules import built_in, gpipe, one_f_one_b
 from schedir.schedules.draft import draft
 from tests.commands import ENV, command, refused, said

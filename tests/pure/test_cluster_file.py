@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from schedir import Cluster, load_cluster, planner, save_cluster
 from schedir.errors import UsageError
-from schedir.ir.numerals import MOST_GPUS, SMALLEST_RATE
+from schedir.ir.cost.number_parsing import MOST_GPUS, SMALLEST_RATE
 
 RATES = st.floats(1e-3, 1e18)
 COUNTS = st.integers(1, 10**6)

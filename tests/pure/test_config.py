@@ -12,12 +12,12 @@ import pytest
 
 import schedir
 from schedir.errors import ConfigError, ParseError, ProgramError, UsageError
-from schedir.ir.ops import RECOMPUTE
-from schedir.ir.sizes import Sizes
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import RECOMPUTE
+from schedir.models.gpt_config import GPTConfig
 from schedir.schedules import built_in
-from schedir.training.config import Config
-from schedir.training.config_file import read
-from schedir.training.gpt_config import GPTConfig
+from schedir.training.config.config_file import read
+from schedir.training.config.run_config import Config
 from schedir.training.train import program_of
 
 FULL = """\
@@ -303,7 +303,7 @@ def test_a_program_that_is_none_is_refused_with_its_place(tmp_path: Path, progra
 
 def test_nothing_heavy_is_needed(tmp_path: Path) -> None:
     code = """
-import sys, schedir.training.config_file as c
+import sys, schedir.training.config.config_file as c
 c.read(sys.argv[1])
 print('torch' in sys.modules)"""
     done = subprocess.run(

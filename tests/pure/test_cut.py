@@ -23,7 +23,7 @@ from schedir import (
     show,
     simulate,
 )
-from schedir.compiler.again import compute_of, options_of
+from schedir.compiler.relower import compute_of, options_of
 from schedir.errors import (
     CompletenessError,
     OrderError,
@@ -32,9 +32,9 @@ from schedir.errors import (
     UsageError,
 )
 from schedir.io import torch_csv
-from schedir.io.load import load
-from schedir.ir.ops import COMPUTE, Opcode, between_segments
-from schedir.passes.cut import over_stages, pieces_of
+from schedir.io.source_loader import load
+from schedir.ir.isa.instructions import COMPUTE, Opcode, between_segments
+from schedir.passes.splitting.stage_segmentation import over_stages, pieces_of
 from tests import commands
 from tests.mutants import known
 from tests.threads import verdict

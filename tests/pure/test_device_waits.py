@@ -8,11 +8,11 @@ import pytest
 
 from schedir import check, compile, schedules
 from schedir.errors import DeadlockError
-from schedir.ir.costs import Costs
-from schedir.ir.ops import ROWS
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import ROWS
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.passes.overlap import early_gathers, early_receives
+from schedir.passes.communication.transfer_overlap import early_gathers, early_receives
 from tests.edits import written
 from tests.mutants import legal, refusal, reordered
 from tests.oracle import Machine

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Program
-from schedir.commands._options import read_costs
+from schedir.commands.common.schedule_options import read_costs
 from schedir.compiler.compile import lower
 from schedir.errors import UsageError
 from schedir.predict.calibrate import calibrate, completed, format_costs
-from schedir.predict.differences import differences
+from schedir.predict.timeline_diff import differences
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
 from tests.commands import refused, said
 from tests.strategies import costs, drafts

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir.data.corpus import read, split
-from schedir.data.indexed import Documents
-from schedir.data.indexed import read as read_indexed
+from schedir.data.megatron_indexed_dataset import Documents
+from schedir.data.megatron_indexed_dataset import read as read_indexed
 from schedir.data.tokenizer import Bytes
 from schedir.errors import UsageError
 from tests.tokens import write_index

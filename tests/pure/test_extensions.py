@@ -29,8 +29,8 @@ class Extension(NamedTuple):
 
 EXTENSIONS = {
     "a field of programs": Extension(
-        [("ir/program.py", "from schedir.ir.fields import fields_of\n",
-          "from schedir.ir.fields import setting, whole_number\n"),
+        [("ir/program.py", "from schedir.ir.pipeline.field_schema import fields_of\n",
+          "from schedir.ir.pipeline.field_schema import setting, whole_number\n"),
          ("ir/program.py", "    clip: bool = field(default=False, metadata=traits.CLIP)\n", """\
     zero: int = field(default=0, metadata=setting(whole_number(0, 3), "pieces of weights"))
 """)],
@@ -44,7 +44,7 @@ assert "zero 2" in schedir.show(program) and schedir.parse(schedir.show(program)
         [("passes/mark.py", "", """\
 from dataclasses import replace
 
-from schedir.passes.record import Pass
+from schedir.passes.pass_types import Pass
 
 PASSES = (
     Pass("mark", "better", lambda program, options: replace(program, name="marked"),
@@ -58,8 +58,9 @@ assert "program marked" in open("x.sched").read()
 """,
     ),
     "a progress model": Extension(
-        [("analysis/models.py", 'Model = Literal["edge", ', '"way", '),
-         ("analysis/models.py", "MODEL_ROWS: Final[tuple[ModelRow, ...]] = (\n    ModelRow(\n"
+        [("analysis/progress_models.py", 'Model = Literal["edge", ', '"way", '),
+         ("analysis/progress_models.py",
+          "MODEL_ROWS: Final[tuple[ModelRow, ...]] = (\n    ModelRow(\n"
           '        "edge", True, True, True, True, False,\n'
           '        "queue per directed edge, activations and gradients apart",\n'
           '        "one 2-rank group per directed edge; Gloo with a tag per lane; shared memory",\n'
@@ -76,15 +77,15 @@ assert main(["check", "gpipe", "--model", "way"]) == 0
 """,
     ),
     "a schedule": Extension(
-        [("schedules/flush.py", "    lead = min(2 * (P - 1 - r), m)\n"
+        [("schedules/single_stage.py", "    lead = min(2 * (P - 1 - r), m)\n"
           "    return lead * F + (m - lead) * (F + B) + lead * B\n", """\
 
 
 def in_pairs(r: int, P: int, m: int) -> Word:
     return m // 2 * (2 * F) + m // 2 * (2 * B)
 """),
-         ("schedules/__init__.py", "from schedir.schedules.flush import eager_1f1b, forward_only, "
-          "gpipe", ", in_pairs"),
+         ("schedules/__init__.py", "from schedir.schedules.single_stage import eager_1f1b, "
+          "forward_only, gpipe", ", in_pairs"),
          ("schedules/__init__.py", '    "gpipe",\n', '    "in_pairs",\n')],
         """
 from schedir.__main__ import main
@@ -95,7 +96,7 @@ assert main(["check", "in_pairs", "--microbatches", "4"]) == 0
         [("transports/slow.py", "", """\
 from time import sleep
 
-from schedir.transports.processes import Gloo
+from schedir.transports.gloo import Gloo
 
 
 class Slow(Gloo):
@@ -107,7 +108,7 @@ class Slow(Gloo):
           '    TransportRow("slow", "cpu", "edge", True, "slow:Slow", "slowly"),\n')],
         """
 import schedir
-from schedir.training.config_file import read
+from schedir.training.config.config_file import read
 from schedir.transports.registry import choose
 open("x.toml", "w").write("[train]\\ntransport = 'slow'\\n")
 assert read("x.toml").train.transport == "slow"
@@ -123,7 +124,7 @@ assert choose("slow", "cpu", program).__name__ == "Slow"
 
 import argparse
 
-from schedir.commands._options import add_shape, request_of
+from schedir.commands.common.schedule_options import add_shape, request_of
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source")
@@ -150,7 +151,7 @@ assert main(["ranks", "gpipe", "--ranks", "3"]) == 0
 """)],
         """
 import schedir, torch
-from schedir.transports.mailbox import mailboxes
+from schedir.transports.in_process.mailbox import mailboxes
 program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(3, 3))
 outs = [torch.zeros(1) for _ in range(3)]
 for rank, mail in enumerate(mailboxes(program, "edge", False, [])):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from schedir.errors import ConfigError, ParseError, PlanError, ProgramError
-from schedir.ir.plan import Plan
+from schedir.ir.input_trust import trusting
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import HEADER, Program
-from schedir.ir.text import parse
-from schedir.ir.trust import trusting
-from schedir.training.config import Config, MemoryConfig, PipelineConfig
-from schedir.training.config_file import read
+from schedir.ir.text_format import parse
+from schedir.training.config.config_file import read
+from schedir.training.config.run_config import Config, MemoryConfig, PipelineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,7 +21,7 @@ from schedir import (
     simulate,
 )
 from schedir.errors import ProgramError, UsageError
-from schedir.ir.ops import LATE
+from schedir.ir.isa.instructions import LATE
 from tests.mutants import known
 from tests.threads import verdict
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from schedir import Plan, compile, schedules, show
-from schedir.compiler.again import compute_of
+from schedir.compiler.relower import compute_of
 from schedir.errors import ConfigError
-from schedir.ir.ops import between_segments
-from schedir.passes.cut import cut
+from schedir.ir.isa.instructions import between_segments
+from schedir.passes.splitting.stage_segmentation import cut
 from schedir.schedules.draft import draft
-from schedir.training.config import Config
-from schedir.training.config_file import read
-from schedir.training.finer import Finer
+from schedir.training.config.config_file import read
+from schedir.training.config.run_config import Config
+from schedir.training.config.segmentation import Finer
 from schedir.training.train import program_of
 
 TEXT = """\

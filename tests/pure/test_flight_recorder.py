@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from schedir.dumps import flight_recorder
-from schedir.dumps.flight_recorder import read_dumps
 from schedir.errors import ProgramError, TraceError, UsageError
+from schedir.hang_diagnosis import flight_recorder
+from schedir.hang_diagnosis.flight_recorder import read_dumps
 from tests.flight import Recorder
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -16,7 +16,7 @@ from matplotlib.collections import PathCollection, PolyCollection
 import schedir
 from schedir import Costs, Plan, Sizes, compile, schedules, simulate, viz
 from schedir.errors import PlanError, UsageError
-from schedir.shortest.frontier import Frontier, frontier
+from schedir.schedule_search.memory_frontier import Frontier, frontier
 from tests.commands import refused, said
 
 SIZES = Sizes(saved=1e9, tape=4e8, activation=1e8, weights=5e9)

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from schedir import Costs, Plan, Sizes, compile, draft, greedy, parse, schedules, show, simulate
 from schedir.__main__ import main
-from schedir.analysis.memory import held, peak_in_flight, peak_versions
-from schedir.analysis.models import MODELS
+from schedir.analysis.memory.footprint import held, peak_in_flight, peak_versions
+from schedir.analysis.progress_models import MODELS
 from schedir.errors import CompletenessError, PartnerError, PlanError, ProgramError, UsageError
 from schedir.io import torch_csv
-from schedir.io.load import Source
-from schedir.io.request import Request
-from schedir.ir.ops import OF_TRAINED, STEPS, Opcode
+from schedir.io.program_request import Request
+from schedir.io.source_loader import Source
+from schedir.ir.isa.instructions import OF_TRAINED, STEPS, Opcode
 from schedir.ir.program import Program
-from schedir.passes.frozen import without_backwards
+from schedir.passes.splitting.frozen_stages import without_backwards
 from schedir.schedules import one_f_one_b, pipedream_2bw
-from schedir.schedules.words import B, F, Word, overlap
+from schedir.schedules.schedule_algebra import B, F, Word, overlap
 from schedir.testing import drafts, plans
 from schedir.verify.check import check, check_draft
 from tests.mutants import known

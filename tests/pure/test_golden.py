@@ -16,9 +16,9 @@ import pytest
 
 import schedir
 from schedir.__main__ import main
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.errors import ProgramError
-from schedir.ir.text import parse, show
+from schedir.ir.text_format import parse, show
 from schedir.verify.check import check
 
 GOLDEN = Path(__file__).parents[1] / "golden"

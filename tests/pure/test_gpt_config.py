@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir.errors import UsageError
+from schedir.models.gpt_config import GPTConfig, split_heads, split_layers
 from schedir.models.llama_config import LlamaConfig
-from schedir.models.windows import windows_of
-from schedir.training.gpt_config import GPTConfig, split_heads, split_layers
+from schedir.models.window_config import windows_of
 
 
 @given(layers=st.integers(1, 40), stages=st.integers(1, 40))

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir import greedy
-from schedir.analysis.memory import peak_in_flight
+from schedir.analysis.memory.footprint import peak_in_flight
 from schedir.compiler.compile import lower
 from schedir.errors import ScheduleError
-from schedir.ir.costs import Costs
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, one_f_one_b
 from schedir.schedules.draft import draft

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir import Costs, Plan, Sizes, Timeline, compile, draft, schedules, simulate
-from schedir.compiler.again import Lowering
+from schedir.compiler.relower import Lowering
 from schedir.predict.calibrate import repriced
 from schedir.predict.what_if import Change, advise
 from tests.commands import said

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.graph import Graph
-from schedir.analysis.longest_path import walk
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import compile, lower
-from schedir.ir.costs import Costs
-from schedir.ir.ops import Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.tied_weights import tied_stages
 from schedir.ir.program import Program, Stream
-from schedir.ir.ties import tied_stages
 from schedir.schedules import chimera, dualpipe
 from schedir.schedules.greedy import greedy
-from schedir.schedules.words import Schedule
+from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import check
 from tests.laws import plan_of
 

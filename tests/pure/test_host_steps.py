@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Cluster, Costs, Plan, Program, Sizes
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.errors import (
     CompletenessError,
     DeadlockError,
@@ -23,7 +23,7 @@ from schedir.errors import (
     ProgramError,
     UsageError,
 )
-from schedir.ir.ops import Opcode
+from schedir.ir.isa.instructions import Opcode
 from schedir.predict.bubble_causes import Cause, by_cause, idleness
 from schedir.schedules import (
     dualpipe,
@@ -33,7 +33,7 @@ from schedir.schedules import (
     one_f_one_b,
     pipedream_2bw,
 )
-from schedir.schedules.words import B, F
+from schedir.schedules.schedule_algebra import B, F
 from schedir.testing import plans
 from schedir.testing.strategies import random_draft
 

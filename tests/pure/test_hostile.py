@@ -21,11 +21,11 @@ import schedir
 from schedir.__main__ import main
 from schedir.errors import ConfigError, ParseError, PlanError, UsageError
 from schedir.io.black_box import Seen, boxes
+from schedir.ir.input_trust import MOST
 from schedir.ir.program import Program
-from schedir.ir.trust import MOST
-from schedir.schedules.words import F
+from schedir.schedules.schedule_algebra import F
 from schedir.testing import drafts
-from schedir.training.config_file import read
+from schedir.training.config.config_file import read
 from tests.confined import Said, confined
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits as Linux has them")

@@ -15,8 +15,8 @@ import schedir
 from schedir import Costs, Plan, compile, planner, schedules, simulate
 from schedir.__main__ import main
 from schedir.errors import CostsError, ProgramError, TraceError, UsageError, said
-from schedir.ir.cluster import Cluster
-from schedir.ir.sizes import Sizes
+from schedir.ir.cost.cluster import Cluster
+from schedir.ir.cost.sizes import Sizes
 
 DIGITS = "9" * 400  # Python converts it to an int, but not to a float
 CLUSTER = {

@@ -29,14 +29,15 @@ from schedir import (
 )
 from schedir.errors import ProgramError
 from schedir.ir.program import Slots
-from schedir.ir.text import parse
+from schedir.ir.text_format import parse
 from schedir.predict.bubble_causes import idleness
 from schedir.predict.calibrate import calibrate
 from schedir.predict.what_if import advise
 from schedir.schedules import one_f_one_b
 from schedir.schedules.greedy import greedy
-from schedir.schedules.words import B, join, overlap, weave
-from schedir.viz import chart, gantt, save, save_html
+from schedir.schedules.schedule_algebra import B, join, overlap, weave
+from schedir.viz import gantt, save, save_html
+from schedir.viz.figures import gantt_chart
 
 PLAN = Plan(2, 4)
 PROGRAM = compile(one_f_one_b, PLAN)
@@ -93,7 +94,7 @@ TAKES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
     "rows": (lambda v: torch_csv.parse(torch_csv.show(PROGRAM), ranks=v), (NoneType,)),
     "a chart": (gantt, ()),
     "a title": (lambda v: gantt(RUN, title=v), (str, NoneType)),
-    "titles": (lambda v: chart.compare([RUN, RUN], titles=v), (NoneType,)),
+    "titles": (lambda v: gantt_chart.compare([RUN, RUN], titles=v), (NoneType,)),
     "a width": (lambda v: gantt(RUN, width=v), (int, NoneType)),
     "marks": (lambda v: gantt(RUN, show=v), (dict,)),
     "a palette": (lambda v: gantt(RUN, palette=v), ()),

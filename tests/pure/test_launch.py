@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from schedir.training.launch import BYTES
+from schedir.training.processes.launcher import BYTES
 from schedir.training.train import _load
 
 PASSES_ON = """\
 import subprocess, sys
-from schedir.training.launch import _passing_on
+from schedir.training.processes.launcher import _passing_on
 own = [sys.executable, "-u", "-c", sys.argv[1]]
 with subprocess.Popen(own, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
     for thread in _passing_on(3, process):

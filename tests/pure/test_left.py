@@ -13,7 +13,7 @@ import pytest
 
 from schedir import Plan, compile, schedules, show
 from schedir.__main__ import main
-from schedir.dumps.left import leave_verdict
+from schedir.hang_diagnosis.post_mortem import leave_verdict
 from schedir.io.black_box import AT, FOLDER, PROGRAM, Box, Phase, Word, run_of
 from tests.commands import refused
 

@@ -18,14 +18,14 @@ from schedir.__main__ import main
 from schedir.compiler.compile import compile, lower
 from schedir.errors import UsageError
 from schedir.io.terminal import painted
-from schedir.ir.costs import Costs
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.ir.text import parse, show
+from schedir.ir.text_format import parse, show
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import dualpipe_v, interleaved, one_f_one_b
-from schedir.schedules.words import Schedule
+from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import drafts
 from schedir.viz.palette import colour, written
 from schedir.viz.text_chart import letters

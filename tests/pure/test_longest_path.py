@@ -13,12 +13,13 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from schedir import Costs, Plan, compile, schedules, simulate
-from schedir.analysis import compiled, longest_path
-from schedir.analysis.frontiers import by_frontiers
-from schedir.analysis.graph import Graph
-from schedir.analysis.longest_path import problem_of
-from schedir.analysis.loops import LOOPS, Problem, by_loop
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis import numba_jit
+from schedir.analysis.critical_path import longest_path
+from schedir.analysis.critical_path.level_sweep import by_frontiers
+from schedir.analysis.critical_path.longest_path import problem_of
+from schedir.analysis.critical_path.node_loop import LOOPS, Problem, by_loop
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.errors import UsageError
 from schedir.ir.program import Program
 from schedir.testing import drafts
@@ -30,7 +31,7 @@ def agree(problem: Problem) -> bool:
     """Solve it in each way that there is here; returns whether all nodes were reached."""
     problem = problem._replace(edges=[*problem.edges])
     ways = [by_loop(problem), by_frontiers(problem)]
-    if (machine_code := compiled._compile(LOOPS)) is not None:
+    if (machine_code := numba_jit._compile(LOOPS)) is not None:
         ways.append(by_loop(problem, machine_code))
     start, turn = ways[0]
     for other_start, other_turn in ways[1:]:

@@ -8,10 +8,10 @@ import pytest
 
 from schedir.compiler.compile import compile
 from schedir.errors import PartnerError
-from schedir.ir.index import Index
-from schedir.ir.plan import Plan
+from schedir.ir.instruction_index import Index
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.ir.text import parse, show
+from schedir.ir.text_format import parse, show
 from schedir.schedules import dualpipe_v, one_f_one_b
 from schedir.testing import random_draft
 from schedir.verify.communication import meetings

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.slots import KINDS, counts
+from schedir.analysis.memory.buffer_slots import KINDS, counts
 from schedir.compiler.compile import check_memory, compile, lower
 from schedir.errors import MemoryLimitError, UsageError, in_bytes
-from schedir.ir.costs import Costs
-from schedir.ir.ops import ROWS, SENDS, Instr, Opcode, Token
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes, bytes_of
+from schedir.ir.isa.instructions import ROWS, SENDS, Instr, Opcode, Token
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Slots
-from schedir.ir.sizes import Sizes, bytes_of
-from schedir.passes.overlap import group_opposites
+from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1, zb_v
-from schedir.schedules.words import F, I, W
+from schedir.schedules.schedule_algebra import F, I, W
 from schedir.testing import drafts
 from tests.commands import refused, said
 from tests.oracle import Machine

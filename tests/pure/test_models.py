@@ -12,18 +12,18 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.graph import Graph
-from schedir.analysis.longest_path import walk
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import compile
 from schedir.errors import DeadlockError, MatchError, ProgramError, UsageError
-from schedir.ir.costs import Costs
-from schedir.ir.ops import Opcode as O
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Eager, Sizes
+from schedir.ir.isa.instructions import Opcode as O
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Proof
-from schedir.ir.sizes import Eager, Sizes
-from schedir.ir.text import show
-from schedir.passes.overlap import early_receives
+from schedir.ir.text_format import show
+from schedir.passes.communication.transfer_overlap import early_receives
 from schedir.predict.simulate import simulate
 from schedir.schedules import interleaved, one_f_one_b
 from schedir.verify.check import check, complete

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.errors import DeadlockError
-from schedir.ir.text import parse
+from schedir.ir.text_format import parse
 from schedir.verify.check import check
 from tests.museum.cases import HERE, Case, cases, verdict
 from tests.sequences import verdict as in_turn

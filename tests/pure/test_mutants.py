@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from tests.cases import ALL
 from tests.mutants import COMMUTING, HARMLESS, MUTATIONS, RARELY_WRONG, trial
 from tests.mutations_of_states import STEPPED

@@ -13,10 +13,10 @@ import networkx as nx
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.errors import CompletenessError, DeadlockError, GroupError, MatchError, OrderError
-from schedir.ir.costs import Costs
-from schedir.ir.ops import ROWS
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import ROWS
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from tests.mutants import mutate

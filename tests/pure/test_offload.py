@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.__main__ import main
-from schedir.analysis.memory import held
+from schedir.analysis.memory.footprint import held
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError, OrderError, PlanError, SlotError, UsageError
 from schedir.io import torch_csv
-from schedir.ir.cluster import Cluster
-from schedir.ir.costs import Costs
-from schedir.ir.ops import Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.cost.cluster import Cluster
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
-from schedir.ir.text import parse, show
+from schedir.ir.text_format import parse, show
 from schedir.predict.simulate import simulate
 from schedir.schedules import built_in, forward_only, gpipe, interleaved, one_f_one_b
 from schedir.verify.check import check
@@ -311,7 +311,7 @@ def test_forwards_alone_save_nothing() -> None:
 
 
 def test_a_program_says_what_it_was_lowered_with() -> None:
-    from schedir.compiler.again import compute_of, options_of
+    from schedir.compiler.relower import compute_of, options_of
 
     program = compile(interleaved, Plan(2, 4, 2), costs=COSTS, offload="half", spill=[0])
     again = compile(compute_of(program), costs=COSTS, **options_of(program, "device"))

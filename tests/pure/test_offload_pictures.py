@@ -11,7 +11,7 @@ import pytest
 from schedir import Costs, Plan, Sizes, Timeline, check, compile, schedules, simulate, viz
 from schedir.errors import UsageError
 from schedir.io import perfetto
-from schedir.ir.ops import LANES, Lane, Opcode
+from schedir.ir.isa.instructions import LANES, Lane, Opcode
 from schedir.viz.layout import CURVE
 from schedir.viz.palette import NIGHT, PALETTES, colour, lightness, written
 from tests.offloaded import offloaded

@@ -13,7 +13,7 @@ import pytest
 from schedir import Costs, Plan, Sizes, Timeline, check, compile, parse, schedules, show, simulate
 from schedir.__main__ import main
 from schedir.errors import MemoryLimitError
-from schedir.ir.ops import Opcode
+from schedir.ir.isa.instructions import Opcode
 from schedir.predict.bubble_causes import Cause, by_cause, idleness
 from schedir.predict.what_if import Advice, advise
 from tests.offloaded import offloaded

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir import Costs, Plan, Timeline, compile, schedules, simulate
-from schedir.analysis.graph import Graph
+from schedir.analysis.dependency_graph import Graph
 from schedir.compiler.compile import lower
 from schedir.errors import CostsError, UsageError
-from schedir.ir.ops import FORWARD
+from schedir.ir.isa.instructions import FORWARD
 from schedir.ir.program import Program
-from schedir.predict.on_processors import WORK, on_processors
+from schedir.predict.cpu_contention import WORK, on_processors
 from tests import strategies
 
 PROCESSORS = st.sampled_from([0.5, 1, 1.5, 2, 3, 7])

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import schedir
-from schedir.analysis.graph import Graph
-from schedir.ir.flow import Flow
-from schedir.ir.index import Index
-from schedir.training.config_file import read
+from schedir.analysis.dependency_graph import Graph
+from schedir.ir.dataflow import Flow
+from schedir.ir.instruction_index import Index
+from schedir.training.config.config_file import read
 from schedir.training.train import program_of
 from tests.commands import said
 from tests.proofs import proofs

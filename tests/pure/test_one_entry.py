@@ -26,7 +26,7 @@ COMMAND = '''
 
 import argparse
 
-from schedir.commands._options import add_shape, add_source, request_of
+from schedir.commands.common.schedule_options import add_shape, add_source, request_of
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
@@ -62,8 +62,8 @@ from dataclasses import replace
 import schedir
 from schedir.errors import ConfigError, ParseError, PlanError
 from schedir.schedules import one_f_one_b
-from schedir.training.sections import settings
-from schedir.training.config_file import read
+from schedir.training.config.section_schema import settings
+from schedir.training.config.config_file import read
 
 plain = schedir.compile(one_f_one_b, schedir.Plan(2, 4))
 assert plain.digest == sys.argv[1] and "echo" not in schedir.show(plain)
@@ -129,8 +129,8 @@ def test_a_trait_is_one_entry(copy: Path) -> None:
 PASS = """
 from dataclasses import replace
 
-from schedir.ir.fields import whole_number
-from schedir.passes.record import Pass
+from schedir.ir.pipeline.field_schema import whole_number
+from schedir.passes.pass_types import Pass
 
 PASSES = (
     Pass(
@@ -165,7 +165,7 @@ def test_options_of_a_pass_are_options_of_all_commands_and_settings(copy: Path) 
         "-c",
         """if True:
         from schedir.errors import ConfigError
-        from schedir.training.config_file import read
+        from schedir.training.config.config_file import read
         from schedir.training.train import program_of
         open("run.toml", "w").close()
         def names(*sets):

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from schedir import check
-from schedir.analysis.graph import Graph
-from schedir.analysis.one_order import one_order
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.total_order import one_order
 from schedir.errors import ProgramError
-from schedir.ir.ops import COMPUTE, RECEIVES
+from schedir.ir.isa.instructions import COMPUTE, RECEIVES
 from schedir.ir.program import JOINED, Program
-from schedir.passes.overlap import early_gathers, early_receives
+from schedir.passes.communication.transfer_overlap import early_gathers, early_receives
 from tests.mutants import legal, refusal
 from tests.strategies import with_slots
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import schedir
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.schedules import gpipe, interleaved, zb_v
 from tests.commands import refused, said
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.data.order import shuffled
+from schedir.data.shuffle import shuffled
 
 
 def order(size: int, seed: int = 0, epoch: int = 0) -> list[int]:

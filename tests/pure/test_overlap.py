@@ -9,9 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.compiler.compile import lower
-from schedir.ir.ops import COMPUTE, Instr, Opcode
+from schedir.ir.isa.instructions import COMPUTE, Instr, Opcode
 from schedir.ir.program import Program
-from schedir.passes.overlap import early_gathers, early_receives, group_opposites
+from schedir.passes.communication.transfer_overlap import (
+    early_gathers,
+    early_receives,
+    group_opposites,
+)
 from schedir.testing import drafts
 from tests.edits import written
 

@@ -22,11 +22,11 @@ from schedir.__main__ import main
 from schedir.compiler.compile import compile, lower
 from schedir.errors import PlanError, UsageError
 from schedir.io.timeline_file import save_timeline
-from schedir.ir.costs import Costs
-from schedir.ir.ops import Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
 from schedir.predict.bubble_causes import idleness
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, spans_of
@@ -219,7 +219,7 @@ def test_100_000_spans_take_less_than_4_mb() -> None:
 
 def test_runs_without_time_or_instructions_are_pages_too() -> None:
     html(timeline(2, 2, F=0, I=0, W=0))
-    from schedir.ir.text import parse
+    from schedir.ir.text_format import parse
 
     empty = parse("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
     none = np.empty(0)

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import lower
 from schedir.errors import UsageError
 from schedir.io import perfetto
-from schedir.ir.ops import COMPUTE, SENDS
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import COMPUTE, SENDS
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
-from schedir.passes.overlap import group_opposites
+from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.predict.bubble_causes import Cause, by_cause, idleness
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
 from tests.commands import refused, said

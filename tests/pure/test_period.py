@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir import Costs, Plan, compile, schedules, simulate
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.errors import UsageError
 from schedir.ir.program import Program
-from schedir.predict.period import period
+from schedir.predict.step_period import period
 from schedir.testing import drafts
 
 TIMES = st.floats(0.0, 4.0)

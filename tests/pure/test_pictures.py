@@ -15,20 +15,20 @@ from matplotlib.quiver import Quiver
 from schedir.__main__ import main
 from schedir.compiler.compile import compile, lower
 from schedir.errors import UsageError
-from schedir.ir.costs import Costs
-from schedir.ir.ops import SENDS, Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import SENDS, Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
-from schedir.schedules.words import Schedule
+from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import drafts
 from schedir.viz import compare, gantt, idle_map, save, tradeoff
-from schedir.viz.overlays import OVERLAYS, messages, phase_times
+from schedir.viz.figures.overlays import OVERLAYS, messages, phase_times
 from schedir.viz.palette import ACCENT
-from schedir.viz.raster import in_flight, memory, shares
+from schedir.viz.time_bins import in_flight, memory, shares
 from tests.strategies import costs
 
 PAIRED = simulate(compile(dualpipe_v, Plan(4, 10, 2, "vee")))

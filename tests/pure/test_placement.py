@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
 from schedir.errors import CompletenessError, PlanError, ProgramError
-from schedir.ir.ops import BACKWARD, FORWARD, Opcode
-from schedir.ir.placement import PLACEMENTS, show_placement
-from schedir.ir.plan import Plan
-from schedir.ir.text import parse, show
+from schedir.ir.isa.instructions import BACKWARD, FORWARD, Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.placement import PLACEMENTS, show_placement
+from schedir.ir.text_format import parse, show
 from schedir.predict.simulate import simulate
 from schedir.schedules import dualpipe
 from schedir.schedules.draft import draft
-from schedir.schedules.words import B, F, Word
+from schedir.schedules.schedule_algebra import B, F, Word
 from schedir.testing.strategies import plans, random_draft
 from schedir.verify.check import check
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.dumps import plain_pickle
-from schedir.dumps.plain_pickle import loads
 from schedir.errors import TraceError
+from schedir.hang_diagnosis import safe_unpickler
+from schedir.hang_diagnosis.safe_unpickler import loads
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False)
@@ -92,7 +92,7 @@ def test_room_is_made_only_for_what_is_there(monkeypatch: pytest.MonkeyPatch) ->
     # An entry of the memo with a large number is one entry.
     assert loads(b"\x80\x02]r\xff\xff\xff\x7f0."[:-2] + b".") == []
     assert loads(b"\x80\x04\x95" + huge + b"N.") is None
-    monkeypatch.setattr(plain_pickle, "MOST", 1000)
+    monkeypatch.setattr(safe_unpickler, "MOST", 1000)
     with pytest.raises(TraceError):
         loads(b"\x80\x02(" + b"]" * 1000 + b"t.")
 

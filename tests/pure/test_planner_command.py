@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from schedir import parse
-from schedir.commands._plan_asked import Asked, with_gpus
-from schedir.commands._plans import in_words
+from schedir.commands.common.plan_report import in_words
+from schedir.commands.common.plan_request import Asked, with_gpus
 from schedir.errors import UsageError
 from schedir.planner import Memory, Parts, Priced, cluster
-from schedir.planner.models import MODELS, load_model
-from schedir.planner.why import alone
+from schedir.planner.bottleneck import alone
+from schedir.planner.transformer.model_presets import MODELS, load_model
 from tests.commands import refused, said
 from tests.tutorial import blocks
 

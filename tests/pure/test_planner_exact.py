@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from schedir import Cluster, Costs, planner, simulate
 from schedir.errors import UsageError
-from schedir.ir.ops import Opcode
-from schedir.planner import closed
-from schedir.planner.costs import costs_of, times_of
-from schedir.planner.cut import balanced, cut
-from schedir.planner.exact import exact
-from schedir.planner.memory import ADAM, layer_numbers
-from schedir.planner.plans import Plans
-from schedir.planner.runnable import plan_of, program
-from schedir.planner.shorter import shorter
-from schedir.predict.layer_bytes import Recompute
+from schedir.ir.isa.instructions import Opcode
+from schedir.planner.config_export import plan_of, program
+from schedir.planner.estimate import closed_form
+from schedir.planner.estimate.instruction_costs import costs_of, times_of
+from schedir.planner.estimate.simulated_estimate import exact
+from schedir.planner.plan_table import Plans
+from schedir.planner.schedule_improvement import shorter
+from schedir.planner.transformer.layer_division_search import balanced, cut
+from schedir.planner.transformer.memory_estimate import ADAM, layer_numbers
+from schedir.predict.activation_bytes import Recompute
 
 MODEL = planner.Model(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
 NODE = Cluster(nodes=1, gpus_per_node=8, flops=250e12, memory=80e9, hbm=1.7e12,
@@ -89,7 +89,9 @@ def test_balanced_flush_is_the_closed_formula(
     """(m + p - 1)(F + B): SC21, section 2.2.1, with what runs again in B."""
     model, free, choice = alike(p, m, schedule=schedule, recompute=recompute)
     inner = planner.stage(model, free, choice, 2)
-    monkeypatch.setattr(import_module("schedir.planner.costs"), "stage", lambda *args: inner)
+    monkeypatch.setattr(
+        import_module("schedir.planner.estimate.instruction_costs"), "stage", lambda *args: inner
+    )
     found = exact(model, free, choice)
     one = sum(inner.total)
     step = found.parts.optimizer + found.parts.data
@@ -227,5 +229,5 @@ def test_what_slices_sum_of_a_shared_sequence_is_priced(
     assert costs(replace(choice, sequence_parallel=False)).reduce_sequence is None
     assert Opcode.ReduceSequence in program(choice, tied=model.tied).ops
     plans = Plans.of(choice)
-    told = closed._sequence(model, where, plans, plans.shares(model), ADAM)
+    told = closed_form._sequence(model, where, plans, plans.shares(model), ADAM)
     assert told == pytest.approx([max(found[0] + found[2], found[1] + found[3])], rel=1e-9)

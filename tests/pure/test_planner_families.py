@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir import Costs, Plan, compile, schedules, simulate
-from schedir.analysis.memory import peak_in_flight
+from schedir.analysis.memory.footprint import peak_in_flight
 from schedir.errors import UsageError
-from schedir.ir.ops import Opcode
+from schedir.ir.isa.instructions import Opcode
 from schedir.planner import Model
-from schedir.planner.choice import Choice
-from schedir.planner.division import even, layers_of, shares
-from schedir.planner.families import FAMILIES, Family, family, gathers
+from schedir.planner.estimate.schedule_formulas import FAMILIES, Family, family, gathers
+from schedir.planner.parallel_plan import Choice
+from schedir.planner.transformer.layer_division import even, layers_of, shares
 
 ALL = [pytest.param(each, id=name) for name, each in FAMILIES.items()]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from schedir import Cluster, planner
 from schedir.errors import UsageError
 from schedir.planner import Choice, Model
-from schedir.planner.fit import Block, Measured, Product, Sum, fitted, rows
+from schedir.planner.hardware.cluster_fit import Block, Measured, Product, Sum, fitted, rows
 
 HERE = Cluster(
     1, 4, flops=50e9, memory=6e9, hbm=6e9, nvlink=0.8e9, network=0.8e9, latency=200e-6,

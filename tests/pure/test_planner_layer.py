@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from schedir import planner
 from schedir.errors import UsageError
-from schedir.ir.cluster import Cluster
+from schedir.ir.cost.cluster import Cluster
 from schedir.planner import Choice, Constants, Model
-from schedir.planner.pieces import Gemm, head_pieces, layer_pieces
-from schedir.planner.prices import Prices
+from schedir.planner.transformer.layer_ops import Gemm, head_pieces, layer_pieces
+from schedir.planner.transformer.op_time import Prices
 from tests import published_runs
 
 NODE = planner.cluster("a100")

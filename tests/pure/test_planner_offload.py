@@ -12,16 +12,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from schedir import Cluster, Plan, Program, check, compile, parse, planner, schedules, simulate
-from schedir.commands._options import read_costs
+from schedir.commands.common.schedule_options import read_costs
 from schedir.errors import MemoryLimitError, UsageError
-from schedir.ir.ops import Opcode
-from schedir.ir.sizes import ample
-from schedir.planner.constants import Constants
-from schedir.planner.costs import costs_of, times_of
-from schedir.planner.plans import simulated_only
-from schedir.planner.runnable import program
-from schedir.planner.sizes import sizes
-from schedir.predict.layer_bytes import Recompute
+from schedir.ir.cost.sizes import ample
+from schedir.ir.isa.instructions import Opcode
+from schedir.planner.config_export import program
+from schedir.planner.estimate.instruction_costs import costs_of, times_of
+from schedir.planner.hardware.software_constants import Constants
+from schedir.planner.plan_table import simulated_only
+from schedir.planner.transformer.stage_bytes import sizes
+from schedir.predict.activation_bytes import Recompute
 from tests.commands import refused, said
 
 MODEL = planner.Model(layers=8, hidden=2048, heads=16, vocab=8192, sequence=1024)

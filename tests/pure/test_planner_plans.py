@@ -13,14 +13,20 @@ from hypothesis import strategies as st
 from schedir import Cluster, layer_bytes, model_states
 from schedir.errors import UsageError
 from schedir.planner import Choice, Constants, Model, memory, plan, step
-from schedir.planner.choices import asked, choices
-from schedir.planner.division import layers_of
-from schedir.planner.every import closed_form
-from schedir.planner.families import FAMILIES
-from schedir.planner.links import mesh, places_of, rings, ways
-from schedir.planner.memory import ADAM, by_rank, ends_numbers, layer_kept, layer_numbers
-from schedir.planner.plans import Plans
-from schedir.planner.priced import plain
+from schedir.planner.estimate.link_time import mesh, places_of, rings, ways
+from schedir.planner.estimate.schedule_formulas import FAMILIES
+from schedir.planner.plan_enumeration import asked, choices
+from schedir.planner.plan_estimate import plain
+from schedir.planner.plan_space import closed_form
+from schedir.planner.plan_table import Plans
+from schedir.planner.transformer.layer_division import layers_of
+from schedir.planner.transformer.memory_estimate import (
+    ADAM,
+    by_rank,
+    ends_numbers,
+    layer_kept,
+    layer_numbers,
+)
 
 SMALL = Model(layers=12, hidden=1024, heads=16, vocab=51200, sequence=1024)
 NODE: dict[str, Any] = {

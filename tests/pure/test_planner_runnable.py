@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from schedir import planner, show
 from schedir.__main__ import main
 from schedir.errors import UsageError
-from schedir.planner.options import options
-from schedir.planner.runnable import config, program
-from schedir.predict.layer_bytes import Recompute
-from schedir.training import config_file
+from schedir.planner.config_export import config, program
+from schedir.planner.launch_options import options
+from schedir.predict.activation_bytes import Recompute
+from schedir.training.config import config_file
 
 RECOMPUTE: Final[tuple[Recompute, ...]] = get_args(Recompute)
 MODEL = planner.Model(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.io.profiler_marks import Action, Mark, mark_of, marks, read_mark
-from schedir.ir.ops import ROWS, Instr, Opcode, Per
-from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES
+from schedir.io.profiler_range_names import Action, Mark, mark_of, marks, read_mark
+from schedir.ir.isa.instructions import ROWS, Instr, Opcode, Per
+from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES
 
 
 @given(

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.graph import Graph
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import compile
 from schedir.errors import (
     DeadlockError,
@@ -29,13 +29,13 @@ from schedir.errors import (
     UsageError,
 )
 from schedir.io import torch_csv
-from schedir.ir.costs import Costs
-from schedir.ir.flow import Flow
-from schedir.ir.index import Index
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.dataflow import Flow
+from schedir.ir.instruction_index import Index
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Proof, Slots
-from schedir.ir.sizes import Sizes
-from schedir.ir.text import parse, show
+from schedir.ir.text_format import parse, show
 from schedir.predict.simulate import simulate
 from schedir.schedules import forward_only, interleaved, one_f_one_b, zb_h1
 from schedir.schedules.draft import draft

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.__main__ import main
-from schedir.compiler.again import Lowering
 from schedir.compiler.compile import compile
+from schedir.compiler.relower import Lowering
 from schedir.errors import (
     CompletenessError,
     MemoryLimitError,
@@ -22,18 +22,18 @@ from schedir.errors import (
     UsageError,
 )
 from schedir.io import torch_csv
-from schedir.ir.costs import Costs
-from schedir.ir.ops import FORWARD, RECOMPUTE
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import FORWARD, RECOMPUTE
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
-from schedir.ir.text import parse, show
+from schedir.ir.text_format import parse, show
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
 from schedir.schedules import built_in, gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.schedules.draft import draft
 from schedir.schedules.greedy import greedy
-from schedir.schedules.words import B, F, I, R, W, Word
+from schedir.schedules.schedule_algebra import B, F, I, R, W, Word
 from schedir.testing import drafts
 from schedir.verify.check import check
 from tests.laws import ZOO, least, plan_of

@@ -8,14 +8,14 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
-from schedir.ir.ops import ADDS, Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import ADDS, Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.ir.text import parse, show
+from schedir.ir.text_format import parse, show
 from schedir.schedules import dualpipe, interleaved_zb, looped_bfs
-from schedir.schedules.words import B, F, Word, overlap
+from schedir.schedules.schedule_algebra import B, F, Word, overlap
 from schedir.testing import plans
 from schedir.testing.strategies import random_draft
 from schedir.verify.check import check

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from schedir.compiler.compile import compile
-from schedir.ir.plan import Plan
-from schedir.ir.text import show
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.text_format import show
 from schedir.schedules import one_f_one_b
 from tests.commands import refused
 
 MINE = """
 from schedir import B, F
-from schedir.schedules.words import delayed
+from schedir.schedules.schedule_algebra import delayed
 
 ANSWER = 42
 
@@ -71,7 +71,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("quits.py").write_text("raise GeneratorExit\n")
     for mark in ("delayed", "placed"):
         Path(f"{mark}.py").write_text(
-            f"from schedir.schedules.words import {mark}\n@{mark}\ndef f(r, P, m): pass\n"
+            f"from schedir.schedules.schedule_algebra import {mark}\n"
+            f"@{mark}\ndef f(r, P, m): pass\n"
         )
     Path("c.toml").write_text("[pipeline]\nranks = ٢\n")
     Path("d.toml").write_text("[pipeline]\nmicrobatches = 4\n")

@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Program, Timeline
-from schedir.analysis.graph import Graph
-from schedir.analysis.models import MODELS, Model
-from schedir.commands._options import read_costs
-from schedir.compiler.again import compute_of, options_of
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import MODELS, Model
+from schedir.commands.common.schedule_options import read_costs
 from schedir.compiler.compile import compile, finish
+from schedir.compiler.relower import compute_of, options_of
 from schedir.errors import ProgramError
 from schedir.io import torch_csv
-from schedir.io.load import load
+from schedir.io.source_loader import load
 from schedir.ir.program import JOINED, Cut
-from schedir.passes.record import Choice
+from schedir.passes.pass_types import Choice
 from schedir.predict.calibrate import completed, format_costs, rounded
 from schedir.predict.what_if import advise
 from schedir.schedules import chimera, dualpipe_v, gpipe, interleaved, one_f_one_b, zb_v
-from schedir.schedules.words import Schedule
+from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import programs
 from schedir.verify.check import check
 from tests.commands import refused, said

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.errors import ProgramError
 from schedir.verify.check import check
 from tests.mutants import MUTATIONS, legal

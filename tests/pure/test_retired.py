@@ -5,7 +5,7 @@ import pytest
 import schedir
 from schedir import Plan
 from schedir.errors import ParseError, ProgramError, UsageError
-from schedir.retired import RETIRED
+from schedir.retired_names import RETIRED
 
 
 def hint(error: ProgramError) -> str:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.analysis.models import Model
+from schedir.analysis.progress_models import Model
 from schedir.compiler.compile import compile
 from schedir.errors import ScheduleError
-from schedir.ir.costs import Costs
-from schedir.ir.ops import Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 

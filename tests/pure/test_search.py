@@ -16,17 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir import Costs, Plan, Sizes, bound, check, compile, schedules, search, show, simulate
-from schedir.analysis.compiled import FIRST_USE, within
+from schedir.analysis.numba_jit import FIRST_USE, within
 from schedir.compiler.compile import check_memory
 from schedir.errors import CostsError, MemoryLimitError, ProgramError, UsageError
 from schedir.ir.program import Program
+from schedir.schedule_search.bounds.program_bound import bound_of_program
+from schedir.schedule_search.heuristics.annealing import wave
+from schedir.schedule_search.heuristics.local_search import Hunt
+from schedir.schedule_search.heuristics.order_evaluator import LOOPS, Machine, Policy
+from schedir.schedule_search.problem import problem_of
+from schedir.schedule_search.rank_order import codes_of, draft_of, length, peaks
 from schedir.schedules import built_in
-from schedir.shortest.anneal import wave
-from schedir.shortest.hunt import Hunt
-from schedir.shortest.machine import LOOPS, Machine, Policy
-from schedir.shortest.of_program import bound_of_program
-from schedir.shortest.orders import codes_of, draft_of, length, peaks
-from schedir.shortest.problem import problem_of
 
 EVEN = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
 
@@ -107,7 +107,7 @@ def test_what_is_found_is_kept_where_it_is_interrupted_as_it_is_compiled(
             signal.raise_signal(signal.SIGINT)
         return compile(*args, **more)
 
-    monkeypatch.setattr("schedir.shortest.maker.compile", interrupted)
+    monkeypatch.setattr("schedir.schedule_search.heuristics.program_builder.compile", interrupted)
     uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
     found = search(Plan(4, 8), uneven, in_flight=3, evaluations=300)
     assert found.stopped == "interrupted" and found.span == found.trail[-1].span

@@ -18,13 +18,13 @@ import pytest
 import schedir
 from schedir import Costs, Plan, load_timeline, parse, schedules, simulate
 from schedir.__main__ import main
-from schedir.commands._options import read_costs
+from schedir.commands.common.schedule_options import read_costs
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError, ProgramError
-from schedir.ir.ops import BACKWARD_INPUT
-from schedir.ir.sizes import Sizes
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import BACKWARD_INPUT
 from schedir.predict.calibrate import calibrate, completed
-from schedir.shortest.found import numba_in_words
+from schedir.schedule_search.search_results import numba_in_words
 from tests.commands import ENV, refused, said
 
 RUN = Path(__file__).parents[2] / "examples" / "traced.timeline"

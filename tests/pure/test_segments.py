@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir import EMPTY, B, Costs, F, I, Instr, Plan, W, Word, check, compile, draft, parse, show
-from schedir.analysis.memory import peak_in_flight
-from schedir.analysis.models import MODELS
+from schedir.analysis.memory.footprint import peak_in_flight
+from schedir.analysis.progress_models import MODELS
 from schedir.errors import OrderError, ProgramError, ScheduleError
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
 from schedir.schedules import forward_only, one_f_one_b
-from schedir.training.config_file import read
+from schedir.training.config.config_file import read
 
 ROOT = Path(__file__).parents[2]
 

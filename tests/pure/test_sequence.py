@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from schedir import Plan, check_sequence, compile, save_timeline, schedules, simulate
 from schedir.__main__ import main
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import lower
 from schedir.errors import (
     DeadlockError,
@@ -24,7 +24,7 @@ from schedir.errors import (
     UsageError,
 )
 from schedir.ir.program import Program
-from schedir.ir.text import parse, show
+from schedir.ir.text_format import parse, show
 from schedir.testing import random_draft
 from schedir.verify.check import check
 from tests.commands import refused, said

@@ -14,22 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir import schedules
-from schedir.analysis.models import MODELS
-from schedir.analysis.residency import stays
-from schedir.analysis.slots import KINDS, minimum_slots
-from schedir.compiler.again import compute_of, options_of
+from schedir.analysis.memory.buffer_slots import KINDS, minimum_slots
+from schedir.analysis.memory.unshard_residency import stays
+from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
+from schedir.compiler.relower import compute_of, options_of
 from schedir.errors import PlanError, UsageError
-from schedir.ir.costs import Costs
-from schedir.ir.ops import Opcode, Token
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import Opcode, Token
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.ir.text import parse, show
+from schedir.ir.text_format import parse, show
 from schedir.predict.simulate import simulate
-from schedir.schedules.words import Schedule
+from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import plans
 from schedir.testing.strategies import random_draft, ties
-from schedir.training.config_file import read
+from schedir.training.config.config_file import read
 from schedir.training.train import program_of
 from schedir.verify.check import check
 

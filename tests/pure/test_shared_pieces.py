@@ -27,9 +27,9 @@ from schedir import (
     simulate,
 )
 from schedir.commands.simulate import volume
-from schedir.compiler.again import compute_of, options_of
+from schedir.compiler.relower import compute_of, options_of
 from schedir.errors import CompletenessError, ProgramError
-from schedir.ir.ops import BACKWARDS, COMPUTE, Lane, Opcode
+from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, Lane, Opcode
 from schedir.predict.bubble_causes import Cause, by_cause, idleness
 from schedir.predict.what_if import advise
 from tests.edits import Edit, move, pull, push

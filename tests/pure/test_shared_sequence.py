@@ -25,11 +25,11 @@ from schedir import (
     simulate,
 )
 from schedir.errors import PlanError, ProgramError, ReductionError, UsageError
-from schedir.ir.ops import SPLIT_CHANGES, Opcode
+from schedir.ir.isa.instructions import SPLIT_CHANGES, Opcode
+from schedir.models.gpt_config import GPTConfig
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
-from schedir.training.config import Config, PipelineConfig
-from schedir.training.config_file import read
-from schedir.training.gpt_config import GPTConfig
+from schedir.training.config.config_file import read
+from schedir.training.config.run_config import Config, PipelineConfig
 from tests.edits import Edit, move, op, pull, push
 
 O = Opcode

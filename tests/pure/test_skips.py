@@ -13,19 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir import Costs, Plan, Sizes, check, compile, parse, schedules, show, simulate
-from schedir.analysis.graph import Graph
-from schedir.analysis.memory import held
-from schedir.analysis.models import MODELS
-from schedir.analysis.slots import KINDS, minimum_slots
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.memory.buffer_slots import KINDS, minimum_slots
+from schedir.analysis.memory.footprint import held
+from schedir.analysis.progress_models import MODELS
 from schedir.errors import DeadlockError, PlanError, UsageError
 from schedir.io import torch_csv
-from schedir.ir.flow import Flow
-from schedir.ir.ops import ROWS, Hop, Opcode, Token
+from schedir.ir.dataflow import Flow
+from schedir.ir.isa.instructions import ROWS, Hop, Opcode, Token
+from schedir.ir.pipeline.skip_connections import Skips
 from schedir.ir.program import Program, Stream
-from schedir.ir.skips import Skips
 from schedir.ir.stream import OP
-from schedir.ir.text import parse as read
-from schedir.schedules.words import Schedule
+from schedir.ir.text_format import parse as read
+from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import random_draft
 from tests.mutants import refusal
 from tests.oracle import Machine

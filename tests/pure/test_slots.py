@@ -13,25 +13,29 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.graph import Graph
-from schedir.analysis.longest_path import remaining
-from schedir.analysis.models import MODELS, Model
-from schedir.analysis.slots import KINDS, assign, minimum_slots, reuses
+from schedir.analysis.critical_path.longest_path import remaining
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.memory.buffer_slots import KINDS, assign, minimum_slots, reuses
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ParseError, PlanError, SlotError, UsageError
-from schedir.ir.costs import Costs
-from schedir.ir.index import Index
-from schedir.ir.ops import BOUNDARY, ROWS, Token
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.instruction_index import Index
+from schedir.ir.isa.instructions import BOUNDARY, ROWS, Token
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Slots
-from schedir.ir.text import parse, show
-from schedir.passes.overlap import early_gathers, early_receives, group_opposites
-from schedir.passes.record import Choice
-from schedir.passes.share_slots import share_slots
+from schedir.ir.text_format import parse, show
+from schedir.passes.communication.transfer_overlap import (
+    early_gathers,
+    early_receives,
+    group_opposites,
+)
+from schedir.passes.memory.buffer_sharing import share_slots
+from schedir.passes.pass_types import Choice
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.draft import draft
-from schedir.schedules.words import Schedule
+from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import drafts
 from schedir.verify.check import check
 from tests.commands import said

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from schedir.compiler.compile import compile
 from schedir.errors import UsageError
-from schedir.ir.costs import Costs
-from schedir.ir.plan import Plan
-from schedir.ir.sizes import Sizes
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.predict.simulate import simulate
-from schedir.shortest.found import Bound
-from schedir.shortest.orders import draft_of, length, one_by_one, peaks
-from schedir.shortest.problem import OBJECTIVES, Problem, problem_of
-from schedir.shortest.search import search
-from schedir.shortest.solver import CLOSED, EXACT, Solved, solve
+from schedir.schedule_search.cp_sat import CLOSED, EXACT, Solved, solve
+from schedir.schedule_search.problem import OBJECTIVES, Problem, problem_of
+from schedir.schedule_search.rank_order import draft_of, length, one_by_one, peaks
+from schedir.schedule_search.search import search
+from schedir.schedule_search.search_results import Bound
 from tests.certified import Case, cases
 from tests.interleavings import shortest
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from schedir.schedules import interleaved, one_f_one_b, zb_v
-from schedir.schedules.words import EMPTY, Schedule, Word, stages_per_rank_for
+from schedir.schedules.schedule_algebra import EMPTY, Schedule, Word, stages_per_rank_for
 from tests.commands import said
 
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from schedir.__main__ import main
 from schedir.compiler.compile import compile
 from schedir.errors import DeadlockError, GroupError, ProgramError
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.ir.text import parse, show
+from schedir.ir.text_format import parse, show
 from schedir.schedules import gpipe
 from schedir.verify.check import check
+from schedir.viz.deadlock_diagram import standstill
 from schedir.viz.palette import ACCENT
-from schedir.viz.standstill import standstill
 from tests.commands import refused
 from tests.museum.cases import Case, cases
 from tests.mutants import mutate

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Program, Sizes
-from schedir.analysis.memory import held
-from schedir.analysis.models import MODELS
+from schedir.analysis.memory.footprint import held
+from schedir.analysis.progress_models import MODELS
 from schedir.errors import (
     CompletenessError,
     MemoryLimitError,
@@ -23,7 +23,7 @@ from schedir.errors import (
     ProgramError,
     UsageError,
 )
-from schedir.ir.ops import Opcode
+from schedir.ir.isa.instructions import Opcode
 from schedir.schedules import dualpipe, forward_only, gpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.testing import plans
 from schedir.testing.strategies import random_draft

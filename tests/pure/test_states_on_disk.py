@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Cluster, Costs, Plan, Program, Sizes
-from schedir.analysis.memory import held
-from schedir.analysis.models import MODELS
+from schedir.analysis.memory.footprint import held
+from schedir.analysis.progress_models import MODELS
 from schedir.errors import CompletenessError, MemoryLimitError, OrderError, SlotError, UsageError
-from schedir.ir.ops import Opcode
+from schedir.ir.isa.instructions import Opcode
 from schedir.predict.bubble_causes import Cause, by_cause, idleness
 from schedir.schedules import interleaved, looped_bfs
 from schedir.testing import plans
 from schedir.testing.strategies import random_draft
-from schedir.training.config import MemoryConfig
+from schedir.training.config.run_config import MemoryConfig
 
 OF_DISK = (Opcode.FetchState, Opcode.SpillState)
 ROWS = (*OF_DISK, Opcode.LoadState, Opcode.StepStage, Opcode.StoreState)

@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 
 from schedir.compiler.compile import compile
 from schedir.errors import UsageError
-from schedir.ir.costs import Costs
-from schedir.ir.ops import Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1
-from schedir.schedules.words import Schedule
+from schedir.schedules.schedule_algebra import Schedule
 from schedir.viz import compare, gantt, tradeoff
 from schedir.viz.palette import DAY, IDLE, PALETTES, colour, lightness, recoloured, written
 from tests.commands import refused, said

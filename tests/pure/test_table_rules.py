@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from schedir.ir.cost_fields import STUB, stub
-from schedir.ir.ops import (
+from schedir.ir.cost.cost_fields import STUB, stub
+from schedir.ir.isa.instructions import (
     FORMS,
     LANES,
     ROWS,
@@ -24,7 +24,7 @@ from schedir.ir.ops import (
     TokenRow,
     Traffic,
 )
-from schedir.ir.table_rules import TableError, require_tables
+from schedir.ir.isa.table_validation import TableError, require_tables
 
 O, T = Opcode, Token
 
@@ -140,7 +140,7 @@ def test_forms_without_a_row() -> None:
 
 
 def test_the_stub_of_costs_is_that_of_the_table() -> None:
-    assert STUB.read_text() == stub(), "python -m schedir.ir.cost_fields writes it"
+    assert STUB.read_text() == stub(), "python -m schedir.ir.cost.cost_fields writes it"
 
 
 def test_lanes_without_a_row() -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from schedir.compiler.compile import compile, lower
 from schedir.errors import CompletenessError, ParseError, PlanError, ProgramError
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Stream
-from schedir.ir.text import parse, show
-from schedir.passes.overlap import group_opposites
+from schedir.ir.text_format import parse, show
+from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.testing import drafts, ties
 from schedir.verify.check import check
@@ -38,7 +38,7 @@ def test_what_prints_parses(
 @given(st.lists(st.integers(0, 2**57 - 1), max_size=40), st.integers(1, 3))
 def test_any_words_survive(words: list[int], period: int) -> None:
     """Not only right programs: whatever the grammar can say, in any order."""
-    from schedir.ir.ops import ROWS, Per
+    from schedir.ir.isa.instructions import ROWS, Per
 
     kept: list[int] = []
     for word in words * period:

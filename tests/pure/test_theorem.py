@@ -10,19 +10,23 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.graph import Graph
-from schedir.analysis.longest_path import walk
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import compile, lower
 from schedir.errors import DeadlockError, ProgramError
-from schedir.ir.costs import Costs
-from schedir.ir.ops import Opcode as O
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import Opcode as O
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Stream, pack
-from schedir.passes.overlap import early_gathers, early_receives, group_opposites
+from schedir.passes.communication.transfer_overlap import (
+    early_gathers,
+    early_receives,
+    group_opposites,
+)
 from schedir.predict.simulate import simulate
 from schedir.schedules import interleaved, interleaved_zb
-from schedir.schedules.words import Schedule
+from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import drafts, ties
 from schedir.verify.check import check
 from tests.mutants import mutate

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile, lower
-from schedir.ir.plan import Plan
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.schedules.words import Schedule, name_of
+from schedir.schedules.schedule_algebra import Schedule, name_of
 from schedir.testing import drafts
 from tests.edits import written
 from tests.mutants import MUTATIONS, known, trial

@@ -13,8 +13,8 @@ import schedir
 from schedir import Plan, Ties, parse, show
 from schedir.__main__ import main
 from schedir.errors import ParseError, PlanError, ReductionError, UsageError
-from schedir.ir.ops import Opcode
-from schedir.ir.ties import parties
+from schedir.ir.isa.instructions import Opcode
+from schedir.ir.pipeline.tied_weights import parties
 from schedir.schedules import dualpipe, one_f_one_b, zb_v
 from tests.commands import refused
 
@@ -128,8 +128,8 @@ def test_who_meets(plan: Plan, tied: Any, party: list[int]) -> None:
     program = schedir.compile(schedule, plan, tied=tied)
     (node,) = {
         tuple(
-            schedir.analysis.graph.Graph(program).node[
-                schedir.ir.index.Index(program).op == Opcode.ReduceTied
+            schedir.analysis.dependency_graph.Graph(program).node[
+                schedir.ir.instruction_index.Index(program).op == Opcode.ReduceTied
             ]
         )
     }

@@ -6,17 +6,17 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.analysis.graph import Graph
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import compile, lower
-from schedir.ir.costs import Costs
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.passes.overlap import group_opposites
+from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.schedules.words import B, F, overlap
+from schedir.schedules.schedule_algebra import B, F, overlap
 from schedir.testing import drafts
 from tests.strategies import costs
 

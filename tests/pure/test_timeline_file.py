@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 import schedir
 from schedir import Costs, Plan, Sizes, Timeline, load_timeline, save_timeline
 from schedir.__main__ import main
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import lower
 from schedir.errors import ProgramError, TraceError, UsageError
 from schedir.ir.program import Program
-from schedir.passes.overlap import group_opposites
+from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.schedules import dualpipe_v, one_f_one_b
 from schedir.testing import drafts
 from tests.commands import refused, said

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from schedir.analysis.gathers import gathers
+from schedir.analysis.memory.unshard_counts import gathers
 from schedir.compiler.compile import compile, finish, lower
 from schedir.errors import (
     CellError,
@@ -25,14 +25,14 @@ from schedir.errors import (
     UsageError,
 )
 from schedir.io import torch_csv
-from schedir.ir.ops import COMPUTE
-from schedir.ir.plan import Plan
+from schedir.ir.isa.instructions import COMPUTE
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Stream
-from schedir.ir.text import parse, show
-from schedir.passes.overlap import group_opposites
+from schedir.ir.text_format import parse, show
+from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.schedules import chimera, dualpipe_v, forward_only, gpipe, interleaved, one_f_one_b
 from schedir.schedules.draft import draft
-from schedir.schedules.words import B, F, Word, overlap
+from schedir.schedules.schedule_algebra import B, F, Word, overlap
 from schedir.testing import drafts
 from schedir.verify.check import check
 from tests.commands import refused, said

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from schedir.errors import ProgramError, TraceError
-from schedir.ir.ops import COMPUTE
-from schedir.traces.run import read_run
+from schedir.ir.isa.instructions import COMPUTE
+from schedir.traces.trace_import import read_run
 from tests.commands import said
 
 BASE = 1_790_857_026 * 10**9

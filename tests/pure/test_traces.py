@@ -15,20 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir import schedules
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
 from schedir.errors import ProgramError, TraceError, UsageError
-from schedir.ir.costs import Costs
-from schedir.ir.ops import COMPUTE, SENDS
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import COMPUTE, SENDS
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
-from schedir.traces import files
-from schedir.traces import run as run_module
-from schedir.traces.clocks import align
+from schedir.traces import trace_files
+from schedir.traces import trace_import as run_module
+from schedir.traces.clock_alignment import align
 from schedir.traces.kineto import read_trace
-from schedir.traces.run import read_run
+from schedir.traces.trace_import import read_run
 from schedir.verify.check import check
 from tests import kineto
 from tests.commands import refused, said
@@ -252,7 +252,7 @@ def test_processes_of_their_own_read_the_same(
     traces: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone, seen = read_run([traces]), list[Path]()
-    monkeypatch.setattr(files, "LARGE", 1)
+    monkeypatch.setattr(trace_files, "LARGE", 1)
     several = read_run([traces], seen=seen.append)
     assert (alone.timeline.spans == several.timeline.spans).all()
     assert sorted(seen) == sorted(traces.iterdir())

@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from schedir.analysis.graph import Graph
-from schedir.analysis.longest_path import walk
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import compile
 from schedir.errors import (
     CompletenessError,
@@ -23,8 +23,8 @@ from schedir.errors import (
     OrderError,
     ProgramError,
 )
-from schedir.ir.costs import Costs
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Stream
 from schedir.predict.simulate import simulate
 from schedir.schedules import one_f_one_b

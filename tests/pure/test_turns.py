@@ -10,17 +10,17 @@ from schedir.compiler.compile import compile
 from schedir.errors import CompletenessError, OrderError, ProgramError, SlotError
 from schedir.io import perfetto, torch_csv
 from schedir.io.timeline_file import load_timeline, save_timeline
-from schedir.ir.costs import Costs
-from schedir.ir.ops import Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Slots
-from schedir.ir.sizes import Sizes
-from schedir.ir.text import parse, show
+from schedir.ir.text_format import parse, show
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
 from schedir.schedules import interleaved
 from schedir.verify.check import check
-from schedir.viz.page import html
+from schedir.viz.html_page import html
 
 TEXT = """schedir 1
 program three

@@ -15,8 +15,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from schedir.__main__ import main
-from schedir.analysis.memory import held, peak_versions
-from schedir.analysis.models import MODELS
+from schedir.analysis.memory.footprint import held, peak_versions
+from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
 from schedir.errors import (
     CompletenessError,
@@ -26,12 +26,12 @@ from schedir.errors import (
     ReductionError,
     ScheduleError,
 )
-from schedir.ir.costs import Costs
-from schedir.ir.ops import Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
-from schedir.ir.text import parse, show
+from schedir.ir.text_format import parse, show
 from schedir.predict.simulate import simulate
 from schedir.schedules import (
     gpipe,
@@ -39,12 +39,12 @@ from schedir.schedules import (
     looped_dfs,
     one_f_one_b,
     pipedream_2bw,
-    words,
+    schedule_algebra,
     zb_h1,
     zb_h2,
 )
 from schedir.schedules.draft import draft
-from schedir.schedules.words import Schedule, Word, delayed, overlap
+from schedir.schedules.schedule_algebra import Schedule, Word, delayed, overlap
 from schedir.testing import random_draft
 from schedir.verify.check import check
 from tests.commands import refused
@@ -317,10 +317,10 @@ def test_an_update_ends_behind_a_pair_and_not_within_it(told: Any) -> None:
     """The pair's backward ends an update, and its forward begins the next."""
 
     def paired(r: int, P: int, m: int) -> Iterator[Word]:
-        yield (P - r) * words.F
+        yield (P - r) * schedule_algebra.F
         for _ in range(m - P + r):
-            yield overlap(words.B, words.F)
-        yield (P - r) * words.B
+            yield overlap(schedule_algebra.B, schedule_algebra.F)
+        yield (P - r) * schedule_algebra.B
 
     for P, per_update in product((1, 2, 3), (2, 3, 4)):
         delay = -(-P // per_update)

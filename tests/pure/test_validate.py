@@ -11,13 +11,13 @@ from hypothesis import given, settings
 
 from schedir import Costs, Plan, Sizes, compile, draft, parse, schedules, show, simulate
 from schedir.__main__ import main
-from schedir.analysis.memory import held
-from schedir.analysis.models import MODELS
-from schedir.compiler.again import Lowering
+from schedir.analysis.memory.footprint import held
+from schedir.analysis.progress_models import MODELS
+from schedir.compiler.relower import Lowering
 from schedir.errors import PlanError, UsageError
-from schedir.ir.ops import Opcode
+from schedir.ir.isa.instructions import Opcode
 from schedir.testing import drafts
-from schedir.training.config import Config, PipelineConfig
+from schedir.training.config.run_config import Config, PipelineConfig
 from schedir.verify.check import check
 
 O = Opcode

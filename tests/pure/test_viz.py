@@ -12,15 +12,15 @@ from matplotlib.figure import Figure
 
 from schedir.compiler.compile import compile
 from schedir.errors import UsageError
-from schedir.ir.costs import Costs
-from schedir.ir.ops import Lane, Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import Lane, Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.ir.text import parse
+from schedir.ir.text_format import parse
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, spans_of
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.schedules.words import B, F, I, Schedule, W, Word, overlap
+from schedir.schedules.schedule_algebra import B, F, I, Schedule, W, Word, overlap
 from schedir.viz import compare, gantt, save
 from schedir.viz.layout import Sheet
 from schedir.viz.palette import TONES, at_lightness, ink, lightness, linear, luminance, shade

@@ -12,7 +12,7 @@ import pytest
 
 import schedir
 from schedir import Costs, Plan, Timeline, Word
-from schedir.ir.ops import COMPUTE
+from schedir.ir.isa.instructions import COMPUTE
 from schedir.predict.what_if import Advice, advise
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw, zb_h1, zb_v
 from tests.commands import refused, said
@@ -22,7 +22,9 @@ PLAN = Plan(4, 8)
 COSTS = Costs(F=(1, 1, 1, 1.5), B=(2, 2, 2, 3), send=0.25, reduce_grads=2)
 
 
-def run_of(schedule: schedir.schedules.words.Schedule, costs: Costs, plan: Plan = PLAN) -> Timeline:
+def run_of(
+    schedule: schedir.schedules.schedule_algebra.Schedule, costs: Costs, plan: Plan = PLAN
+) -> Timeline:
     return schedir.simulate(schedir.compile(schedule, plan, costs=costs), costs)
 
 
@@ -137,7 +139,7 @@ def test_more_microbatches_need_the_schedule() -> None:
     ],
 )
 def test_changed_programs_are_lowered_as_the_program_was(
-    schedule: schedir.schedules.words.Schedule, how: dict[str, Any]
+    schedule: schedir.schedules.schedule_algebra.Schedule, how: dict[str, Any]
 ) -> None:
     costs = Costs(F=1, B=2, send=0.5, scatter=0.25, gather=0.25)
 

@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from schedir import Plan, Program, check, compile, parse, schedules
-from schedir.analysis.graph import Graph
-from schedir.analysis.models import MODELS, Model
-from schedir.dumps.matched import match
-from schedir.dumps.placed import Kind, Verdict, judge
-from schedir.dumps.report import job_lines, program_lines
-from schedir.dumps.standing import Job, Why
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.errors import DeadlockError, ProgramError, UsageError
-from schedir.ir.ops import TRANSFERS
+from schedir.hang_diagnosis.hang_report import job_lines, program_lines
+from schedir.hang_diagnosis.program_matching import match
+from schedir.hang_diagnosis.rank_positions import Kind, Verdict, judge
+from schedir.hang_diagnosis.wait_graph import Job, Why
+from schedir.ir.isa.instructions import TRANSFERS
 from tests.flight import Recorder, a_group_each, job_of, one_group, record, stopped
 from tests.museum.cases import cases
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from schedir import Plan, compile, schedules
-from schedir.analysis.graph import Graph
-from schedir.dumps.matched import match
+from schedir.analysis.dependency_graph import Graph
 from schedir.errors import UsageError
+from schedir.hang_diagnosis.program_matching import match
 from tests.flight import Layout, a_group_each, job_of, one_group, record, stopped
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from schedir import Plan, Program, check, compile, schedules
-from schedir.analysis.graph import Graph
-from schedir.dumps.flight_recorder import read_dumps
-from schedir.dumps.matched import match
-from schedir.dumps.placed import judge
-from schedir.dumps.report import job_lines, program_lines
-from schedir.dumps.standing import Job, Why
+from schedir.analysis.dependency_graph import Graph
 from schedir.errors import UsageError
-from schedir.ir.ops import RECEIVES
+from schedir.hang_diagnosis.flight_recorder import read_dumps
+from schedir.hang_diagnosis.hang_report import job_lines, program_lines
+from schedir.hang_diagnosis.program_matching import match
+from schedir.hang_diagnosis.rank_positions import judge
+from schedir.hang_diagnosis.wait_graph import Job, Why
+from schedir.ir.isa.instructions import RECEIVES
 from schedir.ir.stream import Stream
 from tests.commands import refused, said
 from tests.flight import Recorder, job_of, record, stopped

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from schedir import viz
 from schedir.errors import UsageError
-from schedir.predict.windows import Axis, tiles
+from schedir.predict.window_tiles import Axis, tiles
 
 
 def sees(query: int, key: int, axis: Axis) -> bool:

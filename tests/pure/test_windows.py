@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.data.windows import Packed
+from schedir.data.token_windows import Packed
 from schedir.errors import UsageError
 
 

@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.analysis.graph import Graph
-from schedir.analysis.longest_path import walk
+from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.dependency_graph import Graph
 from schedir.compiler.compile import compile
 from schedir.errors import CostsError, PlanError, ScheduleError, UsageError
 from schedir.io import torch_csv
-from schedir.ir.costs import Costs
-from schedir.ir.ops import ROWS, Opcode, Per
-from schedir.ir.plan import MAX_MICROBATCHES, Plan
-from schedir.ir.sizes import Sizes
-from schedir.ir.text import show
-from schedir.ir.trust import trusting
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.input_trust import trusting
+from schedir.ir.isa.instructions import ROWS, Opcode, Per
+from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, Plan
+from schedir.ir.text_format import show
 from schedir.predict.simulate import simulate
 from schedir.schedules import one_f_one_b
 from schedir.schedules.draft import draft
-from schedir.schedules.words import EMPTY, B, F, I, W, Word, delayed, overlap, weave
+from schedir.schedules.schedule_algebra import EMPTY, B, F, I, W, Word, delayed, overlap, weave
 from schedir.verify.check import check
 
 

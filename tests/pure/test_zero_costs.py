@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir import Cluster, Costs, Plan, Program, Sizes, Timeline, compile, schedules, simulate
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, Model
 from schedir.commands.simulate import volume
 from schedir.errors import UsageError
-from schedir.ir.ops import Lane, Opcode
+from schedir.ir.isa.instructions import Lane, Opcode
 from schedir.predict.bubble_causes import Cause, by_cause, idleness
 from schedir.predict.calibrate import calibrate
-from schedir.predict.period import period
+from schedir.predict.step_period import period
 from schedir.predict.what_if import advise
 from tests.commands import said
 

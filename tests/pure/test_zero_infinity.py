@@ -13,7 +13,7 @@ import schedir
 from schedir import Costs, Plan, Program, check, compile, parse, schedules, show, simulate
 from schedir.errors import UsageError
 from schedir.planner import Choice, Model
-from schedir.planner.pieces import layer_pieces
+from schedir.planner.transformer.layer_ops import layer_pieces
 from schedir.predict import zero_infinity as zi
 
 K, GiB, TiB = 1024, 2**30, 2**40

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.__main__ import main
-from schedir.analysis.memory import held
+from schedir.analysis.memory.footprint import held
 from schedir.compiler.compile import check_memory, compile, lower
 from schedir.errors import MemoryLimitError, UsageError
-from schedir.ir.ops import ADDS, Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import ADDS, Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
 from schedir.testing import drafts

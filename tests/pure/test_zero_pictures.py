@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from schedir import Costs, Plan, Timeline, compile, schedules, simulate, viz
 from schedir.io import perfetto
-from schedir.ir.ops import COMPUTE, Lane, Opcode
-from schedir.viz.raster import whole
+from schedir.ir.isa.instructions import COMPUTE, Lane, Opcode
+from schedir.viz.time_bins import whole
 
 ZOO = {
     "one_f_one_b": Plan(3, 6), "interleaved": Plan(2, 4, 3), "looped_bfs": Plan(1, 4, 4),

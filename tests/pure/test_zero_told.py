@@ -9,8 +9,8 @@ import pytest
 
 from schedir import Plan, compile, schedules
 from schedir.__main__ import main
-from schedir.analysis.gathers import gathers, in_parts
-from schedir.ir.text import show
+from schedir.analysis.memory.unshard_counts import gathers, in_parts
+from schedir.ir.text_format import show
 from tests.commands import said
 
 ROOT = Path(__file__).parents[2]

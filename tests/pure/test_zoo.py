@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.__main__ import main
-from schedir.analysis.models import MODELS
+from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
 from schedir.errors import PlanError, ScheduleError
-from schedir.ir.costs import Costs
-from schedir.ir.ops import ROWS, Opcode
-from schedir.ir.plan import Plan
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import ROWS, Opcode
+from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import JOINED
 from schedir.predict.simulate import simulate
 from schedir.schedules import (
@@ -40,7 +40,7 @@ from schedir.schedules import (
     zb_v,
 )
 from schedir.schedules.draft import draft
-from schedir.schedules.words import Schedule, Word
+from schedir.schedules.schedule_algebra import Schedule, Word
 from tests.laws import TRIPLES, TWO_WAY, ZOO, cases, least, plan_of, run
 from tests.published import PRINTED, Row, rows
 

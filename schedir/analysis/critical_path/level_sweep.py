@@ -1,0 +1,129 @@
+"""Find the longest path to every node with array operations, one frontier of nodes at a time.
+
+A frontier is the set of nodes that the previous frontier released.  One frontier takes a fixed
+number of array operations, and each edge is visited once.  So the time grows with the number of
+edges plus the number of frontiers, which is the depth of the graph.  The result equals that of
+`loops.longest` to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.critical_path.node_loop import Problem, Times, Turns
+from schedir.ir.instruction_index import Positions
+
+_MOST = np.iinfo(np.int32).max
+_WIDTH: Final = 3  # columns of the table of successors; few nodes of a program have more
+
+
+def by_frontiers(problem: Problem) -> tuple[Times, Turns]:
+    """Return the start of each node, and the turn in which it is reached, 0 if it never is."""
+    edges, node_mask, cost, fixed, rank, hop = problem
+    nodes = len(cost)
+    after = _Successors.from_edges(nodes, edges)
+    rows = after.rows
+    lags = _lags(rows, rank, hop) if len(hop) else None
+    missing = after.predecessor_counts()
+    front = np.flatnonzero(node_mask & (missing[:nodes] == 0))
+    start, turn = np.zeros(nodes + 1), np.zeros(nodes + 1, np.int32)
+    turns, one, count = 0, *np.empty((2, 0), np.int32)
+    while len(front):
+        turns += 1
+        turn[front] = turns
+        end = start[front] + cost[front]
+        if len(fixed):
+            end = np.where(np.isnan(fixed[front]), end, fixed[front])
+        to = rows.take(front, 0).reshape(-1).astype(np.intp)
+        given = end.repeat(_WIDTH)
+        if lags is not None:
+            given += lags.take(front, 0).reshape(-1)
+        if after.has_more is not None:
+            wide = after.has_more[front].nonzero()[0]
+            if len(wide):
+                more, each = after.beyond_rows(front[wide])
+                ends = end[wide].repeat(each)
+                if len(hop):
+                    source = front[wide].repeat(each)
+                    ends += np.where(rank[source] != rank[more], hop[source], 0.0)
+                to, given = np.concatenate([to, more]), np.concatenate([given, ends])
+        if len(one) < len(to):
+            one, count = np.ones(2 * len(to), np.int32), np.arange(2 * len(to), dtype=np.int32)
+        missing[nodes] = _MOST  # so that an empty place is never released
+        np.maximum.at(start, to, given)
+        np.subtract.at(missing, to, one[: len(to)])
+        to = to[missing[to] == 0]
+        turn[to] = number = count[: len(to)]
+        front = to[turn[to] == number]  # once each
+    return start[:-1], turn[:-1]
+
+
+@dataclass(frozen=True)
+class _Successors:
+    """The successors of each node: a table with `_WIDTH` columns, and a CSR list of all others.
+
+    `rows` has one row per node.  An empty place has the number of nodes.  The successors of node
+    `a` that its row has no place for are `targets[first[a]:first[a + 1]]`.  `has_more` marks the
+    nodes that have such successors; it is None if no node has.
+    """
+
+    rows: Positions
+    first: NDArray[np.int64]
+    targets: NDArray[np.intp]
+    has_more: NDArray[np.bool_] | None
+
+    @classmethod
+    def from_edges(cls, nodes: int, edges: Iterable[tuple[Positions, Positions]]) -> _Successors:
+        """Put each edge into the first free place of its source's row, else into the CSR list.
+
+        Equal edges are stored at least once, and counted as often as they are stored.
+        """
+        rows = np.full((nodes + 1, _WIDTH), nodes, np.int32)
+        rest = [np.empty((2, 0), np.int32)]
+        for source, target in edges:
+            for place in rows.T:
+                source, target = _put(source, target, place, nodes)
+            rest.append(np.stack([source, target]))
+        source, target = np.concatenate(rest, 1)
+        each = np.bincount(source, minlength=nodes)
+        first = np.concatenate([[0], each.cumsum()])
+        targets = target[np.argsort(source, kind="stable")].astype(np.intp)
+        return cls(rows, first, targets, each > 0 if len(targets) else None)
+
+    def beyond_rows(self, nodes: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+        """Return the successors that are not in the rows of `nodes`, and how many each has."""
+        begin = self.first[nodes]
+        each = self.first[nodes + 1] - begin
+        past = each.cumsum()
+        at = (begin - past + each).repeat(each) + np.arange(past[-1])
+        return self.targets[at], each
+
+    def predecessor_counts(self) -> Turns:
+        """Count the edges that lead to each node, and in the last entry the empty places."""
+        count = np.bincount(self.targets, minlength=len(self.rows)).astype(np.int32)
+        for place in self.rows.T:
+            for part in np.array_split(place, len(place) // 2**20 + 1):
+                np.add.at(count, part.astype(np.intp), np.ones(len(part), np.int32))
+        return count
+
+
+def _put(
+    source: Positions, target: Positions, place: Positions, empty: int
+) -> tuple[Positions, Positions]:
+    """Put edges into `place` where it is empty; return the edges that are not in it."""
+    free = place[source] == empty
+    place[source[free]] = target[free]
+    left = place[source] != target
+    return source[left], target[left]
+
+
+def _lags(rows: Positions, rank: Positions, hop: Times) -> Times:
+    """Return the time from the end of each node to the start of the successor in each place."""
+    there = np.append(rank, np.int32(-1))  # an empty place has no rank
+    far = (there[rows[:-1]] != rank[:, None]) & (rows[:-1] < len(rank))
+    return np.asarray(far * hop[:, None])

@@ -1,0 +1,335 @@
+"""The dependency graph: when may an instruction start?
+
+The one place that knows.  A program finishes under a progress model if and only if this
+graph has no cycle; the longest path is the predicted time; any topological order is a legal
+execution.  `check`, `simulate`, the lowering and the in-process executor all ask it.
+
+What an instruction waits for: `needs` (the givers of its values, as `ir/dataflow.py` knows them),
+`reuses` (the last reader of the slot that it fills, where slots are shared), `queue_predecessor`
+(the one before it in its queue) and `partner` (the other side of a message).  As a graph of nodes
+(`edges`), a send and its receive are one node, and so are all members of a collective; but a send
+that waits for nobody is a node of its own, and its receive comes after.  A message whose ends
+never meet comes after itself.  A group of transfers issued together is entered at one node
+(*posted*) and left at another (*complete*), and each of its transfers lies between: contracting it
+would call legal rings a cycle.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.channels import apart, batched, queues
+from schedir.analysis.host_waits import host_waits
+from schedir.analysis.memory.buffer_slots import message_sizes, reuses, reuses_on_host
+from schedir.analysis.progress_models import Model, model_row
+from schedir.errors import expect
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Eager
+from schedir.ir.dataflow import Flow
+from schedir.ir.instruction_index import NONE, Index, Positions
+from schedir.ir.isa.instructions import COLLECTIVES, RECEIVES, ROWS, SENDS, TRANSFERS, Token
+from schedir.ir.pipeline.tied_weights import parties
+from schedir.ir.program import Program, Proof
+
+
+class Graph:
+    """The dependency graph of a program under a progress model.
+
+    A draft is read as if every value that crosses ranks took `Costs.send` and no queue.
+
+    A host that `blocks`, as on CPUs, waits itself for what a compute needs, and for the message of
+    a gather, and issues nothing meanwhile: so what stands behind either in its Stream follows it,
+    in whatever queue.  Over NCCL messages wait so, and hosts do not.
+
+    With `device_waits` it blocks, and each time that it launches anything but a message it waits
+    for all that it has issued, as cudaMalloc, cudaFree and the first use of a kernel may (CUDA C++
+    Programming Guide, "Implicit Synchronization" and "Lazy Loading").
+
+    Messages that are small enough for `eager` leave without their receiver, which takes them in
+    when it comes.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        model: Model = "device",
+        *,
+        blocks: bool = False,
+        device_waits: bool = False,
+        eager: Eager | None = None,
+    ) -> None:
+        self.program, self.eager = program, eager
+        self.rules = model_row(model)
+        self.model = model
+        self.blocks, self.device_waits = blocks or device_waits, device_waits
+        self.index = Index.of(program)
+        self.flow = Flow.of(program)
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        model: Model = "device",
+        *,
+        blocks: bool = False,
+        device_waits: bool = False,
+        eager: Eager | None = None,
+    ) -> Graph:
+        """The graph of a program, which is made once for each model and kind of host.
+
+        That with small messages is kept by nobody: who looks for a limit tries many.
+        """
+        make = partial(cls, model=model, blocks=blocks, device_waits=device_waits, eager=eager)
+        if eager is not None:
+            return make(program)
+        return program.derived(("graph", model, blocks, device_waits), make)
+
+    @property
+    def proof(self) -> Proof:
+        """What a walk of this graph to its end proves."""
+        return Proof(self.model, self.blocks, self.device_waits, eager=self.eager)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    # ------------------------------------------------------------ what an instruction waits for
+
+    @property
+    def needs(self) -> NDArray[np.int32]:
+        """Who gives the values that each instruction needs, shape (k, n): `Flow.needs`."""
+        return self.flow.needs
+
+    @cached_property
+    def reuses(self) -> dict[Token, tuple[Positions, Positions]]:
+        """By kind, who fills a slot that had a value before, and the last reader of that."""
+        return reuses(self.program)
+
+    @cached_property
+    def reuses_on_host(self) -> dict[str, tuple[Positions, Positions]]:
+        """The same of the host's slots, by their name."""
+        return reuses_on_host(self.program)
+
+    @cached_property
+    def rooms(self) -> list[tuple[Positions, Positions]]:
+        """Who fills any slot, on the device or the host, that had a value before, and the last
+        reader of that."""
+        return [*self.reuses.values(), *self.reuses_on_host.values()]
+
+    @cached_property
+    def waits(self) -> NDArray[np.int32]:
+        """All that each instruction waits for on its own rank outside its queue, shape (k, n)."""
+        more = []
+        for fill, free in self.rooms:
+            more.append(np.full((1, len(self)), NONE, np.int32))
+            more[-1][0, fill] = free
+        more += [self.host_waits] if self.blocks else []
+        return np.concatenate([self.needs, *more]) if more else self.needs
+
+    @cached_property
+    def host_waits(self) -> NDArray[np.int32]:
+        """What a host that blocks has waited for before each instruction, shape (k, n)."""
+        return host_waits(self.program, self.enter_leave[0], self.device_waits)
+
+    @cached_property
+    def partner(self) -> Positions:
+        """For each transfer the position of its other side; -1 where there is none."""
+        partner = np.full(len(self), NONE, np.int32)
+        for send in SENDS:
+            if (at := self.index.positions.get(send)) is None:
+                continue
+            row = ROWS[send]
+            assert row.meets is not None and row.hop is not None
+            other = self.index.where(row.meets, self.index.beside(row.hop, at))
+            met = other != NONE
+            partner[at[met]], partner[other[met]] = other[met], at[met]
+        return partner
+
+    @cached_property
+    def apart(self) -> Positions:
+        """The sends whose receive is on another communicator, so that the two never meet."""
+        return apart(self.index, self.partner, self.rules)
+
+    @cached_property
+    def waits_for_nobody(self) -> Positions:
+        """The sends that leave without their receiver."""
+        if self.eager is None:
+            return np.empty(0, np.int32)
+        at = self.index.where_all(SENDS)
+        at = at[self.partner[at] != NONE]
+        small = message_sizes(self.program, self.eager.sizes, at) <= self.eager.limit
+        return np.asarray(at[small])
+
+    @cached_property
+    def queue(self) -> NDArray[np.unsignedinteger]:
+        """The in-order queue of each instruction: equal numbers wait for each other."""
+        return queues(self.index, self.rules)
+
+    @cached_property
+    def queue_predecessor(self) -> Positions:
+        """The position of the instruction before each one in its queue, or -1."""
+        order = np.argsort(self.queue, kind="stable").astype(np.int32)
+        queue = self.queue[order]
+        before = np.full(len(order), NONE, np.int32)
+        before[order[1:]] = np.where(queue[1:] == queue[:-1], order[:-1], np.int32(NONE))
+        return before
+
+    def latest(self, end: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Of all that must have ended before each instruction starts, what ended last; -1 for none.
+
+        All means what its partners and the members of its group wait for, too; of equals it is
+        the first.  `end` has an entry per instruction.
+        """
+        before = np.concatenate([self.waits, self.queue_predecessor[None]])
+        enter = self.enter_leave[0]
+        for same in (self.node, enter):  # what is issued together does not wait for itself
+            before = np.where(same[before] == same, NONE, before)
+        at = np.lexsort((-np.arange(len(self)), end))
+        score = np.zeros(len(self) + 1, np.int64)  # the last entry is that of -1: nothing
+        score[at] = np.arange(1, len(self) + 1)
+        latest = np.zeros(self.nodes, np.int64)
+        np.maximum.at(latest, enter, score[before].max(0, initial=0))
+        np.maximum.at(latest, self.node, latest[enter])
+        return np.concatenate([[NONE], at])[latest[self.node]]
+
+    # ------------------------------------------------------------ costs
+
+    def costs(self, costs: Costs) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]]]:
+        """Cost of each instruction, as a table and where in it each one looks."""
+        expect(costs, Costs, "Costs(F=1, B=2)")
+        return costs.of_each(self.index)
+
+    # ------------------------------------------------------------ as nodes and edges
+
+    @cached_property
+    def _groups(self) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.bool_]]:
+        """First member of each instruction's group, the group's size, and if it is transfers that
+        are issued as one."""
+        begins = np.flatnonzero(~self.index.joined)
+        number = np.cumsum(~self.index.joined) - 1
+        first, size = begins[number], np.bincount(number, minlength=1)[number]
+        if self.rules.batches:
+            return first, size, batched(self.index)
+        return first, size, (size > 1) & np.isin(self.index.op[first], TRANSFERS)
+
+    @cached_property
+    def collective_groups(self) -> list[Positions]:
+        """The members of each collective.
+
+        All of a kind meet for an update, but the holders of each stage by themselves, and those
+        who share no tied weight apart (`ties.parties`).
+        """
+        meetings: list[Positions] = []
+        plan = self.program.plan
+        for op in COLLECTIVES:
+            if (at := self.index.positions.get(op)) is None:
+                continue
+            which, group = self.index.mb[at].astype(np.intp), ROWS[op].group
+            if group == "holders":
+                which = which * plan.stages + self.index.stage[at]
+            elif group == "tied":
+                party = np.array(parties(self.program.summed, plan))
+                which = which * plan.ranks + party[self.index.rank[at]]
+            meetings += [at[which == one] for one in np.unique(which)]
+        return meetings
+
+    @cached_property
+    def node(self) -> Positions:
+        """The node of each instruction, named by its first member: a send names its message."""
+        node = np.arange(len(self), dtype=np.int32)
+        got = self.index.where_all(RECEIVES)
+        got = got[self.partner[got] != NONE]
+        node[got] = self.partner[got]
+        late = self.partner[self.waits_for_nobody]
+        node[late] = late
+        for members in self.collective_groups:
+            node[members] = members[0]
+        if self.index.any_joined:
+            first, _, _ = self._groups
+            cell = self.index.joined & ~self.index.is_op(TRANSFERS)
+            node[cell] = first[cell]  # computes run together are one node
+        return node
+
+    @cached_property
+    def enter_leave(self) -> Positions:
+        """The nodes by which each instruction is entered and left, shape (2, n)."""
+        if not self.index.any_joined:
+            return np.broadcast_to(self.node, (2, len(self)))
+        gates = np.stack([self.node, self.node])
+        first, _, grouped = self._groups
+        which = np.unique(first[grouped], return_inverse=True)[1]
+        gates[:, grouped] = len(self) + 2 * which + [[0], [1]]
+        return gates
+
+    @cached_property
+    def nodes(self) -> int:
+        """More than the largest node and the largest position; not every number below is a node."""
+        return (
+            len(self)
+            if not self.index.any_joined
+            else max(len(self), int(self.enter_leave.max(initial=-1)) + 1)
+        )
+
+    @property
+    def node_mask(self) -> NDArray[np.bool_]:
+        """Whether each number below `nodes` is a node."""
+        there = np.zeros(self.nodes, bool)
+        there[: len(self)] = self.node == np.arange(len(self), dtype=np.int32)
+        if self.index.any_joined:
+            there[self.enter_leave] = True
+        return there
+
+    def edges(self) -> Iterator[tuple[Positions, Positions]]:
+        """Edges between nodes, from whom and to whom, a kind at a time; some come twice."""
+        enter, leave = self.enter_leave
+        after = np.flatnonzero(self.queue_predecessor != NONE)
+        before = self.queue_predecessor[after]
+        if self.index.any_joined:
+            # Members of one group follow each other in their queue without an edge.
+            apart = (enter[before] != enter[after]) | ~self.index.joined[after]
+            before, after = before[apart], after[apart]
+        yield leave[before], enter[after]
+        del before, after
+        for giver in self.needs:
+            needer = np.flatnonzero(giver != NONE)
+            yield leave[giver[needer]], enter[needer]
+        for fill, free in self.rooms:
+            yield leave[free], enter[fill]
+        if self.blocks:
+            for before in self.host_waits:
+                late = np.flatnonzero(before != NONE)
+                yield leave[before[late]], enter[late]
+        if len(alone := self.waits_for_nobody):
+            yield alone, self.partner[alone]
+        if len(never := self.apart):
+            yield never, never
+        if self.index.any_joined:
+            grouped = np.flatnonzero(enter != self.node)
+            yield enter[grouped], self.node[grouped]
+            yield self.node[grouped], leave[grouped]
+
+    def random_topological_order(self, seed: int) -> Iterator[int]:
+        """Nodes in a random legal order, decided by `seed`; stops early at a cycle."""
+        rng = random.Random(seed)
+        after: list[list[int]] = [[] for _ in range(self.nodes)]
+        missing = [0] * self.nodes
+        for source, target in self.edges():
+            for a, b in zip(source.tolist(), target.tolist(), strict=True):
+                after[a].append(b)
+                missing[b] += 1
+        present = {*self.node.tolist(), *self.enter_leave.reshape(-1).tolist()}
+        ready = sorted(node for node in present if not missing[node])
+        while ready:
+            pick = rng.randrange(len(ready))
+            ready[pick], ready[-1] = ready[-1], ready[pick]
+            node = ready.pop()
+            yield node
+            for b in after[node]:
+                missing[b] -= 1
+                if not missing[b]:
+                    ready.append(b)

@@ -1,0 +1,95 @@
+"""First uses: whether hosts come past the places where communicators are made.
+
+A communicator that is made lazily is built at its first use, by all its ranks together: the host
+of each stands there until the others have come, and issues nothing meanwhile.  Otherwise hosts do
+not wait, so whether they come past all first uses is a matter of the order of these alone, and
+what a program waits for beside has no part in it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from schedir.analysis.channels import communicators
+from schedir.analysis.deadlock import circle, shortest_cycle, steps_of
+from schedir.analysis.dependency_graph import Graph
+from schedir.errors import DeadlockError, MatchError, ProgramError, Site
+
+_HINT = (
+    "who makes communicators before the step, as a warm-up in one order on all ranks, has none to "
+    "wait for in it"
+)
+
+
+def first_uses(graph: Graph) -> ProgramError | None:
+    """The error for hosts that never come past the first use of a communicator, if there are such.
+
+    `graph` is that of a program that is proven to end where all communicators are there.
+    """
+    index, ranks = graph.index, graph.program.plan.ranks
+    at, communicator = communicators(index, graph.partner, graph.rules)
+    key = communicator * ranks + index.rank[at]
+    _, first = np.unique(key, return_index=True)
+    uses: list[list[int]] = [[] for _ in range(ranks)]  # of each rank: positions, in its order
+    parties: dict[int, dict[int, int]] = defaultdict(dict)  # by communicator: ranks, and where
+    name = dict(zip(at[first].tolist(), communicator[first].tolist(), strict=True))
+    for position in sorted(name):
+        rank = int(index.rank[position])
+        uses[rank].append(position)
+        parties[name[position]][rank] = position
+    for one, members in parties.items():
+        if one < 0 and len(members) < ranks:
+            return _never(graph, members)
+    passed, moved = [0] * ranks, True
+
+    def stands(rank: int) -> int:
+        return uses[rank][passed[rank]] if passed[rank] < len(uses[rank]) else len(index)
+
+    while moved:
+        moved = False
+        for members in parties.values():
+            if all(stands(rank) == position for rank, position in members.items()):
+                for rank in members:
+                    passed[rank] += 1
+                moved = True
+    stuck = {rank: stands(rank) for rank in range(ranks) if stands(rank) < len(index)}
+    return _cycle(graph, stuck, {at: parties[name[at]] for at in stuck.values()}) if stuck else None
+
+
+def _never(graph: Graph, members: dict[int, int]) -> MatchError:
+    """The error for a communicator of all ranks that some rank never uses."""
+    away = next(r for r in range(graph.program.plan.ranks) if r not in members)
+    first = graph.index.locate(min(members.values()))
+    return MatchError(
+        f"{first[2]} uses the communicator of all ranks, which is made when all have come, and "
+        f"rank {away} never uses it",
+        program=graph.program.name,
+        sites=[Site(*first, "waits for all ranks")],
+        hint=_HINT,
+    )
+
+
+def _cycle(graph: Graph, stuck: dict[int, int], uses: dict[int, dict[int, int]]) -> DeadlockError:
+    """The error for hosts that stand each at another communicator."""
+    import networkx as nx
+
+    waits = nx.DiGraph()
+    for position in stuck.values():
+        for rank, needed in uses[position].items():
+            if stuck[rank] != needed:
+                waits.add_edge(position, stuck[rank], needed=needed)
+    steps = steps_of(graph, waits, shortest_cycle(waits))
+    begin = graph.program.offsets
+    ran = sum(
+        stuck.get(rank, int(begin[rank + 1])) - int(begin[rank]) for rank in range(len(begin) - 1)
+    )
+    return circle(
+        graph,
+        f"{len(steps)} hosts wait for each other, each to make a communicator at its first use; "
+        f"{ran} of {len(graph.program)} instructions were issued",
+        steps,
+        ran,
+        _HINT,
+    )

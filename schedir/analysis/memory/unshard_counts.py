@@ -1,0 +1,106 @@
+"""Gathers: how often a program makes weights whole, and of how many stages at once."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from schedir.ir.cost.zero_states import CUT_FROM
+from schedir.ir.isa.instructions import ROWS, Per, Token, producers
+from schedir.ir.program import Program
+
+_GATHERS: Final = producers(Token.FULL)
+_LETS_GO: Final = tuple(row.op for row in ROWS if Token.FULL in row.frees)
+_REDUCES: Final = tuple(op for op in producers(Token.GRAD) if ROWS[op].per is Per.TURN)
+_NAMES: Final = {
+    "params": "weights",
+    "grads": "gradients",
+    "optimizer": "the optimizer's state",
+}  # by name of Sizes
+
+
+class Gathers(NamedTuple):
+    """Of each rank: how often a step gathers weights, and reduces gradients to parts, and of how
+    many of its `stages` the weights are whole at once, at most, in the order of its Stream."""
+
+    times: list[int]
+    reductions: list[int]
+    whole: list[int]
+    stages: list[int]
+
+
+def gathers(program: Program) -> Gathers:
+    """The gathers of a program, and what they come to; zeros without ZeRO."""
+    found = Gathers([], [], [], [])
+    for stream in program.streams:
+        own = np.isin(stream.op, _GATHERS)
+        change = own.astype(np.int64) - np.isin(stream.op, _LETS_GO)
+        found.times.append(int(own.sum()))
+        found.reductions.append(int(np.isin(stream.op, _REDUCES).sum()))
+        found.whole.append(int(np.cumsum(change).max(initial=0)))
+        found.stages.append(len(np.unique(stream.stage[own])))
+    return found
+
+
+def in_parts(program: Program) -> str:
+    """What ZeRO cuts in a program, and how often that is gathered, in words; nothing without it.
+
+    >>> from schedir import Plan, compile, schedules
+    >>> plan = Plan(ranks=1, microbatches=4, stages_per_rank=6)
+    >>> in_parts(compile(schedules.looped_bfs, plan, dp=2, zero=1))
+    "zero 1: the optimizer's state in 2 parts, one on each replica; each rank gathers weights \
+6 times a step, and holds at most 6 of its 6 stages whole"
+    >>> in_parts(compile(schedules.looped_bfs, plan, zero=3))
+    'zero 3 saves nothing here: there is one replica (dp 1), and its part is the whole'
+    """
+    if not program.zero:
+        return ""
+    if program.dp == 1:
+        return (
+            f"zero {program.zero} saves nothing here: there is one replica (dp 1), and its part is "
+            "the whole"
+        )
+    *most, last = [name for part, name in _NAMES.items() if program.zero >= CUT_FROM[part]]
+    cut = f"{', '.join(most)} and {last}" if most else last
+    said = f"zero {program.zero}: {cut} in {program.dp} parts, one on each replica"
+    found = gathers(program)
+    if not any(found.times):
+        return said
+    one = len({*zip(*found, strict=True)}) == 1
+    said += (
+        f"; {'each rank gathers' if one else 'ranks gather'} weights {_times(found.times)} a step"
+    )
+    if max(found.stages) > 1:
+        said += (
+            f", and {'holds' if one else 'hold'} at most {span(found.whole)} of "
+            f"{'its' if one else 'their'} {span(found.stages)} stages whole"
+        )
+    if program.reduce == "turn":
+        said += f"; gradients are reduced {_times(found.reductions)}"
+    return said
+
+
+def facts_of_parts(program: Program) -> dict[str, Any]:
+    """The same, for a program to read."""
+    if not program.zero:
+        return {}
+    found = gathers(program)
+    return {
+        "zero": program.zero,
+        "dp": program.dp,
+        "gathers": found.times,
+        "reductions": found.reductions,
+        "whole_stages": found.whole,
+    }
+
+
+def span(numbers: list[int]) -> str:
+    """Numbers as their least and most, or the one that all of them are."""
+    least, most = min(numbers), max(numbers)
+    return str(most) if least == most else f"{least} to {most}"
+
+
+def _times(numbers: list[int]) -> str:
+    many = span(numbers)
+    return {"1": "once", "2": "twice"}.get(many, f"{many} times")

@@ -1,0 +1,44 @@
+"""Sharing: whether a program ends where streams of a rank share a hardware queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import Model
+from schedir.ir.program import Program
+
+Queues = tuple[int, int]
+
+
+class SharedQueues(Graph):
+    """The dependency graph of a program in which pairs of queues, of one rank each, are one.
+
+    Streams that share a hardware queue wait for each other in the order in which their host issues
+    to them, which is that of the rank's Stream.  `shared` has the numbers of `Graph.queue`.
+    """
+
+    def __init__(
+        self, program: Program, model: Model, shared: Iterable[Queues], *, blocks: bool = False
+    ) -> None:
+        super().__init__(program, model, blocks=blocks)
+        self.shared = tuple(shared)
+
+    @cached_property
+    def queue(self) -> NDArray[np.unsignedinteger]:
+        """As of Graph, where those that share have the number of the least."""
+        queue = Graph.of(self.program, self.model, blocks=self.blocks).queue.copy()
+        for pair in self.shared:
+            # What was joined before has another number by now.
+            one, other = (self._now(queue, number) for number in pair)
+            queue[queue == max(one, other)] = min(one, other)
+        return queue
+
+    def _now(self, queue: NDArray[np.unsignedinteger], number: int) -> int:
+        """The number that a queue has by now."""
+        original = Graph.of(self.program, self.model, blocks=self.blocks).queue
+        return int(queue[(original == number).argmax()])

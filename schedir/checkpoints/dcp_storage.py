@@ -1,0 +1,145 @@
+"""Storage: boxes of tensors in files, as `torch.save` writes them.
+
+A file has one box behind the other, each an archive of `torch.save`, as those of
+torch.distributed.checkpoint have.  Where each lies is told in the manifest: torch's `.metadata` is
+a pickle, and is written for others only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+from io import BytesIO, RawIOBase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from schedir.checkpoints.checkpoint_directory import File, Kind, Manifest, Stored
+from schedir.checkpoints.local_state import Piece
+
+
+class _Digested(RawIOBase):
+    """A file that is written from its begin to its end, and the digest of what was."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.digest, self.size = file, sha256(), 0
+        self.error: OSError | None = None  # the error of the first write that failed
+
+    def write(self, data: Any, /) -> int:
+        self.digest.update(data)
+        self.size += memoryview(data).nbytes
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        return memoryview(data).nbytes
+
+
+Writes = Mapping[str, tuple[Kind, Sequence[Piece]]]  # by tensor
+
+
+def write(folder: Path, process: int, tensors: Writes) -> tuple[list[Stored], dict[str, File]]:
+    """Write boxes to a file of a process; returns where each lies, and the file with its digest."""
+    pieces = [(name, piece) for name, (_, some) in tensors.items() for piece in some]
+    if not pieces:
+        return [], {}
+    name, boxes = f"__{process}_0.distcp", []
+    with Path(folder / name).open("wb") as file:
+        stream: Any = _Digested(file)
+        try:
+            for tensor, piece in pieces:
+                begin = stream.size
+                torch.save(_on_the_host(piece.memory), stream)
+                length = stream.size - begin
+                boxes.append(Stored(tensor, piece.offset, piece.size, name, begin, length))
+        except RuntimeError:
+            if stream.error is None:
+                raise
+            # torch's archive writer raises this error in place of the OSError of the write.
+            raise stream.error from None
+        file.flush()
+        os.fsync(file.fileno())
+    return boxes, {name: File(stream.size, stream.digest.hexdigest())}
+
+
+def _on_the_host(memory: Tensor) -> Tensor:
+    """The numbers of a tensor in memory that has no others: `torch.save` writes all that it has."""
+    tensor = memory.detach().cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def write_metadata(
+    folder: Path, tensors: Mapping[str, Kind], boxes: Iterable[Stored]
+) -> dict[str, File]:
+    """Write what torch's own tools read: a pickle, which we never open; returns the file."""
+    chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
+    results = []
+    for box in boxes:
+        chunks[box.tensor].append(
+            ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size))
+        )
+        where = _StorageInfo(box.file, box.begin, box.length)  # torch has no public name for it
+        results.append(WriteResult(MetadataIndex(box.tensor, box.offset), box.length, where))
+    kinds: dict[str, Any] = {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=getattr(torch, kind.dtype)), torch.Size(kind.shape), chunks[name]
+        )
+        for name, kind in tensors.items()
+    }
+    FileSystemWriter(folder).finish(Metadata(kinds), [results])
+    data = (folder / ".metadata").read_bytes()
+    return {".metadata": File(len(data), sha256(data).hexdigest())}
+
+
+def _common(piece: Piece, box: Stored) -> tuple[list[int], list[int]]:
+    """Where the numbers begin that a piece and a stored box of its tensor have both, and how many
+    there are in each dimension."""
+    each = [*zip(piece.offset, piece.size, box.offset, box.size, strict=True)]
+    begin = [max(one, other) for one, _, other, _ in each]
+    end = [min(one + n, other + length) for one, n, other, length in each]
+    return begin, [max(0, high - low) for low, high in zip(begin, end, strict=True)]
+
+
+def read(folder: Path, manifest: Manifest, wanted: Iterable[tuple[str, Sequence[Piece]]]) -> None:
+    """Read the numbers of pieces into their memory, of tensors by name, from the boxes that have
+    them; numbers of another type are rounded."""
+    pieces: dict[str, list[Piece]] = {}
+    for name, some in wanted:
+        pieces.setdefault(name, []).extend(some)
+    files: dict[str, list[Stored]] = {}
+    for box in manifest.boxes:
+        if any(prod(_common(piece, box)[1]) for piece in pieces.get(box.tensor, ())):
+            files.setdefault(box.file, []).append(box)
+    for name, boxes in files.items():
+        with Path(folder / name).open("rb") as file:
+            for box in boxes:
+                file.seek(box.begin)
+                data = BytesIO(file.read(box.length))
+                stored = torch.load(data, map_location="cpu", weights_only=True)
+                for piece in pieces[box.tensor]:
+                    begin, size = _common(piece, box)
+                    if prod(size):
+                        source = _narrow(stored, box.offset, begin, size)
+                        _narrow(piece.memory, piece.offset, begin, size).copy_(source)
+
+
+def _narrow(tensor: Tensor, offset: Sequence[int], begin: Sequence[int], size: list[int]) -> Tensor:
+    """A box of a tensor that begins at an offset of a larger one: where it begins there, and its
+    size."""
+    for dim, (at, first, length) in enumerate(zip(offset, begin, size, strict=True)):
+        tensor = tensor.narrow(dim, first - at, length)
+    return tensor

@@ -1,0 +1,211 @@
+"""Reading: a checkpoint, into whatever layout is there now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from schedir.checkpoints import dcp_storage
+from schedir.checkpoints.checkpoint_directory import MANIFEST, Folder, Found, Manifest
+from schedir.checkpoints.checkpoint_group import Peers
+from schedir.checkpoints.global_state import kept_of, known_of, of_stages, say
+from schedir.checkpoints.load_plan import Wanted
+from schedir.checkpoints.local_state import Names, generators
+from schedir.checkpoints.manifest import several
+from schedir.errors import CheckpointError, said
+from schedir.runtime.checkpoint_state import ITS_OWN, Keeps, KeptRank
+
+
+def load(
+    run: Keeps,
+    folder: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    optimizer: Any = ITS_OWN,
+    names: Names = of_stages,
+) -> Mapping[str, Any] | None:
+    """Be what a checkpoint says that `save` has written, whatever ranks, stages, replicas and
+    slices wrote it: that of a `step`, or the newest whole one; all processes call this, between
+    steps.  Returns a mapping with its `step` and `extra`, or None where there are no checkpoints.
+
+    What a run is, and when it is told its `optimizer`, says `save`; one without an optimizer takes
+    weights and buffers alone.  It is said in a warning where
+    a newer checkpoint is not whole, where numbers are of another type than the checkpoint's, and
+    where modules will draw others.
+
+    Raises CheckpointError, in all processes, for a checkpoint of another model, or one that cannot
+    be read, and where there are some and none is whole: the first three things that do not fit are
+    said, and nothing has been changed.  Where a file cannot be read any more when all has been
+    verified, a part of the numbers is: neither a step nor a save of this run goes on from that.
+
+    >>> import schedir, tempfile, torch
+    >>> from schedir.checkpoints import load
+    >>> from schedir.runtime import InProcess
+    >>> program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(ranks=2, microbatches=4))
+    >>> stages = [torch.nn.Linear(8, 8) for _ in range(2)]
+    >>> how = dict(loss=torch.nn.functional.mse_loss, boundary=(2, 8))
+    >>> run = InProcess(program, stages, optimizer=torch.optim.AdamW, **how)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     print(load(run, folder))  # nothing has been saved there
+    None
+    """
+    place, (peers, kept) = Folder(folder), kept_of(run)
+    which = "the newest checkpoint" if step is None else f"step {said(step)}"
+    peers.expect_alike(lambda: f"loads {which}")
+    found = _found(peers, place, step)
+    for fact in found.passed:
+        say(peers, f"passed over: {fact}")
+    if (manifest := found.manifest) is None:
+        return None
+    _expect_state(manifest)
+    ranks, owns, _ = known_of(peers, kept, optimizer, names, saves=False)
+    wanted: list[Wanted] = []
+
+    def expect() -> Any:
+        one = Wanted(manifest, owns, steps=any(rank.optimizer is not None for rank in ranks))
+        wanted.append(one)
+        each = ([*dict.fromkeys(facts)] for facts in (one.wrong, one.said))
+        return one.taken, *each, one.trained
+
+    told = peers.told(expect)
+    (want,) = wanted
+    wrong = [fact for _, facts, _, _ in told for fact in facts]
+    if not wrong:
+        wrong += want.unread(name for taken, *_ in told for name in taken)
+        wrong += _one_for_two([trained for *_, trained in told])
+    if wrong := [*dict.fromkeys(wrong)]:
+        raise CheckpointError(
+            f"the checkpoint of step {manifest.step} does not fit: {several(wrong)}"
+        )
+
+    def read() -> None:
+        for _, part in want.parts:
+            part.memory.detach().zero_()  # the rows with which a slice is padded stay so
+        dcp_storage.read(
+            place.of(manifest.step),
+            manifest,
+            [(n, part.cut.all(part.memory)) for n, part in want.parts],
+        )
+        for weight, kept in want.state:
+            weight.optimizer.state.pop(weight.stepped, None)
+            if kept:
+                weight.optimizer.state[weight.stepped] = kept
+
+    for rank in ranks:
+        rank.is_read(True)  # until all is: nobody goes on with a part of it
+    try:
+        with torch.no_grad():
+            peers.told(read)
+    except CheckpointError as error:
+        error.hint = error.hint or "make the executor anew: a part of its weights has been read"
+        raise
+    for rank in ranks:
+        rank.is_read(False)
+    _go_on(peers, ranks, place.of(manifest.step), manifest)
+    for fact in dict.fromkeys(fact for _, _, facts, _ in told for fact in facts):
+        say(peers, fact)
+    return {"step": manifest.step, "extra": manifest.state["extra"]}
+
+
+def _found(peers: Peers, folder: Folder, step: int | None) -> Found:
+    """The checkpoint of a step, or the newest that is whole, if there are any, of which each
+    process has verified its share of the files."""
+    found = folder.find(
+        lambda manifest: manifest.share(peers.number, peers.processes),
+        lambda text: peers.told(lambda: text),
+        step=step,
+    )
+    if found.manifest is None and found.passed:
+        raise CheckpointError(
+            f"of the checkpoints in {folder.given} none is whole: {several(found.passed)}",
+            hint="to begin at the first step, remove them or take another folder",
+        )
+    return found
+
+
+def _expect_state(manifest: Manifest) -> None:
+    """Refuse a manifest whose state is none that `save` writes: no digest keeps it from that."""
+    state = manifest.state
+    for key, is_sound in _STATE.items():
+        if key not in state or not is_sound(state[key]):
+            what = said(state[key]) if key in state else "not there"
+            raise CheckpointError(
+                f"the checkpoint of step {manifest.step} is none of a run: {key} of its state is "
+                f"{what}",
+                step=manifest.step,
+                file=MANIFEST,
+            )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_scale(value: Any) -> bool:
+    """Whether it is a scale, and for how many steps it has been good."""
+    if type(value) is not list or len(value) != 2 or type(value[0]) not in (int, float):
+        return False
+    return 0 < value[0] < 2.0**128 and _is_count(value[1])
+
+
+_STATE: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "next": _is_count,
+    "seed": lambda seed: seed is None or type(seed) is int,
+    "world": lambda world: type(world) is list and all(map(_is_count, world)),
+    "loss_scale": lambda scale: scale is None or _is_scale(scale),
+    "also": lambda also: type(also) is dict and all(type(of) is str for of in also.values()),
+    "optimizers": lambda every: (
+        type(every) is dict
+        and all(type(some) is list and {*map(type, some)} <= {str} for some in every.values())
+    ),
+    "extra": lambda extra: type(extra) is dict,
+}
+
+
+def _one_for_two(told: Sequence[Mapping[str, str]]) -> list[str]:
+    """What a checkpoint has once, and a run trains twice: a weight that was tied."""
+    whose: dict[str, str] = {}
+    every = {name: stored for one in told for name, stored in one.items()}
+    return [
+        f"{whose[stored]} and {name} are one weight in it, and two here"
+        for name, stored in every.items()
+        if whose.setdefault(stored, name) != name
+    ]
+
+
+def _go_on(
+    peers: Peers,
+    ranks: Sequence[KeptRank],
+    folder: Path,
+    manifest: Manifest,
+) -> None:
+    """Let steps, draws and scale go on from what they were."""
+    state = manifest.state
+    seed, trains = ranks[0].draws.seed, ranks[0].program.trains
+    for rank in ranks:
+        rank.draws.step = state["next"]
+        scale, told = rank.loss_scale, state["loss_scale"]
+        if scale is not None and told is not None:
+            scale.value.fill_(told[0])
+            scale.good.fill_(told[1])
+    if seed != state["seed"]:
+        if trains:
+            say(peers, f"modules draw by the seed {seed}, and drew by {state['seed']}")
+    elif seed is None and state["world"] == [*ranks[0].world]:
+
+        def restore() -> None:
+            """Let torch's generators be as they were."""
+            parts = generators(ranks[0], peers.number)
+            dcp_storage.read(
+                folder, manifest, [(one.name, one.cut.own(one.memory)) for one in parts]
+            )
+            for generator, part in zip(ranks[0].draws.generators, parts, strict=True):
+                generator.set_state(part.memory)
+
+        peers.told(restore)
+    elif seed is None and trains:
+        say(peers, "modules draw as they come (seed=None), others than in another world")

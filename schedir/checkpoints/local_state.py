@@ -1,0 +1,312 @@
+"""Own: what a process has of a model's state: tensors by their names in the whole model, and the
+boxes of each that are in its memory.
+
+Nothing is copied or gathered here.  Replicas (dp) have the same, in parts (ZeRO) or whole; each
+writes its own part of every bucket.  What each tensor-parallel rank has whole the first one writes,
+of several holders of a stage the first, and of a weight that is tied the first stage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from schedir.checkpoints.checkpoint_directory import Kind
+from schedir.checkpoints.tensor_slices import boxes
+from schedir.errors import CheckpointError
+from schedir.runtime.checkpoint_state import KeptRank, KeptStage, Range
+from schedir.runtime.parameters.gradient_buffers import is_sharded
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, all_within, innermost
+
+Names = Callable[[int, str], str]  # of a stage and a name there, the name in the whole model
+
+
+class Piece(NamedTuple):
+    """A box of a tensor, and the memory in which its numbers are, of its size."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    memory: Tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What part of a tensor a process has: a slice of it, and of the numbers of the slice those
+    from `low` to `high` are its own.
+
+    The slice is of `shape`, and begins at `start` along the dimension `dim` of the tensor, which is
+    of the shape `whole`; where it reaches beyond that, its numbers are padding.  Memory has the own
+    numbers only, 1-dim, where they are `apart`, and else the slice.
+    """
+
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    low: int
+    high: int
+    dim: int = 0
+    start: int = 0
+    apart: bool = False
+
+    def own(self, memory: Tensor) -> list[Piece]:
+        """The boxes of own numbers."""
+        return [*self._pieces(memory, self.low, self.high)]
+
+    def all(self, memory: Tensor) -> list[Piece]:
+        """The boxes of all numbers that memory has."""
+        numel = torch.Size(self.shape).numel()
+        return self.own(memory) if self.apart else [*self._pieces(memory, 0, numel)]
+
+    def _pieces(self, memory: Tensor, low: int, high: int) -> Iterator[Piece]:
+        memory = memory.detach()
+        for box in boxes(self.shape, low, high):
+            if self.apart:
+                view = memory[box.at : box.at + box.numel].view(box.size)
+            else:
+                view = memory[tuple(slice(o, o + n) for o, n in zip(*box[:2], strict=True))]
+            offset, size = [*box.offset], [*box.size]
+            if size:
+                offset[self.dim] += self.start
+                size[self.dim] = min(size[self.dim], self.whole[self.dim] - offset[self.dim])
+                if size[self.dim] <= 0:
+                    continue
+                view = view.narrow(self.dim, 0, size[self.dim])
+            yield Piece(tuple(offset), tuple(size), view)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of which a process has something: its name with what it is of, as `weights/NAME`;
+    which memory has it, cut how; and whether the process writes its own numbers of it."""
+
+    name: str
+    memory: Tensor
+    cut: Cut
+    writes: bool
+
+    @property
+    def kind(self) -> Kind:
+        """What the whole tensor is."""
+        return Kind(self.cut.whole, str(self.memory.dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as a stage of a rank has it.
+
+    `name` is the one in the whole model, that of the stage `of`, and `also` are others that it has
+    there.  `main` is its float32 copy, and `stepped` what an `optimizer` keeps its state by, with
+    the options of a `group`.
+    """
+
+    name: str
+    stage: int
+    of: int
+    parameter: nn.Parameter
+    cut: Cut
+    writes: bool
+    also: tuple[str, ...] = ()
+    main: Tensor | None = None
+    stepped: Any = None
+    optimizer: Any = None
+    group: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether an optimizer steps numbers of it."""
+        return self.optimizer is not None and self._is_trained
+
+    @property
+    def is_left(self) -> bool:
+        """Whether numbers of it are trained, and no optimizer steps them."""
+        return self.optimizer is None and self._is_trained
+
+    @property
+    def _is_trained(self) -> bool:
+        has_some = self.cut.low < self.cut.high if self.cut.apart else bool(self.parameter.numel())
+        return self.parameter.requires_grad and has_some
+
+    def parts(self) -> Iterator[Part]:
+        """The weight, its float32 copy, and what an optimizer keeps of it."""
+        yield from self.numbers()
+        state = self.optimizer.state if self.is_stepped else {}
+        for key, value in state.get(self.stepped, {}).items():
+            if value is not None:
+                yield self.moment(key, value)
+
+    def numbers(self) -> Iterator[Part]:
+        """The weight, and its float32 copy."""
+        yield Part(f"weights/{self.name}", self.parameter, self.cut, self.writes)
+        if self.main is not None:
+            yield Part(f"main/{self.name}", self.main, self.cut, self.writes)
+
+    def moment(self, key: str, value: Tensor) -> Part:
+        """What an optimizer keeps under a key: a number for each of the weight's, or one of all."""
+        cut, writes = self.cut, self.writes
+        if not value.dim() and (cut.shape or cut.apart):  # whoever has the first number writes it
+            first = not cut.start and cut.low == 0 < cut.high
+            cut, writes = Cut((), (), 0, 1), writes and first
+        return Part(f"optimizer/{self.name}/{key}", value, cut, writes)
+
+
+@dataclass
+class Own:
+    """All that a rank has: weights, and buffers with the stage of each."""
+
+    weights: list[Weight] = field(default_factory=list)
+    buffers: list[tuple[int, Part]] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Part]:
+        for weight in self.weights:
+            yield from weight.parts()
+        yield from (part for _, part in self.buffers)
+
+
+def generators(rank: KeptRank, process: int) -> list[Part]:
+    """The states of torch's generators in a process, of modules that draw as they come (seed=None),
+    in the order of `rank.draws.generators`."""
+    parts = []
+    for k, generator in enumerate(rank.draws.generators):
+        state: Tensor = generator.get_state()
+        shape = tuple(state.shape)
+        cut = Cut(shape, shape, 0, state.numel())
+        parts.append(Part(f"generators/{process}.{k}", state, cut, writes=True))
+    return parts
+
+
+def tied_names(rank: KeptRank, names: Names) -> dict[tuple[Any, ...], str]:
+    """The names of tied weights whose first stage is this rank's, by the stages that share them and
+    a number: these are told to the others."""
+    return {key: names(s, n) for key, s, n in _tied(rank) if s == key[0][0]}
+
+
+def _tied(rank: KeptRank) -> Iterator[tuple[tuple[Any, ...], int, str]]:
+    """The copies of tied weights that a rank has: by which stages share one, and its number among
+    the weights of these; the stage, and the name there."""
+    count: dict[tuple[int, ...], int] = {}
+    for weight in rank.tied:
+        k = count[weight.stages] = count.get(weight.stages, -1) + 1
+        for s, p in weight.own.items():
+            yield (weight.stages, k), s, rank.stages[s].names[p]
+
+
+def own_of(rank: KeptRank, names: Names, tied: Mapping[tuple[Any, ...], str]) -> Own:
+    """What a rank has; `tied` are the names of tied weights, as all processes have told them."""
+    own, steppers = Own(), Steppers(rank.optimizer)
+    first_name = {(s, n): (key[0][0], tied[key]) for key, s, n in _tied(rank)}
+    modules = [(s, stage, names, first_name) for s, stage in rank.stages.items()]
+    last, loss = rank.program.plan.stages - 1, getattr(rank.loss, "func", rank.loss)
+    if isinstance(loss, nn.Module) and last in rank.stages:  # by names of its own
+        modules.append((last, KeptStage(loss, {}), lambda _, name: f"loss.{name}", {}))
+    for s, stage, names_of, firsts in modules:
+        trained = {n: p for p, n in stage.names.items()}
+        for name, p, also in _parameters(stage.module):
+            p = trained.get(name, p)  # what the stage computes with, where it shares it
+            if p in rank.aliases:  # the memory of another stage's
+                continue
+            of, whole_name = firsts.get((s, name)) or (s, names_of(s, name))
+            own_range = stage.ranges.get(p) or _share(p, rank)
+            cut = _cut(p, own_range, rank, apart=p in stage.pieces)
+            others = [names_of(s, n) for n in ([name] if of != s else []) + also]
+            also_whole = tuple(dict.fromkeys(n for n in others if n != whole_name))
+            writes = _is_written(rank, s, p) and of == s
+            kept = steppers.of(p)
+            own.weights.append(Weight(whole_name, s, of, p, cut, writes, also_whole, *kept))
+        for name, buffer in _buffers(stage.module):
+            own.buffers.append((s, _buffer(names_of(s, name), s, buffer, rank)))
+    _expect_names(own)
+    return own
+
+
+def _expect_names(own: Own) -> None:
+    """Refuse one name for two weights or buffers of a stage: the checkpoint would have one."""
+    count = Counter((weight.stage, f"weights {weight.name}") for weight in own.weights)
+    count.update((s, f"buffers {part.name.removeprefix('buffers/')}") for s, part in own.buffers)
+    for (stage, name), number in count.items():
+        if number > 1:
+            raise CheckpointError(
+                f"stage {stage} has two {name}",
+                hint="names=..., which gives each its name in the whole model",
+            )
+
+
+class Steppers:
+    """What optimizers keep: which of them steps a parameter, and from which float32 copy."""
+
+    def __init__(self, optimizer: object) -> None:
+        self.main: dict[Any, Tensor] = {}
+        self.groups: dict[Any, tuple[Any, dict[str, Any]]] = {}
+        for one in all_within(optimizer):
+            if isinstance(one, MainOptimizer):
+                self.main |= zip(one.parameters, one.main, strict=True)
+            for group in getattr(one, "param_groups", ()):
+                for p in group["params"]:
+                    by = innermost(one)
+                    other, _ = self.groups.setdefault(p, (by, group))
+                    if other is not by:
+                        raise CheckpointError(
+                            f"two optimizers step a parameter of {list(p.shape)}, "
+                            f"{type(other).__name__} and {type(by).__name__}: what one "
+                            "of them keeps would be lost",
+                        )
+
+    def of(self, p: nn.Parameter) -> tuple[Tensor | None, Any, Any, dict[str, Any]]:
+        """Of a parameter its float32 copy, what is stepped, by which optimizer, and with which
+        options."""
+        main = self.main.get(p)
+        stepped = p if main is None else main
+        return main, stepped, *self.groups.get(stepped, (None, {}))
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[str]]]:
+    """Each parameter with its first name, and the others that it has."""
+    every: dict[nn.Parameter, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        every.setdefault(p, []).append(name)
+    for p, (name, *also) in every.items():
+        yield name, p, also
+
+
+def _is_written(rank: KeptRank, stage: int, of: Tensor) -> bool:
+    """Whether a rank writes its part of what it and others have: the first holder of the stage, and
+    the first of tensor-parallel ranks unless each has a slice."""
+    is_first = bool(rank.program.plan.rank_of[stage] == rank.rank)
+    return is_first and (is_sharded(of) or not rank.tp_rank)
+
+
+def _buffer(name: str, stage: int, buffer: Tensor, rank: KeptRank) -> Part:
+    """A buffer, which the first replica writes: each has seen other microbatches."""
+    whole = Range(tuple(buffer.shape), 0, buffer.numel())
+    cut = _cut(buffer, whole, rank, apart=False)
+    writes = _is_written(rank, stage, buffer) and not rank.share.replica
+    return Part(f"buffers/{name}", buffer, cut, writes)
+
+
+def _share(p: Tensor, rank: KeptRank) -> Range:
+    """The range of a parameter that has none of its own, as one that is frozen: an equal share."""
+    n, k = rank.share.replicas, rank.share.replica
+    return Range(tuple(p.shape), p.numel() * k // n, p.numel() * (k + 1) // n)
+
+
+def _cut(p: Tensor, of: Range, rank: KeptRank, *, apart: bool) -> Cut:
+    (shape, low, high), dim = of, getattr(p, "shard_dim", None)
+    if dim is None:
+        return Cut(shape, shape, low, high, apart=apart)
+    dim, whole = dim % len(shape), [*shape]
+    whole[dim] = getattr(p, "shard_size", rank.tp * shape[dim])
+    return Cut(shape, tuple(whole), low, high, dim, rank.tp_rank * shape[dim], apart)
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a state_dict has, once each."""
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None or name in owner._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield f"{prefix}.{name}".lstrip("."), buffer

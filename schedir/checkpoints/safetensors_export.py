@@ -1,0 +1,151 @@
+"""Safetensors: the model of a checkpoint as one file that other tools read.
+
+The file has the length of a header in 8 bytes, the header in JSON, and the numbers of one tensor
+behind the other (https://github.com/huggingface/safetensors, "Format").  It is written tensor by
+tensor, so that memory has room for one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from schedir.checkpoints import dcp_storage
+from schedir.checkpoints.checkpoint_directory import Kind, Manifest, Stored
+from schedir.checkpoints.local_state import Piece
+from schedir.checkpoints.manifest import BYTES
+from schedir.errors import CheckpointError, in_words
+
+TYPES: Final = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+_FLOATS: Final = ("float64", "float32", "float16", "bfloat16")
+
+
+class Exported(NamedTuple):
+    """A tensor of the file: its name and what it is there, and the tensor of the checkpoint from
+    which it is made, and how."""
+
+    name: str
+    kind: Kind
+    stored: str
+    made: Callable[[Tensor], Tensor] = Tensor.contiguous
+
+
+def exported(manifest: Manifest, dtype: str | None = None) -> list[Exported]:
+    """The weights and buffers of a checkpoint by their names in the whole model.
+
+    With a `dtype`, as "float32", weights of other floating types become it: from their float32
+    copies where there are any, so that each number is rounded once.  Else all are as they are.
+    Raises CheckpointError for types that the format does not have.
+    """
+    found: dict[str, Exported] = {}
+    for stored, kind in manifest.tensors.items():
+        group, _, name = stored.partition("/")
+        if group not in ("weights", "buffers"):
+            continue
+        if name in found:
+            raise CheckpointError(f"a weight and a buffer are both called {name}")
+        if group == "weights" and dtype not in (None, kind.dtype) and kind.dtype in _FLOATS:
+            copy = f"main/{name}"
+            stored = copy if copy in manifest.tensors else stored
+            kind = Kind(kind.shape, str(dtype))
+        if kind.dtype not in TYPES:
+            raise CheckpointError(f"{stored} is of {kind.dtype}, which safetensors does not have")
+        found[name] = Exported(name, kind, stored)
+    if not found:
+        raise CheckpointError(f"the checkpoint of step {manifest.step} has no weights")
+    return [*found.values()]
+
+
+def write(
+    to: Path,
+    folder: Path,
+    manifest: Manifest,
+    tensors: Sequence[Exported],
+    metadata: Mapping[str, str],
+) -> int:
+    """Write a file of tensors, made of the files of a checkpoint, which have been verified; returns
+    its bytes.  Raises CheckpointError for what cannot be read, and for what cannot be said in the
+    type that is wanted."""
+    boxes: dict[str, list[Stored]] = {one.stored: [] for one in tensors}
+    for box in manifest.boxes:
+        if box.tensor in boxes:
+            boxes[box.tensor].append(box)
+    # The widest types first: so each tensor begins at a multiple of its type's bytes.
+    placed = sorted(tensors, key=lambda one: -BYTES[one.kind.dtype])
+    with to.open("wb") as file:
+        file.write(_header(placed, metadata))
+        for one in placed:
+            own = replace(manifest, boxes=tuple(boxes[one.stored]))
+            file.write(_bytes(one, _read(folder, own, one.stored)))
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell()
+
+
+def _header(tensors: Sequence[Exported], metadata: Mapping[str, str]) -> bytes:
+    """What is before the numbers: which tensor is where."""
+    said: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    at = 0
+    for one in tensors:
+        end = at + one.kind.bytes
+        said[one.name] = {
+            "dtype": TYPES[one.kind.dtype],
+            "shape": one.kind.shape,
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(said, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read(folder: Path, manifest: Manifest, name: str) -> Tensor:
+    """A whole tensor of a checkpoint."""
+    kind = manifest.tensors[name]
+    memory = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
+    piece = Piece((0,) * len(kind.shape), kind.shape, memory)
+    try:
+        dcp_storage.read(folder, manifest, [(name, [piece])])
+    except (OSError, RuntimeError, ValueError, AssertionError, UnpicklingError) as error:
+        raise CheckpointError(
+            f"cannot read {name} of step {manifest.step}: {in_words(error)}", step=manifest.step
+        ) from None
+    return memory
+
+
+def _bytes(one: Exported, value: Tensor) -> memoryview:
+    """The numbers of a tensor as they are in the file."""
+    made = value.to(getattr(torch, one.kind.dtype))
+    if made.dtype != value.dtype:
+        over = sum(
+            int((new.isinf() & old.isfinite()).sum())
+            for new, old in zip(_parts(made), _parts(value), strict=True)
+        )
+        if over:
+            raise CheckpointError(
+                f"{over:,} of the numbers of {one.stored} are too large for {one.kind.dtype}",
+                hint="--dtype float32 or bfloat16",
+            )
+    made = one.made(made)
+    assert tuple(made.shape) == one.kind.shape, (one, made.shape)
+    numbers: Any = made.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(numbers)
+
+
+def _parts(value: Tensor) -> tuple[Tensor, ...]:
+    """The numbers of a tensor, so many at a time that what is asked of them takes little memory."""
+    parts: tuple[Tensor, ...] = value.view(-1).split(2**20)
+    return parts

@@ -1,0 +1,96 @@
+"""Savable: what a checkpoint can have of a run, and what it would get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from schedir.checkpoints.local_state import Own
+from schedir.errors import CheckpointError
+from schedir.runtime.checkpoint_state import KeptRank
+from schedir.runtime.parameters.mixed_precision import (
+    MainOptimizer,
+    all_within,
+    innermost,
+    is_torchs,
+)
+
+
+def expect_savable(rank: KeptRank) -> None:
+    """Raise CheckpointError for a rank that has what is no tensor."""
+    for s, stage in rank.stages.items():
+        for name, module in stage.module.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                raise CheckpointError(
+                    f"{name or 'the module'} of stage {s} has a state that is no tensor "
+                    f"({type(module).__name__}.get_extra_state)",
+                    hint="let it be a buffer",
+                )
+        for name, p in stage.module.named_parameters():
+            if type(p.data) is not Tensor:
+                raise CheckpointError(
+                    f"{name} of stage {s} is a {type(p.data).__name__}, and no plain tensor"
+                )
+            if p.is_meta:
+                raise CheckpointError(
+                    f"{name} of stage {s} is on the meta device, and has no numbers",
+                    hint="module.to_empty(device=...) before",
+                )
+    _expect_known(rank.optimizer)
+
+
+def _expect_known(optimizer: Any) -> None:
+    """Refuse an optimizer that may keep what nobody knows of."""
+    hint = "an optimizer of torch's, or a MainOptimizer of one"
+    for one in () if optimizer is None else all_within(optimizer):
+        inner = innermost(one)
+        name = type(inner).__name__
+        if not hasattr(inner, "param_groups"):
+            others = [
+                leaf
+                for leaf in tree_leaves([*getattr(inner, "__dict__", {None: None}).values()])
+                if not (hasattr(leaf, "param_groups") or isinstance(leaf, MainOptimizer))
+            ]
+            if others:
+                raise CheckpointError(f"what {name} keeps is not known", hint=hint)
+        elif not (is_torchs(inner) or getattr(inner, "elementwise", False)):
+            raise CheckpointError(
+                f"it is not known whether {name} steps each number by itself",
+                hint=f"if it does, and keeps nothing in its groups: {name}.elementwise = True",
+            )
+
+
+def expect_cut(optimizer: Any, own: Own) -> None:
+    """Raise CheckpointError for an optimizer that keeps other things than a number for each of a
+    weight's, or one of all, or steps what no stage has."""
+    whose = {id(weight.stepped): weight for weight in own.weights if weight.optimizer is not None}
+    for one in () if optimizer is None else all_within(optimizer):
+        inner = innermost(one)
+        name = type(inner).__name__
+        for p in _stepped(inner):
+            if id(p) not in whose:
+                raise CheckpointError(f"{name} steps a parameter of {list(p.shape)} of no stage")
+        for p, kept in getattr(inner, "state", {}).items():
+            if id(p) not in whose and kept:
+                raise CheckpointError(f"{name} keeps {', '.join(kept)} of no weight")
+            for key, value in kept.items():
+                if not isinstance(key, str) or "/" in key:
+                    raise CheckpointError(
+                        f"{name} keeps {key!r:.60} of {whose[id(p)].name}, and a checkpoint has "
+                        "names without a / for what is kept"
+                    )
+                alike = isinstance(value, Tensor) and (not value.dim() or value.shape == p.shape)
+                if value is not None and not alike:
+                    what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                    raise CheckpointError(
+                        f"{name} keeps {key} ({what}) of {whose[id(p)].name}, whose own is "
+                        f"{list(p.shape)}: it is not of each number by itself"
+                    )
+
+
+def _stepped(optimizer: Any) -> Iterator[Tensor]:
+    for group in getattr(optimizer, "param_groups", ()):
+        yield from (p for p in group["params"] if p.requires_grad)

@@ -1,0 +1,1 @@
+"""Options and reports that several commands share."""

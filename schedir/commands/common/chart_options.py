@@ -1,0 +1,106 @@
+"""Charts of runs: what they show, and where they go."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from schedir.commands.common.bound_report import bound_of_request
+from schedir.errors import UsageError
+from schedir.ir.cost.number_parsing import decimal
+
+if TYPE_CHECKING:
+    from schedir.io.program_request import Request
+    from schedir.predict.timeline import Timeline
+    from schedir.viz.style import Style
+
+_STYLE = ("show", "width", "palette", "colours", "axis", "time")  # as schedir.viz has them
+
+
+def add_picture(parser: argparse.ArgumentParser) -> None:
+    """What a chart shows, and how wide it is."""
+    parser.add_argument(
+        "--show", metavar="MARKS",
+        help="of lanes,arrows,path,in_flight,memory,phases, or none (lanes)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--width", metavar="WIDTH", type=_width, help="column or page of a paper, or inches"
+    )
+    parser.add_argument(
+        "--title", metavar="TEXT", action="append",
+        help="instead of a name, one for each chart; '' for no line above it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--palette", metavar="NAME",
+        help="plain (holds for colour-blind readers and in grey), grey, or bright",
+    )  # fmt: skip
+    parser.add_argument(
+        "--colours", metavar="COLOURS", type=_colours,
+        help="F=skyblue,B=#4b3b8f: of F, B, I, W, R, act, grad, tp, dp, params, step",
+    )  # fmt: skip
+    parser.add_argument("--axis", metavar="TEXT", help="under the time axis; none for no axis")
+    parser.add_argument(
+        "--time", metavar="FROM:TO", type=_times, help="the part that is drawn, in the run's unit"
+    )
+
+
+def _width(text: str) -> float | str:
+    try:
+        inches = decimal(text)
+    except ValueError:
+        return text
+    if not 1 <= inches <= 100:
+        raise argparse.ArgumentTypeError(f"must be from 1 to 100 inches, not {text}")
+    return inches
+
+
+def _colours(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(equals for _, equals, _ in pairs):
+        raise argparse.ArgumentTypeError(f"is like F=skyblue,B=#4b3b8f, not {text!r}")
+    return {kind.strip(): said.strip() for kind, _, said in pairs}
+
+
+def _times(text: str) -> tuple[float, float]:
+    try:
+        begin, end = map(decimal, text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"is two numbers, like 10:25, not {text!r}") from None
+    return begin, end
+
+
+def only_charts(args: argparse.Namespace, what: str) -> None:
+    """Refuse what `add_picture` takes where something else is drawn."""
+    for name in ("title", *_STYLE):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name} is for Gantt charts, not for {what}")
+
+
+def in_letters(timeline: Timeline, before: str = "") -> str:
+    """The run in letters, as wide as the terminal; each line begins with `before`."""
+    from shutil import get_terminal_size
+
+    from schedir.io.terminal import painted
+    from schedir.viz.text_chart import letters
+
+    lines = letters(timeline, get_terminal_size().columns - len(before))
+    return painted([[(before, ""), *line] for line in lines])
+
+
+def save_chart(args: argparse.Namespace, requests: Sequence[Request]) -> None:
+    """A Gantt chart of runs under each other, as `add_picture` says, with the bounds of these."""
+    from schedir.viz import compare, save
+    from schedir.viz.figures.figure_files import suffix_of
+
+    suffix_of(args.output)  # a wrong ending is told before anything is drawn
+    said = {name: getattr(args, name) for name in _STYLE}
+    style = {name: value for name, value in said.items() if value is not None}
+    if style.get("show") == "none":
+        style["show"] = ""
+    limits = {"device": requests[0].limit, "host": requests[0].more.get("host_limit")}
+    style["limits"] = {tier: limit for tier, limit in limits.items() if limit is not None}
+    found = map(bound_of_request, requests)
+    bounds = [bound and bound.value for bound in found]
+    runs = [request.timeline for request in requests]
+    save(compare(runs, titles=args.title, bounds=bounds, **cast("Style", style)), args.output)

@@ -1,0 +1,111 @@
+"""Several programs for `check`: steps that ranks run one after the other."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from schedir.commands.common.schedule_options import request_of
+from schedir.errors import (
+    DeadlockError,
+    GroupError,
+    MatchError,
+    ProgramError,
+    SequenceError,
+    UsageError,
+)
+from schedir.io.terminal import as_json, listed
+
+if TYPE_CHECKING:
+    from schedir.analysis.progress_models import Model
+    from schedir.ir.program import Program
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What single ranks run instead."""
+    parser.add_argument(
+        "--on",
+        action="append",
+        metavar="RANK:STEPS",
+        default=[],
+        help="where several programs are one step each: what a rank runs instead of all of them, "
+        "as 1:train.sched+train.sched",
+    )
+
+
+def several(args: argparse.Namespace) -> bool:
+    """Whether it is steps that are asked for."""
+    return len(args.source) > 1 or bool(args.on)
+
+
+def run(args: argparse.Namespace) -> str:
+    """Under which models ranks come to the end of their steps."""
+    from schedir.analysis.progress_models import MODELS
+
+    for option in ("why", "blocks", "device_waits", "lazy", "eager", "output"):
+        if (said := getattr(args, option)) is not None and said is not False:
+            name = "-o" if option == "output" else f"--{option.replace('_', '-')}"
+            raise UsageError(f"{name} goes with one program, not with steps")
+    runs, own = _runs(args)
+    first = own.pop() if len(own) == 1 else "device"
+    others = [model for model in MODELS if args.model is None and model != first]
+    if error := _refusal(runs, first):
+        fine = [model for model in others if _refusal(runs, model) is None]
+        if fine and isinstance(error, SequenceError | DeadlockError | GroupError | MatchError):
+            error.hint = f"they finish under {listed(fine)}"
+        raise error
+    models = [model for model in MODELS if model == first or model in others]
+    models = [model for model in models if _refusal(runs, model) is None]
+    named = [[program.name for program in row] for row in runs]
+    if args.json:
+        return as_json({"steps": named, "models": models})
+    alike = all(row == named[0] for row in named)
+    steps = ", ".join(named[0]) if alike else "; ".join(
+        f"rank {rank}: {', '.join(row) or 'nothing'}" for rank, row in enumerate(named)
+    )  # fmt: skip
+    fails = [model for model in others if model not in models]
+    but = f", but not under {listed(fails)}" if fails else ""
+    return (
+        f"{steps}\neach is complete and in order, and one after the other {len(runs)} ranks "
+        f"finish them under {listed(models)}{but}\n"
+    )
+
+
+def _runs(args: argparse.Namespace) -> tuple[list[list[Program]], set[Model]]:
+    """What each rank runs, and the models under which the programs are checked alone."""
+    known: dict[str, Program] = {}
+    own: set[Model] = set()
+
+    def program(source: str) -> Program:
+        if source not in known:
+            request = request_of(args, source)
+            known[source] = request.program
+            own.add(request.proven_model)
+        return known[source]
+
+    steps = [program(source) for source in args.source]
+    runs = [steps] * steps[0].plan.ranks
+    for each in args.on:
+        rank, colon, sources = each.partition(":")
+        if not colon or not (rank.isascii() and rank.isdecimal()) or len(rank) > 9:
+            raise UsageError(f"--on takes RANK:STEPS, as 1:{args.source[0]}, not {each!r}")
+        if int(rank) >= len(runs):
+            raise UsageError(f"--on: there is no rank {rank}: they are 0 to {len(runs) - 1}")
+        if runs[int(rank)] is not steps:
+            raise UsageError(
+                f"--on says twice what rank {int(rank)} runs",
+                hint=f"--on {int(rank)}:{'+'.join(args.source)} for one after the other",
+            )
+        runs[int(rank)] = [program(source) for source in sources.split("+") if source]
+    return runs, own
+
+
+def _refusal(runs: Sequence[Sequence[Program]], model: Model) -> ProgramError | None:
+    from schedir.verify.program_sequence import check_sequence
+
+    try:
+        check_sequence(runs, model)
+    except ProgramError as error:
+        return error
+    return None

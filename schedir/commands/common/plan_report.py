@@ -1,0 +1,235 @@
+"""Plans in words, and for a program to read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import groupby, zip_longest
+from typing import TYPE_CHECKING, Any, Final
+
+from schedir.errors import in_bytes
+from schedir.io.terminal import as_json, table
+from schedir.planner.parallel_plan import Memory, Parts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from schedir.commands.common.plan_request import Asked
+    from schedir.ir.cost.cluster import Cluster
+    from schedir.planner import Priced
+
+# What the parts of a step and of a GPU's memory are called here.
+_PARTS: Final = dict(
+    zip(
+        Parts._fields,
+        (
+            "compute",
+            "recompute",
+            "tensor parallel",
+            "messages",
+            "bubble",
+            "replicas",
+            "optimizer",
+            "host copies",
+        ),
+        strict=True,
+    )
+)
+_MEMORY: Final = dict(
+    zip(Memory._fields, ("weights", "gradients", "optimizer", "activations", "other"), strict=True)
+)
+# Columns that are there where plans differ from what is usual: heading, field, and the usual.
+_SELDOM: Final = (("cp", "c", 1), ("ep", "e", 1), ("SP", "sequence_parallel", False))
+AT_LAST: Final = (("offload", "offload", "none"), ("states", "states", "device"))
+_BYTES: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_DAY: Final = 86400.0
+_LONGEST: Final = 100  # characters of an option that are shown
+
+
+def seconds(time: float) -> str:
+    """A time for people to read.
+
+    >>> seconds(31.234), seconds(3.1), seconds(0.00312), seconds(2.55e-5)
+    ('31.23 s', '3.100 s', '3.120 ms', '25.5 us')
+    """
+    for one, unit in ((1.0, "s"), (1e-3, "ms")):
+        if time >= one:
+            return f"{time / one:#.4g} {unit}".replace(". ", " ")
+    return f"{1e6 * time:.3g} us"
+
+
+def name_of(plan: Priced) -> str:
+    """What a plan is, in a sentence."""
+    parts = [f"{plan.p} pipeline rank{'s' * (plan.p > 1)}"]
+    parts += [f"{plan.t} tensor-parallel slices"] * (plan.t > 1)
+    parts += [f"{plan.c} parts of a sequence"] * (plan.c > 1)
+    parts += [f"{plan.d} replicas"] * (plan.d > 1)
+    v = f" with {plan.v} stages to a rank" if plan.v > 1 else ""
+    what = f"{' x '.join(parts)}, {plan.schedule}{v}, "
+    what += f"{plan.m} microbatch{'es' * (plan.m > 1)} of {plan.b}"
+    what += ", sequence parallel" * plan.sequence_parallel
+    if plan.recompute != "none":
+        what += f", recompute {plan.recompute}"
+    what += f", ZeRO {plan.zero}" if plan.zero else ""
+    what += ", activations offloaded" * (plan.offload != "none")
+    return what + ", states on the host" * (plan.states != "device")
+
+
+def in_words(asked: Asked, plans: Sequence[Priced], take: int, tokens: float | None) -> str:
+    """The table of plans, and all of the one that is taken."""
+    model, cluster = asked.model, asked.cluster
+    taken = plans[take - 1]
+    nodes = f"{cluster.nodes} x {cluster.gpus_per_node}"
+    lines = [
+        f"{asked.named[0]}: {_count(model.params)} parameters; a step has {asked.batch:,} "
+        f"sequences of {model.sequence:,} tokens; {cluster.gpus:,} "
+        f"GPU{'s' * (cluster.gpus > 1)} of {asked.named[1]} ({nodes})\n",
+        _table(plans, cluster.memory),
+        f"plan {take}: {name_of(taken)}\n",
+        *_beside(_times(taken), [*_held(taken, cluster.memory), *_on_host(taken, cluster)]),
+        *(f"  {line}\n" for line in _layers(asked, taken)),
+    ]
+    lines += [f"  note: {note}\n" for note in _notes(asked, taken)]
+    if taken.beside:
+        lines.append(f"  offload: {taken.beside}\n")
+    if taken.why:
+        lines.append(f"  bound by {taken.why}\n")
+    if tokens is not None:
+        steps = tokens / (asked.batch * model.sequence)
+        lines.append(f"  {_count(tokens)} tokens are {steps:,.0f} steps: "
+                     f"{steps * taken.step / _DAY:,.1f} days\n")  # fmt: skip
+    return "".join(lines)
+
+
+def _table(plans: Sequence[Priced], limit: float) -> str:
+    seldom, last = (
+        [(name, field) for name, field, usual in columns
+         if any(getattr(plan, field) != usual for plan in plans)]
+        for columns in (_SELDOM, AT_LAST)
+    )  # fmt: skip
+    return table(
+        ["plan", "pp", "tp", *(name for name, _ in seldom), "dp", "v", "b", "m", "schedule",
+         "recompute", "ZeRO", *(name for name, _ in last), "step", "TFLOP/s", "MFU", "memory"],
+        [
+            [
+                str(k), str(plan.p), str(plan.t),
+                *(_cell(getattr(plan, field)) for _, field in seldom),
+                str(plan.d), str(plan.v), str(plan.b), str(plan.m), plan.schedule, plan.recompute,
+                str(plan.zero), *(_cell(getattr(plan, field)) for _, field in last),
+                seconds(plan.step), f"{plan.flops / 1e12:.1f}", f"{plan.mfu:.1%}",
+                f"{plan.memory.total / 1e9:.1f} of {limit / 1e9:.4g} GB",
+            ]
+            for k, plan in enumerate(plans, 1)
+        ],
+    )  # fmt: skip
+
+
+def _cell(value: int | str) -> str:
+    return ("yes" if value else "-") if isinstance(value, bool) else str(value)
+
+
+def _times(plan: Priced) -> list[str]:
+    """A line for each part of the step, the longest first."""
+    rows = _rows(plan.parts._asdict(), _PARTS, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")))
+    return [f"step {seconds(plan.step)}{', simulated' * plan.exact}", *rows]
+
+
+def _held(plan: Priced, limit: float) -> list[str]:
+    """A line for each part of what the fullest GPU holds, the largest first."""
+    rows = _rows(plan.memory._asdict(), _MEMORY, _BYTES)
+    return [f"memory {in_bytes(plan.memory.total)} of {in_bytes(limit)}", *rows]
+
+
+def _on_host(plan: Priced, cluster: Cluster) -> Iterator[str]:
+    """The same of what a GPU has on its host, if anything."""
+    if plan.host.total:
+        yield f"host {in_bytes(plan.host.total)} of {in_bytes(cluster.host_memory or 0.0)}"
+        yield from _rows(plan.host._asdict(), _MEMORY, _BYTES)
+
+
+def _rows(
+    parts: dict[str, float], names: dict[str, str], units: Sequence[tuple[float, str]]
+) -> Iterator[str]:
+    """The parts that there are, the largest first, each with its share, all in one unit."""
+    whole = sum(parts.values())
+    one, unit = next((each for each in units if whole >= each[0]), units[-1])
+    there = sorted(((value, names[name]) for name, value in parts.items() if value), reverse=True)
+    wide = max((len(name) for _, name in there), default=0)
+    said = [f"{value / one:.3f}" for value, _ in there]
+    for (value, name), text in zip(there, said, strict=True):
+        yield f"  {name:<{wide}}  {text:>{max(map(len, said))}} {unit}  {value / whole:>5.1%}"
+
+
+def _beside(left: list[str], right: list[str]) -> Iterator[str]:
+    """Lines of two columns."""
+    wide = max(map(len, left)) + 6
+    for one, other in zip_longest(left, right, fillvalue=""):
+        yield f"  {one:<{wide}}{other}".rstrip() + "\n"
+
+
+def _layers(asked: Asked, plan: Priced) -> Iterator[str]:
+    """The layers of each stage where they are uneven, and how other trainers are told."""
+    if not (told := _options(asked, plan)):
+        return
+    yield f"layers of each stage: {_runs(plan.layers_of)}"
+    for trainer, text in told.items():
+        yield f"  {trainer}"
+        for line in text.splitlines():
+            yield f"    {line}" if len(line) <= _LONGEST else f"    {line[:_LONGEST]}... (--json)"
+
+
+def _options(asked: Asked, plan: Priced) -> dict[str, str]:
+    """How other trainers are told its layers; nothing of those that are divided evenly."""
+    from schedir.planner import options
+
+    return options(asked.model, plan) if len({*plan.layers_of}) > 1 else {}
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Numbers in a row, those that are alike as one.
+
+    >>> _runs((3, 4, 4, 4, 3))
+    '3, 3 x 4, 3'
+    """
+    runs = [(number, len([*alike])) for number, alike in groupby(numbers)]
+    return ", ".join(f"{n} x {number}" if n > 1 else f"{number}" for number, n in runs)
+
+
+def _notes(asked: Asked, plan: Priced) -> Iterator[str]:
+    """What is to be known of a plan beside its numbers."""
+    if plan.t > asked.cluster.gpus_per_node:
+        yield (
+            f"tensor parallelism over {plan.t} leaves the node of {asked.cluster.gpus_per_node}: "
+            "its sums cross the network, in each layer"
+        )
+
+
+def _count(number: float) -> str:
+    """A large number for people to read.
+
+    >>> _count(174.6e9), _count(1.008e12), _count(66e6)
+    ('174.6 billion', '1.008 trillion', '66 million')
+    """
+    names = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
+    one, name = next(((one, name) for one, name in names if number >= one), (1, ""))
+    return f"{number / one:.4g} {name}".strip()
+
+
+def as_told(asked: Asked, plans: Sequence[Priced]) -> str:
+    """The same for a program to read."""
+    return as_json(
+        {
+            "model": asdict(asked.model) | {"params": asked.model.params},
+            "cluster": asdict(asked.cluster) | {"gpus": asked.cluster.gpus},
+            "batch": asked.batch,
+            "plans": [facts(plan) | {"options": _options(asked, plan)} for plan in plans],
+        }
+    )
+
+
+def facts(plan: Priced) -> dict[str, Any]:
+    """All that is known of a plan; parts are told by name."""
+    told = asdict(plan)
+    told["parts"] = plan.parts._asdict()
+    for tier, held in (("memory", plan.memory), ("host", plan.host)):
+        told[tier] = held._asdict() | {"total": held.total}
+    return told

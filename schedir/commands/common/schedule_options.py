@@ -1,0 +1,310 @@
+"""Options of the command line that say how a source is wanted, and the Request that they make."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from schedir.analysis.progress_models import MODELS
+from schedir.errors import PlanError, ProgramError, UsageError
+from schedir.io.cluster_file import load_cluster
+from schedir.io.files import read_text
+from schedir.io.program_request import Request
+from schedir.io.source_loader import Source
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.number_parsing import decimal, whole
+from schedir.ir.cost.sizes import Sizes, bytes_of
+from schedir.ir.pipeline.field_schema import Field, Kind, Option
+from schedir.ir.pipeline.pipeline_shape import PLAN
+from schedir.ir.program import HEADER, TRAITS, Program
+from schedir.passes.pass_order import OPTIONS
+
+SOURCE = (
+    "a built-in schedule or file.py:function, with options in brackets if it has any "
+    "(interleaved(group=4)), or a program FILE.sched, or a run FILE.timeline"
+)
+RANKS, PER_RANK = 4, 2  # ranks, and microbatches per rank, unless told
+COSTS = (
+    "F=1,B=2,send=0.1; F=1:1:2 per stage, "
+    "F=1/2:3/4 per stage and microbatch (F=1/2: all stages alike), or @FILE that says so"
+)
+
+
+def add_source(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """What a command works on."""
+    parser.add_argument("source", metavar="SCHEDULE", nargs="+" if several else None, help=SOURCE)
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """The options by which a schedule is compiled; None where a FILE.sched may say it."""
+    group = parser.add_argument_group("how a schedule is compiled; a FILE.sched has its shape")
+    _add_plan(group)
+    _add_lowering(group)
+
+
+def add_problem(parser: argparse.ArgumentParser, *, costs: str) -> argparse._ArgumentGroup:
+    """The options that say for what a schedule is searched, and their group."""
+    group = parser.add_argument_group("for what")
+    _add_plan(group)
+    _add_costs(group, costs)
+    _add_memory(group)
+    return group
+
+
+def _add_plan(group: argparse._ArgumentGroup) -> None:
+    for f in PLAN:
+        said = [o._replace(help=o.help.format(ranks=RANKS, per_rank=PER_RANK)) for o in f.options]
+        _add_field(group, f.name, f.kind, said)
+
+
+def add_lowering(parser: argparse.ArgumentParser) -> None:
+    """The options by which a draft is lowered, for sources that have their shape."""
+    _add_lowering(parser.add_argument_group("how it is lowered"))
+
+
+class _Later(argparse.Action):
+    """An option of how a program is lowered, for a command that orders computes."""
+
+    def __call__(self, *said: Any) -> None:
+        *_, value, option = said
+        words = [option, *([value] if isinstance(value, str) else value)]
+        raise UsageError(
+            f"a search orders computes, and {option} says how they are lowered",
+            hint=f"search ... -o found.sched, and then: simulate found.sched --relower "
+            f"{shlex.join(words)}",
+            fields=[self.dest],
+        )
+
+
+def add_later(parser: argparse.ArgumentParser) -> None:
+    """The options of `add_lowering` that say a field, none in the help: each is refused, and told
+    where it is for."""
+    fields = [(f.name, option) for f in TRAITS for option in f.options]
+    fields += [(name, Option(name, kind.metavar, "")) for name, (kind, _) in OPTIONS.items()]
+    for field, option in fields:
+        name, takes = "--" + option.name.replace("_", "-"), None if option.metavar else 0
+        parser.add_argument(name, action=_Later, dest=field, nargs=takes, help=argparse.SUPPRESS)
+
+
+def _add_field(
+    parser: argparse._ArgumentGroup, field: str, kind: Kind, options: Sequence[Option]
+) -> None:
+    """The options that say a field of a program, or how it is lowered."""
+    group: Any = parser.add_mutually_exclusive_group() if len(options) > 1 else parser
+    for option in options:
+        name = "--" + option.name.replace("_", "-")
+        how: dict[str, Any] = {"dest": field, "default": None, "help": option.help}
+        if option.metavar:
+            group.add_argument(name, type=_value_of(kind), metavar=option.metavar, **how)
+        else:
+            group.add_argument(name, action="store_true", **how)
+
+
+def _add_lowering(group: argparse._ArgumentGroup) -> None:
+    for f in TRAITS:
+        _add_field(group, f.name, f.kind, f.options)
+    for name, (kind, help) in OPTIONS.items():
+        _add_field(group, name, kind, [Option(name, kind.metavar, help)])
+    group.add_argument(
+        "--overlap",
+        action="store_true",
+        help="group opposite transfers, begin gathers and post receives early",
+    )
+    group.add_argument(
+        "--relower",
+        action="store_true",
+        help="of a program in a file keep the compute alone, and lower it anew",
+    )
+    models = [f"{model} (default)" if model == "device" else model for model in MODELS]
+    group.add_argument("--model", metavar="MODEL", help=f"{', '.join(models[:-1])} or {models[-1]}")
+    _add_costs(group, COSTS)
+    group.add_argument(
+        "--cluster", metavar="FILE.toml",
+        help="fill costs of messages, reductions and steps that are not told, by --sizes and what "
+        "these machines do in a second; costs are in seconds, then",
+    )  # fmt: skip
+    group.add_argument(
+        "--slots", metavar="HOW", help="share static buffers: fewest, or enough to lose no time"
+    )
+    _add_memory(group)
+
+
+def _add_costs(group: argparse._ArgumentGroup, help: str) -> None:
+    group.add_argument("--costs", type=read_costs, metavar="COSTS", help=help)
+
+
+def _add_memory(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--sizes",
+        type=read_sizes,
+        metavar="SIZES",
+        help="activation=16MB,saved=1.2GB; saved=1GB:2GB per stage, saved=1GB/2GB per microbatch",
+    )
+    group.add_argument(
+        "--limit", type=read_bytes, metavar="BYTES", help="what a rank may hold, like 40GB or 40GiB"
+    )
+
+
+def _value_of(kind: Kind) -> Callable[[str], Any]:
+    """What an option makes of its text."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind.read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        least, most = kind.least, kind.most
+        if least is not None and most is not None and not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number from {least} to {most}, not {text!r}"
+            )
+        return value
+
+    return read
+
+
+def count(text: str) -> int:
+    """A whole number, as an option takes it."""
+    try:
+        return whole(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def number(text: str) -> float:
+    """A decimal number, as an option takes it."""
+    try:
+        return decimal(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def read_bytes(text: str) -> float:
+    """A number of bytes, as an option takes it."""
+    try:
+        return bytes_of(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be bytes, like 40GB, not {text!r}") from None
+
+
+def read_costs(text: str) -> Costs:
+    """`F=1,B=2,send=0.1`, `F=1:1:2` for one per stage, `F=1/2:3/4` for one per microbatch, too."""
+    return Costs(**_numbers("cost", Costs, text, decimal, "1"))
+
+
+def read_sizes(text: str) -> Sizes:
+    """`activation=16MB,saved=1.2GB`, or `saved=1GB:1GB:2GB` for one per stage."""
+    return Sizes(**_numbers("size", Sizes, text, bytes_of, "1GB"))
+
+
+def _numbers(
+    what: str, kind: type[Costs | Sizes], text: str, number: Callable[[str], float], one: str
+) -> dict[str, Any]:
+    """What `name=number,name=number:number` gives for the fields of a class."""
+    if text.startswith("@"):
+        text = "".join(read_text(text[1:]).split())
+    names = [f.name for f in fields(kind)]
+    given: dict[str, Any] = {}
+    for part in text.split(",") if text else ():
+        name, equals, value = part.partition("=")
+        name = name.strip()
+        if name not in names:
+            near = get_close_matches(name, names, 1)
+            raise UsageError(
+                f"--{what}s: no {what} {name!r}",
+                hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}",
+            )
+        if name in given:
+            raise UsageError(f"--{what}s: {name} is given twice")
+        try:
+            given[name] = _array(value, number)
+        except ValueError:
+            said = f"{value!r}" if equals else "nothing"
+            raise UsageError(
+                f"--{what}s: {name} must be a number or one per stage, not {said}",
+                hint=f"{name}={one} or {name}={one}:{one}:{one}",
+            ) from None
+    return given
+
+
+def _array(text: str, number: Callable[[str], float]) -> Any:
+    """A number, `1:2` for one per stage, or `1/2:3/4` for one per stage and microbatch."""
+    stages = text.split(":")
+    if "/" in text:
+        return tuple(tuple(map(number, stage.split("/"))) for stage in stages)
+    return tuple(map(number, stages)) if ":" in text else number(text)
+
+
+def request_of(args: argparse.Namespace, source: str, **more: Any) -> Request:
+    """What the options ask for of a source; `more` are fields of the Request that none says."""
+    values = {f.name: getattr(args, f.name, None) for f in HEADER}
+    said = {name: value for name, value in values.items() if value is not None}
+    ranks = said.get("ranks", RANKS)
+    return Request(
+        Source(source),
+        said,
+        usual={"ranks": ranks, "microbatches": PER_RANK * ranks},
+        costs=args.costs,
+        cluster=load_cluster(path) if (path := getattr(args, "cluster", None)) else None,
+        sizes=args.sizes,
+        model=args.model,
+        overlap=args.overlap,
+        slots=args.slots,
+        limit=args.limit,
+        more={name: value for name in OPTIONS if (value := getattr(args, name)) is not None},
+        draft=getattr(args, "draft", False),
+        relower=args.relower,
+        contradicts=_contradicts,
+        **more,
+    )
+
+
+def shape_of(
+    program: Program, said: Collection[str] = (), told: Collection[Field] = HEADER
+) -> list[str]:
+    """The options that say the shape and the traits of a program, or those `told` of these.
+
+    A number that is the default of programs is left out unless it was `said`: a schedule or a
+    file may have another.
+    """
+    words = []
+    for f in told:
+        if not f.is_default(program) or (f.name in said and f.options[0].metavar):
+            option = next((option for option in f.options if option.metavar), f.options[0])
+            words.append("--" + option.name.replace("_", "-"))
+            if option.metavar:
+                words.append(f.kind.show(f.of(program), program.plan))
+    return words
+
+
+def _contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
+    option = field.options[0].name.replace("_", "-")
+    return UsageError(
+        f"{source} has {field.name} {has}, not {said}",
+        hint=f"leave out --{option}",
+        fields=[field.name],
+    )
+
+
+def require_whole(requests: Iterable[Request]) -> None:
+    """Refuse more whole stages than any of several schedules has on a rank.
+
+    Of one that has fewer, all are (`Request.share`).
+    """
+    most, active = 0, 0
+    for request in requests:
+        with suppress(ProgramError):  # a plan that its schedule cannot be on
+            most = max(most, *map(len, request.plan.stages_of))
+            active = request.more.get("active", 0)
+    if active > most > 0:
+        raise PlanError(
+            f"active is {active}, and no schedule has more than {most} "
+            f"stage{'s' * (most > 1)} on a rank to make whole",
+            hint=f"active={most}",
+            fields=["active"],
+        )

@@ -1,0 +1,31 @@
+"""Options of every command that say how far its input is trusted."""
+
+from __future__ import annotations
+
+import argparse
+
+from schedir.ir.cost.number_parsing import whole
+from schedir.ir.input_trust import MOST
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """What a command's input may ask for, and whether it may run."""
+    group = parser.add_argument_group("how far what is read is trusted")
+    group.add_argument(
+        "--most-instructions", type=_count, metavar="N",
+        help=f"that a program may have ({MOST}); each takes some 30 to 100 bytes of memory",
+    )  # fmt: skip
+    group.add_argument(
+        "--no-code", action="store_true",
+        help="refuse file.py:function, which runs the file that it names, wherever that is said",
+    )  # fmt: skip
+
+
+def _count(text: str) -> int:
+    try:
+        number = whole(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text!r}")
+    return number

@@ -1,0 +1,53 @@
+"""Forwards: of a program that trains, what evaluates on the same stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from schedir.analysis.progress_models import Model
+from schedir.compiler.compile import lower
+from schedir.errors import expect
+from schedir.ir.isa.instructions import FORM_CHANGES, FORWARD
+from schedir.ir.program import FIELDS, Program, Stream, is_op
+from schedir.ir.stream import JOINED
+from schedir.passes.pass_types import Boundary, Choice
+
+
+def forwards(
+    program: Program,
+    model: Model = "device",
+    *,
+    overlap: bool = False,
+    slots: Choice | None = None,
+) -> Program:
+    """The forwards of a program in its order, whatever its placement is, with transfers of their
+    own: an Executor that is made with it in `more` evaluates with it.
+
+    `model`, `overlap` and `slots` are as for `compile`.
+
+    >>> from schedir import Plan, compile, forwards, schedules
+    >>> train = compile(schedules.one_f_one_b, Plan(ranks=2, microbatches=4))
+    >>> forwards(train)
+    <program forwards of one_f_one_b: 2 ranks, 16 instructions>
+    """
+    expect(program, Program, "schedir.compile(schedule, plan)")
+    streams = []
+    for stream in program.streams:
+        words = stream.words[is_op(stream.words.view(FIELDS)["op"], (FORWARD,))]
+        streams.append(Stream(words & ~JOINED))
+    draft = Program(
+        f"forwards of {program.name}",
+        replace(program.plan, updates=1, delay=0),
+        tuple(streams),
+        tp=program.tp,
+        dp=program.dp,
+        frozen=program.frozen,
+        skips=program.skips,
+        zero=program.zero,
+        meets=program.meets,
+        chunked=program.chunked,
+        sequence=program.sequence,
+    )
+    scattered = not program.ops.isdisjoint(FORM_CHANGES)
+    boundary: Boundary | None = None if scattered or program.tp == 1 else "sharded"
+    return lower(draft, None, model, boundary=boundary, overlap=overlap, slots=slots)

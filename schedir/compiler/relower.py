@@ -1,0 +1,119 @@
+"""Compile a compiled program's compute, or another draft, again with the program's options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from schedir.analysis.progress_models import Model
+from schedir.compiler.compile import compile
+from schedir.errors import PlanError, ProgramError
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import COMPUTE, RECOMPUTE
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.tied_weights import show_tied, tied_stages
+from schedir.ir.program import JOINED, TRAITS, Program, Stream
+from schedir.passes.pass_order import LOWERING
+from schedir.passes.splitting.stage_segmentation import cut_like
+from schedir.schedules import built_in
+from schedir.schedules.draft import draft
+from schedir.schedules.schedule_algebra import Schedule
+
+
+def compute_of(program: Program) -> Program:
+    """Return a program's compute as a draft, in each rank's order.
+
+    >>> from schedir import Plan, compile, draft, schedules
+    >>> plan = Plan(ranks=4, microbatches=8)
+    >>> compute_of(compile(schedules.gpipe, plan)) == draft(schedules.gpipe, plan)
+    True
+    """
+    work = tuple(Stream(s.words[np.isin(s.op, COMPUTE)]) for s in program.streams)
+    return replace(program, streams=work, slots=(), order={})
+
+
+def options_of(program: Program, model: Model, draft: Program | None = None) -> dict[str, Any]:
+    """Return the options of `compile` with which a program was lowered.
+
+    Only options that leave a trace in the program can be found.  If there is a `draft`, options
+    that do not apply to its traits are left out.
+    """
+    options: dict[str, Any] = {}
+    for each in LOWERING:
+        if each.applies(program if draft is None else draft):
+            options |= each.read(program, model)
+    return options
+
+
+def fitting(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return the options of a program for another plan.
+
+    The plan may have fewer stages on a rank.  `active` is then at most this number.
+    """
+    own = max(map(len, plan.stages_of))
+    return {k: min(v, own) if k == "active" and v else v for k, v in options.items()}
+
+
+def without_recompute(draft: Program) -> Program:
+    """Return a draft without its recomputations (R).
+
+    An instruction that was joined to the R before it is no longer joined.
+    """
+    streams = []
+    for stream in draft.streams:
+        gone, words = stream.op == RECOMPUTE, stream.words.copy()
+        words[1:][gone[:-1]] &= ~JOINED
+        streams.append(Stream(words[~gone]))
+    return replace(draft, streams=tuple(streams))
+
+
+def built_in_schedule_of(program: Program) -> Schedule | None:
+    """Return the built-in schedule of the program's name, if it gives this program."""
+    schedule = built_in().get(program.name)
+    if schedule is None:
+        return None
+    try:
+        again = cut_like(draft(schedule, program.whole), program)
+    except ProgramError:
+        return None
+    # The costs for which the program was lowered are not known, so only the compute is compared.
+    return schedule if again.streams == compute_of(program).streams else None
+
+
+class Lowering:
+    """Lowers drafts with the options with which a program was lowered."""
+
+    def __init__(self, program: Program, model: Model) -> None:
+        self.like, self.model = program, model
+        self.options = options_of(program, model)
+
+    def of(self, drafted: Program, costs: Costs | None, **options: Any) -> Program:
+        """Compile a draft with the program's options; `options` replaces some of them.
+
+        If the program recomputes and the draft does not, every forward of the draft is recomputed.
+        If the program offloads or spills and the draft has another plan, every forward is.
+        """
+        like = self.like
+        traits = {f.name: getattr(like, f.name) for f in TRAITS}
+        ops = like.ops - drafted.ops
+        again = {"recompute": "all"} if RECOMPUTE in ops else {}
+        if drafted.plan != like.plan:  # the choice of forwards is for the program's plan only
+            again |= {name: "all" for name in ("offload", "spill") if self.options.get(name)}
+        if drafted.plan.stages != like.plan.stages:
+            tied = tied_stages(show_tied(like.tied, like.plan) == "yes", drafted.plan)
+            traits |= {"tied": tied}
+            if like.tied and not tied:
+                raise PlanError("of a model that is cut otherwise it is not known what is tied")
+            if like.frozen:
+                raise PlanError("of a model that is cut otherwise it is not known what is frozen")
+            if like.skips:
+                raise PlanError("of a model that is cut otherwise it is not known what skips what")
+        return compile(
+            drafted,
+            model=self.model,
+            costs=costs,
+            **(traits | fitting(self.options, drafted.plan) | again | options),
+        )

@@ -1,0 +1,114 @@
+"""Sources: the files that hold a run's text or tokens."""
+
+from __future__ import annotations
+
+import glob
+import os
+import platform
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from schedir.data.token_windows import Tokens
+from schedir.errors import UsageError
+from schedir.retired_names import RETIRED
+
+
+def load(source: str | Path | Sequence[str | Path] | None = None) -> Tokens:
+    """Return a stream of tokens, memory-mapped if it is in one file.
+
+    `source` is None for the Python source of this interpreter's standard library (some 10 to 30
+    million bytes, always at hand); a `.bin` of uint16 tokens, as nanoGPT writes; or text files,
+    given as paths and globs, of which each byte is a token. Raises UsageError for what is missing
+    or cannot be read, and for a `.bin` of odd size.
+    """
+    if source is None:
+        return python_sources(Path(sysconfig.get_path("stdlib")))
+    paths = find(source)
+    bins = [path for path in paths if path.suffix == ".bin"]
+    if not bins:
+        texts = [_map(path, "u1") for path in paths]
+        return texts[0] if len(texts) == 1 else np.concatenate(texts)
+    if len(paths) > 1:
+        other = next(path for path in paths if path != bins[0])
+        raise UsageError(f"a .bin of tokens comes alone: {bins[0]} does not go with {other}")
+    return _map(bins[0], "<u2")
+
+
+def python_sources(root: Path) -> Tokens:
+    """The `.py` files under `root` without installed packages, joined in order of their paths.
+
+    Joined once, into a file in the cache folder ($XDG_CACHE_HOME/schedir) named after `root` and
+    the Python version, and read from there afterwards. Raises UsageError if that cannot be written.
+    """
+    place = sha256(str(root).encode()).hexdigest()[:8]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "schedir"
+    cache = folder / f"python-{platform.python_version()}-{place}.txt"
+    if not cache.exists():
+        _join(python_files(root), cache)
+    return _map(cache, "u1")
+
+
+def python_files(root: Path) -> list[Path]:
+    """The `.py` files under `root` without installed packages, in order of their paths."""
+    installed = {"site-packages", "dist-packages"}
+    return sorted(p for p in root.rglob("*.py") if not installed & {*p.relative_to(root).parts})
+
+
+def find(sources: str | Path | Sequence[str | Path]) -> list[Path]:
+    """Return the files that paths and globs name, in that order; those of one glob are sorted.
+
+    Raises UsageError if a path or a glob names no file, or a `.jsonl`.
+    """
+    found: list[Path] = []
+    for source in [sources] if isinstance(sources, str | Path) else sources:
+        name = str(source)
+        try:
+            names = [name] if Path(name).exists() else glob.glob(name, recursive=True)
+        except OSError as error:  # a name that is too long
+            raise UsageError(f"cannot read {name:.200}: {error.strerror}") from None
+        files = sorted(path for path in map(Path, names) if path.is_file())
+        if not files:
+            raise UsageError(f"there is no file {name:.200}, and as a pattern it matches none")
+        if lines := [path for path in files if path.suffix == ".jsonl"]:
+            raise UsageError(
+                f"{lines[0]} is no text file", hint=RETIRED["source = .jsonl"], fields=["source"]
+            )
+        found += files
+    if not found:
+        raise UsageError("no files given")
+    return found
+
+
+def _map(path: Path, dtype: str) -> Tokens:
+    try:
+        size, width = path.stat().st_size, np.dtype(dtype).itemsize
+        if size % width:
+            raise UsageError(
+                f"{path} is cut off: its tokens have {width} bytes each, but it has {size} bytes"
+            )
+        # An empty file cannot be mapped.
+        return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _join(paths: Iterable[Path], target: Path) -> None:
+    """Write the files one after the other to `target`, which appears whole or not at all."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Several ranks may do this at once: each renames a file of its own, all the same.
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            whole = Path(folder, "whole")
+            with whole.open("wb") as out:
+                for path in paths:
+                    out.write(path.read_bytes())
+            os.replace(whole, target)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {target}: {error}", hint="set XDG_CACHE_HOME to a folder to write in"
+        ) from error

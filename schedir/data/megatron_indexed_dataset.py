@@ -1,0 +1,90 @@
+"""Read tokens from a `.bin`, and the ends of documents from the `.idx` beside it.
+
+The format is that of Megatron-LM's IndexedDataset (megatron/core/datasets/indexed_dataset.py).  An
+`.idx` contains, in this order:
+
+- "MMIDIDX\\0\\0", the version 1 (uint64) and a code for the type of the tokens (uint8);
+- the number of sequences and the number of bounds of documents (uint64 each);
+- the length in tokens of each sequence (int32);
+- the first byte of each sequence in the `.bin` (int64);
+- the first sequence of each document, and last the number of sequences (int64).
+
+A mode for each sequence may follow, which is not read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.data.token_windows import Tokens
+from schedir.errors import UsageError
+
+_MAGIC: Final = b"MMIDIDX\0\0"
+_HEADER: Final = np.dtype(
+    [("magic", "V9"), ("version", "<u8"), ("type", "u1"), ("sequences", "<u8"), ("bounds", "<u8")]
+)
+_TYPES: Final = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
+
+
+class Documents(NamedTuple):
+    """A stream of tokens, and the ascending ends of its documents; None if these are not known."""
+
+    tokens: Tokens
+    ends: NDArray[np.int64] | None = None
+
+
+def read(path: Path) -> Documents:
+    """Return the documents of a `.bin` with an `.idx` beside it, memory-mapped.
+
+    Raises UsageError if the `.idx` is damaged, has another format, or does not fit its `.bin`.
+    """
+    index = path.with_suffix(".idx")
+
+    def refuse(what: str) -> UsageError:
+        return UsageError(f"{index} {what}", fields=["source"])
+
+    try:
+        size = path.stat().st_size
+        raw = np.memmap(index, "u1", "r") if index.stat().st_size else np.zeros(0, "u1")
+    except OSError as error:
+        raise UsageError(f"cannot read {error.filename}: {error.strerror}") from None
+    if len(raw) < _HEADER.itemsize or raw[: len(_MAGIC)].tobytes() != _MAGIC:
+        raise refuse("is no index of an IndexedDataset: it does not begin with MMIDIDX")
+    head = raw[: _HEADER.itemsize].view(_HEADER)[0]
+    sequences, bounds, code = int(head["sequences"]), int(head["bounds"]), int(head["type"])
+    if head["version"] != 1:
+        raise refuse(f"is of version {head['version']}, and not 1")
+    if code not in _TYPES:
+        raise refuse(f"says that its tokens are of type {code}, which is no whole number's")
+    needs = _HEADER.itemsize + 12 * sequences + 8 * bounds
+    if len(raw) < needs:
+        raise refuse(
+            f"is cut off: {sequences} sequences and {bounds} bounds of documents take {needs} "
+            f"bytes, and it has {len(raw)}"
+        )
+    kind, at = np.dtype(_TYPES[code]), _HEADER.itemsize
+    lengths = raw[at : at + 4 * sequences].view("<i4").astype(np.int64)
+    begins = raw[at + 4 * sequences : at + 12 * sequences].view("<i8")
+    firsts = raw[at + 12 * sequences : needs].view("<i8").astype(np.int64)
+    over = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    if lengths.min(initial=0) < 0 or not np.array_equal(begins, over[:-1] * kind.itemsize):
+        raise refuse("has sequences that do not come one after the other")
+    if over[-1] * kind.itemsize != size:
+        raise refuse(
+            f"says that {path.name} has {over[-1]} tokens of {kind.itemsize} bytes, and it has "
+            f"{size} bytes"
+        )
+    if (
+        not bounds
+        or firsts[0] != 0
+        or firsts[-1] != sequences
+        or np.diff(firsts).min(initial=0) < 0
+    ):
+        raise refuse(f"has bounds of documents that do not go from 0 to {sequences}")
+    ends = over[firsts]
+    tokens = np.memmap(path, kind, "r") if size else np.zeros(0, kind)
+    return Documents(tokens, np.unique(ends[ends > 0]))

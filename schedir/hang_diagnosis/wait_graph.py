@@ -1,0 +1,230 @@
+"""Standing: where each rank of a job stands, and who waits for whom, by what they have recorded.
+
+No program is needed.  A rank waits at the first operation that it has issued and that has not
+ended.  Whom that waits for is read off the other ranks' recordings: a message pairs with its other
+side, the k-th from a to b in a process group with the k-th, and a collective with those of the same
+number.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping
+from enum import Enum
+from functools import cached_property
+from math import prod
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from schedir.hang_diagnosis.flight_recorder import Dump, Group, Op
+
+# Collectives that end nowhere before all members have issued them.
+_ALL: Final = re.compile(r"all_?reduce|all_?gather|reduce_scatter|all_?to_?all|barrier").search
+# Collectives whose members may come with different sizes.
+_UNEVEN: Final = ("gather", "scatter", "all_to_all", "v", "v_single", "new_window", "split")
+
+
+class Why(Enum):
+    """What another rank has done for an operation that has not ended, in words.
+
+    It has issued its part `BEHIND` another that has not ended; it has issued an `OTHER` part, which
+    does not fit; or it is `THERE`, and so are all.
+    """
+
+    NO_DUMP = "left no dump"
+    NOT_ISSUED = "not issued its side"
+    BEHIND = "issued its side, behind"
+    OTHER = "issued another part"
+    THERE = "issued its side, too"
+
+
+_HELD: Final = (Why.NOT_ISSUED, Why.BEHIND)
+
+
+class Wait(NamedTuple):
+    """An operation of `rank` that has not ended, and what its part on rank `on` does."""
+
+    rank: int
+    op: Op
+    on: int
+    why: Why
+    part: Op | None
+
+
+class Job:
+    """All that is known of a job: its dumps, and what they say together.
+
+    `waits` are what the first operation of each rank that has not ended waits for, with all of its
+    batch.
+
+    Args:
+        dumps: The dumps by rank.
+        names: What else an operation is called, by its rank and number.
+    """
+
+    def __init__(
+        self,
+        dumps: Mapping[int, Dump],
+        names: Mapping[tuple[int, int], str] = MappingProxyType({}),
+    ) -> None:
+        self.dumps, self.names = dumps, names
+        groups = {g for d in dumps.values() for g in (*d.groups, *(op.group for op in d.ops))}
+        members = {id(group.ranks): group.ranks for group in groups}.values()
+        self.ranks = tuple(sorted({*dumps, *(rank for some in members for rank in some)}))
+        # Messages of a rank by channel, and its collectives by process group and number.
+        self._messages: dict[tuple[int, Group, int, int], list[Op]] = defaultdict(list)
+        self._collectives: dict[tuple[int, Group], dict[int, list[Op]]] = defaultdict(dict)
+        for rank, dump in dumps.items():
+            for op in dump.ops:
+                if op.is_message:
+                    self._messages[rank, op.group, *_ends(rank, op)].append(op)
+                else:
+                    self._collectives[rank, op.group].setdefault(op.nth, []).append(op)
+        self._heads = {rank: _heads(dump) for rank, dump in dumps.items()}
+        self._others: dict[object, list[tuple[int, Why, Op | None]]] = {}
+        self.waits = {rank: self._waits(rank) for rank in dumps}
+
+    def say(self, rank: int, op: Op) -> str:
+        """An operation of a rank in words."""
+        name = self.names.get((rank, op.number))
+        return f"{op} ({name})" if name else str(op)
+
+    def lost(self, wait: Wait) -> bool:
+        """Whether one of the two has lost its beginning, so that a number says nothing of pairs."""
+        return any(self.dumps[r].lost for r in (wait.rank, wait.on) if r in self.dumps)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks of which there is no dump."""
+        return tuple(rank for rank in self.ranks if rank not in self.dumps)
+
+    # ------------------------------------------------------------ who is the other side of what
+
+    def part(self, rank: int, op: Op, other: int) -> Op | None:
+        """What another rank has recorded of an operation of a rank, None if nothing.
+
+        Of a collective in a batch that is the one at the same place in its batch.
+        """
+        if not op.is_message:
+            own, theirs = (self._same(one, op) for one in (rank, other))
+            return theirs[min(own.index(op), len(theirs) - 1)] if theirs else None
+        ends = _ends(rank, op)
+        own, theirs = (self._messages.get((one, op.group, *ends), []) for one in (rank, other))
+        if self.dumps[rank].lost or self.dumps[other].lost:
+            # Where the beginning is lost, what has not ended is paired in order.
+            if op.ended:
+                return None
+            own, theirs = ([one for one in side if not one.ended] for side in (own, theirs))
+        at = bisect_left(own, op.number, key=lambda one: one.number)
+        return theirs[at] if at < len(theirs) else None
+
+    def _same(self, rank: int, op: Op) -> list[Op]:
+        """The collectives of a rank that have the number of another rank's."""
+        return self._collectives.get((rank, op.group), {}).get(op.nth, [])
+
+    def _newest(self, rank: int, group: Group) -> int:
+        """The number of the last collective that a rank has issued in a process group."""
+        return max(self._collectives.get((rank, group), (0,)))
+
+    def _why(self, rank: int, op: Op, other: int) -> tuple[int, Why, Op | None]:
+        """Another rank, what its part in an operation does, and which it is."""
+        if other not in self.dumps:
+            return other, Why.NO_DUMP, None
+        part = self.part(rank, op, other)
+        if part is None:
+            # Of a collective that is no longer in its buffer, the rank has had it.
+            later = not op.is_message and self._newest(other, op.group) > op.nth
+            return other, Why.THERE if later else Why.NOT_ISSUED, None
+        if _differ(op, part):
+            return other, Why.OTHER, part
+        behind = not part.ended and part.number not in [head.number for head in self._heads[other]]
+        return other, Why.BEHIND if behind else Why.THERE, part
+
+    def _waits(self, rank: int) -> tuple[Wait, ...]:
+        found: list[Wait] = []
+        for op in self._heads[rank]:
+            if op.is_message:
+                found.append(Wait(rank, op, *self._why(rank, op, op.peer)))
+                continue
+            # Others do the same for all that have issued the same: it is asked once for all.
+            place = self._same(rank, op).index(op)
+            key = (op.group, op.nth, place, op.kind, op.sizes, op.dtypes)
+            if key not in self._others:
+                every = [self._why(rank, op, other) for other in op.group.ranks]
+                self._others[key] = [one for one in every if one[1] is not Why.THERE] or every
+            found += [Wait(rank, op, *one) for one in self._others[key] if one[0] != rank]
+        held = [wait for wait in found if wait.why is not Why.THERE]
+        return tuple(held or found)
+
+    # ------------------------------------------------------------ what that means
+
+    @property
+    def cycle(self) -> tuple[Wait, ...]:
+        """The waits around a cycle of ranks, each for the next, from the lowest rank that is found
+        in one; empty if there is none."""
+        left = {rank: [w for w in own if w.why in _HELD] for rank, own in self.waits.items()}
+        while done := [rank for rank, own in left.items() if not own]:
+            for rank in done:
+                del left[rank]
+            left = {rank: [w for w in own if w.on in left] for rank, own in left.items()}
+        if not left:
+            return ()
+        path: list[Wait] = []
+        rank = min(left)
+        while rank not in [wait.rank for wait in path]:
+            path.append(left[rank][0])
+            rank = path[-1].on
+        return tuple(path[[wait.rank for wait in path].index(rank) :])
+
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """The ranks for which others wait, and which wait for nobody here."""
+        waited = {wait.on for waits in self.waits.values() for wait in waits}
+        return tuple(sorted(r for r in waited if not any(w.on != r for w in self.waits.get(r, ()))))
+
+    @property
+    def unmet(self) -> tuple[Wait, ...]:
+        """What does not fit, or has not ended though all of its ranks are there."""
+        every = [wait for waits in self.waits.values() for wait in waits]
+        return tuple(wait for wait in every if wait.why in (Why.OTHER, Why.THERE))
+
+    @cached_property
+    def behind(self) -> tuple[int, ...]:
+        """The ranks that have written their dumps before others have: they have not issued what has
+        ended elsewhere, and cannot have without them."""
+        found: set[int] = set()
+        ended: dict[Group, int] = defaultdict(int)
+        for (_, group), parts in self._collectives.items():
+            over = (n for n, some in parts.items() for op in some if op.ended and _ALL(op.kind))
+            ended[group] = max(ended[group], *over, 0)
+        for group, last in ended.items():
+            there = self.dumps.keys() & group.ranks
+            found |= {rank for rank in there if self._newest(rank, group) < last}
+        for (rank, group, a, b), received in self._messages.items():
+            if rank == b and a in self.dumps and not (self.dumps[a].lost or self.dumps[b].lost):
+                sent = len(self._messages.get((a, group, a, b), ()))
+                found |= {a} if any(op.ended for op in received[sent:]) else set()
+        return tuple(sorted(found))
+
+
+def _ends(rank: int, op: Op) -> tuple[int, int]:
+    """From whom to whom a message goes."""
+    return (rank, op.peer) if op.kind == "send" else (op.peer, rank)
+
+
+def _heads(dump: Dump) -> tuple[Op, ...]:
+    left = [op for op in dump.ops if not op.ended]
+    return tuple(op for op in left if op is left[0] or (op.batch and op.batch == left[0].batch))
+
+
+def _differ(op: Op, part: Op) -> bool:
+    """Whether two parts of one operation cannot be."""
+    if op.is_message:
+        return sum(map(prod, op.sizes)) != sum(map(prod, part.sizes)) or op.dtypes != part.dtypes
+    if op.kind != part.kind:
+        return True
+    if op.kind.removesuffix("_base").endswith(_UNEVEN):
+        return False
+    return op.sizes != part.sizes or op.dtypes != part.dtypes

@@ -1,0 +1,266 @@
+"""Megatron-LM, as megatron-core 0.16: ranges around its forwards, backwards and messages.
+
+Its three schedules call `forward_step` and `backward_step`, and post messages through
+`_batched_p2p_ops` or `_p2p_ops`, all by their names in their modules.  A forward is given its
+microbatch and chunk; stage = chunk * ranks + rank.  What it returns carries both to the backward
+and to the message in which it is sent.  Receives come in the order in which the other side
+computes, which is that of Megatron's own table; the forward or backward that takes what was
+received must confirm it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from inspect import signature
+from types import FunctionType, SimpleNamespace
+from typing import Any, Final, NamedTuple
+from warnings import warn
+
+from torch import distributed
+
+from schedir.errors import ExecutionError, UsageError
+from schedir.instrumentation.profiler_ranges import (
+    Patches,
+    Posted,
+    mark,
+    posted,
+    posting,
+    profiling,
+    reducing,
+)
+
+PACKAGE: Final = "megatron-core"
+ROOT: Final = "megatron.core"
+KNOWN: Final = "0.16.1"
+_MODULE: Final = "megatron.core.pipeline_parallel.schedules"
+
+_AT: Final = "_schedir_at"  # which stage and microbatch a tensor is of
+_ALONE: Final = "forward_backward_no_pipelining"
+_SCHEDULES: Final = (
+    _ALONE,
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
+# Settings under which it computes or sends elsewhere.
+_ELSEWHERE: Final = (
+    "overlap_moe_expert_parallel_comm",
+    "hybrid_context_parallel",
+    "use_ring_exchange_p2p",
+)
+_HINT: Final = "this version of megatron-core works otherwise: run without schedir.instrument"
+
+
+class _At(NamedTuple):
+    stage: int
+    mb: int
+
+
+@dataclass
+class _Step:
+    """A step under a profiler: whose it is, and which messages come next."""
+
+    ranks: int
+    rank: int
+    activations: Iterator[_At]
+    gradients: Iterator[_At]
+
+    def message(self, place: str, tensor: Any) -> str:
+        """What a message is called that `_p2p_ops` knows by the parameter `tensor_{place}`."""
+        if place.startswith("recv"):
+            at = next(self.activations if place == "recv_prev" else self.gradients, None)
+            if at is None:
+                raise ExecutionError("Megatron receives more than its schedule has", hint=_HINT)
+            setattr(tensor, _AT, at)
+            return f"{at.stage}{'RECV_F' if place == 'recv_prev' else 'RECV_B'}{at.mb}"
+        at = _known(tensor)
+        return f"{at.stage}{'SEND_F' if place == 'send_next' else 'SEND_B'}{at.mb}"
+
+
+_STEP: ContextVar[_Step | None] = ContextVar("schedir.megatron", default=None)
+
+
+def patch(patches: Patches) -> None:
+    """Plan what is put around Megatron's functions.  Raises UsageError where one is not there."""
+    schedules: Any = import_module(_MODULE)
+    messages: Any = import_module("megatron.core.pipeline_parallel.p2p_communication")
+    within = Patches()
+    within.around(schedules, "forward_step", _forward)
+    within.around(schedules, "backward_step", _backward)
+    within.around(messages, "_batched_p2p_ops", _batched)
+    within.around(messages, "_p2p_ops", _one_by_one)
+    for name in _SCHEDULES:
+        patches.around(schedules, name, partial(_schedule, schedules, within))
+    for name in ("get_model_config", "get_schedule_table"):
+        if not hasattr(schedules, name):
+            raise UsageError(f"{_MODULE} has no {name}")
+    if not {"vp_stage", "current_microbatch"} <= {*signature(schedules.forward_step).parameters}:
+        raise UsageError(f"{_MODULE}.forward_step takes no vp_stage or no current_microbatch")
+
+
+def _schedule(schedules: Any, within: Patches, original: Any, *args: Any, **kwargs: Any) -> Any:
+    if not profiling():
+        return original(*args, **kwargs)
+    given = signature(original).bind(*args, **kwargs).arguments
+    model = given["model"] if isinstance(given["model"], list) else [given["model"]]
+    config = schedules.get_model_config(model[0])
+    if set_ := [name for name in _ELSEWHERE if getattr(config, name, False)]:
+        warn(f"steps of Megatron with {', '.join(set_)} are not marked", stacklevel=3)
+        return original(*args, **kwargs)
+    rank, ranks = _place(schedules, original, given)
+    chunks, table = len(model), [(mb, 0) for mb in range(given["num_microbatches"])]
+    if chunks > 1:
+        group = config.microbatch_group_size_per_vp_stage
+        table = schedules.get_schedule_table(given["num_microbatches"], chunks, group)
+    # From the last rank to the first a message goes to the next chunk; out of the model goes none.
+    forwards = [(chunk + (rank == 0), mb) for mb, chunk in table]
+    backwards = [(chunks - 1 - chunk - (rank == ranks - 1), mb) for mb, chunk in table]
+    step = _Step(
+        ranks,
+        rank,
+        *(
+            iter([_At(chunk * ranks + rank, mb) for chunk, mb in order if 0 <= chunk < chunks])
+            for order in (forwards, backwards)
+        ),
+    )
+    stages = range(rank, ranks * chunks, ranks)
+    token, finalize = _STEP.set(step), config.finalize_model_grads_func
+    if finalize is not None:
+        config.finalize_model_grads_func = partial(_finalize, finalize, stages)
+    try:
+        with within:
+            return original(*args, **kwargs)
+    finally:
+        config.finalize_model_grads_func = finalize
+        _STEP.reset(token)
+
+
+def _place(schedules: Any, original: Any, given: dict[str, Any]) -> tuple[int, int]:
+    """The rank in the pipeline, and the number of ranks."""
+    if original.__name__ == _ALONE:
+        return 0, 1
+    communicator = given.get("p2p_communicator")
+    if communicator is None:
+        group = schedules.parallel_state.get_pipeline_model_parallel_group()
+    else:
+        group = communicator.pp_group
+    return group.rank(), group.size()
+
+
+def _forward(original: Any, *args: Any, **kwargs: Any) -> Any:
+    step = _STEP.get()
+    if step is None:
+        return original(*args, **kwargs)
+    given = signature(original).bind(*args, **kwargs).arguments
+    at = _At((given.get("vp_stage") or 0) * step.ranks + step.rank, given["current_microbatch"])
+    _confirm(given["input_tensor"], at)
+    with mark(f"{at.stage}F{at.mb}"):
+        result = original(*args, **kwargs)
+    _name(result[0], at)
+    return result
+
+
+def _backward(original: Any, *args: Any, **kwargs: Any) -> Any:
+    if _STEP.get() is None:
+        return original(*args, **kwargs)
+    given = signature(original).bind(*args, **kwargs).arguments
+    at = _known(given["output_tensor"])
+    _confirm(given["output_tensor_grad"], at)
+    with mark(f"{at.stage}B{at.mb}"):
+        gradient = original(*args, **kwargs)
+    _name(gradient, at)
+    return gradient
+
+
+def _finalize(original: Any, stages: range, *args: Any, **kwargs: Any) -> Any:
+    """Reduce the gradients of all the rank's stages, in one call."""
+    with reducing(stages):
+        return original(*args, **kwargs)
+
+
+# ---------------------------------------------------------------- messages
+
+
+def _batched(original: Any, **kwargs: Any) -> Any:
+    """Post messages as one."""
+    step = _STEP.get()
+    actions = _actions(step, kwargs)
+    if not actions:
+        return original(**kwargs)
+    with posting([*actions.values()]):
+        works = original(**kwargs)
+    return posted(works, [*actions.values()])
+
+
+def _one_by_one(original: Any, **kwargs: Any) -> Any:
+    """Post messages one after the other, in an order that `_p2p_ops` knows."""
+    actions = _actions(_STEP.get(), kwargs)
+    if not actions:
+        return original(**kwargs)
+    names = {id(kwargs[f"tensor_{place}"]): action for place, action in actions.items()}
+
+    def marked(function: Any, tensor: Any, **rest: Any) -> Any:
+        with mark(names.pop(id(tensor))):
+            return function(tensor, **rest)
+
+    own = _Distributed(
+        isend=partial(marked, distributed.isend), irecv=partial(marked, distributed.irecv)
+    )
+    names_in_it = original.__globals__ | {"torch": SimpleNamespace(distributed=own)}
+    works = FunctionType(original.__code__, names_in_it, closure=original.__closure__)(**kwargs)
+    if names:
+        raise ExecutionError("Megatron posts messages by other functions", hint=_HINT)
+    return {place: Posted([work], [actions[place]]) for place, work in works.items()}
+
+
+class _Distributed(SimpleNamespace):
+    """torch.distributed, with functions of ours in place of some."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(distributed, name)
+
+
+def _actions(step: _Step | None, given: dict[str, Any]) -> dict[str, str]:
+    """What the messages of a call are called, by their place, in the order of its parameters."""
+    places = ("send_prev", "recv_prev", "send_next", "recv_next")
+    tensors = {place: given[f"tensor_{place}"] for place in places} if step else {}
+    return {
+        place: step.message(place, tensor)
+        for place, tensor in tensors.items()
+        if step is not None and tensor is not None
+    }
+
+
+# ---------------------------------------------------------------- what tensors carry
+
+
+def _tensors(value: Any) -> list[Any]:
+    return [one for one in (value if isinstance(value, list) else [value]) if one is not None]
+
+
+def _name(value: Any, at: _At) -> None:
+    for tensor in _tensors(value):
+        setattr(tensor, _AT, at)
+
+
+def _known(value: Any) -> _At:
+    """Which stage and microbatch a tensor is of that a forward or backward has returned."""
+    found = [getattr(tensor, _AT, None) for tensor in _tensors(value)]
+    if not found or not isinstance(found[0], _At):
+        raise ExecutionError("Megatron hands on a tensor that no forward_step returned", hint=_HINT)
+    return found[0]
+
+
+def _confirm(value: Any, at: _At) -> None:
+    """Raise ExecutionError where what was received is not what a forward or backward takes."""
+    for tensor in _tensors(value):
+        found = getattr(tensor, _AT, at)
+        if found != at:
+            raise ExecutionError(
+                f"Megatron computes {at.stage}.{at.mb} (stage and microbatch) with what was "
+                f"received for {found.stage}.{found.mb}",
+                hint=_HINT,
+            )

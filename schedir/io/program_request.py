@@ -1,0 +1,402 @@
+"""Request: what a person asks for, and all that is said beside it, resolved in one place.
+
+The command line makes a Request of its options, a training run of its configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from schedir.analysis.progress_models import MODELS, Model, require_model
+from schedir.compiler.compile import check_memory, compile
+from schedir.compiler.relower import compute_of, fitting, options_of
+from schedir.errors import PlanError, UsageError
+from schedir.io.source_loader import Source
+from schedir.ir.cost.cluster import Cluster
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.per_stage_values import cut
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import RECOMPUTE
+from schedir.ir.pipeline.field_schema import Field
+from schedir.ir.pipeline.pipeline_shape import PLAN, Plan
+from schedir.ir.pipeline.stage_segments import Whole, whole_of
+from schedir.ir.program import FIELDS, HEADER, TRAITS, Program
+from schedir.passes.memory.buffer_sharing import share_slots
+from schedir.passes.memory.offload_placement import DISK, HOST
+from schedir.passes.pass_types import Choice
+from schedir.passes.splitting.stage_segmentation import SHARED, in_pieces, over_stages
+from schedir.predict.calibrate import calibrate, completed
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline
+from schedir.schedules import built_in
+from schedir.schedules.draft import draft
+from schedir.schedules.schedule_algebra import (
+    Schedule,
+    delay_for,
+    placed_for,
+    stages_per_rank_for,
+    takes_v,
+)
+from schedir.verify.check import check
+
+
+def _contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
+    return UsageError(f"{source} has {field.name} {has}, not {said}", fields=[field.name])
+
+
+@dataclass(frozen=True)
+class Request:
+    """A source, and how its program is wanted.  Each property is found when it is first asked for.
+
+    `said` are the fields of the plan and the program that somebody said, by name; what nobody said
+    the source decides, or `usual`, which has at least `ranks` and `microbatches`.  `costs`, `sizes`
+    and `model` are those of a prediction, `overlap`, `slots`, `limit`, `blocks` and `more` as
+    `compile` takes them; None is what nobody said.  `draft` asks for the compute only.
+
+    A program in a file is taken as it is, and what contradicts it is refused, by
+    `contradicts(source, field, has, said)`.  With `lowers` a draft in a file is lowered, with the
+    traits that are said, and values of a lowered program share the slots that are asked for.  With
+    `relower` any program in a file is a draft to be lowered, of its compute alone: as it was
+    lowered where nobody says otherwise, but for `overlap`.  Of a run that is a prediction, at the
+    run's mean times unless there are `costs`.
+
+    A `cluster` fills costs that nobody told, for this plan, in seconds.
+
+    `share` is for comparing schedules of one model: costs and sizes are a rank's, or those of any
+    number of stages, and are spread evenly over the stages of the plan; only schedules that take
+    `v`, or are for several, have several.  What is frozen is said in parts of which there are as
+    many as ranks, then, and so is what is cut.
+    """
+
+    source: Source
+    said: Mapping[str, Any]
+    usual: Mapping[str, Any]
+    costs: Costs | None = None
+    cluster: Cluster | None = None
+    sizes: Sizes | None = None
+    model: Model | None = None
+    blocks: bool = False
+    overlap: bool = False
+    slots: Choice | None = None
+    limit: float | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+    draft: bool = False
+    lowers: bool = False
+    relower: bool = False
+    share: bool = False
+    contradicts: Callable[[str, Field, str, str], UsageError] = field(default=_contradicts)
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
+            require_model(self.model)
+
+    # ------------------------------------------------------------ what is resolved
+
+    @property
+    def run(self) -> Timeline | None:
+        """The run in a file, if the source is one."""
+        return self.source.run
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule, if the source is one."""
+        found = self.source.found
+        return None if isinstance(found, Program) else found
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of the program in a file, or that on which a schedule is drafted.
+
+        Raises PlanError for one that cannot be, UsageError for one that contradicts a file.
+        """
+        found = self.source.found
+        if isinstance(found, Program):
+            self._agree(found)
+            return found.plan
+        return self._plan_for(found)
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        """What somebody said of the program beside its plan.
+
+        Raises PlanError where schedules are compared, and what is frozen is no number of stages.
+        """
+        said = {f.name: self.said[f.name] for f in TRAITS if f.name in self.said}
+        if self.share and said.get("frozen"):
+            said["frozen"] = self._frozen(said["frozen"], self.plan)
+        return said
+
+    def _frozen(self, parts: int, own: Plan) -> int:
+        """How many stages of a program are frozen, where of each rank's part so many are."""
+        plan, pieces, _ = self._whole_of(own)
+        frozen, rest = divmod(parts * plan.stages, plan.ranks)
+        if rest:
+            raise PlanError(
+                f"{parts} of {plan.ranks} parts of the model are frozen, and with "
+                f"{plan.stages} stages that is no number of them",
+                fields=["frozen", "stages_per_rank"],
+            )
+        return sum(pieces[:frozen])
+
+    @cached_property
+    def program(self) -> Program:
+        """The program: a schedule's compiled and so checked, one in a file as it is.
+
+        Raises a ProgramError for one that is wrong.
+        """
+        plan, found, how = self.plan, self.source.found, dict[str, Any]()
+        if not isinstance(found, Program):
+            if not self.draft:  # refuse what is too large before the schedule is called
+                # A schedule may have no backwards: of built-in ones all but `forward_only` have.
+                training = [s for name, s in built_in().items() if name != "forward_only"]
+                trains = getattr(found, "func", found) in training
+                plan.require_room_lowered(trains=trains and not self.said.get("frozen"))
+            found = draft(found, plan)
+        elif self.relower:
+            again = replace(compute_of(found), **self.traits)
+            how, found = options_of(found, self._model, again), again
+        elif not self.lowers:
+            return found if self.limit is None else self._within(check(found, self.proven_model))
+        elif not found.is_draft:
+            for name in self.more:
+                raise UsageError(
+                    f"{self.source} has its transfers: {name} is for what is compiled",
+                    fields=[name],
+                )
+            return self._within(self._with_slots(found))
+        found = replace(found, **self.traits)
+        if self.draft:
+            self._require_compute()
+            return found
+        how |= {"overlap": self.overlap, **self.more}
+        if self.share:  # schedules of other numbers of stages
+            how = fitting(how | self._cut, found.plan)
+        if self.slots is not None:
+            how["slots"] = self.slots
+        return compile(
+            found,
+            model=self._model,
+            blocks=self.blocks or (self.run is not None and self.run.blocks),
+            costs=self.stage_costs,
+            sizes=self._stage_sizes,
+            limit=self.limit,
+            **how,
+        )
+
+    @property
+    def given(self) -> Costs | None:
+        """Costs of stages, those told and those that a cluster fills; None where there are none."""
+        return None if self.costs is None and self.cluster is None else self.stage_costs
+
+    @property
+    def filled(self) -> Costs:
+        """The costs that the cluster fills."""
+        told = self._per_stage(self.costs or Costs()).told
+        own = self.stage_costs.told if self.cluster is not None else {}
+        return Costs(**{name: cost for name, cost in own.items() if name not in told})
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The predicted run of the program, which is checked, or the run in a file.
+
+        With `costs` it is the prediction of the program of a run, in the unit of that.
+        """
+        found = self.run
+        if found is None:
+            costs, sizes = self.run_costs, self._stage_sizes
+            model, blocks = self._model, self.blocks
+            run = simulate(self.program, costs, model=model, sizes=sizes, blocks=blocks)
+            return run if self.cluster is None else replace(run, unit="s")
+        if self.cluster is not None:
+            raise UsageError(
+                f"{self.source} is a run, which has its own times: a cluster fills those of "
+                "programs and schedules",
+                fields=["cluster"],
+            )
+        if self.model not in (None, found.model) and not self.share:
+            raise UsageError(
+                f"{self.source} ran under {found.model}, not {self.model}", fields=["model"]
+            )
+        if self.blocks and not found.blocks:
+            raise UsageError(f"{self.source} ran on hosts that do not block", fields=["blocks"])
+        self._agree(found.program)
+        sizes = self._stage_sizes or found.sizes
+        program = self.program if self.relower else found.program
+        given = self.priced
+        if self.limit is not None:
+            check_memory(program, sizes, self.limit)
+        if given is not None:
+            predicted = simulate(program, given, model=found.model, blocks=found.blocks)
+            found = replace(predicted, unit=found.unit)
+        return replace(found, sizes=sizes)
+
+    @cached_property
+    def priced(self) -> Costs | None:
+        """The costs of each stage at which `timeline` is predicted; None for a run as it is."""
+        found = self.run
+        if found is None:
+            return self.run_costs
+        given = None if self.share else self.costs
+        if given is None and self.relower:
+            given = completed(calibrate(found), found.program)
+        return given
+
+    @property
+    def _model(self) -> Model:
+        """The progress model that is said, else that of a run that is lowered anew, or device."""
+        own = self.run.model if self.relower and self.run is not None else "device"
+        return self.model or own
+
+    @property
+    def proven_model(self) -> Model:
+        """The progress model that is said, else device, or that of a run whose program it is."""
+        proven = {proof.model for proof in self.run.program.proofs} if self.run else {"device"}
+        own = [model for model in MODELS if model in proven]
+        return self.model or ("device" if "device" in own or not own else own[0])
+
+    # ------------------------------------------------------------ how
+
+    def _plan_for(self, schedule: Schedule) -> Plan:
+        """What is said, what the schedule is made for, what is usual: whichever comes first."""
+        values = dict(self.usual) | dict(self.said)
+        mark, fixed = placed_for(schedule)
+        placement = values.get("placement") or mark or "loop"
+        v = values.get("stages_per_rank")
+        if v is None or (self.share and (fixed or (placement == "loop" and not takes_v(schedule)))):
+            v = stages_per_rank_for(schedule) if isinstance(placement, str) else 1  # as a map says
+        values |= {"placement": placement, "stages_per_rank": v}
+        if values.get("updates", 1) != 1 and "delay" not in values:
+            values["delay"] = delay_for(schedule) or 0
+        return Plan(**{f.name: values[f.name] for f in PLAN if f.name in values})
+
+    def _agree(self, program: Program) -> None:
+        """Refuse what contradicts the program in a file."""
+        for f in HEADER:
+            free = (self.relower or (self.lowers and program.is_draft)) and not f.of_plan
+            split = self.share and f.name in ("stages_per_rank", "placement")
+            if f.name not in self.said or free or split:
+                continue
+            said, found = f.kind.settle(f.name, self.said[f.name], program.plan), f.of(program)
+            if self.share and f.name == "microbatches":  # whole ones, as schedules have them
+                found = program.whole.microbatches
+            of_parts = self.share and f.name == "frozen"
+            if (self._frozen(said, program.plan) if of_parts else said) != found:
+                has, said = (f.kind.show(value, program.plan) for value in (found, said))
+                raise self.contradicts(self.source, f, has, said)
+        if not (self.lowers or self.relower):
+            own = [name for name in ("draft", "overlap", "slots") if getattr(self, name)]
+            for name in (*own, *self.more):
+                option = name.replace("_", "-")
+                raise UsageError(
+                    f"{self.source} is a program: --{option} is for schedules", fields=[name]
+                )
+
+    def _require_compute(self) -> None:
+        """Refuse, of a draft, what says how it is lowered."""
+        for name in (*(n for n in ("overlap", "slots") if getattr(self, n)), *self.more):
+            raise UsageError(
+                f"a draft is what is computed, before it is lowered: --{name.replace('_', '-')} is "
+                "for what is lowered",
+                hint="leave out --draft",
+                fields=[name],
+            )
+
+    def _with_slots(self, program: Program) -> Program:
+        """A lowered program, checked, whose values share the slots that are asked for."""
+        program = check(program, self._model, blocks=self.blocks)
+        if self.slots is None:
+            return program
+        program = share_slots(program, self.slots, self.stage_costs, self._model)
+        return check(program, self._model, blocks=self.blocks)
+
+    def _within(self, program: Program) -> Program:
+        """A checked program, within the limit if there is one."""
+        return (
+            program if self.limit is None else check_memory(program, self._stage_sizes, self.limit)
+        )
+
+    @cached_property
+    def stage_costs(self) -> Costs:
+        """The costs of a prediction, those of each stage; of moves as if nothing was recomputed."""
+        return self._priced(())
+
+    @cached_property
+    def run_costs(self) -> Costs:
+        """The same for the program: what is recomputed moves its checkpoint."""
+        program = self.program
+        if self.cluster is None or not {RECOMPUTE, HOST.there} <= program.ops:
+            return self.stage_costs
+        at = program.op == RECOMPUTE
+        stage, mb = (program.words.view(FIELDS)[name][at].tolist() for name in ("stage", "mb"))
+        return self._priced([*zip(stage, mb, strict=True)])
+
+    def _priced(self, recomputed: Collection[tuple[int, int]]) -> Costs:
+        costs = self.costs or Costs()
+        if self.cluster is None:
+            return self._per_stage(costs.usual())
+        found, told = self.source.found, self._whole
+        finer = {"cut", "chunks"} & self.more.keys()
+        if told.plan != self.plan:
+            finer |= {"chunked"} if told.plan.stages == self.plan.stages else {"meets"}
+        if finer:
+            raise UsageError(
+                "a cluster fills costs of whole stages and microbatches, and these are cut",
+                hint="tell costs of pieces, sum among them",
+                fields=["cluster", *finer],
+            )
+        costs = self._per_stage(costs)
+        groups: dict[str, Any] = {"tp": 1, "dp": 1, "zero": 0, "snapshots": False}
+        groups |= {"states": "device"}
+        for f in TRAITS:
+            if f.name in groups:
+                own = f.of(found) if isinstance(found, Program) else groups[f.name]
+                groups[f.name] = self.said.get(f.name, own)
+        ops = found.ops if isinstance(found, Program) else frozenset[int]()
+        for name, op in (("offload", HOST.there), ("spill", DISK.there)):
+            groups[name] = self.more.get(name) is not None or op in ops
+        return self.cluster.costs(
+            self.plan, self._stage_sizes, costs, **groups, recomputed=recomputed
+        )
+
+    @property
+    def _stage_sizes(self) -> Sizes | None:
+        return self.sizes and self._per_stage(self.sizes)
+
+    def _per_stage(self, each: _Each) -> _Each:
+        """Costs or sizes of a microbatch on a rank as those on one of its stages."""
+        if not self.share:
+            return each
+        plan, pieces, chunks = self._whole
+        pieces, chunks = self._cut.get("cut", pieces), chunks * self.more.get("chunks", 1)
+        shared = {k: c for k in SHARED if (c := getattr(each, k, None)) is not None}
+        each = replace(each, **{k: cut(c, plan.ranks, plan.stages) for k, c in shared.items()})
+        return in_pieces(each, pieces, plan, chunks=chunks)
+
+    @property
+    def _whole(self) -> Whole:
+        return self._whole_of(self.plan)
+
+    def _whole_of(self, plan: Plan) -> Whole:
+        """What a plan's stages and microbatches are pieces and chunks of, as a program in a file
+        says, or somebody of it, or of a schedule."""
+        found = self.source.found if isinstance(self.source.found, Program) else Program
+        meets, chunked = (
+            f.kind.settle(f.name, self.said.get(f.name, getattr(found, f.name)), plan)
+            for f in TRAITS
+            if f.name in ("meets", "chunked")
+        )
+        return whole_of(plan, meets, chunked)
+
+    @property
+    def _cut(self) -> dict[str, Any]:
+        """Of schedules that are compared the pieces of stages: what is said is a rank's."""
+        said, plan = self.more.get("cut"), self.plan
+        if said is not None and max(self._whole.pieces) > 1:
+            raise UsageError("stages are pieces already, and are not cut again", fields=["cut"])
+        return {} if said is None else {"cut": over_stages(said, plan.ranks, plan.stages)}
+
+
+_Each = TypeVar("_Each", Costs, Sizes)

@@ -1,0 +1,193 @@
+"""Load: what a person names on a command line or in a configuration, as a schedule or Program."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from difflib import get_close_matches
+from functools import cached_property, partial
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
+from pathlib import Path
+from traceback import extract_tb
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING
+
+from schedir.errors import ProgramError, UsageError, in_words
+from schedir.io.files import opened, read_text
+from schedir.io.timeline_file import SUFFIX, load_timeline
+from schedir.ir.input_trust import require_trust
+from schedir.ir.program import Program
+from schedir.ir.text_format import parse
+from schedir.predict.timeline import Timeline
+from schedir.schedules import built_in
+from schedir.schedules.schedule_algebra import Schedule
+
+if TYPE_CHECKING:
+    from typing import Self
+
+# So named, a person's random.py hides nobody's random.
+_PREFIX = "schedir_file_"
+
+
+class Source(str):
+    """What a person names, as `load` takes it; it is loaded once, when it is first asked for."""
+
+    def __new__(cls, name: str) -> Self:
+        return name if isinstance(name, cls) else super().__new__(cls, name)
+
+    @classmethod
+    def of(cls, found: Schedule | Program, name: str) -> Self:
+        """What is there already, called so."""
+        source = cls(name)
+        vars(source)["found"] = found
+        return source
+
+    @cached_property
+    def run(self) -> Timeline | None:
+        """The run that it is, if it is one; raises what `load_timeline` does."""
+        return load_timeline(self) if self.endswith(SUFFIX) else None
+
+    @cached_property
+    def found(self) -> Schedule | Program:
+        """The schedule, or the Program, of a run its; raises what `load` does."""
+        return load(self) if self.run is None else self.run.program
+
+    def __reduce__(self) -> tuple[type[Source], tuple[str]]:
+        return Source, (str(self),)  # who takes a copy loads it anew
+
+
+def load(source: str) -> Schedule | Program:
+    """A built-in schedule by its name, the schedule `file.py:function`, or the Program in
+    `file.sched`, or that of the run in `file.timeline`.
+
+    A schedule's own options may follow in brackets: `interleaved(group=4)`.  A `file.sched` is
+    parsed, not checked.  Raises UsageError for what is not there or cannot be read or imported,
+    ParseError for a file that is no program, TraceError for one that is no run.
+    """
+    if source.endswith(")") and "(" in source:
+        return _with_options(source)
+    path, colon, name = source.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _function(path, name)
+    if source.endswith(".sched"):
+        return _program(source)
+    if source.endswith(SUFFIX):
+        return load_timeline(source).program
+    if source.endswith(".py"):
+        raise UsageError(f"{source} is a file: say which function of it", hint=f"{source}:NAME")
+    known = built_in()
+    if source not in known:
+        raise UsageError(
+            f"no built-in schedule {source!r}, and it names no file.py:function and no file.sched",
+            hint=f"schedir import {source} makes a program of torch's CSV"
+            if source.endswith(".csv")
+            else _near(source, known),
+        )
+    return known[source]
+
+
+def _with_options(source: str) -> Schedule:
+    """The schedule of `NAME(option=value, ...)`, with these options bound."""
+    name, _, inside = source.partition("(")
+    schedule = load(name.strip())
+    if isinstance(schedule, Program):
+        raise UsageError(f"{name} is a program: options in brackets are for schedules")
+    given = {}
+    try:
+        call = ast.parse(f"f({inside}", mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError
+        for option in call.keywords:
+            if option.arg is None:
+                raise ValueError
+            given[option.arg] = _literal(name, option.arg, option.value)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise UsageError(
+            f"the options of {source!r:.200} cannot be read",
+            hint=f"text stands in quotes, as in \"{name}(option=1, other='text')\"",
+        ) from None
+    takes = list(signature(schedule).parameters)[3:]  # rank, ranks and microbatches come first
+    if wrong := [option for option in given if option not in takes]:
+        hint = _near(wrong[0], takes) if takes else "it has none"
+        raise UsageError(f"{name} has no option {wrong[0]!r}", hint=hint)
+    return partial(schedule, **given)
+
+
+def _literal(name: str, option: str, value: ast.expr) -> object:
+    """What is written as a value: a number, text in quotes, True, False, None, a list of such."""
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, TypeError):
+        written = ast.unparse(value)
+        raise UsageError(
+            f"{name} cannot take {option}={written}, which is no value",
+            hint=f"text stands in quotes, and a shell wants others around all: "
+            f"\"{name}({option}='{written}')\""
+            if isinstance(value, ast.Name | ast.Attribute)
+            else "numbers, text in quotes, True, False, None and lists of them are values",
+        ) from None
+
+
+def _program(path: str) -> Program:
+    text = read_text(path)
+    try:
+        return parse(text)
+    except ProgramError as error:
+        error.add_note(f"in {path}")
+        raise
+
+
+def _function(path: str, name: str) -> Schedule:
+    module = _module(path)
+    value = getattr(module, name, None)
+    if not callable(value):
+        own = [k for k, v in vars(module).items() if isinstance(v, FunctionType)]
+        raise UsageError(
+            f"{path} has no function {name!r}", hint=_near(name, own) if own else "it has none"
+        )
+    schedule: Schedule = value
+    return schedule
+
+
+def _module(path: str) -> ModuleType:
+    """A person's file, run as `python file.py` would find its neighbours."""
+    opened(path).close()  # refuses what is no ordinary file
+    require_trust(path)
+    name = _PREFIX + Path(path).stem
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, too
+        raise UsageError(f"{path} cannot be imported: {in_words(error)}") from error
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _near(name: str, known: dict[str, Schedule] | list[str]) -> str:
+    spelled = name.lower().replace("-", "_").removeprefix("schedule")  # as torch's classes begin
+    names = {"1f1b": "one_f_one_b", "vzerobubble": "_v", "zerobubble": "_zb"}
+    others = [spelled, *(spelled.replace(one, ours) for one, ours in names.items())]
+    near = [near for each in others for near in get_close_matches(each, list(known), 1)]
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+
+
+def origin(error: BaseException) -> str:
+    """Where in a person's file an error came from, as "file:line: text", or nothing."""
+    files = {m.__file__ for name, m in list(sys.modules.items()) if name.startswith(_PREFIX)}
+    frames, cause = [], error.__cause__
+    while cause:  # a StopIteration in a generator is the cause of a RuntimeError
+        frames += [f for f in extract_tb(cause.__traceback__) if f.filename in files]
+        cause = cause.__cause__
+    if not frames:
+        return ""
+    path, here = Path(frames[-1].filename), Path.cwd()
+    path = path.relative_to(here) if path.is_relative_to(here) else path
+    return f"{path}:{frames[-1].lineno}: {frames[-1].line}"

@@ -1,0 +1,1 @@
+"""Times of instructions, bytes of values, and a cluster that implies both."""

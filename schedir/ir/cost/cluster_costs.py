@@ -1,0 +1,361 @@
+"""Cluster costs: what machines make messages, sums, gathers and steps of a plan cost, by bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial, reduce
+from math import inf
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import CostsError, UsageError
+from schedir.ir.cost.costs import Cost, Costs
+from schedir.ir.cost.per_stage_values import from_grid, grid
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import (
+    GATHERS,
+    ROWS,
+    SPLIT_CHANGES,
+    STEPPED,
+    TOKENS,
+    TRAINING_VALUES,
+    Hop,
+    Traffic,
+)
+from schedir.ir.pipeline.pipeline_shape import Plan
+
+Floats = NDArray[np.float64]
+# What moves and sums a stage's weights and gradients; and what of that a program does not have,
+# without and with parts on replicas.
+_RINGS: Final = {row.cost: row.ring for row in ROWS if row.ring is not None and row.ring.size}
+_UNPRICED: Final = ({"reduce_scatter", "unshard"}, {"reduce_grads"})
+# Messages between neighbours; a message along a skip has no link here.
+_MESSAGES: Final = {
+    row.cost for row in ROWS if row.hop in (Hop.NEXT, Hop.PREVIOUS) and row.cost not in ("", "send")
+}
+_GATHERS: Final = {row.cost for row in ROWS if row.op in GATHERS}
+_TRAFFIC: Final = {row.cost: row.traffic for row in ROWS if row.cost and row.traffic is not None}
+_EXAMPLES: Final = {"params": "2GB", "grads": "2GB", "optimizer": "12GB"}
+Processes = NDArray[np.int64]
+Groups = Callable[[Processes], Processes]  # by holders, a row for each group
+
+
+class Machines(Protocol):
+    """What is asked of a Cluster; its fields say what they are."""
+
+    @property
+    def gpus_per_node(self) -> int: ...
+    @property
+    def hbm(self) -> float: ...
+    @property
+    def nvlink(self) -> float: ...
+    @property
+    def network(self) -> float: ...
+    @property
+    def dram(self) -> float | None: ...
+    @property
+    def latency(self) -> float: ...
+    @property
+    def kernel_us(self) -> float: ...
+
+    def bandwidth(self, processes: Processes) -> float:
+        """On the slowest link of a ring."""
+
+    def host_transfer(self, size: float) -> float:
+        """To the host's memory."""
+
+    def disk_transfer(self, size: float) -> float:
+        """To a disk."""
+
+    def all_reduce_small(self, size: float, processes: Processes) -> float:
+        """Of so few bytes that latency decides."""
+
+
+def filled(
+    cluster: Machines,
+    plan: Plan,
+    sizes: Sizes,
+    costs: Costs,
+    mesh: Processes,
+    zero: int,
+    *,
+    snapshots: bool,
+    states: str,
+) -> Costs:
+    """Costs with those that nobody tells filled, as `Cluster.costs` says."""
+    found = _backwards(costs)
+    filler = _Filler(cluster, plan, sizes, mesh, zero)
+    traits = {"snapshots": snapshots, "states": states}
+    for name, fill in filler.fills(traits).items():
+        if name not in costs.told:
+            each = fill()
+            found[name] = from_grid(each[:1] if (each == each[:1]).all() else each)
+    return replace(costs, **found)
+
+
+def moves(
+    cluster: Machines,
+    plan: Plan,
+    sizes: Sizes,
+    costs: Costs,
+    to: str,
+    recomputed: Collection[tuple[int, int]],
+) -> Costs:
+    """Costs with those filled that nobody tells of what moves what forwards saved to the host, or
+    from there to the disk, and back; of what is recomputed that is its checkpoint."""
+    both, transfer = {
+        "host": (("offload", "reload"), cluster.host_transfer),
+        "disk": (("spill", "fetch"), cluster.disk_transfer),
+    }[to]
+    names = [name for name in both if name not in costs.told]
+    size = sizes.each("saved", plan)
+    if names and not size.any():
+        raise _unknown(names[0], "saved=1.2GB")
+    if recomputed:
+        wide = (plan.stages, plan.microbatches)
+        size, small = (np.broadcast_to(sizes.each(n, plan), wide) for n in ("saved", "checkpoint"))
+        again = np.zeros(wide, bool)
+        again[tuple(np.array([*recomputed]).T)] = True
+        size = np.where(again, small, size)
+    values, place = np.unique(size, return_inverse=True)
+    each = np.array([transfer(float(value)) for value in values])[place].reshape(size.shape)
+    cost = from_grid(each[:1] if (each == each[:1]).all() else each)
+    return replace(costs, **dict.fromkeys(names, cost))
+
+
+def _backwards(costs: Costs) -> dict[str, Cost]:
+    """I and W where only B is told.  Raises CostsError where backwards, or F, are not told."""
+    told = costs.told
+    halves = [name for name in ("I", "W") if name in told]
+    if "F" not in told or not ("B" in told or len(halves) == 2):
+        raise CostsError(
+            "a cluster fills costs in seconds, and nobody tells those of F, and of B or I and W",
+            hint="F=0.012,B=0.024",
+        )
+    if len(halves) == 1:
+        raise CostsError(f"of I and W only {halves[0]} is told beside B", hint="I=0.014,W=0.01")
+    return {} if halves else dict.fromkeys(("I", "W"), from_grid(grid(told["B"]) / 2))
+
+
+class _Filler:
+    """What a cluster makes costs of a plan, by bytes; each as `grid` has numbers."""
+
+    def __init__(
+        self, cluster: Machines, plan: Plan, sizes: Sizes, mesh: Processes, zero: int
+    ) -> None:
+        self.cluster, self.plan, self.sizes = cluster, plan, sizes
+        self.mesh, self.zero = mesh, zero
+        self.dp, self.tp = int(mesh.shape[0]), int(mesh.shape[2])
+
+    def fills(self, traits: Mapping[str, object]) -> dict[str, Callable[[], Floats]]:
+        """Return a function for each cost of programs with these traits, by the cost's name."""
+        rings = [cost for cost in _RINGS if cost not in _UNPRICED[self.zero > 0]]
+        moved = [
+            cost
+            for cost, traffic in _TRAFFIC.items()
+            if (traits[traffic.trait] in traffic.only if traffic.trait else self._knows(traffic))
+        ]
+        by_stage = traits["states"] != "device"  # then OptimizerStep itself takes no time
+        return {
+            "send": self.send,
+            **{cost: partial(self.message, cost) for cost in _MESSAGES},
+            **{cost: partial(self.gather, cost) for cost in _GATHERS},
+            **{cost: partial(self.ring, cost) for cost in rings},
+            "reduce_norm": self.reduce_norm,
+            "step": (lambda: np.zeros((1, 1))) if by_stage else self.step,
+            **{cost: partial(self.traffic, cost) for cost in moved},
+        }
+
+    # ------------------------------------------------------------ messages
+
+    def send(self) -> Floats:
+        """The longer of the messages that a stage sends, each by the slowest of its links."""
+        act, grad = self._leaving("send")
+        act, grad = (self._messages(x / self.tp, self._links()) for x in (act, grad))
+        return np.maximum(act, _of_the_next(grad))
+
+    def message(self, cost: str) -> Floats:
+        """The longest message of the values that have this cost. Values are sent whole."""
+        found = []
+        for row in ROWS:
+            if row.cost == cost and row.hop is not None:
+                each = self.sizes.each(TOKENS[row.needs[0]].size, self.plan)
+                seconds = self._messages(each * self._leaves[:, None], self._links())
+                found.append(seconds if row.hop.ahead else _of_the_next(seconds))
+        return reduce(np.maximum, found)
+
+    def _links(self) -> Floats:
+        """The bandwidth between each stage and the next, of the slowest of its links."""
+        nodes, links = self.mesh // self.cluster.gpus_per_node, np.full(self.plan.stages, inf)
+        within, between = self.cluster.nvlink, min(self.cluster.nvlink, self.cluster.network)
+        for stage in np.flatnonzero(self._leaves).tolist():
+            a, b = self.plan.holders[:, stage], self.plan.holders[:, stage + 1]
+            across = (nodes[:, a] != nodes[:, b]).any()
+            links[stage] = between if across else within
+        return links
+
+    def gather(self, cost: str) -> Floats:
+        """An all-gather of what a stage receives."""
+        if self.tp == 1:
+            return np.zeros((1, 1))
+        links = self._slowest(lambda holders: self.mesh[:, holders].reshape(-1, self.tp))
+        return (self.tp - 1) * self._messages(self._crossing(cost) / self.tp, links)
+
+    def _crossing(self, cost: str) -> Floats:
+        """Bytes of each stage's value that instructions with a cost change; of several the largest.
+
+        `Sizes` has the bytes at the earlier of the two stages.
+        """
+        act, grad = self._leaving(cost)
+        found = [
+            each if across.ahead else _of_the_next(each)
+            for row in ROWS
+            if row.cost == cost
+            for token in row.gives
+            if (across := TOKENS[token].across) is not None
+            for each in [grad if token in TRAINING_VALUES else act]
+        ]
+        return reduce(np.maximum, found)  # shapes (stages, microbatches) and (stages, 1)
+
+    def _leaving(self, cost: str) -> tuple[Floats, Floats]:
+        """Bytes of each stage's activation and its gradient, where they leave a rank, else 0."""
+        act, grad = (self.sizes.each(name, self.plan) for name in ("activation", "gradient"))
+        if self._leaves.any() and not act[self._leaves].all():
+            raise _unknown(cost, "activation=16MB")
+        return act * self._leaves[:, None], grad * self._leaves[:, None]
+
+    @property
+    def _leaves(self) -> NDArray[np.bool_]:
+        """Of which stages the activation goes to another rank."""
+        holders = self.plan.holders
+        return np.append((holders[:, 1:] != holders[:, :-1]).any(0), False)
+
+    def _messages(self, size: Floats, links: Floats) -> Floats:
+        """Seconds of a message of each stage."""
+        return np.where(size > 0, self.cluster.latency + size / links[:, None], 0.0)
+
+    # ------------------------------------------------------------ once a step
+
+    def ring(self, cost: str) -> Floats:
+        """A stage's weights or gradients around a ring of its replicas, or of its holders."""
+        ring, rows = _RINGS[cost], self.plan.rows
+        members = {"tp": self.tp, "dp": self.dp, "holders": rows}[ring.members]
+        # With ZeRO each holder has the part of its replica.
+        parts = self.dp if ring.members == "holders" and self.zero else 1
+        if members == 1:
+            return np.zeros((1, 1))
+
+        def groups(holders: Processes) -> Processes:
+            if ring.members == "holders":
+                return self.mesh[:, holders].swapaxes(1, 2).reshape(-1, rows)
+            if ring.members == "tp":
+                return self.mesh[:, holders].reshape(-1, self.tp)
+            return self.mesh[:, holders].reshape(self.dp, -1).T
+
+        each = self.sizes.each(ring.size, self.plan)
+        if not each.any():
+            raise _unknown(cost, f"{ring.size}=2GB")
+        message = self._messages(each / parts / members, self._slowest(groups))
+        return ring.turns * (members - 1) * message
+
+    def _slowest(self, groups: Groups) -> Floats:
+        """The bandwidth of each stage's slowest group of processes, by its holders."""
+        known: dict[tuple[int, ...], float] = {}
+        for holders in map(tuple, self.plan.holders.T.tolist()):
+            if holders not in known:
+                each = groups(np.array(holders))
+                nodes = each // self.cluster.gpus_per_node
+                _, unlike = np.unique(nodes - nodes[:, :1], axis=0, return_index=True)
+                known[holders] = min(map(self.cluster.bandwidth, each[unlike]))
+        return np.array([known[holders] for holders in map(tuple, self.plan.holders.T.tolist())])
+
+    def reduce_norm(self) -> Floats:
+        """One number in float64 over all processes of a replica."""
+        each = [self.cluster.all_reduce_small(8, replica.reshape(-1)) for replica in self.mesh]
+        return np.full((1, 1), max(each))
+
+    def traffic(self, cost: str) -> Floats:
+        """The seconds of an instruction that copies, reads or writes memory."""
+        traffic = _TRAFFIC[cost]
+        if not traffic.sizes:
+            return self._changed(cost, traffic.times)
+        parts = self.dp if self.zero or traffic.always_shared else 1
+        each = self._bytes(cost, traffic.sizes) / parts * traffic.times
+        if traffic.link == "hbm":
+            return each[:, None] / self.cluster.hbm
+        if traffic.link == "dram":
+            return each[:, None] / self._dram(cost)
+        transfer = {"host": self.cluster.host_transfer, "disk": self.cluster.disk_transfer}
+        return np.array([[transfer[traffic.link](size)] for size in each.tolist()])
+
+    def _knows(self, traffic: Traffic) -> bool:
+        """Return whether all sizes of `traffic` are given."""
+        return all(self.sizes.of(name, self.plan.stages).any() for name in traffic.sizes)
+
+    def _changed(self, cost: str, times: float) -> Floats:
+        """The seconds in which a GPU changes the form of a value in its memory."""
+        split = any(row.op in SPLIT_CHANGES for row in ROWS if row.cost == cost)
+        if split and self.tp == 1:
+            return np.zeros((1, 1))
+        size = self._crossing(cost) / (self.tp if split else 1)
+        each = np.maximum(times * size / self.cluster.hbm, self.cluster.kernel_us / 1e6)
+        return np.where(size > 0, each, 0.0)
+
+    def _bytes(self, cost: str, names: Collection[str]) -> Floats:
+        """The sum of some sizes of each stage, shape (stages,)."""
+        each = {name: self.sizes.of(name, self.plan.stages) for name in names}
+        needed = {*names} - {"optimizer"} or {*names}  # some optimizers have no state
+        if not all(each[name].any() for name in needed):
+            raise _unknown(cost, ",".join(f"{name}={_EXAMPLES[name]}" for name in each))
+        return _sum_of(each, names)
+
+    def _dram(self, cost: str) -> float:
+        """Bytes per second of the host's memory."""
+        if self.cluster.dram is None:
+            raise UsageError(
+                "cluster: nobody tells dram, the bytes per second that the host's processors "
+                "read and write for a GPU",
+                hint=f'dram = "100GB/s", or tell {cost} itself',
+                fields=["dram"],
+            )
+        return self.cluster.dram
+
+    def step(self) -> Floats:
+        """The k-th number is rank k's."""
+        touched = self._bytes("step", STEPPED) / (self.dp if self.zero else 1)
+        each = np.zeros(self.plan.stages)
+        for rank, own in enumerate(self.plan.stages_of):
+            here = slice(min(rank, self.plan.stages - 1), None)  # what is behind is of no rank
+            last = each[here].max() if rank >= self.plan.stages else 0.0
+            each[here] = max(last, touched[list(own)].sum() / self.cluster.hbm)
+        return each[:, None]
+
+
+def stepped(params: Floats, grads: Floats, optimizer: Floats) -> Floats:
+    """Bytes that a step of the optimizer reads and writes."""
+    each = {"params": params, "grads": grads, "optimizer": optimizer}
+    return _sum_of(each, STEPPED)
+
+
+def _sum_of(each: Mapping[str, Floats], names: Collection[str]) -> Floats:
+    """The sum of the named sizes. A name can occur several times."""
+    return np.asarray(sum(times * each[name] for name, times in Counter(names).items()))
+
+
+def _of_the_next(each: Floats) -> Floats:
+    """By stage what is told for the one before."""
+    return np.concatenate([0 * each[:1], each[:-1]])
+
+
+def _unknown(cost: str, sizes: str) -> UsageError:
+    names = [part.partition("=")[0] for part in sizes.split(",")]
+    return UsageError(
+        f"a cluster fills cost {cost} by bytes of {', '.join(names)}, which nobody tells",
+        hint=f"--sizes {sizes}, or Sizes({', '.join(f'{name}=...' for name in names)}), or tell "
+        f"{cost} itself",
+        fields=names,
+    )

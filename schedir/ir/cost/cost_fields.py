@@ -1,0 +1,51 @@
+"""Cost fields: the fields of `Costs`, one for each cost that the instruction table names.
+
+`cost_fields.pyi` tells type checkers and editors the same. After a change of the table, write it
+anew with `python -m schedir.ir.cost.cost_fields`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import make_dataclass
+from pathlib import Path
+from typing import Final
+
+from schedir.ir.cost.per_stage_values import PerStage
+from schedir.ir.isa.instructions import ROWS
+
+# Which field prices which instruction. A receive ends with its send and costs nothing itself.
+FIELD: Final = {row.op: row.cost for row in ROWS if row.cost}
+_FIRST: Final = (
+    "F", "I", "W", "B", "R", "FB", "send", "step",
+    "reduce_grads", "reduce_holders", "reduce_tied", "reduce_norm",
+)  # fmt: skip
+NAMES: Final = tuple(dict.fromkeys((*_FIRST, *FIELD.values())))
+STUB: Final = Path(__file__).with_suffix(".pyi")
+
+CostFields = make_dataclass("CostFields", [(n, PerStage | None, None) for n in NAMES], frozen=True)
+
+
+def stub() -> str:
+    """Return the text of `cost_fields.pyi`."""
+    lines = [f"    {name}: PerStage | None = ...\n" for name in NAMES]
+    return f"""\
+# Generated from the instruction table by `python -m schedir.ir.cost.cost_fields`; do not edit.
+from dataclasses import dataclass
+from pathlib import Path
+
+from schedir.ir.isa.opcodes import Opcode
+from schedir.ir.cost.per_stage_values import PerStage
+
+FIELD: dict[Opcode, str]
+NAMES: tuple[str, ...]
+STUB: Path
+
+def stub() -> str: ...
+
+@dataclass(frozen=True)
+class CostFields:
+{"".join(lines)}"""
+
+
+if __name__ == "__main__":
+    STUB.write_text(stub())

@@ -1,0 +1,136 @@
+"""Costs: how long each instruction takes, in any one unit of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import CostsError
+from schedir.ir.cost.cost_fields import FIELD, CostFields
+from schedir.ir.cost.per_stage_values import PerStage, by_stage, per_stage
+from schedir.ir.isa.instructions import (
+    BACKWARDS,
+    COMPUTE,
+    FORWARD,
+    LATE,
+    RECOMPUTE,
+    ROWS,
+    SPLITS,
+    WHOLES,
+    Opcode,
+    Per,
+)
+
+if TYPE_CHECKING:
+    from schedir.ir.instruction_index import Index
+    from schedir.ir.pipeline.pipeline_shape import Plan
+
+Cost = PerStage
+
+# What a cost is that nobody tells; all else is free.
+_USUAL: Final = {"F": 1.0, "I": 1.0, "W": 1.0}
+_OF_NO_MICROBATCH: Final = {row.cost for row in ROWS if row.per is not Per.MICROBATCH}
+# Costs of which half a stage has half: what computes it, and what moves or sums its weights.
+OF_A_STAGE: Final = ("FB", *dict.fromkeys(
+    row.cost for row in ROWS
+    if row.op in COMPUTE or (row.per in (Per.STAGE, Per.TURN) and row.cost and row.group != "tied")
+))  # fmt: skip
+_PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Per.RANK)
+
+
+@dataclass(frozen=True)
+class Costs(CostFields):
+    """Time of each instruction: a number, one number per stage, or an array.
+
+    An array has a row for each stage, and in each row a number for each microbatch; one with a
+    single row, shape (1, microbatches), is of all stages alike.  Lists of lists do, too.  What is
+    not of a microbatch (reduce_*, step) takes none.
+
+    `B` defaults to I + W, `R` to F, and `FB`, the time of a forward run together with a B or an I,
+    to the sum of both.  `send` is the time from a transfer's start to its end; it occupies the
+    queues of both ranks, never their compute.  `reduce_grads` is what is left of it at its turn:
+    executors begin it under the last backward, and with the time of a whole one a prediction is too
+    long by what that hides.  None is a cost that nobody tells: F, I and W then take 1, and all else
+    is free, unless a `Cluster` fills it.  For instructions that are not of a stage (step,
+    reduce_norm) the k-th number is rank k's.
+
+    Raises CostsError for a cost that is negative or not finite, and for rows of different lengths.
+
+    >>> from schedir import Costs, Plan, compile, schedules, simulate
+    >>> program = compile(schedules.gpipe, Plan(ranks=2, microbatches=4))
+    >>> simulate(program, Costs(F=1, B=2)).span
+    15.0
+    >>> simulate(program, Costs(F=1, B=2, send=0.5)).span
+    16.0
+    >>> simulate(program, Costs(F=(1, 1.5), B=(2, 3))).span  # one for each stage
+    21.0
+    >>> simulate(program, Costs(F=[[1, 1, 1, 3]], B=[[2, 2, 2, 6]])).span  # for each microbatch
+    27.0
+    """
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is None:
+                continue
+            arrays = f.name not in _OF_NO_MICROBATCH
+            value = per_stage(f"cost {f.name}", value, CostsError, arrays=arrays)
+            object.__setattr__(self, f.name, value)
+
+    @property
+    def told(self) -> dict[str, Cost]:
+        """The costs that somebody tells, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def usual(self) -> Costs:
+        """The same, with F, I and W told: 1 where nobody tells them."""
+        return replace(self, **(_USUAL | self.told))
+
+    def of(self, op: Opcode, plan: Plan) -> NDArray[np.float64]:
+        """What an instruction costs: shape (stages, microbatches), or (stages, 1) where it is the
+        same for all microbatches.
+
+        Raises CostsError for numbers of other stages or microbatches than the plan's.
+        """
+        if op in WHOLES and self.B is None:
+            return sum((self.of(part, plan) for part in SPLITS + LATE), np.zeros((plan.stages, 1)))
+        if op is RECOMPUTE and self.R is None:
+            return self.of(FORWARD, plan)
+        return self._each(FIELD.get(op), plan)
+
+    def together(self, plan: Plan) -> NDArray[np.float64] | None:
+        """What a forward run together with a backward costs, as `of` says it, if that is given."""
+        return None if self.FB is None else self._each("FB", plan)
+
+    def pairs_save(self, plan: Plan) -> bool:
+        """Whether any forward and backward take less together than one after the other."""
+        together = self.together(plan)
+        if together is None:
+            return False
+        alone = self.of(FORWARD, plan) + np.maximum(*(self.of(op, plan) for op in BACKWARDS))
+        return bool((together < alone).any())
+
+    def of_each(self, index: Index) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]]]:
+        """What each instruction of a program costs: all numbers, and which of them is whose."""
+        plan = index.program.plan
+        tables = [self.of(op, plan) for op in Opcode]
+        late = index.where_all(_PER_RANK)  # the k-th number is rank k's
+        column = np.minimum(index.rank[late], plan.stages - 1)
+        if all(table.shape[1] == 1 for table in tables):
+            row = index.op.astype(np.int32) * np.int32(plan.stages) + index.stage
+            row[late] = index.op[late] * np.int32(plan.stages) + column
+            return np.concatenate(tables)[:, 0], row
+        begin = np.cumsum([0, *(table.size for table in tables)])[index.op]
+        width = np.array([table.shape[1] for table in tables])[index.op]
+        cell = begin + index.stage * width + np.where(width > 1, index.mb, 0)
+        cell[late] = begin[late] + column
+        return np.concatenate([table.reshape(-1) for table in tables]), cell
+
+    def _each(self, name: str | None, plan: Plan) -> NDArray[np.float64]:
+        value = getattr(self, name) if name else None
+        value = _USUAL.get(name or "", 0.0) if value is None else value
+        return by_stage(f"cost {name}", value, plan.stages, CostsError, plan.microbatches)

@@ -1,0 +1,94 @@
+"""ZeRO: what its levels leave of a model's states on each replica (arXiv 1910.02054)."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from schedir.errors import UsageError, said
+from schedir.ir.cost.per_stage_values import per_stage
+
+# From which level on each replica has its part only: none, P_os, P_os+g, P_os+g+p.
+CUT_FROM: Final = {"optimizer": 1, "grads": 2, "params": 3}
+LEVELS: Final = 1 + max(CUT_FROM.values())
+# What memory is called that has parts of them, and whole ones beside the parts.
+IN_PARTS: Final = {
+    "params": "weights in parts", "grads": "gradient in parts", "optimizer": "optimizer in parts",
+}  # fmt: skip
+WHOLE: Final = {"params": "whole weights", "grads": "whole gradient"}
+
+
+def is_cut(name: str, zero: int) -> bool:
+    """Whether at a level replicas have parts of what a field of Sizes tells."""
+    return zero >= CUT_FROM.get(name, LEVELS)
+
+
+class ModelStates(NamedTuple):
+    """Bytes that one replica holds of each; floats, or arrays of the shape of what was given."""
+
+    params: Any
+    grads: Any
+    optimizer: Any
+
+    @property
+    def bytes(self) -> Any:
+        """All together."""
+        return self.params + self.grads + self.optimizer
+
+
+def model_states(
+    params: ArrayLike,
+    grads: ArrayLike,
+    optimizer: ArrayLike,
+    zero: int,
+    dp: int,
+    *,
+    numbers: ArrayLike | None = None,
+) -> ModelStates:
+    """What level `zero` (0 to 3) of ZeRO leaves of a model's states on each of `dp` replicas, in
+    bytes.
+
+    `params`, `grads` and `optimizer` are the bytes of whole ones: a number each, or one for each
+    stage or bucket.  What a level cuts has a part of 1/dp: the optimizer's state from level 1 on,
+    gradients from 2, parameters from 3.  With 2, 2 and 12 bytes for each of Psi parameters that is
+    4 Psi + 12 Psi/dp, 2 Psi + 14 Psi/dp and 16 Psi/dp (arXiv 1910.02054, sections 5.1 to 5.3).
+
+    `numbers` is of how many parameters each is made.  They are then cut into parts of as many
+    each, of which the last are padded: a part has ceil(numbers / dp) of them.  Without, parts are
+    fractions, as in the paper.  What is whole is never padded.
+
+    Raises UsageError for another level, for less than one replica, and for what is negative or not
+    finite.
+
+    >>> from schedir import model_states
+    >>> [round(model_states(15, 15, 90, zero, 64).bytes, 2) for zero in range(4)]  # GB; 7.5B
+    [120.0, 31.41, 16.64, 1.88]
+    >>> model_states(20, 20, 120, 3, 4, numbers=10)  # 3 parameters in each part
+    ModelStates(params=6.0, grads=6.0, optimizer=36.0)
+    """
+    if _whole(zero, 0) is None or zero >= LEVELS:
+        raise UsageError(
+            f"zero is a level of ZeRO, from 0 to {LEVELS - 1}, not {said(zero)}", fields=["zero"]
+        )
+    if _whole(dp, 1) is None:
+        raise UsageError(f"dp is a number of replicas, not {said(dp)}", fields=["dp"])
+    parts: NDArray[np.float64] | float = float(dp)  # of what size: a whole one is so many
+    if numbers is not None:
+        each = _bytes("numbers", numbers)
+        parts = np.maximum(each, 1) / np.maximum(np.ceil(each / dp), 1)
+    whole = {"params": params, "grads": grads, "optimizer": optimizer}
+    left = {}
+    for name, value in whole.items():
+        left[name] = _bytes(name, value) / (parts if is_cut(name, zero) else 1.0)
+    return ModelStates(**{name: v if v.ndim else v.item() for name, v in left.items()})
+
+
+def _whole(value: object, least: int) -> int | None:
+    fits = isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= least
+    return int(value) if fits else None  # type: ignore[call-overload]
+
+
+def _bytes(name: str, value: ArrayLike) -> NDArray[np.float64]:
+    return np.array(per_stage(name, value, UsageError), float)

@@ -1,0 +1,190 @@
+"""Index: where each instruction of a program stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.ir.isa.instructions import ROWS, Hop, Instr, Opcode, Per, Row
+from schedir.ir.program import FIELDS, Program, is_op, unpack
+
+Positions = NDArray[np.int32]
+
+NONE: Final = -1
+_COUNTED: Final = np.array([row.per is Per.MICROBATCH for row in ROWS])
+_TURNS: Final = np.array([row.per is Per.TURN for row in ROWS])
+_EMPTY: Final = np.empty(0, np.int32)
+
+
+class Index:
+    """All instructions of a program, one rank behind the other, by position.
+
+    `op`, `stage`, `mb` and `joined` (issued with the one before it) have one entry per
+    instruction.  `key` is what an instruction is once for: stage*microbatches + mb, or the stage
+    (for its holder in row k of them k*stages + the stage), or the rank (`Row.per`); the latter for
+    update or turn 0, then all of them for update 1, and so on.  `positions[op]` has where an opcode
+    stands, ascending, and `at[op]` the position of each key, -1 where there is none.  What is out
+    of range is not `valid`, and in neither.  `all_valid` says that nothing is out of range, and
+    `once` that nothing in range is there twice.  Of `program` only what is no matter of slots may
+    be asked: programs that differ in these have one Index.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program, plan = program, program.plan
+        self._rank: Positions | None = None
+        fields = program.words.view(FIELDS)  # no copy
+        self.op: NDArray[np.uint8] = fields["op"].copy()
+        self.stage: NDArray[np.uint16] = fields["stage"]
+        self.mb: NDArray[np.uint32] = fields["mb"]
+        self.joined = fields["joined"].astype(bool)
+        self.valid = (self.stage < plan.stages) & (self.mb < plan.microbatches)
+        self.key: Positions = np.multiply(self.stage, plan.microbatches, dtype=np.int32)
+        np.add(self.key, self.mb, out=self.key, casting="unsafe")
+        self.key[~self.valid] = 0
+        order = np.argsort(self.op, kind="stable").astype(np.int32)
+        ends = np.cumsum(np.bincount(self.op, minlength=len(ROWS))).tolist()
+        found = [
+            (row, order[begin:end])
+            for row, begin, end in zip(ROWS, [0, *ends], ends, strict=False)
+            if begin < end
+        ]
+        turns = [self.mb[at] for row, at in found if row.per is Per.TURN]
+        # Of a stage: no more than there are instructions for them, and the first in any case.
+        most = max((int(mb.max()) + 1 for mb in turns), default=0)
+        self.turns = max(1, min(sum(map(len, turns)), most))
+        self.size = {
+            Per.MICROBATCH: plan.stages * plan.microbatches,
+            Per.STAGE: plan.holders.size * plan.updates,
+            Per.RANK: plan.ranks * plan.updates,
+            Per.TURN: plan.holders.size * self.turns,
+        }
+        for row, here in found:
+            if row.per is not Per.MICROBATCH:
+                times = self.turns if row.per is Per.TURN else plan.updates
+                self.valid[here] = (self.stage[here] < plan.stages) & (self.mb[here] < times)
+                here = here[self.valid[here]]
+                self.key[here] = self.keys(row.per, here, self.mb[here])
+        self.all_valid = bool(self.valid.all())
+        if not self.all_valid:
+            found = [(row, at[self.valid[at]]) for row, at in found]
+        self.positions: dict[Opcode, Positions] = {row.op: at for row, at in found if len(at)}
+        # All tables lie in one, each with an entry before and behind it that says NONE.
+        begins, total = np.zeros(256, np.int64), 1
+        for op in self.positions:
+            begins[op] = total
+            total += self.size[ROWS[op].per] + 1
+        table = np.full(total, NONE, np.int32)
+        cell = begins[self.op]
+        cell += self.key
+        own = np.arange(len(self), dtype=np.int32)
+        if not self.all_valid:
+            cell, own = cell[self.valid], own[self.valid]
+        table[cell] = own
+        self.once = bool((table[cell] == own).all())
+        self._tables = {
+            op: table[begins[op] - 1 : begins[op] + self.size[ROWS[op].per] + 1]
+            for op in self.positions
+        }
+        self.at = {op: table[1:-1] for op, table in self._tables.items()}
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+    @classmethod
+    def of(cls, program: Program) -> Index:
+        """The index of a program, which is made once."""
+        return program.derived("index", cls)
+
+    def rows(self) -> Iterator[tuple[Row, Positions]]:
+        """The rows of which there are instructions in range, and where these stand."""
+        return ((ROWS[op], at) for op, at in self.positions.items())
+
+    def where_all(self, ops: Iterable[Opcode]) -> Positions:
+        """Where any of some opcodes stands, ascending."""
+        found = [self.positions[op] for op in ops if op in self.positions]
+        return found[0] if len(found) == 1 else np.sort(np.concatenate([_EMPTY, *found]))
+
+    def keys(
+        self, per: Per, at: NDArray[Any], time: NDArray[Any] | None = None
+    ) -> NDArray[np.int64]:
+        """The key of what some instructions' stage, or rank (`per`), has the given times.
+
+        `time` is the update or the turn; without it, it is the update of each instruction.
+        """
+        plan = self.program.plan
+        key: NDArray[np.int64]
+        if per is Per.RANK:
+            key, each = self.rank[at].astype(np.int64), plan.ranks
+        else:
+            key, each = self.stage[at].astype(np.int64), plan.holders.size
+            if plan.rows > 1:
+                key += plan.stages * plan.row_of(key, self.rank[at])
+        if time is not None:
+            key += np.asarray(time, np.int64) * each
+        elif plan.updates > 1:
+            key += self.update(at) * each
+        return key
+
+    def update(self, at: NDArray[Any]) -> NDArray[np.int64]:
+        """The update that each of some instructions is for."""
+        mb = self.mb[at].astype(np.int64)
+        op, each = self.op[at], self.program.plan.per_update
+        # Turns are of the only update.
+        update: NDArray[np.int64] = np.where(_COUNTED[op], mb // each, np.where(_TURNS[op], 0, mb))
+        return update
+
+    def beside(self, hop: Hop, at: NDArray[Any]) -> Positions:
+        """The keys of some instructions' microbatches, of which they are, at the stage that is a
+        hop from theirs; less than 0 where there is none.
+        """
+        there = self.program.beside(hop)
+        shift = (there - np.arange(len(there))) * self.program.plan.microbatches
+        shift[there < 0] = -(2**30)  # more than any key
+        return np.asarray(self.key[at] + shift.astype(np.int32)[self.stage[at]])
+
+    def is_op(self, ops: Iterable[Opcode]) -> NDArray[np.bool_]:
+        """Whether each instruction is one of `ops`."""
+        return is_op(self.op, tuple(ops))
+
+    @cached_property
+    def any_joined(self) -> bool:
+        """Whether any instruction is issued together with the one before it."""
+        return bool(self.joined.any())
+
+    @property
+    def rank(self) -> Positions:
+        """The rank of each instruction; made anew each time where it would take much room."""
+        if self._rank is not None:
+            return self._rank
+        ranks = np.arange(self.program.plan.ranks, dtype=np.int32)
+        rank = np.repeat(ranks, np.diff(self.program.offsets))
+        if len(rank) <= 2**16:
+            self._rank = rank
+        return rank
+
+    def where(self, op: Opcode, key: NDArray[np.int32]) -> Positions:
+        """Positions of `op` at the given keys; -1 where there is none, or no such key."""
+        table = self._tables.get(op)
+        if table is None:
+            return np.full(len(key), NONE, np.int32)
+        return table.take(key + 1, mode="clip")
+
+    def messages(self) -> Positions:
+        """The number of each transfer's message in `Program.order`; -1 where there is none."""
+        number = np.full(len(self), NONE, np.int32)
+        for send, numbers in self.program.order.items():
+            for row in (ROWS[send], ROWS[ROWS[send].meets or send]):
+                at = np.flatnonzero(self.op == row.op)
+                assert row.hop is not None
+                number[at] = numbers[self.key[at] if row.op is send else self.beside(row.hop, at)]
+        return number
+
+    def locate(self, position: int) -> tuple[int, int, Instr]:
+        """Rank, index in its Stream and instruction at a position."""
+        rank = int(np.searchsorted(self.program.offsets, position, side="right")) - 1
+        instr = unpack(int(self.program.words[position]))
+        return rank, position - int(self.program.offsets[rank]), instr

@@ -1,0 +1,1 @@
+"""The shape of a pipeline, and the attributes of a program beside its instructions."""

@@ -1,0 +1,175 @@
+"""Fields: what is said of a program beside its instructions, and how each is written.
+
+`Plan` and `Program` declare a field and, with `setting`, how it is said.  The header of the text,
+the digest, the options of the command line, the settings of a configuration, and the refusal of
+what contradicts a file are all made from these records, `HEADER` in `schedir/ir/program.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from operator import index
+from typing import Any, NamedTuple
+
+from schedir.errors import PlanError, flag, said
+from schedir.ir.cost.number_parsing import whole
+
+
+def _as_it_is(value: Any, _: Any) -> str:
+    return str(value)
+
+
+def _settled(_: str, value: Any, __: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the values of a field are, and how they are written.
+
+    `read` makes a value of a text, and raises ValueError for one that is none, which says of itself
+    that it `takes` another; `show(value, plan)` makes the text of a value.  `settle(name, value,
+    plan)` is what a Program holds where somebody says `value`; it raises PlanError or UsageError.
+    `type` is that of the value in a configuration; of numbers it is from `least` on, to `most`.
+    `metavar` stands for the value on the command line: "" where the option alone says yes.
+    """
+
+    takes: str
+    read: Callable[[str], Any]
+    type: Any
+    show: Callable[[Any, Any], str] = _as_it_is
+    settle: Callable[[str, Any, Any], Any] = _settled
+    metavar: str = "N"
+    least: int | None = None
+    most: int | None = None
+
+
+def whole_number(least: int, most: int) -> Kind:
+    """Whole numbers from `least` to `most`."""
+
+    def settle(name: str, value: Any, _: Any) -> int:
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            number = index(value)
+        except TypeError:
+            raise PlanError(
+                f"{name} must be a whole number, not {value!r}", fields=[name]
+            ) from None
+        if not least <= number <= most:
+            raise PlanError(
+                f"{name} must be from {least} to {most}, not {said(number)}", fields=[name]
+            )
+        return number
+
+    return Kind("must be a whole number", whole, int, settle=settle, least=least, most=most)
+
+
+def _yes_or_no(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ValueError(f"{text!r} is not yes or no")
+    return text == "yes"
+
+
+YES_OR_NO = Kind(
+    "is yes or no",
+    _yes_or_no,
+    bool,
+    show=lambda value, _: "yes" if value else "no",
+    settle=lambda name, value, _: flag(value, name),
+    metavar="",
+)
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """The numbers of a text like `0,1,1,0`; ValueError for any other."""
+    return tuple(map(whole, text.split(",")))
+
+
+class Option(NamedTuple):
+    """An option of the command line: --NAME VALUE, or --NAME alone where it has no `metavar`."""
+
+    name: str
+    metavar: str
+    help: str
+
+
+# What the digest has of a field with a value in a plan: nothing, or one thing or several.
+Digest = Callable[[Any, Any], tuple[Any, ...]]
+
+
+def itself(value: Any, _: Any) -> tuple[Any, ...]:
+    """The digest has the value as it is."""
+    return (value,)
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a Plan or a Program: its name, its kind, and where it is said.
+
+    `options` are those of the command line that say it.  The text's header has it `always`, or
+    where the field `beside` it, or without one it itself, is not the default.  The digest has what
+    `digest` makes of it; without that, the field where it is not the default, so that a new one
+    changes no digest of a program that is there.  `in_config` says whether it is a setting of a
+    configuration, in its `section`.
+    """
+
+    name: str
+    kind: Kind
+    of_plan: bool
+    default: Any
+    options: tuple[Option, ...]
+    always: bool
+    beside: str
+    digest: Digest | None
+    in_config: bool
+    section: str
+
+    @property
+    def required(self) -> bool:
+        """Whether there is no default."""
+        return self.default is MISSING
+
+    def of(self, program: Any) -> Any:
+        """The value that a program has."""
+        return getattr(program.plan if self.of_plan else program, self.name)
+
+    def show(self, program: Any) -> str:
+        """The field in the text's header: `ranks 4`."""
+        return f"{self.name} {self.kind.show(self.of(program), program.plan)}"
+
+    def is_default(self, program: Any) -> bool:
+        """Whether a program has what it has unless somebody says otherwise."""
+        return bool(self.of(program) == self.default)
+
+
+def setting(
+    kind: Kind,
+    help: str,
+    *,
+    options: Sequence[Option] = (),
+    always: bool = False,
+    beside: str = "",
+    digest: Digest | None = None,
+    in_config: bool = True,
+    section: str = "pipeline",
+) -> Mapping[str, Any]:
+    """The metadata of a dataclass's field that is a setting of programs; see `Field`."""
+    return {
+        "kind": kind, "help": help, "options": options, "always": always, "beside": beside,
+        "digest": digest, "in_config": in_config, "section": section,
+    }  # fmt: skip
+
+
+def fields_of(owner: type, *, of_plan: bool) -> tuple[Field, ...]:
+    """The fields that a dataclass declares with `setting`, in order."""
+    found = []
+    for f in dataclasses.fields(owner):
+        if "kind" in f.metadata:
+            given = dict(f.metadata)
+            one = Option(f.name, given["kind"].metavar, given.pop("help"))
+            given["options"] = tuple(given["options"]) or (one,)
+            found.append(Field(f.name, of_plan=of_plan, default=f.default, **given))
+    return tuple(found)

@@ -1,0 +1,384 @@
+"""Plan: the shape of a pipeline.  Who holds which stage, and how many microbatches flow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from operator import index
+from typing import Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from schedir.errors import PlanError
+from schedir.ir.cost.number_parsing import NO_NUMBERS, whole
+from schedir.ir.input_trust import require_room
+from schedir.ir.isa.instructions import ROWS, Per
+from schedir.ir.pipeline.field_schema import (
+    Kind,
+    fields_of,
+    itself,
+    setting,
+    whole_number,
+    whole_numbers,
+)
+from schedir.ir.pipeline.placement import (
+    PLACEMENT,
+    PLACEMENTS,
+    Placement,
+    check_rows,
+    named_of,
+    rows_of,
+)
+
+MAX_MICROBATCHES = 2**20
+MAX_STAGES = 2**15
+
+
+def _read_delay(text: str) -> int | tuple[int, ...]:
+    try:
+        return whole_numbers(text) if "," in text else whole(text)
+    except ValueError:
+        raise ValueError(f"{_NUMBERS}, not {text!r}") from None
+
+
+def _show(value: str | int | tuple[int, ...], _: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+# How the fields of a plan are said.
+_NUMBERS = "must be a whole number, or one per stage like 2,1,0"
+_RANKS = setting(
+    whole_number(1, MAX_STAGES), "pipeline ranks ({ranks})", always=True, digest=itself
+)
+_MICROBATCHES = setting(
+    whole_number(1, MAX_MICROBATCHES), "{per_rank} per rank", always=True, digest=itself
+)
+_STAGES_PER_RANK = setting(
+    whole_number(1, MAX_STAGES),
+    "1, or 2 for a schedule with a parameter v",
+    always=True,
+    digest=lambda _, __: (),  # the holders of the stages say it
+)
+_PLACEMENT = setting(
+    PLACEMENT,
+    f"{', '.join(PLACEMENTS)}, or ranks like 0,1,1,0; of several holders like 0,1/1,0",
+    always=True,
+    digest=lambda _, plan: (plan.holders.tolist(),),
+)
+_UPDATES = setting(whole_number(1, MAX_MICROBATCHES), "updates without a flush (1)", digest=itself)
+_DELAY = setting(
+    Kind(_NUMBERS, _read_delay, int | tuple[int, ...], show=_show),
+    "updates by which weights are old; or 2,1,0",
+    beside="updates",
+    digest=itself,
+)
+_SEGMENTS = setting(
+    whole_number(1, MAX_MICROBATCHES),
+    "segments of each sequence, a microbatch each (1)",
+    in_config=False,  # the GPT of a training run takes whole sequences
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """The shape of the pipeline.
+
+    `placement` is "loop" (rank r holds j*ranks + r), "vee" (r and 2*ranks-1-r; it has two
+    stages per rank unless told otherwise), or the rank of each stage in turn; from such a map
+    `stages_per_rank` is read off as the most stages that a rank holds.  A Plan knows no schedule:
+    with "loop" there is one stage per rank unless told, also for one with a parameter `v`, to which
+    commands and configurations then give its default of `v`, or two.
+
+    A stage may have several holders: a placement of several such maps, `rows`, puts each stage on
+    as many ranks.  The first of as many parts of the microbatches, the larger ones first, goes from
+    the first holders to the first holders, the next part along the second row, and so on.
+    "mirror" has two rows, for DualPipe and Chimera: that of "loop" for half as many stages per
+    rank, and its mirror image, ranks-1-r; so half of the microbatches goes down the ranks, and half
+    up.  "mirror-vee", for BitPipe, has "vee" and its mirror image, and four stages per rank unless
+    told otherwise.
+
+    With several `updates` there is no flush between them: the first `microbatches / updates`
+    microbatches make update 0, the next ones update 1.  A microbatch of update u uses, forward
+    and backward, the weights after max(u - delay, 0) updates.  `delay` may be one number per
+    stage.
+
+    With several `segments` each sequence is cut into as many, and each is a microbatch: segment j
+    of sequence n is microbatch n * segments + j.  A later segment sees the earlier ones of its
+    sequence, as in causal attention, and gives them gradients.  So each stage runs the segments of
+    a sequence forward from the first on, and backward from the last on, as `check` makes sure.
+
+    Raises PlanError for anything that no pipeline can have, before anything is built.
+
+    >>> from schedir import Plan
+    >>> Plan(ranks=2, microbatches=8, stages_per_rank=2).stages_of
+    ((0, 2), (1, 3))
+    >>> Plan(ranks=2, microbatches=8, placement="vee").stages_of
+    ((0, 3), (1, 2))
+    >>> Plan(ranks=2, microbatches=8, placement=(0, 1, 1)).stages_of
+    ((0,), (1, 2))
+    >>> Plan(ranks=3, microbatches=8, placement=((0, 1), (2, 0))).holders
+    array([[0, 1],
+           [2, 0]])
+    >>> Plan(ranks=2, microbatches=0)
+    Traceback (most recent call last):
+        ...
+    schedir.errors.PlanError: microbatches must be from 1 to 1048576, not 0
+    """
+
+    ranks: int = field(metadata=_RANKS)
+    microbatches: int = field(metadata=_MICROBATCHES)
+    stages_per_rank: int = field(default=1, metadata=_STAGES_PER_RANK)
+    placement: Placement = field(default="loop", metadata=_PLACEMENT)
+    updates: int = field(default=1, metadata=_UPDATES)
+    delay: int | tuple[int, ...] = field(default=0, metadata=_DELAY)
+    segments: int = field(default=1, metadata=_SEGMENTS)
+
+    def __post_init__(self) -> None:
+        for f in PLAN:
+            value = f.kind.settle(f.name, getattr(self, f.name), None)
+            object.__setattr__(self, f.name, value)
+        if isinstance(self.placement, str):
+            self._read_name(self.placement)
+        else:
+            self._read_rows(self.placement)
+        if self.microbatches < self.rows:
+            raise PlanError(
+                f"{self.rows} holders of each stage take {self.rows} microbatches at least, one "
+                f"each, not {self.microbatches}",
+                fields=["placement", "microbatches"],
+            )
+        if self.stages > MAX_STAGES:
+            raise PlanError(
+                f"{self.stages} stages are more than the {MAX_STAGES} allowed",
+                fields=["ranks", "stages_per_rank", "placement"],
+            )
+        self.require_room()
+        self._check_updates()
+        whole = {*self.parts, self.per_update}  # where rows, and updates, begin
+        if any(number % self.segments for number in whole):
+            each = ", in each update and along each row of holders" * (len(whole) > 2)
+            raise PlanError(
+                f"{self.microbatches} microbatches are no whole sequences of {self.segments} "
+                f"segments{each}",
+                fields=["segments", "microbatches"],
+            )
+
+    def __repr__(self) -> str:
+        said = {f.name: getattr(self, f.name) for f in fields(self)}
+        usual = {f.name: f.default for f in fields(self)}
+        told = (f"{name}={value!r}" for name, value in said.items() if value != usual[name])
+        return f"Plan({', '.join(told)})"
+
+    def _read_name(self, name: str) -> None:
+        named = named_of(name)
+        if self.stages_per_rank == 1:
+            object.__setattr__(self, "stages_per_rank", named.stages_per_rank)
+        if len(named.rows) == 1:
+            return
+        for pairs in ("ranks", "stages_per_rank"):
+            if getattr(self, pairs) % 2:
+                raise PlanError(
+                    f"placement {name!r} pairs ranks and their stages: {pairs} must be even, "
+                    f"not {getattr(self, pairs)}",
+                    fields=["placement", pairs],
+                )
+
+    def _read_rows(self, given: object) -> None:
+        rows = rows_of(given)
+        most = check_rows(rows, self.ranks)
+        if self.stages_per_rank not in (1, most):
+            raise PlanError(
+                f"placement puts up to {most} stages on a rank, but stages_per_rank is "
+                f"{self.stages_per_rank}",
+                fields=["placement", "stages_per_rank"],
+            )
+        object.__setattr__(self, "placement", rows if len(rows) > 1 else rows[0])
+        object.__setattr__(self, "stages_per_rank", most)
+
+    def _check_updates(self) -> None:
+        if self.microbatches % self.updates:
+            raise PlanError(
+                f"{self.microbatches} microbatches cannot be divided among {self.updates} updates",
+                fields=["microbatches", "updates"],
+            )
+        if self.rows > 1 and self.updates > 1:
+            raise PlanError(
+                f"a placement with {self.rows} holders of each stage goes with one update",
+                fields=["placement", "updates"],
+            )
+        try:
+            if isinstance(self.delay, NO_NUMBERS):
+                raise TypeError
+            if isinstance(self.delay, Iterable):
+                delay: int | tuple[int, ...] = tuple(index(d) for d in self.delay)
+            else:
+                delay = index(self.delay)
+        except TypeError:
+            raise PlanError(
+                f"delay must be a whole number or one per stage, not {self.delay!r}",
+                fields=["delay"],
+            ) from None
+        each = delay if isinstance(delay, tuple) else (delay,)
+        if isinstance(delay, tuple) and len(delay) != self.stages:
+            raise PlanError(
+                f"delay has {len(delay)} numbers for {self.stages} stages", fields=["delay"]
+            )
+        for d in each:
+            if not 0 <= d < MAX_MICROBATCHES:
+                raise PlanError(
+                    f"delay must be from 0 to {MAX_MICROBATCHES - 1}, not {d}", fields=["delay"]
+                )
+        if len({*each}) == 1:
+            delay = each[0]
+        if delay != 0 and self.updates == 1:
+            raise PlanError(
+                f"delay is {delay}, but there is one update, with nothing to be behind",
+                fields=["delay", "updates"],
+            )
+        object.__setattr__(self, "delay", delay)
+
+    @property
+    def per_update(self) -> int:
+        """How many microbatches make an update."""
+        return self.microbatches // self.updates
+
+    def version(self, stage: ArrayLike, mb: ArrayLike) -> NDArray[np.int64]:
+        """After how many updates the weights are that each stage uses for each microbatch."""
+        delay = np.asarray(self.delay)
+        lag = delay[np.asarray(stage)] if delay.ndim else delay
+        return np.asarray(np.maximum(np.asarray(mb, np.int64) // self.per_update - lag, 0))
+
+    @property
+    def held_by_a_rank(self) -> str:
+        """How many stages a rank holds, in words."""
+        each = {*map(len, self.stages_of)}
+        most = f"{max(each)} stage{'s' * (max(each) > 1)} per rank"
+        return most if len(each) == 1 else f"up to {most}"
+
+    @cached_property
+    def rows(self) -> int:
+        """How many holders each stage has, one in each row of the placement."""
+        if isinstance(self.placement, str):
+            return len(PLACEMENTS[self.placement].rows)
+        return len(self.placement) if isinstance(self.placement[0], tuple) else 1
+
+    @cached_property
+    def stages(self) -> int:
+        """How many stages the model is cut into."""
+        if isinstance(self.placement, str):
+            return self.ranks * self.stages_per_rank // self.rows
+        return int(self.holders.shape[1])
+
+    @cached_property
+    def room(self) -> int:
+        """The most instructions that a program can have without one that is there twice."""
+        each = {
+            Per.MICROBATCH: self.stages * self.microbatches,
+            Per.STAGE: self.stages * self.rows * self.updates,
+            Per.RANK: self.ranks * self.updates,
+            Per.TURN: self.stages * self.rows * self.microbatches,
+        }
+        return sum(each[row.per] for row in ROWS)
+
+    def require_room(self, most: int | None = None) -> None:
+        """Raise PlanError if the forwards alone are more instructions than a program may have.
+
+        `most` is that of `trust.require_room`.
+        """
+        self._require_room(self.stages, most)
+
+    def require_room_lowered(
+        self, *, trains: bool, frozen: int = 0, most: int | None = None
+    ) -> None:
+        """Raise PlanError if a lowered program has more instructions than it may.
+
+        Counts forwards, sends and receives, and where the program `trains` backwards and what these
+        send and receive.  The first `frozen` stages have no backwards.  `most` is that of
+        `trust.require_room`.
+        """
+        crosses = self.holders[:, 1:] != self.holders[:, :-1]  # from each stage to the next
+        each = self.stages + 2 * int(crosses.sum(1).min())
+        if trains:
+            each += self.stages - frozen + 2 * int(crosses[:, frozen:].sum(1).min())
+        self._require_room(each, most)
+
+    def _require_room(self, per_microbatch: int, most: int | None) -> None:
+        require_room(
+            per_microbatch * self.microbatches,
+            f"{self.stages} stages x {self.microbatches} microbatches",
+            ["microbatches", "ranks", "stages_per_rank", "placement"],
+            most,
+        )
+
+    @property
+    def rank_of(self) -> NDArray[np.int64]:
+        """The rank that holds each stage, shape (stages,); of several holders the first."""
+        first: NDArray[np.int64] = self.holders[0]
+        return first
+
+    @cached_property
+    def holders(self) -> NDArray[np.int64]:
+        """The ranks that hold each stage, shape (rows, stages)."""
+        if isinstance(self.placement, str):
+            stages, rows = np.arange(self.stages), PLACEMENTS[self.placement].rows
+            holders = np.stack([row(stages, self.ranks) for row in rows])
+        else:
+            holders = np.array(self.placement, np.int64).reshape(self.rows, -1)
+        holders.flags.writeable = False
+        return holders
+
+    def row_of(self, stage: ArrayLike, rank: ArrayLike) -> NDArray[np.intp]:
+        """Which holder of each stage each rank is, from 0; 0, too, for one that does not hold it.
+
+        In the shape of the two.
+        """
+        stage, rank = np.broadcast_arrays(stage, rank)
+        if self.rows == 1:
+            return np.zeros(stage.shape, np.intp)
+        return np.asarray((self.holders[:, stage] == rank).argmax(0))
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """Where the microbatches of each row begin, and where those of the last one end."""
+        each, more = divmod(self.microbatches, self.rows)
+        return tuple(row * each + min(row, more) for row in range(self.rows + 1))
+
+    def row_at(self, mb: ArrayLike) -> NDArray[np.intp]:
+        """The row of holders along which each microbatch goes."""
+        return np.asarray(np.searchsorted(self.parts[1:-1], np.asarray(mb), side="right"))
+
+    def rank_at(self, stage: ArrayLike, mb: ArrayLike) -> NDArray[np.int64]:
+        """The rank on which each stage runs each microbatch, in the shape of the two."""
+        if self.rows == 1:
+            return np.asarray(self.rank_of[np.asarray(stage)])
+        return np.asarray(self.holders[self.row_at(mb), np.asarray(stage)])
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, ascending: `F[j]` of rank r is stage `stages_of[r][j]`."""
+        held: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage, ranks in enumerate(self.holders.T.tolist()):
+            for rank in ranks:
+                held[rank].append(stage)
+        return tuple(map(tuple, held))
+
+    @cached_property
+    def _locals(self) -> NDArray[np.int64]:
+        """Which of its rank's own stages each stage is for each of its holders, as `holders`."""
+        found = np.empty_like(self.holders)
+        for rank, own in enumerate(self.stages_of):
+            found[self.row_of(own, rank), own] = np.arange(len(own))
+        return found
+
+    def local_of(self, stage: ArrayLike, rank: ArrayLike) -> NDArray[np.int64]:
+        """Which of a rank's own stages each stage is, from 0, in the shape of the two.
+
+        `F[j]` of the rank is of its own stage j, so two holders of a stage may have two names
+        for it.
+        """
+        return np.asarray(self._locals[self.row_of(stage, rank), np.asarray(stage)])
+
+
+PLAN: Final = fields_of(Plan, of_plan=True)

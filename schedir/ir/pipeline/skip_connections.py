@@ -1,0 +1,118 @@
+"""Skips: values that a stage gives to one that is not its neighbour, beside its activation.
+
+A program knows pairs of stages, from and to: `skips` is `((0, 3), (1, 2))` where stage 3 takes what
+stage 0 gives, and stage 2 what stage 1 gives, as in a U-Net.  A stage is the beginning of one skip
+at most, and the end of one at most: what is more is passed on by those that take it.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from itertools import pairwise
+from operator import index
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import PlanError
+from schedir.ir.cost.number_parsing import NO_NUMBERS
+from schedir.ir.isa.table_schema import Hop
+from schedir.ir.pipeline.field_schema import Kind
+from schedir.ir.pipeline.pipeline_shape import Plan
+
+Skips = tuple[tuple[int, int], ...]  # from and to, ascending
+
+
+def skips_of(given: object, plan: Plan) -> Skips:
+    """What `Program.skips` is, from pairs of stages.
+
+    Raises PlanError for what is none, names stages that the plan has not, or says what skips are
+    not for.
+    """
+    pairs: Any = given
+    try:
+        if isinstance(given, NO_NUMBERS):
+            raise TypeError
+        found = sorted((index(begin), index(end)) for begin, end in pairs)
+    except (TypeError, ValueError):
+        raise _error(
+            f"skips are pairs of stages, from and to, like ((0, 3), (1, 2)), not {given!r:.60}"
+        ) from None
+    for begin, end in found:
+        lead = f"a skip leads from stage {begin} to {end}"
+        if begin < 0 or max(begin, end) >= plan.stages:
+            raise _error(f"{lead}, but there are {plan.stages} stages")
+        if begin >= end:
+            raise _error(f"{lead}, and not to a later one", "a pair is from and to")
+        if begin + 1 == end:
+            raise _error(
+                f"{lead}, which are neighbours",
+                f"let stage {begin} put it out beside the rest: a boundary may be several tensors",
+            )
+    for (begin, end), (again, farther) in pairwise(found):
+        if begin == again:
+            on = _through(begin, end, farther)
+            raise _error(
+                f"two skips lead from stage {begin}, to {end} and to {farther}",
+                f"let stage {end} pass it on: {on}" if end < farther else "once is enough",
+            )
+    for (end, begin), (again, later) in pairwise(sorted((end, begin) for begin, end in found)):
+        if end == again:
+            raise _error(
+                f"two skips lead to stage {end}, from {begin} and from {later}",
+                f"let stage {later} pass on both, of which a skip may have several: "
+                f"{_through(begin, later, end)}",
+            )
+    return tuple(found)
+
+
+def _through(first: int, second: int, third: int) -> str:
+    """The skips that lead from the first stage to the second, and from there to the third."""
+    way = [pair for pair in pairwise((first, second, third)) if pair[1] > pair[0] + 1]
+    neighbours = "" if len(way) == 2 else ", and a boundary of several tensors between neighbours"
+    return f"skips={tuple(way)}{neighbours}"
+
+
+def _error(fact: str, hint: str = "") -> PlanError:
+    return PlanError(fact, hint=hint, fields=["skips"])
+
+
+def _show(skips: Skips, _: object) -> str:
+    return ",".join(f"{begin}={end}" for begin, end in skips) or "no"
+
+
+def _read(text: str) -> Skips:
+    if text == "no":
+        return ()
+    if not re.fullmatch(r"\d{1,5}=\d{1,5}(,\d{1,5}=\d{1,5})*", text, re.ASCII):
+        raise ValueError(f"skips are like 0=3,1=2, not {text!r}")
+    pairs = (map(int, pair.split("=")) for pair in text.split(","))
+    return tuple((begin, end) for begin, end in pairs)
+
+
+SKIPS: Final = Kind(
+    "are from which stage to which, like 0=3,1=2",
+    _read,
+    tuple[tuple[int, int], ...],
+    show=_show,
+    settle=lambda _, value, plan: skips_of(value, plan),
+    metavar="STAGES",
+)
+
+
+@lru_cache(maxsize=64)
+def beside(hop: Hop, stages: int, skips: Skips) -> NDArray[np.int32]:
+    """The stage that is a hop from each, shape (stages,); -1 where there is none."""
+    there = np.full(stages, -1, np.int32)
+    if hop is Hop.NEXT:
+        there[:-1] = np.arange(1, stages)
+    elif hop is Hop.PREVIOUS:
+        there[1:] = np.arange(stages - 1)
+    else:
+        for begin, end in skips:
+            here, other = (begin, end) if hop is Hop.SKIP_TO else (end, begin)
+            there[here] = other
+    there.flags.writeable = False
+    return there

@@ -1,0 +1,115 @@
+"""Meets: which stages of a program are pieces of one, and where tensor-parallel ranks meet.
+
+A stage that ranks of a tensor-parallel group share is cut where they meet (Megatron-LM, arXiv
+1909.08053, section 3): into pieces, which are stages of the program on the same rank.  A program
+says of each boundary between two of its stages what is there, a letter each: between two pieces
+`f` where such a region is entered, and the gradient that goes back is summed; `g` where it is left,
+and the activation is; `.` where nobody meets; and `-` where a whole stage ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from schedir.errors import PlanError, said
+from schedir.ir.pipeline.field_schema import Kind
+from schedir.ir.pipeline.pipeline_shape import Plan
+
+ENDS: Final = "-"  # of a whole stage
+ENTERS, LEAVES, NOBODY = "f", "g", "."
+LETTERS: Final = ENTERS + LEAVES + NOBODY  # between pieces
+_ALL: Final = {*LETTERS, ENDS}
+
+
+def letters_in(meets: str, stages: int) -> tuple[str, ...]:
+    """The letters between the pieces of each whole stage, of a program of so many stages.
+
+    >>> letters_in("fg-.", 5), letters_in("", 2)
+    (('fg', '.'), ('', ''))
+    """
+    return tuple(meets.split(ENDS)) if meets else ("",) * stages
+
+
+def ranks_meet(meets: str) -> bool:
+    """Whether tensor-parallel ranks meet at any boundary."""
+    return ENTERS in meets or LEAVES in meets
+
+
+def pieces_in(meets: str, stages: int) -> tuple[int, ...]:
+    """In how many pieces each whole stage is, of a program of so many stages.
+
+    >>> pieces_in("fg-.", 5), pieces_in("", 2)
+    ((3, 2), (1, 1))
+    """
+    return tuple(len(own) + 1 for own in letters_in(meets, stages))
+
+
+class Whole(NamedTuple):
+    """A plan of whole stages and microbatches, in how many pieces each of these stages is, and in
+    how many chunks each microbatch."""
+
+    plan: Plan
+    pieces: tuple[int, ...]
+    chunks: int
+
+
+def whole_of(plan: Plan, meets: str, chunked: int) -> Whole:
+    """Of which whole stages and microbatches those of a plan are the pieces and the chunks.
+
+    >>> whole_of(Plan(2, 8, placement=(0, 0, 1)), "g-", 4)
+    Whole(plan=Plan(ranks=2, microbatches=2, placement=(0, 1)), pieces=(2, 1), chunks=4)
+    """
+    pieces = pieces_in(meets, plan.stages)
+    plan = replace(plan, microbatches=plan.microbatches // chunked)
+    if not meets:
+        return Whole(plan, pieces, chunked)
+    first = np.cumsum((0, *pieces[:-1]))
+    rows = tuple(tuple(row) for row in plan.holders[:, first].tolist())
+    delay = plan.delay
+    if isinstance(delay, tuple):
+        delay = tuple(delay[stage] for stage in first)
+    placement = rows if len(rows) > 1 else rows[0]
+    plan = replace(plan, placement=placement, stages_per_rank=1, delay=delay)
+    return Whole(plan, pieces, chunked)
+
+
+def _settle(name: str, value: object, plan: Plan) -> str:
+    """A letter for each boundary, or "" where all stages are whole."""
+    if not isinstance(value, str) or not {*value} <= _ALL:
+        raise PlanError(f"{name} {_TAKES}, not {said(value)}", fields=[name])
+    if not value.strip(ENDS):
+        return ""
+    if len(value) != plan.stages - 1:
+        raise PlanError(
+            f"{name} has {len(value)} letters for the {plan.stages - 1} boundaries of "
+            f"{plan.stages} stages",
+            hint="compile(..., cut=5) cuts stages in pieces, and says of each boundary who meets",
+            fields=[name],
+        )
+    for s, letter in enumerate(value):
+        if letter != ENDS and (plan.holders[:, s] != plan.holders[:, s + 1]).any():
+            raise PlanError(
+                f"{name} says {letter} between stages {s} and {s + 1}, which are on different "
+                "ranks: pieces of a stage are on one, and what they sum stays there",
+                hint=f"{ENDS} where a whole stage ends, with what follows its last sum",
+                fields=[name],
+            )
+    return value
+
+
+def _read(text: str) -> str:
+    if text == "no":
+        return ""
+    if not text or not {*text} <= _ALL:
+        raise ValueError(f"{_TAKES}, not {said(text)}")
+    return text
+
+
+_TAKES: Final = (
+    "has a letter for each boundary: f and g where ranks meet between pieces of a stage, . where "
+    "nobody does, - where a whole stage ends, as in fgfg-fgfg"
+)
+MEETS: Final = Kind(_TAKES, _read, str, lambda value, _: value or "no", _settle, metavar="LETTERS")

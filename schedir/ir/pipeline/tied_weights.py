@@ -1,0 +1,279 @@
+"""Ties: which stages hold copies of one weight, and where a model says so.
+
+A program knows stages alone: `tied` is `((0, 3),)` where stages 0 and 3 share weights.  A model
+knows parameters by name, and while it is whole, which names are one object:
+
+    ties = schedir.ties(model)                     # lm_head.weight is transformer.wte.weight
+    ties = ties.among(stages)                      # of the model's stages, shared or copied
+    program = schedir.compile(schedule, plan, tied=ties)
+
+Nothing here imports torch: a module is what has `named_parameters`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any, Final, Protocol, overload
+
+from schedir.errors import PlanError, UsageError, said
+from schedir.ir.pipeline.field_schema import Kind
+from schedir.ir.pipeline.pipeline_shape import Plan
+
+Tied = tuple[tuple[int, ...], ...]  # ascending stages that share weights, each set once, sorted
+Place = tuple[int, str]  # a stage, and what a parameter is called there
+
+
+class Module(Protocol):
+    """What is asked of an nn.Module."""
+
+    def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterator[tuple[str, Any]]: ...
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Weights that several stages hold: the places of each, stages ascending.
+
+    `schedir.ties(stages)` finds them; where a process makes its own stages alone, they are said.
+    Raises UsageError for what is no such places.
+
+    >>> from schedir import Ties
+    >>> ties = Ties((((0, "embedding.weight"), (3, "head.weight")),))
+    >>> ties.stages
+    ((0, 3),)
+    """
+
+    weights: tuple[tuple[Place, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        try:
+            weights = tuple(
+                tuple(sorted({(index(s), _name(name)) for s, name in places}))
+                for places in self.weights
+            )
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"of each tied weight the places are said, a stage and a name each, not "
+                f"{said(self.weights)}",
+                hint="Ties((((0, 'embedding.weight'), (3, 'head.weight')),))",
+            ) from None
+        object.__setattr__(self, "weights", weights)
+
+    @property
+    def stages(self) -> Tied:
+        """What `Program.tied` is."""
+        return tuple(sorted({tuple(sorted({s for s, _ in one})) for one in self.weights}))
+
+    def __bool__(self) -> bool:
+        return bool(self.weights)
+
+
+def _name(given: object) -> str:
+    if not isinstance(given, str):
+        raise TypeError
+    return given
+
+
+@dataclass(frozen=True)
+class ModelTies:
+    """What a whole model calls by several names: the names of each weight."""
+
+    names: tuple[tuple[str, ...], ...] = ()
+    found: tuple[object, ...] = field(default=(), repr=False, compare=False)  # the weights
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    def among(self, stages: Sequence[Module] | Mapping[int, Module]) -> Ties:
+        """Where these weights are in all the stages of the model.
+
+        They are found as objects, or, in stages that are copies, by their names in the model.
+        Raises UsageError for a weight that no stage has, or of which one stage has two.
+        """
+        modules = _all(stages)
+        weights = []
+        for names, weight in zip(self.names, self.found, strict=True):
+            places, missed = [], {*names}
+            for s, module in enumerate(modules):
+                own = [*module.named_parameters(remove_duplicate=False)]
+                here = [(name, p) for name, p in own if p is weight]
+                missed -= {*names} if here else set()
+                here = here or [(name, p) for name, p in own if name in names]
+                missed -= {name for name, _ in here}
+                if any(p is not here[0][1] for _, p in here):
+                    raise UsageError(
+                        f"{here[0][0]} and {here[1][0]} are one weight in the model, and two in "
+                        f"stage {s}"
+                    )
+                places += [(s, here[0][0])] if here else []
+            if missed:
+                raise UsageError(
+                    f"the model ties {' and '.join(names)}, and no stage has "
+                    f"{' or '.join(sorted(missed))}",
+                    hint="schedir.ties(stages), before they are copied, finds ties by any name",
+                )
+            weights += [tuple(places)] if len(places) > 1 else []
+        return Ties(tuple(weights))
+
+
+@overload
+def ties(model: Sequence[Module] | Mapping[int, Module]) -> Ties: ...
+@overload
+def ties(model: Module) -> ModelTies: ...
+def ties(model: Module | Sequence[Module] | Mapping[int, Module]) -> Ties | ModelTies:
+    """The trained weights that are one object in several places, before anything is copied.
+
+    Of all the stages of a model, in order, the places of each: `compile` and the executor take
+    them as `tied`.  Of a whole model, its names for each; `among(stages)` then finds the places.
+
+    >>> import schedir
+    >>> class Stage:  # of an nn.Module nothing is asked but this
+    ...     def __init__(self, **parameters):
+    ...         self.parameters = parameters
+    ...     def named_parameters(self, *, remove_duplicate=True):
+    ...         return iter(self.parameters.items())
+    >>> weight = object()
+    >>> schedir.ties([Stage(embedding=weight), Stage(layer=object()), Stage(head=weight)])
+    Ties(weights=(((0, 'embedding'), (2, 'head')),))
+    """
+    if hasattr(model, "named_parameters"):
+        found = [(names, weight) for weight, names in _shared([model]) if len(names) > 1]
+        return ModelTies(
+            tuple(tuple(name for _, name in places) for places, _ in found),
+            tuple(weight for _, weight in found),
+        )
+    shared = (dict(reversed(places)) for _, places in _shared(_all(model)))  # its first name
+    return Ties(tuple(tuple(sorted(one.items())) for one in shared if len(one) > 1))
+
+
+def _all(stages: Sequence[Module] | Mapping[int, Module]) -> list[Module]:
+    """All stages, in order."""
+    found: list[Any]
+    if isinstance(stages, Mapping):
+        if {*stages} != {*range(len(stages))}:
+            raise UsageError(
+                f"ties are found among all stages of a model, not {said([*stages])} alone",
+                hint="Ties((((0, 'embedding.weight'), (3, 'head.weight')),)) says what is tied",
+            )
+        found = [stages[s] for s in range(len(stages))]
+    else:
+        several = isinstance(stages, Iterable) and not isinstance(stages, str | bytes)
+        found = [*stages] if several else [stages]
+    for stage in found:
+        if not hasattr(stage, "named_parameters"):
+            raise UsageError(
+                f"ties are found in a model, or among its stages in order, not in {said(stage)}",
+                hint="schedir.ties(stages)",
+            )
+    return found
+
+
+def _shared(modules: Iterable[Module]) -> list[tuple[Any, list[Place]]]:
+    """Every trained weight with its places, in order."""
+    places: dict[int, tuple[Any, list[Place]]] = {}
+    for s, module in enumerate(modules):
+        for name, p in module.named_parameters(remove_duplicate=False):
+            if getattr(p, "requires_grad", True):
+                places.setdefault(id(p), (p, []))[1].append((s, name))
+    return [*places.values()]
+
+
+# ------------------------------------------------------------ of a program
+
+
+def tied_stages(tied: object, plan: Plan) -> Tied:
+    """What `Program.tied` is, from a bool (first and last stage), Ties, or sets of stages.
+
+    Raises PlanError for what is none of these, or names stages that the plan has not.
+    """
+    if isinstance(tied, bool):
+        return ((0, plan.stages - 1),) if tied and plan.stages > 1 else ()
+    if isinstance(tied, ModelTies):
+        raise PlanError(
+            "ties of a whole model do not say which stages have the weights",
+            hint="schedir.ties(model).among(stages)",
+            fields=["tied"],
+        )
+    sets: Any = tied.stages if isinstance(tied, Ties) else tied
+    try:
+        found = {tuple(sorted({index(stage) for stage in one})) for one in sets}
+    except TypeError:
+        raise PlanError(
+            f"tied is a bool, schedir.ties(stages), or stages like ((0, 3), (1, 2)), not "
+            f"{tied!r:.60}",
+            fields=["tied"],
+        ) from None
+    for one in found:
+        if len(one) < 2:
+            raise PlanError(f"tied are two stages or more, not {[*one]}", fields=["tied"])
+        if one[0] < 0 or one[-1] >= plan.stages:
+            raise PlanError(
+                f"stages {show_tie(one)} are tied, but there are {plan.stages} stages",
+                fields=["tied"],
+            )
+    return tuple(sorted(found))
+
+
+def show_tie(stages: Iterable[int]) -> str:
+    """Stages that share weights, as text has them: `0=3`."""
+    return "=".join(map(str, stages))
+
+
+def show_tied(tied: Tied, plan: Plan) -> str:
+    """What is tied, as text has it: yes for first and last stage, no, or `0=3,1=2`."""
+    if tied in ((), tied_stages(True, plan)):
+        return "yes" if tied else "no"
+    return ",".join(map(show_tie, tied))
+
+
+def read_tied(text: str) -> Tied | bool:
+    """What a text says to be tied: yes, no, or stages like `0=3,1=2`; ValueError for any other."""
+    if text in ("yes", "no"):
+        return text == "yes"
+    if not re.fullmatch(r"\d{1,5}(=\d{1,5})+(,\d{1,5}(=\d{1,5})+)*", text, re.ASCII):
+        raise ValueError(f"stages that share weights are like 0=2,1=3, not {text!r}")
+    return tuple(tuple(map(int, stages.split("="))) for stages in text.split(","))
+
+
+TIED: Final = Kind(
+    "is yes or no, or stages like 0=3,1=2",
+    read_tied,
+    bool,
+    show=show_tied,
+    settle=lambda _, value, plan: tied_stages(value, plan),
+)
+
+
+def ranks_of(stages: Iterable[int], plan: Plan) -> tuple[int, ...]:
+    """The ranks that hold a copy of what these stages share, ascending."""
+    return tuple(sorted({int(rank) for s in stages for rank in plan.holders[:, s]}))
+
+
+def meets(stages: tuple[int, ...], plan: Plan) -> bool:
+    """Whether ranks must meet to sum what these stages share: not where each holds all copies."""
+    return any(not {*stages} <= {*plan.stages_of[rank]} for rank in ranks_of(stages, plan))
+
+
+def groups_of(tied: Tied, plan: Plan) -> list[tuple[int, ...]]:
+    """The ranks that sum gradients with each other, each set of them once.
+
+    They are the holders of a stage, where it has several, and those of copies of a tied weight.
+    """
+    stages = range(plan.stages) if plan.rows > 1 else ()
+    apart = [stages for stages in tied if meets(stages, plan)]
+    return [*dict.fromkeys(ranks_of(one, plan) for one in [*([s] for s in stages), *apart])]
+
+
+def parties(tied: Tied, plan: Plan) -> list[int]:
+    """For each rank a number, the same for ranks that one `reduce_tied` brings together.
+
+    Two ranks meet that sum a weight, or that both meet a third.
+    """
+    party = [*range(plan.ranks)]
+    for stages in tied:
+        if meets(stages, plan):
+            together = {party[rank] for rank in ranks_of(stages, plan)}
+            party = [min(together) if one in together else one for one in party]
+    return party

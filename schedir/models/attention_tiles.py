@@ -1,0 +1,22 @@
+"""Tiles: which the GPT's attention computes with a window.  Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from schedir.predict.window_tiles import Tiles, tiles
+
+# Queries and keys of a tile.  On CPUs: small enough for caches, and to cut little that is not seen;
+# on GPUs FlexAttention's own.
+TILE: Final = {"cpu": 64, "cuda": 128}
+
+
+def tiles_of(length: int, window: int, stride: int, device: str = "cpu") -> Tiles:
+    """The tiles that are computed on such a device, without dropout.
+
+    >>> found = tiles_of(1024, 256, 64)
+    >>> found.visited, found.dense
+    (58, 136)
+    """
+    tile = TILE[device]
+    return tiles(length, window, stride, q_tile=tile, kv_tile=tile, causal=True)

@@ -1,0 +1,64 @@
+"""The shape of a GPT, and how stages and tensor-parallel ranks divide it.  Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from schedir.errors import UsageError
+from schedir.ir.pipeline.stage_segments import ENTERS, LEAVES
+from schedir.models.partitioning import expect_positive
+from schedir.models.partitioning import split_heads as split_heads
+from schedir.models.partitioning import split_layers as split_layers
+from schedir.models.window_config import Each, expect_windows
+
+# Where tensor-parallel ranks meet in a layer: around its attention, and its feed-forward.
+LAYER: Final = 2 * (ENTERS + LEAVES)
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The whole model; raises UsageError if a size is not positive or heads do not fit.
+
+    `context` is the longest sequence, in tokens; the feed-forward width is 4 * hidden; `tied`
+    means that the head uses the embedding's weight; `seed` is what parameters are drawn from;
+    `dropout` is the share that is left out, while training, of the embedding, of the attention's
+    weights and of what each half of a layer adds, as in GPT-2.
+
+    In layers with a `window`, of 1 or more, each token sees that many at most, itself included, and
+    not all before it; all of them have one, or each its own, and 0 is none.  The window moves every
+    `stride` tokens only, so that kernels skip more: 1 slides, and stride = window cuts the sequence
+    into blocks (arXiv 2504.16922).
+    """
+
+    vocab: int = 256
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    context: int = 128
+    tied: bool = True
+    seed: int = 0
+    dropout: float = 0.0
+    window: Each = 0
+    stride: Each = 1
+
+    def __post_init__(self) -> None:
+        expect_positive(self, "vocab", "layers", "hidden", "heads", "context")
+        if self.hidden % self.heads:
+            raise UsageError(
+                f"hidden {self.hidden} is no multiple of heads {self.heads}",
+                fields=["hidden", "heads"],
+            )
+        if not 0 <= self.dropout < 1:
+            raise UsageError(
+                f"dropout is {self.dropout:g}; it must be at least 0 and below 1",
+                fields=["dropout"],
+            )
+        expect_windows(self)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has; a tied weight counts once."""
+        layer = 12 * self.hidden**2 + 13 * self.hidden
+        ends = self.vocab * (2 - self.tied) + self.context + 2
+        return self.layers * layer + ends * self.hidden

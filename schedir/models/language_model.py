@@ -1,0 +1,108 @@
+"""Language: what models of tokens have in common: their ends, how weights begin, and the loss."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from schedir.tensor_parallel.sliced_init import Drawn
+from schedir.tensor_parallel.vocab_parallel import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    shard_vocab,
+    vocab_parallel_cross_entropy,
+)
+
+IGNORE = -1  # a target that counts neither in the loss nor in `count_tokens`
+STD = 0.02
+
+
+class Where(TypedDict):
+    """Where parameters lie, and their type."""
+
+    device: torch.device | str
+    dtype: torch.dtype
+
+
+class OfTokens(Protocol):
+    """A configuration of a model that has tokens at both ends."""
+
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def drawn(
+    seed: int, name: str, k: int, n: int, where: Where, dim: int = 0, std: float = STD
+) -> Drawn:
+    """The parameter `name`, (k, n), normal(0, std), which tensor-parallel ranks share along `dim`.
+
+    What it is depends on the seed and the name alone.
+    """
+    return Drawn(f"{seed} {name}", torch.Size((k, n)), dim, std, **where)
+
+
+class Ends(NamedTuple):
+    """The embedding of a stage that is the first, and the head of one that is the last."""
+
+    embedding: VocabParallelEmbedding | None
+    head: VocabParallelHead | None
+
+    @classmethod
+    def of(
+        cls,
+        config: OfTokens,
+        first: bool,
+        last: bool,
+        tp: ProcessGroup | None,
+        where: Where,
+        *,
+        sequence: bool = False,
+    ) -> Ends:
+        """This rank's shards of them; where they are tied, they share one Parameter, or have
+        copies of it if they are in two stages."""
+
+        def weight(name: str) -> nn.Parameter:
+            return shard_vocab(drawn(config.seed, name, config.vocab, config.hidden, where), tp)
+
+        shared = weight("embedding.weight") if first or (last and config.tied) else None
+        own = shared if config.tied else weight("head.weight") if last else None
+        embedding = head = None
+        if first and shared is not None:
+            embedding = VocabParallelEmbedding(shared, tp, sequence=sequence)
+        if last and own is not None:
+            head = VocabParallelHead(own, config.vocab, tp, sequence=sequence)
+        return cls(embedding, head)
+
+
+def tied_copy(
+    config: OfTokens, embedding: VocabParallelEmbedding | None, head: VocabParallelHead | None
+) -> nn.Parameter | None:
+    """A stage's copy of the embedding, if another stage has one: their gradients are summed.
+
+    None where nothing is tied, on the stages between, and where one stage is the model, in which
+    the head shares the embedding's parameter.
+    """
+    ends = [end for end in (embedding, head) if end is not None]
+    return ends[0].weight if config.tied and len(ends) == 1 else None
+
+
+def loss(logits: Tensor, targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
+    """Sum of the cross entropies of the counted tokens, 0-dim float32, the same on all ranks.
+
+    `logits` (b, T, V/t) are this rank's, as the last stage returns them; `targets` int64 (b, T).
+    """
+    return vocab_parallel_cross_entropy(logits, targets, tp, IGNORE)
+
+
+def count_tokens(targets: Tensor) -> int:
+    """How many targets count: divide the summed loss by it for the mean."""
+    return int((targets != IGNORE).sum())

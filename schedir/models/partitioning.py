@@ -1,0 +1,84 @@
+"""Shape: how stages and tensor-parallel ranks divide a model.  Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from schedir.errors import UsageError, said
+from schedir.ir.cost.number_parsing import MOST_LAYERS, MOST_WIDTH
+
+
+def expect_positive(config: object, *names: str) -> None:
+    """Raise UsageError for a field of a configuration that is not 1 or more, or is too large.
+
+    A field with "layers" in its name is at most `MOST_LAYERS`, and any other at most `MOST_WIDTH`.
+    """
+    for name in names:
+        value, most = getattr(config, name), MOST_LAYERS if "layers" in name else MOST_WIDTH
+        if value < 1:
+            raise UsageError(f"{name} is {said(value)}; it must be 1 or more", fields=[name])
+        if value > most:
+            raise UsageError(f"{name} is {said(value)}; it must be at most {most}", fields=[name])
+
+
+def split_layers(layers: int, stages: int, given: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Layers per stage: the same for all, or `given`, which may be uneven.
+
+    Only the first and the last stage of several may have no layer: they hold the embedding and
+    the head. Raises UsageError if `given` does not fit, or if there is none and the layers cannot
+    be divided.
+
+    >>> split_layers(8, 4)
+    (2, 2, 2, 2)
+    >>> split_layers(10, 4, given=(2, 4, 4, 0))
+    (2, 4, 4, 0)
+    """
+    cut = ("layers", "ranks", "stages_per_rank", "placement")
+    if stages < 1:
+        raise UsageError(f"{stages} stages; there must be 1 or more", fields=cut)
+    each, over = divmod(layers, stages)
+    if given is None:
+        if not each:
+            raise UsageError(f"{layers} layers do not fill {stages} stages", fields=cut)
+        if over:
+            uneven = [each + (stage < over) for stage in range(stages)]
+            raise UsageError(
+                f"{layers} layers cannot be divided by {stages} stages",
+                hint=f"an uneven division can be given: {uneven}",
+                fields=cut,
+            )
+        return (each,) * stages
+    if len(given) != stages or sum(given) != layers:
+        raise UsageError(
+            f"division {tuple(given)} is not one of {layers} layers on {stages} stages",
+            fields=["division", *cut],
+        )
+    if min(given) < 0 or 0 in given[1:-1]:
+        raise UsageError(
+            f"division {tuple(given)} leaves a stage with nothing to do", fields=["division"]
+        )
+    return tuple(given)
+
+
+def split_heads(heads: int, tp: int, what: str = "heads", field: str = "heads") -> int:
+    """Heads per tensor-parallel rank, of all kinds or of those that `what` says.
+
+    Raises UsageError if they cannot be shared evenly.
+    """
+    if heads % tp:
+        raise UsageError(f"tp {tp} does not divide {heads} {what}", fields=["tp", field])
+    return heads // tp
+
+
+def split_tokens(context: int, tp: int) -> int:
+    """Tokens of each of the tensor-parallel ranks that share a sequence of so many.
+
+    Raises UsageError if they cannot be shared evenly.
+    """
+    if context % tp:
+        raise UsageError(
+            f"tp {tp} does not divide a context of {context} tokens, which its ranks are to share",
+            hint=f"context = {context - context % tp or tp}, or sequence = false",
+            fields=["context", "sequence"],
+        )
+    return context // tp

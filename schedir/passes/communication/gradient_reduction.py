@@ -1,0 +1,280 @@
+"""Reductions and the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from schedir.analysis.memory.buffer_slots import KINDS, counts, minimum_slots
+from schedir.ir.instruction_index import NONE, Index
+from schedir.ir.isa.instructions import ADDS, Opcode, Per, Token, producers
+from schedir.ir.program import FIELDS, Program, Slots, is_op, pack
+from schedir.passes.insertion import at_places, behind
+from schedir.passes.pass_types import Expected, Mask, Options, Pass, Present
+from schedir.passes.stage_runs import runs, turns
+from schedir.passes.update_boundaries import places
+
+_WHOLE: Final = Token.WGRAD.name.lower()
+
+
+def reduce_grads(program: Program) -> Program:
+    """Reduce each stage's gradient right after its last backward, beside what is left.
+
+    Always there when the program trains: with one replica it is local, and scales.  Of several
+    updates each has its own.
+    """
+    plan, fields = program.plan, program.words.view(FIELDS)
+    at = np.flatnonzero(is_op(fields["op"], ADDS))
+    stage, update = fields["stage"][at], fields["mb"][at] // plan.per_update
+    rank = np.searchsorted(program.offsets, at, side="right") - 1
+    last = np.full((plan.updates, plan.rows, plan.stages), NONE)
+    last[update, plan.row_of(stage, rank), stage] = at  # the last of those with one address stays
+    at = last[last != NONE]
+    update, _, stage = np.nonzero(last != NONE)
+    words = pack(Opcode.ReduceGrads, stage, update)
+    order = np.argsort(words, kind="stable")
+    return behind(program, at[order], words[order])
+
+
+def reduce_scatter(program: Program) -> Program:
+    """As `reduce_grads`, where each replica keeps a part of the sum; each turn, or at the end.
+
+    A turn is a run of what adds to one stage's gradient, with nothing between that adds to
+    another's of the rank; what is issued as one and adds to two is a turn of both.  So of a rank's
+    gradients those alone are whole that are added to.  A W that runs late is in turns, too.
+    """
+    rank, _, stage, end = runs(program, ADDS)
+    key = rank * program.plan.stages + stage
+    if program.reduce == "end":
+        last = np.unique(key[::-1], return_index=True)[1]
+        rank, stage, end, key = (each[::-1][last] for each in (rank, stage, end, key))
+    return at_places(program, end, rank, pack(Opcode.ReduceScatter, stage, turns(key)))
+
+
+def leave_room(program: Program) -> Program:
+    """Say how many stages' gradients are whole at once, where not all of a rank's may be: the
+    fewest, and one that is being reduced beside them, so that backwards go on meanwhile."""
+    column = KINDS.index(Token.WGRAD)
+    room, most = minimum_slots(program)[:, column] + 1, counts(program)[:, column]
+    if (room >= most).all():
+        return program
+    said = program.slots or [Slots.unsaid()] * program.plan.ranks
+    each = zip(said, np.minimum(room, most).tolist(), strict=True)
+    return program.with_slots([slots._replace(**{_WHOLE: n}) for slots, n in each])
+
+
+def reduce_holders(program: Program) -> Program:
+    """Sum each stage's gradient over its holders, if it has several, as soon as all are ready.
+
+    On all of them a sum stands between the same two messages of the one order in which `transfers`
+    has placed them all, and of two sums there the same one comes first, that of the gradient which
+    stands earlier in its Stream.  So all Streams agree with one order still, and none can hang.
+
+    With replicas all sums stand at the end: each has to wait for the one over the replicas, which
+    goes on beside what is computed, and what stands behind it on hosts that block would wait too.
+    """
+    plan = program.plan
+    if not (plan.rows > 1 and program.trains):
+        return program
+    trained = np.arange(program.frozen, plan.stages)
+    if program.dp > 1 or not program.order:
+        own_of = [[s for s in own if s in trained] for own in plan.stages_of]
+        return append(program, Opcode.ReduceHolders, own_of)
+    index, begins = Index.of(program), program.offsets.tolist()
+    messages = index.messages()
+    passed = np.concatenate([np.maximum.accumulate(messages[b:e]) for b, e in pairwise(begins)])
+    holders = plan.holders[:, trained]
+    reduced, ready = index.where_all(producers(Token.GRAD)), np.zeros(plan.holders.size, np.intp)
+    first_turn = np.zeros(len(reduced), np.int64)
+    np.maximum.at(ready, index.keys(Per.STAGE, reduced, first_turn), reduced)  # the last turn's
+    ready = ready.reshape(plan.holders.shape)[:, trained]
+    after = passed[ready].max(0)  # the message that the sum of each stage stands behind
+    ready = ready - program.offsets[holders]
+    order = np.lexsort((ready.max(0), after))
+    at, stages = [], []
+    for rank in range(plan.ranks):
+        own = order[np.isin(trained[order], plan.stages_of[rank])]
+        before = passed[begins[rank] : begins[rank + 1]]
+        there = ready[plan.row_of(trained[own], rank), own]
+        last = before[np.searchsorted(before, after[own], side="right") - 1]
+        index_of = np.maximum.accumulate(np.maximum(there, np.searchsorted(before, last)))
+        at.append(begins[rank] + index_of)
+        stages.append(trained[own])
+    return behind(
+        program, np.concatenate(at), pack(Opcode.ReduceHolders, np.concatenate(stages), 0)
+    )
+
+
+def reduce_tied(program: Program) -> Program:
+    """Sum the copies of tied weights: one instruction on each rank that holds any."""
+    if not (program.summed and program.trains):
+        return program
+    tied = {s for stages in program.summed for s in stages}
+    copies = [[s for s in own if s in tied] for own in program.plan.stages_of]
+    return append(program, Opcode.ReduceTied, [own[:1] for own in copies])
+
+
+def reduce_sequence(program: Program) -> Program:
+    """Sum over tensor-parallel ranks what each has of its part of the sequence, where they share
+    it: when it is summed over all others, as Megatron-LM does.
+
+    So of what replicas keep in parts it is the part that is summed, however often that is added to.
+    """
+    if not (program.sequence and program.trains):
+        return program
+    own_of = [[s for s in own if s >= program.frozen] for own in program.plan.stages_of]
+    return append(program, Opcode.ReduceSequence, own_of)
+
+
+def reduce_norm(program: Program) -> Program:
+    """The global norm that clipping needs; all ranks meet."""
+    if not (program.clip and program.trains and program.validate == "before"):
+        return program
+    return append(program, Opcode.ReduceNorm, [[0]] * program.plan.ranks)
+
+
+def optimizer_step(program: Program) -> Program:
+    """End every Stream, and every update in it, with the optimizer's step, if there are any."""
+    if not program.trains:
+        return program
+    return append(program, Opcode.OptimizerStep, [[0]] * program.plan.ranks)
+
+
+def validate(program: Program) -> Program:
+    """The global norm behind a step that has not waited for it; all ranks meet."""
+    if not (program.trains and program.validate == "after"):
+        return program
+    return append(program, Opcode.Validate, [[0]] * program.plan.ranks)
+
+
+def append(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Program:
+    """End each Stream, and each update before the last, with an `op` for some stages."""
+    ranks = np.repeat(np.arange(len(stages)), [*map(len, stages)])
+    words = pack(op, np.array([stage for own in stages for stage in own], np.int64), 0)
+    ends, update = places(program), np.arange(program.plan.updates)[:, None]
+    each = np.broadcast_to(ranks, (len(update), len(ranks)))
+    return at_places(
+        program, ends[:, ranks].reshape(-1), each.reshape(-1), (words + update).reshape(-1)
+    )
+
+
+# ------------------------------------------------------------ what must then be there
+
+
+def _each(program: Program, per: Per) -> Mask:
+    """A mask over the holders of trained stages, or over ranks, if the program ends an update."""
+    plan = program.plan
+    if per is Per.RANK:
+        return np.full(plan.ranks, program.trains)
+    trained = np.arange(plan.stages) >= program.frozen
+    return np.tile(trained & program.trains, len(plan.holders))
+
+
+def _stages(program: Program, present: Present) -> Iterator[Expected]:
+    once, cut = _each(program, Per.STAGE), program.zero > 0
+    whole = Expected(
+        Opcode.ReduceGrads,
+        once & (not cut),
+        f"the program says 'zero {program.zero}', and reduce_scatter leaves a part",
+    )
+    there = present(Opcode.ReduceScatter)
+    once = np.resize(once & cut, len(there))
+    each = program.plan.holders.size
+    once[each:] = there[each:] if program.reduce == "turn" else False  # as often as it likes
+    parts = Expected(
+        Opcode.ReduceScatter,
+        once,
+        "the program says 'reduce end': a gradient is reduced once, behind its last backward"
+        if cut
+        else "the program says 'zero 0', and reduce_grads leaves the whole",
+        "one stands behind the last B or W of its stage",
+    )
+    yield from (whole, parts) if cut else (parts, whole)  # what should not be there is said first
+
+
+def _holders(program: Program, present: Present) -> Iterator[Expected]:
+    once = _each(program, Per.STAGE) & (program.plan.rows > 1)
+    yield Expected(Opcode.ReduceHolders, once, "each stage has one holder")
+
+
+def _tied(program: Program, present: Present) -> Iterator[Expected]:
+    holders = program.plan.holders.reshape(-1)  # by key: a row behind the other
+    first: dict[int, int] = {}  # the key of each rank's first copy
+    for stage in sorted({s for stages in program.summed for s in stages}):
+        for key in range(stage, len(holders), program.plan.stages):
+            first.setdefault(int(holders[key]), key)
+    once = np.zeros(len(holders), bool)
+    once[[*first.values()]] = program.trains
+    why = "one per rank that holds a copy of a tied weight, at its first stage"
+    why = why if program.summed or not program.tied else "all that is tied is frozen"
+    yield Expected(Opcode.ReduceTied, once, why if program.tied else "the program says 'tied no'")
+
+
+def _sequence(program: Program, present: Present) -> Iterator[Expected]:
+    once = _each(program, Per.STAGE) & program.sequence
+    yield Expected(
+        Opcode.ReduceSequence,
+        once,
+        "the program says 'sequence no': each rank has seen all of it",
+        "the program says 'sequence yes': one stands behind what sums the stage's gradient",
+    )
+
+
+def _norm(program: Program, present: Present) -> Iterator[Expected]:
+    once = _each(program, Per.RANK) & program.clip & (program.validate == "before")
+    why = "the program says 'validate after'" if program.clip else "the program says 'clip no'"
+    yield Expected(Opcode.ReduceNorm, once, why)
+
+
+def _steps(program: Program, present: Present) -> Iterator[Expected]:
+    yield Expected(Opcode.OptimizerStep, _each(program, Per.RANK))
+
+
+def _validated(program: Program, present: Present) -> Iterator[Expected]:
+    once = _each(program, Per.RANK) & (program.validate == "after")
+    yield Expected(Opcode.Validate, once, "the program does not say 'validate after'")
+
+
+def _unless_there(program: Program, options: Options) -> bool:
+    return program.trains and program.ops.isdisjoint({Opcode.ReduceGrads, Opcode.ReduceScatter})
+
+
+PASSES: Final = (
+    Pass(
+        "reduce_grads",
+        "ends",
+        lambda p, options: reduce_scatter(p) if p.zero else reduce_grads(p),
+        _unless_there,
+        _stages,
+        order=1,
+    ),
+    Pass(
+        "leave_room",
+        "memory",
+        lambda p, options: leave_room(p),
+        lambda p, options: (
+            p.trains
+            and p.holds(Token.WGRAD)
+            and options.slots is None
+            and not any(_WHOLE in slots.said() for slots in p.slots)
+        ),
+        order=2,
+    ),
+    Pass(
+        "reduce_holders", "ends", lambda p, options: reduce_holders(p), expected=_holders, order=2
+    ),
+    Pass("reduce_tied", "ends", lambda p, options: reduce_tied(p), expected=_tied, order=3),
+    Pass(
+        "reduce_sequence",
+        "ends",
+        lambda p, options: reduce_sequence(p),
+        expected=_sequence,
+        order=4,
+    ),
+    Pass("reduce_norm", "ends", lambda p, options: reduce_norm(p), expected=_norm, order=5),
+    Pass("optimizer_step", "ends", lambda p, options: optimizer_step(p), expected=_steps, order=9),
+    Pass("validate", "ends", lambda p, options: validate(p), expected=_validated, order=10),
+)

@@ -1,0 +1,144 @@
+"""Overlap: opposite transfers issued as one, gathers begun and other receives posted earlier.
+
+Group first: an early receive has left the send that it could have gone with.  Gathers go before
+receives: a host that blocks waits at a gather for its message, so that must stay where the
+lowering has put the receive, or after.  All passes come after the lowering and keep its promise:
+what they give is legal under the model they are told, and `check` says so again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import Model
+from schedir.ir.instruction_index import Index, Positions
+from schedir.ir.isa.instructions import COMPUTE, GATHERS, RECEIVES, SENDS, TRANSFERS
+from schedir.ir.program import JOINED, Cut, Program, Words
+from schedir.passes.pass_types import Options, Pass
+
+
+def early_receives(program: Program, model: Model = "device", ahead: int = 1) -> Program:
+    """Post each receive up to `ahead` computes earlier, so that its buffer waits, not its rank.
+
+    A receive never passes an instruction of its own queue under `model`, and compute has no
+    say in when a transfer runs, so the dependency graph stays as it is.  Each step ahead
+    costs a buffer.
+    """
+    graph = Graph.of(program, model)
+    joined, group_end = graph.index.joined, np.append(~graph.index.joined[1:], True)
+    moves = graph.index.is_op(RECEIVES) & ~joined & group_end
+    return _moved(program, moves, 2 * _floor(graph.index, graph.queue_predecessor, ahead) + 1)
+
+
+def early_gathers(program: Program, ahead: int = 1) -> Program:
+    """Begin each gather up to `ahead` computes earlier, but not before its message is received.
+
+    It runs beside these computes.  It stands just before the first of them: a host that blocks
+    waits for the message there, and has sent before what it could.
+    """
+    if program.tp == 1:
+        return program
+    graph = Graph.of(program, "serial")
+    floor = _floor(graph.index, graph.needs[0], ahead)
+    computes = np.append(_computes(graph.index), len(graph))
+    first = computes[np.searchsorted(computes, floor, side="right")]
+    own = np.arange(len(graph))
+    return _moved(program, graph.index.is_op(GATHERS), 2 * np.minimum(first, own) - 1)
+
+
+def _computes(index: Index) -> NDArray[np.intp]:
+    """Where computes stand; of those that run together the first."""
+    return np.flatnonzero(index.is_op(COMPUTE) & ~index.joined)
+
+
+def _floor(index: Index, behind: Positions, ahead: int) -> NDArray[np.intp]:
+    """The last position that each instruction stays behind when it goes `ahead` computes ahead.
+
+    That is one before its Stream, the end of a group, or `behind` it where that is not -1.
+    """
+    own, begin = np.arange(len(index)), index.program.offsets[index.rank]
+    computes = _computes(index)
+    over = np.searchsorted(computes, own) - 1 - ahead  # the last compute to stay behind
+    last = computes[np.maximum(over, 0)] if len(computes) else own
+    floor = np.where((over >= 0) & (last >= begin), last, begin - 1)
+    floor = np.maximum(floor, behind)
+    ends = own[np.append(~index.joined[1:], True)]
+    ends = ends[np.searchsorted(ends, np.maximum(floor, begin))]
+    return np.where(floor >= begin, ends, begin - 1)
+
+
+def _moved(program: Program, moves: NDArray[np.bool_], key: NDArray[np.intp]) -> Program:
+    """Sort what moves to its key among the others, whose keys are twice their positions."""
+    order = np.argsort(np.where(moves, key, 2 * np.arange(len(key))), kind="stable")
+    return _with(program, program.words[order])
+
+
+def _with(program: Program, words: Words) -> Program:
+    """A program of as long Streams, whose words are these."""
+    return replace(program, streams=Cut.at(words, program.offsets))
+
+
+def group_opposites(program: Program) -> Program:
+    """Issue a send and the receive that goes the other way as one, where both ranks can.
+
+    Two messages between two ranks, one each way, that stand next to each other in both Streams
+    are joined on both.  No path leads from one to the other except directly, so this makes no
+    cycle that was not there, under any model.
+    """
+    graph = Graph.of(program, "serial")
+    index, partner = graph.index, graph.partner
+    send, receive = np.isin(index.op, SENDS), np.isin(index.op, RECEIVES)
+    second = np.flatnonzero((send[1:] & receive[:-1]) | (receive[1:] & send[:-1])) + 1
+    first = second - 1
+    matched = (partner[first] >= 0) & (partner[second] >= 0)
+    same_rank = index.rank[first] == index.rank[second]
+    beside = np.abs(partner[first] - partner[second]) == 1
+    same_peer = index.rank[partner[first]] == index.rank[partner[second]]
+    words = program.words.copy()
+    taken = index.joined | np.append(index.joined[1:], False)
+    pairs = np.stack([first, second], 1)[matched & same_rank & beside & same_peer]
+    for a, b in pairs.tolist():
+        there = sorted((int(partner[a]), int(partner[b])))
+        if not taken[[a, b, *there]].any():
+            taken[[a, b, *there]] = True
+            words[[b, there[1]]] |= JOINED
+    return _with(program, words)
+
+
+def _read(program: Program, model: Model) -> dict[str, Any]:
+    return {"overlap": bool((program.joined & np.isin(program.op, TRANSFERS)).any())}
+
+
+def _wanted(program: Program, options: Options) -> bool:
+    return options.overlap
+
+
+PASSES: Final = (
+    Pass(
+        "group_opposites",
+        "better",
+        lambda program, options: group_opposites(program),
+        _wanted,
+        read=_read,
+        order=1,
+    ),
+    Pass(
+        "early_gathers",
+        "better",
+        lambda program, options: early_gathers(program),
+        _wanted,
+        order=2,
+    ),
+    Pass(
+        "early_receives",
+        "better",
+        lambda program, options: early_receives(program, options.model),
+        _wanted,
+        order=3,
+    ),
+)

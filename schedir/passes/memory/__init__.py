@@ -1,0 +1,1 @@
+"""Passes that offload, recompute and copy values, and that share static buffers."""

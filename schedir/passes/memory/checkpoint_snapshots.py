@@ -1,0 +1,71 @@
+"""Snapshots: what a step changes is copied first, so that a checkpoint is written beside the step.
+
+CheckFreq (Mohan et al., FAST 2021, section 4.1) calls the two halves of a checkpoint snapshot and
+persist; here the first is an instruction, and the step is what waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from schedir.errors import PlanError
+from schedir.ir.isa.instructions import Opcode
+from schedir.ir.program import Program, pack
+from schedir.passes.insertion import at_places
+from schedir.passes.pass_types import Expected, Mask, Pass, Present
+
+
+def snapshots(program: Program) -> Program:
+    """Begin each Stream with the snapshots of its rank's trained stages.
+
+    A copy is under way while forwards and backwards run, for the step alone waits for it.  Of
+    several holders of a stage the first has it, whose weights are the others'.  What is frozen does
+    not change: it needs none.  Raises PlanError for a program that does not train.
+    """
+    if not program.trains:
+        raise PlanError(
+            "the program has no backward: it changes nothing that could be lost",
+            program=program.name,
+            hint="leave snapshots out",
+            fields=["snapshots"],
+        )
+    stage = np.arange(program.frozen, program.plan.stages)
+    rank = program.plan.holders[0, stage]
+    at = program.offsets[rank]
+    return at_places(program, at, rank, pack(Opcode.Snapshot, stage, 0))
+
+
+def _first_holders(program: Program) -> Mask:
+    """Whose stages have a snapshot: a mask over the holders of stages."""
+    plan = program.plan
+    once = np.zeros(plan.holders.shape, bool)
+    once[0, program.frozen :] = program.snapshots and program.trains
+    return once.reshape(-1)
+
+
+def _each(program: Program, present: Present) -> Iterator[Expected]:
+    once = np.zeros(len(present(Opcode.Snapshot)), bool)  # of update 0 alone: once in a step
+    once[: program.plan.holders.size] = _first_holders(program)
+    yield Expected(
+        Opcode.Snapshot,
+        once,
+        "one for each trained stage in a step, on its first holder"
+        if program.snapshots
+        else "the program says 'snapshots no'",
+        "one stands at the beginning of its rank's Stream",
+    )
+
+
+PASSES: Final = (
+    Pass(
+        "snapshots",
+        "ends",
+        lambda program, options: snapshots(program),
+        lambda program, options: program.snapshots and Opcode.Snapshot not in program.ops,
+        _each,
+        order=30,  # so they come before all else, also before gathers of weights
+    ),
+)

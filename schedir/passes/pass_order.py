@@ -1,0 +1,40 @@
+"""Lowering: the passes that make a program of a draft, in their order.
+
+The one list of them: `compile` folds over it, `check` counts what it expects, and whoever lowers
+another draft in the way of a program repeats it.  A pass is in it by being in this folder: a module
+has its records in `PASSES`, and a record says where it stands (`Pass.part`, `Pass.order`).
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Final
+
+from schedir.ir.pipeline.field_schema import YES_OR_NO, Kind
+from schedir.passes.pass_types import PARTS, Pass
+
+
+def _found() -> Iterator[Pass]:
+    package = __name__.rpartition(".")[0]
+    for module in pkgutil.walk_packages(import_module(package).__path__, f"{package}."):
+        if module.name != __name__:
+            yield from getattr(import_module(module.name), "PASSES", ())
+
+
+LOWERING: Final[tuple[Pass, ...]] = tuple(
+    sorted(_found(), key=lambda each: (PARTS.index(each.part), each.order, each.name))
+)
+
+# What passes take beside the options of all lowering: by name the kind, and what it is for.
+OPTIONS: Final[Mapping[str, tuple[Kind, str]]] = {
+    option: (
+        each.kinds.get(option, YES_OR_NO),
+        each.abouts.get(option) or each.about or f"with the pass {each.name}",
+    )
+    for each in LOWERING
+    for option in each.options
+}
+# Of which section of a configuration each of them is a setting.
+SECTION_OF: Final = {option: each.section for each in LOWERING for option in each.options}

@@ -1,0 +1,1 @@
+"""Passes that split stages into segments and microbatches into chunks."""

@@ -1,0 +1,33 @@
+"""Frozen: the first stages of a model that are not trained have no backward.
+
+Whatever a draft says of their backwards is left out, and the order of all else stays; so no message
+goes to them, and no sum of gradients is theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from schedir.ir.isa.instructions import OF_TRAINED
+from schedir.ir.program import JOINED, Program, Stream, is_op
+from schedir.passes.pass_types import Pass
+
+
+def without_backwards(program: Program) -> Program:
+    """A draft without the backwards of its frozen stages.
+
+    What ran together with one of them runs alone.
+    """
+    if not program.frozen:
+        return program
+    streams = []
+    for stream in program.streams:
+        gone = is_op(stream.op, OF_TRAINED) & (stream.stage < program.frozen)
+        words = stream.words.copy()
+        words[1:][gone[:-1]] &= ~JOINED
+        streams.append(Stream(words[~gone]))
+    return replace(program, streams=tuple(streams))
+
+
+PASSES: Final = (Pass("frozen", "draft", lambda p, options: without_backwards(p), order=-1),)

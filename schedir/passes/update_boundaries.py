@@ -1,0 +1,83 @@
+"""Ends: where in its Stream each rank ends each update before the last, with reductions and step.
+
+Where all ranks meet there, the ends cut the whole program in two: nothing ahead of them may wait
+for what stands behind one, on whatever rank, or the ranks would wait for each other.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.memory.buffer_slots import groups
+from schedir.ir.instruction_index import NONE, Index
+from schedir.ir.isa.instructions import COMPUTE, ROWS, Per
+from schedir.ir.program import Program
+
+Ends = NDArray[np.int64]  # positions that the ends come behind, shape (updates - 1, ranks)
+_ENDS: Final = tuple(row.op for row in ROWS if row.per is not Per.MICROBATCH)
+
+
+def meets(program: Program) -> bool:
+    """Whether ranks meet at the ends of updates before the last."""
+    return program.plan.updates > 1 and program.trains and bool(program.summed or program.clip)
+
+
+def places(program: Program) -> Ends:
+    """Where in its Stream each rank ends each update, the last one too: the positions that the
+    ends come before, shape (updates, ranks)."""
+    final = program.offsets[1:]
+    if program.plan.updates == 1:
+        return final[None]
+    ends = together(Graph.of(program)) if meets(program) else apart(program)
+    if (joined := program.joined).any():
+        last = np.flatnonzero(np.append(~joined[1:], True))
+        ends = last[np.searchsorted(last, ends)]
+    return np.concatenate([ends + 1, final[None]])
+
+
+def apart(program: Program) -> Ends:
+    """Where a rank ends its updates alone: ahead of the first compute after its last of the update.
+
+    What it made is sent first, for others may need it to come to their own end.  A rank that only
+    runs forwards may be through with an update before it is with an earlier one, and with all of
+    them long before the last: it ends them in turn, and in its own Stream.
+    """
+    index = Index.of(program)
+    computes = np.append(np.flatnonzero(index.is_op(COMPUTE)), len(index))
+    ahead = computes[np.searchsorted(computes, _last(index), side="right")]
+    ends = np.minimum(ahead, program.offsets[1:]) - 1
+    return np.asarray(np.maximum.accumulate(ends, axis=0), np.int64)
+
+
+def together(graph: Graph) -> Ends:
+    """Where ranks that meet end their updates: as soon as nothing that is needed stands behind.
+
+    Of a draft it is values that are needed, and else also the other side of each message.
+    """
+    values, rank = graph.needs if graph.program.is_draft else graph.partner[None], graph.index.rank
+    needer, which = np.nonzero(((values != NONE) & (rank[values] != rank)).T)
+    giver, last = values[which, needer], np.append(~graph.index.joined[1:], True)
+    whole = np.flatnonzero(last)[groups(graph.index) - 1]  # the last of what runs together
+    ends, done = whole[_last(graph.index)], graph.program.offsets[:-1] - 1
+    for end in ends:
+        np.maximum(end, done, out=end)
+        while (end > done).any():
+            begins, stops = np.searchsorted(needer, [done, end], side="right").tolist()
+            done = end.copy()
+            needed = np.concatenate([giver[a:b] for a, b in zip(begins, stops, strict=True)])
+            np.maximum.at(end, rank[needed], whole[needed])
+    return ends
+
+
+def _last(index: Index) -> Ends:
+    """Where each rank last works on each update before the last: a rank that trains adds to it, or
+    does what ends it, and one with frozen stages only runs forwards."""
+    plan = index.program.plan
+    at = np.flatnonzero(index.is_op(COMPUTE + _ENDS))
+    last = np.zeros((plan.updates, plan.ranks), np.int64)
+    np.maximum.at(last, (index.update(at), index.rank[at]), at)
+    return last[:-1]

@@ -1,0 +1,124 @@
+"""Why: what keeps a plan from being faster, in a word and in a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import UsageError, in_bytes
+from schedir.ir.cost.cluster import Cluster
+from schedir.planner.estimate.schedule_formulas import family
+from schedir.planner.parallel_plan import Choice, Parts, Priced
+from schedir.planner.plan_space import Every
+from schedir.planner.transformer.transformer_spec import Model
+
+_LESS = 0.01  # of a step: what is less than that is no reason
+
+
+def in_short(choice: Choice) -> str:
+    """A choice in a few words.
+
+    >>> from schedir.planner import Choice
+    >>> in_short(Choice(p=4, t=8, d=2, v=2, m=8, schedule="zb_v", zero=1))
+    'p 4 t 8 d 2 b 1 zb_v, without recomputation, zero 1'
+    """
+    many = family(choice.schedule).stages == "many" and choice.v > 1
+    told = [f"p {choice.p} t {choice.t} d {choice.d}"]
+    told += [f"c {choice.c}"] * (choice.c > 1) + [f"e {choice.e}"] * (choice.e > 1)
+    told += [f"b {choice.b} {choice.schedule}" + f" v {choice.v}" * many]
+    again = choice.recompute
+    rest = "without recomputation" if again == "none" else f"with {again} recomputation"
+    rest += f", zero {choice.zero}" * (choice.zero > 0)
+    rest += ", sequence cut over slices" * choice.sequence_parallel
+    rest += ", activations offloaded" * (choice.offload != "none")
+    rest += ", states on the host" * (choice.states != "device")
+    return f"{' '.join(told)}, {rest}"
+
+
+def nothing_fits(
+    model: Model, cluster: Cluster, found: Every, *, offload: bool = False
+) -> UsageError:
+    """The refusal where no plan has room, with the one that takes the least; where one could also
+    `offload`, of those that do not."""
+    least = found.at(model, cluster, int(found.total.argmin()))
+    return UsageError(
+        f"none of {len(found.plans)} plans fits into {in_bytes(cluster.memory)} a GPU"
+        f"{', and none that offloads was found that does' * offload}: the least "
+        f"holds {in_bytes(least.memory.total)}{' without' * offload}",
+        hint=f"that is {in_short(least)}",
+        fields=["memory"],
+    )
+
+
+def alone(cluster: Cluster, one: Priced) -> Priced:
+    """A plan with its largest part beside what the model asks for, where no others are known."""
+    over = one.memory.total - cluster.memory
+    if over > 0:
+        return replace(one, bound="memory", why=f"memory: it does not fit by {in_bytes(over)}")
+    largest = max(Parts._fields[1:], key=lambda name: getattr(one.parts, name))
+    part = getattr(one.parts, largest)
+    if part <= 0:
+        return replace(one, bound="compute", why="compute: there is nothing else")
+    return replace(one, bound=largest, why=f"{largest}: {part:.4g} s of {one.step:.4g} s")
+
+
+def among(model: Model, cluster: Cluster, one: Priced, at: int, found: Every) -> Priced:
+    """A plan with what all others say of it, of which it is number `at`; times in closed form.
+
+    Where another one that fits is faster, `bound` is the part that it has most less of.  Else it is
+    "memory", if faster ones do not fit: `why` tells of the one that needs least more.  Else it is
+    the largest part that another plan has less of.
+    """
+    fits = found.total <= cluster.memory
+    mine, own = found.step[at], found.parts[:, at]
+    faster = found.step < mine * (1 - _LESS)
+    if (better := faster & fits).any():
+        return _beside(model, cluster, one, own, found, _fastest(found, better))
+    if faster.any():
+        near = int(np.where(faster, found.total, np.inf).argmin())
+        other = found.at(model, cluster, near)
+        return replace(
+            one,
+            bound="memory",
+            why=f"memory: the next faster plan, {in_short(other)}, takes {_takes(other, mine)} and "
+            f"does not fit by {in_bytes(other.memory.total - cluster.memory)}",
+        )
+    for part in np.argsort(-own).tolist():
+        less = fits & (found.parts[part] < own[part] - _LESS * mine)
+        if part != 0 and less.any():
+            return _beside(model, cluster, one, own, found, _fastest(found, less), part)
+    return replace(one, bound="compute", why="compute: no plan has less of anything else")
+
+
+def _fastest(found: Every, which: NDArray[np.bool_]) -> int:
+    return int(np.where(which, found.step, np.inf).argmin())
+
+
+def _beside(
+    model: Model,
+    cluster: Cluster,
+    one: Priced,
+    own: Any,
+    found: Every,
+    at: int,
+    part: int | None = None,
+) -> Priced:
+    """A plan beside another one: what that has less of, most if no part is told."""
+    other = found.at(model, cluster, at)
+    differences = own - np.array(other.parts)
+    part = int(differences.argmax()) if part is None else part
+    name = Parts._fields[part]
+    text = f"{name}: {in_short(other)}, has {differences[part]:.4g} s less of it"
+    if other.step >= own.sum():
+        worst = int(differences.argmin())
+        text += f", and {-differences[worst]:.4g} s more of {Parts._fields[worst]}"
+    return replace(one, bound=name, why=f"{text}: it takes {_takes(other, float(own.sum()))}")
+
+
+def _takes(other: Priced, mine: float) -> str:
+    """How long another plan takes, beside this one."""
+    change = other.step / mine - 1
+    return f"{other.step:.4g} s, {abs(change):.1%} {'more' if change > 0 else 'less'}"

@@ -1,0 +1,259 @@
+"""Runnable: a choice as a program, and as a configuration that `schedir train` runs."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any, Final
+
+from schedir.compiler.compile import compile
+from schedir.errors import UsageError
+from schedir.io.program_request import Request
+from schedir.io.source_loader import Source
+from schedir.ir.cost.zero_states import CUT_FROM
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.program import Program
+from schedir.passes.memory.offload_placement import HOST
+from schedir.passes.selection import stages_of
+from schedir.planner.parallel_plan import Choice
+from schedir.planner.transformer.layer_division import layers_of
+from schedir.planner.transformer.transformer_spec import Model
+from schedir.schedules.draft import draft
+from schedir.schedules.schedule_algebra import placed_for, takes_v
+
+_KEPT: Final = 16  # programs that are kept: choices differ in sizes more often than in these
+_LARGE: Final = 2**18  # instructions of one that is not
+# Options with which `schedir train` compiles for processes on processors.
+ON_PROCESSORS: Final[dict[str, Any]] = {"overlap": True, "slots": None, "blocks": True}
+
+
+def plan_of(choice: Choice) -> Plan:
+    """The shape of a choice's pipeline, with the placement that its schedule is made for.
+
+    Raises UsageError for a schedule that is none, or takes another number of stages to a rank;
+    PlanError for what no pipeline can have.
+
+    >>> from schedir.planner import Choice
+    >>> plan_of(Choice(p=4, m=8, v=2, schedule="zb_v"))
+    Plan(ranks=4, microbatches=8, stages_per_rank=2, placement='vee')
+    """
+    source = Source(choice.schedule)
+    if isinstance(source.found, Program):
+        said = {"ranks": choice.p, "microbatches": choice.m, "stages_per_rank": choice.v}
+        return Request(source, said, usual={}).plan
+    placement, own = placed_for(source.found)
+    own = own or (None if takes_v(source.found) else 1)
+    if own not in (None, choice.v):
+        raise UsageError(
+            f"{choice.schedule} has {own} stage{'s' * (own > 1)} to a rank, not v {choice.v}",
+            hint=f"v={own}",
+            fields=["v", "schedule"],
+        )
+    return Plan(choice.p, choice.m, choice.v, placement or "loop")
+
+
+def program(choice: Choice, *, tied: bool = True, **options: Any) -> Program:
+    """The checked program of a choice, its messages, reductions and recomputation in it.
+
+    A replica's step, as `schedir.compile` makes it of the schedule: with scatters and gathers at
+    boundaries where t > 1 (with `sequence_parallel` parts of the sequence cross as they are, and
+    gradients of parts are summed at the end), with the level of ZeRO, and an R for each forward
+    that is run again where `recompute` is "full".
+    "selective" shows in what backwards take.  Which microbatches `offload` "fit" moves their sizes
+    and a limit decide, which are `options` then, with costs: `program_for` finds these.  Parts of a
+    sequence (`c`) are replicas to what sums gradients.  The norm of gradients is taken, as trainers
+    do that clip.  `tied` says that the head shares the embedding's weight; `options` are those of
+    `compile`; unless told, messages have a queue for each directed edge, and the fewest buffers.
+
+    Raises what `plan_of` does, and a ProgramError for a schedule that does not work so.
+
+    >>> from schedir.planner import Choice, program
+    >>> program(Choice(p=4, t=2, d=2, m=8, zero=1, schedule="one_f_one_b"))
+    <program one_f_one_b: 4 ranks, 278 instructions>
+    """
+    shape = Choice(p=choice.p, t=choice.t, d=choice.d * choice.c, v=choice.v, m=choice.m,
+                   schedule=choice.schedule, zero=choice.zero, recompute=choice.recompute,
+                   sequence_parallel=choice.sequence_parallel, offload=choice.offload,
+                   states=choice.states)  # fmt: skip
+    large = 6 * choice.stages * choice.m > _LARGE
+    large = large or options not in ({}, ON_PROCESSORS)
+    if large or choice.schedule.endswith((".sched", ")")) or ":" in choice.schedule:
+        return _made(shape, tied=tied, options=options)
+    return _known(shape, tied=tied, **options)
+
+
+@lru_cache(_KEPT)
+def _known(shape: Choice, *, tied: bool, **options: Any) -> Program:
+    return _made(shape, tied=tied, options=options)
+
+
+def _made(shape: Choice, *, tied: bool, options: dict[str, Any]) -> Program:
+    found, plan = Source(shape.schedule).found, plan_of(shape)
+    if isinstance(found, Program) and not found.is_draft:
+        if shape.moves:
+            raise UsageError(
+                f"{shape.schedule} is a program, which says itself what it offloads",
+                fields=["offload", "states", "schedule"],
+            )
+        said = {"tp": shape.t, "dp": shape.d, "zero": shape.zero, "tied": tied}
+        said["sequence"] = shape.sequence_parallel and shape.t > 1
+        return Request(Source(shape.schedule), said, usual={}, model="edge").program
+    drafted = found if isinstance(found, Program) else draft(found, plan)
+    return lowered(drafted, shape, tied=tied, **options)
+
+
+def lowered(drafted: Program, choice: Choice, *, tied: bool = True, **options: Any) -> Program:
+    """The program that a choice has with the compute of a draft, as `program` says."""
+    how: dict[str, Any] = {
+        "model": "edge",
+        "slots": "fewest",
+        "sequence": choice.sequence_parallel and choice.t > 1,
+    }
+    if choice.recompute == "full":
+        how["recompute"] = "all"
+    if _by_turns(choice):
+        how["reduce"] = "turn"
+    if choice.offload != "none":
+        how["offload"] = choice.offload
+    if choice.states != "device":
+        how["states"] = choice.states
+    how |= {"tied": tied, "clip": True, "zero": choice.zero}
+    return compile(drafted, None, choice.t, choice.d * choice.c, **(how | options))
+
+
+def _by_turns(choice: Choice) -> bool:
+    """Whether gradients are summed behind each run of a stage's backwards: where they are in parts,
+    and of many stages, so that few whole ones are there at once."""
+    return choice.zero >= CUT_FROM["grads"] and choice.v > 2
+
+
+# ---------------------------------------------------------------- for `schedir train`
+
+# What the trainer's GPT does not have: a field of Model or of Choice, what it has, and why.
+_WITHOUT: Final = (
+    ("kv_heads", "heads", "a GPT's attention has keys and values of each head's own"),
+    ("gated", False, "a GPT's feed-forward network has two matrices"),
+    ("experts", 1, "its layers have one feed-forward network"),
+    ("c", 1, "it takes whole sequences"),
+    ("e", 1, "its layers have one feed-forward network"),
+)
+
+
+def config(
+    model: Model, choice: Choice, *, moves: Program | None = None, **train: str | int | float
+) -> str:
+    """A configuration in TOML with which `schedir train` runs a choice, its division included.
+
+    `train` are further settings of its section [train]: steps=100, device="cuda".  Of one that
+    offloads, `moves` is the `program_for` it, which says what.
+
+    Raises UsageError for what that trainer cannot do, saying what; and what `program` raises.
+
+    >>> from schedir.planner import Choice, Model, config
+    >>> model = Model(layers=4, hidden=64, heads=4, vocab=256, sequence=64)
+    >>> print(config(model, Choice(p=2, b=2, m=8, layers_of=(3, 1)), steps=20))
+    # 2 processes: schedir train FILE
+    <BLANKLINE>
+    [model]
+    vocab = 256
+    layers = 4
+    hidden = 64
+    heads = 4
+    context = 64
+    tied = true
+    <BLANKLINE>
+    [pipeline]
+    schedule = "one_f_one_b"
+    ranks = 2
+    microbatches = 8
+    stages_per_rank = 1
+    tp = 1
+    dp = 1
+    division = [3, 1]
+    <BLANKLINE>
+    [data]
+    microbatch_size = 2
+    <BLANKLINE>
+    [train]
+    steps = 20
+    <BLANKLINE>
+    """
+    parts = layers_of(model, choice)
+    _require_trainable(model, choice, parts, moves)
+    tables: dict[str, dict[str, Any]] = {
+        "model": {
+            "vocab": model.vocab, "layers": model.layers, "hidden": model.hidden,
+            "heads": model.heads, "context": model.sequence, "tied": model.tied,
+        },
+        "pipeline": {
+            "schedule": choice.schedule, "ranks": choice.p, "microbatches": choice.m,
+            "stages_per_rank": choice.v, "tp": choice.t, "dp": choice.d,
+        },
+        "memory": {},
+        "data": {"microbatch_size": choice.b},
+        "train": train,
+    }  # fmt: skip
+    if len({*parts}) > 1:
+        tables["pipeline"]["division"] = list(parts)
+    if choice.zero:
+        tables["pipeline"]["zero"] = choice.zero
+    if choice.sequence_parallel and choice.t > 1:
+        tables["pipeline"]["sequence"] = True
+    if _by_turns(choice):
+        tables["pipeline"]["reduce"] = "turn"
+    if choice.recompute == "full":
+        tables["memory"]["recompute"] = "all"
+    if moves is not None and (said := _offloaded(moves)):
+        tables["memory"]["offload"] = said
+    if choice.states != "device":
+        tables["memory"]["states"] = choice.states
+    many = f"{choice.gpus} process{'es' * (choice.gpus > 1)}"
+    text = [f"# {many}: schedir train FILE"]
+    for name, table in tables.items():
+        if table:
+            text += ["", f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items())]
+    return "\n".join([*text, ""])
+
+
+def _offloaded(program: Program) -> str:
+    """What a program offloads, as an option says it: stages, and microbatches of stages."""
+    stage, mb = stages_of(program.words[program.op == HOST[0]])
+    each, m = [*zip(stage.tolist(), mb.tolist(), strict=True)], program.plan.microbatches
+    whole = {s for s in {*stage.tolist()} if sum(s == one for one, _ in each) == m}
+    return ",".join([*map(str, sorted(whole)), *(f"{s}.{k}" for s, k in sorted(each)
+                                                 if s not in whole)])  # fmt: skip
+
+
+def _require_trainable(
+    model: Model, choice: Choice, parts: tuple[int, ...], moves: Program | None
+) -> None:
+    """Raise UsageError for what `schedir train` cannot do."""
+    if 0 in parts[1:-1]:
+        raise _cannot("layers_of", list(parts), "a stage between the ends has nothing to do")
+    if model.ffn != 4 * model.hidden:
+        raise _cannot("ffn", model.ffn, f"a GPT's feed-forward network is 4 x {model.hidden} wide")
+    if model.heads % choice.t:
+        raise UsageError(f"t {choice.t} does not divide {model.heads} heads", fields=["t", "heads"])
+    for name, usual, why in _WITHOUT:
+        value = getattr(model if hasattr(model, name) else choice, name)
+        if value != (model.heads if usual == "heads" else usual):
+            raise _cannot(name, value, why)
+    if choice.order != "tpd" and min(choice.p, choice.d) > 1:
+        raise _cannot("order", choice.order, "its replicas are numbered behind the ranks of each")
+    if choice.offload != "none" and moves is None:
+        raise UsageError(
+            "which microbatches are offloaded a program says, and nobody gives it",
+            hint="config(model, choice, moves=program_for(model, cluster, choice))",
+            fields=["offload"],
+        )
+    if choice.recompute == "selective":
+        raise _cannot("recompute", "selective", "its attention keeps no scores to spare")
+
+
+def _cannot(name: str, value: object, why: str) -> UsageError:
+    llama = name in ("ffn", "kv_heads", "gated")
+    return UsageError(
+        f"schedir train cannot run {name} {json.dumps(value)}: {why}",
+        hint='a [model] of your own with kind = "llama" can have it' if llama else "",
+        fields=[name],
+    )

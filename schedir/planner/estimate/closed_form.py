@@ -1,0 +1,292 @@
+"""Closed form: what a step of many plans takes, in parts, without a program.
+
+The rank that works longest decides: its work, the time that it waits for all others, and what is
+not hidden of messages and sums.  `exact` simulates the program instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from schedir.ir.cost.cluster import Cluster
+from schedir.ir.cost.cluster_costs import stepped
+from schedir.planner.estimate.link_time import Places, places_of, rings, ways
+from schedir.planner.estimate.schedule_formulas import FAMILIES, gathers
+from schedir.planner.hardware.software_constants import Constants
+from schedir.planner.parallel_plan import Parts, Phases
+from schedir.planner.plan_table import NAMES, RECOMPUTES, Floats, Plans, Shares
+from schedir.planner.transformer.layer_time import Work, work_of
+from schedir.planner.transformer.memory_estimate import Held, States, ends_numbers, whole_numbers
+from schedir.planner.transformer.op_time import slowest, summed
+from schedir.planner.transformer.transformer_spec import Model
+
+_PARTS: Final = ("layer", "embedding", "head")
+
+
+class Rank(NamedTuple):
+    """What one microbatch takes on each share: its `Times`, of arrays; and both together."""
+
+    times: Any
+    F: Floats
+    I: Floats  # with what runs again before it
+    W: Floats
+    ends: Floats  # what the embedding takes, or the head, whichever takes less
+
+    @property
+    def all(self) -> Floats:
+        """The whole of it."""
+        return self.F + self.I + self.W
+
+
+def parts(
+    model: Model,
+    cluster: Cluster,
+    plans: Plans,
+    shares: Shares,
+    held: Held,
+    constants: Constants,
+    states: States,
+) -> Floats:
+    """The parts of a step of each plan, a row for each of the fields of `Parts`: they add up to it.
+
+    `held` says what weights ranks have.
+    """
+    rank = ranks(model, cluster, plans, shares, constants)
+    m, rows = plans.m[:, None], np.arange(len(plans))
+    busy = np.where(shares.number > 0, m * rank.all, -1.0)
+    at = busy.argmax(axis=1)
+
+    def there(each: Any) -> Any:
+        """Of the rank that decides."""
+        return each[rows, at]
+
+    waits, messages, each = _families(plans, shares, rank, constants)
+    where = places_of(cluster, plans)
+    way = ways(model, cluster, plans, where)
+    v, p = plans.v, plans.p
+    loop = np.array([FAMILIES[name].stages == "many" for name in NAMES])[plans.schedule]
+    vee = np.array([FAMILIES[name].vee for name in NAMES])[plans.schedule]
+    loops = np.array([FAMILIES[name].by_loops for name in NAMES])[plans.schedule] & (p > 1)
+    borders = np.where(loop, v * (p - 1) + v - 1, p - 1)
+    path = np.where(loop, v * way.borders + (v - 1) * way.around, way.borders)
+    mean = path / np.maximum(borders, 1)
+    # A rank sends each microbatch's boundary on, and a gradient back, for each of its stages.
+    others = (rank.all * shares.number).sum(axis=1) / p
+    hidden = plans.m * np.minimum(each * mean, there(rank.all) - others)
+    transfers = messages * mean - hidden
+    # A slow rank that has both ends, as in a vee, waits the less for the others.
+    slack = plans.m * (there(rank.all) - others)
+    bubble = (waits * shares.number).sum(axis=1) - there(waits) - vee * slack
+    bubble = np.maximum(bubble + loops * plans.m * rank.ends, 0)
+    transfers = np.maximum(transfers, 2 * plans.m * v * mean * (p > 1) - there(busy))
+    compute, tensor = rank.times
+    data = _data(model, cluster, plans, shares, held, constants, states, rank, where)
+    optimizer = _optimizer(cluster, plans, held, states)
+    found = dict(
+        compute=plans.m * there(compute.F + compute.I + compute.W),
+        recompute=plans.m * there(compute.R),
+        tensor=plans.m * there(tensor.F + tensor.I + tensor.W + tensor.R),
+        transfers=transfers,
+        bubble=bubble * _idle(cluster, plans),
+        data=data,
+        optimizer=optimizer,
+        host=0 * optimizer,
+    )
+    return np.stack([found[name] for name in Parts._fields])
+
+
+def _idle(cluster: Cluster, plans: Plans) -> Floats:
+    """Of the time that ranks wait, the share in which processors do.
+
+    While k of p ranks of a pipeline compute as it fills, k/p of all processes have what so many
+    processors can give; where these are fewer than processes, they work on while others wait.
+    """
+    if cluster.processors is None:
+        return np.ones(len(plans))
+    can = min(cluster.processors / cluster.gpus_per_node, 1.0)
+    found = np.ones(len(plans))
+    for p in np.unique(plans.p[plans.p > 1]).tolist():
+        working = np.arange(1, p) / p
+        found[plans.p == p] = np.maximum(can - working, 0).sum() / (1 - working).sum()
+    return found
+
+
+def ranks(
+    model: Model, cluster: Cluster, plans: Plans, shares: Shares, constants: Constants
+) -> Rank:
+    """What a microbatch takes on each rank: its stages one by one, as `layer.stage` has them."""
+    layer, embedding, head = _works(model, cluster, plans, constants)
+    v = plans.v[:, None]
+    each = shares.layers / v
+    first, last = 1.0 * shares.first, 1.0 * shares.last
+    one = v == 1
+    before = _sum((layer, each), (embedding, first), (head, last * one)).times
+    behind = _sum((layer, each), (head, last)).times
+    inner = _sum((layer, shares.layers - each * np.where(one, 1, first + last))).times
+    with_first: Any = np.where(one, 1.0, first)
+    with_last: Any = np.where(one, 0.0, last)
+    times: Any = inner.plus(before, with_first).plus(behind, with_last)
+    F, I, W, R = times.total
+    ends: list[Any] = [sum(_sum((part, 1.0)).times.total) for part in (embedding, head)]
+    return Rank(times, F, I + R, W, np.minimum(*ends)[:, 0])
+
+
+def _sum(*terms: tuple[Work, Any]) -> Work:
+    found = Work()
+    for term, times in terms:
+        found = found.plus(term, times)
+    return found
+
+
+def _works(model: Model, cluster: Cluster, plans: Plans, constants: Constants) -> Iterator[Work]:
+    """The work of a layer, of the embedding and of the head in each plan, columns: plans differ in
+    it by few combinations of their fields."""
+    split = np.array([FAMILIES[name].split for name in NAMES])[plans.schedule]
+    names = ["t", "b", "recompute", "sequence_parallel", "c", "e"]
+    names += ["p"] if bool((plans.e > 1).any()) else []
+    found = np.zeros((len(plans), 3, 12))
+    for half in (False, True):
+        mine = np.flatnonzero(split == half)
+        some = plans.take(mine)
+        first, which = some.distinct(*names)
+        each = [
+            [work_of(part, model, cluster, choice, constants) for part in _PARTS]
+            for choice in (some.choice(model, i) for i in first.tolist())
+        ]
+        found[mine] = np.array(each).reshape(-1, 3, 12)[which]
+    for part in range(3):
+        columns = found[:, part].T[:, :, None]
+        yield Work(*(Phases(*columns[k : k + 4]) for k in (0, 4, 8)))
+
+
+def _families(
+    plans: Plans, shares: Shares, rank: Rank, constants: Constants
+) -> tuple[Floats, Floats, Floats]:
+    """How long the others wait for each share, how many messages nothing hides, and of these how
+    many are each microbatch's.  For what may run again while its gradient is on its way nobody
+    waits (`recompute_ahead`)."""
+    waits = np.zeros(rank.F.shape)
+    messages, each = np.zeros((2, len(plans)))
+    v, full = plans.v[:, None], (plans.recompute == RECOMPUTES.index("full"))[:, None]
+    awaited = rank.I - constants.recompute_ahead * full * rank.times.total.R
+    for number in np.unique(plans.schedule).tolist():
+        mine, family = plans.schedule == number, FAMILIES[NAMES[number]]
+        waits[mine] = family.wait(*(x[mine] / v[mine] for x in (rank.F, awaited, rank.W)))
+        messages[mine] = family.messages(plans.p[mine], plans.v[mine], plans.m[mine])
+        each[mine] = family.each(plans.p[mine])
+    return waits, messages * (plans.p > 1), each * (plans.m > plans.p)
+
+
+def _data(
+    model: Model,
+    cluster: Cluster,
+    plans: Plans,
+    shares: Shares,
+    held: Held,
+    constants: Constants,
+    states: States,
+    rank: Rank,
+    where: Places,
+) -> Floats:
+    """Sums of gradients and gathers of weights over replicas, as far as nothing hides them.
+
+    Sums: reduce-scatters and gathers of arXiv 1910.02054, section 7; without ZeRO a ring's
+    all-reduce, which is both.  Each stage's run under its last backward, as far as the software
+    does so (`reduce_hidden`), and those of all but the last stage to end under the backwards of the
+    next ones; ranks that end before the first have until then.  With ZeRO weights are gathered at
+    the head of the step, where ranks wait for their first microbatch; and where they are in parts
+    again and again, beside what is computed.  Where gradients are in parts a rank has one whole one
+    at a time: the next backward waits until it is summed.
+    """
+    zero, v, p, m = (getattr(plans, name)[:, None] for name in ("zero", "v", "p", "m"))
+    each = [*zip(rings(cluster, plans, where), (held.numbers, held.experts), strict=True)]
+    scatter = sum(ring.turn(states.grads * own) for ring, own in each)
+    gather = sum(ring.turn(states.params * own) for ring, own in each)
+    flush = np.array([not FAMILIES[name].split for name in NAMES])[plans.schedule][:, None]
+    back = (rank.I + rank.W) / v  # of a stage
+    sums, share = (
+        np.where(zero > 0, 1, 2) * scatter,
+        held.outermost / np.maximum(held.numbers + held.experts, 1),
+    )
+    hidden, last = (
+        constants.reduce_hidden,
+        share * sums,
+    )  # that of the first stage ends last
+    left = last - np.minimum(hidden * last, back)
+    left = left + np.maximum(sums - last - (v - 1) * np.minimum(p, m) * back, 0)
+    turns = (_turns(plans)[:, None] - 1) * np.maximum(sums - rank.F, 0)
+    left = np.where((zero > 1) & (v > 2), sums - np.minimum(hidden * sums, v * back) + turns, left)
+    late = np.maximum(left - flush * shares.rank * back[:, :1], 0)
+    begin = np.where(zero > 0, share * gather, 0.0)
+    later = np.where(zero > 2, _gathers(plans)[:, None] / v * gather - begin, 0.0)
+    begin = np.maximum(begin - shares.rank * (rank.F / v)[:, :1], 0) + np.maximum(
+        later - m * rank.all, 0
+    )
+    ends = _tied(model, cluster, plans, states, where)
+    ends = ends + _sequence(model, cluster, plans, shares, states)
+    there = shares.number > 0
+    return (late * there).max(axis=1) + (begin * there).max(axis=1) + ends  # type: ignore[no-any-return]
+
+
+def _gathers(plans: Plans) -> Floats:
+    """How often a rank makes a stage whole in a step."""
+    found = plans.v.astype(float)
+    for number in np.unique(plans.schedule).tolist():
+        mine = (plans.schedule == number) & (plans.zero >= 3)
+        found[mine] = gathers(NAMES[number], plans.p[mine], plans.v[mine], plans.m[mine])
+    return found
+
+
+def _turns(plans: Plans) -> Any:
+    """How often each gradient is summed: behind each run of a stage's backwards where gradients are
+    in parts, of which a breadth-first order has one."""
+    runs = np.where(plans.schedule == NAMES.index("looped_bfs"), 1, plans.m // plans.p)
+    return np.where((plans.zero >= 2) & (plans.v > 2), np.maximum(runs, 1), 1)
+
+
+def _tied(model: Model, cluster: Cluster, plans: Plans, states: States, where: Places) -> Any:
+    """The sum of the gradients of a tied embedding, of the first rank and the last (SC21, arXiv
+    2104.04473, section 3; arXiv 1909.08053, appendix): a ring of two."""
+    vee = np.array([FAMILIES[name].vee for name in NAMES])[plans.schedule]
+    apart = (plans.p > 1) & ~vee & model.tied
+    slow = min(cluster.nvlink, cluster.network)
+    link = np.where(where.apart, slow, cluster.nvlink)
+    size = states.grads * ends_numbers(model, plans.t)[2]
+    return np.where(apart, 2 * (cluster.latency + size / 2 / link), 0.0)
+
+
+def _sequence(
+    model: Model, cluster: Cluster, plans: Plans, shares: Shares, states: States
+) -> Floats:
+    """The sums over slices that share the sequence, of the rank on which they take longest."""
+    e, t, v, zero = (getattr(plans, name)[:, None] for name in ("e", "t", "v", "zero"))
+    every = np.where(zero > 0, (plans.d * plans.c)[:, None], 1)
+    each, (common, experts) = states.grads / every, whole_numbers(model, e)
+    inner = shares.layers / v * common * each
+    inner = inner + shares.layers / v * experts * states.grads / np.maximum(every // e, 1)
+    ends = shares.first * model.sequence * model.hidden + shares.last * ends_numbers(model, t)[1]
+    found: Any = np.zeros(shares.layers.shape)
+    cut = plans.sequence_parallel > 0
+    for number in np.unique(plans.t[cut]).tolist():
+        mine, group = cut & (plans.t == number), slowest(cluster, 1, number)
+        for sizes, times in ((inner + ends * each, 1), (inner, plans.v - 1)):
+            size, which = np.unique(sizes[mine], return_inverse=True)
+            seconds = np.array([summed(cluster, one, group) for one in size.tolist()])
+            more = seconds[which].reshape(int(mine.sum()), -1)
+            found[mine] += more * np.broadcast_to(times, len(plans))[mine, None]
+    most: Floats = found.max(axis=1)
+    return most
+
+
+def _optimizer(cluster: Cluster, plans: Plans, held: Held, states: States) -> Floats:
+    """Norms and updates: the step of `Cluster.costs`, of the rank with the most weights."""
+    zero, d, c, e = (getattr(plans, name)[:, None] for name in ("zero", "d", "c", "e"))
+    common = held.numbers / np.where(zero > 0, d * c, 1)
+    own = common + held.experts / np.where(zero > 0, np.maximum(d * c // e, 1), 1)
+    each = stepped(*(size * own for size in states)) / cluster.hbm
+    first, which = plans.distinct("p", "t")
+    norms = [cluster.all_reduce_small(8, int(plans.p[i] * plans.t[i])) for i in first.tolist()]
+    return each.max(axis=1) + np.array(norms)[which]  # type: ignore[no-any-return]

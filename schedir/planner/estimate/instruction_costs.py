@@ -1,0 +1,151 @@
+"""Costs of a choice: what its stages, messages, sums, copies and update take, in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.ir.cost.cluster import Cluster
+from schedir.ir.cost.cluster_costs import stepped
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.per_stage_values import from_grid, grid
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.planner.estimate.link_time import mesh
+from schedir.planner.hardware.software_constants import Constants
+from schedir.planner.parallel_plan import Choice, Times
+from schedir.planner.trainer_profile import trainer_for
+from schedir.planner.transformer.layer_division import layers_of
+from schedir.planner.transformer.layer_time import stage
+from schedir.planner.transformer.memory_estimate import ADAM, States, ends_numbers
+from schedir.planner.transformer.op_time import slowest, summed
+from schedir.planner.transformer.stage_bytes import Numbers, numbers_of, seen_in_parts
+from schedir.planner.transformer.transformer_spec import Model
+
+
+def times_of(
+    model: Model, cluster: Cluster, choice: Choice, constants: Constants | None = None
+) -> list[Times]:
+    """What a microbatch takes in each stage."""
+    each = layers_of(model, choice)
+    known: dict[tuple[int, bool, bool], Times] = {}
+    found = []
+    for number, layers in enumerate(each):
+        kind = (layers, number == 0, number == len(each) - 1)
+        if kind not in known:
+            known[kind] = stage(model, cluster, choice, *kind, constants)
+        found.append(known[kind])
+    return found
+
+
+def costs_of(
+    model: Model,
+    cluster: Cluster,
+    choice: Choice,
+    plan: Plan,
+    times: list[Times],
+    constants: Constants,
+    states: States = ADAM,
+) -> Costs:
+    """The costs of a choice's program, in seconds: those of stages, and all that bytes decide.
+
+    What runs again is an R as far as it may run ahead, and else the beginning of the backward.  Of
+    sums over replicas that is left which the last backward does not hide (`reduce_hidden`).
+    """
+    F, I, W, R = np.array([one.total for one in times]).T
+    ahead = R * constants.recompute_ahead * (choice.recompute == "full")
+    I = I + R - ahead
+    bytes_of = (states.params, states.grads, states.optimizer)
+    numbers = numbers_of(model, choice, plan)
+    params, grads, optimizer = (_each(size * numbers.all) for size in bytes_of)
+    tokens = choice.b * (model.sequence // choice.c)
+    sent = Sizes(
+        activation=1.0 * cluster.itemsize * tokens * model.hidden,
+        params=params,
+        grads=grads,
+        optimizer=optimizer,
+    )
+    again: list[tuple[int, int]] = []
+    if choice.offload != "none":
+        kept = trainer_for(cluster, constants, states).sizes(model, choice, plan, constants, states)
+        sent = replace(sent, saved=kept.saved, checkpoint=kept.checkpoint)
+        if choice.recompute == "full":
+            again = [*product(range(plan.stages), range(plan.microbatches))]
+    where = mesh(choice)
+    own = Costs(F=_each(F), I=_each(I), W=_each(W), B=_each(I + W), R=_each(ahead),
+                reduce_tied=_tied(model, cluster, plan, where, states))  # fmt: skip
+    if choice.sequence_parallel and choice.t > 1:
+        own = replace(own, reduce_sequence=_sequence(model, cluster, choice, states))
+    if choice.e > 1:
+        own = replace(own, **_of_experts(cluster, choice, plan, where, numbers, states))
+    replicas = choice.d * choice.c
+    found = cluster.costs(
+        plan, sent, own, tp=choice.t, dp=replicas, zero=choice.zero, mesh=where,
+        states=choice.states, offload=choice.offload != "none", recomputed=again,
+    )  # fmt: skip
+    left = {
+        name: from_grid(whole - np.minimum(constants.reduce_hidden * whole, (I + W)[:, None]))
+        for name in ("reduce_grads", "reduce_scatter")
+        for whole in [np.broadcast_to(grid(getattr(found, name) or 0.0), (plan.stages, 1))]
+    }
+    return replace(found, **left)
+
+
+def _of_experts(
+    cluster: Cluster,
+    choice: Choice,
+    plan: Plan,
+    where: NDArray[np.int64],
+    numbers: Numbers,
+    states: States,
+) -> dict[str, tuple[float, ...]]:
+    """Costs where replicas hold parts of experts: these are summed over those replicas alone that
+    have the same, each e-th, and a step is of as many parts fewer."""
+    cut = choice.zero > 0
+    rings = {
+        "reduce_scatter" if cut else "reduce_grads": (
+            cluster.reduce_scatter if cut else cluster.all_reduce, states.grads
+        ),
+        **({"unshard": (cluster.all_gather, states.params)} if cut else {}),
+    }  # fmt: skip
+    found = {name: np.zeros(plan.stages) for name in rings}
+    every, same = len(where), max(len(where) // choice.e, 1)
+    parts = numbers.common / (every if cut else 1) + numbers.experts / (same if cut else 1)
+    moved = stepped(*(size * parts for size in (states.params, states.grads, states.optimizer)))
+    step = np.zeros(plan.stages)
+    for rank, stages in enumerate(plan.stages_of):
+        step[rank] = moved[list(stages)].sum() / cluster.hbm
+        group = where[:, rank, 0]
+        for one in stages:
+            for name, (ring, size) in rings.items():
+                found[name][one] = ring(size * numbers.common[one], group)
+                found[name][one] += ring(size * numbers.experts[one], group[:: choice.e])
+    return {name: _each(value) for name, value in found.items()} | {"step": _each(step)}
+
+
+def _sequence(model: Model, cluster: Cluster, choice: Choice, states: States) -> tuple[float, ...]:
+    """The sum over slices, each of which has seen its own tokens with what all have whole; of what
+    replicas have in parts it is the part (arXiv 2205.05198, section 4.2.2)."""
+    every = choice.d * choice.c if choice.zero else 1
+    group, seen = slowest(cluster, 1, choice.t), seen_in_parts(model, choice)
+    each = states.grads * (seen.common / every + seen.experts / max(every // choice.e, 1))
+    return tuple(summed(cluster, size, group) for size in each.tolist())
+
+
+def _tied(
+    model: Model, cluster: Cluster, plan: Plan, where: NDArray[np.int64], states: States
+) -> float:
+    """The sum of the gradients of a tied embedding, of the first rank and the last."""
+    first, last = int(plan.holders[0, 0]), int(plan.holders[0, -1])
+    if first == last or not model.tied:
+        return 0.0
+    size = states.grads * float(ends_numbers(model, where.shape[2])[2])
+    pairs = where[:, [first, last], 0]
+    return max(cluster.all_reduce(size, pair) for pair in pairs)
+
+
+def _each(value: NDArray[np.float64]) -> tuple[float, ...]:
+    return tuple(value.tolist())

@@ -1,0 +1,126 @@
+"""Links: what messages between ranks and sums over replicas take in many plans."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from schedir.ir.cost.cluster import Cluster
+from schedir.planner.parallel_plan import Choice
+from schedir.planner.plan_table import Floats, Ints, Plans
+from schedir.planner.transformer.transformer_spec import Model
+
+
+class Ways(NamedTuple):
+    """Seconds of a boundary's messages, by plan: over all borders between neighbouring ranks, and
+    from the last rank to the first, where several stages are placed in a loop."""
+
+    borders: Floats
+    around: Floats
+
+
+def ways(model: Model, cluster: Cluster, plans: Plans, where: Places) -> Ways:
+    """What a microbatch's boundary takes from rank to rank.
+
+    Of a boundary each of t slices sends all, or 1/t, which the others then gather (SC21, arXiv
+    2104.04473, section 4.1), whichever takes less; where the sequence is cut over slices each has
+    its own part, and nothing is gathered.
+    """
+    size = 1.0 * cluster.itemsize * plans.b * model.sequence / plans.c * model.hidden
+    within, between = cluster.nvlink, min(cluster.nvlink, cluster.network)
+    t = plans.t
+    gather = (t - 1) * (
+        cluster.latency + size / t / np.where(t > cluster.gpus_per_node, between, within)
+    )
+
+    def message(link: float) -> Floats:
+        part = cluster.latency + size / t / link
+        whole = cluster.latency + size / link
+        cut = plans.sequence_parallel > 0
+        return np.where(cut, part, np.minimum(whole, part + gather))
+
+    slow, near = message(between), message(within)
+    borders = where.crossings * slow + (plans.p - 1 - where.crossings) * near
+    around = np.where(where.apart, slow, near)
+    return Ways(np.where(plans.p > 1, borders, 0.0), np.where(plans.p > 1, around, 0.0))
+
+
+def mesh(choice: Choice) -> Ints:
+    """Which process is where: shape (d c, p, t), as `Cluster.costs` takes it.
+
+    Slices stand side by side, then parts of a sequence, and then what `order` says.
+
+    >>> from schedir.planner import Choice
+    >>> mesh(Choice(p=2, d=2)).tolist(), mesh(Choice(p=2, d=2, order="tdp")).tolist()
+    ([[[0], [1]], [[2], [3]]], [[[0], [2]], [[1], [3]]])
+    """
+    p, t, d, c = choice.p, choice.t, choice.d, choice.c
+    each = np.arange(choice.gpus, dtype=np.int64)
+    if choice.order == "tpd":
+        placed = each.reshape(d, p, c, t).transpose(0, 2, 1, 3)
+    else:
+        placed = each.reshape(p, d, c, t).transpose(1, 2, 0, 3)
+    return placed.reshape(d * c, p, t)
+
+
+class Places(NamedTuple):
+    """Where a layout lies on nodes: over how many of the borders between ranks some replica leaves
+    its node, whether the first and the last rank of some are on two, and the slowest links of
+    replicas, and of those that have the same experts."""
+
+    crossings: int
+    apart: bool
+    replicas: float
+    experts: float
+
+
+@lru_cache(maxsize=4096)
+def places(cluster: Cluster, choice: Choice) -> Places:
+    """Those of a choice's p, t, d, c, e and order."""
+    where = mesh(choice)
+    nodes = where // cluster.gpus_per_node
+    crossed = (nodes[:, 1:] != nodes[:, :-1]).any(axis=(0, 2))
+    groups = where.reshape(len(where), -1)
+    alike = (nodes - nodes[:1]).reshape(len(where), -1)  # as seen from each group's first one
+    some = groups[:, np.unique(alike, axis=1, return_index=True)[1]].T
+    slowest, experts = (
+        min(cluster.bandwidth(group[::each]) for group in some) for each in (1, choice.e)
+    )
+    return Places(int(crossed.sum()), bool((nodes[:, 0] != nodes[:, -1]).any()), slowest, experts)
+
+
+def places_of(cluster: Cluster, plans: Plans) -> Places:
+    """Of many plans, a column each."""
+    first, which = plans.distinct("p", "t", "d", "c", "e")
+    each = []
+    for i in first.tolist():
+        p, t, d, c, e = (int(getattr(plans, name)[i]) for name in ("p", "t", "d", "c", "e"))
+        each.append(places(cluster, Choice(p=p, t=t, d=d, c=c, e=e, order=plans.order)))
+    columns: list[Any] = [np.array(column)[which] for column in zip(*each, strict=True)]
+    return Places(*columns)
+
+
+class Ring(NamedTuple):
+    """Replicas that sum and gather: how many, and their slowest link, by plan."""
+
+    size: Ints
+    bandwidth: Floats
+    latency: float
+
+    def turn(self, size: Any) -> Any:
+        """Seconds of a gather, or a scattered sum, of `size` bytes: as `Cluster.all_gather`, of
+        arrays."""
+        many = self.size[:, None]
+        taken = (many - 1) * (self.latency + size / many / self.bandwidth[:, None])
+        return np.where((many > 1) & (size > 0), taken, 0.0)
+
+
+def rings(cluster: Cluster, plans: Plans, where: Places) -> tuple[Ring, Ring]:
+    """The rings of each plan's replicas, and of those that have the same experts."""
+    many = plans.d * plans.c
+    return (
+        Ring(many, np.array(where.replicas), cluster.latency),
+        Ring(np.maximum(many // plans.e, 1), np.array(where.experts), cluster.latency),
+    )

@@ -1,0 +1,145 @@
+"""Offload: of plans that do not fit, those that would with the host's memory, simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import MemoryLimitError, UsageError, in_bytes
+from schedir.ir.cost.cluster import Cluster
+from schedir.ir.cost.zero_states import CUT_FROM
+from schedir.planner.bottleneck import alone, in_short
+from schedir.planner.estimate.simulated_estimate import exact
+from schedir.planner.hardware.software_constants import Constants
+from schedir.planner.parallel_plan import Choice, Lies, Offload, Priced
+from schedir.planner.plan_space import Every
+from schedir.planner.transformer.memory_estimate import States, kept_by_layer
+from schedir.planner.transformer.transformer_spec import Model
+
+SIMULATED: Final = 24  # plans that offload, as long as any of them fits
+_TRIED: Final = 96
+_FORWARD: Final = 1 / 3  # of what computes, that is in forwards
+_AT_ONCE: Final = 2  # stages of which the states, or what is saved, are on the device at least
+
+
+class Way(NamedTuple):
+    """What goes to the host."""
+
+    offload: Offload
+    states: Lies
+
+
+WAYS: Final = (Way("fit", "device"), Way("none", "host"), Way("fit", "host"))
+
+
+def offloaded(
+    model: Model,
+    cluster: Cluster,
+    found: Every,
+    top: int,
+    constants: Constants,
+    states: States,
+    known: list[float],
+) -> list[Priced]:
+    """The plans that offload, simulated, as far as they are likely to be among the `top`: steps of
+    plans that do not are `known`."""
+    best, steps = list[Priced](), sorted(known)
+    for tries, (guess, at, way) in enumerate(_likely(model, cluster, found, constants, states)):
+        worst = steps[top - 1] if len(steps) >= top else np.inf
+        if guess >= worst or len(best) >= SIMULATED or tries >= _TRIED:
+            break
+        choice = replace(found.plans.choice(model, at), **way._asdict())
+        try:
+            one = exact(model, cluster, choice, constants, states=states)
+        except MemoryLimitError:
+            continue
+        if one.fits:
+            best.append(alone(cluster, one))
+            steps = sorted([*steps, one.step])
+    return best
+
+
+def for_states_alone(found: Every) -> NDArray[np.bool_]:
+    """Of which plans ranks that are alone have many stages for nothing but to move their states."""
+    plans = found.plans
+    which: NDArray[np.bool_] = (plans.p == 1) & (plans.v > 1) & (plans.zero < CUT_FROM["grads"])
+    return which
+
+
+def _likely(
+    model: Model, cluster: Cluster, found: Every, constants: Constants, states: States
+) -> Iterator[tuple[float, int, Way]]:
+    """Plans that do not fit, with a way in which they may, in order of about how long they take.
+
+    About, for it decides only what is simulated, and in which order: what does not fit is moved
+    while the rank computes, and takes longer by what its copies take more than that.  Of what lives
+    for one microbatch only, copies out run beside forwards, a third of that, and back beside
+    backwards.  States are loaded one stage after the other, and the last is stored behind that.
+    """
+    plans, share = found.plans, 1 + constants.allocator_share
+    weights, gradients, optimizer, activations, _ = found.memory
+    compute, again, tensor = found.parts[:3]
+    assert cluster.host is not None and cluster.host_memory is not None
+    room = (cluster.memory - constants.reserved) / share
+    microbatch = kept_by_layer(model, plans, states.params)[0][:, 0] * model.layers / plans.p
+    beside = np.clip(activations / microbatch - 1, _FORWARD, 1) * (compute + again + tensor)
+    stays = np.minimum(activations, _AT_ONCE * microbatch / plans.v)
+    guesses = []
+    for way in WAYS:
+        away = optimizer * (way.states == "host")
+        over = np.maximum(found.total - share * away - cluster.memory, 0) / share
+        stepped = weights + gradients + away * np.minimum(_AT_ONCE / plans.v, 1)
+        can = (found.total > cluster.memory) & (way.states == "host" or ~for_states_alone(found))
+        can &= away + over <= cluster.host_memory
+        can &= stepped <= room
+        can &= over <= activations - stays if way.offload == "fit" else over == 0
+        can &= (over > 0) == (way.offload == "fit")
+        moved = microbatch * over / np.maximum(activations, 1)
+        slower = np.maximum(plans.m * moved / cluster.host - beside, 0)
+        guess = found.step + slower + away / cluster.host * (1 + 1 / plans.v)
+        guesses.append(np.where(can, guess, np.inf))
+    table = np.array(guesses)
+    for number in np.argsort(table, axis=None, kind="stable").tolist():
+        way_number, at = divmod(number, len(plans))
+        if not np.isfinite(guess := float(table[way_number, at])):
+            return
+        yield guess, at, WAYS[way_number]
+
+
+def beside(plans: list[Priced], least: Priced) -> list[Priced]:
+    """The plans, the fastest first, with what offload is worth: each that offloads beside the best
+    one that does not, and the first beside the best that does; where none fits without, `least`
+    holds the least."""
+    plain = next((one for one in plans if not one.moves), None)
+    moving = next((one for one in plans if one.moves), None)
+    found = []
+    for one in plans:
+        said = ""
+        if one.moves and plain is None:
+            said = f"no plan fits without: the least holds {in_bytes(least.memory.total)}, "
+            said += in_short(least)
+        elif one.moves and plain is not None:
+            said = _beside(one, plain, "the best plan without")
+        elif one is plans[0]:
+            said = "no plan that fits with it is among the first"
+            said = said if moving is None else _beside(one, moving, "the best plan with it")
+        found.append(replace(one, beside=said))
+    return found
+
+
+def _beside(one: Priced, other: Priced, what: str) -> str:
+    change = one.step / other.step - 1
+    more = f"{abs(change):.1%} {'more' if change > 0 else 'less'}"
+    return f"{more} than {what}, {in_short(other)}, which takes {other.step:.4g} s"
+
+
+def refuse_offload(choice: Choice, who: str) -> None:
+    """Raise UsageError for a choice that offloads, of what knows nothing of copies."""
+    if choice.moves:
+        raise UsageError(
+            f"{who} knows nothing of copies to the host and back", fields=["offload", "states"]
+        )

@@ -1,0 +1,149 @@
+"""Families: what of a schedule decides its step and its memory, in formulas over many plans.
+
+Each formula takes arrays: P ranks, v stages per rank, m microbatches, and F, I and W of one stage,
+where I has what runs again before it.  tests/pure/test_planner_families.py holds them beside the
+simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+
+from schedir.errors import UsageError, said
+
+Wait = Callable[[Any, Any, Any], Any]  # of F, I and W
+Count = Callable[[Any, Any, Any], Any]  # of P, v and m
+
+
+class Family(NamedTuple):
+    """A schedule, and its laws: where stages are alike, ranks idle (P-1) `wait`, and messages add
+    as much as `messages` of them that nothing hides: 2 more or less, or P + 1 where halves of a
+    backward stand apart, which wait for each other in more ways than the law has.
+
+    `held` are the stage activations on the rank `r` at most.  `stages` per rank are one, two, or
+    many, and `vee` tells that they lie down the ranks and back.  It takes `least` microbatches, and
+    where it is `grouped` a multiple of P.  `split` tells that W stands apart.  The last stage keeps
+    what the loss left of `ends` microbatches.  Of the messages `each` are every microbatch's, which
+    hide where ranks wait for a slower one anyway.  A rank has room for `waiting` boundaries; and
+    `by_loops` tells that all microbatches pass one loop of stages before the next, so that each
+    loop is as slow as its slowest stage.
+    """
+
+    name: str
+    wait: Wait
+    messages: Count
+    held: Callable[[Any, Any, Any, Any], Any]
+    stages: Literal["one", "two", "many"] = "one"
+    vee: bool = False
+    least: Callable[[Any], Any] = lambda P: 1
+    grouped: bool = False
+    split: bool = False
+    ends: Count = lambda P, v, m: 1
+    each: Callable[[Any], Any] = lambda P: 0 * P
+    waiting: Count = lambda P, v, m: 4
+    by_loops: bool = False
+
+
+def _flush(F: Any, I: Any, W: Any) -> Any:
+    """GPipe (arXiv 1811.06965) and 1F1B: (P-1)(F+B); SC21 (2104.04473), section 2.2, of a stage."""
+    return F + I + W
+
+
+def _h1(F: Any, I: Any, W: Any) -> Any:
+    """ZB-H1 (arXiv 2401.10241, section 2), as `schedules.zb_h1` has it."""
+    return np.maximum(F, I + np.maximum(F - W, 0))
+
+
+def _h2(F: Any, I: Any, W: Any) -> Any:
+    """ZB-H2, as `schedules.zb_h2` has it, to the last end: ranks end together for the norm."""
+    return np.maximum.reduce([F, F + I - 2 * W, I - F, I - W])
+
+
+def _v(F: Any, I: Any, W: Any) -> Any:
+    """ZB-V at F <= I, as `schedules.zb_v` has it at F = I.  A shorter I waits no less, within
+    F - I once."""
+    return np.maximum.reduce([W, F, I, 2 * F - I, 2 * (F - W), 2 * (I - W)])
+
+
+FAMILIES: Final = {
+    family.name: family
+    for family in (
+        Family(
+            "gpipe", _flush, lambda P, v, m: 2 * (P - 1), lambda P, v, m, r: m + 0 * r,
+            ends=lambda P, v, m: m,
+        ),
+        Family(
+            "one_f_one_b", _flush,
+            lambda P, v, m: 2 * (P - 1) * np.maximum(m / P, 1) + 2 * (P - 2) * (m > P) * (P > 1),
+            lambda P, v, m, r: np.minimum(P - r, m), each=lambda P: 2 * (P - 1) / P,
+        ),
+        Family(
+            "eager_1f1b", _flush, lambda P, v, m: 2 * (P - 1),
+            lambda P, v, m, r: np.minimum(2 * (P - 1 - r) + 1, m),
+        ),
+        Family(
+            "interleaved", _flush, lambda P, v, m: 2 * (v * P - 1),
+            lambda P, v, m, r: np.minimum(2 * (P - 1 - r) + (v - 1) * P + 1, v * m),
+            stages="many", grouped=True,
+        ),
+        Family(
+            "looped_bfs", _flush, lambda P, v, m: 2 * (P - 1), lambda P, v, m, r: v * m + 0 * r,
+            stages="many", least=lambda P: P, ends=lambda P, v, m: m,
+            waiting=lambda P, v, m: 4 + np.maximum(m - P, 0), by_loops=True,
+        ),
+        Family(
+            "zb_h1", _h1, lambda P, v, m: 4 * (P - 1), lambda P, v, m, r: np.minimum(P, m) + 0 * r,
+            least=lambda P: P, split=True, ends=lambda P, v, m: np.minimum(P, m),
+        ),
+        Family(
+            "zb_h2", _h2, lambda P, v, m: P - 1,
+            lambda P, v, m, r: np.minimum(2 * P - 1, m) + 0 * r,
+            least=lambda P: 2 * P - 1, split=True, ends=lambda P, v, m: np.minimum(2 * P - 1, m),
+        ),
+        Family(
+            "interleaved_zb", _h1, lambda P, v, m: (v + 3) * P - 4,
+            lambda P, v, m, r: v * P + 0 * r, stages="many", grouped=True, split=True,
+            ends=lambda P, v, m: np.minimum(P, m),
+        ),
+        Family(
+            "zb_v", _v, lambda P, v, m: np.maximum(6 * P - 9, 0),
+            lambda P, v, m, r: np.minimum(2 * P, 2 * m) + 0 * r,
+            stages="two", vee=True, least=lambda P: 2 * P - 1, split=True,
+        ),
+    )
+}  # fmt: skip
+SCHEDULES: Final = ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "zb_v")
+
+
+def family(name: object) -> Family:
+    """The family of a schedule's name.  Raises UsageError for one that the planner has no laws of.
+
+    >>> family("zb_h1").split
+    True
+    >>> family("zb_hl")
+    Traceback (most recent call last):
+        ...
+    schedir.errors.UsageError: the planner knows no schedule 'zb_hl'
+      hint: did you mean zb_h2?
+    """
+    if isinstance(name, str) and name in FAMILIES:
+        return FAMILIES[name]
+    near = get_close_matches(name, FAMILIES, 1) if isinstance(name, str) else []
+    hint = f"did you mean {near[0]}?" if near else f"it knows {', '.join(FAMILIES)}"
+    raise UsageError(f"the planner knows no schedule {said(name)}", hint=hint, fields=["schedule"])
+
+
+def gathers(name: str, P: Any, v: Any, m: Any) -> Any:
+    """How often a rank makes a stage whole in a step where weights are in parts (`zero=3`): each
+    once where two are all, which may be whole at once; else as Belady's rule does
+    (`analysis/memory/unshard_residency.py`)."""
+    groups = np.maximum(m // P, 1)
+    if name == "looped_bfs":
+        often = 2 * v - 2
+    else:
+        often = 2 * v - 2 + (groups > 1) * (2 + (groups - 1) * (2 * v - 4))
+    return np.where(v <= 2, v, often)

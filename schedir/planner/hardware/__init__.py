@@ -1,0 +1,1 @@
+"""Clusters that users can name, and clusters that are fitted to measurements."""

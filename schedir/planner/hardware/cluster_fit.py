@@ -1,0 +1,187 @@
+"""Fit: a Cluster from what was measured on a machine, and how far its prices are from that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import sqrt
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from schedir.errors import UsageError
+from schedir.ir.cost.cluster import Cluster
+from schedir.planner.parallel_plan import Choice
+from schedir.planner.transformer.layer_time import layer
+from schedir.planner.transformer.transformer_spec import Model
+
+_FREE: Final = 1e30  # of a rate that takes no time
+
+
+class Product(NamedTuple):
+    """(m, k) x (k, n) and the two products of its backward, in so many seconds together."""
+
+    m: int
+    k: int
+    n: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Floating-point operations per second."""
+        return 6.0 * self.m * self.k * self.n / self.seconds
+
+
+class Block(NamedTuple):
+    """A layer of `model`, forward and backward of one microbatch of `choice`, in seconds."""
+
+    model: Model
+    choice: Choice
+    seconds: float
+
+
+class Sum(NamedTuple):
+    """An all-reduce of `size` bytes over a group of so many processes of a node, in seconds."""
+
+    group: int
+    size: float
+    seconds: float
+
+
+class Measured(NamedTuple):
+    """What was measured, each while all processes of the node did the same.
+
+    `smallest` are layers so small that only their issue takes time; `copied` the bytes per second
+    of what reads and writes only; `memory` the bytes of one process, and `processors` those of the
+    node, where what computes has no GPU.
+    """
+
+    processes: int
+    itemsize: int
+    memory: float
+    products: Sequence[Product]
+    copied: float
+    smallest: Sequence[Block]
+    layers: Sequence[Block]
+    sums: Sequence[Sum] = ()
+    processors: int | None = None
+
+
+class Row(NamedTuple):
+    """Something that was measured beside what the Cluster says of it, in seconds."""
+
+    what: str
+    measured: float
+    told: float
+
+    @property
+    def error(self) -> float:
+        """By how much the Cluster is off, of what was measured."""
+        return self.told / self.measured - 1
+
+
+def fitted(measured: Measured) -> Cluster:
+    """The Cluster of one node at whose rates the planner tells what was measured.
+
+    `flops` is the median over products.  `kernel_us` is what the smallest layers take, by the
+    kernels that the planner counts in them.  `hbm` is the rate at which the other layers come out
+    as measured, in the mean: no more than what a copy reaches, and, as a bound, no less than a
+    hundredth of that.  `latency` and `nvlink` are those of sums, by least squares of relative
+    errors; where a process is alone nobody asks for them, and they are those of its own memory.
+
+    Raises UsageError where there is nothing to go by.
+
+    >>> from schedir import planner
+    >>> from schedir.planner.hardware.cluster_fit import Block, Measured, Product, Sum, fitted
+    >>> model = planner.Model(layers=1, hidden=64, heads=4, vocab=64, sequence=32)
+    >>> one = Block(model, planner.Choice(attention="flash"), 1e-3)
+    >>> here = fitted(Measured(2, 4, 8e9, [Product(64, 64, 64, 1e-3)], 1e10, [one], [one],
+    ...                        [Sum(2, 1e6, 1.02e-3), Sum(2, 2e6, 2.02e-3)], processors=2))
+    >>> f"{here.flops:.4g} {here.nvlink:.3g} {here.latency:.2g}"
+    '1.573e+09 1e+09 1e-05'
+    """
+    if not (measured.products and measured.smallest and measured.layers):
+        raise UsageError("nothing was measured: products and layers are needed")
+    latency, nvlink = _link(measured.sums) if measured.sums else (0.0, measured.copied)
+    cluster = Cluster(
+        nodes=1,
+        gpus_per_node=measured.processes,
+        flops=_short(median(one.rate for one in measured.products)),
+        memory=_short(measured.memory),
+        hbm=_short(measured.copied),
+        nvlink=_short(nvlink),
+        network=_short(nvlink),
+        latency=_short(latency * 1e6) / 1e6,
+        itemsize=measured.itemsize,
+        processors=measured.processors,
+    )
+    cluster = replace(cluster, kernel_us=_short(_issue_us(cluster, measured.smallest)))
+    return replace(cluster, hbm=_short(_hbm(cluster, measured)))
+
+
+def rows(cluster: Cluster, measured: Measured) -> Iterator[Row]:
+    """What was measured beside what a Cluster says of it."""
+    for m, k, n, seconds in measured.products:
+        yield Row(f"products {m} x {k} x {n}", seconds, 6.0 * m * k * n / cluster.flops)
+    for model, choice, seconds in (*measured.smallest, *measured.layers):
+        what = f"layer h {model.hidden}, s {model.sequence}, b {choice.b}"
+        yield Row(what, seconds, _told(cluster, model, choice))
+    for group, size, seconds in measured.sums:
+        what = f"all-reduce of {size / 1e3:g} kB over {group}"
+        yield Row(what, seconds, cluster.all_reduce(size, group))
+
+
+def _told(cluster: Cluster, model: Model, choice: Choice) -> float:
+    found = layer(model, cluster, choice).total
+    return found.F + found.B
+
+
+def _issue_us(cluster: Cluster, smallest: Sequence[Block]) -> float:
+    """Microseconds for each kernel of layers that take next to nothing else."""
+    free = replace(cluster, flops=_FREE, peak=None, hbm=_FREE, kernel_us=1.0)
+    rest = replace(cluster, kernel_us=0.0)
+    if cluster.processors is None:  # a GPU works meanwhile
+        rest = replace(free, kernel_us=0.0)
+    return median(
+        max(seconds - _told(rest, model, choice), 0.0) / _told(free, model, choice)
+        for model, choice, seconds in smallest
+    )
+
+
+def _hbm(cluster: Cluster, measured: Measured) -> float:
+    """The rate at which layers are told as long as they are, in the mean of relative errors."""
+
+    def off(hbm: float) -> float:
+        at = replace(cluster, hbm=hbm)
+        return sum(_told(at, m, c) / seconds - 1 for m, c, seconds in measured.layers)
+
+    low, high = measured.copied / 100, measured.copied
+    if off(high) >= 0:  # as long as they are, or longer, without any of it
+        return high
+    for _ in range(60):
+        middle = sqrt(low * high)
+        low, high = (middle, high) if off(middle) > 0 else (low, middle)
+    return high
+
+
+def _link(sums: Sequence[Sum]) -> tuple[float, float]:
+    """Latency and bytes per second of a ring's messages (`Cluster.all_reduce`), by least squares.
+
+    2(g-1) latency + 2(g-1)/g size/bandwidth; where the latency would be negative there is none.
+    """
+    table = np.array([[2 * (g - 1), 2 * (g - 1) / g * size] for g, size, _ in sums])
+    table /= np.array([seconds for *_, seconds in sums])[:, None]
+    ones = np.ones(len(table))
+    found: Any = np.linalg.lstsq(table, ones, rcond=None)[0]
+    if found[0] < 0:
+        found = np.array([0.0, table[:, 1].sum() / (table[:, 1] ** 2).sum()])
+    if found[1] <= 0:
+        largest = max(sums, key=lambda one: one.size)
+        return float(found[0]), largest.size / largest.seconds
+    return float(found[0]), float(1 / found[1])
+
+
+def _short(value: float) -> float:
+    """As many digits as a measurement has, and a person reads."""
+    return float(f"{value:.4g}")

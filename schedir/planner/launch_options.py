@@ -1,0 +1,148 @@
+"""Options: a division of layers as other trainers are told it."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from typing import Final
+
+from schedir.planner.config_export import plan_of
+from schedir.planner.parallel_plan import Choice
+from schedir.planner.transformer.layer_division import layers_of
+from schedir.planner.transformer.transformer_spec import Model
+
+_FOLDED: Final = 3  # stages that are alike, from which on they are written once
+_LAYERS: Final = "pipeline_parallel_module_fqns_per_model_part"
+
+
+def options(model: Model, choice: Choice) -> dict[str, str]:
+    """The layers of each stage of a choice, as Megatron-LM and torchtitan are told them, by their
+    names; what they cannot be told is said behind a #.
+
+    Megatron-LM: `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers`
+    where these say it, and `--pipeline-model-parallel-layout`, which says all there is
+    (megatron/core/transformer/transformer_config.py and pipeline_parallel_layer_layout.py; user
+    guide, "Custom Pipeline Model Parallel Layout").  torchtitan: fields of
+    `config.parallelism` (torchtitan/config/parallelism.py and distributed/pipeline_parallel.py).
+
+    Raises what `layers_of` and `plan_of` do.
+
+    >>> from schedir.planner import Choice, Model, options
+    >>> model = Model(layers=7, hidden=64, heads=4, vocab=256, sequence=64)
+    >>> for trainer, text in options(model, Choice(p=3, m=6, layers_of=(2, 3, 2))).items():
+    ...     print(f"{trainer}:", text, sep="\\n")
+    megatron:
+    --pipeline-model-parallel-size 3
+    --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2
+    # or, in place of the last line, where there is such an option:
+    --pipeline-model-parallel-layout "Et*2|t*3|t*2L"
+    torchtitan:
+    pipeline_parallel_degree = 3
+    pipeline_parallel_first_stage_less_layers = 1
+    pipeline_parallel_last_stage_less_layers = 1
+    """
+    parts, plan = layers_of(model, choice), plan_of(choice)
+    return {
+        "megatron": "\n".join(_megatron(choice, parts, looped=plan.placement == "loop")),
+        "torchtitan": "\n".join(
+            _torchtitan(choice, parts, placed=plan.placement in ("loop", "vee"))
+        ),
+    }
+
+
+# ---------------------------------------------------------------- Megatron-LM
+
+
+def _megatron(choice: Choice, parts: tuple[int, ...], *, looped: bool) -> list[str]:
+    if not looped:
+        return [f"# it puts stages on ranks in a loop, and {choice.schedule} does not"]
+    found = [f"--pipeline-model-parallel-size {choice.p}"]
+    short = _ends(choice, parts)
+    if short is None:
+        return [*found, _layout(parts)]
+    virtual = [f"--num-virtual-stages-per-pipeline-rank {choice.v}"] * (choice.v > 1)
+    found += virtual
+    if not short:
+        return found
+    lines = "2 lines" if virtual else "line"
+    other = f"# or, in place of the last {lines}, where there is such an option:"
+    return [*found, short, other, _layout(parts)]
+
+
+def _ends(choice: Choice, parts: tuple[int, ...]) -> str | None:
+    """The options for the first rank and the last, where all others are alike and stages of a rank
+    are, too; nothing where all ranks are alike, and None where this cannot say it."""
+    ranks = [{*parts[rank :: choice.p]} for rank in range(choice.p)]
+    if any(len(each) > 1 for each in ranks):
+        return None
+    each = [parts[rank] * choice.v for rank in range(choice.p)]
+    if not all(each):
+        return None
+    for first, last in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        inner = each[first : len(each) - last]
+        if first + last > choice.p or len({*inner}) > 1:
+            continue
+        said = [f"--decoder-first-pipeline-num-layers {each[0]}"] * first
+        return " ".join(said + [f"--decoder-last-pipeline-num-layers {each[-1]}"] * last)
+    return None
+
+
+def _layout(parts: tuple[int, ...]) -> str:
+    """Stages as letters: E is the embedding, t a layer, L the head with its loss."""
+    inner = [_letters(n) for n in parts]
+    inner[0], inner[-1] = "E" + inner[0], inner[-1] + "L"
+    text = ""
+    for one, alike in groupby(inner[:-1]):
+        n = len([*alike])
+        text += f"({one}|)*{n}" if n >= _FOLDED and one else f"{one}|" * n
+    return f'--pipeline-model-parallel-layout "{text}{inner[-1]}"'
+
+
+def _letters(layers: int) -> str:
+    return "t" * layers if layers < 2 else f"t*{layers}"
+
+
+# ---------------------------------------------------------------- torchtitan
+
+
+def _torchtitan(choice: Choice, parts: tuple[int, ...], *, placed: bool) -> list[str]:
+    if not placed:
+        return [
+            f"# it puts stages on ranks in a loop, or two down and up, not as {choice.schedule}"
+        ]
+    found = [f"pipeline_parallel_degree = {choice.p}"]
+    if (less := _less(parts)) is not None:
+        whole = sum(parts) + sum(less)
+        each = -(-whole // len(parts))
+        if choice.v > 2 and -(-whole // each) == len(parts):
+            found.append(f"pipeline_parallel_layers_per_stage = {each}")
+        if choice.v <= 2 or len(found) > 1:
+            found.append(f"pipeline_parallel_first_stage_less_layers = {less[0]}")
+            return [*found, f"pipeline_parallel_last_stage_less_layers = {less[1]}"]
+    names, layer = [], 0
+    for n in parts:
+        names.append([f"layers.{k}" for k in range(layer, layer + n)])
+        layer += n
+    names[0].insert(0, "tok_embeddings")
+    names[-1] += ["norm", "lm_head"]
+    older = _LAYERS.removeprefix("pipeline_parallel_")
+    return [
+        *found,
+        f"{_LAYERS} = {json.dumps(names)}",
+        f'# in older versions {older}, with "output" in the place of "lm_head"',
+    ]
+
+
+def _less(parts: tuple[int, ...]) -> tuple[int, int] | None:
+    """How many layers less the first and the last stage have, where this says all: torchtitan
+    counts these as layers, gives each stage as many of all, and the first ones one more."""
+    stages = len(parts)
+    if stages < 2:
+        return None
+    for each in sorted({n - k for n in parts for k in (0, 1)}, reverse=True):
+        for more in range(stages):
+            made = [each + (stage < more) for stage in range(stages)]
+            first, last = made[0] - parts[0], made[-1] - parts[-1]
+            if made[1:-1] == [*parts[1:-1]] and 0 <= min(first, last) <= max(first, last) <= each:
+                return first, last
+    return None

@@ -1,0 +1,302 @@
+"""Choices: all plans that a model, a cluster and a batch allow, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from schedir.errors import UsageError, said
+from schedir.ir.cost.cluster import Cluster
+from schedir.ir.cost.number_parsing import MOST_SEQUENCES
+from schedir.ir.cost.zero_states import LEVELS
+from schedir.planner.estimate.schedule_formulas import FAMILIES, SCHEDULES, family
+from schedir.planner.parallel_plan import Attention, Choice, Order
+from schedir.planner.plan_table import COLUMNS, NAMES, RECOMPUTES, Plans
+from schedir.planner.transformer.transformer_spec import Model
+
+
+class Asked(NamedTuple):
+    """Which values of each field of a choice are asked for; None for all that make sense."""
+
+    schedules: tuple[str, ...] = SCHEDULES
+    p: tuple[int, ...] | None = None
+    t: tuple[int, ...] | None = None
+    d: tuple[int, ...] | None = None
+    v: tuple[int, ...] | None = None
+    b: tuple[int, ...] | None = None
+    c: tuple[int, ...] = (1,)
+    e: tuple[int, ...] = (1,)
+    recompute: tuple[str, ...] = RECOMPUTES
+    zero: tuple[int, ...] | None = None
+    sequence_parallel: tuple[bool, ...] | None = None
+    attention: Attention = "softmax"
+    order: Order = "tpd"
+    offload: bool = False  # whether there are plans that make sense only where states are moved
+
+
+_DEGREES: Final = ("p", "t", "d", "v", "b", "c", "e")
+
+
+def asked(**fields: Any) -> Asked:
+    """What is asked for, of one value or several each.
+
+    Raises UsageError for what is no such value.
+
+    >>> asked(t=8, schedules="zb_v").t, asked(t=(2, 4)).t
+    ((8,), (2, 4))
+    """
+    found: dict[str, Any] = {}
+    for name, given in fields.items():
+        if name in ("attention", "order", "offload"):
+            found[name] = given
+            continue
+        if given is None:
+            continue
+        several = isinstance(given, Sequence | range) and not isinstance(given, str)
+        found[name] = tuple(given) if several else (given,)
+    for name in _DEGREES:
+        for value in found.get(name, ()):
+            Choice(**{name: value})
+    for name in ("recompute", "attention", "order"):
+        values = found.get(name, ())
+        for value in values if isinstance(values, tuple) else (values,):
+            Choice(**{name: value})
+    for level in found.get("zero", ()):
+        if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level < LEVELS:
+            raise UsageError(
+                f"zero is a level of ZeRO, from 0 to {LEVELS - 1}, not {said(level)}",
+                fields=["zero"],
+            )
+    for value in found.get("sequence_parallel", ()):
+        if not isinstance(value, bool):
+            raise UsageError(
+                f"sequence_parallel is True or False, not {said(value)}",
+                fields=["sequence_parallel"],
+            )
+    for name in found.get("schedules", ()):
+        family(name)
+    for name, values in found.items():
+        if values == ():
+            raise UsageError(f"of {name} there is none to choose from", fields=[name])
+    return Asked(**found)
+
+
+def choices(model: Model, cluster: Cluster, batch: int, want: Asked) -> Plans:
+    """All plans of what is asked for.
+
+    p t d c are all GPUs of the cluster, d b m is the batch.  Slices divide the heads, stay within
+    a node unless `t` is told, and then there is a warning; stages are no more than layers, and
+    where these do not divide evenly, two stages per rank at most, or as many as would divide them
+    with the embedding and the head.  With the weights or gradients in parts (`zero` from 2 on)
+    ranks have more than two stages, and whole backwards, unless told: all stages are whole all the
+    time otherwise, or gradients are summed again and again.  Ranks that are alone have more than
+    one for that, too, and where states are to be moved to the host, stage by stage (`offload`).
+
+    Raises UsageError where there is none: for heads that slices do not divide, GPUs that are no
+    product of what is asked for, and a batch that does not divide, with the nearest that do.
+    """
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise UsageError(f"batch is a number of sequences, not {said(batch)}", fields=["batch"])
+    if batch > MOST_SEQUENCES:
+        raise UsageError(
+            f"batch is {said(batch)}; it must be at most {MOST_SEQUENCES}", fields=["batch"]
+        )
+    degrees = [*_degrees(model, cluster, want)]
+    if not degrees:
+        raise _no_product(model, cluster, want)
+    if (most := max(degree.t for degree in degrees)) > cluster.gpus_per_node:
+        leaves_node(most, cluster, stacklevel=4)
+    rows = [row for degree in degrees for row in _rows(model, batch, degree, want)]
+    if not rows:
+        raise _no_batch(model, batch, degrees, want)
+    columns = np.array(rows, np.int64).T
+    return Plans(**dict(zip(COLUMNS, columns, strict=True)),
+                 attention=want.attention, order=want.order)  # fmt: skip
+
+
+def divisors(number: int) -> list[int]:
+    """Of a number, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    low = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]
+    return low + [number // k for k in reversed(low) if k * k != number]
+
+
+class Degree(NamedTuple):
+    """How many of each make the GPUs."""
+
+    p: int
+    t: int
+    d: int
+    c: int
+    e: int
+
+
+def _degrees(model: Model, cluster: Cluster, want: Asked) -> Iterator[Degree]:
+    gpus = cluster.gpus
+    for t in _slices(model, cluster, want):
+        for p, c in product(want.p or divisors(gpus), want.c):
+            d, left = divmod(gpus, p * t * c)
+            if left or p > model.layers or (want.d and d not in want.d):
+                continue
+            for e in want.e:
+                if d % e == 0 and model.experts % e == 0 and model.sequence % c == 0:
+                    yield Degree(p, t, d, c, e)
+
+
+def _slices(model: Model, cluster: Cluster, want: Asked) -> list[int]:
+    """The numbers of slices that the model allows."""
+    told, node = want.t, cluster.gpus_per_node
+    found = [t for t in told or divisors(cluster.gpus) if told or t <= node]
+    fits = [t for t in found if not _uncut(model, t)]
+    if told and not fits:
+        wrong = _uncut(model, told[0])
+        can = [str(t) for t in range(1, node + 1) if not _uncut(model, t)]
+        raise UsageError(
+            f"{wrong} {getattr(model, wrong)} cannot be divided among t {told[0]}",
+            hint=f"t = {' or '.join(can)}", fields=["t", wrong],
+        )  # fmt: skip
+    return fits
+
+
+def leaves_node(t: int, cluster: Cluster, *, stacklevel: int) -> None:
+    """Warn of slices that are no neighbours."""
+    warnings.warn(
+        f"t {t} leaves the node of {cluster.gpus_per_node} GPUs: each layer's sums go over the "
+        "network",
+        stacklevel=stacklevel + 1,
+    )
+
+
+def _uncut(model: Model, t: int) -> str:
+    """What of a model t slices do not divide."""
+    kv = model.kv_heads % t and t % model.kv_heads
+    bad = [name for name in ("heads", "ffn") if getattr(model, name) % t]
+    return (bad + ["kv_heads"] * bool(kv) + [""])[0]
+
+
+def _stages(model: Model, p: int, name: str, want: Asked) -> list[int]:
+    """Stages per rank of a schedule."""
+    kind = FAMILIES[name].stages
+    most = model.layers // p
+    if kind != "many":
+        v = 1 if kind == "one" else 2
+        return [v] * (v <= most and (not want.v or v in want.v))
+    if want.v:
+        return [v for v in want.v if 2 <= v <= most]
+    even = [v for v in range(2, most + 1) if model.layers % (p * v) == 0]
+    ends = [v for v in range(2, most + 1) if (model.layers + 2) % (p * v) == 0 and p > 1]
+    return sorted({*even, *ends} | ({2} if most >= 2 else set()))
+
+
+def _rows(model: Model, batch: int, degree: Degree, want: Asked) -> Iterator[tuple[int, ...]]:
+    """The plans of so many ranks, slices and replicas, as columns have them."""
+    p, t, d, c, e = degree
+    if batch % d:
+        return
+    each = batch // d
+    sizes = [b for b in want.b or divisors(each) if each % b == 0]
+    cuts = want.sequence_parallel or (False, True)
+    cuts = tuple({cut and t > 1 and model.sequence % (t * c) == 0 for cut in cuts})
+    recomputes = [RECOMPUTES.index(name) for name in want.recompute]
+    for name in want.schedules:
+        own = FAMILIES[name]
+        for v in _stages(model, p, name, want):
+            levels = [*_levels(d * c, p, v, name, want)]
+            rest = [*product(levels, recomputes, cuts)]
+            for b in sizes:
+                m = each // b
+                if m < own.least(p) or (own.grouped and m % p):
+                    continue
+                number = NAMES.index(name)
+                for zero, recompute, cut in rest:
+                    yield p, t, d, v, b, m, number, recompute, zero, int(cut), c, e
+
+
+def _levels(replicas: int, p: int, v: int, name: str, want: Asked) -> Iterator[int]:
+    """Levels of ZeRO that differ from lower ones."""
+    for level in want.zero or range(LEVELS):
+        cuts = level >= 2 and (want.zero is not None or (v > 2 and not FAMILIES[name].split))
+        # Many stages on one rank are for ZeRO alone, and for states on the host, unless told.
+        told = want.v is not None and want.zero is not None
+        told = told or (want.offload and FAMILIES[name].stages == "many")
+        alone = p == 1 and name != "one_f_one_b" and not told
+        if replicas == 1:
+            if level == 0 and not alone:
+                yield level
+        elif cuts or (level < 2 and not alone):
+            yield level
+
+
+def _no_product(model: Model, cluster: Cluster, want: Asked) -> UsageError:
+    told = [name for name in ("p", "t", "d", "c", "e") if getattr(want, name) not in (None, (1,))]
+    said_ = " x ".join(f"{name} {_or(getattr(want, name))}" for name in told)
+    if want.p and min(want.p) > model.layers:
+        return UsageError(
+            f"p {_or(want.p)} are more ranks than the model has layers, {model.layers}",
+            fields=["p"],
+        )
+    for name, whole in (("e", "experts"), ("c", "sequence")):
+        size, parts = getattr(model, whole), getattr(want, name)
+        if all(size % each for each in parts):
+            return UsageError(
+                f"{whole} {size} cannot be divided among {name} {_or(parts)}", fields=[name, whole]
+            )
+    return UsageError(
+        f"{cluster.gpus} GPUs are no product of {said_} and something else",
+        hint=f"{cluster.gpus} = {' x '.join(map(str, _prime(cluster.gpus)))}",
+        fields=told,
+    )
+
+
+def _or(values: Sequence[int]) -> str:
+    return " or ".join(map(str, values))
+
+
+def _prime(number: int) -> list[int]:
+    found, k = [], 2
+    while number > 1:
+        while number % k == 0:
+            found.append(k)
+            number //= k
+        k += 1
+    return found or [1]
+
+
+def _no_batch(model: Model, batch: int, degrees: list[Degree], want: Asked) -> UsageError:
+    """The nearest batches of which there are plans; or what else is in the way."""
+    near = set[int]()
+    for degree in degrees:
+        for name in want.schedules:
+            if not _stages(model, degree.p, name, want):
+                continue
+            own = FAMILIES[name]
+            for b in want.b or (1,):
+                unit = degree.d * b * (degree.p if own.grouped else 1)
+                least = degree.d * b * int(own.least(degree.p))
+                least = -(-least // unit) * unit
+                near |= {
+                    max(batch // unit * unit, least),
+                    max(-(-batch // unit) * unit, least),
+                }
+    can = sorted(near - {batch})
+    if not can or batch in near:
+        return UsageError(
+            f"no plan of {model.layers} layers is as asked: stages, schedules and levels of ZeRO "
+            "do not go together", fields=["v", "schedules", "zero"],
+        )  # fmt: skip
+    below = [size for size in can if size < batch][-1:]
+    above = [size for size in can if size > batch][:1]
+    replicas = sorted({degree.d for degree in degrees})
+    return UsageError(
+        f"a batch of {batch} does not divide among d {_or(replicas)} replicas"
+        f"{' of microbatches of b ' + _or(want.b) if want.b else ''}",
+        hint=f"the nearest that do: {' and '.join(map(str, below + above))}",
+        fields=["batch", "d"],
+    )

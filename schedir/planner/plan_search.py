@@ -1,0 +1,211 @@
+"""Plan: the best plans of a model on a cluster, and what would have to change for better ones."""
+
+from __future__ import annotations
+
+from typing import Any, Final, get_args
+
+import numpy as np
+
+from schedir.errors import UsageError, expect, flag, said
+from schedir.ir.cost.cluster import Cluster
+from schedir.planner.bottleneck import alone, among, nothing_fits
+from schedir.planner.estimate.offload_plans import beside, for_states_alone, offloaded
+from schedir.planner.estimate.schedule_formulas import FAMILIES, SCHEDULES, family
+from schedir.planner.estimate.simulated_estimate import exact as simulated
+from schedir.planner.estimate.simulated_estimate import require_host
+from schedir.planner.hardware.software_constants import Constants
+from schedir.planner.parallel_plan import Attention, Choice, Order, Priced
+from schedir.planner.plan_enumeration import asked, choices, leaves_node
+from schedir.planner.plan_estimate import plain
+from schedir.planner.plan_space import Every, closed_form
+from schedir.planner.plan_table import Plans, simulated_only
+from schedir.planner.transformer.layer_division import layers_of
+from schedir.planner.transformer.layer_ops import refuse_uneven
+from schedir.planner.transformer.memory_estimate import States, states_for
+from schedir.planner.transformer.transformer_spec import Model
+from schedir.predict.activation_bytes import Recompute
+
+FINALISTS: Final = 32  # that are simulated
+
+Some = int | tuple[int, ...] | None
+
+
+def step(
+    model: Model,
+    cluster: Cluster,
+    choice: Choice,
+    *,
+    exact: bool = True,
+    constants: Constants | None = None,
+    states: States | None = None,
+) -> Priced:
+    """What a step of one choice takes and holds, also of one that does not fit.
+
+    Raises UsageError for a choice that is none of this model on this cluster.
+
+    >>> from schedir import planner
+    >>> gpt3 = planner.Model(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+    >>> cluster = planner.cluster("a100", nodes=128)
+    >>> one = planner.Choice(p=8, t=8, d=16, m=96, recompute="full")
+    >>> found = planner.step(gpt3, cluster, one, exact=False)
+    >>> found.fits, found.step == sum(found.parts), 0.3 < found.mfu < 0.6
+    (True, True, True)
+    """
+    _expect(model, cluster)
+    _refuse(model, cluster, choice)
+    if choice.t > cluster.gpus_per_node:
+        leaves_node(choice.t, cluster, stacklevel=2)
+    constants, states = constants or Constants(), states or states_for(cluster)
+    if exact:
+        return alone(cluster, simulated(model, cluster, choice, constants, states=states))
+    found = closed_form(model, cluster, Plans.of(choice), constants, states)
+    return alone(cluster, found.at(model, cluster, 0))
+
+
+def plan(
+    model: Model,
+    cluster: Cluster,
+    batch: int,
+    *,
+    top: int = 20,
+    schedules: str | tuple[str, ...] = SCHEDULES,
+    exact: bool = True,
+    p: Some = None,
+    t: Some = None,
+    d: Some = None,
+    v: Some = None,
+    b: Some = None,
+    c: Some = 1,
+    e: Some = 1,
+    recompute: str | tuple[str, ...] | None = None,
+    zero: Some = None,
+    sequence_parallel: bool | None = None,
+    attention: Attention = "softmax",
+    order: Order = "tpd",
+    offload: bool = False,
+    constants: Constants | None = None,
+    states: States | None = None,
+) -> list[Priced]:
+    """The `top` plans that fit into the cluster's memory, the fastest first.
+
+    All plans are priced in closed form, and with `exact` the best of them once more as programs.
+    A degree, a level or a word, or several of them, leave only plans that have one of these.
+
+    With `offload` there are also plans that do not fit but with the memory of their hosts, to which
+    activations, the optimizer's states, or both go meanwhile (`Choice.offload`, `Choice.states`).
+    These are simulated, the likeliest ones; `Priced.beside` tells what that is worth.
+
+    Raises UsageError where there is no plan, or none fits; with `offload` also where the cluster
+    does not tell `host` and `host_memory`, and without `exact`.
+
+    >>> from schedir import planner
+    >>> gpt3 = planner.Model(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+    >>> cluster = planner.cluster("a100", nodes=128)
+    >>> best, *_ = planner.plan(gpt3, cluster, 1536, t=8, exact=False)
+    >>> best.gpus, best.batch, best.fits
+    (1024, 1536, True)
+    """
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise UsageError(f"top is a number of plans, not {said(top)}", fields=["top"])
+    _expect(model, cluster)
+    if flag(offload, "offload"):
+        require_host(cluster)
+        if not exact:
+            raise simulated_only()
+    constants, states = constants or Constants(), states or states_for(cluster)
+    found = every(
+        model, cluster, batch, constants=constants, states=states, schedules=schedules, p=p, t=t,
+        d=d, v=v, b=b, c=c, e=e, recompute=recompute, zero=zero,
+        sequence_parallel=sequence_parallel, attention=attention, order=order, offload=offload,
+    )  # fmt: skip
+    usual = ~for_states_alone(found) if offload else np.ones(len(found.plans), bool)
+    fits = usual & (found.total <= cluster.memory)
+    if not fits.any() and not offload:
+        raise nothing_fits(model, cluster, found)
+    ranked = np.lexsort((found.total, found.step))
+    ranked = ranked[fits[ranked]]
+    if not exact:
+        first = [(found.at(model, cluster, at), at) for at in ranked[:top].tolist()]
+        return [among(model, cluster, one, at, found) for one, at in first]
+    tried: list[tuple[Priced, int]] = []
+    for at in ranked.tolist():  # some may hold a little more as programs
+        if len(tried) >= FINALISTS and sum(one.fits for one, _ in tried) >= top:
+            break
+        one = plain(found.at(model, cluster, at))
+        tried.append((simulated(model, cluster, one, constants, states=states), at))
+    found = found.told(tried)
+    tried = sorted((pair for pair in tried if pair[0].fits), key=lambda x: _plainest_first(x[0]))
+    others = found.take(usual)
+    place = np.cumsum(usual) - 1
+    best = [among(model, cluster, one, int(place[at]), others) for one, at in tried[:top]]
+    if offload:
+        steps = [one.step for one in best]
+        best += offloaded(model, cluster, found, max(top, FINALISTS), constants, states, steps)
+        least = others.at(model, cluster, int(others.total.argmin()))
+        best = beside(sorted(best, key=_plainest_first), least)
+    if not best:
+        raise nothing_fits(model, cluster, others, offload=offload)
+    return best[:top]
+
+
+def _plainest_first(one: Priced) -> tuple[float, bool, int, int]:
+    """What plans are sorted by: of those that take as long, but for rounding, the plainest first,
+    since a prediction knows nothing of what more instructions cost to be issued."""
+    own, again = [*FAMILIES].index(one.schedule), get_args(Recompute).index(one.recompute)
+    return float(f"{one.step:.6g}"), one.moves, own, again
+
+
+def every(
+    model: Model,
+    cluster: Cluster,
+    batch: int,
+    *,
+    constants: Constants | None = None,
+    states: States | None = None,
+    **which: Any,
+) -> Every:
+    """All plans that `plan` chooses from, also those that do not fit, in closed form and in no
+    order; `which` are those that it takes.
+
+    Raises UsageError where there is none.
+
+    >>> from schedir import planner
+    >>> gpt = planner.Model(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
+    >>> found = planner.every(gpt, planner.cluster("a100", nodes=4), 512, t=(1, 2))
+    >>> len(found.plans) == len(found.step) == len(found.total) > 1000
+    True
+    """
+    _expect(model, cluster)
+    plans = choices(model, cluster, batch, asked(**which))
+    states = states or states_for(cluster)
+    return closed_form(model, cluster, plans, constants or Constants(), states)
+
+
+def _expect(model: Model, cluster: Cluster) -> None:
+    expect(model, Model, 'planner.load_model("gpt-22b")')
+    expect(cluster, Cluster, 'planner.cluster("a100", nodes=8)')
+
+
+def _refuse(model: Model, cluster: Cluster, choice: Choice) -> None:
+    """Raise UsageError for a choice that cannot be."""
+    own = family(choice.schedule)
+    want = {"one": (1, 1), "two": (2, 2), "many": (1, model.layers)}[own.stages]
+    if not want[0] <= choice.v <= want[1]:
+        raise UsageError(
+            f"{choice.schedule} has v {want[0]}, not {choice.v}", fields=["v", "schedule"]
+        )
+    if choice.gpus != cluster.gpus:
+        raise UsageError(
+            f"p {choice.p} x t {choice.t} x d {choice.d} x c {choice.c} = {choice.gpus} are not "
+            f"the {cluster.gpus} GPUs of {cluster.nodes} x {cluster.gpus_per_node}",
+            fields=["p", "t", "d", "c"],
+        )
+    least = int(own.least(choice.p))
+    if choice.m < least or (own.grouped and choice.v > 1 and choice.m % choice.p):
+        takes = f"a multiple of p {choice.p}" if own.grouped else f"at least {least}"
+        raise UsageError(
+            f"{choice.schedule} takes {takes} microbatches, not m {choice.m}",
+            fields=["m", "schedule"],
+        )
+    layers_of(model, choice)
+    refuse_uneven(model, choice)

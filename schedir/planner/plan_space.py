@@ -1,0 +1,59 @@
+"""Every plan at once: what all of them take and hold, in closed form."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.ir.cost.cluster import Cluster
+from schedir.planner.estimate.closed_form import parts
+from schedir.planner.hardware.software_constants import Constants
+from schedir.planner.parallel_plan import Memory, Parts, Priced
+from schedir.planner.plan_estimate import priced
+from schedir.planner.plan_table import Floats, Plans
+from schedir.planner.transformer.memory_estimate import States, held
+from schedir.planner.transformer.transformer_spec import Model
+
+
+class Every(NamedTuple):
+    """What many plans take and hold: parts of their steps, and memory of the fullest rank, a row
+    for each field of `Parts` and `Memory`; and the sums of these."""
+
+    plans: Plans
+    parts: Floats
+    memory: Floats
+    step: Floats
+    total: Floats
+
+    def at(self, model: Model, cluster: Cluster, number: int) -> Priced:
+        """One of them."""
+        return priced(
+            model, cluster, self.plans.choice(model, number),
+            Parts(*self.parts[:, number].tolist()), Memory(*self.memory[:, number].tolist()),
+        )  # fmt: skip
+
+    def take(self, which: NDArray[np.bool_]) -> Every:
+        """Some of them."""
+        arrays = (each[..., which] for each in self[1:])
+        return Every(self.plans.take(which), *arrays)
+
+    def told(self, finalists: list[tuple[Priced, int]]) -> Every:
+        """The same, with what simulations tell of some of them, each with its number."""
+        parts, memory = self.parts.copy(), self.memory.copy()
+        for one, at in finalists:
+            parts[:, at], memory[:, at] = one.parts, one.memory
+        return Every(self.plans, parts, memory, parts.sum(axis=0), memory.sum(axis=0))
+
+
+def closed_form(
+    model: Model, cluster: Cluster, plans: Plans, constants: Constants, states: States
+) -> Every:
+    """The closed form of all plans."""
+    shares = plans.shares(model)
+    holds = held(model, plans, shares, constants, states)
+    found = parts(model, cluster, plans, shares, holds, constants, states)
+    fullest = holds.memory.sum(axis=0).argmax(axis=1)
+    memory = holds.memory[:, np.arange(len(plans)), fullest]
+    return Every(plans, found, memory, found.sum(axis=0), memory.sum(axis=0))

@@ -1,0 +1,1 @@
+"""Operations, times and bytes of the layers of a transformer."""

@@ -1,0 +1,90 @@
+"""Division: which layers each stage and each rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from schedir.errors import UsageError
+from schedir.planner.estimate.schedule_formulas import family
+from schedir.planner.parallel_plan import Choice
+from schedir.planner.transformer.transformer_spec import Model
+
+
+class Share(NamedTuple):
+    """What some ranks of a pipeline, `number` of them, have alike, the first of which is `rank`."""
+
+    number: int
+    rank: int
+    layers: int
+    first: bool  # whether they have the first stage, and with it the embedding
+    last: bool  # whether they have the last stage, and with it the head
+
+
+def even(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as even as can be.
+
+    Where some have one more it is late stages, which keep the fewest microbatches; and the ends,
+    which also have the embedding and the head, get theirs last.
+
+    >>> even(8, 4), even(10, 4), even(7, 4)
+    ((2, 2, 2, 2), (2, 3, 3, 2), (2, 2, 2, 1))
+    """
+    each, more = divmod(layers, stages)
+    turns = [*range(stages - 2, 0, -1), 0, stages - 1][:more]
+    return tuple(each + (stage in turns) for stage in range(stages))
+
+
+def layers_of(model: Model, choice: Choice) -> tuple[int, ...]:
+    """Layers of each stage of a choice, in the order of stages.
+
+    Raises UsageError where they do not divide evenly and the choice says nothing, or something that
+    is no division.
+
+    >>> from schedir.planner import Model
+    >>> model = Model(layers=6, hidden=64, heads=4, vocab=256, sequence=32)
+    >>> layers_of(model, Choice(p=3)), layers_of(model, Choice(p=2, layers_of=(2, 4)))
+    ((2, 2, 2), (2, 4))
+    """
+    stages, given = choice.stages, choice.layers_of
+    if not given:
+        if model.layers % stages:
+            raise UsageError(
+                f"{model.layers} layers do not divide into p {choice.p} x v {choice.v} = {stages} "
+                "stages",
+                hint=f"layers_of={even(model.layers, stages)}" if stages <= model.layers else "",
+                fields=["layers_of", "p", "v"],
+            )
+        return even(model.layers, stages)
+    if len(given) != stages or sum(given) != model.layers or min(given) < 0:
+        raise UsageError(
+            f"layers_of divides {sum(given)} layers into {len(given)} stages, and there are "
+            f"{model.layers}, and p {choice.p} x v {choice.v} = {stages} stages",
+            fields=["layers_of"],
+        )
+    return given
+
+
+def shares(model: Model, choice: Choice, *, alike: bool = True) -> tuple[Share, ...]:
+    """What the ranks of a choice have, those that are `alike` as one."""
+    layers, vee = layers_of(model, choice), family(choice.schedule).vee
+    return _shares(layers, choice.p, vee, alike)
+
+
+@lru_cache(maxsize=4096)
+def _shares(layers: tuple[int, ...], p: int, vee: bool, alike: bool) -> tuple[Share, ...]:
+    stages, found = len(layers), dict[object, Share]()
+    for rank in range(p):
+        own = [*_own(rank, p, stages // p, vee)]
+        share = Share(1, rank, sum(layers[s] for s in own), 0 in own, stages - 1 in own)
+        key = share[2:] if alike else rank
+        known = found.get(key, share._replace(number=0))
+        found[key] = known._replace(number=known.number + 1)
+    return tuple(found.values())
+
+
+def _own(rank: int, p: int, v: int, vee: bool) -> Iterator[int]:
+    """The stages of a rank."""
+    for turn in range(v):
+        yield turn * p + (p - 1 - rank if vee and turn % 2 else rank)

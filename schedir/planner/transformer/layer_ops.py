@@ -1,0 +1,300 @@
+"""Pieces: what one microbatch asks of one GPU in a layer, an embedding and a head, as data.
+
+Products, kernels that read and write, and collectives, of a transformer as Megatron-LM cuts it
+(arXiv 1909.08053, section 3; 2205.05198, section 4).  What they take is for `layer` to say.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from schedir.errors import UsageError
+from schedir.planner.parallel_plan import Choice
+from schedir.planner.transformer.transformer_spec import Model
+
+Group = Literal["tensor", "context", "expert"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange"]
+
+
+class Gemm(NamedTuple):
+    """`batch` products (m, k) x (k, n) in the forward, and two as large for each in the backward.
+
+    With `weight` the second factor is one: its gradient is a product of its own, which adds to a
+    sum in 32 bits.  Otherwise both factors are activations, and their gradients go on backwards.
+    `shared` products have one second factor.  What is `core` runs again with selective
+    recomputation; `flash` is a part of one kernel that keeps the result on chip.
+    """
+
+    what: str
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    weight: bool = True
+    shared: int = 1
+    core: bool = False
+    flash: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Operations of the forward."""
+        return 2.0 * self.m * self.n * self.k * self.batch
+
+
+class Pass(NamedTuple):
+    """Kernels that compute next to nothing: bytes that they read and write in the forward, in the
+    backward of inputs and of weights, and how many kernels these are.
+
+    A gradient of a weight is a kernel, and adding it to its sum another.
+    """
+
+    what: str
+    forward: float
+    inputs: float
+    weights: float = 0.0
+    kernels: tuple[int, int, int] = (1, 1, 0)
+    core: bool = False
+
+
+class Collective(NamedTuple):
+    """A sum, a gather or an exchange of `size` bytes, as `Cluster` counts them, over a group.
+
+    `phase` is F or I; in I it may run beside the weight gradient of the product `under`.  An
+    exchange runs beside the core of attention.
+    """
+
+    what: str
+    kind: Kind
+    size: float
+    group: Group
+    phase: Literal["F", "I"]
+    under: str = ""
+
+
+class Pieces(NamedTuple):
+    """What a part of a model is made of."""
+
+    gemms: tuple[Gemm, ...] = ()
+    passes: tuple[Pass, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+
+    def and_(self, *others: Pieces) -> Pieces:
+        """All of several."""
+        every = (self, *others)
+        return Pieces(
+            sum((x.gemms for x in every), ()),
+            sum((x.passes for x in every), ()),
+            sum((x.collectives for x in every), ()),
+        )
+
+
+def refuse_uneven(model: Model, choice: Choice) -> None:
+    """Raise UsageError where slices, parts of a sequence, or experts do not come out even."""
+    t, c, kv = choice.t, choice.c, model.kv_heads
+    rows = [
+        ("heads", model.heads, t, "t"),
+        ("ffn", model.ffn, t, "t"),
+        ("sequence", model.sequence, c * (t if choice.sequence_parallel else 1),
+         "c t" if choice.sequence_parallel else "c"),
+        ("experts", model.experts, choice.e, "e"),
+        ("d", choice.d, choice.e, "e"),
+    ]  # fmt: skip
+    if kv % t and t % kv:
+        rows.append(("kv_heads", kv, t, "t"))
+    for name, size, parts, which in rows:
+        if size % parts:
+            raise UsageError(
+                f"{name} {size} cannot be divided among {which} {parts}", fields=[name, which[0]]
+            )
+
+
+def layer_pieces(model: Model, choice: Choice) -> Pieces:
+    """One layer: attention and a feed-forward network, each behind a norm, beside a residual."""
+    refuse_uneven(model, choice)
+    return _attention(model, choice).and_(_experts(model, choice))
+
+
+def tokens(model: Model, choice: Choice) -> int:
+    """Of a microbatch, on one GPU, where its slices do not cut the sequence."""
+    return choice.b * model.sequence // choice.c
+
+
+def _wide(model: Model, choice: Choice) -> float:
+    """Numbers of an activation as wide as the model, on one GPU, where norms and dropout are."""
+    cut = choice.t if choice.sequence_parallel else 1
+    return tokens(model, choice) * model.hidden / cut
+
+
+def _in_out(model: Model, choice: Choice, first: str, last: str) -> tuple[Collective, ...]:
+    """What stands around products that are cut by columns, then by rows.
+
+    arXiv 1909.08053, section 3: f and g are all-reduces, one in the forward and one in the
+    backward; 2205.05198, section 4.2.2: with the sequence cut, each becomes a gather and a
+    scattered sum, and the input is gathered once more for its weight's gradient, beside the
+    product of the input's.
+    """
+    if choice.t == 1:
+        return ()
+    size = 2.0 * tokens(model, choice) * model.hidden
+    if not choice.sequence_parallel:
+        return (
+            Collective(f"sum of {last}", "all_reduce", size, "tensor", "F"),
+            Collective(f"sum behind {first}", "all_reduce", size, "tensor", "I", first),
+        )
+    return (
+        Collective(f"input of {first}", "all_gather", size, "tensor", "F"),
+        Collective(f"sum of {last}", "reduce_scatter", size, "tensor", "F"),
+        Collective(f"gradient of {last}", "all_gather", size, "tensor", "I"),
+        Collective(f"input of {first} again", "all_gather", size, "tensor", "I", first),
+        Collective(f"sum behind {first}", "reduce_scatter", size, "tensor", "I", first),
+    )
+
+
+def _norm(what: str, model: Model, choice: Choice) -> Pass:
+    """Reads x and writes y; backwards reads x and dy, writes dx, and adds it to the residual's;
+    for gain and shift it reads x and dy once more."""
+    wide = _wide(model, choice)
+    return Pass(what, 4 * wide, (6 + 6) * wide, 4 * wide, (1, 2, 2))
+
+
+def _dropout_add(what: str, model: Model, choice: Choice) -> Pass:
+    """Adds bias and residual around a dropout: reads two, writes one and a mask of a byte;
+    backwards reads the gradient and the mask, writes one, and sums it for the bias."""
+    wide = _wide(model, choice)
+    return Pass(what, 7 * wide, 5 * wide, 2 * wide, (1, 1, 2))
+
+
+def _attention(model: Model, choice: Choice) -> Pieces:
+    t, s, flash = choice.t, model.sequence, choice.attention == "flash"
+    rows, width = tokens(model, choice), model.hidden // model.heads
+    heads, kv = model.heads // t, max(model.kv_heads // t, 1)
+    many, mine = choice.b * heads, s // choice.c
+    core = {"weight": False, "shared": heads // kv if heads % kv == 0 else 1, "core": True}
+    gemms = (
+        Gemm("qkv", rows, (heads + 2 * kv) * width, model.hidden),
+        Gemm("scores", mine, s, width, many, flash=flash, **core),  # type: ignore[arg-type]
+        Gemm("values", mine, width, s, many, flash=flash, **core),  # type: ignore[arg-type]
+        Gemm("projection", rows, model.hidden, heads * width),
+    )
+    square, own = float(many) * mine * s, float(rows) * heads * width
+    on_scores = (
+        Pass("softmax", 4 * square, 6 * square, core=True),
+        Pass("dropout of weights", 5 * square, 5 * square, core=True),
+    )
+    passes = (
+        _norm("norm before attention", model, choice),
+        Pass(
+            "heads apart and together",
+            4 * own,
+            4 * own * (2 + 2 * kv / heads),
+            2 * own * (1 + 2 * kv / heads),
+            (1, 3, 2),
+        ),
+        *(() if flash else on_scores),
+        _dropout_add("dropout and residual behind attention", model, choice),
+    )
+    exchange: tuple[Collective, ...] = ()
+    if choice.c > 1:
+        keys = 2 * 2.0 * choice.b * s * kv * width  # of keys and values, whole
+        exchange = (
+            Collective("keys and values", "exchange", keys, "context", "F"),
+            Collective("keys, values and their gradients", "exchange", 2 * keys, "context", "I"),
+        )  # fmt: skip
+    return Pieces(gemms, passes, _in_out(model, choice, "qkv", "projection") + exchange)
+
+
+def _experts(model: Model, choice: Choice) -> Pieces:
+    """The feed-forward network, or those that a token is sent to, spread over `e` replicas."""
+    rows, ffn = tokens(model, choice), model.ffn // choice.t
+    into = 2 * ffn if model.gated else ffn
+    sent = rows * model.active
+    batch, each = 1, rows
+    routing: tuple[Pass, ...] = ()
+    router: tuple[Gemm, ...] = ()
+    exchange: tuple[Collective, ...] = ()
+    if model.experts > 1:
+        batch = model.experts // choice.e
+        each = -(-sent // batch)  # as many from everywhere as are sent away: an even load
+        copies = _wide(model, choice) * model.active
+        router = (Gemm("router", rows, model.experts, model.hidden),)
+        routing = (Pass("to experts and back", 8 * copies, 8 * copies, 0, (2, 2, 0)),)
+        exchange = tuple(
+            Collective(what, "all_to_all", 2 * copies, "expert", phase)
+            for phase in ("F", "I") for what in ("to experts", "back from experts")
+        )  # fmt: skip
+    gemms = (
+        *router,
+        Gemm("ffn in", each, into, model.hidden, batch),
+        Gemm("ffn out", each, model.hidden, ffn, batch),
+    )
+    inner = float(batch) * each * ffn
+    gate = Pass("gate", 6 * inner, 10 * inner)
+    gelu = Pass("bias and GELU", 4 * inner, 6 * inner, 2 * inner, (1, 1, 2))
+    passes = (
+        _norm("norm before the network", model, choice),
+        *routing,
+        gate if model.gated else gelu,
+        _dropout_add("dropout and residual behind the network", model, choice),
+    )
+    return Pieces(
+        gemms,
+        passes,
+        _in_out(model, choice, "ffn in", "ffn out") + (exchange if choice.e > 1 else ()),
+    )
+
+
+def embedding_pieces(model: Model, choice: Choice) -> Pieces:
+    """Rows of a matrix that is cut by rows over t, those of positions, and a dropout.
+
+    Before them come tokens, targets and masks: small kernels, which only the host feels.  Kernels
+    are Megatron-LM's (get_ltor_masks_and_position_ids, and VocabParallelEmbedding, which masks what
+    is on other slices).
+    """
+    wide, rows = _wide(model, choice), tokens(model, choice)
+    whole = float(rows) * model.hidden
+    table = model.vocab * model.hidden / choice.t  # its gradient is made whole, then added
+    size = 2 * whole
+    masks = 7 if choice.t > 1 else 0  # of rows that are on other slices
+    passes = (
+        Pass("tokens, targets and masks", 0, 0, 0, (9, 0, 0)),
+        Pass("rows of the embedding", 4 * whole, 0, 4 * whole + 12 * table, (1 + masks, 0, 2)),
+        Pass("positions and dropout", (6 + 5) * wide, 5 * wide, 2 * wide, (2, 1, 2)),
+    )
+    if choice.t == 1:
+        return Pieces((), passes)
+    if choice.sequence_parallel:
+        return Pieces((), passes, (
+            Collective("sum of the embedding", "reduce_scatter", size, "tensor", "F"),
+            Collective("gradient of the embedding", "all_gather", size, "tensor", "I"),
+        ))  # fmt: skip
+    return Pieces((), passes, (
+        Collective("sum of the embedding", "all_reduce", size, "tensor", "F"),
+    ))  # fmt: skip
+
+
+def head_pieces(model: Model, choice: Choice) -> Pieces:
+    """The last norm, logits of a vocabulary that is cut over t, and their loss.
+
+    The loss is Megatron-LM's (core/tensor_parallel/cross_entropy.py), a kernel for each of its
+    lines.  Of all logits: to 32 bits, the largest, what is less by it, the exponential, its sum,
+    its share; backwards a product with the loss's gradient, and to 16 bits.  The others are of a
+    number for each token, and so are three sums that go around.
+    """
+    rows, vocab = tokens(model, choice), -(-model.vocab // choice.t)
+    logits = float(rows) * vocab
+    size, each = 2.0 * rows * model.hidden, 4.0 * rows
+    passes = (
+        _norm("last norm", model, choice),
+        Pass("loss", (6 + 4 + 8 + 8 + 4 + 8) * logits, (8 + 6) * logits, 0, (27, 13, 0)),
+    )
+    collectives: tuple[Collective, ...] = ()
+    if choice.t > 1:
+        cut = choice.sequence_parallel
+        kind: Kind = "reduce_scatter" if cut else "all_reduce"
+        collectives = (
+            *([Collective("input of logits", "all_gather", size, "tensor", "F")] if cut else []),
+            Collective("sum behind logits", kind, size, "tensor", "I", "logits"),
+            *[Collective(f"{of} of the loss", "all_reduce", each, "tensor", "F")
+              for of in ("largest", "targets", "sum")],
+        )  # fmt: skip
+    return Pieces((Gemm("logits", rows, vocab, model.hidden),), passes, collectives)

@@ -1,0 +1,180 @@
+"""Layers: what a microbatch takes in a layer, an embedding, a head and a stage, on one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from schedir.ir.cost.cluster import Cluster
+from schedir.planner.estimate.schedule_formulas import FAMILIES
+from schedir.planner.hardware.software_constants import Constants
+from schedir.planner.parallel_plan import Choice, Phases, Times
+from schedir.planner.transformer.layer_ops import embedding_pieces, head_pieces, layer_pieces
+from schedir.planner.transformer.op_time import Prices
+from schedir.planner.transformer.transformer_spec import Model
+
+
+class Work(NamedTuple):
+    """Seconds of a GPU's own work, of what it waits for in collectives, and of its host, which
+    issues kernels ahead of it."""
+
+    gpu: Phases = Phases()
+    tensor: Phases = Phases()
+    host: Phases = Phases()
+
+    def plus(self, other: Work, times: float = 1.0) -> Work:
+        """The sum with another, so many times."""
+        return Work(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
+
+    @property
+    def times(self) -> Times:
+        """The longer of GPU and host, by forward and backward; of numbers, or of arrays.
+
+        Where the host is slower the GPU waits for it: that counts as compute, by halves of the
+        backward as the host has work in them.
+        """
+        gpu, tensor, host = self
+        busy = gpu.plus(tensor)
+        most, halves = np.maximum, host.I + host.W
+        wait = most(0.0, halves - busy.I - busy.W) / np.where(halves > 0, halves, 1.0)
+        waits = Phases(
+            most(0.0, host.F - busy.F), host.I * wait, host.W * wait, most(0.0, host.R - busy.R)
+        )
+        return Times(gpu.plus(waits), tensor)
+
+
+def layer(
+    model: Model, cluster: Cluster, choice: Choice, constants: Constants | None = None
+) -> Times:
+    """Seconds of one microbatch in one layer, on one GPU.
+
+    Forward and backward each take what is longer: the GPU's work, or what the host takes to issue
+    it.  A product takes what its tiles take, or its bytes; all else its bytes; collectives the
+    shorter of ring and tree, over the links that they cross.  `R` is what runs again.  What a layer
+    is made of `pieces` has, with sources.
+
+    Raises UsageError where the layer cannot be divided so.
+
+    >>> from schedir import planner
+    >>> gpt = planner.Model(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
+    >>> node = planner.cluster("a100")
+    >>> for t in (1, 8):
+    ...     times = planner.layer(gpt, node, planner.Choice(t=t, b=4))
+    ...     print(f"t {t}: {times.compute.F * 1e3:4.1f} ms, {times.tensor.F * 1e3:.1f} in sums")
+    t 1: 41.8 ms, 0.0 in sums
+    t 8:  6.0 ms, 1.7 in sums
+    """
+    return _plain(work_of("layer", model, cluster, choice, constants))
+
+
+def embedding(
+    model: Model, cluster: Cluster, choice: Choice, constants: Constants | None = None
+) -> Times:
+    """The same of the embedding: rows of tokens and positions, a dropout, and their gradients.
+
+    >>> from schedir import planner
+    >>> gpt = planner.Model(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
+    >>> taken = planner.embedding(gpt, planner.cluster("a100"), planner.Choice(b=4)).total
+    >>> f"{taken.F * 1e3:.1f} ms forward, {taken.B * 1e3:.1f} ms backward"
+    '0.6 ms forward, 2.5 ms backward'
+    """
+    return _plain(work_of("embedding", model, cluster, choice, constants))
+
+
+def head(
+    model: Model, cluster: Cluster, choice: Choice, constants: Constants | None = None
+) -> Times:
+    """The same of what is behind the last layer: a norm, logits, and the loss.
+
+    >>> from schedir import planner
+    >>> gpt = planner.Model(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
+    >>> node, choice = planner.cluster("a100"), planner.Choice(t=8, b=4)
+    >>> head, layer = (part(gpt, node, choice).total for part in (planner.head, planner.layer))
+    >>> f"as long as {(head.F + head.B) / (layer.F + layer.B):.1f} layers"
+    'as long as 0.5 layers'
+    """
+    return _plain(work_of("head", model, cluster, choice, constants))
+
+
+def stage(
+    model: Model,
+    cluster: Cluster,
+    choice: Choice,
+    layers: int,
+    first: bool = False,
+    last: bool = False,
+    constants: Constants | None = None,
+) -> Times:
+    """The same of a stage of so many layers; the first has the embedding, the last the head.
+
+    The host runs ahead over the whole stage: it takes max(sum of GPU, sum of host), which may be
+    less than its layers one by one.
+
+    >>> from schedir import planner
+    >>> gpt = planner.Model(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
+    >>> node, choice = planner.cluster("a100"), planner.Choice(p=12, t=8, b=4, recompute="full")
+    >>> for ends in ({}, {"first": True}, {"last": True}):
+    ...     F, I, W, R = (1e3 * each for each in planner.stage(gpt, node, choice, 4, **ends).total)
+    ...     print(f"F {F:.1f}  I {I:.1f}  W {W:.1f}  again {R:.1f} ms", *ends)
+    F 30.8  I 30.1  W 17.8  again 30.8 ms
+    F 32.1  I 30.3  W 18.3  again 30.8 ms first
+    F 34.7  I 33.9  W 20.7  again 30.8 ms last
+    """
+    work = Work().plus(work_of("layer", model, cluster, choice, constants), layers)
+    for here, part in ((first, "embedding"), (last, "head")):
+        if here:
+            work = work.plus(work_of(part, model, cluster, choice, constants))
+    return _plain(work)
+
+
+_PIECES = {"layer": layer_pieces, "embedding": embedding_pieces, "head": head_pieces}
+
+
+def _plain(work: Work) -> Times:
+    """Its times, as Python's own numbers."""
+    return Times(*(Phases(*map(float, each)) for each in work.times))
+
+
+def work_of(
+    part: str, model: Model, cluster: Cluster, choice: Choice, constants: Constants | None
+) -> Work:
+    """The work of a part, which many choices share."""
+    whole = choice.schedule not in FAMILIES or not FAMILIES[choice.schedule].split
+    few = Choice(
+        p=choice.p if choice.e > 1 else 1, t=choice.t, d=choice.e, b=choice.b,
+        recompute=choice.recompute, sequence_parallel=choice.sequence_parallel, c=choice.c,
+        e=choice.e, attention=choice.attention, order=choice.order,
+    )  # fmt: skip
+    return _known(part, model, cluster, few, constants or Constants(), whole)
+
+
+@lru_cache(maxsize=4096)
+def _known(
+    part: str, model: Model, cluster: Cluster, choice: Choice, constants: Constants, whole: bool
+) -> Work:
+    """Seconds of all phases: of layers, some of it again."""
+    gemms, passes, collectives = pieces = _PIECES[part](model, choice)
+    prices = Prices(cluster, choice, constants, whole)
+    products = {gemm.what: prices.gemm(gemm) for gemm in gemms}
+    core = _sum(products[gemm.what] for gemm in gemms if gemm.core)
+    core = core.plus(_sum(prices.passed(one) for one in passes if one.core))
+    gpu = _sum([*products.values(), *map(prices.passed, passes)])
+    host = _sum(prices.issued(one) for some in pieces for one in some)
+    tensor = _sum(
+        prices.waited(one, products.get(one.under, Phases()), core) for one in collectives
+    )
+    if part == "layer" and choice.recompute == "full":
+        gpu, tensor, host = (each._replace(R=each.F) for each in (gpu, tensor, host))
+    elif part == "layer" and choice.recompute == "selective":
+        issued = _sum(prices.issued(one) for some in pieces[:2] for one in some if one.core)
+        gpu, host = gpu._replace(R=core.F), host._replace(R=issued.F)
+    if not prices.beside:  # the host is what computes
+        return Work(gpu.plus(host), tensor)
+    return Work(gpu, tensor, host)
+
+
+def _sum(phases: Iterable[Phases]) -> Phases:
+    return Phases(*map(sum, zip(*phases, strict=True)))

@@ -1,0 +1,109 @@
+"""Models by name: shapes that papers print, and those that a file says."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final
+
+from schedir.errors import ConfigError, UsageError, said
+from schedir.io.files import path_of, read_text
+from schedir.io.toml_tables import MOST_BYTES, tables_of
+from schedir.planner.transformer.transformer_spec import Model
+
+
+def _gpt(layers: int, hidden: int, heads: int) -> Model:
+    """As Megatron-LM trains it."""
+    return Model(layers, hidden, heads, vocab=51200, sequence=2048)
+
+
+def _llama(layers: int, hidden: int, heads: int, ffn: int) -> Model:
+    return Model(layers, hidden, heads, vocab=32000, sequence=2048, ffn=ffn, gated=True, tied=False)
+
+
+_LLAMA: Final = "arXiv 2302.13971, Table 2; ffn: 2/3 of 4 hidden (section 2.2), in whole 256"
+# Shapes, and where they are printed.
+MODELS: Final[dict[str, tuple[Model, str]]] = {
+    "gpt-22b": (_gpt(48, 6144, 64), "arXiv 2205.05198, Table 3"),
+    "gpt-175b": (_gpt(96, 12288, 96), "GPT-3: arXiv 2205.05198, Table 3"),
+    "gpt-530b": (_gpt(105, 20480, 128), "MT-NLG: arXiv 2205.05198, Table 3"),
+    "gpt-1t": (_gpt(128, 25600, 160), "arXiv 2205.05198, Table 3"),
+    "llama-7b": (_llama(32, 4096, 32, 11008), _LLAMA),
+    "llama-65b": (_llama(80, 8192, 64, 22016), _LLAMA),
+}
+FIELDS: Final = {f.name: f for f in fields(Model)}
+# What configurations of `schedir train` call otherwise, and what of theirs says nothing here.
+_OTHERWISE: Final = {"context": "sequence"}
+_IGNORED: Final = ("seed", "dropout", "window", "stride")
+
+
+def shape_of(name: str | Path) -> dict[str, Any]:
+    """The fields of a model that is known by its name, or those that a TOML file tells of one:
+    at its top, or in its table [model], as a configuration of `schedir train` has it.
+
+    Raises UsageError for a name that is not known and a file that cannot be read; ConfigError that
+    says where for what no model has.
+
+    >>> shape_of("gpt-175b")["hidden"]
+    12288
+    """
+    if str(name) in MODELS:
+        model = MODELS[str(name)][0]
+        return {field: getattr(model, field) for field in FIELDS}
+    path = path_of(name)
+    if path.suffix != ".toml":
+        near = get_close_matches(str(name), MODELS, 1)
+        raise UsageError(
+            f"nobody knows a model {said(str(name))}",
+            hint=f"did you mean {near[0]!r}?" if near
+            else f"there are {', '.join(MODELS)}, and a file of your own ends in .toml",
+            fields=["model"],
+        )  # fmt: skip
+    tables = tables_of(read_text(path, MOST_BYTES), str(path))
+    table = tables["model"] if isinstance(tables.get("model"), dict) else tables
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        field = _OTHERWISE.get(key, key)
+        if field in FIELDS:
+            found[field] = value
+        elif key == "window" and value != 0:
+            raise ConfigError(
+                "the planner knows attention over the whole sequence only, and window "
+                f"{said(value)} would take less time and memory than it says",
+                where=str(path),
+                fields=[key],
+            )
+        elif key not in _IGNORED:
+            near = get_close_matches(key, FIELDS, 1)
+            raise ConfigError(
+                f"a model has no {said(key)}", where=str(path), fields=[key],
+                hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(FIELDS)}",
+            )  # fmt: skip
+    return found
+
+
+def load_model(name: str | Path, **other: Any) -> Model:
+    """A model that is known by its name, or that a TOML file tells, with other values for some of
+    its fields.
+
+    Raises what `shape_of` and `Model` do, and UsageError for fields that nobody tells.
+
+    >>> from schedir.planner import load_model
+    >>> load_model("gpt-175b", sequence=8192).sequence
+    8192
+    """
+    return model_of({**shape_of(name), **other}, str(name))
+
+
+def model_of(shape: dict[str, Any], where: str = "") -> Model:
+    """The model of such fields.  Raises what `Model` does, and UsageError, which says whose they
+    are, for fields that nobody tells."""
+    missing = [name for name, f in FIELDS.items() if f.default is MISSING and name not in shape]
+    if missing:
+        raise UsageError(
+            f"{where or 'nobody'} {'says nothing' if where else 'says anything'} of the model's "
+            f"{', '.join(missing)}",
+            fields=missing,
+        )
+    return Model(**shape)

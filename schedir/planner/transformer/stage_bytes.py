@@ -1,0 +1,119 @@
+"""Sizes of a choice: the bytes of each stage, as its program holds and sends them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.cost.zero_states import is_cut
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.planner.hardware.software_constants import Constants
+from schedir.planner.parallel_plan import Choice
+from schedir.planner.transformer.layer_division import layers_of
+from schedir.planner.transformer.memory_estimate import (
+    ADAM,
+    States,
+    ends_numbers,
+    layer_kept,
+    layer_numbers,
+    whole_numbers,
+)
+from schedir.planner.transformer.transformer_spec import Model
+
+Floats = NDArray[np.float64]
+
+
+class Numbers(NamedTuple):
+    """Numbers of weights of each stage, on one GPU: those that all replicas have, and those of
+    experts, of which `e` replicas have a part each."""
+
+    common: Floats
+    experts: Floats
+
+    @property
+    def all(self) -> Floats:
+        """Both."""
+        return self.common + self.experts
+
+
+def numbers_of(model: Model, choice: Choice, plan: Plan) -> Numbers:
+    """The numbers of each stage's weights, by `layer_numbers` and `ends_numbers`."""
+    layers = np.array(layers_of(model, choice), float)
+    common, experts = (layers * each for each in layer_numbers(model, choice.t, choice.e))
+    table, norm, matrix = ends_numbers(model, choice.t)
+    shared = model.tied and plan.holders[0, 0] == plan.holders[0, -1]
+    common[0] += table
+    common[-1] += norm + (0 if shared else matrix)
+    return Numbers(common, experts)
+
+
+def seen_in_parts(model: Model, choice: Choice) -> Numbers:
+    """Of `numbers_of`, those that each slice has whole, and sees its own part of a sequence with
+    where slices share that: `whole_numbers` of layers, positions, and the head's norm."""
+    layers = np.array(layers_of(model, choice), float)
+    common, experts = (layers * each for each in whole_numbers(model, choice.e))
+    common[0] += model.sequence * model.hidden
+    common[-1] += ends_numbers(model, choice.t)[1]
+    return Numbers(common, experts)
+
+
+def sizes(
+    model: Model,
+    choice: Choice,
+    plan: Plan,
+    constants: Constants | None = None,
+    states: States = ADAM,
+) -> Sizes:
+    """What each stage of a choice holds, and what it sends: bytes of one GPU, of one microbatch.
+
+    Of a layer it is `layer_kept`; the first stage also keeps the mask of its dropout, and the last
+    the inputs of its norm and of the logits, and these in 32 bits, or their gradient, in the bits
+    of activations, once that is made (arXiv 2205.05198, section 4.3).  What a layer holds while it
+    runs again is there once for each rank, as a buffer, unless stages run again ahead of their
+    backwards (`Constants.recompute_ahead`): then they keep their inputs until they do, and all
+    behind that.
+    """
+    constants = constants or Constants()
+    layers = np.array(layers_of(model, choice), float)
+    item = states.params  # bytes of an activation
+    kept, again = layer_kept(model, choice, item)
+    tokens = float(choice.b) * (model.sequence // choice.c) * model.hidden
+    cut = choice.t if choice.sequence_parallel else 1
+    logits = float(choice.b) * (model.sequence // choice.c) * -(-model.vocab // choice.t)
+    ahead = choice.recompute == "full" and constants.recompute_ahead == 1
+    saved = layers * (kept + again if ahead else kept)
+    saved[0] += tokens / cut
+    saved[-1] += 2 * item * tokens / cut + 4 * logits
+    tape = saved.copy()
+    tape[-1] -= max(4 - item, 0) * logits
+    buffers = np.zeros(len(layers))
+    for own in plan.stages_of if not ahead else ():
+        buffers[own[0]] = again * min(1.0, layers[list(own)].max())
+    numbers = numbers_of(model, choice, plan)
+    each = {name: size * numbers.all for name, size in states._asdict().items()}
+    # Of experts fewer replicas have parts of each: what these hold more.  The optimizer's are never
+    # whole, so that they may count as if all replicas had parts of more experts.
+    every = choice.d * choice.c
+    more = numbers.experts * (1 / max(every // choice.e, 1) - 1 / every)
+    for name, size in states._asdict().items():
+        if not is_cut(name, choice.zero):
+            continue
+        if name == "optimizer":
+            each[name] += size * more * every
+        else:
+            buffers += size * more
+    return Sizes(
+        activation=item * tokens / cut,
+        saved=_each(saved),
+        tape=_each(tape),
+        checkpoint=None if ahead or choice.recompute != "full" else _each(saved),
+        buffers=_each(buffers),
+        **{name: _each(value) for name, value in each.items()},
+    )
+
+
+def _each(value: Floats) -> tuple[float, ...]:
+    return tuple(value.tolist())

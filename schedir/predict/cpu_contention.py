@@ -1,0 +1,117 @@
+"""On processors: the times of a program whose ranks share fewer processors than they are."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from math import inf
+from typing import Final
+
+import numpy as np
+
+from schedir.analysis.critical_path.longest_path import problem_of
+from schedir.analysis.critical_path.node_loop import Times
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import Model
+from schedir.errors import UsageError, expect, said
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.number_parsing import NO_NUMBERS
+from schedir.ir.isa.instructions import ROWS, Lane
+from schedir.ir.program import Program
+from schedir.predict.simulate import require_representable
+from schedir.predict.timeline import Timeline, spans_of
+from schedir.verify.check import complete, prove
+
+WORK: Final = (Lane.COMPUTE, Lane.TP, Lane.DP, Lane.PARAMS)  # of processors
+
+
+def on_processors(
+    program: Program,
+    costs: Costs,
+    processors: float,
+    *,
+    model: Model = "edge",
+    blocks: bool = True,
+) -> Timeline:
+    """The Timeline of a lowered program on a machine whose ranks share `processors`.
+
+    Costs are those of a rank that runs alone.  While more ranks compute than there are processors,
+    each goes at processors/ranks of its speed, as a fair scheduler of threads has it: the idealized
+    processor sharing of Kleinrock, "Time-shared systems: a theoretical treatment" (1967).  Sums and
+    gathers over processes are work of processors, too, which move and add their bytes; messages
+    take none.  There may be less than one processor: where each rank stands for several processes
+    that share a machine.  With as many processors as ranks it is `simulate`.
+
+    Raises UsageError for a number that is not positive, CostsError for costs that add up to
+    infinity, and what `check` raises for a program that is wrong.
+
+    >>> from schedir import Costs, Plan, compile, schedules, simulate
+    >>> from schedir.predict.cpu_contention import on_processors
+    >>> program = compile(schedules.one_f_one_b, Plan(ranks=4, microbatches=8))
+    >>> costs = Costs(F=1, B=2)
+    >>> [on_processors(program, costs, n).span for n in (1, 2, 4)], 4 * 8 * 3
+    ([96.0, 51.0, 33.0], 96)
+    """
+    expect(program, Program, "schedir.compile(schedule, plan)")
+    expect(costs, Costs, "Costs(F=1, B=2)")
+    bad = isinstance(processors, NO_NUMBERS) or not isinstance(processors, int | float)
+    if bad or not 0 < processors < inf:
+        raise UsageError(
+            f"processors are a number above 0, not {said(processors)}", fields=["processors"]
+        )
+    if program.is_draft:
+        raise UsageError("a draft has no messages yet", hint="schedir.compile(schedule, plan)")
+    graph = complete(program, model, blocks=blocks)
+    prove(graph)
+    start, end = _shared(graph, costs, float(processors))
+    require_representable(end, program)
+    spans = spans_of(program, start, end)
+    return Timeline(program, spans, model=model, blocks=blocks)
+
+
+def _shared(graph: Graph, costs: Costs, processors: float) -> tuple[Times, Times]:
+    """The start and the end of each instruction.
+
+    What computes goes at one speed, which all share; so it ends in the order of the work done by
+    then since it began, and one number, the work that each has been given, tells all of them.
+    """
+    asked = problem_of(graph, costs)
+    runs = [row.lane in WORK for row in ROWS]
+    computes = np.zeros(graph.nodes, bool)
+    computes[: len(graph.index)] = np.array(runs)[graph.index.op]
+    after: list[list[int]] = [[] for _ in range(graph.nodes)]
+    missing = [0] * graph.nodes
+    for source, target in asked.edges:
+        for a, b in zip(source.tolist(), target.tolist(), strict=True):
+            after[a].append(b)
+            missing[b] += 1
+    cost, shares = asked.cost.tolist(), computes.tolist()
+    start, end = np.zeros(graph.nodes), np.zeros(graph.nodes)
+    waiting: list[tuple[float, int]] = []  # what takes no processor, by its end
+    working: list[tuple[float, int]] = []  # what computes, by the work given when it ends
+    ready = [a for a in np.flatnonzero(asked.node_mask).tolist() if not missing[a]]
+    now = given = 0.0
+    while ready or waiting or working:
+        while ready:
+            a = ready.pop()
+            start[a] = now
+            if shares[a]:
+                heappush(working, (given + cost[a], a))
+            else:
+                heappush(waiting, (now + cost[a], a))
+        speed = min(1.0, processors / len(working)) if working else 1.0
+        computed = now + max(0.0, working[0][0] - given) / speed if working else inf
+        then = min(computed, waiting[0][0] if waiting else inf)
+        if computed <= then:
+            given, a = heappop(working)
+        else:
+            given += (then - now) * speed
+            _, a = heappop(waiting)
+        now = end[a] = then
+        if now == inf:
+            break
+        for b in after[a]:
+            missing[b] -= 1
+            if not missing[b]:
+                ready.append(b)
+    node = graph.node
+    return start[node], end[node] if now < inf else np.full(len(node), inf)

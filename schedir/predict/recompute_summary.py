@@ -1,0 +1,57 @@
+"""Say which forwards are recomputed, offloaded or spilled."""
+
+from __future__ import annotations
+
+from schedir.ir.isa.instructions import RECOMPUTE, Opcode
+from schedir.ir.program import Program
+from schedir.passes.memory.offload_placement import DISK, HOST
+
+
+def recomputed(program: Program) -> str:
+    """Return in words what a program recomputes; an empty string if it recomputes nothing.
+
+    >>> from schedir import Plan, compile, schedules
+    >>> recomputed(compile(schedules.one_f_one_b, Plan(4, 8), recompute="0,1.0,1.1,1.2,1.5"))
+    '12 of 32 forwards: of stage 0 all, of stage 1 0-2 and 5'
+    """
+    return _of_forwards(program, RECOMPUTE)
+
+
+def of_forwards(program: Program) -> str:
+    """Return which forwards are recomputed, offloaded and spilled, one line for each of the three.
+
+    A line is left out if the program does this with no forward.
+    """
+    done = {"recomputed": RECOMPUTE, "offloaded": HOST.there, "spilled": DISK.there}
+    lines = {name: _of_forwards(program, op) for name, op in done.items()}
+    return "".join(f"{name}: {which}\n" for name, which in lines.items() if which)
+
+
+def _of_forwards(program: Program, op: Opcode) -> str:
+    """Return in words for which forwards a program has this instruction."""
+    found: dict[int, list[int]] = {}
+    for stream in program.streams:
+        for i in stream:
+            if i.op is op:
+                found.setdefault(i.stage, []).append(i.mb)
+    if not found:
+        return ""
+    many = program.plan.microbatches
+    each = [
+        f"of stage {stage} {'all' if len(own) == many else _runs(sorted(own))}"
+        for stage, own in sorted(found.items())
+    ]
+    number = sum(map(len, found.values()))
+    return f"{number} of {program.plan.stages * many} forwards: {', '.join(each)}"
+
+
+def _runs(numbers: list[int]) -> str:
+    """Return ascending numbers in words: consecutive ones as a range, such as `0-2 and 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    *most, last = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"{', '.join(most)} and {last}" if most else last

@@ -1,0 +1,93 @@
+"""Period: the time from a step to the next, of many in a row.
+
+The span of one step says nothing of that: a rank that has ended its step begins the next one when
+nothing holds it, while others are busy still.  What holds it is what meets all ranks, as the norm
+of the gradients that a step waits for (`Program.validate`), and what it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from schedir.analysis.critical_path.longest_path import problem_of, solve
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import Model
+from schedir.errors import UsageError
+from schedir.ir.cost.costs import Costs
+from schedir.ir.instruction_index import Positions
+from schedir.ir.isa.instructions import ROWS, STEPS, Lane, Token, consumers
+from schedir.ir.program import Program
+from schedir.verify.check import check
+
+# What reads weights in another lane than that of the update: no queue holds it back.
+_READS: Final = tuple(op for op in consumers(Token.PARAMETERS) if ROWS[op].lane is not Lane.COMPUTE)
+
+
+def period(
+    program: Program,
+    costs: Costs | None = None,
+    *,
+    model: Model = "device",
+    blocks: bool = False,
+    steps: int = 32,
+) -> float:
+    """The mean time of the second half of `steps` steps of a lowered program in a row, in the unit
+    of the costs.
+
+    In each queue a step follows the one before, and what reads weights beside what computes (an
+    Unshard) follows the update that made them.  A step whose update is validated after waits for
+    the norm of the one before it ahead of its own update, and never has to be run again here.  A
+    host that `blocks` begins a step when all messages and reductions that it waits for are over.
+
+    Raises what `check` raises, and UsageError for less than two steps.
+
+    >>> from schedir import Plan, compile, schedules, simulate
+    >>> from schedir.predict.step_period import period
+    >>> programs = [
+    ...     compile(schedules.zb_h2, Plan(4, 8), clip=True, validate=validate)
+    ...     for validate in ("before", "after")
+    ... ]
+    >>> [period(program) for program in programs], float(simulate(programs[1]).own_span.max())
+    ([27.0, 24.0], 24.0)
+    """
+    check(program, model, blocks=blocks)
+    if steps < 2:
+        raise UsageError(f"a period is told of 2 steps or more, not of {steps}")
+    graph = Graph.of(program, model, blocks=blocks)
+    one = problem_of(graph, costs or Costs())
+    nodes, within, across = graph.nodes, [*one.edges], [*_across(graph)]
+    edges = [(a + nodes * n, b + nodes * n) for n in range(steps) for a, b in within]
+    for n in range(steps - 1):
+        edges += [(a + nodes * n, b + nodes * (n + 1)) for a, b in across]
+    whole = one._replace(
+        edges=edges, node_mask=np.tile(one.node_mask, steps), cost=np.tile(one.cost, steps)
+    )
+    start, _ = solve(whole)
+    ends = (start + whole.cost).reshape(steps, nodes)[:, graph.node].max(1)
+    half = steps // 2
+    return float((ends[-1] - ends[half - 1]) / (steps - half))
+
+
+def _across(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
+    """Edges from the nodes of a step to those of the next."""
+    index, (enter, leave) = graph.index, graph.enter_leave
+    _, first = np.unique(graph.queue, return_index=True)
+    _, back = np.unique(graph.queue[::-1], return_index=True)
+    last = len(index) - 1 - back
+    yield leave[last], enter[first]
+    updates, reads = (np.flatnonzero(index.is_op(ops)) for ops in (STEPS, _READS))
+    for update in updates.tolist():
+        own = reads[index.rank[reads] == index.rank[update]]
+        yield np.repeat(leave[update], len(own)), enter[own]
+    validates = index.is_op(consumers(Token.OWN_NORM))
+    if graph.blocks:
+        waited = last[~validates[last]]
+        for rank in range(graph.program.plan.ranks):
+            mine, next_ones = (at[index.rank[at] == rank] for at in (waited, first))
+            yield np.repeat(leave[mine], len(next_ones)), np.tile(enter[next_ones], len(mine))
+    behind = np.flatnonzero(validates)
+    if len(behind):  # one each, rank by rank
+        yield leave[behind], enter[updates]

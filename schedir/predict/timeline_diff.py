@@ -1,0 +1,62 @@
+"""Differences: where two runs of one program spend different times."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import UsageError
+from schedir.ir.isa.instructions import ROWS, Lane, Per
+from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.predict.timeline import Timeline
+
+
+class Difference(NamedTuple):
+    """What a rank does, or why it is idle, and how long in each run, in all its microbatches."""
+
+    rank: int
+    what: str
+    first: float
+    second: float
+
+    @property
+    def more(self) -> float:
+        """How much longer the second takes; those of a rank sum to the difference of the spans."""
+        return self.second - self.first
+
+
+def differences(first: Timeline, second: Timeline) -> list[Difference]:
+    """Each rank's span, in both runs, as what it does ("F 2": F of stage 2) and why it is idle
+    ("idle: message"); the largest difference first.
+
+    Raises UsageError for runs of two programs, or whose times have two units.
+    """
+    if first.program.digest != second.program.digest:
+        raise UsageError("the two runs are of different programs")
+    if first.unit != second.unit:
+        units = (t.unit or "the costs' units" for t in (first, second))
+        raise UsageError(f"the times of the two runs are in {' and '.join(units)}")
+    tables = [_times(first), _times(second)]
+    both = (
+        Difference(rank, what, *(table.get((rank, what), 0.0) for table in tables))
+        for rank, what in dict.fromkeys([*tables[0], *tables[1]])
+    )
+    return sorted(both, key=lambda one: -abs(one.more))
+
+
+def _times(timeline: Timeline) -> dict[tuple[int, str], float]:
+    """What each rank's span is made of."""
+    spans = timeline.spans
+    work = spans[(spans["lane"] == Lane.COMPUTE) & ~timeline.second_of_pair]
+    found: dict[tuple[int, str], float] = {}
+    kinds, which = np.unique(work[["rank", "op", "stage"]], return_inverse=True)
+    total = np.bincount(which, work["end"] - work["start"], len(kinds))
+    for (rank, op, stage), seconds in zip(kinds.tolist(), total.tolist(), strict=True):
+        row = ROWS[op]
+        found[rank, row.text if row.per is Per.RANK else f"{row.text} {stage}"] = seconds
+    idle: NDArray[np.float64] = by_cause(idleness(timeline), timeline.ranks)
+    for rank, cause in np.argwhere(idle).tolist():
+        found[rank, f"idle: {Cause(cause).name.lower()}"] = float(idle[rank, cause])
+    return found

@@ -1,0 +1,1 @@
+"""Run the module of a stage: split backwards, recomputation, random numbers, buffers."""

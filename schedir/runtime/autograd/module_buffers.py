@@ -1,0 +1,184 @@
+"""Buffers: what a module changes in its forwards, as running statistics, by who runs them and when.
+
+One holder of a stage whose forwards come in the order of the microbatches leaves buffers as a plain
+loop does.  Two holders, or replicas, would each leave what their own microbatches make of them, and
+what is recomputed in a backward would change them a second time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from operator import is_
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from schedir.errors import ModelError
+from schedir.ir.isa.instructions import Instr
+from schedir.runtime.model_checks.memory_overlap import shared_buffers
+from schedir.runtime.model_checks.tensor_fingerprint import same_bits, versions_of
+from schedir.runtime.rank_state import State
+
+
+@contextmanager
+def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """After this context a module's buffers, and torch's generators, are as they were before it;
+    and Parameters that nobody trains, to which a forward may write: of these the host has copies
+    meanwhile."""
+    put_back = remembered(module)
+    still = [
+        (p, p.data, p.detach().to("cpu", copy=True))
+        for p in module.parameters()
+        if not p.requires_grad
+    ]
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        put_back()
+        for p, data, was in still:
+            if not same_bits(p.detach().cpu(), was):
+                p.data = data
+                data.copy_(was)
+
+
+def remembered(module: nn.Module) -> Callable[[], None]:
+    """What puts a module's buffers back as they are now."""
+    tables = [(owner._buffers, dict(owner._buffers)) for owner in module.modules()]
+    buffers = {buffer for _, was in tables for buffer in was.values() if buffer is not None}
+    values = [(own, own.clone()) for own in map(_each_once, buffers)]
+
+    def put_back() -> None:
+        for table, was in tables:
+            table.clear()
+            table.update(was)
+        with torch.no_grad():
+            for own, value in values:
+                own.copy_(value)
+
+    return put_back
+
+
+def _each_once(buffer: torch.Tensor) -> torch.Tensor:
+    """What of a buffer is in memory: one that is expanded has each number several times."""
+    strides = buffer.stride() if buffer.layout is torch.strided else ()
+    for dim, stride in enumerate(strides):
+        if not stride:
+            buffer = buffer.narrow(dim, 0, min(1, buffer.shape[dim]))
+    return buffer
+
+
+def buffers_checked(
+    state: State, i: Instr, forward: bool, run: Callable[[], None]
+) -> Callable[[], None]:
+    """The same as `run`, which runs an own stage, `forward` or backward, and the loss of the last.
+
+    It raises ModelError where a buffer has changed that must not, and warns, once for a stage,
+    where it is then not what a plain loop leaves.  A buffer has changed if it was written to, or
+    another of its shape put in its place, with other numbers.  torch's batch_norm writes without a
+    trace, as does many a kernel: so the first forward and backward of a stage, training or not, are
+    looked at by value, on a CPU, where the host may.  What they write again as it was, as a cache,
+    is compared from then on; any other is known by its trace.
+    """
+    stage = state.stages[i.stage]
+    owners = [*stage.module.named_modules()]
+    if i.stage == state.plan.stages - 1 and isinstance(state.loss, nn.Module):
+        owners += [(f"loss.{path}".rstrip("."), m) for path, m in state.loss.named_modules()]
+    tables = [(path, m) for path, m in owners if m._buffers]
+    cases = _cases(state, i, forward) if tables else []
+    if not cases:
+        return run
+
+    def checked() -> None:
+        look = (i.op, stage.module.training)
+        first = look not in stage.looked_at
+        stage.looked_at.add(look)
+        before = [
+            (path, owner, name, buffer)
+            for path, owner in tables
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        buffers = [buffer for *_, buffer in before]
+        versions = versions_of(buffers)
+        known = [first or (path, name) in stage.rewritten for path, _, name, _ in before]
+        values = [b.clone() if k else b for b, k in zip(buffers, known, strict=True)]
+        run()
+        after, later = [m._buffers.get(name) for _, m, name, _ in before], versions_of(buffers)
+        by_value = first and state.device.type == "cpu"
+        if not by_value and versions == later and all(map(is_, buffers, after)):
+            return
+        for k, (path, owner, name, buffer) in enumerate(before):
+            now, was, written = after[k], values[k], versions[k] != later[k]
+            if now is None or now.shape != buffer.shape:
+                continue
+            trace = written or now is not buffer
+            if not trace and not by_value:
+                continue
+            if (known[k] or not written) and same_bits(now, was):
+                if trace:
+                    stage.rewritten.add((path, name))
+                continue
+            case = next((case for case in cases if case.concerns(owner, buffer)), None)
+            if case is None:
+                continue
+            full = ".".join(filter(None, (path, name)))
+            fact = f"stage {i.stage} changes its buffer {full} {case.fact}"
+            if case.hint:
+                raise ModelError(fact, hint=case.hint)
+            if not stage.warned_of_buffers:
+                stage.warned_of_buffers = True
+                warnings.warn(fact, stacklevel=2)
+
+    return checked
+
+
+class _Case(NamedTuple):
+    """Why a change of a buffer is wrong, and a hint if it is refused.
+
+    `modules` and `buffers` are those that the case concerns: all if there are none.
+    """
+
+    fact: str
+    hint: str = ""
+    modules: Collection[nn.Module] = ()
+    buffers: Collection[torch.Tensor] = ()
+
+    def concerns(self, owner: nn.Module, buffer: torch.Tensor) -> bool:
+        """Return whether it concerns a buffer of a module."""
+        named = bool(self.modules or self.buffers)
+        return not named or owner in self.modules or any(b is buffer for b in self.buffers)
+
+
+def _cases(state: State, i: Instr, forward: bool) -> list[_Case]:
+    """Return the reasons why an instruction must not change a buffer, the most serious first."""
+    if not forward:
+        fact = "in a backward, as a forward that is run again does: when, its schedule would decide"
+        return [_Case(fact, "keep what changes buffers out of what is checkpointed")]
+    if state.plan.rows > 1:
+        fact = f"in a forward, and each of its {state.plan.rows} holders would have its own"
+        hint = "freeze it, as eval() does, or take a placement where a stage has one holder"
+        return [_Case(fact, hint)]
+    if state.program.dp > 1:
+        return [_Case("in a forward: each replica has its own, made by its own microbatches")]
+    found = []
+    own = state.stages[i.stage].module
+    others = [stage.module for s, stage in state.stages.items() if s != i.stage]
+    others += state.held.others
+    theirs = {m for other in others for m in other.modules()}
+    modules = [m for m in own.modules() if m._buffers and m in theirs]
+    buffers = shared_buffers(own, others)
+    if modules or buffers:
+        fact = (
+            "in a forward, and another stage that has it sees the change when the schedule "
+            "decides, and in another process never"
+        )
+        found.append(_Case(fact, modules=modules, buffers=buffers))
+    order = [mb for op, s, mb in state.stream if op is i.op and s == i.stage]
+    if order != sorted(order):
+        fact = "in a forward, and its forwards are not in the order of the microbatches"
+        found.append(_Case(fact))
+    return found

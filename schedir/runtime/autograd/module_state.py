@@ -1,0 +1,115 @@
+"""Restore the state that a module keeps outside its parameters and buffers.
+
+A stage may count its calls in an attribute, keep the hidden numbers of the microbatch before, or
+draw from a generator of its own.  A run that only finds shapes must leave no trace of that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from types import NoneType
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from schedir.runtime.model_checks.memory_overlap import MODULE_ATTRIBUTES
+
+_Undo = Callable[[], object]
+_RESTORED: Final = (
+    NoneType, Tensor, int, float, str, tuple, list, dict, set, deque,
+    torch.Generator, np.random.Generator, Random,
+)  # fmt: skip
+# A first forward sets these modules up, which is not to be undone.
+_KEEP_STATE_OF_THEIR_OWN: Final = (DistributedDataParallel, LazyModuleMixin)
+
+
+@contextmanager
+def attributes_and_gradients_restored(module: nn.Module) -> Iterator[None]:
+    """After this context a module's plain attributes and gradients are as they were before it.
+
+    Restored are attributes themselves, the content of lists, dicts, sets and deques, the numbers of
+    tensors, and the states of generators of torch, numpy and Python.  Other objects are not.
+    Attributes that are new stay.  Within it, parameters have no gradients, and a backward adds to
+    none.
+
+    Args:
+        module: A module; its submodules count, too.
+    """
+    undo = list(_undo_of_attributes(module))
+    before = {p: p.grad for p in module.parameters()}
+    for p in before:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for each in undo:
+            each()
+        for p, gradient in before.items():
+            p.grad = gradient
+
+
+def _undo_of_attributes(module: nn.Module) -> Iterator[_Undo]:
+    """Yield the functions that restore the attributes of a module, and what these contain."""
+    tensors: dict[int, Tensor] = {}
+    for owner in module.modules():
+        if isinstance(owner, _KEEP_STATE_OF_THEIR_OWN):
+            continue
+        attributes = vars(owner)
+        own = {
+            name: value
+            for name, value in attributes.items()
+            if name not in MODULE_ATTRIBUTES and isinstance(value, _RESTORED)
+        }
+        yield lambda attributes=attributes, own=own: attributes.update(own)  # type: ignore[misc]
+        for value in own.values():
+            if (undo := _undo_of_content(value)) is not None:
+                yield undo
+        leaves = (leaf for leaf in tree_leaves([*own.values()]) if isinstance(leaf, Tensor))
+        tensors.update((id(t), t) for t in leaves if not t.is_inference())
+    for t in tensors.values():
+        yield _undo_of_writes(t)
+
+
+def _undo_of_content(value: object) -> _Undo | None:
+    """Return a function that gives a container its content of now, or a generator its state."""
+    if isinstance(value, list):
+        items = [*value]
+        return lambda: value.__setitem__(slice(None), items)
+    if isinstance(value, dict | set | deque):
+        content = value.copy()
+
+        def refill() -> None:
+            value.clear()
+            (value.extend if isinstance(value, deque) else value.update)(content)
+
+        return refill
+    if isinstance(value, torch.Generator):
+        drawn = value.get_state()
+        return lambda: value.set_state(drawn)
+    if isinstance(value, np.random.Generator):
+        state = value.bit_generator.state
+        return lambda: setattr(value.bit_generator, "state", state)
+    if isinstance(value, Random):
+        before = value.getstate()
+        return lambda: value.setstate(before)
+    return None
+
+
+def _undo_of_writes(tensor: Tensor) -> _Undo:
+    """Return a function that gives a tensor its numbers of now, if it was written to."""
+    version, numbers = tensor._version, tensor.detach().clone()
+
+    def put_back() -> None:
+        if tensor._version != version:
+            with torch.no_grad():
+                tensor.detach().copy_(numbers)
+
+    return put_back

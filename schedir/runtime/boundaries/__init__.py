@@ -1,0 +1,1 @@
+"""Tensors that pass between stages: their shapes, types and bytes."""

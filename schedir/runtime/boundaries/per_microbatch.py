@@ -1,0 +1,154 @@
+"""Boundaries that may differ between microbatches, and their check against a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from schedir.errors import ModelError, said
+from schedir.ir.pipeline.stage_segments import ENTERS, LEAVES
+from schedir.ir.program import Program
+from schedir.runtime.boundaries.boundary import Boundaries, Boundary, Edges, Given
+
+# ---------------------------------------------------------------- checks of boundaries
+
+# Check that the boundaries of a model fit the program.
+
+
+def require_fit(boundaries: Boundaries, program: Program) -> None:
+    """Check boundaries against a program.
+
+    Raises:
+        ModelError: The program sends a gradient back for a boundary of which no tensor has one, or
+            a tensor has another shape in the next stage than tensor-parallel ranks give it.
+    """
+    own = [(s, f"stage {s} passes on", one) for s, one in enumerate(boundaries.crossings)]
+    own += [(s, f"passes from stage {s} to {t}", one) for (s, t), one in boundaries.skips]
+    for s, what, crossing in own:
+        if program.trains and s >= program.frozen and not any(crossing.graded):
+            raise ModelError(
+                f"nothing that {what} has a gradient ({crossing}), and the program takes one back",
+                program=program.name,
+                hint="pass on a tensor that depends on what is trained, or "
+                f"compile(..., frozen={s + 1}) if nothing is until there",
+            )
+    for at, (s, _, crossing) in enumerate(own):
+        for k, one in enumerate(crossing.tensors):
+            first = k == 0 and at < len(boundaries.crossings)
+            taken = _taken(one, s, program) if first else one.shape
+            if one.as_taken.shape != taken:
+                raise ModelError(
+                    f"tensor {k} that stage {s} passes on is {one}, and what the program makes of "
+                    f"it is {list(taken)}",
+                    program=program.name,
+                    hint=f"Boundary({one.shape}, taken={taken})"
+                    if taken != one.shape
+                    else f"Boundary({one.shape})",
+                )
+
+
+def _taken(one: Boundary, stage: int, program: Program) -> tuple[int, ...]:
+    """Return the shape that the first tensor of a boundary has in the next stage.
+
+    If tensor-parallel ranks share the sequence, they gather all tokens where they enter a region,
+    and each keeps its own tokens where they leave it.
+    """
+    letter, t = program.meets[stage : stage + 1], program.tp
+    if not program.sequence or letter not in (ENTERS, LEAVES):
+        return one.shape
+    if len(one.shape) < 2 or (letter == LEAVES and one.shape[-2] % t):
+        raise ModelError(
+            f"tensor 0 that stage {stage} passes on is {one}, and there {t} tensor-parallel ranks "
+            "share the sequence, which is the last dimension but one",
+            program=program.name,
+            hint=f"(..., tokens, features), and tokens that {t} divides",
+        )
+    *rest, tokens, features = one.shape
+    return *rest, tokens * t if letter == ENTERS else tokens // t, features
+
+
+# ---------------------------------------------------------------- boundaries by microbatch
+
+
+_LENGTHS = "PerMicrobatch([(length, 64) for length in lengths])"
+
+
+@dataclass(frozen=True)
+class PerMicrobatch:
+    """The boundaries of each microbatch, if microbatches have different shapes.
+
+    Examples are packed data, a last batch that is smaller, and segments of a sequence.  `each[mb]`
+    is what an Executor takes as `boundary` if all microbatches have one shape.  A slot has room for
+    the largest value that it ever holds.  A message has the size of its value.
+
+    Raises ModelError if `each` is not a list or a tuple.
+
+    >>> import schedir, torch
+    >>> from torch import nn
+    >>> from schedir.runtime import InProcess, PerMicrobatch
+    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 3))
+    >>> stages, loss = [nn.Linear(8, 8), nn.Linear(8, 1)], nn.functional.mse_loss
+    >>> lengths = 4, 4, 1
+    >>> boundary = PerMicrobatch([(n, 8) for n in lengths])
+    >>> x, y = [torch.ones(n, 8) for n in lengths], [torch.ones(n, 1) for n in lengths]
+    >>> InProcess(program, stages, loss=loss, boundary=boundary).step(x, y).shape
+    torch.Size([])
+    """
+
+    each: Sequence[Given | Edges]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.each, tuple | list):
+            raise ModelError(
+                f"PerMicrobatch takes a list, and {said(self.each)} is none", hint=_LENGTHS
+            )
+        object.__setattr__(self, "each", tuple(self.each))
+
+
+@dataclass(frozen=True)
+class Passing:
+    """The boundaries of a program: `rows` has one for each microbatch, or a single one for all."""
+
+    rows: tuple[Boundaries, ...]
+
+    @classmethod
+    def of(
+        cls,
+        given: Given | Edges | Boundaries | PerMicrobatch | Passing,
+        program: Program,
+    ) -> Passing:
+        """Return the boundaries of a program from what a user has given.
+
+        A PerMicrobatch has those of each microbatch.  Anything else is for all microbatches, and
+        `Boundaries.of` reads it.
+
+        Raises:
+            ModelError: The number of microbatches is another one, or `Boundaries.of` raises it.
+        """
+        stages, parts, skips = program.plan.stages, program.tp, program.skips
+        several = isinstance(given, PerMicrobatch)
+        if isinstance(given, Passing):
+            each: Sequence[Given | Edges | Boundaries] = given.rows
+            several = len(each) > 1
+        else:
+            each = given.each if isinstance(given, PerMicrobatch) else (given,)
+        if several and len(each) != program.plan.microbatches:
+            raise ModelError(
+                f"boundaries are given of {len(each)} microbatches, for "
+                f"{program.plan.microbatches} microbatches",
+                hint=_LENGTHS,
+            )
+        return cls(tuple(Boundaries.of(one, stages, parts, skips) for one in each))
+
+    def __getitem__(self, mb: int) -> Boundaries:
+        return self.rows[mb if len(self.rows) > 1 else 0]
+
+    def __str__(self) -> str:
+        if len(self.rows) == 1:
+            return str(self.rows[0])
+        return "; ".join(f"microbatch {mb}: {row}" for mb, row in enumerate(self.rows))
+
+    def fit(self, program: Program) -> None:
+        """Check all boundaries against a program.  Raises ModelError as `require_fit`."""
+        for row in self.rows:
+            require_fit(row, program)

@@ -1,0 +1,160 @@
+"""Kept: what a checkpoint asks of whoever trains: which tensors are whose, and by which names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from schedir.errors import CheckpointError, UsageError
+from schedir.ir.program import Program
+from schedir.runtime.autograd.random_streams import Draws
+from schedir.runtime.parameters.buckets import Share
+from schedir.runtime.parameters.mixed_precision import LossScale
+from schedir.runtime.parameters.tied_parameters import Weight
+from schedir.runtime.rank_state import State
+from schedir.transports.gloo import Processes
+from schedir.transports.transport import Around
+
+ITS_OWN: Final = object()  # in the place of an optimizer: whoever trains has it
+
+
+class Range(NamedTuple):
+    """The shape of what a tensor-parallel rank has, and which of its numbers are own, from and
+    to."""
+
+    shape: tuple[int, ...]
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class KeptStage:
+    """A stage of a rank: its module; the names of what is trained, by what the stage computes with;
+    of these the ranges that the replica keeps or writes, where they are no equal shares; and those
+    of which it has nothing but its range, 1-dim."""
+
+    module: nn.Module
+    names: Mapping[nn.Parameter, str]
+    ranges: Mapping[nn.Parameter, Range] = field(default_factory=dict)
+    pieces: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KeptRank:
+    """What a rank has, between two steps.
+
+    `tied` are the tied weights of which it has copies, in the order in which all ranks have them,
+    and `aliases` what is in another parameter's memory.  `share` is which replica it is, and `tp`
+    and `tp_rank` which slice.  `world` decides which process draws for what.  `is_read` is told
+    True before a load writes to any of it, and False when all has been: between, nobody goes on.
+    Where replicas are `reduced_elsewhere`, whether they are equal is looked at.
+    """
+
+    program: Program
+    rank: int
+    stages: Mapping[int, KeptStage]
+    share: Share
+    optimizer: Any
+    loss: Any
+    draws: Draws
+    world: Sequence[int]
+    is_read: Callable[[bool], None]
+    loss_scale: LossScale | None = None
+    tied: Sequence[Weight] = ()
+    aliases: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    tp: int = 1
+    tp_rank: int = 0
+    reduced_elsewhere: bool = False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a process has: `ranks(optimizer)`, which raises CheckpointError where it is not between
+    steps; `settle`, which all processes call before they look at weights; and the `group` of
+    torch.distributed that saves and loads together, unless the process is `alone`."""
+
+    ranks: Callable[[Any], Sequence[KeptRank]]
+    settle: Callable[[], None]
+    group: Any = None
+    alone: bool = False
+
+
+class Keeps(Protocol):
+    """What is saved and loaded: an Executor, an InProcess, or a
+    `schedir.torch_pipelining.Schedule`."""
+
+    def kept(self) -> Kept:
+        """What this process has; all processes call this."""
+        ...
+
+
+def kept_of(states: Sequence[State], settle: Callable[[], None]) -> Kept:
+    """What the executors of a process have, and how they are settled."""
+    transport: Any = states[0].transport
+    while isinstance(transport, Around):
+        transport = transport.inner
+    group, alone = (transport.within, False) if isinstance(transport, Processes) else (None, True)
+
+    def ranks(optimizer: object) -> list[KeptRank]:
+        if optimizer is not ITS_OWN and any(state.optimizer is not optimizer for state in states):
+            raise UsageError(
+                "an executor has an optimizer of its own, and is given another one to save or load",
+                hint="save(executor, folder, step=...)",
+                fields=["optimizer"],
+            )
+        return [*map(_rank, states)]
+
+    return Kept(ranks, settle, group, alone)
+
+
+def _rank(state: State) -> KeptRank:
+    _expect_at_rest(state)
+    program, held = state.program, state.held
+
+    def is_read(begins: bool) -> None:
+        held.snapshots.forget()
+        held.under_way = begins
+
+    return KeptRank(
+        program,
+        state.rank,
+        {s: _stage(state, s) for s in state.stages},
+        state.share,
+        state.optimizer,
+        state.loss,
+        state.draws,
+        [program.plan.ranks, program.tp, program.dp, program.plan.stages],
+        is_read,
+        state.loss_scale,
+        state.tied,
+        held.aliases,
+        state.transport.tp,
+        state.transport.tp_rank,
+    )
+
+
+def _expect_at_rest(state: State) -> None:
+    held = state.held
+    if held.under_way:
+        raise CheckpointError(
+            "a step or a load has failed, and left weights as they were within it"
+        )
+    if any(stage.weights is not None and stage.weights.shown for stage in held.stages.values()):
+        raise CheckpointError(
+            "weights are shown whole, and are kept in parts",
+            hint="leave `with executor.whole():` before",
+        )
+
+
+def _stage(state: State, s: int) -> KeptStage:
+    stage = state.stages[s]
+    found: dict[nn.Parameter, Range] = {}
+    for bucket in stage.gradients.buckets:
+        ranges = bucket.ranges(state.share.replica)
+        each = zip(bucket.parameters, bucket.shapes, ranges, strict=True)
+        found |= {p: Range(tuple(shape), low, high) for p, shape, (low, high, _) in each}
+    pieces = {} if stage.weights is None else stage.weights.pieces
+    return KeptStage(stage.module, stage.gradients.names, found, pieces)

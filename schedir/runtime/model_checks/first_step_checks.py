@@ -1,0 +1,110 @@
+"""First-step checks: find stages that misuse memory, in the first step of a program only.
+
+A stage usually does the same in each step, so later steps do without the cost of these checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from schedir.errors import ModelError
+from schedir.ir.isa.instructions import LOCAL_HANDOVER, TOKENS, Token
+from schedir.runtime.model_checks.storage_references import StorageReferences
+from schedir.runtime.model_checks.tensor_fingerprint import versions_of
+from schedir.runtime.parameters.sharded_parameters import Parts
+from schedir.runtime.value_slots import Slots, versions_and_sums_in, versions_in
+from schedir.transports.transport import Place
+
+# The kinds of values that the computation of a stage returns: outputs, and gradients of inputs.
+OUTPUTS: Final = frozenset(made for made, _ in LOCAL_HANDOVER.values())
+
+
+class FirstStepChecks:
+    """Refuses stages that overwrite what they returned, or keep memory that is used again.
+
+    Args:
+        slots: The slots of each kind.
+        assigned: The slot numbers of each value, by kind, stage and microbatch.
+        buffers: The memory that messages are received in.
+        weights: The weights of the stages that ZeRO shards.
+        device: The rank's device. Checksums of outputs are compared, and references to memory are
+            counted, on a CPU only.
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[Token, Slots],
+        assigned: Mapping[tuple[Token, int, int], Mapping[int, int]],
+        buffers: Mapping[Place, Tensor],
+        weights: list[Parts],
+        device: torch.device,
+    ) -> None:
+        self.active = True
+        # On a GPU, the works of messages may refer to memory for longer than a step.
+        self.counts_references = device.type == "cpu"
+        self.assigned, self.buffers, self.weights = assigned, buffers, weights
+        self.outputs = [slots[kind] for kind in OUTPUTS]
+        self.fingerprint_of = versions_and_sums_in if device.type == "cpu" else versions_in
+        self.references = StorageReferences(())
+        self.versions_of_losses: dict[int, list[int]] = {}  # by microbatch, when it was computed
+        # By stage and microbatch, the versions of the gradients of inputs after the forward.
+        self.gradients: dict[tuple[int, int], list[int]] = {}
+
+    def begin_step(self) -> None:
+        """Switch the checks on before the first step, and off before later ones."""
+        for slots in self.outputs:
+            slots.fingerprint_of = self.fingerprint_of if self.active else None
+        if self.active and self.counts_references:
+            self.references = StorageReferences(self.buffers.values())
+            for weights in self.weights:
+                weights.count_references()
+
+    def end_step(self, losses: Sequence[Tensor]) -> None:
+        """Raise ModelError if a loss was overwritten, or if memory that is used again is kept."""
+        if self.active:
+            for mb, versions in self.versions_of_losses.items():
+                if versions_of((losses[mb],)) != versions:
+                    raise ModelError(
+                        f"the loss of microbatch {mb} was written to before the step had ended",
+                        hint="return a new tensor for each microbatch: return self.buffer.clone()",
+                    )
+            if self.counts_references:
+                self.require_released()
+                for weights in self.weights:
+                    weights.require_released()
+            self.gradients.clear()
+        self.active = False
+
+    def note_gradients(self, stage: int, mb: int, xs: Sequence[Tensor]) -> None:
+        """Note the gradients of inputs after a forward, which may itself run a backward."""
+        self.gradients[stage, mb] = _versions_of_gradients(xs)
+
+    def has_gradients_of_forward(self, stage: int, mb: int, xs: Sequence[Tensor]) -> bool:
+        """Return whether inputs have the same gradients as after their forward in this step."""
+        noted = self.gradients.get((stage, mb))
+        return noted is None or noted == _versions_of_gradients(xs)
+
+    def require_released(self) -> None:
+        """Raise ModelError if a stage keeps a tensor in memory that messages are received in."""
+        places = [*self.buffers]
+        for kind, number in (places[k] for k in self.references.increased()):
+            stages = {  # several may share a slot, and any of them may be the one
+                stage
+                for (of, stage, _), numbers in self.assigned.items()
+                if of == kind and number in numbers.values()
+            }
+            names = " or ".join(map(str, sorted(stages)))
+            raise ModelError(
+                f"stage {names} keeps a reference to {TOKENS[kind].words} that it received, "
+                "and a later message is received into the same memory",
+                hint="keep a copy without its graph: self.last = x.detach().clone()",
+            )
+
+
+def _versions_of_gradients(xs: Sequence[Tensor]) -> list[int]:
+    """Return the version counter of each gradient, and -1 where there is none."""
+    return [-1 if x.grad is None else x.grad._version for x in xs]

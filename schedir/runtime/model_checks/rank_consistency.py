@@ -1,0 +1,266 @@
+"""Agreement: what processes must agree on, and what must go together, before anything runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import nn
+
+from schedir.errors import ModelError
+from schedir.ir.pipeline.tied_weights import Ties
+from schedir.ir.program import Program
+from schedir.runtime.boundaries.per_microbatch import Passing
+from schedir.runtime.model_checks.memory_overlap import expect_no_views
+from schedir.runtime.model_checks.parameter_guard import expect_kept
+from schedir.runtime.model_checks.sharding_requirements import require_cuttable
+from schedir.runtime.parameters.buckets import is_summed
+from schedir.runtime.parameters.gradient_buffers import is_sharded
+from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer, Steps
+from schedir.runtime.parameters.optimistic_step import require_torchs
+from schedir.runtime.parameters.tied_parameters import Print, Weight, prints, weights_of
+from schedir.transports.transport import Transport
+from schedir.verify.check import check
+
+
+def agreed(
+    program: Program,
+    rank: int,
+    stages: Mapping[int, nn.Module],
+    transport: Transport,
+    passing: Passing,
+    optimizer: Steps | None,
+    max_norm: float,
+    loss_scale: LossScale | None,
+    seed: int | None,
+    tied: Ties | None,
+    *,
+    alike: bool,
+    adds: bool,
+    more: Sequence[tuple[Program, Passing]] = (),
+) -> list[Weight]:
+    """Compare with all processes what they are given, and refuse what does not go together; returns
+    the tied weights.  All processes must call this."""
+    own = prints(stages, optimizer) if program.trains else {}
+    facts = facts_of(program, stages, transport, own) | {
+        "the boundary": str(passing),
+        "the loss scale": str(loss_scale),
+        "the seed": str(seed),
+    }
+    facts["the programs beside it"] = "; ".join(
+        f"{one.name} ({one.digest[:12]}), boundary {passes}" for one, passes in more
+    )
+    if program.clip:
+        facts["max_norm"] = repr(max_norm)
+    everyone = transport.agree(facts, (transport.tp_rank, own), kinds=[Print])
+    for one in (program, *(one for one, _ in more)):
+        check(one, transport.model, blocks=transport.blocks)
+    for one, passes in more:
+        passes.fit(one)
+        if adds:
+            raise ModelError(
+                "gradients are added to what is there (adds=True), as by one program alone",
+                program=one.name,
+            )
+    require_fit(program, rank, stages, transport, passing)
+    require_cuttable(program, stages, optimizer, adds=adds)
+    require_steps(program, stages, optimizer, loss_scale, adds=adds)
+    if not program.trains:
+        return []
+    told = [own for tp_rank, own in everyone if tp_rank == transport.tp_rank]
+    weights = weights_of(program, stages, told, tied, alike=alike)
+    expect_kept(program, stages, weights)
+    return weights
+
+
+def facts_of(
+    program: Program,
+    stages: Mapping[int, nn.Module],
+    transport: Transport,
+    prints: Mapping[int, Sequence[Print]],
+) -> dict[str, str]:
+    """What a process tells the others of its stages, and of how they are stepped, by name."""
+    facts: dict[str, str] = {}
+    for s, module in stages.items():
+        facts |= _shapes(module, f"stage {s}, slice {transport.tp_rank}")
+        summed = [f"{name} {_shape(p)}" for name, p in module.named_parameters() if is_summed(p)]
+        if transport.tp > 1:
+            facts[f"what tensor-parallel ranks sum in stage {s}"] = ", ".join(summed) or "nothing"
+        if program.summed and (weight := getattr(module, "tied_weight", None)) is not None:
+            facts[f"the tied weight, slice {transport.tp_rank}"] = _shape(weight)
+    for s, parameters in prints.items():
+        for p in parameters:
+            who = f"{p.names[0]} in stage {s}, slice {transport.tp_rank}"
+            facts[f"the numbers of {who}"] = p.values
+            if p.stepped:
+                facts[f"the optimizer's options for {who}"] = p.stepped
+    return facts
+
+
+def _shapes(module: nn.Module, where: str) -> dict[str, str]:
+    """What a module trains: how much, and what each parameter is, in order."""
+    counts: Counter[str] = Counter()
+    facts = {}
+    trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    for k, (name, p) in enumerate(trained):
+        counts[_types(p)] += p.numel()
+        facts[f"parameter {k} of {where}"] = f"{name} {_shape(p)}"
+    total = " and ".join(f"{n} of {kind}" for kind, n in counts.items()) or "nothing"
+    return facts | {f"the parameters of {where}": total}
+
+
+def _shape(p: nn.Parameter) -> str:
+    return f"{list(p.shape)} of {_types(p)}"
+
+
+def _types(p: nn.Parameter) -> str:
+    return f"{p.dtype}, gradients in {p.grad_dtype or p.dtype}"
+
+
+def require_steps(
+    program: Program,
+    stages: Mapping[int, nn.Module],
+    optimizer: Steps | None,
+    loss_scale: LossScale | None,
+    *,
+    adds: bool,
+) -> None:
+    """Refuse what could not step a program as it is to be stepped."""
+    if program.validate == "after" and program.trains:
+        _require_repeatable(program, stages, optimizer)
+    if loss_scale is not None:
+        _require_scalable(program)
+    if program.trains and np.any(program.plan.delay):
+        expect_no_views(stages, program.name)
+    _require_each_once(optimizer, program)
+    if adds:
+        _require_others_step(program, optimizer)
+
+
+def _require_scalable(program: Program) -> None:
+    """Refuse a program in which a loss scale could not be led."""
+    if not program.clip:
+        raise ModelError(
+            "a loss scale is led by the norm of the gradients, which the program does not take",
+            program=program.name,
+            hint="compile(..., clip=True); a max_norm of infinity clips nothing",
+        )
+    if program.plan.updates > 1:
+        raise ModelError(
+            f"a loss scale changes between updates, and the program has {program.plan.updates} "
+            "in a step",
+            program=program.name,
+        )
+
+
+def _require_repeatable(
+    program: Program, stages: Mapping[int, nn.Module], optimizer: Steps | None
+) -> None:
+    """Refuse an update that could not be made again."""
+    require_torchs(optimizer, program.name)
+    trains = any(p.requires_grad for module in stages.values() for p in module.parameters())
+    if optimizer is None and trains:
+        raise ModelError(
+            "gradients may have to be clipped when the next step runs (validate 'after'), and this "
+            "rank has no optimizer: whoever steps by hand would not know",
+            program=program.name,
+            hint="optimizer=..., or compile(..., validate='before')",
+        )
+
+
+def _require_others_step(program: Program, optimizer: Steps | None) -> None:
+    """Refuse an executor that adds to gradients, and would do with them what is left to others."""
+    does = {
+        "sums them over replicas": program.dp > 1,
+        "sums them over the holders of a stage": program.plan.rows > 1 and program.trains,
+        "sums them over tensor-parallel ranks": program.sequence,
+        "has several updates": program.plan.updates > 1,
+        "takes their norm": program.clip,
+        "steps an optimizer": optimizer is not None,
+    }
+    if fact := next((what for what, it in does.items() if it), ""):
+        raise ModelError(
+            f"gradients are added to what is there (adds=True), and the executor {fact}",
+            program=program.name,
+            hint="adds=False, whose gradients are those of one step",
+        )
+
+
+def _require_each_once(optimizer: Steps | None, program: Program) -> None:
+    """Refuse an optimizer that would step one weight twice."""
+    seen: set[object] = set()
+    # Copies of a MainOptimizer are in memory of their own, and are rounded into its parameters.
+    rounded = [{"params": optimizer.parameters}] if isinstance(optimizer, MainOptimizer) else []
+    for group in (*rounded, *getattr(optimizer, "param_groups", ())):
+        for p in group["params"]:
+            key = (p.data_ptr(), p.shape, p.stride()) if p.numel() and not p.is_meta else id(p)
+            if key in seen:
+                raise ModelError(
+                    f"the optimizer has a weight of {list(p.shape)} twice, and would step it twice",
+                    program=program.name,
+                    hint="dict.fromkeys(parameters) has each once",
+                )
+            seen.add(key)
+
+
+def _require_summed(program: Program, stage: int, module: nn.Module) -> None:
+    """Refuse gradients of a part of the sequence that nobody would sum, or whole ones of which
+    nobody has said what they are."""
+    for name, p in module.named_parameters() if program.tp > 1 else ():
+        if not p.requires_grad or (is_sharded(p) and not is_summed(p)):
+            continue
+        said = getattr(p, "summed_over_tp", None)
+        if said is True and is_sharded(p):
+            raise ModelError(
+                f"{name} of stage {stage} is a slice, and its gradients are to be summed over "
+                "those that hold others (summed_over_tp)",
+                program=program.name,
+            )
+        if said is True and not program.sequence:
+            raise ModelError(
+                f"{name} of stage {stage} sees a part of the sequence (summed_over_tp), and the "
+                "program says 'sequence no': tensor-parallel ranks would drift apart",
+                program=program.name,
+                hint="compile(..., sequence=True), or a model whose ranks all see the whole",
+            )
+        if said is None and program.sequence:
+            raise ModelError(
+                f"the program says 'sequence yes', and {name} of stage {stage} is held whole by "
+                "each tensor-parallel rank and does not say what of the sequence it sees",
+                program=program.name,
+                hint=f"{name}.summed_over_tp = True if it sees a part of it, or False if all",
+            )
+
+
+def require_fit(
+    program: Program,
+    rank: int,
+    stages: Mapping[int, nn.Module],
+    transport: Transport,
+    passing: Passing,
+) -> None:
+    """Refuse modules and a transport that the program was not made for."""
+    own = program.plan.stages_of[rank]
+
+    def refuse(fact: str, hint: str = "") -> None:
+        raise ModelError(fact, program=program.name, hint=hint)
+
+    if sorted(stages) != list(own):
+        refuse(f"rank {rank} owns stages {list(own)}, but is given {sorted(stages)}")
+    if (program.tp, program.dp) != (transport.tp, transport.dp):
+        refuse(
+            f"the program is for tp {program.tp} and dp {program.dp}, the transport has "
+            f"tp {transport.tp} and dp {transport.dp}"
+        )
+    for s, module in stages.items():
+        learns = [name for name, p in module.named_parameters() if p.requires_grad]
+        if program.trains and s < program.frozen and learns:
+            refuse(
+                f"stage {s} is frozen, and {learns[0]} in it requires a gradient: nobody would "
+                "train it",
+                f"stages[{s}].requires_grad_(False), or compile(..., frozen={s})",
+            )
+        if program.trains:
+            _require_summed(program, s, module)
+    passing.fit(program)

@@ -1,0 +1,154 @@
+"""Cuttable: what can be kept in parts (ZeRO), and what would be another thing then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from schedir.errors import ModelError
+from schedir.ir.program import Program
+from schedir.runtime.model_checks.memory_overlap import expect_apart
+from schedir.runtime.model_checks.step_isolation import shares_memory
+from schedir.runtime.parameters.mixed_precision import all_within, innermost, is_torchs
+from schedir.runtime.parameters.sharded_parameters import owner_of, tensors_of_state
+
+# Of torch's own those that step each number by itself, with what is kept of it.
+_ELEMENTWISE: Final = (
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD",
+)  # fmt: skip
+
+
+def require_cuttable(
+    program: Program, stages: Mapping[int, nn.Module], optimizer: object, *, adds: bool
+) -> None:
+    """Refuse stages and an optimizer of which parts would not be parts of the same, and stages
+    that another executor keeps in parts."""
+
+    def refuse(fact: str, hint: str) -> ModelError:
+        return ModelError(fact, program=program.name, hint=hint)
+
+    trained = [(s, name, p) for s, name, p in _parameters(stages) if p.requires_grad]
+    for s, name, p in trained:
+        owner = owner_of(p)
+        if owner is not None and (program.zero or not owner.shown):
+            raise refuse(
+                f"{name} of stage {s} is in parts, which another executor keeps",
+                "one executor for them; a program with zero 0 runs within `with first.whole():`",
+            )
+    fused = _fused(optimizer) if program.dp > 1 or program.summed else set()
+    for s, name, p in trained:
+        if p in fused and not p.is_contiguous():
+            raise refuse(
+                f"{name} of stage {s} is not contiguous (its strides are {list(p.stride())}), and "
+                "sums over replicas or ties are: a fused optimizer takes both to lie alike",
+                "p.data = p.data.contiguous() before the executor is made, or fused=False",
+            )
+    if not program.zero:
+        return
+    if adds:
+        raise refuse(
+            f"zero is {program.zero}, and gradients are added to what is there (adds=True): no "
+            "replica would keep its own part only",
+            "zero=0, or adds=False",
+        )
+    for s, name, p in trained:
+        if not p.is_contiguous():
+            raise refuse(
+                f"{name} of stage {s} is not contiguous (its strides are {list(p.stride())}): in "
+                "parts its numbers would lie in another order",
+                "p.data = p.data.contiguous(), or module.to(memory_format="
+                "torch.contiguous_format), before the executor is made",
+            )
+        if type(p.data) is not Tensor:
+            raise refuse(
+                f"{name} of stage {s} is a {type(p.data).__name__}, which is no plain tensor",
+                "let schedir cut it: parallelize no parameter before the executor is made",
+            )
+    expect_apart(stages, program.name)
+    if program.trains and optimizer is not None:
+        _require_elementwise(program, optimizer)
+
+
+def _fused(optimizer: object) -> set[Any]:
+    """The parameters that fused optimizers step."""
+    found: set[Any] = set()
+    for one in all_within(optimizer):
+        of = dict(zip(getattr(one, "main", ()), getattr(one, "parameters", ()), strict=False))
+        for group in getattr(innermost(one), "param_groups", ()):
+            if group.get("fused"):
+                found |= {of.get(p, p) for p in group["params"]}
+    return found
+
+
+def _parameters(stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, nn.Parameter]]:
+    for s, module in stages.items():
+        for name, p in module.named_parameters():
+            yield s, name, p
+
+
+def _require_elementwise(program: Program, optimizer: object) -> None:
+    """An optimizer of parts gives what it gives of whole weights if each number is by itself."""
+    inner: Any = innermost(optimizer)
+    name = type(inner).__name__
+    known = is_torchs(inner) and name in _ELEMENTWISE
+    if not getattr(inner, "elementwise", known):
+        raise ModelError(
+            f"{name} steps a weight as a whole, and each replica has a piece of it (zero "
+            f"{program.zero})"
+            if is_torchs(inner) or hasattr(inner, "elementwise")
+            else f"zero is {program.zero}, and it is not known whether {name} steps each number by "
+            "itself: each replica has a piece of a weight",
+            program=program.name,
+            hint="AdamW or another that is elementwise, or zero=0"
+            if is_torchs(inner) or hasattr(inner, "elementwise")
+            else f"zero=0, or, if it does, {name}.elementwise = True",
+        )
+    for one in map(innermost, all_within(optimizer)):
+        _require_own_state(program, one)
+        _require_state_by_number(program, one)
+
+
+def _require_own_state(program: Program, inner: Any) -> None:
+    """Refuse an optimizer of one's own whose state shares memory: each tensor is cut by itself."""
+    kept = getattr(inner, "state", {})
+    tensors = [t for t in tree_leaves([*kept.values()]) if isinstance(t, Tensor)]
+    parameters = [p for p in kept if isinstance(p, Tensor)]
+    if not is_torchs(inner) and shares_memory(inner, tensors, parameters):
+        raise ModelError(
+            f"{type(inner).__name__} keeps a state in memory that it shares with another state, a "
+            "parameter, a gradient or an attribute, and each would be cut by itself",
+            program=program.name,
+            hint="state = tensor.clone(), or zero=0",
+        )
+
+
+def _require_state_by_number(program: Program, inner: Any) -> None:
+    """Refuse an optimizer whose state cannot be cut as weights are."""
+    name = type(inner).__name__
+    state: Mapping[Any, Mapping[str, Any]] = getattr(inner, "state", {})
+    for p, kept in state.items():
+        for key, value in tensors_of_state(kept) if isinstance(p, Tensor) else ():
+            if value.shape != p.shape:
+                raise ModelError(
+                    f"{name} keeps {key} of {list(value.shape)} for a weight of {list(p.shape)}: "
+                    "it is not of each number by itself",
+                    program=program.name,
+                    hint="zero=0",
+                )
+    groups = getattr(inner, "param_groups", ())
+    shapes = {p.shape for group in groups for p in group["params"] if p.numel() > 1}
+    for key, value in getattr(inner, "__dict__", {}).items():
+        for one in tree_leaves(value) if key not in ("state", "param_groups") else ():
+            # A Parameter may be one that is cut itself.
+            is_own = isinstance(one, Tensor) and not isinstance(one, nn.Parameter)
+            if is_own and one.shape in shapes:
+                raise ModelError(
+                    f"{name} keeps a tensor of {list(one.shape)}, the shape of a weight, in its "
+                    f"attribute {key}: it is not cut as the weight is (zero {program.zero})",
+                    program=program.name,
+                    hint="self.state[p], where tensors of the shape of p are cut; or zero=0",
+                )

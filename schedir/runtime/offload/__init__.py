@@ -1,0 +1,1 @@
+"""Memory of the host and the disk: offloaded activations and optimizer states."""

@@ -1,0 +1,172 @@
+"""Lanes: the queues of a rank beside what it computes: copies to the host and back, its disk, and
+what the host computes.
+
+What is started on a lane runs when all before it on that lane has, and what else it is told to come
+after.  On a CPU a lane is a thread; on a GPU it is a stream, for which the host does not wait.  The
+disk's and the host's are threads in any case, and a copy that comes after one of these waits for it
+on the host.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
+from threading import Event, Thread
+from time import perf_counter, sleep
+from typing import Any, Final, Protocol
+
+import torch
+
+from schedir.ir.isa.instructions import Lane
+
+_THREADS: Final = (Lane.DISK, Lane.HOST)
+
+
+class Marks(Protocol):
+    """Who is told, on the lane, when something begins there and when it ends."""
+
+    def begins(self) -> None: ...
+    def ends(self) -> None: ...
+
+
+class Job:
+    """Something that was started on a lane."""
+
+    def wait(self) -> None:
+        """Let what is computed from here on come after it: on a CPU the host waits, on a GPU the
+        current stream.  As often as one likes; raises whatever it has raised."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Wait on the host until it has ended.  Raises as `wait`."""
+        raise NotImplementedError
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has; nobody waits."""
+        raise NotImplementedError
+
+
+class Lanes:
+    """The lanes of a rank, each made when it is first used.
+
+    `bandwidth` is for tests on CPUs: what is started on such a lane takes at least the time that
+    its bytes take at so many a second.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.on_streams = device, device.type == "cuda"
+        self.bandwidth: dict[Lane, float] = {}
+        self.threads: dict[Lane, SimpleQueue[_InThread | None]] = {}
+        self.streams: dict[Lane, torch.cuda.Stream] = {}
+
+    def start(
+        self,
+        lane: Lane,
+        run: Callable[[], object],
+        nbytes: int = 0,
+        after: Iterable[Job] = (),
+        marks: Marks | None = None,
+    ) -> Job:
+        """Start something on a lane: `run`, which copies so many bytes, without gradients; on a
+        GPU with `non_blocking`, on the lane's stream, where it comes after what was computed."""
+        if self.on_streams and lane not in _THREADS:
+            if lane not in self.streams:
+                self.streams[lane] = torch.cuda.Stream(self.device, priority=-1)
+            return _OnStream(self.streams[lane], run, after, marks)
+        if lane not in self.threads:
+            queue = self.threads[lane] = SimpleQueue()
+            Thread(target=_work, args=(queue,), name=f"lane {lane.name}", daemon=True).start()
+            weakref.finalize(self, queue.put, None)
+        seconds = nbytes / self.bandwidth[lane] if lane in self.bandwidth else 0.0
+        job = _InThread(run, [*after], marks, seconds)
+        self.threads[lane].put(job)
+        return job
+
+
+class _InThread(Job):
+    """A job of a thread; torch lets others run while it copies."""
+
+    def __init__(
+        self, run: Callable[[], object], after: list[Job], marks: Marks | None, seconds: float
+    ) -> None:
+        self.todo: tuple[Any, ...] | None = (run, after, marks)
+        self.seconds, self.over = seconds, Event()
+        self.error: BaseException | None = None
+
+    def work(self) -> None:
+        """Run it: in the thread."""
+        assert self.todo is not None
+        run, after, marks = self.todo
+        try:
+            for one in after:
+                one.finish()
+            began = perf_counter()
+            if marks is not None:
+                marks.begins()
+            with torch.no_grad():
+                run()
+            if (left := began + self.seconds - perf_counter()) > 0:
+                sleep(left)
+            if marks is not None:
+                marks.ends()
+        except BaseException as error:  # whoever waits raises it
+            self.error = error
+        self.todo = None  # whoever keeps the job does not keep what it has copied
+        del run, after, marks
+        self.over.set()
+
+    def wait(self) -> None:
+        self.over.wait()
+        if self.error is not None:
+            raise self.error
+
+    finish = wait
+
+    @property
+    def ended(self) -> bool:
+        return self.over.is_set()
+
+
+def _work(queue: SimpleQueue[_InThread | None]) -> None:
+    """Run what is started, in order, until nobody can start anything more."""
+    while (job := queue.get()) is not None:
+        job.work()
+        del job
+
+
+class _OnStream(Job):
+    """A job of a stream."""
+
+    def __init__(
+        self,
+        stream: torch.cuda.Stream,
+        run: Callable[[], object],
+        after: Iterable[Job],
+        marks: Marks | None,
+    ) -> None:
+        # Of the stream that computes, and of no other: it is noted before the lane is entered.
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream())
+        self.event = torch.cuda.Event()
+        with torch.cuda.stream(stream), torch.no_grad():
+            stream.wait_event(ready)
+            for one in after:
+                one.wait()
+            if marks is not None:
+                marks.begins()
+            run()
+            if marks is not None:
+                marks.ends()
+            self.event.record(stream)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+    def finish(self) -> None:
+        self.event.synchronize()
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.event.query())

@@ -1,0 +1,110 @@
+"""Spills: the file in which a rank keeps what does not fit into the host's memory.
+
+It has no name: it is unlinked as it is made, so that nothing is left of it however the process
+ends.  Nothing in it is to outlive the process, so nobody waits until it is on the medium.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import warnings
+import weakref
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from schedir.errors import ModelError
+from schedir.runtime.offload.arena import Arena, Room
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+class Spills:
+    """A file without a name in a folder, and its rooms: places in it.
+
+    Raises ModelError for a folder that is none, or in which there can be no file.
+    """
+
+    def __init__(self, folder: str | Path, program: str = "") -> None:
+        self.folder = Path(folder)
+        try:
+            file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
+        except (OSError, ValueError) as error:  # or what is no path
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ModelError(
+                f"nothing can be spilled to {str(self.folder)!r}: {why}",
+                program=program,
+                hint="Executor(..., folder=), or [memory] folder, is one to write in, on a disk",
+            ) from error
+        self.file = file
+        weakref.finalize(self, file.close)
+        if (kind := kind_of(self.folder)) in _IN_MEMORY:
+            warnings.warn(
+                f"{self.folder} is a {kind}: what is spilled there stays in the host's memory",
+                stacklevel=2,
+            )
+        self.length = 0
+        self.arena: Arena[int] = Arena(self._longer)
+
+    def _longer(self, size: int) -> int:
+        """Make the file longer, on the disk itself: where that is full, it is so now."""
+        at = self.length
+        try:
+            os.posix_fallocate(self.file.fileno(), at, size)
+        except OSError as error:
+            free = os.statvfs(self.file.fileno())
+            raise OSError(
+                f"no room to spill {size} bytes more in {self.folder} beside {at}: "
+                f"{error.strerror}, {free.f_bavail * free.f_frsize} are free"
+            ) from error
+        self.length += size
+        return at
+
+    def mapped(self, room: Room[int], size: int, used: int) -> Tensor:
+        """The first bytes of a room, so many of which count, as memory that is the file's; others
+        have the room when nobody has any of it."""
+        before = room.place % mmap.ALLOCATIONGRANULARITY
+        length, at = before + max(size, 1), room.place - before
+        there = mmap.mmap(self.file.fileno(), length, offset=at)
+        weakref.finalize(there, self.arena.give_back, room, used).atexit = False
+        return torch.frombuffer(there, dtype=torch.uint8)[before : before + size]
+
+    def write(self, at: int, memory: Tensor) -> None:
+        """Write bytes to a place."""
+        rest, number = _view(memory), self.file.fileno()
+        while rest:
+            done = os.pwrite(number, rest, at)
+            rest, at = rest[done:], at + done
+
+    def read(self, at: int, memory: Tensor) -> None:
+        """Read the bytes of a place.  Raises OSError where there are fewer."""
+        rest, number = _view(memory), self.file.fileno()
+        while rest:
+            done = os.preadv(number, [rest], at)
+            if not done:
+                raise OSError(f"what was spilled to {self.folder} is not there any more")
+            rest, at = rest[done:], at + done
+
+
+def _view(memory: Tensor) -> memoryview:
+    """The bytes of memory of the host, to be read or written."""
+    return memoryview(cast(bytearray, memory.numpy()))
+
+
+def kind_of(folder: Path) -> str:
+    """The kind of file system that a folder is on, as Linux names it; "" where nobody knows."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    where, found = folder.resolve(), (0, "")
+    for line in mounts:
+        _, at, kind, *_ = line.split(" ")
+        place = Path(at.encode().decode("unicode_escape"))
+        if where.is_relative_to(place):
+            found = max(found, (len(place.parts), kind))
+    return found[1]

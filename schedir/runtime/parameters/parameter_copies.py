@@ -1,0 +1,43 @@
+"""Parameter copies: Parameters that compute in the place of another one, with its hooks."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from schedir.errors import ModelError
+from schedir.runtime.autograd.node_hooks import has_node_hooks
+
+
+def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """Return a Parameter of this data with the hooks, attributes and `grad_dtype` of another."""
+    other = nn.Parameter(data)
+    share_hooks(other, parameter)
+    vars(other).update(vars(parameter))
+    other.grad_dtype = parameter.grad_dtype
+    return other
+
+
+def share_hooks(other: nn.Parameter, parameter: nn.Parameter) -> None:
+    """Let `other` have the gradient hooks of `parameter`, also those that are registered later."""
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(other, hooks) is not getattr(parameter, hooks):
+            setattr(other, hooks, getattr(parameter, hooks))
+
+
+def expect_no_node_hooks(parameter: nn.Parameter, name: str) -> None:
+    """Refuse hooks of a trained Parameter that its copies would not call.
+
+    Args:
+        parameter: The Parameter that is copied.
+        name: The names of the Parameter and of its stage.
+
+    Raises:
+        ModelError: The Parameter has a hook on its autograd node, or one of
+            `register_multi_grad_hook`.
+    """
+    if has_node_hooks(parameter):
+        raise ModelError(
+            f"{name} has a hook on its autograd node, or one of register_multi_grad_hook, and the "
+            "program computes with copies of it, which would not call the hook",
+            hint="use weight.register_hook, or a schedule of one update and one holder per stage",
+        )

@@ -1,0 +1,51 @@
+"""Readings: numbers of a step on their way to the host, which looks at them when it likes.
+
+A host that reads a number of a step right away waits until the device has done the step, and
+the device then waits until the host has issued the next.  So the numbers are copied behind the
+step, into pinned memory, and read when the next step has been issued.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from schedir.runtime.recording.stream_events import event_on
+
+
+class Readings:
+    """Memory for `count` numbers of each of `most` steps that are on their way at once."""
+
+    def __init__(self, device: torch.device, count: int, most: int) -> None:
+        self.free = deque(_Row(device, count) for _ in range(most))
+
+    def copy(self, numbers: Tensor) -> Reading:
+        """Let float64 numbers follow what has been issued, without waiting for it."""
+        row = self.free.popleft()
+        row.memory.copy_(numbers, non_blocking=True)
+        row.copied.record()
+        return Reading(self, row)
+
+
+class Reading:
+    """Numbers on their way."""
+
+    def __init__(self, home: Readings, row: _Row) -> None:
+        self.home, self.row = home, row
+
+    def read(self) -> list[float]:
+        """The numbers, once: waits until they are there, and for nothing behind them."""
+        self.row.copied.synchronize()
+        found: list[float] = self.row.values.tolist()
+        self.home.free.append(self.row)
+        return found
+
+
+class _Row:
+    def __init__(self, device: torch.device, count: int) -> None:
+        cuda = device.type == "cuda"
+        self.memory = torch.zeros(count, dtype=torch.float64, pin_memory=cuda)
+        self.values = self.memory.numpy()  # the same memory, in which torch has no part
+        self.copied = event_on(device)

@@ -1,0 +1,46 @@
+"""Measured: the Timeline of a step that processes have run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch.distributed as dist
+
+from schedir.errors import ModelError
+from schedir.predict.recorded_timeline import timeline_of
+from schedir.predict.timeline import Timeline
+from schedir.runtime.executor import Executor
+from schedir.runtime.recording.recorder import read
+from schedir.transports.clock_sync import clock_offset
+from schedir.transports.gloo import Processes
+from schedir.transports.json_collectives import gather_bytes
+
+
+def measured(executor: Executor, transport: Processes) -> Timeline | None:
+    """The Timeline of the last step that was recorded, in seconds from its first instruction; None
+    but on process 0.
+
+    Of the replicas and tensor-parallel ranks, the first ones are shown.  A message lasts from
+    when both sides are there until the receiver saw it arrive, or, on GPUs, until it arrived.  All
+    processes must call this; clocks are compared now, so that they have had no time to drift.
+
+    Raises ModelError where no step has been recorded.
+    """
+    (times,), error = read([executor.stamps])
+    offset, between = clock_offset()
+    own = np.concatenate([times.began - offset, times.ended - offset, [error + between]])
+    told = gather_bytes(own.astype("<f8").tobytes())
+    if dist.get_rank():
+        return None
+    everyone = [np.frombuffer(told[int(k)], "<f8") for k in transport.mesh[0, :, 0]]
+    for each, stream in zip(everyone, executor.program.streams, strict=True):
+        if len(each) != 2 * len(stream) + 1:
+            raise ModelError(f"a rank tells {len(each)} times for {len(stream)} instructions")
+    starts = [each[: len(each) // 2] for each in everyone]
+    ends = [each[len(each) // 2 : -1] for each in everyone]
+    errors = [float(each[-1]) for each in everyone]
+    start, end = np.concatenate(starts), np.concatenate(ends)
+    model, blocks = transport.model, transport.blocks
+    timeline = timeline_of(executor.program, start, end, model, blocks=blocks)
+    return replace(timeline, clock_error=sum(sorted(errors)[-2:]))

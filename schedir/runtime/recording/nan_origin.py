@@ -1,0 +1,198 @@
+"""Finite: where the numbers of a step are no longer numbers.
+
+The device alone decides that an update is not made (`precision.step_if`).  Who wants to know where
+it went wrong runs the step again: its weights are still there, and what it ran has been let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedir.errors import NonFiniteError, Site
+from schedir.ir.isa.instructions import COMPUTE, FORWARDS, ROWS, Instr, Opcode, Token, producers
+from schedir.ir.program import Program
+from schedir.runtime.executor import Executor
+from schedir.runtime.parameters.mixed_precision import are_finite
+from schedir.runtime.rank_state import Call
+from schedir.runtime.step_inputs import Keywords, Microbatches
+from schedir.transports.gloo import Processes
+from schedir.transports.json_collectives import gather
+
+_COLLECTS = producers(Token.GRAD)  # what makes an update's gradient of those of its microbatches
+
+
+def find_origin(
+    executor: Executor,
+    transport: Processes,
+    left: Iterable[Instr],
+    inputs: Microbatches,
+    targets: Microbatches,
+    scale: float | Tensor,
+    keywords: Keywords = (),
+) -> Found | None:
+    """Where the step before `draws.step`, which was not finite, went wrong; None if nobody saw it.
+
+    The step is run again; what cannot be seen so, as nobody can draw its numbers again, is told
+    from what it `left`, as `Left.spoilt` says.  All processes must call this, and come to the
+    same.
+    """
+    who = dist.get_rank(), transport.dp_rank
+    before = [Found(*who, executor.rank, executor.state.index_of[i], i) for i in left]
+    known = before, run_again(executor, *who, inputs, targets, scale, keywords)
+    everyone = gather(known, kinds=[Found, Instr, Opcode])
+    before, again = ([*chain(*each)] for each in zip(*everyone, strict=True))
+    last = executor.state.plan.stages - 1
+    return earliest(again, last) or earliest(before, last)
+
+
+class Found(NamedTuple):
+    """An instruction of a rank that gives what is not finite, or leaves it in a gradient."""
+
+    process: int
+    replica: int
+    rank: int
+    at: int
+    instr: Instr
+
+    @property
+    def forward(self) -> bool:
+        """Whether it is a forward's output, or a loss."""
+        return self.instr.op in FORWARDS
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """What was earlier is less: the first stage of a forward, the last of a backward."""
+        op, stage, mb = self.instr
+        if op not in COMPUTE:  # of an update, whichever microbatch it was
+            return 1, 0, 0, -stage, self.process
+        return 0, mb, not self.forward, stage if self.forward else -stage, self.process
+
+
+def earliest(found: Iterable[Found], last: int) -> Found | None:
+    """Where it began, of all that all ranks have found; `last` is the last stage.
+
+    An output may be infinite, as that of a mask, where the loss of its microbatch is finite.
+    """
+    found = [*found]
+    lost = {(f.replica, f.instr.mb) for f in found if f.forward and f.instr.stage == last}
+    return min(
+        (f for f in found if not f.forward or (f.replica, f.instr.mb) in lost),
+        key=lambda f: f.order,
+        default=None,
+    )
+
+
+def not_finite(found: Found | None, program: Program, step: int) -> NonFiniteError:
+    """The error of a step (from 1) that was not finite, and began where `found` says."""
+    what = "the loss" if found and found.forward else "a gradient"
+    taken = "was not made" if program.clip else "was made where a rank's own gradients are finite"
+    sites = []
+    if found is not None:
+        note = f"is where it began, in replica {found.replica}"
+        note = note if program.dp > 1 else note.partition(",")[0]
+        sites.append(Site(found.rank, found.at, found.instr, note))
+    return NonFiniteError(
+        f"{what} of step {step} is infinite or NaN; the update {taken}",
+        program=program.name,
+        sites=sites,
+        hint='train.nonfinite = "skip" goes on without such updates' * program.clip,
+        step=step,
+        process=found.process if found else 0,
+    )
+
+
+class Left:
+    """What a step leaves to look at: losses, and the gradients of its last update.
+
+    `finite` says what of it is, without the host; who has read that asks for the instructions
+    that gave what is not.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor, state = executor, executor.state
+        plan = state.plan
+        update = plan.updates - 1
+        self.trained = {
+            s: stage
+            for s, stage in executor.stages.items()
+            if any(kept.numel() for kept in stage.gradients.kept)
+        }
+        self.of = [
+            [i for i in state.stream if i.op in _COLLECTS and i[1:] == (s, update)]
+            for s in self.trained
+        ]
+        if plan.stages - 1 in executor.stages:
+            self.of += [
+                [Instr(FORWARDS[0], plan.stages - 1, mb)] for mb in range(plan.microbatches)
+            ]
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def finite(self) -> Tensor:
+        """Of gradients by stage, then of losses by microbatch: bool, on the rank's device."""
+        state = self.executor.state
+        each = [are_finite(stage.gradients.kept) for stage in self.trained.values()]
+        if len(each) < len(self):
+            each += torch.stack(state.losses).isfinite().unbind()
+        return torch.stack(each) if each else state.finite[:0]
+
+    def spoilt(self, finite: Sequence[float]) -> list[Instr]:
+        """The instructions that gave what is not finite, as `finite` said."""
+        return [i for of, sound in zip(self.of, finite, strict=True) if not sound for i in of]
+
+
+def run_again(
+    executor: Executor,
+    process: int,
+    replica: int,
+    inputs: Microbatches,
+    targets: Microbatches,
+    scale: float | Tensor,
+    keywords: Keywords = (),
+) -> list[Found]:
+    """Run a step without its updates, and look at what each instruction gives.
+
+    All ranks must call this.  Of a stage's gradients the first instruction is told that spoils
+    them: what comes after adds to the same sum.
+    """
+    found: list[Found] = []
+    usual = executor.calls, executor.state.optimizer, executor.record, executor.state.late
+
+    def watch(k: int, i: Instr, call: Call) -> Call:
+        def run() -> None:
+            call.run()
+            known = any(f.instr.stage == i.stage and not f.forward for f in found)
+            if not (known and i.op not in FORWARDS) and not are_finite(gives()):
+                found.append(Found(process, replica, executor.rank, k, i))
+
+        gives = partial(_gives, executor, i)
+        return Call(call.wait, run) if i.op in COMPUTE else call
+
+    executor.calls = [watch(k, i, executor.calls[k]) for k, i in enumerate(executor.state.stream)]
+    executor.state.optimizer, executor.record = None, False
+    executor.state.late = True  # a sum over replicas would be looked at for a rank's own
+    executor.draws.step -= 1  # the same random numbers
+    try:
+        executor.step(inputs, targets, scale, keywords)
+    finally:
+        executor.calls, executor.state.optimizer, executor.record, executor.state.late = usual
+    return found
+
+
+def _gives(executor: Executor, i: Instr) -> list[Tensor]:
+    """What a compute has just given: its output, or the sums of gradients and what it passes on."""
+    if i.op in FORWARDS and i.stage == executor.state.plan.stages - 1:
+        return [executor.state.losses[i.mb]]
+    given = [] if i.op in FORWARDS else [*executor.stages[i.stage].gradients.flat]
+    for kind in (Token.ACT_OUT, Token.GRAD_OUT):
+        if kind in ROWS[i.op].gives and (i.stage or kind is Token.ACT_OUT):
+            given += executor.state.tensors_out(kind, i.stage, i.mb)
+    return [x for x in given if x.is_floating_point() or x.is_complex()]

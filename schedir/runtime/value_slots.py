@@ -1,0 +1,119 @@
+"""Slots: where the values of a rank are while it runs, by kind and number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from schedir.errors import ModelError
+from schedir.ir.isa.instructions import TOKENS, TRAINING_VALUES, Token
+from schedir.runtime.model_checks.tensor_fingerprint import sums_of, versions_of
+
+
+class Slots:
+    """The slots of one kind: what is in each, how many are taken, and the most that ever were."""
+
+    def __init__(self, count: int) -> None:
+        self.values: list[Any] = [None] * count
+        self.taken = self.most = 0
+        # In the first step: a function whose result changes if a value is written to, and its
+        # result for the value in each slot.
+        self.fingerprint_of: Callable[[Any], list[int]] | None = None
+        self.fingerprints: list[list[int]] = [[]] * count
+
+    def put(self, number: int, value: Any) -> None:
+        """Let a slot have a value, or None."""
+        self.taken += (value is not None) - (self.values[number] is not None)
+        self.values[number] = value
+        self.most = max(self.most, self.taken)
+
+    def forget(self) -> None:
+        """Let go whatever is in them."""
+        self.values[:] = [None] * len(self.values)
+        self.taken = self.most = 0
+
+
+class Slot:
+    """The slot of one value, looked up when an instruction is linked."""
+
+    __slots__ = ("number", "slots", "values")
+
+    def __init__(self, slots: Slots, number: int) -> None:
+        self.slots, self.values, self.number = slots, slots.values, number
+
+    def fill(self, value: object) -> None:
+        """Put the value in; whatever was there must be gone."""
+        slots, values, number = self.slots, self.values, self.number
+        assert values[number] is None, "the checker proves that slots are free"
+        values[number] = value
+        slots.taken = taken = slots.taken + 1
+        if taken > slots.most:
+            slots.most = taken
+        if slots.fingerprint_of is not None:
+            slots.fingerprints[number] = slots.fingerprint_of(value)
+
+    def look(self) -> Any:
+        """The value; it stays."""
+        value = self.values[self.number]
+        assert value is not None, "the checker proves that every value is there"
+        return value
+
+    def free(self) -> None:
+        """Let the value go."""
+        self.values[self.number] = None
+        self.slots.taken -= 1
+
+
+class OutputSlot(Slot):
+    """The slot of a value that a stage returned. Its memory must not change until it is used.
+
+    Only the first step checks this.
+    """
+
+    __slots__ = ("kind", "mb", "stage")
+
+    def __init__(self, slots: Slots, number: int, kind: Token, stage: int, mb: int) -> None:
+        super().__init__(slots, number)
+        self.kind, self.stage, self.mb = kind, stage, mb
+
+    def accept_write(self) -> None:
+        """Accept the value as it is now, after the executor itself has written to it."""
+        slots, number = self.slots, self.number
+        if slots.fingerprint_of is not None:
+            slots.fingerprints[number] = slots.fingerprint_of(self.values[number])
+
+    def look(self) -> Any:
+        """Return the value.  Raises ModelError if it was written to since the slot was filled."""
+        value, fingerprint_of = self.values[self.number], self.slots.fingerprint_of
+        assert value is not None, "the checker proves that every value is there"
+        before = self.slots.fingerprints[self.number]
+        if fingerprint_of is not None and fingerprint_of(value) != before:
+            raise self.overwritten()
+        return value
+
+    def overwritten(self) -> ModelError:
+        """Return the error for a value that was written to before it was used."""
+        if self.kind in TRAINING_VALUES:
+            hint = "a hook, or a backward of your own, must not write to a gradient that it returns"
+        else:
+            hint = "return a new tensor in each forward: return self.buffer.clone()"
+        return ModelError(
+            f"{TOKENS[self.kind].words} that stage {self.stage} returned for microbatch {self.mb} "
+            "was written to before it was used",
+            hint=hint,
+        )
+
+
+def versions_in(value: Any) -> list[int]:
+    """Return the version counter of a tensor, or those of a tuple: torch adds 1 at each write."""
+    return versions_of((value,) if isinstance(value, Tensor) else value)
+
+
+def versions_and_sums_in(value: Any) -> list[int]:
+    """Return the version counters and checksums of a tensor, or of each tensor of a tuple.
+
+    Checksums also find writes to `data`, and writes by kernels that torch does not track.
+    """
+    return versions_in(value) + sums_of((value,) if isinstance(value, Tensor) else value)

@@ -1,0 +1,1 @@
+"""Lower bounds on the time of every schedule of a problem."""

@@ -1,0 +1,269 @@
+"""Earliest starts, and what follows at least: bounds that see all ranks at once.
+
+What must have run on a rank before a piece of work starts there is known: each kind of work of a
+stage is in ascending order, and lags say what memory asks for besides.  Each of that has an
+earliest start of its own, and a rank does one after the other: so the piece of work starts no
+earlier than all of that can end.  Backwards in time it is the same, and gives what must still come
+after it.  With both, the shortest that a rank can take is Jackson's preemptive schedule (Carlier,
+"The one-machine sequencing problem", EJOR 11, 1982): a bound, for no rank can do better.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from schedir.schedule_search.bounds.memory_lags import Lags
+from schedir.schedule_search.problem import Problem
+from schedir.schedule_search.rank_order import KINDS, F, I, W
+from schedir.schedule_search.search_results import Bound
+
+Times = list[list[float]]  # by code, as of an Order, and microbatch
+
+
+class Need(NamedTuple):
+    """A microbatch's work of one code starts `delay` after what another ended, `lag` before."""
+
+    before: int
+    lag: int
+    delay: float
+
+
+class Relations(NamedTuple):
+    """By code: what each piece of work needs of other ranks, and what has run before on its own.
+
+    `turn` has the codes in an order in which those of one microbatch can run.
+    """
+
+    needs: Sequence[Sequence[Need]]
+    ran: Sequence[Sequence[Need]]
+    turn: Sequence[int]
+
+    def backwards(self) -> Relations:
+        """The same, seen from the end of the run."""
+        return Relations(_turned(self.needs), _turned(self.ran), self.turn[::-1])
+
+
+def _turned(all_: Sequence[Sequence[Need]]) -> list[list[Need]]:
+    turned: list[list[Need]] = [[] for _ in all_]
+    for code, each in enumerate(all_):
+        for need in each:
+            turned[need.before].append(need._replace(before=code))
+    return turned
+
+
+def _relations(problem: Problem, first: int) -> Relations:
+    """Those of the stages from `first` on."""
+    stages, m = problem.plan.stages, problem.microbatches
+    needs: list[list[Need]] = [[] for _ in range(KINDS * stages)]
+    ran: list[list[Need]] = [[] for _ in range(KINDS * stages)]
+    kinds, lags = (F, I, W) if problem.split else (F, I), Lags.of(problem)
+    for s in range(first + 1, stages):
+        needs[KINDS * s + F].append(Need(KINDS * (s - 1) + F, 0, problem.act[s - 1]))
+        needs[KINDS * (s - 1) + I].append(Need(KINDS * s + I, 0, problem.grad[s]))
+    for own in problem.own:
+        there = [s for s in own if s >= first]
+        for s in there:
+            for kind in kinds:
+                ran[KINDS * s + kind].append(Need(KINDS * s + kind, 1, 0.0))
+            for q in there:
+                if q < s:
+                    ran[KINDS * s + F].append(Need(KINDS * q + F, 0, 0.0))
+                elif q > s:
+                    ran[KINDS * s + I].append(Need(KINDS * q + I, 0, 0.0))
+                for kind in kinds[1:]:
+                    ran[KINDS * s + kind].append(Need(KINDS * q + F, 0, 0.0))
+                if q >= s and problem.split:
+                    ran[KINDS * s + W].append(Need(KINDS * q + I, 0, 0.0))
+    for kind, before, of in ((F, I, lags.F_I), (F, W, lags.F_W), (I, W, lags.I_W)):
+        for lag in of:
+            if lag.stage >= first <= lag.before:
+                code = KINDS * lag.stage + kind
+                ran[code].append(Need(KINDS * lag.before + before, lag.lag, 0.0))
+        for lag in lags.F_I:  # what has an I has had the Is behind it, and all Fs
+            for q in there if lag.before in there else ():
+                if q > lag.before:
+                    code = KINDS * lag.stage + F
+                    ran[code] += (Need(KINDS * q + kind, lag.lag, 0.0) for kind in (F, I))
+    # Of two that say the same, the one with the smaller lag is enough.
+    for code, each in enumerate(ran):
+        least: dict[int, int] = {}
+        for need in each:
+            least[need.before] = min(need.lag, least.get(need.before, m))
+        ran[code] = [Need(before, lag, 0.0) for before, lag in least.items() if lag < m]
+    turn = [KINDS * s + F for s in range(first, stages)]
+    for s in range(stages - 1, first - 1, -1):
+        turn += [KINDS * s + kind for kind in kinds[1:]]
+    return Relations(needs, ran, turn)
+
+
+class _Done:
+    """Work that one rank does, one after the other, each from its release on: when all is done."""
+
+    __slots__ = ("ends", "releases", "takes")
+
+    def __init__(self) -> None:
+        self.releases: list[float] = []
+        self.takes: list[float] = []
+        self.ends: list[float] = []  # of all up to each, in the order of releases
+
+    def add(self, release: float, time: float) -> None:
+        """Add a piece of work."""
+        releases, takes, ends = self.releases, self.takes, self.ends
+        end = ends[-1] if ends else -inf
+        if not releases or release >= releases[-1]:
+            releases.append(release)
+            takes.append(time)
+            ends.append((release if release > end else end) + time)
+            return
+        at = bisect_right(releases, release)
+        releases.insert(at, release)
+        takes.insert(at, time)
+        ends.insert(at, 0.0)
+        end = ends[at - 1] if at else -inf
+        for k in range(at, len(ends)):
+            start = releases[k]
+            end = (start if start > end else end) + takes[k]
+            ends[k] = end
+
+
+def _least(
+    relations: Relations, cost: Sequence[float], begin: Sequence[float], microbatches: int
+) -> Times:
+    """The earliest start of each piece of work; those of a code are no earlier than its `begin`."""
+    needs, ran, turn = relations
+    times: Times = [[] for _ in cost]
+    done = [_Done() for _ in cost]
+    for j in range(microbatches):
+        for code in turn:
+            time = begin[code]
+            mine = done[code]
+            for before, lag, _ in ran[code]:
+                if j >= lag and (release := times[before][j - lag]) > -inf:
+                    mine.add(release, cost[before])
+            if mine.ends and mine.ends[-1] > time:
+                time = mine.ends[-1]
+            for before, lag, delay in needs[code]:
+                if j >= lag and (end := times[before][j - lag] + cost[before] + delay) > time:
+                    time = end
+            times[code].append(time)
+    return times
+
+
+class _Job(NamedTuple):
+    """A piece of work: its release, its time, and what must come after it."""
+
+    release: float
+    time: float
+    tail: float
+
+
+def _preemptive(jobs: Sequence[_Job]) -> tuple[float, float]:
+    """The end of Jackson's preemptive schedule of a rank, and the tail of what is last.
+
+    What has the longest tail runs first.
+    """
+    jobs = sorted(jobs)
+    waiting: list[list[float]] = []
+    now, at, longest, decides = -inf, 0, 0.0, 0.0
+    while at < len(jobs) or waiting:
+        if not waiting:
+            now = max(now, jobs[at].release)
+        while at < len(jobs) and jobs[at].release <= now:
+            heappush(waiting, [-jobs[at].tail, jobs[at].time])
+            at += 1
+        tail, time = -waiting[0][0], waiting[0][1]
+        until = jobs[at].release if at < len(jobs) else inf
+        if now + time <= until:
+            heappop(waiting)
+            now += time
+            if now + tail > longest:
+                longest, decides = now + tail, tail
+        else:
+            waiting[0][1] -= until - now
+            now = until
+    return longest, decides
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of all work until the end of a run, or until the end of one rank's.
+
+    `heads` has the earliest start of each piece of work, by code and microbatch, and `tails` what
+    comes after its end at least, -inf where it need not be done by then; `codes` has those of each
+    rank.
+    """
+
+    cost: Sequence[float]
+    codes: Sequence[Sequence[int]]
+    heads: Times
+    tails: Times
+
+    @classmethod
+    def of(cls, problem: Problem, first: int, end: Sequence[float]) -> Known:
+        """From the first F of stage `first` on, of the stages from there.
+
+        `end` is the least from a rank's last work to the end, -inf if it may come later.
+        """
+        each = (problem.F, problem.I, problem.W)
+        cost = [times[s] for s in range(problem.plan.stages) for times in each]
+        ends = [end[rank] for rank in problem.rank_of for _ in range(KINDS)]
+        relations = _relations(problem, first)
+        backwards = relations.backwards()
+        heads = _least(relations, cost, [0.0] * len(cost), problem.microbatches)
+        tails = _least(backwards, cost, ends, problem.microbatches)
+        there = {*relations.turn}
+        codes = [
+            [code for s in own for code in range(KINDS * s, KINDS * (s + 1)) if code in there]
+            for own in problem.own
+        ]
+        return cls(cost, codes, heads, [times[::-1] for times in tails])
+
+    def jobs(self, rank: int) -> list[_Job]:
+        """The work of a rank."""
+        return [
+            _Job(head, self.cost[code], tail)
+            for code in self.codes[rank]
+            for head, tail in zip(self.heads[code], self.tails[code], strict=True)
+            if tail > -inf
+        ]
+
+
+def known_of(problem: Problem) -> Iterator[Known]:
+    """What is known until the end of the run; of own spans, until the ends of two ranks: that of
+    the first stage, and the one that works longest."""
+    if problem.objective == "span":
+        yield Known.of(problem, 0, problem.tail)
+        return
+    busiest = max(range(problem.plan.ranks), key=problem.work)
+    for rank in sorted({problem.rank_of[0], busiest}):
+        ends = [0.0 if r == rank else -inf for r in range(problem.plan.ranks)]
+        yield Known.of(problem, problem.own[rank][0], ends)
+
+
+def earliest_bound(known: Known) -> Bound:
+    """The bound by earliest starts and tails of all work."""
+    best = Bound(0.0, "nothing is to be done")
+    for rank in range(len(known.codes)):
+        value, tail = _preemptive(jobs := known.jobs(rank))
+        if value > best.value:
+            best = Bound(value, _why(jobs, rank, tail))
+    return best
+
+
+def _why(jobs: Sequence[_Job], rank: int, tail: float) -> str:
+    """The work that decides, in words: what can begin only then, and has that tail at least."""
+    begin, busy, end = 0.0, 0.0, -inf
+    for release, time, _ in sorted(job for job in jobs if job.tail >= tail):
+        if release > end:
+            begin, busy, end = release, 0.0, release
+        busy, end = busy + time, end + time
+    return (
+        f"work of rank {rank} that takes {busy:.6g} cannot begin before {begin:.6g}, and behind "
+        f"each piece of it comes {tail:.6g} or more: microbatches go there and back, a rank does "
+        "one thing at a time, and what does not fit waits until something has gone"
+    )

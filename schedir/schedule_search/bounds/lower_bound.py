@@ -1,0 +1,68 @@
+"""How short any schedule can be: lower bounds on the time that a Problem takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.predict.possible_saving import ROUNDING
+from schedir.schedule_search.bounds.closed_form_bounds import closed_bound
+from schedir.schedule_search.bounds.earliest_start import earliest_bound, known_of
+from schedir.schedule_search.bounds.round_trip import crossing_bound
+from schedir.schedule_search.problem import Objective, Problem, problem_of
+from schedir.schedule_search.search_budget import seconds_of
+from schedir.schedule_search.search_results import Bound
+
+# How long pure Python takes to find the earliest start of a piece of work, in seconds.
+_EARLIEST: Final = 4e-6
+
+
+def bound(
+    plan: Plan,
+    costs: Costs | None = None,
+    sizes: Sizes | None = None,
+    limit: float | None = None,
+    *,
+    in_flight: int | Callable[[int], int] | None = None,
+    objective: Objective = "span",
+    split: bool = True,
+    seconds: float = 0.005,
+) -> Bound:
+    """Below what no schedule of a plan can be within a limit of memory, and why.
+
+    `limit`, `in_flight`, `objective` and `split` are those of `search`.  `Bound.value` is in the
+    unit of the costs; `Bound.why` is the proof in words.  In about so many `seconds` it is the
+    tightest bound that is known; the clock does not decide it, so that it is always the same.
+    The formulas, and their proofs, are on the page of the search.
+
+    Raises what `search` raises for a plan, costs, sizes or a limit that it does not take.
+
+    >>> from schedir import Costs, Plan, bound
+    >>> least = bound(Plan(ranks=4, microbatches=8), Costs(F=1, I=1, W=1), in_flight=4)
+    >>> least.value
+    27.0
+    >>> print(least.why)
+    rank 0 works 24 and holds 4: it idles 3 between its 4th F and its first I
+    """
+    taken = seconds_of(seconds)
+    problem = problem_of(
+        plan, costs, sizes, limit, in_flight=in_flight, objective=objective, split=split
+    )
+    return bound_of(problem, taken)
+
+
+def bound_of(problem: Problem, seconds: float = 0.005) -> Bound:
+    """The largest bound of a Problem that is found in about so many seconds, as its size says.
+
+    Without any time it is the closed one, which takes some milliseconds however large it is.
+    """
+    found = max(closed_bound(problem), crossing_bound(problem), key=lambda bound: bound.value)
+    if problem.pieces * _EARLIEST > seconds:
+        return found
+    for known in known_of(problem):
+        if (other := earliest_bound(known)).value > found.value * (1 + ROUNDING):
+            found = other  # else the closed one is easier to follow
+    return found

@@ -1,0 +1,95 @@
+"""Lags: which microbatch must have gone before another one may come, for want of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import floor
+from typing import NamedTuple
+
+from schedir.schedule_search.problem import Problem
+
+
+def fit(room: float, size: float, most: int) -> int:
+    """How many of a size fit into a room, at most `most`; -1 where there is less than no room.
+
+    The room is `Problem.ample`, less what else is there: that allows for rounding, which may be
+    more than a part of what is left.
+    """
+    if room < 0:
+        return -1
+    return most if room >= most * size else floor(room / size)
+
+
+class Lag(NamedTuple):
+    """Before the work of microbatch j on one stage, that of j - `lag` on another has ended."""
+
+    stage: int
+    before: int
+    lag: int
+
+
+class Lags(NamedTuple):
+    """What must have ended on a rank before an F or an I may start there: Is and Ws.
+
+    `F_I` has the lags of F's behind I's, and so on.  Where there is no room for less than one
+    microbatch behind another, the lag is 1; a lag of all microbatches is not said.
+
+    Why they hold.  Let F j of stage s start on a rank.  `F_I`: until the I of a microbatch a on
+    stage q, at or behind s, has ended, nothing of a and of what follows it has gone from the stages
+    up to q; all from a to j are on those up to s, and a must get to q, too: so that fits, with
+    `both` for a on q.  Of a stage q before s: if it has run i I's, stages up to q hold j + 1 - i
+    microbatches whole, and those between q and s one.  `F_W`: until the W of a on q has ended, each
+    from a to j - 1 has its tape there, or is whole on the stages up to s.  Where q is not behind s
+    and a tape is no larger than that, j is whole up to s, and the rest are tapes.  `I_W`: while I j
+    of stage s runs, it holds `both`, and stages before s hold j; on q there are tapes, and stages
+    behind s have run I j.
+    """
+
+    F_I: tuple[Lag, ...]
+    F_W: tuple[Lag, ...]
+    I_W: tuple[Lag, ...]
+
+    @classmethod
+    def of(cls, problem: Problem) -> Lags:
+        """Those of a Problem."""
+        kinds: tuple[list[Lag], ...] = ([], [], [])
+        for rank in range(problem.plan.ranks):
+            for found, lags in zip(kinds, _of_rank(problem, rank), strict=True):
+                found += (lag for lag in lags if lag.lag < problem.microbatches)
+        return cls(*map(tuple, kinds))
+
+    def ahead(self, problem: Problem, stage: int) -> int:
+        """How many F's of a stage may have started before its first I has ended."""
+        found = (lag.lag for lag in self.F_I if lag.stage == lag.before == stage)
+        return min(found, default=problem.microbatches)
+
+
+def _of_rank(problem: Problem, rank: int) -> Iterator[list[Lag]]:
+    own, never, saved, tape = problem.own[rank], problem.microbatches, problem.saved, problem.tape
+    room, whole, sum_ = problem.ample[rank], {}, 0.0
+    for s in own:
+        sum_ += saved[s]
+        whole[s] = sum_
+    F_I, F_W, I_W = [], [], []
+    for s in own:
+        below = whole[s] - saved[s]
+        for q in own:
+            if q >= s:
+                others = room - (whole[q] - whole[s]) - (problem.both[q] - saved[q])
+                F_I.append(Lag(s, q, max(fit(others, whole[s], never), 1)))
+            else:
+                others = room - (whole[s] - whole[q])
+                F_I.append(Lag(s, q, max(fit(others, whole[q], never), 1)))
+            if not problem.split:
+                continue
+            if q > s:
+                tapes = fit(room - whole[s], min(whole[s], tape[q]), never) + 1
+            elif tape[q] <= whole[q]:
+                tapes = fit(room - whole[s], tape[q], never) + 1
+            else:
+                tapes = fit(room - (whole[s] - whole[q]), whole[q], never)
+            F_W.append(Lag(s, q, max(tapes, 1)))
+            if q >= s:  # behind s it has run the I of this microbatch, too
+                tapes = fit(room - below - problem.both[s], tape[q], never) + (q == s)
+                I_W.append(Lag(s, q, max(tapes, 0)))
+    yield from (F_I, F_W, I_W)

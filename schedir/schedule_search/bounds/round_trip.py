@@ -1,0 +1,95 @@
+"""Crossing: what it costs that forwards go one way and backwards the other.
+
+Where fewer microbatches fit than there are ranks, a rank waits for one to come back before it may
+begin another, and how long that takes sets the pace.  Two that are away at once meet: the later
+one's F and the earlier one's I want the same rank.  Unless the second began a certain time after
+the first, one of them is late.  These times are few, and whether two of them add up to the pace is
+a matter of the costs; where they do not, the pace is slower.  docs/search.md has the proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from schedir.schedule_search.bounds.closed_form_bounds import closed_bound, of_rank
+from schedir.schedule_search.bounds.memory_lags import Lags
+from schedir.schedule_search.bounds.microbatch_latency import Paths
+from schedir.schedule_search.problem import Problem
+from schedir.schedule_search.search_results import Bound
+
+_WEIGHTS: Final = [k / 8 for k in range(9)]
+
+
+def crossing_bound(problem: Problem) -> Bound:
+    """The bound by what crosses behind the stage that sets the pace; of spans."""
+    paths, lags = Paths.of(problem), Lags.of(problem)
+    m, stages = problem.microbatches, problem.plan.stages
+    best = Bound(0.0, "")
+    if problem.objective != "span":
+        return best
+    waits = {lag.stage: lag.lag for lag in lags.F_W if lag.stage == lag.before}
+    pace = [0.0] * stages
+    for s in range(stages - 1):
+        k = lags.ahead(problem, s)
+        rest = problem.W[s] if waits.get(s, m) <= k else 0.0
+        pace[s] = (problem.F[s] + paths.turn[s] + problem.I[s] + rest) / k
+    s = max(range(stages), key=pace.__getitem__)
+    k = lags.ahead(problem, s)
+    if k < 2 or m < 2 * k + 2:
+        return best
+    away = k * pace[s]
+    late = _late(problem, paths, s, away)
+    if not late > 0:
+        return best
+    for often in ((m - 2) // k, (m - 2) // k - 1):
+        first, second = (_rest(problem, paths, lags, s, m - often * k - c) for c in range(2))
+        after = (first + problem.F[s] + second) / 2
+        value = paths.head[s] + often * away + (often - 1) * late + after
+        if value > best.value:
+            best = Bound(
+                value,
+                f"rank {problem.rank_of[s]} may have {k} microbatches away: {away:.6g} after one "
+                f"another may come, {often} times; their forwards cross what comes back, and so "
+                f"they are {late:.6g} late on average; what is left then takes {after:.6g}",
+            )
+    return best
+
+
+def _late(problem: Problem, paths: Paths, s: int, away: float) -> float:
+    """The least, on average, that microbatches are late which cross behind a stage."""
+    options = [*options_of(problem, paths, s, away)]
+    return max(
+        min(x + weight * max(y - x, 0.0) for x, y in options) / (1 + 2 * weight)
+        for weight in _WEIGHTS
+    )
+
+
+def options_of(
+    problem: Problem, paths: Paths, s: int, away: float
+) -> Iterator[tuple[float, float]]:
+    """How three microbatches can cross, the second between the first and the one that may come when
+    that is back: what the second is late at least, and all three together."""
+    stages, turn = range(s, problem.plan.stages), paths.turn
+    loop = [problem.F[r] + turn[r] + problem.I[r] for r in range(problem.plan.stages)]
+    for r in stages:
+        for q in range(s, r + 1):
+            x = max(away - turn[r] - turn[q], 0.0)
+            both = r < stages[-1]  # else x is the larger one
+            y = loop[r + 1] + loop[q + 1] - away if both else x
+            yield x, max(x, y)
+    rest = away - loop[s]  # one is back before the next one comes
+    least = min(problem.F[s], min(loop[s:]) - rest)
+    yield 0.0, max(least, 0.0)
+
+
+def _rest(problem: Problem, paths: Paths, lags: Lags, s: int, microbatches: int) -> float:
+    """The least time from an F on, with that many microbatches left, to the end of the run."""
+    rank = problem.rank_of[s]
+    left = replace(problem, plan=replace(problem.plan, microbatches=microbatches))
+    if s == 0:
+        return closed_bound(left).value
+    if len(problem.own[rank]) > 1:
+        return problem.F[s] + paths.turn[s] + problem.I[s]
+    return max(bound.value for bound in of_rank(left, paths, lags, rank)) - paths.head[s]

@@ -1,0 +1,1 @@
+"""Heuristics that find short schedules: list scheduling, annealing, local search."""

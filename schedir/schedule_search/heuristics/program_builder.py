@@ -1,0 +1,121 @@
+"""Maker: programs of orders, compiled with the costs of a search, within its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import inf
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from schedir.analysis.memory.footprint import held
+from schedir.compiler.compile import compile
+from schedir.errors import MemoryLimitError
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes, ample
+from schedir.ir.program import Program
+from schedir.passes.pass_types import Choice
+from schedir.predict.possible_saving import ROUNDING
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline
+from schedir.schedule_search.problem import Objective, Problem
+from schedir.schedule_search.rank_order import Order, draft_of, one_by_one, peaks
+
+_SLOTS: tuple[Choice | None, ...] = (None, "enough", "fewest")
+
+
+class Made(NamedTuple):
+    """A program's prediction, and what that takes."""
+
+    length: float
+    timeline: Timeline
+
+
+class Maker:
+    """Makes programs of orders of a Problem.
+
+    Messages take room beside what the Problem counts, in slots of which there may be more or fewer.
+    """
+
+    def __init__(
+        self, problem: Problem, costs: Costs, sizes: Sizes | None, limit: float | None
+    ) -> None:
+        self._problem, self._costs, self._sizes, self._limit = problem, costs, sizes, limit
+
+    @property
+    def takes_room(self) -> bool:
+        """Whether messages are to fit into the limit, too."""
+        kinds = ("activation", "gradient")
+        return self._limit is not None and any(
+            self._sizes is not None and self._sizes.each(kind, self._problem.plan).any()
+            for kind in kinds
+        )
+
+    def with_messages(self, order: Order, within: Problem) -> Problem:
+        """A Problem with less room than `within`, too little for an order that holds too much,
+        messages and all, with enough slots to lose no time.  The same where it fits.
+
+        Less by half of that only, since orders with less room have fewer messages waiting, too.
+        """
+        if not self.takes_room:
+            return within
+        assert self._sizes is not None and self._limit is not None
+        program = compile(draft_of(self._problem, order), costs=self._costs, slots="enough")
+        most = np.array([own.bytes.max() for own in held(program, self._sizes, late=True)])
+        over = np.maximum(most - ample(self._limit), 0).tolist()
+        room = tuple(
+            max(min(room - more / 2, peak * (1 - 1e-6)), within.least_room(rank)) if more else room
+            for rank, (room, more, peak) in enumerate(
+                zip(within.room, over, peaks(within, order), strict=True)
+            )
+        )
+        return replace(within, room=room)
+
+    def made(
+        self, orders: Iterable[tuple[float, Order]], best: Made | None = None, until: float = inf
+    ) -> Made | None:
+        """What the shortest of some orders takes as a program, or None if none fits.
+
+        `best` is the shortest that there is already.  The shortest order comes first; `until` then,
+        by perf_counter, others may be tried.  Opposite messages are grouped where that is shorter:
+        they then wait less for each other.
+        """
+        for length, order in orders:
+            for overlap in (False, True):
+                as_thought = best is not None and best.length <= length * (1 + ROUNDING)
+                if best is not None and (as_thought or perf_counter() > until):
+                    return best  # those that follow are longer, or nobody has time for them
+                try:
+                    timeline = self._simulated(draft_of(self._problem, order), overlap)
+                except MemoryLimitError:
+                    continue
+                made = Made(takes(timeline, self._problem.objective), timeline)
+                best = made if best is None or made.length < best.length else best
+        return best
+
+    def least(self) -> Made:
+        """What holds the least as a program.  Raises MemoryLimitError where that does not fit."""
+        timeline = self._simulated(draft_of(self._problem, one_by_one(self._problem)), False)
+        return Made(takes(timeline, self._problem.objective), timeline)
+
+    def _simulated(self, drafted: Program, overlap: bool) -> Timeline:
+        """The prediction of a draft's program, with as many slots as fit."""
+        ways = _SLOTS if self.takes_room else _SLOTS[:1]
+        for slots in ways:
+            try:
+                program = compile(
+                    drafted, costs=self._costs, sizes=self._sizes, limit=self._limit, slots=slots,
+                    overlap=overlap,
+                )  # fmt: skip
+                break
+            except MemoryLimitError:
+                if slots == ways[-1]:
+                    raise
+        return simulate(program, self._costs, sizes=self._sizes)
+
+
+def takes(timeline: Timeline, objective: Objective) -> float:
+    """What a prediction takes, by what was to be short."""
+    return float(timeline.own_span.max()) if objective == "own" else timeline.span

@@ -1,0 +1,285 @@
+"""Problem: what a search solves, as plain numbers of stages and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from operator import index
+from typing import Final, Literal, get_args
+
+import numpy as np
+
+from schedir.errors import CostsError, PlanError, UsageError, expect, flag, in_bytes, number, said
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes, ample
+from schedir.ir.isa.instructions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    SENDS,
+    STEPS,
+    Token,
+    producers,
+)
+from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES, Plan
+from schedir.predict.possible_saving import ROUNDING
+
+Objective = Literal["span", "own"]
+OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
+_REDUCE: Final = producers(Token.GRAD)[0]  # whole; what is kept in parts is no matter of orders
+MOST: Final = 1e299  # what has no limit, as a number, which all times are less than
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A pipeline whose microbatches are alike, in plain numbers; tuples are by stage or by rank.
+
+    `F`, `I` and `W` are times of a microbatch on each stage.  Where backwards are not `split`, `I`
+    is the time of a whole one, and `W` is 0 and never run.  What a stage's F puts out is there for
+    the next stage `act` later, and the gradient of an I for the stage before `grad` later: 0 where
+    both are on one rank.  `tail` is the least time from a rank's last compute to its end: to reduce
+    the gradients of a stage, and to step.
+
+    A rank may hold `room`, of whatever unit: of each microbatch `saved` from the start of F,
+    `both` from the start of I, `tape` from its end until the end of W.  Where backwards are whole,
+    `saved` is held until the end of I.
+
+    `objective` says what is to be short: the "span" of the whole run, or "own", the longest time
+    that a rank takes from its first compute to its last.
+    """
+
+    plan: Plan
+    split: bool
+    objective: Objective
+    F: tuple[float, ...]
+    I: tuple[float, ...]
+    W: tuple[float, ...]
+    act: tuple[float, ...]
+    grad: tuple[float, ...]
+    tail: tuple[float, ...]
+    saved: tuple[float, ...]
+    tape: tuple[float, ...]
+    both: tuple[float, ...]
+    room: tuple[float, ...]
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches there are."""
+        return self.plan.microbatches
+
+    @property
+    def kinds(self) -> int:
+        """How many kinds of work there are: F, I, and where backwards are split W."""
+        return 2 + self.split
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces of work there are: of each kind, stage and microbatch one."""
+        return self.kinds * self.plan.stages * self.microbatches
+
+    @property
+    def own(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, ascending."""
+        return self.plan.stages_of
+
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank that holds each stage."""
+        return tuple(self.plan.rank_of.tolist())
+
+    @cached_property
+    def ample(self) -> tuple[float, ...]:
+        """The room of each rank, and what sums of sizes may be above it by rounding."""
+        return tuple(map(ample, self.room))
+
+    def work(self, rank: int) -> float:
+        """The time that a rank computes."""
+        each = (self.F[s] + self.I[s] + self.W[s] for s in self.own[rank])
+        return self.microbatches * sum(each)
+
+    def least_room(self, rank: int) -> float:
+        """The least that a rank must be able to hold: one microbatch, there and back.
+
+        Its stages go forward one after the other, and back again; each W comes at once.
+        """
+        held = sum(self.saved[s] for s in self.own[rank])
+        most = held
+        for s in reversed(self.own[rank]):
+            most = max(most, held - self.saved[s] + self.both[s])
+            held -= self.saved[s]
+        return most
+
+    def fits(self, held: float, rank: int) -> bool:
+        """Whether a rank may hold that much."""
+        return held <= self.ample[rank]
+
+
+def problem_of(
+    plan: Plan,
+    costs: Costs | None = None,
+    sizes: Sizes | None = None,
+    limit: float | None = None,
+    *,
+    in_flight: int | Callable[[int], int] | None = None,
+    objective: Objective = "span",
+    split: bool = True,
+) -> Problem:
+    """The Problem of a plan, its costs, and what a rank may hold.
+
+    `limit` is in bytes of `sizes`, what there is of weights included; `in_flight` is the count that
+    `greedy` takes, of (stage, mb) from their F to their W, or B.  Without either there is no limit.
+    Messages take no room here: a program that is found must fit with them.
+
+    Raises PlanError for a plan with several holders of a stage, updates or segments; CostsError for
+    costs per microbatch, those that are all 0 or too large to add up, those of other stages, and
+    `FB` that saves time; UsageError for a limit that is none, and for one within which no schedule
+    works.
+    """
+    expect(plan, Plan, "Plan(ranks=4, microbatches=8)")
+    costs = Costs() if costs is None else costs
+    expect(costs, Costs, "Costs(F=1, B=2)")
+    if objective not in OBJECTIVES:
+        raise UsageError(f"objective is 'span' or 'own', not {said(objective)}")
+    split = flag(split, "split")
+    _require_plan(plan)
+    if split and "B" in costs.told and not {"I", "W"} & costs.told.keys():
+        raise CostsError(
+            "the costs say how long a whole backward takes, B, and not its parts, I and W",
+            hint="say I=...,W=..., or search for whole backwards: --whole, split=False",
+        )
+    if costs.pairs_save(plan):
+        raise CostsError(
+            "the costs say that a forward and a backward that run together, FB, take less than one "
+            "after the other, and a search knows no pairs",
+            hint="leave out FB, for schedules without pairs",
+        )
+    F, I, W = _of(FORWARD, costs, plan), _of(BACKWARD_INPUT, costs, plan), _zeros(plan)
+    if split:
+        W = _of(BACKWARD_WEIGHT, costs, plan)
+    else:
+        I = _of(BACKWARD, costs, plan)
+    if not sum(F + I + W) > 0:
+        raise CostsError("all costs are 0: every schedule is as short")
+    send = _of(SENDS[0], costs, plan)
+    rank_of = plan.rank_of.tolist()
+    act = [c * (a != b) for c, a, b in zip(send, rank_of, [*rank_of[1:], rank_of[-1]], strict=True)]
+    grad = [c * (a != b) for c, a, b in zip(send, rank_of, [rank_of[0], *rank_of], strict=False)]
+    steps = np.array(_of(STEPS[0], costs, plan))
+    reduces = costs.of(_REDUCE, plan)[:, 0]
+    tail = [
+        float(steps[min(rank, plan.stages - 1)]) + float(reduces[list(own)].min())
+        for rank, own in enumerate(plan.stages_of)
+    ]
+    if not plan.microbatches * (sum(F + I + W) + 2 * sum(send)) + sum(tail) < MOST:
+        raise CostsError(f"the costs add up to more than a search can count, {MOST:g}")
+    saved, tape, both, room = _held(plan, sizes, limit, in_flight, split=split)
+    problem = Problem(
+        plan, split, objective, F, I, W, tuple(act), tuple(grad), tuple(tail),
+        saved, tape, both, room,
+    )  # fmt: skip
+    _require_room(problem, limit)
+    return problem
+
+
+def whole_is_less(costs: Costs, plan: Plan) -> bool:
+    """Whether a whole backward takes less than both of its halves, on any stage.
+
+    What is proven of schedules with split backwards then says nothing of those with whole ones.
+    """
+    whole, I, W = (_of(op, costs, plan) for op in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
+    return any(b < (i + w) * (1 - ROUNDING) for b, i, w in zip(whole, I, W, strict=True))
+
+
+def _require_plan(plan: Plan) -> None:
+    for what, many, field in (
+        ("holder of each stage", plan.rows, "placement"),
+        ("update", plan.updates, "updates"),
+        ("segment of each sequence", plan.segments, "segments"),
+    ):
+        if many > 1:
+            raise PlanError(
+                f"a search is for plans with one {what}: this has {many}", fields=[field]
+            )
+
+
+def _of(op: int, costs: Costs, plan: Plan) -> tuple[float, ...]:
+    each = costs.of(op, plan)  # type: ignore[arg-type]
+    if each.shape[1] > 1:
+        raise CostsError("a search takes costs that are the same for all microbatches")
+    return tuple(each[:, 0].tolist())
+
+
+def _zeros(plan: Plan) -> tuple[float, ...]:
+    return (0.0,) * plan.stages
+
+
+def _held(
+    plan: Plan,
+    sizes: Sizes | None,
+    limit: float | None,
+    in_flight: int | Callable[[int], int] | None,
+    *,
+    split: bool,
+) -> tuple[tuple[float, ...], ...]:
+    """What is saved, the tape, both, and the room for them."""
+    one, zero = (1.0,) * plan.stages, _zeros(plan)
+    if limit is not None and in_flight is not None:
+        raise UsageError("limit is in bytes, and in_flight counts: say one of the two")
+    if limit is None:
+        room = (inf,) * plan.ranks
+        if in_flight is not None:
+            ask = in_flight if callable(in_flight) else lambda _: in_flight
+            room = tuple(_count(ask(rank)) for rank in range(plan.ranks))
+        return one, one if split else zero, one, room
+    if sizes is None:
+        raise UsageError(
+            "a limit in bytes needs the sizes of what is held",
+            hint="--sizes saved=1.2GB,tape=0.5GB, or sizes=Sizes(...)",
+        )
+    expect(sizes, Sizes, "Sizes(saved=1.2e9, tape=0.5e9)")
+    sizes.require(plan)
+    if (most := number(limit)) is None or most == -inf:
+        raise UsageError(f"a limit is a number of bytes, not {said(limit)}", hint="40e9")
+    each = {name: sizes.each(name, plan) for name in ("saved", "tape", "both")}
+    if any(of_stage.shape[1] > 1 for of_stage in each.values()):
+        raise UsageError("a search takes sizes that are the same for all microbatches")
+    saved, tape, both = (tuple(of_stage[:, 0].tolist()) for of_stage in each.values())
+    weights = sizes.of("weights", plan.stages)
+    room = tuple(float(most - weights[list(own)].sum()) for own in plan.stages_of)
+    return (saved, tape, both, room) if split else (saved, zero, saved, room)
+
+
+def _count(given: object) -> float:
+    try:
+        if isinstance(given, bool):
+            raise TypeError
+        return float(min(index(given), MAX_STAGES * MAX_MICROBATCHES))  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(
+            f"in_flight is a whole number, or a function of the rank that gives one, not "
+            f"{said(given)}"
+        ) from None
+
+
+def _in_flight(count: float) -> str:
+    return f"{count:g} in flight"
+
+
+def _require_room(problem: Problem, limit: float | None) -> None:
+    """Raise UsageError where a rank cannot take one microbatch there and back."""
+    for rank in range(problem.plan.ranks):
+        least = problem.least_room(rank)
+        if problem.fits(least, rank):
+            continue
+        weights = 0.0 if limit is None else limit - problem.room[rank]
+        say = in_bytes if limit is not None else _in_flight
+        of = f" and {in_bytes(weights)} of weights" * (weights > 0)
+        raise UsageError(
+            f"no schedule fits: rank {rank} has {say(least)} of one microbatch{of}, and may have "
+            f"{say(problem.room[rank] if limit is None else limit)}",
+            hint=f"the least that works there is {say(least + weights)}",
+            fields=["limit" if limit is not None else "in_flight"],
+        )

@@ -1,0 +1,139 @@
+"""Orders: what each rank does in turn, without microbatch numbers, and what that takes.
+
+Microbatches are alike, so a rank loses nothing by doing each kind of work of a stage in ascending
+order: of any schedule, sort the starts of a kind, and the k-th F still follows the k-th F before
+it, and what is held depends on counts alone (design, "Microbatches are alike").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from schedir.ir.isa.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instr
+from schedir.ir.program import Program, Stream
+from schedir.schedule_search.problem import Problem
+
+KINDS: Final = 3
+F, I, W = range(KINDS)
+
+Order = tuple[tuple[int, ...], ...]  # by rank: KINDS * stage + kind
+
+
+def codes_of(program: Program, *, split: bool) -> Order:
+    """The order of a program's compute; its microbatches need not ascend.
+
+    Where backwards are `split`, a whole one is an I and its W; where they are not, an I is one.
+    """
+    of: dict[int, tuple[int, ...]] = {FORWARD: (F,), BACKWARD: (I, W) if split else (I,)}
+    of |= {BACKWARD_INPUT: (I,), BACKWARD_WEIGHT: (W,) if split else ()}
+    return tuple(
+        tuple(
+            KINDS * stage + kind
+            for op, stage in zip(stream.op.tolist(), stream.stage.tolist(), strict=True)
+            for kind in of.get(op, ())
+        )
+        for stream in program.streams
+    )
+
+
+def one_by_one(problem: Problem) -> Order:
+    """One microbatch after the other, forward and back, each W at once: what holds the least."""
+    each = []
+    for own in problem.own:
+        there = [KINDS * stage + F for stage in own]
+        back = [KINDS * s + kind for s in reversed(own) for kind in (I, W)[: problem.kinds - 1]]
+        each.append((*there, *back) * problem.microbatches)
+    return tuple(each)
+
+
+def draft_of(problem: Problem, order: Sequence[Sequence[int]], name: str = "search") -> Program:
+    """The draft of an order: each kind of work of a stage takes its microbatches in turn."""
+    ops = (FORWARD, BACKWARD_INPUT if problem.split else BACKWARD, BACKWARD_WEIGHT)
+    streams = []
+    for codes in order:
+        done: dict[int, int] = {}
+        own = []
+        for code in codes:
+            own.append(Instr(ops[code % KINDS], code // KINDS, done.setdefault(code, 0)))
+            done[code] += 1
+        streams.append(Stream.of(own))
+    return Program(name, problem.plan, tuple(streams))
+
+
+def peaks(problem: Problem, order: Sequence[Sequence[int]]) -> list[float]:
+    """The most that each rank holds, in the unit of `Problem.room`."""
+    found = []
+    for codes in order:
+        held = most = 0.0
+        for code in codes:
+            stage, kind = divmod(code, KINDS)
+            if kind == F:
+                held += problem.saved[stage]
+                most = max(most, held)
+            elif kind == I:
+                held -= problem.saved[stage]
+                most = max(most, held + problem.both[stage])
+                held += problem.tape[stage]
+            else:
+                held -= problem.tape[stage]
+        found.append(most)
+    return found
+
+
+def starts_of(problem: Problem, order: Sequence[Sequence[int]]) -> list[list[float]] | None:
+    """The earliest start of each piece of work, by rank; None for an order that never ends."""
+    stages = problem.plan.stages
+    F_end: list[list[float]] = [[] for _ in range(stages)]
+    I_end: list[list[float]] = [[] for _ in range(stages)]
+    started: list[list[float]] = [[] for _ in order]
+    now, todo = [0.0] * len(order), set(range(len(order)))
+    moved = True
+    while moved:
+        moved = False
+        for rank in sorted(todo):
+            codes, own, time = order[rank], started[rank], now[rank]
+            while len(own) < len(codes):
+                stage, kind = divmod(codes[len(own)], KINDS)
+                ready = 0.0
+                if kind == F:
+                    k = len(F_end[stage])
+                    if stage:
+                        if len(F_end[stage - 1]) <= k:
+                            break
+                        ready = F_end[stage - 1][k] + problem.act[stage - 1]
+                elif kind == I:
+                    k = len(I_end[stage])
+                    if stage + 1 < stages:
+                        if len(I_end[stage + 1]) <= k:
+                            break
+                        ready = I_end[stage + 1][k] + problem.grad[stage + 1]
+                    elif len(F_end[stage]) <= k:
+                        break
+                time = max(time, ready)
+                own.append(time)
+                time += (problem.F, problem.I, problem.W)[kind][stage]
+                if kind == F:
+                    F_end[stage].append(time)
+                elif kind == I:
+                    I_end[stage].append(time)
+                moved = True
+            now[rank] = time
+            if len(own) == len(codes):
+                todo.discard(rank)
+    return None if todo else started
+
+
+def length(problem: Problem, order: Sequence[Sequence[int]]) -> float | None:
+    """What an order takes by the Problem's objective; None for one that never ends."""
+    started = starts_of(problem, order)
+    if started is None:
+        return None
+    cost = (problem.F, problem.I, problem.W)
+    longest = 0.0
+    for rank, (codes, own) in enumerate(zip(order, started, strict=True)):
+        end = own[-1] + cost[codes[-1] % KINDS][codes[-1] // KINDS]
+        longest = max(
+            longest, end - own[0] if problem.objective == "own" else end + problem.tail[rank]
+        )
+    return longest

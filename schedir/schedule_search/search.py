@@ -1,0 +1,204 @@
+"""Search: the shortest schedule within a memory limit, with a proof of how short any can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Final, Literal, get_args
+
+from schedir.errors import UsageError, expect, said
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.program import Program
+from schedir.predict.possible_saving import ROUNDING
+from schedir.schedule_search.bounds.lower_bound import bound_of
+from schedir.schedule_search.cp_sat import Solved, ortools, solve
+from schedir.schedule_search.heuristics.initial_orders import starts
+from schedir.schedule_search.heuristics.local_search import Hunt
+from schedir.schedule_search.heuristics.program_builder import Made, Maker
+from schedir.schedule_search.problem import Objective, Problem, problem_of
+from schedir.schedule_search.rank_order import Order
+from schedir.schedule_search.search_budget import evaluations_of, seconds_of, whole_of
+from schedir.schedule_search.search_results import Bound, Found, Step, Stopped
+from schedir.schedules.schedule_algebra import Schedule
+
+Prove = Literal["closed", "solver"]
+_PROVES: Final = get_args(Prove)
+_FIRST: Final = 0.3  # of the seconds that a search takes before the solver
+_PILOTS: Final = 8  # short hunts at most, for the room of messages
+_PILOT: Final = 400  # evaluations of one, and its part of the seconds
+_PILOTED: Final = 0.04
+_MAKING: Final = 2e-5  # seconds for each piece of work, to make programs at last
+
+
+def search(
+    plan: Plan,
+    costs: Costs | None = None,
+    sizes: Sizes | None = None,
+    limit: float | None = None,
+    *,
+    in_flight: int | Callable[[int], int] | None = None,
+    objective: Objective = "span",
+    split: bool = True,
+    seconds: float = 10.0,
+    evaluations: int | None = None,
+    seed: int = 0,
+    start: Sequence[Schedule | Program] = (),
+    prove: Prove = "closed",
+    report: Callable[[Step, float], None] | None = None,
+) -> Found:
+    """The shortest schedule that is found in some seconds, and a bound below which there is none.
+
+    `costs` are of stages, and each rank holds at most `limit` bytes of `sizes`, or `in_flight`
+    (stage, mb) as `greedy` counts them; without either there is no limit.  What is short is the
+    span of the run, or with the objective "own" the longest time that any rank takes from its first
+    compute to its last.  Backwards are I and W, or with `split=False` whole; where a whole one is
+    told to take less than I and W together, the bound is of split ones alone.
+
+    Built-in schedules that fit, and those of `start`, are looked at first, with their backwards
+    split, or whole; nothing longer is found.  Then idle ranks decide by policies of many kinds, the
+    best of these are changed, and at last single pieces of work are moved about.  It ends with a
+    proof, with `seconds`, after that many `evaluations` of orders, or where nothing better comes
+    any more.  With `evaluations`, and enough seconds for them, what is found depends on `seed`
+    alone.  Ctrl-C ends it, too: what has been found until then is returned.
+
+    `prove="solver"` looks for three tenths of the time, and gives what is left to CP-SAT, which
+    proves small cases that the bound in closed form leaves open (`pip install 'schedir[solver]'`).
+    How far that gets depends on time, and not on `seed` alone.  `report` is called with each better
+    schedule, and with the bound; then with each better bound, too.
+
+    Each forward runs once: one that recomputes may be shorter within little memory.
+
+    Raises UsageError for a limit within which no schedule works, and for a start that recomputes,
+    or trains not all; CostsError for `FB` that are less than a forward and a backward, as no pairs
+    are looked at; and what `compile` raises.
+
+    >>> from schedir import Costs, Plan, search
+    >>> found = search(Plan(ranks=4, microbatches=8), Costs(F=2, I=2, W=1), in_flight=4)
+    >>> found.span
+    49.0
+    >>> found.timeline
+    <predicted Timeline of search: span 49, bubble 18.4%>
+    """
+    seconds = seconds_of(seconds)
+    evaluations = evaluations_of(evaluations)
+    seed = whole_of(seed, "seed", "a seed is a whole number")
+    expect(start, Sequence, "[schedules.zb_h1]")
+    if report is not None and not callable(report):
+        raise UsageError(f"report is a function, not {said(report)}", fields=["report"])
+    if prove not in _PROVES:
+        raise UsageError(f"prove is 'closed' or 'solver', not {said(prove)}", fields=["prove"])
+    begin = perf_counter()
+    by_solver = prove == "solver"
+    if by_solver:
+        ortools()
+    costs = Costs() if costs is None else costs
+    problem = problem_of(
+        plan, costs, sizes, limit, in_flight=in_flight, objective=objective, split=split
+    )
+    least = bound_of(problem)
+
+    def told(step: Step) -> None:
+        if report is not None:
+            report(step, least.value)
+
+    def tighter() -> float:
+        nonlocal least
+        least = max(least, bound_of(problem, seconds / 20), key=lambda bound: bound.value)
+        return least.value
+
+    maker = Maker(problem, costs, sizes, limit)
+    orders = list(starts(problem, start))
+    made, within = _with_messages(maker, problem, orders, least.value, seconds, seed)
+    making = min(problem.pieces * _MAKING, seconds / 2)
+    hunting = seconds * (_FIRST if by_solver else 1) - making
+    hunt = Hunt(
+        within, least.value, begin=begin, seconds=hunting,
+        evaluations=evaluations, seed=seed,
+        report=told,
+    )  # fmt: skip
+    stopped: Stopped = "time"
+    try:
+        hunt.start(orders)
+        if hunt.run(tighter):
+            stopped = "no better"
+        if by_solver and not hunt.proved:
+            solved = _solve(problem, hunt, least, seconds, seed, report)
+            least = solved.bound
+            if solved.order is not None:
+                hunt.take(solved.value, solved.order, "CP-SAT")
+            if solved.interrupted:
+                raise KeyboardInterrupt
+            stopped = "no better" if solved.proved else "time"
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+    tried = hunt.tried
+    try:
+        made = maker.made(hunt.shortest[:1], made)
+        made = maker.made(hunt.given, made)  # their messages may wait less for each other
+        made = maker.made(hunt.finalists(), made, begin + seconds)
+    except KeyboardInterrupt:
+        stopped, made = "interrupted", made or maker.made(hunt.shortest, until=begin)
+    length, timeline = made or maker.least()
+    assert least.value <= length * (1 + 1e-6), "a bug: this is shorter than any schedule can be"
+    bound = least.value
+    if length <= bound * (1 + ROUNDING):  # they are sums of floats, each in an order of its own
+        stopped, bound = "proved", length
+    return Found(
+        timeline.program, timeline, length, bound, least.why, tuple(hunt.trail), tried,
+        seed, stopped, hunt.numba,
+    )  # fmt: skip
+
+
+def _with_messages(
+    maker: Maker,
+    problem: Problem,
+    orders: Sequence[tuple[str, Order]],
+    bound: float,
+    seconds: float,
+    seed: int,
+) -> tuple[Made | None, Problem]:
+    """The Problem with as little less room as messages need, and a first program that fits.
+
+    How much they need is up to the order.  So short hunts are made, each with less room by what the
+    last one's order held too much.
+    """
+    best, within, found = None, problem, problem
+    for _ in range(_PILOTS if maker.takes_room else 0):
+        pilot = Hunt(
+            within, bound, begin=perf_counter(), seconds=seconds * _PILOTED,
+            evaluations=_PILOT, seed=seed, report=lambda _: None,
+        )  # fmt: skip
+        pilot.start(orders)
+        pilot.run()
+        if not pilot.shortest:
+            break
+        made = maker.made(pilot.shortest[:1])
+        if made is not None and (best is None or made.length < best.length):
+            best, found = made, within
+        smaller = maker.with_messages(pilot.best, within)
+        if smaller == within:
+            break
+        within = smaller
+    return best, found if best is not None else within
+
+
+def _solve(
+    problem: Problem,
+    hunt: Hunt,
+    least: Bound,
+    seconds: float,
+    seed: int,
+    report: Callable[[Step, float], None] | None,
+) -> Solved:
+    """Let CP-SAT go on where a hunt has ended, for what is left of its time."""
+
+    def told(value: float, bound: float) -> None:
+        if report is not None:
+            shortest = min(value, hunt.length)
+            report(Step(hunt.elapsed, "CP-SAT", shortest), max(bound, least.value))
+
+    left = max(seconds - hunt.elapsed, 0.0)
+    hint = hunt.best if hunt.shortest else None
+    return solve(problem, left, hint=hint, closed=least, seed=seed, report=told)

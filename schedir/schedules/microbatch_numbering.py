@@ -1,0 +1,155 @@
+"""Spell: from letters to instructions, of many ranks at once.
+
+Own stages become stages of the model, and microbatches that number themselves get their numbers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import ScheduleError
+from schedir.ir.isa.instructions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    BACKWARDS,
+    RECOMPUTE,
+    ROWS,
+)
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.program import FIELDS, JOINED, Words, is_op, pack
+from schedir.schedules.schedule_algebra import AUTO, OLDEST
+
+Places = NDArray[np.intp]  # indices of letters
+
+
+def spell(words: list[Words], first: int, plan: Plan) -> Words:
+    """The words of some ranks, the `first` one and those that follow it, from their letters.
+
+    Raises ScheduleError for a stage that a rank does not have, and for W that finish no I.
+    """
+    letters = np.concatenate(words)
+    fields = letters.view(FIELDS)
+    op, said = fields["op"], fields["mb"]
+    rank = np.repeat(np.arange(first, first + len(words)), [*map(len, words)])
+    local = _own_stages(fields, rank, plan)
+    w, i = _finished(op, rank, local)
+    local[w] = local[i]
+    held = plan.stages_of[first : first + len(words)]
+    most = max(map(len, held))
+    own = np.array([[*stages, *[0] * (most - len(stages))] for stages in held])
+    cell = (rank - first) * most + local  # whose own stage, in a table like `own`
+    whole_or_input = np.where(op == BACKWARD_INPUT, BACKWARD, op)
+    # The k-th forward of a stage is of its k-th microbatch, and so is the k-th backward, where a B
+    # and an I count alike.  Each of several holders begins where its part of the microbatches does.
+    before = _count(cell * len(ROWS) + whole_or_input, own.size * len(ROWS))
+    rows = plan.row_of(own, np.arange(first, first + len(words))[:, None])
+    begin = np.array(plan.parts)[rows].reshape(-1)
+    mb = np.where(said == AUTO, before + begin[cell], said)
+    _recomputed(op, cell, said, mb, rank, local)
+    free = said[w] == AUTO
+    mb[w[free]] = mb[i[free]]
+    return pack(op, own.reshape(-1)[cell], mb) | letters & JOINED
+
+
+def _recomputed(
+    op: NDArray[np.uint8], cell: Words, said: NDArray[np.uint32], mb: Words, rank: Words,
+    local: Words,
+) -> None:  # fmt: skip
+    """Let each R that says none have the microbatch of its backward: of the backwards of its stage
+    behind it, the first of which no R before it is.
+
+    Raises ScheduleError for an R with no such backward.
+    """
+    r = np.flatnonzero(op == RECOMPUTE)
+    if not len(r):
+        return
+    b = np.flatnonzero(is_op(op, BACKWARDS))
+    r, b = r[np.argsort(cell[r], kind="stable")], b[np.argsort(cell[b], kind="stable")]
+    span = len(op) + 1
+    ahead = np.searchsorted(cell[b] * span + b, cell[r] * span + r)  # the next one
+    # The k-th R of a stage takes none that an earlier one has: at - k never falls.
+    k = np.arange(len(r))
+    least = np.searchsorted(cell[r], cell[r])  # where those of its stage begin
+    own = cell[r] * 2 * span  # so that it is no less in any later stage
+    at = np.maximum.accumulate(ahead - (k - least) + own) - own + (k - least)
+    there = at < np.searchsorted(cell[b], cell[r], side="right")
+    free = said[r] == AUTO
+    if (lone := free & ~there).any():
+        one = int(r[lone.argmax()])
+        raise ScheduleError(
+            f"rank {rank[one]} says R[{local[one]}] as its letter "
+            f"#{one - int((rank == rank[one]).argmax())}, and no backward of that stage behind it "
+            "is without one",
+            hint="R makes ready for the B or I that comes next: F + R + B",
+        )
+    mb[r[free]] = mb[b[at[free]]]
+
+
+def _own_stages(fields: NDArray[np.void], rank: Words, plan: Plan) -> Words:
+    """The own stage of each letter; OLDEST for a bare W, where its rank has several stages.
+
+    Raises ScheduleError for a stage that the rank does not have.
+    """
+    local = fields["stage"].astype(np.int64)
+    number = np.array([*map(len, plan.stages_of)])[rank]
+    oldest = local == OLDEST
+    if oldest.any():
+        local[oldest & (number == 1)] = 0
+    foreign = (local >= number) & (local != OLDEST)
+    if foreign.any():
+        at = int(foreign.argmax())
+        wrong = int(rank[at])
+        own, text = plan.stages_of[wrong], ROWS[fields["op"][at]].text
+        has = "1 stage" if len(own) == 1 else f"{len(own)} stages"
+        raise ScheduleError(
+            f"rank {wrong} says {text}[{local[at]}] as its letter "
+            f"#{at - int((rank == wrong).argmax())}, but has {has}: "
+            f"{text}[0] is stage {own[0]} of the model",
+            hint="F[j] is the rank's own stage j, from 0; microbatches number themselves, or are "
+            "said as F.at(mb)",
+        )
+    return local
+
+
+def _finished(op: NDArray[np.uint8], rank: Words, local: Words) -> tuple[Places, Places]:
+    """Each W that finishes an I, and that I, as indices of letters.
+
+    The k-th W of a stage finishes the stage's k-th I; the k-th bare W finishes the rank's k-th I.
+    Raises ScheduleError for bare W beside others, and for more of them than there are I.
+    """
+    w, i = np.flatnonzero(op == BACKWARD_WEIGHT), np.flatnonzero(op == BACKWARD_INPUT)
+    if not len(w):
+        return w, w
+    stage_of_i = local[i]
+    bare = local[w] == OLDEST
+    if bare.any():
+        number = np.bincount(rank[w][bare], minlength=int(rank[-1]) + 1)  # of bare W, by rank
+        if (mixed := ~bare & (number[rank[w]] > 0)).any():
+            raise ScheduleError(
+                f"rank {rank[w][mixed.argmax()]} says both W and W[j]: say W[j] everywhere"
+            )
+        inputs = np.bincount(rank[i], minlength=len(number))
+        if (more := number > inputs).any():
+            one = int(more.argmax())
+            raise ScheduleError(f"rank {one} has {number[one]} W for {inputs[one]} I")
+        stage_of_i = np.where(number[rank[i]] > 0, OLDEST, stage_of_i)
+    whose, of = rank[w] << 16 | local[w], rank[i] << 16 | stage_of_i
+    w, i = w[np.argsort(whose, kind="stable")], i[np.argsort(of, kind="stable")]
+    whose, of = np.sort(whose), np.sort(of)
+    at = np.searchsorted(of, whose) + np.arange(len(w)) - np.searchsorted(whose, whose)
+    there = at < np.searchsorted(of, whose, side="right")
+    return w[there], i[at[there]]
+
+
+def _count(key: Words, most: int) -> Words:
+    """How many equal keys, all below `most`, came before each one: [a a b a b] -> [0 1 0 2 1]."""
+    if most <= 2**16:
+        key = key.astype(np.uint16)  # these sort several times as fast
+    order = np.argsort(key, kind="stable")
+    ordered = key[order]
+    new = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(key)])
+    out = np.empty(len(key), np.int64)
+    out[order] = np.arange(len(key)) - np.repeat(new, np.diff(new, append=len(key)))
+    return out

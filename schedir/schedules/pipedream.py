@@ -1,0 +1,29 @@
+"""No flush: what ends one update begins the next, on older weights."""
+
+from __future__ import annotations
+
+from schedir.schedules.schedule_algebra import Word, delayed
+from schedir.schedules.single_stage import one_f_one_b
+
+
+@delayed(1)
+def pipedream_2bw(r: int, P: int, m: int) -> Word:
+    """PipeDream-2BW: 1F1B without a flush, on two versions of the weights (arXiv 2006.09503).
+
+    On a `Plan(updates=..., delay=1)` update u is W(u+1) = W(u) - lr grad(W(u-1)), the paper's rule,
+    and the first is from W(0).  Ranks idle (P-1)(F+B) once, however many updates there are;
+    rank r has min(P-r, m) activations in flight, and two versions of the weights.  Takes P-1
+    microbatches per update at least, so that the weights are there in time (the paper asks for P).
+
+    `one_f_one_b` with a delay of P-1-s for stage s and an update for every microbatch is PipeDream
+    itself (arXiv 1806.03377), which keeps P-r versions.
+
+    >>> from schedir.schedules import pipedream_2bw
+    >>> from schedir import Plan, compile
+    >>> program = compile(pipedream_2bw, Plan(ranks=2, microbatches=6, updates=3, delay=1))
+    >>> print(*program.streams[1][:8], sep="; ")
+    recv_act 1.0; F 1.0; recv_act 1.1; B 1.0; send_grad 1.0; F 1.1; B 1.1; reduce_grads 1
+    >>> print(*program.streams[1][8:16], sep="; ")
+    recv_act 1.2; send_grad 1.1; step; F 1.2; B 1.2; recv_act 1.3; send_grad 1.2; F 1.3
+    """
+    return one_f_one_b(r, P, m)

@@ -1,0 +1,319 @@
+"""Words: how a schedule is written.
+
+A word is what one rank does, as algebra: `3 * F + 5 * (F + B) + 3 * B`.  `+` is "then", `n *`
+is "n times", `F[j]` is F on the rank's j-th own stage.  Microbatches number themselves in
+order of occurrence, so a word stays as short as the idea; `F.at(mb)` says one when order does
+not.
+
+>>> from schedir import EMPTY, B, F, I, W
+>>> 2 * F + (F + B) + 2 * B
+<Word F F F B B B>
+>>> I + W + 0 * F, EMPTY
+(<Word I W>, <Word>)
+
+`R` runs a forward again, on what it has kept of its input, and so stands before the backward whose
+microbatch it is of: `F + R + B`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from operator import index
+from typing import SupportsIndex, TypeVar
+
+import numpy as np
+
+from schedir.errors import said
+from schedir.ir.cost.number_parsing import NO_NUMBERS
+from schedir.ir.input_trust import trust
+from schedir.ir.isa.instructions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    RECOMPUTE,
+    ROWS,
+)
+from schedir.ir.pipeline.placement import Placement
+from schedir.ir.program import JOINED, OP, STAGE, Words, pack
+
+__all__ = [
+    "EMPTY",
+    "B",
+    "F",
+    "I",
+    "R",
+    "W",
+    "Word",
+    "delayed",
+    "join",
+    "overlap",
+    "placed",
+    "weave",
+]
+
+# In a letter, the microbatch that numbers itself, and the stage of a bare W.
+AUTO, OLDEST = 0xFFFFFFFF, 0xFFFF
+
+
+@dataclass(frozen=True, eq=False)
+class Word:
+    """What one rank does: letters in order, each an op, a stage of its own and a microbatch.
+
+    >>> from schedir import B, F, Plan, draft
+    >>> def back_to_front(rank, ranks, microbatches):
+    ...     return 2 * F + B.at(1) + B.at(0)
+    >>> [str(instr) for instr in draft(back_to_front, Plan(ranks=1, microbatches=2)).streams[0]]
+    ['F 0.0', 'F 0.1', 'B 0.1', 'B 0.0']
+    """
+
+    letters: Words
+    __array_ufunc__ = None  # numpy's numbers leave n * F to us
+
+    def __add__(self, other: Word | int) -> Word:
+        if isinstance(other, Word):
+            return Word(np.concatenate([self.letters, other.letters]))
+        return self if type(other) is int and other == 0 else NotImplemented  # the empty sum()
+
+    __radd__ = __add__  # so that sum() needs no start
+
+    def __mul__(self, times: SupportsIndex | np.bool_) -> Word:
+        # (rank == 0) * F: once, or not at all.
+        count = int(times) if isinstance(times, (bool, np.bool_)) else _whole("n * F", times)
+        if count < 0:
+            raise ValueError(f"n * F takes n from 0 on, not {count}: max(n, 0) is never less")
+        most = trust().instructions
+        if most is not None and count * max(len(self), 1) > most:
+            raise ValueError(
+                f"n * {self!r} is longer than the {most} instructions that a program may have"
+            )
+        try:
+            letters = np.empty((count, len(self)), np.int64)
+        except (MemoryError, ValueError):  # ValueError: more than a size can be
+            raise ValueError(f"n * {self!r} does not fit in memory with n = {count}") from None
+        letters[:] = self.letters
+        return Word(letters.reshape(-1))
+
+    __rmul__ = __mul__
+
+    def __getitem__(self, local: SupportsIndex) -> Word:
+        """The same on the rank's own stage number `local`, counted from 0."""
+        local = _whole("F[own stage]", local)
+        if not 0 <= local < OLDEST:
+            raise IndexError(f"a rank's own stages count from 0, not {local}")
+        return Word(self.letters & ~(0xFFFF << STAGE) | local << STAGE)
+
+    def at(self, mb: SupportsIndex) -> Word:
+        """The same on microbatch `mb`."""
+        mb = _whole("F.at(microbatch)", mb)
+        if not 0 <= mb < AUTO:
+            raise IndexError(f"microbatches count from 0, not {mb}")
+        return Word(self.letters & ~AUTO | mb)
+
+    __iter__ = None  # a word is one thing: without this, __getitem__ would make it endless
+
+    def __len__(self) -> int:
+        return len(self.letters)
+
+    def __repr__(self) -> str:
+        names = [ROWS[w >> OP & 0xFF].text for w in self.letters[:20].tolist()]
+        return f"<{' '.join(['Word', *names])}{' ...' if len(self) > 20 else ''}>"
+
+
+def _whole(what: str, value: SupportsIndex) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return index(value)
+    except TypeError:
+        hint = ": divide by //" if isinstance(value, float) else ""
+        raise TypeError(f"{what} takes a whole number, not {value!r:.60}{hint}") from None
+
+
+#: The forward of the next microbatch.
+F = Word(pack(FORWARD, 0, AUTO))
+#: The backward of the next microbatch, whole.
+B = Word(pack(BACKWARD, 0, AUTO))
+#: The half of a backward that computes the gradient of the stage's input.
+I = Word(pack(BACKWARD_INPUT, 0, AUTO))
+#: The half that computes the weights' gradients, of the oldest I that has none yet.
+W = Word(pack(BACKWARD_WEIGHT, OLDEST, AUTO))
+#: The forward run again for the next backward of its stage that has none yet.
+R = Word(pack(RECOMPUTE, 0, AUTO))
+#: The word without letters.
+EMPTY = Word(np.empty(0, np.int64))
+
+
+def join(words: Iterable[Word]) -> Word:
+    """Words one after the other.  `sum` says the same, and copies all that came before each time.
+
+    >>> from schedir.schedule_algebra import F, join
+    >>> join(F[j] for j in range(3))
+    <Word F F F>
+    """
+    return Word(np.concatenate([EMPTY.letters, *(_letters("join", word) for word in words)]))
+
+
+def _letters(what: str, word: object) -> Words:
+    if not isinstance(word, Word):
+        raise TypeError(f"{what} takes words, as 3 * F and F + B, not {said(word)}")
+    return word.letters
+
+
+def weave(forwards: Word, backwards: Word, lead: int, weights: Word = EMPTY, late: int = 0) -> Word:
+    """`lead` forwards, then forward and backward by turns, then the backwards that remain.
+
+    With split backwards each turn ends with one of `weights`, from the turn after `late` on;
+    those that remain come last.  Raises TypeError for what is no word, or no whole number.
+
+    >>> from schedir import B, F, weave
+    >>> weave(4 * F, 4 * B, lead=2)
+    <Word F F F B F B B B>
+    """
+    words = [_letters("weave", word) for word in (forwards, backwards, weights)]
+    lead, late = _whole("the lead of weave", lead), _whole("the late of weave", late)
+    starts = [-max(lead, 0), 0, max(late, 0)]
+    turn = np.concatenate([np.arange(len(w)) + s for w, s in zip(words, starts, strict=True)])
+    return Word(np.concatenate(words)[np.argsort(turn, kind="stable")])
+
+
+def overlap(first: Word, second: Word) -> Word:
+    """The letters of both in pairs, each pair run together as one: DualPipe's cell.
+
+    >>> from schedir import B, F, Plan, draft, overlap, show
+    >>> def cells(rank, ranks, microbatches):
+    ...     return F + (microbatches - 1) * overlap(F, B) + B
+    >>> for line in show(draft(cells, Plan(ranks=1, microbatches=4))).splitlines()[-3:]:
+    ...     print(line)
+      F 0.0
+      3 x  F 0.1+ & B 0.0+
+      B 0.3
+    """
+    one, other = _letters("overlap", first), _letters("overlap", second)
+    if len(one) != len(other):
+        raise ValueError(f"overlap pairs letters: {len(one)} do not go with {len(other)}")
+    return Word(np.stack([one, other | JOINED], 1).reshape(-1))
+
+
+Schedule = Callable[..., Word | Iterable[Word]]
+_S = TypeVar("_S", bound=Schedule)
+
+
+def placed(placement: Placement, v: int | None = None) -> Callable[[_S], _S]:
+    """Mark a schedule as one for this placement, and for `v` stages per rank where that is fixed.
+
+    A schedule sees numbers only, and so cannot tell: `draft` reads the mark, as `schedule.placed`,
+    and refuses plans whose stages lie elsewhere.  Raises TypeError for what is no placement.
+
+    >>> from schedir import B, F, Plan, draft
+    >>> from schedir.schedule_algebra import placed
+    >>> @placed("vee")
+    ... def valley(rank, ranks, microbatches):
+    ...     return microbatches * (F[0] + F[1] + B[1] + B[0])
+    >>> draft(valley, Plan(ranks=2, microbatches=3, placement="vee"))
+    <draft valley: 2 ranks, 24 instructions>
+    >>> draft(valley, Plan(ranks=2, microbatches=3, stages_per_rank=2))
+    Traceback (most recent call last):
+        ...
+    schedir.errors.ScheduleError: valley: valley is for placement 'vee', not for 'loop' with 2
+    """
+    if not isinstance(placement, str | tuple):
+        raise TypeError(f"@placed takes a placement, as in @placed('loop'), not {placement!r:.60}")
+
+    def mark(schedule: _S) -> _S:
+        vars(schedule)["placed"] = (placement, v)
+        return schedule
+
+    return mark
+
+
+def delayed(delay: int | Iterable[int]) -> Callable[[_S], _S]:
+    """Mark a schedule as one whose updates take this delay, where a plan has several.
+
+    A number, or one per stage, as in `Plan`.  As with `placed`: `draft` reads it, as
+    `schedule.delay`, and refuses other plans.  Raises TypeError for anything else.
+
+    >>> from schedir import B, F, Plan, draft
+    >>> from schedir.schedule_algebra import delayed
+    >>> @delayed(1)
+    ... def late(rank, ranks, microbatches):
+    ...     return microbatches * (F + B)
+    >>> draft(late, Plan(ranks=1, microbatches=4, updates=2))
+    Traceback (most recent call last):
+        ...
+    schedir.errors.ScheduleError: late: late is for updates with a delay of 1, not of 0
+    """
+    if isinstance(delay, NO_NUMBERS):
+        raise TypeError(f"@delayed takes a whole number or one per stage, not {delay!r:.60}")
+    if isinstance(delay, Iterable):
+        delay = tuple(_whole("@delayed", each) for each in delay)
+    else:
+        delay = _whole("@delayed", delay)
+
+    def mark(schedule: _S) -> _S:
+        vars(schedule)["delay"] = delay
+        return schedule
+
+    return mark
+
+
+def _function(schedule: Schedule) -> Schedule:
+    while isinstance(schedule, partial):
+        schedule = schedule.func
+    return schedule
+
+
+def name_of(schedule: Schedule) -> str:
+    """The name a schedule goes by."""
+    schedule = _function(schedule)
+    return str(getattr(schedule, "__name__", type(schedule).__name__))
+
+
+def takes(name: str, schedule: Schedule, signature: inspect.Signature | None = None) -> bool:
+    """Whether a schedule is to be told a number: has a parameter of that name, which is not bound.
+
+    `signature` is the schedule's, where that is known.
+    """
+    bound = schedule.keywords if isinstance(schedule, partial) else {}
+    try:
+        signature = signature or inspect.signature(schedule)
+        return name in signature.parameters and name not in bound
+    except (TypeError, ValueError):  # no function: `draft` says so
+        return False
+
+
+def takes_v(schedule: Schedule) -> bool:
+    """Whether a schedule is to be told `v`."""
+    return takes("v", schedule)
+
+
+def stages_per_rank_for(schedule: Schedule) -> int:
+    """How many stages per rank a schedule has unless told.
+
+    Those that it is marked for; else the `v` that is bound, or the default of its parameter `v`; 2
+    where that has none, for such a schedule is for several; and 1 where there is no `v`.
+    """
+    if fixed := placed_for(schedule)[1]:
+        return fixed
+    try:
+        v = inspect.signature(schedule).parameters.get("v")
+    except (TypeError, ValueError):  # no function: `draft` says so
+        return 1
+    if v is None:
+        return 1
+    return 2 if v.default is inspect.Parameter.empty else int(v.default)
+
+
+def placed_for(schedule: Schedule) -> tuple[Placement | None, int | None]:
+    """The placement and the stages per rank that a schedule is marked for; None where it is not."""
+    mark: tuple[Placement | None, int | None] = getattr(_function(schedule), "placed", (None, None))
+    return mark
+
+
+def delay_for(schedule: Schedule) -> int | tuple[int, ...] | None:
+    """The delay of updates that a schedule is marked for; None where it is not."""
+    mark: int | tuple[int, ...] | None = getattr(_function(schedule), "delay", None)
+    return mark

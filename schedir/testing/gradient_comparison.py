@@ -1,0 +1,296 @@
+"""Compare the gradients of a pipeline step with those of a plain loop, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from math import inf, isfinite
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from schedir.errors import UsageError
+from schedir.testing.unpipelined_model import Due, Plain, names_of, numbers
+
+TOLERANCES: Final = {torch.float32: 1e-6, torch.float64: 1e-12}
+SHOWN: Final = 3  # names in one line of the error
+MISSING: Final = "no gradient"
+NOT_EXPECTED: Final = "a gradient, but none is expected"
+NOT_FINITE: Final = "not finite"
+DIFFERENT: Final = "different"
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a rank has after the step.
+
+    Args:
+        gradients: Gradients by the names of their parameters.
+        stages: The names of the parameters of each stage, if stages are known.
+    """
+
+    gradients: Mapping[str, Tensor | None]
+    stages: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def by_prefix(self) -> Left:
+        """Fill in the stages of a model that was given as a list of stages.
+
+        Names of parameters then begin with the number of their stage.
+        """
+        if self.stages:
+            return self
+        stages: dict[int, list[str]] = {}
+        for name in self.gradients:
+            stages.setdefault(int(name.partition(".")[0]), []).append(name)
+        return replace(self, stages={s: tuple(names) for s, names in sorted(stages.items())})
+
+
+class Place(NamedTuple):
+    """A stage on a rank.
+
+    The stage is None if its number is not known.  The rank is None for a gradient that no rank, or
+    too few ranks, have.
+    """
+
+    stage: int | None
+    rank: int | None
+
+
+class Difference(NamedTuple):
+    """Gradients that differ in the same way from those of the plain loop.
+
+    Args:
+        places: The stages and ranks that have these gradients.
+        names: The names of the parameters.
+        every: Whether the places have no other parameters.
+        problem: How the gradients differ, in words.
+        error: The norm of the difference over the norm of the expected gradient, for the parameter
+            for which it is largest.
+    """
+
+    places: tuple[Place, ...]
+    names: tuple[str, ...]
+    every: bool
+    problem: str
+    error: float
+
+    @property
+    def stages(self) -> tuple[int | None, ...]:
+        """The stages, in order."""
+        return tuple(dict.fromkeys(place.stage for place in self.places))
+
+    def __str__(self) -> str:
+        number = len(self.names)
+        if self.every and number > 1:
+            what = f"all {number} parameters"
+        else:
+            more = f" and {number - SHOWN} more" if number > SHOWN else ""
+            what = f"{', '.join(self.names[:SHOWN])}{more}"
+        return f"{_where(self.places)}, {what}: {self.problem}"
+
+
+def _where(places: Sequence[Place]) -> str:
+    """Return places in words, such as `stages 0, 1 (ranks 0, 1)`, or the ranks alone."""
+
+    def several(what: str, numbers: Sequence[int]) -> str:
+        numbers = sorted({*numbers})
+        return f"{what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}" * bool(numbers)
+
+    stages = several("stage", [p.stage for p in places if p.stage is not None])
+    ranks = several("rank", [p.rank for p in places if p.rank is not None]) or "on no rank"
+    return f"{stages} ({ranks})" if stages else ranks
+
+
+class WrongGradients(AssertionError):
+    """Gradients differ from those of the plain loop.  `differences` lists how, lowest stage first.
+
+    Args:
+        differences: The differences.
+        weights: The names of each weight that has or should have a gradient.
+        right: The stages and ranks whose gradients are all right.
+    """
+
+    def __init__(
+        self,
+        differences: Sequence[Difference],
+        weights: Sequence[tuple[str, ...]],
+        right: Sequence[Place],
+    ) -> None:
+        names = {name for difference in differences for name in difference.names}
+        wrong = sum(not names.isdisjoint(own) for own in weights)
+        lines = [f"{wrong} of {len(weights)} gradients differ from those of a plain loop"]
+        lines += [f"  {difference}" for difference in differences]
+        if right:
+            lines.append(f"  right: {_where(right)}")
+        first = _first_stage(differences, right)
+        super().__init__("\n".join([*lines, *([f"  hint: {first}"] if first else [])]))
+        self.differences = tuple(differences)
+
+
+def _first_stage(differences: Sequence[Difference], right: Sequence[Place]) -> str:
+    """Return a hint if all stages up to one are wrong, and the later ones right.  Else return "".
+
+    Backwards run from the last stage to the first, so an error spreads to the lower stages.  It
+    then begins in the last stage that is wrong.
+    """
+    stages = {stage for difference in differences for stage in difference.stages}
+    good = {place.stage for place in right}
+    numbered = [stage for stage in stages if stage is not None]
+    if not good or None in good or len(numbered) < len(stages):
+        return ""
+    if any(difference.problem in (MISSING, NOT_EXPECTED) for difference in differences):
+        return ""
+    last = max(numbered)
+    if stages != {*range(last + 1)} or any(s is not None and s < last for s in good):
+        return ""
+    return f"it begins in the backward of stage {last}, or in what stage {last + 1} sends to it"
+
+
+def compare(
+    loop: Plain,
+    left: Sequence[Left],
+    *,
+    replicas: int = 1,
+    tolerance: float | None = None,
+) -> float:
+    """Compare the gradients that ranks have after a step with those of the plain loop.
+
+    Args:
+        loop: The plain loop.
+        left: What each rank has after the step.
+        replicas: The number of data-parallel replicas.
+        tolerance: The largest difference that is allowed, as for `assert_same_gradients`.
+
+    Returns:
+        The largest norm of a difference over the norm of the expected gradient.
+
+    Raises:
+        WrongGradients: A gradient differs by more than the tolerance.
+        UsageError: No rank has a gradient.
+    """
+    if not any(g is not None for one in left for g in one.gradients.values()):
+        raise UsageError(
+            "no rank has a gradient of `model` after the step",
+            hint="a step that works on copies returns {name: gradient} by the names of `model`",
+        )
+    due = loop.due
+    every = names_of(loop.model).values()
+    weights = [names for names in every if names[0] in due]
+    held = [*_held(left, weights, replicas)]
+    ranks_with = {n: {at.rank for at, of, g in held if of == n and g is not None} for n in due}
+    wrong: dict[Place, dict[str, _Measured]] = {}
+    largest = 0.0
+    for place, name, got in held:
+        measured = _measure(name, got, due.get(name), tolerance)
+        largest = max(largest, measured.error)
+        if measured.same:
+            continue
+        if place.rank is None and ranks_with[name]:
+            few = f"a gradient on only {len(ranks_with[name])} rank, for {replicas} replicas"
+            measured = measured._replace(problem=few)
+        wrong.setdefault(place, {})[name] = measured
+    if not wrong:
+        return largest
+    places = dict.fromkeys(place for place, _, _ in held)
+    all_names = {place: {n for at, n, _ in held if at == place} for place in places}
+    of_wrong = {name for own in wrong.values() for name in own}
+    right = [place for place in places if place not in wrong and place.rank is not None]
+    undue = [names for names in every if names not in weights and not of_wrong.isdisjoint(names)]
+    raise WrongGradients(_differences(wrong, all_names), [*weights, *undue], right)
+
+
+def _held(
+    left: Sequence[Left], weights: Sequence[tuple[str, ...]], replicas: int
+) -> Iterator[tuple[Place, str, Tensor | None]]:
+    """Yield a place, a name and a gradient for each gradient that a rank has, or should have.
+
+    A weight that no rank has, or fewer ranks than there are replicas, gets a place without a rank.
+    """
+    found = []
+    staged = {name for one in left for names in one.stages.values() for name in names}
+    for rank, one in enumerate(left):
+        stage_of = {name: s for s, names in one.stages.items() for name in names}
+        for name in dict.fromkeys([*stage_of, *one.gradients]):
+            got = one.gradients.get(name)
+            if name not in stage_of and name in staged and got is not None and not bool(got.any()):
+                got = None  # a step may return zeros for the parameters of other ranks
+            if got is not None or name in stage_of:  # else the rank does not have the parameter
+                found.append((Place(stage_of.get(name), rank), name, got))
+    for names in weights:
+        on = {place.rank for place, name, _ in found if name in names}
+        # A rank that returns None, or nothing, for a weight says that another rank has it.
+        elsewhere = any(one.gradients.get(name, 0) is None for one in left for name in names)
+        if not on or (len(on) < replicas and not elsewhere):
+            found.append((Place(None, None), names[0], None))
+    yield from sorted(found, key=lambda f: (f[0].stage is None, f[0].stage or 0))
+
+
+class _Measured(NamedTuple):
+    """How far one gradient differs from the expected one.
+
+    Args:
+        error: The norm of the difference over the norm of the expected gradient.
+        same: Whether the difference is within the tolerance.
+        problem: What kind of difference it is.
+        ratio: The norm of the gradient over the norm of the expected gradient.
+    """
+
+    error: float
+    same: bool
+    problem: str
+    ratio: float = 1.0
+
+    def in_words(self) -> str:
+        """Return the problem, with its size where it has one."""
+        if self.problem != DIFFERENT:
+            return self.problem
+        return f"relative error {self.error:.2g}, norm {self.ratio:.2g} times the expected norm"
+
+
+def _measure(name: str, got: Tensor | None, due: Due | None, tolerance: float | None) -> _Measured:
+    """Measure how far a gradient differs from the expected one."""
+    if got is None or due is None:
+        one = got if due is None else due.value
+        wrong = one is not None and bool(one.any())
+        return _Measured(float(wrong), not wrong, MISSING if got is None else NOT_EXPECTED)
+    if got.shape != due.value.shape:
+        raise UsageError(
+            f"the gradient of {name} has shape {[*got.shape]}, and its weight {[*due.value.shape]}",
+            hint="put slices together first",
+        )
+    types = {got.dtype, due.value.dtype}
+    allowed = max(map(_tolerance, types)) if tolerance is None else tolerance
+    norm = float(numbers(due.value).norm())
+    size = float(numbers(got).norm())
+    error = float((numbers(got) - numbers(due.value)).norm())
+    return _Measured(
+        error / norm if norm else float(error > 0),
+        error <= allowed * due.size,
+        DIFFERENT if isfinite(size) else NOT_FINITE,
+        size / norm if norm else inf,
+    )
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return TOLERANCES.get(dtype, 8 * torch.finfo(dtype).eps)
+
+
+def _differences(
+    wrong: Mapping[Place, Mapping[str, _Measured]], all_names: Mapping[Place, Set[str]]
+) -> list[Difference]:
+    """Group the wrong gradients of each place by problem, and merge places with equal problems."""
+    merged: dict[object, Difference] = {}
+    for place, own in wrong.items():
+        for problem in dict.fromkeys(measured.problem for measured in own.values()):
+            group = {name: one for name, one in own.items() if one.problem == problem}
+            worst = max(group.values(), key=lambda measured: measured.error)
+            names, every = tuple(group), {*group} == all_names[place]
+            key = worst.in_words(), every, None if every else names
+            before = merged.get(key, Difference((), (), every, worst.in_words(), 0.0))
+            merged[key] = before._replace(
+                places=(*before.places, place),
+                names=tuple(dict.fromkeys(before.names + names)),
+                error=max(before.error, worst.error),
+            )
+    return [*merged.values()]

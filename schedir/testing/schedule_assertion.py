@@ -1,0 +1,132 @@
+"""Assertions: a property test for a schedule of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from schedir.analysis.progress_models import MODELS, Model
+from schedir.compiler.compile import compile
+from schedir.errors import ProgramError, UsageError, expect, said
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.program import Program
+from schedir.schedules.schedule_algebra import Schedule, name_of
+from schedir.testing.strategies import plans_of
+from schedir.verify.check import check
+
+_PLANS = "plans=[Plan(ranks=2, microbatches=4)]"
+
+
+def assert_schedule(
+    schedule: Schedule,
+    *,
+    plans: st.SearchStrategy[Plan] | Iterable[Plan] | None = None,
+    models: Sequence[Model] = MODELS,
+    exact: bool | None = None,
+    examples: int = 50,
+) -> None:
+    """Assert that a schedule is right on many plans.
+
+    It compiles; it is complete and finishes under each of `models`, by default all; and run in this
+    process, in random legal orders on a tiny model, it gives the gradients of the same model
+    without a schedule.
+
+    `plans` are the plans that the schedule is to take, or a strategy, of which `examples` are
+    tried; without it, those of `plans_of`.  Gradients must be the same bits where the program is
+    ascending, and else within 1e-6 (the norm of the difference over the norm, per parameter);
+    `exact` says to demand the bits of all, or of none.  Of several updates they are the last's,
+    and no optimizer steps between them.
+
+    Raises AssertionError that names the plan, the first or the smallest found, and what is wrong;
+    UsageError where there is no plan to try, and for plans and models that are none.
+
+    >>> from schedir import Plan, schedules
+    >>> from schedir.testing import assert_schedule
+    >>> assert_schedule(schedules.zb_h1, plans=[Plan(ranks=2, microbatches=4)])
+    """
+
+    models = _models(models)
+
+    def holds(plan: Plan, seed: int) -> None:
+        program = _legal(schedule, plan, models)
+        wrong = _difference(program, models[0], seed, exact)
+        if wrong:
+            raise AssertionError(f"{program.name} is wrong on {plan}\n{wrong}")
+
+    if isinstance(plans, st.SearchStrategy):
+        tried = given(plan=plans, seed=st.integers(0, 2**32 - 1))(holds)
+        phases = [phase for phase in Phase if phase is not Phase.explain]  # of no use to the reader
+        # No database: it would hand the failures of one schedule to the next.
+        settings(max_examples=examples, deadline=None, phases=phases, database=None)(tried)()
+        return
+    if plans is not None and not isinstance(plans, Iterable):
+        expect(plans, Plan, _PLANS)  # one alone is several with one
+    several = plans_of(schedule) if plans is None else plans
+    several = [several] if isinstance(several, Plan) else list(several)
+    if not several:
+        raise UsageError("there is no plan to try the schedule on")
+    for plan in several:
+        expect(plan, Plan, _PLANS)
+    for seed, plan in enumerate(several):
+        holds(plan, seed)
+
+
+def _models(given: object) -> tuple[Model, ...]:
+    """Progress models, of which there is one at least; one alone is meant as one of one."""
+    each: object = [given] if isinstance(given, str) else given
+    found = tuple(each) if isinstance(each, Iterable) else (each,)
+    if not found or any(model not in MODELS for model in found):
+        raise UsageError(f"models are some of {', '.join(map(repr, MODELS))}, not {said(given)}")
+    return found
+
+
+def _legal(schedule: Schedule, plan: Plan, models: Sequence[Model]) -> Program:
+    """The program of a schedule, complete and free of deadlock under every model."""
+    model = models[0]
+    try:
+        program = compile(schedule, plan, model=model)
+        for model in models:
+            check(program, model)
+    except ProgramError as error:
+        raise AssertionError(
+            f"{name_of(schedule)} is refused on {plan} under {model!r}\n"
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return program
+
+
+def _difference(program: Program, model: Model, seed: int, exact: bool | None) -> str:
+    """How a run differs from the reference, in words; "" if it does not."""
+    import torch
+
+    from schedir.runtime.boundaries.boundary import Boundary
+    from schedir.runtime.in_process import InProcess
+    from schedir.runtime.sequential_reference import reference
+    from schedir.testing.tiny_model import batch, loss, tiny_stages
+
+    plan = program.plan
+    inputs, targets = batch(plan.microbatches, seed)
+    plain, stages = (tiny_stages(plan.stages, seed) for _ in range(2))
+    boundary = Boundary(tuple(inputs.shape[1:]), inputs.dtype)
+    ranks = InProcess(program, stages, loss=loss, boundary=boundary, model=model)
+    total = ranks.step(inputs, targets, seed=seed)
+    if not torch.equal(total, reference(plain, inputs, targets, loss=loss)):
+        return "the loss is not that of the reference"
+    if not program.trains:
+        return ""
+    if plan.updates > 1:  # the gradients of the last are left to look at
+        last = slice(-plan.per_update, None)
+        reference(plain, inputs[last], targets[last], loss=loss)
+    bits = program.ascending if exact is None else exact
+    for stage, (one, other) in enumerate(zip(stages, plain, strict=True)):
+        for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            error = float((p.grad - q.grad).norm() / q.grad.norm())
+            if not error <= (0.0 if bits else 1e-6):  # not a number is off, too
+                why = "" if program.ascending else (
+                    ": its backwards do not ascend, so they add up in another order"
+                )  # fmt: skip
+                return f"the gradient of {name} in stage {stage} is off by {error:.1e}{why}"
+    return ""

@@ -1,0 +1,11 @@
+"""In the place of torch's schedules: `schedir.torch_pipelining.Schedule`."""
+
+from schedir.extras import require
+
+# Before torch 2.13, its stages fail if an input has no gradient: an integer tensor, or one that the
+# stage does not use.
+require("torch", "schedir.torch_pipelining", lowest="2.13")
+
+from schedir.torch_pipelining.schedule import Schedule  # noqa: E402
+
+__all__ = ["Schedule"]

@@ -1,0 +1,144 @@
+"""Kept: what a checkpoint has of torch's stages, and which processes are replicas of which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from schedir.errors import CheckpointError, ExecutionError, ProgramError, said
+from schedir.ir.program import Program
+from schedir.runtime.autograd.random_streams import Draws
+from schedir.runtime.checkpoint_state import ITS_OWN, Kept, KeptRank, KeptStage
+from schedir.runtime.parameters.buckets import Share
+from schedir.runtime.parameters.mixed_precision import all_within
+from schedir.torch_pipelining.schedule_consistency import told
+from schedir.torch_pipelining.stages import Copies, plain
+
+
+@dataclass(frozen=True)
+class Several:
+    """The optimizers of a process, where it has several."""
+
+    optimizers: tuple[Any, ...]
+
+
+class Keeper:
+    """Knows what a checkpoint has of a schedule: replicas are the pipelines that the processes of
+    the default group run."""
+
+    def __init__(
+        self, stages: Sequence[Any], program: Program, copies: Copies | None, loss_fn: Any
+    ) -> None:
+        self.stages, self.program, self.loss_fn = stages, program, loss_fn
+        self.group: Any = stages[0].group
+        self.copies = copies if program.trains else None
+        self.is_read = False  # a load is under way, or has failed
+
+    def expect_read(self) -> None:
+        """Refuse a step after a load that has failed in the middle.  Raises ExecutionError."""
+        if self.is_read:
+            raise ExecutionError(
+                "a load has failed, and a part of the weights has been read",
+                program=self.program.name,
+                hint="make stages and schedule anew",
+            )
+
+    def kept(self, *, failed: bool) -> Kept:
+        """As Schedule.kept, of one whose last step may have failed."""
+
+        def own() -> list[int]:
+            if self.copies is not None:
+                self.copies.refresh()
+            members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+            return [self.stages[0].num_stages, *members]
+
+        try:
+            pipelines = told(own, dist.group.WORLD)
+        except ProgramError as error:
+            raise CheckpointError(error.fact, hint=error.hint) from error
+        mesh = _mesh_of(pipelines)
+
+        def ranks(optimizer: Any) -> list[KeptRank]:
+            if failed or self.is_read:
+                raise CheckpointError(
+                    "a step or a load has failed, and left buffers or weights as they were in it"
+                )
+            return [self._rank(optimizer, mesh)]
+
+        return Kept(ranks, settle=lambda: None)  # an optimizer of the user's has stepped
+
+    def _rank(self, optimizer: Any, mesh: Sequence[tuple[int, ...]]) -> KeptRank:
+        plan, flat = self.program.plan, [process for members in mesh for process in members]
+        world = [plan.ranks, 1, len(mesh), plan.stages]
+        # Which process draws for what is plain where replicas lie as those of executors do.
+        world += [] if flat == [*range(len(flat))] else flat
+
+        def is_read(begins: bool) -> None:
+            self.is_read = begins
+
+        return KeptRank(
+            self.program,
+            dist.get_rank(self.group),
+            {stage.stage_index: _stage(stage) for stage in self.stages},
+            Share(len(mesh), next(k for k, own in enumerate(mesh) if dist.get_rank() in own)),
+            _optimizer(optimizer, self.program),
+            self.loss_fn,
+            Draws(None, torch.device(self.stages[0].device)),
+            world,
+            is_read,
+            tied=() if self.copies is None else self.copies.weights,
+            reduced_elsewhere=True,
+        )
+
+
+def _mesh_of(pipelines: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """The processes of each pipeline, by its ranks, of what each process tells of its own: how many
+    stages that has, and its processes."""
+    stages, mesh = pipelines[0][0], dict.fromkeys(tuple(members) for _, *members in pipelines)
+    for process, (other, *_) in enumerate(pipelines):
+        if other != stages:
+            raise CheckpointError(
+                f"the pipelines of processes 0 and {process} have {stages} and {other} stages: "
+                "they are no replicas"
+            )
+    for process in range(len(pipelines)):
+        if sum(process in members for members in mesh) != 1:
+            raise CheckpointError(
+                f"process {process} is in the process groups of several pipelines",
+                hint="one pipeline for each replica, and each process in one",
+            )
+    return sorted(mesh, key=min)
+
+
+def _stage(stage: Any) -> KeptStage:
+    module = plain(stage.submod)
+    if any(isinstance(one, FullyShardedDataParallel) for one in module.modules()):
+        raise CheckpointError(
+            f"stage {stage.stage_index} is wrapped by FullyShardedDataParallel, whose parameters "
+            "are parts of several weights"
+        )
+    return KeptStage(module, {p: name for name, p in module.named_parameters() if p.requires_grad})
+
+
+def _optimizer(optimizer: Any, program: Program) -> Any:
+    """The optimizer of a process that is given to a save or a load."""
+    if optimizer is ITS_OWN:
+        if program.trains:
+            raise CheckpointError(
+                "a schedule does not know the optimizer of its stages, and none is given",
+                hint="optimizer=..., or optimizer=None for weights alone",
+            )
+        return None
+    several = isinstance(optimizer, list | tuple)
+    for one in optimizer if several else [] if optimizer is None else [optimizer]:
+        if callable(one) or not any(hasattr(each, "param_groups") for each in all_within(one)):
+            raise CheckpointError(
+                f"{said(one)} is no optimizer",
+                hint="the one of this process's stages, or a list of several",
+            )
+    return Several(tuple(optimizer)) if several else optimizer

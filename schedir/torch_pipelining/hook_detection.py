@@ -1,0 +1,70 @@
+"""Find hooks that torch's split backward calls too often, or never.
+
+The first half of a split backward runs the autograd nodes where weights and inputs join, and the
+second half starts at these nodes. So both halves call a hook on the outputs of these nodes, and a
+hook that changes a gradient changes it twice. A hook on a parameter receives the gradient of one
+group of weights at a time. Post-accumulate-grad hooks are never called.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from schedir.runtime.autograd.node_hooks import can_wait, has_hooks, registrations
+
+
+class _Counter:
+    """Counts hooks that `registrations` counts but need not, and retained gradients."""
+
+    fsdp_hooks = 0
+    retained_gradients = 0
+    is_installed = False
+
+
+def install_hook_counters() -> None:
+    """Wrap `Tensor.register_hook` and `Tensor.retain_grad`, so that `hook_count` sees their calls.
+
+    torch lists retained gradients nowhere, and only `register_hook` sees which hooks are those of
+    `fully_shard`. The methods are wrapped once in the process, for all tensors.
+    """
+    if _Counter.is_installed:
+        return
+    _Counter.is_installed = True
+    register_hook: Any = Tensor.register_hook
+    retain_grad: Any = Tensor.retain_grad
+
+    @wraps(register_hook)
+    def counted_register_hook(self: Tensor, hook: Any) -> Any:
+        if isinstance(getattr(hook, "__self__", None), FSDPState):
+            _Counter.fsdp_hooks += 1
+        return register_hook(self, hook)
+
+    @wraps(retain_grad)
+    def counted_retain_grad(self: Tensor) -> None:
+        _Counter.retained_gradients += 1
+        retain_grad(self)
+
+    Tensor.register_hook = counted_register_hook  # type: ignore[method-assign]
+    Tensor.retain_grad = counted_retain_grad  # type: ignore[assignment, method-assign]
+
+
+def hook_count() -> int:
+    """Return a number that grows with each registered hook and each retained gradient.
+
+    The hooks with which `fully_shard` gathers parameters do not count: they may be called twice.
+    """
+    return registrations() - _Counter.fsdp_hooks + _Counter.retained_gradients
+
+
+def has_parameter_hooks(module: nn.Module) -> bool:
+    """Return whether a trained parameter, or the node that accumulates its gradient, has hooks."""
+    return any(
+        not can_wait(p) or has_hooks(get_gradient_edge(p).node)
+        for p in module.parameters()
+        if p.requires_grad
+    )

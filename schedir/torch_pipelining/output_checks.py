@@ -1,0 +1,127 @@
+"""Refuse stages that overwrite an output while it is still needed.
+
+torch may still be sending an output when the next forward runs, and it keeps the last stage's
+outputs until the step ends. If a stage returns the same buffer for each microbatch, torch would
+send or keep the wrong numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from schedir.errors import ModelError
+from schedir.runtime.model_checks.tensor_fingerprint import sum_of_bits_on_device, versions_of
+
+Key = tuple[int, int]  # stage and microbatch
+
+
+class _Output(NamedTuple):
+    """An output as its forward returned it."""
+
+    number: int
+    tensor: Tensor
+    version: int
+    checksum: Tensor | None  # if values are compared
+
+
+class Outputs:
+    """The outputs of a rank's stages that the current step still needs.
+
+    Args:
+        by_value: Whether to compare checksums of outputs in addition to version counters. They also
+            find writes through `.data`, custom kernels and replayed CUDA graphs.
+    """
+
+    def __init__(self, *, by_value: bool) -> None:
+        self._by_value = by_value
+        self._needed: dict[Key, list[_Output]] = {}
+        self._latest: dict[int, int] = {}  # by stage, the microbatch of its last forward
+        self._differs: list[
+            tuple[Key, _Output, Tensor]
+        ] = []  # tensors on a GPU; the host reads them at the end
+
+    def add(self, stage: int, mb: int, tensors: Iterable[Any]) -> None:
+        """Add the outputs of a forward.
+
+        Raises:
+            ModelError: The forward wrote to the outputs of the stage's last forward.
+        """
+        self.require_unwritten((stage, self._latest.get(stage, -1)))
+        self._latest[stage] = mb
+        self._needed[stage, mb] = [
+            _Output(k, tensor, _version(tensor), self._checksum(tensor))
+            for k, tensor in enumerate(tensors)
+            if isinstance(tensor, Tensor)
+        ]
+
+    def note_read(self, stage: int, mb: int) -> None:
+        """Note that the next stage, on the same rank, has read the outputs of a forward.
+
+        Only outputs with a gradient are still needed, until their backward. From now on they are
+        compared with their present state, because the next stage may have written to its inputs.
+        """
+        key = stage, mb
+        if key in self._needed:
+            self._needed[key] = [
+                each._replace(version=_version(each.tensor), checksum=None)
+                for each in self._needed[key]
+                if each.tensor.requires_grad
+            ]
+
+    def release(self, stage: int, mb: int) -> None:
+        """Check the outputs of a forward when its backward begins, and forget them.
+
+        Their gradient has arrived, so they were received. If no output has a gradient, they are
+        needed until the step ends: nothing shows that they were received.
+        """
+        key = stage, mb
+        self.require_unwritten(key)
+        if any(output.tensor.requires_grad for output in self._needed.get(key, ())):
+            del self._needed[key]
+
+    def require_unwritten(self, key: Key) -> None:
+        """Raise ModelError if an output that is needed was written to."""
+        for output in self._needed.get(key, ()):
+            if _version(output.tensor) != output.version:
+                raise _written(key, output)
+            if output.checksum is None:
+                continue
+            differs = self._checksum(output.tensor) != output.checksum
+            if output.tensor.device.type != "cpu":
+                self._differs.append((key, output, differs))  # to read it now, the host would wait
+            elif differs:
+                raise _written(key, output)
+
+    def finish(self) -> None:
+        """Raise ModelError if any output that is needed until the end was written to."""
+        for key in self._needed:
+            self.require_unwritten(key)
+        self._needed.clear()
+        self._latest.clear()
+        for key, output, differs in self._differs:
+            if bool(differs):
+                raise _written(key, output)
+        self._differs.clear()
+
+    def _checksum(self, tensor: Tensor) -> Any:
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        return sum_of_bits_on_device(tensor.detach()) if self._by_value and plain else None
+
+
+def _version(tensor: Tensor) -> int:
+    (version,) = versions_of([tensor])
+    return version
+
+
+def _written(key: Key, output: _Output) -> ModelError:
+    stage, mb = key
+    return ModelError(
+        f"output {output.number} of stage {stage} for microbatch {mb} was overwritten while it was "
+        "still needed: wrong numbers would be sent or returned",
+        hint="return a new tensor for each microbatch: return buffer.clone()",
+        fields=["stages"],
+    )

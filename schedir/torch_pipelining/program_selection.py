@@ -1,0 +1,153 @@
+"""Which program runs: compiled for the stages that the processes hold, or fitted to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from schedir.analysis.progress_models import Model
+from schedir.compiler.compile import compile, finish
+from schedir.errors import UsageError, said
+from schedir.io import torch_csv
+from schedir.io.files import read_text
+from schedir.io.source_loader import load
+from schedir.ir.isa.instructions import STEPS
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.tied_weights import Tied
+from schedir.ir.program import FIELDS, Program, is_op
+from schedir.schedules.schedule_algebra import Schedule
+
+Given = Program | str | os.PathLike[str]
+ONE = "schedule='zb_v', or program=schedir.compile(schedule, plan)"
+
+
+def loaded(schedule: Schedule | str | None, program: Given | None) -> Schedule | Program:
+    """The one that is given: a schedule, or a Program, which may be a draft.
+
+    Raises UsageError where none or both are, or what is given is neither, and what reading a file
+    raises.
+    """
+    if (schedule is None) == (program is None):
+        both = "both are" if schedule is not None else "neither is"
+        raise UsageError(
+            f"a schedule or a program is run, and {both} given",
+            hint=ONE,
+            fields=["schedule", "program"],
+        )
+    if schedule is not None:
+        found = load(schedule) if isinstance(schedule, str) else schedule
+        if not callable(found) and not isinstance(found, Program):
+            raise UsageError(
+                f"a schedule is a function or the name of one, not {said(schedule)}",
+                hint=ONE,
+                fields=["schedule"],
+            )
+        return found
+    if isinstance(program, str | os.PathLike):
+        path = os.fspath(program)
+        if path.endswith(".csv"):
+            return torch_csv.parse(read_text(path), name=Path(path).stem)
+        if path.endswith(".sched"):
+            return load(path)
+    if not isinstance(program, Program):
+        raise UsageError(
+            f"a program is a Program, or the path of a .sched or .csv file, not {said(program)}",
+            hint=ONE,
+            fields=["program"],
+        )
+    return program
+
+
+def compiled(found: Schedule | Program, plan: Plan, tied: Tied) -> Program:
+    """The program of these stages.  Raises UsageError for a Program of others, and what compiling
+    raises."""
+    if not isinstance(found, Program):
+        return compile(found, plan, tied=tied)
+    own, has = found.plan, (found.plan.ranks, found.plan.microbatches, found.plan.holders.tolist())
+    if has != (plan.ranks, plan.microbatches, plan.holders.tolist()):
+        raise UsageError(
+            f"the program is for {_shape(own)}; the stages given are {_shape(plan)}",
+            program=found.name,
+            fields=["program"],
+        )
+    if found.zero:
+        raise UsageError(
+            f"the program has zero {found.zero}, and here it is fully_shard that cuts stages up",
+            program=found.name,
+            hint="compile it without zero, and fully_shard the stages' modules: `active` of a rank "
+            "are whole at once",
+            fields=["program"],
+        )
+    if found.is_draft:
+        return compile(found, tied=found.tied or tied)
+    ends = any(is_op(stream.words.view(FIELDS)["op"], STEPS).any() for stream in found.streams)
+    # A CSV may have transfers, but has no step of an optimizer, and no sums of tied weights.
+    return found if ends else finish(replace(found, tied=found.tied or tied))
+
+
+def _shape(plan: Plan) -> str:
+    """A plan in words, with who holds which stage."""
+    held = "; ".join(
+        f"rank {rank}: {', '.join(map(str, own))}" for rank, own in enumerate(plan.stages_of)
+    )
+    return f"{plan.stages} stages, {plan.microbatches} microbatches ({held})"
+
+
+# ------------------------------------------------------------ who holds what
+
+
+def plan_of(held: Sequence[Sequence[int]], stages: int, microbatches: int) -> Plan:
+    """The plan of the stages that each rank holds.
+
+    Raises UsageError for a stage that nobody holds, or two ranks do, or one twice.
+    """
+    rank_of: dict[int, int] = {}
+    for rank, own in enumerate(held):
+        for s in own:
+            if s in rank_of:
+                raise UsageError(
+                    f"stage {s} is on rank {rank_of[s]} and on rank {rank}"
+                    if rank_of[s] != rank
+                    else f"stage {s} is there twice on rank {rank}",
+                    fields=["stages"],
+                )
+            rank_of[s] = rank
+    if missing := [s for s in range(stages) if s not in rank_of]:
+        raise UsageError(
+            f"there are {stages} stages, and no rank holds stage {missing[0]}", fields=["stages"]
+        )
+    return torch_csv.placed(len(held), microbatches, [rank_of[s] for s in range(stages)])
+
+
+def model_of(group: Any, device: torch.device) -> tuple[Model, bool]:
+    """What a process group promises to what torch's runtime sends through it, and whether hosts
+    wait for messages.
+
+    torch's runtime sends each message alone (`_batch_p2p` in its schedules.py), so over NCCL it is
+    on the communicator of its two ranks, or, of a group that is bound to a device, on the one of
+    the group.  Over Gloo all messages from one rank to another have one tag and match by position,
+    activations and gradients alike, which "pair" asks for; it asks for more, as there two ways of
+    a pair do not hold each other up.  Of a backend that is not known nothing is assumed.
+    """
+    blocks = device.type == "cpu"
+    try:
+        name = group._get_backend(torch.device(device.type)).name()
+    except RuntimeError:
+        name = ""
+    if name == "gloo":
+        return "pair", True
+    if name == "nccl":
+        bound = getattr(group, "bound_device_id", None) is not None
+        return ("device" if bound else "torch"), blocks
+    return "serial", True
+
+
+def group_of(stage: Any) -> Any:
+    """The process group of a stage."""
+    return stage.group if stage.group is not None else dist.group.WORLD

@@ -1,0 +1,205 @@
+"""Stages: what a rank is given, what wraps their modules, and which weights they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.nn.parallel import DistributedDataParallel as Replicated
+
+from schedir.errors import ModelError, UsageError, said
+from schedir.ir.pipeline.tied_weights import Tied, Ties
+from schedir.ir.program import Program
+from schedir.runtime.arguments import loss_of
+from schedir.runtime.parameters.tied_parameters import (
+    Known,
+    Print,
+    Told,
+    Weight,
+    prints,
+    weights_of,
+)
+from schedir.torch_pipelining.schedule_consistency import told
+
+EXAMPLE = "[PipelineStage(module, stage_index, num_stages, device)]"
+
+
+def stages_of(given: object) -> list[Any]:
+    """A rank's stages, ascending: a list of them, or one.  Raises UsageError for anything else."""
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    found: list[Any] = [*given] if several else [given]  # type: ignore[misc]
+    for stage in found:
+        if not isinstance(stage, _PipelineStageBase):
+            raise UsageError(
+                f"stages are torch's PipelineStages, not {said(stage)}",
+                hint=EXAMPLE,
+                fields=["stages"],
+            )
+    if not found:
+        raise UsageError("a rank has one stage at least", hint=EXAMPLE, fields=["stages"])
+    return sorted(found, key=lambda stage: int(stage.stage_index))
+
+
+def require_runnable(
+    stages: Sequence[Any], microbatches: object, loss_fn: object, active: object
+) -> None:
+    """Refuse what no schedule of a rank's stages can be made of.  Raises UsageError."""
+    for stage in stages[1:]:
+        for what in ("num_stages", "group", "device"):
+            one, other = getattr(stages[0], what), getattr(stage, what)
+            if one != other:
+                raise UsageError(
+                    f"stage {stages[0].stage_index} has {what} {said(one)}, and stage "
+                    f"{stage.stage_index} of the same rank {said(other)}",
+                    fields=["stages"],
+                )
+    for name, number in (("n_microbatches", microbatches), ("active", active)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise UsageError(f"{name} is a number from 1 on, not {said(number)}", fields=[name])
+    if loss_fn is not None:
+        loss_of(loss_fn)
+    require_wrapped_whole(stages)
+
+
+def require_wrapped_whole(stages: Sequence[Any]) -> None:
+    """Refuse stages of which parts are sharded or replicated, and not the stage: torch's runtime
+    looks at the outermost module alone.  Raises UsageError."""
+    for stage in stages:
+        for is_so, done, again in (
+            (_is_sharded, "sharded", "fully_shard(stage.submod), after its parts"),
+            (_is_replicated, "replicated", "DistributedDataParallel(torch.compile(module))"),
+        ):
+            outermost = isinstance(stage.submod, FSDPModule | Replicated) and is_so(stage.submod)
+            if not outermost and any(map(is_so, stage.submod.modules())):
+                raise UsageError(
+                    f"parts of stage {stage.stage_index} are {done}, and the stage is not: each of "
+                    "its backwards would reduce gradients, or none would",
+                    hint=again,
+                    fields=["stages"],
+                )
+
+
+def _is_sharded(module: Any) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def _is_replicated(module: Any) -> bool:
+    """By DistributedDataParallel, or by `replicate`, which is the same without a wrapper."""
+    by_name = "replicate" in (_get_registry(module) or ()) and not isinstance(module, FSDPModule)
+    return isinstance(module, Replicated) or by_name
+
+
+def require_frozen(stages: Sequence[Any], program: Program) -> None:
+    """Refuse a stage that is trained, of which the program has no backward.  Raises ModelError."""
+    for stage in stages:
+        if stage.stage_index < program.frozen and any(
+            p.requires_grad for p in stage.submod.parameters()
+        ):
+            raise ModelError(
+                f"the program has no backward of stage {stage.stage_index}, and it has parameters "
+                "that are trained",
+                program=program.name,
+                hint="stage.submod.requires_grad_(False), or a program without frozen stages",
+            )
+
+
+def require_as_told(stage: Any, output: object, *, sent: bool) -> None:
+    """Refuse an output that is not as the next stage's rank was told, or found with the first
+    microbatch: torch would send it into what is there for another shape, or would not send its
+    gradient back, and not say so.  Raises ModelError."""
+    declared = stage._stage_meta.outputs or ()
+    outputs = output if isinstance(output, tuple | list) else (output,)
+    for k, (tensor, as_told) in enumerate(zip(outputs, declared, strict=False)):
+        kind, other = (tensor.shape, tensor.dtype), (as_told.shape, as_told.dtype)
+        if sent and type(tensor) is Tensor and kind != other:
+            raise ModelError(
+                f"output {k} of stage {stage.stage_index} is {[*kind[0]]} of {kind[1]}, and was "
+                f"{[*other[0]]} of {other[1]} as shapes were found: torch's runtime has one shape "
+                "for all microbatches, from the first step on",
+                hint="batches of one size that n_microbatches divides, another Schedule of the "
+                "same stages for another size, or runtime='schedir'",
+            )
+        if tensor.requires_grad and not as_told.requires_grad and stage.has_backward:
+            raise ModelError(
+                f"output {k} of stage {stage.stage_index} needs a gradient, and its output_args, "
+                "or the first step, say that it needs none",
+                hint="torch.empty(..., requires_grad=True), and so for the input_args of the next; "
+                "another Schedule of the same stages where some of them are trained from now on",
+            )
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """A stage's module without what wraps it, so that parameters have their own names."""
+    while True:
+        inside = getattr(module, "_orig_mod", None)
+        if isinstance(module, Replicated):
+            inside = module.module
+        if not isinstance(inside, nn.Module):
+            return module
+        module = inside
+
+
+class Copies:
+    """The weights that stages share, as all ranks know them; `sets` are the stages of each."""
+
+    def __init__(self, stages: Sequence[Any], group: Any, tied: Ties | None, alike: bool) -> None:
+        self._stages, self._group, self._tied, self._alike = stages, group, tied, alike
+        self.weights: list[Weight] = []  # of which this rank has copies
+        self._program: Program | None = None
+        self._told = self._gathered()
+        known = Known(self._told, tied, self._named())
+        self.sets: Tied = tuple(
+            sorted({tuple(s for s, _ in places) for places in known.weights if len(places) > 1})
+        )
+
+    def _gathered(self) -> list[Told]:
+        return told(lambda: prints(self._modules()), self._group, [Print])
+
+    def _modules(self) -> dict[int, nn.Module]:
+        return {stage.stage_index: plain(stage.submod) for stage in self._stages}
+
+    def _named(self) -> Tied:
+        """The stages that call a weight their `tied_weight`: they are taken to share one."""
+        named = {s for own in self._told for s, each in own.items() if any(p.named for p in each)}
+        return (tuple(sorted(named)),) if len(named) > 1 else ()
+
+    def fit(self, program: Program) -> None:
+        """Refuse what a program does not tie as it is.  Raises ModelError."""
+        self._program = program
+        self.weights = self._found(alike=self._alike)
+
+    def _found(self, *, alike: bool) -> list[Weight]:
+        assert self._program is not None
+        return weights_of(self._program, self._modules(), self._told, self._tied, alike=alike)
+
+    def refresh(self) -> None:
+        """Find the tied weights again where modules have been given others since.
+
+        Of those that began on the meta device the numbers were not there to compare: then all ranks
+        compare them at their first step.  Raises ModelError as `fit` does.
+        """
+        if any(not p.values for own in self._told for each in own.values() for p in each):
+            self._told = self._gathered()
+            self.weights = self._found(alike=self._alike)
+        own = {p for weight in self.weights for p in weight.own.values()}
+        if own and own - {p for module in self._modules().values() for p in module.parameters()}:
+            self.weights = self._found(alike=True)
+
+
+def require_reducible(stage: Any) -> None:
+    """Refuse a DDP whose gradients this cannot reduce as it would.  Raises ModelError."""
+    ddp = stage.submod
+    for what, there in (
+        ("a hook on its communication", bool(getattr(ddp, "_comm_hooks", ()))),
+        ("a type of its own for gradients", getattr(ddp, "mixed_precision", None) is not None),
+    ):
+        if there:
+            raise ModelError(
+                f"stage {stage.stage_index} is wrapped by DistributedDataParallel with {what}, and "
+                "its gradients are reduced without it, as DDP sees no W of split backwards",
+                hint="fully_shard, or a schedule of whole backwards (and no static_graph)",
+            )

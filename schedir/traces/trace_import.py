@@ -1,0 +1,334 @@
+"""Run: the traces of all ranks as a Program and its Timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import Model
+from schedir.compiler.compile import finish, lower
+from schedir.errors import (
+    CompletenessError,
+    OrderError,
+    PlanError,
+    ProgramError,
+    ReductionError,
+    TraceError,
+)
+from schedir.io.torch_csv import placed
+from schedir.ir.dataflow import Flow
+from schedir.ir.instruction_index import NONE, Index
+from schedir.ir.isa.instructions import BY_TEXT, COMPUTE, RECEIVES, SENDS, TRANSFERS
+from schedir.ir.program import JOINED, OP, STAGE, Program, Stream
+from schedir.predict.recorded_timeline import timeline_of
+from schedir.predict.timeline import Timeline
+from schedir.traces.clock_alignment import align
+from schedir.traces.instruction_times import Seen
+from schedir.traces.step_detection import Once, Part, Processes
+from schedir.traces.trace_files import files_of, read_all
+from schedir.verify.check import check
+
+Floats = NDArray[np.float64]
+
+_STEP: Final = BY_TEXT["step"]
+# The models under which a run may have finished, the strictest first: it did finish.  Of those of
+# torch only where none of the others will do: a trace does not say who made which communicators.
+_ON_GPUS: Final[tuple[Model, ...]] = ("device", "direction", "pair", "edge", "torch")
+_ON_CPUS: Final[tuple[Model, ...]] = ("edge",)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What traces say: the run, which step of which it is, and what else is to be told of it.
+
+    `steps` are the ProfilerSteps that could be read instead.
+
+    >>> from schedir import Plan, compile, schedules, simulate
+    >>> from schedir.traces import Imported
+    >>> run = simulate(compile(schedules.gpipe, Plan(ranks=2, microbatches=4)))
+    >>> read = Imported(run, "ProfilerStep 3", steps=(2, 3), notes=("messages are not marked",))
+    >>> print(f"{read.step}: {read.timeline.bubble:.1%} idle; {read.notes[0]}")
+    ProfilerStep 3: 20.0% idle; messages are not marked
+    """
+
+    timeline: Timeline
+    step: str
+    steps: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def read_run(
+    sources: Sequence[str | Path],
+    *,
+    step: int | None = None,
+    model: Model | None = None,
+    name: str = "imported",
+    traits: Mapping[str, Any] | None = None,
+    seen: Callable[[Path], object] | None = None,
+) -> Imported:
+    """The run whose ranks left these traces of torch.profiler, in any order.
+
+    `sources` are files, folders and patterns.  `step` is the number of a ProfilerStep, the last
+    whole one unless told; of a step that ran its schedule several times, the last time.  Without
+    `model` it is the strictest under which the program finishes, as it did.  `traits` are fields of
+    the program that traces do not tell, as `tp`.  `seen` is called with each file that was read.
+
+    Replicas, which hold the same stages, are read once: the pipeline that has the smallest rank.
+    An evaluation, in which no backward runs anything, is no step; if it marks none, either, it is
+    read where nothing trains.
+
+    Raises UsageError for what cannot be read, TraceError for what is no trace or marks no
+    instructions, for clocks that cannot be aligned and for a step that is not there, and what
+    `check` raises for a program that is not whole.
+
+    >>> import json
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from schedir.traces import read_run
+    >>> marked = {"PP:0F0": (0, 10), "PP:0F1": (15, 10), "PP:0B0": (30, 20), "PP:0B1": (50, 20)}
+    >>> events = [
+    ...     {"ph": "X", "cat": "user_annotation", "name": name, "tid": 1, "ts": ts, "dur": dur}
+    ...     for name, (ts, dur) in marked.items()
+    ... ]
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "rank0.json").write_text(json.dumps({"traceEvents": events}))
+    ...     read_run([folder]).timeline
+    <measured Timeline of imported: span 7e-05s, bubble 14.3%>
+    """
+    traces = read_all(files_of(sources), seen)
+    marked = [trace for trace in traces if trace.marked]
+    notes = _unread(len(traces) - len(marked), len(traces), "files mark no instruction")
+    processes = Processes(marked)
+    steps = processes.steps
+    if step is not None and step not in steps:
+        raise TraceError(
+            f"there is no ProfilerStep {step} of which all ranks have a trace",
+            hint=f"there are {', '.join(map(str, steps))}"
+            if steps
+            else "these traces have no ProfilerStep at all",
+        )
+    failed: ProgramError | None = None
+    tried: Sequence[int | None] = [step] if step is not None else steps[::-1] or [None]
+    passed: list[str] = []
+    waiting: list[Once] = []  # evaluations that mark no backward: read where nothing trains
+    runs = (once for number in tried for once in processes.times(number))
+    for once in chain(runs, waiting):
+        evaluates = f"{once.said} evaluates: not read"
+        if evaluates in passed:
+            passed.remove(evaluates)
+        elif once.evaluates:
+            failed = failed or TraceError(
+                f"{once.said} evaluates: in its forwards operators run, in backwards none do"
+            )
+            passed.append(evaluates)
+            if not once.has_backwards:
+                waiting.append(once)
+            continue
+        try:
+            timeline, told = _timeline(once.ranks, name, traits or {}, model)
+        except (CompletenessError, OrderError, PlanError) as error:  # it may have been cut off
+            failed = failed or error
+            passed.append(f"{once.said} is not whole: not read")
+            if isinstance(error, ReductionError) and not traits:
+                error.add_note("traces do not tell tp, dp, tied and clip: say what they were")
+            continue
+        of = once.replicas + len(once.ranks)
+        replicas = "traces are of replicas, which hold the same stages as others"
+        notes += [*passed, *_unread(once.replicas, of, replicas), *told]
+        if not once.known:
+            notes.append(
+                "no group of processes in the traces holds each stage once: those that were "
+                "read may be of several replicas, which do not talk to each other"
+            )
+        if "" in {part.trace.host for part in once.ranks} and len(once.ranks) > 1:
+            notes.append("no host is named in some traces: their clocks are taken for one")
+        return Imported(timeline, once.said, tuple(steps), tuple(notes))
+    assert failed is not None
+    failed.add_note("no step in these traces is whole")
+    if not steps:
+        failed.add_note(
+            "hint: where profile(schedule=...) marks no steps, a trace has to begin before a step"
+        )
+    raise failed
+
+
+def _unread(count: int, of: int, why: str) -> list[str]:
+    return [f"{count} of {of} {why}: not read"] if count else []
+
+
+def _timeline(
+    ranks: list[Part], name: str, traits: Mapping[str, Any], model: Model | None
+) -> tuple[Timeline, list[str]]:
+    """The run of a schedule once, and what is to be told of it."""
+    notes = []
+    gpu = any(part.trace.kernels is not None for part in ranks)
+    if gpu and (lacking := [p.trace.path for p in ranks if p.trace.kernels is None]):
+        raise TraceError(
+            f"{lacking[0]} has no kernels, and others have: its ranges say when the host launched "
+            "them, not when they ran"
+        )
+    marked = replace(_marked(ranks, name), **traits)
+    if marked.ops.isdisjoint(TRANSFERS) and marked.plan.ranks > 1:
+        notes.append(
+            "messages are not marked: their order is schedir's own, and when they went is what "
+            "the instructions leave room for"
+        )
+        compute = tuple(Stream(s.words[np.isin(s.op, COMPUTE)]) for s in marked.streams)
+        program = lower(replace(marked, name=f"{name}-lowered", streams=compute))
+    else:
+        program = marked if _STEP in marked.ops else finish(marked)
+    program, model = _checked(program, (model,) if model else _ON_GPUS if gpu else _ON_CPUS, gpu)
+    start, end = _times(program, ranks)
+    error = _align(program, [part.trace.host for part in ranks], start, end)
+    if len({part.trace.host for part in ranks}) > 1:
+        notes.append(f"clocks of hosts are aligned by their messages, to within {error:.2g} s")
+    _fill(program, start, end)
+    timeline = timeline_of(program, start, end, model, blocks=not gpu)
+    waited = sum(seen.waited for part in ranks for seen in part.seen) / 1e9
+    if waited:
+        notes.append(
+            f"{waited / (waited + timeline.busy.sum()):.1%} of the time in forwards and backwards "
+            "was a wait for messages: it counts as idle"
+        )
+    notes += _not_seen([seen for part in ranks for seen in part.seen], gpu)
+    return replace(timeline, clock_error=error), notes
+
+
+def _not_seen(each: Sequence[Seen], gpu: bool) -> list[str]:
+    """What is to be told of messages and computes of which traces do not say when they were."""
+    unseen = sum(seen.ended is None for seen in each)
+    if not gpu:
+        return [
+            f"of {unseen} messages nothing says when they were there: if a forward or backward "
+            "waited for them inside of its range, that counts as work"
+        ] * bool(unseen)
+    empty = sum(s.ended == s.began for s in each if s.actions[0].op in COMPUTE)
+    return [
+        f"of {unseen} messages there is no kernel: they are taken to have passed before they were "
+        "needed"
+    ] * bool(unseen) + [
+        f"of {empty} forwards and backwards there is no kernel: they take no time"
+    ] * bool(empty)
+
+
+# ---------------------------------------------------------------- the program
+
+
+def _words(part: Part) -> list[int]:
+    """What a rank's marks say, as words of a Stream."""
+    return [
+        int(action.op) << OP
+        | action.stage << STAGE
+        | action.mb
+        | (JOINED if k or seen.joined else 0)
+        for seen in part.seen
+        for k, action in enumerate(seen.actions)
+    ]
+
+
+def _marked(ranks: list[Part], name: str) -> Program:
+    """What the marks say, and nothing else."""
+    rank_of = {stage: rank for rank, part in enumerate(ranks) for stage in part.held}
+    stages = max(rank_of) + 1
+    if missing := [stage for stage in range(stages) if stage not in rank_of]:
+        raise TraceError(
+            f"stage {stages - 1} is there, and stage {missing[0]} is not",
+            hint="is the trace of a rank missing?",
+        )
+    actions = [a for part in ranks for seen in part.seen for a in seen.actions]
+    microbatches = max(action.mb for action in actions if action.op in COMPUTE) + 1
+    plan = placed(len(ranks), microbatches, [rank_of[stage] for stage in range(stages)])
+    streams = tuple(Stream(np.array(_words(part), np.int64)) for part in ranks)
+    return Program(name, plan, streams)
+
+
+def _checked(program: Program, models: Sequence[Model], gpu: bool) -> tuple[Program, Model]:
+    """The program, and the first of these models under which it finishes."""
+    error: ProgramError | None = None
+    for model in models:
+        try:
+            return check(program, model, blocks=not gpu), model
+        except CompletenessError:
+            raise
+        except ProgramError as refused:
+            error = refused
+    assert error is not None
+    raise error
+
+
+# ---------------------------------------------------------------- its times
+
+
+def _times(program: Program, ranks: list[Part]) -> tuple[Floats, Floats]:
+    """When each instruction began and ended, in seconds; of what is not marked it is nan."""
+    began = min(seen.began for part in ranks for seen in part.seen)
+    start, end = np.full((2, len(program)), np.nan)
+    for stream, part, since in zip(program.streams, ranks, program.offsets, strict=False):
+        words = stream.words & ~np.int64(JOINED)
+        order = np.argsort(words, kind="stable")
+        own = np.array(_words(part), np.int64) & ~np.int64(JOINED)
+        at = np.searchsorted(words, own, sorter=order)
+        known = at < len(words)
+        known[known] = words[order[at[known]]] == own[known]
+        at = order[at[known]] + since
+        sizes = [len(seen.actions) for seen in part.seen]
+        for times, told in (
+            (start, [seen.began - began for seen in part.seen]),
+            (end, [np.nan if s.ended is None else s.ended - began for s in part.seen]),
+        ):
+            times[at] = np.repeat(told, sizes)[known] / 1e9
+    return start, end
+
+
+def _align(program: Program, hosts: list[str], start: Floats, end: Floats) -> float:
+    """Make times those of one clock; returns by how much two of them may still differ."""
+    names = [*dict.fromkeys(hosts)]
+    if len(names) == 1:
+        return 0.0
+    index, graph = Index.of(program), Graph.of(program, "edge")
+    host = np.array([names.index(name) for name in hosts])[index.rank]
+    sends = np.flatnonzero(index.is_op(SENDS))
+    sends = sends[graph.partner[sends] != NONE]
+    got = graph.partner[sends]
+    start_of, end_of = start.copy(), end.copy()
+    for giver in Flow.of(program).needs:  # of messages without times: what they lie between
+        taker = np.flatnonzero(giver != NONE)
+        sent = taker[np.isnan(start[taker]) & index.is_op(SENDS)[taker]]
+        start_of[sent] = np.fmax(start_of[sent], start[giver[sent]])
+        used = taker[np.isnan(end[giver[taker]]) & index.is_op(RECEIVES)[giver[taker]]]
+        np.fmin.at(end_of, giver[used], end[used])
+    took = end_of[got] - start_of[sends]
+    far = (host[sends] != host[got]) & np.isfinite(took)
+    offsets = align(names, host[sends][far], host[got][far], took[far])
+    for times in (start, end):
+        times -= offsets.of[host]
+    return offsets.error
+
+
+def _fill(program: Program, start: Floats, end: Floats) -> None:
+    """Times of what traces do not tell, as much as what they tell leaves room for.
+
+    What is not marked comes when all before it on its rank has ended, and takes no time.  But a
+    message of which it is not known when it was there may have been under way until it was taken.
+    """
+    index, flow = Index.of(program), Flow.of(program)
+    lacking = np.isnan(start)
+    for lo, hi in pairwise(program.offsets.tolist()):
+        own, compute = lacking[lo:hi], index.is_op(COMPUTE)[lo:hi]
+        first = start[lo:hi][compute].min()
+        over = np.where(index.is_op(TRANSFERS)[lo:hi] | own, first, end[lo:hi])
+        start[lo:hi][own] = np.maximum.accumulate(over)[own]
+    unseen = np.isnan(end)
+    end[unseen] = start[unseen]
+    late = unseen & index.is_op(RECEIVES)
+    for giver in flow.needs:
+        taker = np.flatnonzero(giver != NONE)
+        taker = taker[late[giver[taker]]]
+        np.maximum.at(end, giver[taker], start[taker])

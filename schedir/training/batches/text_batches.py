@@ -1,0 +1,100 @@
+"""Corpus: the text that a configuration trains on, and that it holds out, as Batches."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+from schedir.data.corpus import Source, read, split, tokenizer_of
+from schedir.data.data_sources import find
+from schedir.data.megatron_indexed_dataset import Documents
+from schedir.data.token_windows import Packed
+from schedir.data.tokenizer import Tokenizer
+from schedir.errors import UsageError
+from schedir.training.batches.samples import Batches
+from schedir.training.config.run_config import Config
+from schedir.training.resume_checks import DATA
+
+
+class Corpus:
+    """The data of a configuration, read once.  Raises UsageError for data that cannot be used, when
+    they are asked for."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @cached_property
+    def batches(self) -> Batches:
+        """What all replicas together train on, without what is held out."""
+        config, data = self.config, self.config.data
+        size = config.pipeline.dp * config.pipeline.microbatches * data.microbatch_size
+        return self._batches(self._parts.trained, size, data.seed, _named(data.source))
+
+    @cached_property
+    def held_out(self) -> Batches | None:
+        """What is never trained on, if the configuration holds anything out: all its windows, in
+        their own order; packed ones in one that is random and always the same, as packing begins
+        with long documents."""
+        kept, share = self._parts.held_out, self.config.data.held_out
+        if kept is None:
+            return None
+        is_share = isinstance(share, float)
+        where = f"what held_out {share} leaves for evaluation" if is_share else _named(share)
+        seed = 0 if self.config.data.documents == "packed" else None
+        return self._batches(kept, 1, seed, where)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What processes must have the same of."""
+        return {
+            "the tokenizer": self._parts.tokenizer.digest,
+            DATA: self.batches.told,
+            "the held-out data": self.held_out.told if self.held_out else "none",
+        }
+
+    @cached_property
+    def _parts(self) -> _Parts:
+        data, vocab = self.config.data, self.config.model.vocab
+        tokenizer = tokenizer_of(data.tokenizer, vocab, data.end_of_document)
+        whole, share = data.documents == "packed", data.held_out
+        trained = read(data.source, tokenizer, vocab, whole=whole)
+        if not share:
+            return _Parts(trained, None, tokenizer)
+        if isinstance(share, float):
+            return _Parts(*split(trained, share), tokenizer)
+        for path in find(share):
+            if data.source is not None and any(path.samefile(one) for one in find(data.source)):
+                raise UsageError(
+                    f"{path} is held out, and trained on as well", fields=["held_out", "source"]
+                )
+        return _Parts(trained, read(share, tokenizer, vocab, whole=whole), tokenizer)
+
+    def _batches(self, documents: Documents, size: int, seed: int | None, where: str) -> Batches:
+        tokens, ends = documents
+        model, windows = self.config.model, None
+        if self.config.data.documents == "packed":
+            if ends is None:
+                raise UsageError(
+                    f"nothing says where documents end in {where}, and packed windows have whole "
+                    "ones",
+                    hint='an .idx of Megatron-LM beside the .bin does; documents = "joined" needs '
+                    "none",
+                    fields=["documents", "source"],
+                )
+            windows = Packed(ends, model.context, where)
+        return Batches(
+            tokens, model.context, size, seed, vocab=model.vocab, windows=windows, where=where
+        )
+
+
+class _Parts(NamedTuple):
+    """What is trained on, what is held out, and the tokenizer of both."""
+
+    trained: Documents
+    held_out: Documents | None
+    tokenizer: Tokenizer
+
+
+def _named(source: Source | float) -> str:
+    """What errors call a source."""
+    return "the corpus" if source is None or isinstance(source, float) else str(source)

@@ -1,0 +1,1 @@
+"""The configuration file of a training run: its sections, settings and their types."""

@@ -1,0 +1,385 @@
+"""Measure: what the machine that this runs on reaches, as a Cluster that the planner takes.
+
+Processes do the same at the same time, one for each GPU, or so many on the processors of a machine:
+products, copies, layers of this trainer's GPT, and sums over groups.  On processors, time of
+computation is that of the processor, so what other programs take of it does not count, times the
+processes that share one; on GPUs it is that of the wall.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from schedir.errors import UsageError, in_bytes
+from schedir.ir.cost.cluster import Cluster
+from schedir.models import gpt
+from schedir.models.gpt_config import GPTConfig
+from schedir.planner.hardware.cluster_fit import Block, Measured, Product, Sum, fitted, rows
+from schedir.planner.parallel_plan import Choice
+from schedir.planner.transformer.transformer_spec import Model
+from schedir.transports.local_processes import run
+from schedir.transports.registry import DEVICES, Device, find
+
+LIMIT: Final = 300.0  # seconds, of all
+SUMS: Final = 4  # of a sliced layer, two each way (arXiv 1909.08053, section 3)
+_LEAST: Final = 1e-6  # seconds of a sum
+BUSY: Final = 0.1  # share of the processors that other programs may take before it is said
+
+
+class Extent(NamedTuple):
+    """What is measured on a kind of device: products (m, k, n); layers, of which the first are so
+    small that only their issue takes time, (hidden, heads, sequence, microbatch); bytes of a copy,
+    and of sums; and layers that are sliced, of which each has SUMS sums."""
+
+    products: tuple[tuple[int, int, int], ...]
+    smallest: tuple[tuple[int, int, int, int], ...]
+    layers: tuple[tuple[int, int, int, int], ...]
+    copied: int
+    sums: tuple[int, ...]
+    sliced: tuple[tuple[int, int, int, int], ...] = ()
+
+
+def _products(*shapes: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
+    """Those of layers of a width, for so many tokens, and one of a slice."""
+    found = [(m, k, n) for m, h in shapes for k, n in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))]
+    m, h = shapes[0]
+    return (*found, (m, h, h // 4), (m, h // 4, h))
+
+
+EXTENTS: Final[dict[str, Extent]] = {
+    "cpu": Extent(
+        _products((128, 256), (512, 512)),
+        ((16, 1, 8, 1), (32, 2, 8, 1)),
+        ((256, 8, 128, 1), (256, 8, 128, 4), (256, 4, 256, 2), (512, 8, 64, 2), (512, 8, 128, 4)),
+        2**22,
+        (2**21, 2**24),
+        ((256, 8, 128, 1), (256, 8, 128, 4)),
+    ),
+    "cuda": Extent(
+        _products((2048, 2048), (4096, 8192)),
+        ((64, 1, 32, 1), (128, 2, 32, 1)),
+        ((2048, 16, 2048, 2), (4096, 32, 2048, 1), (4096, 32, 2048, 4), (8192, 64, 2048, 1)),
+        2**28,
+        (2**12, 2**20, 2**24, 2**27),
+    ),
+}
+QUICK: Final = Extent(
+    ((32, 32, 32), (32, 64, 64)), ((16, 1, 8, 1),), ((64, 2, 32, 2),), 2**16, (2**16,),
+    ((64, 4, 32, 2),),
+)  # fmt: skip
+
+
+class Taken(NamedTuple):
+    """What a machine reaches; where each number is from, by field; what was measured beside what
+    the Cluster says of it, in lines; and what may be wrong with it."""
+
+    cluster: Cluster
+    notes: dict[str, str]
+    table: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def measure(
+    processes: int | None = None,
+    device: Device = "cpu",
+    *,
+    quick: bool = False,
+    progress: bool = False,
+) -> Taken:
+    """Measure this machine with so many processes, by default one for each processor or GPU.
+
+    It takes about half a minute, and with `quick`, of little use, some seconds.  With `progress`
+    standard error is told what is measured.
+
+    Raises UsageError for a device that is not there, and for fewer than one process.
+    """
+    if device not in DEVICES:
+        raise UsageError(f"device {device!r} is not known", hint=" or ".join(DEVICES))
+    number = max(_own(device), 1) if processes is None else processes
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise UsageError(f"processes are 1 or more, not {processes!r}", fields=["processes"])
+    find(DEVICES[device].require)(number)
+    shared = processors() if device == "cpu" else None
+    extent = QUICK if quick else EXTENTS[device]
+    context = multiprocessing.get_context("spawn")
+    seconds = 0.02 if quick else 0.3
+    if progress:
+        where = f"{shared} processor{'s' * (shared > 1)}" if shared else "a GPU each"
+        _say(f"{number} process{'es' * (number > 1)} on {where}")
+    asked = device, extent, seconds, progress
+    seen = run(_rank, number, *asked, context=context, limit=LIMIT)
+    return _taken(seen, number, shared, device, extent)
+
+
+def processors() -> int:
+    """How many this process may use at once: those that it is let to, and as much of their time."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(own, max(1, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such limit
+        return own
+
+
+def _slower(number: int, shared: int | None) -> float:
+    """How much longer a process takes while all compute."""
+    return 1.0 if shared is None else max(1.0, number / shared)
+
+
+def _own(device: str) -> int:
+    return torch.cuda.device_count() if device == "cuda" else processors()
+
+
+# ---------------------------------------------------------------- one process
+
+
+class Seen(NamedTuple):
+    """What one process saw: seconds by round of each piece; bytes; its share of a processor."""
+
+    products: list[list[float]]
+    smallest: list[list[float]]
+    layers: list[list[float]]
+    copied: list[float]
+    sums: list[tuple[int, int, list[float]]]
+    memory: float
+    share: float
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _rank(rank: int, device: str, extent: Extent, seconds: float, progress: bool) -> Seen:
+    """Measure as one process of several."""
+    say = _say if progress and rank == 0 else lambda line: None
+    say(f"{len(extent.products)} products, and a copy")
+    watch = _Watch(device, seconds)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    where = {"device": torch.device(device), "dtype": watch.dtype}
+    began = time.perf_counter(), time.process_time()
+    products = [watch.rounds(_product(*shape, where)) for shape in extent.products]
+    share = (time.process_time() - began[1]) / (time.perf_counter() - began[0])
+    copied = watch.rounds(partial(torch.ones(extent.copied // 4, device=device).add_, 1.0))
+    say(f"{len(extent.smallest) + len(extent.layers)} layers")
+    smallest, layers = (
+        [watch.rounds(_layer(*shape, where)) for shape in shapes]
+        for shapes in (extent.smallest, extent.layers)
+    )
+    say("sums over groups")
+    slower = _slower(dist.get_world_size(), processors() if device == "cpu" else None)
+    sums = [*_sums(extent, watch, where, slower)] if dist.get_world_size() > 1 else []
+    memory = _memory(device)
+    return Seen(products, smallest, layers, copied, sums, memory, share)
+
+
+class _Watch:
+    """Tells how long something takes: again and again for some time, in several rounds."""
+
+    ROUNDS = 5
+
+    def __init__(self, device: str, seconds: float) -> None:
+        self.device, self.each = device, seconds / self.ROUNDS
+        self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
+
+    def rounds(self, run: Callable[[], object], *, wall: bool = False) -> list[float]:
+        """Seconds that `run` takes, of each round, while all processes do the same."""
+        wall = wall or self.device == "cuda"
+        return [one[not wall] for one in self.both(run)]
+
+    def both(self, run: Callable[[], object]) -> list[tuple[float, float]]:
+        """The same of the wall, and of this thread on its processor."""
+        for _ in range(3):
+            run()
+        self._wait()
+        began = time.perf_counter()
+        run()
+        self._wait()
+        # All do it as often, for they may do it together.
+        often = torch.tensor(self.each / max(time.perf_counter() - began, 1e-7))
+        dist.all_reduce(often, dist.ReduceOp.MIN)
+        times = min(max(int(often), 1), 10_000)
+        found = []
+        for _ in range(self.ROUNDS):
+            dist.barrier()
+            began, worked = time.perf_counter(), time.thread_time()
+            for _ in range(times):
+                run()
+            self._wait()
+            worked = time.thread_time() - worked
+            found.append(((time.perf_counter() - began) / times, worked / times))
+        return found
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def _product(m: int, k: int, n: int, where: Any) -> Callable[[], object]:
+    """A product with a weight, and the two of its backward."""
+    x, w, dy = (torch.randn(*shape, **where) for shape in ((m, k), (n, k), (m, n)))
+
+    def run() -> object:
+        return F.linear(x, w), dy @ w, dy.t() @ x
+
+    return run
+
+
+def _layer(
+    hidden: int, heads: int, sequence: int, size: int, where: Any, group: Any = None
+) -> Callable[[], object]:
+    """A layer of the trainer's GPT, or a slice of it, forward and backward, as a step runs it again
+    and again."""
+    config = GPTConfig(vocab=2, layers=1, hidden=hidden, heads=heads, context=sequence)
+    block = gpt.Layer(config, 0, group, where)
+    for p in block.parameters():
+        p.grad = torch.zeros_like(p)
+    x = torch.randn(size, sequence, hidden, **where).requires_grad_()
+    dy = torch.randn(size, sequence, hidden, **where)
+
+    def run() -> object:
+        y: Tensor = block(x)
+        y.backward(dy)
+        x.grad = None
+        return None
+
+    return run
+
+
+def _sums(
+    extent: Extent, watch: _Watch, where: Any, slower: float
+) -> Iterator[tuple[int, int, list[float]]]:
+    """All-reduces over pairs, all at once, and over all processes: by themselves, and those of
+    sliced layers, where others compute meanwhile.
+
+    In a layer they take what its thread does not compute, which is `slower` while all do.
+    """
+    world = dist.get_world_size()
+    backend = "gloo" if watch.device == "cpu" else "nccl"
+    for size in sorted({2, world}):
+        every = [range(k, k + size) for k in range(0, world - size + 1, size)]
+        groups = [dist.new_group([*ranks], backend=backend) for ranks in every]
+        here = dist.get_rank() // size
+        group = groups[here] if here < len(groups) else None  # of an odd one
+        for number in extent.sums:
+            x = torch.zeros(number // 4, device=watch.device)
+            found = watch.rounds(partial(_sum, x, group), wall=True)
+            yield size, number, [] if group is None else found
+        for hidden, heads, sequence, b in extent.sliced:
+            if heads % size or 4 * hidden % size:
+                continue
+            block = _nothing if group is None else _layer(hidden, heads, sequence, b, where, group)
+            times = [(wall - slower * worked) / SUMS for wall, worked in watch.both(block)]
+            seconds = [] if group is None else [max(one, _LEAST) for one in times]
+            yield size, 4 * b * sequence * hidden, seconds
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
+def _sum(x: Tensor, group: Any) -> None:
+    if group is not None:
+        dist.all_reduce(x, group=group)
+
+
+def _nothing() -> None:
+    """What a process does that is left over."""
+
+
+def _memory(device: str) -> float:
+    """Bytes of a process: of its GPU, or of the machine."""
+    if device == "cuda":
+        return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no such limit
+        whole = min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return whole / dist.get_world_size()
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def _taken(seen: list[Seen], number: int, shared: int | None, device: str, extent: Extent) -> Taken:
+    """What all processes saw, as one machine."""
+    slower = _slower(number, shared)
+
+    def middle(name: str, k: int) -> float:
+        found: float = median(x for one in seen for x in getattr(one, name)[k])
+        return slower * found
+
+    def blocks(name: str) -> list[Block]:
+        found = []
+        for k, (hidden, heads, sequence, size) in enumerate(getattr(extent, name)):
+            model = Model(layers=1, hidden=hidden, heads=heads, vocab=2, sequence=sequence)
+            found.append(Block(model, Choice(b=size, attention="flash"), middle(name, k)))
+        return found
+
+    sums = [
+        Sum(group, size, median(x for one in seen for x in one.sums[k][2]))
+        for k, (group, size, _) in enumerate(seen[0].sums)
+    ]
+    measured = Measured(
+        processes=number,
+        itemsize=4 if device == "cpu" else 2,
+        memory=min(one.memory for one in seen),
+        products=[Product(*shape, middle("products", k))
+                  for k, shape in enumerate(extent.products)],
+        copied=2 * extent.copied / (slower * median(x for one in seen for x in one.copied)),
+        smallest=blocks("smallest"),
+        layers=blocks("layers"),
+        sums=sums,
+        processors=shared,
+    )  # fmt: skip
+    cluster = fitted(measured)
+    rates = sorted(one.rate for one in measured.products)
+    notes = {
+        "flops": f"the median of {len(rates)} products, from {rates[0] / 1e9:.4g} to "
+        f"{rates[-1] / 1e9:.4g} GFLOP/s; what each process reaches while all compute",
+        "memory": "of the machine, a process's part" if shared else "of the device",
+        "hbm": f"as {len(measured.layers)} layers show; a copy reaches "
+        f"{in_bytes(measured.copied)}/s",
+        "nvlink": f"{len(sums)} all-reduces" if sums else "not measured: nobody to send to",
+        "network": "not measured: one machine",
+        "latency": "the same",
+        "kernel_us": "of layers that are too small to take more",
+        "itemsize": "float32" if device == "cpu" else "bfloat16",
+    }
+    table = [f"{'measured':>10}  {'told':>10}  {'off':>6}"]
+    for row in rows(cluster, measured):
+        table.append(f"{_ms(row.measured)}  {_ms(row.told)}  {row.error:>+6.0%}  {row.what}")
+    return Taken(cluster, notes, tuple(table), tuple(_warnings(seen, number, shared)))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:7.3f} ms"
+
+
+def _warnings(seen: list[Seen], number: int, shared: int | None) -> Iterator[str]:
+    """What may be wrong with it."""
+    if shared is not None:
+        had, could = sum(one.share for one in seen), min(number, shared)
+        if had < (1 - BUSY) * could:
+            yield (
+                f"the machine is busy: of {could} processors other programs took "
+                f"{1 - had / could:.0%}; sums, which wait, are too slow by about as much"
+            )
+    spreads = [
+        max(rounds) / min(rounds) - 1
+        for one in seen for rounds in (*one.products, *one.layers)
+    ]  # fmt: skip
+    if (spread := median(spreads)) > BUSY:
+        yield f"rounds of the same differ by {spread:.0%}, in the median"

@@ -1,0 +1,57 @@
+"""The modules of each kind of model that `schedir train` can train.
+
+Each row belongs to the kind of the same name in `training/config/model_kinds.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from schedir.models import gpt, gpt_segments, llama
+from schedir.training.config.model_kinds import ModelConfig, kind_of
+
+
+class Module(Protocol):
+    """The Python module of a kind of model.
+
+    `build_stage` makes this rank's shard of a stage.  `loss` computes the loss from the output of
+    the last stage.  `count_tokens` returns the number of targets that count in the loss.
+    """
+
+    @property
+    def build_stage(self) -> Callable[..., nn.Module]: ...
+
+    def loss(self, found: Any, targets: Tensor, /, tp: ProcessGroup | None) -> Tensor: ...
+
+    def count_tokens(self, targets: Tensor) -> int: ...
+
+
+class Model(NamedTuple):
+    """A kind of model.
+
+    Args:
+        module: Its Python module.
+        pieces: Cuts a stage into its pieces, for kinds that have them.
+        between: Returns the boundaries between stages of these numbers of pieces, from the boundary
+            between stages that are not cut, the number of frozen stages, and the number of ranks
+            that share the tokens.
+    """
+
+    module: Module
+    pieces: Callable[[Any], list[nn.Module]] | None = None
+    between: Callable[[Sequence[int], Any, int, int], dict[int, Any]] | None = None
+
+
+MODELS: Final = {
+    "gpt": Model(gpt, gpt_segments.pieces, gpt_segments.boundaries),
+    "llama": Model(llama),
+}
+
+
+def model_of(config: ModelConfig) -> Model:
+    """Return the kind of model to which a configuration belongs."""
+    return MODELS[kind_of(config)]

@@ -1,0 +1,1 @@
+"""Processes of a training run: start, rendezvous, watchdog and exit."""

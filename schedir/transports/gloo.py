@@ -1,0 +1,303 @@
+"""Processes over torch.distributed: mesh, transport, and what ranks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from schedir.analysis.progress_models import Model
+from schedir.errors import ModelError
+from schedir.ir.isa.instructions import Lane
+from schedir.ir.pipeline.process_mesh import mesh_of
+from schedir.ir.pipeline.tied_weights import groups_of
+from schedir.ir.program import Program
+from schedir.transports import process_groups
+from schedir.transports.collectives import COLLECTIVES, Group, Kind
+from schedir.transports.in_process.cuda_streams import Point
+from schedir.transports.json_collectives import Kinds, difference, gather
+from schedir.transports.transport import Place, Rooms, Work, buffers
+
+
+def require(processes: int) -> None:
+    """Every machine has a CPU for its processes."""
+
+
+def initialise(timeout: float, **how: Any) -> torch.device:
+    """Initialise torch.distributed over Gloo, as torchrun says, or as `how` tells
+    `init_process_group`; returns where the tensors of its processes are."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **how)
+    return torch.device("cpu")
+
+
+_LANES: Final[dict[Group, Lane]] = {"tp": Lane.TP, "params": Lane.PARAMS}
+
+
+class Processes:
+    """Processes of torch.distributed, and what they do together: all but messages.
+
+    Ranks lie in a mesh (dp, pp, tp), tp innermost, so that tensor-parallel groups are
+    neighbours.  Groups for tensors on a GPU are NCCL's.
+
+    The tensor-parallel group of collectives is another one than that of the layers, and runs on a
+    CUDA stream of its own: a gather that waits for its message holds up no layer.
+
+    `timeout` is how many seconds its groups wait for each other, NCCL's longer; unless told, as the
+    `group` does, or all processes, and NCCL's as torch has it.  `device` is where tensors are, and
+    `message` how many bytes one has at most, 0 if that is not known.
+
+    `more` are programs beside the first that are to run on it, on the same mesh: it is made for the
+    groups, and edges, of all.
+
+    `torch.distributed` must be initialised with pp * tp * dp processes, or a `group` of it given
+    that has so many: then its members alone make this, and other groups make theirs beside it.
+    Raises ModelError otherwise.
+
+    One that `schedir train` may choose has a row in `registry`.
+    """
+
+    model: Model
+    grouped = False
+    blocks = True
+    has_pipeline = False  # whether messages go through a group of the pipeline's ranks
+    aside: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
+
+    def __init__(
+        self,
+        program: Program,
+        timeout: float | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        message: int = 0,
+        group: dist.ProcessGroup | None = None,
+        more: Sequence[Program] = (),
+    ) -> None:
+        self.programs = (program, *more)
+        self.static = torch.device(device).type != "cpu"
+        self.tp, self.dp, pp = program.tp, program.dp, program.plan.ranks
+        self.within = group
+        world = dist.get_world_size(group)
+        if world != pp * self.tp * self.dp:
+            raise ModelError(
+                f"{world} processes do not make pp {pp} x tp {self.tp} x dp {self.dp} = "
+                f"{pp * self.tp * self.dp}",
+                program=program.name,
+            )
+        members = np.array(dist.get_process_group_ranks(group or dist.group.WORLD))
+        self.mesh = mesh = members.reshape(self.dp, pp, self.tp)
+        self.dp_rank, self.rank, self.tp_rank = (
+            int(k) for k in np.unravel_index(dist.get_rank(group), mesh.shape)
+        )
+        if timeout is None and not self.static:
+            timeout = process_groups.patience(group)
+        self.patience = timeout
+        self.make = partial(process_groups.make, timeout=timeout, device=device)
+        self.name = program.name
+        told = {"the program": program.digest[:12], "the transport": type(self).__name__}
+        told |= {f"program {k}": one.digest[:12] for k, one in enumerate(self.programs[1:], 2)}
+        told["the number of programs"] = str(len(self.programs))
+        process_groups.level(self.agree(told, process_groups.count()))
+        for one in more:
+            self._require_mesh(one)
+        if self.has_pipeline:
+            self.pipeline = self._group(mesh.swapaxes(1, 2).reshape(-1, pp))
+        # That of the layers is another one than that of gathers.
+        self.tp_group = self._group(mesh.reshape(-1, self.tp)) if self.tp > 1 else None
+        self.groups: dict[Group, Any] = {}
+        rows = rows_of(*self.programs)
+        for some in process_groups.apart(rows, lambda name: {*rows[name].flat}):
+            made = self.make([row for name in some for row in members[rows[name]].tolist()])
+            self.groups |= dict.fromkeys(some, made)
+        self.lanes: dict[Lane, torch.cuda.Stream] = {}
+        if self.static:
+            self.use_streams(device)
+
+    def use_streams(self, device: torch.device | str) -> None:
+        """Let collectives run on streams of ours, one for each queue that a rank has of them.
+
+        Of itself torch would have a stream for each group.  They are of high priority: a gather
+        must not wait for multiprocessors behind what computes.
+        """
+        self.static = True
+        lanes = dict.fromkeys((*_LANES.values(), Lane.DP))
+        self.lanes = {lane: torch.cuda.Stream(device, priority=-1) for lane in lanes}
+        self.aside = partial(torch.cuda.stream, self.lanes[Lane.TP])
+
+    @classmethod
+    def fits(cls, program: Program, group: dist.ProcessGroup | None = None) -> bool:
+        """Whether these processes can run the program so; all must ask."""
+        return True
+
+    def leave(self) -> None:
+        """Go, in the middle of a step or not: the connections of messages are closed, and a rank
+        that waits for this one is told so.  Nothing can be sent after it."""
+
+    def end(self) -> None:
+        """Leave, where nothing is under way, and give back what its groups hold: threads, sockets
+        and memory.  `tp_group` stays: it is the layers'.  Messages over NCCL stay connected."""
+        self.leave()
+        for group in {*self.groups.values()}:
+            if group is not None:
+                dist.destroy_process_group(group)
+        self.groups = {}
+
+    def _group(self, members: NDArray[np.int64]) -> Any:
+        """The group of the row that this process is in; None if it is in none."""
+        return self.make(members.tolist())
+
+    def agree(self, facts: Mapping[str, str], tell: object = None, kinds: Kinds = ()) -> list[Any]:
+        """As Transport.agree: all processes must call this."""
+        all_of = gather((dict(facts), tell), self.within, kinds)
+        if fact := difference([own for own, _ in all_of]):
+            raise ModelError(fact, program=self.name)
+        return [told for _, told in all_of]
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """As Transport.send."""
+        raise NotImplementedError
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """As Transport.recv."""
+        raise NotImplementedError
+
+    def buffers(
+        self, rooms: Rooms, device: torch.device, programs: Sequence[Program]
+    ) -> dict[Place, Tensor]:
+        """As Transport.buffers."""
+        self.expect(programs)
+        return buffers(rooms, device)
+
+    def expect(self, programs: Sequence[Program]) -> None:
+        """Raise ModelError for a program that has other groups, or edges, than those of this."""
+        for program in programs:
+            self._require_mesh(program)
+            if lacks := self.lacking(program):
+                raise ModelError(
+                    f"the transport of {self.name} has no {lacks}",
+                    program=program.name,
+                    hint="a transport is made for all that it runs: more=[...]",
+                )
+
+    def lacking(self, program: Program) -> str:
+        """What a program needs, and this has not, in words; "" if nothing."""
+        lacks = rows_of(program).keys() - self.groups.keys()
+        return f"group of processes for {min(map(str, lacks))}" if lacks else ""
+
+    def _require_mesh(self, program: Program) -> None:
+        own = len(self.mesh[0]), self.tp, self.dp
+        if (program.plan.ranks, program.tp, program.dp) != own:
+            raise ModelError(
+                f"the program is for pp {program.plan.ranks} x tp {program.tp} x dp {program.dp}, "
+                f"and its transport for pp {own[0]} x tp {own[1]} x dp {own[2]}",
+                program=program.name,
+            )
+
+    def step_begins(self, program: int) -> None:
+        """Messages are matched by their order, whatever the program is."""
+
+    def step_ended(self) -> None:
+        """Nobody needs to know."""
+
+    def start_group(self) -> None:
+        """Only a transport that is `grouped` is told."""
+
+    def end_group(self) -> None:
+        """As `start_group`."""
+
+    def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
+        """As Transport.collective."""
+        if not self.lanes:
+            return cast(Work, COLLECTIVES[kind].start(self.groups[group], out, own, True))
+        lane = self.lanes[_LANES.get(group, Lane.DP)]
+        lane.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(lane):
+            self.issue(kind, group, out, own)
+        return OnLane(lane, (out, own))
+
+    def issue(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> None:
+        """Issue a collective to the current stream."""
+        COLLECTIVES[kind].start(self.groups[group], out, own, False)
+
+
+class OnLane(Point):
+    """What was issued to a stream; the memory that it uses is kept until somebody waits."""
+
+    def __init__(self, lane: torch.cuda.Stream, uses: tuple[Tensor, ...]) -> None:
+        super().__init__(lane)
+        self.uses = uses
+
+    def wait(self) -> None:
+        """Let the current stream follow."""
+        super().wait()
+        self.uses = ()
+
+
+def rows_of(*programs: Program) -> dict[Group, NDArray[np.int64]]:
+    """By what the collectives of programs are for, the processes that meet, a row for each group:
+    by their places in the mesh, in its order."""
+    rows: dict[Group, NDArray[np.int64]] = {}
+    for program in programs:
+        rows = _rows_of(program) | rows
+    return rows
+
+
+def _rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
+    tp, dp, plan = program.tp, program.dp, program.plan
+    mesh = mesh_of(plan.ranks, tp, dp)
+    rows: dict[Group, NDArray[np.int64]] = {"model": mesh.reshape(dp, -1)}
+    if tp > 1:
+        rows["tp"] = mesh.reshape(-1, tp)
+    if dp > 1:
+        rows["dp"] = mesh.reshape(dp, -1).T
+    if dp > 1 and program.zero:  # of its own: gathers must not queue behind reductions
+        rows["params"] = rows["dp"]
+    for ranks in groups_of(program.summed, plan):
+        rows[ranks] = mesh[:, ranks].swapaxes(1, 2).reshape(-1, len(ranks))
+    return rows
+
+
+class Gloo(Processes):
+    """The transport of CPU processes.  Its progress model is `edge`.
+
+    Gloo honours tags: one tag per lane makes each directed edge a queue of its own, which nothing
+    else can hold up.
+
+    >>> import schedir
+    >>> from torch import distributed
+    >>> from schedir.runtime import Gloo
+    >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    >>> one = schedir.compile(schedir.schedules.gpipe, schedir.Plan(ranks=1, microbatches=4))
+    >>> Gloo(one).model
+    'edge'
+    >>> Gloo(schedir.compile(schedir.schedules.gpipe, schedir.Plan(ranks=4, microbatches=4), dp=2))
+    Traceback (most recent call last):
+        ...
+    schedir.errors.ModelError: gpipe: 1 processes do not make pp 4 x tp 1 x dp 2 = 8
+    >>> distributed.destroy_process_group()
+    """
+
+    model: Model = "edge"
+    has_pipeline = True
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to send; Gloo's sends run on their own."""
+        # The group itself: dist.isend would look up each time what is known here.
+        return cast(Work, self.pipeline.send([tensor], peer, lane))
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to receive."""
+        return cast(Work, self.pipeline.recv([tensor], peer, lane))
+
+    def leave(self) -> None:
+        """As Processes.leave: Gloo closes a connection when nobody has its group any more."""
+        pipeline, self.pipeline = self.pipeline, None
+        if pipeline is not None:
+            dist.destroy_process_group(pipeline)

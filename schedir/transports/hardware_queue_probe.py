@@ -1,0 +1,180 @@
+"""Probe: which streams of a rank wait for each other, and whether a program lives through it.
+
+Nobody says which streams a GPU gives one hardware queue, so it is tried, once, before the first
+step.  At each end of each edge a receive waits for a message that is held back.  Meanwhile the
+rank's other streams get something short to do; what does not end shares a queue with the edge.
+Then the message is sent, and all of it ends.  Nothing can hang: only hosts wait.
+
+Of streams that share, the program says whether it matters: most pairs may.  What is not tried is
+whether the streams of ours share one among themselves, and the one communicator of `Grouped`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.deadlock import deadlock
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.shared_queues import SharedQueues
+from schedir.errors import ModelError
+from schedir.ir.instruction_index import NONE
+from schedir.ir.isa.instructions import RECEIVES, ROWS, TRANSFERS, Lane
+from schedir.ir.program import Program
+from schedir.transports import process_groups
+from schedir.transports.p2p_groups import DirectedEdge, Edge
+
+PATIENCE: Final = 2.0  # seconds; what shares no queue takes some microseconds
+Queue = DirectedEdge | Lane
+# Something short, issued to the stream of a lane: says whether it has ended.
+Touch = Callable[[Lane], Callable[[], bool]]
+
+
+class Shared(NamedTuple):
+    """Two queues of a rank that wait for each other; of two edges the lesser first."""
+
+    rank: int
+    one: DirectedEdge
+    other: Queue
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {_said(self.one)}, and {_said(self.other)}"
+
+
+def refuse_sharing(
+    program: Program, transport: Edge, touch: Touch, patience: float = PATIENCE
+) -> list[Shared]:
+    """The queues that share a hardware queue, on any rank; all processes must call this.
+
+    `touch` must have done before what it does at first use.  Raises ModelError in each process if
+    the program would hang so.
+    """
+    told = transport.agree(
+        {}, find_sharing(transport, touch, patience), kinds=[Shared, DirectedEdge, Lane]
+    )
+    shared = sorted({one for each in told for one in each}, key=str)
+    if shared:
+        pairs = [(_number(program, s.rank, s.one), _number(program, s.rank, s.other))
+                 for s in shared]  # fmt: skip
+        known = [pair for pair in pairs if NONE not in pair]
+        graph = SharedQueues(program, transport.model, known, blocks=transport.blocks)
+        reached = walk(graph)
+        if not reached.done.all():
+            why = deadlock(graph, reached)
+            raise ModelError(
+                f"streams share a hardware queue of a GPU ({'; '.join(map(str, shared))}), and the "
+                f"program would wait for ever: {why.fact}",
+                program=program.name,
+                hint='transport = "grouped", or a program with fewer edges on a rank',
+            ) from why
+    return shared
+
+
+def find_sharing(transport: Edge, touch: Touch, patience: float = PATIENCE) -> list[Shared]:
+    """The queues of this process's rank that share one with an edge; all processes must call it."""
+    rank, found = transport.rank, set[Shared]()
+    lanes = [Lane.COMPUTE, *transport.lanes]
+    # Made before anything waits: an allocation may wait for the device.
+    numbers = {edge: torch.zeros(1, device=transport.device) for edge in transport.edge_groups}
+
+    ranks = transport.mesh.shape[1]  # each slice of each replica by itself
+    hosts = process_groups.make(transport.mesh.swapaxes(1, 2).reshape(-1, ranks).tolist())
+
+    def meet() -> None:
+        dist.all_reduce(torch.zeros(1), group=hosts)
+
+    def along(edge: DirectedEdge, *, sends: bool) -> Any:
+        return transport.along(edge, numbers[edge], sends=sends)
+
+    for edge in transport.edges:  # both ways, which have a first use each
+        for source in (edge.source, edge.target):
+            if edge in numbers:
+                along(edge, sends=rank == source).wait()
+    for edge in transport.edges:
+        for here, there in ((edge.target, edge.source), (edge.source, edge.target)):
+            others = [e for e in transport.edges if e != edge and here in (e.source, e.target)]
+            works: dict[DirectedEdge, Any] = {}
+            asks: dict[Queue, Callable[[], bool]] = {}
+            meet()
+            if rank == here:
+                works[edge] = along(edge, sends=False)
+                asks = {lane: touch(lane) for lane in lanes}
+            for other in others:
+                if other in numbers:
+                    works[other] = along(other, sends=rank != here)
+            if rank == here:
+                asks |= {other: works[other].is_completed for other in others}
+                found |= {_pair(here, edge, queue) for queue in _late(asks, patience)}
+            meet()
+            if rank == there:
+                works[edge] = along(edge, sends=True)
+            for work in works.values():
+                work.wait()
+    meet()
+    return sorted(found, key=str)
+
+
+def _pair(rank: int, edge: DirectedEdge, other: Queue) -> Shared:
+    if isinstance(other, Lane):
+        return Shared(rank, edge, other)
+    return Shared(rank, *sorted((edge, other)))
+
+
+def _late(asks: dict[Queue, Callable[[], bool]], patience: float) -> list[Queue]:
+    """What does not end in time, but for messages that follow a computation which does not."""
+    over = time.monotonic() + patience
+    late = [*asks]
+    while late and time.monotonic() < over:
+        time.sleep(1e-4)
+        late = [queue for queue, ended in asks.items() if not ended()]
+    return [q for q in late if Lane.COMPUTE not in late or isinstance(q, Lane)]
+
+
+def _number(program: Program, rank: int, queue: Queue) -> int:
+    """The number of a rank's queue in the program's graph; -1 if it has nothing to do."""
+    graph = Graph.of(program, "edge")
+    index = graph.index
+    for k in range(int(program.offsets[rank]), int(program.offsets[rank + 1])):
+        row = ROWS[index.op[k]]
+        if isinstance(queue, Lane):
+            same = row.lane is queue
+        elif row.op in TRANSFERS and row.lane is queue.lane:
+            peer = program.peer(index.locate(k)[2])
+            ends = (peer, rank) if row.op in RECEIVES else (rank, peer)
+            same = ends == (queue.source, queue.target)
+        else:
+            same = False
+        if same:
+            return int(graph.queue[k])
+    return NONE
+
+
+def _said(queue: Queue) -> str:
+    """A queue, as a person calls it."""
+    if isinstance(queue, Lane):
+        return {Lane.COMPUTE: "what it computes", Lane.TP: "gathers"}.get(queue, "reductions")
+    kind = "activations" if queue.lane is Lane.ACT else "gradients"
+    return f"{kind} from {queue.source} to {queue.target}"
+
+
+def touch_cuda(transport: Edge, device: torch.device | str) -> Touch:
+    """Of streams of a GPU: a kernel on each, which has been there once."""
+    one = torch.zeros(1, device=device)
+
+    def touch(lane: Lane) -> Callable[[], bool]:
+        stream = transport.lanes.get(lane, torch.cuda.current_stream(device))
+        ended = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            one.add_(1)
+            ended.record(stream)
+        return ended.query
+
+    for lane in (Lane.COMPUTE, *transport.lanes):
+        touch(lane)
+    torch.cuda.synchronize(device)
+    return touch

@@ -1,0 +1,1 @@
+"""Transports between virtual ranks of one process."""

@@ -1,0 +1,199 @@
+"""Edges: transports whose queues are process groups, as a library without tags needs them.
+
+NCCL matches messages of a communicator by order alone, and runs them in order.  Which messages
+share a communicator is therefore what may hold up what: the progress model.
+
+- `Edge`, model `edge`: a group of two ranks for each directed edge and lane.
+- `Grouped`, model `device`: one group for the pipeline; groups of the program are issued as one.
+
+Both run over any backend.  All processes make groups and send the first message of every edge in
+one global order, before the first step: connections are made at first use, and one that is made
+while a peer's kernel spins can hang (NVIDIA/nccl issue 783).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedir.analysis.progress_models import Model
+from schedir.ir.isa.instructions import ROWS, SENDS, Lane
+from schedir.ir.program import Program
+from schedir.transports import process_groups
+from schedir.transports.gloo import Processes
+from schedir.transports.transport import Work
+
+
+class DirectedEdge(NamedTuple):
+    """The messages of one lane from one pipeline rank to another."""
+
+    lane: Lane
+    source: int
+    target: int
+
+
+def directed_edges(*programs: Program) -> list[DirectedEdge]:
+    """Every edge that programs send along, in the one order that all ranks follow."""
+    return sorted({edge for program in programs for edge in _edges(program)})
+
+
+def apart(edges: Iterable[DirectedEdge]) -> list[list[DirectedEdge]]:
+    """Edges, those together whose ends are all different."""
+    return process_groups.apart(edges, lambda edge: {edge.source, edge.target})
+
+
+def _edges(program: Program) -> Iterator[DirectedEdge]:
+    for rank, stream in enumerate(program.streams):
+        for i in stream:
+            if i.op in SENDS:
+                yield DirectedEdge(ROWS[i.op].lane, rank, program.peer(i))
+
+
+def _warm_up(transport: Processes, edges: list[DirectedEdge], device: torch.device | str) -> None:
+    """Send a number along every edge, one after the other."""
+    one = torch.zeros(1, device=device)
+    for edge in edges:
+        if transport.rank == edge.source:
+            transport.send(one, edge.target, edge.lane).wait()
+        elif transport.rank == edge.target:
+            transport.recv(one, edge.source, edge.lane).wait()
+
+
+def _edge_lacking(edges: Sequence[DirectedEdge], program: Program) -> str:
+    for lane, source, target in directed_edges(program):
+        if (lane, source, target) not in edges:
+            return f"edge for {lane.name.lower()} from rank {source} to rank {target}"
+    return ""
+
+
+class Edge(Processes):
+    """A process group for each directed edge.  Its progress model is `edge`.
+
+    Over NCCL each takes few multiprocessors, as many as its messages need.  Raises as Processes.
+    """
+
+    model: Model = "edge"
+
+    def __init__(
+        self,
+        program: Program,
+        timeout: float | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        message: int = 0,
+        more: Sequence[Program] = (),
+    ) -> None:
+        super().__init__(program, timeout, device=device, more=more)
+        self.edges, self.device = directed_edges(*self.programs), device
+        # The other ends of this process's edges, which share its replica and its slice.
+        self.processes = [int(p) for p in self.mesh[self.dp_rank, :, self.tp_rank]]
+        self.edge_groups: dict[DirectedEdge, Any] = {}
+        for some in apart(self.edges):
+            rows = [row for edge in some for row in self._ends(edge)]
+            group = self.make(rows, ctas=process_groups.ctas(message))
+            own = (edge for edge in some if self.rank in (edge.source, edge.target))
+            self.edge_groups |= dict.fromkeys(own, group)
+        _warm_up(self, self.edges, device)
+
+    def lacking(self, program: Program) -> str:
+        """As Processes.lacking."""
+        return super().lacking(program) or _edge_lacking(self.edges, program)
+
+    def _ends(self, edge: DirectedEdge) -> list[list[int]]:
+        """The processes at the two ends of an edge, for each replica and slice."""
+        ends = self.mesh[:, [edge.source, edge.target]]
+        return [sorted(map(int, pair)) for pair in ends.swapaxes(1, 2).reshape(-1, 2)]
+
+    def along(self, edge: DirectedEdge, number: Tensor, *, sends: bool) -> Any:
+        """Start to send to the other end of an edge, whichever that is, or to receive from it."""
+        peer = self.processes[edge.source + edge.target - self.rank]
+        return (dist.isend if sends else dist.irecv)(number, peer, group=self.edge_groups[edge])
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to send."""
+        group = self.edge_groups[DirectedEdge(lane, self.rank, peer)]
+        return cast(Work, dist.isend(tensor, self.processes[peer], group=group))
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to receive."""
+        group = self.edge_groups[DirectedEdge(lane, peer, self.rank)]
+        return cast(Work, dist.irecv(tensor, self.processes[peer], group=group))
+
+
+class _Deferred:
+    """A transfer that waits for the rest of its group to be issued."""
+
+    def __init__(self) -> None:
+        self.work: Work | None = None
+
+    def is_completed(self) -> bool:
+        """Whether it has been issued and has ended, as torch.distributed says."""
+        return self.work is not None and cast(dist.Work, self.work).is_completed()
+
+    def wait(self) -> None:
+        assert self.work is not None, "a group is issued before anybody waits for it"
+        self.work.wait()
+
+
+class Grouped(Processes):
+    """All messages through the pipeline's group.  Its progress model is `device`.
+
+    A group of the program is one `batch_isend_irecv`, and a transfer alone a batch of one: a
+    library that fuses must find both sides fused in the same way.  Raises as Processes.
+    """
+
+    model: Model = "device"
+    grouped = True
+    has_pipeline = True
+
+    def __init__(
+        self,
+        program: Program,
+        timeout: float | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        message: int = 0,
+        more: Sequence[Program] = (),
+    ) -> None:
+        super().__init__(program, timeout, device=device, more=more)
+        self.held: list[tuple[dist.P2POp, _Deferred]] | None = None
+        self.edges = directed_edges(*self.programs)
+        _warm_up(self, self.edges, device)
+
+    def lacking(self, program: Program) -> str:
+        """As Processes.lacking."""
+        return super().lacking(program) or _edge_lacking(self.edges, program)
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to send, or hold it back for its group."""
+        return self._issue(dist.P2POp(dist.isend, tensor, group=self.pipeline, group_peer=peer))
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to receive, or hold it back for its group."""
+        return self._issue(dist.P2POp(dist.irecv, tensor, group=self.pipeline, group_peer=peer))
+
+    def _issue(self, transfer: dist.P2POp) -> Work:
+        if self.held is None:
+            (work,) = dist.batch_isend_irecv([transfer])
+            return cast(Work, work)
+        deferred = _Deferred()
+        self.held.append((transfer, deferred))
+        return deferred
+
+    def start_group(self) -> None:
+        """Hold back the transfers that come."""
+        self.held = []
+
+    def end_group(self) -> None:
+        """Issue those that were held back, as one batch."""
+        assert self.held is not None
+        members, self.held = self.held, None
+        works = dist.batch_isend_irecv([transfer for transfer, _ in members])
+        # NCCL gives one Work for the whole batch, Gloo one for each transfer.
+        each = works if len(works) == len(members) else works * len(members)
+        for (_, deferred), work in zip(members, each, strict=True):
+            deferred.work = cast(Work, work)

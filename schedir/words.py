@@ -1,4 +1,0 @@
-"""The words that a schedule is written in, and the functions that join them."""
-
-from schedir.schedules.words import *  # noqa: F403
-from schedir.schedules.words import __all__ as __all__

@@ -1,0 +1,55 @@
+"""Ascii: the chart of doctests, a Timeline with a cell for each unit of time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from schedir.compiler.compile import compile
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import ROWS, Lane
+from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.placement import Placement
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline
+from schedir.schedules.schedule_algebra import Schedule
+
+
+def chart(timeline: Timeline, unit: float = 1.0) -> str:
+    """One line per rank, one cell per `unit` of time on the compute lane.
+
+    A cell has the letter and the microbatch of what starts in it, with a ' for each own stage
+    below; `--` is more of the same, `..` is idle.  Of two run together the second is written
+    from the middle on.
+    """
+    plan, spans = timeline.program.plan, timeline.spans
+    shown = (spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"])
+    columns = round(timeline.span / unit)
+    cells = np.full((plan.ranks, columns), "..", dtype=object)
+    for s, second in zip(spans[shown], timeline.second_of_pair[shown], strict=True):
+        lo, hi = (round(float(s[k] - timeline.begin) / unit) for k in ("start", "end"))
+        lo += second * (hi - lo) // 2
+        cells[s["rank"], lo:hi] = "--"
+        if lo < columns:
+            local = int(plan.local_of(s["stage"], s["rank"]))
+            label = f"{ROWS[s['op']].text}{s['mb']}{local * chr(39)}"
+            cells[s["rank"], lo] = label
+    width = max(map(len, cells.flat), default=2)
+    lines = [
+        f"rank {rank}  {' '.join(f'{c:<{width}}' for c in row)}".rstrip()
+        for rank, row in enumerate(cells)
+    ]
+    return "\n".join(lines)
+
+
+def timeline(
+    schedule: Schedule,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int = 1,
+    placement: Placement = "loop",
+    costs: Costs | None = None,
+) -> str:
+    """The chart of a schedule on a plan, at the given costs."""
+    costs = costs or Costs()
+    program = compile(schedule, Plan(ranks, microbatches, stages_per_rank, placement), costs=costs)
+    return chart(simulate(program, costs))

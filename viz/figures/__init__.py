@@ -1,0 +1,1 @@
+"""Figures that matplotlib draws."""

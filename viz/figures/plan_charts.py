@@ -1,0 +1,394 @@
+"""Pictures of plans: where a step's time goes, what memory buys, and what more GPUs give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from numpy.typing import NDArray
+
+from schedir.errors import UsageError, said
+from schedir.ir.isa.instructions import FORWARD, Lane
+from schedir.planner.parallel_plan import Parts, Priced
+from schedir.viz.palette import ACCENT, DAY, IDLE, RGB, TONES, WIRES, at_lightness, ink
+
+_BLUE: Final = TONES[FORWARD].hue
+# The parts of a step: what a legend calls them, their colour, and how they are hatched.
+PARTS: Final[dict[str, tuple[str, str | RGB, str]]] = {
+    "compute": ("compute", _BLUE, ""),
+    "recompute": ("what runs again", at_lightness(_BLUE, 62), "////"),
+    "tensor": ("tensor parallel", WIRES[Lane.TP], ""),
+    "transfers": ("messages", WIRES[Lane.ACT], ""),
+    "bubble": ("bubble", "white", "xxxx"),
+    "data": ("sums and gathers of replicas", WIRES[Lane.DP], ""),
+    "optimizer": ("optimizer", DAY.step, ""),
+    "host": ("copies to the host", WIRES[Lane.D2H], ""),
+}
+# What is told of a plan, left of its bar and right of it: the heading, inches, and to which side.
+_LEFT: Final = (
+    ("", 0.22, "right"), ("pp", 0.28, "right"), ("tp", 0.26, "right"), ("dp", 0.36, "right"),
+    ("v", 0.22, "right"), ("b", 0.26, "right"), ("SP", 0.32, "right"), ("schedule", 1.06, "left"),
+    ("recompute", 0.74, "left"), ("ZeRO", 0.36, "right"),
+)  # fmt: skip
+_RIGHT: Final = (("step", 0.6), ("TFLOP/s", 0.62), ("memory", 0.66))
+_ROW: Final = 0.27  # inches of a bar and the room around it
+_WIDE: Final = 5.4  # inches of the longest bar
+_AGAIN: Final = {"none": "#0072b2", "selective": "#e6ab02", "full": "#d55e00"}
+_STRONG, _WEAK = "#0072b2", "#d55e00"
+
+
+def plan_times(plans: Sequence[Priced]) -> Figure:
+    """Where the time of a step goes: a bar per plan, cut into parts, the first plan on top.
+
+    Left of it stands what the plan is, and right of it its step, the model's operations of a GPU in
+    a second, and what its fullest GPU holds.  A number in a part is its share of the step,
+    where there is room for it.
+
+    Raises UsageError for no plans.
+
+    >>> import schedir
+    >>> from schedir.planner import Memory, Parts, Priced
+    >>> plan = Priced(p=8, t=8, d=16, m=96, step=30.0, parts=Parts(24, 0, 2, 0, 3, 1, 0),
+    ...               memory=Memory(5e9, 5e9, 30e9, 20e9, 3e9), flops=150e12, mfu=0.48)
+    >>> figure = schedir.viz.plan_times([plan])
+    >>> [text.get_text() for text in figure.axes[0].texts if "%" in text.get_text()]
+    ['80%', '7%', '10%', '3%']
+    """
+    plans = _some(plans)
+    left, right = sum(wide for _, wide, _ in _LEFT) + 0.2, sum(wide for _, wide in _RIGHT) + 0.1
+    head, foot = 0.28, 0.78
+    size = left + _WIDE + right, head + _ROW * len(plans) + foot
+    figure = Figure(figsize=size)
+    axes = figure.add_axes(
+        (left / size[0], foot / size[1], _WIDE / size[0], _ROW * len(plans) / size[1])
+    )
+    longest = max(plan.step for plan in plans)
+    one, unit = _clock(longest)
+    axes.set_xlim(0, longest / one * 1.001)
+    axes.set_ylim(len(plans) - 0.5, -0.5)
+    for row, plan in enumerate(plans):
+        _bar(axes, row, plan, one)
+        _told(axes, row, plan)
+    _headings(axes)
+    axes.set_yticks([])
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
+    axes.tick_params(labelsize=7.5)
+    axes.set_xlabel(f"time of a step, in {unit}", fontsize=8)
+    axes.grid(axis="x", color="#e6e6e6", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    there = [name for name in Parts._fields if any(getattr(p.parts, name) > 0 for p in plans)]
+    figure.legend(
+        [_patch(name) for name in there], [PARTS[name][0] for name in there],
+        loc="lower left", bbox_to_anchor=(left / size[0], 0.06 / size[1]), ncols=len(there),
+        fontsize=7.5, frameon=False, borderpad=0, borderaxespad=0,
+        handlelength=1.4, handleheight=0.9, columnspacing=1.1,
+    )  # fmt: skip
+    return figure
+
+
+def _some(plans: Sequence[Priced]) -> Sequence[Priced]:
+    """The plans; UsageError if there are none, or if they are something else."""
+    if not plans or not all(isinstance(plan, Priced) for plan in plans):
+        raise UsageError(f"this draws plans, one at least, not {said(plans)}",
+                         hint="schedir.planner.plan(model, cluster, batch)")  # fmt: skip
+    return plans
+
+
+def _clock(longest: float) -> tuple[float, str]:
+    """The unit that times are told in: seconds, and its name."""
+    return (1.0, "s") if longest >= 1 else (1e-3, "ms")
+
+
+def _patch(name: str) -> Patch:
+    """A part as a legend shows it."""
+    _, colour, hatch = PARTS[name]
+    edge = IDLE if hatch else "white"
+    return Patch(facecolor=colour, hatch=hatch, edgecolor=edge, linewidth=0.4)
+
+
+def _bar(axes: Axes, row: int, plan: Priced, one: float) -> None:
+    """The parts of a step, beside each other; those wide enough bear their share."""
+    begin, scale = 0.0, _WIDE / axes.get_xlim()[1]
+    for name, seconds in zip(Parts._fields, plan.parts, strict=True):
+        wide, (_, colour, hatch) = seconds / one, PARTS[name]
+        if wide <= 0:
+            continue
+        axes.barh(
+            row, wide, left=begin, height=0.74, color=colour, hatch=hatch,
+            edgecolor=IDLE if hatch else "white", linewidth=0.4,
+        )  # fmt: skip
+        share = f"{seconds / plan.step:.0%}"
+        if wide * scale > 0.075 * len(share):
+            light = name == "bubble"  # which is hatched: the number stands on a ground of its own
+            axes.text(
+                begin + wide / 2, row, share, ha="center", va="center_baseline", fontsize=6.5,
+                color="black" if light or hatch else ink(colour),
+                path_effects=[withStroke(linewidth=2.4, foreground="white")] if hatch else None,
+            )  # fmt: skip
+        begin += wide
+
+
+def _told(axes: Axes, row: int, plan: Priced) -> None:
+    """What the plan is, and what it comes to."""
+    cells = [
+        str(row + 1), *(str(n) for n in (plan.p, plan.t, plan.d, plan.v, plan.b)),
+        "yes" if plan.sequence_parallel else "-", plan.schedule, plan.recompute, str(plan.zero),
+    ]  # fmt: skip
+    at = -sum(wide for _, wide, _ in _LEFT) - 0.1
+    for cell, (_, wide, side) in zip(cells, _LEFT, strict=True):
+        _cell(axes, row, at, wide, side, cell)
+        at += wide
+    over = "" if plan.fits else " too much"
+    ends = [_seconds(plan.step), f"{plan.flops / 1e12:.1f}",
+            f"{plan.memory.total / 1e9:.1f} GB{over}"]  # fmt: skip
+    at = _WIDE
+    for cell, (_, wide) in zip(ends, _RIGHT, strict=True):
+        _cell(axes, row, at, wide, "right", cell)
+        at += wide
+
+
+def _headings(axes: Axes) -> None:
+    at = -sum(wide for _, wide, _ in _LEFT) - 0.1
+    for name, wide, side in _LEFT:
+        _cell(axes, -0.95, at, wide, side, name, "#555555")
+        at += wide
+    at = _WIDE
+    for name, wide in _RIGHT:
+        _cell(axes, -0.95, at, wide, "right", name, "#555555")
+        at += wide
+
+
+def _cell(
+    axes: Axes, row: float, at: float, wide: float, side: str, text: str, colour: str = "black"
+) -> None:
+    """A word beside the bars, in a column that begins so many inches from their left."""
+    x = at + (wide if side == "right" else 0.14)
+    axes.annotate(
+        text, (0, row), (72 * x, 0), xycoords=("axes fraction", "data"),
+        textcoords="offset points", ha=side, va="center_baseline", fontsize=7, color=colour,
+        annotation_clip=False, parse_math=False,
+    )  # fmt: skip
+
+
+def _seconds(time: float) -> str:
+    """A time for people to read."""
+    one, unit = _clock(time)
+    return f"{time / one:.{2 if time / one < 100 else 1}f} {unit}"
+
+
+# ---------------------------------------------------------------- memory against time
+
+
+def plan_memory(
+    plans: Sequence[Priced], limit: float | None = None, best: Priced | None = None
+) -> Figure:
+    """Memory against the time of a step, a point per plan; the best for each memory are joined.
+
+    `limit` is what a GPU has, in bytes: what is right of it does not fit.  `best` is marked, the
+    shortest that fits unless told.  Colours tell what runs again in a backward.
+
+    Raises UsageError for no plans.
+
+    >>> import schedir
+    >>> from schedir.planner import Memory, Parts, Priced
+    >>> plans = [
+    ...     Priced(p=p, t=8, d=128 // p, m=p, step=40 - p, parts=Parts(40 - p, 0, 0, 0, 0, 0, 0),
+    ...            memory=Memory(320e9 / p, 0, 0, 0, 0), flops=1e14, mfu=0.4, fits=p > 4)
+    ...     for p in (4, 8, 16)
+    ... ]
+    >>> figure = schedir.viz.plan_memory(plans, limit=80e9)
+    >>> [text.get_text().split(",")[0] for text in figure.axes[0].texts]
+    ['p 16', '80 GB: does not fit']
+    """
+    plans = _some(plans)
+    held = np.array([plan.memory.total for plan in plans]) / 1e9
+    one, unit = _clock(max(plan.step for plan in plans))
+    step = np.array([plan.step for plan in plans]) / one
+    figure = Figure(figsize=(6.6, 4.4), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for again, colour in _AGAIN.items():
+        those = np.array([plan.recompute == again for plan in plans])
+        if those.any():
+            many = int(those.sum()) > 2000
+            axes.scatter(
+                held[those], step[those], s=5 if many else 14, color=colour, linewidth=0,
+                alpha=0.35 if many else 0.8, rasterized=many, zorder=2,
+                label="recompute none" if again == "none" else again,
+            )  # fmt: skip
+    x, y = _frontier(held, step)
+    axes.plot(
+        [*x, 1e3 * held.max()], [*y, y[-1]],
+        color=ACCENT, linewidth=1.4, drawstyle="steps-post", zorder=3,
+        label="shortest within each memory",
+    )  # fmt: skip
+    _window(axes, held, step, limit)
+    fit = [plan for plan in plans if plan.fits]
+    best = min(fit, key=lambda plan: plan.step) if best is None and fit else best
+    if best is not None:
+        _mark(axes, best, one)
+    if limit is not None:
+        _limit(axes, limit / 1e9)
+    axes.set_xlabel("memory of the fullest GPU, in GB", fontsize=8)
+    axes.set_ylabel(f"time of a step, in {unit}", fontsize=8)
+    _frame(axes)
+    shown = axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=7.5, frameon=False,
+        borderaxespad=0.2, columnspacing=1.0, handletextpad=0.4, markerscale=2,
+    )  # fmt: skip
+    for handle in shown.legend_handles:
+        if handle is not None:
+            handle.set_alpha(1)
+    return figure
+
+
+def _frontier(
+    held: NDArray[np.float64], step: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of all points those that none is left of and below, from the least memory on."""
+    order = np.lexsort((step, held))
+    low = np.minimum.accumulate(step[order])
+    best = order[np.r_[True, low[1:] < low[:-1]]]
+    return held[best], step[best]
+
+
+def _window(
+    axes: Axes, held: NDArray[np.float64], step: NDArray[np.float64], limit: float | None
+) -> None:
+    """What is shown: from the least memory to some times the limit, and steps up to some times
+    the shortest; what lies beyond has nothing to say."""
+    right = float(held.max())
+    if limit is not None:
+        right = max(min(right, 8 * limit / 1e9), limit / 1e9)
+    axes.set_xlim(float(held.min()) / 1.15, right * 1.3)
+    seen = step[held <= right * 1.3]
+    low = float(seen.min())
+    axes.set_ylim(low / 1.25, min(float(seen.max()), 12 * low) * 1.25)
+
+
+def _mark(axes: Axes, best: Priced, one: float) -> None:
+    """The plan that is chosen."""
+    x, y = best.memory.total / 1e9, best.step / one
+    axes.scatter(
+        [x], [y], s=64, marker="o", facecolor="none", edgecolor="black", linewidth=1.3, zorder=5
+    )
+    axes.annotate(
+        name_of(best), (x, y), (-9, -11), textcoords="offset points", ha="right",
+        fontsize=7, zorder=6, path_effects=[withStroke(linewidth=2.4, foreground="white")],
+        parse_math=False,
+    )  # fmt: skip
+
+
+def name_of(plan: Priced) -> str:
+    """A plan in a few words.
+
+    >>> from schedir.planner import Memory, Parts, Priced
+    >>> name_of(Priced(p=8, t=4, v=2, step=1.0, parts=Parts(1, 0, 0, 0, 0, 0, 0),
+    ...                memory=Memory(0, 0, 0, 0, 0), flops=1e14, mfu=0.4))
+    'p 8, t 4, d 1, v 2, b 1, one_f_one_b'
+    """
+    v = f", v {plan.v}" if plan.v > 1 else ""
+    return f"p {plan.p}, t {plan.t}, d {plan.d}{v}, b {plan.b}, {plan.schedule}"
+
+
+def _limit(axes: Axes, limit: float) -> None:
+    """What a GPU has; what is right of it is grey."""
+    axes.axvspan(limit, axes.get_xlim()[1], color="#e4e4e4", linewidth=0, zorder=0.5)
+    axes.axvline(limit, color="#555555", linewidth=1, zorder=1)
+    axes.annotate(
+        f"{limit:.4g} GB: does not fit", (limit, 0.015), (4, 0),
+        xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=7,
+        color="#555555",
+    )  # fmt: skip
+
+
+def _frame(axes: Axes) -> None:
+    """Numbers in full beside logarithmic axes, and a light grid."""
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":
+            low, high = axis.get_view_interval()
+            few = MaxNLocator(nbins=8, steps=[1, 2, 5, 10])
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 8 * low else few)
+            axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(plain)
+    axes.tick_params(labelsize=7.5)
+    axes.grid(color="#e6e6e6", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+# ---------------------------------------------------------------- over the number of GPUs
+
+
+def plan_scaling(strong: Sequence[Priced], weak: Sequence[Priced] = ()) -> Figure:
+    """The best plans over the number of GPUs: their steps on the left, and on the right what a GPU
+    does of the model's operations in a second.
+
+    `strong` are plans of one batch, and a thin line is the first of them if more GPUs were worth
+    what they are many; `weak` are plans whose batch grows with the GPUs.  Beside each point stands
+    p x t x d.
+
+    Raises UsageError for no plans.
+
+    >>> import schedir
+    >>> from schedir.planner import Memory, Parts, Priced
+    >>> plans = [
+    ...     Priced(p=8, d=d, m=64 // d, step=32 / d, parts=Parts(32 / d, 0, 0, 0, 0, 0, 0),
+    ...            memory=Memory(1e9, 0, 0, 0, 0), flops=1e14, mfu=0.4)
+    ...     for d in (1, 2, 4)
+    ... ]
+    >>> figure = schedir.viz.plan_scaling(plans)
+    >>> [text.get_text() for text in figure.axes[0].texts]
+    ['8 x 1 x 1', '8 x 1 x 2', '8 x 1 x 4']
+    """
+    all_plans = _some([*strong, *weak])
+    one, unit = _clock(max(plan.step for plan in all_plans))
+    figure = Figure(figsize=(9.6, 3.9), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    lines = [
+        ("strong: one batch", _STRONG, "o", strong),
+        ("weak: the batch grows with the GPUs", _WEAK, "s", weak),
+    ]
+    for name, colour, marker, plans in lines:
+        if not plans:
+            continue
+        plans = sorted(plans, key=lambda plan: plan.gpus)
+        gpus = [plan.gpus for plan in plans]
+        style = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1.4}
+        left.plot(gpus, [plan.step / one for plan in plans], label=name, zorder=3, **style)
+        right.plot(gpus, [plan.flops / 1e12 for plan in plans], zorder=3, **style)
+        if marker == "o":
+            ideal = [plans[0].step / one * gpus[0] / n for n in gpus]
+            left.plot(gpus, ideal, color=IDLE, linewidth=0.8, zorder=2,
+                      label="if all GPUs gave what the first do")  # fmt: skip
+        for plan in plans:
+            left.annotate(
+                f"{plan.p} x {plan.t} x {plan.d}", (plan.gpus, plan.step / one),
+                (4, 5 if marker == "o" else -10), textcoords="offset points",
+                fontsize=6.5, color=colour, zorder=4,
+                path_effects=[withStroke(linewidth=2, foreground="white")],
+            )  # fmt: skip
+    left.set_yscale("log")
+    left.set_ylabel(f"time of a step, in {unit}", fontsize=8)
+    right.set_ylabel("model TFLOP/s of a GPU", fontsize=8)
+    right.set_ylim(0, 1.12 * max(plan.flops for plan in all_plans) / 1e12)
+    number = sorted({plan.gpus for plan in all_plans})
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_xlim(number[0] / 1.2, number[-1] * 1.8)
+        axes.set_xlabel("GPUs", fontsize=8)
+        _frame(axes)
+        axes.xaxis.set_major_locator(FixedLocator(number))
+    left.legend(loc="best", fontsize=7.5, frameon=False)
+    return figure

@@ -1,0 +1,227 @@
+"""Summary charts: bubble against memory, and where idle time comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import hypot
+from typing import TYPE_CHECKING, Final, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.predict.timeline import Timeline, expect_runs
+from schedir.viz.palette import ACCENT, CAUSES, ink
+
+if TYPE_CHECKING:
+    from schedir.schedule_search.memory_frontier import Frontier
+
+_POINT: Final = "#0072b2"
+_NEVER: Final = "#e4e4e4"
+_CELL: Final = (0.95, 0.26, 11.0)  # inches: width and height of a cell, and most of all together
+_SMALLEST: Final = 4.5  # points, of a number in a cell
+
+
+def tradeoff(timelines: Sequence[Timeline]) -> Figure:
+    """Bubble against memory, a point per Timeline; the best for each memory are joined.
+
+    Memory is the most that a rank holds: GB, or where sizes are not given, activations of a
+    whole rank and of whole microbatches.
+
+    Raises UsageError for no Timelines.
+
+    >>> import schedir
+    >>> plan = schedir.Plan(ranks=4, microbatches=8)
+    >>> schedules = schedir.schedules.gpipe, schedir.schedules.one_f_one_b, schedir.schedules.zb_h1
+    >>> figure = schedir.viz.tradeoff(
+    ...     [schedir.simulate(schedir.compile(schedule, plan)) for schedule in schedules]
+    ... )
+    >>> [text.get_text() for text in figure.axes[0].texts]
+    ['zb_h1', 'one_f_one_b', 'gpipe']
+    """
+    expect_runs(timelines)
+    sized = all(t.sizes is not None for t in timelines)
+    x = np.array([_gigabytes(t) if sized else t.peak_activations for t in timelines])
+    y = np.array([t.bubble for t in timelines])
+    larger = max(1.0, min(len(timelines) / 12, 1.6))  # for many names
+    figure = Figure(figsize=(5.2 * larger, 3.7 * larger), layout="constrained")
+    axes = figure.subplots()
+    order = np.lexsort((y, x))
+    best = order[y[order] <= np.minimum.accumulate(y[order])]
+    axes.plot(
+        x[best], y[best], color=ACCENT, alpha=0.45, linewidth=1, drawstyle="steps-post", zorder=1
+    )
+    _scatter(axes, x, y)
+    axes.set_xlim(0, float(x.max()) * 1.3 or 1)
+    axes.set_ylim(0, max(float(y.max()) * 1.15, 0.01))
+    _name(axes, x, y, [t.program.name for t in timelines], larger)
+    if doubts := [f"{t.program.name}: {t.doubt}" for t in timelines if t.doubt]:
+        axes.set_title("\n".join(doubts), fontsize=7, style="italic", loc="left", parse_math=False)
+    _axes(axes, in_bytes=sized)
+    return figure
+
+
+def frontier(frontier: Frontier) -> Figure:
+    """Bubble against memory: what a search finds at each limit, and below what no schedule is.
+
+    A point is a run that others have made.  A line shows the shortest of what is found within each
+    limit, and no schedule of these stages lies in the region that is filled.  Memory is the most
+    that a rank may hold: GB, or where sizes are not given, activations of a whole rank.  What is
+    far above all points is not shown.
+
+    >>> import schedir
+    >>> plan, costs = schedir.Plan(ranks=4, microbatches=8), schedir.Costs(F=1, I=1, W=1)
+    >>> figure = schedir.viz.frontier(schedir.frontier(plan, costs, evaluations=500))
+    >>> [text.get_text() for text in figure.axes[0].texts]
+    ['zb_h1', 'zb_h2', 'one_f_one_b', 'eager_1f1b', 'gpipe']
+    """
+    unit = 1e9 if frontier.in_bytes else frontier.plan.stages / frontier.plan.ranks
+    points = np.array([[frontier.memory(t) / unit, t.bubble] for t in frontier.runs])
+    found = np.array([[k.limit / unit, k.run.bubble] for k in frontier.levels])
+    bound = np.array([[limit / unit, frontier.bubble(span)] for limit, span in frontier.bounds])
+    points = points.reshape(-1, 2)
+    bound = np.vstack([[0, 1], [bound[0, 0], 1], bound])  # with less memory nothing fits
+    right = max(points[:, 0].max(initial=0), found[-1, 0]) * 1.3
+    found = np.vstack([found, [right, found[-1, 1]]])
+    bound[-1, 0] = right
+    figure = Figure(figsize=(6.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    # A count that is not whole is as good as the whole one below; a bound of more bytes holds here.
+    step: Literal["pre", "post"] = "pre" if frontier.in_bytes else "post"
+    axes.fill_between(
+        bound[:, 0], bound[:, 1], step=step, color=_NEVER, linewidth=0, zorder=0.5,
+        label="no schedule of these stages can be here",
+    )  # fmt: skip
+    axes.plot(
+        found[:, 0], found[:, 1], color=ACCENT, linewidth=1.4, drawstyle="steps-post", zorder=1,
+        label="the shortest that a search found",
+    )  # fmt: skip
+    _scatter(axes, points[:, 0], points[:, 1])
+    top = 1.6 * points[:, 1].max() if len(points) else found[0, 1] * 1.15
+    axes.set_xlim(0, right)
+    axes.set_ylim(0, max(min(top, 1.0), 0.01))
+    _name(axes, points[:, 0], points[:, 1], [t.program.name for t in frontier.runs], 6.2 / 5.2)
+    axes.legend(loc="upper right", fontsize=7.5, frameon=False)
+    _axes(axes, in_bytes=frontier.in_bytes)
+    return figure
+
+
+def _scatter(axes: Axes, x: np.ndarray, y: np.ndarray) -> None:
+    axes.scatter(x, y, s=34, color=_POINT, edgecolor="white", linewidth=0.8, zorder=2)
+
+
+def _axes(axes: Axes, *, in_bytes: bool) -> None:
+    """Bubble against memory."""
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.6g}%"))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
+    held = "most in flight on a rank, in activations of a whole rank"
+    if in_bytes:
+        held = "memory of a rank at most, in GB"
+    axes.set_xlabel(held, fontsize=8)
+    axes.set_ylabel("bubble", fontsize=8)
+    axes.tick_params(labelsize=7.5)
+    axes.grid(color="#e6e6e6", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _gigabytes(timeline: Timeline) -> float:
+    return float(timeline.peak_memory.max()) / 1e9
+
+
+def _name(axes: Axes, x: np.ndarray, y: np.ndarray, names: Sequence[str], larger: float) -> None:
+    """Write names above the right of their points, moved until none lies on another.
+
+    A line leads to one that has been moved.
+    """
+    wide, high = axes.get_xlim()[1], axes.get_ylim()[1]
+    room = 320 * larger, 210 * larger  # points, of the type kind
+    spots = np.stack([x / wide * room[0], y / high * room[1]], 1).tolist()
+    taken = [(left - 4, left + 4, up) for left, up in spots]  # left, right and height
+    for k in np.lexsort((x, y)).tolist():
+        name = names[k] if len(names[k]) <= 30 else f"{names[k][:29]}…"
+        left, at = spots[k]
+        right = left + 4 + 4.2 * len(name)
+        # Clear of the line that goes on from the point: up or down, or to the right as well.
+        tries = [
+            (left + 5 + out, at + up + 6)
+            for step in range(len(names) + 1)
+            for out in (0, 9 * step)
+            for up in (9.5 * step, -9.5 * step)
+        ]
+        clear = [
+            (b, t) for b, t in tries
+            if t > -4 and all(abs(t - c) >= 9 or right + b - left < a or b > e for a, e, c in taken)
+        ]  # fmt: skip
+        others = [spot for spot in spots if spot != spots[k]]
+        own = [  # no point is nearer to it than that which it names
+            (b, t) for b, t in clear[:8]
+            if all(hypot(b - x, t - y) >= hypot(b - left, t - at) for x, y in others)
+        ]  # fmt: skip
+        begin, free = (own or clear)[0]
+        taken.append((begin, right + begin - left, free))
+        moved = abs(free - at - 6) > 3
+        axes.annotate(
+            name, (float(x[k]), float(y[k])), (begin - left, free - at), textcoords="offset points",
+            va="center_baseline", fontsize=7, parse_math=False,
+            path_effects=[withStroke(linewidth=2, foreground="white")],
+            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.5} if moved else None,
+        )  # fmt: skip
+
+
+def idle_map(timeline: Timeline) -> Figure:
+    """A heat map of idle time: a row per rank, a column per cause, as shares of the span.
+
+    Causes are those of `predict.bubble_causes`; one that is nowhere has no column.  The last column
+    is the sum, the last row the mean of all ranks.
+
+    >>> import schedir
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(4, 8)))
+    >>> figure = schedir.viz.idle_map(run)
+    >>> [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    ['warmup', 'cooldown', 'all']
+    """
+    expect_runs([timeline])
+    share = by_cause(idleness(timeline), timeline.ranks) / (timeline.span or 1.0)
+    present = np.flatnonzero(share.sum(0) > 0)
+    columns = np.column_stack([share[:, present], share.sum(1)])
+    cells = np.vstack([columns, columns.mean(0)])
+    wide, high, most = _CELL
+    high = min(high, most / len(cells))
+    left, head, foot = 0.7, 0.75 + 0.15 * bool(timeline.doubt), 0.15
+    size = (left + wide * cells.shape[1] + 0.15, head + high * len(cells) + foot)
+    figure = Figure(figsize=size)
+    axes = figure.add_axes((left / size[0], foot / size[1], wide * cells.shape[1] / size[0],
+                            high * len(cells) / size[1]))  # fmt: skip
+    top = float(cells.max(initial=0)) or 1.0
+    axes.imshow(cells, cmap="YlOrBr", vmin=0, vmax=top, aspect="auto")
+    names = [CAUSES[Cause(k)][0] for k in present.tolist()]
+    axes.set_xticks(range(cells.shape[1]), [*names, "all"], fontsize=7.5)
+    axes.xaxis.tick_top()
+    every = -(-9 // max(int(high * 72), 1))
+    ranks = range(0, timeline.ranks, every)
+    axes.set_yticks([*ranks, timeline.ranks], [*(f"rank {r}" for r in ranks), "mean"], fontsize=7.5)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.axhline(timeline.ranks - 0.5, color="white", linewidth=3)
+    axes.axvline(cells.shape[1] - 1.5, color="white", linewidth=3)
+    points = min(7.0, high * 72 * 0.6)
+    if points >= _SMALLEST:
+        paint = axes.images[0]
+        for (row, column), value in np.ndenumerate(cells):
+            face = tuple(float(part) for part in paint.to_rgba(value)[:3])
+            said = f"{value:.1%}" if value else "0"
+            axes.text(column, row, said, ha="center", va="center_baseline", fontsize=points,
+                      color=ink((face[0], face[1], face[2])))  # fmt: skip
+    name = timeline.program.name
+    name = name if len(name) <= 40 else f"{name[:39]}…"
+    about = f"{name} ({timeline.about}): idle share of the span, by cause"
+    figure.text(0.1 / size[0], 1 - 0.22 / size[1], about, fontsize=9, parse_math=False)
+    figure.text(0.1 / size[0], 1 - 0.4 / size[1], timeline.doubt, fontsize=7.5, style="italic")
+    return figure

@@ -1,0 +1,93 @@
+"""Windows: the tiles that windowed attention computes, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, MaxNLocator
+
+from schedir.errors import UsageError
+from schedir.predict.window_tiles import Tiles
+
+_KINDS: Final = {
+    "not computed with any window": "#ffffff",
+    "skipped": "#e4e4e4",
+    "computed, masked in part": "#8fc3e0",
+    "computed, nothing masked": "#0072b2",
+}
+_MOST: Final = 2**22  # tiles of a panel: more are no picture
+_PANEL: Final = 2.6  # inches
+
+
+def visited(*found: Tiles) -> Figure:
+    """The tiles that each of these computes, and skips: query tiles by key tiles, in a panel each.
+
+    Tiles of several dimensions lie in row-major order.  Raises UsageError for none, and for more
+    than four million in a panel.
+
+    >>> import schedir
+    >>> from schedir.predict.window_tiles import tiles
+    >>> strided = tiles(1024, 256, 64, q_tile=64, kv_tile=64, causal=True)
+    >>> figure = schedir.viz.visited(strided)
+    >>> print(figure.axes[0].get_title())
+    window 256, stride 64
+    58 of 136 tiles: 2.34 x
+    """
+    if not found:
+        raise UsageError(
+            "nothing to draw: no tiles are given", hint="schedir.predict.window_tiles.tiles"
+        )
+    figure = Figure(figsize=(_PANEL * len(found) + 0.4, _PANEL + 1.0), layout="constrained")
+    colors = ListedColormap([*_KINDS.values()])
+    for axes, one in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
+        rows, columns = _shape(one)
+        if rows * columns > _MOST:
+            raise UsageError(
+                f"{rows} x {columns} tiles are too many for a picture", fields=["found"]
+            )
+        dense = replace(one, axes=tuple(axis.dense for axis in one.axes)).grid > 0
+        kinds = one.grid + dense
+        axes.imshow(
+            kinds,
+            cmap=colors,
+            vmin=0,
+            vmax=3,
+            interpolation="nearest",
+            extent=(0, columns, rows, 0),
+        )
+        for ends, axis in ((columns, axes.xaxis), (rows, axes.yaxis)):
+            axis.set_major_locator(MaxNLocator(8, integer=True))
+            if max(rows, columns) <= 64:
+                axis.set_minor_locator(FixedLocator(range(ends + 1)))
+                axis.grid(which="both", color="white", linewidth=0.5)
+        axes.tick_params(which="both", length=0, labelsize=7)
+        axes.set_xlabel("key tile", fontsize=8)
+        axes.set_ylabel("query tile", fontsize=8)
+        axes.set_title(_title(one), fontsize=8)
+    shown = [Patch(facecolor=color, label=kind) for kind, color in [*_KINDS.items()][1:]]
+    figure.legend(handles=shown, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
+    return figure
+
+
+def _shape(found: Tiles) -> tuple[int, int]:
+    rows = columns = 1
+    for a in found.axes:
+        rows *= len(a.visited)
+        columns *= -(-a.axis.length // a.kv_tile)
+    return rows, columns
+
+
+def _title(found: Tiles) -> str:
+    def said(numbers: Sequence[int]) -> str:
+        return " x ".join(map(str, numbers))
+
+    window, stride = ([getattr(a.axis, name) for a in found.axes] for name in ("window", "stride"))
+    return (
+        f"window {said(window)}, stride {said(stride)}\n"
+        f"{found.visited} of {found.dense} tiles: {found.speedup:.2f} x"
+    )
