@@ -65,7 +65,7 @@ from benchmarks.harness import (
 )
 from schedir import Plan, schedules
 from schedir.io import torch_csv
-from schedir.io.black_box import Box
+from schedir.io.black_box import BlackBox
 from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
@@ -282,7 +282,7 @@ def box_costs(_: int, row: Row, pairs: int) -> list[float]:
     noted = executor._run
     took: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        executor.at = Box(Path(folder, "0")).words
+        executor.at = BlackBox(Path(folder, "0")).words
         for turn in range(WARM + pairs):
             own = []
             for run in (noted, partial(unnoted, executor))[:: 1 if turn % 2 else -1]:

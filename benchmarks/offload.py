@@ -61,7 +61,7 @@ from schedir.models import gpt
 from schedir.predict.calibrate import calibrate
 from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.recording.live_memory import Living
+from schedir.runtime.recording.live_memory import LiveMemory
 from schedir.runtime.recording.measured_timeline import measured
 from schedir.transports.gloo import Gloo
 
@@ -194,7 +194,7 @@ def fits(rank: int, rounds: int, m: int) -> None:
         else:
             run_ = Run(SMALL, program, rank)
             losses = [run_.executor.step(run_.x, run_.y, run_.scale) for _ in range(rounds)]
-            with Living(run_.executor) as living:
+            with LiveMemory(run_.executor) as living:
                 run_.step()
             own = [float(loss) for loss in (losses[0], losses[-1]) if loss is not None]
             dist.all_gather_object(lived, (living.most, own))

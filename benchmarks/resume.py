@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import fork_ranks, free_port, parse
 from schedir.checkpoints.async_saver import Saver
-from schedir.checkpoints.checkpoint_directory import Folder
+from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.models import gpt
 from schedir.training import checkpointing, run_results, step_loop, trainer
 from schedir.training.processes import process_world
@@ -125,16 +125,16 @@ def arm(kill: Kill) -> None:
         case "set-up":
             for owner, name in (
                 (process_world, "met"), (gpt, "build_stage"), (trainer, "Executor"),
-                (checkpointing, "load"), (run_results.Losses, "begin"), (Watchdog, "watching"),
+                (checkpointing, "load"), (run_results.LossLog, "begin"), (Watchdog, "watching"),
             ):  # fmt: skip
                 wrap(owner, name)
         case "step":
-            wrap(step_loop.Steps, "issue")
+            wrap(step_loop.StepLoop, "issue")
         case "losses":
-            wrap(run_results.Losses, "write", after=bool(kill.times % 2))
+            wrap(run_results.LossLog, "write", after=bool(kill.times % 2))
         case "save":
             for owner, name in (
-                (checkpointing.Saving, "save"), (Saver, "due"), (Saver, "write"),
+                (checkpointing.TrainingCheckpoints, "save"), (Saver, "due"), (Saver, "write"),
             ):  # fmt: skip
                 wrap(owner, name)
         case "file":
@@ -176,7 +176,7 @@ def made(folder: Path) -> int:
 
 def saved(folder: Path) -> int:
     """The newest step that is saved."""
-    return Folder(folder / "saved").newest() or 0
+    return CheckpointDirectory(folder / "saved").newest() or 0
 
 
 def main() -> None:

@@ -51,9 +51,9 @@ from schedir.analysis import numba_jit
 from schedir.errors import MemoryLimitError, ProgramError, UsageError
 from schedir.ir.isa.instructions import BACKWARD, FORWARD
 from schedir.schedule_search.cp_sat import EXACT, solve
-from schedir.schedule_search.problem import Objective, Problem
+from schedir.schedule_search.problem import Objective, SchedulingProblem
 from schedir.schedule_search.rank_order import Order, codes_of, length, peaks
-from schedir.schedule_search.search_results import Step
+from schedir.schedule_search.search_results import SearchStep
 from schedir.schedules import built_in
 from schedir.schedules.draft import draft
 from schedir.schedules.schedule_algebra import placed_for
@@ -202,7 +202,7 @@ def searched(case: Case, seconds: float) -> Result:
     )  # fmt: skip
     took = process_time() - began
     # The trail is empty where the time was over before the search had an order of its own.
-    last = found.trail[-1] if found.trail else Step(took, "none", found.span)
+    last = found.trail[-1] if found.trail else SearchStep(took, "none", found.span)
     taken = last.span
     assert taken >= case.optimum * (1 - EXACT), case
     assert found.bound <= case.optimum * (1 + EXACT), case
@@ -380,7 +380,7 @@ def _drawn_row(rng: random.Random, stages: int, one: object, alike: bool) -> Row
     return (one(),) if alike else tuple(one() for _ in range(stages))
 
 
-def of_the_zoo(problem: Problem) -> Iterator[tuple[str, Order]]:
+def of_the_zoo(problem: SchedulingProblem) -> Iterator[tuple[str, Order]]:
     """The orders of the zoo that are for the plan; whole backwards are split where all are."""
     plan = problem.plan
     for name, schedule in ZOO.items():
@@ -403,7 +403,7 @@ def of_the_zoo(problem: Problem) -> Iterator[tuple[str, Order]]:
             yield name, order
 
 
-def shortest_of_zoo(problem: Problem) -> tuple[float | None, str]:
+def shortest_of_zoo(problem: SchedulingProblem) -> tuple[float | None, str]:
     """The least that an order of the zoo takes which fits, and its name."""
     best, found = inf, ""
     for name, order in of_the_zoo(problem):

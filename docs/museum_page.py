@@ -6,7 +6,7 @@ from functools import partial
 
 from docs import pages
 from schedir.analysis.progress_models import MODELS, Model
-from schedir.errors import DeadlockError, GroupError, MatchError, ProgramError, in_bytes
+from schedir.errors import ChannelMismatchError, DeadlockError, GroupError, ProgramError, in_bytes
 from schedir.io.terminal import listed
 from schedir.viz.deadlock_diagram import standstill
 from tests.museum.cases import CHAPTERS, Case, cases
@@ -29,7 +29,7 @@ def shown(case: Case) -> tuple[Model, ProgramError] | None:
 def is_drawn(case: Case) -> bool:
     """Whether a picture helps: where ranks wait for each other, or messages cross."""
     found = shown(case) if case.program else None
-    if found is None or not isinstance(found[1], DeadlockError | GroupError | MatchError):
+    if found is None or not isinstance(found[1], DeadlockError | GroupError | ChannelMismatchError):
         return False
     return len(found[1].sites) > 1
 

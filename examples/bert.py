@@ -33,8 +33,8 @@ from torch.distributed import ProcessGroup
 
 from examples.training_loop import train
 from examples.transformer_blocks import WHERE, FeedForward, SelfAttention
-from schedir.models.language_model import IGNORE, Ends, drawn, tied_copy
-from schedir.models.parameter_init import Weights
+from schedir.models.language_model import IGNORE, EmbeddingAndHead, drawn, tied_copy
+from schedir.models.parameter_init import LayerParameters
 from schedir.models.partitioning import split_layers
 from schedir.runtime import Boundary
 from schedir.runtime.autograd import split_backward
@@ -166,7 +166,9 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.tp, self.sequence = config, tp, sequence
-        self.embedding, head = Ends.of(config, first, last, tp, WHERE, sequence=sequence)
+        self.embedding, head = EmbeddingAndHead.of(
+            config, first, last, tp, WHERE, sequence=sequence
+        )
         self.positions = self.sentences = self.norm = self.heads = None
         seen = partial(seen_in_parts, group=tp, sequence=sequence)
         if first:
@@ -219,7 +221,9 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         adds = 2 * config.layers
-        weights = Weights(config.seed, f"layers.{index}", config.hidden, adds, tp, WHERE, sequence)
+        weights = LayerParameters(
+            config.seed, f"layers.{index}", config.hidden, adds, tp, WHERE, sequence
+        )
         self.attention = SelfAttention(weights, config.heads, causal=False)
         self.feed_forward = FeedForward(weights)
 
@@ -243,7 +247,7 @@ class Heads(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.sequence = tp, sequence
-        weights = Weights(config.seed, "heads", config.hidden, 1, tp, WHERE, sequence)
+        weights = LayerParameters(config.seed, "heads", config.hidden, 1, tp, WHERE, sequence)
         self.token = _whole(weights, "token", config.hidden)
         self.norm = weights.norm()
         self.bias = shard(torch.zeros(config.vocab, **WHERE), 0, tp, padded=True)
@@ -256,7 +260,9 @@ class Heads(nn.Module):
         return tokens, self.follows(torch.tanh(self.pool(first)))
 
 
-def _whole(weights: Weights, name: str, k: int, *, own: bool = True) -> ColumnParallelLinear:
+def _whole(
+    weights: LayerParameters, name: str, k: int, *, own: bool = True
+) -> ColumnParallelLinear:
     """(..., hidden) to (..., k), which each rank holds whole: for its `own` tokens, if they share
     these, or else for what is the same on all."""
     layer = weights._replace(tp=None, sequence=False).column(name, k)

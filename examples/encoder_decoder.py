@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup
 from examples.training_loop import train
 from examples.transformer_blocks import WHERE, CrossAttention, FeedForward, SelfAttention
 from schedir.models.language_model import count_tokens, drawn, loss
-from schedir.models.parameter_init import Weights
+from schedir.models.parameter_init import LayerParameters
 from schedir.models.partitioning import split_layers
 from schedir.runtime import Boundary
 from schedir.tensor_parallel.mappings import own_tokens, seen_in_parts, tp_size
@@ -234,7 +234,7 @@ class EncoderLayer(nn.Module):
         super().__init__()
         adds = 2 * config.encoder_layers
         name = f"encoder.{index}"
-        weights = Weights(config.seed, name, config.hidden, adds, tp, WHERE, sequence)
+        weights = LayerParameters(config.seed, name, config.hidden, adds, tp, WHERE, sequence)
         self.attention = SelfAttention(weights, config.heads, causal=False)
         self.feed_forward = FeedForward(weights)
 
@@ -257,7 +257,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         adds = 3 * config.decoder_layers
         name = f"decoder.{index}"
-        weights = Weights(config.seed, name, config.hidden, adds, tp, WHERE, sequence)
+        weights = LayerParameters(config.seed, name, config.hidden, adds, tp, WHERE, sequence)
         self.attention = SelfAttention(weights, config.heads, causal=True)
         across = weights._replace(name=f"decoder.{index}.across")
         self.across = CrossAttention(across, config.heads)

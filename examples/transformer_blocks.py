@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedir.kernels.gelu import bias_gelu
-from schedir.models.language_model import Where
-from schedir.models.parameter_init import Weights
+from schedir.models.language_model import ParameterPlacement
+from schedir.models.parameter_init import LayerParameters
 
-WHERE: Final[Where] = {"device": "cpu", "dtype": torch.float32}
+WHERE: Final[ParameterPlacement] = {"device": "cpu", "dtype": torch.float32}
 
 
 class SelfAttention(nn.Module):
     """x + attention of norm(x) to itself, (b, T, hidden)."""
 
-    def __init__(self, weights: Weights, heads: int, *, causal: bool) -> None:
+    def __init__(self, weights: LayerParameters, heads: int, *, causal: bool) -> None:
         super().__init__()
         self.width, self.causal = weights.hidden // heads, causal
         self.norm = weights.norm()
@@ -39,7 +39,7 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """x + attention of norm(x), (b, T, hidden), to memory, (b, S, hidden)."""
 
-    def __init__(self, weights: Weights, heads: int) -> None:
+    def __init__(self, weights: LayerParameters, heads: int) -> None:
         super().__init__()
         self.width = weights.hidden // heads
         self.norm = weights.norm()
@@ -57,7 +57,7 @@ class CrossAttention(nn.Module):
 class FeedForward(nn.Module):
     """x + down(gelu(up(norm(x)))), (b, T, hidden); it is 4 * hidden wide."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: LayerParameters) -> None:
         super().__init__()
         self.norm = weights.norm()
         self.up = weights.column("up", 4 * weights.hidden)

@@ -52,7 +52,7 @@ def in_words(error: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class Site:
+class InstructionSite:
     """An instruction that an error speaks of: where it stands, and what is to be said of it."""
 
     rank: int
@@ -62,7 +62,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Wait:
+class CycleWait:
     """One step of a cycle: an instruction at the head of its queue, and what it waits for.
 
     `stands_at` is the index at which the queue of the needed instruction stands.
@@ -90,7 +90,7 @@ class ProgramError(Exception):
         fact: str,
         *,
         program: str = "",
-        sites: Sequence[Site] = (),
+        sites: Sequence[InstructionSite] = (),
         hint: str = "",
         fields: Sequence[str] = (),
     ) -> None:
@@ -239,7 +239,7 @@ class TraceError(ProgramError):
     """A file that is no Timeline, trace or dump: cut off, foreign, or with what no run can have."""
 
 
-class CellError(ParseError):
+class CsvCellError(ParseError):
     """A cell of a CSV that is no action, or does not go with the others.
 
     `line` is its row and `column` which cell of it, from 1.
@@ -248,7 +248,7 @@ class CellError(ParseError):
     place = "row {line}, column {column}"
 
 
-class LevelError(ProgramError):
+class LoweringLevelError(ProgramError):
     """A draft (compute only) where a lowered program is needed, or the reverse."""
 
 
@@ -256,7 +256,7 @@ class CompletenessError(ProgramError):
     """Work that is missing, there twice, out of range, or on a rank that does not own it."""
 
 
-class PartnerError(CompletenessError):
+class UnmatchedTransferError(CompletenessError):
     """A transfer or collective whose other side is missing or comes twice."""
 
 
@@ -286,7 +286,7 @@ class MemoryLimitError(ProgramError):
         limit: float,
         needs: float,
         holds: Sequence[tuple[str, int, float]],
-        site: Site,
+        site: InstructionSite,
         hint: str = "",
         tier: str = "device",
     ) -> None:
@@ -320,10 +320,10 @@ class DeadlockError(ProgramError):
         *,
         program: str = "",
         model: str,
-        cycle: Sequence[Wait],
+        cycle: Sequence[CycleWait],
         ran: int,
         total: int,
-        window: Sequence[Site] = (),
+        window: Sequence[InstructionSite] = (),
         hint: str = "",
     ) -> None:
         super().__init__(fact, program=program, sites=window, hint=hint)
@@ -352,19 +352,21 @@ class DeadlockError(ProgramError):
         return [*chain, f"around rank {self.sites[0].rank}:", *map(str.rstrip, around)]
 
 
-class MatchError(ProgramError):
+class ChannelMismatchError(ProgramError):
     """A message whose two ends do not meet: they are on different communicators, which is so under
     the progress model "torch", or each meets another on the same."""
 
 
-class SequenceError(ProgramError):
+class ProgramSequenceError(ProgramError):
     """Steps of different ranks that meet each other's messages, or wait for each other.
 
     `sites` are the instructions concerned, each with the step that it is of; `model` is the
     progress model.
     """
 
-    def __init__(self, fact: str, *, model: str, sites: Sequence[Site], hint: str = "") -> None:
+    def __init__(
+        self, fact: str, *, model: str, sites: Sequence[InstructionSite], hint: str = ""
+    ) -> None:
         super().__init__(fact, sites=sites, hint=hint)
         self.model = model
 
@@ -390,7 +392,7 @@ class NonFiniteError(ExecutionError):
         fact: str,
         *,
         program: str = "",
-        sites: Sequence[Site] = (),
+        sites: Sequence[InstructionSite] = (),
         hint: str = "",
         step: int,
         process: int = 0,

@@ -11,7 +11,7 @@ from typing import Any
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.schedule_search.problem import Objective, Problem, problem_of
+from schedir.schedule_search.problem import Objective, SchedulingProblem, problem_of
 
 FILE = Path(__file__).with_suffix(".csv")
 Row = tuple[float, ...]
@@ -63,7 +63,7 @@ class Case:
         return Sizes(saved=_each(self.saved), tape=_each(self.tape), both=both)
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> SchedulingProblem:
         return problem_of(
             self.plan, self.costs, self.sizes, self.limit,
             in_flight=self.in_flight, objective=self.objective, split=self.split,

@@ -19,7 +19,7 @@ import numpy as np
 
 from schedir.analysis.dependency_graph import Graph
 from schedir.hang_diagnosis.flight_recorder import read_dumps
-from schedir.hang_diagnosis.wait_graph import Job
+from schedir.hang_diagnosis.wait_graph import DistributedJob
 from schedir.ir.instruction_index import NONE
 from schedir.ir.isa.instructions import ROWS, SENDS, TRANSFERS
 
@@ -267,10 +267,10 @@ def _issued(
 
 def job_of(
     folder: Path, recorders: Sequence[Recorder], last: int | None = None, as_json: bool = False
-) -> Job:
+) -> DistributedJob:
     """What the files say that ranks have written, and nothing that was there before."""
     for old in folder.glob("nccl_*"):
         old.unlink()
     for recorder in recorders:
         recorder.save(folder, last, as_json)
-    return Job(read_dumps([str(folder)])[0])
+    return DistributedJob(read_dumps([str(folder)])[0])

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from itertools import product
 from math import inf
 
-from schedir.schedule_search.problem import Problem
+from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import KINDS, F, I, W, length, peaks
 
 
-def orders_of(problem: Problem, rank: int) -> Iterator[tuple[int, ...]]:
+def orders_of(problem: SchedulingProblem, rank: int) -> Iterator[tuple[int, ...]]:
     """Every order of a rank's work: each kind ascends, F before I before W, and it fits.
 
     What is held is judged by `peaks`, and ranks by themselves: an order of all of them may hang.
@@ -38,7 +38,7 @@ def orders_of(problem: Problem, rank: int) -> Iterator[tuple[int, ...]]:
     return more({KINDS * s + kind: 0 for s in stages for kind in kinds}, ())
 
 
-def shortest(problem: Problem) -> float:
+def shortest(problem: SchedulingProblem) -> float:
     """What the shortest order takes: of every order of every rank, with every other."""
     each = [list(orders_of(problem, rank)) for rank in range(problem.plan.ranks)]
     taken = (length(problem, order) for order in product(*each))

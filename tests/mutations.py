@@ -12,7 +12,7 @@ from schedir.ir.isa.instructions import (
     SPLITS,
     WHOLES,
     Opcode,
-    Per,
+    Scope,
 )
 from schedir.ir.program import ADDRESS, STAGE
 from tests.edits import (
@@ -38,7 +38,7 @@ REDUCTIONS = (
     O.ReduceGrads, O.ReduceScatter, O.ReduceHolders, O.ReduceTied, O.ReduceSequence, O.ReduceNorm,
 )  # fmt: skip
 TURNS = (O.Unshard, O.Reshard, O.ReduceScatter)
-PER_MB = tuple(row.op for row in ROWS if row.per is Per.MICROBATCH)
+PER_MB = tuple(row.op for row in ROWS if row.per is Scope.MICROBATCH)
 CUTS = {O.Scatter: (O.Gather, +1), O.ScatterGrad: (O.GatherGrad, -1)}
 
 # ---------------------------------------------------------------- any instruction
@@ -60,7 +60,7 @@ def insert(e: Edit) -> None:
     plan, o = e.program.plan, e.rng.choice([*Opcode])
     s, m = e.rng.randint(0, plan.stages), e.rng.randint(0, plan.microbatches)
     per = ROWS[o].per
-    push(e.own, e.at, word(o, 0 if per is Per.RANK else s, m if per is Per.MICROBATCH else 0))
+    push(e.own, e.at, word(o, 0 if per is Scope.RANK else s, m if per is Scope.MICROBATCH else 0))
 
 
 @at()

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from schedir.analysis.memory.buffer_slots import KINDS, groups, minimum_slots
 from schedir.analysis.memory.buffer_slots import on_host as on_host_of
-from schedir.ir.instruction_index import Index
+from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import TIERS, Opcode, Token
-from schedir.ir.program import STAGE, Program, Slots
+from schedir.ir.program import STAGE, Program, SlotCounts
 from schedir.passes.memory.cpu_optimizer_steps import host_steps
 from schedir.passes.memory.optimizer_state_offload import states
 from tests.edits import (
@@ -56,13 +56,13 @@ def on_host(program: Program, rng: random.Random) -> Program:
     if rng.random() < 0.6:
         program = _told(program, "state", (least + rng.choice([0, 0, 1])).tolist())
     if rng.random() < 0.6 and program.states == "disk":
-        few = on_host_of(program, "state_host").peak(groups(Index.of(program)))
+        few = on_host_of(program, "state_host").peak(groups(InstructionIndex.of(program)))
         program = _told(program, "state_host", (few + rng.choice([0, 0, 1])).tolist())
     return program
 
 
 def _told(program: Program, kind: str, counts: list[int]) -> Program:
-    slots = program.slots or [Slots.unsaid()] * program.plan.ranks
+    slots = program.slots or [SlotCounts.unsaid()] * program.plan.ranks
     both = zip(slots, counts, strict=True)
     return program.with_slots([one._replace(**{kind: count}) for one, count in both])
 

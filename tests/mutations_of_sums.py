@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from schedir.ir.isa.instructions import COMPUTE, ROWS, Lane, Opcode, Per
+from schedir.ir.isa.instructions import COMPUTE, ROWS, Lane, Opcode, Scope
 from tests.edits import MUTATIONS, Edit, at, mb, move, pull, push, stage, whole, with_op, word
 
 # Sums and, where ranks share the sequence, gathers.
-SUMS = tuple(row.op for row in ROWS if row.lane is Lane.TP and row.per is Per.MICROBATCH)
+SUMS = tuple(row.op for row in ROWS if row.lane is Lane.TP and row.per is Scope.MICROBATCH)
 _BEFORE = {*MUTATIONS}
 
 

@@ -6,9 +6,9 @@ import random
 from dataclasses import replace
 
 from schedir.analysis.memory.buffer_slots import KINDS, groups, minimum_slots, on_host
-from schedir.ir.instruction_index import Index
+from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import Opcode, Token
-from schedir.ir.program import ADDRESS, JOINED, Program, Slots
+from schedir.ir.program import ADDRESS, JOINED, Program, SlotCounts
 from tests.away import MOVED, ROOMS
 from tests.edits import (
     MUTATIONS,
@@ -45,7 +45,7 @@ def moved(program: Program, rng: random.Random) -> Program:
     program = e.result()
     least = {
         "saved": minimum_slots(program)[:, KINDS.index(Token.SAVED)],
-        "host": on_host(program).peak(groups(Index.of(program))),
+        "host": on_host(program).peak(groups(InstructionIndex.of(program))),
     }
     for tier, counts in least.items():
         if rng.random() < 0.5:
@@ -54,7 +54,7 @@ def moved(program: Program, rng: random.Random) -> Program:
 
 
 def _told(program: Program, tier: str, counts: list[int]) -> Program:
-    slots = program.slots or [Slots.unsaid()] * program.plan.ranks
+    slots = program.slots or [SlotCounts.unsaid()] * program.plan.ranks
     both = zip(slots, counts, strict=True)
     return program.with_slots([one._replace(**{tier: count}) for one, count in both])
 

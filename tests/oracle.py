@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from schedir.ir.cost.costs import Costs
-from schedir.ir.isa.instructions import ROWS, Instr, Lane, Opcode, Per
+from schedir.ir.isa.instructions import ROWS, Instr, Lane, Opcode, Scope
 from schedir.ir.program import Program
 from tests.carried import met
 from tests.host import SENDING, TAKING
@@ -196,7 +196,7 @@ class Machine:
             return []
 
         def all_of(*ops: Opcode) -> list[int]:
-            of_any = ROWS[i.op].per is Per.RANK
+            of_any = ROWS[i.op].per is Scope.RANK
             return [k for k, j in enumerate(own) if j.op in ops and (of_any or j.stage == i.stage)]
 
         def before(*ops: Opcode) -> list[int]:
@@ -352,7 +352,7 @@ class Machine:
         value: Any = getattr(self.costs.usual(), ROWS[i.op].cost) if ROWS[i.op].cost else 0.0
         value = 0.0 if value is None else value
         if isinstance(value, tuple):
-            column = rank if ROWS[i.op].per is Per.RANK else i.stage
+            column = rank if ROWS[i.op].per is Scope.RANK else i.stage
             value = value[min(column, len(value) - 1)]  # one row is that of all stages
         return float(value[i.mb] if isinstance(value, tuple) else value)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from schedir.ir.isa.instructions import ROWS, TIERS, TOKENS, Instr, Lane, Opcode, Per, Token
+from schedir.ir.isa.instructions import ROWS, TIERS, TOKENS, Instr, Lane, Opcode, Scope, Token
 from tests.carried import Slot, Value
 from tests.sharded import VALUES as OF_PARTS
 
@@ -28,25 +28,25 @@ def computes(op: Opcode) -> bool:
     """Whether it can run as one with another."""
     row = ROWS[op]
     cuts = (Opcode.Scatter, Opcode.ScatterGrad)
-    return row.lane is Lane.COMPUTE and row.per is Per.MICROBATCH and op not in cuts
+    return row.lane is Lane.COMPUTE and row.per is Scope.MICROBATCH and op not in cuts
 
 
 def address(host: Host, i: Instr) -> tuple[bool, bool, int]:
     """Whether it is once for a rank, or for a stage; and how many numbers there are."""
     per = ROWS[i.op].per
-    if per is Per.TURN:
+    if per is Scope.TURN:
         own = [j for j, _ in host.machine.lists[host.rank] if j[:2] == i[:2]]
         return False, True, len(own) if own[i.mb : i.mb + 1] == [i] else 0
     updates, mbs = host.machine.updates, host.machine.microbatches
-    return per is Per.RANK, per is Per.STAGE, mbs if per is Per.MICROBATCH else updates
+    return per is Scope.RANK, per is Scope.STAGE, mbs if per is Scope.MICROBATCH else updates
 
 
 def issue(host: Host, i: Instr) -> None:
     """Takes what it needs, gives what it gives, and meets all ranks if it meets anybody."""
     row = ROWS[i.op]
-    if row.per is Per.TURN and host.machine.updates > 1:
+    if row.per is Scope.TURN and host.machine.updates > 1:
         host.wrong(f"{i} with several updates")
-    if row.per is Per.RANK:
+    if row.per is Scope.RANK:
         host.ends(i.mb)
     host.queue(_LANES.get(row.lane, row.lane))
     for token in filter(lambda token: _there(host, token), row.needs):
@@ -87,10 +87,10 @@ def _slots(host: Host, token: Token, i: Instr) -> list[Slot]:
     if token is Token.GRAD:
         return host.final(i.mb)
     if token is Token.PARAMETERS:
-        version = host.machine.version(i.stage, i.mb) if ROWS[i.op].per is Per.MICROBATCH else 0
+        version = host.machine.version(i.stage, i.mb) if ROWS[i.op].per is Scope.MICROBATCH else 0
         return [("parameters", version)] * (version > 0)
     per, name = TOKENS[token].per, token.name.lower()
-    return [(name, *{Per.MICROBATCH: i[1:], Per.STAGE: i[1:2], Per.RANK: i[2:]}[per])]
+    return [(name, *{Scope.MICROBATCH: i[1:], Scope.STAGE: i[1:2], Scope.RANK: i[2:]}[per])]
 
 
 def _changes(host: Host, slot: Slot, tiers: bool) -> list[tuple[str, str]]:

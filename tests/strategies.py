@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schedir.analysis.memory.buffer_slots import minimum_slots
 from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.program import Program, Slots
+from schedir.ir.program import Program, SlotCounts
 from schedir.testing import drafts as drafts
 from schedir.testing import plans as plans
 
@@ -35,5 +35,5 @@ def with_slots(program: Program, rng: random.Random) -> Program:
         return replace(program, slots=())
     few = minimum_slots(program)[:, :4].tolist()
     more = rng.randrange(1, 4)
-    slots = tuple(Slots(*(n + rng.randrange(more) for n in row)) for row in few)
+    slots = tuple(SlotCounts(*(n + rng.randrange(more) for n in row)) for row in few)
     return replace(program, slots=slots)

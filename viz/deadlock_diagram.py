@@ -30,7 +30,7 @@ _ALL: Final = 8  # ranks, of which all are shown; of more, those that the error 
 _INK, _PALE, _GONE = "#1a1a1a", "#fbe3ee", "#9a9a9a"
 
 
-class _Place(NamedTuple):
+class _InstructionPosition(NamedTuple):
     """An instruction of the picture: its rank, and where it stands in the Stream."""
 
     rank: int
@@ -45,19 +45,22 @@ def standstill(program: Program, error: ProgramError) -> str:
     another error the instructions that it names are filled.
     """
     ended = np.zeros(len(program), bool)
-    at, to = [_Place(site.rank, site.index) for site in error.sites], list[_Place]()
+    at, to = (
+        [_InstructionPosition(site.rank, site.index) for site in error.sites],
+        list[_InstructionPosition](),
+    )
     if isinstance(error, DeadlockError):
-        at = [_Place(wait.rank, wait.index) for wait in error.cycle]
-        to = [_Place(wait.needs_rank, wait.needs_index) for wait in error.cycle]
+        at = [_InstructionPosition(wait.rank, wait.index) for wait in error.cycle]
+        to = [_InstructionPosition(wait.needs_rank, wait.needs_index) for wait in error.cycle]
         ended = _ended(program, error)
     elif isinstance(error, GroupError) and _crossed(error):
         at, to = at[2:], at[:2]
     ranks = program.plan.ranks
     shown = [*range(ranks)] if ranks <= _ALL else sorted({place.rank for place in (*at, *to)})
-    columns: dict[int, _Column] = {}
+    columns: dict[int, _RankColumn] = {}
     left = _EDGE
     for rank in shown:
-        columns[rank] = _Column(program, rank, left, [*at, *to], ended)
+        columns[rank] = _RankColumn(program, rank, left, [*at, *to], ended)
         left = columns[rank].right + _GAP
     low = max(column.bottom for column in columns.values())
     far = [k for k, (a, b) in enumerate(zip(at, to, strict=False)) if _apart(shown, a, b) > 1]
@@ -98,11 +101,11 @@ def _crossed(error: GroupError) -> bool:
     return len(ops) == 4 and {*ops[:2]} <= {*RECEIVES} and {*ops[2:]} <= {*SENDS}
 
 
-def _apart(shown: Sequence[int], one: _Place, other: _Place) -> int:
+def _apart(shown: Sequence[int], one: _InstructionPosition, other: _InstructionPosition) -> int:
     return abs(shown.index(one.rank) - shown.index(other.rank))
 
 
-class _Column:
+class _RankColumn:
     """One rank's list, or the part of it around what matters."""
 
     def __init__(
@@ -110,7 +113,7 @@ class _Column:
         program: Program,
         rank: int,
         left: float,
-        places: Sequence[_Place],
+        places: Sequence[_InstructionPosition],
         ended: NDArray[np.bool_],
     ) -> None:
         stream, first = program.streams[rank], int(program.offsets[rank])
@@ -141,11 +144,15 @@ class _Column:
         """How far down an instruction stands."""
         return _TOP + (index - self.low + (self.before > 0) + 0.5) * _LINE
 
-    def drawn(self, at: set[_Place], to: set[_Place]) -> str:
+    def drawn(self, at: set[_InstructionPosition], to: set[_InstructionPosition]) -> str:
         """The list: what has ended is grey, what waits is filled, what is waited for is framed."""
         parts = [f'<text x="{self.left + 7:.1f}" y="20" font-weight="bold">rank {self.rank}</text>']
         for index, line in self.lines.items():
-            here, y, wide = _Place(self.rank, index), self.middle(index), self.right - self.left
+            here, y, wide = (
+                _InstructionPosition(self.rank, index),
+                self.middle(index),
+                self.right - self.left,
+            )
             ink = _GONE if self.ended[index] else _INK
             if here in at or here in to:
                 fill, ink = (ACCENT, "#ffffff") if here in at else (_PALE, _INK)
@@ -166,7 +173,13 @@ class _Column:
         return "\n".join(parts)
 
 
-def _arrow(a: _Column, one: _Place, b: _Column, other: _Place, lane: float) -> str:
+def _arrow(
+    a: _RankColumn,
+    one: _InstructionPosition,
+    b: _RankColumn,
+    other: _InstructionPosition,
+    lane: float,
+) -> str:
     """From what waits to what it waits for; between columns that are far apart, below all."""
     y, end = a.middle(one.at), b.middle(other.at)
     if a is b:

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError, in_bytes
 from schedir.io.files import atomic_write
-from schedir.ir.isa.instructions import COMPUTE, ROWS, SENDS, Hop, Lane
-from schedir.predict.bubble_causes import Cause, idleness
+from schedir.ir.isa.instructions import COMPUTE, ROWS, SENDS, Lane, PeerRule
+from schedir.predict.bubble_causes import IdleCause, idleness
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.viz.palette import (
     CAUSES,
@@ -69,7 +69,7 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
     data = {
         "ops": [_op(row) for row in ROWS],
         "lanes": [lane.name.lower() for lane in Lane],
-        "causes": [CAUSES[cause][0] for cause in Cause],
+        "causes": [CAUSES[cause][0] for cause in IdleCause],
         "fills": {"light": _fills(runs, DAY), "dark": _fills(runs, NIGHT)},
         "whole": {"name": WHOLE, "light": _wholes(several, DAY), "dark": _wholes(several, NIGHT)},
         "runs": [_run(run, label, runs[0]) for run, label in zip(runs, labels, strict=True)],
@@ -158,7 +158,7 @@ def _labels(runs: Sequence[Timeline]) -> list[str]:
 
 def _op(row: Any) -> dict[str, Any]:
     label = NAMES.get(row.op, "").removeprefix(f"{row.text} ")
-    if row.hop in (Hop.NEXT, Hop.PREVIOUS):
+    if row.hop in (PeerRule.NEXT, PeerRule.PREVIOUS):
         label = f"{LANE_NAMES[row.lane]} {'out' if row.op in SENDS else 'in'}"
     return {
         "text": row.text,

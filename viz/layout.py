@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from schedir.ir.isa.instructions import COMPUTE, ROWS, SENDS, TRANSFERS, Lane, Opcode
 from schedir.predict.timeline import Timeline
 from schedir.viz.palette import DAY, Palette
-from schedir.viz.time_bins import Whole, own_stage, whole
+from schedir.viz.time_bins import UnshardedIntervals, own_stage, whole
 
 Floats = NDArray[np.float64]
 
@@ -25,7 +25,7 @@ _WIDE: Final = {"F": 0.6, "B": 0.7, "I": 0.35, "W": 1.0, "R": 0.7}
 _DIGIT: Final = 0.65
 
 
-class Sheet:
+class ChartRectangles:
     """Rectangles of all instructions: x is time since the timeline began, y counts compute lanes
     from the top.
 
@@ -55,7 +55,7 @@ class Sheet:
         self.compute = np.flatnonzero((self.right > self.left) & on_compute)
         self.talk = np.flatnonzero((self.right > self.left) & ~on_compute & lanes)
         self.lanes = [Lane(k) for k in np.unique(spans["lane"][self.talk]).tolist()]
-        self.whole = whole(timeline) if lanes else Whole.nothing()
+        self.whole = whole(timeline) if lanes else UnshardedIntervals.nothing()
         bands = self.whole.rows * BAND
         self.whole_top = 1 + (INSET + LANE) * len(self.lanes) + INSET
         self.curve_top = self.whole_top + (bands and bands + INSET)

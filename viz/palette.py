@@ -23,7 +23,7 @@ from schedir.ir.isa.instructions import (
     Opcode,
     Row,
 )
-from schedir.predict.bubble_causes import Cause
+from schedir.predict.bubble_causes import IdleCause
 
 RGB = tuple[float, float, float]
 
@@ -112,19 +112,19 @@ WHOLE: Final = "whole weights"
 
 # Why a rank is idle: in words, and a colour; what waits for others is warm, the ends are cool.
 CAUSES: Final = {
-    Cause.WARMUP: ("warmup", "#9ecae1"),
-    Cause.COOLDOWN: ("cooldown", "#4292c6"),
-    Cause.MESSAGE: ("message in flight", "#009e73"),
-    Cause.PEER: ("late peer", "#d55e00"),
-    Cause.IMBALANCE: ("imbalance", "#e6ab02"),
-    Cause.REDUCTION: ("reduction", "#6a3d9a"),
-    Cause.HOST: ("host", "#7a7a7a"),
-    Cause.WEIGHTS: ("weights", "#cc79a7"),
-    Cause.SNAPSHOT: ("snapshot", "#8c6d31"),
-    Cause.SUM: ("sum of pieces", "#a05195"),
-    Cause.OFFLOAD: ("offload", "#c9a45c"),
-    Cause.DISK: ("disk", "#4a3728"),
-    Cause.STEP: ("the host's step", "#6b8e23"),
+    IdleCause.WARMUP: ("warmup", "#9ecae1"),
+    IdleCause.COOLDOWN: ("cooldown", "#4292c6"),
+    IdleCause.MESSAGE: ("message in flight", "#009e73"),
+    IdleCause.PEER: ("late peer", "#d55e00"),
+    IdleCause.IMBALANCE: ("imbalance", "#e6ab02"),
+    IdleCause.REDUCTION: ("reduction", "#6a3d9a"),
+    IdleCause.HOST: ("host", "#7a7a7a"),
+    IdleCause.WEIGHTS: ("weights", "#cc79a7"),
+    IdleCause.SNAPSHOT: ("snapshot", "#8c6d31"),
+    IdleCause.SUM: ("sum of pieces", "#a05195"),
+    IdleCause.OFFLOAD: ("offload", "#c9a45c"),
+    IdleCause.DISK: ("disk", "#4a3728"),
+    IdleCause.STEP: ("the host's step", "#6b8e23"),
 }
 
 

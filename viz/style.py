@@ -57,7 +57,7 @@ class Style(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Look:
+class ResolvedStyle:
     """A Style as it is meant: each part has a value, and can be.
 
     `width` is that of the axes in inches, None where it follows from the labels; `time` is as it
@@ -72,12 +72,12 @@ class Look:
     limits: Mapping[str, float]
 
 
-def look_of(style: Style) -> Look:
+def look_of(style: Style) -> ResolvedStyle:
     """What a Style means.  Raises UsageError for one that cannot be."""
     axis = style.get("axis")
     if axis is not None:
         expect(axis, str, '"time in ms"')
-    return Look(
+    return ResolvedStyle(
         _shown(style.get("show", "lanes")),
         _palette(style),
         axis,

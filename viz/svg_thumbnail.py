@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.predict.timeline import Timeline
-from schedir.viz.layout import Sheet
+from schedir.viz.layout import ChartRectangles
 from schedir.viz.palette import colour, ink, linear, written
 from schedir.viz.time_bins import mixed
 
@@ -25,7 +25,7 @@ _TALL: Final = (20.0, 620.0)  # a row at most, and all together
 
 def svg(timeline: Timeline) -> str:
     """The chart of a run: an SVG element of bounded size."""
-    sheet = Sheet(timeline, lanes=False)
+    sheet = ChartRectangles(timeline, lanes=False)
     row = min(_TALL[0], _TALL[1] / sheet.height)
     high = sheet.height * row
     shapes = _boxes(sheet, row) if len(sheet.compute) <= _BOXES else _mixed(sheet, row)
@@ -51,13 +51,13 @@ def _rectangle(left: float, right: float, top: float, high: float, fill: str) ->
     )
 
 
-def _ground(sheet: Sheet, row: float) -> str:
+def _ground(sheet: ChartRectangles, row: float) -> str:
     pale = 'fill="currentColor" fill-opacity="0.08"'
     tops = (rank * sheet.pitch * row for rank in range(sheet.timeline.ranks))
     return "".join(_rectangle(0, _WIDE, top, row, pale) for top in tops)
 
 
-def _boxes(sheet: Sheet, row: float) -> str:
+def _boxes(sheet: ChartRectangles, row: float) -> str:
     scale = _WIDE / (sheet.timeline.span or 1.0)
     stages = sheet.timeline.program.plan.stages_per_rank
     shapes = [_ground(sheet, row)]
@@ -77,7 +77,7 @@ def _boxes(sheet: Sheet, row: float) -> str:
     return "".join(shapes)
 
 
-def _mixed(sheet: Sheet, row: float) -> str:
+def _mixed(sheet: ChartRectangles, row: float) -> str:
     """All that is too small to be seen: one picture, a pixel wide for each two of the axis."""
     timeline = sheet.timeline
     stages = timeline.program.plan.stages_per_rank

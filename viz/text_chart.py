@@ -12,7 +12,7 @@ from schedir.analysis.memory.footprint import tiers_of
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import COMPUTE, ROWS, Lane
 from schedir.predict.timeline import Timeline, expect_runs
-from schedir.viz.layout import Sheet
+from schedir.viz.layout import ChartRectangles
 from schedir.viz.palette import colour, ink, written
 from schedir.viz.time_bins import mixed, own_stage
 
@@ -86,7 +86,7 @@ def _most_on(timeline: Timeline, tier: str) -> list[int]:
     return [round(float(curve.held.max())) for curve in each.memory_on(tier)]
 
 
-class _Cut(NamedTuple):
+class _ColumnLayout(NamedTuple):
     """How a run is cut into pieces: columns of them all, columns of each, and how many.
 
     Without `boxes` there is no room for them, and the one piece shows what is most of each column.
@@ -98,23 +98,23 @@ class _Cut(NamedTuple):
     boxes: bool
 
 
-def _cut(timeline: Timeline, ranks: int, columns: int) -> _Cut:
+def _cut(timeline: Timeline, ranks: int, columns: int) -> _ColumnLayout:
     """How a run is cut into pieces of at most about so many columns, for so many lines each."""
-    label, narrow = _longest_label(timeline), Sheet(timeline).narrow
+    label, narrow = _longest_label(timeline), ChartRectangles(timeline).narrow
     need = timeline.span / narrow * (label + 1) if timeline.span else 0.0
     need = min(need, float(_CUTS * columns + 1))  # ceil needs a finite number
     if need * label <= columns * (label + 1):  # without room between boxes, one piece does
         need = min(need, columns)
     pieces = max(1, ceil(need / columns))
     if pieces > min(_CUTS, max(1, _LINES // (ranks + 1))):
-        return _Cut(columns, columns, 1, boxes=False)
+        return _ColumnLayout(columns, columns, 1, boxes=False)
     whole = columns * pieces
     cells = int(whole * narrow / (timeline.span or 1.0) + 1e-9)
     if cells and _even(timeline, narrow):
         # Boxes of one length are equally wide, and a short one is never cut in two.
         whole = round(timeline.span / narrow) * cells
         columns = ceil(whole / pieces / cells) * cells
-    return _Cut(whole, columns, pieces, boxes=True)
+    return _ColumnLayout(whole, columns, pieces, boxes=True)
 
 
 def _longest_label(timeline: Timeline) -> int:

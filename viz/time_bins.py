@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.memory.footprint import tiers_of
-from schedir.ir.dataflow import Flow
+from schedir.ir.dataflow import Dataflow
 from schedir.ir.isa.instructions import Lane, Opcode, Token
 from schedir.predict.timeline import Timeline
 
@@ -18,7 +18,7 @@ def own_stage(timeline: Timeline) -> NDArray[np.int64]:
     return timeline.program.plan.local_of(timeline.spans["stage"], timeline.spans["rank"])
 
 
-class Curve(NamedTuple):
+class MemoryCurve(NamedTuple):
     """What every rank holds as time passes, as a name and a unit ("B" or "") and, by rank, times
     from the timeline's begin and what is held from each on.
 
@@ -30,25 +30,25 @@ class Curve(NamedTuple):
     floors: dict[str, NDArray[np.float64]] = {}  # noqa: RUF012
 
 
-def in_flight(timeline: Timeline) -> Curve:
+def in_flight(timeline: Timeline) -> MemoryCurve:
     """How many (stage, mb) are held."""
     each = (timeline.in_flight(rank) for rank in range(timeline.ranks))
-    return Curve("in flight", "", [_settled(timeline, times, n) for times, n in each])
+    return MemoryCurve("in flight", "", [_settled(timeline, times, n) for times, n in each])
 
 
-def memory(timeline: Timeline) -> Curve:
+def memory(timeline: Timeline) -> MemoryCurve:
     """How many bytes are held on the device; without sizes, how many activations."""
     steps = [_settled(timeline, own.times, own.held) for own in timeline.memory]
     floors, top = {}, np.zeros(timeline.ranks)
     for name, each in timeline.at_rest.items():
         floors[name] = top = top + each
-    return Curve("memory", "" if timeline.sizes is None else "B", steps, floors)
+    return MemoryCurve("memory", "" if timeline.sizes is None else "B", steps, floors)
 
 
-def below(timeline: Timeline) -> list[Curve]:
+def below(timeline: Timeline) -> list[MemoryCurve]:
     """How many bytes are held on each tier below the device."""
     return [
-        Curve(tier, "B", [_settled(timeline, own.times, own.held) for own in curves])
+        MemoryCurve(tier, "B", [_settled(timeline, own.times, own.held) for own in curves])
         for tier, curves in ((tier, timeline.memory_on(tier)) for tier in lower_tiers(timeline))
     ]
 
@@ -69,7 +69,7 @@ def _settled(
     return times[lasts], values[lasts]
 
 
-class Whole(NamedTuple):
+class UnshardedIntervals(NamedTuple):
     """When which stages have whole weights, where these are not whole all the time: between an
     Unshard and its Reshard.
 
@@ -85,7 +85,7 @@ class Whole(NamedTuple):
     row: NDArray[np.int64]
 
     @classmethod
-    def nothing(cls) -> Whole:
+    def nothing(cls) -> UnshardedIntervals:
         """No stage is ever whole, or nobody asks."""
         none, times = np.empty(0, np.int64), np.empty(0)
         return cls(none, none, none, times, times, none)
@@ -96,12 +96,12 @@ class Whole(NamedTuple):
         return int(self.row.max(initial=-1)) + 1
 
 
-def whole(timeline: Timeline) -> Whole:
+def whole(timeline: Timeline) -> UnshardedIntervals:
     """The stages that are whole: a row for each slot of their weights, taken when it is free."""
     spans, program = timeline.spans, timeline.program
     if program.is_draft:
-        return Whole.nothing()
-    lives = Flow.of(program).lives(Token.FULL)
+        return UnshardedIntervals.nothing()
+    lives = Dataflow.of(program).lives(Token.FULL)
     rank, stage = (spans[name][lives.fill].astype(np.int64) for name in ("rank", "stage"))
     start, end = spans["start"][lives.fill], spans["end"][lives.freed]
     local, row = own_stage(timeline)[lives.fill], np.zeros(len(rank), np.int64)
@@ -110,10 +110,10 @@ def whole(timeline: Timeline) -> Whole:
         rows = free.setdefault(int(rank[k]), [])
         row[k] = next((at for at, since in enumerate(rows) if since <= start[k]), len(rows))
         rows[row[k] : row[k] + 1] = [end[k]]
-    return Whole(rank, stage, local, start - timeline.begin, end - timeline.begin, row)
+    return UnshardedIntervals(rank, stage, local, start - timeline.begin, end - timeline.begin, row)
 
 
-class Mixed(NamedTuple):
+class BinnedRun(NamedTuple):
     """A run from afar: kinds of boxes, as opcode and own stage, and how much of each is seen.
 
     `share[rank, column, kind]` is the part of a column of time that the rank's compute lane spends
@@ -124,12 +124,12 @@ class Mixed(NamedTuple):
     share: NDArray[np.float64]
 
 
-def mixed(timeline: Timeline, columns: int) -> Mixed:
-    """The run's span cut into equal columns; see `Mixed`."""
+def mixed(timeline: Timeline, columns: int) -> BinnedRun:
+    """The run's span cut into equal columns; see `BinnedRun`."""
     ops = len(Opcode)
     key, kind = np.unique(own_stage(timeline) * ops + timeline.spans["op"], return_inverse=True)
     kinds = [(k % ops, k // ops) for k in key.tolist()]
-    return Mixed(kinds, shares(timeline, kind, len(key), columns))
+    return BinnedRun(kinds, shares(timeline, kind, len(key), columns))
 
 
 def shares(

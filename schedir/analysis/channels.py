@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.progress_models import ModelRow
-from schedir.ir.instruction_index import NONE, Index, Positions
-from schedir.ir.isa.instructions import LANES, RECEIVES, ROWS, SENDS, TRANSFERS, Lane, Per
+from schedir.ir.instruction_index import NONE, InstructionIndex, Positions
+from schedir.ir.isa.instructions import LANES, RECEIVES, ROWS, SENDS, TRANSFERS, Lane, Scope
 
-_LATE: Final = tuple(row.op for row in ROWS if row.per is not Per.MICROBATCH)
+_LATE: Final = tuple(row.op for row in ROWS if row.per is not Scope.MICROBATCH)
 # What a rank queues apart, whatever the model: each lane; and the wire, which is the last, as
 # models cut it finer.
 _APART: Final = [row.lane for row in LANES if not row.wire]
@@ -25,7 +25,7 @@ _BATCH: Final = len(ROWS)  # in the place of an opcode: a transfer of a batch
 _OF_ALL: Final = np.append(LINE_OF, len(_APART))
 
 
-def batched(index: Index) -> NDArray[np.bool_]:
+def batched(index: InstructionIndex) -> NDArray[np.bool_]:
     """Whether each instruction is a transfer in a group that has both sends and receives."""
     begins = np.flatnonzero(~index.joined)
     number = np.cumsum(~index.joined) - 1
@@ -36,7 +36,9 @@ def batched(index: Index) -> NDArray[np.bool_]:
     return np.asarray((has[0] & has[1])[number])
 
 
-def queues(index: Index, rules: ModelRow, *, shared: bool = False) -> NDArray[np.unsignedinteger]:
+def queues(
+    index: InstructionIndex, rules: ModelRow, *, shared: bool = False
+) -> NDArray[np.unsignedinteger]:
     """The in-order queue of each instruction: equal numbers wait for each other.
 
     With `shared`, a queue has one number in all programs of as many ranks.
@@ -75,7 +77,9 @@ def queues(index: Index, rules: ModelRow, *, shared: bool = False) -> NDArray[np
     return queue
 
 
-def channels(index: Index, partner: Positions, rules: ModelRow) -> tuple[Positions, Positions]:
+def channels(
+    index: InstructionIndex, partner: Positions, rules: ModelRow
+) -> tuple[Positions, Positions]:
     """Receives that have a partner, sorted by the channel of their message, and that channel.
 
     Messages of one channel match by position.  It is a pair of ranks, from whom and to whom; where
@@ -93,7 +97,7 @@ def channels(index: Index, partner: Positions, rules: ModelRow) -> tuple[Positio
     return got[order], channel[order]
 
 
-def apart(index: Index, partner: Positions, rules: ModelRow) -> Positions:
+def apart(index: InstructionIndex, partner: Positions, rules: ModelRow) -> Positions:
     """The sends whose two ends choose different communicators, and which so never meet."""
     if not rules.batches or not index.any_joined:
         return np.empty(0, np.int32)
@@ -104,7 +108,7 @@ def apart(index: Index, partner: Positions, rules: ModelRow) -> Positions:
 
 
 def communicators(
-    index: Index, partner: Positions, rules: ModelRow
+    index: InstructionIndex, partner: Positions, rules: ModelRow
 ) -> tuple[Positions, NDArray[np.int64]]:
     """Transfers that have a partner, ascending, and the communicator of each.
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.critical_path.longest_path import Walk
+from schedir.analysis.critical_path.longest_path import EarliestTimes
 from schedir.analysis.dependency_graph import Graph
-from schedir.errors import DeadlockError, MatchError, OrderError, ProgramError, Site, Wait
-from schedir.ir.dataflow import Stale
+from schedir.errors import (
+    ChannelMismatchError,
+    CycleWait,
+    DeadlockError,
+    InstructionSite,
+    OrderError,
+    ProgramError,
+)
+from schedir.ir.dataflow import StaleRead
 from schedir.ir.instruction_index import NONE
 from schedir.ir.isa.instructions import (
     COMPUTE,
@@ -16,7 +23,7 @@ from schedir.ir.isa.instructions import (
     STEPS,
     TIERS,
     TOKENS,
-    Found,
+    ProducerRule,
     Token,
     change_of,
     changes,
@@ -70,12 +77,12 @@ def misordered(graph: Graph) -> OrderError | None:
     return OrderError(
         fact,
         program=graph.program.name,
-        sites=[Site(*needer, "needs it here"), Site(*gives, "gives it")],
+        sites=[InstructionSite(*needer, "needs it here"), InstructionSite(*gives, "gives it")],
         hint=_delay(graph) if token is Token.PARAMETERS else "",
     )
 
 
-def _stale(graph: Graph, stale: Stale) -> OrderError:
+def _stale(graph: Graph, stale: StaleRead) -> OrderError:
     """The error for a value that is no longer, or not now, what its reader wants."""
     needer, culprit = graph.index.locate(stale.needer), graph.index.locate(stale.culprit)
     instr, last = needer[2], culprit[2]
@@ -87,11 +94,14 @@ def _stale(graph: Graph, stale: Stale) -> OrderError:
         how = f"has {way} {change.after}"
     makers = [ROWS[op].text for op in producers(stale.token) or changes(stale.token)]
     names = " or ".join(filter(None, [", ".join(makers[:-1]), makers[-1]]))
-    again = TOKENS[stale.token].found in (Found.AGAIN, Found.ALL)
+    again = TOKENS[stale.token].found in (ProducerRule.AGAIN, ProducerRule.ALL)
     return OrderError(
         f"{instr} needs {words}, which {last} {how}",
         program=graph.program.name,
-        sites=[Site(*culprit, "touches it last"), Site(*needer, "needs it here")],
+        sites=[
+            InstructionSite(*culprit, "touches it last"),
+            InstructionSite(*needer, "needs it here"),
+        ],
         hint=f"{names} of its stage between the two would give it" * (gone and again),
     )
 
@@ -110,7 +120,7 @@ def _delay(graph: Graph) -> str:
     )
 
 
-def deadlock(graph: Graph, walk: Walk) -> ProgramError:
+def deadlock(graph: Graph, walk: EarliestTimes) -> ProgramError:
     """The error that shows the shortest cycle among the ranks that wait.
 
     In a draft, which nobody has checked for order, it may be that of a rank with itself.
@@ -140,7 +150,7 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
     )
 
 
-def circle(graph: Graph, fact: str, steps: list[Wait], ran: int, hint: str) -> DeadlockError:
+def circle(graph: Graph, fact: str, steps: list[CycleWait], ran: int, hint: str) -> DeadlockError:
     """The error for a circle of waits, when `ran` instructions had run or been issued."""
     return DeadlockError(
         fact,
@@ -154,16 +164,16 @@ def circle(graph: Graph, fact: str, steps: list[Wait], ran: int, hint: str) -> D
     )
 
 
-def steps_of(graph: Graph, waits: nx.DiGraph, cycle: list[int]) -> list[Wait]:  # type: ignore[name-defined] # noqa: F821
+def steps_of(graph: Graph, waits: nx.DiGraph, cycle: list[int]) -> list[CycleWait]:  # type: ignore[name-defined] # noqa: F821
     """Who waits for what along a cycle of positions, of which each edge says what is `needed`."""
     steps, locate = [], graph.index.locate
     for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True):
         needs_rank, needs_at, needs = locate(waits.edges[a, b]["needed"])
-        steps.append(Wait(*locate(a), needs, needs_rank, needs_at, stands_at=locate(b)[1]))
+        steps.append(CycleWait(*locate(a), needs, needs_rank, needs_at, stands_at=locate(b)[1]))
     return steps
 
 
-def _apart(graph: Graph) -> MatchError:
+def _apart(graph: Graph) -> ChannelMismatchError:
     """The error for the first message whose ends choose different communicators."""
     one, other = int(graph.apart[0]), int(graph.partner[graph.apart[0]])
     sends, takes = graph.index.locate(one), graph.index.locate(other)
@@ -173,17 +183,17 @@ def _apart(graph: Graph) -> MatchError:
         notes = [of_group, of_pair]
     else:
         notes = [of_pair, of_group]
-    return MatchError(
+    return ChannelMismatchError(
         f"{sends[2]} and {takes[2]} never meet: the {'send' if grouped else 'receive'} is in a "
         "group with both sends and receives, and its other side is not",
         program=graph.program.name,
-        sites=[Site(*sends, notes[0]), Site(*takes, notes[1])],
+        sites=[InstructionSite(*sends, notes[0]), InstructionSite(*takes, notes[1])],
         hint="group both ends of a message or neither, or let NCCL be initialised eagerly, "
         "init_process_group(device_id=...), which gives the model device",
     )
 
 
-def _finished(graph: Graph, walk: Walk) -> NDArray[np.bool_]:
+def _finished(graph: Graph, walk: EarliestTimes) -> NDArray[np.bool_]:
     """Whether each instruction ends, and all that are issued with it."""
     done = walk.done
     if not graph.index.any_joined:
@@ -260,7 +270,7 @@ def shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-defined
     return best
 
 
-def _window(graph: Graph, steps: list[Wait]) -> list[Site]:
+def _window(graph: Graph, steps: list[CycleWait]) -> list[InstructionSite]:
     """What the second rank of the cycle has before the instruction that the first waits for."""
     first, second = steps[0], steps[1 % len(steps)]
     stream = graph.program.streams[first.needs_rank]
@@ -269,4 +279,4 @@ def _window(graph: Graph, steps: list[Wait]) -> list[Site]:
     notes = {lo: "waits", hi: f"rank {first.rank} waits for this"}
     if lo == hi:
         notes = {lo: f"waits, and rank {first.rank} waits for it"}
-    return [Site(second.rank, i, stream[i], notes.get(i, "")) for i in shown]
+    return [InstructionSite(second.rank, i, stream[i], notes.get(i, "")) for i in shown]

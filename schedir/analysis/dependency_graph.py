@@ -30,9 +30,9 @@ from schedir.analysis.memory.buffer_slots import message_sizes, reuses, reuses_o
 from schedir.analysis.progress_models import Model, model_row
 from schedir.errors import expect
 from schedir.ir.cost.costs import Costs
-from schedir.ir.cost.sizes import Eager
-from schedir.ir.dataflow import Flow
-from schedir.ir.instruction_index import NONE, Index, Positions
+from schedir.ir.cost.sizes import EagerMessages
+from schedir.ir.dataflow import Dataflow
+from schedir.ir.instruction_index import NONE, InstructionIndex, Positions
 from schedir.ir.isa.instructions import COLLECTIVES, RECEIVES, ROWS, SENDS, TRANSFERS, Token
 from schedir.ir.pipeline.tied_weights import parties
 from schedir.ir.program import Program, Proof
@@ -62,14 +62,14 @@ class Graph:
         *,
         blocks: bool = False,
         device_waits: bool = False,
-        eager: Eager | None = None,
+        eager: EagerMessages | None = None,
     ) -> None:
         self.program, self.eager = program, eager
         self.rules = model_row(model)
         self.model = model
         self.blocks, self.device_waits = blocks or device_waits, device_waits
-        self.index = Index.of(program)
-        self.flow = Flow.of(program)
+        self.index = InstructionIndex.of(program)
+        self.flow = Dataflow.of(program)
 
     @classmethod
     def of(
@@ -79,7 +79,7 @@ class Graph:
         *,
         blocks: bool = False,
         device_waits: bool = False,
-        eager: Eager | None = None,
+        eager: EagerMessages | None = None,
     ) -> Graph:
         """The graph of a program, which is made once for each model and kind of host.
 
@@ -102,7 +102,7 @@ class Graph:
 
     @property
     def needs(self) -> NDArray[np.int32]:
-        """Who gives the values that each instruction needs, shape (k, n): `Flow.needs`."""
+        """Who gives the values that each instruction needs, shape (k, n): `Dataflow.needs`."""
         return self.flow.needs
 
     @cached_property

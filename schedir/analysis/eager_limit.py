@@ -10,7 +10,7 @@ from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.memory.buffer_slots import message_sizes
 from schedir.errors import in_bytes
-from schedir.ir.cost.sizes import Eager, Sizes, bytes_of
+from schedir.ir.cost.sizes import EagerMessages, Sizes, bytes_of
 from schedir.ir.isa.instructions import SENDS
 
 
@@ -25,7 +25,9 @@ def least_limit(graph: Graph, sizes: Sizes) -> float | None:
     def finishes(limit: float) -> bool:
         how = {"blocks": graph.blocks, "device_waits": graph.device_waits}
         return bool(
-            walk(Graph(graph.program, graph.model, **how, eager=Eager(limit, sizes))).done.all()
+            walk(
+                Graph(graph.program, graph.model, **how, eager=EagerMessages(limit, sizes))
+            ).done.all()
         )
 
     sent = graph.index.where_all(SENDS)

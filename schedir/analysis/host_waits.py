@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from schedir.analysis.channels import LINE_OF, LINES
 from schedir.analysis.memory.buffer_slots import reuses
-from schedir.ir.dataflow import Flow
-from schedir.ir.instruction_index import NONE, Index, Positions
+from schedir.ir.dataflow import Dataflow
+from schedir.ir.instruction_index import NONE, InstructionIndex, Positions
 from schedir.ir.isa.instructions import LANES, ROWS, TRANSFERS, Lane, Opcode, between_segments
 from schedir.ir.program import Program
 
@@ -27,7 +27,7 @@ def host_waits(program: Program, enter: Positions, device_waits: bool) -> NDArra
     With `device_waits` it also waits for its device (`Graph`).  `enter` are the nodes by which
     instructions are entered: what runs together does not wait for itself.
     """
-    index = Index.of(program)
+    index = InstructionIndex.of(program)
     line = LINE_OF[index.op]
     rows = [_waited(program, row.lane, line) for row in LANES]
     rows += _device_waited(program, enter) if device_waits else []
@@ -42,7 +42,7 @@ def heard_of(program: Program, at: Positions, *, drains: bool = True) -> Positio
     nobody does, at the end of the Stream.  Without `drains` that it drains a lane counts for
     nothing, as of hosts that do not block.
     """
-    index, flow = Index.of(program), Flow.of(program)
+    index, flow = InstructionIndex.of(program), Dataflow.of(program)
     left = np.array([LANES[row.lane].host == "starts" for row in ROWS])[index.op]
     heard = at.copy()
     if not left[at].any():
@@ -69,7 +69,7 @@ def _device_waited(program: Program, enter: Positions) -> list[Positions]:
     Who launches something waits for the last who did, and for each message since; a message is
     issued when the last who launched something has waited.
     """
-    index = Index.of(program)
+    index = InstructionIndex.of(program)
     own = np.arange(len(index), dtype=np.int32)
     begin = program.offsets[index.rank].astype(np.int32)
     launches = ~index.is_op(TRANSFERS)
@@ -97,7 +97,7 @@ def _drains(program: Program, lane: Lane) -> list[Opcode]:
 
 def _waited(program: Program, lane: Lane, line: NDArray[np.int64]) -> Positions | None:
     """What a host has waited for on a lane before each instruction; None if it never waits."""
-    index = Index.of(program)
+    index = InstructionIndex.of(program)
     drains, waits = _drains(program, lane), [row.op for row in ROWS if lane in row.waits]
     if LANES[lane].host == "starts" and program.ops.isdisjoint((*drains, *waits)):
         return None

@@ -15,7 +15,7 @@ import numpy as np
 from schedir.analysis.channels import communicators
 from schedir.analysis.deadlock import circle, shortest_cycle, steps_of
 from schedir.analysis.dependency_graph import Graph
-from schedir.errors import DeadlockError, MatchError, ProgramError, Site
+from schedir.errors import ChannelMismatchError, DeadlockError, InstructionSite, ProgramError
 
 _HINT = (
     "who makes communicators before the step, as a warm-up in one order on all ranks, has none to "
@@ -58,15 +58,15 @@ def first_uses(graph: Graph) -> ProgramError | None:
     return _cycle(graph, stuck, {at: parties[name[at]] for at in stuck.values()}) if stuck else None
 
 
-def _never(graph: Graph, members: dict[int, int]) -> MatchError:
+def _never(graph: Graph, members: dict[int, int]) -> ChannelMismatchError:
     """The error for a communicator of all ranks that some rank never uses."""
     away = next(r for r in range(graph.program.plan.ranks) if r not in members)
     first = graph.index.locate(min(members.values()))
-    return MatchError(
+    return ChannelMismatchError(
         f"{first[2]} uses the communicator of all ranks, which is made when all have come, and "
         f"rank {away} never uses it",
         program=graph.program.name,
-        sites=[Site(*first, "waits for all ranks")],
+        sites=[InstructionSite(*first, "waits for all ranks")],
         hint=_HINT,
     )
 

@@ -15,7 +15,7 @@ from schedir.ir.program import Program
 Queues = tuple[int, int]
 
 
-class SharedQueues(Graph):
+class SharedQueueGraph(Graph):
     """The dependency graph of a program in which pairs of queues, of one rank each, are one.
 
     Streams that share a hardware queue wait for each other in the order in which their host issues

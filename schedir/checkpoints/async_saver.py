@@ -22,17 +22,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from schedir.checkpoints.checkpoint_group import Peers, apart
+from schedir.checkpoints.checkpoint_group import CheckpointGroup, apart
 from schedir.checkpoints.global_state import kept_of, of_stages
-from schedir.checkpoints.local_state import Names, Piece
-from schedir.checkpoints.save_checkpoint import Taken, take, write
+from schedir.checkpoints.local_state import Names, TensorPiece
+from schedir.checkpoints.save_checkpoint import SavePlan, take, write
 from schedir.errors import ModelError, UsageError, said
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcess
-from schedir.runtime.offload.snapshot_copies import Copy, Pair
+from schedir.runtime.offload.snapshot_copies import Pair, SnapshotCopy
 
 
-class Saved(NamedTuple):
+class SavedCheckpoint(NamedTuple):
     """A checkpoint that is whole: of which step, where, and in how many seconds it was written."""
 
     step: int
@@ -95,12 +95,12 @@ class Saver:
         peers = self.peers = kept_of(executor)[0]
         if not peers.alone:
             self.group = apart(peers.group)
-            self.peers = Peers(self.group)
+            self.peers = CheckpointGroup(self.group)
         self._memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        self._taken: Taken | None = None  # copied, or about to be
-        self._at_once: list[Copy] = []
+        self._taken: SavePlan | None = None  # copied, or about to be
+        self._at_once: list[SnapshotCopy] = []
         self._thread: Thread | None = None
-        self.saved: Saved | None = None
+        self.saved: SavedCheckpoint | None = None
         self._error: BaseException | None = None
 
     def due(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
@@ -175,7 +175,7 @@ class Saver:
                 for one in copies:
                     one.finish()
                 path = write(taken, self.folder, keep=self.keep, group=self.group)
-                self.saved = Saved(taken.step, path, perf_counter() - began)
+                self.saved = SavedCheckpoint(taken.step, path, perf_counter() - began)
             except BaseException as error:  # whoever waits raises it
                 self._error = error
 
@@ -212,7 +212,7 @@ class Saver:
                 hint="saver.write() or saver.drop() before saver.ended()",
             )
 
-    def _room(self, name: str, piece: Piece) -> Tensor:
+    def _room(self, name: str, piece: TensorPiece) -> Tensor:
         """Memory of the host for a piece, which is made once."""
         key, of = (name, piece.offset), piece.memory
         room = self._memory.get(key)

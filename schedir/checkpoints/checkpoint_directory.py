@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from schedir.checkpoints.durable_io import digests, opened, sync, tell, writes
-from schedir.checkpoints.manifest import File as File
-from schedir.checkpoints.manifest import Kind as Kind
+from schedir.checkpoints.manifest import IncompleteCheckpointError as IncompleteCheckpointError
 from schedir.checkpoints.manifest import Manifest as Manifest
-from schedir.checkpoints.manifest import NotWholeError as NotWholeError
-from schedir.checkpoints.manifest import Stored as Stored
+from schedir.checkpoints.manifest import ManifestFile as ManifestFile
+from schedir.checkpoints.manifest import StoredSlice as StoredSlice
+from schedir.checkpoints.manifest import TensorMeta as TensorMeta
 from schedir.checkpoints.manifest_json import MANIFEST as MANIFEST
 from schedir.checkpoints.manifest_json import read as read_manifest
 from schedir.checkpoints.manifest_json import written
 from schedir.errors import CheckpointError, UsageError
-from schedir.io.directory_lock import InUse, Lock
+from schedir.io.directory_lock import DirectoryLock, LockHeldError
 from schedir.io.files import path_of
 
 LOCK: Final = ".checkpoints.lock"
@@ -43,7 +43,7 @@ _ASIDE: Final = ".old"
 _GOING: Final = ".gone"
 _NAME = re.compile(rf"{_STEP}(\d{{8,16}})({_UNFINISHED}|{_ASIDE}|{_GOING}|)")
 
-_locks: dict[str, Lock] = {}  # of this process, by folder: they go when it ends
+_locks: dict[str, DirectoryLock] = {}  # of this process, by folder: they go when it ends
 
 
 Share = Callable[[Manifest], list[str]]  # of its files, those that a process verifies
@@ -51,14 +51,14 @@ Agree = Callable[[str], list[str]]  # takes this process's text; returns the tex
 _T = TypeVar("_T")
 
 
-class Found(NamedTuple):
+class LatestCheckpoint(NamedTuple):
     """The newest whole checkpoint, None where none is, and why each newer one was passed over."""
 
     manifest: Manifest | None
     passed: tuple[str, ...]
 
 
-class Folder:
+class CheckpointDirectory:
     """The folder of a run's checkpoints, which need not be there yet."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -106,7 +106,7 @@ class Folder:
             error.step, error.file = step, MANIFEST
             raise
         if manifest.step != step:
-            raise NotWholeError(
+            raise IncompleteCheckpointError(
                 f"{path.name} is not whole: its manifest is of step {manifest.step}",
                 step=step,
                 file=MANIFEST,
@@ -124,7 +124,7 @@ class Folder:
         sizes = {path / name: manifest.files[name].size for name in own}
         for file, digest in digests(sizes, manifest.step):
             if digest != manifest.files[file.name].sha256:
-                raise NotWholeError(
+                raise IncompleteCheckpointError(
                     f"{path.name} is not whole: {file.name} is not as it was written",
                     step=manifest.step,
                     file=file.name,
@@ -144,7 +144,7 @@ class Folder:
         agree: Agree | None = None,
         *,
         step: int | None = None,
-    ) -> Found:
+    ) -> LatestCheckpoint:
         """The newest whole checkpoint, verified, and why each newer one was passed over; or that of
         a step, for which none is passed over.
 
@@ -157,15 +157,15 @@ class Folder:
         NotWholeError where that of the step is not whole.
         """
         if step is not None:
-            return Found(self.verify(step, own, agree), ())
+            return LatestCheckpoint(self.verify(step, own, agree), ())
         passed: list[str] = []
         every = {step for steps in _agreed(self.steps, agree) for step in steps}
         for newest in sorted(every, reverse=True):  # one that not all see is not whole
             try:
-                return Found(self.verify(newest, own, agree), tuple(passed))
-            except NotWholeError as error:
+                return LatestCheckpoint(self.verify(newest, own, agree), tuple(passed))
+            except IncompleteCheckpointError as error:
                 passed.append(error.fact)
-        return Found(None, tuple(passed))
+        return LatestCheckpoint(None, tuple(passed))
 
     def verify(self, step: int, own: Share | None = None, agree: Agree | None = None) -> Manifest:
         """The manifest of a step's checkpoint, all of whose files are as it says; processes may
@@ -184,7 +184,7 @@ class Folder:
             return manifest.digest
 
         if len({*_agreed(digest, agree)}) > 1:
-            raise NotWholeError(
+            raise IncompleteCheckpointError(
                 f"the checkpoint of step {step} is not the same to all processes", step=step
             )
         return found[0]
@@ -209,10 +209,10 @@ class Folder:
             key = os.path.realpath(self.path)
             if key in _locks:
                 return
-            lock = Lock(self.path / LOCK)
+            lock = DirectoryLock(self.path / LOCK)
             try:
                 why = lock.take()
-            except InUse as other:
+            except LockHeldError as other:
                 raise CheckpointError(
                     f"{self.given} is in use by another run"
                     f"{f', {other.owner}' if other.owner else ''}: it saves checkpoints there",
@@ -367,12 +367,12 @@ class Folder:
             if match and match[1] == f"{int(match[1]):08}":
                 yield int(match[1]), match[2]
 
-    def _require_size(self, path: Path, step: int, name: str, file: File) -> None:
+    def _require_size(self, path: Path, step: int, name: str, file: ManifestFile) -> None:
         """Refuse a file that is not there, or has another size."""
         with opened(path / name, step) as found:
             size = os.fstat(found.fileno()).st_size
         if size != file.size:
-            raise NotWholeError(
+            raise IncompleteCheckpointError(
                 f"{path.name} is not whole: {name} has {size:,} bytes, not {file.size:,}",
                 step=step,
                 file=name,
@@ -405,10 +405,10 @@ def _agreed(make: Callable[[], _T], agree: Agree | None) -> list[_T]:
     try:
         outcome = ["", make(), None, ""]
     except CheckpointError as error:
-        kind = "not whole" if isinstance(error, NotWholeError) else "refused"
+        kind = "not whole" if isinstance(error, IncompleteCheckpointError) else "refused"
         outcome = [kind, error.fact, error.step, error.file]
     outcomes = [json.loads(one) for one in agree(json.dumps(outcome))]
-    for name, raised in (("refused", CheckpointError), ("not whole", NotWholeError)):
+    for name, raised in (("refused", CheckpointError), ("not whole", IncompleteCheckpointError)):
         for said, fact, step, file in outcomes:
             if said == name:
                 raise raised(fact, step, file)

@@ -24,7 +24,7 @@ def apart(group: Any = None) -> Any:
     return dist.new_group(members, DISKS, backend="gloo", use_local_synchronization=True)
 
 
-class Peers:
+class CheckpointGroup:
     """The processes of a group of torch.distributed, or this one alone."""
 
     def __init__(self, group: Any = None, *, alone: bool = False) -> None:

@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from schedir.checkpoints.checkpoint_directory import File, Kind, Manifest, Stored
-from schedir.checkpoints.local_state import Piece
+from schedir.checkpoints.checkpoint_directory import Manifest, ManifestFile, StoredSlice, TensorMeta
+from schedir.checkpoints.local_state import TensorPiece
 
 
-class _Digested(RawIOBase):
+class _DigestedFile(RawIOBase):
     """A file that is written from its begin to its end, and the digest of what was."""
 
     def __init__(self, file: Any) -> None:
@@ -49,23 +49,25 @@ class _Digested(RawIOBase):
         return memoryview(data).nbytes
 
 
-Writes = Mapping[str, tuple[Kind, Sequence[Piece]]]  # by tensor
+Writes = Mapping[str, tuple[TensorMeta, Sequence[TensorPiece]]]  # by tensor
 
 
-def write(folder: Path, process: int, tensors: Writes) -> tuple[list[Stored], dict[str, File]]:
+def write(
+    folder: Path, process: int, tensors: Writes
+) -> tuple[list[StoredSlice], dict[str, ManifestFile]]:
     """Write boxes to a file of a process; returns where each lies, and the file with its digest."""
     pieces = [(name, piece) for name, (_, some) in tensors.items() for piece in some]
     if not pieces:
         return [], {}
     name, boxes = f"__{process}_0.distcp", []
     with Path(folder / name).open("wb") as file:
-        stream: Any = _Digested(file)
+        stream: Any = _DigestedFile(file)
         try:
             for tensor, piece in pieces:
                 begin = stream.size
                 torch.save(_on_the_host(piece.memory), stream)
                 length = stream.size - begin
-                boxes.append(Stored(tensor, piece.offset, piece.size, name, begin, length))
+                boxes.append(StoredSlice(tensor, piece.offset, piece.size, name, begin, length))
         except RuntimeError:
             if stream.error is None:
                 raise
@@ -73,7 +75,7 @@ def write(folder: Path, process: int, tensors: Writes) -> tuple[list[Stored], di
             raise stream.error from None
         file.flush()
         os.fsync(file.fileno())
-    return boxes, {name: File(stream.size, stream.digest.hexdigest())}
+    return boxes, {name: ManifestFile(stream.size, stream.digest.hexdigest())}
 
 
 def _on_the_host(memory: Tensor) -> Tensor:
@@ -83,8 +85,8 @@ def _on_the_host(memory: Tensor) -> Tensor:
 
 
 def write_metadata(
-    folder: Path, tensors: Mapping[str, Kind], boxes: Iterable[Stored]
-) -> dict[str, File]:
+    folder: Path, tensors: Mapping[str, TensorMeta], boxes: Iterable[StoredSlice]
+) -> dict[str, ManifestFile]:
     """Write what torch's own tools read: a pickle, which we never open; returns the file."""
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
     results = []
@@ -102,10 +104,10 @@ def write_metadata(
     }
     FileSystemWriter(folder).finish(Metadata(kinds), [results])
     data = (folder / ".metadata").read_bytes()
-    return {".metadata": File(len(data), sha256(data).hexdigest())}
+    return {".metadata": ManifestFile(len(data), sha256(data).hexdigest())}
 
 
-def _common(piece: Piece, box: Stored) -> tuple[list[int], list[int]]:
+def _common(piece: TensorPiece, box: StoredSlice) -> tuple[list[int], list[int]]:
     """Where the numbers begin that a piece and a stored box of its tensor have both, and how many
     there are in each dimension."""
     each = [*zip(piece.offset, piece.size, box.offset, box.size, strict=True)]
@@ -114,13 +116,15 @@ def _common(piece: Piece, box: Stored) -> tuple[list[int], list[int]]:
     return begin, [max(0, high - low) for low, high in zip(begin, end, strict=True)]
 
 
-def read(folder: Path, manifest: Manifest, wanted: Iterable[tuple[str, Sequence[Piece]]]) -> None:
+def read(
+    folder: Path, manifest: Manifest, wanted: Iterable[tuple[str, Sequence[TensorPiece]]]
+) -> None:
     """Read the numbers of pieces into their memory, of tensors by name, from the boxes that have
     them; numbers of another type are rounded."""
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[TensorPiece]] = {}
     for name, some in wanted:
         pieces.setdefault(name, []).extend(some)
-    files: dict[str, list[Stored]] = {}
+    files: dict[str, list[StoredSlice]] = {}
     for box in manifest.boxes:
         if any(prod(_common(piece, box)[1]) for piece in pieces.get(box.tensor, ())):
             files.setdefault(box.file, []).append(box)

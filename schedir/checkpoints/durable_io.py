@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Event
 from typing import BinaryIO, Final
 
-from schedir.checkpoints.manifest import NotWholeError
+from schedir.checkpoints.manifest import IncompleteCheckpointError
 from schedir.errors import CheckpointError, in_bytes
 from schedir.io.files import is_disk_full, reason
 
@@ -34,7 +34,9 @@ def opened(path: Path, step: int) -> Iterator[BinaryIO]:
     name, file = path.parent.name, path.name
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise NotWholeError(f"{name} is not whole: {file} is no ordinary file", step, file)
+            raise IncompleteCheckpointError(
+                f"{name} is not whole: {file} is no ordinary file", step, file
+            )
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags), "rb") as found:
             yield found
@@ -44,7 +46,7 @@ def opened(path: Path, step: int) -> Iterator[BinaryIO]:
             raise CheckpointError(fact, step, file) from None
         missing = error.errno == errno.ENOENT
         why = "is not there" if missing else f"cannot be read: {error.strerror}"
-        raise NotWholeError(f"{name} is not whole: {file} {why}", step, file) from None
+        raise IncompleteCheckpointError(f"{name} is not whole: {file} {why}", step, file) from None
 
 
 def digests(sizes: Mapping[Path, int], step: int) -> Iterator[tuple[Path, str]]:

@@ -6,23 +6,23 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from schedir.checkpoints.checkpoint_directory import Kind
-from schedir.checkpoints.checkpoint_group import Peers
-from schedir.checkpoints.local_state import Names, Own, own_of, tied_names
+from schedir.checkpoints.checkpoint_directory import TensorMeta
+from schedir.checkpoints.checkpoint_group import CheckpointGroup
+from schedir.checkpoints.local_state import LocalState, Names, own_of, tied_names
 from schedir.checkpoints.manifest import several
 from schedir.checkpoints.save_requirements import expect_cut, expect_savable
 from schedir.errors import CheckpointError, UsageError, said
-from schedir.runtime.checkpoint_state import Kept, KeptRank
+from schedir.runtime.checkpoint_state import CheckpointState, RankCheckpointState
 from schedir.runtime.model_checks.tensor_fingerprint import sum_of_bits
 
 
-class Known(NamedTuple):
+class RankManifest(NamedTuple):
     """What a process tells of what it has: by name in the whole model, of which stage it is, and
     what; other names of the same; the weights of each optimizer, and those that are trained and
     stepped by none; and, of who saves, checksums of buffers, and of weights that others reduce,
     each with what is kept of it."""
 
-    parts: list[tuple[str, int, Kind]]
+    parts: list[tuple[str, int, TensorMeta]]
     also: dict[str, str]
     optimizers: dict[str, list[str]]
     left: list[str]
@@ -34,7 +34,7 @@ def of_stages(stage: int, name: str) -> str:
     return f"stages.{stage}.{name}"
 
 
-def kept_of(run: object) -> tuple[Peers, Kept]:
+def kept_of(run: object) -> tuple[CheckpointGroup, CheckpointState]:
     """The processes of a run, and what this one has.  Raises UsageError for what is no run."""
     kept = getattr(run, "kept", None)
     if kept is None or isinstance(run, type):
@@ -42,19 +42,19 @@ def kept_of(run: object) -> tuple[Peers, Kept]:
             "an Executor, an InProcess or a schedir.torch_pipelining.Schedule is saved and loaded, "
             f"not {said(run)}"
         )
-    found: Kept = kept()
-    return Peers(found.group, alone=found.alone), found
+    found: CheckpointState = kept()
+    return CheckpointGroup(found.group, alone=found.alone), found
 
 
 def known_of(
-    peers: Peers, kept: Kept, optimizer: object, names: Names, *, saves: bool
-) -> tuple[list[KeptRank], list[Own], list[Known]]:
+    peers: CheckpointGroup, kept: CheckpointState, optimizer: object, names: Names, *, saves: bool
+) -> tuple[list[RankCheckpointState], list[LocalState], list[RankManifest]]:
     """The ranks of a process, what these have, and what all tell of theirs, the same in all.
 
     Raises CheckpointError for what cannot be saved, or where two have one name; of who saves also
     where replicas that others reduce are not equal.
     """
-    ranks: list[KeptRank] = []
+    ranks: list[RankCheckpointState] = []
 
     def name(stage: int, own: str) -> str:
         found = names(stage, own)
@@ -70,21 +70,23 @@ def known_of(
 
     first = {key: name for some in peers.told(tied) for key, name in some.items()}
     kept.settle()
-    owns: list[Own] = []
+    owns: list[LocalState] = []
 
-    def own() -> Known:
+    def own() -> RankManifest:
         for rank in ranks:
             owns.append(own_of(rank, name, first))
             expect_cut(rank.optimizer, owns[-1])
         return _told_of(ranks, owns, saves=saves)
 
-    known = peers.told(own, [Known, Kind])
+    known = peers.told(own, [RankManifest, TensorMeta])
     _expect_one_of_each(known)
     return ranks, owns, known
 
 
-def _told_of(ranks: Sequence[KeptRank], owns: Sequence[Own], *, saves: bool) -> Known:
-    known = Known([], {}, {}, [], {})
+def _told_of(
+    ranks: Sequence[RankCheckpointState], owns: Sequence[LocalState], *, saves: bool
+) -> RankManifest:
+    known = RankManifest([], {}, {}, [], {})
     for rank, own in zip(ranks, owns, strict=True):
         for weight in own.weights:
             parts = [*weight.parts()]
@@ -104,8 +106,8 @@ def _told_of(ranks: Sequence[KeptRank], owns: Sequence[Own], *, saves: bool) -> 
     return known
 
 
-def _expect_one_of_each(known: Sequence[Known]) -> None:
-    every: dict[str, tuple[int, Kind]] = {}
+def _expect_one_of_each(known: Sequence[RankManifest]) -> None:
+    every: dict[str, tuple[int, TensorMeta]] = {}
     for process, one in enumerate(known):
         for name, stage, kind in one.parts:
             other, there = every.setdefault(name, (stage, kind))
@@ -127,7 +129,7 @@ def _expect_one_of_each(known: Sequence[Known]) -> None:
         )
 
 
-def _differing(known: Sequence[Known], what: str) -> Iterator[tuple[str, int, int]]:
+def _differing(known: Sequence[RankManifest], what: str) -> Iterator[tuple[str, int, int]]:
     """The tensors whose names begin so of which two processes have other numbers, and which two."""
     told: dict[str, tuple[int, list[int]]] = {}
     for process, one in enumerate(known):
@@ -137,21 +139,21 @@ def _differing(known: Sequence[Known], what: str) -> Iterator[tuple[str, int, in
                 yield name, before, process
 
 
-def warn_of_buffers(peers: Peers, known: Sequence[Known]) -> None:
+def warn_of_buffers(peers: CheckpointGroup, known: Sequence[RankManifest]) -> None:
     """Say it where a buffer is not the same wherever it is, as of replicas that see other data."""
     for name, *_ in _differing(known, "buffers/"):
         say(peers, f"{name} is not the same in all processes: that of the first is saved")
         return
 
 
-def warn_of_left(peers: Peers, known: Sequence[Known]) -> None:
+def warn_of_left(peers: CheckpointGroup, known: Sequence[RankManifest]) -> None:
     """Say it where an optimizer has been given, and it does not step all that is trained: another
     one may, and would be lost."""
     if left := [*dict.fromkeys(name for one in known for name in one.left)]:
         say(peers, f"trained, and stepped by no optimizer that is saved: {several(left)}")
 
 
-def say(peers: Peers, fact: str) -> None:
+def say(peers: CheckpointGroup, fact: str) -> None:
     """Warn, once for all processes."""
     if not peers.number:
         warnings.warn(fact, stacklevel=4)

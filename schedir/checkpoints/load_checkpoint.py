@@ -10,18 +10,23 @@ from typing import Any, Final
 import torch
 
 from schedir.checkpoints import dcp_storage
-from schedir.checkpoints.checkpoint_directory import MANIFEST, Folder, Found, Manifest
-from schedir.checkpoints.checkpoint_group import Peers
+from schedir.checkpoints.checkpoint_directory import (
+    MANIFEST,
+    CheckpointDirectory,
+    LatestCheckpoint,
+    Manifest,
+)
+from schedir.checkpoints.checkpoint_group import CheckpointGroup
 from schedir.checkpoints.global_state import kept_of, known_of, of_stages, say
-from schedir.checkpoints.load_plan import Wanted
+from schedir.checkpoints.load_plan import LoadPlan
 from schedir.checkpoints.local_state import Names, generators
 from schedir.checkpoints.manifest import several
 from schedir.errors import CheckpointError, said
-from schedir.runtime.checkpoint_state import ITS_OWN, Keeps, KeptRank
+from schedir.runtime.checkpoint_state import ITS_OWN, Checkpointable, RankCheckpointState
 
 
 def load(
-    run: Keeps,
+    run: Checkpointable,
     folder: str | os.PathLike[str],
     *,
     step: int | None = None,
@@ -53,7 +58,7 @@ def load(
     ...     print(load(run, folder))  # nothing has been saved there
     None
     """
-    place, (peers, kept) = Folder(folder), kept_of(run)
+    place, (peers, kept) = CheckpointDirectory(folder), kept_of(run)
     which = "the newest checkpoint" if step is None else f"step {said(step)}"
     peers.expect_alike(lambda: f"loads {which}")
     found = _found(peers, place, step)
@@ -63,10 +68,10 @@ def load(
         return None
     _expect_state(manifest)
     ranks, owns, _ = known_of(peers, kept, optimizer, names, saves=False)
-    wanted: list[Wanted] = []
+    wanted: list[LoadPlan] = []
 
     def expect() -> Any:
-        one = Wanted(manifest, owns, steps=any(rank.optimizer is not None for rank in ranks))
+        one = LoadPlan(manifest, owns, steps=any(rank.optimizer is not None for rank in ranks))
         wanted.append(one)
         each = ([*dict.fromkeys(facts)] for facts in (one.wrong, one.said))
         return one.taken, *each, one.trained
@@ -111,7 +116,9 @@ def load(
     return {"step": manifest.step, "extra": manifest.state["extra"]}
 
 
-def _found(peers: Peers, folder: Folder, step: int | None) -> Found:
+def _found(
+    peers: CheckpointGroup, folder: CheckpointDirectory, step: int | None
+) -> LatestCheckpoint:
     """The checkpoint of a step, or the newest that is whole, if there are any, of which each
     process has verified its share of the files."""
     found = folder.find(
@@ -178,8 +185,8 @@ def _one_for_two(told: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _go_on(
-    peers: Peers,
-    ranks: Sequence[KeptRank],
+    peers: CheckpointGroup,
+    ranks: Sequence[RankCheckpointState],
     folder: Path,
     manifest: Manifest,
 ) -> None:

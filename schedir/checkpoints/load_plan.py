@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedir.checkpoints.checkpoint_directory import Kind, Manifest
-from schedir.checkpoints.local_state import Own, Part, Weight
+from schedir.checkpoints.checkpoint_directory import Manifest, TensorMeta
+from schedir.checkpoints.local_state import LocalState, SliceableWeight, TensorShard
 from schedir.runtime.parameters.mixed_precision import has_hooks, is_torchs
 
 
-class Wanted:
+class LoadPlan:
     """What is to be read: `parts`, each with the name of the tensor in the checkpoint, and `state`,
     which an optimizer then keeps of each weight.
 
@@ -23,11 +23,11 @@ class Wanted:
     weight that is trained.
     """
 
-    def __init__(self, manifest: Manifest, owns: Iterable[Own], *, steps: bool) -> None:
+    def __init__(self, manifest: Manifest, owns: Iterable[LocalState], *, steps: bool) -> None:
         self.manifest, self.steps = manifest, steps
-        self.parts: list[tuple[str, Part]] = []
+        self.parts: list[tuple[str, TensorShard]] = []
         self.taken: list[str] = []  # of weights and buffers, by the names that it has
-        self.state: list[tuple[Weight, dict[str, Tensor]]] = []
+        self.state: list[tuple[SliceableWeight, dict[str, Tensor]]] = []
         self.wrong: list[str] = []
         self.said: list[str] = []
         self.trained: dict[str, str] = {}
@@ -49,13 +49,13 @@ class Wanted:
                 self.taken.append(part.name)
                 self._want(part.name, part)
 
-    def name_of(self, weight: Weight) -> str:
+    def name_of(self, weight: SliceableWeight) -> str:
         """The name under which a checkpoint has a weight: one of those that it has there."""
         if f"weights/{weight.name}" in self.manifest.tensors:
             return weight.name
         return self.also.get(weight.name, weight.name)
 
-    def _take(self, weight: Weight) -> None:
+    def _take(self, weight: SliceableWeight) -> None:
         name, kinds = self.name_of(weight), self.manifest.tensors
         whole, main = f"weights/{name}", f"main/{name}"
         self.taken.append(whole)
@@ -93,7 +93,7 @@ class Wanted:
             self._want(f"optimizer/{name}/{key}", weight.moment(key, value))
         self.state.append((weight, state))
 
-    def _want(self, stored: str, part: Part, *, rounds: bool = False) -> None:
+    def _want(self, stored: str, part: TensorShard, *, rounds: bool = False) -> None:
         there, here = self.manifest.tensors.get(stored), part.kind
         if there is None:
             self.wrong.append(f"it has no {stored}")
@@ -104,7 +104,7 @@ class Wanted:
         else:
             self.parts.append((stored, part))
 
-    def _state(self, weight: Weight, name: str) -> dict[str, Tensor]:
+    def _state(self, weight: SliceableWeight, name: str) -> dict[str, Tensor]:
         """What an optimizer is to keep of a weight, in what memory there is, or in new memory."""
         keys = self.keys.get(name, [])  # none before the first step
         keeps = self._made_by(weight)
@@ -133,7 +133,7 @@ class Wanted:
             state[key] = value
         return state
 
-    def _made_by(self, weight: Weight) -> dict[str, Tensor]:
+    def _made_by(self, weight: SliceableWeight) -> dict[str, Tensor]:
         """What an optimizer of torch's keeps of a weight, as it makes it of one of one number;
         nothing where that cannot be found out."""
         optimizer, own = weight.optimizer, weight.stepped
@@ -165,5 +165,5 @@ def _kept_by(optimizer: Any, group: Mapping[str, Any], own: Tensor) -> dict[str,
     return {key: value for key, value in one.state[p].items() if isinstance(value, Tensor)}
 
 
-def _said(kind: Kind) -> str:
+def _said(kind: TensorMeta) -> str:
     return f"{list(kind.shape)} of {kind.dtype}"

@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from schedir.checkpoints.checkpoint_directory import Kind
+from schedir.checkpoints.checkpoint_directory import TensorMeta
 from schedir.checkpoints.tensor_slices import boxes
 from schedir.errors import CheckpointError
-from schedir.runtime.checkpoint_state import KeptRank, KeptStage, Range
+from schedir.runtime.checkpoint_state import RankCheckpointState, ShardRange, StageCheckpointState
 from schedir.runtime.parameters.gradient_buffers import is_sharded
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, all_within, innermost
 
 Names = Callable[[int, str], str]  # of a stage and a name there, the name in the whole model
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A box of a tensor, and the memory in which its numbers are, of its size."""
 
     offset: tuple[int, ...]
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorShardSpec:
     """What part of a tensor a process has: a slice of it, and of the numbers of the slice those
     from `low` to `high` are its own.
 
@@ -52,16 +52,16 @@ class Cut:
     start: int = 0
     apart: bool = False
 
-    def own(self, memory: Tensor) -> list[Piece]:
+    def own(self, memory: Tensor) -> list[TensorPiece]:
         """The boxes of own numbers."""
         return [*self._pieces(memory, self.low, self.high)]
 
-    def all(self, memory: Tensor) -> list[Piece]:
+    def all(self, memory: Tensor) -> list[TensorPiece]:
         """The boxes of all numbers that memory has."""
         numel = torch.Size(self.shape).numel()
         return self.own(memory) if self.apart else [*self._pieces(memory, 0, numel)]
 
-    def _pieces(self, memory: Tensor, low: int, high: int) -> Iterator[Piece]:
+    def _pieces(self, memory: Tensor, low: int, high: int) -> Iterator[TensorPiece]:
         memory = memory.detach()
         for box in boxes(self.shape, low, high):
             if self.apart:
@@ -75,27 +75,27 @@ class Cut:
                 if size[self.dim] <= 0:
                     continue
                 view = view.narrow(self.dim, 0, size[self.dim])
-            yield Piece(tuple(offset), tuple(size), view)
+            yield TensorPiece(tuple(offset), tuple(size), view)
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorShard:
     """A tensor of which a process has something: its name with what it is of, as `weights/NAME`;
     which memory has it, cut how; and whether the process writes its own numbers of it."""
 
     name: str
     memory: Tensor
-    cut: Cut
+    cut: TensorShardSpec
     writes: bool
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> TensorMeta:
         """What the whole tensor is."""
-        return Kind(self.cut.whole, str(self.memory.dtype).removeprefix("torch."))
+        return TensorMeta(self.cut.whole, str(self.memory.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
-class Weight:
+class SliceableWeight:
     """A weight as a stage of a rank has it.
 
     `name` is the one in the whole model, that of the stage `of`, and `also` are others that it has
@@ -107,7 +107,7 @@ class Weight:
     stage: int
     of: int
     parameter: nn.Parameter
-    cut: Cut
+    cut: TensorShardSpec
     writes: bool
     also: tuple[str, ...] = ()
     main: Tensor | None = None
@@ -130,7 +130,7 @@ class Weight:
         has_some = self.cut.low < self.cut.high if self.cut.apart else bool(self.parameter.numel())
         return self.parameter.requires_grad and has_some
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[TensorShard]:
         """The weight, its float32 copy, and what an optimizer keeps of it."""
         yield from self.numbers()
         state = self.optimizer.state if self.is_stepped else {}
@@ -138,53 +138,53 @@ class Weight:
             if value is not None:
                 yield self.moment(key, value)
 
-    def numbers(self) -> Iterator[Part]:
+    def numbers(self) -> Iterator[TensorShard]:
         """The weight, and its float32 copy."""
-        yield Part(f"weights/{self.name}", self.parameter, self.cut, self.writes)
+        yield TensorShard(f"weights/{self.name}", self.parameter, self.cut, self.writes)
         if self.main is not None:
-            yield Part(f"main/{self.name}", self.main, self.cut, self.writes)
+            yield TensorShard(f"main/{self.name}", self.main, self.cut, self.writes)
 
-    def moment(self, key: str, value: Tensor) -> Part:
+    def moment(self, key: str, value: Tensor) -> TensorShard:
         """What an optimizer keeps under a key: a number for each of the weight's, or one of all."""
         cut, writes = self.cut, self.writes
         if not value.dim() and (cut.shape or cut.apart):  # whoever has the first number writes it
             first = not cut.start and cut.low == 0 < cut.high
-            cut, writes = Cut((), (), 0, 1), writes and first
-        return Part(f"optimizer/{self.name}/{key}", value, cut, writes)
+            cut, writes = TensorShardSpec((), (), 0, 1), writes and first
+        return TensorShard(f"optimizer/{self.name}/{key}", value, cut, writes)
 
 
 @dataclass
-class Own:
+class LocalState:
     """All that a rank has: weights, and buffers with the stage of each."""
 
-    weights: list[Weight] = field(default_factory=list)
-    buffers: list[tuple[int, Part]] = field(default_factory=list)
+    weights: list[SliceableWeight] = field(default_factory=list)
+    buffers: list[tuple[int, TensorShard]] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[TensorShard]:
         for weight in self.weights:
             yield from weight.parts()
         yield from (part for _, part in self.buffers)
 
 
-def generators(rank: KeptRank, process: int) -> list[Part]:
+def generators(rank: RankCheckpointState, process: int) -> list[TensorShard]:
     """The states of torch's generators in a process, of modules that draw as they come (seed=None),
     in the order of `rank.draws.generators`."""
     parts = []
     for k, generator in enumerate(rank.draws.generators):
         state: Tensor = generator.get_state()
         shape = tuple(state.shape)
-        cut = Cut(shape, shape, 0, state.numel())
-        parts.append(Part(f"generators/{process}.{k}", state, cut, writes=True))
+        cut = TensorShardSpec(shape, shape, 0, state.numel())
+        parts.append(TensorShard(f"generators/{process}.{k}", state, cut, writes=True))
     return parts
 
 
-def tied_names(rank: KeptRank, names: Names) -> dict[tuple[Any, ...], str]:
+def tied_names(rank: RankCheckpointState, names: Names) -> dict[tuple[Any, ...], str]:
     """The names of tied weights whose first stage is this rank's, by the stages that share them and
     a number: these are told to the others."""
     return {key: names(s, n) for key, s, n in _tied(rank) if s == key[0][0]}
 
 
-def _tied(rank: KeptRank) -> Iterator[tuple[tuple[Any, ...], int, str]]:
+def _tied(rank: RankCheckpointState) -> Iterator[tuple[tuple[Any, ...], int, str]]:
     """The copies of tied weights that a rank has: by which stages share one, and its number among
     the weights of these; the stage, and the name there."""
     count: dict[tuple[int, ...], int] = {}
@@ -194,14 +194,16 @@ def _tied(rank: KeptRank) -> Iterator[tuple[tuple[Any, ...], int, str]]:
             yield (weight.stages, k), s, rank.stages[s].names[p]
 
 
-def own_of(rank: KeptRank, names: Names, tied: Mapping[tuple[Any, ...], str]) -> Own:
+def own_of(
+    rank: RankCheckpointState, names: Names, tied: Mapping[tuple[Any, ...], str]
+) -> LocalState:
     """What a rank has; `tied` are the names of tied weights, as all processes have told them."""
-    own, steppers = Own(), Steppers(rank.optimizer)
+    own, steppers = LocalState(), OptimizerOwners(rank.optimizer)
     first_name = {(s, n): (key[0][0], tied[key]) for key, s, n in _tied(rank)}
     modules = [(s, stage, names, first_name) for s, stage in rank.stages.items()]
     last, loss = rank.program.plan.stages - 1, getattr(rank.loss, "func", rank.loss)
     if isinstance(loss, nn.Module) and last in rank.stages:  # by names of its own
-        modules.append((last, KeptStage(loss, {}), lambda _, name: f"loss.{name}", {}))
+        modules.append((last, StageCheckpointState(loss, {}), lambda _, name: f"loss.{name}", {}))
     for s, stage, names_of, firsts in modules:
         trained = {n: p for p, n in stage.names.items()}
         for name, p, also in _parameters(stage.module):
@@ -215,14 +217,16 @@ def own_of(rank: KeptRank, names: Names, tied: Mapping[tuple[Any, ...], str]) ->
             also_whole = tuple(dict.fromkeys(n for n in others if n != whole_name))
             writes = _is_written(rank, s, p) and of == s
             kept = steppers.of(p)
-            own.weights.append(Weight(whole_name, s, of, p, cut, writes, also_whole, *kept))
+            own.weights.append(
+                SliceableWeight(whole_name, s, of, p, cut, writes, also_whole, *kept)
+            )
         for name, buffer in _buffers(stage.module):
             own.buffers.append((s, _buffer(names_of(s, name), s, buffer, rank)))
     _expect_names(own)
     return own
 
 
-def _expect_names(own: Own) -> None:
+def _expect_names(own: LocalState) -> None:
     """Refuse one name for two weights or buffers of a stage: the checkpoint would have one."""
     count = Counter((weight.stage, f"weights {weight.name}") for weight in own.weights)
     count.update((s, f"buffers {part.name.removeprefix('buffers/')}") for s, part in own.buffers)
@@ -234,7 +238,7 @@ def _expect_names(own: Own) -> None:
             )
 
 
-class Steppers:
+class OptimizerOwners:
     """What optimizers keep: which of them steps a parameter, and from which float32 copy."""
 
     def __init__(self, optimizer: object) -> None:
@@ -271,34 +275,34 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[str
         yield name, p, also
 
 
-def _is_written(rank: KeptRank, stage: int, of: Tensor) -> bool:
+def _is_written(rank: RankCheckpointState, stage: int, of: Tensor) -> bool:
     """Whether a rank writes its part of what it and others have: the first holder of the stage, and
     the first of tensor-parallel ranks unless each has a slice."""
     is_first = bool(rank.program.plan.rank_of[stage] == rank.rank)
     return is_first and (is_sharded(of) or not rank.tp_rank)
 
 
-def _buffer(name: str, stage: int, buffer: Tensor, rank: KeptRank) -> Part:
+def _buffer(name: str, stage: int, buffer: Tensor, rank: RankCheckpointState) -> TensorShard:
     """A buffer, which the first replica writes: each has seen other microbatches."""
-    whole = Range(tuple(buffer.shape), 0, buffer.numel())
+    whole = ShardRange(tuple(buffer.shape), 0, buffer.numel())
     cut = _cut(buffer, whole, rank, apart=False)
     writes = _is_written(rank, stage, buffer) and not rank.share.replica
-    return Part(f"buffers/{name}", buffer, cut, writes)
+    return TensorShard(f"buffers/{name}", buffer, cut, writes)
 
 
-def _share(p: Tensor, rank: KeptRank) -> Range:
+def _share(p: Tensor, rank: RankCheckpointState) -> ShardRange:
     """The range of a parameter that has none of its own, as one that is frozen: an equal share."""
     n, k = rank.share.replicas, rank.share.replica
-    return Range(tuple(p.shape), p.numel() * k // n, p.numel() * (k + 1) // n)
+    return ShardRange(tuple(p.shape), p.numel() * k // n, p.numel() * (k + 1) // n)
 
 
-def _cut(p: Tensor, of: Range, rank: KeptRank, *, apart: bool) -> Cut:
+def _cut(p: Tensor, of: ShardRange, rank: RankCheckpointState, *, apart: bool) -> TensorShardSpec:
     (shape, low, high), dim = of, getattr(p, "shard_dim", None)
     if dim is None:
-        return Cut(shape, shape, low, high, apart=apart)
+        return TensorShardSpec(shape, shape, low, high, apart=apart)
     dim, whole = dim % len(shape), [*shape]
     whole[dim] = getattr(p, "shard_size", rank.tp * shape[dim])
-    return Cut(shape, tuple(whole), low, high, dim, rank.tp_rank * shape[dim], apart)
+    return TensorShardSpec(shape, tuple(whole), low, high, dim, rank.tp_rank * shape[dim], apart)
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -30,18 +30,18 @@ def several(facts: Sequence[str], most: int = 3) -> str:
     return "; ".join([*facts[:most], *[f"and {len(facts) - most} more"] * (len(facts) > most)])
 
 
-class NotWholeError(CheckpointError):
+class IncompleteCheckpointError(CheckpointError):
     """A checkpoint of which something is missing, or is not as it was written."""
 
 
-class File(NamedTuple):
+class ManifestFile(NamedTuple):
     """A file of a checkpoint: its bytes, and their sha256 in hexadecimal digits."""
 
     size: int
     sha256: str
 
 
-class Stored(NamedTuple):
+class StoredSlice(NamedTuple):
     """A box of a tensor as it is stored: which, where in it, in which file, and its bytes there."""
 
     tensor: str
@@ -52,7 +52,7 @@ class Stored(NamedTuple):
     length: int
 
 
-class Kind(NamedTuple):
+class TensorMeta(NamedTuple):
     """What a tensor is: its whole shape, and its type as in "float32"."""
 
     shape: tuple[int, ...]
@@ -75,9 +75,9 @@ class Manifest:
     """
 
     step: int
-    files: Mapping[str, File]
-    tensors: Mapping[str, Kind]
-    boxes: tuple[Stored, ...]
+    files: Mapping[str, ManifestFile]
+    tensors: Mapping[str, TensorMeta]
+    boxes: tuple[StoredSlice, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     when: int = field(default=0, compare=False)

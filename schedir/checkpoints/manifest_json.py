@@ -21,7 +21,14 @@ from io import BytesIO
 from math import isfinite, prod
 from typing import Any, BinaryIO, Final
 
-from schedir.checkpoints.manifest import BYTES, File, Kind, Manifest, NotWholeError, Stored
+from schedir.checkpoints.manifest import (
+    BYTES,
+    IncompleteCheckpointError,
+    Manifest,
+    ManifestFile,
+    StoredSlice,
+    TensorMeta,
+)
 from schedir.errors import CheckpointError, in_bytes, said
 from schedir.io.files import begin_of
 
@@ -44,7 +51,7 @@ def written(manifest: Manifest) -> Iterator[bytes]:
     Raises CheckpointError for one that `read` would refuse, as where a tensor lacks boxes because
     a process did not tell of them.
     """
-    reader, digest = _Reader("it"), sha256()
+    reader, digest = _ManifestReader("it"), sha256()
     try:
         for value in _values(manifest):
             _require_plain(value)
@@ -52,7 +59,7 @@ def written(manifest: Manifest) -> Iterator[bytes]:
             reader.take(line)
             digest.update(line)
             yield line
-    except _Unsound as why:
+    except _InvalidManifest as why:
         raise CheckpointError(
             f"what is to be saved of step {manifest.step} is not sound: {why}", step=manifest.step
         ) from None
@@ -85,44 +92,44 @@ def read(file: BinaryIO, what: str, *, tensors: bool = True) -> Manifest:
     data = begin_of(file, MOST_BYTES + length + 1)
     try:
         if len(data) < length:
-            raise _Unsound("it is cut off")
+            raise _InvalidManifest("it is cut off")
         if len(data) > MOST_BYTES + length:
-            raise _Unsound(f"it has more than {in_bytes(MOST_BYTES)}")
+            raise _InvalidManifest(f"it has more than {in_bytes(MOST_BYTES)}")
         lines, seal = data[:-length], data[-length:]
         digest = sha256(lines).hexdigest()
         if seal != _SEAL % digest.encode():
-            raise _Unsound(
+            raise _InvalidManifest(
                 "it is not as it was written: its last line is not the digest of the rest"
             )
-        reader = _Reader(what)
+        reader = _ManifestReader(what)
         for line in BytesIO(lines):
             if line.startswith(b'{"tensor"') and not tensors:
                 break
             reader.take(line)
         return reader.manifest(digest)
-    except _Unsound as why:
-        raise NotWholeError(f"{what} is not whole: its manifest: {why}") from None
+    except _InvalidManifest as why:
+        raise IncompleteCheckpointError(f"{what} is not whole: its manifest: {why}") from None
 
 
-class _Unsound(Exception):
+class _InvalidManifest(Exception):
     """Why a manifest is not believed."""
 
 
-class _Reader:
+class _ManifestReader:
     """Reads the lines of a manifest one by one. Errors call the manifest `what`."""
 
     def __init__(self, what: str) -> None:
         self.what, self.line = what, 0
         self.head: dict[str, Any] = {}
-        self.files: dict[str, File] = {}
+        self.files: dict[str, ManifestFile] = {}
         self.sizes: list[tuple[str, int]] = []
-        self.tensors: dict[str, Kind] = {}
-        self.boxes: list[Stored] = []
+        self.tensors: dict[str, TensorMeta] = {}
+        self.boxes: list[StoredSlice] = []
 
     def manifest(self, digest: str) -> Manifest:
         """What has been taken."""
         if not self.head:
-            raise _Unsound("it is empty")
+            raise _InvalidManifest("it is empty")
         head = self.head
         return Manifest(
             head["step"], self.files, self.tensors, tuple(self.boxes), head["facts"], head["state"],
@@ -140,13 +147,13 @@ class _Reader:
                 self._file(value)
             else:
                 self._tensor(value)
-        except _Unsound as why:
-            raise _Unsound(f"line {self.line}: {why}") from None
+        except _InvalidManifest as why:
+            raise _InvalidManifest(f"line {self.line}: {why}") from None
 
     def _head(self, value: dict[str, Any]) -> None:
         form = value.get("schedir_checkpoint")
         if type(form) is not int or form < 1:
-            raise _Unsound("it begins as no manifest of a checkpoint does")
+            raise _InvalidManifest("it begins as no manifest of a checkpoint does")
         if form != FORMAT:
             raise CheckpointError(
                 f"{self.what} is of format {said(form)}, and this schedir reads format {FORMAT}"
@@ -156,75 +163,79 @@ class _Reader:
             _require_whole(value[key], key)
         for key in ("facts", "state"):
             if type(value[key]) is not dict:
-                raise _Unsound(f"{key} are an object, not {said(value[key])}")
+                raise _InvalidManifest(f"{key} are an object, not {said(value[key])}")
             _require_plain(value[key])
         self.head = value
 
     def _file(self, value: dict[str, Any]) -> None:
         name, size, sha256 = _fields(value, "file", "size", "sha256")
         if not is_file_name(name):
-            raise _Unsound(f"no file of a checkpoint is named {said(name)}")
+            raise _InvalidManifest(f"no file of a checkpoint is named {said(name)}")
         if name in self.files:
-            raise _Unsound(f"the file {said(name)} comes twice")
+            raise _InvalidManifest(f"the file {said(name)} comes twice")
         if self.tensors:
-            raise _Unsound("files come before tensors")
+            raise _InvalidManifest("files come before tensors")
         _require_whole(size, "size")
         if type(sha256) is not str or not _HEX.fullmatch(sha256):
-            raise _Unsound(f"{said(sha256)} is no sha256")
-        self.files[name] = File(size, sha256)
+            raise _InvalidManifest(f"{said(sha256)} is no sha256")
+        self.files[name] = ManifestFile(size, sha256)
         self.sizes.append((name, size))
 
     def _tensor(self, value: dict[str, Any]) -> None:
         name, dtype, shape, boxes = _fields(value, "tensor", "dtype", "shape", "boxes")
         if type(name) is not str or not 0 < len(name) <= _LONGEST or not name.isprintable():
-            raise _Unsound(f"no tensor is named {said(name)}")
+            raise _InvalidManifest(f"no tensor is named {said(name)}")
         if name in self.tensors:
-            raise _Unsound(f"the tensor {said(name)} comes twice")
+            raise _InvalidManifest(f"the tensor {said(name)} comes twice")
         if type(dtype) is not str or dtype not in BYTES:
-            raise _Unsound(f"no numbers of a tensor are {said(dtype)}")
+            raise _InvalidManifest(f"no numbers of a tensor are {said(dtype)}")
         if type(shape) is not list or len(shape) > MOST_DIMENSIONS:
-            raise _Unsound(f"a shape is a list of at most {MOST_DIMENSIONS} numbers")
+            raise _InvalidManifest(f"a shape is a list of at most {MOST_DIMENSIONS} numbers")
         for length in shape:
             _require_whole(length, "a length")
         if prod(shape) > _MOST_NUMBERS:
-            raise _Unsound(f"{said(name)} has more than {_MOST_NUMBERS} numbers")
+            raise _InvalidManifest(f"{said(name)} has more than {_MOST_NUMBERS} numbers")
         if type(boxes) is not list or len(boxes) << len(shape) > MOST_CORNERS:
-            raise _Unsound(f"boxes are a list of at most {MOST_CORNERS >> len(shape)}")
-        kind = Kind(tuple(shape), dtype)
+            raise _InvalidManifest(f"boxes are a list of at most {MOST_CORNERS >> len(shape)}")
+        kind = TensorMeta(tuple(shape), dtype)
         own = [self._box(name, kind, box) for box in boxes]
         if not _cover(kind.shape, own):
             have, whole = sum(prod(box.size) for box in own), prod(shape)
             why = f"have {have} of its {whole} numbers" if have != whole else "overlap"
-            raise _Unsound(f"the boxes of {said(name)} {why}")
+            raise _InvalidManifest(f"the boxes of {said(name)} {why}")
         self.tensors[name] = kind
         self.boxes += own
 
-    def _box(self, name: str, kind: Kind, value: Any) -> Stored:
+    def _box(self, name: str, kind: TensorMeta, value: Any) -> StoredSlice:
         if type(value) is not list or len(value) != 5:
-            raise _Unsound(f"a box is [file, begin, length, offset, size], not {said(value)}")
+            raise _InvalidManifest(
+                f"a box is [file, begin, length, offset, size], not {said(value)}"
+            )
         file, begin, length, offset, size = value
         dimensions = len(kind.shape)
         if type(file) is not int or not 0 <= file < len(self.sizes):
-            raise _Unsound(f"a box of {said(name)} is in file {said(file)}: there is none")
+            raise _InvalidManifest(f"a box of {said(name)} is in file {said(file)}: there is none")
         _require_whole(begin, "begin")
         _require_whole(length, "length")
         for corner in (offset, size):
             if type(corner) is not list or len(corner) != dimensions:
-                raise _Unsound(f"a box of {said(name)} has not its {dimensions} dimensions")
+                raise _InvalidManifest(f"a box of {said(name)} has not its {dimensions} dimensions")
         for at, long, whole in zip(offset, size, kind.shape, strict=True):
             _require_whole(at, "offset")
             _require_whole(long, "size")
             if not long or at + long > whole:
-                raise _Unsound(f"a box of {said(name)} goes from {at} to {at + long} of {whole}")
+                raise _InvalidManifest(
+                    f"a box of {said(name)} goes from {at} to {at + long} of {whole}"
+                )
         within, most = self.sizes[file]
         if begin + length > most or length < prod(size) * BYTES[kind.dtype]:
-            raise _Unsound(
+            raise _InvalidManifest(
                 f"a box of {said(name)} cannot be bytes {begin} to {begin + length} of {within}"
             )
-        return Stored(name, tuple(offset), tuple(size), within, begin, length)
+        return StoredSlice(name, tuple(offset), tuple(size), within, begin, length)
 
 
-def _cover(shape: tuple[int, ...], boxes: Sequence[Stored]) -> bool:
+def _cover(shape: tuple[int, ...], boxes: Sequence[StoredSlice]) -> bool:
     """Whether boxes, which lie within a tensor, have each of its numbers once.
 
     They do if their indicators add up to that of the whole, and so do the mixed differences of
@@ -262,27 +273,27 @@ def is_file_name(name: object) -> bool:
 def _object(line: bytes) -> dict[str, Any]:
     """What a line says.  Python's own reader takes NaN, and keys that come twice."""
     if len(line) > MOST_OF_A_LINE or not line.endswith(b"\n"):
-        raise _Unsound(f"it has more than {in_bytes(MOST_OF_A_LINE)}, or no end")
+        raise _InvalidManifest(f"it has more than {in_bytes(MOST_OF_A_LINE)}, or no end")
     try:
         value = _JSON.decode(line.decode("utf-8", "strict"))
     except UnicodeDecodeError:
-        raise _Unsound("it is no UTF-8") from None
+        raise _InvalidManifest("it is no UTF-8") from None
     except (ValueError, RecursionError):
-        raise _Unsound("it is no JSON") from None
+        raise _InvalidManifest("it is no JSON") from None
     if type(value) is not dict:
-        raise _Unsound("it is no object")
+        raise _InvalidManifest("it is no object")
     return value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise _Unsound("a key comes twice")
+        raise _InvalidManifest("a key comes twice")
     return found
 
 
 def _refuse(word: str) -> float:
-    raise _Unsound(f"{word} is no number of JSON")
+    raise _InvalidManifest(f"{word} is no number of JSON")
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_refuse)
@@ -291,28 +302,30 @@ _JSON = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_refuse)
 def _fields(value: Mapping[str, Any], *keys: str) -> list[Any]:
     """What an object has under these keys, which are all that it has."""
     if {*value} != {*keys}:
-        raise _Unsound(f"it says {', '.join(map(said, [*value][:9]))}, and not {', '.join(keys)}")
+        raise _InvalidManifest(
+            f"it says {', '.join(map(said, [*value][:9]))}, and not {', '.join(keys)}"
+        )
     return [value[key] for key in keys]
 
 
 def _require_whole(value: object, what: str) -> None:
     if type(value) is not int or not 0 <= value <= _MOST_NUMBERS:
-        raise _Unsound(f"{what} is a whole number, not {said(value)}")
+        raise _InvalidManifest(f"{what} is a whole number, not {said(value)}")
 
 
 def _require_plain(value: object, depth: int = 0) -> None:
     """Refuse what JSON would not give back, but tuples, which become lists."""
     if depth > _DEEPEST:
-        raise _Unsound(f"it is nested more than {_DEEPEST} times")
+        raise _InvalidManifest(f"it is nested more than {_DEEPEST} times")
     if isinstance(value, float) and not isfinite(value):
-        raise _Unsound(f"{value} is no number of JSON")
+        raise _InvalidManifest(f"{value} is no number of JSON")
     if isinstance(value, Mapping):
         if other := [key for key in value if type(key) is not str]:
-            raise _Unsound(f"keys are text, not {said(other[0])}")
+            raise _InvalidManifest(f"keys are text, not {said(other[0])}")
         value = value.values()
     elif not isinstance(value, list | tuple):
         if not isinstance(value, str | int | float | None):
-            raise _Unsound(f"{said(value)} is nothing that JSON has")
+            raise _InvalidManifest(f"{said(value)} is nothing that JSON has")
         return
     for one in value:
         _require_plain(one, depth + 1)

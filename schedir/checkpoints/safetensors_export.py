@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from schedir.checkpoints import dcp_storage
-from schedir.checkpoints.checkpoint_directory import Kind, Manifest, Stored
-from schedir.checkpoints.local_state import Piece
+from schedir.checkpoints.checkpoint_directory import Manifest, StoredSlice, TensorMeta
+from schedir.checkpoints.local_state import TensorPiece
 from schedir.checkpoints.manifest import BYTES
 from schedir.errors import CheckpointError, in_words
 
@@ -33,24 +33,24 @@ TYPES: Final = {
 _FLOATS: Final = ("float64", "float32", "float16", "bfloat16")
 
 
-class Exported(NamedTuple):
+class ExportedTensor(NamedTuple):
     """A tensor of the file: its name and what it is there, and the tensor of the checkpoint from
     which it is made, and how."""
 
     name: str
-    kind: Kind
+    kind: TensorMeta
     stored: str
     made: Callable[[Tensor], Tensor] = Tensor.contiguous
 
 
-def exported(manifest: Manifest, dtype: str | None = None) -> list[Exported]:
+def exported(manifest: Manifest, dtype: str | None = None) -> list[ExportedTensor]:
     """The weights and buffers of a checkpoint by their names in the whole model.
 
     With a `dtype`, as "float32", weights of other floating types become it: from their float32
     copies where there are any, so that each number is rounded once.  Else all are as they are.
     Raises CheckpointError for types that the format does not have.
     """
-    found: dict[str, Exported] = {}
+    found: dict[str, ExportedTensor] = {}
     for stored, kind in manifest.tensors.items():
         group, _, name = stored.partition("/")
         if group not in ("weights", "buffers"):
@@ -60,10 +60,10 @@ def exported(manifest: Manifest, dtype: str | None = None) -> list[Exported]:
         if group == "weights" and dtype not in (None, kind.dtype) and kind.dtype in _FLOATS:
             copy = f"main/{name}"
             stored = copy if copy in manifest.tensors else stored
-            kind = Kind(kind.shape, str(dtype))
+            kind = TensorMeta(kind.shape, str(dtype))
         if kind.dtype not in TYPES:
             raise CheckpointError(f"{stored} is of {kind.dtype}, which safetensors does not have")
-        found[name] = Exported(name, kind, stored)
+        found[name] = ExportedTensor(name, kind, stored)
     if not found:
         raise CheckpointError(f"the checkpoint of step {manifest.step} has no weights")
     return [*found.values()]
@@ -73,13 +73,13 @@ def write(
     to: Path,
     folder: Path,
     manifest: Manifest,
-    tensors: Sequence[Exported],
+    tensors: Sequence[ExportedTensor],
     metadata: Mapping[str, str],
 ) -> int:
     """Write a file of tensors, made of the files of a checkpoint, which have been verified; returns
     its bytes.  Raises CheckpointError for what cannot be read, and for what cannot be said in the
     type that is wanted."""
-    boxes: dict[str, list[Stored]] = {one.stored: [] for one in tensors}
+    boxes: dict[str, list[StoredSlice]] = {one.stored: [] for one in tensors}
     for box in manifest.boxes:
         if box.tensor in boxes:
             boxes[box.tensor].append(box)
@@ -95,7 +95,7 @@ def write(
         return file.tell()
 
 
-def _header(tensors: Sequence[Exported], metadata: Mapping[str, str]) -> bytes:
+def _header(tensors: Sequence[ExportedTensor], metadata: Mapping[str, str]) -> bytes:
     """What is before the numbers: which tensor is where."""
     said: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
@@ -116,7 +116,7 @@ def _read(folder: Path, manifest: Manifest, name: str) -> Tensor:
     """A whole tensor of a checkpoint."""
     kind = manifest.tensors[name]
     memory = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
-    piece = Piece((0,) * len(kind.shape), kind.shape, memory)
+    piece = TensorPiece((0,) * len(kind.shape), kind.shape, memory)
     try:
         dcp_storage.read(folder, manifest, [(name, [piece])])
     except (OSError, RuntimeError, ValueError, AssertionError, UnpicklingError) as error:
@@ -126,7 +126,7 @@ def _read(folder: Path, manifest: Manifest, name: str) -> Tensor:
     return memory
 
 
-def _bytes(one: Exported, value: Tensor) -> memoryview:
+def _bytes(one: ExportedTensor, value: Tensor) -> memoryview:
     """The numbers of a tensor as they are in the file."""
     made = value.to(getattr(torch, one.kind.dtype))
     if made.dtype != value.dtype:

@@ -13,8 +13,14 @@ from typing import Any
 import torch
 
 from schedir.checkpoints import dcp_storage
-from schedir.checkpoints.checkpoint_directory import File, Folder, Kind, Manifest, Stored
-from schedir.checkpoints.checkpoint_group import Peers
+from schedir.checkpoints.checkpoint_directory import (
+    CheckpointDirectory,
+    Manifest,
+    ManifestFile,
+    StoredSlice,
+    TensorMeta,
+)
+from schedir.checkpoints.checkpoint_group import CheckpointGroup
 from schedir.checkpoints.global_state import (
     kept_of,
     known_of,
@@ -22,13 +28,13 @@ from schedir.checkpoints.global_state import (
     warn_of_buffers,
     warn_of_left,
 )
-from schedir.checkpoints.local_state import Names, Own, Piece, generators
+from schedir.checkpoints.local_state import LocalState, Names, TensorPiece, generators
 from schedir.errors import CheckpointError, said
-from schedir.runtime.checkpoint_state import ITS_OWN, Keeps
+from schedir.runtime.checkpoint_state import ITS_OWN, Checkpointable
 
 
 def save(
-    run: Keeps,
+    run: Checkpointable,
     folder: str | os.PathLike[str],
     *,
     step: int,
@@ -76,26 +82,26 @@ def save(
 
 
 @dataclass
-class Taken:
+class SavePlan:
     """What a process is to write, and where it is in memory: of tensors by name what they are, and
     boxes; of those that a step changes the rank's number in this process, and the stage."""
 
-    peers: Peers
+    peers: CheckpointGroup
     step: int
-    tensors: dict[str, tuple[Kind, list[Piece]]]
+    tensors: dict[str, tuple[TensorMeta, list[TensorPiece]]]
     state: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     stepped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def take(
-    run: Keeps,
+    run: Checkpointable,
     *,
     step: int,
     optimizer: Any = ITS_OWN,
     names: Names = of_stages,
     extra: Mapping[str, Any] | None = None,
-) -> Taken:
+) -> SavePlan:
     """What a process is to write of a run after `step` steps, in the memory in which it is: the
     next step changes that.  All processes call this.  Raises as `save`."""
     peers, kept = kept_of(run)
@@ -139,16 +145,16 @@ def take(
         "torch": torch.__version__,
         "options": _options(owns),
     }
-    return Taken(peers, step, tensors, told, facts, stepped)
+    return SavePlan(peers, step, tensors, told, facts, stepped)
 
 
 def write(
-    taken: Taken, folder: str | os.PathLike[str], *, keep: int | None = None, group: Any = None
+    taken: SavePlan, folder: str | os.PathLike[str], *, keep: int | None = None, group: Any = None
 ) -> Path:
     """Write what has been taken; all processes call this, and tell each other by a `group` of
     torch.distributed, that of the run unless given.  Returns and raises as `save`."""
-    peers = taken.peers if group is None or taken.peers.alone else Peers(group)
-    place = Folder(folder)
+    peers = taken.peers if group is None or taken.peers.alone else CheckpointGroup(group)
+    place = CheckpointDirectory(folder)
     with ExitStack() as stack:
 
         def begin() -> str:
@@ -161,7 +167,7 @@ def write(
 
 
 @contextmanager
-def _alone(place: Folder, step: int) -> Iterator[None]:
+def _alone(place: CheckpointDirectory, step: int) -> Iterator[None]:
     """Refuse a second writer of a folder in this process, as a Saver's thread: other processes are
     kept out by the folder's lock."""
     key = os.path.realpath(place.path)
@@ -180,14 +186,16 @@ def _alone(place: Folder, step: int) -> Iterator[None]:
 _writing: dict[str, list[int]] = {}  # the steps that this process is writing, by folder
 
 
-def _write(peers: Peers, place: Folder, at: Path, taken: Taken, keep: int | None) -> Path:
+def _write(
+    peers: CheckpointGroup, place: CheckpointDirectory, at: Path, taken: SavePlan, keep: int | None
+) -> Path:
     def own() -> Any:
         pieces = (piece for _, some in taken.tensors.values() for piece in some)
         with place.writing(taken.step, sum(piece.memory.nbytes for piece in pieces)):
             boxes, files = dcp_storage.write(at, peers.number, taken.tensors)
         return {name: kind for name, (kind, _) in taken.tensors.items()}, boxes, files
 
-    told = peers.told(own, [Stored, File, Kind])
+    told = peers.told(own, [StoredSlice, ManifestFile, TensorMeta])
 
     def finish() -> str:
         tensors = {name: kind for kinds, _, _ in told for name, kind in kinds.items()}
@@ -201,7 +209,7 @@ def _write(peers: Peers, place: Folder, at: Path, taken: Taken, keep: int | None
     return Path(peers.first(finish))
 
 
-def _plain(peers: Peers, step: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+def _plain(peers: CheckpointGroup, step: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """What the caller gave; refused in all processes where one's is no JSON, or of another step."""
 
     def plain() -> str:
@@ -217,7 +225,7 @@ def _plain(peers: Peers, step: int, extra: Mapping[str, Any] | None) -> dict[str
     return dict(extra or {})
 
 
-def _options(owns: Sequence[Own]) -> list[str]:
+def _options(owns: Sequence[LocalState]) -> list[str]:
     """The options with which weights of the first process are stepped."""
     groups = {
         id(w.group): {k: v for k, v in w.group.items() if isinstance(v, bool | int | float | str)}

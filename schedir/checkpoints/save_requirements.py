@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from schedir.checkpoints.local_state import Own
+from schedir.checkpoints.local_state import LocalState
 from schedir.errors import CheckpointError
-from schedir.runtime.checkpoint_state import KeptRank
+from schedir.runtime.checkpoint_state import RankCheckpointState
 from schedir.runtime.parameters.mixed_precision import (
     MainOptimizer,
     all_within,
@@ -19,7 +19,7 @@ from schedir.runtime.parameters.mixed_precision import (
 )
 
 
-def expect_savable(rank: KeptRank) -> None:
+def expect_savable(rank: RankCheckpointState) -> None:
     """Raise CheckpointError for a rank that has what is no tensor."""
     for s, stage in rank.stages.items():
         for name, module in stage.module.named_modules():
@@ -63,7 +63,7 @@ def _expect_known(optimizer: Any) -> None:
             )
 
 
-def expect_cut(optimizer: Any, own: Own) -> None:
+def expect_cut(optimizer: Any, own: LocalState) -> None:
     """Raise CheckpointError for an optimizer that keeps other things than a number for each of a
     weight's, or one of all, or steps what no stage has."""
     whose = {id(weight.stepped): weight for weight in own.weights if weight.optimizer is not None}

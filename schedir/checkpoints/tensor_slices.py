@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 
-class Box(NamedTuple):
+class TensorSlice(NamedTuple):
     """Where a box begins in each dimension of a tensor, how long it is there, and how many numbers
     of the run come before it."""
 
@@ -21,7 +21,7 @@ class Box(NamedTuple):
         return prod(self.size)
 
 
-def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
+def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[TensorSlice]:
     """The fewest boxes that the numbers from `low` to `high` of a tensor are, one behind the other,
     in the order of its numbers: of n dimensions at most 2 n - 1.
 
@@ -30,7 +30,7 @@ def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
     """
     low_of_all, high = low, min(high, prod(shape))
     if not shape and low < high:
-        yield Box((), (), 0)
+        yield TensorSlice((), (), 0)
         return
     row = prod(shape[1:])
     while low < high:
@@ -39,8 +39,8 @@ def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
         if within or not rows:  # a part of a row
             end = min(row, high - index * row)
             for box in boxes(shape[1:], within, end):
-                yield Box((index, *box.offset), (1, *box.size), at + box.at)
+                yield TensorSlice((index, *box.offset), (1, *box.size), at + box.at)
             low = index * row + end
         else:
-            yield Box((index, *(0 for _ in shape[1:])), (rows, *shape[1:]), at)
+            yield TensorSlice((index, *(0 for _ in shape[1:])), (rows, *shape[1:]), at)
             low += rows * row

@@ -16,7 +16,7 @@ from schedir.commands.common.schedule_options import (
     request_of,
     require_whole,
 )
-from schedir.commands.common.schedule_ranking import Ranked, known, ranked
+from schedir.commands.common.schedule_ranking import ScheduleRanking, known, ranked
 from schedir.errors import in_bytes
 from schedir.io.terminal import as_json, table
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> str:
     return said + said_of_costs(found.fit[:1])
 
 
-def _found(args: argparse.Namespace) -> Ranked:
+def _found(args: argparse.Namespace) -> ScheduleRanking:
     """What fits, of all candidates."""
 
     def over(request: Request) -> str:

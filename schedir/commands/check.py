@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from schedir.commands.common import check_sequence
 from schedir.commands.common.schedule_options import add_shape, add_source, read_bytes, request_of
-from schedir.errors import DeadlockError, GroupError, MatchError, ProgramError, UsageError, in_bytes
+from schedir.errors import (
+    ChannelMismatchError,
+    DeadlockError,
+    GroupError,
+    ProgramError,
+    UsageError,
+    in_bytes,
+)
 from schedir.io.terminal import as_json, listed, table
 
 if TYPE_CHECKING:
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
 BLOCKS = ", on hosts that block, as CPUs do"
 DEVICE_WAITS = ", where hosts wait for their whole device"
 LAZY = ", where each communicator is made at its first use"
-_REFUSED = (DeadlockError, GroupError, MatchError)
+_REFUSED = (DeadlockError, GroupError, ChannelMismatchError)
 _LONGEST = 40  # links of a chain that are shown
 
 

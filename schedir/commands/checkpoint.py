@@ -15,9 +15,9 @@ from schedir.io.files import atomic_write, reason
 from schedir.io.terminal import as_json, listed
 
 if TYPE_CHECKING:
-    from schedir.checkpoints.checkpoint_directory import Folder
+    from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
     from schedir.checkpoints.manifest import Manifest
-    from schedir.checkpoints.safetensors_export import Exported
+    from schedir.checkpoints.safetensors_export import ExportedTensor
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -107,9 +107,9 @@ def _export(args: argparse.Namespace) -> str:
 
 def _write(
     targets: list[Path],
-    folder: Folder,
+    folder: CheckpointDirectory,
     manifest: Manifest,
-    tensors: list[Exported],
+    tensors: list[ExportedTensor],
     config: dict[str, Any] | None,
     replace: bool,
 ) -> int:
@@ -139,11 +139,11 @@ def _write(
                 targets[0].parent.rmdir()
 
 
-def _folder(args: argparse.Namespace) -> Folder:
+def _folder(args: argparse.Namespace) -> CheckpointDirectory:
     """The folder that is named; raises CheckpointError if it, or a step, is not there."""
-    from schedir.checkpoints.checkpoint_directory import MANIFEST, Folder
+    from schedir.checkpoints.checkpoint_directory import MANIFEST, CheckpointDirectory
 
-    folder = Folder(args.folder)
+    folder = CheckpointDirectory(args.folder)
     if not folder.path.exists():
         raise CheckpointError(f"there is no folder {args.folder}")
     steps = folder.steps()
@@ -161,15 +161,15 @@ def _folder(args: argparse.Namespace) -> Folder:
     raise CheckpointError(f"there is no checkpoint{what} in {args.folder}", hint=hint)
 
 
-def _whole(folder: Folder, step: int | None) -> tuple[Manifest, tuple[str, ...]]:
+def _whole(folder: CheckpointDirectory, step: int | None) -> tuple[Manifest, tuple[str, ...]]:
     """The checkpoint of a step, or the newest that is whole, verified; and what was passed over."""
-    from schedir.checkpoints.manifest import NotWholeError, several
+    from schedir.checkpoints.manifest import IncompleteCheckpointError, several
 
     if step is not None:
         return folder.verify(step), ()
     found = folder.find()
     if found.manifest is None:
-        raise NotWholeError(
+        raise IncompleteCheckpointError(
             f"of the checkpoints in {folder.given} none is whole", hint=several(found.passed)
         )
     return found.manifest, found.passed

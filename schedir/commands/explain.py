@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from schedir.io.program_request import Request
     from schedir.ir.cost.costs import Costs
     from schedir.predict.timeline import Timeline
-    from schedir.predict.what_if import Advice, Change
-    from schedir.schedule_search.search_results import Bound
+    from schedir.predict.what_if import Advice, SimulatedChange
+    from schedir.schedule_search.search_results import LowerBound
 
 SHOWN = 3  # changes that save time; more if commands for them are shown
 SHOWN_HELD = 5  # changes of what ranks hold
@@ -73,7 +73,7 @@ def _whatever_it_holds(request: Request) -> tuple[Request, float | None]:
     return request, request.limit
 
 
-def _least(advice: Advice, costs: Costs) -> list[Bound]:
+def _least(advice: Advice, costs: Costs) -> list[LowerBound]:
     """Below what no order of these stages is that holds no more activations, in which sense advice
     is given; the second with split backwards, where all are whole.  None where no bound is known.
     """
@@ -86,7 +86,7 @@ def _least(advice: Advice, costs: Costs) -> list[Bound]:
     return [bound for bound in found if bound is not None] if advice.given else []
 
 
-def _at_most(advice: Advice, least: list[Bound]) -> list[str]:
+def _at_most(advice: Advice, least: list[LowerBound]) -> list[str]:
     """The most that any other order could save."""
     shares = [gain_of(advice.base.span, bound.value) for bound in least]
     most = [at_most(share) for share in shares]
@@ -97,9 +97,9 @@ def _at_most(advice: Advice, least: list[Bound]) -> list[str]:
 
 
 def _facts(
-    timeline: Timeline, advice: Advice, hows: list[list[str]], least: list[Bound]
+    timeline: Timeline, advice: Advice, hows: list[list[str]], least: list[LowerBound]
 ) -> dict[str, Any]:
-    from schedir.predict.bubble_causes import Cause, by_cause, idleness
+    from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
 
     table = by_cause(idleness(timeline), timeline.ranks)
     of_base = facts(advice.base, least[0] if least else None)
@@ -107,7 +107,7 @@ def _facts(
         "bound": of_base["bound"],
         "gap": of_base["gap"],
         "bound_when_split": least[-1].value if least else None,
-        "idle": {cause.name.lower(): table[:, cause].tolist() for cause in Cause},
+        "idle": {cause.name.lower(): table[:, cause].tolist() for cause in IdleCause},
         "simulated_span": advice.base.span,
         "advice_given": advice.given,
         "fits": advice.fits,
@@ -120,13 +120,13 @@ def _facts(
     }
 
 
-def _facts_of_change(change: Change) -> dict[str, Any]:
+def _facts_of_change(change: SimulatedChange) -> dict[str, Any]:
     run = change.run
     figures = {"span": run.span, "bubble": run.bubble, "memory": change.memory}
     return {"what": change.what, "saves": change.saves} | figures
 
 
-def _how(change: Change, args: argparse.Namespace, request: Request) -> list[str]:
+def _how(change: SimulatedChange, args: argparse.Namespace, request: Request) -> list[str]:
     """How a change is had, if it is one of transfers or of the progress model."""
     from schedir.analysis.progress_models import model_row
     from schedir.io import torch_csv
@@ -172,11 +172,11 @@ def _how(change: Change, args: argparse.Namespace, request: Request) -> list[str
 
 def _where(timeline: Timeline, idle: NDArray[Any]) -> str:
     """The bubble by cause, the largest first."""
-    from schedir.predict.bubble_causes import Cause, by_cause
+    from schedir.predict.bubble_causes import IdleCause, by_cause
 
     whole = timeline.span * timeline.ranks
     share = by_cause(idle, timeline.ranks).sum(0) / (whole or 1.0)
-    told = sorted((c for c in Cause if share[c] >= 0.0005), key=lambda c: -share[c])
+    told = sorted((c for c in IdleCause if share[c] >= 0.0005), key=lambda c: -share[c])
     causes = ", ".join(f"{c.name.lower()} {share[c]:.1%}" for c in told)
     unit = timeline.unit and f" {timeline.unit}"
     ranks = f"{timeline.ranks} rank{'s' * (timeline.ranks > 1)}"

@@ -13,7 +13,7 @@ from schedir.io.files import atomic_write
 LARGE = 5_000_000  # bytes above which JSON is packed
 
 
-class Form(NamedTuple):
+class ExportFormat(NamedTuple):
     """A form: how it says what a source names, how its file ends, and for whom it is."""
 
     text: Callable[[argparse.Namespace], str]
@@ -38,9 +38,13 @@ def _perfetto(args: argparse.Namespace) -> str:
 
 
 FORMS = {
-    "torch": Form(_torch, ".csv", "for torch.distributed.pipelining of any version: compute only"),
-    "torch-2.13": Form(_torch, ".csv", "as this version reads transfers and reductions, too"),
-    "perfetto": Form(_perfetto, ".json", "the run, for ui.perfetto.dev; .json or .json.gz"),
+    "torch": ExportFormat(
+        _torch, ".csv", "for torch.distributed.pipelining of any version: compute only"
+    ),
+    "torch-2.13": ExportFormat(
+        _torch, ".csv", "as this version reads transfers and reductions, too"
+    ),
+    "perfetto": ExportFormat(_perfetto, ".json", "the run, for ui.perfetto.dev; .json or .json.gz"),
 }
 
 

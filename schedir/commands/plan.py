@@ -17,7 +17,7 @@ from schedir.commands.common.plan_report import AT_LAST, facts, seconds
 from schedir.commands.common.plan_request import (
     FIXED,
     WORDS,
-    Asked,
+    PlanRequest,
     asked_of,
     divided,
     everything,
@@ -69,7 +69,7 @@ def _scaled(args: argparse.Namespace) -> str:
     return "".join(lines) + (f"wrote {args.picture}\n" if args.picture is not None else "")
 
 
-def _plans(asked: Asked, scale: Sequence[int], way: str, refused: list[str]) -> list[Priced]:
+def _plans(asked: PlanRequest, scale: Sequence[int], way: str, refused: list[str]) -> list[Priced]:
     """Return the best plan for each number of GPUs.
 
     For each number without a plan, a line that says why is appended to `refused`.
@@ -367,7 +367,7 @@ def _wrote(args: argparse.Namespace) -> str:
     return "".join(f"wrote {path}\n" for path in (args.output, args.picture) if path is not None)
 
 
-def _file(args: argparse.Namespace, asked: Asked, plan: Priced, own: Program | None) -> str:
+def _file(args: argparse.Namespace, asked: PlanRequest, plan: Priced, own: Program | None) -> str:
     """Return a plan as a configuration of `schedir train`, or as a program, with comments."""
     from schedir.commands.common.plan_report import name_of
     from schedir.errors import in_bytes
@@ -392,7 +392,7 @@ def _file(args: argparse.Namespace, asked: Asked, plan: Priced, own: Program | N
     return comments + show(own or program_for(asked.model, asked.cluster, plan))
 
 
-def _simulated(asked: Asked, plan: Priced, own: Program | None) -> str:
+def _simulated(asked: PlanRequest, plan: Priced, own: Program | None) -> str:
     """Return a comment with the command that simulates the program at the costs of the plan."""
     from schedir.planner.config_export import plan_of
     from schedir.planner.estimate.instruction_costs import costs_of, times_of
@@ -409,7 +409,9 @@ def _simulated(asked: Asked, plan: Priced, own: Program | None) -> str:
     return f"# in seconds: schedir simulate FILE --model edge --costs {format_costs(costs)}\n"
 
 
-def _draw(args: argparse.Namespace, asked: Asked, plans: Sequence[Priced], taken: Priced) -> None:
+def _draw(
+    args: argparse.Namespace, asked: PlanRequest, plans: Sequence[Priced], taken: Priced
+) -> None:
     from schedir.viz import plan_memory, plan_times, save
 
     if not args.tradeoff:

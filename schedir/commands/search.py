@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from schedir.commands.common.bound_report import in_words
-from schedir.commands.common.progress_line import Progress
+from schedir.commands.common.progress_line import ProgressLine
 from schedir.commands.common.run_report import facts
 from schedir.commands.common.schedule_options import (
     PER_RANK,
@@ -21,7 +21,7 @@ from schedir.commands.common.schedule_options import (
     number,
     shape_of,
 )
-from schedir.commands.common.schedule_ranking import Ranked, on_the_plan, ranked
+from schedir.commands.common.schedule_ranking import ScheduleRanking, on_the_plan, ranked
 from schedir.errors import UsageError, in_bytes
 from schedir.io.files import atomic_write
 from schedir.io.terminal import as_json
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from schedir.io.program_request import Request
     from schedir.ir.program import Program
     from schedir.predict.timeline import Timeline
-    from schedir.schedule_search.search_results import Found, Step
+    from schedir.schedule_search.search_results import SearchResult, SearchStep
     from schedir.schedules.schedule_algebra import Schedule
 
 INTERRUPTED = 130
@@ -108,7 +108,7 @@ def _counts(text: str) -> int | tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _SearchRequest:
     """For what a schedule is searched.  `run` is the one that the costs are of, if there is one."""
 
     plan: Plan
@@ -141,7 +141,7 @@ class _Asked:
         each = self.in_flight if isinstance(self.in_flight, tuple) else (self.in_flight,)
         return f"{':'.join(map(str, each))} in flight"
 
-    def proven(self, found: Found) -> str:
+    def proven(self, found: SearchResult) -> str:
         """How short any schedule can be."""
         within = " within this memory" * (self.memory != "none")
         unit = found.timeline.unit and f" {found.timeline.unit}"
@@ -155,7 +155,7 @@ class _Asked:
         return float(timeline.own_span.max()) if self.own else timeline.span
 
 
-def _asked(args: argparse.Namespace) -> _Asked:
+def _asked(args: argparse.Namespace) -> _SearchRequest:
     """What the options say."""
     from schedir.io.program_request import Request
     from schedir.io.source_loader import Source
@@ -180,7 +180,9 @@ def _asked(args: argparse.Namespace) -> _Asked:
     request = Request(Source(""), shape, shape, costs=costs, sizes=sizes, limit=args.limit)
     if run is not None:
         request = replace(request, model=run.model, blocks=run.blocks)
-    return _Asked(plan, request, args.in_flight, args.whole, args.objective == "own", run, notes)
+    return _SearchRequest(
+        plan, request, args.in_flight, args.whole, args.objective == "own", run, notes
+    )
 
 
 def _costs_of(source: str, *, whole: bool) -> tuple[Timeline, Costs, list[str]]:
@@ -238,24 +240,24 @@ def run(args: argparse.Namespace) -> str | tuple[str, int]:
 
 
 def _frontier(args: argparse.Namespace) -> str | tuple[str, int]:
-    from schedir.commands.common.frontier_report import Asked, require, told
+    from schedir.commands.common.frontier_report import FrontierRequest, require, told
 
     require(args)
     asked = _asked(args)
     unit = "" if asked.run is None else asked.run.unit
     start = _start(args.start, asked)
     said, complete = told(
-        args, Asked(asked.plan, asked.request.costs, asked.request.sizes, start, unit)
+        args, FrontierRequest(asked.plan, asked.request.costs, asked.request.sizes, start, unit)
     )
     return said if complete else (said, INTERRUPTED)
 
 
-def _search(args: argparse.Namespace, asked: _Asked) -> Found:
+def _search(args: argparse.Namespace, asked: _SearchRequest) -> SearchResult:
     from schedir.schedule_search.search import search
 
-    progress, request, few = Progress(), asked.request, asked.in_flight
+    progress, request, few = ProgressLine(), asked.request, asked.in_flight
 
-    def report(step: Step, bound: float) -> None:
+    def report(step: SearchStep, bound: float) -> None:
         gain = gain_of(step.span, bound)
         progress.show(
             f"{step.span:.6g} since {step.seconds:.1f} s ({step.method}); none is shorter than "
@@ -281,7 +283,7 @@ def _search(args: argparse.Namespace, asked: _Asked) -> Found:
     return replace(found, timeline=replace(found.timeline, unit=unit))
 
 
-def _start(sources: Sequence[str], asked: _Asked) -> list[Schedule | Program]:
+def _start(sources: Sequence[str], asked: _SearchRequest) -> list[Schedule | Program]:
     """With what the search begins, besides what it knows."""
     from schedir.io.source_loader import Source
 
@@ -295,7 +297,7 @@ def _start(sources: Sequence[str], asked: _Asked) -> list[Schedule | Program]:
     return named
 
 
-def _beside(asked: _Asked) -> Ranked:
+def _beside(asked: _SearchRequest) -> ScheduleRanking:
     """The zoo at these costs, and the run's own program; under the model that it ran under."""
     from schedir.io.source_loader import Source
 
@@ -310,7 +312,11 @@ def _beside(asked: _Asked) -> Ranked:
 
 
 def _text(
-    args: argparse.Namespace, asked: _Asked, found: Found, zoo: Ranked, seconds: float
+    args: argparse.Namespace,
+    asked: _SearchRequest,
+    found: SearchResult,
+    zoo: ScheduleRanking,
+    seconds: float,
 ) -> str:
     timeline = found.timeline
     unit = timeline.unit and f" {timeline.unit}"
@@ -337,7 +343,7 @@ def _held(timeline: Timeline) -> str:
     return held
 
 
-def _compared(asked: _Asked, found: Found, zoo: Ranked) -> list[str]:
+def _compared(asked: _SearchRequest, found: SearchResult, zoo: ScheduleRanking) -> list[str]:
     """The shortest of the zoo, and what of it is too large."""
     unit = found.timeline.unit and f" {found.timeline.unit}"
     fit = [request.timeline for request in zoo.fit]
@@ -353,7 +359,7 @@ def _compared(asked: _Asked, found: Found, zoo: Ranked) -> list[str]:
     return [*lines, f"do not fit: {over}"] if over else lines
 
 
-def _json(asked: _Asked, found: Found, zoo: Ranked) -> str:
+def _json(asked: _SearchRequest, found: SearchResult, zoo: ScheduleRanking) -> str:
     return as_json(
         facts(found.timeline)
         | {
@@ -377,7 +383,7 @@ def _json(asked: _Asked, found: Found, zoo: Ranked) -> str:
     )
 
 
-def _comments(args: argparse.Namespace, asked: _Asked, found: Found) -> str:
+def _comments(args: argparse.Namespace, asked: _SearchRequest, found: SearchResult) -> str:
     """What stands above the program, as comments: of what it is the shortest.
 
     No time is told, so that the same search writes the same file.

@@ -17,8 +17,16 @@ from schedir.io.program_request import Request
 from schedir.io.terminal import as_json, table
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.zero_states import WHOLE
-from schedir.ir.instruction_index import Index, Positions
-from schedir.ir.isa.instructions import ROWS, SENDS, Lane, Ring, Row, Token, between_segments
+from schedir.ir.instruction_index import InstructionIndex, Positions
+from schedir.ir.isa.instructions import (
+    ROWS,
+    SENDS,
+    CollectiveRing,
+    Lane,
+    Row,
+    Token,
+    between_segments,
+)
 from schedir.ir.program import Program
 
 if TYPE_CHECKING:
@@ -56,7 +64,7 @@ def volume(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.float64]]:
     2 DP 12 GB PARAMS 12 GB
     3 DP 12 GB PARAMS 21 GB
     """
-    index, sent = Index.of(program), dict[Lane, NDArray[np.float64]]()
+    index, sent = InstructionIndex.of(program), dict[Lane, NDArray[np.float64]]()
 
     def add(at: Positions, size: NDArray[np.float64]) -> None:
         if len(at) and size.any():
@@ -75,13 +83,13 @@ def volume(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.float64]]:
 
 
 def _around(
-    program: Program, row: Row, ring: Ring, sizes: Sizes, at: Positions
+    program: Program, row: Row, ring: CollectiveRing, sizes: Sizes, at: Positions
 ) -> NDArray[np.float64]:
     """Return the bytes that each process sends in instructions of one kind, for each of them."""
     plan, (token,) = program.plan, row.needs
     members = {"tp": program.tp, "dp": program.dp, "holders": plan.rows}[ring.members]
     if ring.size:
-        whole = sizes.of(ring.size, plan.stages)[Index.of(program).stage[at]]
+        whole = sizes.of(ring.size, plan.stages)[InstructionIndex.of(program).stage[at]]
     else:
         whole = whole_sizes(program, token, sizes, at)
     if token is Token.GRAD and program.zero:  # gradients are sharded by then

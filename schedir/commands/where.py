@@ -10,9 +10,9 @@ from schedir.errors import UsageError
 from schedir.io.terminal import as_json
 
 if TYPE_CHECKING:
-    from schedir.hang_diagnosis.post_mortem import Left
-    from schedir.hang_diagnosis.rank_positions import Verdict
-    from schedir.hang_diagnosis.wait_graph import Job
+    from schedir.hang_diagnosis.post_mortem import PostMortem
+    from schedir.hang_diagnosis.rank_positions import ProgramVerdict
+    from schedir.hang_diagnosis.wait_graph import DistributedJob
     from schedir.ir.program import Program
 
 
@@ -37,12 +37,12 @@ def run(args: argparse.Namespace) -> str:
     from schedir.hang_diagnosis.hang_report import job_lines, named_lines, program_lines
     from schedir.hang_diagnosis.program_matching import match
     from schedir.hang_diagnosis.rank_positions import judge
-    from schedir.hang_diagnosis.wait_graph import Job
+    from schedir.hang_diagnosis.wait_graph import DistributedJob
 
     if len(args.dumps) == 1 and (run := post_mortem.read(args.dumps[0])) is not None:
         return _of_run(args, run)
     dumps, passed = read_dumps(args.dumps)
-    job = Job(dumps)
+    job = DistributedJob(dumps)
     if args.program is None:
         verdicts, lines = [], job_lines(job)
     else:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _of_run(args: argparse.Namespace, run: Left) -> str:
+def _of_run(args: argparse.Namespace, run: PostMortem) -> str:
     """What black boxes say; the program is beside them."""
     if args.program is not None:
         raise UsageError(
@@ -72,7 +72,7 @@ def _of_run(args: argparse.Namespace, run: Left) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _program(args: argparse.Namespace, job: Job) -> Program:
+def _program(args: argparse.Namespace, job: DistributedJob) -> Program:
     """The program; a schedule is compiled for as many ranks as exchange messages."""
     from schedir.hang_diagnosis.program_matching import circles
     from schedir.io.source_loader import Source
@@ -83,7 +83,7 @@ def _program(args: argparse.Namespace, job: Job) -> Program:
     return request_of(args, args.program).program
 
 
-def _facts(job: Job, verdicts: list[Verdict]) -> dict[str, Any]:
+def _facts(job: DistributedJob, verdicts: list[ProgramVerdict]) -> dict[str, Any]:
     standing = [
         {
             "rank": rank,
@@ -107,7 +107,7 @@ def _facts(job: Job, verdicts: list[Verdict]) -> dict[str, Any]:
     }
 
 
-def _copy(verdict: Verdict) -> dict[str, Any]:
+def _copy(verdict: ProgramVerdict) -> dict[str, Any]:
     placed, matched = verdict.placed, verdict.matched
     locate = placed.graph.index.locate
 

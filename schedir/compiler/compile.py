@@ -13,7 +13,7 @@ from schedir.analysis.memory.footprint import held, require_memory_limit
 from schedir.analysis.progress_models import Model
 from schedir.errors import (
     CompletenessError,
-    LevelError,
+    LoweringLevelError,
     MemoryLimitError,
     UsageError,
     expect,
@@ -156,7 +156,7 @@ def _drafted(schedule: Schedule | Program, plan: Plan | None) -> Program:
     if plan not in (None, schedule.plan):
         raise UsageError(f"a draft has its own plan, {schedule.plan}, and is not for {plan}")
     if not schedule.is_draft:
-        raise LevelError(
+        raise LoweringLevelError(
             "this is lowered already: it says more than F, B, I, W and R",
             program=schedule.name,
             hint="schedir.check(program) proves it",

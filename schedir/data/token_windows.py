@@ -15,7 +15,7 @@ from schedir.errors import UsageError
 Tokens = NDArray[np.integer[Any]]  # uint8 where bytes are the tokens
 
 
-class Found(NamedTuple):
+class WindowBatch(NamedTuple):
     """Where the tokens of some windows stand in the stream, int64 (n, context + 1), and whether
     each but the first counts as the target of the one before it, bool (n, context)."""
 
@@ -23,7 +23,7 @@ class Found(NamedTuple):
     counts: NDArray[np.bool_]
 
 
-class Windows(Protocol):
+class TokenWindows(Protocol):
     """The windows of a stream, by number."""
 
     @property
@@ -33,12 +33,12 @@ class Windows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def find(self, numbers: NDArray[np.int64]) -> Found:
+    def find(self, numbers: NDArray[np.int64]) -> WindowBatch:
         """Where windows stand."""
         ...
 
 
-class Joined:
+class ConcatenatedWindows:
     """A stream cut at even distances, whatever documents it has: each token but the first is a
     target once, and what is left at the end, shorter than a window, is none.
 
@@ -63,12 +63,12 @@ class Joined:
     def __len__(self) -> int:
         return self.number
 
-    def find(self, numbers: NDArray[np.int64]) -> Found:
+    def find(self, numbers: NDArray[np.int64]) -> WindowBatch:
         at = numbers[:, None] * self.context + np.arange(self.context + 1)
-        return Found(at, np.ones((len(numbers), self.context), bool))
+        return WindowBatch(at, np.ones((len(numbers), self.context), bool))
 
 
-class Packed:
+class PackedWindows:
     """Whole documents of a stream, which end before `ends`, put into as few windows as best-fit
     decreasing takes (Ding et al., Fewer Truncations Improve Language Modeling, arXiv 2404.10830,
     section 3.2): from the longest on, each goes where the least room is left that is enough.
@@ -108,7 +108,7 @@ class Packed:
     def __len__(self) -> int:
         return len(self.firsts) - 1
 
-    def find(self, numbers: NDArray[np.int64]) -> Found:
+    def find(self, numbers: NDArray[np.int64]) -> WindowBatch:
         at = np.empty((len(numbers), self.context + 1), np.int64)
         counts = np.zeros((len(numbers), self.context), bool)
         for row, number in enumerate(numbers):
@@ -119,7 +119,7 @@ class Packed:
                 counts[row, filled : filled + length - 1] = True
                 filled += length
             at[row, filled:] = at[row, filled - 1]
-        return Found(at, counts)
+        return WindowBatch(at, counts)
 
 
 def _cut(ends: NDArray[np.int64], context: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

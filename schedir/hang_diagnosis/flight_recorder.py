@@ -41,7 +41,7 @@ _LARGEST: Final = 2**63
 _LONGEST: Final = 2**12  # characters of a name: many entries may share one
 
 
-class Group(NamedTuple):
+class RecordedGroup(NamedTuple):
     """A process group: its name, what it was made for, and the ranks of the job that are in it.
 
     Two groups of one name may differ in their ranks: they are two.  `known` says that the dump has
@@ -60,7 +60,7 @@ class Group(NamedTuple):
         return self.about if self.about not in ("", "undefined") else f"group {self.name}"
 
 
-class Op(NamedTuple):
+class RecordedOperation(NamedTuple):
     """A message or a collective, as a rank has recorded it.
 
     `number` counts all that the rank has recorded, from 0.  `kind` is send, recv, or the name of a
@@ -71,7 +71,7 @@ class Op(NamedTuple):
     """
 
     number: int
-    group: Group
+    group: RecordedGroup
     kind: str
     peer: int
     nth: int
@@ -111,13 +111,13 @@ class Op(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dump:
+class FlightRecorderDump:
     """What one rank has recorded, in its order; `lost` of its entries were overwritten."""
 
     rank: int
     path: str
-    ops: tuple[Op, ...]
-    groups: tuple[Group, ...]
+    ops: tuple[RecordedOperation, ...]
+    groups: tuple[RecordedGroup, ...]
     lost: int
 
     @property
@@ -126,12 +126,12 @@ class Dump:
         return bool(self.lost and self.ops and not self.ops[0].ended)
 
     @cached_property
-    def ended(self) -> Op | None:
+    def ended(self) -> RecordedOperation | None:
         """The last operation that has ended."""
         return next((op for op in reversed(self.ops) if op.ended), None)
 
     @cached_property
-    def begun(self) -> Op | None:
+    def begun(self) -> RecordedOperation | None:
         """The first operation that the rank has issued and that has not ended: it stands there."""
         return next((op for op in self.ops if not op.ended), None)
 
@@ -150,7 +150,7 @@ class Dump:
 # ---------------------------------------------------------------- files
 
 
-def read_dumps(places: Iterable[str]) -> tuple[dict[int, Dump], list[str]]:
+def read_dumps(places: Iterable[str]) -> tuple[dict[int, FlightRecorderDump], list[str]]:
     """Read the dumps in files, folders and patterns.
 
     Of a folder those files are read whose names end in a number, as torch names them.
@@ -163,7 +163,7 @@ def read_dumps(places: Iterable[str]) -> tuple[dict[int, Dump], list[str]]:
         UsageError: There is no file, it cannot be read, or a rank has two.
     """
     paths, passed = _paths_of(places)
-    found: dict[int, Dump] = {}
+    found: dict[int, FlightRecorderDump] = {}
     for path in paths:  # one at a time: of what a file has, little is kept
         try:
             dump = _dump(path, _read(path))
@@ -252,9 +252,9 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _with_members(dumps: dict[int, Dump]) -> dict[int, Dump]:
+def _with_members(dumps: dict[int, FlightRecorderDump]) -> dict[int, FlightRecorderDump]:
     """The dumps, in which each group without ranks has those that speak of it."""
-    members: dict[Group, set[int]] = defaultdict(set)
+    members: dict[RecordedGroup, set[int]] = defaultdict(set)
     for rank, dump in dumps.items():
         for group in {op.group for op in dump.ops if not op.group.known}:
             members[group].update(dumps if group.about == "default_pg" else [rank])
@@ -266,7 +266,7 @@ def _with_members(dumps: dict[int, Dump]) -> dict[int, Dump]:
     return dumps
 
 
-def _rank_of(path: str, entries: Sequence[dict[str, Any]], config: dict[str, Group]) -> int:
+def _rank_of(path: str, entries: Sequence[dict[str, Any]], config: dict[str, RecordedGroup]) -> int:
     """The rank that a file is of: by its name, which its messages must not contradict."""
     own = Counter[int]()
     for entry in entries:
@@ -325,7 +325,7 @@ def _check(entry: dict[str, Any]) -> None:
             raise TraceError(f"{where} of the dump has no {key} that can be read")
 
 
-def _config(config: object) -> dict[str, Group]:
+def _config(config: object) -> dict[str, RecordedGroup]:
     """The process groups of a dump that have ranks, by name."""
     if not isinstance(config, dict):
         raise TraceError("the process groups of the dump are no table")
@@ -336,7 +336,7 @@ def _config(config: object) -> dict[str, Group]:
         if numbers is None:
             raise TraceError(f"the process group {_plain(name)} has no list of ranks")
         if numbers:  # Gloo leaves an empty one, without a name
-            groups[name] = Group(_plain(name), _plain(group.get("desc", "")), numbers)
+            groups[name] = RecordedGroup(_plain(name), _plain(group.get("desc", "")), numbers)
     return groups
 
 
@@ -347,18 +347,18 @@ def _numbers(text: str) -> tuple[int, ...] | None:
     return tuple(int(n) for n in re.findall(r"\d+", text) if len(n) <= 6)
 
 
-def _dump(path: str, raw: dict[str, Any]) -> Dump:
+def _dump(path: str, raw: dict[str, Any]) -> FlightRecorderDump:
     config = _config(raw.get("pg_config", {}))
     for entry in raw["entries"]:
         _check(entry)
     entries = sorted(raw["entries"], key=lambda entry: int(entry["record_id"]))
     rank = _rank_of(path, entries, config)
-    ops: list[Op] = []
-    single: dict[Group, list[int]] = defaultdict(list)
+    ops: list[RecordedOperation] = []
+    single: dict[RecordedGroup, list[int]] = defaultdict(list)
     same: dict[object, Any] = {}
     for entry in entries:
         name, about = entry["process_group"]
-        group = config.get(name) or Group(_plain(name), _plain(about), (), known=False)
+        group = config.get(name) or RecordedGroup(_plain(name), _plain(about), (), known=False)
         if entry["profiling_name"].partition(":")[2] == "coalesced":
             _settle(ops, single[group], entry)
         else:
@@ -368,10 +368,10 @@ def _dump(path: str, raw: dict[str, Any]) -> Dump:
             kind, sizes, dtypes, line = same.setdefault(alike, alike)
             ops.append(op._replace(kind=kind, sizes=sizes, dtypes=dtypes, line=line))
     lost = ops[0].number if ops else 0
-    return Dump(rank, path, tuple(ops), tuple(config.values()), lost)
+    return FlightRecorderDump(rank, path, tuple(ops), tuple(config.values()), lost)
 
 
-def _op(entry: dict[str, Any], group: Group) -> Op:
+def _op(entry: dict[str, Any], group: RecordedGroup) -> RecordedOperation:
     backend, _, title = entry["profiling_name"].partition(":")
     state = _STATES[entry["state"]]
     if backend == "gloo" and entry.get("retired") is True:
@@ -387,7 +387,7 @@ def _op(entry: dict[str, Any], group: Group) -> Op:
         peer = group.ranks[other] if group.known else other
     dtypes = entry.get("input_dtypes")  # since version 2.1
     dtypes = dtypes[:64] if isinstance(dtypes, list | tuple) else ()
-    return Op(
+    return RecordedOperation(
         number=entry["record_id"],
         group=group,
         kind=kind,
@@ -405,7 +405,7 @@ def _op(entry: dict[str, Any], group: Group) -> Op:
     )
 
 
-def _settle(ops: list[Op], single: list[int], entry: dict[str, Any]) -> None:
+def _settle(ops: list[RecordedOperation], single: list[int], entry: dict[str, Any]) -> None:
     """Give the members of a batch, which are the last of their group, the state of the whole.
 
     `single` are the places of what the group has issued since its last batch.

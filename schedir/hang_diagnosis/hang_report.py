@@ -11,18 +11,23 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from schedir.errors import DeadlockError
-from schedir.hang_diagnosis.flight_recorder import Dump, Op
-from schedir.hang_diagnosis.program_matching import Matched
-from schedir.hang_diagnosis.rank_positions import Cause, Kind, Place, Verdict
-from schedir.hang_diagnosis.wait_graph import Job, Wait, Why
+from schedir.hang_diagnosis.flight_recorder import FlightRecorderDump, RecordedOperation
+from schedir.hang_diagnosis.program_matching import MatchedProgram
+from schedir.hang_diagnosis.rank_positions import (
+    ChainEnd,
+    ProgramVerdict,
+    RankPosition,
+    StallReason,
+)
+from schedir.hang_diagnosis.wait_graph import DistributedJob, PendingOperation, WaitReason
 from schedir.io import terminal
-from schedir.ir.instruction_index import NONE, Index
+from schedir.ir.instruction_index import NONE, InstructionIndex
 from schedir.ir.program import Program
 
 SHOWN = 16  # ranks, or copies of a program, that are told one by one
 
 
-def job_lines(job: Job) -> list[str]:
+def job_lines(job: DistributedJob) -> list[str]:
     """The cause, as far as it is known, then where each rank stands by its operations."""
     stands: dict[str, list[int]] = {}  # many ranks at the same operation are one line
     for rank in job.dumps:
@@ -43,7 +48,7 @@ def job_lines(job: Job) -> list[str]:
     return [*lines, *_lost([*job.dumps.values()]), *_behind_lines(job.behind)]
 
 
-def _stands(job: Job, rank: int, briefly: bool) -> str:
+def _stands(job: DistributedJob, rank: int, briefly: bool) -> str:
     """Where a rank stands; `briefly` without times, so that many ranks are told alike."""
     dump, waits = job.dumps[rank], job.waits[rank]
     if dump.begun is None:
@@ -63,7 +68,7 @@ def _stands(job: Job, rank: int, briefly: bool) -> str:
     return f"{job.say(rank, op)}{before}: {said}{ago}{_line_of(op)}"
 
 
-def _job_verdict(job: Job) -> list[str]:
+def _job_verdict(job: DistributedJob) -> list[str]:
     """The cause, as far as it can be told without a program."""
     lines = []
     if cycle := job.cycle:
@@ -72,7 +77,7 @@ def _job_verdict(job: Job) -> list[str]:
             f"  rank {wait.rank}  {job.say(wait.rank, wait.op)}: {_whom(job, [wait])}"
             for wait in cycle[:SHOWN]
         ]
-        if any(wait.why is Why.NOT_ISSUED for wait in cycle):
+        if any(wait.why is WaitReason.NOT_ISSUED for wait in cycle):
             lines.append(
                 "  a deadlock, if each waits there before it issues more; one that has posted a "
                 "receive early may still compute (--program tells)"
@@ -84,7 +89,7 @@ def _job_verdict(job: Job) -> list[str]:
             )
     for wait in _once(job.unmet):
         name = f"{job.say(wait.rank, wait.op)} of rank {wait.rank}"
-        if wait.why is Why.OTHER:
+        if wait.why is WaitReason.OTHER:
             unsure = job.behind or (wait.op.is_message and job.lost(wait))
             lines.append(f"{'it may be' if unsure else 'the cause:'} {name} {_whom(job, [wait])}")
         elif not cycle:
@@ -116,7 +121,7 @@ def _job_verdict(job: Job) -> list[str]:
     return lines or ["nobody waits for anybody here: what keeps the job is outside of these dumps"]
 
 
-def _all_there(job: Job, wait: Wait) -> str:
+def _all_there(job: DistributedJob, wait: PendingOperation) -> str:
     """Of what all of its ranks have issued, which of them have not come to it on their devices."""
     op = wait.op
     ranks = sorted({op.peer, wait.rank} if op.is_message else {*op.group.ranks})
@@ -138,16 +143,16 @@ def _all_there(job: Job, wait: Wait) -> str:
     return f"is issued by all of its ranks and nothing stands before it: {why}"
 
 
-def _once(waits: Iterable[Wait]) -> list[Wait]:
+def _once(waits: Iterable[PendingOperation]) -> list[PendingOperation]:
     """One wait of each operation: its other side says the same."""
-    kept: dict[object, Wait] = {}
+    kept: dict[object, PendingOperation] = {}
     for wait in waits:
         which = frozenset((wait.rank, wait.on)) if wait.op.is_message else wait.op.nth
         kept.setdefault((wait.op.group, which), wait)
     return [*kept.values()][:SHOWN]
 
 
-def _apart(wait: Wait) -> str:
+def _apart(wait: PendingOperation) -> str:
     """That the two sides of a message may have gone by two communicators, and never meet."""
     part = wait.part
     if part is None or not wait.op.is_message or bool(wait.op.batch) == bool(part.batch):
@@ -159,7 +164,7 @@ def _apart(wait: Wait) -> str:
     )
 
 
-def _did(dump: Dump) -> str:
+def _did(dump: FlightRecorderDump) -> str:
     """What a rank has done, for who has no program."""
     done = Counter((op.kind, op.peer) for op in dump.ops if op.is_message)
     what = [
@@ -169,7 +174,7 @@ def _did(dump: Dump) -> str:
     return f" (after {', '.join(what)})" if what and not dump.lost else ""
 
 
-def _lost(dumps: Sequence[Dump]) -> list[str]:
+def _lost(dumps: Sequence[FlightRecorderDump]) -> list[str]:
     lines = []
     if blind := [dump.rank for dump in dumps if dump.is_blind]:
         lines.append(
@@ -196,29 +201,29 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)}"
 
 
-def _whom(job: Job, waits: Sequence[Wait]) -> str:
+def _whom(job: DistributedJob, waits: Sequence[PendingOperation]) -> str:
     """What the ranks do that an operation waits for, which is the same of all."""
     first = waits[0]
     ranks = _ranks([wait.on for wait in waits])
-    if first.why is Why.OTHER and first.part:
+    if first.why is WaitReason.OTHER and first.part:
         here, there = (
             op.shape if op.is_message else f"{op.kind} of {op.shape}"
             for op in (first.op, first.part)
         )
         return f"does not fit {ranks}: {here} here, {there} there"
-    ahead = job.dumps[first.on].begun if first.why is Why.BEHIND else None
+    ahead = job.dumps[first.on].begun if first.why is WaitReason.BEHIND else None
     behind = f" {job.say(first.on, ahead)}" if ahead else ""
     return f"{ranks} {'has' if len(waits) == 1 else 'have each'} {first.why.value}{behind}"
 
 
-def _ago(job: Job, when: int) -> str:
+def _ago(job: DistributedJob, when: int) -> str:
     """How long before the last sign of life of any rank."""
     newest = max((dump.last_time for dump in job.dumps.values()), default=0)
     seconds = (newest - when) / 1e9
     return f", {seconds:.3g} s before the newest entry" if when and seconds >= 0.001 else ""
 
 
-def _line_of(op: Op) -> str:
+def _line_of(op: RecordedOperation) -> str:
     return f", at {op.line}" if op.line else ""
 
 
@@ -235,9 +240,11 @@ def _behind_lines(ranks: Sequence[int]) -> list[str]:
 # ---------------------------------------------------------------- with a program
 
 
-def named_lines(job: Job, program: Program, copies: Sequence[Matched]) -> list[str]:
+def named_lines(
+    job: DistributedJob, program: Program, copies: Sequence[MatchedProgram]
+) -> list[str]:
     """Where each rank stands, by the names that a program of another order gives its messages."""
-    index = Index.of(program)
+    index = InstructionIndex.of(program)
     names: dict[tuple[int, int], str] = {}
     for matched in copies:
         for key, at in matched.names.items():
@@ -247,23 +254,23 @@ def named_lines(job: Job, program: Program, copies: Sequence[Matched]) -> list[s
     return [
         f"{program.name} has its transfers in another order: {why}; so messages have the names "
         "that their numbers between two ranks give, and of its deadlocks nothing is said",
-        *job_lines(Job(job.dumps, names)),
+        *job_lines(DistributedJob(job.dumps, names)),
     ]
 
 
-def program_lines(job: Job, verdicts: Sequence[Verdict]) -> list[str]:
+def program_lines(job: DistributedJob, verdicts: Sequence[ProgramVerdict]) -> list[str]:
     """Where each rank stands in a program, and whether this is a deadlock of it."""
     shown = ([v for v in verdicts if v.circle or v.causes] or verdicts)[:SHOWN]
-    lines = [line for verdict in shown for line in _Copy(job, verdict).lines()]
+    lines = [line for verdict in shown for line in _ProgramCopyReport(job, verdict).lines()]
     if left := len(verdicts) - len(shown):
         lines.append(f"... and {left} more copies of the program")
     return lines
 
 
-class _Copy:
+class _ProgramCopyReport:
     """The report of one copy of the program."""
 
-    def __init__(self, job: Job, verdict: Verdict) -> None:
+    def __init__(self, job: DistributedJob, verdict: ProgramVerdict) -> None:
         self.job, self.verdict = job, verdict
         self.placed, self.matched = verdict.placed, verdict.matched
         ranks = self.matched.ranks
@@ -311,7 +318,7 @@ class _Copy:
         silent = [r for r, there in zip(matched.ranks, matched.dumped, strict=True) if not there]
         return lines + [f"  there is no dump of rank {_listed(silent)}"] * bool(silent)
 
-    def _stands(self, place: Place) -> str:
+    def _stands(self, place: RankPosition) -> str:
         rank, at, placed = self.rank(place.rank), place.at, self.placed
         if at is None:
             return f"{rank}  has ended all its transfers of this step"
@@ -376,21 +383,21 @@ class _Copy:
             end = f"this is not yet it, but check refuses the program under {verdict.model}: {kind}"
         return [*lines, end]
 
-    def _cause(self, cause: Cause, whether: str) -> list[str]:
+    def _cause(self, cause: StallReason, whether: str) -> list[str]:
         """What is said of a cause: `whether` it is that, or one of several that may be."""
         who = " or ".join(dict.fromkeys(map(self.owner, cause.at)))
         what = " or ".join(map(self.name, cause.at))
-        if cause.kind is Kind.SILENT:
+        if cause.kind is ChainEnd.SILENT:
             said = f"is waited for, at {what}, and has left no dump: its process may be gone"
-        elif cause.kind is Kind.STUCK:
+        elif cause.kind is ChainEnd.STUCK:
             both = " and ".join(f"{self.name(at)} of {self.owner(at)}" for at in cause.at)
             return [f"{both} are issued, and nothing keeps them: the message does not pass"]
-        elif cause.kind is Kind.ENDED:
+        elif cause.kind is ChainEnd.ENDED:
             said = (
                 f"may be the cause: the other side of {what} has ended; its device has not come "
                 "to it, or its dump is the older one"
             )
-        elif cause.kind is Kind.LATE:
+        elif cause.kind is ChainEnd.LATE:
             said = (
                 f"{whether} the cause: its host has not come to {what}; it computes, or is held up "
                 "before it, or its process is gone"
@@ -407,7 +414,7 @@ class _Copy:
                 "TORCH_NCCL_ENABLE_TIMING=1 dumps tell which side has started)"
             )
         lines = [f"{who} {said}"]
-        if cause.kind is Kind.LATE:
+        if cause.kind is ChainEnd.LATE:
             rank = self.matched.ranks[int(self.placed.rank[cause.at[0]])]
             for wait in self.job.waits.get(rank, ()):
                 if not wait.op.is_message:

@@ -15,8 +15,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from schedir.errors import ProgramError, UsageError
-from schedir.hang_diagnosis.stall_cause import Blame, Kind, Shape, Standstill
-from schedir.io.black_box import FOLDER, PROGRAM, SINCE, VERDICT, Phase, Seen, Word, boxes, place
+from schedir.hang_diagnosis.stall_cause import ProcessLayout, StallCause, StalledRun, StallKind
+from schedir.io.black_box import (
+    FOLDER,
+    PROGRAM,
+    SINCE,
+    VERDICT,
+    BlackBoxField,
+    BlackBoxSnapshot,
+    ProcessPhase,
+    boxes,
+    place,
+)
 from schedir.io.files import opened, path_of, read_text
 from schedir.ir.program import Program
 
@@ -26,29 +36,29 @@ TOGETHER: Final = 0.5  # seconds in which processes end that are ended by one
 
 
 @dataclass(frozen=True)
-class Left:
+class PostMortem:
     """The boxes of one run, and its program and the words of its launcher, if they are there."""
 
     folder: Path
-    seen: Mapping[int, Seen]
+    seen: Mapping[int, BlackBoxSnapshot]
     program: Program | None = None
     verdict: str = ""
 
     @cached_property
-    def standstill(self) -> Standstill:
+    def standstill(self) -> StalledRun:
         """Who waits for whom; processes without a box may be on other machines."""
-        return Standstill(self.seen, self.shape, self.program)
+        return StalledRun(self.seen, self.shape, self.program)
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ProcessLayout:
         """How many processes there are, and how."""
-        return Shape.of_box(next(iter(self.seen.values())))
+        return ProcessLayout.of_box(next(iter(self.seen.values())))
 
     @property
     def absent(self) -> list[int]:
         """Processes that have no box here."""
         one = next(iter(self.seen.values()))
-        return [p for p in range(one[Word.WORLD]) if p not in self.seen]
+        return [p for p in range(one[BlackBoxField.WORLD]) if p not in self.seen]
 
     @cached_property
     def stood(self) -> float:
@@ -57,18 +67,18 @@ class Left:
         return min((one.seconds for one in alive), default=0.0)
 
     @cached_property
-    def cause(self) -> Blame | None:
+    def cause(self) -> StallCause | None:
         """Who keeps the others, or has ended them; None of a run that goes on, or that somebody has
         ended as a whole."""
         own = [one for one in self.seen.values() if one.state != "unknown"]
-        beats = [one[Word.BEAT] for one in own if one.is_dead]
+        beats = [one[BlackBoxField.BEAT] for one in own if one.is_dead]
         if len(beats) == len(self.seen) > 1 and max(beats) - min(beats) < TOGETHER * 1e9:
             return None
         name = "" if self.program is None else f"{self.program.name}: "
         found = self.standstill.blame()
-        if found is None or found.kind in (Kind.SAID, Kind.DIED):
+        if found is None or found.kind in (StallKind.SAID, StallKind.DIED):
             return found
-        if found.kind is Kind.BUSY and self.stood < MOVES:
+        if found.kind is StallKind.BUSY and self.stood < MOVES:
             return None
         return self.standstill.blame(f"{name}nothing has moved for {self.stood:.1f} s")
 
@@ -76,7 +86,7 @@ class Left:
     def said(self) -> str:
         """What the launcher has said, or whoever gave up first; "" where nobody has."""
         spoke = [one for one in self.seen.values() if one.gave_up and one.said]
-        first = min(spoke, key=lambda one: one[Word.FAILED], default=None)
+        first = min(spoke, key=lambda one: one[BlackBoxField.FAILED], default=None)
         return self.verdict or ("" if first is None else first.said)
 
     def lines(self) -> Iterator[str]:
@@ -103,7 +113,9 @@ class Left:
         every = self.seen.values()
         many = f"all {len(every)} processes" if len(every) > 1 else "the process"
         if all(one.state == "gone" for one in every):
-            ago = (max(one.now for one in every) - max(one[Word.BEAT] for one in every)) / 1e9
+            ago = (
+                max(one.now for one in every) - max(one[BlackBoxField.BEAT] for one in every)
+            ) / 1e9
             return f"nobody is to blame: {many} ended at once, {ago:.1f} s ago"
         if self.stood < MOVES:
             return f"the run goes on: something has begun {self.stood:.2f} s ago"
@@ -118,10 +130,10 @@ class Left:
                     "process": process,
                     "name": still.shape.name(process),
                     "state": one.state,
-                    "ended_well": bool(one[Word.ENDED]),
+                    "ended_well": bool(one[BlackBoxField.ENDED]),
                     "phase": one.phase.name.lower(),
-                    "step": one[Word.DEVICE] or one[Word.STEP],
-                    "at": one.at if one.phase is Phase.STEP else None,
+                    "step": one[BlackBoxField.DEVICE] or one[BlackBoxField.STEP],
+                    "at": one.at if one.phase is ProcessPhase.STEP else None,
                     "where": still.where(process),
                     "seconds": one.seconds,
                     "waits": [wait._asdict() for wait in still.waits[process]],
@@ -138,7 +150,7 @@ class Left:
         }  # fmt: skip
 
 
-def read(given: str) -> Left | None:
+def read(given: str) -> PostMortem | None:
     """The boxes of the newest run in a folder, or in the one for them in it; None where there are
     none.  Raises UsageError for what no run has written."""
     for folder in (path_of(given) / FOLDER, path_of(given)):
@@ -147,30 +159,38 @@ def read(given: str) -> Left | None:
     return None
 
 
-def _left(folder: Path, all_of: Mapping[int, Seen]) -> Left:
-    here = {p: one for p, one in all_of.items() if one[Word.PLACE] == place()}
-    newest = max((here or all_of).values(), key=lambda one: one[Word.BORN])
+def _left(folder: Path, all_of: Mapping[int, BlackBoxSnapshot]) -> PostMortem:
+    here = {p: one for p, one in all_of.items() if one[BlackBoxField.PLACE] == place()}
+    newest = max((here or all_of).values(), key=lambda one: one[BlackBoxField.BORN])
     ticks = os.sysconf("SC_CLK_TCK")
-    began = newest[Word.BORN] / ticks * 1e9
+    began = newest[BlackBoxField.BORN] / ticks * 1e9
 
-    def belongs(one: Seen) -> bool:
+    def belongs(one: BlackBoxSnapshot) -> bool:
         """Whether it is of the newest's run, which may have several starters."""
-        told = [one[w] == newest[w] for w in (Word.PLACE, Word.WORLD, Word.TP, Word.DP)]
-        return all(told) and (one[Word.RUN] == newest[Word.RUN] or one[Word.BEAT] > began)
+        told = [
+            one[w] == newest[w]
+            for w in (BlackBoxField.PLACE, BlackBoxField.WORLD, BlackBoxField.TP, BlackBoxField.DP)
+        ]
+        return all(told) and (
+            one[BlackBoxField.RUN] == newest[BlackBoxField.RUN] or one[BlackBoxField.BEAT] > began
+        )
 
     seen = {p: one for p, one in sorted(all_of.items()) if belongs(one)}
-    world = newest[Word.WORLD]
-    shape = Shape.of_box(newest)
+    world = newest[BlackBoxField.WORLD]
+    shape = ProcessLayout.of_box(newest)
     if not (len(seen) <= world <= MOST and shape.ranks * shape.tp * shape.dp == world
             and 0 <= min(seen) <= max(seen) < world):  # fmt: skip
         raise UsageError(f"the boxes in {folder} are of no run of {world} processes")
     if not here:  # another clock: it stopped with the last of them
-        last = max(max(one[w] for w in (Word.BEAT, Word.ENTERED, SINCE)) for one in seen.values())
+        last = max(
+            max(one[w] for w in (BlackBoxField.BEAT, BlackBoxField.ENTERED, SINCE))
+            for one in seen.values()
+        )
         seen = {p: replace(one, now=last) for p, one in seen.items()}
     program = program_of(folder)
-    if program is not None and Shape.of(program) != shape:
+    if program is not None and ProcessLayout.of(program) != shape:
         program = None
-    return Left(folder, seen, program, verdict_of(folder, newest[Word.RUN]))
+    return PostMortem(folder, seen, program, verdict_of(folder, newest[BlackBoxField.RUN]))
 
 
 def program_of(folder: Path) -> Program | None:

@@ -20,8 +20,12 @@ from numpy.typing import NDArray
 
 from schedir.analysis.dependency_graph import Graph
 from schedir.errors import UsageError
-from schedir.hang_diagnosis.flight_recorder import Dump, Group, Op
-from schedir.hang_diagnosis.wait_graph import Job
+from schedir.hang_diagnosis.flight_recorder import (
+    FlightRecorderDump,
+    RecordedGroup,
+    RecordedOperation,
+)
+from schedir.hang_diagnosis.wait_graph import DistributedJob
 from schedir.ir.isa.instructions import ROWS, SENDS, TRANSFERS, Lane
 from schedir.ir.program import Program
 
@@ -29,14 +33,14 @@ from schedir.ir.program import Program
 _WHOLE: Final = {"int", "long", "byte", "char", "short", "bool"}
 
 
-def is_small_talk(op: Op) -> bool:
+def is_small_talk(op: RecordedOperation) -> bool:
     """Whether a message is no activation: of whole numbers, or of one number, as torch sends before
     the first step to open its communicators."""
     return bool({*op.dtypes} & _WHOLE) or sum(map(prod, op.sizes)) <= 1
 
 
 @dataclass(frozen=True)
-class Matched:
+class MatchedProgram:
     """A copy of the program: which rank of the job runs which of its ranks, and how far each is.
 
     `step` is the step that all this is of, from 0, or None where the recordings cannot say which.
@@ -64,7 +68,7 @@ class Matched:
     loose: str = ""
 
 
-def match(job: Job, program: Program) -> list[Matched]:
+def match(job: DistributedJob, program: Program) -> list[MatchedProgram]:
     """Each copy of the program that the job runs, as tensor- and data-parallel ranks have them.
 
     Raises UsageError where the recordings cannot be of this program.
@@ -73,7 +77,7 @@ def match(job: Job, program: Program) -> list[Matched]:
     return [_match(job, graph, ranks) for ranks in _pipelines(job, program)]
 
 
-def circles(job: Job) -> list[tuple[int, ...]]:
+def circles(job: DistributedJob) -> list[tuple[int, ...]]:
     """The ranks that exchange messages with each other, directly or not, ascending."""
     circle: dict[int, set[int]] = {}
     for rank, dump in job.dumps.items():
@@ -83,7 +87,7 @@ def circles(job: Job) -> list[tuple[int, ...]]:
     return sorted({tuple(sorted(one)) for one in circle.values()})
 
 
-def _pipelines(job: Job, program: Program) -> list[tuple[int, ...]]:
+def _pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ...]]:
     """The ranks that exchange messages, a copy each, in the order of the program's ranks.
 
     That is the order of a process group of just these ranks, if their messages go in one.
@@ -113,10 +117,10 @@ def _some(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
 
 
-def _match(job: Job, graph: Graph, ranks: tuple[int, ...]) -> Matched:
+def _match(job: DistributedJob, graph: Graph, ranks: tuple[int, ...]) -> MatchedProgram:
     carriers = _carriers(job, ranks)
     records = [
-        _Recorded(graph, own, ranks, job.dumps[rank], carriers)
+        _RecordedRank(graph, own, ranks, job.dumps[rank], carriers)
         for own, rank in enumerate(ranks)
         if rank in job.dumps
     ]
@@ -135,7 +139,7 @@ def _match(job: Job, graph: Graph, ranks: tuple[int, ...]) -> Matched:
     issued, started, ended = np.zeros((3, len(graph)), bool)
     for run in runs:
         run.mark(step - (run.steps or 0) if known else run.open_step, issued, started, ended)
-    return Matched(
+    return MatchedProgram(
         ranks,
         step if known else None,
         issued,
@@ -154,9 +158,11 @@ def _match(job: Job, graph: Graph, ranks: tuple[int, ...]) -> Matched:
     )
 
 
-def _carriers(job: Job, ranks: tuple[int, ...]) -> dict[tuple[int, int], list[Group]]:
+def _carriers(
+    job: DistributedJob, ranks: tuple[int, ...]
+) -> dict[tuple[int, int], list[RecordedGroup]]:
     """From whom to whom, the process groups that carry messages, the first to be used first."""
-    found: dict[tuple[int, int], dict[Group, None]] = defaultdict(dict)
+    found: dict[tuple[int, int], dict[RecordedGroup, None]] = defaultdict(dict)
     for rank in ranks:
         for op in job.dumps[rank].ops if rank in job.dumps else ():
             if op.is_message and not is_small_talk(op):
@@ -166,7 +172,7 @@ def _carriers(job: Job, ranks: tuple[int, ...]) -> dict[tuple[int, int], list[Gr
 
 
 @dataclass(frozen=True)
-class Run:
+class TransferSequence:
     """The messages of a rank in one process group, as turns of its transfers there.
 
     `turns` are the positions of these transfers in a step.  `numbers` has the turn of each message,
@@ -177,7 +183,7 @@ class Run:
 
     turns: NDArray[np.int32]
     numbers: list[int]
-    ops: list[Op]
+    ops: list[RecordedOperation]
     steps: int | None = 0
     before: int = 0
     fits: bool = True
@@ -214,18 +220,18 @@ class Run:
                 issued[at], started[at], ended[at] = True, op.state != "issued", op.ended
 
 
-class _OtherTurn(Exception):
+class _StepMismatch(Exception):
     """What is not as the Stream of a rank says, as a sentence."""
 
 
-class _Way(NamedTuple):
+class _Direction(NamedTuple):
     """Which way a transfer goes, as its rank sees it."""
 
     kind: str
     peer: int
 
 
-class _Recorded:
+class _RecordedRank:
     """A rank of the program, whose transfers a dump has recorded.
 
     `turn` has the step and the position of each message, by its number in the dump.  `loose` says
@@ -238,8 +244,8 @@ class _Recorded:
         graph: Graph,
         own: int,
         ranks: tuple[int, ...],
-        dump: Dump,
-        carriers: Mapping[tuple[int, int], list[Group]],
+        dump: FlightRecorderDump,
+        carriers: Mapping[tuple[int, int], list[RecordedGroup]],
     ) -> None:
         self.graph, self.ranks, self.dump, self.carriers = graph, ranks, dump, carriers
         self.unsure = False  # whether a way is in a process group that nobody can tell
@@ -249,7 +255,7 @@ class _Recorded:
         at = lo + np.flatnonzero(np.isin(index.op[lo:hi], TRANSFERS))
         peers = index.rank[graph.partner[at]].tolist()
         self.ways = {
-            k: _Way("send" if op in SENDS else "recv", peer)
+            k: _Direction("send" if op in SENDS else "recv", peer)
             for k, op, peer in zip(at.tolist(), index.op[at].tolist(), peers, strict=True)
         }
         messages = [op for op in dump.ops if op.is_message and op.peer in ranks]
@@ -258,7 +264,7 @@ class _Recorded:
         self.loose = ""
         try:
             self.runs = self._runs()
-        except _OtherTurn as other:
+        except _StepMismatch as other:
             self.loose = str(other)
             self.runs = self._runs()
         self.turn = {number: (step, k) for run in self.runs for number, step, k in run.named()}
@@ -273,17 +279,19 @@ class _Recorded:
         used = sum(len(run.turns) for run in self.runs)
         return not self.dump.lost and used < len(self.ways)
 
-    def _runs(self) -> list[Run]:
+    def _runs(self) -> list[TransferSequence]:
         """The messages by process group, each as turns of the transfers that go there.
 
         Where a group each carries activations and gradients one way, the group that is used first
         is for what the Stream sends first.
         """
-        ops: dict[tuple[Group, _Way | None], list[Op]] = defaultdict(list)
+        ops: dict[tuple[RecordedGroup, _Direction | None], list[RecordedOperation]] = defaultdict(
+            list
+        )
         for op in self.messages:
             ops[op.group, self._line(self._way(op))].append(op)
-        lanes: dict[_Way, list[Lane]] = defaultdict(list)
-        turns: dict[tuple[Group, _Way | None], list[int]] = defaultdict(list)
+        lanes: dict[_Direction, list[Lane]] = defaultdict(list)
+        turns: dict[tuple[RecordedGroup, _Direction | None], list[int]] = defaultdict(list)
         for at, way in self.ways.items():
             known, lane = lanes[way], ROWS[self.graph.index.op[at]].lane
             if lane not in known:
@@ -294,16 +302,16 @@ class _Recorded:
                 turns[groups[which], self._line(way)].append(at)
         return [self._run(own, turns[key]) for key, own in ops.items()]
 
-    def _way(self, op: Op) -> _Way:
-        return _Way(op.kind, self.own[op.peer])
+    def _way(self, op: RecordedOperation) -> _Direction:
+        return _Direction(op.kind, self.own[op.peer])
 
-    def _line(self, way: _Way) -> _Way | None:
+    def _line(self, way: _Direction) -> _Direction | None:
         """In what line a message waits for its turn."""
         if not self.loose:
             return None
-        return way if way.kind == "recv" else _Way(way.kind, -1)
+        return way if way.kind == "recv" else _Direction(way.kind, -1)
 
-    def _groups(self, way: _Way) -> list[Group]:
+    def _groups(self, way: _Direction) -> list[RecordedGroup]:
         """The process groups that carry one way, the first to be used first.
 
         Where both ends have lost what went there, the only group that both are in.
@@ -348,13 +356,13 @@ class _Recorded:
                 named = f"message {number + 1} of rank {self.dump.rank} would be"
                 raise self._of_another(f"{named} {index.locate(at)[2]}, too late for its use")
 
-    def _run(self, ops: list[Op], turns: list[int]) -> Run:
+    def _run(self, ops: list[RecordedOperation], turns: list[int]) -> TransferSequence:
         positions, many, lost = np.array(turns, np.int32), len(turns), self.dump.lost
         if not lost:
             numbers = self._numbers(ops, turns, 0)
             if len(numbers) < len(ops):
                 raise self._foreign(ops, turns, len(numbers))
-            return Run(positions, numbers, ops)
+            return TransferSequence(positions, numbers, ops)
         if ops[0].batch and ops[0].ended:
             # Of a batch a part may be lost, and nothing says in which order it was.
             ops = [op for op in ops if op.batch != ops[0].batch] or ops
@@ -373,23 +381,23 @@ class _Recorded:
             steps, place = divmod(ops[0].logical - 1 - ops[0].collectives, many)
             if place in fits:
                 numbers = self._numbers(ops, turns, place)
-                return Run(positions, numbers, ops, steps, place, len(fits) == 1)
+                return TransferSequence(positions, numbers, ops, steps, place, len(fits) == 1)
         if len(fits) > 1:
             raise UsageError(
                 f"rank {rank} has lost the first {lost} entries of its buffer, and what is left "
                 f"fits {len(fits)} places in a step of {self.graph.program.name}",
                 hint=larger,
             )
-        return Run(positions, self._numbers(ops, turns, fits[0]), ops, None, fits[0])
+        return TransferSequence(positions, self._numbers(ops, turns, fits[0]), ops, None, fits[0])
 
-    def _places(self, ops: list[Op], turns: list[int]) -> list[int]:
+    def _places(self, ops: list[RecordedOperation], turns: list[int]) -> list[int]:
         """The places in a step at which the first message may be, so that all others fit.
 
         Places from which transfers go the same ways are asked about once, as there may be many:
         all of a process group that carries one way.
         """
         ways = [self.ways[at] for at in turns]
-        fits: dict[tuple[_Way, ...], bool] = {}
+        fits: dict[tuple[_Direction, ...], bool] = {}
         followed = [(*ways[place:], *ways[:place]) for place in range(len(turns))]
         for place, follow in enumerate(followed):
             if follow not in fits:
@@ -397,13 +405,13 @@ class _Recorded:
         return [place for place, follow in enumerate(followed) if fits[follow]]
 
     @cached_property
-    def _by_group(self) -> dict[Group, list[Op]]:
-        found: dict[Group, list[Op]] = defaultdict(list)
+    def _by_group(self) -> dict[RecordedGroup, list[RecordedOperation]]:
+        found: dict[RecordedGroup, list[RecordedOperation]] = defaultdict(list)
         for op in self.dump.ops:
             found[op.group].append(op)
         return found
 
-    def _counts(self, group: Group) -> bool:
+    def _counts(self, group: RecordedGroup) -> bool:
         """Whether the counters of a process group say how many transfers were before.
 
         They do if each message and each collective counts as one, and all messages are transfers.
@@ -416,14 +424,14 @@ class _Recorded:
         talk = any(is_small_talk(op) for op in ops if op.is_message)
         return not self.unsure and steady and not talk and ops[0].logical > ops[0].collectives
 
-    def _numbers(self, ops: list[Op], turns: list[int], place: int) -> list[int]:
+    def _numbers(self, ops: list[RecordedOperation], turns: list[int], place: int) -> list[int]:
         """Which turn each message is, if the first of all is at a place in the step; they end
         before the first one that is none.
 
         What is issued as one may be recorded in any order.
         """
         numbers: list[int] = []
-        free: dict[_Way, deque[int]] = defaultdict(deque)
+        free: dict[_Direction, deque[int]] = defaultdict(deque)
         for at, op in enumerate(ops):
             if at == 0 or not op.batch or op.batch != ops[at - 1].batch:
                 free.clear()
@@ -437,7 +445,9 @@ class _Recorded:
             numbers.append(free[self._way(op)].popleft())
         return numbers
 
-    def _foreign(self, ops: list[Op], turns: list[int], at: int | None) -> UsageError | _OtherTurn:
+    def _foreign(
+        self, ops: list[RecordedOperation], turns: list[int], at: int | None
+    ) -> UsageError | _StepMismatch:
         rank = self.dump.rank
         if at is None:
             fact = f"what rank {rank} has recorded in {ops[0].group} is nowhere in a step"
@@ -446,7 +456,7 @@ class _Recorded:
             fact = f"message {at + 1} of rank {rank} in {ops[at].group} is a {ops[at]}, not {instr}"
         else:
             fact = f"rank {rank} has a {ops[at]} in {ops[at].group}"
-        return self._of_another(fact) if self.loose else _OtherTurn(fact)
+        return self._of_another(fact) if self.loose else _StepMismatch(fact)
 
     def _of_another(self, fact: str) -> UsageError:
         return UsageError(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.errors import ProgramError, UsageError
-from schedir.hang_diagnosis.program_matching import Matched
+from schedir.hang_diagnosis.program_matching import MatchedProgram
 from schedir.ir.instruction_index import NONE
 from schedir.ir.isa.instructions import RECEIVES, SENDS, TRANSFERS
 from schedir.ir.program import Program
@@ -31,7 +31,7 @@ from schedir.verify.check import check, complete
 _USUAL: Final = ("device", *reversed(MODELS[: MODELS.index("device")]))
 
 
-class Kind(Enum):
+class ChainEnd(Enum):
     """What a chain of waits ends at.
 
     A rank whose host has not come to a transfer; one of which there is no dump; sides of a message
@@ -46,7 +46,7 @@ class Kind(Enum):
     ENDED = 4
 
 
-class Place(NamedTuple):
+class RankPosition(NamedTuple):
     """Where a rank of the program stands.
 
     `at` is the position of what it waits at, or of the next transfer that it has not issued where
@@ -60,24 +60,24 @@ class Place(NamedTuple):
     between: tuple[int, int]
 
 
-class Link(NamedTuple):
+class PendingTransfer(NamedTuple):
     """A transfer that has not ended, and what it needs, which has not ended either."""
 
     at: int
     needs: int
 
 
-class Cause(NamedTuple):
+class StallReason(NamedTuple):
     """The end of a chain: transfers that nothing keeps, and that have not ended."""
 
-    kind: Kind
+    kind: ChainEnd
     at: tuple[int, ...]
 
 
-class Placed:
+class PositionedRanks:
     """The ranks of a copy of a program, placed by what has been matched."""
 
-    def __init__(self, graph: Graph, matched: Matched) -> None:
+    def __init__(self, graph: Graph, matched: MatchedProgram) -> None:
         self.graph, self.matched = graph, matched
         self.rank = graph.index.rank
         self.transfer = graph.index.is_op(TRANSFERS)
@@ -177,7 +177,7 @@ class Placed:
 
     # ------------------------------------------------------------ where ranks stand
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankPosition:
         """Where a rank of the program stands."""
         lo, hi = self.graph.program.offsets[rank : rank + 2].tolist()
         transfers = [k for k in range(lo, hi) if self.transfer[k]]
@@ -189,11 +189,11 @@ class Placed:
             kept = [one for one in self._before(at) if not self.may[one]]
             kept.sort(key=lambda one: bool(self.rank[one] != rank))
             if self.transfer[at] and not kept:
-                return Place(rank, at, True, (last + 1, at))
-            return Place(rank, self._transfer_before(kept), False, (at, at))
+                return RankPosition(rank, at, True, (last + 1, at))
+            return RankPosition(rank, self._transfer_before(kept), False, (at, at))
         open_ = [k for k in transfers if not self.ended[k]]
         stands = self._transfer_before(open_[:1]) if open_ else None
-        return Place(rank, stands, False, (last + 1, hi))
+        return RankPosition(rank, stands, False, (last + 1, hi))
 
     def _transfer_before(self, kept: list[int]) -> int:
         """The transfer or collective that has not ended, first found going back.
@@ -218,17 +218,17 @@ class Placed:
 
     # ------------------------------------------------------------ why
 
-    def next(self, at: int) -> Link | Cause:
+    def next(self, at: int) -> PendingTransfer | StallReason:
         """What a transfer that has not ended waits for: another one, or the end of the chain.
 
         A batch is over when all of it is, so one looks at all that is issued as one, on both sides.
         """
         if not self.transfer[at]:
-            return Link(at, self._transfer_before(self._kept(at)))
+            return PendingTransfer(at, self._transfer_before(self._kept(at)))
         seen, suspects = [at], dict[int, None]()
         for one in seen:  # which grows
             if (found := self._keeper(one)) is not None:
-                return found if isinstance(found, Cause) else Link(at, found)
+                return found if isinstance(found, StallReason) else PendingTransfer(at, found)
             other = self._other(one)
             if not self.ended[other]:
                 sides = (one, other) if self.graph.index.op[one] in SENDS else (other, one)
@@ -236,11 +236,11 @@ class Placed:
             around = dict.fromkeys([other, *self._group(one), *self._group(other)])
             seen += [n for n in around if n not in seen and not self.ended[n]]
         if suspects:
-            return Cause(Kind.BUSY, (*suspects,))
+            return StallReason(ChainEnd.BUSY, (*suspects,))
         stuck = [n for n in sorted(seen) if not self.ended[n] and not self.ended[self._other(n)]]
         if stuck:
-            return Cause(Kind.STUCK, tuple(sorted((stuck[0], self._other(stuck[0])))))
-        return Cause(Kind.ENDED, (at,))
+            return StallReason(ChainEnd.STUCK, tuple(sorted((stuck[0], self._other(stuck[0])))))
+        return StallReason(ChainEnd.ENDED, (at,))
 
     def _other(self, at: int) -> int:
         return int(self.graph.partner[at])
@@ -262,21 +262,21 @@ class Placed:
         lo = int(self.graph.program.offsets[int(self.rank[at])])
         return bool((self.transfer[lo:at] | self.may[lo:at]).all())
 
-    def _keeper(self, at: int) -> int | Cause | None:
+    def _keeper(self, at: int) -> int | StallReason | None:
         """What keeps a transfer on its own rank: another one, or its host, which is elsewhere."""
         if self.silent[at]:
-            return None if self.ended[self._other(at)] else Cause(Kind.SILENT, (at,))
+            return None if self.ended[self._other(at)] else StallReason(ChainEnd.SILENT, (at,))
         if own := self._kept(at):
             return self._transfer_before(own)
         if self.matched.issued[at]:
             return None
         place = self.place(int(self.rank[at]))
-        return Cause(Kind.LATE, (at,)) if place.late or place.at is None else place.at
+        return StallReason(ChainEnd.LATE, (at,)) if place.late or place.at is None else place.at
 
-    def chain(self, at: int) -> tuple[list[Link], Cause | None]:
+    def chain(self, at: int) -> tuple[list[PendingTransfer], StallReason | None]:
         """The waits from a transfer that has not ended to the cause; None for a circle."""
-        links: list[Link] = []
-        while isinstance(found := self.next(at), Link):
+        links: list[PendingTransfer] = []
+        while isinstance(found := self.next(at), PendingTransfer):
             links.append(found)
             at = found.needs
             if at in [link.at for link in links]:
@@ -285,7 +285,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProgramVerdict:
     """What is said of a copy of a program under a progress model.
 
     `circle` are transfers that wait for each other, each for the next; `causes` what others wait
@@ -293,14 +293,14 @@ class Verdict:
     circle also what it says of it on hosts that block, if it says nothing else.
     """
 
-    placed: Placed
+    placed: PositionedRanks
     refusal: ProgramError | None
-    places: tuple[Place, ...]
-    causes: tuple[Cause, ...]
-    circle: tuple[Link, ...]
+    places: tuple[RankPosition, ...]
+    causes: tuple[StallReason, ...]
+    circle: tuple[PendingTransfer, ...]
 
     @property
-    def matched(self) -> Matched:
+    def matched(self) -> MatchedProgram:
         """What was recorded."""
         return self.placed.matched
 
@@ -315,7 +315,9 @@ class Verdict:
         return bool(self.circle)
 
 
-def judge(program: Program, copies: Sequence[Matched], model: Model | None = None) -> list[Verdict]:
+def judge(
+    program: Program, copies: Sequence[MatchedProgram], model: Model | None = None
+) -> list[ProgramVerdict]:
     """A verdict on each copy of a program, of which all messages go as the program says.
 
     Without a model it is `device`, or the strictest laxer one that is not contradicted.
@@ -325,9 +327,9 @@ def judge(program: Program, copies: Sequence[Matched], model: Model | None = Non
     return [_judge(program, matched, model) for matched in copies]
 
 
-def _judge(program: Program, matched: Matched, model: Model | None) -> Verdict:
+def _judge(program: Program, matched: MatchedProgram, model: Model | None) -> ProgramVerdict:
     for one in (model,) if model else _USUAL:
-        placed = Placed(complete(program, one), matched)
+        placed = PositionedRanks(complete(program, one), matched)
         wrong = placed.contradicts
         if wrong is None:
             return _verdict(placed)
@@ -339,10 +341,10 @@ def _judge(program: Program, matched: Matched, model: Model | None) -> Verdict:
     )
 
 
-def _verdict(placed: Placed) -> Verdict:
+def _verdict(placed: PositionedRanks) -> ProgramVerdict:
     places = tuple(placed.place(rank) for rank, there in enumerate(placed.matched.dumped) if there)
-    causes: dict[Cause, None] = {}
-    circle: tuple[Link, ...] = ()
+    causes: dict[StallReason, None] = {}
+    circle: tuple[PendingTransfer, ...] = ()
     for place in places:
         # A rank that is late is a cause where others wait for it.
         if place.at is None or place.late:
@@ -355,7 +357,7 @@ def _verdict(placed: Placed) -> Verdict:
             circle = tuple(links[back:])
     refusals = (_refusal(placed.graph, blocks) for blocks in (False, *[True] * bool(circle)))
     refusal = next((one for one in refusals if one is not None), None)
-    return Verdict(placed, refusal, places, tuple(causes), circle)
+    return ProgramVerdict(placed, refusal, places, tuple(causes), circle)
 
 
 def _refusal(graph: Graph, blocks: bool) -> ProgramError | None:

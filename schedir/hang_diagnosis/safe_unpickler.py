@@ -59,36 +59,36 @@ def loads(data: bytes, where: str = "") -> Any:
     except ValueError:  # `pickletools` cannot read a number, a text or an opcode
         fact = f"the pickle is cut off or damaged at byte {file.tell()} of {len(data)}"
         raise TraceError(fact, program=where) from None
-    except _Refused as refused:
+    except _RefusedPickle as refused:
         raise TraceError(str(refused), program=where) from None
     try:
-        return _Plain(io.BytesIO(data)).load()
-    except _Refused as refused:
+        return _SafeUnpickler(io.BytesIO(data)).load()
+    except _RefusedPickle as refused:
         raise TraceError(str(refused), program=where) from None
     except (pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError):
         fact = f"the pickle of {len(data)} bytes is damaged"
         raise TraceError(fact, program=where) from None
 
 
-class _Refused(Exception):
+class _RefusedPickle(Exception):
     """A pickle is refused; the message says why."""
 
 
 def _check_opcodes(file: io.BytesIO) -> None:
     for count, (opcode, _, at) in enumerate(pickletools.genops(file)):
         if count >= MOST:
-            raise _Refused(f"the pickle has more than {MOST} values, and no dump is so large")
+            raise _RefusedPickle(f"the pickle has more than {MOST} values, and no dump is so large")
         if opcode.name in _DOES:
             does = f"{_DOES[opcode.name]}, and nothing of a dump is ever run"
-            raise _Refused(f"byte {at} of the pickle {does}")
+            raise _RefusedPickle(f"byte {at} of the pickle {does}")
         if opcode.name not in _ALLOWED:
             code = ord(opcode.code)
-            raise _Refused(
+            raise _RefusedPickle(
                 f"byte {at} of the pickle has the opcode {code:#04x}, which no plain value needs"
             )
 
 
-class _Plain(pickle._Unpickler):
+class _SafeUnpickler(pickle._Unpickler):
     """The unpickler of the standard library that is written in Python.
 
     Its memo is a dict.  The unpickler written in C has an array as memo, which is as long as the
@@ -99,7 +99,7 @@ class _Plain(pickle._Unpickler):
     pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str, /) -> Any:
-        raise _Refused(f"the pickle imports {name} of {module}")
+        raise _RefusedPickle(f"the pickle imports {name} of {module}")
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -114,7 +114,7 @@ class _Plain(pickle._Unpickler):
         Keys must be text: Python crashes when it hashes a deeply nested tuple.
         """
         if any(type(key) is not str for key in items[::2]):
-            raise _Refused("a dict of the pickle has a key that is no text")
+            raise _RefusedPickle("a dict of the pickle has a key that is no text")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {

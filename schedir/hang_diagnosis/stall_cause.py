@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from schedir.analysis.dependency_graph import Graph
-from schedir.io.black_box import Phase, Seen, Word
+from schedir.io.black_box import BlackBoxField, BlackBoxSnapshot, ProcessPhase
 from schedir.ir.instruction_index import NONE
 from schedir.ir.isa.instructions import ROWS, SENDS, TRANSFERS, Instr, Lane
 from schedir.ir.pipeline.process_mesh import mesh_of, process_name
@@ -31,7 +31,7 @@ SLOW: Final = 0.5  # of the time that others wait: who has moved since may do so
 ASLEEP: Final = 1.5  # seconds without a sign of a watchdog that is awake ten times in one
 
 
-class Kind(IntEnum):
+class StallKind(IntEnum):
     """What is the matter with a process that waits for nobody, the surest first."""
 
     SAID = 0
@@ -42,7 +42,7 @@ class Kind(IntEnum):
     UNHEARD = 5
 
 
-class Shape(NamedTuple):
+class ProcessLayout(NamedTuple):
     """How many processes there are, and how: in a pipeline, a tensor-parallel group, replicas."""
 
     ranks: int
@@ -50,22 +50,22 @@ class Shape(NamedTuple):
     dp: int
 
     @classmethod
-    def of(cls, program: Program) -> Shape:
+    def of(cls, program: Program) -> ProcessLayout:
         """That of a program."""
         return cls(program.plan.ranks, program.tp, program.dp)
 
     @classmethod
-    def of_box(cls, seen: Seen) -> Shape:
+    def of_box(cls, seen: BlackBoxSnapshot) -> ProcessLayout:
         """That of the run of a process."""
-        tp, dp = max(seen[Word.TP], 1), max(seen[Word.DP], 1)
-        return cls(max(seen[Word.WORLD] // (tp * dp), 1), tp, dp)
+        tp, dp = max(seen[BlackBoxField.TP], 1), max(seen[BlackBoxField.DP], 1)
+        return cls(max(seen[BlackBoxField.WORLD] // (tp * dp), 1), tp, dp)
 
     def name(self, process: int) -> str:
         """A process as every message names it."""
         return process_name(process, *self)
 
 
-class Waiting(NamedTuple):
+class WaitingProcess(NamedTuple):
     """A process that waits for another, and for which instruction there, if that is known."""
 
     process: int
@@ -73,14 +73,14 @@ class Waiting(NamedTuple):
     instr: str = ""
 
 
-class Blame(NamedTuple):
+class StallCause(NamedTuple):
     """Who keeps the others: the process, what is the matter with it, and all that wait.
 
     `sure` is False where another may as well be the cause; `said` is what the process has said.
     """
 
     process: int
-    kind: Kind
+    kind: StallKind
     fact: str
     sure: bool
     lines: tuple[str, ...]
@@ -90,7 +90,7 @@ class Blame(NamedTuple):
         return "\n".join([self.fact, *(f"  {line}" for line in self.lines)])
 
 
-class Standstill:
+class StalledRun:
     """Processes of a run by their boxes, and the program that they run, if it is known.
 
     `missing` are processes of this machine that have left no box, `unheard` those of others of
@@ -99,8 +99,8 @@ class Standstill:
 
     def __init__(
         self,
-        seen: Mapping[int, Seen],
-        shape: Shape,
+        seen: Mapping[int, BlackBoxSnapshot],
+        shape: ProcessLayout,
         program: Program | None = None,
         missing: Sequence[int] = (),
         unheard: Sequence[int] = (),
@@ -121,21 +121,21 @@ class Standstill:
     def _instr(self, process: int) -> tuple[int, Instr] | None:
         """Where a process stands in its Stream, if it does."""
         one = self.seen[process]
-        if self.program is None or one.phase is not Phase.STEP:
+        if self.program is None or one.phase is not ProcessPhase.STEP:
             return None
         stream, at = self.program.streams[self._place(process)[1]], one.at
         return (at, stream[at]) if 0 <= at < len(stream) else None
 
-    def _waits(self, process: int) -> list[Waiting]:
+    def _waits(self, process: int) -> list[WaitingProcess]:
         own = self.seen[process]
         if own.state in ("gone", "stopped") or own.gave_up:
             return []
         return [*self._by_graph(process)] or [*self._by_phase(process)]
 
-    def _by_graph(self, process: int) -> Iterator[Waiting]:
+    def _by_graph(self, process: int) -> Iterator[WaitingProcess]:
         """What the instruction needs at which a process stands, that is not there."""
         own, graph = self.seen[process], self.graph
-        if graph is None or self.program is None or own.phase is not Phase.STEP:
+        if graph is None or self.program is None or own.phase is not ProcessPhase.STEP:
             return
         lo, hi = self.program.offsets[self._place(process)[1] :][:2].tolist()
         at = lo + max(own.at, 0)
@@ -144,14 +144,14 @@ class Standstill:
             if graph.index.op[at] in SENDS:  # into memory that is free when a step has ended
                 for member, there in self._meets(process, at):
                     other = self.seen.get(member)
-                    if other is not None and other[Word.TURN] < own[Word.TURN]:
-                        yield Waiting(process, member, self._name(there))
+                    if other is not None and other[BlackBoxField.TURN] < own[BlackBoxField.TURN]:
+                        yield WaitingProcess(process, member, self._name(there))
         else:  # what it has sent is on its way
             needs = {k for k in range(lo, hi) if graph.index.op[k] in SENDS}
         for need in sorted(needs):
             for member, there in self._meets(process, need):
-                if not self._has_come(member, there, own[Word.TURN]):
-                    yield Waiting(process, member, self._name(there))
+                if not self._has_come(member, there, own[BlackBoxField.TURN]):
+                    yield WaitingProcess(process, member, self._name(there))
 
     def _meets(self, process: int, at: int) -> Iterator[tuple[int, int]]:
         """Who else has a part in what a process has begun, and where in the program that is."""
@@ -178,29 +178,31 @@ class Standstill:
         """Whether a process has passed an instruction, in the step of a turn."""
         if (one := self.seen.get(process)) is None:
             return process not in (*self.missing, *self.unheard)
-        if one[Word.TURN] != turn:
-            return one[Word.TURN] > turn
+        if one[BlackBoxField.TURN] != turn:
+            return one[BlackBoxField.TURN] > turn
         assert self.graph is not None
         _, index, instr = self.graph.index.locate(at)
         return one.head(ROWS[instr.op].lane) > index
 
-    def _by_phase(self, process: int) -> Iterator[Waiting]:
+    def _by_phase(self, process: int) -> Iterator[WaitingProcess]:
         """Who is behind a process that may be in a collective with it, or not in that."""
         own = self.seen[process]
         replica, rank, _ = self._place(process)
-        in_step = own.phase is Phase.STEP and self._instr(process) is not None
+        in_step = own.phase is ProcessPhase.STEP and self._instr(process) is not None
         near = [int(p) for p in self.mesh[replica, rank]] if in_step else [*self.seen]
-        waits = bool(own[Word.WAITS])
+        waits = bool(own[BlackBoxField.WAITS])
         for other in near:
             one = self.seen.get(other)
             if one is None or other == process:
                 continue
-            behind = (one[Word.TURN], one.at) < (own[Word.TURN], own.at)
-            same = one[Word.TURN] == own[Word.TURN] and not one[Word.WAITS]
+            behind = (one[BlackBoxField.TURN], one.at) < (own[BlackBoxField.TURN], own.at)
+            same = (
+                one[BlackBoxField.TURN] == own[BlackBoxField.TURN] and not one[BlackBoxField.WAITS]
+            )
             if waits and (behind or same):
-                yield Waiting(process, other)
+                yield WaitingProcess(process, other)
         if waits and not in_step:
-            yield from (Waiting(process, other) for other in (*self.missing, *self.unheard))
+            yield from (WaitingProcess(process, other) for other in (*self.missing, *self.unheard))
 
     def _name(self, at: int) -> str:
         assert self.graph is not None
@@ -209,30 +211,30 @@ class Standstill:
 
     # ------------------------------------------------------------ who is to blame
 
-    def kind(self, process: int) -> Kind:
+    def kind(self, process: int) -> StallKind:
         """What is the matter with a process, if it waits for nobody."""
         if process not in self.seen:
-            return Kind.UNHEARD if process in self.unheard else Kind.MISSING
+            return StallKind.UNHEARD if process in self.unheard else StallKind.MISSING
         one = self.seen[process]
         if one.gave_up and one.said:
-            return Kind.SAID
+            return StallKind.SAID
         if one.is_dead:
-            return Kind.DIED
-        return Kind.STOPPED if one.state == "stopped" else Kind.BUSY
+            return StallKind.DIED
+        return StallKind.STOPPED if one.state == "stopped" else StallKind.BUSY
 
     def roots(self) -> list[int]:
         """The processes that wait for nobody, and have not gone because of others."""
         found = [
             p for p, waits in self.waits.items()
-            if not waits and not (self.kind(p) is Kind.BUSY and self._is_over(p))
+            if not waits and not (self.kind(p) is StallKind.BUSY and self._is_over(p))
         ]  # fmt: skip
         return [*found, *self.missing, *(p for p in self.unheard if p in self.waited)]
 
     def _is_over(self, process: int) -> bool:
         one = self.seen[process]
-        return one.gave_up or bool(one[Word.ENDED]) or one.state == "gone"
+        return one.gave_up or bool(one[BlackBoxField.ENDED]) or one.state == "gone"
 
-    def blame(self, why: str = "") -> Blame | None:
+    def blame(self, why: str = "") -> StallCause | None:
         """Who keeps the others, for a reader who was told `why` it is asked; None if nobody does.
 
         Of several it is the one of which most is known, then who is furthest behind.
@@ -243,45 +245,45 @@ class Standstill:
         roots.sort(key=self._order)
         first, kind = roots[0], self.kind(roots[0])
         alike = [p for p in roots if self._order(p)[:2] == self._order(first)[:2]]
-        sure = len(alike) == 1 or kind < Kind.MISSING
+        sure = len(alike) == 1 or kind < StallKind.MISSING
         fact = f"{why}: " if why else ""
         fact += f"{self.shape.name(first)} {self._matter(first, kind)}"
         if not sure:
             fact += f"; or it may be {', '.join(self.shape.name(p) for p in alike[1:4])}"
         said = self.seen[first].said if first in self.seen else ""
-        return Blame(first, kind, fact, sure, (*self.lines(first),), said)
+        return StallCause(first, kind, fact, sure, (*self.lines(first),), said)
 
     def _order(self, process: int) -> tuple[int, bool, int, int, float]:
         one, kind = self.seen.get(process), self.kind(process)
         if one is None:
             return kind, process not in self.waited, 0, 0, 0.0
-        if kind in (Kind.SAID, Kind.DIED):  # who did first
-            when = Word.FAILED if kind is Kind.SAID else Word.BEAT
+        if kind in (StallKind.SAID, StallKind.DIED):  # who did first
+            when = BlackBoxField.FAILED if kind is StallKind.SAID else BlackBoxField.BEAT
             return kind, False, 0, 0, one[when] - one.now
-        turn = one[Word.TURN] + bool(one[Word.WAITS])
+        turn = one[BlackBoxField.TURN] + bool(one[BlackBoxField.WAITS])
         return kind, process not in self.waited, turn, one.at, -one.seconds
 
-    def _matter(self, process: int, kind: Kind) -> str:
-        if kind is Kind.MISSING:
+    def _matter(self, process: int, kind: StallKind) -> str:
+        if kind is StallKind.MISSING:
             return "has not begun: it has left no black box"
-        if kind is Kind.UNHEARD:
+        if kind is StallKind.UNHEARD:
             return "is waited for, and nothing is heard of it from its machine"
         one, where = self.seen[process], self.where(process)
-        if kind is Kind.SAID:
+        if kind is StallKind.SAID:
             return f"has given up, {where}"
-        if kind is Kind.DIED:
+        if kind is StallKind.DIED:
             return f"has died without a word, {where}"
-        if kind is Kind.STOPPED:
+        if kind is StallKind.STOPPED:
             return f"is stopped, {where}, for {one.seconds:.1f} s"
         slow = "is slow, or has only just come to stand"
         does = slow if self.moves(process) else "does not go on"
-        if one.silent > ASLEEP and one.phase > Phase.START:
+        if one.silent > ASLEEP and one.phase > ProcessPhase.START:
             does += " (and lets no Python run)"
         return f"waits for nobody, and {does}: {where}, for {one.seconds:.1f} s"
 
     def moves(self, process: int) -> bool:
         """Whether a process at work has moved while others waited for it: it may be only slow."""
-        if self.kind(process) is not Kind.BUSY:
+        if self.kind(process) is not StallKind.BUSY:
             return False
         waits = (wait for own in self.waits.values() for wait in own if wait.on == process)
         waited = max((self.seen[wait.process].seconds for wait in waits), default=0.0)
@@ -295,7 +297,7 @@ class Standstill:
     def where(self, process: int) -> str:
         """What a process is at, and where in the code."""
         one, text = self.seen[process], self._doing(process)
-        if self.program is None and one.phase is Phase.STEP:
+        if self.program is None and one.phase is ProcessPhase.STEP:
             text += f" at #{one.at}"
         return f"{text}, {one.note}" if one.note else text
 
@@ -309,9 +311,9 @@ class Standstill:
 
     def _stands(self, process: int) -> str:
         text, kind, waits = self._doing(process), self.kind(process), self.waits[process]
-        if kind is Kind.DIED:
+        if kind is StallKind.DIED:
             return f"{text}, has died"
-        if kind is Kind.STOPPED:
+        if kind is StallKind.STOPPED:
             return f"{text}, is stopped"
         if self._is_over(process):
             return f"{text}, has {'given up' if self.seen[process].gave_up else 'ended'}"

@@ -18,7 +18,11 @@ from math import prod
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from schedir.hang_diagnosis.flight_recorder import Dump, Group, Op
+from schedir.hang_diagnosis.flight_recorder import (
+    FlightRecorderDump,
+    RecordedGroup,
+    RecordedOperation,
+)
 
 # Collectives that end nowhere before all members have issued them.
 _ALL: Final = re.compile(r"all_?reduce|all_?gather|reduce_scatter|all_?to_?all|barrier").search
@@ -26,7 +30,7 @@ _ALL: Final = re.compile(r"all_?reduce|all_?gather|reduce_scatter|all_?to_?all|b
 _UNEVEN: Final = ("gather", "scatter", "all_to_all", "v", "v_single", "new_window", "split")
 
 
-class Why(Enum):
+class WaitReason(Enum):
     """What another rank has done for an operation that has not ended, in words.
 
     It has issued its part `BEHIND` another that has not ended; it has issued an `OTHER` part, which
@@ -40,20 +44,20 @@ class Why(Enum):
     THERE = "issued its side, too"
 
 
-_HELD: Final = (Why.NOT_ISSUED, Why.BEHIND)
+_HELD: Final = (WaitReason.NOT_ISSUED, WaitReason.BEHIND)
 
 
-class Wait(NamedTuple):
+class PendingOperation(NamedTuple):
     """An operation of `rank` that has not ended, and what its part on rank `on` does."""
 
     rank: int
-    op: Op
+    op: RecordedOperation
     on: int
-    why: Why
-    part: Op | None
+    why: WaitReason
+    part: RecordedOperation | None
 
 
-class Job:
+class DistributedJob:
     """All that is known of a job: its dumps, and what they say together.
 
     `waits` are what the first operation of each rank that has not ended waits for, with all of its
@@ -66,7 +70,7 @@ class Job:
 
     def __init__(
         self,
-        dumps: Mapping[int, Dump],
+        dumps: Mapping[int, FlightRecorderDump],
         names: Mapping[tuple[int, int], str] = MappingProxyType({}),
     ) -> None:
         self.dumps, self.names = dumps, names
@@ -74,8 +78,12 @@ class Job:
         members = {id(group.ranks): group.ranks for group in groups}.values()
         self.ranks = tuple(sorted({*dumps, *(rank for some in members for rank in some)}))
         # Messages of a rank by channel, and its collectives by process group and number.
-        self._messages: dict[tuple[int, Group, int, int], list[Op]] = defaultdict(list)
-        self._collectives: dict[tuple[int, Group], dict[int, list[Op]]] = defaultdict(dict)
+        self._messages: dict[tuple[int, RecordedGroup, int, int], list[RecordedOperation]] = (
+            defaultdict(list)
+        )
+        self._collectives: dict[tuple[int, RecordedGroup], dict[int, list[RecordedOperation]]] = (
+            defaultdict(dict)
+        )
         for rank, dump in dumps.items():
             for op in dump.ops:
                 if op.is_message:
@@ -83,15 +91,15 @@ class Job:
                 else:
                     self._collectives[rank, op.group].setdefault(op.nth, []).append(op)
         self._heads = {rank: _heads(dump) for rank, dump in dumps.items()}
-        self._others: dict[object, list[tuple[int, Why, Op | None]]] = {}
+        self._others: dict[object, list[tuple[int, WaitReason, RecordedOperation | None]]] = {}
         self.waits = {rank: self._waits(rank) for rank in dumps}
 
-    def say(self, rank: int, op: Op) -> str:
+    def say(self, rank: int, op: RecordedOperation) -> str:
         """An operation of a rank in words."""
         name = self.names.get((rank, op.number))
         return f"{op} ({name})" if name else str(op)
 
-    def lost(self, wait: Wait) -> bool:
+    def lost(self, wait: PendingOperation) -> bool:
         """Whether one of the two has lost its beginning, so that a number says nothing of pairs."""
         return any(self.dumps[r].lost for r in (wait.rank, wait.on) if r in self.dumps)
 
@@ -102,7 +110,7 @@ class Job:
 
     # ------------------------------------------------------------ who is the other side of what
 
-    def part(self, rank: int, op: Op, other: int) -> Op | None:
+    def part(self, rank: int, op: RecordedOperation, other: int) -> RecordedOperation | None:
         """What another rank has recorded of an operation of a rank, None if nothing.
 
         Of a collective in a batch that is the one at the same place in its batch.
@@ -120,48 +128,54 @@ class Job:
         at = bisect_left(own, op.number, key=lambda one: one.number)
         return theirs[at] if at < len(theirs) else None
 
-    def _same(self, rank: int, op: Op) -> list[Op]:
+    def _same(self, rank: int, op: RecordedOperation) -> list[RecordedOperation]:
         """The collectives of a rank that have the number of another rank's."""
         return self._collectives.get((rank, op.group), {}).get(op.nth, [])
 
-    def _newest(self, rank: int, group: Group) -> int:
+    def _newest(self, rank: int, group: RecordedGroup) -> int:
         """The number of the last collective that a rank has issued in a process group."""
         return max(self._collectives.get((rank, group), (0,)))
 
-    def _why(self, rank: int, op: Op, other: int) -> tuple[int, Why, Op | None]:
+    def _why(
+        self, rank: int, op: RecordedOperation, other: int
+    ) -> tuple[int, WaitReason, RecordedOperation | None]:
         """Another rank, what its part in an operation does, and which it is."""
         if other not in self.dumps:
-            return other, Why.NO_DUMP, None
+            return other, WaitReason.NO_DUMP, None
         part = self.part(rank, op, other)
         if part is None:
             # Of a collective that is no longer in its buffer, the rank has had it.
             later = not op.is_message and self._newest(other, op.group) > op.nth
-            return other, Why.THERE if later else Why.NOT_ISSUED, None
+            return other, WaitReason.THERE if later else WaitReason.NOT_ISSUED, None
         if _differ(op, part):
-            return other, Why.OTHER, part
+            return other, WaitReason.OTHER, part
         behind = not part.ended and part.number not in [head.number for head in self._heads[other]]
-        return other, Why.BEHIND if behind else Why.THERE, part
+        return other, WaitReason.BEHIND if behind else WaitReason.THERE, part
 
-    def _waits(self, rank: int) -> tuple[Wait, ...]:
-        found: list[Wait] = []
+    def _waits(self, rank: int) -> tuple[PendingOperation, ...]:
+        found: list[PendingOperation] = []
         for op in self._heads[rank]:
             if op.is_message:
-                found.append(Wait(rank, op, *self._why(rank, op, op.peer)))
+                found.append(PendingOperation(rank, op, *self._why(rank, op, op.peer)))
                 continue
             # Others do the same for all that have issued the same: it is asked once for all.
             place = self._same(rank, op).index(op)
             key = (op.group, op.nth, place, op.kind, op.sizes, op.dtypes)
             if key not in self._others:
                 every = [self._why(rank, op, other) for other in op.group.ranks]
-                self._others[key] = [one for one in every if one[1] is not Why.THERE] or every
-            found += [Wait(rank, op, *one) for one in self._others[key] if one[0] != rank]
-        held = [wait for wait in found if wait.why is not Why.THERE]
+                self._others[key] = [
+                    one for one in every if one[1] is not WaitReason.THERE
+                ] or every
+            found += [
+                PendingOperation(rank, op, *one) for one in self._others[key] if one[0] != rank
+            ]
+        held = [wait for wait in found if wait.why is not WaitReason.THERE]
         return tuple(held or found)
 
     # ------------------------------------------------------------ what that means
 
     @property
-    def cycle(self) -> tuple[Wait, ...]:
+    def cycle(self) -> tuple[PendingOperation, ...]:
         """The waits around a cycle of ranks, each for the next, from the lowest rank that is found
         in one; empty if there is none."""
         left = {rank: [w for w in own if w.why in _HELD] for rank, own in self.waits.items()}
@@ -171,7 +185,7 @@ class Job:
             left = {rank: [w for w in own if w.on in left] for rank, own in left.items()}
         if not left:
             return ()
-        path: list[Wait] = []
+        path: list[PendingOperation] = []
         rank = min(left)
         while rank not in [wait.rank for wait in path]:
             path.append(left[rank][0])
@@ -185,17 +199,17 @@ class Job:
         return tuple(sorted(r for r in waited if not any(w.on != r for w in self.waits.get(r, ()))))
 
     @property
-    def unmet(self) -> tuple[Wait, ...]:
+    def unmet(self) -> tuple[PendingOperation, ...]:
         """What does not fit, or has not ended though all of its ranks are there."""
         every = [wait for waits in self.waits.values() for wait in waits]
-        return tuple(wait for wait in every if wait.why in (Why.OTHER, Why.THERE))
+        return tuple(wait for wait in every if wait.why in (WaitReason.OTHER, WaitReason.THERE))
 
     @cached_property
     def behind(self) -> tuple[int, ...]:
         """The ranks that have written their dumps before others have: they have not issued what has
         ended elsewhere, and cannot have without them."""
         found: set[int] = set()
-        ended: dict[Group, int] = defaultdict(int)
+        ended: dict[RecordedGroup, int] = defaultdict(int)
         for (_, group), parts in self._collectives.items():
             over = (n for n, some in parts.items() for op in some if op.ended and _ALL(op.kind))
             ended[group] = max(ended[group], *over, 0)
@@ -209,17 +223,17 @@ class Job:
         return tuple(sorted(found))
 
 
-def _ends(rank: int, op: Op) -> tuple[int, int]:
+def _ends(rank: int, op: RecordedOperation) -> tuple[int, int]:
     """From whom to whom a message goes."""
     return (rank, op.peer) if op.kind == "send" else (op.peer, rank)
 
 
-def _heads(dump: Dump) -> tuple[Op, ...]:
+def _heads(dump: FlightRecorderDump) -> tuple[RecordedOperation, ...]:
     left = [op for op in dump.ops if not op.ended]
     return tuple(op for op in left if op is left[0] or (op.batch and op.batch == left[0].batch))
 
 
-def _differ(op: Op, part: Op) -> bool:
+def _differ(op: RecordedOperation, part: RecordedOperation) -> bool:
     """Whether two parts of one operation cannot be."""
     if op.is_message:
         return sum(map(prod, op.sizes)) != sum(map(prod, part.sizes)) or op.dtypes != part.dtypes

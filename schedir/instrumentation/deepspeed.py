@@ -16,7 +16,13 @@ from typing import Any, Final
 from warnings import warn
 
 from schedir.errors import ExecutionError
-from schedir.instrumentation.profiler_ranges import Patches, mark, posting, profiling, reducing
+from schedir.instrumentation.profiler_ranges import (
+    FunctionPatches,
+    mark,
+    posting,
+    profiling,
+    reducing,
+)
 
 PACKAGE: Final = "deepspeed"
 ROOT: Final = PACKAGE
@@ -36,7 +42,7 @@ _KNOWN: Final = ("TrainSchedule", "InferenceSchedule", "DualPipeVSchedule")
 _MAP: Final = "_INSTRUCTION_MAP"
 
 
-def patch(patches: Patches) -> None:
+def patch(patches: FunctionPatches) -> None:
     """Plan what is put around DeepSpeed's functions.  Raises UsageError where one is not there."""
     patches.around(import_module(_MODULE).PipelineEngine, "_exec_schedule", _exec_schedule)
 
@@ -48,7 +54,9 @@ def _exec_schedule(original: Any, engine: Any, schedule: Any, *args: Any, **kwar
         kind = type(schedule).__name__
         warn(f"{kind} is not one of {', '.join(_KNOWN)}: it is not marked", stacklevel=3)
         return original(engine, schedule, *args, **kwargs)
-    step = _Step(schedule, queues=any(kind.__name__ == _COMMIT for kind in engine._INSTRUCTION_MAP))
+    step = _DeepSpeedStep(
+        schedule, queues=any(kind.__name__ == _COMMIT for kind in engine._INSTRUCTION_MAP)
+    )
     own = vars(engine).get(_MAP)
     marked = {k: partial(step.run, k.__name__, run) for k, run in engine._INSTRUCTION_MAP.items()}
     setattr(engine, _MAP, marked)  # this engine's, for as long as the step lasts
@@ -58,7 +66,7 @@ def _exec_schedule(original: Any, engine: Any, schedule: Any, *args: Any, **kwar
         delattr(engine, _MAP) if own is None else setattr(engine, _MAP, own)
 
 
-class _Step:
+class _DeepSpeedStep:
     """A step under a profiler: how many of each kind have run, and which messages are queued."""
 
     def __init__(self, schedule: Any, queues: bool) -> None:

@@ -20,7 +20,7 @@ _MARKERS: Final = {
 
 
 @dataclass
-class _Marked:
+class _InstrumentedTrainer:
     """A trainer whose functions have ours around them, for as long as anybody wants it."""
 
     package: str
@@ -28,7 +28,7 @@ class _Marked:
     patches: Any
 
 
-_MARKED: dict[str, _Marked] = {}
+_MARKED: dict[str, _InstrumentedTrainer] = {}
 
 
 @dataclass(repr=False)
@@ -118,12 +118,12 @@ def instrument(*trainers: str) -> Instrumented:
     return done
 
 
-def _marked(name: str) -> _Marked:
+def _marked(name: str) -> _InstrumentedTrainer:
     """A trainer with all that is to be put around its functions, which are all there."""
-    from schedir.instrumentation.profiler_ranges import Patches
+    from schedir.instrumentation.profiler_ranges import FunctionPatches
 
     marker: Any = import_module(_MARKERS[name])
-    package, patches = marker.PACKAGE, Patches()
+    package, patches = marker.PACKAGE, FunctionPatches()
     if not _installed(marker.ROOT):
         raise UsageError(f"{package} is not installed", hint=f"pip install {package}")
     try:
@@ -136,7 +136,7 @@ def _marked(name: str) -> _Marked:
         ) from None
     except Exception as error:  # whatever its import may raise
         raise UsageError(f"{package} cannot be imported: {in_words(error)}") from None
-    return _Marked(package, version, patches)
+    return _InstrumentedTrainer(package, version, patches)
 
 
 def _installed(module: str) -> bool:

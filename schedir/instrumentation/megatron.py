@@ -24,8 +24,8 @@ from torch import distributed
 
 from schedir.errors import ExecutionError, UsageError
 from schedir.instrumentation.profiler_ranges import (
-    Patches,
-    Posted,
+    FunctionPatches,
+    PostedMessages,
     mark,
     posted,
     posting,
@@ -54,19 +54,19 @@ _ELSEWHERE: Final = (
 _HINT: Final = "this version of megatron-core works otherwise: run without schedir.instrument"
 
 
-class _At(NamedTuple):
+class _MessageStage(NamedTuple):
     stage: int
     mb: int
 
 
 @dataclass
-class _Step:
+class _MegatronStep:
     """A step under a profiler: whose it is, and which messages come next."""
 
     ranks: int
     rank: int
-    activations: Iterator[_At]
-    gradients: Iterator[_At]
+    activations: Iterator[_MessageStage]
+    gradients: Iterator[_MessageStage]
 
     def message(self, place: str, tensor: Any) -> str:
         """What a message is called that `_p2p_ops` knows by the parameter `tensor_{place}`."""
@@ -80,14 +80,14 @@ class _Step:
         return f"{at.stage}{'SEND_F' if place == 'send_next' else 'SEND_B'}{at.mb}"
 
 
-_STEP: ContextVar[_Step | None] = ContextVar("schedir.megatron", default=None)
+_STEP: ContextVar[_MegatronStep | None] = ContextVar("schedir.megatron", default=None)
 
 
-def patch(patches: Patches) -> None:
+def patch(patches: FunctionPatches) -> None:
     """Plan what is put around Megatron's functions.  Raises UsageError where one is not there."""
     schedules: Any = import_module(_MODULE)
     messages: Any = import_module("megatron.core.pipeline_parallel.p2p_communication")
-    within = Patches()
+    within = FunctionPatches()
     within.around(schedules, "forward_step", _forward)
     within.around(schedules, "backward_step", _backward)
     within.around(messages, "_batched_p2p_ops", _batched)
@@ -101,7 +101,9 @@ def patch(patches: Patches) -> None:
         raise UsageError(f"{_MODULE}.forward_step takes no vp_stage or no current_microbatch")
 
 
-def _schedule(schedules: Any, within: Patches, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _schedule(
+    schedules: Any, within: FunctionPatches, original: Any, *args: Any, **kwargs: Any
+) -> Any:
     if not profiling():
         return original(*args, **kwargs)
     given = signature(original).bind(*args, **kwargs).arguments
@@ -118,11 +120,17 @@ def _schedule(schedules: Any, within: Patches, original: Any, *args: Any, **kwar
     # From the last rank to the first a message goes to the next chunk; out of the model goes none.
     forwards = [(chunk + (rank == 0), mb) for mb, chunk in table]
     backwards = [(chunks - 1 - chunk - (rank == ranks - 1), mb) for mb, chunk in table]
-    step = _Step(
+    step = _MegatronStep(
         ranks,
         rank,
         *(
-            iter([_At(chunk * ranks + rank, mb) for chunk, mb in order if 0 <= chunk < chunks])
+            iter(
+                [
+                    _MessageStage(chunk * ranks + rank, mb)
+                    for chunk, mb in order
+                    if 0 <= chunk < chunks
+                ]
+            )
             for order in (forwards, backwards)
         ),
     )
@@ -155,7 +163,9 @@ def _forward(original: Any, *args: Any, **kwargs: Any) -> Any:
     if step is None:
         return original(*args, **kwargs)
     given = signature(original).bind(*args, **kwargs).arguments
-    at = _At((given.get("vp_stage") or 0) * step.ranks + step.rank, given["current_microbatch"])
+    at = _MessageStage(
+        (given.get("vp_stage") or 0) * step.ranks + step.rank, given["current_microbatch"]
+    )
     _confirm(given["input_tensor"], at)
     with mark(f"{at.stage}F{at.mb}"):
         result = original(*args, **kwargs)
@@ -213,7 +223,7 @@ def _one_by_one(original: Any, **kwargs: Any) -> Any:
     works = FunctionType(original.__code__, names_in_it, closure=original.__closure__)(**kwargs)
     if names:
         raise ExecutionError("Megatron posts messages by other functions", hint=_HINT)
-    return {place: Posted([work], [actions[place]]) for place, work in works.items()}
+    return {place: PostedMessages([work], [actions[place]]) for place, work in works.items()}
 
 
 class _Distributed(SimpleNamespace):
@@ -223,7 +233,7 @@ class _Distributed(SimpleNamespace):
         return getattr(distributed, name)
 
 
-def _actions(step: _Step | None, given: dict[str, Any]) -> dict[str, str]:
+def _actions(step: _MegatronStep | None, given: dict[str, Any]) -> dict[str, str]:
     """What the messages of a call are called, by their place, in the order of its parameters."""
     places = ("send_prev", "recv_prev", "send_next", "recv_next")
     tensors = {place: given[f"tensor_{place}"] for place in places} if step else {}
@@ -241,20 +251,20 @@ def _tensors(value: Any) -> list[Any]:
     return [one for one in (value if isinstance(value, list) else [value]) if one is not None]
 
 
-def _name(value: Any, at: _At) -> None:
+def _name(value: Any, at: _MessageStage) -> None:
     for tensor in _tensors(value):
         setattr(tensor, _AT, at)
 
 
-def _known(value: Any) -> _At:
+def _known(value: Any) -> _MessageStage:
     """Which stage and microbatch a tensor is of that a forward or backward has returned."""
     found = [getattr(tensor, _AT, None) for tensor in _tensors(value)]
-    if not found or not isinstance(found[0], _At):
+    if not found or not isinstance(found[0], _MessageStage):
         raise ExecutionError("Megatron hands on a tensor that no forward_step returned", hint=_HINT)
     return found[0]
 
 
-def _confirm(value: Any, at: _At) -> None:
+def _confirm(value: Any, at: _MessageStage) -> None:
     """Raise ExecutionError where what was received is not what a forward or backward takes."""
     for tensor in _tensors(value):
         found = getattr(tensor, _AT, at)

@@ -55,7 +55,7 @@ def reducing(stages: Iterable[int]) -> ExitStack:
         return stack.pop_all()
 
 
-class Posted:
+class PostedMessages:
     """Messages under way: their wait is a range, and all else is that of torch's works."""
 
     def __init__(self, works: Sequence[Any], actions: Sequence[str]) -> None:
@@ -74,17 +74,17 @@ class Posted:
         return getattr(self.works[-1], name)
 
 
-def posted(works: Sequence[Any], actions: Sequence[str]) -> list[Posted]:
+def posted(works: Sequence[Any], actions: Sequence[str]) -> list[PostedMessages]:
     """The works of messages, one of each message, or one of all where a batch has one work."""
     if len(works) != len(actions):
-        return [Posted(works, actions)] if works else []
+        return [PostedMessages(works, actions)] if works else []
     each: dict[str, list[Any]] = {}
     for work, action in zip(works, actions, strict=True):
         each.setdefault(action, []).append(work)
-    return [Posted(some, [action]) for action, some in each.items()]
+    return [PostedMessages(some, [action]) for action, some in each.items()]
 
 
-class Patches:
+class FunctionPatches:
     """Functions of others, each with one of ours around it for as long as a `with` lasts.
 
     Several may last at a time; the first puts ours there, and the last takes them away.

@@ -17,7 +17,13 @@ from typing import Any, Final
 
 from torch.profiler import record_function
 
-from schedir.instrumentation.profiler_ranges import Patches, mark, posted, posting, profiling
+from schedir.instrumentation.profiler_ranges import (
+    FunctionPatches,
+    mark,
+    posted,
+    posting,
+    profiling,
+)
 
 PACKAGE: Final = "torch"
 ROOT: Final = PACKAGE
@@ -39,7 +45,7 @@ _ACTION: Final = "_schedir_action"  # what a P2POp of a step is to be called
 
 
 @dataclass
-class _Step:
+class _TorchStep:
     """A step under a profiler: of which schedule, and whether that marks its actions itself."""
 
     marked: bool
@@ -56,15 +62,15 @@ class _Step:
             self.open = None
 
 
-_STEP: ContextVar[_Step | None] = ContextVar("schedir.torch_pipelining", default=None)
+_STEP: ContextVar[_TorchStep | None] = ContextVar("schedir.torch_pipelining", default=None)
 
 
-def patch(patches: Patches) -> None:
+def patch(patches: FunctionPatches) -> None:
     """Plan what is put around torch's functions.  Raises UsageError where one is not there."""
     schedules: Any = import_module(_MODULE)
     stage = import_module("torch.distributed.pipelining.stage")._PipelineStageBase
     runtime = schedules._PipelineScheduleRuntime
-    within = Patches()
+    within = FunctionPatches()
     within.around(schedules._PipelineSchedule, "_maybe_compute_loss", _loss)
     within.around(schedules, "_batch_p2p", _batch)
     within.around(stage, "forward_one_chunk", _forward)
@@ -77,13 +83,15 @@ def patch(patches: Patches) -> None:
 
 
 def _step(
-    runtime: type, within: Patches, original: Any, schedule: Any, *args: Any, **kwargs: Any
+    runtime: type, within: FunctionPatches, original: Any, schedule: Any, *args: Any, **kwargs: Any
 ) -> Any:
     if not profiling():
         return original(schedule, *args, **kwargs)
     # A schedule within another's forward or loss, as a teacher's, is a part of that.
     inside = _STEP.get() is not None
-    step = None if inside else _Step(isinstance(schedule, runtime), schedule._loss_fn is not None)
+    step = (
+        None if inside else _TorchStep(isinstance(schedule, runtime), schedule._loss_fn is not None)
+    )
     token = _STEP.set(step)
     try:
         with within:

@@ -2,8 +2,8 @@
 
 A file of `SIZE` bytes in the folder `boxes` of a run's output, one for each process, which maps it
 into its memory: what it writes there is seen by everybody on its machine, and stays when it is
-killed.  It is 64-bit words, each with one writer (`Word`), then two texts.  Times are those of
-CLOCK_MONOTONIC, in nanoseconds: all processes of a machine have the same.
+killed.  It is 64-bit words, each with one writer (`BlackBoxField`), then two texts.  Times are
+those of CLOCK_MONOTONIC, in nanoseconds: all processes of a machine have the same.
 
 The dispatch loop writes two words for an instruction: which one it has begun, by its index in the
 Stream, and when.  A host runs its Stream in order, so that is where it stands on every lane: of a
@@ -41,7 +41,7 @@ SINCE: Final = 17
 LANES: Final = 40
 
 
-class Word(IntEnum):
+class BlackBoxField(IntEnum):
     """Where a number is.
 
     `RUN` is the same for the processes of one run on one machine, `PLACE` for those that see each
@@ -77,12 +77,12 @@ class Word(IntEnum):
     DEVICE = 39  # the step that a GPU is in, 0 where there is none
 
 
-class Phase(IntEnum):
+class ProcessPhase(IntEnum):
     """What a process is at, as a number in its box, and in `words`."""
 
     words: str
 
-    def __new__(cls, number: int, words: str = "") -> Phase:
+    def __new__(cls, number: int, words: str = "") -> ProcessPhase:
         phase = int.__new__(cls, number)
         phase._value_, phase.words = number, words
         return phase
@@ -99,7 +99,7 @@ class Phase(IntEnum):
     EVALUATE = 9, "evaluating after step {step}"
 
 
-class Box:
+class BlackBox:
     """The box of this process, for it to write; without a path it is memory alone."""
 
     def __init__(
@@ -115,19 +115,22 @@ class Box:
         self.memory = _memory(path)
         self.words = memoryview(self.memory).cast("q")
         own = os.getpid()
-        self.words[Word.RUN], self.words[Word.PLACE] = run_of(os.getppid()), place()
-        self.words[Word.PROCESS], self.words[Word.WORLD] = process, world
-        self.words[Word.TP], self.words[Word.DP] = tp, dp
-        self.words[Word.PID], self.words[Word.BORN] = own, _born(own)
-        self.words[Word.ENTERED] = self.words[Word.BEAT] = monotonic_ns()
-        self.words[Word.FORM] = FORM
+        self.words[BlackBoxField.RUN], self.words[BlackBoxField.PLACE] = (
+            run_of(os.getppid()),
+            place(),
+        )
+        self.words[BlackBoxField.PROCESS], self.words[BlackBoxField.WORLD] = process, world
+        self.words[BlackBoxField.TP], self.words[BlackBoxField.DP] = tp, dp
+        self.words[BlackBoxField.PID], self.words[BlackBoxField.BORN] = own, _born(own)
+        self.words[BlackBoxField.ENTERED] = self.words[BlackBoxField.BEAT] = monotonic_ns()
+        self.words[BlackBoxField.FORM] = FORM
 
-    def enter(self, phase: Phase, step: int = 0) -> None:
+    def enter(self, phase: ProcessPhase, step: int = 0) -> None:
         """Note what the process is at from now on."""
         words = self.words
-        words[Word.STEP], words[Word.PHASE], words[AT] = step, phase, 0
-        words[Word.ENTERED] = words[SINCE] = monotonic_ns()
-        words[Word.TURN] += 1
+        words[BlackBoxField.STEP], words[BlackBoxField.PHASE], words[AT] = step, phase, 0
+        words[BlackBoxField.ENTERED] = words[SINCE] = monotonic_ns()
+        words[BlackBoxField.TURN] += 1
 
     def note(self, text: str) -> None:
         """Note where in the code the process stands."""
@@ -136,8 +139,8 @@ class Box:
     def say(self, text: str, code: int) -> None:
         """Note why the process gives up, "" where that is another's fault."""
         self._write(SAID, SIZE, text)
-        self.words[Word.CODE] = code
-        self.words[Word.FAILED] = monotonic_ns()
+        self.words[BlackBoxField.CODE] = code
+        self.words[BlackBoxField.FAILED] = monotonic_ns()
 
     def _write(self, begin: int, end: int, text: str) -> None:
         data = text.encode(errors="replace")[: end - begin - 8]
@@ -185,7 +188,7 @@ State = Literal["runs", "stopped", "gone", "unknown"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class BlackBoxSnapshot:
     """A box as it was read at `now`, and how the system saw its process then."""
 
     data: bytes
@@ -198,12 +201,12 @@ class Seen:
     @property
     def process(self) -> int:
         """Which process it is, among all."""
-        return self[Word.PROCESS]
+        return self[BlackBoxField.PROCESS]
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> ProcessPhase:
         """What it is at."""
-        return Phase(min(max(self[Word.PHASE], 0), Phase.DONE))
+        return ProcessPhase(min(max(self[BlackBoxField.PHASE], 0), ProcessPhase.DONE))
 
     @property
     def note(self) -> str:
@@ -218,26 +221,26 @@ class Seen:
     @property
     def gave_up(self) -> bool:
         """Whether it has, for a reason of its own or of another."""
-        return bool(self[Word.FAILED])
+        return bool(self[BlackBoxField.FAILED])
 
     @property
     def is_dead(self) -> bool:
         """Whether it has ended, and neither well nor with a word."""
-        return self.state == "gone" and not self.gave_up and not self[Word.ENDED]
+        return self.state == "gone" and not self.gave_up and not self[BlackBoxField.ENDED]
 
     @property
     def seconds(self) -> float:
         """For how long it has been at what it is at."""
-        return max(self.now - max(self[SINCE], self[Word.ENTERED]), 0) / 1e9
+        return max(self.now - max(self[SINCE], self[BlackBoxField.ENTERED]), 0) / 1e9
 
     @property
     def silent(self) -> float:
         """For how many seconds its watchdog has not been awake."""
-        return max(self.now - self[Word.BEAT], 0) / 1e9
+        return max(self.now - self[BlackBoxField.BEAT], 0) / 1e9
 
     def head(self, lane: Lane) -> int:
         """The first instruction of a lane that has not ended, by its index in the Stream."""
-        return self[LANES + lane] if self[Word.DEVICE] else self[AT]
+        return self[LANES + lane] if self[BlackBoxField.DEVICE] else self[AT]
 
     @property
     def at(self) -> int:
@@ -247,7 +250,7 @@ class Seen:
     @property
     def doing(self) -> str:
         """What it is at, in words."""
-        return self.phase.words.format(step=self[Word.DEVICE] or self[Word.STEP])
+        return self.phase.words.format(step=self[BlackBoxField.DEVICE] or self[BlackBoxField.STEP])
 
     def _text(self, begin: int, end: int) -> str:
         length = min(max(self[begin // 8], 0), end - begin - 8)
@@ -258,36 +261,42 @@ class Seen:
         return f"{self.now} {self.state}\n".encode() + self.data
 
     @classmethod
-    def unpacked(cls, packed: bytes) -> Seen | None:
+    def unpacked(cls, packed: bytes) -> BlackBoxSnapshot | None:
         """What `packed` has made; None for anything else."""
         head, _, data = packed.partition(b"\n")
         now, _, state = head.decode(errors="replace").partition(" ")
         if not re.fullmatch("[0-9]{1,19}", now) or len(data) != SIZE:
             return None
         found = (cls(data, int(now), one) for one in get_args(State) if one == state)
-        return next((seen for seen in found if seen[Word.FORM] == FORM), None)
+        return next((seen for seen in found if seen[BlackBoxField.FORM] == FORM), None)
 
 
-def look(path: Path) -> Seen | None:
+def look(path: Path) -> BlackBoxSnapshot | None:
     """A box, and its process; None where there is none, or something else."""
     try:
         with opened(path) as file:
             data = file.read(SIZE + 1)
     except UsageError:
         return None
-    seen = Seen(data, monotonic_ns(), "unknown")
-    if len(data) != SIZE or seen[Word.FORM] != FORM:
+    seen = BlackBoxSnapshot(data, monotonic_ns(), "unknown")
+    if len(data) != SIZE or seen[BlackBoxField.FORM] != FORM:
         return None
-    if seen[Word.PLACE] != place():
+    if seen[BlackBoxField.PLACE] != place():
         return seen
-    return Seen(data, seen.now, state_of(seen[Word.PID], seen[Word.BORN]))
+    return BlackBoxSnapshot(
+        data, seen.now, state_of(seen[BlackBoxField.PID], seen[BlackBoxField.BORN])
+    )
 
 
-def boxes(folder: Path, run: int | None = None) -> dict[int, Seen]:
+def boxes(folder: Path, run: int | None = None) -> dict[int, BlackBoxSnapshot]:
     """The boxes in a folder by process; of one run on this machine, if it is told which."""
     found = [seen for path in folder.glob("[0-9]*") if (seen := look(path)) is not None]
     if run is not None:
-        found = [seen for seen in found if (seen[Word.RUN], seen[Word.PLACE]) == (run, place())]
+        found = [
+            seen
+            for seen in found
+            if (seen[BlackBoxField.RUN], seen[BlackBoxField.PLACE]) == (run, place())
+        ]
     return {seen.process: seen for seen in found}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system may say
 
 
-class InUse(Exception):
+class LockHeldError(Exception):
     """A lock that another process has; `owner` is what that wrote of itself, "" if nothing."""
 
     def __init__(self, owner: str) -> None:
@@ -20,7 +20,7 @@ class InUse(Exception):
         self.owner = owner
 
 
-class Lock:
+class DirectoryLock:
     """A lock of the system's, on a file that is open here: with the last process that has it open
     it goes, however that ends.  The file may stay, and means nothing."""
 
@@ -52,7 +52,7 @@ class Lock:
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     owner = os.pread(self._file, 200, 0).decode(errors="replace").strip()
                     self._close()
-                    raise InUse(owner if owner.isprintable() else "") from None
+                    raise LockHeldError(owner if owner.isprintable() else "") from None
                 if error.errno in _NO_LOCKS:
                     return error.strerror or "no locks"
                 self._close()

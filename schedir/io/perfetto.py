@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from schedir.analysis.memory.footprint import tiers_of
 from schedir.errors import UsageError
 from schedir.io.terminal import finite
-from schedir.ir.dataflow import Flow
+from schedir.ir.dataflow import Dataflow
 from schedir.ir.isa.instructions import LANES, SENDS, TIERS, TRANSFERS, Lane, Token
-from schedir.predict.bubble_causes import Cause, idleness
+from schedir.predict.bubble_causes import IdleCause, idleness
 from schedir.predict.timeline import Timeline, expect_runs
 
 Event = dict[str, Any]
@@ -162,7 +162,7 @@ class _Tracks:
         ):
             why = {} if awaits < 0 else {"awaits": f"{names[awaits]} on rank {ranks[awaits]}"}
             thread = self.thread[rank, _IDLE]
-            yield _slice(rank, thread, Cause(cause).name.lower(), start, end, why)
+            yield _slice(rank, thread, IdleCause(cause).name.lower(), start, end, why)
 
     def arrows(self) -> Iterator[Event]:
         """From every send to its receive."""
@@ -199,7 +199,7 @@ class _Tracks:
         """Of how many stages of each rank the weights are whole, from their Unshard on."""
         if self.timeline.program.is_draft:
             return
-        lives = Flow.of(self.timeline.program).lives(Token.FULL)
+        lives = Dataflow.of(self.timeline.program).lives(Token.FULL)
         for rank in range(self.timeline.ranks):
             own = lives.of(rank)
             at = np.concatenate([self.start[lives.fill[own]], self.end[lives.freed[own]]])

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from schedir.errors import TraceError
 from schedir.io.torch_csv import ACTIONS, PAIR, READ_OVER
-from schedir.ir.isa.instructions import BY_TEXT, ROWS, TRANSFERS, Instr, Opcode, Per
+from schedir.ir.isa.instructions import BY_TEXT, ROWS, TRANSFERS, Instr, Opcode, Scope
 from schedir.ir.stream import Stream
 
 OF_RANK: Final = -1  # a stage that is not said: the rank has one only
@@ -34,7 +34,7 @@ _WORD: Final = {op: word for word, op in ACTIONS.items()}
 _OTHERS: Final = {"STEP": BY_TEXT["step"]}
 
 
-class Action(NamedTuple):
+class NamedInstruction(NamedTuple):
     """An instruction that a mark names."""
 
     op: Opcode
@@ -42,12 +42,12 @@ class Action(NamedTuple):
     mb: int
 
 
-class Mark(NamedTuple):
+class RangeName(NamedTuple):
     """What a name says: instructions that run as one, or, with `waits`, the messages that the
     range is the wait for.  None at all for what is read over.  What is `joined` runs as one with
     what is marked before it."""
 
-    actions: tuple[Action, ...]
+    actions: tuple[NamedInstruction, ...]
     waits: bool = False
     joined: bool = False
 
@@ -73,7 +73,7 @@ def mark_of(instr: Instr, joined: bool = False) -> str:
     """
     if joined:
         return _JOINED + mark_of(instr).removeprefix("PP:")
-    word, each = _WORD.get(instr.op), ROWS[instr.op].per is Per.MICROBATCH
+    word, each = _WORD.get(instr.op), ROWS[instr.op].per is Scope.MICROBATCH
     if word is None or (instr.mb and not each):  # torch has no word for a later update
         return f"PP:{instr}"
     return f"PP:{instr.stage}{word}" + f"{instr.mb}" * each
@@ -85,10 +85,10 @@ def marks_of(stream: Stream) -> list[str]:
     return [mark_of(*each) for each in zip(stream, stream.joined.tolist(), strict=True)]
 
 
-def read_mark(name: str) -> Mark:
+def read_mark(name: str) -> RangeName:
     """What a mark says.  Raises TraceError for one that says nothing that is known."""
     if found := _GPIPE.fullmatch(name):
-        return Mark((Action(_BY_GPIPE[found[1]], OF_RANK, int(found[2])),))
+        return RangeName((NamedInstruction(_BY_GPIPE[found[1]], OF_RANK, int(found[2])),))
     if name.startswith(_JOINED):
         mark = _single(name, name.removeprefix(_JOINED))
         if mark.waits or not mark.actions:
@@ -105,29 +105,31 @@ def read_mark(name: str) -> Mark:
     kinds = {action.op in TRANSFERS for action in actions}
     if any(part.waits for part in parts) or kinds != {group[2] != PAIR} or not actions:
         raise _unknown(name)
-    return Mark(actions, waits=_SEVERAL[group[2]])
+    return RangeName(actions, waits=_SEVERAL[group[2]])
 
 
-def _single(name: str, text: str) -> Mark:
+def _single(name: str, text: str) -> RangeName:
     if text in _OTHERS:
-        return Mark((Action(_OTHERS[text], 0, 0),))
+        return RangeName((NamedInstruction(_OTHERS[text], 0, 0),))
     if found := _ACTION.fullmatch(text):
         stage, kind, mb = found.groups()
         if kind in ACTIONS:
             op = ACTIONS[kind]
-            if (ROWS[op].per is Per.MICROBATCH) == bool(mb):
-                return Mark((Action(op, int(stage), int(mb or 0)),))
+            if (ROWS[op].per is Scope.MICROBATCH) == bool(mb):
+                return RangeName((NamedInstruction(op, int(stage), int(mb or 0)),))
         elif kind.removeprefix(_WAIT) in ACTIONS and kind.startswith(_WAIT) and mb:
-            return Mark((Action(ACTIONS[kind.removeprefix(_WAIT)], int(stage), int(mb)),), True)
+            return RangeName(
+                (NamedInstruction(ACTIONS[kind.removeprefix(_WAIT)], int(stage), int(mb)),), True
+            )
         elif kind in READ_OVER:
-            return Mark(())
+            return RangeName(())
     elif (found := _OWN.fullmatch(text)) and found[1] in BY_TEXT:
         op = BY_TEXT[found[1]]
         first, second = (None if n is None else int(n) for n in found.group(2, 3))
-        if ROWS[op].per is Per.RANK:  # written with its update, where that is not the first
-            return Mark((Action(op, 0, first or 0),))
-        if first is not None and (second is not None or ROWS[op].per is not Per.MICROBATCH):
-            return Mark((Action(op, first, second or 0),))
+        if ROWS[op].per is Scope.RANK:  # written with its update, where that is not the first
+            return RangeName((NamedInstruction(op, 0, first or 0),))
+        if first is not None and (second is not None or ROWS[op].per is not Scope.MICROBATCH):
+            return RangeName((NamedInstruction(op, first, second or 0),))
     raise _unknown(name)
 
 

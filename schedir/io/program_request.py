@@ -22,7 +22,7 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import RECOMPUTE
 from schedir.ir.pipeline.field_schema import Field
 from schedir.ir.pipeline.pipeline_shape import PLAN, Plan
-from schedir.ir.pipeline.stage_segments import Whole, whole_of
+from schedir.ir.pipeline.stage_segments import UnsegmentedShape, whole_of
 from schedir.ir.program import FIELDS, HEADER, TRAITS, Program
 from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.passes.memory.offload_placement import DISK, HOST
@@ -376,10 +376,10 @@ class Request:
         return in_pieces(each, pieces, plan, chunks=chunks)
 
     @property
-    def _whole(self) -> Whole:
+    def _whole(self) -> UnsegmentedShape:
         return self._whole_of(self.plan)
 
-    def _whole_of(self, plan: Plan) -> Whole:
+    def _whole_of(self, plan: Plan) -> UnsegmentedShape:
         """What a plan's stages and microbatches are pieces and chunks of, as a program in a file
         says, or somebody of it, or of a schedule."""
         found = self.source.found if isinstance(self.source.found, Program) else Program

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.progress_models import MODELS
-from schedir.errors import ProgramError, Site, TraceError, UsageError
+from schedir.errors import InstructionSite, ProgramError, TraceError, UsageError
 from schedir.io.files import atomic_write, opened
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.input_trust import RAISED, most_of_a_file
@@ -118,7 +118,7 @@ def load_timeline(path: str | Path) -> Timeline:
     with opened(path) as file:
         try:
             with ZipFile(file) as archive:
-                return _Reader(archive).timeline()
+                return _TimelineReader(archive).timeline()
         except ProgramError as error:
             error.add_note(f"in {path}")
             raise
@@ -128,7 +128,7 @@ def load_timeline(path: str | Path) -> Timeline:
             raise TraceError(f"{path} is no Timeline: {error or type(error).__name__}") from None
 
 
-class _Reader:
+class _TimelineReader:
     """Reads the members one after the other, each only after its size was found sound."""
 
     def __init__(self, archive: ZipFile) -> None:
@@ -257,7 +257,9 @@ def _require_causes_first(timeline: Timeline) -> None:
     sites = []
     for k in (worst, int(cause[worst])):
         rank, index, instr = timeline.graph.index.locate(k)
-        sites.append(Site(rank, index, instr, f"{spans['start'][k]:g} to {spans['end'][k]:g}"))
+        sites.append(
+            InstructionSite(rank, index, instr, f"{spans['start'][k]:g} to {spans['end'][k]:g}")
+        )
     raise TraceError(
         "a prediction cannot have an effect before its cause",
         program=timeline.program.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from schedir.errors import GroupError, Site, UsageError
+from schedir.errors import GroupError, InstructionSite, UsageError
 from schedir.ir.isa.instructions import (
     BACKWARDS,
     COMPUTE,
@@ -14,7 +14,7 @@ from schedir.ir.isa.instructions import (
     ROWS,
     TRANSFERS,
     Opcode,
-    Per,
+    Scope,
     Token,
     changes,
 )
@@ -22,7 +22,7 @@ from schedir.ir.pipeline.stage_segments import ranks_meet
 from schedir.ir.program import FIELDS, JOINED, Program, is_op
 
 _MOVES = {op for op in changes(Token.SAVED) if op not in COMPUTE}
-_IN_TURNS = tuple(op for op in REDUCES if ROWS[op].per is Per.TURN)
+_IN_TURNS = tuple(op for op in REDUCES if ROWS[op].per is Scope.TURN)
 
 
 def require_torch_has_it(
@@ -106,6 +106,6 @@ def require_pair(program: Program, rank: int, index: int) -> None:
         if transfers
         else "torch runs a forward and a backward as one, and nothing else",
         program=program.name,
-        sites=[Site(rank, k, stream[k]) for k in range(max(index - 1, 0), index + 1)],
+        sites=[InstructionSite(rank, k, stream[k]) for k in range(max(index - 1, 0), index + 1)],
         hint="export to 'torch', where it places transfers itself" if transfers else "",
     )

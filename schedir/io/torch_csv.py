@@ -24,19 +24,19 @@ import numpy as np
 
 from schedir.analysis.memory.unshard_counts import gathers
 from schedir.errors import (
-    CellError,
     CompletenessError,
-    LevelError,
+    CsvCellError,
+    LoweringLevelError,
     UsageError,
     expect,
 )
 from schedir.io.torch_compatibility import require_pair, require_torch_has_it
 from schedir.io.torch_unshard import RESHARD, UNSHARD, for_torch
 from schedir.ir.cost.zero_states import CUT_FROM
-from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, FORWARD, ROWS, TRANSFERS, Opcode, Per
+from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, FORWARD, ROWS, TRANSFERS, Opcode, Scope
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES, Plan
 from schedir.ir.pipeline.placement import PLACEMENTS
-from schedir.ir.program import JOINED, OP, OPS, STAGE, Program, Slots, Stream
+from schedir.ir.program import JOINED, OP, OPS, STAGE, Program, SlotCounts, Stream
 
 __all__ = ["parse", "show"]
 
@@ -72,7 +72,7 @@ READ_OVER: Final = {
 }
 # Of every action: its word without stage and microbatch, and whether it has a microbatch.
 _KINDS: Final[dict[str, tuple[int | None, bool]]] = {
-    **{action: (int(op) << OP, ROWS[op].per is Per.MICROBATCH) for action, op in ACTIONS.items()},
+    **{action: (int(op) << OP, ROWS[op].per is Scope.MICROBATCH) for action, op in ACTIONS.items()},
     **{action: (None, each) for action, each in READ_OVER.items()},
 }
 PAIR: Final = "OVERLAP_F_B"
@@ -123,7 +123,7 @@ def cells(program: Program, to: str = "torch") -> list[list[str]]:
     if to not in FORMS:
         raise UsageError(f"no form {to!r} to export to", hint=f"there are {', '.join(FORMS)}")
     if to != "torch" and program.is_draft and program.plan.ranks > 1:
-        raise LevelError(
+        raise LoweringLevelError(
             f"a draft has no transfers, but {to!r} is the form with them",
             program=program.name,
             hint="export to 'torch', or lower the draft",
@@ -154,15 +154,15 @@ def cells(program: Program, to: str = "torch") -> list[list[str]]:
 # ---------------------------------------------------------------- CSV to program
 
 
-class _At(NamedTuple):
+class _CellLocation(NamedTuple):
     """Where a cell stands: its row and column, from 1, and its text."""
 
     row: int
     column: int
     text: str
 
-    def error(self, fact: str, hint: str = "") -> CellError:
-        return CellError(fact, line=self.row, column=self.column, hint=hint)
+    def error(self, fact: str, hint: str = "") -> CsvCellError:
+        return CsvCellError(fact, line=self.row, column=self.column, hint=hint)
 
 
 def parse(
@@ -190,10 +190,10 @@ def parse(
     expect(text, str, 'Path("mine.csv").read_text()')
     if ranks is not None:
         expect(ranks, Integral, "4")
-    reader = _Reader(_PARTS if zero == CUT_FROM["params"] else _REDUCED if zero else {})
+    reader = _CsvReader(_PARTS if zero == CUT_FROM["params"] else _REDUCED if zero else {})
     rows = _rows(text)
     if ranks is not None and len(rows) != ranks:
-        at = _At(min(len(rows), ranks) + 1, 1, "")
+        at = _CellLocation(min(len(rows), ranks) + 1, 1, "")
         has = "row" if len(rows) == 1 else "rows"
         why = f"rank {len(rows)} has none"
         if len(rows) > ranks:
@@ -208,7 +208,7 @@ def parse(
         words = [w[np.isin(w >> OP & 0xFF, COMPUTE)] for w in words]
     program = Program(name, plan, tuple(map(Stream, words)), zero=zero or 0)
     whole = gathers(program).whole
-    slots = [Slots.unsaid()._replace(full=most) for most in whole]
+    slots = [SlotCounts.unsaid()._replace(full=most) for most in whole]
     return program.with_slots(slots) if any(whole) else program
 
 
@@ -218,35 +218,35 @@ def _rows(text: str) -> list[list[str]]:
     try:
         rows.extend(reader)
     except csv.Error as error:
-        raise CellError(f"this is no CSV: {error}", line=len(rows) + 1, column=1) from None
+        raise CsvCellError(f"this is no CSV: {error}", line=len(rows) + 1, column=1) from None
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     if not rows:
-        raise CellError("no cell has an action like 0F0", line=1, column=1)
+        raise CsvCellError("no cell has an action like 0F0", line=1, column=1)
     return rows
 
 
-class _Reader:
+class _CsvReader:
     """What was read so far."""
 
     def __init__(self, parts: Mapping[Opcode, str]) -> None:
         self.parts = {action: int(op) << OP for op, action in parts.items()}
         self.turns = Counter[int]()  # of what comes several times for a stage
         self.ranks: list[list[int]] = []
-        self.holder: dict[int, _At] = {}  # where each stage is first named
-        self.other: dict[int, _At] = {}  # where a message goes to or comes from it
-        self.most, self.most_at = -1, _At(1, 1, "")  # the largest microbatch
+        self.holder: dict[int, _CellLocation] = {}  # where each stage is first named
+        self.other: dict[int, _CellLocation] = {}  # where a message goes to or comes from it
+        self.most, self.most_at = -1, _CellLocation(1, 1, "")  # the largest microbatch
 
     def rank(self, row: int, cells: list[str]) -> None:
         self.ranks.append([])
         for column, cell in enumerate(cells, 1):
             cell = cell.strip()
             if cell:
-                self.cell(_At(row, column, cell))
+                self.cell(_CellLocation(row, column, cell))
         if not any(map(str.strip, cells)):
-            raise _At(row, 1, "").error(f"rank {row - 1} has nothing to do")
+            raise _CellLocation(row, 1, "").error(f"rank {row - 1} has nothing to do")
 
-    def cell(self, at: _At) -> None:
+    def cell(self, at: _CellLocation) -> None:
         words = self.ranks[-1]
         pair = _CELLS.fullmatch(at.text) if at.text[0] == "(" else None
         if not pair:
@@ -271,7 +271,7 @@ class _Reader:
         assert first is not None and second is not None
         words += [first, second | JOINED]
 
-    def action(self, at: _At, text: str) -> int | None:
+    def action(self, at: _CellLocation, text: str) -> int | None:
         """The word of an action, or nothing for one that is read over."""
         found = _CELL.fullmatch(text)
         kind = found[2] if found else ""

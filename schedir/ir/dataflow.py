@@ -20,17 +20,17 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.instruction_index import NONE, Index, Positions
+from schedir.ir.instruction_index import NONE, InstructionIndex, Positions
 from schedir.ir.isa.instructions import (
     LOCAL_HANDOVER,
     ROWS,
     TOKENS,
-    Found,
-    Hop,
     Lane,
     Opcode,
-    Per,
+    PeerRule,
+    ProducerRule,
     Row,
+    Scope,
     Token,
     chain,
     change_of,
@@ -40,14 +40,14 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.isa.table_validation import require_tables
 from schedir.ir.program import Program
-from schedir.ir.value_chains import NO_FORM, Chains, Part
+from schedir.ir.value_chains import NO_FORM, ChainMember, ValueChains
 
 require_tables()
 
 Keys = NDArray[np.int64]
 
 # Who frees a value, and at which stage: what is handed over is freed by its taker.
-FREERS: Final[dict[Token, list[tuple[Opcode, Hop | None]]]] = {
+FREERS: Final[dict[Token, list[tuple[Opcode, PeerRule | None]]]] = {
     token: [(row.op, None) for row in ROWS if token in row.frees]
     + [
         (row.op, hop.back)
@@ -59,7 +59,7 @@ FREERS: Final[dict[Token, list[tuple[Opcode, Hop | None]]]] = {
 }
 
 
-class Stale(NamedTuple):
+class StaleRead(NamedTuple):
     """An instruction that needs a value which the last to touch it has freed, or left elsewhere."""
 
     needer: int
@@ -67,7 +67,7 @@ class Stale(NamedTuple):
     token: Token
 
 
-class Lives(NamedTuple):
+class ValueLives(NamedTuple):
     """Values of one kind, by where they are filled and freed.
 
     `fill` has the position that fills each value, rank by rank and along each Stream, `freed`
@@ -103,12 +103,12 @@ class Lives(NamedTuple):
         return most
 
 
-class States(NamedTuple):
+class ValueStates(NamedTuple):
     """What values of one kind are, from one instruction that touches them to the next.
 
     `begin` and `end` are the positions of the two, `tier` is where the value lies (an index into
-    TIERS), `form` which field of Sizes tells its bytes (an index into `Chains.forms`, NO_FORM for
-    that of the token).  `made` says that the value begins here, `over` that it ends.
+    TIERS), `form` which field of Sizes tells its bytes (an index into `ValueChains.forms`, NO_FORM
+    for that of the token).  `made` says that the value begins here, `over` that it ends.
     """
 
     begin: Positions
@@ -119,18 +119,18 @@ class States(NamedTuple):
     over: NDArray[np.bool_]
 
 
-class Flow:
+class Dataflow:
     """The flow of values through a program."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: InstructionIndex) -> None:
         self.index = index
-        self._stale: list[Stale] = []  # what `needs` finds on its way
-        self._chains: dict[Token, Chains | None] = {}
+        self._stale: list[StaleRead] = []  # what `needs` finds on its way
+        self._chains: dict[Token, ValueChains | None] = {}
 
     @classmethod
-    def of(cls, program: Program) -> Flow:
+    def of(cls, program: Program) -> Dataflow:
         """The flow of a program, which is made once."""
-        return program.derived("flow", lambda twin: cls(Index.of(twin)))
+        return program.derived("flow", lambda twin: cls(InstructionIndex.of(twin)))
 
     # ------------------------------------------------------------ who gives what
 
@@ -153,7 +153,7 @@ class Flow:
                     found.append((more, needer, giver))
                     more += 1
             for token in (token for token in row.gives if token not in row.needs):
-                if TOKENS[token].found is Found.AGAIN and self.index.program.has(token):
+                if TOKENS[token].found is ProducerRule.AGAIN and self.index.program.has(token):
                     found.append((more, needer, self._freed_before(token, needer)))
                     more += 1
         needs = np.full((max([2, *(k + 1 for k, _, _ in found)]), len(self.index)), NONE, np.int32)
@@ -162,7 +162,7 @@ class Flow:
         return needs
 
     @property
-    def stale(self) -> list[Stale]:
+    def stale(self) -> list[StaleRead]:
         """Who needs a value that is not there as it is needed, and will not be."""
         return self._stale if self.needs.size else []
 
@@ -182,11 +182,11 @@ class Flow:
     def _givers(self, row: Row, token: Token, needer: Positions) -> Iterator[Positions]:
         """Who gives a value to each of some instructions of a row, by lane if on several."""
         found = TOKENS[token].found
-        if found is Found.ALL:
+        if found is ProducerRule.ALL:
             yield from self._last(row, token, needer)
-        elif found is Found.VERSION:
+        elif found is ProducerRule.VERSION:
             yield self._of_version(row, token, needer)
-        elif found is Found.SINCE:
+        elif found is ProducerRule.SINCE:
             given = self.index.where_all(chain(row.op, token))
             yield self._earlier(self._keys(token, given), given, self._keys(token, needer), needer)
         elif (chains := self.chains(token)) is not None:
@@ -226,11 +226,11 @@ class Flow:
             return np.full(len(needer), NONE, np.int32)
         version = (
             plan.version(index.stage[needer], index.mb[needer])
-            if row.per is Per.MICROBATCH
+            if row.per is Scope.MICROBATCH
             else index.update(needer)
         )
         changes = np.full(len(needer), True)
-        if row.per is not Per.RANK:
+        if row.per is not Scope.RANK:
             changes = index.stage[needer] >= index.program.frozen
         giver = np.full(len(needer), NONE, np.int32)
         for op in chain(row.op, token):
@@ -244,8 +244,8 @@ class Flow:
         index = self.index
         ops = chain(row.op, token)
         per = row.per
-        if row.of_all or row.group == "tied" or any(ROWS[op].per is Per.RANK for op in ops):
-            per = Per.RANK  # what a rank gives, it gives to each of its stages
+        if row.of_all or row.group == "tied" or any(ROWS[op].per is Scope.RANK for op in ops):
+            per = Scope.RANK  # what a rank gives, it gives to each of its stages
         for lane in sorted({ROWS[op].lane for op in ops if op in index.at}) or [row.lane]:
             gives = index.where_all(op for op in ops if ROWS[op].lane is lane)
             if row.group == "tied":  # all copies of the rank
@@ -255,9 +255,9 @@ class Flow:
             last[index.keys(per, gives)] = gives
             key = index.keys(per, needer)
             found = last[key]
-            if per is Per.STAGE:
+            if per is Scope.STAGE:
                 found = np.maximum(found, self._of_copies(ops, lane, needer))
-            if row.per is Per.TURN:  # of each turn but the last what is there by then
+            if row.per is Scope.TURN:  # of each turn but the last what is there by then
                 final = np.full(index.size[per], NONE, np.int32)
                 final[key] = needer
                 near = self._earlier(index.keys(per, gives), gives, key, needer)
@@ -265,20 +265,22 @@ class Flow:
                 found[early] = near[early]
                 before = self._earlier(key, needer, key, needer)  # the turn before
                 again = (before != NONE) & (found < before)
-                self._stale += map(Stale, needer[again], before[again], [token] * int(again.sum()))
+                self._stale += map(
+                    StaleRead, needer[again], before[again], [token] * int(again.sum())
+                )
             yield found
 
     def _of_copies(self, ops: tuple[Opcode, ...], lane: Lane, needer: Positions) -> Positions:
         """What sums the copies of tied weights, which stands for one of a rank's and changes all:
         of each needer whose stage has a copy; -1 for others."""
         index = self.index
-        last = np.full(index.size[Per.RANK], NONE, np.int32)
+        last = np.full(index.size[Scope.RANK], NONE, np.int32)
         sums = index.where_all(
             op for op in ops if ROWS[op].group == "tied" and ROWS[op].lane is lane
         )
-        last[index.keys(Per.RANK, sums)] = sums
+        last[index.keys(Scope.RANK, sums)] = sums
         tied = [s for stages in index.program.summed for s in stages]
-        found = last[index.keys(Per.RANK, needer)]
+        found = last[index.keys(Scope.RANK, needer)]
         return np.where(np.isin(index.stage[needer], tied), found, np.int32(NONE))
 
     def _freed_before(self, token: Token, needer: Positions) -> Positions:
@@ -300,57 +302,59 @@ class Flow:
         fits = (event >= 0) & (giver[near] == key)
         return np.where(fits, given[near], NONE).astype(np.int32)
 
-    def _nearest(self, chains: Chains, row: Row, token: Token, needer: Positions) -> Positions:
+    def _nearest(self, chains: ValueChains, row: Row, token: Token, needer: Positions) -> Positions:
         """Of what is made again, or changes its state: the nearest earlier giver."""
         giver, stale = chains.givers(self._keys(token, needer), needer, change_of(row.op, token))
-        self._stale += [Stale(who, culprit, token) for who, culprit in stale]
+        self._stale += [StaleRead(who, culprit, token) for who, culprit in stale]
         return giver
 
     # ------------------------------------------------------------ how long it lives
 
-    def chains(self, token: Token) -> Chains | None:
+    def chains(self, token: Token) -> ValueChains | None:
         """The chains of a token's values; None where the table of instructions is enough."""
         if token not in self._chains:
             self._chains[token] = self._chained(token) if self._needs_chains(token) else None
         return self._chains[token]
 
     def _needs_chains(self, token: Token) -> bool:
-        if TOKENS[token].found in (Found.AGAIN, Found.ALL):
+        if TOKENS[token].found in (ProducerRule.AGAIN, ProducerRule.ALL):
             return True
         # Changes of form are in the order of the tables, wherever they stand.
         forms = form_changes(token)
         changed = [op for op in changes(token) if op in self.index.at and op not in forms]
-        if TOKENS[token].found is not Found.ONCE or not changed:
+        if TOKENS[token].found is not ProducerRule.ONCE or not changed:
             return False
         often = np.sum([self.index.at[op] != NONE for op in changed], 0)
         return bool((often > 1).any()) or any(change_of(op, token) for op in changed)
 
-    def _chained(self, token: Token) -> Chains:
+    def _chained(self, token: Token) -> ValueChains:
         parts = []
         for op in (*producers(token), *changes(token)):
             at = self.index.positions.get(op)
             if at is not None:
                 change = change_of(op, token)
-                parts.append(Part(at, self._keys(token, at), True, op in producers(token), change))
+                parts.append(
+                    ChainMember(at, self._keys(token, at), True, op in producers(token), change)
+                )
         for op, hop in FREERS[token]:
             at = self.index.positions.get(op)
             if at is not None:
                 key = self._keys(token, at, hop and hop.back)
-                parts.append(Part(at, key, False, False, None))
+                parts.append(ChainMember(at, key, False, False, None))
         lies = self.index.program.lies(token)
-        return Chains.of(parts, collected=TOKENS[token].found is Found.ALL, lies=lies)
+        return ValueChains.of(parts, collected=TOKENS[token].found is ProducerRule.ALL, lies=lies)
 
-    def _keys(self, token: Token, at: Positions, hop: Hop | None = None) -> Keys:
+    def _keys(self, token: Token, at: Positions, hop: PeerRule | None = None) -> Keys:
         """Which value of a token's each of some instructions touches; of another stage's, a hop
         from its own.
         """
         if hop is not None:
             return self.index.beside(hop, at).astype(np.int64)
-        if TOKENS[token].per is Per.MICROBATCH:
+        if TOKENS[token].per is Scope.MICROBATCH:
             return self.index.key[at].astype(np.int64)
         return self.index.keys(TOKENS[token].per, at, np.zeros(len(at), np.int64))
 
-    def lives(self, token: Token, tier: int = 0) -> Lives:
+    def lives(self, token: Token, tier: int = 0) -> ValueLives:
         """Where the values of a kind are filled on a tier and freed; without those never freed,
         and none of a kind that takes no memory of its own.
 
@@ -361,7 +365,7 @@ class Flow:
         chains = self.chains(token)
         if not index.program.holds(token) or (tier and chains is None):
             none = np.empty(0, np.int32)
-            return Lives(none, none, none, np.zeros(len(index.program.offsets), np.intp))
+            return ValueLives(none, none, none, np.zeros(len(index.program.offsets), np.intp))
         if chains is not None:
             fill, freed = chains.on_tier(tier)
         else:
@@ -371,7 +375,7 @@ class Flow:
         own[own] = index.rank[freed[own]] == index.rank[fill[own]]
         fill, freed = fill[own], freed[own]
         first = np.searchsorted(fill, index.program.offsets)
-        return Lives(fill, freed, np.sort(freed), first)
+        return ValueLives(fill, freed, np.sort(freed), first)
 
     def _freed(self, token: Token, fill: Positions) -> Positions:
         """Who frees each value that is made once, by where it is filled."""
@@ -384,11 +388,11 @@ class Flow:
                 freed = np.where(freed == NONE, found, freed)
         return freed
 
-    def states(self, token: Token) -> States:
+    def states(self, token: Token) -> ValueStates:
         """What the values of a kind are, piece by piece, in the order of `begin`."""
         chains = self.chains(token)
         if chains is not None:
-            return States(*chains.pieces())
+            return ValueStates(*chains.pieces())
         lives = self.lives(token)
         whole, none = np.ones(len(lives.fill), bool), np.zeros(len(lives.fill), np.int64)
-        return States(lives.fill, lives.freed, none, none + NO_FORM, whole, whole)
+        return ValueStates(lives.fill, lives.freed, none, none + NO_FORM, whole, whole)

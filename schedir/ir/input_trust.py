@@ -21,7 +21,7 @@ RAISED: Final = "--most-instructions N, or `with schedir.trusting(instructions=N
 
 
 @dataclass(frozen=True)
-class Trust:
+class InputTrust:
     """How many instructions a program may have, and whether files with code may be run.
 
     With `instructions` None a program of a file may have `MOST`, and others as many as memory has
@@ -32,10 +32,10 @@ class Trust:
     code: bool = True
 
 
-_now = Trust()
+_now = InputTrust()
 
 
-def trust() -> Trust:
+def trust() -> InputTrust:
     """What this process lets its input do."""
     return _now
 
@@ -61,7 +61,7 @@ def trusting(*, instructions: int | None = None, code: bool | None = None) -> It
     if instructions is not None and instructions < 1:
         raise UsageError(f"a program has 1 instruction or more, not at most {instructions}")
     before = _now
-    _now = Trust(
+    _now = InputTrust(
         before.instructions if instructions is None else instructions,
         before.code if code is None else code,
     )

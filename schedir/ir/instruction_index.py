@@ -9,18 +9,18 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.isa.instructions import ROWS, Hop, Instr, Opcode, Per, Row
+from schedir.ir.isa.instructions import ROWS, Instr, Opcode, PeerRule, Row, Scope
 from schedir.ir.program import FIELDS, Program, is_op, unpack
 
 Positions = NDArray[np.int32]
 
 NONE: Final = -1
-_COUNTED: Final = np.array([row.per is Per.MICROBATCH for row in ROWS])
-_TURNS: Final = np.array([row.per is Per.TURN for row in ROWS])
+_COUNTED: Final = np.array([row.per is Scope.MICROBATCH for row in ROWS])
+_TURNS: Final = np.array([row.per is Scope.TURN for row in ROWS])
 _EMPTY: Final = np.empty(0, np.int32)
 
 
-class Index:
+class InstructionIndex:
     """All instructions of a program, one rank behind the other, by position.
 
     `op`, `stage`, `mb` and `joined` (issued with the one before it) have one entry per
@@ -52,19 +52,19 @@ class Index:
             for row, begin, end in zip(ROWS, [0, *ends], ends, strict=False)
             if begin < end
         ]
-        turns = [self.mb[at] for row, at in found if row.per is Per.TURN]
+        turns = [self.mb[at] for row, at in found if row.per is Scope.TURN]
         # Of a stage: no more than there are instructions for them, and the first in any case.
         most = max((int(mb.max()) + 1 for mb in turns), default=0)
         self.turns = max(1, min(sum(map(len, turns)), most))
         self.size = {
-            Per.MICROBATCH: plan.stages * plan.microbatches,
-            Per.STAGE: plan.holders.size * plan.updates,
-            Per.RANK: plan.ranks * plan.updates,
-            Per.TURN: plan.holders.size * self.turns,
+            Scope.MICROBATCH: plan.stages * plan.microbatches,
+            Scope.STAGE: plan.holders.size * plan.updates,
+            Scope.RANK: plan.ranks * plan.updates,
+            Scope.TURN: plan.holders.size * self.turns,
         }
         for row, here in found:
-            if row.per is not Per.MICROBATCH:
-                times = self.turns if row.per is Per.TURN else plan.updates
+            if row.per is not Scope.MICROBATCH:
+                times = self.turns if row.per is Scope.TURN else plan.updates
                 self.valid[here] = (self.stage[here] < plan.stages) & (self.mb[here] < times)
                 here = here[self.valid[here]]
                 self.key[here] = self.keys(row.per, here, self.mb[here])
@@ -95,7 +95,7 @@ class Index:
         return len(self.op)
 
     @classmethod
-    def of(cls, program: Program) -> Index:
+    def of(cls, program: Program) -> InstructionIndex:
         """The index of a program, which is made once."""
         return program.derived("index", cls)
 
@@ -109,7 +109,7 @@ class Index:
         return found[0] if len(found) == 1 else np.sort(np.concatenate([_EMPTY, *found]))
 
     def keys(
-        self, per: Per, at: NDArray[Any], time: NDArray[Any] | None = None
+        self, per: Scope, at: NDArray[Any], time: NDArray[Any] | None = None
     ) -> NDArray[np.int64]:
         """The key of what some instructions' stage, or rank (`per`), has the given times.
 
@@ -117,7 +117,7 @@ class Index:
         """
         plan = self.program.plan
         key: NDArray[np.int64]
-        if per is Per.RANK:
+        if per is Scope.RANK:
             key, each = self.rank[at].astype(np.int64), plan.ranks
         else:
             key, each = self.stage[at].astype(np.int64), plan.holders.size
@@ -137,7 +137,7 @@ class Index:
         update: NDArray[np.int64] = np.where(_COUNTED[op], mb // each, np.where(_TURNS[op], 0, mb))
         return update
 
-    def beside(self, hop: Hop, at: NDArray[Any]) -> Positions:
+    def beside(self, hop: PeerRule, at: NDArray[Any]) -> Positions:
         """The keys of some instructions' microbatches, of which they are, at the stage that is a
         hop from theirs; less than 0 where there is none.
         """

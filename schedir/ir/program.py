@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import PlanError, said
-from schedir.ir.cost.sizes import Eager
+from schedir.ir.cost.sizes import EagerMessages
 from schedir.ir.cost.zero_states import CUT_FROM, is_cut
 from schedir.ir.isa.instructions import (
     ADDS,
@@ -27,9 +27,9 @@ from schedir.ir.isa.instructions import (
     TOKENS,
     TRAINING_VALUES,
     USERS,
-    Hop,
     Instr,
     Opcode,
+    PeerRule,
     Token,
 )
 from schedir.ir.notebook_repr import html
@@ -39,7 +39,7 @@ from schedir.ir.pipeline.pipeline_shape import PLAN, Plan
 from schedir.ir.pipeline.skip_connections import Skips, beside
 from schedir.ir.pipeline.slot_counts import ON_HOST as ON_HOST
 from schedir.ir.pipeline.slot_counts import OWN as OWN
-from schedir.ir.pipeline.slot_counts import Slots as Slots
+from schedir.ir.pipeline.slot_counts import SlotCounts as SlotCounts
 from schedir.ir.pipeline.stage_segments import pieces_in, whole_of
 from schedir.ir.pipeline.tied_weights import Tied
 from schedir.ir.stream import ADDRESS as ADDRESS
@@ -48,8 +48,8 @@ from schedir.ir.stream import JOINED as JOINED
 from schedir.ir.stream import OP as OP
 from schedir.ir.stream import OPS as OPS
 from schedir.ir.stream import STAGE as STAGE
-from schedir.ir.stream import Cut as Cut
 from schedir.ir.stream import Stream as Stream
+from schedir.ir.stream import StreamSlices as StreamSlices
 from schedir.ir.stream import Words as Words
 from schedir.ir.stream import is_op as is_op
 from schedir.ir.stream import pack as pack
@@ -73,7 +73,7 @@ class Proof(NamedTuple):
     blocks: bool = False
     device_waits: bool = False
     lazy: bool = False
-    eager: Eager | None = None
+    eager: EagerMessages | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Program:
     meets: str = field(default="", metadata=program_attributes.MEETS)
     chunked: int = field(default=1, metadata=program_attributes.CHUNKED)
     sequence: bool = field(default=False, metadata=program_attributes.SEQUENCE)
-    slots: tuple[Slots, ...] = ()
+    slots: tuple[SlotCounts, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -171,7 +171,7 @@ class Program:
         told = {name: getattr(self, name) for name in program_attributes.TOGETHER}
         program_attributes.require_together(self.plan, **told)
         try:
-            slots = tuple(Slots(*map(index, counts)) for counts in self.slots)
+            slots = tuple(SlotCounts(*map(index, counts)) for counts in self.slots)
         except TypeError:
             raise PlanError(
                 f"slots are four whole numbers for each rank, not {said(self.slots)}",
@@ -185,7 +185,7 @@ class Program:
         if any(not 0 <= count < 2**31 for counts in slots for count in counts.said().values()):
             raise PlanError("the number of slots is a whole number from 0 on", fields=["slots"])
         object.__setattr__(self, "slots", slots)
-        streams = Cut.of(self.streams)
+        streams = StreamSlices.of(self.streams)
         object.__setattr__(self, "streams", streams)
         object.__setattr__(self, "words", streams.words)
         object.__setattr__(self, "offsets", streams.offsets)
@@ -208,10 +208,10 @@ class Program:
     @property
     def shares_slots(self) -> bool:
         """Whether values that cross boundaries share slots: else each has one of its own."""
-        across = Slots._fields[: len(BOUNDARY)]
+        across = SlotCounts._fields[: len(BOUNDARY)]
         return any(not {*across}.isdisjoint(slots.said()) for slots in self.slots)
 
-    def with_slots(self, slots: Sequence[Slots]) -> Self:
+    def with_slots(self, slots: Sequence[SlotCounts]) -> Self:
         """The same Streams with other numbers of slots: who gives what stays known."""
         made = replace(self, slots=tuple(slots))
         kept = {what: it for what, it in self._derived.items() if what in ("index", "flow")}
@@ -239,7 +239,7 @@ class Program:
         """Let go of what is derived: of a program that only another one is made of."""
         self._derived.clear()
 
-    def beside(self, hop: Hop) -> NDArray[np.int32]:
+    def beside(self, hop: PeerRule) -> NDArray[np.int32]:
         """The stage that is a hop from each, shape (stages,); -1 where there is none."""
         return beside(hop, self.plan.stages, self.skips)
 

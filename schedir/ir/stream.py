@@ -130,7 +130,7 @@ class Stream(Sequence[Instr]):
         return f"<Stream of {len(self)} instructions>"
 
 
-class Cut(tuple[Stream, ...]):
+class StreamSlices(tuple[Stream, ...]):
     """All Streams of a program, cut from one array: nothing is there twice.
 
     `words` has one Stream behind the other, and `offsets` says where each begins, with one more

@@ -29,10 +29,10 @@ import numpy as np
 
 from schedir.errors import ParseError, PlanError, expect
 from schedir.ir.input_trust import RAISED, most_of_a_file
-from schedir.ir.isa.instructions import BETWEEN_NEIGHBOURS, BY_TEXT, ROWS, Per
+from schedir.ir.isa.instructions import BETWEEN_NEIGHBOURS, BY_TEXT, ROWS, Scope
 from schedir.ir.pipeline.field_schema import Field
 from schedir.ir.pipeline.pipeline_shape import PLAN, Plan
-from schedir.ir.program import HEADER, JOINED, OP, OWN, STAGE, Program, Slots, Stream, Words
+from schedir.ir.program import HEADER, JOINED, OP, OWN, STAGE, Program, SlotCounts, Stream, Words
 from schedir.retired_names import RETIRED
 
 FORMAT = 1
@@ -97,8 +97,8 @@ def _lines(words: Words, period: int) -> Iterator[str]:
 
 def _instr(word: int, step: int) -> str:
     row, mb = ROWS[word >> OP & 0xFF], word & 0xFFFFFFFF
-    where = [] if row.per is Per.RANK else [str(word >> STAGE & 0xFFFF)]
-    if row.per is Per.MICROBATCH or mb or step:  # update 0 is left out
+    where = [] if row.per is Scope.RANK else [str(word >> STAGE & 0xFFFF)]
+    if row.per is Scope.MICROBATCH or mb or step:  # update 0 is left out
         sign = "" if not step else "+" if step > 0 else "-"
         size = "" if abs(step) <= 1 else str(abs(step))
         where.append(f"{mb}{sign}{size}")
@@ -174,8 +174,8 @@ class _Line(NamedTuple):
 _NAME = re.compile(r"\s*(program)\b\s*(.*)")
 _PAIR = re.compile(r"\s*(\S+)(?:\s+(\S+))?")
 # Slots are said of the kinds that there are, in their order; of neighbours' of all or none.
-_ALWAYS = Slots._fields[: len(BETWEEN_NEIGHBOURS)]
-_MORE = Slots._fields[len(BETWEEN_NEIGHBOURS) :]
+_ALWAYS = SlotCounts._fields[: len(BETWEEN_NEIGHBOURS)]
+_MORE = SlotCounts._fields[len(BETWEEN_NEIGHBOURS) :]
 _SLOTS = "".join(rf"\s+{kind}\s+(\d{{1,9}})" for kind in _ALWAYS)
 _SLOTS = rf"(?:{_SLOTS})?" + "".join(rf"(?:\s+{kind}\s+(\d{{1,9}}))?" for kind in _MORE)
 _RANK = re.compile(rf"rank\s+(\d{{1,9}}){_SLOTS}\s*$", re.ASCII)
@@ -281,9 +281,9 @@ def _value(line: _Line, at: int, field: Field, text: str) -> object:
 
 def _streams(
     lines: list[_Line], ranks: int, last: _Line, most: int, hint: str
-) -> tuple[tuple[Stream, ...], tuple[Slots, ...]]:
+) -> tuple[tuple[Stream, ...], tuple[SlotCounts, ...]]:
     streams: list[list[Words]] = []
-    slots: list[Slots] = []
+    slots: list[SlotCounts] = []
     left = most
     for line in lines:
         if not line.text[0].isspace():
@@ -297,10 +297,10 @@ def _streams(
                 raise line.error(f"expected rank {len(streams)}, not {found[1]}", found.start(1))
             if len(streams) == ranks:
                 raise line.error(f"the header says {ranks} ranks", found.start(1))
-            told = Slots(*(OWN if n is None else int(n) for n in found.groups()[1:]))
-            if streams and (told == Slots.unsaid()) is (len(slots) > 0):
+            told = SlotCounts(*(OWN if n is None else int(n) for n in found.groups()[1:]))
+            if streams and (told == SlotCounts.unsaid()) is (len(slots) > 0):
                 raise line.error("slots are said of all ranks or of none", found.end(1))
-            if told != Slots.unsaid():
+            if told != SlotCounts.unsaid():
                 slots.append(told)
             streams.append([])
         else:
@@ -353,12 +353,12 @@ def _read(line: _Line, at: int, part: str) -> tuple[int, int]:
     op = BY_TEXT[found[1]]
     per = ROWS[op].per
     numbers = [int(n) for n in found.group(2, 3) if n is not None]
-    full = 1 if per is Per.RANK else 2
-    least = full - (per is not Per.MICROBATCH and not found[4])  # update 0 is left out
+    full = 1 if per is Scope.RANK else 2
+    least = full - (per is not Scope.MICROBATCH and not found[4])  # update 0 is left out
     if not least <= len(numbers) <= full:
         want = f"{found[1]} {per.value}".strip()
         raise line.error(f"{found[1]} is written {want!r}, not {part.strip()!r}", at)
-    stage, mb = [0] * (per is Per.RANK) + numbers + [0] * (full - len(numbers))
+    stage, mb = [0] * (per is Scope.RANK) + numbers + [0] * (full - len(numbers))
     if stage > 0xFFFF or mb > 0xFFFFFFFF:
         raise line.error(f"{part.strip()!r} is out of every range", at)
     sign = found[4] or ""

@@ -24,7 +24,7 @@ NO_FORM: Final = -1  # that of the token itself
 _ANY: Final = -2
 
 
-class Part(NamedTuple):
+class ChainMember(NamedTuple):
     """Instructions of one row, and the values that they touch: whether they give these, and make
     them, and how they change them, if they do."""
 
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     change: Change | None
 
 
-class Chains(NamedTuple):
+class ValueChains(NamedTuple):
     """Events by value and position: `gives` are makers and changes, the others free.
 
     `tier` and `form` are what the value is after each event, `last` the form after the last change
@@ -54,7 +54,9 @@ class Chains(NamedTuple):
     lies: str
 
     @classmethod
-    def of(cls, parts: Sequence[Part], *, collected: bool = False, lies: str = "") -> Chains:
+    def of(
+        cls, parts: Sequence[ChainMember], *, collected: bool = False, lies: str = ""
+    ) -> ValueChains:
         """All events that some rows make.
 
         Of what is `collected` from many, who gives it first makes it, and others add to it; what

@@ -56,7 +56,7 @@ def attention(
         return whole
     if not dropout and q.device.type == "cpu":
         cuts = _cuts(length, *window, q.dtype)
-        tiled: Tensor = _Tiled.apply(q, k, v, cuts)  # type: ignore[no-untyped-call]
+        tiled: Tensor = _TiledAttention.apply(q, k, v, cuts)  # type: ignore[no-untyped-call]
         return tiled
     if not dropout and width >= _NARROWEST and on_triton(q):
         tiles = block_mask(length, *window, q.device)
@@ -83,7 +83,7 @@ def mask_of(length: int, window: int, stride: int, device: torch.device | str = 
 # ---------------------------------------------------------------- on CPUs
 
 
-class _Cut(NamedTuple):
+class _QueryTile(NamedTuple):
     """A tile of queries with the keys that it visits, and what is added to their scores; None where
     only what is behind a query is masked."""
 
@@ -93,7 +93,7 @@ class _Cut(NamedTuple):
 
 
 @lru_cache(_KEPT)
-def _cuts(length: int, window: int, stride: int, dtype: torch.dtype) -> tuple[_Cut, ...]:
+def _cuts(length: int, window: int, stride: int, dtype: torch.dtype) -> tuple[_QueryTile, ...]:
     """All tiles of queries.  Those with the same mask share it."""
     (axis,) = tiles_of(length, window, stride).axes
     (start, _), tile = axis.axis.seen, axis.q_tile
@@ -121,11 +121,11 @@ def _cuts(length: int, window: int, stride: int, dtype: torch.dtype) -> tuple[_C
             mask = masks[key]
         elif before:
             mask = widest[: len(own), most - before : most + len(own)]
-        found.append(_Cut(slice(own.start, own.stop), slice(keys.start, keys.stop), mask))
+        found.append(_QueryTile(slice(own.start, own.stop), slice(keys.start, keys.stop), mask))
     return tuple(found)
 
 
-class _Tiled(torch.autograd.Function):
+class _TiledAttention(torch.autograd.Function):
     """Attention in tiles of queries, by what `scaled_dot_product_attention` runs on a CPU.
 
     It saves what that does: q, k and v, what comes out, and a number for each query.  Gradients of
@@ -133,7 +133,7 @@ class _Tiled(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cuts: tuple[_Cut, ...]) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cuts: tuple[_QueryTile, ...]) -> Tensor:
         q, k, v = map(_dense_rows, (q, k, v))
         b, heads, length, width = q.shape
         out = q.new_empty(b, length, heads, width).transpose(1, 2)  # as that lays it out

@@ -24,10 +24,10 @@ from schedir.kernels.layer_norm import add_layer_norm
 from schedir.models.attention import attention
 from schedir.models.gpt_config import GPTConfig as GPTConfig
 from schedir.models.language_model import IGNORE as IGNORE
-from schedir.models.language_model import Ends, Where, drawn, tied_copy
+from schedir.models.language_model import EmbeddingAndHead, ParameterPlacement, drawn, tied_copy
 from schedir.models.language_model import count_tokens as count_tokens
 from schedir.models.language_model import loss as loss
-from schedir.models.parameter_init import Weights
+from schedir.models.parameter_init import LayerParameters
 from schedir.models.partitioning import split_heads, split_layers
 from schedir.models.window_config import windows_of
 from schedir.runtime.autograd.random_streams import layer
@@ -59,7 +59,7 @@ def build_stage(
     split_heads(config.heads, tp_size(tp))
     first = sum(counts[:stage])
     layers = range(first, first + counts[stage])
-    where: Where = {"device": device, "dtype": dtype}
+    where: ParameterPlacement = {"device": device, "dtype": dtype}
     sequence = sequence and tp_size(tp) > 1
     return Stage(config, layers, stage == 0, stage == stages - 1, tp, where, sequence=sequence)
 
@@ -80,13 +80,15 @@ class Stage(nn.Module):
         first: bool,
         last: bool,
         tp: ProcessGroup | None,
-        where: Where,
+        where: ParameterPlacement,
         *,
         sequence: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.tp, self.sequence = config, tp, sequence
-        self.embedding, head = Ends.of(config, first, last, tp, where, sequence=sequence)
+        self.embedding, head = EmbeddingAndHead.of(
+            config, first, last, tp, where, sequence=sequence
+        )
         self.positions: nn.Parameter | None = None
         self.norm: nn.LayerNorm | None = None
         if first:
@@ -139,7 +141,7 @@ class Layer(nn.Module):
         config: GPTConfig,
         index: int,
         tp: ProcessGroup | None,
-        where: Where,
+        where: ParameterPlacement,
         *,
         sequence: bool = False,
     ) -> None:
@@ -149,7 +151,7 @@ class Layer(nn.Module):
         # What is drawn for its heads: where it has its own tokens, too, for these it draws apart.
         self.own_heads = self.slice + tp_size(tp) * sequence
         self.window, self.sequence = windows_of(config)[index], sequence
-        weights = Weights(
+        weights = LayerParameters(
             config.seed, f"layers.{index}", hidden, 2 * config.layers, tp, where, sequence
         )
         self.attention_norm = weights.norm()

@@ -31,17 +31,17 @@ from schedir.tensor_parallel.submodule_view import part_of
 Given = tuple[Tensor, ...]
 
 
-class _Step(NamedTuple):
+class _SegmentStep(NamedTuple):
     """Something that a piece computes of what it is given, and the parameters that it takes."""
 
     names: list[str]
     run: Callable[..., Given]
 
 
-class Piece(Stage):
+class StageSegment(Stage):
     """A piece of a stage: it has some of its parameters, and computes what they are for."""
 
-    def __init__(self, stage: Stage, steps: list[_Step]) -> None:
+    def __init__(self, stage: Stage, steps: list[_SegmentStep]) -> None:
         vars(self).update(vars(part_of(stage, [name for step in steps for name in step.names])))
         self.steps = steps
 
@@ -78,16 +78,16 @@ def pieces(stage: Stage) -> list[nn.Module]:
             "pieces of one stage",
             hint="two stages, or a model that is not tied",
         )
-    found = [[_Step(["embedding", "positions"] * (stage.embedding is not None), _begin)]]
+    found = [[_SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _begin)]]
     for number in stage.layers:
-        own = _Layer(number)
+        own = _LayerSegments(number)
         found[-1].append(own.step(own.enter, "attention_norm"))
         found.append([own.step(own.attend, "qkv", "proj.weight")])
         found.append([own.step(own.between, "proj.bias", "mlp_norm")])
         found.append([own.step(own.feed, "up", "down.weight")])
         found.append([own.step(own.add, "down.bias")])
-    found[-1].append(_Step(["norm", "head"] * (stage.head is not None), _end))
-    return [Piece(stage, steps) for steps in found]
+    found[-1].append(_SegmentStep(["norm", "head"] * (stage.head is not None), _end))
+    return [StageSegment(stage, steps) for steps in found]
 
 
 def cut_of(layers: Iterable[int]) -> tuple[int, ...]:
@@ -140,14 +140,14 @@ def _end(stage: Stage, x: Tensor) -> Given:
     return (stage.end(x),)
 
 
-class _Layer:
+class _LayerSegments:
     """What pieces compute of the layer of a number."""
 
     def __init__(self, number: str) -> None:
         self.number = number
 
-    def step(self, run: Callable[..., Given], *names: str) -> _Step:
-        return _Step([f"layers.{self.number}.{name}" for name in names], run)
+    def step(self, run: Callable[..., Given], *names: str) -> _SegmentStep:
+        return _SegmentStep([f"layers.{self.number}.{name}" for name in names], run)
 
     def of(self, stage: Stage) -> Layer:
         found = stage.layers[self.number]

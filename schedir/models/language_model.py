@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from schedir.tensor_parallel.sliced_init import Drawn
+from schedir.tensor_parallel.sliced_init import SlicedInit
 from schedir.tensor_parallel.vocab_parallel import (
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -20,14 +20,14 @@ IGNORE = -1  # a target that counts neither in the loss nor in `count_tokens`
 STD = 0.02
 
 
-class Where(TypedDict):
+class ParameterPlacement(TypedDict):
     """Where parameters lie, and their type."""
 
     device: torch.device | str
     dtype: torch.dtype
 
 
-class OfTokens(Protocol):
+class TokenModelConfig(Protocol):
     """A configuration of a model that has tokens at both ends."""
 
     @property
@@ -41,16 +41,16 @@ class OfTokens(Protocol):
 
 
 def drawn(
-    seed: int, name: str, k: int, n: int, where: Where, dim: int = 0, std: float = STD
-) -> Drawn:
+    seed: int, name: str, k: int, n: int, where: ParameterPlacement, dim: int = 0, std: float = STD
+) -> SlicedInit:
     """The parameter `name`, (k, n), normal(0, std), which tensor-parallel ranks share along `dim`.
 
     What it is depends on the seed and the name alone.
     """
-    return Drawn(f"{seed} {name}", torch.Size((k, n)), dim, std, **where)
+    return SlicedInit(f"{seed} {name}", torch.Size((k, n)), dim, std, **where)
 
 
-class Ends(NamedTuple):
+class EmbeddingAndHead(NamedTuple):
     """The embedding of a stage that is the first, and the head of one that is the last."""
 
     embedding: VocabParallelEmbedding | None
@@ -59,14 +59,14 @@ class Ends(NamedTuple):
     @classmethod
     def of(
         cls,
-        config: OfTokens,
+        config: TokenModelConfig,
         first: bool,
         last: bool,
         tp: ProcessGroup | None,
-        where: Where,
+        where: ParameterPlacement,
         *,
         sequence: bool = False,
-    ) -> Ends:
+    ) -> EmbeddingAndHead:
         """This rank's shards of them; where they are tied, they share one Parameter, or have
         copies of it if they are in two stages."""
 
@@ -84,7 +84,9 @@ class Ends(NamedTuple):
 
 
 def tied_copy(
-    config: OfTokens, embedding: VocabParallelEmbedding | None, head: VocabParallelHead | None
+    config: TokenModelConfig,
+    embedding: VocabParallelEmbedding | None,
+    head: VocabParallelHead | None,
 ) -> nn.Parameter | None:
     """A stage's copy of the embedding, if another stage has one: their gradients are summed.
 

@@ -20,11 +20,11 @@ from torch.distributed import ProcessGroup
 from schedir.errors import UsageError
 from schedir.models.attention import attention
 from schedir.models.language_model import IGNORE as IGNORE
-from schedir.models.language_model import Ends, Where, tied_copy
+from schedir.models.language_model import EmbeddingAndHead, ParameterPlacement, tied_copy
 from schedir.models.language_model import count_tokens as count_tokens
 from schedir.models.language_model import loss as loss
 from schedir.models.llama_config import LlamaConfig as LlamaConfig
-from schedir.models.parameter_init import Weights
+from schedir.models.parameter_init import LayerParameters
 from schedir.models.partitioning import split_heads, split_layers
 from schedir.models.window_config import windows_of
 from schedir.tensor_parallel.mappings import seen_in_parts, tp_size
@@ -54,7 +54,7 @@ def build_stage(
     split_heads(config.groups, tp_size(tp), "heads of keys and values", "kv_heads")
     first = sum(counts[:stage])
     layers = range(first, first + counts[stage])
-    where: Where = {"device": device, "dtype": dtype}
+    where: ParameterPlacement = {"device": device, "dtype": dtype}
     sequence = sequence and tp_size(tp) > 1
     return Stage(config, layers, stage == 0, stage == stages - 1, tp, where, sequence=sequence)
 
@@ -75,13 +75,15 @@ class Stage(nn.Module):
         first: bool,
         last: bool,
         tp: ProcessGroup | None,
-        where: Where,
+        where: ParameterPlacement,
         *,
         sequence: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.share = config, tp_size(tp) if sequence else 1
-        self.embedding, head = Ends.of(config, first, last, tp, where, sequence=sequence)
+        self.embedding, head = EmbeddingAndHead.of(
+            config, first, last, tp, where, sequence=sequence
+        )
         self.layers = nn.ModuleDict(
             {str(i): Layer(config, i, tp, where, sequence=sequence) for i in layers}
         )
@@ -118,7 +120,7 @@ class Layer(nn.Module):
         config: LlamaConfig,
         index: int,
         tp: ProcessGroup | None,
-        where: Where,
+        where: ParameterPlacement,
         *,
         sequence: bool = False,
     ) -> None:
@@ -126,7 +128,7 @@ class Layer(nn.Module):
         hidden, width = config.hidden, config.width
         self.head_width, self.queries = hidden // config.heads, config.heads // config.groups
         self.window, adds = windows_of(config)[index], 2 * config.layers
-        weights = Weights(config.seed, f"layers.{index}", hidden, adds, tp, where, sequence)
+        weights = LayerParameters(config.seed, f"layers.{index}", hidden, adds, tp, where, sequence)
 
         def norm() -> nn.RMSNorm:
             return seen_in_parts(nn.RMSNorm(hidden, config.eps, **where), tp, sequence=sequence)

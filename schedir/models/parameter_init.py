@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from schedir.models.language_model import STD, Where, drawn
+from schedir.models.language_model import STD, ParameterPlacement, drawn
 from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.tensor_parallel.mappings import seen_in_parts
 
 
-class Weights(NamedTuple):
+class LayerParameters(NamedTuple):
     """What makes the linear layers and norms of the layer `name`, `hidden` wide at its ends.
 
     As in GPT-2, what adds to the residual stream starts smaller, the more there is that `adds`.
@@ -26,7 +26,7 @@ class Weights(NamedTuple):
     hidden: int
     adds: int
     tp: ProcessGroup | None
-    where: Where
+    where: ParameterPlacement
     sequence: bool = False
 
     def column(self, name: str, k: int, *, bias: bool = True) -> ColumnParallelLinear:

@@ -9,7 +9,7 @@ from schedir.errors import UsageError, said
 Each = int | tuple[int, ...]
 
 
-class OfWindows(Protocol):
+class WindowedModelConfig(Protocol):
     """A configuration of a model whose layers may have windows: one number for all, or one for
     each, and 0 is none."""
 
@@ -23,7 +23,7 @@ class OfWindows(Protocol):
     def stride(self) -> Each: ...
 
 
-def expect_windows(config: OfWindows) -> None:
+def expect_windows(config: WindowedModelConfig) -> None:
     """Raise UsageError for windows and strides that are none, or do not fit the layers."""
     for name, least in (("window", 0), ("stride", 1)):
         given = getattr(config, name)
@@ -55,7 +55,7 @@ def expect_windows(config: OfWindows) -> None:
         )
 
 
-def windows_of(config: OfWindows) -> tuple[tuple[int, int] | None, ...]:
+def windows_of(config: WindowedModelConfig) -> tuple[tuple[int, int] | None, ...]:
     """Window and stride of each layer; None of those that see all, as with a window that is no
     shorter than the context.
 
@@ -69,7 +69,7 @@ def windows_of(config: OfWindows) -> tuple[tuple[int, int] | None, ...]:
     )
 
 
-def _pairs(config: OfWindows) -> list[tuple[int, int]]:
+def _pairs(config: WindowedModelConfig) -> list[tuple[int, int]]:
     """Window and stride of each layer, as they are said."""
     windows, strides = (
         given if isinstance(given, tuple) else (given,) * config.layers

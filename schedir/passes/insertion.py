@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.program import Cut, Program, Words
+from schedir.ir.program import Program, StreamSlices, Words
 
 
 def behind(program: Program, at: NDArray[Any], words: Words) -> Program:
@@ -44,5 +44,5 @@ def at_places(program: Program, at: NDArray[Any], ranks: Words, words: Words) ->
     order = np.lexsort((ranks, at))
     offsets = program.offsets.copy()
     offsets[1:] += np.cumsum(np.bincount(ranks, minlength=program.plan.ranks))
-    streams = Cut.at(np.insert(program.words, at[order], words[order]), offsets)
+    streams = StreamSlices.at(np.insert(program.words, at[order], words[order]), offsets)
     return replace(program, streams=streams)

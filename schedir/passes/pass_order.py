@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Final
 
-from schedir.ir.pipeline.field_schema import YES_OR_NO, Kind
+from schedir.ir.pipeline.field_schema import YES_OR_NO, FieldType
 from schedir.passes.pass_types import PARTS, Pass
 
 
@@ -28,7 +28,7 @@ LOWERING: Final[tuple[Pass, ...]] = tuple(
 )
 
 # What passes take beside the options of all lowering: by name the kind, and what it is for.
-OPTIONS: Final[Mapping[str, tuple[Kind, str]]] = {
+OPTIONS: Final[Mapping[str, tuple[FieldType, str]]] = {
     option: (
         each.kinds.get(option, YES_OR_NO),
         each.abouts.get(option) or each.about or f"with the pass {each.name}",

@@ -13,7 +13,7 @@ from schedir.analysis.progress_models import Model
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.field_schema import Kind
+from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.program import Program
 
 Boundary = Literal["replicated", "sharded"]
@@ -44,7 +44,7 @@ class Options:
     rest: Callable[..., Program] = lambda program, **more: program
 
 
-class Expected(NamedTuple):
+class ExpectedInstructions(NamedTuple):
     """Which instructions of one kind must be there: `once` has an entry for each key of its row
     (`Index.key`), of update 0 where the row is once in each.  `why` says why there is no other.
     Of one that is missing, `hint` says what is right, and `beside` what is there of its key."""
@@ -59,7 +59,7 @@ class Expected(NamedTuple):
 Present = Callable[[Opcode], Mask]
 
 
-def _nothing(program: Program, present: Present) -> Iterator[Expected]:
+def _nothing(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     return iter(())
 
 
@@ -88,11 +88,11 @@ class Pass:
     part: Part
     lower: Callable[[Program, Options], Program]
     wanted: Callable[[Program, Options], bool] = lambda program, options: True
-    expected: Callable[[Program, Present], Iterator[Expected]] = _nothing
+    expected: Callable[[Program, Present], Iterator[ExpectedInstructions]] = _nothing
     read: Callable[[Program, Model], dict[str, Any]] = _none
     options: tuple[str, ...] = ()
     applies: Callable[[Program], bool] = lambda program: True
-    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    kinds: Mapping[str, FieldType] = field(default_factory=dict)
     about: str = ""
     abouts: Mapping[str, str] = field(default_factory=dict)
     section: Literal["pipeline", "memory"] = "pipeline"

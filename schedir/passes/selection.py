@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError, said
 from schedir.ir.cost.number_parsing import whole
-from schedir.ir.pipeline.field_schema import Kind
+from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import STAGE, Words
 
@@ -116,6 +116,6 @@ def read(text: str) -> Any:
     return tuple(found)
 
 
-def kind(takes: str) -> Kind:
+def kind(takes: str) -> FieldType:
     """The kind of an option that says which."""
-    return Kind(takes, read, str, metavar="WHAT")
+    return FieldType(takes, read, str, metavar="WHAT")

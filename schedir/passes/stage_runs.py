@@ -14,7 +14,7 @@ from schedir.ir.program import STAGE, Program
 Ints = NDArray[np.int64]
 
 
-class Runs(NamedTuple):
+class StageRuns(NamedTuple):
     """Each `stage` of each run, by the number of the run (`step`), over all ranks.
 
     `end` is the place behind the run's last instruction, before another one.  What is issued as one
@@ -32,7 +32,7 @@ class Runs(NamedTuple):
         return int(np.bincount(self.step).max(initial=0))
 
 
-def runs(program: Program, ops: Sequence[Opcode]) -> Runs:
+def runs(program: Program, ops: Sequence[Opcode]) -> StageRuns:
     """The runs of some kinds of instructions of trained stages; others may stand between."""
     group = np.cumsum(~program.joined)
     at = np.flatnonzero(np.isin(program.op, ops))
@@ -55,7 +55,7 @@ def runs(program: Program, ops: Sequence[Opcode]) -> Runs:
         same &= np.logical_and.reduceat(stage == stage[there], begins)
     last = np.repeat(np.append(~same[1:], True)[: len(same)], size)  # those of a run's last group
     step = np.repeat(np.cumsum(~same) - 1, size)
-    return Runs(rank[last], step[last], stage[last], end[last])
+    return StageRuns(rank[last], step[last], stage[last], end[last])
 
 
 def turns(key: Ints) -> Ints:

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.memory.buffer_slots import groups
-from schedir.ir.instruction_index import NONE, Index
-from schedir.ir.isa.instructions import COMPUTE, ROWS, Per
+from schedir.ir.instruction_index import NONE, InstructionIndex
+from schedir.ir.isa.instructions import COMPUTE, ROWS, Scope
 from schedir.ir.program import Program
 
 Ends = NDArray[np.int64]  # positions that the ends come behind, shape (updates - 1, ranks)
-_ENDS: Final = tuple(row.op for row in ROWS if row.per is not Per.MICROBATCH)
+_ENDS: Final = tuple(row.op for row in ROWS if row.per is not Scope.MICROBATCH)
 
 
 def meets(program: Program) -> bool:
@@ -46,7 +46,7 @@ def apart(program: Program) -> Ends:
     runs forwards may be through with an update before it is with an earlier one, and with all of
     them long before the last: it ends them in turn, and in its own Stream.
     """
-    index = Index.of(program)
+    index = InstructionIndex.of(program)
     computes = np.append(np.flatnonzero(index.is_op(COMPUTE)), len(index))
     ahead = computes[np.searchsorted(computes, _last(index), side="right")]
     ends = np.minimum(ahead, program.offsets[1:]) - 1
@@ -73,7 +73,7 @@ def together(graph: Graph) -> Ends:
     return ends
 
 
-def _last(index: Index) -> Ends:
+def _last(index: InstructionIndex) -> Ends:
     """Where each rank last works on each update before the last: a rank that trains adds to it, or
     does what ends it, and one with frozen stages only runs forwards."""
     plan = index.program.plan

@@ -12,7 +12,7 @@ from schedir.errors import UsageError, in_bytes
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.estimate.schedule_formulas import family
 from schedir.planner.parallel_plan import Choice, Parts, Priced
-from schedir.planner.plan_space import Every
+from schedir.planner.plan_space import PlanTable
 from schedir.planner.transformer.transformer_spec import Model
 
 _LESS = 0.01  # of a step: what is less than that is no reason
@@ -39,7 +39,7 @@ def in_short(choice: Choice) -> str:
 
 
 def nothing_fits(
-    model: Model, cluster: Cluster, found: Every, *, offload: bool = False
+    model: Model, cluster: Cluster, found: PlanTable, *, offload: bool = False
 ) -> UsageError:
     """The refusal where no plan has room, with the one that takes the least; where one could also
     `offload`, of those that do not."""
@@ -65,7 +65,7 @@ def alone(cluster: Cluster, one: Priced) -> Priced:
     return replace(one, bound=largest, why=f"{largest}: {part:.4g} s of {one.step:.4g} s")
 
 
-def among(model: Model, cluster: Cluster, one: Priced, at: int, found: Every) -> Priced:
+def among(model: Model, cluster: Cluster, one: Priced, at: int, found: PlanTable) -> Priced:
     """A plan with what all others say of it, of which it is number `at`; times in closed form.
 
     Where another one that fits is faster, `bound` is the part that it has most less of.  Else it is
@@ -93,7 +93,7 @@ def among(model: Model, cluster: Cluster, one: Priced, at: int, found: Every) ->
     return replace(one, bound="compute", why="compute: no plan has less of anything else")
 
 
-def _fastest(found: Every, which: NDArray[np.bool_]) -> int:
+def _fastest(found: PlanTable, which: NDArray[np.bool_]) -> int:
     return int(np.where(which, found.step, np.inf).argmin())
 
 
@@ -102,7 +102,7 @@ def _beside(
     cluster: Cluster,
     one: Priced,
     own: Any,
-    found: Every,
+    found: PlanTable,
     at: int,
     part: int | None = None,
 ) -> Priced:

@@ -132,7 +132,7 @@ def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-class Phases(NamedTuple):
+class PhaseTimes(NamedTuple):
     """Seconds of one microbatch in one stage: the forward, the backward of inputs and of weights,
     and what runs again before them."""
 
@@ -146,26 +146,26 @@ class Phases(NamedTuple):
         """The whole backward, with what runs again."""
         return self.I + self.W + self.R
 
-    def plus(self, other: Phases, times: float = 1.0) -> Phases:
+    def plus(self, other: PhaseTimes, times: float = 1.0) -> PhaseTimes:
         """The sum with another, so many times."""
-        return Phases(*(a + times * b for a, b in zip(self, other, strict=True)))
+        return PhaseTimes(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-class Times(NamedTuple):
+class StageTimes(NamedTuple):
     """What one microbatch takes on one GPU: work, and tensor-parallel collectives that nothing
     hides."""
 
-    compute: Phases = Phases()
-    tensor: Phases = Phases()
+    compute: PhaseTimes = PhaseTimes()
+    tensor: PhaseTimes = PhaseTimes()
 
     @property
-    def total(self) -> Phases:
+    def total(self) -> PhaseTimes:
         """Both."""
         return self.compute.plus(self.tensor)
 
-    def plus(self, other: Times, times: float = 1.0) -> Times:
+    def plus(self, other: StageTimes, times: float = 1.0) -> StageTimes:
         """The sum with another, so many times."""
-        return Times(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
+        return StageTimes(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
 
 
 class Parts(NamedTuple):

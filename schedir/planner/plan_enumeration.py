@@ -15,11 +15,11 @@ from schedir.ir.cost.number_parsing import MOST_SEQUENCES
 from schedir.ir.cost.zero_states import LEVELS
 from schedir.planner.estimate.schedule_formulas import FAMILIES, SCHEDULES, family
 from schedir.planner.parallel_plan import Attention, Choice, Order
-from schedir.planner.plan_table import COLUMNS, NAMES, RECOMPUTES, Plans
+from schedir.planner.plan_table import COLUMNS, NAMES, RECOMPUTES, PlanColumns
 from schedir.planner.transformer.transformer_spec import Model
 
 
-class Asked(NamedTuple):
+class FieldFilter(NamedTuple):
     """Which values of each field of a choice are asked for; None for all that make sense."""
 
     schedules: tuple[str, ...] = SCHEDULES
@@ -41,7 +41,7 @@ class Asked(NamedTuple):
 _DEGREES: Final = ("p", "t", "d", "v", "b", "c", "e")
 
 
-def asked(**fields: Any) -> Asked:
+def asked(**fields: Any) -> FieldFilter:
     """What is asked for, of one value or several each.
 
     Raises UsageError for what is no such value.
@@ -82,10 +82,10 @@ def asked(**fields: Any) -> Asked:
     for name, values in found.items():
         if values == ():
             raise UsageError(f"of {name} there is none to choose from", fields=[name])
-    return Asked(**found)
+    return FieldFilter(**found)
 
 
-def choices(model: Model, cluster: Cluster, batch: int, want: Asked) -> Plans:
+def choices(model: Model, cluster: Cluster, batch: int, want: FieldFilter) -> PlanColumns:
     """All plans of what is asked for.
 
     p t d c are all GPUs of the cluster, d b m is the batch.  Slices divide the heads, stay within
@@ -114,7 +114,7 @@ def choices(model: Model, cluster: Cluster, batch: int, want: Asked) -> Plans:
     if not rows:
         raise _no_batch(model, batch, degrees, want)
     columns = np.array(rows, np.int64).T
-    return Plans(**dict(zip(COLUMNS, columns, strict=True)),
+    return PlanColumns(**dict(zip(COLUMNS, columns, strict=True)),
                  attention=want.attention, order=want.order)  # fmt: skip
 
 
@@ -138,7 +138,7 @@ class Degree(NamedTuple):
     e: int
 
 
-def _degrees(model: Model, cluster: Cluster, want: Asked) -> Iterator[Degree]:
+def _degrees(model: Model, cluster: Cluster, want: FieldFilter) -> Iterator[Degree]:
     gpus = cluster.gpus
     for t in _slices(model, cluster, want):
         for p, c in product(want.p or divisors(gpus), want.c):
@@ -150,7 +150,7 @@ def _degrees(model: Model, cluster: Cluster, want: Asked) -> Iterator[Degree]:
                     yield Degree(p, t, d, c, e)
 
 
-def _slices(model: Model, cluster: Cluster, want: Asked) -> list[int]:
+def _slices(model: Model, cluster: Cluster, want: FieldFilter) -> list[int]:
     """The numbers of slices that the model allows."""
     told, node = want.t, cluster.gpus_per_node
     found = [t for t in told or divisors(cluster.gpus) if told or t <= node]
@@ -181,7 +181,7 @@ def _uncut(model: Model, t: int) -> str:
     return (bad + ["kv_heads"] * bool(kv) + [""])[0]
 
 
-def _stages(model: Model, p: int, name: str, want: Asked) -> list[int]:
+def _stages(model: Model, p: int, name: str, want: FieldFilter) -> list[int]:
     """Stages per rank of a schedule."""
     kind = FAMILIES[name].stages
     most = model.layers // p
@@ -195,7 +195,7 @@ def _stages(model: Model, p: int, name: str, want: Asked) -> list[int]:
     return sorted({*even, *ends} | ({2} if most >= 2 else set()))
 
 
-def _rows(model: Model, batch: int, degree: Degree, want: Asked) -> Iterator[tuple[int, ...]]:
+def _rows(model: Model, batch: int, degree: Degree, want: FieldFilter) -> Iterator[tuple[int, ...]]:
     """The plans of so many ranks, slices and replicas, as columns have them."""
     p, t, d, c, e = degree
     if batch % d:
@@ -219,7 +219,7 @@ def _rows(model: Model, batch: int, degree: Degree, want: Asked) -> Iterator[tup
                     yield p, t, d, v, b, m, number, recompute, zero, int(cut), c, e
 
 
-def _levels(replicas: int, p: int, v: int, name: str, want: Asked) -> Iterator[int]:
+def _levels(replicas: int, p: int, v: int, name: str, want: FieldFilter) -> Iterator[int]:
     """Levels of ZeRO that differ from lower ones."""
     for level in want.zero or range(LEVELS):
         cuts = level >= 2 and (want.zero is not None or (v > 2 and not FAMILIES[name].split))
@@ -234,7 +234,7 @@ def _levels(replicas: int, p: int, v: int, name: str, want: Asked) -> Iterator[i
             yield level
 
 
-def _no_product(model: Model, cluster: Cluster, want: Asked) -> UsageError:
+def _no_product(model: Model, cluster: Cluster, want: FieldFilter) -> UsageError:
     told = [name for name in ("p", "t", "d", "c", "e") if getattr(want, name) not in (None, (1,))]
     said_ = " x ".join(f"{name} {_or(getattr(want, name))}" for name in told)
     if want.p and min(want.p) > model.layers:
@@ -269,7 +269,7 @@ def _prime(number: int) -> list[int]:
     return found or [1]
 
 
-def _no_batch(model: Model, batch: int, degrees: list[Degree], want: Asked) -> UsageError:
+def _no_batch(model: Model, batch: int, degrees: list[Degree], want: FieldFilter) -> UsageError:
     """The nearest batches of which there are plans; or what else is in the way."""
     near = set[int]()
     for degree in degrees:

@@ -17,11 +17,11 @@ from schedir.planner.hardware.software_constants import Constants
 from schedir.planner.parallel_plan import Attention, Choice, Order, Priced
 from schedir.planner.plan_enumeration import asked, choices, leaves_node
 from schedir.planner.plan_estimate import plain
-from schedir.planner.plan_space import Every, closed_form
-from schedir.planner.plan_table import Plans, simulated_only
+from schedir.planner.plan_space import PlanTable, closed_form
+from schedir.planner.plan_table import PlanColumns, simulated_only
 from schedir.planner.transformer.layer_division import layers_of
 from schedir.planner.transformer.layer_ops import refuse_uneven
-from schedir.planner.transformer.memory_estimate import States, states_for
+from schedir.planner.transformer.memory_estimate import StateBytes, states_for
 from schedir.planner.transformer.transformer_spec import Model
 from schedir.predict.activation_bytes import Recompute
 
@@ -37,7 +37,7 @@ def step(
     *,
     exact: bool = True,
     constants: Constants | None = None,
-    states: States | None = None,
+    states: StateBytes | None = None,
 ) -> Priced:
     """What a step of one choice takes and holds, also of one that does not fit.
 
@@ -58,7 +58,7 @@ def step(
     constants, states = constants or Constants(), states or states_for(cluster)
     if exact:
         return alone(cluster, simulated(model, cluster, choice, constants, states=states))
-    found = closed_form(model, cluster, Plans.of(choice), constants, states)
+    found = closed_form(model, cluster, PlanColumns.of(choice), constants, states)
     return alone(cluster, found.at(model, cluster, 0))
 
 
@@ -84,7 +84,7 @@ def plan(
     order: Order = "tpd",
     offload: bool = False,
     constants: Constants | None = None,
-    states: States | None = None,
+    states: StateBytes | None = None,
 ) -> list[Priced]:
     """The `top` plans that fit into the cluster's memory, the fastest first.
 
@@ -161,9 +161,9 @@ def every(
     batch: int,
     *,
     constants: Constants | None = None,
-    states: States | None = None,
+    states: StateBytes | None = None,
     **which: Any,
-) -> Every:
+) -> PlanTable:
     """All plans that `plan` chooses from, also those that do not fit, in closed form and in no
     order; `which` are those that it takes.
 

@@ -12,16 +12,16 @@ from schedir.planner.estimate.closed_form import parts
 from schedir.planner.hardware.software_constants import Constants
 from schedir.planner.parallel_plan import Memory, Parts, Priced
 from schedir.planner.plan_estimate import priced
-from schedir.planner.plan_table import Floats, Plans
-from schedir.planner.transformer.memory_estimate import States, held
+from schedir.planner.plan_table import Floats, PlanColumns
+from schedir.planner.transformer.memory_estimate import StateBytes, held
 from schedir.planner.transformer.transformer_spec import Model
 
 
-class Every(NamedTuple):
+class PlanTable(NamedTuple):
     """What many plans take and hold: parts of their steps, and memory of the fullest rank, a row
     for each field of `Parts` and `Memory`; and the sums of these."""
 
-    plans: Plans
+    plans: PlanColumns
     parts: Floats
     memory: Floats
     step: Floats
@@ -34,26 +34,26 @@ class Every(NamedTuple):
             Parts(*self.parts[:, number].tolist()), Memory(*self.memory[:, number].tolist()),
         )  # fmt: skip
 
-    def take(self, which: NDArray[np.bool_]) -> Every:
+    def take(self, which: NDArray[np.bool_]) -> PlanTable:
         """Some of them."""
         arrays = (each[..., which] for each in self[1:])
-        return Every(self.plans.take(which), *arrays)
+        return PlanTable(self.plans.take(which), *arrays)
 
-    def told(self, finalists: list[tuple[Priced, int]]) -> Every:
+    def told(self, finalists: list[tuple[Priced, int]]) -> PlanTable:
         """The same, with what simulations tell of some of them, each with its number."""
         parts, memory = self.parts.copy(), self.memory.copy()
         for one, at in finalists:
             parts[:, at], memory[:, at] = one.parts, one.memory
-        return Every(self.plans, parts, memory, parts.sum(axis=0), memory.sum(axis=0))
+        return PlanTable(self.plans, parts, memory, parts.sum(axis=0), memory.sum(axis=0))
 
 
 def closed_form(
-    model: Model, cluster: Cluster, plans: Plans, constants: Constants, states: States
-) -> Every:
+    model: Model, cluster: Cluster, plans: PlanColumns, constants: Constants, states: StateBytes
+) -> PlanTable:
     """The closed form of all plans."""
     shares = plans.shares(model)
     holds = held(model, plans, shares, constants, states)
     found = parts(model, cluster, plans, shares, holds, constants, states)
     fullest = holds.memory.sum(axis=0).argmax(axis=1)
     memory = holds.memory[:, np.arange(len(plans)), fullest]
-    return Every(plans, found, memory, found.sum(axis=0), memory.sum(axis=0))
+    return PlanTable(plans, found, memory, found.sum(axis=0), memory.sum(axis=0))

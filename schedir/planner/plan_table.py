@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from schedir.errors import UsageError
 from schedir.planner.estimate.schedule_formulas import FAMILIES
 from schedir.planner.parallel_plan import Attention, Choice, Order
-from schedir.planner.transformer.layer_division import Share, even, shares
+from schedir.planner.transformer.layer_division import RankGroupShare, even, shares
 from schedir.planner.transformer.transformer_spec import Model
 from schedir.predict.activation_bytes import Recompute
 
@@ -22,9 +22,9 @@ NAMES: Final = tuple(FAMILIES)  # a schedule's number is its place here
 RECOMPUTES: Final[tuple[Recompute, ...]] = get_args(Recompute)
 
 
-class Shares(NamedTuple):
-    """The shares of all plans, each field of `Share` as an array of a row for each plan and a
-    column for each share; where a plan has fewer, their `number` is 0."""
+class RankGroupShares(NamedTuple):
+    """The shares of all plans, each field of `RankGroupShare` as an array of a row for each plan
+    and a column for each share; where a plan has fewer, their `number` is 0."""
 
     number: Ints
     rank: Ints
@@ -34,7 +34,7 @@ class Shares(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Plans:
+class PlanColumns:
     """A column of whole numbers for each field of a choice, as `Choice` has them; `schedule` and
     `recompute` are numbers of `NAMES` and `RECOMPUTES`, and `sequence_parallel` is 0 or 1.
 
@@ -62,7 +62,7 @@ class Plans:
         return len(self.p)
 
     @classmethod
-    def of(cls, choice: Choice) -> Plans:
+    def of(cls, choice: Choice) -> PlanColumns:
         """One choice alone.  Raises UsageError for one that has anything on the host, of whose
         copies closed forms know nothing."""
         if choice.moves:
@@ -73,7 +73,7 @@ class Plans:
         each |= {name: np.array([int(each[name])]) for name in COLUMNS}
         return cls(**each)
 
-    def take(self, which: Any) -> Plans:
+    def take(self, which: Any) -> PlanColumns:
         """Some of the plans, by number or by mask."""
         return replace(self, **{name: getattr(self, name)[which] for name in COLUMNS})
 
@@ -97,18 +97,18 @@ class Plans:
         _, first, which = np.unique(code, return_index=True, return_inverse=True)
         return first, which
 
-    def shares(self, model: Model, *, alike: bool = True) -> Shares:
+    def shares(self, model: Model, *, alike: bool = True) -> RankGroupShares:
         """What ranks have: `shares` of each plan."""
         vee = np.array([FAMILIES[name].vee for name in NAMES], np.int64)[self.schedule]
         _, which = np.unique((self.p * 2**20 + self.v) * 2 + vee, return_inverse=True)
         first = np.unique(which, return_index=True)[1]
         each = [shares(model, self.choice(model, i), alike=alike) for i in first.tolist()]
         most = max(map(len, each), default=0)
-        none = Share(0, 0, 0, False, False)
+        none = RankGroupShare(0, 0, 0, False, False)
         table = np.array([[*own, *[none] * (most - len(own))] for own in each], np.int64)
         columns = [table.reshape(len(each), most, -1)[which, :, k] for k in range(5)]
         number, rank, layers, *ends = columns
-        return Shares(number, rank, layers, *(end.astype(bool) for end in ends))
+        return RankGroupShares(number, rank, layers, *(end.astype(bool) for end in ends))
 
 
 def simulated_only() -> UsageError:
@@ -121,4 +121,4 @@ def simulated_only() -> UsageError:
 
 
 ALIKE: Final = ("attention", "order", "layers_of")
-COLUMNS: Final = tuple(f.name for f in fields(Plans) if f.name not in ALIKE)
+COLUMNS: Final = tuple(f.name for f in fields(PlanColumns) if f.name not in ALIKE)

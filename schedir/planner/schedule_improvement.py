@@ -22,20 +22,20 @@ from schedir.planner.hardware.software_constants import Constants
 from schedir.planner.parallel_plan import Choice, Priced
 from schedir.planner.plan_estimate import plain
 from schedir.planner.trainer_profile import trainer_for
-from schedir.planner.transformer.memory_estimate import States
+from schedir.planner.transformer.memory_estimate import StateBytes
 from schedir.planner.transformer.stage_bytes import sizes
 from schedir.planner.transformer.transformer_spec import Model
 from schedir.schedule_search.search import search
 from schedir.schedule_search.search_results import combined
 
 
-class Shorter(NamedTuple):
+class ImprovedPlan(NamedTuple):
     """A choice with a schedule of its own, and its program.
 
     `bound` is what no schedule of the choice takes less than, in seconds, its sums over replicas
     left out: the lesser of schedules whose backwards are whole and of those with W apart, whose
     collectives hide less.  What runs again does so just before its backward.  `numba` is that of
-    `schedir.schedule_search.search_results.Found`, for both searches.
+    `schedir.schedule_search.search_results.SearchResult`, for both searches.
     """
 
     priced: Priced
@@ -50,11 +50,11 @@ def shorter(
     choice: Choice,
     constants: Constants | None = None,
     *,
-    states: States | None = None,
+    states: StateBytes | None = None,
     seconds: float = 10.0,
     evaluations: int | None = None,
     seed: int = 0,
-) -> Shorter:
+) -> ImprovedPlan:
     """Search for a shorter schedule of a choice, in the memory that its states leave on each rank.
 
     `schedir.search` looks for it, at the times of this choice's stages and messages, half of the
@@ -99,7 +99,7 @@ def shorter(
         told = simulated(model, cluster, kind, own, times, within)
         if told.fits and (told.step < best.step or not best.fits):
             best, kept = replace(told, schedule="search"), own
-    return Shorter(best, kept, bound, combined(uses))
+    return ImprovedPlan(best, kept, bound, combined(uses))
 
 
 def _at_rest(size: Sizes, choice: Choice, plan: Plan) -> Sizes:

@@ -15,7 +15,7 @@ from schedir.planner.config_export import ON_PROCESSORS
 from schedir.planner.hardware.software_constants import Constants
 from schedir.planner.parallel_plan import Choice
 from schedir.planner.transformer.layer_division import layers_of
-from schedir.planner.transformer.memory_estimate import ADAM_32, States, states_for
+from schedir.planner.transformer.memory_estimate import ADAM_32, StateBytes, states_for
 from schedir.planner.transformer.stage_bytes import numbers_of, sizes
 from schedir.planner.transformer.transformer_spec import Model
 
@@ -37,7 +37,7 @@ def own_sizes(
     choice: Choice,
     plan: Plan,
     constants: Constants | None = None,
-    states: States = ADAM_32,
+    states: StateBytes = ADAM_32,
 ) -> Sizes:
     """Return the sizes of each stage of a choice: its weights, and what it saves of a microbatch.
 
@@ -73,7 +73,7 @@ def own_sizes(
 # ---------------------------------------------------------------- the trainer of a cluster
 
 
-SizesOf = Callable[[Model, Choice, Plan, Constants, States], Sizes]
+SizesOf = Callable[[Model, Choice, Plan, Constants, StateBytes], Sizes]
 
 
 class Trainer(NamedTuple):
@@ -87,13 +87,13 @@ class Trainer(NamedTuple):
     """
 
     constants: Constants
-    states: States
+    states: StateBytes
     options: Mapping[str, Any]
     sizes: SizesOf
 
 
 def trainer_for(
-    cluster: Cluster, constants: Constants | None = None, states: States | None = None
+    cluster: Cluster, constants: Constants | None = None, states: StateBytes | None = None
 ) -> Trainer:
     """Return the trainer of a cluster.  For a cluster of CPUs it is `schedir train`.
 

@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-class Cause(IntEnum):
+class IdleCause(IntEnum):
     """Why a rank is idle; `idleness` says how each is told."""
 
     WARMUP = 0
@@ -35,7 +35,7 @@ class Cause(IntEnum):
 
 
 # Of what is awaited while it runs.
-_OF_ROW: Final = [Cause[(row.idle or LANES[row.lane].idle).upper()] for row in ROWS]
+_OF_ROW: Final = [IdleCause[(row.idle or LANES[row.lane].idle).upper()] for row in ROWS]
 IDLE: Final = np.dtype(
     [("rank", "i4"), ("cause", "i4"), ("awaits", "i8"), ("start", "f8"), ("end", "f8")]
 )
@@ -91,7 +91,7 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     for name in ("cause", "awaits", "start", "end"):
         idle[name] = waits[name]
     idle["rank"] = gaps["rank"][waits["gap"]]
-    peer = waits["cause"] == Cause.PEER
+    peer = waits["cause"] == IdleCause.PEER
     idle["cause"][peer] = _phases(timeline, gaps)[waits["gap"][peer]]
     idle = _call_imbalance(timeline, gaps, idle)
     return idle[np.lexsort((idle["start"], idle["rank"]))]
@@ -99,7 +99,7 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
 
 def by_cause(idle: NDArray[Any], ranks: int) -> Floats:
     """Idle time by rank and cause, shape (ranks, len(Cause))."""
-    total = np.zeros((ranks, len(Cause)))
+    total = np.zeros((ranks, len(IdleCause)))
     np.add.at(total, (idle["rank"], idle["cause"]), idle["end"] - idle["start"])
     return total
 
@@ -140,7 +140,7 @@ def exposed(timeline: Timeline) -> float:
     """
     begins, ends = steady(timeline)
     idle = idleness(timeline)
-    idle = idle[idle["cause"] == Cause.MESSAGE]
+    idle = idle[idle["cause"] == IdleCause.MESSAGE]
     rank = idle["rank"]
     waits = np.minimum(idle["end"], ends[rank]) - np.maximum(idle["start"], begins[rank])
     there = np.isfinite(begins)
@@ -184,7 +184,7 @@ def _waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
     nothing_follows = gaps["after"] == NONE
     tail = np.flatnonzero(nothing_follows)
     none = np.full(len(tail), NONE)
-    found = [_wait(tail, Cause.COOLDOWN, none, gaps["start"][tail], gaps["end"][tail])]
+    found = [_wait(tail, IdleCause.COOLDOWN, none, gaps["start"][tail], gaps["end"][tail])]
     gap = np.flatnonzero(~nothing_follows)
     now, time = gaps["after"][gap], gaps["end"][gap]
     while len(gap):
@@ -197,7 +197,7 @@ def _waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
 
         cause = _while_it_runs(timeline, now)
         # Of another rank's compute nobody asks what it waited for: it stands for all of that.
-        began = np.where(cause == Cause.PEER, -np.inf, spans["start"][now])
+        began = np.where(cause == IdleCause.PEER, -np.inf, spans["start"][now])
         began = np.clip(began, begin, time)
         found.append(_wait(gap, cause, now, began, time))
         on = began > begin
@@ -221,14 +221,14 @@ def _since_then(timeline: Timeline, now: Ints, awaited: Ints) -> tuple[Ints, Int
     lane, rank = timeline.spans["lane"], timeline.spans["rank"]
     computes = (lane[now] == Lane.COMPUTE) & (lane[awaited] == Lane.COMPUTE)
     message = (awaited != NONE) & computes & (rank[now] != rank[awaited])
-    cause = np.where(message, Cause.MESSAGE, Cause.HOST)
+    cause = np.where(message, IdleCause.MESSAGE, IdleCause.HOST)
     return cause, np.where(message, awaited, now)
 
 
 def _while_it_runs(timeline: Timeline, awaited: Ints) -> Ints:
     """Why a rank is idle while what it waits for runs."""
     cause = np.array(_OF_ROW)
-    cause[[*between_segments(timeline.program.sequence)]] = Cause.SUM
+    cause[[*between_segments(timeline.program.sequence)]] = IdleCause.SUM
     return np.asarray(cause[timeline.spans["op"][awaited]])
 
 
@@ -247,8 +247,8 @@ def _phases(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
     fills = np.isfinite(begins) & (gaps["end"] <= begins)
     return np.select(
         [fills | (gaps["before"] == NONE), gaps["start"] >= ends],
-        [Cause.WARMUP, Cause.COOLDOWN],
-        Cause.PEER,
+        [IdleCause.WARMUP, IdleCause.COOLDOWN],
+        IdleCause.PEER,
     )
 
 
@@ -258,17 +258,19 @@ def _call_imbalance(timeline: Timeline, gaps: NDArray[Any], idle: NDArray[Any]) 
     begins = np.full(timeline.ranks, -np.inf)  # when the first instruction does
     first = gaps[gaps["before"] == NONE]
     begins[first["rank"]] = first["end"]
-    at = np.flatnonzero(np.isin(idle["cause"], (Cause.WARMUP, Cause.COOLDOWN, Cause.PEER)))
-    turn = (idle["cause"] != Cause.PEER).astype(int) + (idle["start"] < begins[rank])
+    at = np.flatnonzero(
+        np.isin(idle["cause"], (IdleCause.WARMUP, IdleCause.COOLDOWN, IdleCause.PEER))
+    )
+    turn = (idle["cause"] != IdleCause.PEER).astype(int) + (idle["start"] < begins[rank])
     at = at[np.lexsort((idle["start"][at], turn[at], rank[at]))]
     long = idle["end"][at] - idle["start"][at]
     total = np.concatenate([[0.0], np.cumsum(long)])
     base = total[np.searchsorted(rank[at], rank[at])]
     left = (timeline.busy.max() - timeline.busy)[rank[at]] - (total[:-1] - base)
     whole, part = at[left >= long], at[(left > 0) & (left < long)]
-    idle["cause"][whole] = Cause.IMBALANCE
+    idle["cause"][whole] = IdleCause.IMBALANCE
     rest = idle[part].copy()
     rest["start"] += left[(left > 0) & (left < long)]
     idle["end"][part] = rest["start"]
-    idle["cause"][part] = Cause.IMBALANCE
+    idle["cause"][part] = IdleCause.IMBALANCE
     return np.concatenate([idle, rest[rest["end"] > rest["start"]]])

@@ -23,10 +23,10 @@ from schedir.ir.isa.instructions import (
     RECOMPUTE,
     ROWS,
     Lane,
-    Per,
+    Scope,
 )
 from schedir.ir.program import Program
-from schedir.predict.bubble_causes import Cause, idleness, ready_gaps
+from schedir.predict.bubble_causes import IdleCause, idleness, ready_gaps
 from schedir.predict.timeline import Timeline, expect_runs
 
 Floats = NDArray[np.float64]
@@ -41,8 +41,8 @@ _LATE: Final = [name for name, ops in _OPS.items() if ROWS[ops[0]].lane is not L
 SPLIT: Final = (BACKWARD_INPUT, BACKWARD_WEIGHT)
 # Why a rank waits for what is under way on another lane than compute.
 _WAITED: Final = (
-    Cause.MESSAGE, Cause.REDUCTION, Cause.WEIGHTS, Cause.SNAPSHOT, Cause.OFFLOAD, Cause.DISK,
-    Cause.SUM, Cause.STEP,
+    IdleCause.MESSAGE, IdleCause.REDUCTION, IdleCause.WEIGHTS, IdleCause.SNAPSHOT,
+    IdleCause.OFFLOAD, IdleCause.DISK, IdleCause.SUM, IdleCause.STEP,
 )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
             costs[name] = tuple(_alone(name, took[:, w], paired[w]) for w in of)
             if per_microbatch:
                 costs[name] = _of_each(costs[name], measured, took, here & ~paired)
-        elif ROWS[ops[0]].per is Per.RANK and name not in _LATE:
+        elif ROWS[ops[0]].per is Scope.RANK and name not in _LATE:
             costs[name] = _of_ranks(measured, took, here)
         elif name not in _LATE:
             costs[name] = _mean(took[:, here])

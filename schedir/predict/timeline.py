@@ -69,7 +69,7 @@ def expect_runs(runs: object) -> None:
         expect(each, Timeline, run)
 
 
-class Early(NamedTuple):
+class CausalityViolations(NamedTuple):
     """By how much each instruction comes before a cause of it, 0 where it does not, and which cause
     that is (an index into spans, or -1); each of shape (n,)."""
 
@@ -77,7 +77,7 @@ class Early(NamedTuple):
     cause: NDArray[np.int64]
 
 
-class Memory(NamedTuple):
+class MemoryHistory(NamedTuple):
     """A step curve: from `times[i]` on, `held[i]` is held, of which `kinds` has the parts."""
 
     times: NDArray[np.float64]
@@ -233,18 +233,18 @@ class Timeline:
         return peak_versions(self.program)
 
     @cached_property
-    def memory(self) -> tuple[Memory, ...]:
+    def memory(self) -> tuple[MemoryHistory, ...]:
         """What each rank holds as time passes: in bytes, or, without sizes, in activations."""
         if self.sizes is None:
             curves = (self.in_flight(rank) for rank in range(self.ranks))
             alive = np.float64(self.program.trains)
             return tuple(
-                Memory(times, counts * alive, {"activations": counts * alive})
+                MemoryHistory(times, counts * alive, {"activations": counts * alive})
                 for times, counts in curves
             )
         return self.memory_on("device")
 
-    def memory_on(self, tier: str) -> tuple[Memory, ...]:
+    def memory_on(self, tier: str) -> tuple[MemoryHistory, ...]:
         """What each rank holds on a tier as time passes, in bytes: "device", "host" or "disk".
 
         Raises UsageError for another tier, and where no sizes are known.
@@ -260,7 +260,7 @@ class Timeline:
             self._memory(rank, own) for rank, own in enumerate(held(self.program, self.sizes, tier))
         )
 
-    def _memory(self, rank: int, own: Footprint) -> Memory:
+    def _memory(self, rank: int, own: Footprint) -> MemoryHistory:
         spans = self.spans[int(self.program.offsets[rank]) :][own.at]
         times = np.where(own.starts, spans["start"], spans["end"])
         times[0] = self.begin
@@ -268,7 +268,7 @@ class Timeline:
             own, times = own.in_time(times), np.unique(times)
         parts = {name: np.full(len(times), size) for name, (_, size) in own.fixed.items()}
         parts |= {name: size for name, (_, size) in own.kept.items()}
-        return Memory(times, own.bytes, parts)
+        return MemoryHistory(times, own.bytes, parts)
 
     @property
     def at_rest(self) -> dict[str, NDArray[np.float64]]:
@@ -323,7 +323,7 @@ class Timeline:
         return self.graph.latest(self.spans["end"])
 
     @cached_property
-    def early(self) -> Early:
+    def early(self) -> CausalityViolations:
         """Which instructions come before what causes them: of such a run, times cannot be right.
 
         What an instruction needs has ended before it starts; of a measured message or reduction it
@@ -358,7 +358,7 @@ class Timeline:
         for members in graph.collective_groups:
             last = members[start[members].argmax()]
             wait(end, members.astype(np.int32), np.full(len(members), last, np.int32), start)
-        return Early(by, cause)
+        return CausalityViolations(by, cause)
 
     @property
     def doubt(self) -> str:

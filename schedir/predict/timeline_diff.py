@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError
-from schedir.ir.isa.instructions import ROWS, Lane, Per
-from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.ir.isa.instructions import ROWS, Lane, Scope
+from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
 from schedir.predict.timeline import Timeline
 
 
-class Difference(NamedTuple):
+class TimeDifference(NamedTuple):
     """What a rank does, or why it is idle, and how long in each run, in all its microbatches."""
 
     rank: int
@@ -27,7 +27,7 @@ class Difference(NamedTuple):
         return self.second - self.first
 
 
-def differences(first: Timeline, second: Timeline) -> list[Difference]:
+def differences(first: Timeline, second: Timeline) -> list[TimeDifference]:
     """Each rank's span, in both runs, as what it does ("F 2": F of stage 2) and why it is idle
     ("idle: message"); the largest difference first.
 
@@ -40,7 +40,7 @@ def differences(first: Timeline, second: Timeline) -> list[Difference]:
         raise UsageError(f"the times of the two runs are in {' and '.join(units)}")
     tables = [_times(first), _times(second)]
     both = (
-        Difference(rank, what, *(table.get((rank, what), 0.0) for table in tables))
+        TimeDifference(rank, what, *(table.get((rank, what), 0.0) for table in tables))
         for rank, what in dict.fromkeys([*tables[0], *tables[1]])
     )
     return sorted(both, key=lambda one: -abs(one.more))
@@ -55,8 +55,8 @@ def _times(timeline: Timeline) -> dict[tuple[int, str], float]:
     total = np.bincount(which, work["end"] - work["start"], len(kinds))
     for (rank, op, stage), seconds in zip(kinds.tolist(), total.tolist(), strict=True):
         row = ROWS[op]
-        found[rank, row.text if row.per is Per.RANK else f"{row.text} {stage}"] = seconds
+        found[rank, row.text if row.per is Scope.RANK else f"{row.text} {stage}"] = seconds
     idle: NDArray[np.float64] = by_cause(idleness(timeline), timeline.ranks)
     for rank, cause in np.argwhere(idle).tolist():
-        found[rank, f"idle: {Cause(cause).name.lower()}"] = float(idle[rank, cause])
+        found[rank, f"idle: {IdleCause(cause).name.lower()}"] = float(idle[rank, cause])
     return found

@@ -82,7 +82,7 @@ _OF_SAVED: Final[dict[str, Any]] = {"recompute": None, "offload": None, "spill":
 _OF_ZERO_3: Final[dict[str, Any]] = {"active": None, "ahead": None}
 
 
-class Row(NamedTuple):
+class ChangeRow(NamedTuple):
     """One change of the run.
 
     Args:
@@ -111,7 +111,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Change:
+class SimulatedChange:
     """A row that was simulated.
 
     Args:
@@ -121,7 +121,7 @@ class Change:
             changed run takes longer.
     """
 
-    row: Row
+    row: ChangeRow
     run: Timeline
     saves: float
 
@@ -164,8 +164,8 @@ class Advice(NamedTuple):
 
     base: Timeline
     error: float
-    changes: list[Change]
-    held: list[Change]
+    changes: list[SimulatedChange]
+    held: list[SimulatedChange]
     fits: bool = True
 
     @property
@@ -174,9 +174,9 @@ class Advice(NamedTuple):
         return abs(self.error) <= MISSED
 
     @property
-    def now(self) -> Change:
-        """The run without a change, as a `Change`."""
-        return Change(Row("now", "held now", Costs()), self.base, 0.0)
+    def now(self) -> SimulatedChange:
+        """The run without a change, as a `SimulatedChange`."""
+        return SimulatedChange(ChangeRow("now", "held now", Costs()), self.base, 0.0)
 
 
 def advise(
@@ -210,7 +210,7 @@ def advise(
         except MemoryLimitError:
             advice = advice._replace(fits=False)
     table = _Table(base, costs, schedule or built_in_schedule_of(program), limit)
-    best: dict[str, Change] = {}
+    best: dict[str, SimulatedChange] = {}
     for row in table.rows():
         change = table.simulated(row)
         if change is None or change.run.peak_activations > row.activations:
@@ -224,7 +224,7 @@ def advise(
     return advice._replace(changes=found, held=_unbeaten(advice.now, table, fits=advice.fits))
 
 
-def _unbeaten(now: Change, table: _Table, *, fits: bool) -> list[Change]:
+def _unbeaten(now: SimulatedChange, table: _Table, *, fits: bool) -> list[SimulatedChange]:
     """Return the changes of what ranks hold that no other change beats in both time and memory.
 
     Changes in ascending order of time hold ever less memory.  Of changes that take the same time,
@@ -237,11 +237,11 @@ def _unbeaten(now: Change, table: _Table, *, fits: bool) -> list[Change]:
             seen.add(change.run.program.digest)
             tried.append(change)
 
-    def by_time(change: Change) -> tuple[float, float, float]:
+    def by_time(change: SimulatedChange) -> tuple[float, float, float]:
         device, *elsewhere = change.memory.values() or (0.0,)
         return float(f"{change.run.span:.9g}"), sum(elsewhere), device
 
-    unbeaten: list[Change] = []
+    unbeaten: list[SimulatedChange] = []
     own = now.memory.get("device", 0.0)
     for change in sorted(tried, key=by_time):
         most = change.memory.get("device", 0.0)
@@ -263,7 +263,7 @@ class _Table:
         self.compute = compute_of(self.program)
         self.lowering = Lowering(self.program, base.model)
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[ChangeRow]:
         """Yield the changes that `Advice.changes` may contain."""
         yield from self._even_stages()
         for what, names in _FREE.items():
@@ -274,9 +274,9 @@ class _Table:
             yield from self._other_programs()
         if self.base.model != "edge":
             what = "the same program with a communicator per edge"
-            yield Row("queues", what, self.costs, model="edge")
+            yield ChangeRow("queues", what, self.costs, model="edge")
 
-    def _other_programs(self) -> Iterator[Row]:
+    def _other_programs(self) -> Iterator[ChangeRow]:
         """Yield changes that need another program."""
         for which in ("W", "F", "all") if self.program.meets else ():
             what = f"fill={which}, which computes while pieces are summed"
@@ -284,15 +284,15 @@ class _Table:
         what = "the same compute with other transfers"
         orders = None, rounded(self.costs)
         for order in orders:
-            yield Row("transfers", what, self.costs, self.compute, order, {"overlap": False})
-        grouped = Row("grouped", f"{what}, opposite ones grouped", self.costs, self.compute)
+            yield ChangeRow("transfers", what, self.costs, self.compute, order, {"overlap": False})
+        grouped = ChangeRow("grouped", f"{what}, opposite ones grouped", self.costs, self.compute)
         for order in orders:
             yield grouped._replace(order=order, options={"overlap": True}, beats="transfers")
         yield from self._more_microbatches()
         yield from self._other_schedules()
         yield from self._greedy_orders()
 
-    def rows_of_what_is_held(self) -> Iterator[Row]:
+    def rows_of_what_is_held(self) -> Iterator[ChangeRow]:
         """Yield the changes that `Advice.held` may contain."""
         if len(self.program) > LARGE:
             return
@@ -314,7 +314,7 @@ class _Table:
             with suppress(ProgramError):
                 yield self._held("looped_bfs, breadth-first", draft(looped_bfs, self.plan), {})
 
-    def simulated(self, row: Row) -> Change | None:
+    def simulated(self, row: ChangeRow) -> SimulatedChange | None:
         """Compile and simulate a row.  Return None if its program or its costs are refused."""
         program, sizes = self.program, self.base.sizes
         model = row.model or self.base.model
@@ -329,22 +329,24 @@ class _Table:
             return None
         now = self.base.span / self.plan.microbatches
         took = run.span / program.plan.microbatches
-        return Change(row, replace(run, unit=self.base.unit), 1 - took / now) if now else None
+        return (
+            SimulatedChange(row, replace(run, unit=self.base.unit), 1 - took / now) if now else None
+        )
 
-    def _priced(self, kind: str, what: str, **costs: Cost) -> Row:
+    def _priced(self, kind: str, what: str, **costs: Cost) -> ChangeRow:
         """Return a row of the same program at other costs."""
-        return Row(kind, what, replace(self.costs, **costs))
+        return ChangeRow(kind, what, replace(self.costs, **costs))
 
-    def _lowered(self, kind: str, what: str, drafted: Program, **options: Any) -> Row:
+    def _lowered(self, kind: str, what: str, drafted: Program, **options: Any) -> ChangeRow:
         """Return a row of a draft at the costs of the run."""
-        return Row(kind, what, self.costs, drafted, self.costs, options)
+        return ChangeRow(kind, what, self.costs, drafted, self.costs, options)
 
-    def _held(self, what: str, drafted: Program, options: Mapping[str, Any]) -> Row:
+    def _held(self, what: str, drafted: Program, options: Mapping[str, Any]) -> ChangeRow:
         """Return a row of a draft compiled with other options for what ranks hold."""
         limit = {"sizes": self.base.sizes, "limit": self.limit} if self.limit is not None else {}
-        return Row("held", what, self.costs, drafted, self.costs, {**options, **limit})
+        return ChangeRow("held", what, self.costs, drafted, self.costs, {**options, **limit})
 
-    def _even_stages(self) -> Iterator[Row]:
+    def _even_stages(self) -> Iterator[ChangeRow]:
         """Yield a row in which every stage takes the mean time, if one takes longer now."""
         table = self.costs.of(FORWARD, self.plan) + self.costs.of(BACKWARD, self.plan)
         pieces = self.program.pieces
@@ -359,7 +361,7 @@ class _Table:
         longer = f"({which} on rank {holders} takes {each[worst] / mean:.2f}x)"
         yield self._priced("even", f"stages that all take the mean {longer}", **even)
 
-    def _more_microbatches(self) -> Iterator[Row]:
+    def _more_microbatches(self) -> Iterator[ChangeRow]:
         """Yield a row with twice as many microbatches, if the schedule is known."""
         if self.schedule is None:
             return
@@ -368,9 +370,9 @@ class _Table:
             drafted = draft(self.schedule, replace(whole, microbatches=2 * whole.microbatches))
             drafted = cut_like(drafted, self.program)
             what = "twice as many microbatches of this size"
-            yield Row("microbatches", what, costs, drafted, costs)
+            yield ChangeRow("microbatches", what, costs, drafted, costs)
 
-    def _other_schedules(self) -> Iterator[Row]:
+    def _other_schedules(self) -> Iterator[ChangeRow]:
         """Yield a row for each built-in schedule.  It must not hold more activations."""
         whole, room = self.program.whole, self.base.peak_activations
         for name, schedule in built_in().items():
@@ -390,7 +392,7 @@ class _Table:
                     what += ", which holds no more activations"
                     if _I in drafted.ops and _I not in self.program.ops:
                         what += "; I and W each half of B"
-                    yield Row("schedule", what, costs, drafted, costs, activations=room)
+                    yield ChangeRow("schedule", what, costs, drafted, costs, activations=room)
 
     def _cut_into(self, stages: int) -> Costs:
         """Return costs of the same model cut into another number of stages."""
@@ -398,7 +400,7 @@ class _Table:
         own = self.plan.stages
         return replace(self.costs, **{k: cut(c, own, stages) for k, c in now.items()})
 
-    def _greedy_orders(self) -> Iterator[Row]:
+    def _greedy_orders(self) -> Iterator[ChangeRow]:
         """Yield greedy orders with as many activations on each rank, and with one more."""
         if not self.program.trains:
             return

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from schedir.errors import CheckpointError, UsageError
 from schedir.ir.program import Program
-from schedir.runtime.autograd.random_streams import Draws
-from schedir.runtime.parameters.buckets import Share
+from schedir.runtime.autograd.random_streams import RandomStreams
+from schedir.runtime.parameters.buckets import ShardSpec
 from schedir.runtime.parameters.mixed_precision import LossScale
-from schedir.runtime.parameters.tied_parameters import Weight
+from schedir.runtime.parameters.tied_parameters import TiedWeight
 from schedir.runtime.rank_state import State
-from schedir.transports.gloo import Processes
-from schedir.transports.transport import Around
+from schedir.transports.gloo import ProcessTransport
+from schedir.transports.transport import TransportWrapper
 
 ITS_OWN: Final = object()  # in the place of an optimizer: whoever trains has it
 
 
-class Range(NamedTuple):
+class ShardRange(NamedTuple):
     """The shape of what a tensor-parallel rank has, and which of its numbers are own, from and
     to."""
 
@@ -31,19 +31,19 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeptStage:
+class StageCheckpointState:
     """A stage of a rank: its module; the names of what is trained, by what the stage computes with;
     of these the ranges that the replica keeps or writes, where they are no equal shares; and those
     of which it has nothing but its range, 1-dim."""
 
     module: nn.Module
     names: Mapping[nn.Parameter, str]
-    ranges: Mapping[nn.Parameter, Range] = field(default_factory=dict)
+    ranges: Mapping[nn.Parameter, ShardRange] = field(default_factory=dict)
     pieces: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class KeptRank:
+class RankCheckpointState:
     """What a rank has, between two steps.
 
     `tied` are the tied weights of which it has copies, in the order in which all ranks have them,
@@ -55,15 +55,15 @@ class KeptRank:
 
     program: Program
     rank: int
-    stages: Mapping[int, KeptStage]
-    share: Share
+    stages: Mapping[int, StageCheckpointState]
+    share: ShardSpec
     optimizer: Any
     loss: Any
-    draws: Draws
+    draws: RandomStreams
     world: Sequence[int]
     is_read: Callable[[bool], None]
     loss_scale: LossScale | None = None
-    tied: Sequence[Weight] = ()
+    tied: Sequence[TiedWeight] = ()
     aliases: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     tp: int = 1
     tp_rank: int = 0
@@ -71,34 +71,36 @@ class KeptRank:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CheckpointState:
     """What a process has: `ranks(optimizer)`, which raises CheckpointError where it is not between
     steps; `settle`, which all processes call before they look at weights; and the `group` of
     torch.distributed that saves and loads together, unless the process is `alone`."""
 
-    ranks: Callable[[Any], Sequence[KeptRank]]
+    ranks: Callable[[Any], Sequence[RankCheckpointState]]
     settle: Callable[[], None]
     group: Any = None
     alone: bool = False
 
 
-class Keeps(Protocol):
+class Checkpointable(Protocol):
     """What is saved and loaded: an Executor, an InProcess, or a
     `schedir.torch_pipelining.Schedule`."""
 
-    def kept(self) -> Kept:
+    def kept(self) -> CheckpointState:
         """What this process has; all processes call this."""
         ...
 
 
-def kept_of(states: Sequence[State], settle: Callable[[], None]) -> Kept:
+def kept_of(states: Sequence[State], settle: Callable[[], None]) -> CheckpointState:
     """What the executors of a process have, and how they are settled."""
     transport: Any = states[0].transport
-    while isinstance(transport, Around):
+    while isinstance(transport, TransportWrapper):
         transport = transport.inner
-    group, alone = (transport.within, False) if isinstance(transport, Processes) else (None, True)
+    group, alone = (
+        (transport.within, False) if isinstance(transport, ProcessTransport) else (None, True)
+    )
 
-    def ranks(optimizer: object) -> list[KeptRank]:
+    def ranks(optimizer: object) -> list[RankCheckpointState]:
         if optimizer is not ITS_OWN and any(state.optimizer is not optimizer for state in states):
             raise UsageError(
                 "an executor has an optimizer of its own, and is given another one to save or load",
@@ -107,10 +109,10 @@ def kept_of(states: Sequence[State], settle: Callable[[], None]) -> Kept:
             )
         return [*map(_rank, states)]
 
-    return Kept(ranks, settle, group, alone)
+    return CheckpointState(ranks, settle, group, alone)
 
 
-def _rank(state: State) -> KeptRank:
+def _rank(state: State) -> RankCheckpointState:
     _expect_at_rest(state)
     program, held = state.program, state.held
 
@@ -118,7 +120,7 @@ def _rank(state: State) -> KeptRank:
         held.snapshots.forget()
         held.under_way = begins
 
-    return KeptRank(
+    return RankCheckpointState(
         program,
         state.rank,
         {s: _stage(state, s) for s in state.stages},
@@ -149,12 +151,12 @@ def _expect_at_rest(state: State) -> None:
         )
 
 
-def _stage(state: State, s: int) -> KeptStage:
+def _stage(state: State, s: int) -> StageCheckpointState:
     stage = state.stages[s]
-    found: dict[nn.Parameter, Range] = {}
+    found: dict[nn.Parameter, ShardRange] = {}
     for bucket in stage.gradients.buckets:
         ranges = bucket.ranges(state.share.replica)
         each = zip(bucket.parameters, bucket.shapes, ranges, strict=True)
-        found |= {p: Range(tuple(shape), low, high) for p, shape, (low, high, _) in each}
+        found |= {p: ShardRange(tuple(shape), low, high) for p, shape, (low, high, _) in each}
     pieces = {} if stage.weights is None else stage.weights.pieces
-    return KeptStage(stage.module, stage.gradients.names, found, pieces)
+    return StageCheckpointState(stage.module, stage.gradients.names, found, pieces)

@@ -14,19 +14,19 @@ from schedir.ir.pipeline.tied_weights import Ties
 from schedir.ir.program import Program
 from schedir.runtime import arguments
 from schedir.runtime.boundaries.boundary import Edges, Given
-from schedir.runtime.boundaries.per_microbatch import Passing, PerMicrobatch
-from schedir.runtime.checkpoint_state import Kept, kept_of
-from schedir.runtime.extra_programs import Beside, Order, beside_of
+from schedir.runtime.boundaries.per_microbatch import BoundaryTable, PerMicrobatch
+from schedir.runtime.checkpoint_state import CheckpointState, kept_of
+from schedir.runtime.extra_programs import Beside, ProgramOrder, beside_of
 from schedir.runtime.model_checks.rank_consistency import agreed
-from schedir.runtime.offload.memory_tiers import Tiers
-from schedir.runtime.parameters.mixed_precision import LossScale, Steps
+from schedir.runtime.offload.memory_tiers import MemoryTiers
+from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
 from schedir.runtime.parameters.tied_parameters import prints
-from schedir.runtime.program_runner import Running
-from schedir.runtime.rank_resources import Held, Loss, device_of
+from schedir.runtime.program_runner import ProgramRunner
+from schedir.runtime.rank_resources import Loss, RankResources, device_of
 from schedir.runtime.rank_state import State
-from schedir.runtime.step_inputs import Batch, Keywords, Microbatches
+from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
 from schedir.runtime.warm_up import WARM as WARM
-from schedir.transports.serialized_transport import InTurn
+from schedir.transports.serialized_transport import SerializedTransport
 from schedir.transports.transport import Transport
 
 # ---------------------------------------------------------------- whole weights
@@ -64,7 +64,7 @@ def _numbers(state: State) -> dict[str, str]:
     }
 
 
-class Executor(Running):
+class Executor(ProgramRunner):
     """One rank of a program, ready to run steps.
 
     `stages` are the rank's own stages by number, or all of the model in order, of which it takes
@@ -165,8 +165,8 @@ class Executor(Running):
         transport: Transport,
         *,
         loss: Loss,
-        boundary: Given | Edges | PerMicrobatch | Passing,
-        optimizer: Steps | None = None,
+        boundary: Given | Edges | PerMicrobatch | BoundaryTable,
+        optimizer: OptimizerLike | None = None,
         max_norm: float | None = None,
         loss_scale: LossScale | None = None,
         seed: int | None = 0,
@@ -181,7 +181,7 @@ class Executor(Running):
         folder: str | Path | None = None,
     ) -> None:
         program = arguments.program_of(program)
-        passing = Passing.of(boundary, program)
+        passing = BoundaryTable.of(boundary, program)
         beside = beside_of(more, program, passing)
         every = [] if isinstance(stages, Mapping) else [*enumerate(stages)]
         stages = arguments.stages_of(stages, program, arguments.rank_of(rank, program))
@@ -198,28 +198,29 @@ class Executor(Running):
             arguments.loss_scale_of(loss_scale),
         )
         programs = [program, *(other for other, _ in beside)]
-        tiers = Tiers(device_of(stages), rank, programs, arguments.folder_of(folder))
+        tiers = MemoryTiers(device_of(stages), rank, programs, arguments.folder_of(folder))
         weights = agreed(
             program, rank, stages, transport, passing,
             optimizer, max_norm, loss_scale, seed, tied, alike=alike, adds=adds,
             more=beside,
         )  # fmt: skip
-        held = Held(
-            program, rank, stages, InTurn(transport) if transport.static else transport, loss,
-            optimizer, max_norm, loss_scale, seed, weights, copies, others, adds, debug,
+        held = RankResources(
+            program, rank, stages,
+            SerializedTransport(transport) if transport.static else transport,
+            loss, optimizer, max_norm, loss_scale, seed, weights, copies, others, adds, debug,
             tiers,
         )  # fmt: skip
         held.make_room([(program, passing), *beside])
         super().__init__(program, held, passing, 0, record=record)
         # Of the programs that it runs each by its digest; the first is the executor itself.
-        self.running: dict[str, Running] = {program.digest: self}
+        self.running: dict[str, ProgramRunner] = {program.digest: self}
         for number, (other, passes) in enumerate(beside, 1):
-            running = self.running[other.digest] = Running(
+            running = self.running[other.digest] = ProgramRunner(
                 other, held, passes, number, record=False
             )
             running.at = self.at
-        self.order = Order(programs, rank, transport)
-        self.now: Running = self  # what runs, or ran last
+        self.order = ProgramOrder(programs, rank, transport)
+        self.now: ProgramRunner = self  # what runs, or ran last
         held.cut()
 
     def step(
@@ -252,7 +253,7 @@ class Executor(Running):
         """
         running = self if program is None else self.on(program, trains=True)
         self._next(running)
-        return running.run(Batch(inputs, targets, scale, keywords))
+        return running.run(StepInputs(inputs, targets, scale, keywords))
 
     def evaluate(
         self,
@@ -273,9 +274,9 @@ class Executor(Running):
         running = self.on(program, trains=False)
         self.settle()
         self._next(running)
-        return running.look(Batch(inputs, targets, 1.0, keywords))
+        return running.look(StepInputs(inputs, targets, 1.0, keywords))
 
-    def on(self, program: Program | None, *, trains: bool) -> Running:
+    def on(self, program: Program | None, *, trains: bool) -> ProgramRunner:
         """What runs a program that trains or does not, the only one of its kind unless told.
 
         Raises ModelError for one that the executor was not made with.
@@ -298,7 +299,7 @@ class Executor(Running):
             hint="program=..." if found else "Executor(..., more=[program])",
         )
 
-    def _next(self, running: Running) -> None:
+    def _next(self, running: ProgramRunner) -> None:
         """Note what runs next, as all processes must."""
         self._expect_whole()
         self.order.run(running.state.number)
@@ -315,7 +316,7 @@ class Executor(Running):
             self.state.transport.agree({"the step that is settled": str(self.draws.step)})
             self.state.ahead.settle()
 
-    def kept(self) -> Kept:
+    def kept(self) -> CheckpointState:
         """What `schedir.checkpoints` saves and loads."""
         return kept_of([self.state], self.settle)
 

@@ -5,38 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
-from schedir.errors import ModelError, SequenceError, said
+from schedir.errors import ModelError, ProgramSequenceError, said
 from schedir.ir.program import Program
 from schedir.runtime.arguments import program_of
 from schedir.runtime.boundaries.boundary import Edges, Given
-from schedir.runtime.boundaries.per_microbatch import Passing, PerMicrobatch
+from schedir.runtime.boundaries.per_microbatch import BoundaryTable, PerMicrobatch
 from schedir.transports.transport import Transport
 from schedir.verify.program_sequence import check_sequence
 
 # A program, or one with what passes between its stages, where that is not as in the first.
-Beside = Program | tuple[Program, Given | Edges | PerMicrobatch | Passing]
+Beside = Program | tuple[Program, Given | Edges | PerMicrobatch | BoundaryTable]
 
 _TRAINED = ("tied", "clip", "frozen", "validate", "reduce", "states")  # alike in all that train
 
 
-class _Run(NamedTuple):
+class _ProgramRun(NamedTuple):
     program: Program
-    passing: Passing
+    passing: BoundaryTable
 
 
-def beside_of(more: Sequence[Beside], program: Program, passing: Passing) -> list[_Run]:
+def beside_of(
+    more: Sequence[Beside], program: Program, passing: BoundaryTable
+) -> list[_ProgramRun]:
     """The programs beside one, each with what passes between its stages.
 
-    Raises ModelError for one that cannot run on the same stages, and as `Passing.of`.
+    Raises ModelError for one that cannot run on the same stages, and as `BoundaryTable.of`.
     """
     if not isinstance(more, Sequence):
         raise ModelError(f"`more` is a list of programs, not {said(more)}", program=program.name)
-    runs: list[_Run] = []
+    runs: list[_ProgramRun] = []
     for one in more:
         pair = one if _is_pair(one) else (one, None)
         other = program_of(pair[0])
         _require_beside(program, other)
-        if any(other.digest == known.program.digest for known in (_Run(program, passing), *runs)):
+        if any(
+            other.digest == known.program.digest for known in (_ProgramRun(program, passing), *runs)
+        ):
             raise ModelError(
                 "the program is there twice", program=other.name, hint="an executor has it once"
             )
@@ -49,8 +53,8 @@ def beside_of(more: Sequence[Beside], program: Program, passing: Passing) -> lis
                     program=other.name,
                     hint="more=[(program, boundary)]",
                 )
-            given = Passing(passing.rows[:1])
-        runs.append(_Run(other, Passing.of(given, other)))
+            given = BoundaryTable(passing.rows[:1])
+        runs.append(_ProgramRun(other, BoundaryTable.of(given, other)))
     return runs
 
 
@@ -100,7 +104,7 @@ def _require_beside(program: Program, other: Program) -> None:
         )
 
 
-class Order:
+class ProgramOrder:
     """In which order a rank runs programs, and whether all ranks do so.
 
     Nothing in a message says of which program it is.  So where a rank goes over to another program
@@ -126,7 +130,7 @@ class Order:
             raise self._unlike(sorted(told))
         self.now, self.times = which, 1
 
-    def _unlike(self, told: Sequence[tuple[int, ...]]) -> SequenceError:
+    def _unlike(self, told: Sequence[tuple[int, ...]]) -> ProgramSequenceError:
         """What is wrong with the order in which ranks run programs, as they tell it."""
         least = min(times for *_, times, _ in told)
         rows: dict[tuple[int, int], list[list[Program]]] = {}
@@ -136,10 +140,10 @@ class Order:
         for runs in rows.values():
             try:
                 check_sequence(runs, self.transport.model)
-            except SequenceError as error:
+            except ProgramSequenceError as error:
                 return error
         names = {" and then ".join(p.name for p in row) for runs in rows.values() for row in runs}
-        return SequenceError(
+        return ProgramSequenceError(
             f"some processes run {', others '.join(sorted(names))}",
             model=self.transport.model,
             sites=[],

@@ -27,19 +27,19 @@ from schedir.predict.recorded_timeline import timeline_of
 from schedir.predict.timeline import Timeline
 from schedir.runtime.arguments import maker_of, program_of, stages_of
 from schedir.runtime.boundaries.boundary import Edges, Given
-from schedir.runtime.boundaries.per_microbatch import Passing, PerMicrobatch
-from schedir.runtime.checkpoint_state import Kept, kept_of
+from schedir.runtime.boundaries.per_microbatch import BoundaryTable, PerMicrobatch
+from schedir.runtime.checkpoint_state import CheckpointState, kept_of
 from schedir.runtime.evaluation_run import looking
 from schedir.runtime.executor import Executor
 from schedir.runtime.extra_programs import Beside
 from schedir.runtime.model_checks.memory_overlap import expect_copyable, expect_ranks_apart
-from schedir.runtime.parameters.mixed_precision import LossScale, Steps
+from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
 from schedir.runtime.parameters.tied_parameters import prints
-from schedir.runtime.program_runner import Running
+from schedir.runtime.program_runner import ProgramRunner
 from schedir.runtime.rank_resources import Loss
 from schedir.runtime.recording.recorder import read
 from schedir.runtime.stage_replicas import StageReplica, copies_of, copy_of
-from schedir.runtime.step_inputs import Batch, Keywords, Microbatches
+from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
 from schedir.transports.in_process.mailbox import mailboxes
 from schedir.verify.check import crossing
 
@@ -82,7 +82,7 @@ class InProcess:
         loss: Loss,
         boundary: Given | Edges | PerMicrobatch,
         model: Model = "edge",
-        optimizer: Callable[[list[nn.Parameter]], Steps] | None = None,
+        optimizer: Callable[[list[nn.Parameter]], OptimizerLike] | None = None,
         max_norm: float | None = None,
         loss_scale: Callable[[], LossScale] | None = None,
         seed: int | None = 0,
@@ -100,7 +100,7 @@ class InProcess:
             raise ModelError("virtual ranks run with tp 1 and dp 1", program=program.name)
         stages = [module for _, module in sorted(stages_of(stages, program).items())]
         plan = program.plan
-        passing = Passing.of(boundary, program)
+        passing = BoundaryTable.of(boundary, program)
         self.program = program
         cuda = any(p.is_cuda for stage in stages for p in stage.parameters())
         told = [(0, prints(dict(enumerate(stages))))] if program.trains else []
@@ -151,7 +151,8 @@ class InProcess:
             )
             self.ranks.append(executor)
         self.turns_of = {
-            digest: Turns(one.program, model) for digest, one in self.ranks[0].running.items()
+            digest: ExecutionOrders(one.program, model)
+            for digest, one in self.ranks[0].running.items()
         }
         self.graph = self.turns_of[program.digest].graph
         for replica in self.other_holders:
@@ -176,7 +177,7 @@ class InProcess:
         As Executor.step; returns the sum of losses.
         """
         ranks = [one if program is None else one.on(program, trains=True) for one in self.ranks]
-        return self._run(ranks, Batch(inputs, targets, scale, keywords), seed)
+        return self._run(ranks, StepInputs(inputs, targets, scale, keywords), seed)
 
     def evaluate(
         self,
@@ -195,9 +196,9 @@ class InProcess:
         with ExitStack() as stack:
             for rank in ranks:
                 stack.enter_context(looking(rank.state))
-            return self._run(ranks, Batch(inputs, targets, 1.0, keywords), seed)
+            return self._run(ranks, StepInputs(inputs, targets, 1.0, keywords), seed)
 
-    def _run(self, ranks: Sequence[Running], batch: Batch, seed: int | None) -> Tensor:
+    def _run(self, ranks: Sequence[ProgramRunner], batch: StepInputs, seed: int | None) -> Tensor:
         self._lift()
         try:
             total = self._once(ranks, batch, seed)
@@ -209,7 +210,7 @@ class InProcess:
             raise
         return total
 
-    def _is_in_vain(self, ranks: Sequence[Running]) -> bool:
+    def _is_in_vain(self, ranks: Sequence[ProgramRunner]) -> bool:
         """As Executor.is_in_vain, of all ranks."""
         found = []
         for rank, mail in zip(ranks, self.mail, strict=True):
@@ -228,7 +229,7 @@ class InProcess:
                 rank.settle()
             mail.end()
 
-    def kept(self) -> Kept:
+    def kept(self) -> CheckpointState:
         """As Executor.kept, of all ranks."""
         return kept_of([rank.state for rank in self.ranks], self.settle)
 
@@ -238,7 +239,7 @@ class InProcess:
             if rank.state.ahead is not None:
                 rank.state.ahead.lift()
 
-    def _once(self, ranks: Sequence[Running], batch: Batch, seed: int | None) -> Tensor:
+    def _once(self, ranks: Sequence[ProgramRunner], batch: StepInputs, seed: int | None) -> Tensor:
         last, program = [], ranks[0].program
         turns = self.turns_of[program.digest]
         for replica in () if ranks[0].state.looks else self.other_holders:
@@ -279,7 +280,7 @@ class InProcess:
         return timeline_of(self.program, start, end, self.graph.model)
 
 
-class Turns:
+class ExecutionOrders:
     """The orders in which the instructions of a program may be run, by one after the other.
 
     Raises ModelError for messages that pass each other.

@@ -17,27 +17,27 @@ from torch.profiler import record_function
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.total_order import one_order
 from schedir.errors import ExecutionError, ModelError
-from schedir.io.black_box import AT, SINCE, Box
+from schedir.io.black_box import AT, SINCE, BlackBox
 from schedir.io.profiler_range_names import marks_of
 from schedir.ir.program import Program
-from schedir.runtime.autograd.random_streams import Draws
-from schedir.runtime.boundaries.per_microbatch import Passing
+from schedir.runtime.autograd.random_streams import RandomStreams
+from schedir.runtime.boundaries.per_microbatch import BoundaryTable
 from schedir.runtime.evaluation_run import looking
 from schedir.runtime.handlers.handler_registry import linked
-from schedir.runtime.rank_resources import Held
+from schedir.runtime.rank_resources import RankResources
 from schedir.runtime.rank_state import Call, State
-from schedir.runtime.recording.recorder import Recorded, Stamps, stamps_of
-from schedir.runtime.stage_state import Stage
-from schedir.runtime.step_inputs import Batch, Keywords, Microbatches
-from schedir.runtime.warm_up import Noted, Unstepped, warm_up
-from schedir.transports.serialized_transport import InTurn
+from schedir.runtime.recording.recorder import RecordedTransport, Timestamps, stamps_of
+from schedir.runtime.stage_state import StageState
+from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
+from schedir.runtime.warm_up import RecordedState, UnsteppedParameters, warm_up
+from schedir.transports.serialized_transport import SerializedTransport
 
 # ---------------------------------------------------------------- position in the program
 
 # The instruction that the host of a rank issues.
 
 
-class Stands:
+class DispatchPosition:
     """The words of a black box in which the dispatch loop notes what it has begun, and when.
 
     `at` is memory of the process alone, unless it is given that of a file.
@@ -46,7 +46,7 @@ class Stands:
     calls: list[Call]
 
     def __init__(self) -> None:
-        self.at: memoryview[int] = Box().words
+        self.at: memoryview[int] = BlackBox().words
 
     @property
     def position(self) -> int:
@@ -54,27 +54,33 @@ class Stands:
         return min(self.at[AT], len(self.calls) - 1)
 
 
-class Running(Stands):
+class ProgramRunner(DispatchPosition):
     """A program on what a rank holds.
 
     With `record`, `stamps` notes when each instruction begins and ends.
     """
 
     def __init__(
-        self, program: Program, held: Held, passing: Passing, number: int, *, record: bool
+        self,
+        program: Program,
+        held: RankResources,
+        passing: BoundaryTable,
+        number: int,
+        *,
+        record: bool,
     ) -> None:
         self.held, transport = held, held.transport
         self.record, self.profiled = record, False
-        self.in_turn = transport if isinstance(transport, InTurn) else None
+        self.in_turn = transport if isinstance(transport, SerializedTransport) else None
         self.warm = self.in_turn is None
-        self.stamps: Stamps | None = None
+        self.stamps: Timestamps | None = None
         if record:
             self.stamps = stamps_of(program, held.rank, transport.model, held.device)
-            transport = Recorded(transport, self.stamps)
+            transport = RecordedTransport(transport, self.stamps)
         self.state = State(program, held, transport, passing, number)
         if self.stamps is not None:
             self.state.as_of, self.state.on_lane = self.stamps.as_of, self.stamps.on_lane
-        self.unstepped = Unstepped(self.state)
+        self.unstepped = UnsteppedParameters(self.state)
         super().__init__()
         self.calls = linked(self.state)
 
@@ -89,7 +95,7 @@ class Running(Stands):
         return self.state.rank
 
     @property
-    def stages(self) -> Mapping[int, Stage]:
+    def stages(self) -> Mapping[int, StageState]:
         """Own stages by number, with their modules and gradients."""
         return self.state.stages
 
@@ -103,7 +109,7 @@ class Running(Stands):
         self.held.under_way = under_way
 
     @property
-    def draws(self) -> Draws:
+    def draws(self) -> RandomStreams:
         """What modules draw from; its `step` is the number of the next step."""
         return self.state.draws
 
@@ -118,13 +124,13 @@ class Running(Stands):
         """Of each update of the last step whether it was made: bool, on the rank's device."""
         return (self.held.stepped or self.state.norm_and_finite)()[1]
 
-    def run(self, batch: Batch) -> Tensor | None:
+    def run(self, batch: StepInputs) -> Tensor | None:
         """As Executor.step."""
         if not self.warm:
             self._warm_up(batch)
         return self._step(batch)
 
-    def look(self, batch: Batch) -> Tensor | None:
+    def look(self, batch: StepInputs) -> Tensor | None:
         """As Executor.evaluate."""
         with looking(self.state):
             return self.run(batch)
@@ -147,7 +153,7 @@ class Running(Stands):
                 program=self.program.name,
             )
         with self.in_turn.one_by_one():
-            return self._step(Batch(inputs, targets, scale, keywords), self._one_order)
+            return self._step(StepInputs(inputs, targets, scale, keywords), self._one_order)
 
     @cached_property
     def _one_order(self) -> list[int]:
@@ -155,7 +161,7 @@ class Running(Stands):
         graph = Graph.of(self.program, of.model, blocks=of.blocks)
         return [*map(int, one_order(graph)[self.rank])]
 
-    def _warm_up(self, batch: Batch) -> None:
+    def _warm_up(self, batch: StepInputs) -> None:
         """Do whatever a step does at first use, in steps in turn that are undone."""
         self.state.expect(batch)
         record, self.record = self.record, False
@@ -165,7 +171,7 @@ class Running(Stands):
             self.record = record
         self.warm = True
 
-    def _step(self, batch: Batch, order: Sequence[int] | None = None) -> Tensor | None:
+    def _step(self, batch: StepInputs, order: Sequence[int] | None = None) -> Tensor | None:
         """A step in the order of the Stream, or another one; again where it was in vain."""
         try:
             total = self._once(batch, order)
@@ -176,7 +182,7 @@ class Running(Stands):
             raise
         return total
 
-    def _once(self, batch: Batch, order: Sequence[int] | None) -> Tensor | None:
+    def _once(self, batch: StepInputs, order: Sequence[int] | None) -> Tensor | None:
         self.begin(batch)
         with self.draws.kept(), torch.set_grad_enabled(self.program.trains):
             if order or self.record or self.profiled:
@@ -198,7 +204,7 @@ class Running(Stands):
         except Exception as error:
             raise self.state.failed(self.position, error) from error
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: StepInputs) -> None:
         """Make ready for a step; then every call is made once, in a legal order."""
         state = self.state
         self._expect_whole()
@@ -206,7 +212,7 @@ class Running(Stands):
         state.expect(batch)
         self.profiled = self.warm and torch.autograd.profiler._is_profiler_enabled
         if state.ahead is not None and state.ahead.begin():
-            noted = Noted(state, batch, self.unstepped)
+            noted = RecordedState(state, batch, self.unstepped)
             batch, state.ahead.put_back = noted.batch, noted.put_back
         self.at[AT] = 0
         state.begin(batch)

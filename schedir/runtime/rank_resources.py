@@ -15,28 +15,28 @@ from schedir.analysis.memory.buffer_slots import KINDS, assign, counts
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import BOUNDARY, RECEIVES, ROWS, Opcode, Token
 from schedir.ir.program import Program
-from schedir.runtime.autograd.random_streams import Draws
-from schedir.runtime.boundaries.per_microbatch import Passing
-from schedir.runtime.model_checks.parameter_guard import Unchanged
-from schedir.runtime.offload.copy_lanes import Lanes
-from schedir.runtime.offload.cpu_optimizer import HostSteps
-from schedir.runtime.offload.disk_optimizer_state import DiskStates
-from schedir.runtime.offload.host_optimizer_state import HostStates, require_by_stage
-from schedir.runtime.offload.memory_tiers import Tiers
-from schedir.runtime.offload.snapshot_copies import Copies
+from schedir.runtime.autograd.random_streams import RandomStreams
+from schedir.runtime.boundaries.per_microbatch import BoundaryTable
+from schedir.runtime.model_checks.parameter_guard import ParameterGuard
+from schedir.runtime.offload.copy_lanes import CopyLanes
+from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
+from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState
+from schedir.runtime.offload.host_optimizer_state import HostOptimizerState, require_by_stage
+from schedir.runtime.offload.memory_tiers import MemoryTiers
+from schedir.runtime.offload.snapshot_copies import SnapshotCopies
 from schedir.runtime.parameters import overlapped_reduction
-from schedir.runtime.parameters.buckets import Share
-from schedir.runtime.parameters.mixed_precision import LossScale, Steps
-from schedir.runtime.parameters.optimistic_step import Ahead
+from schedir.runtime.parameters.buckets import ShardSpec
+from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
+from schedir.runtime.parameters.optimistic_step import OptimisticStep
 from schedir.runtime.parameters.sharded_parameters import cut_state
-from schedir.runtime.parameters.tied_parameters import Weight, is_apart, stand_ins
-from schedir.runtime.stage_state import Stage
+from schedir.runtime.parameters.tied_parameters import TiedWeight, is_apart, stand_ins
+from schedir.runtime.stage_state import StageState
 from schedir.transports.transport import Place, Transport
 
 Loss = Callable[[Any, Any], Tensor]  # of what the last stage gives, and a target
 
 
-class Held:
+class RankResources:
     """A rank's stages with their gradients, the optimizer, what modules draw from, and who moves
     tensors.  What is on its way in a step is the State of the program that runs.
 
@@ -50,16 +50,16 @@ class Held:
         stages: Mapping[int, nn.Module],
         transport: Transport,
         loss: Loss,
-        optimizer: Steps | None,
+        optimizer: OptimizerLike | None,
         max_norm: float,
         loss_scale: LossScale | None,
         seed: int | None,
-        weights: Sequence[Weight] = (),
+        weights: Sequence[TiedWeight] = (),
         copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
         others: Sequence[nn.Module] = (),
         adds: bool = False,
         debug: bool = False,
-        tiers: Tiers | None = None,
+        tiers: MemoryTiers | None = None,
     ) -> None:
         self.debug = debug  # the host may look at what is computed, wherever that is
         self.adds = adds  # gradients, to what is there, as autograd does
@@ -69,39 +69,44 @@ class Held:
         self.others = others  # stages of other ranks, as far as this process knows them
         instead, self.aliases = stand_ins(weights, copies)
         self.apart = any(is_apart(weight, plan) for weight in weights)
-        self.share = Share(program.dp, transport.dp_rank, program.zero)
+        self.share = ShardSpec(program.dp, transport.dp_rank, program.zero)
         self.stages = {
-            s: Stage(
+            s: StageState(
                 stages[s],
                 instead.get(s, {}),
                 most=None
                 if adds
                 else overlapped_reduction.BUCKET
-                if self.share != Share()
+                if self.share != ShardSpec()
                 else inf,
-                share=self.share if s >= program.frozen else Share(program.dp, transport.dp_rank),
+                share=self.share
+                if s >= program.frozen
+                else ShardSpec(program.dp, transport.dp_rank),
                 tied=[weight.own[s] for weight in weights if s in weight.own],
                 aliases=self.aliases,
             )
             for s in plan.stages_of[rank]
         }
-        self.unchanged = Unchanged({s: stages[s] for s in self.stages})
+        self.unchanged = ParameterGuard({s: stages[s] for s in self.stages})
         self.may_step = True  # else the optimizer is held back
         self.device = device_of(stages)
-        self.snapshots = Copies(self.device)
-        self.lanes, self.tiers = Lanes(self.device), tiers or Tiers(self.device, rank, (), None)
-        self.states: HostStates | None = None  # where the optimizer's lie elsewhere
+        self.snapshots = SnapshotCopies(self.device)
+        self.lanes, self.tiers = (
+            CopyLanes(self.device),
+            tiers or MemoryTiers(self.device, rank, (), None),
+        )
+        self.states: HostOptimizerState | None = None  # where the optimizer's lie elsewhere
         if program.states != "device" and program.trains:
             trained = {s: stages[s].parameters() for s in self.stages if s >= program.frozen}
             parameters = {s: [copies.get(p, p) for p in own] for s, own in trained.items()}
             require_by_stage(program, parameters, optimizer)
             if optimizer is not None:
                 self.states = self._states_of(program, parameters, optimizer)
-        self.draws = Draws(seed, self.device)
-        self.ahead: Ahead | None = None
+        self.draws = RandomStreams(seed, self.device)
+        self.ahead: OptimisticStep | None = None
         if program.validate == "after" and program.trains:
             own = self.stages.values()
-            self.ahead = Ahead(
+            self.ahead = OptimisticStep(
                 [stage.gradients for stage in own], [stage.module for stage in own],
                 optimizer, loss_scale, self.draws, self.device, debug,
             )  # fmt: skip
@@ -114,8 +119,8 @@ class Held:
         self.outgoing: dict[tuple[Token, int, tuple[Opcode, ...]], Tensor] = {}
 
     def _states_of(
-        self, program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: Steps
-    ) -> HostStates:
+        self, program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: OptimizerLike
+    ) -> HostOptimizerState:
         """Return what moves the optimizer's states as the program says.  Raises ModelError for an
         optimizer that cannot step one stage after the other."""
         names: dict[Tensor, str] = {
@@ -126,15 +131,15 @@ class Held:
         given = parameters, optimizer, self.lanes, self.device, names
         try:
             if program.states == "disk":
-                return DiskStates(*given, self.tiers)
+                return DiskOptimizerState(*given, self.tiers)
             if program.states == "cpu":
-                return HostSteps(*given, self.stages, self.share.replica)
-            return HostStates(*given)
+                return CpuOptimizer(*given, self.stages, self.share.replica)
+            return HostOptimizerState(*given)
         except ModelError as error:
             error.program = program.name
             raise
 
-    def make_room(self, runs: Sequence[tuple[Program, Passing]]) -> None:
+    def make_room(self, runs: Sequence[tuple[Program, BoundaryTable]]) -> None:
         """Make memory for the messages of programs, in which none is while another runs: for each
         slot that of the largest; all processes must call this."""
         for program, passing in runs:
@@ -162,7 +167,7 @@ class Held:
         cut_state(self.optimizer, pieces)
 
 
-def rooms_of(program: Program, rank: int, passing: Passing) -> dict[Token, list[int]]:
+def rooms_of(program: Program, rank: int, passing: BoundaryTable) -> dict[Token, list[int]]:
     """The bytes of each slot that messages leave or come into, by kind: of the largest."""
     number = dict(zip(KINDS, counts(program)[rank].tolist(), strict=True))
     rooms = {kind: [0] * number[kind] for kind in BOUNDARY}

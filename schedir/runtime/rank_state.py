@@ -11,33 +11,33 @@ import torch
 from torch import Tensor
 
 from schedir.analysis.memory.buffer_slots import KINDS, assign, counts, reuses
-from schedir.errors import ExecutionError, Site, in_words
+from schedir.errors import ExecutionError, InstructionSite, in_words
 from schedir.ir.isa.instructions import (
     LOCAL_HANDOVER,
     ROWS,
     SENDS,
     SPLIT_CHANGES,
-    Hop,
     Instr,
     Opcode,
+    PeerRule,
     Token,
 )
 from schedir.ir.program import OWN, Program
 from schedir.runtime.autograd.random_streams import numbers_of
-from schedir.runtime.boundaries.per_microbatch import Passing
+from schedir.runtime.boundaries.per_microbatch import BoundaryTable
 from schedir.runtime.model_checks.first_step_checks import OUTPUTS, FirstStepChecks
 from schedir.runtime.model_checks.memory_overlap import share_memory
 from schedir.runtime.model_checks.tensor_fingerprint import versions_of
-from schedir.runtime.offload.activation_offloader import Moves
-from schedir.runtime.offload.copy_lanes import Marks
+from schedir.runtime.offload.activation_offloader import OffloadMoves
+from schedir.runtime.offload.copy_lanes import LaneObserver
 from schedir.runtime.parameters.mixed_precision import step_if
-from schedir.runtime.parameters.overlapped_reduction import Reduction, last_to_add
+from schedir.runtime.parameters.overlapped_reduction import GradientReduction, last_to_add
 from schedir.runtime.parameters.sharded_parameters import stepping_pieces
-from schedir.runtime.parameters.weight_versions import Versions
-from schedir.runtime.rank_resources import Held
-from schedir.runtime.stage_state import Stage
-from schedir.runtime.step_inputs import Batch
-from schedir.runtime.value_slots import OutputSlot, Slot, Slots
+from schedir.runtime.parameters.weight_versions import WeightVersions
+from schedir.runtime.rank_resources import RankResources
+from schedir.runtime.stage_state import StageState
+from schedir.runtime.step_inputs import StepInputs
+from schedir.runtime.value_slots import OutputSlot, Slot, SlotTable
 from schedir.transports.transport import Transport, Work, bytes_on, of_peers
 
 # ---------------------------------------------------------------- implied arrivals
@@ -64,7 +64,7 @@ def implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
 
     Each send is there once, with the first receive that proves it, if there is one.
     """
-    own, there = program.streams[rank], {hop: program.beside(hop).tolist() for hop in Hop}
+    own, there = program.streams[rank], {hop: program.beside(hop).tolist() for hop in PeerRule}
     where: dict[tuple[int | None, ...], int] = {instr: k for k, instr in enumerate(own)}
     peers = {program.peer(i) for i in own if i.op in SENDS}
     known: dict[int, list[int]] = {}
@@ -135,9 +135,9 @@ class State:
     def __init__(
         self,
         program: Program,
-        held: Held,
+        held: RankResources,
         transport: Transport,
-        passing: Passing,
+        passing: BoundaryTable,
         number: int = 0,
     ) -> None:
         self.program, self.plan = program, program.plan
@@ -151,12 +151,12 @@ class State:
         self.adds, self.debug = held.adds, held.debug
         self.stream, self.trains = program.streams[rank], program.trains
         self.looks = self.looked = False  # between steps, where nothing is changed; or it has
-        self.versions: dict[int, Versions] = {}  # of weights, by stage
+        self.versions: dict[int, WeightVersions] = {}  # of weights, by stage
         for s, stage in self.stages.items() if self.trains and self.plan.updates > 1 else ():
             if s >= program.frozen:
                 own = ((k, i) for k, i in enumerate(self.stream) if i.stage == s)
                 self.versions[s] = stage.versions(self.plan, own)
-        self.batch = Batch()
+        self.batch = StepInputs()
         self.scale: float | Tensor = 1.0  # by which sums of gradients are multiplied
         self.loss_gradient: Tensor | None = None  # with which backwards begin, where it is not 1
         self.losses = [torch.zeros((), device=self.device)] * self.plan.microbatches
@@ -171,18 +171,18 @@ class State:
         self.reducing: list[Work] = []
         self.scattering: deque[tuple[int, list[Work]]] = deque()  # by index, the first first
         # Sums over replicas, and what each begins under, unless they are `late`.
-        self.reductions: dict[Instr, Reduction] = {}
+        self.reductions: dict[Instr, GradientReduction] = {}
         self.last_to_add = last_to_add(self.stream) if program.dp > 1 else {}
         self.late = False
         # Within `as_of(k)` the recorder counts what is started as instruction k's.
         self.as_of: Callable[[int], AbstractContextManager[object]] = nullcontext
         # Whom an instruction tells when it begins and ends on a lane of the rank's, if anybody.
-        self.on_lane: Callable[[], Marks | None] = lambda: None
+        self.on_lane: Callable[[], LaneObserver | None] = lambda: None
         # For receives, by index in the Stream, the sends that have arrived when they have.
         self.implied_acks = implied_acks(program, rank)
         self.index_of: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
         self.assigned = assign(program, rank)
-        self.slots = dict(zip(KINDS, map(Slots, counts(program)[rank].tolist()), strict=True))
+        self.slots = dict(zip(KINDS, map(SlotTable, counts(program)[rank].tolist()), strict=True))
         self.buffers = held.buffers
         parts = [stage.weights for stage in self.stages.values() if stage.weights is not None]
         self.checks = FirstStepChecks(self.slots, self.assigned, self.buffers, parts, self.device)
@@ -193,14 +193,14 @@ class State:
         self.shrink: Tensor | None = None  # what an update's gradients were multiplied by
         # For what fills a slot of what forwards save, who has left it; and what of that is moved.
         self.saved_after = freed_before(program, rank, Token.SAVED)
-        self.away = Moves(said=bool(program.slots) and program.slots[rank].saved != OWN)
+        self.away = OffloadMoves(said=bool(program.slots) and program.slots[rank].saved != OWN)
 
-    def expect(self, batch: Batch) -> None:
+    def expect(self, batch: StepInputs) -> None:
         """Raise ExecutionError where the rank takes microbatches, and is not given all."""
         first, last = (s in self.stages for s in (0, self.plan.stages - 1))
         batch.expect(self.program, self.rank, first=first, last=last)
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: StepInputs) -> None:
         """Make ready for a step, or to look at what there is."""
         own = self.plan.microbatches
         numbers = numbers_of(own, self.share.replica * own, self.plan.updates)
@@ -394,11 +394,11 @@ class State:
         return ExecutionError(
             of_peers(error) or in_words(error),
             program=self.program.name,
-            sites=[Site(self.rank, k, self.stream[k], "failed")],
+            sites=[InstructionSite(self.rank, k, self.stream[k], "failed")],
             hint=getattr(error, "hint", ""),
         )
 
-    def local_stage(self, stage: int, mb: int) -> Stage | None:
+    def local_stage(self, stage: int, mb: int) -> StageState | None:
         """The stage if this rank runs it for the microbatch: then values are handed over."""
         if stage not in self.stages or self.plan.rank_at(stage, mb) != self.rank:
             return None

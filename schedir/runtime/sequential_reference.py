@@ -23,17 +23,23 @@ from schedir.runtime.arguments import (
     program_of,
     seed_of,
 )
-from schedir.runtime.autograd.random_streams import BACKWARD, FORWARD, WEIGHT, Draws, numbers_of
-from schedir.runtime.autograd.split_backward import Tape, recording
-from schedir.runtime.autograd.stage_inputs import Lender
+from schedir.runtime.autograd.random_streams import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT,
+    RandomStreams,
+    numbers_of,
+)
+from schedir.runtime.autograd.split_backward import DeferredGradients, recording
+from schedir.runtime.autograd.stage_inputs import StageInputAdapter
 from schedir.runtime.boundaries.boundary import graded, passed_on, with_skip
-from schedir.runtime.parameters.gradient_buffers import Gradients
-from schedir.runtime.parameters.tied_parameters import Known, prints
+from schedir.runtime.parameters.gradient_buffers import GradientBuffers
+from schedir.runtime.parameters.tied_parameters import ParameterTable, prints
 from schedir.runtime.rank_resources import Loss
 from schedir.runtime.step_inputs import (
-    Batch,
     Keywords,
     Microbatches,
+    StepInputs,
     expect_keywords,
     tensors_of,
 )
@@ -90,9 +96,9 @@ def reference(
     expect_keywords(keywords)
     if len(keywords) not in (0, several):
         raise ExecutionError(f"there are {several} inputs and {len(keywords)} keywords")
-    batch = Batch(inputs, targets, scale, keywords)
+    batch = StepInputs(inputs, targets, scale, keywords)
     device = next((p.device for stage in stages for p in stage.parameters()), torch.device("cpu"))
-    draws = Draws(seed, device, step=step)
+    draws = RandomStreams(seed, device, step=step)
     draws.begin(numbers_of(several))
     with draws.kept():
         return _step(stages, batch, loss, program, draws, _tied(stages, tied))
@@ -100,14 +106,17 @@ def reference(
 
 def _step(
     stages: Sequence[nn.Module],
-    batch: Batch,
+    batch: StepInputs,
     loss: Loss,
     program: Program | None,
-    draws: Draws,
+    draws: RandomStreams,
     tied: Sequence[tuple[Place, ...]],
 ) -> Tensor:
     """As `reference`, with the random numbers of a step that has begun."""
-    gradients, frozen = [Gradients(stage) for stage in stages], program.frozen if program else 0
+    gradients, frozen = (
+        [GradientBuffers(stage) for stage in stages],
+        program.frozen if program else 0,
+    )
     saved: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = [{} for _ in stages]
     skips = program.skips if program is not None else ()
     ends, begins = dict(skips), {end: begin for begin, end in skips}
@@ -116,7 +125,7 @@ def _step(
     given = {mb: tensors_of(batch.inputs[mb], mb) for mb in range(len(batch.inputs))}
     losses = [torch.zeros(())] * len(given)
     for k, stage in enumerate(stages):
-        lender = Lender()  # as an executor's: a copy might lie, and so round, otherwise
+        lender = StageInputAdapter()  # as an executor's: a copy might lie, and so round, otherwise
         for mb in _forwards(program, k, len(given)):
             draws.seeded(FORWARD, k, mb)()
             came = skipped[begins[k], mb] if k in begins else ()
@@ -144,7 +153,7 @@ def _step(
         sums = []
         for backwards in _backwards(program, k, len(dys)):
             gradients[k].zero()
-            tapes: dict[int, Tape] = {}
+            tapes: dict[int, DeferredGradients] = {}
             for op, _, mb in backwards:
                 weight = op in LATE
                 draws.seeded(WEIGHT if weight else BACKWARD, k, mb)()
@@ -153,7 +162,9 @@ def _step(
                     continue
                 leaves, roots = saved[k][mb]
                 split = op in SPLITS
-                with recording(tapes.setdefault(mb, Tape())) if split else nullcontext():
+                with (
+                    recording(tapes.setdefault(mb, DeferredGradients())) if split else nullcontext()
+                ):
                     if roots:  # a first stage may have nothing to train
                         dy = dys[mb]
                         torch.autograd.backward(roots, dy and [*dy, *back.pop((k, mb), ())])
@@ -195,7 +206,7 @@ def _tied(stages: Sequence[nn.Module], tied: Ties | None) -> list[tuple[Place, .
     """The places of each tied weight."""
     told = prints(dict(enumerate(stages)))
     named = tuple(s for s, own in told.items() if any(p.named for p in own))
-    return Known([told], tied, (named,)).weights
+    return ParameterTable([told], tied, (named,)).weights
 
 
 def _backwards(program: Program | None, stage: int, microbatches: int) -> Iterator[list[Instr]]:

@@ -8,16 +8,16 @@ from torch import nn
 
 from schedir.ir.isa.instructions import Instr, Opcode, Token
 from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.runtime.autograd.stage_inputs import Lender
-from schedir.runtime.parameters.buckets import Share
-from schedir.runtime.parameters.gradient_buffers import Gradients
-from schedir.runtime.parameters.sharded_parameters import Parts
-from schedir.runtime.parameters.tied_parameters import Own
-from schedir.runtime.parameters.weight_versions import Versions
+from schedir.runtime.autograd.stage_inputs import StageInputAdapter
+from schedir.runtime.parameters.buckets import ShardSpec
+from schedir.runtime.parameters.gradient_buffers import GradientBuffers
+from schedir.runtime.parameters.sharded_parameters import ShardedParameters
+from schedir.runtime.parameters.tied_parameters import LocalTies
+from schedir.runtime.parameters.weight_versions import WeightVersions
 from schedir.transports.transport import Work
 
 
-class Stage:
+class StageState:
     """One own stage: its module, and what is on its way to it."""
 
     def __init__(
@@ -26,17 +26,17 @@ class Stage:
         instead: Mapping[nn.Parameter, nn.Parameter],
         *,
         most: float | None,
-        share: Share,
+        share: ShardSpec,
         tied: Collection[nn.Parameter],
         aliases: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
         self.module = module
-        self.lender = Lender()
-        self.own = Own(module, instead) if instead else None  # where it shares a Parameter
+        self.lender = StageInputAdapter()
+        self.own = LocalTies(module, instead) if instead else None  # where it shares a Parameter
         if self.own is not None:
             self.own.use()
-        self.gradients = Gradients(module, most, share, tied)
-        self.weights = Parts(self.gradients, share, aliases) if share.zero else None
+        self.gradients = GradientBuffers(module, most, share, tied)
+        self.weights = ShardedParameters(self.gradients, share, aliases) if share.zero else None
         # What is on its way to an instruction that takes in a value, by kind and microbatch.
         self.arrivals: dict[tuple[Token, int], Work] = {}
         self.layers_seen = False  # what is split, in a backward that used all that could be
@@ -53,16 +53,16 @@ class Stage:
         self.run_again: set[bool] = set()  # what it trains was looked at by value, in which mode
         self.restore()
 
-    def versions(self, plan: Plan, instrs: Iterable[tuple[int, Instr]]) -> Versions:
+    def versions(self, plan: Plan, instrs: Iterable[tuple[int, Instr]]) -> WeightVersions:
         """What keeps its weights after each update of a step; `instrs` are those of the stage, with
         their indices in the Stream."""
         if self.own is not None:
             self.own.use()
-        versions = Versions(self.module, plan, instrs)
+        versions = WeightVersions(self.module, plan, instrs)
         self.restore()
         return versions
 
-    def restore(self, versions: Versions | None = None) -> None:
+    def restore(self, versions: WeightVersions | None = None) -> None:
         """Let the module have its parameters as everybody sees them, and not `versions` of them."""
         if self.weights is not None:
             self.weights.rest()

@@ -15,7 +15,7 @@ Microbatches = Sequence[Any] | Tensor  # a tensor or a tuple of tensors each, or
 Keywords = Sequence[Mapping[str, Any]]  # of each microbatch; empty where there are none
 
 
-class Batch(NamedTuple):
+class StepInputs(NamedTuple):
     """What a step is given; by index, what is there of each microbatch."""
 
     inputs: Microbatches = ()

@@ -12,7 +12,7 @@ from schedir.ir.isa.instructions import TOKENS, TRAINING_VALUES, Token
 from schedir.runtime.model_checks.tensor_fingerprint import sums_of, versions_of
 
 
-class Slots:
+class SlotTable:
     """The slots of one kind: what is in each, how many are taken, and the most that ever were."""
 
     def __init__(self, count: int) -> None:
@@ -40,7 +40,7 @@ class Slot:
 
     __slots__ = ("number", "slots", "values")
 
-    def __init__(self, slots: Slots, number: int) -> None:
+    def __init__(self, slots: SlotTable, number: int) -> None:
         self.slots, self.values, self.number = slots, slots.values, number
 
     def fill(self, value: object) -> None:
@@ -74,7 +74,7 @@ class OutputSlot(Slot):
 
     __slots__ = ("kind", "mb", "stage")
 
-    def __init__(self, slots: Slots, number: int, kind: Token, stage: int, mb: int) -> None:
+    def __init__(self, slots: SlotTable, number: int, kind: Token, stage: int, mb: int) -> None:
         super().__init__(slots, number)
         self.kind, self.stage, self.mb = kind, stage, mb
 

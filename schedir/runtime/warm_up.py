@@ -15,14 +15,14 @@ from schedir.runtime.autograd.module_buffers import remembered, restored
 from schedir.runtime.model_checks.tensor_fingerprint import same_bits, traces_of
 from schedir.runtime.parameters.mixed_precision import innermost, is_gated, is_known
 from schedir.runtime.rank_state import State
-from schedir.runtime.step_inputs import Batch, Microbatches
+from schedir.runtime.step_inputs import Microbatches, StepInputs
 
 # Steps before the first.  One makes an optimizer's state, where activations have left memory; the
 # next finds room for these beside it, and one more for what then lies in pieces.
 WARM: Final = 3
 
 
-def warm_up(state: State, step: Callable[..., object], batch: Batch) -> None:
+def warm_up(state: State, step: Callable[..., object], batch: StepInputs) -> None:
     """Run as many steps, each on a copy of a batch, and undo them."""
     with undone(state):
         for _ in range(WARM):
@@ -83,7 +83,7 @@ def undone(state: State) -> Iterator[None]:
                 t.copy_(before)
 
 
-class Noted:
+class RecordedState:
     """A step that may be in vain: `put_back` lets all be as before it, but weights and optimizer.
 
     That is buffers of modules, and of a loss that is one; Parameters that no optimizer steps, and a
@@ -92,7 +92,7 @@ class Noted:
     one given, and notes what somebody looks at.
     """
 
-    def __init__(self, state: State, batch: Batch, unstepped: Unstepped) -> None:
+    def __init__(self, state: State, batch: StepInputs, unstepped: UnsteppedParameters) -> None:
         modules = [stage.module for stage in state.stages.values()]
         if isinstance(state.loss, nn.Module):
             modules.append(state.loss)
@@ -101,7 +101,9 @@ class Noted:
         self.gradients = [(p, p.grad, _clone(p.grad)) for p in others_of(state)]
         generators = state.draws.generators if state.draws.seed is None else ()
         self.generators = [(generator, generator.get_state()) for generator in generators]
-        self.looks = [Looks(each) for each in (batch.inputs, batch.targets, batch.keywords)]
+        self.looks = [
+            ProbedMicrobatches(each) for each in (batch.inputs, batch.targets, batch.keywords)
+        ]
         inputs, targets, keywords = self.looks
         self.batch = batch._replace(inputs=inputs, targets=targets, keywords=keywords)
 
@@ -123,7 +125,7 @@ class Noted:
                     t.copy_(before)
 
 
-class Unstepped:
+class UnsteppedParameters:
     """Parameters that a rank's optimizer does not step.  A forward may write to them as to buffers,
     as to a mean of others, but most are written to by nobody, and may be many.
 
@@ -181,7 +183,7 @@ class Unstepped:
         return put_back
 
 
-class Looks(Sequence[Any]):
+class ProbedMicrobatches(Sequence[Any]):
     """Microbatches of which is noted what there was when somebody looked at one.
 
     Raises ModelError for a tensor that somebody's graph has made: a backward through it, which
@@ -231,14 +233,14 @@ def others_of(state: State) -> set[nn.Parameter]:
     return others - own.union(getattr(state.optimizer, "main", ()))
 
 
-def copied(batch: Batch) -> Batch:
+def copied(batch: StepInputs) -> StepInputs:
     """A batch of which each look gives a copy, as a loss may write to its target, and inputs may
     have a `grad`."""
-    inputs, targets, keywords = map(Copies, (batch.inputs, batch.targets, batch.keywords))
+    inputs, targets, keywords = map(ProbedCopies, (batch.inputs, batch.targets, batch.keywords))
     return batch._replace(inputs=inputs, targets=targets, keywords=keywords)
 
 
-class Copies(Sequence[Any]):
+class ProbedCopies(Sequence[Any]):
     """Microbatches of which each look gives a copy."""
 
     def __init__(self, of: Microbatches) -> None:

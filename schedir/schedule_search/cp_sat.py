@@ -16,13 +16,13 @@ from typing import Any, Final, NamedTuple
 
 from schedir.extras import require
 from schedir.predict.possible_saving import ROUNDING
-from schedir.schedule_search.problem import Problem
+from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import KINDS, F, I, Order, W, length, peaks, starts_of
-from schedir.schedule_search.search_results import Bound
+from schedir.schedule_search.search_results import LowerBound
 
 EXACT: Final = 1e-6  # of itself, a value that is proved may be off
 CLOSED: Final = "CP-SAT closed it: no order is shorter"
-NOTHING: Final = Bound(0.0, "no schedule takes less than no time")
+NOTHING: Final = LowerBound(0.0, "no schedule takes less than no time")
 _OFTEN = 0.1  # seconds after which there is a look at what the solver has
 _LARGE, _FINE = 2**40, 2**31  # largest whole number of a model; of one that has to be rounded
 
@@ -30,7 +30,7 @@ _LARGE, _FINE = 2**40, 2**31  # largest whole number of a model; of one that has
 Task = tuple[int, int, int]  # stage, kind, microbatch
 
 
-class Solved(NamedTuple):
+class SolverResult(NamedTuple):
     """What CP-SAT says of a Problem.
 
     `order` is the shortest that it found, None where it found none that was asked for, and `value`
@@ -41,22 +41,22 @@ class Solved(NamedTuple):
 
     order: Order | None
     value: float
-    bound: Bound
+    bound: LowerBound
     proved: bool
     interrupted: bool
 
 
 def solve(
-    problem: Problem,
+    problem: SchedulingProblem,
     seconds: float,
     *,
     hint: Order | None = None,
     below: float = inf,
-    closed: Bound = NOTHING,
+    closed: LowerBound = NOTHING,
     workers: int = 0,
     seed: int = 0,
     report: Callable[[float, float], None] | None = None,
-) -> Solved:
+) -> SolverResult:
     """The shortest order that CP-SAT finds in some seconds, and what it has proved.
 
     `hint` is a legal order to begin with, which what is found is never longer than; `below` asks
@@ -72,10 +72,10 @@ def solve(
     most = below if known is None else min(known, below)
     if closed.value >= most * (1 - ROUNDING):
         kept = hint if known is not None and known < below else None
-        return Solved(kept, inf if kept is None else most, closed, True, False)
+        return SolverResult(kept, inf if kept is None else most, closed, True, False)
     whole = _whole(problem)
     least = floor(closed.value * whole.scale * (1 - ROUNDING))
-    model = _Model(cp_model, whole.problem, least)
+    model = _CpSatModel(cp_model, whole.problem, least)
     if isfinite(below):
         model.below(whole.under(below))
     if hint is not None:
@@ -89,10 +89,10 @@ def solve(
     if status == cp_model.INFEASIBLE:
         assert isfinite(below)
         share = 1.0 if whole.exact else 1 - EXACT
-        return Solved(None, inf, Bound(below * share, CLOSED), True, interrupted)
+        return SolverResult(None, inf, LowerBound(below * share, CLOSED), True, interrupted)
     bound = closed
     if (value := solver.best_objective_bound / whole.scale) > closed.value * (1 + ROUNDING):
-        bound = Bound(value, f"CP-SAT has ruled out all orders shorter than {value:.6g}")
+        bound = LowerBound(value, f"CP-SAT has ruled out all orders shorter than {value:.6g}")
     best, order = inf, None
     if known is not None and known < below:
         best, order = known, hint
@@ -104,8 +104,8 @@ def solve(
             best, order = taken, found
     proved = best <= bound.value * (1 + EXACT)
     if proved and bound is not closed:
-        bound = Bound(min(bound.value, best), CLOSED)
-    return Solved(order, best, bound, proved, interrupted)
+        bound = LowerBound(min(bound.value, best), CLOSED)
+    return SolverResult(order, best, bound, proved, interrupted)
 
 
 def ortools() -> Any:
@@ -150,10 +150,10 @@ def _run(
     return status.result(), interrupted
 
 
-class _Model:
+class _CpSatModel:
     """The starts of all work of a Problem in whole numbers, as CP-SAT's variables."""
 
-    def __init__(self, cp_model: Any, problem: Problem, least: int) -> None:
+    def __init__(self, cp_model: Any, problem: SchedulingProblem, least: int) -> None:
         self.problem, self.least = problem, least
         self.model = model = cp_model.CpModel()
         self.cost = (problem.F, problem.I, problem.W)
@@ -328,7 +328,7 @@ class _Model:
         return tuple(tuple(int(each[-1]) for each in sorted(own)) for own in found)
 
 
-def _firsts(problem: Problem) -> dict[int, int]:
+def _firsts(problem: SchedulingProblem) -> dict[int, int]:
     """When the ranks start of which that is known: whose first F only first F's come before."""
     start, first = 0.0, {}
     for s, rank in enumerate(problem.rank_of):
@@ -339,10 +339,10 @@ def _firsts(problem: Problem) -> dict[int, int]:
     return first
 
 
-class _Whole(NamedTuple):
+class _IntegerProblem(NamedTuple):
     """A Problem of whole numbers, times `scale` as long, or less by rounding where not `exact`."""
 
-    problem: Problem
+    problem: SchedulingProblem
     scale: float
     exact: bool
 
@@ -353,7 +353,7 @@ class _Whole(NamedTuple):
         return floor(below * self.scale * (1 - EXACT))
 
 
-def _whole(problem: Problem) -> _Whole:
+def _whole(problem: SchedulingProblem) -> _IntegerProblem:
     """The Problem in whole numbers that allows all that it allows, and takes no longer.
 
     Decimal costs are exact.  Others are rounded down, and so is a bound; what each rank holds is
@@ -376,7 +376,7 @@ def _whole(problem: Problem) -> _Whole:
         name: tuple(_floor(cost, scale) for cost in row) for name, row in times.items()
     }
     whole |= {name: tuple(row) for name, row in sizes.items()}
-    return _Whole(replace(problem, **whole, room=tuple(room)), float(scale), exact)
+    return _IntegerProblem(replace(problem, **whole, room=tuple(room)), float(scale), exact)
 
 
 def _floor(number: float, scale: Fraction) -> int:

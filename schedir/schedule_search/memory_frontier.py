@@ -20,10 +20,10 @@ from schedir.predict.possible_saving import ROUNDING
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedule_search.bounds.lower_bound import bound_of
-from schedir.schedule_search.problem import Problem, problem_of, whole_is_less
+from schedir.schedule_search.problem import SchedulingProblem, problem_of, whole_is_less
 from schedir.schedule_search.search import search
 from schedir.schedule_search.search_budget import evaluations_of, seconds_of
-from schedir.schedule_search.search_results import Found, Step, combined
+from schedir.schedule_search.search_results import SearchResult, SearchStep, combined
 from schedir.schedules import built_in
 from schedir.schedules.schedule_algebra import Schedule, takes_v
 
@@ -31,7 +31,7 @@ _DRAWN: Final = 60  # limits for which there is a bound
 _HALVES: Final = 30  # of a range, until a limit is found
 
 
-class Level(NamedTuple):
+class FrontierLevel(NamedTuple):
     """Within a limit, in bytes or in flight: the shortest run that was found, and its bound."""
 
     limit: float
@@ -40,18 +40,18 @@ class Level(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Frontier:
+class MemoryFrontier:
     """Memory against time: `levels` of ascending limits, and `runs` that others have made.
 
     A level's run is never longer than that of a smaller limit, since what fits there fits here.
     After the last level nothing is gained any more, or it is not known.  `bounds` has more limits:
     (limit, bound), never ascending, the last without any limit.  Limits are in bytes of a rank, or
     where the runs have no sizes they count (stage, mb) in flight.  `complete` is False where
-    somebody has interrupted it.  `numba` is that of `Found`, for all searches together.
+    somebody has interrupted it.  `numba` is that of `SearchResult`, for all searches together.
     """
 
     plan: Plan
-    levels: tuple[Level, ...]
+    levels: tuple[FrontierLevel, ...]
     bounds: tuple[tuple[float, float], ...]
     runs: tuple[Timeline, ...]
     complete: bool = True
@@ -82,8 +82,8 @@ def frontier(
     evaluations: int | None = None,
     seed: int = 0,
     start: Sequence[Schedule | Program] = (),
-    report: Callable[[float, Step, float], None] | None = None,
-) -> Frontier:
+    report: Callable[[float, SearchStep, float], None] | None = None,
+) -> MemoryFrontier:
     """What a search finds at each of some limits, in so many seconds, or evaluations, in all.
 
     Limits are bytes of `sizes`, or without these how many (stage, mb) are in flight.  About
@@ -108,7 +108,7 @@ def frontier(
     peaks = [float((t.peak_memory if sizes else t.peak_in_flight).max()) for t in runs]
     limits = _limits(plan, costs, sizes, peaks, levels, split=split)
     never = bound_of(free).value
-    found: list[Level] = []
+    found: list[FrontierLevel] = []
     complete, tried, uses = True, 0, set[Numba]()
     for k, limit in enumerate(limits):
         rest = len(limits) - k
@@ -133,7 +133,7 @@ def frontier(
         uses.add(last.numba)
         if found and found[-1].run.span < run.span:
             run = found[-1].run
-        found.append(Level(limit, run, last.bound))
+        found.append(FrontierLevel(limit, run, last.bound))
         if last.stopped == "interrupted":
             complete = False
             break
@@ -142,38 +142,43 @@ def frontier(
     bounds = _bounds(plan, costs, sizes, limits, found, never, split=split)
     below = dict(bounds)
     tight = tuple(_tight(level, below[level.limit]) for level in found)
-    return Frontier(plan, tight, bounds, runs, complete, combined(uses))
+    return MemoryFrontier(plan, tight, bounds, runs, complete, combined(uses))
 
 
-def _tight(level: Level, bound: float) -> Level:
+def _tight(level: FrontierLevel, bound: float) -> FrontierLevel:
     """The level with this bound; sums of floats, each in an order of its own, may differ a bit."""
     span = level.run.span
     return level._replace(bound=span if span <= bound * (1 + ROUNDING) else bound)
 
 
 def _at(
-    report: Callable[[float, Step, float], None], limit: float
-) -> Callable[[Step, float], None]:
+    report: Callable[[float, SearchStep, float], None], limit: float
+) -> Callable[[SearchStep, float], None]:
     return lambda step, bound: report(limit, step, bound)
 
 
 def _problem(
     plan: Plan, costs: Costs, sizes: Sizes | None, limit: float | None, *, split: bool
-) -> Problem:
+) -> SchedulingProblem:
     if sizes is not None:
         return problem_of(plan, costs, sizes, inf if limit is None else limit, split=split)
     few = None if limit is None else int(limit)
     return problem_of(plan, costs, in_flight=few, split=split)
 
 
-def _search(plan: Plan, costs: Costs, sizes: Sizes | None, limit: float, **how: object) -> Found:
+def _search(
+    plan: Plan, costs: Costs, sizes: Sizes | None, limit: float, **how: object
+) -> SearchResult:
     if sizes is not None:
         return search(plan, costs, sizes, limit, **how)  # type: ignore[arg-type]
     return search(plan, costs, in_flight=int(limit), **how)  # type: ignore[arg-type]
 
 
 def _runs(
-    problem: Problem, costs: Costs, sizes: Sizes | None, start: Sequence[Schedule | Program]
+    problem: SchedulingProblem,
+    costs: Costs,
+    sizes: Sizes | None,
+    start: Sequence[Schedule | Program],
 ) -> Iterator[Timeline]:
     """What is given, and the built-in schedules of this plan, each once.
 
@@ -245,7 +250,7 @@ def _bounds(
     costs: Costs,
     sizes: Sizes | None,
     limits: Sequence[float],
-    found: Sequence[Level],
+    found: Sequence[FrontierLevel],
     never: float,
     *,
     split: bool,

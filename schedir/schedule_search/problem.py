@@ -34,7 +34,7 @@ MOST: Final = 1e299  # what has no limit, as a number, which all times are less 
 
 
 @dataclass(frozen=True)
-class Problem:
+class SchedulingProblem:
     """A pipeline whose microbatches are alike, in plain numbers; tuples are by stage or by rank.
 
     `F`, `I` and `W` are times of a microbatch on each stage.  Where backwards are not `split`, `I`
@@ -126,7 +126,7 @@ def problem_of(
     in_flight: int | Callable[[int], int] | None = None,
     objective: Objective = "span",
     split: bool = True,
-) -> Problem:
+) -> SchedulingProblem:
     """The Problem of a plan, its costs, and what a rank may hold.
 
     `limit` is in bytes of `sizes`, what there is of weights included; `in_flight` is the count that
@@ -176,7 +176,7 @@ def problem_of(
     if not plan.microbatches * (sum(F + I + W) + 2 * sum(send)) + sum(tail) < MOST:
         raise CostsError(f"the costs add up to more than a search can count, {MOST:g}")
     saved, tape, both, room = _held(plan, sizes, limit, in_flight, split=split)
-    problem = Problem(
+    problem = SchedulingProblem(
         plan, split, objective, F, I, W, tuple(act), tuple(grad), tuple(tail),
         saved, tape, both, room,
     )  # fmt: skip
@@ -268,7 +268,7 @@ def _in_flight(count: float) -> str:
     return f"{count:g} in flight"
 
 
-def _require_room(problem: Problem, limit: float | None) -> None:
+def _require_room(problem: SchedulingProblem, limit: float | None) -> None:
     """Raise UsageError where a rank cannot take one microbatch there and back."""
     for rank in range(problem.plan.ranks):
         least = problem.least_room(rank)

@@ -12,7 +12,7 @@ from typing import Final
 
 from schedir.ir.isa.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instr
 from schedir.ir.program import Program, Stream
-from schedir.schedule_search.problem import Problem
+from schedir.schedule_search.problem import SchedulingProblem
 
 KINDS: Final = 3
 F, I, W = range(KINDS)
@@ -37,7 +37,7 @@ def codes_of(program: Program, *, split: bool) -> Order:
     )
 
 
-def one_by_one(problem: Problem) -> Order:
+def one_by_one(problem: SchedulingProblem) -> Order:
     """One microbatch after the other, forward and back, each W at once: what holds the least."""
     each = []
     for own in problem.own:
@@ -47,7 +47,9 @@ def one_by_one(problem: Problem) -> Order:
     return tuple(each)
 
 
-def draft_of(problem: Problem, order: Sequence[Sequence[int]], name: str = "search") -> Program:
+def draft_of(
+    problem: SchedulingProblem, order: Sequence[Sequence[int]], name: str = "search"
+) -> Program:
     """The draft of an order: each kind of work of a stage takes its microbatches in turn."""
     ops = (FORWARD, BACKWARD_INPUT if problem.split else BACKWARD, BACKWARD_WEIGHT)
     streams = []
@@ -61,8 +63,8 @@ def draft_of(problem: Problem, order: Sequence[Sequence[int]], name: str = "sear
     return Program(name, problem.plan, tuple(streams))
 
 
-def peaks(problem: Problem, order: Sequence[Sequence[int]]) -> list[float]:
-    """The most that each rank holds, in the unit of `Problem.room`."""
+def peaks(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> list[float]:
+    """The most that each rank holds, in the unit of `SchedulingProblem.room`."""
     found = []
     for codes in order:
         held = most = 0.0
@@ -81,7 +83,9 @@ def peaks(problem: Problem, order: Sequence[Sequence[int]]) -> list[float]:
     return found
 
 
-def starts_of(problem: Problem, order: Sequence[Sequence[int]]) -> list[list[float]] | None:
+def starts_of(
+    problem: SchedulingProblem, order: Sequence[Sequence[int]]
+) -> list[list[float]] | None:
     """The earliest start of each piece of work, by rank; None for an order that never ends."""
     stages = problem.plan.stages
     F_end: list[list[float]] = [[] for _ in range(stages)]
@@ -124,7 +128,7 @@ def starts_of(problem: Problem, order: Sequence[Sequence[int]]) -> list[list[flo
     return None if todo else started
 
 
-def length(problem: Problem, order: Sequence[Sequence[int]]) -> float | None:
+def length(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> float | None:
     """What an order takes by the Problem's objective; None for one that never ends."""
     started = starts_of(problem, order)
     if started is None:

@@ -13,14 +13,14 @@ from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.predict.possible_saving import ROUNDING
 from schedir.schedule_search.bounds.lower_bound import bound_of
-from schedir.schedule_search.cp_sat import Solved, ortools, solve
+from schedir.schedule_search.cp_sat import SolverResult, ortools, solve
 from schedir.schedule_search.heuristics.initial_orders import starts
-from schedir.schedule_search.heuristics.local_search import Hunt
-from schedir.schedule_search.heuristics.program_builder import Made, Maker
-from schedir.schedule_search.problem import Objective, Problem, problem_of
+from schedir.schedule_search.heuristics.local_search import LocalSearch
+from schedir.schedule_search.heuristics.program_builder import BuiltProgram, ProgramBuilder
+from schedir.schedule_search.problem import Objective, SchedulingProblem, problem_of
 from schedir.schedule_search.rank_order import Order
 from schedir.schedule_search.search_budget import evaluations_of, seconds_of, whole_of
-from schedir.schedule_search.search_results import Bound, Found, Step, Stopped
+from schedir.schedule_search.search_results import LowerBound, SearchResult, SearchStep, Stopped
 from schedir.schedules.schedule_algebra import Schedule
 
 Prove = Literal["closed", "solver"]
@@ -46,8 +46,8 @@ def search(
     seed: int = 0,
     start: Sequence[Schedule | Program] = (),
     prove: Prove = "closed",
-    report: Callable[[Step, float], None] | None = None,
-) -> Found:
+    report: Callable[[SearchStep, float], None] | None = None,
+) -> SearchResult:
     """The shortest schedule that is found in some seconds, and a bound below which there is none.
 
     `costs` are of stages, and each rank holds at most `limit` bytes of `sizes`, or `in_flight`
@@ -99,7 +99,7 @@ def search(
     )
     least = bound_of(problem)
 
-    def told(step: Step) -> None:
+    def told(step: SearchStep) -> None:
         if report is not None:
             report(step, least.value)
 
@@ -108,12 +108,12 @@ def search(
         least = max(least, bound_of(problem, seconds / 20), key=lambda bound: bound.value)
         return least.value
 
-    maker = Maker(problem, costs, sizes, limit)
+    maker = ProgramBuilder(problem, costs, sizes, limit)
     orders = list(starts(problem, start))
     made, within = _with_messages(maker, problem, orders, least.value, seconds, seed)
     making = min(problem.pieces * _MAKING, seconds / 2)
     hunting = seconds * (_FIRST if by_solver else 1) - making
-    hunt = Hunt(
+    hunt = LocalSearch(
         within, least.value, begin=begin, seconds=hunting,
         evaluations=evaluations, seed=seed,
         report=told,
@@ -145,20 +145,20 @@ def search(
     bound = least.value
     if length <= bound * (1 + ROUNDING):  # they are sums of floats, each in an order of its own
         stopped, bound = "proved", length
-    return Found(
+    return SearchResult(
         timeline.program, timeline, length, bound, least.why, tuple(hunt.trail), tried,
         seed, stopped, hunt.numba,
     )  # fmt: skip
 
 
 def _with_messages(
-    maker: Maker,
-    problem: Problem,
+    maker: ProgramBuilder,
+    problem: SchedulingProblem,
     orders: Sequence[tuple[str, Order]],
     bound: float,
     seconds: float,
     seed: int,
-) -> tuple[Made | None, Problem]:
+) -> tuple[BuiltProgram | None, SchedulingProblem]:
     """The Problem with as little less room as messages need, and a first program that fits.
 
     How much they need is up to the order.  So short hunts are made, each with less room by what the
@@ -166,7 +166,7 @@ def _with_messages(
     """
     best, within, found = None, problem, problem
     for _ in range(_PILOTS if maker.takes_room else 0):
-        pilot = Hunt(
+        pilot = LocalSearch(
             within, bound, begin=perf_counter(), seconds=seconds * _PILOTED,
             evaluations=_PILOT, seed=seed, report=lambda _: None,
         )  # fmt: skip
@@ -185,19 +185,19 @@ def _with_messages(
 
 
 def _solve(
-    problem: Problem,
-    hunt: Hunt,
-    least: Bound,
+    problem: SchedulingProblem,
+    hunt: LocalSearch,
+    least: LowerBound,
     seconds: float,
     seed: int,
-    report: Callable[[Step, float], None] | None,
-) -> Solved:
+    report: Callable[[SearchStep, float], None] | None,
+) -> SolverResult:
     """Let CP-SAT go on where a hunt has ended, for what is left of its time."""
 
     def told(value: float, bound: float) -> None:
         if report is not None:
             shortest = min(value, hunt.length)
-            report(Step(hunt.elapsed, "CP-SAT", shortest), max(bound, least.value))
+            report(SearchStep(hunt.elapsed, "CP-SAT", shortest), max(bound, least.value))
 
     left = max(seconds - hunt.elapsed, 0.0)
     hint = hunt.best if hunt.shortest else None

@@ -14,14 +14,14 @@ from schedir.predict.timeline import Timeline
 Stopped = Literal["proved", "time", "no better", "interrupted"]
 
 
-class Bound(NamedTuple):
+class LowerBound(NamedTuple):
     """No schedule takes less than `value`, in the unit of the costs; `why` says it in words."""
 
     value: float
     why: str
 
 
-class Step(NamedTuple):
+class SearchStep(NamedTuple):
     """A shorter schedule, when it was found, in seconds from the beginning, and by what."""
 
     seconds: float
@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The shortest schedule that a search has found, and how short any can be.
 
     `program` is compiled with the costs of the search and checked, `timeline` its prediction, and
@@ -47,7 +47,7 @@ class Found:
     span: float
     bound: float
     why: str
-    trail: tuple[Step, ...]
+    trail: tuple[SearchStep, ...]
     tried: int
     seed: int
     stopped: Stopped

@@ -13,7 +13,7 @@ import numpy as np
 from schedir.errors import PlanError, ProgramError, ScheduleError, expect, in_words
 from schedir.ir.input_trust import RAISED, trust
 from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.program import Cut, Program, Words
+from schedir.ir.program import Program, StreamSlices, Words
 from schedir.schedules.microbatch_numbering import spell
 from schedir.schedules.schedule_algebra import (
     EMPTY,
@@ -105,7 +105,7 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
                 raise
             words, first = [], rank + 1
     whole = spelled[0] if len(spelled) == 1 else np.concatenate(spelled)
-    return Program(name, plan, Cut.at(whole, offsets))
+    return Program(name, plan, StreamSlices.at(whole, offsets))
 
 
 def _check_placed(schedule: Schedule, plan: Plan, name: str) -> None:

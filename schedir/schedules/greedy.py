@@ -61,7 +61,7 @@ def greedy(
     if not isinstance(prefer, str) or sorted(prefer) not in (["B", "F"], ["F", "I", "W"]):
         raise ScheduleError(f"prefer orders the letters BF or FIW, not {said(prefer)}")
     drafted = Program(name, plan, (Stream.of([]),) * plan.ranks, frozen=frozen)
-    run = _Run(drafted, [BY_TEXT[letter] for letter in prefer], in_flight, costs)
+    run = _GreedyState(drafted, [BY_TEXT[letter] for letter in prefer], in_flight, costs)
     return replace(drafted, streams=tuple(run.streams()))
 
 
@@ -77,7 +77,7 @@ def _limit(given: object) -> int:
         ) from None
 
 
-class _Run:
+class _GreedyState:
     """The state of the ranks at one moment."""
 
     def __init__(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from schedir.runtime.autograd import split_backward
-from schedir.tensor_parallel.mappings import Weight, f, g, seen_in_parts, shard
+from schedir.tensor_parallel.mappings import ShardableWeight, f, g, seen_in_parts, shard
 
 
 class ColumnParallelLinear(nn.Module):
@@ -25,7 +25,7 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(
         self,
-        weight: Weight,
+        weight: ShardableWeight,
         bias: Tensor | None,
         group: ProcessGroup | None = None,
         *,
@@ -64,7 +64,7 @@ class RowParallelLinear(nn.Module):
 
     def __init__(
         self,
-        weight: Weight,
+        weight: ShardableWeight,
         bias: Tensor | None,
         group: ProcessGroup | None = None,
         *,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from schedir.errors import UsageError
-from schedir.runtime.autograd.weight_gradient_rules import Entry, Later
+from schedir.runtime.autograd.weight_gradient_rules import Later, SharedInputRule
 from schedir.runtime.parameters.sequence_layout import by_rank, in_order, require_even
 
 _Whole = TypeVar("_Whole", bound=nn.Parameter | nn.Module)
@@ -35,7 +35,7 @@ def tp_rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
-class Weight(Protocol):
+class ShardableWeight(Protocol):
     """A whole weight, of which a slice can be had: a Tensor, or a `Drawn`."""
 
     @property
@@ -45,7 +45,7 @@ class Weight(Protocol):
 
 
 def shard(
-    full: Weight, dim: int, group: ProcessGroup | None, *, padded: bool = False
+    full: ShardableWeight, dim: int, group: ProcessGroup | None, *, padded: bool = False
 ) -> nn.Parameter:
     """This rank's 1/t of `full`, cut along `dim`, as a parameter that knows it is a slice.
 
@@ -92,7 +92,7 @@ def seen_in_parts(
     return whole
 
 
-def f(group: ProcessGroup | None, *, sequence: bool = False) -> Entry | None:
+def f(group: ProcessGroup | None, *, sequence: bool = False) -> SharedInputRule | None:
     """Enter a sharded region: identity forward, all-reduce backward (1909.08053, section 3); with
     `sequence`, all-gather forward, reduce-scatter backward.
 
@@ -102,8 +102,8 @@ def f(group: ProcessGroup | None, *, sequence: bool = False) -> Entry | None:
     if group is None or group.size() == 1:
         return None
     if sequence:
-        return Entry(partial(_start_scatter, group), partial(_start_gather, group))
-    return Entry(partial(_start_sum, group))
+        return SharedInputRule(partial(_start_scatter, group), partial(_start_gather, group))
+    return SharedInputRule(partial(_start_sum, group))
 
 
 def g(x: Tensor, group: ProcessGroup | None, *, sequence: bool = False) -> Tensor:

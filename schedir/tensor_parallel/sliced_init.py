@@ -20,7 +20,7 @@ BLOCK = 1 << 22  # numbers in a block, or one row or column: 16 MiB of float32
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SlicedInit:
     """A weight, normal(0, std), to be cut along `dim`; slices are in `dtype` on `device`.
 
     `key` is the seed and what names the weight: others have other numbers.

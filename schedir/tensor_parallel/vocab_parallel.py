@@ -20,10 +20,18 @@ from torch.distributed import ProcessGroup
 from schedir.kernels import cross_entropy
 from schedir.kernels.backend_choice import on_triton
 from schedir.runtime.autograd import split_backward
-from schedir.tensor_parallel.mappings import Weight, all_gather, f, g, shard, tp_rank, tp_size
+from schedir.tensor_parallel.mappings import (
+    ShardableWeight,
+    all_gather,
+    f,
+    g,
+    shard,
+    tp_rank,
+    tp_size,
+)
 
 
-def shard_vocab(full: Weight, group: ProcessGroup | None = None) -> nn.Parameter:
+def shard_vocab(full: ShardableWeight, group: ProcessGroup | None = None) -> nn.Parameter:
     """This rank's rows of a (vocab, n) weight, padded so that all ranks hold equally many."""
     return shard(full, 0, group, padded=True)
 

@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from schedir.errors import ExecutionError, UsageError, said
 from schedir.runtime.arguments import callable_of, loss_of
-from schedir.testing.gradient_comparison import Left, compare
-from schedir.testing.unpipelined_model import Plain, cut, dense, names_of, own_copy
+from schedir.testing.gradient_comparison import GradientDump, compare
+from schedir.testing.unpipelined_model import UnpipelinedModel, cut, dense, names_of, own_copy
 from schedir.transports.local_processes import DIED, RankError, run
 
 Step = Callable[[int, int, Any, Any], Mapping[str, Tensor | None] | None]
@@ -103,7 +103,7 @@ def assert_same_gradients(
         _not_negative("tolerance", tolerance)
     if start not in (None, "fork", "spawn"):
         raise UsageError(f"start is 'fork' or 'spawn', not {said(start)}", fields=["start"])
-    loop = Plain(own_copy(whole), several, loss_fn, divisor)
+    loop = UnpipelinedModel(own_copy(whole), several, loss_fn, divisor)
     how = start or ("spawn" if _forks_are_unsafe() else "fork")
     with _one_thread(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         if not loop.due:
@@ -187,7 +187,7 @@ def _one_thread() -> Iterator[None]:
 
 def _processes(
     step: Step, model: nn.Module, batch: Any, ranks: int, how: str, timeout: float
-) -> list[Left]:
+) -> list[GradientDump]:
     """Run the step in its processes, and return what each rank has after it."""
     if how == "spawn":
         for what, value in (("the step", step), ("the model", model), ("the batch", batch)):
@@ -211,7 +211,7 @@ def _processes(
     return left
 
 
-def _left(rank: int, step: Step, ranks: int, model: nn.Module, batch: Any) -> Left | str:
+def _left(rank: int, step: Step, ranks: int, model: nn.Module, batch: Any) -> GradientDump | str:
     """Run the step in the process of a rank.
 
     Returns:
@@ -254,7 +254,7 @@ def _left(rank: int, step: Step, ranks: int, model: nn.Module, batch: Any) -> Le
             like = " or ".join(get_close_matches(name, known, 2)) or min(known, default="none")
             return f"the model has no parameter {name}, but {like}"
         gradients[name] = _full(gradient)
-    return Left(gradients, stages)
+    return GradientDump(gradients, stages)
 
 
 def _named_now(

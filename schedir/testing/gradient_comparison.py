@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from schedir.errors import UsageError
-from schedir.testing.unpipelined_model import Due, Plain, names_of, numbers
+from schedir.testing.unpipelined_model import ExpectedGradient, UnpipelinedModel, names_of, numbers
 
 TOLERANCES: Final = {torch.float32: 1e-6, torch.float64: 1e-12}
 SHOWN: Final = 3  # names in one line of the error
@@ -22,7 +22,7 @@ DIFFERENT: Final = "different"
 
 
 @dataclass(frozen=True)
-class Left:
+class GradientDump:
     """What a rank has after the step.
 
     Args:
@@ -33,7 +33,7 @@ class Left:
     gradients: Mapping[str, Tensor | None]
     stages: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
-    def by_prefix(self) -> Left:
+    def by_prefix(self) -> GradientDump:
         """Fill in the stages of a model that was given as a list of stages.
 
         Names of parameters then begin with the number of their stage.
@@ -46,7 +46,7 @@ class Left:
         return replace(self, stages={s: tuple(names) for s, names in sorted(stages.items())})
 
 
-class Place(NamedTuple):
+class StageLocation(NamedTuple):
     """A stage on a rank.
 
     The stage is None if its number is not known.  The rank is None for a gradient that no rank, or
@@ -57,7 +57,7 @@ class Place(NamedTuple):
     rank: int | None
 
 
-class Difference(NamedTuple):
+class GradientDifference(NamedTuple):
     """Gradients that differ in the same way from those of the plain loop.
 
     Args:
@@ -69,7 +69,7 @@ class Difference(NamedTuple):
             for which it is largest.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[StageLocation, ...]
     names: tuple[str, ...]
     every: bool
     problem: str
@@ -90,7 +90,7 @@ class Difference(NamedTuple):
         return f"{_where(self.places)}, {what}: {self.problem}"
 
 
-def _where(places: Sequence[Place]) -> str:
+def _where(places: Sequence[StageLocation]) -> str:
     """Return places in words, such as `stages 0, 1 (ranks 0, 1)`, or the ranks alone."""
 
     def several(what: str, numbers: Sequence[int]) -> str:
@@ -113,9 +113,9 @@ class WrongGradients(AssertionError):
 
     def __init__(
         self,
-        differences: Sequence[Difference],
+        differences: Sequence[GradientDifference],
         weights: Sequence[tuple[str, ...]],
-        right: Sequence[Place],
+        right: Sequence[StageLocation],
     ) -> None:
         names = {name for difference in differences for name in difference.names}
         wrong = sum(not names.isdisjoint(own) for own in weights)
@@ -128,7 +128,7 @@ class WrongGradients(AssertionError):
         self.differences = tuple(differences)
 
 
-def _first_stage(differences: Sequence[Difference], right: Sequence[Place]) -> str:
+def _first_stage(differences: Sequence[GradientDifference], right: Sequence[StageLocation]) -> str:
     """Return a hint if all stages up to one are wrong, and the later ones right.  Else return "".
 
     Backwards run from the last stage to the first, so an error spreads to the lower stages.  It
@@ -148,8 +148,8 @@ def _first_stage(differences: Sequence[Difference], right: Sequence[Place]) -> s
 
 
 def compare(
-    loop: Plain,
-    left: Sequence[Left],
+    loop: UnpipelinedModel,
+    left: Sequence[GradientDump],
     *,
     replicas: int = 1,
     tolerance: float | None = None,
@@ -179,7 +179,7 @@ def compare(
     weights = [names for names in every if names[0] in due]
     held = [*_held(left, weights, replicas)]
     ranks_with = {n: {at.rank for at, of, g in held if of == n and g is not None} for n in due}
-    wrong: dict[Place, dict[str, _Measured]] = {}
+    wrong: dict[StageLocation, dict[str, _GradientError]] = {}
     largest = 0.0
     for place, name, got in held:
         measured = _measure(name, got, due.get(name), tolerance)
@@ -201,8 +201,8 @@ def compare(
 
 
 def _held(
-    left: Sequence[Left], weights: Sequence[tuple[str, ...]], replicas: int
-) -> Iterator[tuple[Place, str, Tensor | None]]:
+    left: Sequence[GradientDump], weights: Sequence[tuple[str, ...]], replicas: int
+) -> Iterator[tuple[StageLocation, str, Tensor | None]]:
     """Yield a place, a name and a gradient for each gradient that a rank has, or should have.
 
     A weight that no rank has, or fewer ranks than there are replicas, gets a place without a rank.
@@ -216,17 +216,17 @@ def _held(
             if name not in stage_of and name in staged and got is not None and not bool(got.any()):
                 got = None  # a step may return zeros for the parameters of other ranks
             if got is not None or name in stage_of:  # else the rank does not have the parameter
-                found.append((Place(stage_of.get(name), rank), name, got))
+                found.append((StageLocation(stage_of.get(name), rank), name, got))
     for names in weights:
         on = {place.rank for place, name, _ in found if name in names}
         # A rank that returns None, or nothing, for a weight says that another rank has it.
         elsewhere = any(one.gradients.get(name, 0) is None for one in left for name in names)
         if not on or (len(on) < replicas and not elsewhere):
-            found.append((Place(None, None), names[0], None))
+            found.append((StageLocation(None, None), names[0], None))
     yield from sorted(found, key=lambda f: (f[0].stage is None, f[0].stage or 0))
 
 
-class _Measured(NamedTuple):
+class _GradientError(NamedTuple):
     """How far one gradient differs from the expected one.
 
     Args:
@@ -248,12 +248,14 @@ class _Measured(NamedTuple):
         return f"relative error {self.error:.2g}, norm {self.ratio:.2g} times the expected norm"
 
 
-def _measure(name: str, got: Tensor | None, due: Due | None, tolerance: float | None) -> _Measured:
+def _measure(
+    name: str, got: Tensor | None, due: ExpectedGradient | None, tolerance: float | None
+) -> _GradientError:
     """Measure how far a gradient differs from the expected one."""
     if got is None or due is None:
         one = got if due is None else due.value
         wrong = one is not None and bool(one.any())
-        return _Measured(float(wrong), not wrong, MISSING if got is None else NOT_EXPECTED)
+        return _GradientError(float(wrong), not wrong, MISSING if got is None else NOT_EXPECTED)
     if got.shape != due.value.shape:
         raise UsageError(
             f"the gradient of {name} has shape {[*got.shape]}, and its weight {[*due.value.shape]}",
@@ -264,7 +266,7 @@ def _measure(name: str, got: Tensor | None, due: Due | None, tolerance: float | 
     norm = float(numbers(due.value).norm())
     size = float(numbers(got).norm())
     error = float((numbers(got) - numbers(due.value)).norm())
-    return _Measured(
+    return _GradientError(
         error / norm if norm else float(error > 0),
         error <= allowed * due.size,
         DIFFERENT if isfinite(size) else NOT_FINITE,
@@ -277,17 +279,18 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def _differences(
-    wrong: Mapping[Place, Mapping[str, _Measured]], all_names: Mapping[Place, Set[str]]
-) -> list[Difference]:
+    wrong: Mapping[StageLocation, Mapping[str, _GradientError]],
+    all_names: Mapping[StageLocation, Set[str]],
+) -> list[GradientDifference]:
     """Group the wrong gradients of each place by problem, and merge places with equal problems."""
-    merged: dict[object, Difference] = {}
+    merged: dict[object, GradientDifference] = {}
     for place, own in wrong.items():
         for problem in dict.fromkeys(measured.problem for measured in own.values()):
             group = {name: one for name, one in own.items() if one.problem == problem}
             worst = max(group.values(), key=lambda measured: measured.error)
             names, every = tuple(group), {*group} == all_names[place]
             key = worst.in_words(), every, None if every else names
-            before = merged.get(key, Difference((), (), every, worst.in_words(), 0.0))
+            before = merged.get(key, GradientDifference((), (), every, worst.in_words(), 0.0))
             merged[key] = before._replace(
                 places=(*before.places, place),
                 names=tuple(dict.fromkeys(before.names + names)),

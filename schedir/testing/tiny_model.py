@@ -10,7 +10,7 @@ from schedir.runtime.autograd.split_backward import linear
 WIDTH = 4
 
 
-class _Tiny(nn.Module):
+class _TinyLayer(nn.Module):
     """A layer, splittable into dI and dW; in double precision."""
 
     def __init__(self, numbers: torch.Generator) -> None:
@@ -25,7 +25,7 @@ class _Tiny(nn.Module):
 def tiny_stages(stages: int, seed: int = 0) -> list[nn.Module]:
     """A model of that many stages: the same seed gives the same parameters."""
     numbers = torch.Generator().manual_seed(seed)
-    return [_Tiny(numbers) for _ in range(stages)]
+    return [_TinyLayer(numbers) for _ in range(stages)]
 
 
 def batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor]:

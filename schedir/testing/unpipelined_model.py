@@ -18,7 +18,7 @@ Batch = Any  # a tensor, or a tuple or dict of such; a list of microbatches if i
 Loss = Callable[..., Tensor] | None
 
 
-class Due(NamedTuple):
+class ExpectedGradient(NamedTuple):
     """The expected gradient of a parameter.
 
     Args:
@@ -32,7 +32,7 @@ class Due(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plain:
+class UnpipelinedModel:
     """A model, its microbatches, and the number by which the sum of their losses is divided."""
 
     model: nn.Module
@@ -41,23 +41,26 @@ class Plain:
     divisor: float
 
     @cached_property
-    def due(self) -> dict[str, Due]:
+    def due(self) -> dict[str, ExpectedGradient]:
         """The gradients of all parameters on which the loss depends, by each of their names.
 
         Raises:
             UsageError: The model draws random numbers, or a gradient is not finite.
         """
-        due: dict[str, Due] = {}
+        due: dict[str, ExpectedGradient] = {}
         for part in self._each():
             for name, one in part.items():
                 size = float(numbers(one).norm()) / self.divisor
                 before = due.get(name)
                 due[name] = (
-                    Due(one, size)
+                    ExpectedGradient(one, size)
                     if before is None
-                    else Due(before.value + one, before.size + size)
+                    else ExpectedGradient(before.value + one, before.size + size)
                 )
-        due = {name: Due(value / self.divisor, size) for name, (value, size) in due.items()}
+        due = {
+            name: ExpectedGradient(value / self.divisor, size)
+            for name, (value, size) in due.items()
+        }
         for name, (value, _) in due.items():
             if not value.isfinite().all():
                 raise UsageError(f"the plain loop's own gradient of {name} is not finite")

@@ -100,10 +100,10 @@ def detachable(end: Any) -> Any:
     same memory where it is a view or was handed on."""
     plain = type(end) in (Tensor, nn.Parameter)
     again = plain and (end._is_view() or (end.is_leaf and end.requires_grad))
-    return _Same.apply(end) if again else end  # type: ignore[no-untyped-call]
+    return _MemoryAlias.apply(end) if again else end  # type: ignore[no-untyped-call]
 
 
-class _Same(Function):
+class _MemoryAlias(Function):
     """The same memory in a tensor that is no view."""
 
     @staticmethod

@@ -12,27 +12,32 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from schedir.errors import CheckpointError, ExecutionError, ProgramError, said
 from schedir.ir.program import Program
-from schedir.runtime.autograd.random_streams import Draws
-from schedir.runtime.checkpoint_state import ITS_OWN, Kept, KeptRank, KeptStage
-from schedir.runtime.parameters.buckets import Share
+from schedir.runtime.autograd.random_streams import RandomStreams
+from schedir.runtime.checkpoint_state import (
+    ITS_OWN,
+    CheckpointState,
+    RankCheckpointState,
+    StageCheckpointState,
+)
+from schedir.runtime.parameters.buckets import ShardSpec
 from schedir.runtime.parameters.mixed_precision import all_within
 from schedir.torch_pipelining.schedule_consistency import told
-from schedir.torch_pipelining.stages import Copies, plain
+from schedir.torch_pipelining.stages import SharedWeights, plain
 
 
 @dataclass(frozen=True)
-class Several:
+class OptimizerList:
     """The optimizers of a process, where it has several."""
 
     optimizers: tuple[Any, ...]
 
 
-class Keeper:
+class TorchCheckpointState:
     """Knows what a checkpoint has of a schedule: replicas are the pipelines that the processes of
     the default group run."""
 
     def __init__(
-        self, stages: Sequence[Any], program: Program, copies: Copies | None, loss_fn: Any
+        self, stages: Sequence[Any], program: Program, copies: SharedWeights | None, loss_fn: Any
     ) -> None:
         self.stages, self.program, self.loss_fn = stages, program, loss_fn
         self.group: Any = stages[0].group
@@ -48,7 +53,7 @@ class Keeper:
                 hint="make stages and schedule anew",
             )
 
-    def kept(self, *, failed: bool) -> Kept:
+    def kept(self, *, failed: bool) -> CheckpointState:
         """As Schedule.kept, of one whose last step may have failed."""
 
         def own() -> list[int]:
@@ -63,16 +68,16 @@ class Keeper:
             raise CheckpointError(error.fact, hint=error.hint) from error
         mesh = _mesh_of(pipelines)
 
-        def ranks(optimizer: Any) -> list[KeptRank]:
+        def ranks(optimizer: Any) -> list[RankCheckpointState]:
             if failed or self.is_read:
                 raise CheckpointError(
                     "a step or a load has failed, and left buffers or weights as they were in it"
                 )
             return [self._rank(optimizer, mesh)]
 
-        return Kept(ranks, settle=lambda: None)  # an optimizer of the user's has stepped
+        return CheckpointState(ranks, settle=lambda: None)  # an optimizer of the user's has stepped
 
-    def _rank(self, optimizer: Any, mesh: Sequence[tuple[int, ...]]) -> KeptRank:
+    def _rank(self, optimizer: Any, mesh: Sequence[tuple[int, ...]]) -> RankCheckpointState:
         plan, flat = self.program.plan, [process for members in mesh for process in members]
         world = [plan.ranks, 1, len(mesh), plan.stages]
         # Which process draws for what is plain where replicas lie as those of executors do.
@@ -81,14 +86,14 @@ class Keeper:
         def is_read(begins: bool) -> None:
             self.is_read = begins
 
-        return KeptRank(
+        return RankCheckpointState(
             self.program,
             dist.get_rank(self.group),
             {stage.stage_index: _stage(stage) for stage in self.stages},
-            Share(len(mesh), next(k for k, own in enumerate(mesh) if dist.get_rank() in own)),
+            ShardSpec(len(mesh), next(k for k, own in enumerate(mesh) if dist.get_rank() in own)),
             _optimizer(optimizer, self.program),
             self.loss_fn,
-            Draws(None, torch.device(self.stages[0].device)),
+            RandomStreams(None, torch.device(self.stages[0].device)),
             world,
             is_read,
             tied=() if self.copies is None else self.copies.weights,
@@ -115,14 +120,16 @@ def _mesh_of(pipelines: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     return sorted(mesh, key=min)
 
 
-def _stage(stage: Any) -> KeptStage:
+def _stage(stage: Any) -> StageCheckpointState:
     module = plain(stage.submod)
     if any(isinstance(one, FullyShardedDataParallel) for one in module.modules()):
         raise CheckpointError(
             f"stage {stage.stage_index} is wrapped by FullyShardedDataParallel, whose parameters "
             "are parts of several weights"
         )
-    return KeptStage(module, {p: name for name, p in module.named_parameters() if p.requires_grad})
+    return StageCheckpointState(
+        module, {p: name for name, p in module.named_parameters() if p.requires_grad}
+    )
 
 
 def _optimizer(optimizer: Any, program: Program) -> Any:
@@ -141,4 +148,4 @@ def _optimizer(optimizer: Any, program: Program) -> Any:
                 f"{said(one)} is no optimizer",
                 hint="the one of this process's stages, or a list of several",
             )
-    return Several(tuple(optimizer)) if several else optimizer
+    return OptimizerList(tuple(optimizer)) if several else optimizer

@@ -26,7 +26,7 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.rank_resources import device_of
 from schedir.torch_pipelining.actions import splits
 from schedir.torch_pipelining.stages import require_reducible, require_wrapped_whole
-from schedir.transports.gloo import Gloo, Processes
+from schedir.transports.gloo import Gloo, ProcessTransport
 from schedir.transports.json_collectives import broadcast
 from schedir.transports.nccl import nccl
 from schedir.transports.shared_memory import Shared
@@ -110,7 +110,7 @@ def _zeros(one: Boundary, device: torch.device) -> Tensor:
 Shapes = tuple[tuple[Any, ...], ...]  # of inputs and keywords, by microbatch
 
 
-class Facts(NamedTuple):
+class ExecutorRequirements(NamedTuple):
     """What a rank's executor is made for; of all ranks, it says which executor runs a step."""
 
     trains: bool
@@ -123,13 +123,13 @@ class Facts(NamedTuple):
 
 
 @dataclass
-class Made:
+class CachedExecutor:
     """An executor, and what it was made for."""
 
-    facts: Facts
+    facts: ExecutorRequirements
     modules: tuple[nn.Module, ...]
     executor: Executor
-    transport: Processes
+    transport: ProcessTransport
     received: frozenset[int]  # where what is received lies
 
     def fits(self, trains: bool, shapes: Shapes, stages: Sequence[Any]) -> bool:
@@ -159,7 +159,7 @@ class Made:
 
 def facts_of(
     stages: Sequence[Any], trains: bool, shapes: Shapes, failures: int, program: Program
-) -> Facts:
+) -> ExecutorRequirements:
     """What a rank has for a step.  Raises UsageError and ModelError for what cannot run."""
     for stage in stages:
         _require_own(stage)
@@ -173,7 +173,7 @@ def facts_of(
                 )
     modules = [stage.submod for stage in stages]
     parameters = [*dict.fromkeys(p for module in modules for p in module.parameters())]
-    return Facts(
+    return ExecutorRequirements(
         trains,
         shapes,
         tuple(map(id, modules)),
@@ -195,7 +195,7 @@ _type = attrgetter("dtype")
 
 
 def made(
-    key: Sequence[Facts],
+    key: Sequence[ExecutorRequirements],
     stages: Sequence[Any],
     program: Program,
     group: Any,
@@ -203,7 +203,7 @@ def made(
     tied: Ties | None,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> Made:
+) -> CachedExecutor:
     """The executor of a rank, for what all ranks have; all of the group call this.
 
     `args` and `kwargs` are those of the first microbatch.  Layers are made splittable, in place,
@@ -232,7 +232,7 @@ def made(
             record=False,
         )
     received = tree_leaves(executor.state.buffers)
-    return Made(
+    return CachedExecutor(
         key[rank],
         tuple(stage.submod for stage in stages),
         executor,
@@ -241,7 +241,7 @@ def made(
     )
 
 
-def _tied(tied: Ties | None, key: Sequence[Facts], program: Program) -> Ties | None:
+def _tied(tied: Ties | None, key: Sequence[ExecutorRequirements], program: Program) -> Ties | None:
     """What is tied, by the names that parameters have in the modules that run."""
     if tied is None:
         return None
@@ -295,7 +295,7 @@ def _require_own(stage: Any) -> None:
     require_wrapped_whole([stage])
 
 
-def _transport(program: Program, group: Any, device: torch.device) -> Processes:
+def _transport(program: Program, group: Any, device: torch.device) -> ProcessTransport:
     """The best transport between the processes of a group; all of them call this."""
     if device.type == "cpu":
         kind = Shared if Shared.fits(program, group) else Gloo

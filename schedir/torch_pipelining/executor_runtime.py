@@ -16,14 +16,20 @@ from schedir.errors import UsageError, said
 from schedir.ir.pipeline.tied_weights import Ties
 from schedir.ir.program import Program
 from schedir.torch_pipelining import gradients
-from schedir.torch_pipelining.executor_factory import Facts, Made, facts_of, made, shapes_of
-from schedir.torch_pipelining.output_checks import Outputs
+from schedir.torch_pipelining.executor_factory import (
+    CachedExecutor,
+    ExecutorRequirements,
+    facts_of,
+    made,
+    shapes_of,
+)
+from schedir.torch_pipelining.output_checks import PendingOutputs
 from schedir.torch_pipelining.schedule_consistency import require_same, told
 
 KEPT: Final = 4  # executors, of shapes that were met last
 
 
-class Own:
+class ExecutorRuntime:
     """Runs the steps of a `schedir.torch_pipelining.Schedule` by our Executor.
 
     The executor is made at the first step, of what `submod` of the stages is then, and of the
@@ -52,8 +58,8 @@ class Own:
         self.aside = self.divisor > 1 or bool(program.tied) or program.plan.rows > 1
         self.first = any(stage.is_first for stage in stages)
         self.last = next((stage for stage in stages if stage.is_last), None)
-        self.made: dict[tuple[Facts, ...], Made] = {}
-        self.now: Made | None = None
+        self.made: dict[tuple[ExecutorRequirements, ...], CachedExecutor] = {}
+        self.now: CachedExecutor | None = None
         self.failures = 0
         self.changed = torch.zeros(1, dtype=torch.int32, device=_device_of(group, stages[0].device))
         self.most = dist.AllreduceOptions()
@@ -63,7 +69,7 @@ class Own:
         self.losses: list[Any] = []
         self.keeps_outputs = self.takes_losses = False
         self.loss_kwargs: Mapping[str, Any] = {}
-        self.returned = Outputs(by_value=False)
+        self.returned = PendingOutputs(by_value=False)
 
     def step(
         self,
@@ -86,7 +92,7 @@ class Own:
         inputs = [*(arg_mbs or [()] * n)] if self.first and not wrong else []
         before = self.now
         now = self.now = self._ready(trains, inputs, kwarg_mbs or [{}] * n, wrong)
-        self.returned = Outputs(by_value=now is not before)
+        self.returned = PendingOutputs(by_value=now is not before)
         self.loss_kwargs = loss_kwargs or {}
         self.keeps_outputs = return_outputs
         self.takes_losses = self.loss_fn is not None and target_mbs is not None
@@ -163,7 +169,7 @@ class Own:
         there = tensor.untyped_storage().data_ptr() in self.now.received
         return tensor.detach().clone() if there else tensor.detach()
 
-    def _failed(self, now: Made) -> None:
+    def _failed(self, now: CachedExecutor) -> None:
         self.failures += 1
         self.now = None
         self.made.clear()
@@ -173,7 +179,7 @@ class Own:
 
     def _ready(
         self, trains: bool, inputs: list[Any], kwarg_mbs: list[Any], wrong: str = ""
-    ) -> Made:
+    ) -> CachedExecutor:
         """The executor of a step, which all ranks take or make together; or what is wrong with its
         arguments on one of them, which all raise."""
         if wrong:
@@ -187,12 +193,12 @@ class Own:
             return now
         program = self.programs[trains]
 
-        def mine() -> Facts:
+        def mine() -> ExecutorRequirements:
             if wrong:
                 raise UsageError(wrong, program=program.name)
             return facts_of(self.stages, trains, shapes, self.failures, program)
 
-        key = tuple(told(mine, self.group, [Facts]))
+        key = tuple(told(mine, self.group, [ExecutorRequirements]))
         require_same("whether gradients are taken", [facts.trains for facts in key])
         for other in [k for k in self.made if [*map(_failures, k)] != [*map(_failures, key)]]:
             self.made.pop(other).leave()
@@ -206,7 +212,7 @@ class Own:
         return self.made[key]
 
 
-def _failures(facts: Facts) -> int:
+def _failures(facts: ExecutorRequirements) -> int:
     return facts.failures
 
 

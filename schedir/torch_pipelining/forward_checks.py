@@ -21,7 +21,7 @@ from schedir.runtime.autograd.module_state import attributes_and_gradients_resto
 from schedir.torch_pipelining import backward_split
 from schedir.torch_pipelining.fsdp_stages import accumulate_gradients
 from schedir.torch_pipelining.hook_detection import has_parameter_hooks, hook_count
-from schedir.torch_pipelining.output_checks import Outputs
+from schedir.torch_pipelining.output_checks import PendingOutputs
 from schedir.torch_pipelining.stages import require_as_told
 
 # ---------------------------------------------------------------- losses by microbatch
@@ -30,7 +30,7 @@ from schedir.torch_pipelining.stages import require_as_told
 # at place k.
 
 
-class ByMicrobatch(_PipelineScheduleRuntime):
+class MicrobatchLossRuntime(_PipelineScheduleRuntime):
     """torch's runtime, with the loss of each microbatch under its number."""
 
     _loss_of: dict[int, Tensor]
@@ -63,7 +63,7 @@ _RUN_BY: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()  # by stage, its
 _METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
-class Watched(ByMicrobatch):
+class CheckedRuntime(MicrobatchLossRuntime):
     """torch's runtime, with checks of each forward."""
 
     _has_backward: bool
@@ -72,7 +72,7 @@ class Watched(ByMicrobatch):
     # These belong to the current step.
     _full_stages: set[int]  # stages that run full backwards for all microbatches
     _full_microbatches: set[tuple[int, int]]  # stages and microbatches with a full backward
-    _outputs: Outputs
+    _outputs: PendingOutputs
     _hooks_before: int  # `hook_count()` before the current forward
 
     def _take_stages(self) -> None:
@@ -85,7 +85,7 @@ class Watched(ByMicrobatch):
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """In this context, stages run forwards and backwards through methods of this object."""
-        self._outputs = Outputs(by_value=self._settled != self._modules())
+        self._outputs = PendingOutputs(by_value=self._settled != self._modules())
         self._full_microbatches = set()
         self._full_stages = {
             stage.stage_index

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedir.runtime.parameters.tied_parameters import Weight
+from schedir.runtime.parameters.tied_parameters import TiedWeight
 
 Before = Mapping[nn.Parameter, Tensor]
 BUCKET = 25 << 20  # bytes that are reduced at once, as DDP has it
@@ -115,7 +115,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def sum_copies(weights: Sequence[Weight], rank_of: Sequence[int], group: Any) -> None:
+def sum_copies(weights: Sequence[TiedWeight], rank_of: Sequence[int], group: Any) -> None:
     """Add up the gradients of the copies of each tied weight, in the order of stages, into all.
 
     Ranks that hold copies send each other theirs, so that each adds them up itself: all get the

@@ -28,7 +28,7 @@ class _Output(NamedTuple):
     checksum: Tensor | None  # if values are compared
 
 
-class Outputs:
+class PendingOutputs:
     """The outputs of a rank's stages that the current step still needs.
 
     Args:

@@ -17,17 +17,17 @@ from schedir.compiler.evaluation_program import forwards
 from schedir.errors import ExecutionError, UsageError, flag, said
 from schedir.ir.pipeline.tied_weights import Ties
 from schedir.ir.program import Program
-from schedir.runtime.checkpoint_state import Kept
+from schedir.runtime.checkpoint_state import CheckpointState
 from schedir.schedules.schedule_algebra import Schedule as Words
 from schedir.torch_pipelining import actions, gradients, program_selection
-from schedir.torch_pipelining.checkpoint_adapter import Keeper
-from schedir.torch_pipelining.executor_runtime import Own
-from schedir.torch_pipelining.forward_checks import Watched
+from schedir.torch_pipelining.checkpoint_adapter import TorchCheckpointState
+from schedir.torch_pipelining.executor_runtime import ExecutorRuntime
+from schedir.torch_pipelining.forward_checks import CheckedRuntime
 from schedir.torch_pipelining.fsdp_stages import require_whole, with_shards
 from schedir.torch_pipelining.hook_detection import install_hook_counters
 from schedir.torch_pipelining.schedule_consistency import require_same, told
 from schedir.torch_pipelining.stages import (
-    Copies,
+    SharedWeights,
     require_frozen,
     require_reducible,
     require_runnable,
@@ -39,7 +39,7 @@ from schedir.verify.check import check
 Runtime = Literal["torch", "schedir"]
 
 
-class Schedule(Watched):
+class Schedule(CheckedRuntime):
     """A schedule of torch.distributed.pipelining that runs a program of ours.
 
     It takes what torch's own schedules take, and stands where they stand:
@@ -140,7 +140,9 @@ class Schedule(Watched):
             [of["the stages"] for of in each], held[0].num_stages, n_microbatches
         )
         self._rank_of: list[int] = plan.rank_of.tolist()
-        self._copies = Copies(held, group, tied, alike=alike) if loss_fn is not None else None
+        self._copies = (
+            SharedWeights(held, group, tied, alike=alike) if loss_fn is not None else None
+        )
         self.program: Program
         self.forward_program: Program
         model, blocks = each[0]["the progress model"]
@@ -169,16 +171,16 @@ class Schedule(Watched):
         require_same("the program", told(compiled, group))
         if self._copies is not None and self.program.trains:
             self._copies.fit(self.program)
-        self._keeper = Keeper(held, self.program, self._copies, loss_fn)
+        self._keeper = TorchCheckpointState(held, self.program, self._copies, loss_fn)
         self._loss_of = {}
         self._given: tuple[Any, Any, Any] | None = None
         self._loss_kwargs = None
         self._failed = False
         self._settled = []
-        self._own: Own | None = None
+        self._own: ExecutorRuntime | None = None
         if runtime == "schedir":
             both = self.program, self.forward_program
-            self._own = Own(held, *both, loss_fn, self.scale_grads, tied, group)
+            self._own = ExecutorRuntime(held, *both, loss_fn, self.scale_grads, tied, group)
         self._orders = {
             one.trains: {
                 rank: with_shards(order, active)
@@ -222,7 +224,7 @@ class Schedule(Watched):
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
         self.pipeline_order_with_comms = self._orders[self.program.trains]
 
-    def kept(self) -> Kept:
+    def kept(self) -> CheckpointState:
         """What `schedir.checkpoints` saves and loads; all processes of the default group call this.
 
         Raises CheckpointError where the pipelines of these are no replicas.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from schedir import errors
-from schedir.errors import ProgramError, Site, UsageError, said
+from schedir.errors import InstructionSite, ProgramError, UsageError, said
 from schedir.transports.json_collectives import Kinds, encoded, gather
 
 _T = TypeVar("_T")
@@ -27,7 +27,7 @@ def told(make: Callable[[], _T], group: Any, kinds: Kinds = ()) -> list[_T]:
         error, mine = refused, None
     except TypeError as refused:
         error, mine = UsageError(str(refused)), None
-    everyone = gather((mine, error and _told(error)), group, [*kinds, Site])
+    everyone = gather((mine, error and _told(error)), group, [*kinds, InstructionSite])
     refusals = [(rank, _made(other)) for rank, (_, other) in enumerate(everyone) if other]
     if refusals:
         rank, first = refusals[0]
@@ -40,7 +40,7 @@ def told(make: Callable[[], _T], group: Any, kinds: Kinds = ()) -> list[_T]:
 
 def _told(error: ProgramError) -> tuple[Any, ...]:
     """An error as plain values; of one that says more than others do, as all its lines."""
-    sites = [Site(s.rank, s.index, str(s.instr), s.note) for s in error.sites]
+    sites = [InstructionSite(s.rank, s.index, str(s.instr), s.note) for s in error.sites]
     fact = error.fact
     if not _is_plain(type(error)):
         fact, sites = "\n  ".join([fact, *error.lines()]), []

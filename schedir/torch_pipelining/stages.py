@@ -16,10 +16,10 @@ from schedir.ir.pipeline.tied_weights import Tied, Ties
 from schedir.ir.program import Program
 from schedir.runtime.arguments import loss_of
 from schedir.runtime.parameters.tied_parameters import (
-    Known,
-    Print,
+    ParameterFingerprint,
+    ParameterTable,
+    TiedWeight,
     Told,
-    Weight,
     prints,
     weights_of,
 )
@@ -143,21 +143,21 @@ def plain(module: nn.Module) -> nn.Module:
         module = inside
 
 
-class Copies:
+class SharedWeights:
     """The weights that stages share, as all ranks know them; `sets` are the stages of each."""
 
     def __init__(self, stages: Sequence[Any], group: Any, tied: Ties | None, alike: bool) -> None:
         self._stages, self._group, self._tied, self._alike = stages, group, tied, alike
-        self.weights: list[Weight] = []  # of which this rank has copies
+        self.weights: list[TiedWeight] = []  # of which this rank has copies
         self._program: Program | None = None
         self._told = self._gathered()
-        known = Known(self._told, tied, self._named())
+        known = ParameterTable(self._told, tied, self._named())
         self.sets: Tied = tuple(
             sorted({tuple(s for s, _ in places) for places in known.weights if len(places) > 1})
         )
 
     def _gathered(self) -> list[Told]:
-        return told(lambda: prints(self._modules()), self._group, [Print])
+        return told(lambda: prints(self._modules()), self._group, [ParameterFingerprint])
 
     def _modules(self) -> dict[int, nn.Module]:
         return {stage.stage_index: plain(stage.submod) for stage in self._stages}
@@ -172,7 +172,7 @@ class Copies:
         self._program = program
         self.weights = self._found(alike=self._alike)
 
-    def _found(self, *, alike: bool) -> list[Weight]:
+    def _found(self, *, alike: bool) -> list[TiedWeight]:
         assert self._program is not None
         return weights_of(self._program, self._modules(), self._told, self._tied, alike=alike)
 

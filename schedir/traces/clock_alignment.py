@@ -19,7 +19,7 @@ from schedir.errors import TraceError
 Floats = NDArray[np.float64]
 
 
-class Offsets(NamedTuple):
+class ClockOffsets(NamedTuple):
     """What to take from the times of each host, and by how much those of two may still differ."""
 
     of: Floats
@@ -28,7 +28,7 @@ class Offsets(NamedTuple):
 
 def align(
     hosts: Sequence[str], sender: NDArray[np.int64], receiver: NDArray[np.int64], took: Floats
-) -> Offsets:
+) -> ClockOffsets:
     """The offsets of the clocks of hosts, from messages between them.
 
     `sender` and `receiver` are hosts, by their numbers, and `took` is when a message was there, by
@@ -56,4 +56,4 @@ def align(
     # The latest and the earliest that all bounds allow; so does what lies between them.
     offsets = (most[0] - most[:, 0]) / 2
     differ = offsets[None] - offsets[:, None]
-    return Offsets(offsets, float((most - differ).max()))  # of a pair seen from either side
+    return ClockOffsets(offsets, float((most - differ).max()))  # of a pair seen from either side

@@ -19,10 +19,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from schedir.errors import TraceError
-from schedir.io.profiler_range_names import OF_RANK, Action, read_mark
+from schedir.io.profiler_range_names import OF_RANK, NamedInstruction, read_mark
 from schedir.io.torch_csv import ACTIONS
 from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, FORWARD, RECEIVES, TRANSFERS
-from schedir.traces.kineto import Ints, Kernels, Range, Trace
+from schedir.traces.kineto import GpuKernels, Ints, ProfilerRange, Trace
 
 # What a message is that is posted inside of a forward, and of a backward.
 _POSTED: Final = {
@@ -33,7 +33,7 @@ _POSTED: Final = {
 }
 
 
-class Seen(NamedTuple):
+class ExecutedSpan(NamedTuple):
     """What ran as one, from `began` to `ended` in nanoseconds by the clock of the host.
 
     With `joined` it ran as one with what was seen before it.
@@ -42,7 +42,7 @@ class Seen(NamedTuple):
     whether an operator ran in its range.
     """
 
-    actions: tuple[Action, ...]
+    actions: tuple[NamedInstruction, ...]
     began: int
     ended: int | None
     waited: int = 0
@@ -51,20 +51,20 @@ class Seen(NamedTuple):
 
 
 @dataclass
-class _Item:
+class _RangeItem:
     """A range, what it says, and of a forward or backward the messages posted inside."""
 
-    actions: tuple[Action, ...]
-    range: Range
+    actions: tuple[NamedInstruction, ...]
+    range: ProfilerRange
     joined: bool = False
-    nested: tuple[_Item, ...] = ()
+    nested: tuple[_RangeItem, ...] = ()
 
     @property
     def computes(self) -> bool:
         return self.actions[0].op in COMPUTE
 
 
-def repetitions(trace: Trace, within: tuple[int, int], stage: int) -> list[list[Seen]]:
+def repetitions(trace: Trace, within: tuple[int, int], stage: int) -> list[list[ExecutedSpan]]:
     """What a rank did between two times, once for each time that it ran its schedule.
 
     `stage` is that of marks which say none.  Each list is in the order in which the host issued.
@@ -81,8 +81,8 @@ def repetitions(trace: Trace, within: tuple[int, int], stage: int) -> list[list[
         )
     items = _with_posted(trace, items)
     when = _on_gpu(items, trace) if trace.kernels else _on_cpu(trace, waits)
-    parts: list[list[Seen]] = []
-    known: set[Action] = set()
+    parts: list[list[ExecutedSpan]] = []
+    known: set[NamedInstruction] = set()
     for item in items:
         if not parts or not known.isdisjoint(item.actions):  # a step ran its schedule again
             parts.append([])
@@ -97,9 +97,9 @@ def repetitions(trace: Trace, within: tuple[int, int], stage: int) -> list[list[
     return [_batched(part) for part in parts] if trace.kernels else parts
 
 
-def _batched(part: list[Seen]) -> list[Seen]:
+def _batched(part: list[ExecutedSpan]) -> list[ExecutedSpan]:
     """Messages that are issued as one have one kernel, which was launched with the last of them."""
-    batches: list[list[Seen]] = []
+    batches: list[list[ExecutedSpan]] = []
     for seen in part:
         if not seen.joined:
             batches.append([])
@@ -115,7 +115,7 @@ def _batched(part: list[Seen]) -> list[Seen]:
     return found
 
 
-def _ran(trace: Trace, within: Range) -> bool:
+def _ran(trace: Trace, within: ProfilerRange) -> bool:
     """Whether an operator ended in a range, on its thread or on one of autograd."""
     for thread in {within.thread, *trace.autograd} & trace.ops.keys():
         lo, hi = np.searchsorted(trace.ops[thread], [within.start, within.end + 1])
@@ -124,10 +124,12 @@ def _ran(trace: Trace, within: Range) -> bool:
     return False
 
 
-def _items(trace: Trace, within: tuple[int, int], stage: int) -> tuple[list[_Item], list[_Item]]:
+def _items(
+    trace: Trace, within: tuple[int, int], stage: int
+) -> tuple[list[_RangeItem], list[_RangeItem]]:
     """What is marked between two times, and the marked waits for messages."""
-    items: list[_Item] = []
-    waits: list[_Item] = []
+    items: list[_RangeItem] = []
+    waits: list[_RangeItem] = []
     for each in trace.marked:
         if not within[0] <= each.start < within[1]:
             continue
@@ -137,11 +139,11 @@ def _items(trace: Trace, within: tuple[int, int], stage: int) -> tuple[list[_Ite
             for action in mark.actions
         )
         if actions:
-            (waits if mark.waits else items).append(_Item(actions, each, mark.joined))
+            (waits if mark.waits else items).append(_RangeItem(actions, each, mark.joined))
     return items, waits
 
 
-def _with_posted(trace: Trace, items: list[_Item]) -> list[_Item]:
+def _with_posted(trace: Trace, items: list[_RangeItem]) -> list[_RangeItem]:
     """Forwards and backwards with the messages posted inside, where messages are not marked.
 
     If some are posted outside, which are whose is not known, and none is told.
@@ -150,7 +152,7 @@ def _with_posted(trace: Trace, items: list[_Item]) -> list[_Item]:
         return items
     first, last = items[0].range.start, max(item.range.end for item in items)
     threads = {item.range.thread for item in items}
-    inside: list[list[_Item]] = [[] for _ in items]
+    inside: list[list[_RangeItem]] = [[] for _ in items]
     starts = np.array([item.range.start for item in items])
     for each in trace.messages:
         if each.thread not in threads or not first <= each.start < last:
@@ -165,25 +167,25 @@ def _with_posted(trace: Trace, items: list[_Item]) -> list[_Item]:
         if same:  # a boundary of several tensors is one message
             same[0].range = same[0].range._replace(end=each.end)
         else:
-            inside[k].append(_Item((action,), each))
+            inside[k].append(_RangeItem((action,), each))
     return [replace(item, nested=tuple(nested)) for item, nested in zip(items, inside, strict=True)]
 
 
 # ---------------------------------------------------------------- on a CPU
 
 
-def _on_cpu(trace: Trace, waits: list[_Item]) -> Callable[[_Item], Seen]:
+def _on_cpu(trace: Trace, waits: list[_RangeItem]) -> Callable[[_RangeItem], ExecutedSpan]:
     """When each item was under way, by the host's ranges."""
     starts = np.array([each.start for each in trace.waited], np.int64)
     ends = np.array([each.end for each in trace.waited], np.int64)
     told = np.sort(ends)
-    awaited: dict[Action, int] = {}
+    awaited: dict[NamedInstruction, int] = {}
     for wait in waits:
         for action in wait.actions:
             awaited[action] = max(awaited.get(action, 0), wait.range.end)
     marked = sorted((wait.range.start, wait.range.end) for wait in waits)
 
-    def when(item: _Item) -> Seen:
+    def when(item: _RangeItem) -> ExecutedSpan:
         start, end = item.range.start, item.range.end
         if item.computes:
             lo, hi = np.searchsorted(told, [start, end], side="right")
@@ -193,17 +195,17 @@ def _on_cpu(trace: Trace, waits: list[_Item]) -> Callable[[_Item], Seen]:
             sent = [e.range.start for e in item.nested if e.actions[0].op not in RECEIVES]
             stop = min(sent, default=end)
             waited = min(_length(spells), stop - start)
-            return Seen(item.actions, start + waited, stop, waited)
+            return ExecutedSpan(item.actions, start + waited, stop, waited)
         if not any(action.op in RECEIVES for action in item.actions):
-            return Seen(item.actions, start, end)
+            return ExecutedSpan(item.actions, start, end)
         lo, hi = np.searchsorted(starts, [start, end + 1])
         seen = [int(e) for e in ends[lo:hi]] + [awaited[a] for a in item.actions if a in awaited]
-        return Seen(item.actions, start, max([end, *seen]) if seen else None)
+        return ExecutedSpan(item.actions, start, max([end, *seen]) if seen else None)
 
     return when
 
 
-def _since(trace: Trace, within: Range, until: list[int]) -> Iterator[tuple[int, int]]:
+def _since(trace: Trace, within: ProfilerRange, until: list[int]) -> Iterator[tuple[int, int]]:
     """The waits that ended at these times inside of a range: each since the operator before."""
     ops = trace.ops.get(within.thread, np.empty(0, np.int64))
     for end in until:
@@ -223,7 +225,7 @@ def _length(spells: list[tuple[int, int]]) -> int:
 # ---------------------------------------------------------------- on a GPU
 
 
-def _on_gpu(items: list[_Item], trace: Trace) -> Callable[[_Item], Seen]:
+def _on_gpu(items: list[_RangeItem], trace: Trace) -> Callable[[_RangeItem], ExecutedSpan]:
     """When each item was under way, by what was launched in it."""
     kernels = trace.kernels
     assert kernels is not None
@@ -239,7 +241,7 @@ def _on_gpu(items: list[_Item], trace: Trace) -> Callable[[_Item], Seen]:
     on_stream = np.isin(kernels.stream, streams)
     free = 0  # when the last compute ended: no GPU of ours computes two things at once
 
-    def when(item: _Item) -> Seen:
+    def when(item: _RangeItem) -> ExecutedSpan:
         nonlocal free
         k = number[id(item)]
         own = order[lo[k] : hi[k]]
@@ -253,17 +255,17 @@ def _on_gpu(items: list[_Item], trace: Trace) -> Callable[[_Item], Seen]:
         if not len(own):
             at = free or item.range.start
             message = item.actions[0].op in TRANSFERS
-            return Seen(item.actions, at, None if message else at)
+            return ExecutedSpan(item.actions, at, None if message else at)
         start, end = int(kernels.start[own].min()), int(kernels.end[own].max())
         if item.computes:
             start, end = max(start, free), max(end, free)
             free = end
-        return Seen(item.actions, start, end)
+        return ExecutedSpan(item.actions, start, end)
 
     return when
 
 
-def _owners(items: list[_Item], kernels: Kernels, autograd: set[int]) -> Ints:
+def _owners(items: list[_RangeItem], kernels: GpuKernels, autograd: set[int]) -> Ints:
     """Which item launched each kernel, or -1; the innermost, of those that lie in each other."""
     owner = np.full(len(kernels.launch), -1, np.int64)
     by_launch = np.argsort(kernels.launch, kind="stable")
@@ -277,7 +279,7 @@ def _owners(items: list[_Item], kernels: Kernels, autograd: set[int]) -> Ints:
     return owner
 
 
-def _streams(each: list[Ints], kernels: Kernels) -> Ints:
+def _streams(each: list[Ints], kernels: GpuKernels) -> Ints:
     """The streams that compute: those on which some instruction spends most of its time."""
     took = np.where(kernels.nccl, 0, kernels.end - kernels.start)
     found = set()

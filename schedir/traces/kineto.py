@@ -42,7 +42,7 @@ _HEAD: Final = 2**22  # bytes before the events: of torch's some thousands, more
 _HEADER: Final = ("distributedInfo", "host_name", "baseTimeNanoseconds")
 
 
-class Range(NamedTuple):
+class ProfilerRange(NamedTuple):
     """What happened on a thread of the host, numbered, from `start` to `end` in nanoseconds."""
 
     name: str
@@ -51,7 +51,7 @@ class Range(NamedTuple):
     thread: int
 
 
-class Kernels(NamedTuple):
+class GpuKernels(NamedTuple):
     """What ran on the GPU, in nanoseconds, when and on which thread of the host it was launched,
     on which stream it ran, and whether it is NCCL's; each of shape (n,)."""
 
@@ -80,13 +80,13 @@ class Trace:
     host: str = ""
     backend: str = ""
     groups: tuple[tuple[int, ...], ...] = ()
-    marked: list[Range] = field(default_factory=list)
-    messages: list[Range] = field(default_factory=list)
-    waited: list[Range] = field(default_factory=list)
+    marked: list[ProfilerRange] = field(default_factory=list)
+    messages: list[ProfilerRange] = field(default_factory=list)
+    waited: list[ProfilerRange] = field(default_factory=list)
     steps: dict[int, tuple[int, int]] = field(default_factory=dict)
     ops: dict[int, Ints] = field(default_factory=dict)
     autograd: set[int] = field(default_factory=set)
-    kernels: Kernels | None = None
+    kernels: GpuKernels | None = None
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -102,15 +102,15 @@ def read_trace(path: str | Path) -> Trace:
                 f"{path} is no trace of torch.profiler: it has no traceEvents",
                 hint="where other files lie beside, a pattern names the traces only",
             )
-        with _Shallow(path) as file:
-            return _Reader(str(path), header).read(file)
+        with _TraceFile(path) as file:
+            return _TraceReader(str(path), header).read(file)
     except (OSError, EOFError, zlib.error) as error:
         if isinstance(error, gzip.BadGzipFile | EOFError | zlib.error):
             raise TraceError(f"{path} is no whole gzip file: {error}") from None
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-class _Shallow:
+class _TraceFile:
     """A file, unpacked where its first bytes say that it is packed, of which no more than `most`
     bytes are read.  It is refused where it opens brackets and closes none: parsers keep all."""
 
@@ -168,7 +168,7 @@ def _header(path: str | Path) -> dict[str, Any]:
     import ijson
 
     found: dict[str, Any] = {}
-    with _Shallow(path, _HEAD) as file:
+    with _TraceFile(path, _HEAD) as file:
         builder, name = None, ""
         for prefix, event, value in _parsed(path, ijson.parse(file, use_float=True)):
             if prefix == "" and event not in ("map_key", "start_map", "end_map"):
@@ -184,13 +184,13 @@ def _header(path: str | Path) -> dict[str, Any]:
                 builder.event(event, value)
                 found[name] = getattr(builder, "value", None)
     for name in [name for name in _HEADER if name not in found and "traceEvents" in found]:
-        with _Shallow(path) as file:
+        with _TraceFile(path) as file:
             for value in _parsed(path, ijson.items(file, name, use_float=True)):
                 found[name] = value
     return found
 
 
-class _Reader:
+class _TraceReader:
     """Reads the events of one file, and keeps what is of use."""
 
     def __init__(self, path: str, header: dict[str, Any]) -> None:
@@ -248,16 +248,16 @@ class _Reader:
         thread = self.threads.setdefault(str(event.get("tid")), len(self.threads))
         if kind == "cpu_op":
             if name in _MESSAGES:
-                self.trace.messages.append(Range(_MESSAGES[name], start, end, thread))
+                self.trace.messages.append(ProfilerRange(_MESSAGES[name], start, end, thread))
                 return
             self.ends[thread].append(end)
             if name.startswith(_AUTOGRAD):
                 self.trace.autograd.add(thread)
         elif kind == "user_annotation":
             if marks(name):
-                self.trace.marked.append(Range(name, start, end, thread))
+                self.trace.marked.append(ProfilerRange(name, start, end, thread))
             elif name in _WAITED:
-                self.trace.waited.append(Range(name, start, end, thread))
+                self.trace.waited.append(ProfilerRange(name, start, end, thread))
             elif step := _STEP.fullmatch(name):
                 self.trace.steps[int(step[1])] = start, end
         elif (number := _correlation(event.get("args"))) is not None:
@@ -266,7 +266,7 @@ class _Reader:
             else:
                 self.ran.extend((number, start, end, thread, name.lower().startswith("nccl")))
 
-    def _kernels(self) -> Kernels:
+    def _kernels(self) -> GpuKernels:
         """What ran and was launched while the trace was taken."""
         launches = np.array(self.launches, np.int64).reshape(-1, 3)
         ran = np.array(self.ran, np.int64).reshape(-1, 5)
@@ -276,7 +276,7 @@ class _Reader:
         known = np.zeros(len(ran), bool)
         known[inside] = launches[at[inside], 0] == ran[inside, 0]
         ran, by = ran[known], launches[at[known]]
-        return Kernels(ran[:, 1], ran[:, 2], by[:, 1], by[:, 2], ran[:, 3], ran[:, 4] > 0)
+        return GpuKernels(ran[:, 1], ran[:, 2], by[:, 1], by[:, 2], ran[:, 3], ran[:, 4] > 0)
 
 
 def _groups(config: object) -> tuple[tuple[int, ...], ...]:

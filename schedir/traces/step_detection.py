@@ -9,18 +9,18 @@ from typing import Final, NamedTuple
 from schedir.errors import TraceError
 from schedir.io.profiler_range_names import is_pp
 from schedir.ir.isa.instructions import BACKWARDS, COMPUTE
-from schedir.traces.instruction_times import Seen, repetitions
-from schedir.traces.kineto import Range, Trace
+from schedir.traces.instruction_times import ExecutedSpan, repetitions
+from schedir.traces.kineto import ProfilerRange, Trace
 
 _ALL: Final = (-(2**63), 2**63 - 1)
 _ORDINALS: Final = ("first", "second", "third")
 
 
-class Part(NamedTuple):
+class ScheduleRun(NamedTuple):
     """What a pipeline rank did while its schedule ran once, and the trace that says so."""
 
     trace: Trace
-    seen: list[Seen]
+    seen: list[ExecutedSpan]
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -40,12 +40,12 @@ class Part(NamedTuple):
         return ran.get(False, False) and not ran.get(True, False)
 
 
-class Once(NamedTuple):
+class ScheduleExecution(NamedTuple):
     """One run of the schedule: of which step, in words, its ranks in their order, how many traces
     of replicas were left out, and whether these ranks are known to talk to each other."""
 
     said: str
-    ranks: list[Part]
+    ranks: list[ScheduleRun]
     replicas: int
     known: bool
 
@@ -61,7 +61,7 @@ class Once(NamedTuple):
         return any(action.op in BACKWARDS for one in seen for action in one.actions)
 
 
-class Processes:
+class TracedProcesses:
     """The traces of a run by process, and by its steps.
 
     A process may have several files, of one stretch of time each.  Where no file says whose it is,
@@ -128,15 +128,15 @@ class Processes:
                 return of, True
         return first, False
 
-    def times(self, step: int | None) -> Iterator[Once]:
+    def times(self, step: int | None) -> Iterator[ScheduleExecution]:
         """Each time that the schedule ran in a step, or in all of the traces, the last one first.
 
         Raises TraceError where ranks ran it unlike often, and for two traces of one process.
         """
-        stages, each = self._stages(), dict[int, list[Part]]()
+        stages, each = self._stages(), dict[int, list[ScheduleRun]]()
         held: dict[int, tuple[int, ...]] = {}
         for number, own in self.of.items():
-            parts = [Part(*part) for part in self._parts(own, step, stages[number])]
+            parts = [ScheduleRun(*part) for part in self._parts(own, step, stages[number])]
             held[number] = tuple(sorted({stage for part in parts for stage in part.held}))
             if not held[number]:
                 raise TraceError(f"{own[0].path} has no forward and no backward in this step")
@@ -157,11 +157,11 @@ class Processes:
             nth = _ORDINALS[k] if k < len(_ORDINALS) else f"{k + 1}th"
             which = f", the {nth} of {len(most)} times that it ran the schedule" * (len(most) > 1)
             pipeline = [ranks[held][k] for held in sorted(ranks)]
-            yield Once(said + which, pipeline, len(self.of) - len(ranks), known)
+            yield ScheduleExecution(said + which, pipeline, len(self.of) - len(ranks), known)
 
     def _parts(
         self, own: list[Trace], step: int | None, stage: int
-    ) -> Iterator[tuple[Trace, list[Seen]]]:
+    ) -> Iterator[tuple[Trace, list[ExecutedSpan]]]:
         """What one process did, once for each time that it ran its schedule."""
         within = [trace for trace in own if step is None or step in trace.steps]
         if len(within) > 1:
@@ -182,5 +182,5 @@ def _ends(own: Sequence[Trace]) -> tuple[bool, bool]:
     return "recv" in kinds, "send" in kinds
 
 
-def _inside(each: Range, ranges: Sequence[Range]) -> bool:
+def _inside(each: ProfilerRange, ranges: Sequence[ProfilerRange]) -> bool:
     return any(r.thread == each.thread and r.start <= each.start < r.end for r in ranges)

@@ -23,15 +23,15 @@ from schedir.errors import (
     TraceError,
 )
 from schedir.io.torch_csv import placed
-from schedir.ir.dataflow import Flow
-from schedir.ir.instruction_index import NONE, Index
+from schedir.ir.dataflow import Dataflow
+from schedir.ir.instruction_index import NONE, InstructionIndex
 from schedir.ir.isa.instructions import BY_TEXT, COMPUTE, RECEIVES, SENDS, TRANSFERS
 from schedir.ir.program import JOINED, OP, STAGE, Program, Stream
 from schedir.predict.recorded_timeline import timeline_of
 from schedir.predict.timeline import Timeline
 from schedir.traces.clock_alignment import align
-from schedir.traces.instruction_times import Seen
-from schedir.traces.step_detection import Once, Part, Processes
+from schedir.traces.instruction_times import ExecutedSpan
+from schedir.traces.step_detection import ScheduleExecution, ScheduleRun, TracedProcesses
 from schedir.traces.trace_files import files_of, read_all
 from schedir.verify.check import check
 
@@ -45,7 +45,7 @@ _ON_CPUS: Final[tuple[Model, ...]] = ("edge",)
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedRun:
     """What traces say: the run, which step of which it is, and what else is to be told of it.
 
     `steps` are the ProfilerSteps that could be read instead.
@@ -72,7 +72,7 @@ def read_run(
     name: str = "imported",
     traits: Mapping[str, Any] | None = None,
     seen: Callable[[Path], object] | None = None,
-) -> Imported:
+) -> ImportedRun:
     """The run whose ranks left these traces of torch.profiler, in any order.
 
     `sources` are files, folders and patterns.  `step` is the number of a ProfilerStep, the last
@@ -105,7 +105,7 @@ def read_run(
     traces = read_all(files_of(sources), seen)
     marked = [trace for trace in traces if trace.marked]
     notes = _unread(len(traces) - len(marked), len(traces), "files mark no instruction")
-    processes = Processes(marked)
+    processes = TracedProcesses(marked)
     steps = processes.steps
     if step is not None and step not in steps:
         raise TraceError(
@@ -117,7 +117,9 @@ def read_run(
     failed: ProgramError | None = None
     tried: Sequence[int | None] = [step] if step is not None else steps[::-1] or [None]
     passed: list[str] = []
-    waiting: list[Once] = []  # evaluations that mark no backward: read where nothing trains
+    waiting: list[
+        ScheduleExecution
+    ] = []  # evaluations that mark no backward: read where nothing trains
     runs = (once for number in tried for once in processes.times(number))
     for once in chain(runs, waiting):
         evaluates = f"{once.said} evaluates: not read"
@@ -149,7 +151,7 @@ def read_run(
             )
         if "" in {part.trace.host for part in once.ranks} and len(once.ranks) > 1:
             notes.append("no host is named in some traces: their clocks are taken for one")
-        return Imported(timeline, once.said, tuple(steps), tuple(notes))
+        return ImportedRun(timeline, once.said, tuple(steps), tuple(notes))
     assert failed is not None
     failed.add_note("no step in these traces is whole")
     if not steps:
@@ -164,7 +166,7 @@ def _unread(count: int, of: int, why: str) -> list[str]:
 
 
 def _timeline(
-    ranks: list[Part], name: str, traits: Mapping[str, Any], model: Model | None
+    ranks: list[ScheduleRun], name: str, traits: Mapping[str, Any], model: Model | None
 ) -> tuple[Timeline, list[str]]:
     """The run of a schedule once, and what is to be told of it."""
     notes = []
@@ -201,7 +203,7 @@ def _timeline(
     return replace(timeline, clock_error=error), notes
 
 
-def _not_seen(each: Sequence[Seen], gpu: bool) -> list[str]:
+def _not_seen(each: Sequence[ExecutedSpan], gpu: bool) -> list[str]:
     """What is to be told of messages and computes of which traces do not say when they were."""
     unseen = sum(seen.ended is None for seen in each)
     if not gpu:
@@ -221,7 +223,7 @@ def _not_seen(each: Sequence[Seen], gpu: bool) -> list[str]:
 # ---------------------------------------------------------------- the program
 
 
-def _words(part: Part) -> list[int]:
+def _words(part: ScheduleRun) -> list[int]:
     """What a rank's marks say, as words of a Stream."""
     return [
         int(action.op) << OP
@@ -233,7 +235,7 @@ def _words(part: Part) -> list[int]:
     ]
 
 
-def _marked(ranks: list[Part], name: str) -> Program:
+def _marked(ranks: list[ScheduleRun], name: str) -> Program:
     """What the marks say, and nothing else."""
     rank_of = {stage: rank for rank, part in enumerate(ranks) for stage in part.held}
     stages = max(rank_of) + 1
@@ -266,7 +268,7 @@ def _checked(program: Program, models: Sequence[Model], gpu: bool) -> tuple[Prog
 # ---------------------------------------------------------------- its times
 
 
-def _times(program: Program, ranks: list[Part]) -> tuple[Floats, Floats]:
+def _times(program: Program, ranks: list[ScheduleRun]) -> tuple[Floats, Floats]:
     """When each instruction began and ended, in seconds; of what is not marked it is nan."""
     began = min(seen.began for part in ranks for seen in part.seen)
     start, end = np.full((2, len(program)), np.nan)
@@ -292,13 +294,13 @@ def _align(program: Program, hosts: list[str], start: Floats, end: Floats) -> fl
     names = [*dict.fromkeys(hosts)]
     if len(names) == 1:
         return 0.0
-    index, graph = Index.of(program), Graph.of(program, "edge")
+    index, graph = InstructionIndex.of(program), Graph.of(program, "edge")
     host = np.array([names.index(name) for name in hosts])[index.rank]
     sends = np.flatnonzero(index.is_op(SENDS))
     sends = sends[graph.partner[sends] != NONE]
     got = graph.partner[sends]
     start_of, end_of = start.copy(), end.copy()
-    for giver in Flow.of(program).needs:  # of messages without times: what they lie between
+    for giver in Dataflow.of(program).needs:  # of messages without times: what they lie between
         taker = np.flatnonzero(giver != NONE)
         sent = taker[np.isnan(start[taker]) & index.is_op(SENDS)[taker]]
         start_of[sent] = np.fmax(start_of[sent], start[giver[sent]])
@@ -318,7 +320,7 @@ def _fill(program: Program, start: Floats, end: Floats) -> None:
     What is not marked comes when all before it on its rank has ended, and takes no time.  But a
     message of which it is not known when it was there may have been under way until it was taken.
     """
-    index, flow = Index.of(program), Flow.of(program)
+    index, flow = InstructionIndex.of(program), Dataflow.of(program)
     lacking = np.isnan(start)
     for lo, hi in pairwise(program.offsets.tolist()):
         own, compute = lacking[lo:hi], index.is_op(COMPUTE)[lo:hi]

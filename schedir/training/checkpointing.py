@@ -10,21 +10,21 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from schedir.checkpoints import Saver, load
-from schedir.checkpoints.async_saver import Saved
-from schedir.checkpoints.checkpoint_directory import Folder
+from schedir.checkpoints.async_saver import SavedCheckpoint
+from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.checkpoints.checkpoint_group import apart
 from schedir.checkpoints.save_checkpoint import take, write
 from schedir.errors import CheckpointError, ModelError
 from schedir.runtime.executor import Executor
 from schedir.training.batches.samples import Batches
 from schedir.training.config.train_config import TrainConfig
-from schedir.training.run_results import Losses
+from schedir.training.run_results import LossLog
 from schedir.transports.json_collectives import broadcast
 
 _CURSOR: Final = "data"
 
 
-class Saving:
+class TrainingCheckpoints:
     """The checkpoints of a rank, in `train.checkpoint`; of a run without one it does nothing.
 
     `made` is how many steps had been made when this process began, and `taken` how many samples for
@@ -34,7 +34,7 @@ class Saving:
     """
 
     def __init__(
-        self, executor: Executor, train: TrainConfig, batches: Batches, losses: Losses | None
+        self, executor: Executor, train: TrainConfig, batches: Batches, losses: LossLog | None
     ) -> None:
         self.executor, self.train, self.batches, self.losses = executor, train, batches, losses
         self.made = self.taken = self.saved = 0
@@ -75,7 +75,7 @@ class Saving:
         if run is not None:
             changed = run.changed(state["extra"])
             print(
-                f"resumed at step {step} from {Folder(folder).of(step)}"
+                f"resumed at step {step} from {CheckpointDirectory(folder).of(step)}"
                 f"{f'; changed since: {changed}' if changed else ''}",
                 flush=True,
             )
@@ -101,7 +101,7 @@ class Saving:
         extra = self._state(step)
         taken = take(self.executor, step=step, names=_names, extra=extra)
         path = write(taken, folder, keep=self.train.keep, group=self.group)
-        self._say(Saved(step, path, perf_counter() - began))
+        self._say(SavedCheckpoint(step, path, perf_counter() - began))
 
     def copy(self, step: int) -> None:
         """Let the next step copy what is after this one; waits for the checkpoint before."""
@@ -153,7 +153,7 @@ class Saving:
         taken = self.taken + (step - self.made) * self.batches.size
         return self.extra | {_CURSOR: self.batches.cursor(taken)}
 
-    def _say(self, saved: Saved) -> None:
+    def _say(self, saved: SavedCheckpoint) -> None:
         self.saved = saved.step
         if not dist.get_rank():
             print(f"saved step {saved.step} to {saved.path} in {saved.seconds:.2g} s", flush=True)
@@ -164,7 +164,9 @@ class Saving:
         folder, steps = self.train.checkpoint, self.train.steps
         if folder is None or not self.saved:
             return "no step has been made"
-        return f"step {self.saved} of {steps} is saved in {Folder(folder).of(self.saved)}"
+        return (
+            f"step {self.saved} of {steps} is saved in {CheckpointDirectory(folder).of(self.saved)}"
+        )
 
 
 def _names(stage: int, name: str) -> str:

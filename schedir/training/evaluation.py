@@ -15,10 +15,10 @@ from schedir.runtime.executor import Executor
 from schedir.training.batches.samples import Batches
 from schedir.training.config.run_config import Config
 from schedir.training.model_factory import model_of
-from schedir.transports.gloo import Processes
+from schedir.transports.gloo import ProcessTransport
 
 
-class Evaluated(NamedTuple):
+class EvaluationResult(NamedTuple):
     """The mean loss of so many held-out tokens after a step, in nats."""
 
     step: int
@@ -55,7 +55,7 @@ class Evaluation:
     """
 
     def __init__(
-        self, config: Config, held: Batches, executor: Executor, transport: Processes
+        self, config: Config, held: Batches, executor: Executor, transport: ProcessTransport
     ) -> None:
         self.executor, self.transport, plan = executor, transport, executor.program.plan
         self.every, self.last = config.train.evaluate_every, config.train.steps
@@ -82,7 +82,7 @@ class Evaluation:
         """Whether the loss is taken after a step."""
         return step % self.every == 0 or step == self.last
 
-    def after(self, step: int) -> Evaluated:
+    def after(self, step: int) -> EvaluationResult:
         """The loss after a step, known to all; all processes must call this."""
         total = torch.zeros((), dtype=torch.float64)
         device = self.executor.held.device
@@ -93,4 +93,4 @@ class Evaluation:
             if loss is not None and self.counts:
                 total += loss.double().cpu()
         dist.all_reduce(total)
-        return Evaluated(step, float(total) / max(1, self.tokens), self.tokens)
+        return EvaluationResult(step, float(total) / max(1, self.tokens), self.tokens)

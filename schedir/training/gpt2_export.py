@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from schedir.checkpoints.manifest import Kind, Manifest
-from schedir.checkpoints.safetensors_export import Exported
+from schedir.checkpoints.manifest import Manifest, TensorMeta
+from schedir.checkpoints.safetensors_export import ExportedTensor
 from schedir.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ _LAYER: Final = re.compile(r"layers\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 def as_gpt2(
-    manifest: Manifest, tensors: Sequence[Exported]
-) -> tuple[dict[str, Any], list[Exported]]:
+    manifest: Manifest, tensors: Sequence[ExportedTensor]
+) -> tuple[dict[str, Any], list[ExportedTensor]]:
     """What a `config.json` says of the model of a checkpoint, and its tensors by their names in
     `transformers`.
 
@@ -111,7 +111,7 @@ def _shapes(vocab: int, hidden: int, context: int, layers: int) -> dict[str, tup
     return shapes
 
 
-def _renamed(one: Exported, heads: int) -> Exported:
+def _renamed(one: ExportedTensor, heads: int) -> ExportedTensor:
     """A tensor as GPT-2 has it."""
     if one.name in _ENDS:
         return one._replace(name=_ENDS[one.name])
@@ -125,7 +125,7 @@ def _renamed(one: Exported, heads: int) -> Exported:
         made = _transposed
     shape = one.kind.shape[::-1]
     name = f"transformer.h.{number}.{_PARTS[part]}.{what}"
-    return Exported(name, Kind(shape, one.kind.dtype), one.stored, made)
+    return ExportedTensor(name, TensorMeta(shape, one.kind.dtype), one.stored, made)
 
 
 def _transposed(value: Tensor) -> Tensor:

@@ -29,7 +29,14 @@ from schedir.errors import UsageError, in_bytes
 from schedir.ir.cost.cluster import Cluster
 from schedir.models import gpt
 from schedir.models.gpt_config import GPTConfig
-from schedir.planner.hardware.cluster_fit import Block, Measured, Product, Sum, fitted, rows
+from schedir.planner.hardware.cluster_fit import (
+    MachineMeasurements,
+    MeasuredAllReduce,
+    MeasuredGemm,
+    MeasuredLayer,
+    fitted,
+    rows,
+)
 from schedir.planner.parallel_plan import Choice
 from schedir.planner.transformer.transformer_spec import Model
 from schedir.transports.local_processes import run
@@ -41,7 +48,7 @@ _LEAST: Final = 1e-6  # seconds of a sum
 BUSY: Final = 0.1  # share of the processors that other programs may take before it is said
 
 
-class Extent(NamedTuple):
+class BenchmarkExtent(NamedTuple):
     """What is measured on a kind of device: products (m, k, n); layers, of which the first are so
     small that only their issue takes time, (hidden, heads, sequence, microbatch); bytes of a copy,
     and of sums; and layers that are sliced, of which each has SUMS sums."""
@@ -61,8 +68,8 @@ def _products(*shapes: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
     return (*found, (m, h, h // 4), (m, h // 4, h))
 
 
-EXTENTS: Final[dict[str, Extent]] = {
-    "cpu": Extent(
+EXTENTS: Final[dict[str, BenchmarkExtent]] = {
+    "cpu": BenchmarkExtent(
         _products((128, 256), (512, 512)),
         ((16, 1, 8, 1), (32, 2, 8, 1)),
         ((256, 8, 128, 1), (256, 8, 128, 4), (256, 4, 256, 2), (512, 8, 64, 2), (512, 8, 128, 4)),
@@ -70,7 +77,7 @@ EXTENTS: Final[dict[str, Extent]] = {
         (2**21, 2**24),
         ((256, 8, 128, 1), (256, 8, 128, 4)),
     ),
-    "cuda": Extent(
+    "cuda": BenchmarkExtent(
         _products((2048, 2048), (4096, 8192)),
         ((64, 1, 32, 1), (128, 2, 32, 1)),
         ((2048, 16, 2048, 2), (4096, 32, 2048, 1), (4096, 32, 2048, 4), (8192, 64, 2048, 1)),
@@ -78,13 +85,13 @@ EXTENTS: Final[dict[str, Extent]] = {
         (2**12, 2**20, 2**24, 2**27),
     ),
 }
-QUICK: Final = Extent(
+QUICK: Final = BenchmarkExtent(
     ((32, 32, 32), (32, 64, 64)), ((16, 1, 8, 1),), ((64, 2, 32, 2),), 2**16, (2**16,),
     ((64, 4, 32, 2),),
 )  # fmt: skip
 
 
-class Taken(NamedTuple):
+class BenchmarkResult(NamedTuple):
     """What a machine reaches; where each number is from, by field; what was measured beside what
     the Cluster says of it, in lines; and what may be wrong with it."""
 
@@ -100,7 +107,7 @@ def measure(
     *,
     quick: bool = False,
     progress: bool = False,
-) -> Taken:
+) -> BenchmarkResult:
     """Measure this machine with so many processes, by default one for each processor or GPU.
 
     It takes about half a minute, and with `quick`, of little use, some seconds.  With `progress`
@@ -148,7 +155,7 @@ def _own(device: str) -> int:
 # ---------------------------------------------------------------- one process
 
 
-class Seen(NamedTuple):
+class MeasuredSamples(NamedTuple):
     """What one process saw: seconds by round of each piece; bytes; its share of a processor."""
 
     products: list[list[float]]
@@ -164,11 +171,13 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _rank(rank: int, device: str, extent: Extent, seconds: float, progress: bool) -> Seen:
+def _rank(
+    rank: int, device: str, extent: BenchmarkExtent, seconds: float, progress: bool
+) -> MeasuredSamples:
     """Measure as one process of several."""
     say = _say if progress and rank == 0 else lambda line: None
     say(f"{len(extent.products)} products, and a copy")
-    watch = _Watch(device, seconds)
+    watch = _Stopwatch(device, seconds)
     if device == "cuda":
         torch.cuda.set_device(rank)
     where = {"device": torch.device(device), "dtype": watch.dtype}
@@ -185,10 +194,10 @@ def _rank(rank: int, device: str, extent: Extent, seconds: float, progress: bool
     slower = _slower(dist.get_world_size(), processors() if device == "cpu" else None)
     sums = [*_sums(extent, watch, where, slower)] if dist.get_world_size() > 1 else []
     memory = _memory(device)
-    return Seen(products, smallest, layers, copied, sums, memory, share)
+    return MeasuredSamples(products, smallest, layers, copied, sums, memory, share)
 
 
-class _Watch:
+class _Stopwatch:
     """Tells how long something takes: again and again for some time, in several rounds."""
 
     ROUNDS = 5
@@ -262,7 +271,7 @@ def _layer(
 
 
 def _sums(
-    extent: Extent, watch: _Watch, where: Any, slower: float
+    extent: BenchmarkExtent, watch: _Stopwatch, where: Any, slower: float
 ) -> Iterator[tuple[int, int, list[float]]]:
     """All-reduces over pairs, all at once, and over all processes: by themselves, and those of
     sliced layers, where others compute meanwhile.
@@ -313,7 +322,13 @@ def _memory(device: str) -> float:
 # ---------------------------------------------------------------- all of them
 
 
-def _taken(seen: list[Seen], number: int, shared: int | None, device: str, extent: Extent) -> Taken:
+def _taken(
+    seen: list[MeasuredSamples],
+    number: int,
+    shared: int | None,
+    device: str,
+    extent: BenchmarkExtent,
+) -> BenchmarkResult:
     """What all processes saw, as one machine."""
     slower = _slower(number, shared)
 
@@ -321,22 +336,22 @@ def _taken(seen: list[Seen], number: int, shared: int | None, device: str, exten
         found: float = median(x for one in seen for x in getattr(one, name)[k])
         return slower * found
 
-    def blocks(name: str) -> list[Block]:
+    def blocks(name: str) -> list[MeasuredLayer]:
         found = []
         for k, (hidden, heads, sequence, size) in enumerate(getattr(extent, name)):
             model = Model(layers=1, hidden=hidden, heads=heads, vocab=2, sequence=sequence)
-            found.append(Block(model, Choice(b=size, attention="flash"), middle(name, k)))
+            found.append(MeasuredLayer(model, Choice(b=size, attention="flash"), middle(name, k)))
         return found
 
     sums = [
-        Sum(group, size, median(x for one in seen for x in one.sums[k][2]))
+        MeasuredAllReduce(group, size, median(x for one in seen for x in one.sums[k][2]))
         for k, (group, size, _) in enumerate(seen[0].sums)
     ]
-    measured = Measured(
+    measured = MachineMeasurements(
         processes=number,
         itemsize=4 if device == "cpu" else 2,
         memory=min(one.memory for one in seen),
-        products=[Product(*shape, middle("products", k))
+        products=[MeasuredGemm(*shape, middle("products", k))
                   for k, shape in enumerate(extent.products)],
         copied=2 * extent.copied / (slower * median(x for one in seen for x in one.copied)),
         smallest=blocks("smallest"),
@@ -361,14 +376,14 @@ def _taken(seen: list[Seen], number: int, shared: int | None, device: str, exten
     table = [f"{'measured':>10}  {'told':>10}  {'off':>6}"]
     for row in rows(cluster, measured):
         table.append(f"{_ms(row.measured)}  {_ms(row.told)}  {row.error:>+6.0%}  {row.what}")
-    return Taken(cluster, notes, tuple(table), tuple(_warnings(seen, number, shared)))
+    return BenchmarkResult(cluster, notes, tuple(table), tuple(_warnings(seen, number, shared)))
 
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:7.3f} ms"
 
 
-def _warnings(seen: list[Seen], number: int, shared: int | None) -> Iterator[str]:
+def _warnings(seen: list[MeasuredSamples], number: int, shared: int | None) -> Iterator[str]:
     """What may be wrong with it."""
     if shared is not None:
         had, could = sum(one.share for one in seen), min(number, shared)

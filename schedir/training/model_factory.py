@@ -15,7 +15,7 @@ from schedir.models import gpt, gpt_segments, llama
 from schedir.training.config.model_kinds import ModelConfig, kind_of
 
 
-class Module(Protocol):
+class ModelModule(Protocol):
     """The Python module of a kind of model.
 
     `build_stage` makes this rank's shard of a stage.  `loss` computes the loss from the output of
@@ -30,7 +30,7 @@ class Module(Protocol):
     def count_tokens(self, targets: Tensor) -> int: ...
 
 
-class Model(NamedTuple):
+class TrainedModel(NamedTuple):
     """A kind of model.
 
     Args:
@@ -41,17 +41,17 @@ class Model(NamedTuple):
             that share the tokens.
     """
 
-    module: Module
+    module: ModelModule
     pieces: Callable[[Any], list[nn.Module]] | None = None
     between: Callable[[Sequence[int], Any, int, int], dict[int, Any]] | None = None
 
 
 MODELS: Final = {
-    "gpt": Model(gpt, gpt_segments.pieces, gpt_segments.boundaries),
-    "llama": Model(llama),
+    "gpt": TrainedModel(gpt, gpt_segments.pieces, gpt_segments.boundaries),
+    "llama": TrainedModel(llama),
 }
 
 
-def model_of(config: ModelConfig) -> Model:
+def model_of(config: ModelConfig) -> TrainedModel:
     """Return the kind of model to which a configuration belongs."""
     return MODELS[kind_of(config)]

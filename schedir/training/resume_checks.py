@@ -15,7 +15,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
 
-from schedir.checkpoints.checkpoint_directory import Folder
+from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.errors import ProgramError, UsageError
 from schedir.io.files import atomic_write
 from schedir.models.gpt_config import GPTConfig
@@ -34,7 +34,7 @@ _UNTOLD: Final = ("output.", "data.source", "data.held_out", "train.checkpoint",
 
 
 @dataclass(frozen=True)
-class Run:
+class RunIdentity:
     """A run: its name, "" where nobody has given one, its settings in words, and the step of its
     newest checkpoint, 0 where there is none."""
 
@@ -43,7 +43,7 @@ class Run:
     step: int = 0
 
     @staticmethod
-    def of(config: Config, data: Mapping[str, str]) -> Run:
+    def of(config: Config, data: Mapping[str, str]) -> RunIdentity:
         """The run that a configuration goes on with, or a new one; `data` are the facts of its
         Corpus.
 
@@ -52,9 +52,9 @@ class Run:
         settings = config.told | dict(data)
         before = origin(config)
         if before is None:
-            return Run(token_hex(8), settings)
+            return RunIdentity(token_hex(8), settings)
         _expect_same(config, before, settings)
-        return Run(before.name or token_hex(8), settings, before.step)
+        return RunIdentity(before.name or token_hex(8), settings, before.step)
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -89,19 +89,19 @@ def named(folder: str | Path) -> str:
     return str(_read(Path(folder, RUN)).get("run", ""))
 
 
-def origin(config: Config) -> Run | None:
+def origin(config: Config) -> RunIdentity | None:
     """The run whose the folder of checkpoints is, if the configuration goes on with it."""
     folder = config.train.checkpoint
     if folder is None or config.train.resume == "no":
         return None
-    for step in reversed(Folder(folder).steps()):
+    for step in reversed(CheckpointDirectory(folder).steps()):
         try:
-            state = Folder(folder).read(step).state["extra"]
+            state = CheckpointDirectory(folder).read(step).state["extra"]
         except (ProgramError, OSError, ValueError, LookupError, TypeError):
             continue  # it is not whole: whoever loads one says so
-        return Run(str(state.get("run", "")), _settings(state), step)
+        return RunIdentity(str(state.get("run", "")), _settings(state), step)
     state = _read(Path(folder, RUN))
-    return Run(str(state["run"]), _settings(state)) if "run" in state else None
+    return RunIdentity(str(state["run"]), _settings(state)) if "run" in state else None
 
 
 def expect_resumable(config: Config) -> None:
@@ -112,7 +112,7 @@ def expect_resumable(config: Config) -> None:
     folder, resume = config.train.checkpoint, config.train.resume
     if folder is None:
         return
-    steps = Folder(folder).steps()
+    steps = CheckpointDirectory(folder).steps()
     if resume == "must" and not steps:
         raise UsageError(
             f"there is no checkpoint in {folder} from which to resume",
@@ -131,7 +131,7 @@ def expect_resumable(config: Config) -> None:
         _expect_same(config, before, config.told)
 
 
-def _expect_same(config: Config, before: Run, settings: Mapping[str, str]) -> None:
+def _expect_same(config: Config, before: RunIdentity, settings: Mapping[str, str]) -> None:
     # A setting that an older version did not have was what it is unless it is said.
     unsaid = Config(model=type(config.model)()).told | {"model.kind": kind_of(GPTConfig())}
     for name, value in settings.items():

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from schedir.checkpoints.checkpoint_directory import Folder
+from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.errors import UsageError
-from schedir.io.directory_lock import InUse, Lock
+from schedir.io.directory_lock import DirectoryLock, LockHeldError
 from schedir.io.files import atomic_write, opened, path_of, reason
 from schedir.io.terminal import as_json
 from schedir.io.timeline_file import save_timeline
@@ -26,7 +26,7 @@ from schedir.ir.program import Program
 from schedir.predict.calibrate import unexplained
 from schedir.predict.timeline import Timeline
 from schedir.training.config.run_config import Config, OutputConfig
-from schedir.training.resume_checks import RUN, Run, expect_resumable, origin
+from schedir.training.resume_checks import RUN, RunIdentity, expect_resumable, origin
 
 LOSSES, SUMMARY, PICTURE = RESULTS = ("loss.csv", "summary.json", "timeline.png")
 EVALUATIONS: Final = "evaluation.csv"
@@ -37,7 +37,7 @@ EVALUATED: Final = "step,loss,perplexity,tokens\n"
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """What a run leaves: its last loss and speed, and its last step, measured and predicted.
 
     The prediction is from the mean times that the step measured.  There are no `runs` where
@@ -53,10 +53,10 @@ class Result:
     runs: tuple[Timeline, Timeline] | None
 
 
-class Losses:
+class LossLog:
     """The losses of a run, a line per step, in a file that is there from `begin` on."""
 
-    def __init__(self, config: Config, run: Run) -> None:
+    def __init__(self, config: Config, run: RunIdentity) -> None:
         self.config, self.output, self.run = config, config.output, run
         self.file: TextIO | None = None
 
@@ -71,7 +71,7 @@ class Losses:
         seen = _until(looks, made) if goes_on else []
         if folder is not None:
             if not made:
-                Folder(folder).remove_all()
+                CheckpointDirectory(folder).remove_all()
             self.run.write(folder)
         runs = [Path(f, RUN) for f in (self.output.folder, folder) if f is not None]
         for file in (*_results(self.output), *runs):
@@ -240,7 +240,7 @@ def _holds_any(path: Path) -> bool:
 @contextmanager
 def _locked(folder: str, name: str) -> Iterator[None]:
     """Within this, no other process can lock the folder that a setting of this name gives."""
-    lock = Lock(Path(folder, LOCK))
+    lock = DirectoryLock(Path(folder, LOCK))
     try:
         if why := lock.take():
             print(
@@ -248,7 +248,7 @@ def _locked(folder: str, name: str) -> Iterator[None]:
                 file=sys.stderr,
                 flush=True,
             )
-    except InUse as other:
+    except LockHeldError as other:
         raise UsageError(
             f"the {_KINDS[name]} {folder} is in use by another run"
             f"{f', {other.owner}' if other.owner else ''}",
@@ -263,7 +263,7 @@ def _locked(folder: str, name: str) -> Iterator[None]:
         lock.leave()
 
 
-def save(result: Result, output: OutputConfig) -> None:
+def save(result: RunResult, output: OutputConfig) -> None:
     """The picture and the trace of a run that was recorded, and the summary.
 
     Raises what keeps one of them from being written, when the others are.

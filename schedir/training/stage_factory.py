@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from schedir.ir.program import Program
-from schedir.runtime.boundaries.boundary import Boundary, Crossing
+from schedir.runtime.boundaries.boundary import Boundary, BoundaryTensors
 from schedir.runtime.parameters.mixed_precision import float32_gradients
 from schedir.training.config.run_config import Config
 from schedir.training.model_factory import model_of
@@ -15,7 +15,7 @@ from schedir.training.model_factory import model_of
 Passing = Boundary | dict[int, tuple[Boundary, ...]]
 
 
-class Stages:
+class ProgramStages:
     """The stages of a program, of a configuration's model: what passes between them, of
     microbatches of `size` samples, and the most bytes of a message."""
 
@@ -27,7 +27,7 @@ class Stages:
         shape = (self.size, config.model.context // shared, config.model.hidden)
         self.boundary: Passing = Boundary(shape, self.dtype)
         # Each tensor-parallel rank sends its slice.
-        self.message = Crossing.of(self.boundary).nbytes * shared // program.tp
+        self.message = BoundaryTensors.of(self.boundary).nbytes * shared // program.tp
         if self.in_pieces:
             assert self.model.between is not None
             frozen = self.finer.first.index(program.frozen)

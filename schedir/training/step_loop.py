@@ -20,13 +20,13 @@ from torch import Tensor
 from schedir.errors import NonFiniteError
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import LossScale
-from schedir.runtime.recording.async_scalars import Reading, Readings
-from schedir.runtime.recording.nan_origin import Left, find_origin, not_finite
-from schedir.training.batches.prefetch import Batch
-from schedir.transports.gloo import Processes
+from schedir.runtime.recording.async_scalars import AsyncScalarBuffer, AsyncScalars
+from schedir.runtime.recording.nan_origin import StepResidue, find_origin, not_finite
+from schedir.training.batches.prefetch import TrainingBatch
+from schedir.transports.gloo import ProcessTransport
 
 
-class Step(NamedTuple):
+class IssuedStep(NamedTuple):
     """A step as one rank knows it: `loss` is its part of the mean over all tokens."""
 
     loss: float
@@ -36,7 +36,7 @@ class Step(NamedTuple):
     seconds: float
 
 
-class _Issued(NamedTuple):
+class _PendingStep(NamedTuple):
     """A step that the host has issued, and of which it has seen nothing; `mean` is one over its
     number of tokens."""
 
@@ -44,10 +44,10 @@ class _Issued(NamedTuple):
     mean: float
     learning_rate: float
     began: float
-    numbers: Reading
+    numbers: AsyncScalars
 
 
-class _Numbers(NamedTuple):
+class _StepNumbers(NamedTuple):
     """What the host is told of a step; `value` is the scale of a float16 loss after it, `inverse`
     one over that within it."""
 
@@ -58,7 +58,7 @@ class _Numbers(NamedTuple):
     inverse: float
 
 
-class Steps:
+class StepLoop:
     """The steps of a rank: as many are `issued` as have not been settled.
 
     Only where the program clips can a step be settled after the next one is issued (`may_be_late`):
@@ -69,7 +69,7 @@ class Steps:
     def __init__(
         self,
         executor: Executor,
-        transport: Processes,
+        transport: ProcessTransport,
         *,
         microbatch_size: int,
         stops: bool,
@@ -79,18 +79,18 @@ class Steps:
         self.stops, self.loss_scale = stops, loss_scale
         self.may_be_late = executor.program.clip
         self.number = 0  # of the step that was issued last, from 1
-        self.issued: deque[_Issued] = deque()
-        self.failed: tuple[_Issued, list[float]] | None = None
+        self.issued: deque[_PendingStep] = deque()
+        self.failed: tuple[_PendingStep, list[float]] | None = None
         device, plan = executor.state.device, executor.program.plan
         self.has_loss = plan.stages - 1 in executor.stages
-        self.left = Left(executor)
-        count = len(_Numbers._fields) + stops * len(self.left)
-        self.readings = Readings(device, count, 2)
+        self.left = StepResidue(executor)
+        count = len(_StepNumbers._fields) + stops * len(self.left)
+        self.readings = AsyncScalarBuffer(device, count, 2)
         self.none = torch.zeros((), dtype=torch.float64, device=device)
         # What is added to the scale of the next step: NaN lets it make no update.
         self.hold = self.none.float() if stops and self.may_be_late else None
 
-    def issue(self, batch: Batch, learning_rate: float, began: float) -> None:
+    def issue(self, batch: TrainingBatch, learning_rate: float, began: float) -> None:
         """Let the device run a step on a batch; the host waits for nothing of it.
 
         `began` is when the step did, which has waited for its batch, by `perf_counter`.
@@ -106,24 +106,24 @@ class Steps:
         if self.hold is not None:
             self.hold = self._next_hold(total)
         numbers = self.readings.copy(self._numbers(total))
-        self.issued.append(_Issued(given, mean, learning_rate, began, numbers))
+        self.issued.append(_PendingStep(given, mean, learning_rate, began, numbers))
 
-    def settle(self) -> Step | None:
+    def settle(self) -> IssuedStep | None:
         """Look at the numbers of the first step that was issued, which the host waits for.
 
         None if it ends the run, for the reason that `error` then says.  All processes must call
         this, and come to the same.
         """
         step = self.issued.popleft()
-        read, count = step.numbers.read(), len(_Numbers._fields)
-        numbers, left = _Numbers(*read[:count]), read[count:]
+        read, count = step.numbers.read(), len(_StepNumbers._fields)
+        numbers, left = _StepNumbers(*read[:count]), read[count:]
         if self._fails(numbers):
             self._go_back(numbers)
             self.failed = step, left
             return None
         # Tensor-parallel ranks all know the loss: the first counts.
         counts = self.has_loss and self.transport.tp_rank == 0
-        return Step(
+        return IssuedStep(
             numbers.total * step.mean if counts else 0.0,
             step.learning_rate,
             numbers.norm if self.executor.program.clip else None,
@@ -140,7 +140,8 @@ class Steps:
         return not_finite(found, self.executor.program, self.number)
 
     def _numbers(self, total: Tensor | None) -> Tensor:
-        """`_Numbers`, and for a run that may stop `Left.finite`: float64, on the device."""
+        """`_StepNumbers`, and for a run that may stop `StepResidue.finite`: float64, on the
+        device."""
         scale = self.loss_scale
         numbers = [  # in the order of their names
             self.none if total is None else total,
@@ -164,7 +165,7 @@ class Steps:
             fails &= useless if total is None else useless | total.isfinite().logical_not()
         return self.none.float().masked_fill(fails, math.nan)
 
-    def _fails(self, numbers: _Numbers) -> bool:
+    def _fails(self, numbers: _StepNumbers) -> bool:
         """Whether a step that was not finite ends the run; all processes come to the same."""
         if not self.stops:
             return False
@@ -177,7 +178,7 @@ class Steps:
         # gradient larger.
         return bool(_most(numbers.inverse >= 1.0 or not math.isfinite(numbers.total)))
 
-    def _go_back(self, numbers: _Numbers) -> None:
+    def _go_back(self, numbers: _StepNumbers) -> None:
         """Be as after the step of these numbers, and not after those that were issued since."""
         self.number -= len(self.issued)
         self.executor.draws.step -= len(self.issued)

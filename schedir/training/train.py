@@ -12,8 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from schedir.errors import ExecutionError, NonFiniteError, ProgramError, UsageError
-from schedir.hang_diagnosis.stall_cause import Shape
-from schedir.io.black_box import Phase
+from schedir.hang_diagnosis.stall_cause import ProcessLayout
+from schedir.io.black_box import ProcessPhase
 from schedir.io.files import reason
 from schedir.io.terminal import format_error
 from schedir.ir.cost.number_parsing import whole
@@ -25,8 +25,8 @@ from schedir.training.config.run_config import Config
 from schedir.training.processes.launcher import launch
 from schedir.training.processes.process_exit import (
     TOLD,
-    Member,
-    Told,
+    RunMember,
+    TerminationNotice,
     crash,
     end_as_told,
     end_with_parent,
@@ -36,8 +36,8 @@ from schedir.training.processes.process_exit import (
     member,
     unwound,
 )
-from schedir.training.resume_checks import Run
-from schedir.training.run_results import Losses, claimed, save
+from schedir.training.resume_checks import RunIdentity
+from schedir.training.run_results import LossLog, claimed, save
 
 if TYPE_CHECKING:
     from schedir.training.batches.text_batches import Corpus
@@ -75,10 +75,10 @@ def _start(path: str, sets: Sequence[str], config: Config, program: Program) -> 
         for samples in filter(None, (corpus.batches, corpus.held_out)):
             samples.batch(0, samples.size)
         if config.world > 1:
-            Run.of(config, corpus.facts)  # refuses other data than those of its checkpoints
+            RunIdentity.of(config, corpus.facts)  # refuses other data than those of its checkpoints
             words = ["train", *words_of_now(), *(f"--set={s}" for s in sets), "--", path]
             grace = None if config.train.checkpoint is None else config.train.grace
-            return launch(words, Shape.of(program), config.output.folder, grace)
+            return launch(words, ProcessLayout.of(program), config.output.folder, grace)
         _load(*_TRAINER)
         _train(config, program, corpus)
     except ExecutionError as error:
@@ -86,7 +86,7 @@ def _start(path: str, sets: Sequence[str], config: Config, program: Program) -> 
         return 1
     except OSError as error:
         crash(_refused(error))
-    except Told as told:
+    except TerminationNotice as told:
         print(told, file=sys.stderr)
         return TOLD
     except KeyboardInterrupt:
@@ -150,12 +150,14 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
         # `launch` has claimed the folders of those that it starts.
         claims = os.environ["RANK"] == "0" and not is_launched()
         with claimed(config) if claims else nullcontext():
-            join(Member(config.output.folder, Shape.of(program), int(os.environ["RANK"])))
+            join(
+                RunMember(config.output.folder, ProcessLayout.of(program), int(os.environ["RANK"]))
+            )
             _load(*_TRAINER)
             from schedir.training.batches.text_batches import Corpus
 
             _train(config, program, Corpus(config))
-    except Told as told:
+    except TerminationNotice as told:
         end_as_told(str(told), TOLD)
     except NonFiniteError as error:  # which all ranks raise
         crash(str(error) if error.process == int(os.environ["RANK"]) else None)
@@ -241,7 +243,7 @@ def _whole(name: str, least: int, most: int, otherwise: str = "") -> int:
 
 
 def _train(config: Config, program: Program, corpus: Corpus) -> None:
-    from schedir.training.processes.graceful_stop import Stop
+    from schedir.training.processes.graceful_stop import GracefulStop
     from schedir.training.processes.process_world import processes
     from schedir.training.processes.startup_consistency import all_facts
     from schedir.training.processes.watchdog import Watchdog
@@ -250,9 +252,9 @@ def _train(config: Config, program: Program, corpus: Corpus) -> None:
     data = corpus.facts
     facts = all_facts(config, program, data)
     number, has = int(os.environ.get("RANK", "0")), config.train.checkpoint is not None
-    losses = Losses(config, Run.of(config, data)) if number == 0 else None
-    own = member() or Member(config.output.folder, Shape.of(program), 0)
-    stop = Stop(number, config.world) if has else None
+    losses = LossLog(config, RunIdentity.of(config, data)) if number == 0 else None
+    own = member() or RunMember(config.output.folder, ProcessLayout.of(program), 0)
+    stop = GracefulStop(number, config.world) if has else None
     with (
         ExitStack() as last,
         Watchdog(own, config.train.timeout, stop, config.train.grace) as watchdog,
@@ -262,6 +264,6 @@ def _train(config: Config, program: Program, corpus: Corpus) -> None:
         if member() is None:  # alone it tells its errors itself
             last.callback(own.done)
         result = train(config, program, corpus, losses, watchdog)
-        own.box.enter(Phase.RESULTS)
+        own.box.enter(ProcessPhase.RESULTS)
         if result is not None:
             save(result, config.output)

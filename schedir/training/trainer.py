@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from schedir.analysis.memory.footprint import held, tiers_of
 from schedir.analysis.memory.unshard_counts import in_parts
 from schedir.errors import ExecutionError, in_bytes, in_words
-from schedir.io.black_box import Phase
+from schedir.io.black_box import ProcessPhase
 from schedir.ir.cost.sizes import AT_REST, Sizes
 from schedir.ir.program import Program
 from schedir.predict.calibrate import calibrate, format_bubbles
@@ -29,20 +29,20 @@ from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer
 from schedir.runtime.recording.allocator_growth import times_asked, warning
-from schedir.runtime.recording.live_memory import Living
+from schedir.runtime.recording.live_memory import LiveMemory
 from schedir.runtime.recording.measured_timeline import measured
-from schedir.training.batches.prefetch import Batch, Prefetch
+from schedir.training.batches.prefetch import Prefetch, TrainingBatch
 from schedir.training.batches.text_batches import Corpus
-from schedir.training.checkpointing import Saving
+from schedir.training.checkpointing import TrainingCheckpoints
 from schedir.training.config.run_config import Config
-from schedir.training.evaluation import Evaluated, Evaluation, program_beside
+from schedir.training.evaluation import Evaluation, EvaluationResult, program_beside
 from schedir.training.optimizer import optimizer_of
-from schedir.training.processes.process_exit import Told
+from schedir.training.processes.process_exit import TerminationNotice
 from schedir.training.processes.startup_consistency import agree_on_data, facts_of
 from schedir.training.processes.watchdog import Watchdog
-from schedir.training.run_results import Losses, Result
-from schedir.training.stage_factory import Passing, Stages
-from schedir.training.step_loop import Step, Steps
+from schedir.training.run_results import LossLog, RunResult
+from schedir.training.stage_factory import Passing, ProgramStages
+from schedir.training.step_loop import IssuedStep, StepLoop
 from schedir.transports.json_collectives import gather
 from schedir.transports.registry import choose
 from schedir.transports.transport import has_left, is_late
@@ -52,9 +52,9 @@ def train(
     config: Config,
     program: Program,
     corpus: Corpus,
-    losses: Losses | None,
+    losses: LossLog | None,
     watchdog: Watchdog,
-) -> Result | None:
+) -> RunResult | None:
     """Train as one rank of `program` on a corpus; the Result on global rank 0, None on the others.
 
     To be called within `processes`; `watchdog` is told what the process is at.  Rank 0 prints
@@ -81,14 +81,14 @@ def train(
 
 class _Trainer:
     def __init__(
-        self, config: Config, program: Program, corpus: Corpus, losses: Losses | None
+        self, config: Config, program: Program, corpus: Corpus, losses: LossLog | None
     ) -> None:
         self.config, self.program, self.losses = config, program, losses
         self.batches = corpus.batches
         self.device = torch.device(config.train.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        made = Stages(config, program)
+        made = ProgramStages(config, program)
         self.module, self.size, boundary = made.model.module, made.size, made.boundary
         beside = partial(program_beside, config)  # what evaluates on its stages
         connect = partial(
@@ -129,21 +129,21 @@ class _Trainer:
         self.evaluation: Evaluation | None = None
         if config.train.evaluate_every and corpus.held_out is not None:
             self.evaluation = Evaluation(config, corpus.held_out, self.executor, self.transport)
-        self.steps = Steps(
+        self.steps = StepLoop(
             self.executor,
             self.transport,
             microbatch_size=self.size,
             stops=config.train.nonfinite == "stop",
             loss_scale=self.loss_scale,
         )
-        self.saving = Saving(self.executor, config.train, self.batches, losses)
-        self.recent: list[Step] = []  # steps not yet reported
+        self.saving = TrainingCheckpoints(self.executor, config.train, self.batches, losses)
+        self.recent: list[IssuedStep] = []  # steps not yet reported
         self.timed: list[float] = []  # seconds of all steps but the first
         self.read = 0  # a crc32 of what was drawn
         self.warned = False  # of memory that was asked for after the first step
         self.lived: tuple[int, ...] = ()
 
-    def run(self, watchdog: Watchdog) -> Result | None:
+    def run(self, watchdog: Watchdog) -> RunResult | None:
         train, record, result = self.config.train, self.config.output.record, None
         enter = watchdog.own.box.enter
         self.memory = self._memory()
@@ -169,9 +169,9 @@ class _Trainer:
                 if stop is not None and not stop.begins(step + 1):
                     self._end_as_told(step, enter)
                 if self.saving.beside(step):
-                    enter(Phase.SAVE, step)
+                    enter(ProcessPhase.SAVE, step)
                     self.saving.copy(step)
-                enter(Phase.DATA, step + 1)
+                enter(ProcessPhase.DATA, step + 1)
                 saves = self.saving.at_once(step + 1)
                 logs = (step + 1) % train.log_every == 0 or step + 1 == train.steps
                 self.executor.record = record and logs
@@ -179,14 +179,14 @@ class _Trainer:
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate
                 batch = self._take(prefetch, step)
-                enter(Phase.STEP, step + 1)
+                enter(ProcessPhase.STEP, step + 1)
                 if self.config.output.memory and step == min(made + 1, train.steps - 1):
-                    with Living(self.executor) as living:
+                    with LiveMemory(self.executor) as living:
                         self.steps.issue(batch, rate, began)
                     self.lived = self._lived(living.most)
                 else:
                     self.steps.issue(batch, rate, began)
-                enter(Phase.REPORT, step + 1)
+                enter(ProcessPhase.REPORT, step + 1)
                 if step == made:
                     self.asked = times_asked(self.device)
                 # The first step connects and warms up: its time is not that of the second.  What is
@@ -198,27 +198,27 @@ class _Trainer:
                 self.saving.write()
                 if self.evaluation is not None and self.evaluation.is_due(step + 1):
                     self._settle(0)
-                    enter(Phase.EVALUATE, step + 1)
+                    enter(ProcessPhase.EVALUATE, step + 1)
                     self._evaluate(self.evaluation.after(step + 1))
                 if saves:
-                    enter(Phase.SAVE, step + 1)
+                    enter(ProcessPhase.SAVE, step + 1)
                     self.saving.save(step + 1)
         return result
 
-    def _end_as_told(self, step: int, enter: Callable[[Phase, int], None]) -> NoReturn:
+    def _end_as_told(self, step: int, enter: Callable[[ProcessPhase, int], None]) -> NoReturn:
         """Save what is after the last step, unless it is saved, and end the run: raises Told."""
-        enter(Phase.REPORT, step)
+        enter(ProcessPhase.REPORT, step)
         self._settle(0)
         self.executor.record = False
         if self.recent:
             self._report(step)
-        enter(Phase.SAVE, step)
+        enter(ProcessPhase.SAVE, step)
         self.saving.ended()
         if step > self.saving.saved:
             self.saving.save(step)
-        raise Told(self.saving.where)
+        raise TerminationNotice(self.saving.where)
 
-    def _nothing_to_do(self, made: int) -> Result | None:
+    def _nothing_to_do(self, made: int) -> RunResult | None:
         """What a run leaves that has made all its steps before: as it was, if there is any."""
         if self.losses is None:
             return None
@@ -230,9 +230,9 @@ class _Trainer:
         if self.losses.finished:
             return None
         lost = self.losses.last()
-        return Result(self.program, lost, math.nan, self.memory, (), None)
+        return RunResult(self.program, lost, math.nan, self.memory, (), None)
 
-    def _evaluate(self, found: Evaluated) -> None:
+    def _evaluate(self, found: EvaluationResult) -> None:
         """Say what was found; process 0 does."""
         if not dist.get_rank():
             print(found, flush=True)
@@ -299,7 +299,7 @@ class _Trainer:
             print(f"memory held, counted for each rank: {', '.join(map(in_bytes, lived))}")
         return lived
 
-    def _take(self, prefetch: Prefetch, step: int) -> Batch:
+    def _take(self, prefetch: Prefetch, step: int) -> TrainingBatch:
         """The batch of a step; where there is none, what was wrong before it comes first."""
         try:
             batch = prefetch.take(step)
@@ -323,7 +323,7 @@ class _Trainer:
             self.saving.stop(self.steps.number)
             raise self.steps.error()
 
-    def _report(self, step: int) -> Result | None:
+    def _report(self, step: int) -> RunResult | None:
         """Bring losses and times of the recent steps to rank 0, which says them.
 
         Raises ModelError, in all processes, where they have not read the same data.
@@ -366,7 +366,7 @@ class _Trainer:
             flush=True,
         )
         speed = self._speed(self.timed or seconds)
-        return Result(self.program, losses[-1], speed, self.memory, self.lived, runs)
+        return RunResult(self.program, losses[-1], speed, self.memory, self.lived, runs)
 
     def _runs(self) -> tuple[Timeline, Timeline] | None:
         """The last step as it was, and as predicted from its mean times; on process 0 alone."""

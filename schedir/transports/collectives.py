@@ -21,7 +21,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Group = Literal["dp", "params", "model", "tp"] | tuple[int, ...]
 
 
-class Collective(NamedTuple):
+class CollectiveKind(NamedTuple):
     """A kind of collective.
 
     `results` says what each member gets of what all bring, both in the order of ranks.  `start`
@@ -58,18 +58,18 @@ def _real(flat: Tensor) -> Tensor:
 
 
 # The group's own methods, where the names in torch.distributed change from version to version.
-COLLECTIVES: Final[dict[Kind, Collective]] = {
-    "all_reduce": Collective(
+COLLECTIVES: Final[dict[Kind, CollectiveKind]] = {
+    "all_reduce": CollectiveKind(
         lambda own: [_sum(own)] * len(own),
         _all_reduce,
     ),
-    "all_gather": Collective(
+    "all_gather": CollectiveKind(
         lambda own: [torch.cat([*own])] * len(own),
         lambda group, out, own, aside: group._allgather_base(
             _real(out), _real(own), _aside(AllgatherOptions(), aside)
         ),
     ),
-    "reduce_scatter": Collective(
+    "reduce_scatter": CollectiveKind(
         lambda own: _sum(own).chunk(len(own)),
         lambda group, out, own, aside: group._reduce_scatter_base(
             _real(out), _real(own), _aside(ReduceScatterOptions(), aside)
@@ -82,7 +82,7 @@ COLLECTIVES: Final[dict[Kind, Collective]] = {
 
 
 @dataclass(eq=False)
-class Part:
+class CollectiveMember:
     """A rank's part in a collective, as Transport.collective."""
 
     kind: Kind
@@ -90,10 +90,10 @@ class Part:
     own: Tensor
 
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=CollectiveMember)
 
 
-def meet(parts: Sequence[Part]) -> None:
+def meet(parts: Sequence[CollectiveMember]) -> None:
     """Do a collective for all its members, whose parts are in the order of ranks."""
     kind = parts[0].kind
     assert all(part.kind == kind for part in parts), "a group meets for one thing at a time"
@@ -102,7 +102,7 @@ def meet(parts: Sequence[Part]) -> None:
         part.out.copy_(result)
 
 
-class Meetings(Generic[P]):
+class PendingCollectives(Generic[P]):
     """Collectives that some members have come to; a member may come to several before others."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from schedir.ir.pipeline.tied_weights import groups_of
 from schedir.ir.program import Program
 from schedir.transports import process_groups
 from schedir.transports.collectives import COLLECTIVES, Group, Kind
-from schedir.transports.in_process.cuda_streams import Point
+from schedir.transports.in_process.cuda_streams import StreamPoint
 from schedir.transports.json_collectives import Kinds, difference, gather
 from schedir.transports.transport import Place, Rooms, Work, buffers
 
@@ -41,7 +41,7 @@ def initialise(timeout: float, **how: Any) -> torch.device:
 _LANES: Final[dict[Group, Lane]] = {"tp": Lane.TP, "params": Lane.PARAMS}
 
 
-class Processes:
+class ProcessTransport:
     """Processes of torch.distributed, and what they do together: all but messages.
 
     Ranks lie in a mesh (dp, pp, tp), tp innermost, so that tensor-parallel groups are
@@ -220,14 +220,14 @@ class Processes:
         lane.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(lane):
             self.issue(kind, group, out, own)
-        return OnLane(lane, (out, own))
+        return LaneWork(lane, (out, own))
 
     def issue(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> None:
         """Issue a collective to the current stream."""
         COLLECTIVES[kind].start(self.groups[group], out, own, False)
 
 
-class OnLane(Point):
+class LaneWork(StreamPoint):
     """What was issued to a stream; the memory that it uses is kept until somebody waits."""
 
     def __init__(self, lane: torch.cuda.Stream, uses: tuple[Tensor, ...]) -> None:
@@ -264,7 +264,7 @@ def _rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
     return rows
 
 
-class Gloo(Processes):
+class Gloo(ProcessTransport):
     """The transport of CPU processes.  Its progress model is `edge`.
 
     Gloo honours tags: one tag per lane makes each directed edge a queue of its own, which nothing

@@ -24,7 +24,7 @@ QUEUES, ENOUGH = "CUDA_DEVICE_MAX_CONNECTIONS", 8
 _TWINS = "schedir: processes of one GPU"
 
 
-class _Refused(NamedTuple):
+class _RefusedVariable(NamedTuple):
     """Variables, and which of their values are refused: more than `most`, or one of `values`."""
 
     names: tuple[str, ...]
@@ -44,37 +44,37 @@ _HOST_WAITS = (
     "the host would wait inside a step, in Stream order, for what others have yet to issue"
 )
 _REFUSED: Final = (
-    _Refused(
+    _RefusedVariable(
         (QUEUES,),
         "streams that share a hardware queue wait for each other, and a receive that waits holds "
         "up the computation behind it, for ever",
         tuple(map(str, range(ENOUGH))),
         hint="unset it, or 32",
     ),
-    _Refused(
+    _RefusedVariable(
         ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT", "CUDA_LAUNCH_BLOCKING"),
         _HOST_WAITS,
         _YES,
     ),
-    _Refused(("TORCH_DISTRIBUTED_DEBUG",), _HOST_WAITS, ("detail",)),
-    _Refused(
+    _RefusedVariable(("TORCH_DISTRIBUTED_DEBUG",), _HOST_WAITS, ("detail",)),
+    _RefusedVariable(
         ("PYTORCH_NO_CUDA_MEMORY_CACHING",),
         "each tensor that is freed would wait for the whole GPU, beside receives that wait",
         most=-1,  # torch looks only if it is there
     ),
-    _Refused(
+    _RefusedVariable(
         ("NCCL_LAUNCH_ORDER_IMPLICIT",),
         "communicators would start in the order in which the host issues them, and a receive that "
         "waits would hold up all others",
         most=0,
     ),
-    _Refused(
+    _RefusedVariable(
         ("NCCL_COMM_SPLIT_SHARE_RESOURCES",),
         "communicators would run one after the other, and a receive that waits would hold up all "
         "others",
         most=0,
     ),
-    _Refused(
+    _RefusedVariable(
         (
             "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_NCHANNELS_PER_PEER",
             "NCCL_NCHANNELS_PER_NET_PEER",

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.deadlock import deadlock
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.shared_queues import SharedQueues
+from schedir.analysis.shared_queues import SharedQueueGraph
 from schedir.errors import ModelError
 from schedir.ir.instruction_index import NONE
 from schedir.ir.isa.instructions import RECEIVES, ROWS, TRANSFERS, Lane
 from schedir.ir.program import Program
 from schedir.transports import process_groups
-from schedir.transports.p2p_groups import DirectedEdge, Edge
+from schedir.transports.p2p_groups import DirectedEdge, EdgeGroups
 
 PATIENCE: Final = 2.0  # seconds; what shares no queue takes some microseconds
 Queue = DirectedEdge | Lane
@@ -35,7 +35,7 @@ Queue = DirectedEdge | Lane
 Touch = Callable[[Lane], Callable[[], bool]]
 
 
-class Shared(NamedTuple):
+class SharedQueuePair(NamedTuple):
     """Two queues of a rank that wait for each other; of two edges the lesser first."""
 
     rank: int
@@ -47,22 +47,22 @@ class Shared(NamedTuple):
 
 
 def refuse_sharing(
-    program: Program, transport: Edge, touch: Touch, patience: float = PATIENCE
-) -> list[Shared]:
+    program: Program, transport: EdgeGroups, touch: Touch, patience: float = PATIENCE
+) -> list[SharedQueuePair]:
     """The queues that share a hardware queue, on any rank; all processes must call this.
 
     `touch` must have done before what it does at first use.  Raises ModelError in each process if
     the program would hang so.
     """
     told = transport.agree(
-        {}, find_sharing(transport, touch, patience), kinds=[Shared, DirectedEdge, Lane]
+        {}, find_sharing(transport, touch, patience), kinds=[SharedQueuePair, DirectedEdge, Lane]
     )
     shared = sorted({one for each in told for one in each}, key=str)
     if shared:
         pairs = [(_number(program, s.rank, s.one), _number(program, s.rank, s.other))
                  for s in shared]  # fmt: skip
         known = [pair for pair in pairs if NONE not in pair]
-        graph = SharedQueues(program, transport.model, known, blocks=transport.blocks)
+        graph = SharedQueueGraph(program, transport.model, known, blocks=transport.blocks)
         reached = walk(graph)
         if not reached.done.all():
             why = deadlock(graph, reached)
@@ -75,9 +75,11 @@ def refuse_sharing(
     return shared
 
 
-def find_sharing(transport: Edge, touch: Touch, patience: float = PATIENCE) -> list[Shared]:
+def find_sharing(
+    transport: EdgeGroups, touch: Touch, patience: float = PATIENCE
+) -> list[SharedQueuePair]:
     """The queues of this process's rank that share one with an edge; all processes must call it."""
-    rank, found = transport.rank, set[Shared]()
+    rank, found = transport.rank, set[SharedQueuePair]()
     lanes = [Lane.COMPUTE, *transport.lanes]
     # Made before anything waits: an allocation may wait for the device.
     numbers = {edge: torch.zeros(1, device=transport.device) for edge in transport.edge_groups}
@@ -119,10 +121,10 @@ def find_sharing(transport: Edge, touch: Touch, patience: float = PATIENCE) -> l
     return sorted(found, key=str)
 
 
-def _pair(rank: int, edge: DirectedEdge, other: Queue) -> Shared:
+def _pair(rank: int, edge: DirectedEdge, other: Queue) -> SharedQueuePair:
     if isinstance(other, Lane):
-        return Shared(rank, edge, other)
-    return Shared(rank, *sorted((edge, other)))
+        return SharedQueuePair(rank, edge, other)
+    return SharedQueuePair(rank, *sorted((edge, other)))
 
 
 def _late(asks: dict[Queue, Callable[[], bool]], patience: float) -> list[Queue]:
@@ -162,7 +164,7 @@ def _said(queue: Queue) -> str:
     return f"{kind} from {queue.source} to {queue.target}"
 
 
-def touch_cuda(transport: Edge, device: torch.device | str) -> Touch:
+def touch_cuda(transport: EdgeGroups, device: torch.device | str) -> Touch:
     """Of streams of a GPU: a kernel on each, which has been there once."""
     one = torch.zeros(1, device=device)
 

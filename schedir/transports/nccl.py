@@ -23,7 +23,7 @@ from schedir.ir.program import Program
 from schedir.transports.gloo import rows_of
 from schedir.transports.gpu_selection import HOST, QUEUES, refuse_twins, take_gpu
 from schedir.transports.hardware_queue_probe import refuse_sharing, touch_cuda
-from schedir.transports.p2p_groups import Edge, Grouped, directed_edges
+from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages, directed_edges
 
 # ---------------------------------------------------------------- hardware queues
 
@@ -154,7 +154,7 @@ def meet(
 # ---------------------------------------------------------------- transports
 
 
-class NCCLEdge(Edge):
+class NCCLEdge(EdgeGroups):
     """Each directed edge has a communicator.  Raises as Edge."""
 
     def __init__(
@@ -174,7 +174,7 @@ class NCCLEdge(Edge):
             refuse_sharing(one, self, touch)
 
 
-class NCCLGrouped(Grouped):
+class NCCLGrouped(GroupedMessages):
     """The pipeline has one communicator.  Raises as Grouped."""
 
     def __init__(

@@ -3,8 +3,9 @@
 NCCL matches messages of a communicator by order alone, and runs them in order.  Which messages
 share a communicator is therefore what may hold up what: the progress model.
 
-- `Edge`, model `edge`: a group of two ranks for each directed edge and lane.
-- `Grouped`, model `device`: one group for the pipeline; groups of the program are issued as one.
+- `EdgeGroups`, model `edge`: a group of two ranks for each directed edge and lane.
+- `GroupedMessages`, model `device`: one group for the pipeline; groups of the program are issued
+  as one.
 
 Both run over any backend.  All processes make groups and send the first message of every edge in
 one global order, before the first step: connections are made at first use, and one that is made
@@ -24,7 +25,7 @@ from schedir.analysis.progress_models import Model
 from schedir.ir.isa.instructions import ROWS, SENDS, Lane
 from schedir.ir.program import Program
 from schedir.transports import process_groups
-from schedir.transports.gloo import Processes
+from schedir.transports.gloo import ProcessTransport
 from schedir.transports.transport import Work
 
 
@@ -53,7 +54,9 @@ def _edges(program: Program) -> Iterator[DirectedEdge]:
                 yield DirectedEdge(ROWS[i.op].lane, rank, program.peer(i))
 
 
-def _warm_up(transport: Processes, edges: list[DirectedEdge], device: torch.device | str) -> None:
+def _warm_up(
+    transport: ProcessTransport, edges: list[DirectedEdge], device: torch.device | str
+) -> None:
     """Send a number along every edge, one after the other."""
     one = torch.zeros(1, device=device)
     for edge in edges:
@@ -70,7 +73,7 @@ def _edge_lacking(edges: Sequence[DirectedEdge], program: Program) -> str:
     return ""
 
 
-class Edge(Processes):
+class EdgeGroups(ProcessTransport):
     """A process group for each directed edge.  Its progress model is `edge`.
 
     Over NCCL each takes few multiprocessors, as many as its messages need.  Raises as Processes.
@@ -124,7 +127,7 @@ class Edge(Processes):
         return cast(Work, dist.irecv(tensor, self.processes[peer], group=group))
 
 
-class _Deferred:
+class _GroupedTransfer:
     """A transfer that waits for the rest of its group to be issued."""
 
     def __init__(self) -> None:
@@ -139,7 +142,7 @@ class _Deferred:
         self.work.wait()
 
 
-class Grouped(Processes):
+class GroupedMessages(ProcessTransport):
     """All messages through the pipeline's group.  Its progress model is `device`.
 
     A group of the program is one `batch_isend_irecv`, and a transfer alone a batch of one: a
@@ -160,7 +163,7 @@ class Grouped(Processes):
         more: Sequence[Program] = (),
     ) -> None:
         super().__init__(program, timeout, device=device, more=more)
-        self.held: list[tuple[dist.P2POp, _Deferred]] | None = None
+        self.held: list[tuple[dist.P2POp, _GroupedTransfer]] | None = None
         self.edges = directed_edges(*self.programs)
         _warm_up(self, self.edges, device)
 
@@ -180,7 +183,7 @@ class Grouped(Processes):
         if self.held is None:
             (work,) = dist.batch_isend_irecv([transfer])
             return cast(Work, work)
-        deferred = _Deferred()
+        deferred = _GroupedTransfer()
         self.held.append((transfer, deferred))
         return deferred
 

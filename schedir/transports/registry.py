@@ -1,7 +1,7 @@
 """Registry: the transports of processes, and the devices that they are for.  Needs no torch.
 
-A new transport is a row of `TRANSPORTS` and a class that is a `Processes`; a new kind of device is
-a row of `DEVICES` besides.
+A new transport is a row of `TRANSPORTS` and a class that is a `ProcessTransport`; a new kind of
+device is a row of `DEVICES` besides.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from schedir.analysis.progress_models import Model
 from schedir.ir.program import Program
 
 if TYPE_CHECKING:
-    from schedir.transports.gloo import Processes
+    from schedir.transports.gloo import ProcessTransport
 
 Device = Literal["cpu", "cuda"]
 AUTO: Final = "auto"  # the first of a device that fits
@@ -95,14 +95,14 @@ def find(home: str) -> Any:
     return getattr(import_module(f"schedir.transports.{module}"), name)
 
 
-def choose(name: str, device: str, *programs: Program) -> type[Processes]:
+def choose(name: str, device: str, *programs: Program) -> type[ProcessTransport]:
     """The class of the transport of that name; for "auto", of the first that fits all programs, or
     the last.
 
     All processes must call this, after `initialise`.
     """
     *better, last = transports_of(device, name)
-    classes: Iterator[type[Processes]] = (find(row.home) for row in better)
+    classes: Iterator[type[ProcessTransport]] = (find(row.home) for row in better)
     fits = (one for one in classes if all([one.fits(program) for program in programs]))
-    found: type[Processes] | None = next(fits, None)
+    found: type[ProcessTransport] | None = next(fits, None)
     return found or find(last.home)

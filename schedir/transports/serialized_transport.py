@@ -9,10 +9,10 @@ from torch import Tensor
 
 from schedir.ir.isa.instructions import Lane
 from schedir.transports.collectives import Group, Kind
-from schedir.transports.transport import Around, Done, Transport, Work
+from schedir.transports.transport import CompletedWork, Transport, TransportWrapper, Work
 
 
-class InTurn(Around):
+class SerializedTransport(TransportWrapper):
     """A transport that does as its own; but within `one_by_one` whatever it begins has ended when
     it returns, for the stream that is current, and nothing is issued together or aside."""
 
@@ -45,7 +45,7 @@ class InTurn(Around):
         if not self.alone:
             return work
         work.wait()
-        return Done()
+        return CompletedWork()
 
     def start_group(self) -> None:
         """As Transport.start_group."""

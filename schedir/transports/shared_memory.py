@@ -31,13 +31,21 @@ from torch.distributed.constants import default_pg_timeout
 from schedir.analysis.memory.buffer_slots import assign
 from schedir.analysis.progress_models import Model
 from schedir.errors import ModelError
-from schedir.ir.instruction_index import Index
+from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import RECEIVES, ROWS, SPLIT_CHANGES, Lane, Token, changes
 from schedir.ir.program import Program
-from schedir.transports.gloo import Processes
+from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather
 from schedir.transports.p2p_groups import directed_edges
-from schedir.transports.transport import Done, PeerLate, PeerLeft, Place, Rooms, Work, own_part
+from schedir.transports.transport import (
+    CompletedWork,
+    PeerLate,
+    PeerLeft,
+    Place,
+    Rooms,
+    Work,
+    own_part,
+)
 
 # ---------------------------------------------------------------- rings of shared memory
 
@@ -47,7 +55,7 @@ from schedir.transports.transport import Done, PeerLate, PeerLeft, Place, Rooms,
 LINE: Final = 64  # bytes of a cache line, on which slots begin
 
 
-class Memory:
+class SharedSegment:
     """Where a rank receives: a head of 64-bit numbers, then slots.
 
     The head says how many steps the rank has ended, then of each lane of each rank how many
@@ -79,7 +87,7 @@ def _lines(size: int) -> int:
     return -(-size // LINE) * LINE
 
 
-class Outgoing:
+class OutgoingMessages:
     """The messages of one lane to one rank, which go into slots in the order of a step: for each
     program its own, with whether a part alone goes there.
 
@@ -89,7 +97,7 @@ class Outgoing:
     def __init__(
         self,
         rank: int,
-        memory: Memory,
+        memory: SharedSegment,
         at: int,
         connection: socket.socket,
         steps: Sequence[Sequence[tuple[Tensor, bool]]],
@@ -131,10 +139,12 @@ class Outgoing:
             _take(self.connection, self.rank, socket.MSG_DONTWAIT)
 
 
-class Incoming:
+class IncomingMessages:
     """The messages of one lane from one rank."""
 
-    def __init__(self, rank: int, memory: Memory, at: int, connection: socket.socket) -> None:
+    def __init__(
+        self, rank: int, memory: SharedSegment, at: int, connection: socket.socket
+    ) -> None:
         self.rank, self.head, self.at, self.connection = rank, memory.head, at, connection
         self.asked = 0
 
@@ -145,10 +155,10 @@ class Incoming:
                 raise PeerLate(f"nothing has come from rank {self.rank} in time")
 
 
-class Arrival(NamedTuple):
+class MessageArrival(NamedTuple):
     """Work that ends when a message is there."""
 
-    way: Incoming
+    way: IncomingMessages
     number: int
 
     def wait(self) -> None:
@@ -265,7 +275,7 @@ RECEIVED: Final = {
     for op in RECEIVES
     for kind in ROWS[op].gives
 }
-_DONE: Final = Done()
+_DONE: Final = CompletedWork()
 
 
 def can_share(group: dist.ProcessGroup | None = None) -> bool:
@@ -289,7 +299,7 @@ def _sight() -> object:
         return None
 
 
-class Shared(Processes):
+class Shared(ProcessTransport):
     """Processes of one machine that write into each other's memory.  Its progress model is `edge`.
 
     Every message of a step has a slot of its own, so a send waits for nothing but the receiver's
@@ -339,10 +349,10 @@ class Shared(Processes):
         own = self.patience
         self.seconds = default_pg_timeout.total_seconds() if own is None else own
         self.ended = 0  # steps of this rank
-        self.memory: Memory | None = None  # where it receives
+        self.memory: SharedSegment | None = None  # where it receives
         self.close: Callable[[], object] = lambda: None
-        self.outgoing: dict[tuple[Lane, int], Outgoing] = {}
-        self.incoming: dict[tuple[Lane, int], Incoming] = {}
+        self.outgoing: dict[tuple[Lane, int], OutgoingMessages] = {}
+        self.incoming: dict[tuple[Lane, int], IncomingMessages] = {}
 
     def lacking(self, program: Program) -> str:
         """As Processes.lacking."""
@@ -364,7 +374,7 @@ class Shared(Processes):
         self.expect(programs)
         self.ended = 0  # in this memory
         ranks, name, problem = self.mesh.shape[1], "", ""
-        size = Memory.size(ranks, rooms)
+        size = SharedSegment.size(ranks, rooms)
         with ExitStack() as made:
             listener = made.enter_context(socket.socket(socket.AF_UNIX))
             memory = -1
@@ -386,7 +396,7 @@ class Shared(Processes):
                         hint='transport = "gloo"',
                     )
             peers = [told[int(p)] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
-            self.memory = Memory(memory, ranks, rooms)
+            self.memory = SharedSegment(memory, ranks, rooms)
             try:
                 names, rooms_of = [n for n, *_ in peers], [r for *_, r in peers]
                 self._meet(listener, memory, names, rooms_of, programs)
@@ -418,18 +428,18 @@ class Shared(Processes):
             socket.send_fds(connection, [b"\1"], [memory])
         for lane, rank in sources:
             at = own.count(rank, lane)
-            self.incoming[lane, rank] = Incoming(rank, own, at, connections[rank])
-        indexes = [*map(Index.of, programs)]
+            self.incoming[lane, rank] = IncomingMessages(rank, own, at, connections[rank])
+        indexes = [*map(InstructionIndex.of, programs)]
         theirs_of = {rank: passed(connections[rank], rank) for rank in sorted(neighbours)}
         for rank in {rank for _, rank in targets}:
-            theirs = Memory(theirs_of[rank], ranks, rooms[rank])
+            theirs = SharedSegment(theirs_of[rank], ranks, rooms[rank])
             inboxes = [_inbox(index, rank, self.rank) for index in indexes]
             for lane in [lane for lane, target in targets if target == rank]:
                 steps = [
                     [(theirs.slots[place], cut) for place, cut in inbox[lane]] for inbox in inboxes
                 ]
                 at = theirs.count(self.rank, lane)
-                way = Outgoing(rank, theirs, at, connections[rank], steps, self._room)
+                way = OutgoingMessages(rank, theirs, at, connections[rank], steps, self._room)
                 self.outgoing[lane, rank] = way
         for descriptor in theirs_of.values():
             os.close(descriptor)
@@ -458,7 +468,7 @@ class Shared(Processes):
         """Expect a message where `buffers` has made room for it: `tensor` is there."""
         way = self.incoming[lane, peer]
         way.asked += 1
-        return Arrival(way, way.asked)
+        return MessageArrival(way, way.asked)
 
     def leave(self) -> None:
         """As Processes.leave."""
@@ -471,7 +481,7 @@ class Shared(Processes):
             self.memory.head[0] = self.ended
 
 
-def _inbox(index: Index, rank: int, sender: int) -> dict[Lane, list[tuple[Place, bool]]]:
+def _inbox(index: InstructionIndex, rank: int, sender: int) -> dict[Lane, list[tuple[Place, bool]]]:
     """What a rank receives of another in a step, by lane: its slot, and whether a part alone."""
     program = index.program
     stream, assigned = program.streams[rank], assign(program, rank)

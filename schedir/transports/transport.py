@@ -176,14 +176,14 @@ def own_part(transport: Transport, whole: Tensor) -> Tensor:
     return whole.view(transport.tp, -1)[transport.tp_rank]
 
 
-class Done:
+class CompletedWork:
     """Work that had ended when it was returned."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
-class Then:
+class ChainedWork:
     """Work, and what is to be done after it."""
 
     def __init__(self, work: Work, then: Callable[[], None]) -> None:
@@ -199,7 +199,7 @@ class Then:
         return bool(getattr(self.work, "is_completed", lambda: True)())
 
 
-class Around:
+class TransportWrapper:
     """What a transport that is around another has of it: all but what moves tensors."""
 
     def __init__(self, inner: Transport) -> None:

@@ -9,7 +9,7 @@ from numbers import Real
 import numpy as np
 
 from schedir.analysis.channels import channels
-from schedir.analysis.critical_path.longest_path import Walk, walk
+from schedir.analysis.critical_path.longest_path import EarliestTimes, walk
 from schedir.analysis.deadlock import deadlock, misordered
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.eager_limit import finishes_where, least_limit
@@ -17,21 +17,21 @@ from schedir.analysis.lazy_communicators import first_uses
 from schedir.analysis.memory.buffer_slots import groups, minimum_slots, on_host
 from schedir.analysis.progress_models import MODELS, Model, require_model
 from schedir.errors import (
+    ChannelMismatchError,
     CompletenessError,
     DeadlockError,
     GroupError,
-    MatchError,
+    InstructionSite,
     OrderError,
-    Site,
     SlotError,
     UsageError,
     expect,
     flag,
     said,
 )
-from schedir.ir.cost.sizes import Eager, Sizes
+from schedir.ir.cost.sizes import EagerMessages, Sizes
 from schedir.ir.dataflow import FREERS
-from schedir.ir.instruction_index import NONE, Index
+from schedir.ir.instruction_index import NONE, InstructionIndex
 from schedir.ir.isa.instructions import (
     ADDS,
     BACKWARDS,
@@ -44,8 +44,8 @@ from schedir.ir.isa.instructions import (
     STEPS,
     TOKENS,
     TRANSFERS,
-    Found,
-    Per,
+    ProducerRule,
+    Scope,
     Token,
 )
 from schedir.ir.program import ON_HOST, Program, Proof
@@ -60,7 +60,7 @@ from schedir.verify.completeness import completeness
 # order gives wrong numbers without an error.  So the order is checked.
 
 
-def segments_in_turn(index: Index) -> None:
+def segments_in_turn(index: InstructionIndex) -> None:
     """Raise OrderError for the first segment of a sequence that its stage runs out of turn."""
     plan = index.program.plan
     if plan.segments == 1:
@@ -89,7 +89,7 @@ def segments_in_turn(index: Index) -> None:
     raise OrderError(
         f"{fact}: both are of sequence {later[2].mb // plan.segments}",
         program=index.program.name,
-        sites=[Site(*early, needs), Site(*later, "comes too late")],
+        sites=[InstructionSite(*early, needs), InstructionSite(*later, "comes too late")],
         hint=f"the {plan.segments} segments of a sequence go forward from the first on, and "
         "backward from the last on",
     )
@@ -139,7 +139,7 @@ def check(
     >>> check(parse(text.replace("recv_grad 0.1", "")))
     Traceback (most recent call last):
         ...
-    schedir.errors.PartnerError: gpipe: send_grad 1.1 has no recv_grad 0.1 on rank 0
+    schedir.errors.UnmatchedTransferError: gpipe: send_grad 1.1 has no recv_grad 0.1 on rank 0
       rank 1 #8   send_grad 1.1
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
@@ -175,11 +175,11 @@ def _least_limit(graph: Graph, sizes: Sizes) -> float | None:
     """The least limit with which a program is right that hangs, if there is one."""
     if not _sized(graph.program, sizes) or (least := least_limit(graph, sizes)) is None:
         return None
-    eager = Graph(graph.program, graph.model, eager=Eager(least, sizes))
+    eager = Graph(graph.program, graph.model, eager=EagerMessages(least, sizes))
     return None if crossing(eager) else least
 
 
-def eager_of(limit: object, sizes: Sizes | None, program: Program) -> Eager | None:
+def eager_of(limit: object, sizes: Sizes | None, program: Program) -> EagerMessages | None:
     """What `check` is told of messages that wait for nobody; raises UsageError if that is nothing
     that can be meant."""
     if sizes is not None:
@@ -198,7 +198,7 @@ def eager_of(limit: object, sizes: Sizes | None, program: Program) -> Eager | No
             + ",".join(f"{name}=16MB" for name in named),
             fields=["sizes"],
         )
-    return Eager(float(limit), sizes)
+    return EagerMessages(float(limit), sizes)
 
 
 def _sized(program: Program, sizes: Sizes) -> bool:
@@ -212,7 +212,7 @@ def complete(
     *,
     blocks: bool = False,
     device_waits: bool = False,
-    eager: Eager | None = None,
+    eager: EagerMessages | None = None,
 ) -> Graph:
     """The dependency graph of a program that is complete, as `check` says; raises if it is not."""
     if not program.proofs:
@@ -220,7 +220,7 @@ def complete(
     return Graph.of(program, model, blocks=blocks, device_waits=device_waits, eager=eager)
 
 
-def prove(graph: Graph, reached: Walk | None = None) -> None:
+def prove(graph: Graph, reached: EarliestTimes | None = None) -> None:
     """Prove a complete program as `check` does, and note that with it.
 
     `reached` is a walk of the graph, where there is one: then nobody walks again.
@@ -285,7 +285,10 @@ def _in_slots(graph: Graph) -> None:
     raise SlotError(
         f"rank {rank} has {count} {name} slot{'s' * (count != 1)}, and {instr} needs one more",
         program=program.name,
-        sites=[Site(rank, at, instr, "fills it"), Site(rank, freed_at, frees, "frees the next")],
+        sites=[
+            InstructionSite(rank, at, instr, "fills it"),
+            InstructionSite(rank, freed_at, frees, "frees the next"),
+        ],
         hint=f"its Stream needs {least}",
     )
 
@@ -294,7 +297,7 @@ def _let_go(graph: Graph) -> None:
     """What is made again and again is let go before it is made again, and in the end."""
     flow, place = graph.flow, graph.index.locate
     for row in TOKENS:
-        chains = flow.chains(row.token) if row.found is Found.AGAIN else None
+        chains = flow.chains(row.token) if row.found is ProducerRule.AGAIN else None
         if chains is None:
             continue
         for again, before in chains.too_many()[:1]:
@@ -302,13 +305,16 @@ def _let_go(graph: Graph) -> None:
                 f"{place(again)[2]} gives {row.words}, which {place(before)[2]} has given, and "
                 "nobody has let go",
                 program=graph.program.name,
-                sites=[Site(*place(before), "gives it"), Site(*place(again), "gives it again")],
+                sites=[
+                    InstructionSite(*place(before), "gives it"),
+                    InstructionSite(*place(again), "gives it again"),
+                ],
             )
         for last in chains.left()[:1] if FREERS[row.token] else []:
             raise CompletenessError(
                 f"{place(last)[2]} gives {row.words}, and nobody lets go of it",
                 program=graph.program.name,
-                sites=[Site(*place(last), "gives it")],
+                sites=[InstructionSite(*place(last), "gives it")],
             )
 
 
@@ -323,7 +329,7 @@ def _in_one_order(graph: Graph) -> bool:
     index = graph.index
     if graph.rules.batches and index.any_joined:
         return False
-    if any(len(own) != index.size[Per.MICROBATCH] for own in graph.program.order.values()):
+    if any(len(own) != index.size[Scope.MICROBATCH] for own in graph.program.order.values()):
         return False
     number = index.messages()
     for k, members in enumerate(graph.collective_groups):
@@ -364,11 +370,11 @@ def _updates_in_turn(graph: Graph) -> None:
         f"update {update[k] - 1}",
         program=graph.program.name,
         sites=[
-            Site(
+            InstructionSite(
                 *adds,
                 "adds those of what is not split (biases, norms)" if splits else "adds to them",
             ),
-            *(Site(*other, note) for other, note in zip(others, notes, strict=True)),
+            *(InstructionSite(*other, note) for other, note in zip(others, notes, strict=True)),
         ],
         hint="all backwards of an update, I and W too, come before those of the next, as in "
         "one_f_one_b and pipedream_2bw",
@@ -383,7 +389,7 @@ def _ends_in_turn(graph: Graph) -> None:
     index = graph.index
     if graph.program.plan.updates == 1:
         return
-    at = np.flatnonzero(index.is_op(row.op for row in ROWS if row.per is Per.RANK))
+    at = np.flatnonzero(index.is_op(row.op for row in ROWS if row.per is Scope.RANK))
     update, rank = index.update(at), index.rank[at]
     early = (rank[1:] == rank[:-1]) & (update[1:] < update[:-1])
     if not early.any():
@@ -393,12 +399,12 @@ def _ends_in_turn(graph: Graph) -> None:
     raise OrderError(
         f"{first[2]}, of update {update[k]}, comes before {second[2]}, of update {update[k + 1]}",
         program=graph.program.name,
-        sites=[Site(*first, "comes too early"), Site(*second)],
+        sites=[InstructionSite(*first, "comes too early"), InstructionSite(*second)],
         hint="each rank ends one update after the other, also where all of its stages are frozen",
     )
 
 
-def crossing(graph: Graph) -> GroupError | MatchError | None:
+def crossing(graph: Graph) -> GroupError | ChannelMismatchError | None:
     """The error for messages of one channel that are not received as they are sent.
 
     Transports match them by position.  Queues keep their order, or the graph would have a
@@ -414,9 +420,9 @@ def crossing(graph: Graph) -> GroupError | MatchError | None:
         return None
     k = int(cross.argmax())
     places = [index.locate(int(at)) for at in (*got[[k, k + 1]], *partner[got[[k + 1, k]]])]
-    return (GroupError if graph.eager is None else MatchError)(
+    return (GroupError if graph.eager is None else ChannelMismatchError)(
         f"{places[0][2]} and {places[1][2]} are sent the other way round, and messages between "
         "two ranks match by position",
         program=graph.program.name,
-        sites=[Site(*place) for place in places],
+        sites=[InstructionSite(*place) for place in places],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import PartnerError
+from schedir.errors import UnmatchedTransferError
 from schedir.ir.isa.instructions import (
     COLLECTIVES,
     COMPUTE,
@@ -14,9 +14,9 @@ from schedir.ir.isa.instructions import (
     ROWS,
     SENDS,
     SPLIT_CHANGES,
-    Hop,
     Instr,
     Opcode,
+    PeerRule,
     form_changes,
 )
 from schedir.verify.inspector import Inspector
@@ -77,7 +77,9 @@ def transfers(look: Inspector) -> None:
                                 int(look.mb[at]))  # fmt: skip
                 rank = int(plan.rank_at(partner.stage, partner.mb))
                 look.refuse(
-                    f"{site.instr} has no {partner} on rank {rank}", site, kind=PartnerError
+                    f"{site.instr} has no {partner} on rank {rank}",
+                    site,
+                    kind=UnmatchedTransferError,
                 )
         lost = crosses & ~sent
         if lost.any():
@@ -86,7 +88,7 @@ def transfers(look: Inspector) -> None:
             look.refuse(
                 f"{instr} and its receive are missing: rank {here[at]} has what rank "
                 f"{away[at]} needs",
-                kind=PartnerError,
+                kind=UnmatchedTransferError,
             )
 
 
@@ -101,11 +103,11 @@ def _stray(look: Inspector, op: Opcode, stray: NDArray[np.bool_]) -> None:
         why = f"stage {other} is on the same rank"
     elif other >= 0:
         why = f"stage {other} is frozen"
-    elif hop in (Hop.NEXT, Hop.PREVIOUS):
-        why = f"there is no stage {stage + (1 if hop is Hop.NEXT else -1)}"
+    elif hop in (PeerRule.NEXT, PeerRule.PREVIOUS):
+        why = f"there is no stage {stage + (1 if hop is PeerRule.NEXT else -1)}"
     else:
-        why = f"no skip leads {'from' if hop is Hop.SKIP_TO else 'to'} stage {stage}"
-    look.refuse(f"{site.instr} has nobody to go to: {why}", site, kind=PartnerError)
+        why = f"no skip leads {'from' if hop is PeerRule.SKIP_TO else 'to'} stage {stage}"
+    look.refuse(f"{site.instr} has nobody to go to: {why}", site, kind=UnmatchedTransferError)
 
 
 def meetings(look: Inspector) -> None:
@@ -133,7 +135,9 @@ def meetings(look: Inspector) -> None:
                 key = (time * len(here) + int(here.argmax())) * plan.stages + stage
                 rank = int(plan.holders[absent, stage])
             site = look.site_of(op, key)
-            look.refuse(f"{site.instr} meets no other on rank {rank}", site, kind=PartnerError)
+            look.refuse(
+                f"{site.instr} meets no other on rank {rank}", site, kind=UnmatchedTransferError
+            )
 
 
 def forms(look: Inspector) -> None:
@@ -158,7 +162,7 @@ def forms(look: Inspector) -> None:
         moved[look.beside(hop)[given & sent]] = True
         if (given & ~sent).any():
             site = look.site_of(gives, int((given & ~sent).argmax()))
-            look.refuse(f"{site.instr} is never sent", site, kind=PartnerError)
+            look.refuse(f"{site.instr} is never sent", site, kind=UnmatchedTransferError)
         for lost, op, gone, back in (
             (moved & ~taken, takes, gives, look.beside(hop.back)),
             (taken & ~moved, gives, takes, None),
@@ -169,7 +173,7 @@ def forms(look: Inspector) -> None:
                 look.refuse(
                     f"{site.instr} has no {ROWS[op].text} on the other side",
                     site,
-                    kind=PartnerError,
+                    kind=UnmatchedTransferError,
                     hint="sequence yes, if it gathers tokens between pieces of a stage"
                     if back is None and look.program.meets
                     else "",

@@ -10,11 +10,11 @@ import numpy as np
 from schedir.errors import (
     CompletenessError,
     GroupError,
-    LevelError,
+    LoweringLevelError,
     ReductionError,
     expect,
 )
-from schedir.ir.instruction_index import Index
+from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -27,22 +27,22 @@ from schedir.ir.isa.instructions import (
     ROWS,
     TRANSFERS,
     Instr,
-    Per,
     Row,
+    Scope,
 )
 from schedir.ir.program import FIELDS, Program, is_op
 from schedir.passes.pass_order import LOWERING
-from schedir.passes.pass_types import Expected
+from schedir.passes.pass_types import ExpectedInstructions
 from schedir.verify.communication import forms, meetings, transfers
 from schedir.verify.inspector import Inspector
 
 MOST_IN_GROUP = 256  # NCCL hangs on larger ones
-_PER_RANK = tuple(row.op for row in ROWS if row.per is Per.RANK)
+_PER_RANK = tuple(row.op for row in ROWS if row.per is Scope.RANK)
 _LETTERS = " and ".join([", ".join(ROWS[op].text for op in COMPUTE[:-1]), ROWS[COMPUTE[-1]].text])
 _SMALL = 2**16  # instructions of which tables may be made, whatever the plan
 
 
-def completeness(program: Program, *, draft: bool) -> Index:
+def completeness(program: Program, *, draft: bool) -> InstructionIndex:
     """Raise for the first thing that is missing, there twice, or where it does not belong.
 
     A draft is held to its compute instructions only.  Returns the index of the program for
@@ -52,12 +52,12 @@ def completeness(program: Program, *, draft: bool) -> Index:
     expect(program, Program, "schedir.compile(schedule, plan)")
     _size(program)
     _words(program)
-    index = Index.of(program)
+    index = InstructionIndex.of(program)
     look = Inspector(program, index)
     if draft:
         _only_compute(look)
     elif program.is_draft and program.trains:
-        raise LevelError(
+        raise LoweringLevelError(
             "this is a draft: it computes, but nothing is sent, reduced or stepped",
             program=program.name,
             hint="schedir.compile lowers a draft, as well as a schedule",
@@ -122,7 +122,7 @@ def _ranges(look: Inspector) -> None:
         ix.stage >= plan.stages,
         lambda at: f"there is no stage {ix.stage[at]}: they are 0 to {plan.stages - 1}",
     )
-    late = ix.is_op(row.op for row in ROWS if row.per is not Per.MICROBATCH)
+    late = ix.is_op(row.op for row in ROWS if row.per is not Scope.MICROBATCH)
     look.refuse_first(
         (ix.mb >= plan.microbatches) & ~late,
         lambda at: (
@@ -130,7 +130,7 @@ def _ranges(look: Inspector) -> None:
             + _too_many(look, at)
         ),
     )
-    turns = ix.is_op(row.op for row in ROWS if row.per is Per.TURN)
+    turns = ix.is_op(row.op for row in ROWS if row.per is Scope.TURN)
     look.refuse_first(
         (ix.mb >= plan.updates) & late & ~turns,
         lambda at: f"there is no update {ix.mb[at]}: they are 0 to {plan.updates - 1}",
@@ -157,9 +157,9 @@ def _owners(look: Inspector) -> None:
     ix, plan = look.index, look.plan
     wrong = plan.rank_at(ix.stage, ix.mb) != ix.rank
     for row, here in ix.rows():
-        if row.per is Per.RANK:
+        if row.per is Scope.RANK:
             wrong[here] = False
-        elif row.per is not Per.MICROBATCH:  # each holder reduces
+        elif row.per is not Scope.MICROBATCH:  # each holder reduces
             wrong[here] = (plan.holders[:, ix.stage[here]] != ix.rank[here]).all(0)
     look.refuse_first(
         wrong,
@@ -187,7 +187,7 @@ def _twice(look: Inspector) -> None:
 
 def _kind(row: Row) -> type[CompletenessError]:
     """What it is that there is too little, or too much, of a row."""
-    ends = row.per in (Per.STAGE, Per.RANK) or row.op in REDUCES
+    ends = row.per in (Scope.STAGE, Scope.RANK) or row.op in REDUCES
     return ReductionError if ends else CompletenessError
 
 
@@ -262,7 +262,7 @@ def _turns(look: Inspector) -> None:
     """What comes several times for a stage counts its turns from 0 on, along the Stream."""
     ix = look.index
     for row, at in ix.rows():
-        if row.per is not Per.TURN:
+        if row.per is not Scope.TURN:
             continue
         if look.plan.updates > 1:
             look.refuse(f"{row.text} goes with one update", look.site(int(at[0])))
@@ -287,7 +287,7 @@ def _expected(look: Inspector) -> None:
             _as_expected(look, expected)
 
 
-def _as_expected(look: Inspector, expected: Expected) -> None:
+def _as_expected(look: Inspector, expected: ExpectedInstructions) -> None:
     op, plan = expected.op, look.plan
     per, present = ROWS[op].per, look.present(op)
     should = np.asarray(expected.once, bool)
@@ -298,11 +298,11 @@ def _as_expected(look: Inspector, expected: Expected) -> None:
     kind = _kind(ROWS[op])
     if (should & ~present).any():
         at = int((should & ~present).argmax())
-        if per is Per.MICROBATCH:
+        if per is Scope.MICROBATCH:
             look.missing(op, at)
-        time, key = divmod(at, plan.ranks if per is Per.RANK else plan.holders.size)
-        rank = key if per is Per.RANK else int(plan.holders.reshape(-1)[key])
-        instr = Instr(op, 0 if per is Per.RANK else key % plan.stages, time)
+        time, key = divmod(at, plan.ranks if per is Scope.RANK else plan.holders.size)
+        rank = key if per is Scope.RANK else int(plan.holders.reshape(-1)[key])
+        instr = Instr(op, 0 if per is Scope.RANK else key % plan.stages, time)
         beside = expected.beside
         there = beside is not None and look.present(beside)[at]
         sites = [look.site_of(beside, at)] if beside is not None and there else []

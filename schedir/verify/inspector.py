@@ -8,9 +8,9 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import CompletenessError, ProgramError, Site
-from schedir.ir.instruction_index import Index
-from schedir.ir.isa.instructions import ROWS, Hop, Instr, Opcode
+from schedir.errors import CompletenessError, InstructionSite, ProgramError
+from schedir.ir.instruction_index import InstructionIndex
+from schedir.ir.isa.instructions import ROWS, Instr, Opcode, PeerRule
 from schedir.ir.program import Program
 
 
@@ -20,19 +20,19 @@ class Inspector:
     `stage` and `mb` have an entry for each key stage*microbatches + mb.
     """
 
-    def __init__(self, program: Program, index: Index) -> None:
+    def __init__(self, program: Program, index: InstructionIndex) -> None:
         self.program, self.index, self.plan = program, index, program.plan
         shape = self.plan.stages, self.plan.microbatches
         self.stage, self.mb = np.indices(shape, np.int32).reshape(2, -1)
 
-    def site(self, position: int, note: str = "") -> Site:
+    def site(self, position: int, note: str = "") -> InstructionSite:
         """The instruction at a position, for an error."""
-        return Site(*self.index.locate(position), note)
+        return InstructionSite(*self.index.locate(position), note)
 
     def refuse(
         self,
         fact: str,
-        *sites: Site,
+        *sites: InstructionSite,
         kind: type[ProgramError] = CompletenessError,
         hint: str = "",
     ) -> NoReturn:
@@ -52,12 +52,12 @@ class Inspector:
             return np.zeros(self.index.size[ROWS[op].per], bool)
         return np.asarray(table >= 0)
 
-    def beside(self, hop: Hop) -> NDArray[np.int32]:
+    def beside(self, hop: PeerRule) -> NDArray[np.int32]:
         """For each key that of the microbatch at the stage that is a hop further; -1 for none."""
         there = self.program.beside(hop)[self.stage]
         return np.where(there < 0, -1, there * np.int32(self.plan.microbatches) + self.mb)
 
-    def site_of(self, op: Opcode, key: int) -> Site:
+    def site_of(self, op: Opcode, key: int) -> InstructionSite:
         """The `op` of a key, for an error."""
         return self.site(int(self.index.at[op][key]))
 

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from schedir.analysis.channels import channels, queues
 from schedir.analysis.critical_path.longest_path import solve
-from schedir.analysis.critical_path.node_loop import Problem
+from schedir.analysis.critical_path.node_loop import LongestPathProblem
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import Model, require_model
-from schedir.errors import SequenceError, Site, UsageError, expect, said
+from schedir.errors import InstructionSite, ProgramSequenceError, UsageError, expect, said
 from schedir.ir.instruction_index import Positions
 from schedir.ir.program import Program
 from schedir.verify.check import check
@@ -32,17 +32,17 @@ _HINT: Final = (
 )
 
 
-class _Step(NamedTuple):
+class _ProgramRun(NamedTuple):
     """A run of a program: the n-th of it, which all ranks have in common."""
 
     program: int  # which one
     nth: int
 
 
-class _Ran(NamedTuple):
+class _SequenceStep(NamedTuple):
     """A step as one rank has it: where in its sequence, from 1, and how it uses a channel."""
 
-    step: _Step
+    step: _ProgramRun
     number: int
     first: int  # position of its first instruction there
 
@@ -66,12 +66,12 @@ def check_sequence(runs: Sequence[Sequence[Program]], model: Model = "device") -
     >>> check_sequence([[train, evaluate], [train, train]])
     Traceback (most recent call last):
         ...
-    schedir.errors.SequenceError: send_act 0.0 of forward_only arrives as recv_act 1.0 of gpipe
+    schedir.errors.ProgramSequenceError: send_act 0.0 of forward_only arrives as recv_act 1.0 of gpipe
       rank 0 #1   send_act 0.0  step 2, forward_only
       rank 1 #0   recv_act 1.0  step 2, gpipe
       hint: messages of a channel match by position, and nothing in them names their step: let all ranks run the same programs in one order
     """  # noqa: E501
-    together = _Together(runs, require_model(model))
+    together = _ProgramSequence(runs, require_model(model))
     for program in together.programs:
         check(program, model)
     if len({*together.rows}) > 1:
@@ -79,7 +79,7 @@ def check_sequence(runs: Sequence[Sequence[Program]], model: Model = "device") -
         together.finish()
 
 
-class _Together:
+class _ProgramSequence:
     """The steps of all ranks, under a progress model."""
 
     def __init__(self, runs: Sequence[Sequence[Program]], model: Model) -> None:
@@ -105,7 +105,7 @@ class _Together:
                     )
                 which = known.setdefault(program.digest, len(known))
                 self.programs += [program] * (which == len(self.programs))
-                steps.append(_Step(which, counted[which]))
+                steps.append(_ProgramRun(which, counted[which]))
                 counted[which] += 1
             rows.append(tuple(steps))
         self.rows = tuple(rows)
@@ -119,10 +119,10 @@ class _Together:
         """A step as an error says it."""
         return self.programs[self.rows[rank][number - 1].program].name
 
-    def site(self, rank: int, number: int, position: int, note: str = "") -> Site:
+    def site(self, rank: int, number: int, position: int, note: str = "") -> InstructionSite:
         """An instruction of a step of a rank."""
         where = self.graphs[self.rows[rank][number - 1].program].index.locate(position)
-        return Site(*where, f"step {number}, {self.name(rank, number)}{note}")
+        return InstructionSite(*where, f"step {number}, {self.name(rank, number)}{note}")
 
     # ------------------------------------------------------------ who meets whom
 
@@ -133,7 +133,7 @@ class _Together:
         whole steps: both sides have those that use the channel in one order.  Collectives need no
         look: only programs that train have some, and of two such in unlike order none ends.
         """
-        wrong: list[tuple[int, int, int, int, _Ran | None, int, _Ran | None]] = []
+        wrong: list[tuple[int, int, int, int, _SequenceStep | None, int, _SequenceStep | None]] = []
         for (one, ours), (other, theirs) in self._channels():
             for a, b in zip_longest(ours, theirs):
                 if a is None or b is None or a.step != b.step:
@@ -144,7 +144,7 @@ class _Together:
             _, _, _, one, a, other, b = min(wrong, key=lambda found: found[:3])
             raise self._crossed(one, a, other, b)
 
-    def _channels(self) -> Iterator[list[tuple[int, list[_Ran]]]]:
+    def _channels(self) -> Iterator[list[tuple[int, list[_SequenceStep]]]]:
         """For each channel who sends and who receives, with the steps of theirs that use it."""
         uses = [{number: both for number, both in self._uses(graph)} for graph in self.graphs]
         for channel in sorted({channel for own in uses for channel in own}):
@@ -153,7 +153,7 @@ class _Together:
                 (
                     rank,
                     [
-                        _Ran(step, number, uses[step.program][channel][rank])
+                        _SequenceStep(step, number, uses[step.program][channel][rank])
                         for number, step in enumerate(self.rows[rank], 1)
                         if channel in uses[step.program]
                     ],
@@ -171,7 +171,9 @@ class _Together:
             first = int(sent[here].min()), int(got[here].min())
             yield number, {int(index.rank[position]): position for position in first}
 
-    def _crossed(self, one: int, a: _Ran | None, other: int, b: _Ran | None) -> SequenceError:
+    def _crossed(
+        self, one: int, a: _SequenceStep | None, other: int, b: _SequenceStep | None
+    ) -> ProgramSequenceError:
         """The error for what meets another step's, or nobody's."""
         sites = [
             self.site(rank, ran.number, ran.first)
@@ -188,7 +190,7 @@ class _Together:
             )
         else:
             fact = f"{first.instr} of {names[0]} arrives as {sites[1].instr} of {names[1]}"
-        return SequenceError(fact, model=self.model, sites=sites, hint=_HINT)
+        return ProgramSequenceError(fact, model=self.model, sites=sites, hint=_HINT)
 
     # ------------------------------------------------------------ whether all finish
 
@@ -206,7 +208,7 @@ class _Together:
             edges += [(first + a, first + b) for a, b in graph.edges()]
         for rank, row in enumerate(self.rows):
             edges += self._borders(rank, row, begin)
-        problem = Problem(((a, b) for a, b in edges), mask, np.zeros(total))
+        problem = LongestPathProblem(((a, b) for a, b in edges), mask, np.zeros(total))
         _, turn = solve(problem)
         if (turn[mask] > 0).all():
             return
@@ -214,7 +216,7 @@ class _Together:
             site for rank, row in enumerate(self.rows)
             if (site := self._stands(rank, row, begin, turn > 0))
         ]  # fmt: skip
-        raise SequenceError(
+        raise ProgramSequenceError(
             f"{len(sites)} ranks wait for each other, across steps",
             model=self.model,
             sites=sites,
@@ -222,7 +224,7 @@ class _Together:
         )
 
     def _borders(
-        self, rank: int, row: Sequence[_Step], begin: dict[_Step, int]
+        self, rank: int, row: Sequence[_ProgramRun], begin: dict[_ProgramRun, int]
     ) -> Iterator[tuple[Positions, Positions]]:
         """In each queue of a rank, from the last of a step to the first of a next one."""
         last: dict[int, int] = {}
@@ -243,8 +245,12 @@ class _Together:
             last |= dict(zip(names.tolist(), ends.tolist(), strict=True))
 
     def _stands(
-        self, rank: int, row: Sequence[_Step], begin: dict[_Step, int], done: NDArray[np.bool_]
-    ) -> Site | None:
+        self,
+        rank: int,
+        row: Sequence[_ProgramRun],
+        begin: dict[_ProgramRun, int],
+        done: NDArray[np.bool_],
+    ) -> InstructionSite | None:
         """The first instruction of a rank that never ends."""
         for number, step in enumerate(row, 1):
             graph = self.graphs[step.program]

@@ -17,7 +17,7 @@ import torch
 from schedir.ir.isa.instructions import Lane
 from schedir.models import gpt
 from schedir.runtime import program_runner
-from schedir.runtime.offload.copy_lanes import Lanes
+from schedir.runtime.offload.copy_lanes import CopyLanes
 from schedir.runtime.rank_state import Call, State
 from schedir.training.batches import prefetch
 
@@ -80,7 +80,7 @@ def at_instruction(k: int, step: int, when: str, fails: Callable[[], object]) ->
     """Let what runs instruction k of a rank's first program fail in a step (from 1): "before" it is
     waited for what it needs, "within", "behind" what it does at once, or "on the lane" that it
     starts something on."""
-    of, lanes = cast(Any, program_runner), cast(Any, Lanes)
+    of, lanes = cast(Any, program_runner), cast(Any, CopyLanes)
     link, start = of.linked, lanes.start
     steps, starts = itertools.count(1), [False]
 
@@ -107,7 +107,9 @@ def at_instruction(k: int, step: int, when: str, fails: Callable[[], object]) ->
 
         return called
 
-    def started(own: Lanes, lane: Lane, run: Callable[[], object], *more: Any, **named: Any) -> Any:
+    def started(
+        own: CopyLanes, lane: Lane, run: Callable[[], object], *more: Any, **named: Any
+    ) -> Any:
         def failing() -> None:
             fails()
             run()

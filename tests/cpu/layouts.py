@@ -12,9 +12,9 @@ from torch import Tensor
 import schedir
 from schedir import Plan
 from schedir.checkpoints import load, save
-from schedir.checkpoints.checkpoint_directory import Folder
+from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.checkpoints.dcp_storage import read
-from schedir.checkpoints.local_state import Piece
+from schedir.checkpoints.local_state import TensorPiece
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
@@ -134,13 +134,13 @@ def same(_: int, name: str) -> str:
 
 def whole(folder: Path, step: int) -> dict[str, Tensor]:
     """All tensors of a checkpoint."""
-    place = Folder(folder)
+    place = CheckpointDirectory(folder)
     manifest = place.read(step)
     found = {
         name: torch.full(kind.shape, 7, dtype=getattr(torch, kind.dtype))
         for name, kind in manifest.tensors.items()
     }
-    wanted = [(n, [Piece((0,) * t.dim(), tuple(t.shape), t)]) for n, t in found.items()]
+    wanted = [(n, [TensorPiece((0,) * t.dim(), tuple(t.shape), t)]) for n, t in found.items()]
     read(place.of(step), manifest, wanted)
     return found
 

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from schedir.ir.instruction_index import Index
+from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import ROWS, Lane, Opcode, Token
 from schedir.ir.program import ADDRESS, OP, Program
 from schedir.passes.insertion import at_places
@@ -21,7 +21,7 @@ def moved(
     that a share to the disk; at places in order between the two, or, a share of them, right behind
     the forward and right before the use."""
     rng, joined = random.Random(seed), [*program.joined.tolist(), False]
-    index = Index.of(program)
+    index = InstructionIndex.of(program)
     address, ops = program.words & ADDRESS, program.op.tolist()
     rank = np.repeat(range(program.plan.ranks), np.diff(program.offsets)).tolist()
     placed: list[tuple[int, int, int]] = []

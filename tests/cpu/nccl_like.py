@@ -21,11 +21,11 @@ from schedir.ir.isa.instructions import Lane
 from schedir.ir.program import Program
 from schedir.runtime.autograd.weight_gradient_rules import Later
 from schedir.runtime.executor import Executor
-from schedir.runtime.recording.recorder import EventStamps
+from schedir.runtime.recording.recorder import EventTimestamps
 from schedir.tensor_parallel.mappings import _start_sum as start_sum
 from schedir.transports import collectives
 from schedir.transports.collectives import COLLECTIVES, Group
-from schedir.transports.p2p_groups import DirectedEdge, Edge
+from schedir.transports.p2p_groups import DirectedEdge, EdgeGroups
 from schedir.transports.transport import Work
 from tests.cpu.happens_before import Races
 from tests.cpu.virtual_gpu import Event, Stream, VirtualGPU
@@ -68,7 +68,7 @@ class _Issued:
             self.issued.wait()
 
 
-class NcclLike(Edge):
+class NcclLike(EdgeGroups):
     """`unwaited` is a kind of which nobody waits for the end: a mutant, which must be found.
 
     `uses` counts what was issued, by kind; "dX" is a layer's sum of its input's gradient, if
@@ -87,7 +87,7 @@ class NcclLike(Edge):
 
     def follow(self, executor: Executor) -> None:
         """Know the recorder's streams."""
-        if isinstance(executor.stamps, EventStamps):
+        if isinstance(executor.stamps, EventTimestamps):
             self.recorders = [*executor.stamps.beside.values()]
 
     def _note(self, kind: Kind, stream: Stream, reads: list[Tensor], writes: list[Tensor]) -> None:

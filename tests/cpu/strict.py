@@ -17,7 +17,7 @@ from torch import Tensor
 
 from schedir.ir.isa.instructions import Lane
 from schedir.ir.program import Program
-from schedir.transports.gloo import Processes
+from schedir.transports.gloo import ProcessTransport
 from schedir.transports.transport import Work
 
 ACK = 99  # the tag of a receiver's word that it is there
@@ -39,7 +39,7 @@ class _Batch:
             raise Stuck(f"{len(self.members)} transfers")
 
 
-class Strict(Processes):
+class Strict(ProcessTransport):
     """`waits` is how long a transfer may take before it raises Stuck."""
 
     model = "device"

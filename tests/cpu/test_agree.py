@@ -22,7 +22,7 @@ from schedir.training.config.train_config import TrainConfig
 from schedir.training.train import program_of
 from schedir.training.trainer import _Trainer
 from schedir.transports.gloo import Gloo
-from schedir.transports.p2p_groups import Edge
+from schedir.transports.p2p_groups import EdgeGroups
 from tests.cpu.spawn import RankError, run
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages
 
@@ -33,7 +33,7 @@ def _executor(process: int, differs: str) -> None:
     replicas = differs in ("hidden", "gradients", "turned", "order", "fewer")
     plan = Plan(1, 2) if replicas else Plan(2, 2)
     program = compile(one_f_one_b, plan, tied=plan.ranks > 1, dp=1 + replicas, clip=True)
-    transport = (Edge if other and differs == "transport" else Gloo)(program)
+    transport = (EdgeGroups if other and differs == "transport" else Gloo)(program)
     stages = gpt_stages(plan.stages)
     if replicas and other:
         if differs == "gradients":

@@ -35,7 +35,7 @@ from schedir.schedules import (
 )
 from schedir.testing import drafts
 from schedir.transports.gloo import Gloo
-from schedir.transports.p2p_groups import Edge, Grouped
+from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from schedir.transports.shared_memory import Shared
 from tests.cpu.functions import BOTH, COUNT, TWO, Made, X, ranks, squares, total, two, weighed
 from tests.cpu.many_tensors import batch, drawn, gradients, loss, same_bits
@@ -270,8 +270,8 @@ CASES = [
     Case(Shared, zb_h1, Plan(4, 6)),
     Case(Shared, one_f_one_b, Plan(2, 4), (("tp", 2),)),
     Case(Shared, chimera, Plan(4, 6, placement="mirror")),
-    Case(Edge, one_f_one_b, Plan(4, 6), (("slots", "fewest"),)),
-    Case(Grouped, interleaved, Plan(4, 8, 2)),
+    Case(EdgeGroups, one_f_one_b, Plan(4, 6), (("slots", "fewest"),)),
+    Case(GroupedMessages, interleaved, Plan(4, 8, 2)),
 ]
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from schedir.__main__ import main
 from schedir.checkpoints import dcp_storage
-from schedir.checkpoints.checkpoint_directory import Folder, Kind, Manifest
-from schedir.checkpoints.local_state import Piece
+from schedir.checkpoints.checkpoint_directory import CheckpointDirectory, Manifest, TensorMeta
+from schedir.checkpoints.local_state import TensorPiece
 from schedir.checkpoints.tensor_slices import boxes
 from schedir.models import gpt
 from schedir.training.train import run
@@ -49,13 +49,13 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def made(folder: str, step: int, tensors: dict[str, Tensor], **state: object) -> None:
     """A checkpoint of some tensors, each in two boxes or more if it can be cut."""
-    place, pieces, kinds = Folder(folder), {}, {}
+    place, pieces, kinds = CheckpointDirectory(folder), {}, {}
     at = place.begin(step)
     for name, value in tensors.items():
-        kinds[name] = Kind(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        kinds[name] = TensorMeta(tuple(value.shape), str(value.dtype).removeprefix("torch."))
         cut, flat = value.numel() // 3, value.reshape(-1)
         pieces[name] = [
-            Piece(box.offset, box.size, flat[low + box.at :][: box.numel].view(box.size))
+            TensorPiece(box.offset, box.size, flat[low + box.at :][: box.numel].view(box.size))
             for low, high in ((0, cut), (cut, value.numel()))
             for box in boxes(value.shape, low, high)
         ]

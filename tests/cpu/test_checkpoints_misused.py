@@ -19,8 +19,12 @@ from torch import Tensor, nn
 import schedir
 from schedir import Plan
 from schedir.checkpoints import Saver, dcp_storage, load, save
-from schedir.checkpoints.checkpoint_directory import MANIFEST, Folder, NotWholeError
-from schedir.checkpoints.checkpoint_group import Peers
+from schedir.checkpoints.checkpoint_directory import (
+    MANIFEST,
+    CheckpointDirectory,
+    IncompleteCheckpointError,
+)
+from schedir.checkpoints.checkpoint_group import CheckpointGroup
 from schedir.errors import CheckpointError, ExecutionError, ModelError, UsageError
 from schedir.runtime.in_process import InProcess
 from schedir.schedules import one_f_one_b
@@ -78,7 +82,7 @@ def test_a_name_is_one_weights_also_within_a_stage(tmp_path: Path) -> None:
     of_loss = two(kind=Inner, loss=Scaled())
     with pytest.raises(CheckpointError, match=r"stage 1 has two weights loss\.scale"):
         save(of_loss, tmp_path, step=1, names=lambda s, n: n if s else f"first.{n}")
-    assert not Folder(tmp_path).steps()
+    assert not CheckpointDirectory(tmp_path).steps()
 
 
 def told(rank: int, folder: Path) -> None:
@@ -103,7 +107,7 @@ def test_what_is_due_is_not_forgotten(tmp_path: Path) -> None:
         saver.due(1)
     saver.write()
     saver.ended()
-    assert Folder(tmp_path).steps() == [0]
+    assert CheckpointDirectory(tmp_path).steps() == [0]
 
 
 def test_what_a_load_has_changed_is_not_saved_as_what_was_due(tmp_path: Path) -> None:
@@ -116,7 +120,7 @@ def test_what_a_load_has_changed_is_not_saved_as_what_was_due(tmp_path: Path) ->
     step(ranks, 0)
     with pytest.raises(ModelError, match="step 1 can be saved no more"):
         saver.write()
-    assert not Folder(tmp_path / "due").steps()
+    assert not CheckpointDirectory(tmp_path / "due").steps()
     saver.due(1)  # and goes on
     now = numbers(ranks)
     step(ranks, 1)
@@ -137,7 +141,7 @@ def test_two_savers_do_not_take_what_the_other_has_not_copied(tmp_path: Path) ->
         one.write()
     other.write()
     other.ended()
-    assert Folder(tmp_path / "other").newest() == 0
+    assert CheckpointDirectory(tmp_path / "other").newest() == 0
 
 
 def test_a_save_does_not_tidy_away_what_a_saver_writes(
@@ -165,7 +169,7 @@ def test_a_save_does_not_tidy_away_what_a_saver_writes(
     go_on.set()
     saver.ended()
     save(ranks, tmp_path, step=1)
-    assert Folder(tmp_path).steps() == [0, 1]
+    assert CheckpointDirectory(tmp_path).steps() == [0, 1]
 
 
 def test_nobody_goes_on_from_what_is_partly_read(
@@ -251,7 +255,7 @@ def written_by_one(rank: int, folder: Path) -> str:
 def test_all_processes_refuse_to_write_what_one_has_not_copied(tmp_path: Path) -> None:
     said = run(written_by_one, 2, tmp_path)
     assert len({*said}) == 1 and "step 0 can be saved no more" in said[0]
-    assert not Folder(tmp_path).steps()
+    assert not CheckpointDirectory(tmp_path).steps()
 
 
 def left_alone(rank: int) -> str:
@@ -262,7 +266,7 @@ def left_alone(rank: int) -> str:
         dist.destroy_process_group(group)
         return ""
     with pytest.raises(CheckpointError) as caught:
-        Peers(group).told(lambda: None)
+        CheckpointGroup(group).told(lambda: None)
     return caught.value.fact
 
 
@@ -279,7 +283,7 @@ def test_what_is_due_and_never_written_is_said(tmp_path: Path) -> None:
         saver.ended()
     saver.write()
     saver.ended()
-    assert Folder(tmp_path).steps() == [0]
+    assert CheckpointDirectory(tmp_path).steps() == [0]
 
 
 class Slashed(torch.optim.SGD):
@@ -304,7 +308,7 @@ def test_what_a_save_cannot_take_is_said_in_words(how: str, tmp_path: Path) -> N
     given, fact = MISUSED[how]
     with pytest.raises(CheckpointError, match=fact):
         save(two(), tmp_path, step=1, **given)
-    assert not Folder(tmp_path).steps()
+    assert not CheckpointDirectory(tmp_path).steps()
 
 
 def test_an_optimizer_that_keeps_what_has_no_name(tmp_path: Path) -> None:
@@ -318,12 +322,12 @@ def test_a_full_disk_says_which_folder(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(dcp_storage._Digested, "write", full)
+    monkeypatch.setattr(dcp_storage._DigestedFile, "write", full)
     with pytest.raises(CheckpointError) as caught:
         save(two(), tmp_path, step=3)
     fact = f"cannot save step 3 to {tmp_path}: the disk is full (No space left on device): "
     assert caught.value.fact.startswith(f"{fact}this process writes ")
-    assert caught.value.step == 3 and not Folder(tmp_path).steps()
+    assert caught.value.step == 3 and not CheckpointDirectory(tmp_path).steps()
 
 
 def not_whole(rank: int, folder: Path) -> tuple[list[str], int | None, str]:
@@ -339,15 +343,15 @@ def not_whole(rank: int, folder: Path) -> tuple[list[str], int | None, str]:
         file.write_bytes(data)
     dist.barrier()
     read: list[str] = []
-    check = Folder.check_files
+    check = CheckpointDirectory.check_files
 
-    def noted(self: Folder, manifest: Any, names: Any) -> None:
+    def noted(self: CheckpointDirectory, manifest: Any, names: Any) -> None:
         read.extend(names)
         check(self, manifest, names)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Folder, "check_files", noted)
-        with pytest.raises(NotWholeError) as caught:
+        patch.setattr(CheckpointDirectory, "check_files", noted)
+        with pytest.raises(IncompleteCheckpointError) as caught:
             load(executor, folder, step=2, names=lambda s, n: n)
     found = load(executor, folder, names=lambda s, n: n) if rank else _warned(executor, folder)
     assert found == {"step": 1, "extra": {}}
@@ -387,4 +391,4 @@ def test_a_state_that_no_save_writes_is_refused(tmp_path: Path, key: str, value:
 
 def test_no_folder_is_named_by_nothing() -> None:
     with pytest.raises(UsageError, match="'' names no folder"):
-        Folder("")
+        CheckpointDirectory("")

@@ -15,15 +15,21 @@ from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.schedules import chimera, gpipe
 from schedir.transports.collectives import COLLECTIVES, Group, Kind
-from schedir.transports.gloo import Gloo, Processes
+from schedir.transports.gloo import Gloo, ProcessTransport
 from schedir.transports.in_process import mailbox
-from schedir.transports.p2p_groups import Edge, Grouped
+from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from schedir.transports.shared_memory import Shared
 from tests.cpu.spawn import run
 from tests.cpu.strict import Strict
 from tests.cpu.virtual_gpu import install
 
-TRANSPORTS: tuple[Callable[[Program], Processes], ...] = (Gloo, Shared, Edge, Grouped, Strict)
+TRANSPORTS: tuple[Callable[[Program], ProcessTransport], ...] = (
+    Gloo,
+    Shared,
+    EdgeGroups,
+    GroupedMessages,
+    Strict,
+)
 TYPES = (torch.float32, torch.bfloat16, torch.complex64)
 PART = 3  # numbers of a rank's part
 

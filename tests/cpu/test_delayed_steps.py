@@ -24,7 +24,7 @@ from schedir.ir.isa.instructions import FORWARDS, SENDS, Lane
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess, Turns
+from schedir.runtime.in_process import ExecutionOrders, InProcess
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.schedules.schedule_algebra import B, F, Word
@@ -164,7 +164,10 @@ def test_a_rank_that_adds_to_no_gradient_judges_each_update_by_its_own_norm(stat
     program = schedir.parse("\n".join([*kept, *ends, "rank 1", rest]))
     judges = ends[1].strip()
     for seed in range(100):
-        order = [(r, str(program.streams[r][k])) for r, k in Turns(program, "edge").any_order(seed)]
+        order = [
+            (r, str(program.streams[r][k]))
+            for r, k in ExecutionOrders(program, "edge").any_order(seed)
+        ]
         if order.index((0, "reduce_norm 1")) > order.index((0, judges)):
             continue
         seen += 1

@@ -26,10 +26,10 @@ from schedir.training import train
 from schedir.training.config import run_config
 from schedir.training.config.train_config import TrainConfig
 from schedir.transports import process_groups
-from schedir.transports.gloo import Gloo, Processes
+from schedir.transports.gloo import Gloo, ProcessTransport
 from schedir.transports.gpu_selection import HOST, SHARED, refuse_twins, require_gpus
 from schedir.transports.nccl import NCCLEdge, NCCLGrouped, meet, nccl, set_variables
-from schedir.transports.p2p_groups import Edge, Grouped
+from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from schedir.transports.registry import (
     DEVICES,
     TRANSPORTS,
@@ -158,7 +158,7 @@ def test_what_waits_behind_a_compute_is_refused_on_every_device(
     device: Literal["cpu", "cuda"], tmp_path: Path
 ) -> None:
     """The model `edge` allows it, but hosts that wait do not, nor does torch over NCCL."""
-    assert Edge.blocks and Grouped.blocks
+    assert EdgeGroups.blocks and GroupedMessages.blocks
     path = tmp_path / "late.sched"
     path.write_text(show(sends(late=False)))
     run = run_config.Config(
@@ -182,7 +182,7 @@ def test_a_transport_names_its_model() -> None:
 @pytest.mark.parametrize("row", TRANSPORTS.values(), ids=lambda row: row.name)
 def test_a_row_says_of_a_transport_what_its_class_says(row: TransportRow) -> None:
     found = find(row.home)
-    assert issubclass(found, Processes)
+    assert issubclass(found, ProcessTransport)
     assert (found.model, found.blocks) == (row.model, row.blocks)
     taken = inspect.signature(found).parameters
     first, more = [*taken.values()][:4], [*taken.values()][4:]

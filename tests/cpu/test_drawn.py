@@ -13,7 +13,7 @@ from torch import Tensor
 
 from schedir.models.gpt import GPTConfig, build_stage
 from schedir.tensor_parallel import sliced_init
-from schedir.tensor_parallel.sliced_init import Drawn
+from schedir.tensor_parallel.sliced_init import SlicedInit
 from tests.cpu.largest import Largest
 from tests.cpu.spawn import run
 
@@ -34,7 +34,7 @@ def test_slices_are_those_of_one_weight(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sliced_init, "BLOCK", block)
-        weight = Drawn("0 name", torch.Size((rows, columns)), dim, std=0.5)
+        weight = SlicedInit("0 name", torch.Size((rows, columns)), dim, std=0.5)
         size = weight.shape[dim]
         whole = weight.narrow(dim, 0, size)
         ends = sorted(min(cut, size) for cut in cuts)
@@ -55,7 +55,7 @@ def test_a_weight_of_one_block_has_the_numbers_that_it_always_had() -> None:
 
 def test_what_decides_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sliced_init, "BLOCK", 8)
-    weight = Drawn("0 name", torch.Size((6, 4)))
+    weight = SlicedInit("0 name", torch.Size((6, 4)))
     whole = weight.narrow(0, 0, 6)
     assert torch.equal(whole, weight.narrow(0, 0, 6))
     assert len(whole.unique()) == 24  # no block is another's

@@ -18,8 +18,8 @@ from schedir.ir.program import Program
 from schedir.passes.pass_types import Choice
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.transports import process_groups
-from schedir.transports.gloo import Processes
-from schedir.transports.p2p_groups import Edge, Grouped, apart, directed_edges
+from schedir.transports.gloo import ProcessTransport
+from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages, apart, directed_edges
 from schedir.transports.shared_memory import Shared
 from schedir.transports.transport import Work
 from schedir.verify.check import check
@@ -28,15 +28,15 @@ from tests.cpu.strict import Strict
 from tests.cpu.tiny_stages import batch, expected, gpt_executor, gradients_by_stage, same_bits, zb
 from tests.pure.test_check import naive
 
-TRANSPORTS: dict[str, type[Processes]] = {
-    "edge": Edge,
-    "grouped": Grouped,
+TRANSPORTS: dict[str, type[ProcessTransport]] = {
+    "edge": EdgeGroups,
+    "grouped": GroupedMessages,
     "strict": Strict,
     "shared": Shared,
 }
 
 
-def _step(transport: Processes, program: Program) -> Any:
+def _step(transport: ProcessTransport, program: Program) -> Any:
     executor = gpt_executor(program, transport)
     for _ in range(2):
         executor.step(*batch(program.plan.microbatches))
@@ -84,7 +84,7 @@ def test_edges_and_tensor_parallel_groups_together() -> None:
             assert same_bits(list(one.values()), list(same.values()))
 
 
-class Static(Edge):
+class Static(EdgeGroups):
     """Sends what lies in static memory, as NCCL does, and notes where that is."""
 
     def __init__(self, program: Program) -> None:
@@ -137,7 +137,9 @@ def test_parts_of_boundaries_lie_in_static_memory() -> None:
 def without_check(rank: int, kind: str) -> Any:
     """A program that is legal under `edge` alone, on a transport that says it were that."""
     program = naive(draft(one_f_one_b, Plan(2, 4)))
-    transport: Processes = Strict(program, waits=2.0) if kind == "strict" else Edge(program)
+    transport: ProcessTransport = (
+        Strict(program, waits=2.0) if kind == "strict" else EdgeGroups(program)
+    )
     with pytest.raises(DeadlockError):
         check(program, "device")
     transport.model = "edge"
@@ -161,7 +163,7 @@ def groups_made(rank: int) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", noted)
-        transport = Edge(compile(one_f_one_b, Plan(3, 4), tp=2))
+        transport = EdgeGroups(compile(one_f_one_b, Plan(3, 4), tp=2))
     return made, sorted(transport.edge_groups)
 
 
@@ -200,7 +202,7 @@ def uneven(rank: int) -> Any:
     program = compile(one_f_one_b, Plan(3, 4), tied=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.distributed_c10d, "_process_group_color", lambda ranks: 7)
-        return _step(Edge(program), program)
+        return _step(EdgeGroups(program), program)
 
 
 def test_groups_where_processes_have_others() -> None:
@@ -214,13 +216,13 @@ def anew(rank: int) -> Any:
     """A transport after another, of which some groups, or all, have been destroyed."""
     program = compile(one_f_one_b, Plan(3, 4), tied=True)
     for _ in range(2):
-        transport = Edge(program, timeout=10.0)
+        transport = EdgeGroups(program, timeout=10.0)
         for group in transport.groups.values():
             if group is not None:
                 dist.destroy_process_group(group)
     for group in transport.edge_groups.values():
         dist.destroy_process_group(group)
-    return _step(Edge(program, timeout=10.0), program)
+    return _step(EdgeGroups(program, timeout=10.0), program)
 
 
 def test_groups_where_others_have_been_destroyed() -> None:
@@ -249,7 +251,7 @@ def test_edges_of_a_chain() -> None:
 
 def held_back(rank: int) -> Any:
     """To wait for a transfer of a group that is still open would be to wait for ever."""
-    transport = Grouped(compile(one_f_one_b, Plan(2, 2)))
+    transport = GroupedMessages(compile(one_f_one_b, Plan(2, 2)))
     transport.start_group()
     work = transport.send(torch.zeros(1), 1 - rank, Lane.ACT)
     with pytest.raises(AssertionError):

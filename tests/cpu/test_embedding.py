@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from schedir.kernels.embedding_gradient import row_sums
 from schedir.runtime.autograd.node_hooks import observe
-from schedir.runtime.autograd.split_backward import Tape, embedding, linear, recording
+from schedir.runtime.autograd.split_backward import DeferredGradients, embedding, linear, recording
 from tests.cpu.largest import Largest
 
 torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def backward(y: Tensor, late: bool, dy: Tensor | None = None) -> None:
     if not late:
         torch.autograd.backward(y, dy)
         return
-    with recording(Tape()) as tape:
+    with recording(DeferredGradients()) as tape:
         torch.autograd.backward(y, dy)
     assert len(tape)
     tape.run()

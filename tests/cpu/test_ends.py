@@ -18,20 +18,28 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schedir.hang_diagnosis.stall_cause import Shape, Standstill
-from schedir.io.black_box import AT, FOLDER, Box, Phase, Seen, Word, boxes
+from schedir.hang_diagnosis.stall_cause import ProcessLayout, StalledRun
+from schedir.io.black_box import (
+    AT,
+    FOLDER,
+    BlackBox,
+    BlackBoxField,
+    BlackBoxSnapshot,
+    ProcessPhase,
+    boxes,
+)
 from schedir.training.processes.process_exit import exchanged
 from schedir.transports.transport import is_late, of_peers
 from tests.cpu.test_train_ends import gone
 from tests.cpu.training import LIMIT, TORCHRUN, arguments, finish, start
 
 
-def seen(process: int, *, waits: bool) -> Seen:
+def seen(process: int, *, waits: bool) -> BlackBoxSnapshot:
     """A box of a process in set-up."""
-    box = Box(process=process, world=3)
-    box.enter(Phase.SET_UP)
-    box.words[Word.WAITS], box.words[AT] = waits, 0
-    return Seen(bytes(box.memory), monotonic_ns(), "runs")
+    box = BlackBox(process=process, world=3)
+    box.enter(ProcessPhase.SET_UP)
+    box.words[BlackBoxField.WAITS], box.words[AT] = waits, 0
+    return BlackBoxSnapshot(bytes(box.memory), monotonic_ns(), "runs")
 
 
 def test_boxes_of_other_machines_come_over_the_store() -> None:
@@ -40,7 +48,7 @@ def test_boxes_of_other_machines_come_over_the_store() -> None:
     assert exchanged(store, one, [2], most=0.0) == {}  # nobody has brought it
     assert exchanged(store, other, [0, 1]) == one
     all_of = one | exchanged(store, one, [2])
-    found = Standstill(all_of, Shape(3, 1, 1)).blame()
+    found = StalledRun(all_of, ProcessLayout(3, 1, 1)).blame()
     assert found is not None and found.process == 2
 
 
@@ -52,7 +60,7 @@ def test_no_process_outlives_torchrun(config: str, tmp_path: Path) -> None:
     assert process.stdout is not None
     while not process.stdout.readline().startswith("step "):
         assert process.poll() is None
-    pids = [one[Word.PID] for one in boxes(tmp_path / "out" / FOLDER).values()]
+    pids = [one[BlackBoxField.PID] for one in boxes(tmp_path / "out" / FOLDER).values()]
     assert len(pids) == 2
     os.kill(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + LIMIT
@@ -140,7 +148,9 @@ def test_who_dies_before_it_has_begun_is_named(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, what: str,
     said: str,
 ) -> None:  # fmt: skip
-    (tmp_path / "sitecustomize.py").write_text(LATE.format(what=what, phase=Word.PHASE * 8))
+    (tmp_path / "sitecustomize.py").write_text(
+        LATE.format(what=what, phase=BlackBoxField.PHASE * 8)
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("BEGUN", str(tmp_path / "out" / FOLDER / "0"))
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from schedir.analysis.memory.buffer_slots import KINDS
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.isa.instructions import COMPUTE, ROWS, SENDS, TRANSFERS, Per, Token
+from schedir.ir.isa.instructions import COMPUTE, ROWS, SENDS, TRANSFERS, Scope, Token
 from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.pipeline.tied_weights import tied_stages
 from schedir.ir.program import Program
@@ -369,7 +369,7 @@ def test_rows_do_not_lie() -> None:
             before = held()
             call(k)
             after, known = held(), {*KINDS}
-            if row.per is Per.MICROBATCH:
+            if row.per is Scope.MICROBATCH:
                 there = {t for t in known if middle.program.holds(t)}  # there are no skips
                 assert {*row.needs} & there <= before, instr
                 assert after - before == {*row.gives} & there - before, instr

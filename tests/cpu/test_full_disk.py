@@ -17,7 +17,7 @@ from torch import nn
 import schedir
 from schedir import Plan
 from schedir.checkpoints import Saver, dcp_storage, save
-from schedir.checkpoints.checkpoint_directory import LOCK, Folder
+from schedir.checkpoints.checkpoint_directory import LOCK, CheckpointDirectory
 from schedir.errors import CheckpointError, UsageError
 from schedir.io.files import atomic_write, expect_writable
 from schedir.runtime.in_process import InProcess
@@ -71,7 +71,7 @@ def test_a_checkpoint_beside_steps(tmp_path: Path) -> None:
     with small_files(100_000), pytest.raises(CheckpointError, match="File too large"):
         saver.write()
         saver.ended()
-    assert os.listdir(tmp_path) == [LOCK] and Folder(tmp_path).newest() is None
+    assert os.listdir(tmp_path) == [LOCK] and CheckpointDirectory(tmp_path).newest() is None
 
 
 @needs_full

@@ -21,14 +21,14 @@ from schedir.models import gpt
 from schedir.passes.pass_types import Choice
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess, Turns
+from schedir.runtime.in_process import ExecutionOrders, InProcess
 from schedir.runtime.sequential_reference import reference
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import tiny_model
 from schedir.transports.collectives import Group, Kind
 from schedir.transports.gloo import Gloo
-from schedir.transports.in_process.cuda_streams import Point, StreamHub, StreamMailbox
+from schedir.transports.in_process.cuda_streams import StreamHub, StreamMailbox, StreamPoint
 from schedir.transports.transport import Work
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, config, gradients, paired, same_bits, zb
@@ -160,7 +160,7 @@ class Sliced(StreamMailbox):
         with torch.cuda.stream(self.gathers):
             out.view(self.tp, -1)[1].copy_(own)
             self.gpu.work(self.seconds)
-            return Point(self.gathers)
+            return StreamPoint(self.gathers)
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved])
@@ -175,7 +175,7 @@ def test_gathers_run_beside_computes_as_predicted(
     gpu, hub, stages = install(monkeypatch), StreamHub(), tiny_model.tiny_stages(plan.stages)
     ranks = InProcess.__new__(InProcess)  # which refuses tensor-parallel ranks
     ranks.program, ranks.graph, ranks.other_holders = program, Graph(program, "edge"), []
-    ranks.turns_of = {program.digest: Turns(program, "edge")}
+    ranks.turns_of = {program.digest: ExecutionOrders(program, "edge")}
     ranks.mail = [Sliced(hub, rank, gpu, 0.75) for rank in range(plan.ranks)]
     ranks.ranks = []
     for rank, mail in enumerate(ranks.mail):

@@ -16,7 +16,7 @@ from schedir import compile
 from schedir.errors import ExecutionError, ModelError, ProgramError, UsageError
 from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.runtime import split_linears
-from schedir.runtime.boundaries.boundary import Boundaries, Boundary
+from schedir.runtime.boundaries.boundary import Boundary, ModelBoundaries
 from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcess
@@ -58,7 +58,7 @@ def test_shapes_of_all_kinds_are_boundaries(shape: Any) -> None:
     assert Boundary(shape) == Boundary((2, 3)) and type(Boundary(shape).shape) is tuple
     same = {hash(Boundary(shape)), hash(Boundary((2, 3)))}
     assert len(same) == 1
-    assert Boundaries.of(shape, 2).crossings[0].tensors == (Boundary((2, 3)),)
+    assert ModelBoundaries.of(shape, 2).crossings[0].tensors == (Boundary((2, 3)),)
     sizes_of(modules(), X[0], X[0], loss=squares, boundary=shape)
 
 

@@ -47,7 +47,7 @@ def step(
         if not late:
             torch.autograd.backward(total)
             continue
-        with split_backward.recording(split_backward.Tape()) as tape:
+        with split_backward.recording(split_backward.DeferredGradients()) as tape:
             torch.autograd.backward(total)
         assert len(tape) == 4 * SMALL.layers + 2
         tape.run()

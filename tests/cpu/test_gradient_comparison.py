@@ -13,31 +13,39 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from schedir.errors import UsageError
-from schedir.testing.gradient_comparison import Difference, Left, Place, WrongGradients, compare
-from schedir.testing.unpipelined_model import Plain, cut
+from schedir.testing.gradient_comparison import (
+    GradientDifference,
+    GradientDump,
+    StageLocation,
+    WrongGradients,
+    compare,
+)
+from schedir.testing.unpipelined_model import UnpipelinedModel, cut
 from tests.cpu.torchs import WIDTH, Tied, model
 
 Gradients = dict[str, Tensor | None]
 
 
-def loop_of(whole: nn.Module, microbatches: int, divisor: float, seed: int = 0) -> Plain:
+def loop_of(whole: nn.Module, microbatches: int, divisor: float, seed: int = 0) -> UnpipelinedModel:
     numbers = torch.Generator().manual_seed(seed)
     x, y = (torch.randn(2 * microbatches, WIDTH, generator=numbers) for _ in range(2))
-    return Plain(whole, cut((x, y), microbatches, mse_loss), mse_loss, divisor)
+    return UnpipelinedModel(whole, cut((x, y), microbatches, mse_loss), mse_loss, divisor)
 
 
-def differences(loop: Plain, *left: Left, **options: Any) -> tuple[Difference, ...]:
+def differences(
+    loop: UnpipelinedModel, *left: GradientDump, **options: Any
+) -> tuple[GradientDifference, ...]:
     with pytest.raises(WrongGradients) as caught:
         compare(loop, left, **options)
     return caught.value.differences
 
 
-def summed(loop: Plain, factors: list[float]) -> Gradients:
+def summed(loop: UnpipelinedModel, factors: list[float]) -> Gradients:
     """A step in which each microbatch counts so often, in the model's own precision."""
     total: Gradients = {}
     loop.model.zero_grad()
     for mb, factor in zip(loop.microbatches, factors, strict=True):
-        part = Plain(loop.model, [mb], loop.loss_fn, loop.divisor).due
+        part = UnpipelinedModel(loop.model, [mb], loop.loss_fn, loop.divisor).due
         for name, one in part.items():
             before = total.get(name)
             total[name] = factor * one.value if before is None else before + factor * one.value
@@ -64,7 +72,7 @@ def test_exactly_the_stages_that_differ_are_listed(data: st.DataObject) -> None:
         for name, gradient in loose(summed(loop, counts)).items()
     }
     left: Gradients = {n: (bad if int(n[0]) in stages else right)[n] for n in right}
-    found = differences(loop, Left(left).by_prefix())
+    found = differences(loop, GradientDump(left).by_prefix())
     listed = [stage for difference in found for stage in difference.stages]
     assert len(listed) == len(stages) and {*listed} == stages
     for difference in found:
@@ -73,7 +81,7 @@ def test_exactly_the_stages_that_differ_are_listed(data: st.DataObject) -> None:
         assert difference.error == pytest.approx(max(errors), rel=0.01)
 
 
-def relative_error(loop: Plain, name: str, got: Tensor | None) -> float:
+def relative_error(loop: UnpipelinedModel, name: str, got: Tensor | None) -> float:
     expected = loop.due[name].value.double()
     assert got is not None
     return float((got.double() - expected).norm() / expected.norm())
@@ -91,7 +99,7 @@ def test_parameters_of_a_stage_may_differ() -> None:
     left = summed(loop, [1.0] * 4)
     left["1.linear.weight"] = None
     left["1.linear.bias"] = summed(loop, [1.0, 1.0, 1.0, 0.0])["1.linear.bias"]
-    found = differences(loop, Left(left).by_prefix())
+    found = differences(loop, GradientDump(left).by_prefix())
     assert [(d.names, d.problem == "no gradient", d.every) for d in found] == [
         (("1.linear.weight",), True, False),
         (("1.linear.bias",), False, False),
@@ -102,21 +110,21 @@ def test_what_a_rank_returns_none_for_is_anothers() -> None:
     loop = loop_of(model(2), 2, 2)
     every = summed(loop, [1.0, 1.0])
     ranks = [
-        Left({n: g if n.startswith(str(rank)) else None for n, g in every.items()})
+        GradientDump({n: g if n.startswith(str(rank)) else None for n, g in every.items()})
         for rank in range(2)
     ]
     assert compare(loop, ranks) < 1e-6
-    ranks[1] = Left(dict.fromkeys(every))
+    ranks[1] = GradientDump(dict.fromkeys(every))
     (difference,) = differences(loop, *ranks)
     assert difference.names == ("1.linear.weight", "1.linear.bias")
-    assert difference.places == (Place(None, None),)
+    assert difference.places == (StageLocation(None, None),)
 
 
 def test_gradients_that_are_not_finite_are_called_so() -> None:
     loop = loop_of(model(3), 2, 2)
     left = summed(loop, [1.0, 1.0])
     bad: Gradients = {n: g * float("nan") if n[0] < "2" else g for n, g in loose(left).items()}
-    (difference,) = differences(loop, Left(bad).by_prefix())
+    (difference,) = differences(loop, GradientDump(bad).by_prefix())
     assert difference.problem == "not finite" and difference.stages == (0, 1)
 
 
@@ -126,17 +134,17 @@ def test_the_stage_in_which_differences_begin_is_named() -> None:
         n: g + torch.randn_like(g) * (n[0] < "2") for n, g in loose(summed(loop, [1, 1])).items()
     }
     with pytest.raises(WrongGradients) as caught:
-        compare(loop, [Left(noise).by_prefix()])
+        compare(loop, [GradientDump(noise).by_prefix()])
     text = str(caught.value)
     assert "it begins in the backward of stage 1, or in what stage 2 sends to it" in text
 
 
 def test_replicas_that_differ_are_listed_by_rank() -> None:
     loop = loop_of(model(2), 4, 4)
-    ranks = [Left(summed(loop, f)).by_prefix() for f in ([2.0, 2, 0, 0], [0, 0, 2.0, 2])]
+    ranks = [GradientDump(summed(loop, f)).by_prefix() for f in ([2.0, 2, 0, 0], [0, 0, 2.0, 2])]
     found = differences(loop, *ranks, replicas=2)
     places = {place for difference in found for place in difference.places}
-    assert places == {Place(stage, rank) for stage in range(2) for rank in range(2)}
+    assert places == {StageLocation(stage, rank) for stage in range(2) for rank in range(2)}
     assert "rank 0" in str(found[0]) and "rank 1" in str(found[1])
 
 
@@ -145,8 +153,10 @@ def test_tied_weights_have_the_names_that_a_rank_gives_them() -> None:
     loop = loop_of(Tied(), 2, 2)
     due = {name: one.value for name, one in loop.due.items()}
     ranks = [
-        Left({n: g / 2 if n == "embed.weight" else g for n, g in due.items() if "head" not in n}),
-        Left({"head.weight": due["head.weight"] / 3}),
+        GradientDump(
+            {n: g / 2 if n == "embed.weight" else g for n, g in due.items() if "head" not in n}
+        ),
+        GradientDump({"head.weight": due["head.weight"] / 3}),
     ]
     first, last = differences(loop, *ranks)
     assert first.names == ("embed.weight",) and last.names == ("head.weight",)
@@ -159,16 +169,16 @@ def test_what_is_never_right_is_refused() -> None:
         assert loop_of(dropout, 2, 2).due
     assert loop_of(dropout.eval(), 2, 2).due
     with pytest.raises(UsageError, match="no rank has a gradient"):
-        compare(loop_of(model(2), 2, 2), [Left({})])
+        compare(loop_of(model(2), 2, 2), [GradientDump({})])
     with pytest.raises(UsageError, match="has shape"):
-        compare(loop_of(model(2), 2, 2), [Left({"0.linear.bias": torch.zeros(2)})])
+        compare(loop_of(model(2), 2, 2), [GradientDump({"0.linear.bias": torch.zeros(2)})])
 
 
 def test_buffers_are_as_they_were() -> None:
     norm = nn.Sequential(nn.BatchNorm1d(WIDTH))
     loop = loop_of(norm, 2, 2)
     first = loop.due
-    again = Plain(loop.model, loop.microbatches, loop.loss_fn, loop.divisor)
+    again = UnpipelinedModel(loop.model, loop.microbatches, loop.loss_fn, loop.divisor)
     assert not norm[0].running_mean.any()  # type: ignore[operator]
     assert torch.equal(first["0.weight"].value, again.due["0.weight"].value)
 
@@ -176,5 +186,5 @@ def test_buffers_are_as_they_were() -> None:
 def test_bits_can_be_asked_for() -> None:
     loop = loop_of(model(2), 2, 2)
     left: Gradients = {n: g * (1 + 1e-7) for n, g in loose(summed(loop, [1.0, 1.0])).items()}
-    assert 0 < compare(loop, [Left(left)]) < 1e-6
-    differences(loop, Left(left), tolerance=0.0)
+    assert 0 < compare(loop, [GradientDump(left)]) < 1e-6
+    differences(loop, GradientDump(left), tolerance=0.0)

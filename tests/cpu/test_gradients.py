@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
-from schedir.runtime.parameters.gradient_buffers import Gradients, sum_of_squares
-from schedir.runtime.parameters.overlapped_reduction import Reduction
+from schedir.runtime.parameters.gradient_buffers import GradientBuffers, sum_of_squares
+from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 
 
 class Sizes(nn.Module):
@@ -31,7 +31,7 @@ class Sizes(nn.Module):
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans())), st.integers(1, 60))
 def test_buckets_are_small_whole_and_in_order(sizes: list[tuple[int, bool]], most: int) -> None:
     module = Sizes(sizes)
-    gradients = Gradients(module, most)
+    gradients = GradientBuffers(module, most)
     for flat, views in zip(gradients.flat, gradients.views, strict=True):
         assert flat.nbytes <= most or sum(p.numel() > 0 for p, _ in views) == 1
         assert [p.numel() for p, _ in views] == [g.numel() for _, g in views]
@@ -40,18 +40,18 @@ def test_buckets_are_small_whole_and_in_order(sizes: list[tuple[int, bool]], mos
     for dtype in (torch.float32, torch.float64):
         cut = [p for p, _ in gradients.bound if p.dtype == dtype]
         assert all(a is b for a, b in zip(cut, _of(module, dtype), strict=True))
-    reduced = Reduction(gradients, lambda k: [])
+    reduced = GradientReduction(gradients, lambda k: [])
     number = {p: k for k, p in enumerate(gradients.parameters)}
     first = [number[gradients.views[k][0][0]] for k in reduced.order]
     assert first == sorted(first, reverse=True) and sorted(reduced.order) == [*range(len(first))]
-    plain = Gradients(module)
+    plain = GradientBuffers(module)
     assert len(plain.flat) == len({p.dtype for p in module.parameters()})
 
 
 @pytest.mark.parametrize("how", [{"dtype": torch.float64}, {"memory_format": torch.channels_last}])
 def test_gradients_that_are_moved_with_their_module_are_refused(how: Any) -> None:
     module = nn.Conv2d(2, 3, 2)
-    gradients = Gradients(module)
+    gradients = GradientBuffers(module)
     module.share_memory()  # with all of the buffer
     gradients.zero()
     module.to(**how)

@@ -25,19 +25,19 @@ import torch.distributed as dist
 from schedir.checkpoints import dcp_storage
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
-from schedir.hang_diagnosis.stall_cause import Shape
-from schedir.io.black_box import Phase
+from schedir.hang_diagnosis.stall_cause import ProcessLayout
+from schedir.io.black_box import ProcessPhase
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.schedules import one_f_one_b
-from schedir.training.checkpointing import Saving
+from schedir.training.checkpointing import TrainingCheckpoints
 from schedir.training.config.train_config import TrainConfig
 from schedir.training.processes import process_exit
-from schedir.training.processes.process_exit import Member, join, leave
+from schedir.training.processes.process_exit import RunMember, join, leave
 from schedir.training.processes.watchdog import Watchdog
 from schedir.transports import process_groups
-from schedir.transports.gloo import Gloo, Processes
+from schedir.transports.gloo import Gloo, ProcessTransport
 from schedir.transports.shared_memory import Shared, close, connect, listen, passed
 from schedir.transports.transport import PeerLate, PeerLeft
 from tests.cases import cases
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     """A program, and what happens to its process 0, at which instruction, and when."""
 
     options: dict[str, Any]
-    transport: type[Processes]
+    transport: type[ProcessTransport]
     kind: str
     op: Opcode
     when: str = "within"
@@ -187,12 +187,12 @@ def test_a_neighbour_that_passes_no_memory() -> None:
 
 def saves(number: int, folder: Path, stops: bool) -> None:
     """Be one of two processes that save, of which the second is stopped, or has a slow disk."""
-    join(own := Member(folder, Shape(2, 1, 1), number))
+    join(own := RunMember(folder, ProcessLayout(2, 1, 1), number))
     process_exit.GRACE = 0.1  # type: ignore[misc]
     with open(folder / f"said-{number}", "w") as said:
         os.dup2(said.fileno(), 2)
     with Watchdog(own, 0.5):
-        own.box.enter(Phase.SAVE, 4)
+        own.box.enter(ProcessPhase.SAVE, 4)
         (folder / f"saves-{number}").touch()
         if number and stops:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -222,7 +222,7 @@ def test_who_is_stopped_while_others_save_is_found_and_a_slow_disk_is_not(
 
 def sets_up(folder: Path) -> None:
     """Set up for longer than anything may stand, and then stand for a moment."""
-    join(own := Member(folder, Shape(1, 1, 1), 0))
+    join(own := RunMember(folder, ProcessLayout(1, 1, 1), 0))
     program = compile(one_f_one_b, Plan(1, 2))
     executor: Any = SimpleNamespace(
         at=None, program=program, rank=0, state=SimpleNamespace(device=torch.device("cpu"))
@@ -230,7 +230,7 @@ def sets_up(folder: Path) -> None:
     executor.now = executor
     executor.state.stream, executor.position = program.streams[0], 0
     with Watchdog(own, 1.5) as watchdog:
-        own.box.enter(Phase.SET_UP)
+        own.box.enter(ProcessPhase.SET_UP)
         time.sleep(2)
         with watchdog.watching(executor):
             time.sleep(0.5)
@@ -260,7 +260,7 @@ def saves_slowly(rank: int, folder: Path, snapshots: bool) -> bool:
 
     dcp_storage.write = slowly  # type: ignore[assignment]
     batches: Any = SimpleNamespace(size=1, cursor=lambda taken: None)
-    saving = Saving(executor, TrainConfig(checkpoint=str(folder)), batches, None)
+    saving = TrainingCheckpoints(executor, TrainConfig(checkpoint=str(folder)), batches, None)
     saving.save(1)
     return saving.saved == 1
 

@@ -64,7 +64,7 @@ def test_nothing_races(
     assert same_bits(got, expected(plan)[1]) or plan.rows > 1
 
 
-class _Ready(cuda_streams.Point):
+class _Ready(cuda_streams.StreamPoint):
     """A point that nobody waits for."""
 
     def __init__(self) -> None: ...

@@ -22,7 +22,7 @@ from schedir.ir.isa.instructions import Lane
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.in_process import InProcess
-from schedir.runtime.offload.cpu_optimizer import HostSteps
+from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import forward_only, gpipe, interleaved, looped_bfs, one_f_one_b
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
@@ -43,9 +43,9 @@ torch.set_num_threads(1)
 WHERE = ("device", "cpu")
 
 
-def steps_of(world: Any, rank: int = 0) -> HostSteps:
+def steps_of(world: Any, rank: int = 0) -> CpuOptimizer:
     found = world.ranks[rank].state.held.states
-    assert isinstance(found, HostSteps)
+    assert isinstance(found, CpuOptimizer)
     return found
 
 
@@ -78,7 +78,7 @@ def test_the_bits_are_those_of_steps_on_the_device(shape: str, make: str, how: A
     assert equal(found[0][0], found[1][0]) and equal(found[0][1], found[1][1])
 
 
-def poison_weights(own: HostSteps) -> None:
+def poison_weights(own: CpuOptimizer) -> None:
     """Let a device have no weights of a stage from when its step begins until they are back."""
     begin: Any = own.begin
 

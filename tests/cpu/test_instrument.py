@@ -156,11 +156,11 @@ def test_an_evaluation_has_no_backward(
 
 def test_a_name_that_may_be_wrong_is_refused() -> None:
     """What was received must be for the stage and microbatch that computes with it."""
-    at, other, tensor = megatron._At(5, 3), megatron._At(5, 4), torch.zeros(1)
+    at, other, tensor = megatron._MessageStage(5, 3), megatron._MessageStage(5, 4), torch.zeros(1)
     megatron._confirm(tensor, at)  # made elsewhere
     with pytest.raises(ExecutionError, match="no forward_step returned"):
         megatron._known(tensor)
-    step = megatron._Step(4, 1, iter([other]), iter([]))
+    step = megatron._MegatronStep(4, 1, iter([other]), iter([]))
     assert step.message("recv_prev", tensor) == "5RECV_F4"
     assert step.message("send_prev", tensor) == "5SEND_B4"
     megatron._confirm([tensor, None], other)
@@ -170,7 +170,7 @@ def test_a_name_that_may_be_wrong_is_refused() -> None:
         step.message("recv_prev", tensor)
 
     schedule = SimpleNamespace(stage_id=2, stages=4, micro_batches=9, num_pipe_buffers=lambda: 2)
-    deep = deepspeed._Step(schedule, queues=False)
+    deep = deepspeed._DeepSpeedStep(schedule, queues=False)
     assert [deep.action("ForwardPass", buffer, 0) for buffer in (0, 1, 0)] == ["2F0", "2F1", "2F2"]
     with pytest.raises(ExecutionError, match="not that of microbatch 3"):
         deep.action("ForwardPass", 0, 0)

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from schedir.ir.isa.instructions import Lane
-from schedir.runtime.offload.copy_lanes import Lanes
+from schedir.runtime.offload.copy_lanes import CopyLanes
 from tests.cpu import virtual_gpu
 
 CPU = torch.device("cpu")
 
 
 def test_a_lane_is_in_order_and_waits_for_others() -> None:
-    lanes, came, open_ = Lanes(CPU), list[str](), Event()
+    lanes, came, open_ = CopyLanes(CPU), list[str](), Event()
 
     def held() -> None:
         open_.wait()
@@ -39,7 +39,7 @@ def test_a_lane_is_in_order_and_waits_for_others() -> None:
 
 
 def test_what_fails_is_raised_by_all_that_come_after_it() -> None:
-    lanes = Lanes(CPU)
+    lanes = CopyLanes(CPU)
     first = lanes.start(Lane.DISK, lambda: 1 / 0)
     second = lanes.start(Lane.H2D, lambda: None, after=[first])
     other = lanes.start(Lane.H2D, lambda: None)
@@ -50,7 +50,7 @@ def test_what_fails_is_raised_by_all_that_come_after_it() -> None:
 
 
 def test_a_slow_lane_takes_its_time() -> None:
-    lanes = Lanes(CPU)
+    lanes = CopyLanes(CPU)
     lanes.bandwidth[Lane.D2H] = 1e6
     began = perf_counter()
     lanes.start(Lane.D2H, lambda: None, 20_000).wait()
@@ -58,7 +58,7 @@ def test_a_slow_lane_takes_its_time() -> None:
 
 
 def test_threads_go_when_nobody_can_start_anything() -> None:
-    lanes = Lanes(CPU)
+    lanes = CopyLanes(CPU)
     lanes.start(Lane.D2H, lambda: None).wait()
     name = "lane D2H"
     mine = [thread for thread in threading.enumerate() if thread.name == name]
@@ -74,7 +74,7 @@ def test_on_a_gpu_a_lane_is_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes after what was computed before, and after what it is told; the host never waits."""
     gpu = virtual_gpu.install(monkeypatch)
     gpu.host_may_wait = False
-    lanes = Lanes(torch.device("cuda"))
+    lanes = CopyLanes(torch.device("cuda"))
     gpu.work(3)
     out = lanes.start(Lane.D2H, lambda: gpu.work(5))
     gpu.work(1)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from schedir.models.gpt import Layer
 from schedir.models.gpt_config import GPTConfig
-from schedir.models.language_model import Where
+from schedir.models.language_model import ParameterPlacement
 from schedir.predict.activation_bytes import TERMS, Recompute, layer_bytes, layer_terms
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import sizes_of
@@ -118,7 +118,7 @@ def expected(
 
 def ours(s: int, b: int, h: int, a: int, tp: Any = None, *, sequence: bool = False) -> list[int]:
     config = GPTConfig(vocab=8, layers=1, hidden=h, heads=a, context=s)
-    where: Where = {"device": "cpu", "dtype": torch.bfloat16}
+    where: ParameterPlacement = {"device": "cpu", "dtype": torch.bfloat16}
     layer = Layer(config, 0, tp, where, sequence=sequence)
     return kept(layer, _input(s // (tp.size() if sequence else 1), b, h))
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedir.runtime.autograd.split_backward import Tape, recording
-from schedir.runtime.autograd.weight_gradient_rules import Entry, Later
+from schedir.runtime.autograd.split_backward import DeferredGradients, recording
+from schedir.runtime.autograd.weight_gradient_rules import Later, SharedInputRule
 from schedir.tensor_parallel.layers import ColumnParallelLinear
 from schedir.tensor_parallel.mappings import own_tokens
 from schedir.tensor_parallel.vocab_parallel import VocabParallelHead, shard_vocab
@@ -55,7 +55,7 @@ class Order(TorchDispatchMode):
         return started
 
 
-def backward(layer: Layer, x: Tensor, tape: Tape | None) -> tuple[list[str], Tensor]:
+def backward(layer: Layer, x: Tensor, tape: DeferredGradients | None) -> tuple[list[str], Tensor]:
     """The order of a backward pass, and the gradient of x."""
     leaf, order = x.clone().requires_grad_(), Order()
     y = layer(leaf)
@@ -63,7 +63,7 @@ def backward(layer: Layer, x: Tensor, tape: Tape | None) -> tuple[list[str], Ten
     assert entry is not None
     whole = entry.whole and order.noting("gather", entry.whole)
     with pytest.MonkeyPatch.context() as patch, order:
-        patch.setattr(layer, "entry", Entry(order.noting("sum", entry.sum), whole))
+        patch.setattr(layer, "entry", SharedInputRule(order.noting("sum", entry.sum), whole))
         if tape is None:
             torch.autograd.backward(layer(leaf), torch.ones_like(y))
         else:
@@ -92,7 +92,7 @@ def orders(rank: int, dtype: torch.dtype, sequence: bool) -> list[list[str]]:
         want = torch.ones(TOKENS, WIDTH // 2, dtype=dtype) @ layer.weight.detach()
         dist.all_reduce(want, group=group)
         want = own_tokens(want, group, sequence=sequence)
-        for tape in (None, Tape()):
+        for tape in (None, DeferredGradients()):
             noted, dx = backward(layer, x, tape)
             assert torch.equal(dx, want)
             found.append(noted)

@@ -14,7 +14,7 @@ import schedir
 from schedir import Plan
 from schedir.errors import ExecutionError, ModelError
 from schedir.io.profiler_range_names import mark_of
-from schedir.ir.instruction_index import Index
+from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import Program
 from schedir.models import gpt
@@ -36,7 +36,7 @@ def _measured(program: Program, **late: float) -> Timeline:
     """Every instruction lasts from its position to a half behind it; `late` moves starts."""
     start = np.arange(len(program), dtype=float)
     end = start + 0.5
-    index = Index(program)
+    index = InstructionIndex(program)
     for position in range(len(program)):
         instr = str(index.locate(position)[2]).replace(" ", "_").replace(".", "_")
         start[position] += late.get(instr, 0.0)

@@ -16,10 +16,10 @@ from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.passes.pass_types import Choice
 from schedir.runtime.parameters import overlapped_reduction
-from schedir.runtime.parameters.overlapped_reduction import Reduction
+from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.tensor_parallel import mappings
-from schedir.transports.gloo import Gloo, Processes
+from schedir.transports.gloo import Gloo, ProcessTransport
 from schedir.transports.nccl import streams_of
 from tests.cases import cases
 from tests.cpu.happens_before import Races
@@ -75,7 +75,7 @@ CASES = dict(cases(
 REPLICAS = [name for name, case in CASES.items() if case.dp > 1]
 
 
-def _step(transport: Processes, case: Case, program: Program) -> Any:
+def _step(transport: ProcessTransport, case: Case, program: Program) -> Any:
     """The gradients of a second step; over NCCL, one was undone before the first."""
     executor = gpt_executor(
         program, transport, lr=1e-2, record=case.record, max_norm=1.0 if case.clip else None
@@ -99,9 +99,9 @@ def _steps(case: Case, unwaited: Kind | None, hasty: bool = False) -> Ran:
         gpu = install(patch)
         patch.setattr(overlapped_reduction, "BUCKET", BUCKET)
         if hasty:
-            missing = Reduction._missing
-            patch.setattr(Reduction, "_missing", lambda self: {*[*missing(self)][1:]})
-            patch.setattr(Reduction, "_expect_whole", lambda self: None)
+            missing = GradientReduction._missing
+            patch.setattr(GradientReduction, "_missing", lambda self: {*[*missing(self)][1:]})
+            patch.setattr(GradientReduction, "_expect_whole", lambda self: None)
         with Races(gpu) as races:
             transport = NcclLike(program, gpu, races, unwaited)
             patch.setattr(mappings, "_start_sum", transport.start_sum)

@@ -17,16 +17,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from schedir.analysis.memory.buffer_slots import groups, on_host
 from schedir.analysis.memory.footprint import Footprint, held
 from schedir.compiler.compile import compile
-from schedir.ir.instruction_index import Index
+from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import Lane, Opcode
 from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.program import Slots
+from schedir.ir.program import SlotCounts
 from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcess
-from schedir.runtime.offload.copy_lanes import Job, Lanes
+from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
 from schedir.runtime.rank_state import Call
-from schedir.runtime.recording.live_memory import Living
+from schedir.runtime.recording.live_memory import LiveMemory
 from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.verify.check import check
 from tests.cases import cases
@@ -75,14 +75,14 @@ class Tiered(Witness):
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is started on a lane has ended."""
-    start = Lanes.start
+    start = CopyLanes.start
 
-    def waiting(*args: Any) -> Job:
+    def waiting(*args: Any) -> LaneJob:
         job = start(*args)
         job.wait()
         return job
 
-    monkeypatch.setattr(Lanes, "start", waiting)
+    monkeypatch.setattr(CopyLanes, "start", waiting)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_timeline_says_what_was_on_each_tier(tmp_path: Path, at_once: None) ->
     program = checked(moved(compile(one_f_one_b, Plan(2, 6)), 1, spilled=0.5), "fewest")
     world = InProcess(program, stages, loss=loss, boundary=BOUNDARY, folder=tmp_path)
     with ExitStack() as stack:
-        livings = [stack.enter_context(Living(rank)) for rank in world.ranks]
+        livings = [stack.enter_context(LiveMemory(rank)) for rank in world.ranks]
         world.step(inputs, targets, scale)
     timeline = replace(world.timeline(), sizes=sizes)
     for tier in ("host", "disk"):
@@ -149,9 +149,9 @@ def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_pa
     """However slow the way from there is, and whatever is how large."""
     plan = Plan(1, 6, 3)
     program = moved(compile(interleaved, plan), 1, spilled=spilled, late=0.0)
-    (least,) = on_host(program).peak(groups(Index.of(program))).tolist()
+    (least,) = on_host(program).peak(groups(InstructionIndex.of(program))).tolist()
     slots = least + more
-    program = check(program.with_slots([Slots.unsaid()._replace(host=slots)]), "edge")
+    program = check(program.with_slots([SlotCounts.unsaid()._replace(host=slots)]), "edge")
     stages = noisy(plan.stages, partial(next, map(Wide, (400, 40, 4))))
     world = InProcess(program, stages, loss=squares, boundary=FLAT, folder=tmp_path)
     (rank,) = world.ranks

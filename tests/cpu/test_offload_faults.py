@@ -24,9 +24,9 @@ from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.runtime.in_process import InProcess
 from schedir.runtime.offload import spill_file
-from schedir.runtime.offload.activation_offloader import Value
-from schedir.runtime.offload.copy_lanes import Lanes
-from schedir.runtime.offload.spill_file import Spills
+from schedir.runtime.offload.activation_offloader import SavedActivations
+from schedir.runtime.offload.copy_lanes import CopyLanes
+from schedir.runtime.offload.spill_file import SpillFile
 from schedir.schedules import gpipe
 from tests.cpu.moved import moved
 from tests.cpu.test_offload_runs import checked, compared
@@ -53,15 +53,15 @@ def world_of(program: Program, layer: Any = None, **more: Any) -> InProcess:
 def test_what_is_left_behind_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device when it has been copied, and in its room when it is back."""
     left: list[Tensor] = []
-    let_go = Value.let_go
+    let_go = SavedActivations.let_go
 
-    def noted(value: Value) -> None:
+    def noted(value: SavedActivations) -> None:
         if value.leaving is not None:
             value.leaving.finish()
             left.extend(value.going)
         let_go(value)
 
-    monkeypatch.setattr(Value, "let_go", noted)
+    monkeypatch.setattr(SavedActivations, "let_go", noted)
     world = world_of(away())
     world.step(*batch(4))
     gone = [bool(one.view(torch.float32).isnan().all()) for one in left]
@@ -74,11 +74,11 @@ def test_what_is_left_behind_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_who_does_not_wait_for_what_is_offloaded_reads_nan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    start, last = Lanes.start, 3  # microbatch: no forward waits for its slot
-    done = defaultdict[tuple[Lanes, Lane], list[None]](list)
-    came_back = defaultdict[Lanes, Event](Event)
+    start, last = CopyLanes.start, 3  # microbatch: no forward waits for its slot
+    done = defaultdict[tuple[CopyLanes, Lane], list[None]](list)
+    came_back = defaultdict[CopyLanes, Event](Event)
 
-    def too_early(lanes: Lanes, lane: Lane, run: Callable[[], None], *more: Any) -> Any:
+    def too_early(lanes: CopyLanes, lane: Lane, run: Callable[[], None], *more: Any) -> Any:
         def late() -> None:
             if lane is Lane.D2H and len(done[lanes, lane]) == last:
                 came_back[lanes].wait(5)  # before it has left
@@ -94,14 +94,14 @@ def test_who_does_not_wait_for_what_is_offloaded_reads_nan(
     world = world_of(away(), **sgd)
     world.step(*batch(4))
     assert all(rank.finite.all() for rank in world.ranks)
-    monkeypatch.setattr(Lanes, "start", too_early)
-    monkeypatch.setattr(Value, "let_go", lambda value: None)
+    monkeypatch.setattr(CopyLanes, "start", too_early)
+    monkeypatch.setattr(SavedActivations, "let_go", lambda value: None)
     world.step(*batch(4, 1))
     assert not any(rank.finite.all() for rank in world.ranks)
 
 
 def test_who_does_not_wait_until_it_is_back_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Value, "arrive", lambda value: None)
+    monkeypatch.setattr(SavedActivations, "arrive", lambda value: None)
     with pytest.raises(ExecutionError, match=r"B 1\.0 +failed"):
         world_of(away()).step(*batch(4))
 
@@ -130,7 +130,7 @@ def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.Mon
     assert spill_file.kind_of(Path("/proc")) == "proc"
     monkeypatch.setattr(spill_file, "kind_of", lambda folder: "tmpfs")
     with pytest.warns(UserWarning, match="is a tmpfs"):
-        Spills(tmp_path)
+        SpillFile(tmp_path)
 
 
 def test_a_file_without_a_name_that_folders_may_leave(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_full_disk_is_so_before_anything_is_spilled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrote: list[int] = []
-    write, reserve = Spills.write, os.posix_fallocate
+    write, reserve = SpillFile.write, os.posix_fallocate
 
     def full(number: int, at: int, size: int) -> None:
         if at + size > 100:
@@ -165,11 +165,11 @@ def test_a_full_disk_is_so_before_anything_is_spilled(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
 
-    def noted(own: Spills, at: int, memory: Tensor) -> None:
+    def noted(own: SpillFile, at: int, memory: Tensor) -> None:
         wrote.append(at)
         write(own, at, memory)
 
-    monkeypatch.setattr(Spills, "write", noted)
+    monkeypatch.setattr(SpillFile, "write", noted)
     with pytest.raises(ExecutionError) as caught:
         world_of(away(1.0), folder=tmp_path).step(*batch(4))
     (site,) = caught.value.sites
@@ -182,14 +182,14 @@ def test_an_error_of_the_disk_names_its_instruction(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is raised where somebody waits, and is of what was spilled or fetched."""
-    did, times = getattr(Spills, verb), iter(range(100))
+    did, times = getattr(SpillFile, verb), iter(range(100))
 
     def broken(*args: Any) -> None:
         if next(times) == 2:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         did(*args)
 
-    monkeypatch.setattr(Spills, verb, broken)
+    monkeypatch.setattr(SpillFile, verb, broken)
     world = world_of(away(1.0), folder=tmp_path)
     with pytest.raises(ExecutionError, match="Input/output error") as caught:
         world.step(*batch(4))

@@ -14,8 +14,8 @@ from schedir.ir.isa.instructions import Lane
 from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.models import gpt
 from schedir.runtime.in_process import InProcess
-from schedir.runtime.offload.activation_offloader import Value
-from schedir.runtime.offload.copy_lanes import Job, Lanes
+from schedir.runtime.offload.activation_offloader import SavedActivations
+from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
 from tests.cases import cases
 from tests.cpu.happens_before import Races
@@ -91,33 +91,33 @@ def test_with_a_disk_only_the_host_can_wait(races: Races, tmp_path: Path) -> Non
 def test_a_wait_that_is_left_out_is_seen(
     what: str, races: Races, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, let_go, arrive = Lanes.start, Value.let_go, Value.arrive
+    start, let_go, arrive = CopyLanes.start, SavedActivations.let_go, SavedActivations.arrive
 
     def started(
-        lanes: Lanes, lane: Lane, run: Callable[[], object], size: int, after: Any, marks: Any
-    ) -> Job:
+        lanes: CopyLanes, lane: Lane, run: Callable[[], object], size: int, after: Any, marks: Any
+    ) -> LaneJob:
         if what == "ready":
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):  # of which it thinks that it computes
                 return start(lanes, lane, run, size, after, marks)
         return start(lanes, lane, run, size, () if what == "after" else after, marks)
 
-    class Over(Job):
+    class Over(LaneJob):
         def wait(self) -> None: ...
 
-    def gone(value: Value) -> None:
+    def gone(value: SavedActivations) -> None:
         value.leaving = value.leaving and Over()
         let_go(value)
 
-    def here(value: Value) -> None:
+    def here(value: SavedActivations) -> None:
         value.coming = value.coming and Over()
         arrive(value)
 
-    monkeypatch.setattr(Lanes, "start", started)
+    monkeypatch.setattr(CopyLanes, "start", started)
     if what == "let_go":
-        monkeypatch.setattr(Value, "let_go", gone)
+        monkeypatch.setattr(SavedActivations, "let_go", gone)
     if what == "arrive":
-        monkeypatch.setattr(Value, "arrive", here)
+        monkeypatch.setattr(SavedActivations, "arrive", here)
     world = world_of(gpipe, Plan(2, 4), "fewest")
     for _ in range(2):
         world.step(*batch(4))
@@ -130,13 +130,13 @@ def test_lanes_run_beside_what_is_computed(
     """And are recorded as they ran."""
     world = world_of(gpipe, Plan(1, 3), "fewest")
     (rank,) = world.ranks
-    copy_out = Value.copy_out
+    copy_out = SavedActivations.copy_out
 
-    def slow(value: Value, *args: Any, **how: Any) -> None:
+    def slow(value: SavedActivations, *args: Any, **how: Any) -> None:
         copy_out(value, *args, **how)
         gpu.work(5.0)
 
-    monkeypatch.setattr(Value, "copy_out", slow)
+    monkeypatch.setattr(SavedActivations, "copy_out", slow)
     world.step(*batch(3))
     timeline = world.timeline()
     spans = timeline.spans

@@ -19,7 +19,7 @@ from schedir.errors import ModelError
 from schedir.models import gpt
 from schedir.models.gpt_segments import boundaries, cut_of, pieces
 from schedir.runtime import Boundary, Executor, Gloo, InProcess, sizes_of
-from schedir.runtime.boundaries.boundary import Boundaries
+from schedir.runtime.boundaries.boundary import ModelBoundaries
 from schedir.runtime.boundaries.per_microbatch import require_fit
 from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.tensor_parallel.submodule_view import part_of
@@ -248,15 +248,15 @@ def test_what_ranks_make_of_tokens_is_told_right(name: str) -> None:
     program = compile(schedules.gpipe, Plan(1, 1), tp=2, cut="fg", sequence=True)
     behind, words = REFUSED[name]
     right: Any = {0: Boundary(OWN, taken=EVERY), 1: Boundary(EVERY, taken=OWN)}
-    require_fit(Boundaries.of(right, 3), program)
+    require_fit(ModelBoundaries.of(right, 3), program)
     with pytest.raises(ModelError, match=words):
-        require_fit(Boundaries.of(right | {0: behind}, 3), program)
+        require_fit(ModelBoundaries.of(right | {0: behind}, 3), program)
     for other in (replace(right[1], shape=(2, 7, 8)), Boundary(EVERY)):
         with pytest.raises(ModelError, match="tensor 0 that stage 1 passes on"):
-            require_fit(Boundaries.of(right | {1: other}, 3), program)
+            require_fit(ModelBoundaries.of(right | {1: other}, 3), program)
     whole = compile(schedules.gpipe, Plan(1, 1), tp=2, cut="fg")
     with pytest.raises(ModelError, match=r"makes of it is \[2, 4, 8\]"):
-        require_fit(Boundaries.of(right, 3), whole)
+        require_fit(ModelBoundaries.of(right, 3), whole)
 
 
 def test_what_a_piece_takes_in_is_held_whole() -> None:

@@ -14,7 +14,7 @@ from schedir import compile
 from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.kernels.weight_gradient import accumulate_
 from schedir.models import gpt
-from schedir.runtime.autograd.split_backward import Tape, linear, recording
+from schedir.runtime.autograd.split_backward import DeferredGradients, linear, recording
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcess
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
@@ -71,7 +71,7 @@ def test_a_split_product_adds_up_without_rounding() -> None:
             weight.grad_dtype = torch.float32 if wide else torch.bfloat16
             weight.grad = torch.zeros(8, 4, dtype=weight.grad_dtype)
             for a, b in zip(x, dy, strict=True):
-                tape = Tape()
+                tape = DeferredGradients()
                 if split:
                     with recording(tape):
                         torch.autograd.backward(linear(a, weight), b)

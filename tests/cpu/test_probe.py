@@ -16,7 +16,7 @@ from torch import Tensor
 from schedir import compile
 from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.shared_queues import SharedQueues
+from schedir.analysis.shared_queues import SharedQueueGraph
 from schedir.errors import ModelError
 from schedir.io.terminal import format_error
 from schedir.ir.isa.instructions import Lane
@@ -25,12 +25,12 @@ from schedir.ir.program import Program
 from schedir.schedules import one_f_one_b
 from schedir.transports.hardware_queue_probe import (
     Queue,
-    Shared,
+    SharedQueuePair,
     _number,
     find_sharing,
     refuse_sharing,
 )
-from schedir.transports.p2p_groups import DirectedEdge, Edge
+from schedir.transports.p2p_groups import DirectedEdge, EdgeGroups
 from tests.cpu.spawn import run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -48,7 +48,7 @@ class _Done:
         self.wait = self.event.wait
 
 
-class Threads(Edge):
+class Threads(EdgeGroups):
     """Over Gloo, a thread for each hardware queue, where messages wait for their other side."""
 
     def __init__(self, program: Program, hardware: Hardware) -> None:
@@ -96,8 +96,8 @@ def test_what_shares_is_found_by_its_rank() -> None:
     hardware: Hardware = {1: ((IN, BACK_IN), (OUT, Lane.COMPUTE)), 2: ((OUT, BACK_IN),)}
     first, middle, last = run(tried, 3, hardware)
     assert first == []
-    assert {*middle} == {Shared(1, IN, BACK_IN), Shared(1, OUT, Lane.COMPUTE)}
-    assert last == [Shared(2, OUT, BACK_IN)]
+    assert {*middle} == {SharedQueuePair(1, IN, BACK_IN), SharedQueuePair(1, OUT, Lane.COMPUTE)}
+    assert last == [SharedQueuePair(2, OUT, BACK_IN)]
 
 
 def refused(rank: int, hardware: Hardware) -> Any:
@@ -115,7 +115,7 @@ def test_a_program_is_refused_where_what_shares_would_wait_for_ever() -> None:
     (said,) = {*run(refused, 3, {1: ((OUT, BACK_IN),)})}
     assert said + "\n" == (GOLDEN / "sharing.txt").read_text()
     first, *others = run(refused, 3, {1: ((IN, BACK_OUT),)})
-    assert others == [first] * 2 and first == [Shared(1, IN, BACK_OUT)]
+    assert others == [first] * 2 and first == [SharedQueuePair(1, IN, BACK_OUT)]
 
 
 def test_pairs_that_may_share() -> None:
@@ -124,7 +124,7 @@ def test_pairs_that_may_share() -> None:
     hang = []
     for one, other in combinations(queues, 2):
         numbers = [_number(program, 1, queue) for queue in (one, other)]
-        graph = SharedQueues(program, "edge", [(numbers[0], numbers[1])], blocks=True)
+        graph = SharedQueueGraph(program, "edge", [(numbers[0], numbers[1])], blocks=True)
         if not walk(graph).done.all():
             hang.append((one, other))
     assert hang == [(OUT, BACK_IN)]
@@ -136,7 +136,7 @@ def test_queues_that_share_by_way_of_others_are_one() -> None:
     plain = Graph.of(program, "edge", blocks=True).queue
     assert len({*numbers.values()}) == 4 and {*numbers.values()} < {*plain.tolist()}
     pairs = [(numbers[BACK_OUT], numbers[OUT]), (numbers[IN], numbers[BACK_OUT])]
-    joined = SharedQueues(program, "edge", pairs, blocks=True).queue
+    joined = SharedQueueGraph(program, "edge", pairs, blocks=True).queue
     least = min(numbers[queue] for queue in (IN, OUT, BACK_OUT))
     for queue in (IN, OUT, BACK_OUT):
         assert {*joined[plain == numbers[queue]].tolist()} == {least}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir import Plan
-from schedir.errors import ModelError, ProgramError, SequenceError
+from schedir.errors import ModelError, ProgramError, ProgramSequenceError
 from schedir.io.terminal import format_error
 from schedir.ir.program import Program
 from schedir.models import gpt
@@ -181,7 +181,7 @@ def out_of_order(rank: int) -> str:
         program, rank, own_stage(rank), transport, loss=gpt.loss, boundary=BOUNDARY, more=[looks]
     )
     inputs, targets, scale = batch(3)
-    with pytest.raises(SequenceError) as error:
+    with pytest.raises(ProgramSequenceError) as error:
         for evaluations in (1, 1 if rank else 2):
             for _ in range(evaluations):
                 executor.evaluate(inputs[:2], targets[:2])

@@ -14,21 +14,21 @@ import torch
 
 import schedir
 from schedir import Costs, Plan
-from schedir.hang_diagnosis.stall_cause import Shape
-from schedir.io.black_box import AT, Phase
+from schedir.hang_diagnosis.stall_cause import ProcessLayout
+from schedir.io.black_box import AT, ProcessPhase
 from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcess
 from schedir.runtime.rank_state import Call
-from schedir.runtime.recording.gpu_progress import Progress, waits_for
-from schedir.runtime.step_inputs import Batch
+from schedir.runtime.recording.gpu_progress import GpuProgress, waits_for
+from schedir.runtime.step_inputs import StepInputs
 from schedir.schedules import dualpipe, gpipe, one_f_one_b
 from schedir.testing import tiny_model
 from schedir.training.processes import watchdog
-from schedir.training.processes.process_exit import Member
+from schedir.training.processes.process_exit import RunMember
 from schedir.training.processes.watchdog import Watchdog, standstill
-from schedir.transports.p2p_groups import Edge, Grouped
+from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import batch, gpt_executor
 from tests.cpu.virtual_gpu import VirtualGPU, charge, install
@@ -42,12 +42,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
     return install(monkeypatch)
 
 
-def ranks_of(program: Program, gpu: VirtualGPU) -> tuple[InProcess, list[Progress]]:
+def ranks_of(program: Program, gpu: VirtualGPU) -> tuple[InProcess, list[GpuProgress]]:
     stages = tiny_model.tiny_stages(program.plan.stages)
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
     ranks = InProcess(program, stages, loss=tiny_model.loss, boundary=boundary, record=False)
     charge(ranks, gpu, COSTS)
-    return ranks, [Progress(rank) for rank in ranks.ranks]
+    return ranks, [GpuProgress(rank) for rank in ranks.ranks]
 
 
 def hang(ranks: InProcess, gpu: VirtualGPU, instr: Instr, rank: int) -> None:
@@ -67,7 +67,7 @@ def step(ranks: InProcess, gpu: VirtualGPU) -> None:
     ranks.step(*tiny_model.batch(ranks.program.plan.microbatches))
 
 
-def said(ranks: InProcess, rank: int, progress: Progress) -> list[tuple[str, str]]:
+def said(ranks: InProcess, rank: int, progress: GpuProgress) -> list[tuple[str, str]]:
     """What the watchdog says of a rank: instructions and notes."""
     one = ranks.ranks[rank]
     error = standstill("it stands", one, 9, progress, progress.standing())
@@ -147,7 +147,7 @@ def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
     ranks, (progress,) = ranks_of(program, gpu)
     one = ranks.ranks[0]
     inputs, targets = tiny_model.batch(3)
-    one.begin(Batch(inputs, targets))
+    one.begin(StepInputs(inputs, targets))
     for k in range(2):
         one.call(k)
     one.at[AT] = 2
@@ -162,7 +162,7 @@ def test_a_step_in_another_order_is_one_step(gpu: VirtualGPU) -> None:
     one = ranks.ranks[0]
     inputs, targets = tiny_model.batch(3)
     for _ in range(3):
-        one.begin(Batch(inputs, targets))
+        one.begin(StepInputs(inputs, targets))
         order = [1, 0, *range(2, len(one.calls))]
         for k in order:
             one.call(k)
@@ -199,8 +199,8 @@ def test_the_watchdog_asks_and_says_it(
     one = ranks.ranks[0]
     monkeypatch.setattr(one.state, "device", torch.device("cuda"))
     hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
-    own = Member(tmp_path, Shape(2, 1, 1), 0)
-    own.box.enter(Phase.STEP, 1)
+    own = RunMember(tmp_path, ProcessLayout(2, 1, 1), 0)
+    own.box.enter(ProcessPhase.STEP, 1)
     with Watchdog(own, 0.2) as dog, dog.watching(one):
         step(ranks, gpu)
         gpu.host = 1000.0
@@ -239,12 +239,14 @@ def test_a_driver_that_does_not_answer_holds_up_no_watchdog(
     busy.over.set()
 
 
-def _over_processes(process: int, transport: type[Edge] | type[Grouped], tp: int) -> list[Any]:
+def _over_processes(
+    process: int, transport: type[EdgeGroups] | type[GroupedMessages], tp: int
+) -> list[Any]:
     program = schedir.compile(
         one_f_one_b, Plan(2, 4), tp=tp, tied=True, clip=True, model=transport.model, overlap=True
     )
     executor = gpt_executor(program, transport(program), record=False)
-    progress, standing = Progress(executor), []
+    progress, standing = GpuProgress(executor), []
     for _ in range(3):
         executor.step(*batch(4))
         standing.append(progress.standing())
@@ -252,9 +254,9 @@ def _over_processes(process: int, transport: type[Edge] | type[Grouped], tp: int
     return [standing, len(works), all(hasattr(work, "is_completed") for work in works)]
 
 
-@pytest.mark.parametrize(("transport", "tp"), [(Edge, 2), (Grouped, 1)])
+@pytest.mark.parametrize(("transport", "tp"), [(EdgeGroups, 2), (GroupedMessages, 1)])
 def test_what_processes_have_started_is_asked(
-    transport: type[Edge] | type[Grouped], tp: int
+    transport: type[EdgeGroups] | type[GroupedMessages], tp: int
 ) -> None:
     """Messages, gathers and reductions, and messages that are issued as one."""
     asking = partial(_over_processes, transport=transport, tp=tp)

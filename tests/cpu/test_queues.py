@@ -17,7 +17,7 @@ from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.runtime import nccl
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b
-from schedir.transports.gloo import OnLane
+from schedir.transports.gloo import LaneWork
 from schedir.transports.gpu_selection import QUEUES
 from schedir.transports.nccl import require_queues, streams_of
 from tests.cpu.virtual_gpu import Stream, install
@@ -76,7 +76,7 @@ def test_memory_is_kept_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) ->
     lane: Any = Stream(install(monkeypatch))
     tensor = torch.zeros(4)
     seen = weakref.ref(tensor)
-    work = OnLane(lane, (tensor,))
+    work = LaneWork(lane, (tensor,))
     del tensor
     gc.collect()
     assert seen() is not None

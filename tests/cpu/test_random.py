@@ -22,7 +22,14 @@ from torch.utils.checkpoint import checkpoint
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.runtime.autograd.random_streams import FORWARD, Draws, key, layer, mix, numbers_of
+from schedir.runtime.autograd.random_streams import (
+    FORWARD,
+    RandomStreams,
+    key,
+    layer,
+    mix,
+    numbers_of,
+)
 from schedir.runtime.autograd.splittable_layers import SplitLinear
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import sizes_of
@@ -184,7 +191,7 @@ def test_numbers_of_layers() -> None:
             ),
         ):
             pass
-    draws = Draws(0, torch.device("cpu"))
+    draws = RandomStreams(0, torch.device("cpu"))
     draws.begin(numbers_of(1))
 
     def drawn(*numbers: Any) -> float:

@@ -17,18 +17,24 @@ from schedir.analysis.dependency_graph import Graph
 from schedir.ir.isa.instructions import SENDS, TRANSFERS, Lane, Opcode
 from schedir.ir.program import JOINED, Program, Stream
 from schedir.passes.pass_types import Choice
-from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
 from schedir.predict.calibrate import calibrate
 from schedir.runtime import in_process
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcess
-from schedir.runtime.recording.recorder import TICK, EventStamps, HostStamps, Recorded, read
+from schedir.runtime.recording.recorder import (
+    TICK,
+    EventTimestamps,
+    HostTimestamps,
+    RecordedTransport,
+    read,
+)
 from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import tiny_model
 from schedir.transports.collectives import Group, Kind
 from schedir.transports.in_process import mailbox
-from schedir.transports.in_process.mailbox import Hub, Mailbox
+from schedir.transports.in_process.mailbox import Mailbox, MailboxHub
 from schedir.transports.transport import Work
 from tests.cpu.virtual_gpu import VirtualGPU, charge, copies, install
 from tests.laws import ZOO, least, plan_of
@@ -142,9 +148,9 @@ def test_a_late_host_is_seen() -> None:
     program = schedir.compile(gpipe, Plan(1, 8), model="edge")
     prompt, _, _ = on_gpu(program, costs, host=0.25)
     late, _, _ = on_gpu(program, costs, host=3.0)
-    assert by_cause(idleness(prompt), 1)[0, Cause.HOST] == 0
+    assert by_cause(idleness(prompt), 1)[0, IdleCause.HOST] == 0
     # Each instruction waits for the host as long as the one before it was too short.
-    assert by_cause(idleness(late), 1)[0, Cause.HOST] == pytest.approx(7 * 2 + 2 + 7 * 1 + 4)
+    assert by_cause(idleness(late), 1)[0, IdleCause.HOST] == pytest.approx(7 * 2 + 2 + 7 * 1 + 4)
 
 
 def test_a_message_ends_when_it_has_arrived_and_not_when_somebody_looks() -> None:
@@ -172,8 +178,8 @@ class _Slow(Mailbox):
 
 
 def test_an_instruction_that_has_waited_goes_on_being_recorded() -> None:
-    stamps, tensor = HostStamps(1), torch.zeros(1)
-    transport = Recorded(_Slow(Hub(), 0, {}, "edge"), stamps)
+    stamps, tensor = HostTimestamps(1), torch.zeros(1)
+    transport = RecordedTransport(_Slow(MailboxHub(), 0, {}, "edge"), stamps)
     stamps.begins(0)
     for _ in range(2):
         work = transport.collective("all_reduce", "model", tensor, tensor)
@@ -202,7 +208,7 @@ class _Library(Mailbox):
     """Messages that arrive at 3, 4, 5, ..."""
 
     def __init__(self, gpu: VirtualGPU) -> None:
-        super().__init__(Hub(), 1, {}, "edge")
+        super().__init__(MailboxHub(), 1, {}, "edge")
         self.gpu, self.count = gpu, 0
 
     def recv(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Work:
@@ -219,8 +225,8 @@ def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
     words = own.words[np.argsort(own.op != Opcode.RecvAct, kind="stable")].copy()
     words[2] |= JOINED  # all four receives come first, of which two are a group
     program = replace(program, streams=(sender, Stream(words)))
-    stamps = EventStamps(program, 1, "edge", torch.device("cpu"))
-    transport = Recorded(_Library(gpu), stamps)
+    stamps = EventTimestamps(program, 1, "edge", torch.device("cpu"))
+    transport = RecordedTransport(_Library(gpu), stamps)
 
     def receive(k: int) -> None:
         stamps.begins(k)

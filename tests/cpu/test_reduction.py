@@ -19,10 +19,10 @@ from schedir.ir.program import Program
 from schedir.runtime import split_linears
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcess
-from schedir.runtime.recording.gpu_progress import Progress
+from schedir.runtime.recording.gpu_progress import GpuProgress
 from schedir.runtime.recording.measured_timeline import measured
 from schedir.runtime.recording.nan_origin import find_origin
-from schedir.runtime.recording.recorder import EventStamps, HostStamps, read
+from schedir.runtime.recording.recorder import EventTimestamps, HostTimestamps, read
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.transports.gloo import Gloo
 from tests.cpu.replicas import (
@@ -269,7 +269,7 @@ def _open(rank: int) -> dict[str, int]:
     """Of a step, how many works each instruction has started for the watchdog."""
     with buckets_of(64):
         executor = executor_of(CASES["split"]._replace(clip=False))
-    progress = Progress(executor)
+    progress = GpuProgress(executor)
     steps(executor)
     works = zip(executor.state.stream, progress.turns[-1].works, strict=True)
     return {str(i): len(own) for i, own in works if own}
@@ -284,7 +284,7 @@ def test_what_begins_early_is_recorded_as_of_its_own_instruction() -> None:
         def wait(self) -> None:
             """At once."""
 
-    stamps = HostStamps(2)
+    stamps = HostTimestamps(2)
     stamps.begins(0)
     with stamps.as_of(1):
         work = stamps.follow(Ends())
@@ -316,7 +316,7 @@ def test_what_was_over_before_its_turn_ends_when_that_comes(
     own = [i.op for i in program.streams[0]]
     at = own.index(Opcode.ReduceGrads)
     assert own[at - 1] in ADDS
-    stamps = EventStamps(program, 0, "edge", torch.device("cpu"))
+    stamps = EventTimestamps(program, 0, "edge", torch.device("cpu"))
     for k in range(len(own)):
         stamps.begins(k)
         if k == at - 1:

@@ -260,7 +260,7 @@ def test_a_summary_is_json_whatever_the_numbers_are(
 ) -> None:
     write = run_results.save
 
-    def lost(result: run_results.Result, output: OutputConfig) -> None:
+    def lost(result: run_results.RunResult, output: OutputConfig) -> None:
         write(replace(result, loss=math.nan, tokens_per_second=math.inf), output)
 
     monkeypatch.setattr("schedir.training.train.save", lost)
@@ -272,14 +272,14 @@ def test_a_summary_is_json_whatever_the_numbers_are(
 def test_a_picture_that_cannot_be_written_keeps_no_summary_away(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = run_results.Losses.write
+    write = run_results.LossLog.write
 
-    def writing(losses: run_results.Losses, lines: str) -> None:
+    def writing(losses: run_results.LossLog, lines: str) -> None:
         for path in (tmp_path / "out" / RESULTS[2], tmp_path / "traces" / TRACE):
             path.mkdir(exist_ok=True)
         write(losses, lines)
 
-    monkeypatch.setattr(run_results.Losses, "write", writing)
+    monkeypatch.setattr(run_results.LossLog, "write", writing)
     sets = [f'output.folder="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
     assert RESULTS[2] in refused(config, *sets).fact
     assert math.isfinite(json.loads((tmp_path / "out" / "summary.json").read_text())["loss"])

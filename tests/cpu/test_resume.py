@@ -18,7 +18,7 @@ from schedir.training.config.run_config import Config, OutputConfig
 from schedir.training.config.train_config import TrainConfig
 from schedir.training.resume_checks import RUN
 from schedir.training.run_results import claimed
-from schedir.training.step_loop import Steps
+from schedir.training.step_loop import StepLoop
 from schedir.training.train import run
 from tests.cpu.training import ALONE, ROOT, TORCHRUN, finish, forked, start
 
@@ -53,15 +53,15 @@ def broken(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     """Runs that end within a step, without a word."""
 
     def breaks(at: int, *more: str, folder: Path = tmp_path) -> Path:
-        issue = Steps.issue
+        issue = StepLoop.issue
 
-        def issues(self: Steps, *given: object) -> None:
+        def issues(self: StepLoop, *given: object) -> None:
             if self.number + 1 == at:
                 raise KeyboardInterrupt
             issue(self, *given)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
-            patch.setattr(Steps, "issue", issues)
+            patch.setattr(StepLoop, "issue", issues)
             assert run(config, [*ALONE, *words(folder, *more)]) == 130
         return folder
 
@@ -146,9 +146,9 @@ def test_a_step_that_is_not_finite_is_not_saved(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is judged before, though that may be a step late."""
-    settle = Steps._fails
-    monkeypatch.setattr(Steps, "_fails", lambda self, n: settle(self, n) or self.number >= 4)
-    monkeypatch.setattr(Steps, "error", lambda self: ExecutionError("not finite"))
+    settle = StepLoop._fails
+    monkeypatch.setattr(StepLoop, "_fails", lambda self, n: settle(self, n) or self.number >= 4)
+    monkeypatch.setattr(StepLoop, "error", lambda self: ExecutionError("not finite"))
     assert run(config, [*ALONE, *words(tmp_path)]) == 1
     assert steps(tmp_path) == [2]
 

@@ -9,7 +9,7 @@ import pytest
 
 from schedir.errors import UsageError
 from schedir.training.config.config_file import read
-from schedir.training.resume_checks import Run, expect_resumable
+from schedir.training.resume_checks import RunIdentity, expect_resumable
 from schedir.training.train import run
 from tests import tokens
 from tests.cpu.training import ALONE
@@ -98,7 +98,9 @@ def test_a_setting_that_a_run_did_not_have_yet(
     own = [f'train.checkpoint="{tmp_path}"', f"model.kind={had}"]
     said = read(config, own).told
     new = {"model.window", "model.stride"} | ({"model.kind"} if had == "gpt" else set())
-    Run("it", {name: value for name, value in said.items() if name not in new}).write(tmp_path)
+    RunIdentity("it", {name: value for name, value in said.items() if name not in new}).write(
+        tmp_path
+    )
     expect_resumable(read(config, own))
     with pytest.raises(UsageError, match=sets[0].split("=")[0]):
         expect_resumable(read(config, [*own, *sets]))

@@ -24,7 +24,7 @@ import schedir
 from schedir.errors import UsageError
 from schedir.runtime import Boundary, Executor, Gloo
 from schedir.testing import assert_same_gradients
-from schedir.testing.gradient_comparison import Difference, Place, WrongGradients
+from schedir.testing.gradient_comparison import GradientDifference, StageLocation, WrongGradients
 from tests.cpu.torchs import (
     LOOP,
     SINGLE,
@@ -46,7 +46,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "gradients.md"
 same = partial(assert_same_gradients, ranks=2, microbatches=4, loss_fn=mse_loss, timeout=60)
 
 
-def wrong(step: Step, whole: Any, given: Any = None, **options: Any) -> list[Difference]:
+def wrong(step: Step, whole: Any, given: Any = None, **options: Any) -> list[GradientDifference]:
     with pytest.raises(WrongGradients) as caught:
         same(step, whole, batch() if given is None else given, **options)
     return [*caught.value.differences]
@@ -159,7 +159,7 @@ def test_a_step_may_work_on_copies() -> None:
 def test_losses_that_are_divided_otherwise() -> None:
     """pytorch/torchtitan#2972, inclusionAI/AReaL PR 1273."""
     (never,) = wrong(plain("Schedule1F1B", scale_grads=False), model(2))
-    assert never.every and never.places == (Place(0, 0), Place(1, 1))
+    assert never.every and never.places == (StageLocation(0, 0), StageLocation(1, 1))
     assert never.problem == "relative error 3, norm 4 times the expected norm"
     (once,) = wrong(plain("ScheduleGPipe"), model(2), reduction="sum")
     assert once.stages == (0, 1) and once.error == pytest.approx(3 / 4)
@@ -216,11 +216,11 @@ def test_copies_of_a_tied_weight_that_are_not_summed() -> None:
     torch.manual_seed(0)
     same(partial(tied, summed=True), Tied(), batch())
     first, last = wrong(partial(tied, summed=False), Tied())
-    assert (first.places, first.names) == ((Place(0, 0),), ("embed.weight",))
-    assert (last.places, last.names) == ((Place(1, 1),), ("head.weight",))
+    assert (first.places, first.names) == ((StageLocation(0, 0),), ("embed.weight",))
+    assert (last.places, last.names) == ((StageLocation(1, 1),), ("head.weight",))
 
 
-def in_2_13(step: Step, whole: Any, given: Any, **options: Any) -> list[Difference]:
+def in_2_13(step: Step, whole: Any, given: Any, **options: Any) -> list[GradientDifference]:
     """The faults of torch 2.13, and of any other version that has them, too."""
     if torch.__version__.startswith("2.13"):
         return wrong(step, whole, given, **options)
@@ -275,7 +275,9 @@ def test_split_backwards_under_ddp() -> None:
     step = replicated("ScheduleInterleavedZeroBubble", ddp)
     differences = in_2_13(step, model(4), batch(16), ranks=4, replicas=2, microbatches=8)
     places = {place for difference in differences for place in difference.places}
-    assert places == {Place(s, rank) for s in (1, 2, 3) for rank in (2 * (s % 2), 2 * (s % 2) + 1)}
+    assert places == {
+        StageLocation(s, rank) for s in (1, 2, 3) for rank in (2 * (s % 2), 2 * (s % 2) + 1)
+    }
     assert all(d.every and f"  {d}\n" in PAGE.read_text() for d in differences)
 
 

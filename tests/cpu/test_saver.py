@@ -15,7 +15,7 @@ from torch import nn
 import schedir
 from schedir import Plan
 from schedir.checkpoints import Saver, save
-from schedir.checkpoints.checkpoint_directory import Folder
+from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.errors import CheckpointError, ModelError
 from schedir.runtime.in_process import InProcess
 from schedir.runtime.offload import snapshot_copies
@@ -57,7 +57,7 @@ def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def alike(one: Path, other: Path, step: int) -> bool:
     """Whether two checkpoints have the same tensors, and the same to go on from."""
-    ours, theirs = (Folder(folder).read(step).state for folder in (one, other))
+    ours, theirs = (CheckpointDirectory(folder).read(step).state for folder in (one, other))
     a, b = whole(one, step), whole(other, step)
     return ours == theirs and a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
@@ -87,7 +87,7 @@ def test_a_step_that_does_not_wait_spoils_it(
 ) -> None:
     """What is above can fail: here the copy begins behind the step."""
     monkeypatch.setattr(
-        snapshot_copies.Copies, "wait", lambda self: None
+        snapshot_copies.SnapshotCopies, "wait", lambda self: None
     )  # before executors take it
     executor = in_process(HERE["one_f_one_b"], MODEL)
     saver = Saver(executor, tmp_path / "beside", names=same)
@@ -102,7 +102,7 @@ def test_a_step_that_does_not_wait_spoils_it(
         late = rank.state.held.snapshots.under_way
         assert late
         for one in late:
-            assert isinstance(one, snapshot_copies._InThread) and one.ended.get() is None
+            assert isinstance(one, snapshot_copies._ThreadCopy) and one.ended.get() is None
     saver.write()
     saver.ended()
     assert not alike(tmp_path / "beside", tmp_path / "at once", 2)
@@ -166,7 +166,7 @@ def test_what_is_taken_back_is_not_saved(tmp_path: Path) -> None:
     saver.drop()
     saver.write()
     saver.ended()
-    assert Folder(tmp_path).newest() is None
+    assert CheckpointDirectory(tmp_path).newest() is None
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

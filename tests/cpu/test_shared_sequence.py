@@ -20,7 +20,7 @@ from schedir import Plan, compile
 from schedir.errors import ModelError, UsageError
 from schedir.models import gpt, llama
 from schedir.models.llama_config import LlamaConfig
-from schedir.runtime.autograd.split_backward import Tape, recording
+from schedir.runtime.autograd.split_backward import DeferredGradients, recording
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.buckets import is_summed
 from schedir.schedules import one_f_one_b
@@ -78,7 +78,7 @@ def backward(net: Net, tokens: Tensor, weights: Tensor, *, late: bool) -> Told:
     logits = net(tokens)
     logits = torch.where(logits.isfinite(), logits, 0.0)  # padding
     loss = (logits * weights).sum()
-    with recording(Tape()) as tape:
+    with recording(DeferredGradients()) as tape:
         if late:
             torch.autograd.backward(loss)
             assert len(tape) == 4

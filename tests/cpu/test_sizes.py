@@ -22,7 +22,7 @@ from schedir.ir.cost.sizes import AT_REST
 from schedir.ir.isa.instructions import COMPUTE, Token
 from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.models import gpt
-from schedir.runtime.autograd.split_backward import Tape, recording
+from schedir.runtime.autograd.split_backward import DeferredGradients, recording
 from schedir.runtime.autograd.splittable_layers import split_linears
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import sizes_of
@@ -102,7 +102,7 @@ def _alive_after_forward(stages: list[nn.Module], s: int) -> tuple[int, int]:
         y = stages[s](x)
         y = gpt.loss(y, targets[0]) if last else y
         saved = born.alive([y]) + given
-        tape = Tape()
+        tape = DeferredGradients()
         with recording(tape):
             torch.autograd.backward(y, None if last else torch.ones_like(y))
     own = [p.grad for p in stages[s].parameters() if p.grad is not None]

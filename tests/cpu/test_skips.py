@@ -33,7 +33,7 @@ from schedir.runtime.sequential_reference import reference
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import drafts
 from schedir.transports.gloo import Gloo
-from schedir.transports.p2p_groups import Edge
+from schedir.transports.p2p_groups import EdgeGroups
 from schedir.transports.shared_memory import Shared
 from tests.cpu.spawn import run
 from tests.strategies import with_slots
@@ -163,7 +163,7 @@ def _process(rank: int, transport: str, name: str, model_of: Model) -> list[Any]
     program = compile(schedule, plan, model=model_of, skips=skips, slots=slots, blocks=True)
     stages = model(plan.stages, skips)
     x, y = batch(plan.microbatches)
-    make: Any = {"gloo": Gloo, "shared": Shared, "edge": Edge}[transport]
+    make: Any = {"gloo": Gloo, "shared": Shared, "edge": EdgeGroups}[transport]
     own = {s: stages[s] for s in plan.stages_of[rank]}
     executor = Executor(
         program, rank, own, make(program), loss=F.mse_loss, boundary=edges(plan.stages, skips)

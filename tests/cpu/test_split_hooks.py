@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 from schedir.runtime.autograd.node_hooks import has_hooks, leaf_has_hooks, registrations
-from schedir.runtime.autograd.split_backward import Tape, recording
+from schedir.runtime.autograd.split_backward import DeferredGradients, recording
 from schedir.runtime.autograd.splittable_layers import could_wait, split_linears, watching
 
 WIDTH = 4
@@ -77,7 +77,7 @@ def test_hooks_see_and_change_what_they_do_in_a_full_backward(kind: str) -> None
     found = []
     for model in (whole, split):
         seen: Seen = []
-        given, tape = x.clone().requires_grad_(), Tape()
+        given, tape = x.clone().requires_grad_(), DeferredGradients()
         y = model(given, seen).square().sum()
         with recording(tape):
             y.backward()
@@ -91,7 +91,7 @@ def test_hooks_see_and_change_what_they_do_in_a_full_backward(kind: str) -> None
 def test_only_the_layer_with_a_hook_is_not_split() -> None:
     model = Layers(HOOKS["node"])
     split_linears(model)
-    with recording(Tape()) as tape:
+    with recording(DeferredGradients()) as tape:
         model(torch.randn(3, WIDTH), []).sum().backward()
     assert [weight is model.two.weight for weight in tape.weights()] == [True]
 
@@ -117,7 +117,7 @@ def test_looking_for_hooks_is_no_registration() -> None:
 
 def test_the_hooks_of_the_warning_do_not_count() -> None:
     model = split_linears(Layers(HOOKS["none"]))
-    with watching(model) as came, recording(Tape()) as tape:
+    with watching(model) as came, recording(DeferredGradients()) as tape:
         model(torch.randn(3, WIDTH), []).sum().backward()
     assert len(tape) == 2
     assert came == {"one.bias", "two.bias"}

@@ -47,7 +47,7 @@ def _grads(
         found[f"y{k}"] = y.detach()
         dy = torch.linspace(-1, 1, y.numel()).view_as(y).to(y)
         if late:
-            with split_backward.recording(split_backward.Tape()) as tape:
+            with split_backward.recording(split_backward.DeferredGradients()) as tape:
                 torch.autograd.backward(y, dy)
             assert left is None or len(tape) == left
             tapes.append(tape)
@@ -131,7 +131,7 @@ def test_norms_are_split_where_asked_for() -> None:
     net = nn.Sequential(nn.Linear(N, N), nn.LayerNorm(N), nn.LayerNorm(N, elementwise_affine=False))
     assert type(split_linears(net)[1]) is nn.LayerNorm  # type: ignore[index]
     split_linears(net, nn.LayerNorm)
-    with split_backward.recording(split_backward.Tape()) as tape:
+    with split_backward.recording(split_backward.DeferredGradients()) as tape:
         net(torch.randn(2, N)).square().sum().backward()
     weight = net[1].weight
     assert len(tape) == 3 and isinstance(weight, nn.Parameter) and weight.grad is None
@@ -191,7 +191,7 @@ def test_a_taught_layer_may_be_called_in_other_ways() -> None:
     layer, x = split_linears(Scaled(N)), torch.randn(2, N)
     for y, factor, left in [(layer(x=x), 1, 1), (layer(x, by=2.0), 2, 0), (layer(x, 2.0), 2, 0)]:
         assert torch.equal(y, Square.forward(layer, x) * factor)  # type: ignore[arg-type]
-        with split_backward.recording(split_backward.Tape()) as tape:
+        with split_backward.recording(split_backward.DeferredGradients()) as tape:
             y.sum().backward()
         assert len(tape) == left
 

@@ -15,9 +15,9 @@ from schedir.errors import ModelError
 from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.schedules import dualpipe, interleaved, one_f_one_b
 from schedir.transports import process_groups
-from schedir.transports.gloo import Processes
+from schedir.transports.gloo import ProcessTransport
 from schedir.transports.gpu_selection import HOST, refuse_twins
-from schedir.transports.p2p_groups import Edge
+from schedir.transports.p2p_groups import EdgeGroups
 
 WORLD = 1024
 import_module("torch.testing._internal.distributed.fake_pg")  # makes the backend "fake" known
@@ -85,11 +85,11 @@ def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[
 
         patch.setattr(process_groups, "make", noted)
         patch.setattr(dist, "new_group", counted)
-        patch.setattr(Processes, "agree", lambda self, facts, tell=None: [tell])
+        patch.setattr(ProcessTransport, "agree", lambda self, facts, tell=None: [tell])
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("fake", store=store, rank=process, world_size=WORLD)
         try:
-            Edge(program)
+            EdgeGroups(program)
         finally:
             dist.destroy_process_group()
     return made, own

@@ -22,7 +22,7 @@ from schedir.errors import ExecutionError, ModelError
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import sizes_of
 from schedir.runtime.executor import Executor
-from schedir.runtime.offload.disk_optimizer_state import DiskStates
+from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import interleaved, looped_bfs
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
@@ -42,9 +42,9 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 torch.set_num_threads(1)
 
 
-def states_of(rank: Executor) -> DiskStates:
+def states_of(rank: Executor) -> DiskOptimizerState:
     states = rank.state.held.states
-    assert isinstance(states, DiskStates)
+    assert isinstance(states, DiskOptimizerState)
     return states
 
 

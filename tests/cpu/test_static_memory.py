@@ -15,17 +15,17 @@ from schedir.analysis.memory.footprint import held
 from schedir.compiler.compile import compile, lower
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.program import Program, Slots
+from schedir.ir.program import Program, SlotCounts
 from schedir.passes.pass_types import Choice
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.per_microbatch import Passing
+from schedir.runtime.boundaries.per_microbatch import BoundaryTable
 from schedir.runtime.handlers.handler_registry import HANDLERS
-from schedir.runtime.rank_resources import Held
+from schedir.runtime.rank_resources import RankResources
 from schedir.runtime.rank_state import State
 from schedir.schedules import one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import drafts
-from schedir.transports.in_process.mailbox import Hub, Mailbox, members_of
+from schedir.transports.in_process.mailbox import Mailbox, MailboxHub, members_of
 from tests.laws import ZOO, least, plan_of
 from tests.strategies import with_slots
 
@@ -40,18 +40,18 @@ class Static(Mailbox):
 
 def made(program: Program, rank: int) -> dict[str, int]:
     """By kind, the bytes that a rank makes for a program when it is linked."""
-    transport = Static(Hub(), rank, members_of(program, rank), "edge")
+    transport = Static(MailboxHub(), rank, members_of(program, rank), "edge")
     transport.tp = program.tp
     stages = {s: nn.Identity() for s in program.plan.stages_of[rank]}
     boundary = Boundary((2, WIDTH // 2), torch.float64)
-    passing = Passing.of(boundary, program)
+    passing = BoundaryTable.of(boundary, program)
     loss = nn.functional.mse_loss
-    held = Held(program, rank, stages, transport, loss, None, 1.0, None, 0)
+    held = RankResources(program, rank, stages, transport, loss, None, 1.0, None, 0)
     held.make_room([(program, passing)])
     state = State(program, held, transport, passing)
     for i in state.stream:
         HANDLERS[i.op](state, i)
-    found = dict.fromkeys(Slots._fields, 0)
+    found = dict.fromkeys(SlotCounts._fields, 0)
     memory = [(kind, tensor) for (kind, _), tensor in state.buffers.items()]
     memory += [(kind, tensor) for (kind, _, _), tensor in held.outgoing.items()]
     for kind, tensor in memory:
@@ -63,7 +63,7 @@ def made(program: Program, rank: int) -> dict[str, int]:
 def as_predicted(program: Program) -> None:
     for rank, footprint in enumerate(held(program, Sizes(activation=8 * WIDTH))):
         predicted = {kind: size for kind, (_, size) in footprint.fixed.items()}
-        assert made(program, rank) == {kind: predicted.get(kind, 0) for kind in Slots._fields}
+        assert made(program, rank) == {kind: predicted.get(kind, 0) for kind in SlotCounts._fields}
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
@@ -84,6 +84,6 @@ def test_of_any_program(draft: Program, tp: int, rng: random.Random) -> None:
 def test_what_is_scattered_needs_a_part_of_a_boundary() -> None:
     program = compile(one_f_one_b, Plan(4, 8), tp=8, slots="fewest")
     one, part = 8 * WIDTH, WIDTH
-    assert program.slots[1] == Slots(1, 1, 1, 1)
+    assert program.slots[1] == SlotCounts(1, 1, 1, 1)
     own = {kind: size for kind, size in made(program, 1).items() if size}
     assert own == {"act_in": one, "act_out": part, "grad_in": one, "grad_out": part}

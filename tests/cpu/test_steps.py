@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedir.errors import NonFiniteError, UsageError
-from schedir.hang_diagnosis.stall_cause import Shape
+from schedir.hang_diagnosis.stall_cause import ProcessLayout
 from schedir.models import gpt
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import LossScale, innermost, step_if
@@ -26,9 +26,9 @@ from schedir.training.batches.text_batches import Corpus
 from schedir.training.config.config_file import read
 from schedir.training.config.run_config import Config
 from schedir.training.optimizer import optimizer_of
-from schedir.training.processes.process_exit import Member
+from schedir.training.processes.process_exit import RunMember
 from schedir.training.processes.watchdog import Watchdog
-from schedir.training.step_loop import Steps
+from schedir.training.step_loop import StepLoop
 from schedir.training.train import program_of, run
 from schedir.training.trainer import _Trainer
 from tests.cpu import spawn
@@ -85,19 +85,19 @@ def outcome(
     """Of a run with its numbers read late or at once: exit code, loss.csv, what was learned, and
     how many steps it was late."""
     trainers, begin, lates = [], _Trainer.__init__, list[int]()
-    settle = Steps.settle
+    settle = StepLoop.settle
 
     def init(self: _Trainer, *given: Any) -> None:
         begin(self, *given)
         trainers.append(self)
         self.steps.may_be_late &= late
 
-    def counted(self: Steps) -> Any:
+    def counted(self: StepLoop) -> Any:
         lates.append(len(self.issued) - 1)
         return settle(self)
 
     patch.setattr(_Trainer, "__init__", init)
-    patch.setattr(Steps, "settle", counted)
+    patch.setattr(StepLoop, "settle", counted)
     code = run(config, [*ONE, *sets, f'output.folder="{folder}"'])
     return code, (folder / "loss.csv").read_bytes(), learned(trainers[0]), sum(lates)
 
@@ -203,7 +203,7 @@ def _replica(process: int, config: Config) -> list[tuple[str, list[torch.Tensor]
             program = program_of(config)
             made = _Trainer(config, program, Corpus(config), None)
             made.steps.may_be_late &= late
-            own = Member(config.output.folder, Shape.of(program), process)
+            own = RunMember(config.output.folder, ProcessLayout.of(program), process)
             dog = Watchdog(own, config.train.timeout)
             with pytest.raises(NonFiniteError) as error, dog:
                 made.run(dog)
@@ -264,7 +264,7 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
         method = getattr(home, name)
 
         def inside(self: Any, *given: Any) -> Any:
-            steps = self if isinstance(self, Steps) else self.steps
+            steps = self if isinstance(self, StepLoop) else self.steps
             if not 1 <= steps.number - (name == "issue") < 5:  # the first one, and one reported
                 return method(self, *given)
             watched.append(name)
@@ -273,7 +273,7 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
 
         monkeypatch.setattr(home, name, inside)
 
-    for home, name in ((Steps, "issue"), (Steps, "settle"), (_Trainer, "_take")):
+    for home, name in ((StepLoop, "issue"), (StepLoop, "settle"), (_Trainer, "_take")):
         guarded(home, name)
     # As on a GPU, where no other one is used.
     monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: adamw(*a, **k | {"fused": True}))

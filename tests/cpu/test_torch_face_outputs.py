@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from schedir.errors import ModelError
-from schedir.torch_pipelining.output_checks import Outputs
+from schedir.torch_pipelining.output_checks import PendingOutputs
 from tests.cpu.faces import MB, made, run
 from tests.cpu.spawn import RankError
 from tests.cpu.spawn import run as spawn
@@ -113,7 +113,7 @@ def test_others_are_not(how: str) -> None:
 
 @pytest.mark.parametrize("by_value", [False, True])
 def test_an_output_is_needed_until_it_is_released(by_value: bool) -> None:
-    outputs, other = Outputs(by_value=by_value), torch.zeros(2)
+    outputs, other = PendingOutputs(by_value=by_value), torch.zeros(2)
     one = torch.zeros(2, requires_grad=True) * 1
     outputs.add(0, 0, [one, None])
     outputs.add(0, 1, [other])
@@ -129,7 +129,7 @@ def test_an_output_is_needed_until_it_is_released(by_value: bool) -> None:
 
 def test_writes_that_torch_does_not_count_are_found_by_value() -> None:
     for by_value, found in ((False, False), (True, True)):
-        outputs, one = Outputs(by_value=by_value), torch.zeros(2)
+        outputs, one = PendingOutputs(by_value=by_value), torch.zeros(2)
         outputs.add(0, 0, [one])
         one.data.add_(1)
         if found:
@@ -140,7 +140,7 @@ def test_writes_that_torch_does_not_count_are_found_by_value() -> None:
 
 
 def test_the_next_stage_may_write_to_its_input() -> None:
-    outputs, one = Outputs(by_value=True), torch.zeros(2)
+    outputs, one = PendingOutputs(by_value=True), torch.zeros(2)
     trained = torch.zeros(2, requires_grad=True) * 1
     outputs.add(0, 0, [one, trained])
     outputs.require_unwritten((0, 0))

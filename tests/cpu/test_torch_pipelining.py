@@ -16,7 +16,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 from schedir import schedules, search
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile, finish, lower
-from schedir.errors import CellError
+from schedir.errors import CsvCellError
 from schedir.io import torch_csv
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import COMPUTE
@@ -134,7 +134,7 @@ def test_their_list_of_1f1b_is_refused_or_ours() -> None:
     plan = Plan(2, 4)
     text = rows(built("Schedule1F1B", plan)._get_pipeline_order())
     if "1F4" in text:
-        with pytest.raises(CellError) as caught:
+        with pytest.raises(CsvCellError) as caught:
             right(text)
         assert (caught.value.line, caught.value.column) == (2, 7)
     else:

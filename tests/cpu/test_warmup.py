@@ -17,12 +17,12 @@ from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.step_inputs import Batch
+from schedir.runtime.step_inputs import StepInputs
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.transports.collectives import Group, Kind
-from schedir.transports.gloo import Processes
-from schedir.transports.p2p_groups import Edge, Grouped
-from schedir.transports.transport import Done, Work
+from schedir.transports.gloo import ProcessTransport
+from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
+from schedir.transports.transport import CompletedWork, Work
 from tests.cpu.caching_allocator import CachingAllocator
 from tests.cpu.happens_before import Races
 from tests.cpu.nccl_like import NcclLike
@@ -58,7 +58,7 @@ CASES = {
 }
 
 
-class Streamed(Edge):
+class Streamed(EdgeGroups):
     """Says that its messages are on streams, and notes the groups that meet.
 
     `held` are those of its messages of which nobody has seen the end.
@@ -97,7 +97,7 @@ class _Held:
         self.work = work
 
     def wait(self) -> None:
-        work, self.work = self.work, Done()
+        work, self.work = self.work, CompletedWork()
         work.wait()
 
 
@@ -137,7 +137,7 @@ def undone_step(rank: int) -> dict[str, tuple[bool, set[Group], set[Group]]]:
                 inputs, targets, scale = own_batch(program, transport)
                 if warm:
                     before = _bits(executor)
-                    executor._warm_up(Batch(inputs, targets, scale))
+                    executor._warm_up(StepInputs(inputs, targets, scale))
                     after, met = _bits(executor), {*transport.met}
                     if fused:  # state is made, and is what it begins with
                         state = after[2].pop("state")
@@ -218,7 +218,7 @@ def _summed(tensor: Tensor, *how: Any, async_op: bool = False, **more: Any) -> A
         copy = tensor.clone()
         _all_reduce(copy, *how, **more)
         tensor.copy_(copy)
-    return Done() if async_op else None
+    return CompletedWork() if async_op else None
 
 
 def asked(rank: int, warm: bool) -> dict[str, list[int]]:
@@ -237,7 +237,7 @@ def asked(rank: int, warm: bool) -> dict[str, list[int]]:
             given = own_batch(program, transport)
             with CachingAllocator(gpu) as allocator:
                 if warm:
-                    executor._warm_up(Batch(*given))
+                    executor._warm_up(StepInputs(*given))
                 executor.warm = True
                 found[name] = []
                 for _ in range(3):
@@ -261,7 +261,9 @@ def turned(rank: int, kind: str) -> bool:
     assert program.joined.any()
     found = []
     for in_turn in (False, True):
-        transport: Processes = Grouped(program) if kind == "grouped" else Edge(program)
+        transport: ProcessTransport = (
+            GroupedMessages(program) if kind == "grouped" else EdgeGroups(program)
+        )
         transport.static = True
         executor = gpt_executor(program, transport, lr=1e-2, max_norm=1.0)
         executor.warm = True

@@ -19,7 +19,7 @@ from schedir.runtime import split_linears
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcess
-from schedir.runtime.model_checks.parameter_guard import Unchanged
+from schedir.runtime.model_checks.parameter_guard import ParameterGuard
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_v
 from schedir.transports.gloo import Gloo
 from tests.cpu.spawn import RankError, run
@@ -262,7 +262,7 @@ def test_a_change_that_trains_nothing_passes() -> None:
 def test_what_is_looked_at_is_one_list() -> None:
     """No walk through the modules, whose time would be a step's."""
     stages: Any = dict(enumerate(parts(Model(2))))
-    unchanged = Unchanged(stages)
+    unchanged = ParameterGuard(stages)
     for stage in stages.values():
         stage.named_parameters = stage.modules = None
     unchanged.expect()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from schedir.hang_diagnosis.flight_recorder import read_dumps
 from schedir.hang_diagnosis.hang_report import job_lines
-from schedir.hang_diagnosis.wait_graph import Job, Why
+from schedir.hang_diagnosis.wait_graph import DistributedJob, WaitReason
 from tests.cpu.spawn import run
 
 c10d: Any = torch._C._distributed_c10d
@@ -48,7 +48,7 @@ def test_the_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
         (tmp_path / form).mkdir()
     run(_stand, 3, str(tmp_path))
     for form in ("pickles", "json"):
-        job = Job(read_dumps([str(tmp_path / form)])[0])
+        job = DistributedJob(read_dumps([str(tmp_path / form)])[0])
         assert job.roots == (LATE,) and not job.cycle and not job.missing
         assert {str(s.begun) for s in job.dumps.values()} == {
             "all_reduce 2 of default_pg",
@@ -57,7 +57,7 @@ def test_the_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
         late = job.dumps[LATE]
         assert (str(late.ended), late.begun) == ("all_reduce 1 of default_pg", None)
         waits = {wait for own in job.waits.values() for wait in own if wait.on == LATE}
-        assert {wait.why for wait in waits} == {Why.NOT_ISSUED}
+        assert {wait.why for wait in waits} == {WaitReason.NOT_ISSUED}
         assert any(f"rank {LATE} is the cause" in line for line in job_lines(job))
     # Pickles say where in whose code, too.
     found, _ = read_dumps([str(tmp_path / "pickles")])

@@ -26,9 +26,9 @@ from schedir.compiler.compile import finish
 from schedir.hang_diagnosis.flight_recorder import read_dumps
 from schedir.hang_diagnosis.program_matching import match
 from schedir.hang_diagnosis.rank_positions import judge
-from schedir.hang_diagnosis.wait_graph import Job
+from schedir.hang_diagnosis.wait_graph import DistributedJob
 from schedir.io import torch_csv
-from schedir.ir.instruction_index import Index
+from schedir.ir.instruction_index import InstructionIndex
 from tests.cpu.spawn import run
 from tests.cpu.theirs import SINGLE, lowered
 from tests.flight import Recorder, record, stopped
@@ -146,9 +146,9 @@ def _program(name: str, plan: Plan) -> Program:
 def test_the_forward_in_which_a_rank_stops_is_named(name: str, tmp_path: Path) -> None:
     plan = PLANS[name]
     run(_train, plan.ranks, name, plan, str(tmp_path))
-    job = Job(read_dumps([str(tmp_path)])[0])
+    job = DistributedJob(read_dumps([str(tmp_path)])[0])
     program = _program(name, plan)
-    index = Index.of(program)
+    index = InstructionIndex.of(program)
     (matched,) = match(job, program)
     assert matched.step == STEP and bool(matched.loose) == (name in LOOSE)
     # It has what it needs for that forward.
@@ -183,7 +183,7 @@ def test_torchs_own_reader_pairs_what_these_tests_write(tmp_path: Path) -> None:
     )  # fmt: skip
     dumps, version = loader.read_dir(asked)
     found = builder.build_db(dumps, asked, version)
-    job = Job(read_dumps([str(tmp_path)])[0])
+    job = DistributedJob(read_dumps([str(tmp_path)])[0])
     assert len(found.ncclcalls) == sum(len(dump.ops) for dump in job.dumps.values()) > 0
     assert all(call.collective_id is not None for call in found.ncclcalls)
     assert all(collective.pass_check for collective in found.collectives)

@@ -17,7 +17,7 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.sequential_reference import reference
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import B, F, I, W, Word, overlap
-from schedir.transports.gloo import Processes
+from schedir.transports.gloo import ProcessTransport
 
 CONTEXT, HIDDEN, BATCH = 8, 16, 2
 BOUNDARY = Boundary((BATCH, CONTEXT, HIDDEN))
@@ -69,7 +69,7 @@ def same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> b
 
 def gpt_executor(
     program: Program,
-    transport: Processes,
+    transport: ProcessTransport,
     device: str | torch.device = "cpu",
     *,
     lr: float | None = None,
@@ -93,7 +93,7 @@ def gpt_executor(
 
 
 def own_batch(
-    program: Program, transport: Processes, seed: int = 0
+    program: Program, transport: ProcessTransport, seed: int = 0
 ) -> tuple[Tensor, Tensor, float]:
     """What a process takes of the `batch` of all replicas."""
     m = program.plan.microbatches

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedir.ir.cost.costs import Costs
-from schedir.ir.instruction_index import Index
+from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import TRANSFERS
 from schedir.runtime import in_process, program_runner
 from schedir.runtime.rank_state import Call
@@ -137,7 +137,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
     }  # fmt: skip
     for name, patch in patches.items():
         monkeypatch.setattr(torch.cuda, name, patch)
-    monkeypatch.setattr(program_runner, "stamps_of", recorder.EventStamps)
+    monkeypatch.setattr(program_runner, "stamps_of", recorder.EventTimestamps)
     monkeypatch.setattr(gpu_progress, "event_on", lambda device: Event(gpu))
     monkeypatch.setattr(recorder, "perf_counter", lambda: gpu.host)
 
@@ -156,7 +156,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
 def charge(ranks: in_process.InProcess, gpu: VirtualGPU, costs: Costs, host: float = 0.0) -> None:
     """Let every instruction but transfers take its cost, on the stream that it runs on, and the
     host some time before each."""
-    index: Index = ranks.graph.index
+    index: InstructionIndex = ranks.graph.index
     table, row = ranks.graph.costs(costs)
     for rank in ranks.ranks:
         first = int(ranks.program.offsets[rank.rank])

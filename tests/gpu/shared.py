@@ -14,7 +14,7 @@ import torch.distributed as dist
 from schedir.ir.program import Program
 from schedir.transports.gpu_selection import HOST, SHARED
 from schedir.transports.nccl import initialise, nccl
-from schedir.transports.p2p_groups import Edge, Grouped
+from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 
 Kind = Literal["edge", "grouped"]
 
@@ -57,11 +57,13 @@ def share_gpu(rank: int, folder: str) -> torch.device:
     return initialise(120.0, init_method=store, rank=rank, world_size=world)
 
 
-def over(program: Program, device: torch.device, kind: Kind = "edge") -> Edge | Grouped:
+def over(
+    program: Program, device: torch.device, kind: Kind = "edge"
+) -> EdgeGroups | GroupedMessages:
     """The transport of a program over NCCL."""
     if not REHEARSED:
         return nccl(program, device, kind)
-    transport = Edge(program) if kind == "edge" else Grouped(program)
+    transport = EdgeGroups(program) if kind == "edge" else GroupedMessages(program)
     transport.static = True
     return transport
 

@@ -16,7 +16,7 @@ from schedir.kernels.embedding_gradient import accumulate_rows_
 from schedir.kernels.gelu import bias_gelu
 from schedir.kernels.layer_norm import add_layer_norm
 from schedir.models import gpt
-from schedir.runtime.autograd.split_backward import Tape, recording
+from schedir.runtime.autograd.split_backward import DeferredGradients, recording
 from schedir.runtime.parameters.mixed_precision import float32_gradients
 from schedir.tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy
 from tests.cpu.tiny_stages import batch, gpt_stages
@@ -136,7 +136,7 @@ def test_a_stage_adds_up_its_weight_gradients_in_products() -> None:
     float32_gradients(stage)
     for p in stage.parameters():
         p.grad = torch.zeros_like(p, dtype=torch.float32)
-    tape = Tape()
+    tape = DeferredGradients()
     with recording(tape):
         gpt.loss(stage(inputs[0].cuda()), targets[0].cuda()).backward()
     assert len(tape) > 4

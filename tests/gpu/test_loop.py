@@ -17,13 +17,13 @@ from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.models import gpt
 from schedir.runtime.in_process import InProcess
 from schedir.runtime.rank_state import Call
-from schedir.runtime.recording.async_scalars import Readings
-from schedir.runtime.recording.gpu_progress import Progress
+from schedir.runtime.recording.async_scalars import AsyncScalarBuffer
+from schedir.runtime.recording.gpu_progress import GpuProgress
 from schedir.schedules import one_f_one_b
 from schedir.training.batches.prefetch import Prefetch
 from schedir.training.batches.samples import Batches
 from schedir.training.processes.watchdog import standstill
-from schedir.training.step_loop import Steps
+from schedir.training.step_loop import StepLoop
 from schedir.training.train import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 from tests.cpu.training import ALONE, CONFIG, alone, losses
@@ -39,7 +39,7 @@ pytestmark = [
 
 def test_numbers_follow_the_device_and_the_host_goes_on() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    readings = Readings(device, 2, 2)
+    readings = AsyncScalarBuffer(device, 2, 2)
     numbers = torch.tensor([1.5, math.nan], dtype=torch.float64, device=device)
     with no_wait():
         torch.cuda._sleep(LONG)
@@ -66,7 +66,7 @@ def test_the_instruction_that_hangs_is_named() -> None:
     program = compile(one_f_one_b, Plan(2, 4), model="edge", tied=True)
     stages = [stage.cuda() for stage in gpt_stages(2)]
     world = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY, record=False)
-    progress = [Progress(rank) for rank in world.ranks]
+    progress = [GpuProgress(rank) for rank in world.ranks]
     inputs, targets, scale = batch(4)
     inputs, targets = inputs.cuda(), targets.cuda()
     world.step(inputs, targets, scale)
@@ -101,15 +101,15 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
     text.write_text("the quick brown fox jumps over the lazy dog " * 40)
     config = tmp_path / "run.toml"
     config.write_text(CONFIG.format(text=text))
-    issue = Steps.issue
+    issue = StepLoop.issue
 
-    def guarded(self: Steps, *given: Any) -> None:
+    def guarded(self: StepLoop, *given: Any) -> None:
         if self.number < 2:
             return issue(self, *given)
         with no_wait():
             return issue(self, *given)
 
-    monkeypatch.setattr(Steps, "issue", guarded)
+    monkeypatch.setattr(StepLoop, "issue", guarded)
     sets = ["train.log_every=100", "output.record=false", f"train.precision={precision}"]
     cuda = [*ALONE, *sets, "train.device=cuda", f'output.folder="{tmp_path / "gpu"}"']
     assert run(str(config), cuda) == 0

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from schedir import check, compile
 from schedir.errors import DeadlockError
-from schedir.hang_diagnosis.stall_cause import Shape
-from schedir.io.black_box import Phase
+from schedir.hang_diagnosis.stall_cause import ProcessLayout
+from schedir.io.black_box import ProcessPhase
 from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
@@ -25,9 +25,9 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.rank_state import Call
 from schedir.runtime.recording.allocator_growth import times_asked
 from schedir.schedules import one_f_one_b, pipedream_2bw
-from schedir.training.processes.process_exit import Member
+from schedir.training.processes.process_exit import RunMember
 from schedir.training.processes.watchdog import Watchdog
-from schedir.transports.gloo import Gloo, Processes
+from schedir.transports.gloo import Gloo, ProcessTransport
 from tests.cpu.spawn import RankError, run
 from tests.cpu.tiny_stages import batch, gpt_executor, own_batch
 from tests.gpu.shared import REHEARSED, no_wait, over, share_gpu, wait_for_device
@@ -82,7 +82,7 @@ def trained(
     program = case.compile()
     if folder is None:
         device = torch.device("cpu")
-        transport: Processes = Gloo(program)
+        transport: ProcessTransport = Gloo(program)
     else:
         device = share_gpu(rank, folder)
         transport = over(program, device)
@@ -192,8 +192,8 @@ def failing(rank: int, folder: str, how: str) -> None:
             forward()
 
         executor.calls[k] = Call(wait, fails)
-    own = Member(folder, Shape.of(program), rank)
-    own.box.enter(Phase.STEP, executor.draws.step)
+    own = RunMember(folder, ProcessLayout.of(program), rank)
+    own.box.enter(ProcessPhase.STEP, executor.draws.step)
     with Watchdog(own, PATIENCE) as watchdog, watchdog.watching(executor):
         executor.step(*given)
         wait_for_device()

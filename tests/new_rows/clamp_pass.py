@@ -9,11 +9,11 @@ import numpy as np
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import Program
 from schedir.passes.communication.gradient_reduction import append
-from schedir.passes.pass_types import Expected, Pass, Present
+from schedir.passes.pass_types import ExpectedInstructions, Pass, Present
 
 
-def _each(program: Program, present: Present) -> Iterator[Expected]:
-    yield Expected(Opcode.Clamp, np.full(program.plan.holders.size, program.trains))
+def _each(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+    yield ExpectedInstructions(Opcode.Clamp, np.full(program.plan.holders.size, program.trains))
 
 
 PASSES = (

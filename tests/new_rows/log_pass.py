@@ -9,7 +9,7 @@ import numpy as np
 from schedir.ir.isa.instructions import FORWARD, Opcode
 from schedir.ir.program import ADDRESS, OP, Program
 from schedir.passes.insertion import behind
-from schedir.passes.pass_types import Expected, Pass, Present
+from schedir.passes.pass_types import ExpectedInstructions, Pass, Present
 
 
 def log(program: Program) -> Program:
@@ -21,9 +21,9 @@ def log(program: Program) -> Program:
     return program
 
 
-def _both(program: Program, present: Present) -> Iterator[Expected]:
-    yield Expected(Opcode.ToHost, present(Opcode.Log), "nobody logs it")
-    yield Expected(Opcode.Log, present(Opcode.ToHost), "nothing was moved to the host")
+def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+    yield ExpectedInstructions(Opcode.ToHost, present(Opcode.Log), "nobody logs it")
+    yield ExpectedInstructions(Opcode.Log, present(Opcode.ToHost), "nothing was moved to the host")
 
 
 PASSES = (Pass("log", "memory", lambda program, options: log(program), expected=_both),)

@@ -9,7 +9,7 @@ import numpy as np
 from schedir.ir.isa.instructions import COMPUTE, FORWARDS, ROWS, Lane, Opcode, Token
 from schedir.ir.program import ADDRESS, OP, Program, Words
 from schedir.passes.insertion import before, behind
-from schedir.passes.pass_types import Expected, Pass, Present
+from schedir.passes.pass_types import ExpectedInstructions, Pass, Present
 
 _USES = tuple(row.op for row in ROWS if Token.SAVED in row.needs and row.lane is Lane.COMPUTE)
 
@@ -37,9 +37,9 @@ def _ends(program: Program) -> tuple[Words, Words]:
     return made, used[first][np.searchsorted(values, address[made])]
 
 
-def _both(program: Program, present: Present) -> Iterator[Expected]:
-    yield Expected(Opcode.Take, present(Opcode.Stash), "nothing was moved to the disk")
-    yield Expected(Opcode.Stash, present(Opcode.Take), "nothing comes back")
+def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+    yield ExpectedInstructions(Opcode.Take, present(Opcode.Stash), "nothing was moved to the disk")
+    yield ExpectedInstructions(Opcode.Stash, present(Opcode.Take), "nothing comes back")
 
 
 PASSES = (

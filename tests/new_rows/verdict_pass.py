@@ -9,7 +9,7 @@ import numpy as np
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import Program
 from schedir.passes.communication.gradient_reduction import append
-from schedir.passes.pass_types import Expected, Pass, Present
+from schedir.passes.pass_types import ExpectedInstructions, Pass, Present
 
 
 def judge(program: Program) -> Program:
@@ -17,8 +17,10 @@ def judge(program: Program) -> Program:
     return append(program, Opcode.Judge, [[0]] * program.plan.ranks)
 
 
-def _all(program: Program, present: Present) -> Iterator[Expected]:
-    yield Expected(Opcode.Judge, np.full(program.plan.ranks, present(Opcode.Judge).any()))
+def _all(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+    yield ExpectedInstructions(
+        Opcode.Judge, np.full(program.plan.ranks, present(Opcode.Judge).any())
+    )
 
 
 PASSES = (

@@ -20,7 +20,7 @@ from schedir.commands.common.schedule_options import read_costs, read_sizes
 from schedir.errors import CostsError, MemoryLimitError, UsageError
 from schedir.io.timeline_file import load_timeline, save_timeline
 from schedir.ir.cost.per_stage_values import PerStage, by_stage, cut, from_grid, grid
-from schedir.ir.instruction_index import Index
+from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import SENDS, TOKENS, Instr, Opcode, Token
 from schedir.ir.program import Program
 from schedir.predict.calibrate import calibrate, completed, format_costs, rounded
@@ -149,7 +149,7 @@ def test_messages_have_their_own_sizes(drafted: Program, data: Any) -> None:
     sizes = Sizes(
         activation=data.draw(arrays(program.plan)), gradient=data.draw(arrays(program.plan))
     )
-    index = Index.of(program)
+    index = InstructionIndex.of(program)
     sends = index.where_all(SENDS)
     expected = []
     for at in sends.tolist():

@@ -19,11 +19,11 @@ from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.schedule_search.bounds.closed_form_bounds import closed_bound
 from schedir.schedule_search.bounds.lower_bound import bound_of
-from schedir.schedule_search.bounds.memory_lags import Lags
-from schedir.schedule_search.bounds.microbatch_latency import Paths
+from schedir.schedule_search.bounds.memory_lags import MemoryLags
+from schedir.schedule_search.bounds.microbatch_latency import MicrobatchLatency
 from schedir.schedule_search.bounds.program_bound import bound_of_program
 from schedir.schedule_search.bounds.round_trip import options_of
-from schedir.schedule_search.problem import OBJECTIVES, Objective, Problem, problem_of
+from schedir.schedule_search.problem import OBJECTIVES, Objective, SchedulingProblem, problem_of
 from schedir.schedule_search.rank_order import KINDS, F, I, W, codes_of, length, peaks, starts_of
 from schedir.schedules.draft import draft
 from schedir.testing import drafts, plans_of
@@ -164,8 +164,8 @@ def test_tapes_of_a_later_stage_wait_for_no_more_than_they_must(saved: float) ->
     lags_hold(problem, [(*there, *there, 0, 5, 5, *there[1:], 5)])
 
 
-def lags_hold(problem: Problem, order: Sequence[Sequence[int]]) -> None:
-    lags = Lags.of(replace(problem, room=tuple(peaks(problem, order))))
+def lags_hold(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> None:
+    lags = MemoryLags.of(replace(problem, room=tuple(peaks(problem, order))))
     at = [
         [k for k, c in enumerate(order[problem.rank_of[code // KINDS]]) if c == code]
         for code in range(KINDS * problem.plan.stages)
@@ -189,7 +189,7 @@ def test_what_crosses_is_late(data: st.DataObject) -> None:
         problem = problem_of(plan, priced, in_flight=k)
     except CostsError:  # all of them are 0
         reject()
-    order, paths = codes_of(made, split=True), Paths.of(problem)
+    order, paths = codes_of(made, split=True), MicrobatchLatency.of(problem)
     started = starts_of(problem, order)
     assert started is not None
     for s in range(plan.ranks - 1):
@@ -210,7 +210,7 @@ def test_what_crosses_is_late(data: st.DataObject) -> None:
 
 
 @st.composite
-def problems(draw: st.DrawFn, plan: Plan, split: bool) -> Problem:
+def problems(draw: st.DrawFn, plan: Plan, split: bool) -> SchedulingProblem:
     """Problems without a limit of memory."""
     priced = replace(draw(costs(plan)), step=draw(st.integers(0, 4)))
     try:

@@ -17,27 +17,37 @@ from hypothesis import strategies as st
 
 from schedir import Plan, compile, schedules
 from schedir.analysis.dependency_graph import Graph
-from schedir.hang_diagnosis.stall_cause import Kind, Shape, Standstill
-from schedir.io.black_box import AT, SIZE, Box, Phase, Seen, State, Word, boxes, look
+from schedir.hang_diagnosis.stall_cause import ProcessLayout, StalledRun, StallKind
+from schedir.io.black_box import (
+    AT,
+    SIZE,
+    BlackBox,
+    BlackBoxField,
+    BlackBoxSnapshot,
+    ProcessPhase,
+    State,
+    boxes,
+    look,
+)
 from schedir.ir.instruction_index import NONE
 from schedir.ir.isa.instructions import ROWS, SENDS
 from schedir.ir.program import Program
 
 
 def seen(
-    process: int, at: int, *, turn: int = 5, phase: Phase = Phase.STEP, state: State = "runs",
-    waits: bool = False, said: str = "",
-) -> Seen:  # fmt: skip
+    process: int, at: int, *, turn: int = 5, phase: ProcessPhase = ProcessPhase.STEP,
+    state: State = "runs", waits: bool = False, said: str = "",
+) -> BlackBoxSnapshot:  # fmt: skip
     """A box of a process that stands somewhere."""
-    box = Box(process=process, world=4)
+    box = BlackBox(process=process, world=4)
     box.enter(phase, 3)
-    box.words[Word.TURN], box.words[AT], box.words[Word.WAITS] = turn, at, waits
+    box.words[BlackBoxField.TURN], box.words[AT], box.words[BlackBoxField.WAITS] = turn, at, waits
     if said:
         box.say(said, 1)
-    return Seen(bytes(box.memory), monotonic_ns(), state)
+    return BlackBoxSnapshot(bytes(box.memory), monotonic_ns(), state)
 
 
-def standstill(program: Program, stuck: int, at: int) -> dict[int, Seen]:
+def standstill(program: Program, stuck: int, at: int) -> dict[int, BlackBoxSnapshot]:
     """Where all processes stand, if one does not come out of an instruction: they have gone on as
     far as the dependency graph lets them."""
     graph = Graph.of(program, "edge")
@@ -56,7 +66,7 @@ def standstill(program: Program, stuck: int, at: int) -> dict[int, Seen]:
                 moved = True
     return {
         rank: seen(rank, k) if k < len(program.streams[rank])
-        else seen(rank, 0, turn=6, phase=Phase.REPORT, waits=True)
+        else seen(rank, 0, turn=6, phase=ProcessPhase.REPORT, waits=True)
         for rank, k in enumerate(stands)
     }  # fmt: skip
 
@@ -85,8 +95,10 @@ def test_who_is_stuck_is_blamed(schedule: str, stuck: int, where: float, clip: b
         getattr(schedules, schedule), Plan(4, 4, stages_per_rank=v), model="edge", clip=clip
     )
     at = int(where * len(program.streams[stuck]))
-    found = Standstill(standstill(program, stuck, at), Shape(4, 1, 1), program).blame()
-    assert found is not None and found.process == stuck and found.kind is Kind.BUSY and found.sure
+    found = StalledRun(standstill(program, stuck, at), ProcessLayout(4, 1, 1), program).blame()
+    assert (
+        found is not None and found.process == stuck and found.kind is StallKind.BUSY and found.sure
+    )
     assert f"process {stuck} (pipeline rank {stuck})" in found.fact
     assert f"in step 3 at #{at} {program.streams[stuck][at]}" in found.fact
 
@@ -100,11 +112,11 @@ def test_who_has_moved_while_others_waited_is_not_said_to_stand(since: float, sl
     now = monotonic_ns()
     for process, one in all_of.items():
         words = bytearray(one.data)
-        for word in (Word.SINCE, Word.ENTERED):
+        for word in (BlackBoxField.SINCE, BlackBoxField.ENTERED):
             ago = since if process == 1 else 3.0
             words[word * 8 : word * 8 + 8] = (now - int(ago * 1e9)).to_bytes(8, "little")
         all_of[process] = replace(one, data=bytes(words), now=now)
-    found = Standstill(all_of, Shape(4, 1, 1), PROGRAM)
+    found = StalledRun(all_of, ProcessLayout(4, 1, 1), PROGRAM)
     blame = found.blame()
     assert blame is not None and blame.process == 1 and found.moves(1) is slow
     assert ("is slow, or has only just come to stand" in blame.fact) is slow
@@ -112,22 +124,25 @@ def test_who_has_moved_while_others_waited_is_not_said_to_stand(since: float, sl
 
 
 def test_who_has_died_or_is_stopped_is_blamed_before_who_is_busy() -> None:
-    states: list[tuple[State, Kind]] = [("gone", Kind.DIED), ("stopped", Kind.STOPPED)]
+    states: list[tuple[State, StallKind]] = [
+        ("gone", StallKind.DIED),
+        ("stopped", StallKind.STOPPED),
+    ]
     for state, kind in states:
         all_of = standstill(PROGRAM, 1, 4)
         all_of[2] = replace(all_of[2], state=state)
-        found = Standstill(all_of, Shape(4, 1, 1), PROGRAM).blame()
+        found = StalledRun(all_of, ProcessLayout(4, 1, 1), PROGRAM).blame()
         assert found is not None and (found.process, found.kind) == (2, kind)
 
 
 def test_who_has_said_why_is_blamed_and_not_who_left_because_of_it() -> None:
     all_of = standstill(PROGRAM, 1, 4)
     all_of[1] = replace(seen(1, 4, said="ValueError"), state="gone")
-    left = Box(process=0, world=4)
+    left = BlackBox(process=0, world=4)
     left.say("", 1)
-    all_of[0] = Seen(bytes(left.memory), monotonic_ns(), "gone")
-    found = Standstill(all_of, Shape(4, 1, 1), PROGRAM).blame()
-    assert found is not None and (found.process, found.kind) == (1, Kind.SAID)
+    all_of[0] = BlackBoxSnapshot(bytes(left.memory), monotonic_ns(), "gone")
+    found = StalledRun(all_of, ProcessLayout(4, 1, 1), PROGRAM).blame()
+    assert found is not None and (found.process, found.kind) == (1, StallKind.SAID)
 
 
 def test_of_tensor_parallel_processes_the_one_in_no_collective_is_blamed() -> None:
@@ -135,7 +150,7 @@ def test_of_tensor_parallel_processes_the_one_in_no_collective_is_blamed() -> No
     stands = standstill(program, 1, 4)
     all_of = {2 * r + t: seen(2 * r + t, stands[r][AT]) for r in range(2) for t in range(2)}
     all_of[2] = seen(2, stands[1][AT], waits=True)
-    found = Standstill(all_of, Shape(2, 2, 1), program).blame()
+    found = StalledRun(all_of, ProcessLayout(2, 2, 1), program).blame()
     assert found is not None and found.process == 3
     assert found.fact.startswith("process 3 (pipeline rank 1, tp 1) ")
     assert any(
@@ -144,20 +159,24 @@ def test_of_tensor_parallel_processes_the_one_in_no_collective_is_blamed() -> No
 
 
 def test_outside_of_steps_who_is_behind_is_blamed() -> None:
-    all_of = {p: seen(p, 0, turn=2, phase=Phase.SET_UP, waits=True) for p in range(4)}
-    all_of[2] = seen(2, 0, turn=2, phase=Phase.SET_UP)
-    found = Standstill(all_of, Shape(4, 1, 1)).blame()
+    all_of = {p: seen(p, 0, turn=2, phase=ProcessPhase.SET_UP, waits=True) for p in range(4)}
+    all_of[2] = seen(2, 0, turn=2, phase=ProcessPhase.SET_UP)
+    found = StalledRun(all_of, ProcessLayout(4, 1, 1)).blame()
     assert found is not None and (found.process, found.sure) == (2, True)
     del all_of[2]
-    found = Standstill(all_of, Shape(4, 1, 1), missing=[2]).blame()
-    assert found is not None and (found.process, found.kind) == (2, Kind.MISSING)
+    found = StalledRun(all_of, ProcessLayout(4, 1, 1), missing=[2]).blame()
+    assert found is not None and (found.process, found.kind) == (2, StallKind.MISSING)
 
 
 def test_of_several_at_work_the_one_that_is_furthest_behind_is_blamed() -> None:
-    all_of = {p: seen(p, 0, turn=3, phase=Phase.DATA) for p in range(4)}
-    all_of[2] = seen(2, 0, turn=2, phase=Phase.SET_UP)
-    found = Standstill(all_of, Shape(4, 1, 1)).blame()
-    assert found is not None and (found.process, found.kind, found.sure) == (2, Kind.BUSY, False)
+    all_of = {p: seen(p, 0, turn=3, phase=ProcessPhase.DATA) for p in range(4)}
+    all_of[2] = seen(2, 0, turn=2, phase=ProcessPhase.SET_UP)
+    found = StalledRun(all_of, ProcessLayout(4, 1, 1)).blame()
+    assert found is not None and (found.process, found.kind, found.sure) == (
+        2,
+        StallKind.BUSY,
+        False,
+    )
     assert "; or it may be process " in found.fact
 
 
@@ -205,7 +224,7 @@ def test_a_box_outlives_its_process(tmp_path: Path) -> None:
 
 @given(st.binary(max_size=200) | st.binary(min_size=SIZE, max_size=SIZE + 60))
 def test_what_is_no_box_is_none(data: bytes) -> None:
-    assert Seen.unpacked(data) is None
+    assert BlackBoxSnapshot.unpacked(data) is None
 
 
 FULL = """
@@ -229,6 +248,6 @@ def test_a_disk_that_has_no_room_for_a_box_keeps_no_run_from_going_on(tmp_path: 
 
 def test_a_box_goes_to_another_machine_and_back(tmp_path: Path) -> None:
     one = seen(1, 4, said="why")
-    assert Seen.unpacked(one.packed()) == one
+    assert BlackBoxSnapshot.unpacked(one.packed()) == one
     (tmp_path / "0").write_bytes(b"no box")
     assert boxes(tmp_path) == {}

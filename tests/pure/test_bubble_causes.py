@@ -15,11 +15,11 @@ from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import lower
 from schedir.ir.isa.instructions import SPLIT_CHANGES, TRANSFERS, Lane
 from schedir.passes.communication.transfer_overlap import group_opposites
-from schedir.predict.bubble_causes import Cause, by_cause, exposed, idleness, ready_gaps
+from schedir.predict.bubble_causes import IdleCause, by_cause, exposed, idleness, ready_gaps
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
 from tests.strategies import costs, drafts
 
-WAITS = (Cause.WARMUP, Cause.COOLDOWN, Cause.PEER, Cause.IMBALANCE)
+WAITS = (IdleCause.WARMUP, IdleCause.COOLDOWN, IdleCause.PEER, IdleCause.IMBALANCE)
 
 
 def covers(timeline: Timeline) -> None:
@@ -53,25 +53,25 @@ def test_intervals_are_all_the_idle_time(
     covers(timeline)
     idle, spans = idleness(timeline), timeline.spans
     assert (by_cause(idle, timeline.ranks).sum(1) == timeline.idle).all()  # whole costs: exact
-    assert not (idle["cause"] == Cause.HOST).any()
+    assert not (idle["cause"] == IdleCause.HOST).any()
     work = np.flatnonzero(spans["lane"] == Lane.COMPUTE)
     last = {int(spans["rank"][k]): k for k in work}  # of each rank
     for one in idle:
         awaited = spans[one["awaits"]]
         if one["awaits"] < 0:
-            assert one["cause"] in (Cause.COOLDOWN, Cause.IMBALANCE)
+            assert one["cause"] in (IdleCause.COOLDOWN, IdleCause.IMBALANCE)
             assert one["start"] >= spans["end"][last[one["rank"]]]
         elif one["cause"] in WAITS:  # work elsewhere, which has not ended
             assert awaited["rank"] != one["rank"] and awaited["lane"] == Lane.COMPUTE
             assert awaited["end"] >= one["end"]
-        elif one["cause"] == Cause.REDUCTION:
+        elif one["cause"] == IdleCause.REDUCTION:
             assert awaited["lane"] == Lane.DP and awaited["start"] <= one["start"]
             assert awaited["end"] >= one["end"]
         else:
             assert awaited["op"] in TRANSFERS + SPLIT_CHANGES
             assert awaited["start"] <= one["start"] < one["end"] <= awaited["end"]
     spare = timeline.busy.max() - timeline.busy
-    assert (by_cause(idle, timeline.ranks)[:, Cause.IMBALANCE] <= spare).all()
+    assert (by_cause(idle, timeline.ranks)[:, IdleCause.IMBALANCE] <= spare).all()
 
 
 @given(drafts(), st.data(), st.sampled_from(MODELS))
@@ -89,16 +89,16 @@ def test_measured_times_that_nothing_explains(
     covers(replace(timeline, spans=spans, kind="measured", unit="s"))
 
 
-def causes(timeline: Timeline) -> dict[Cause, list[float]]:
+def causes(timeline: Timeline) -> dict[IdleCause, list[float]]:
     """Causes that are there, with the idle time of each rank."""
     table = by_cause(idleness(timeline), timeline.ranks)
-    return {c: table[:, c].round(9).tolist() for c in Cause if table[:, c].any()}
+    return {c: table[:, c].round(9).tolist() for c in IdleCause if table[:, c].any()}
 
 
 def test_an_even_pipeline_fills_and_drains() -> None:
     """1F1B: (P-1)(F+B) on every rank; the fill is what comes before the first backward."""
     timeline = schedir.simulate(schedir.compile(one_f_one_b, Plan(4, 8)), Costs(F=1, B=2))
-    assert causes(timeline) == {Cause.WARMUP: [6, 5, 4, 3], Cause.COOLDOWN: [3, 4, 5, 6]}
+    assert causes(timeline) == {IdleCause.WARMUP: [6, 5, 4, 3], IdleCause.COOLDOWN: [3, 4, 5, 6]}
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
@@ -107,7 +107,7 @@ def test_what_a_slow_stage_costs_the_others(
 ) -> None:
     slow = Costs(F=(1, 1, 1.5, 1), B=(2, 2, 3, 2))
     timeline = schedir.simulate(schedir.compile(schedule, Plan(4, 8)), slow)
-    assert causes(timeline)[Cause.IMBALANCE] == [12, 12, 0, 12]
+    assert causes(timeline)[IdleCause.IMBALANCE] == [12, 12, 0, 12]
 
 
 def test_messages_reductions_and_steps() -> None:
@@ -115,28 +115,28 @@ def test_messages_reductions_and_steps() -> None:
     costs = Costs(F=1, B=2, send=0.25, reduce_grads=4, reduce_norm=0.5, step=1)
     found = causes(schedir.simulate(program, costs))
     # Rank 1 waits for the first activation, then computes; rank 0 for each gradient.
-    assert found[Cause.REDUCTION] == [4.5, 4.5]
-    assert found[Cause.WARMUP] == [2.25, 1]
-    assert found[Cause.MESSAGE][1] == 0.25
-    assert found[Cause.COOLDOWN][1] == 2.25
+    assert found[IdleCause.REDUCTION] == [4.5, 4.5]
+    assert found[IdleCause.WARMUP] == [2.25, 1]
+    assert found[IdleCause.MESSAGE][1] == 0.25
+    assert found[IdleCause.COOLDOWN][1] == 2.25
 
 
 def test_sums_of_pieces_and_of_shared_sequences() -> None:
     """A sum that a piece waits for is no message; what is summed over the sequence is reduced."""
     program = schedir.compile(gpipe, Plan(1, 2), tp=2, cut="fg")
     timeline = schedir.simulate(program, Costs(sum=1.5))
-    assert causes(timeline) == {Cause.SUM: [2 * 2 * 1.5]}
+    assert causes(timeline) == {IdleCause.SUM: [2 * 2 * 1.5]}
     covers(timeline)
     program = schedir.compile(one_f_one_b, Plan(1, 2), tp=2, sequence=True)
     timeline = schedir.simulate(program, Costs(reduce_sequence=3))
-    assert causes(timeline) == {Cause.REDUCTION: [3]}
+    assert causes(timeline) == {IdleCause.REDUCTION: [3]}
 
 
 def test_a_gather_is_part_of_the_message() -> None:
     program = schedir.compile(interleaved, Plan(2, 2, 2), tp=2)
     timeline = schedir.simulate(program, Costs(gather=1, scatter=1))
     idle = idleness(timeline)
-    ops = timeline.spans["op"][idle["awaits"][idle["cause"] == Cause.MESSAGE]]
+    ops = timeline.spans["op"][idle["awaits"][idle["cause"] == IdleCause.MESSAGE]]
     assert {*ops.tolist()} <= {*map(int, SPLIT_CHANGES)}
     covers(timeline)
 

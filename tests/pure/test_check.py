@@ -16,11 +16,11 @@ from schedir.errors import (
     CompletenessError,
     DeadlockError,
     GroupError,
-    LevelError,
+    LoweringLevelError,
     OrderError,
-    PartnerError,
     ProgramError,
     ReductionError,
+    UnmatchedTransferError,
 )
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import COMPUTE, RECEIVES, SENDS
@@ -68,10 +68,11 @@ REFUSED = {
     "I without W": (SPLIT, [(r"  W 1.1\n", "")], CompletenessError),
     "B beside I and W": (SPLIT, [(r"  W 1.1", "  W 1.1\n  B 1.1")], CompletenessError),
     "B beside I": (SPLIT, [(r"  W 1.1", "  B 1.1")], CompletenessError),
-    "send without receive": (WHOLE, [(r"  recv_act 1.2\n", "")], PartnerError),
-    "receive without send": (WHOLE, [(r"  send_grad 1.2\n", "")], PartnerError),
-    "neither": (WHOLE, [(r"  send_act 0.2\n", ""), (r"  recv_act 1.2\n", "")], PartnerError),
-    "send into nothing": (WHOLE, [(r"  F 1.2", "  F 1.2\n  send_act 1.2")], PartnerError),
+    "send without receive": (WHOLE, [(r"  recv_act 1.2\n", "")], UnmatchedTransferError),
+    "receive without send": (WHOLE, [(r"  send_grad 1.2\n", "")], UnmatchedTransferError),
+    "neither": (WHOLE, [(r"  send_act 0.2\n", ""), (r"  recv_act 1.2\n", "")],
+                UnmatchedTransferError),
+    "send into nothing": (WHOLE, [(r"  F 1.2", "  F 1.2\n  send_act 1.2")], UnmatchedTransferError),
     "two receives swapped": (WHOLE, [("recv_act 1.0", "recv_act 1.X"), ("recv_act 1.1",
                              "recv_act 1.0"), ("recv_act 1.X", "recv_act 1.1")], OrderError),
     "send before its forward": (WHOLE, [(r"  F 0.0\n  send_act 0.0",
@@ -91,8 +92,8 @@ REFUSED = {
     "two steps": (WHOLE, [(r"  step\n", "  step\n  step\n")], ReductionError),
     "step before norm": (WHOLE, [(r"  reduce_norm\n  step", "  step\n  reduce_norm")],
                          OrderError),
-    "scatter without gather": (SHARDED, [(r"  gather 1.0\n", "")], PartnerError),
-    "gather without scatter": (SHARDED, [(r"  scatter_grad 1.1\n", "")], PartnerError),
+    "scatter without gather": (SHARDED, [(r"  gather 1.0\n", "")], UnmatchedTransferError),
+    "gather without scatter": (SHARDED, [(r"  scatter_grad 1.1\n", "")], UnmatchedTransferError),
     "gather after use": (SHARDED, [(r"  gather 1.0\n  F 1.0", "  F 1.0\n  gather 1.0")],
                          OrderError),
     "scatter after the send": (SHARDED, [(r"  scatter 0.0\n  send_act 0.0",
@@ -152,7 +153,7 @@ def test_a_plan_has_room_for_its_programs() -> None:
 
 
 def test_draft_is_refused_where_a_program_is_needed() -> None:
-    with pytest.raises(LevelError):
+    with pytest.raises(LoweringLevelError):
         check(draft(one_f_one_b, Plan(2, 4)))
     with pytest.raises(CompletenessError):
         check_draft(WHOLE)

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from schedir.checkpoints.checkpoint_directory import (
     LOCK,
     MANIFEST,
-    File,
-    Folder,
-    Kind,
+    CheckpointDirectory,
     Manifest,
-    Stored,
+    ManifestFile,
+    StoredSlice,
+    TensorMeta,
 )
-from schedir.checkpoints.manifest import NotWholeError
+from schedir.checkpoints.manifest import IncompleteCheckpointError
 from schedir.checkpoints.manifest_json import _cover
 from schedir.checkpoints.tensor_slices import boxes
 from schedir.errors import CheckpointError, UsageError
@@ -43,24 +43,24 @@ def fill(path: Path, step: int, note: str = "") -> Manifest:
     for k, name in enumerate(("__0_0.distcp", "__1_0.distcp")):
         data = DATA + f"{step} {k} {note}".encode()
         (path / name).write_bytes(data)
-        files[name] = File(len(data), hashlib.sha256(data).hexdigest())
-        stored.append(Stored("weights/w", (2 * k, 0), (2, 2), name, 0, 16))
-    kinds = {"weights/w": Kind((4, 2), "float32")}
+        files[name] = ManifestFile(len(data), hashlib.sha256(data).hexdigest())
+        stored.append(StoredSlice("weights/w", (2 * k, 0), (2, 2), name, 0, 16))
+    kinds = {"weights/w": TensorMeta((4, 2), "float32")}
     return Manifest(step, files, kinds, tuple(stored), {"note": note}, {"next": step + 1})
 
 
-def save(folder: Folder, step: int, keep: int | None = None, note: str = "") -> Path:
+def save(folder: CheckpointDirectory, step: int, keep: int | None = None, note: str = "") -> Path:
     return folder.finish(fill(folder.begin(step), step, note), keep)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Folder]:
-    made = Folder(tmp_path / "run")
+def folder(tmp_path: Path) -> Iterator[CheckpointDirectory]:
+    made = CheckpointDirectory(tmp_path / "run")
     yield made
     made.release()
 
 
-def test_what_is_saved_is_read(folder: Folder) -> None:
+def test_what_is_saved_is_read(folder: CheckpointDirectory) -> None:
     assert folder.steps() == [] and folder.newest() is None
     path = save(folder, 12, note="ü \N{SNOWMAN}")
     read = folder.verify(12)
@@ -73,7 +73,9 @@ def test_what_is_saved_is_read(folder: Folder) -> None:
 # Ends
 
 
-def test_what_cannot_be_removed_is_said(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_removed_is_said(
+    folder: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(folder, 7)
 
     def fails(*_: object) -> None:
@@ -86,7 +88,7 @@ def test_what_cannot_be_removed_is_said(folder: Folder, monkeypatch: pytest.Monk
 
 
 def test_all_is_on_the_disk_before_it_has_its_name(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+    folder: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
     sync, rename = os.fsync, os.rename
@@ -108,7 +110,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(
     ]  # fmt: skip
 
 
-def test_no_room_for_the_manifest_leaves_nothing_but_what_was(folder: Folder) -> None:
+def test_no_room_for_the_manifest_leaves_nothing_but_what_was(folder: CheckpointDirectory) -> None:
     save(folder, 1)
     manifest = fill(folder.begin(2), 2)
     with small_files(100), pytest.raises(CheckpointError) as error:
@@ -117,7 +119,7 @@ def test_no_room_for_the_manifest_leaves_nothing_but_what_was(folder: Folder) ->
     assert sorted(os.listdir(folder.path)) == [LOCK, "step-00000001"] and folder.newest() == 1
 
 
-def test_what_is_not_all_there_is_not_finished(folder: Folder) -> None:
+def test_what_is_not_all_there_is_not_finished(folder: CheckpointDirectory) -> None:
     manifest = fill(folder.begin(1), 1)
     with pytest.raises(CheckpointError, match="numbers"):  # a process told of no boxes
         folder.finish(replace(manifest, boxes=manifest.boxes[:1]))
@@ -135,7 +137,7 @@ def test_what_is_not_all_there_is_not_finished(folder: Folder) -> None:
 # Keeping
 
 
-def test_only_whole_ones_count_and_those_of_others_stay(folder: Folder) -> None:
+def test_only_whole_ones_count_and_those_of_others_stay(folder: CheckpointDirectory) -> None:
     for name in ("step-5", "notes.tmp", "step-00000005.bak"):
         (folder.path / name).mkdir(parents=True)
     for step in (1, 2, 3):
@@ -152,7 +154,7 @@ def test_only_whole_ones_count_and_those_of_others_stay(folder: Folder) -> None:
     assert error.value.hint == "move it away" and folder.of(9).is_dir()
 
 
-def test_a_second_writer_is_refused_until_the_first_has_ended(folder: Folder) -> None:
+def test_a_second_writer_is_refused_until_the_first_has_ended(folder: CheckpointDirectory) -> None:
     code = (
         "import sys; from schedir.checkpoints.checkpoint_directory import Folder; "
         "f = Folder(sys.argv[1]); "
@@ -178,7 +180,7 @@ def test_a_second_writer_is_refused_until_the_first_has_ended(folder: Folder) ->
 # What is read
 
 
-def test_the_newest_whole_one_and_why_others_are_not(folder: Folder) -> None:
+def test_the_newest_whole_one_and_why_others_are_not(folder: CheckpointDirectory) -> None:
     for step in range(1, 6):
         save(folder, step)
     (folder.of(5) / "__1_0.distcp").write_bytes(DATA)
@@ -194,12 +196,12 @@ def test_the_newest_whole_one_and_why_others_are_not(folder: Folder) -> None:
     size = len(DATA) + len("5 1 ")
     assert found.passed[0] == (f"step-00000005 is not whole: __1_0.distcp has 32 bytes, not {size}")
     for step, name in ((5, "__1_0.distcp"), (4, "__0_0.distcp"), (3, MANIFEST)):
-        with pytest.raises(NotWholeError) as error:
+        with pytest.raises(IncompleteCheckpointError) as error:
             folder.verify(step)
         assert (error.value.step, error.value.file) == (step, name)
 
 
-def test_processes_agree_though_each_reads_files_of_its_own(folder: Folder) -> None:
+def test_processes_agree_though_each_reads_files_of_its_own(folder: CheckpointDirectory) -> None:
     for step in (1, 2):
         save(folder, step)
     broken = bytearray((folder.of(2) / "__0_0.distcp").read_bytes())
@@ -230,7 +232,7 @@ def test_processes_agree_though_each_reads_files_of_its_own(folder: Folder) -> N
         assert [*pool.map(process, range(2))] == [1, 1]
 
 
-def test_another_format_is_no_reason_to_go_back(folder: Folder) -> None:
+def test_another_format_is_no_reason_to_go_back(folder: CheckpointDirectory) -> None:
     save(folder, 1)
     save(folder, 2)
     reseal(
@@ -239,25 +241,25 @@ def test_another_format_is_no_reason_to_go_back(folder: Folder) -> None:
     )
     with pytest.raises(CheckpointError, match="format 2") as error:
         folder.find()
-    assert not isinstance(error.value, NotWholeError)
+    assert not isinstance(error.value, IncompleteCheckpointError)
 
 
 def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / ("x" * 300), tmp_path / "y" / ("z" * 300)):
         with pytest.raises(CheckpointError):
-            Folder(place).begin(1)
+            CheckpointDirectory(place).begin(1)
     for bad in ("a\0b", "~nobody-of-this-name/x", 3):
         with pytest.raises(UsageError):
-            Folder(bad)  # type: ignore[arg-type]
+            CheckpointDirectory(bad)  # type: ignore[arg-type]
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "real ü").mkdir()
     (tmp_path / "link").symlink_to("real ü")
-    relative = Folder("link")
+    relative = CheckpointDirectory("link")
     monkeypatch.chdir("/")
     save(relative, 1)
-    assert Folder("~/real ü").newest() == 1
+    assert CheckpointDirectory("~/real ü").newest() == 1
     relative.release()
     for step in (-1, True, 1.5, 10**16):
         with pytest.raises(UsageError):
@@ -303,13 +305,13 @@ def reseal(path: Path, change: Any) -> None:
         ('"when"', '"then"'),
     ],
 )  # fmt: skip
-def test_a_manifest_that_lies_is_refused(folder: Folder, old: str, new: str) -> None:
+def test_a_manifest_that_lies_is_refused(folder: CheckpointDirectory, old: str, new: str) -> None:
     path = save(folder, 12)
     text = (path / MANIFEST).read_text()
     assert old in text
     lines = text.replace(old, new, 1).encode().splitlines(keepends=True)[:-1]
     reseal(path, lambda _: lines)
-    with pytest.raises(NotWholeError) as error:
+    with pytest.raises(IncompleteCheckpointError) as error:
         folder.read(12)
     assert (error.value.step, error.value.file) == (12, MANIFEST) and len(error.value.fact) < 400
 
@@ -322,7 +324,7 @@ def test_boxes_cover_a_tensor_or_do_not(shape: list[int], data: st.DataObject) -
         total *= length
     cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=3)))
     whole = [
-        Stored("t", box.offset, box.size, "f", 0, 0)
+        StoredSlice("t", box.offset, box.size, "f", 0, 0)
         for low, high in zip([0, *cuts], [*cuts, total], strict=True)
         for box in boxes(shape, low, high)
     ]

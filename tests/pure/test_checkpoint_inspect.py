@@ -13,16 +13,23 @@ from pathlib import Path
 import pytest
 
 from schedir.__main__ import main
-from schedir.checkpoints.checkpoint_directory import MANIFEST, File, Folder, Kind, Manifest, Stored
+from schedir.checkpoints.checkpoint_directory import (
+    MANIFEST,
+    CheckpointDirectory,
+    Manifest,
+    ManifestFile,
+    StoredSlice,
+    TensorMeta,
+)
 from tests.commands import ENV, refused, said
 
 KINDS = {
-    "weights/up": Kind((4, 2), "bfloat16"),
-    "main/up": Kind((4, 2), "float32"),
-    "optimizer/up/exp_avg": Kind((4, 2), "float32"),
-    "optimizer/up/step": Kind((), "float32"),
-    "weights/frozen": Kind((3,), "float32"),
-    "buffers/count": Kind((), "int64"),
+    "weights/up": TensorMeta((4, 2), "bfloat16"),
+    "main/up": TensorMeta((4, 2), "float32"),
+    "optimizer/up/exp_avg": TensorMeta((4, 2), "float32"),
+    "optimizer/up/step": TensorMeta((), "float32"),
+    "weights/frozen": TensorMeta((3,), "float32"),
+    "buffers/count": TensorMeta((), "int64"),
 }
 STATE = {"next": 3, "extra": {"settings": {"model.heads": "2", "data.seed": "0"}, "data": [1]}}
 
@@ -31,16 +38,18 @@ STATE = {"next": 3, "extra": {"settings": {"model.heads": "2", "data.seed": "0"}
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three checkpoints, in a folder that is `run` from here."""
     monkeypatch.chdir(tmp_path)
-    folder = Folder("run")
+    folder = CheckpointDirectory("run")
     for step in (2, 4, 6):
         at, data, boxes = folder.begin(step), b"", []
         for name, kind in KINDS.items():
             boxes.append(
-                Stored(name, (0,) * len(kind.shape), kind.shape, "__0_0", len(data), kind.bytes)
+                StoredSlice(
+                    name, (0,) * len(kind.shape), kind.shape, "__0_0", len(data), kind.bytes
+                )
             )
             data += bytes([step]) * kind.bytes
         (at / "__0_0").write_bytes(data)
-        files = {"__0_0": File(len(data), hashlib.sha256(data).hexdigest())}
+        files = {"__0_0": ManifestFile(len(data), hashlib.sha256(data).hexdigest())}
         facts = {"program": "gpipe\x1b[2J", "tp": 2}
         folder.finish(Manifest(step, files, KINDS, tuple(boxes), facts, STATE))
     folder.release()

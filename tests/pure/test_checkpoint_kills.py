@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from schedir.checkpoints.checkpoint_directory import LOCK, Folder
+from schedir.checkpoints.checkpoint_directory import LOCK, CheckpointDirectory
 from tests.killed import killed_before
 from tests.pure.test_checkpoint_folder import save
 
@@ -26,7 +26,7 @@ def tmp_path() -> Iterator[Path]:
 
 def test_killed_before_any_call_there_is_a_whole_one_all_the_time(tmp_path: Path) -> None:
     """Of a save that comes again, with an older one to be removed and a stale one to be tidied."""
-    template = Folder(tmp_path / "template")
+    template = CheckpointDirectory(tmp_path / "template")
     for step in (20, 30):
         save(template, step, note="old")
     template.begin(25)
@@ -34,7 +34,7 @@ def test_killed_before_any_call_there_is_a_whole_one_all_the_time(tmp_path: Path
     template.release()
     notes = set()
     for call in range(1000):
-        place = Folder(tmp_path / "run")
+        place = CheckpointDirectory(tmp_path / "run")
         shutil.copytree(template.path, place.path)
         ended = not killed_before(call, partial(save, place, 30, 1, "new"))
         found = place.find()
@@ -52,13 +52,13 @@ def test_killed_before_any_call_there_is_a_whole_one_all_the_time(tmp_path: Path
 
 def test_killed_while_all_are_removed_there_are_whole_ones_or_none(tmp_path: Path) -> None:
     """And the newest is there as long as any is."""
-    template, left = Folder(tmp_path / "template"), set()
+    template, left = CheckpointDirectory(tmp_path / "template"), set()
     for step in (20, 30):
         save(template, step)
     (template.path / "step-00000010.tmp").mkdir()
     template.release()
     for call in range(1000):
-        place = Folder(tmp_path / "run")
+        place = CheckpointDirectory(tmp_path / "run")
         shutil.copytree(template.path, place.path)
         ended = not killed_before(call, place.remove_all)
         for step in place.steps():

@@ -15,7 +15,7 @@ from schedir.passes.splitting.stage_segmentation import cut
 from schedir.schedules.draft import draft
 from schedir.training.config.config_file import read
 from schedir.training.config.run_config import Config
-from schedir.training.config.segmentation import Finer
+from schedir.training.config.segmentation import StageSegmentation
 from schedir.training.train import program_of
 
 TEXT = """\
@@ -128,5 +128,5 @@ def test_what_is_refused(path: str, sets: list[str], word: str) -> None:
 
 def test_whole_stages_are_as_before() -> None:
     example = Path(__file__).parents[2] / "examples" / "pieces.toml"
-    assert read(str(example)).finer == Finer((2, 2), (9, 9), 2)
+    assert read(str(example)).finer == StageSegmentation((2, 2), (9, 9), 2)
     assert Config().finer.pieces == (1,) and Config().finer.division == (4,)

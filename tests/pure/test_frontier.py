@@ -16,7 +16,7 @@ from matplotlib.collections import PathCollection, PolyCollection
 import schedir
 from schedir import Costs, Plan, Sizes, compile, schedules, simulate, viz
 from schedir.errors import PlanError, UsageError
-from schedir.schedule_search.memory_frontier import Frontier, frontier
+from schedir.schedule_search.memory_frontier import MemoryFrontier, frontier
 from tests.commands import refused, said
 
 SIZES = Sizes(saved=1e9, tape=4e8, activation=1e8, weights=5e9)
@@ -32,11 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=CASES.values(), ids=[*CASES], scope="module")
-def found(request: pytest.FixtureRequest) -> Frontier:
+def found(request: pytest.FixtureRequest) -> MemoryFrontier:
     return frontier(**request.param, evaluations=600)
 
 
-def test_what_fits_a_smaller_limit_fits_a_larger_one(found: Frontier) -> None:
+def test_what_fits_a_smaller_limit_fits_a_larger_one(found: MemoryFrontier) -> None:
     limits = [level.limit for level in found.levels]
     assert limits == sorted(set(limits))
     spans = [level.run.span for level in found.levels]
@@ -47,7 +47,7 @@ def test_what_fits_a_smaller_limit_fits_a_larger_one(found: Frontier) -> None:
     assert found.complete
 
 
-def test_bounds_descend_to_that_without_a_limit_and_lie_below_all(found: Frontier) -> None:
+def test_bounds_descend_to_that_without_a_limit_and_lie_below_all(found: MemoryFrontier) -> None:
     limits, bounds = zip(*found.bounds, strict=True)
     assert limits[-1] == inf and list(limits) == sorted(set(limits))
     assert list(bounds) == sorted(bounds, reverse=True)
@@ -58,7 +58,7 @@ def test_bounds_descend_to_that_without_a_limit_and_lie_below_all(found: Frontie
                 assert run.span >= bound * (1 - 1e-9)
 
 
-def test_no_run_beside_is_shorter_than_what_is_found_in_its_memory(found: Frontier) -> None:
+def test_no_run_beside_is_shorter_than_what_is_found_in_its_memory(found: MemoryFrontier) -> None:
     for run in found.runs:
         fits = [v.run.span for v in found.levels if v.limit <= found.memory(run) * (1 + 1e-9)]
         assert not fits or min(fits) <= run.span * (1 + 1e-9), run
@@ -105,7 +105,7 @@ def test_what_has_no_frontier_is_refused() -> None:
         frontier(Plan(2, 2, placement="mirror"))
 
 
-def test_the_picture_shows_it(found: Frontier) -> None:
+def test_the_picture_shows_it(found: MemoryFrontier) -> None:
     (axes,) = viz.frontier(found).axes
     (points,) = (c for c in axes.collections if isinstance(c, PathCollection))
     unit = 1e9 if found.in_bytes else found.plan.stages / found.plan.ranks

@@ -15,7 +15,13 @@ from schedir import Costs, Plan, Sizes, compile, draft, greedy, parse, schedules
 from schedir.__main__ import main
 from schedir.analysis.memory.footprint import held, peak_in_flight, peak_versions
 from schedir.analysis.progress_models import MODELS
-from schedir.errors import CompletenessError, PartnerError, PlanError, ProgramError, UsageError
+from schedir.errors import (
+    CompletenessError,
+    PlanError,
+    ProgramError,
+    UnmatchedTransferError,
+    UsageError,
+)
 from schedir.io import torch_csv
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
@@ -181,7 +187,7 @@ def test_a_backward_of_a_frozen_stage_is_refused() -> None:
     assert [str(site.instr) for site in caught.value.sites] == ["B 1.0"]
     with pytest.raises(CompletenessError, match="no backward in stage 2"):
         check(edited(program, "B 2.3\n", ""))
-    with pytest.raises(PartnerError, match="stage 1 is frozen") as lost:
+    with pytest.raises(UnmatchedTransferError, match="stage 1 is frozen") as lost:
         check(edited(program, "B 2.3\n", "B 2.3\n  send_grad 2.3\n"))
     assert lost.value.sites[0].rank == 2
     with pytest.raises(CompletenessError, match="stage 0 is frozen, and has no reduce_grads"):

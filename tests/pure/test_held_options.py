@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schedir import Costs, Plan, Sizes, Timeline, compile, draft, schedules, simulate
 from schedir.compiler.relower import Lowering
 from schedir.predict.calibrate import repriced
-from schedir.predict.what_if import Change, advise
+from schedir.predict.what_if import SimulatedChange, advise
 from tests.commands import said
 
 PLAN = Plan(2, 6, 3)
@@ -35,7 +35,7 @@ memory, by simulation:
 """
 
 
-def most(change: Change) -> float:
+def most(change: SimulatedChange) -> float:
     return change.memory["device"]
 
 

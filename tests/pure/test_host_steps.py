@@ -24,7 +24,7 @@ from schedir.errors import (
     UsageError,
 )
 from schedir.ir.isa.instructions import Opcode
-from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
 from schedir.schedules import (
     dualpipe,
     forward_only,
@@ -220,7 +220,7 @@ def test_gradients_go_under_backwards_and_hosts_step_beside_other_ranks() -> Non
     ]
     assert spans[1] == spans[0] + 1 + 1 + 0.5
     idle = by_cause(idleness(schedir.simulate(program, costs)), 1)
-    assert idle[0, Cause.STEP] == 4 and idle[0, Cause.OFFLOAD] == 1.5
+    assert idle[0, IdleCause.STEP] == 4 and idle[0, IdleCause.OFFLOAD] == 1.5
 
 
 def test_a_cluster_prices_them() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import schedir
 from schedir.__main__ import main
 from schedir.errors import ConfigError, ParseError, PlanError, UsageError
-from schedir.io.black_box import Seen, boxes
+from schedir.io.black_box import BlackBoxSnapshot, boxes
 from schedir.ir.input_trust import MOST
 from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import F
@@ -191,7 +191,7 @@ def test_a_box_is_an_ordinary_file(tmp_path: Path) -> None:
     (tmp_path / "1").symlink_to("/dev/zero")
     (tmp_path / "2").write_bytes(b"\0" * 16384)
     assert boxes(tmp_path) == {}
-    assert Seen.unpacked("\u00b2 runs\n".encode() + b"\0" * 16384) is None
+    assert BlackBoxSnapshot.unpacked("\u00b2 runs\n".encode() + b"\0" * 16384) is None
 
 
 # ---------------------------------------------------------------- how large, and what may run

@@ -28,7 +28,7 @@ from schedir import (
     torch_csv,
 )
 from schedir.errors import ProgramError
-from schedir.ir.program import Slots
+from schedir.ir.program import SlotCounts
 from schedir.ir.text_format import parse
 from schedir.predict.bubble_causes import idleness
 from schedir.predict.calibrate import calibrate
@@ -75,7 +75,7 @@ TAKES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
     "compile with tp": (lambda v: compile(one_f_one_b, PLAN, v), (int, NoneType)),
     "slots": (lambda v: replace(PROGRAM, slots=v), (dict,)),
     "slots of a rank": (lambda v: replace(PROGRAM, slots=(v, v)), ()),
-    "a number of slots": (lambda v: replace(PROGRAM, slots=(Slots(1, 1, 1, v),) * 2), (int,)),
+    "a number of slots": (lambda v: replace(PROGRAM, slots=(SlotCounts(1, 1, 1, v),) * 2), (int,)),
     "check on hosts": (lambda v: check(PROGRAM, blocks=v), ()),
     "simulate on hosts": (lambda v: simulate(PROGRAM, blocks=v), ()),
     "simulate, unchecked": (lambda v: simulate(PROGRAM, unchecked=v), ()),

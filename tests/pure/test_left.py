@@ -14,7 +14,7 @@ import pytest
 from schedir import Plan, compile, schedules, show
 from schedir.__main__ import main
 from schedir.hang_diagnosis.post_mortem import leave_verdict
-from schedir.io.black_box import AT, FOLDER, PROGRAM, Box, Phase, Word, run_of
+from schedir.io.black_box import AT, FOLDER, PROGRAM, BlackBox, BlackBoxField, ProcessPhase, run_of
 from tests.commands import refused
 
 PROGRAM_RUN = compile(schedules.one_f_one_b, Plan(2, 2), model="edge")
@@ -23,13 +23,13 @@ Capture = pytest.CaptureFixture[str]
 Change = Callable[[memoryview], None]
 
 
-def leave(folder: Path, process: int, at: int, *changes: Change, ago: int = LONG) -> Box:
+def leave(folder: Path, process: int, at: int, *changes: Change, ago: int = LONG) -> BlackBox:
     """A box of one of two processes that stands in step 3, or what is made of that."""
-    box = Box(folder / FOLDER / str(process), process=process, world=2)
+    box = BlackBox(folder / FOLDER / str(process), process=process, world=2)
     (folder / FOLDER / PROGRAM).write_text(show(PROGRAM_RUN))
-    box.enter(Phase.STEP, 3)
-    box.words[AT], box.words[Word.ENTERED] = at, monotonic_ns() - ago
-    box.words[Word.SINCE] = monotonic_ns() - ago
+    box.enter(ProcessPhase.STEP, 3)
+    box.words[AT], box.words[BlackBoxField.ENTERED] = at, monotonic_ns() - ago
+    box.words[BlackBoxField.SINCE] = monotonic_ns() - ago
     for change in changes:
         change(box.words)
     return box
@@ -37,7 +37,7 @@ def leave(folder: Path, process: int, at: int, *changes: Change, ago: int = LONG
 
 def gone(words: memoryview) -> None:
     with subprocess.Popen(["true"]) as process:
-        words[Word.PID] = process.pid
+        words[BlackBoxField.PID] = process.pid
 
 
 def where(capsys: Capture, *given: str) -> list[str]:
@@ -74,7 +74,7 @@ def test_who_has_died_is_told_apart_from_processes_that_were_ended(
     tmp_path: Path, capsys: Capture
 ) -> None:
     def before(words: memoryview) -> None:
-        words[Word.BEAT] -= LONG
+        words[BlackBoxField.BEAT] -= LONG
 
     leave(tmp_path, 0, 3, gone)
     leave(tmp_path, 1, 1, gone)
@@ -93,7 +93,7 @@ def test_who_has_died_is_told_apart_from_processes_that_were_ended(
 
 def test_boxes_of_an_earlier_run_are_not_looked_at(tmp_path: Path, capsys: Capture) -> None:
     def earlier(words: memoryview) -> None:
-        words[Word.RUN], words[Word.BORN], words[Word.BEAT] = 1, 1, 1
+        words[BlackBoxField.RUN], words[BlackBoxField.BORN], words[BlackBoxField.BEAT] = 1, 1, 1
 
     leave(tmp_path, 0, 3, gone, earlier)
     leave(tmp_path, 1, 1)
@@ -103,8 +103,8 @@ def test_boxes_of_an_earlier_run_are_not_looked_at(tmp_path: Path, capsys: Captu
 
 def test_boxes_of_another_machine(tmp_path: Path, capsys: Capture) -> None:
     def elsewhere(words: memoryview) -> None:
-        words[Word.PLACE] = 7
-        for word in (Word.ENTERED, Word.SINCE, Word.BEAT):
+        words[BlackBoxField.PLACE] = 7
+        for word in (BlackBoxField.ENTERED, BlackBoxField.SINCE, BlackBoxField.BEAT):
             words[word] -= 10**15
 
     leave(tmp_path, 0, 3, elsewhere)
@@ -116,10 +116,16 @@ def test_boxes_of_another_machine(tmp_path: Path, capsys: Capture) -> None:
 
 @pytest.mark.parametrize(
     ("word", "value"),
-    [(Word.WORLD, 2**62), (Word.WORLD, 0), (Word.PROCESS, 9), (Word.PROCESS, -1), (Word.TP, 2**40)],
+    [
+        (BlackBoxField.WORLD, 2**62),
+        (BlackBoxField.WORLD, 0),
+        (BlackBoxField.PROCESS, 9),
+        (BlackBoxField.PROCESS, -1),
+        (BlackBoxField.TP, 2**40),
+    ],
 )
 def test_boxes_of_no_run_are_refused(
-    tmp_path: Path, capsys: Capture, word: Word, value: int
+    tmp_path: Path, capsys: Capture, word: BlackBoxField, value: int
 ) -> None:
     def odd(words: memoryview) -> None:
         words[word] = value

@@ -17,7 +17,7 @@ from schedir.analysis import numba_jit
 from schedir.analysis.critical_path import longest_path
 from schedir.analysis.critical_path.level_sweep import by_frontiers
 from schedir.analysis.critical_path.longest_path import problem_of
-from schedir.analysis.critical_path.node_loop import LOOPS, Problem, by_loop
+from schedir.analysis.critical_path.node_loop import LOOPS, LongestPathProblem, by_loop
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.errors import UsageError
@@ -27,7 +27,7 @@ from tests.mutants import mutate
 from tests.strategies import with_slots
 
 
-def agree(problem: Problem) -> bool:
+def agree(problem: LongestPathProblem) -> bool:
     """Solve it in each way that there is here; returns whether all nodes were reached."""
     problem = problem._replace(edges=[*problem.edges])
     ways = [by_loop(problem), by_frontiers(problem)]
@@ -94,7 +94,7 @@ def test_of_any_graph(nodes: int, edges: int, fixes: bool, hops: bool, seed: int
         pair[back] = pair[back][:, ::-1]
         parts.append((pair[:, 0], pair[:, 1]))
     agree(
-        Problem(
+        LongestPathProblem(
             parts,
             mask,
             rng.random(nodes),
@@ -118,7 +118,7 @@ def test_of_hubs(readers: list[int], hops: bool, seed: int) -> None:
     pair = np.sort(rng.integers(0, nodes, (nodes, 2)).astype(np.int32), 1)
     pair = pair[pair[:, 0] < pair[:, 1]]
     parts.append((pair[:, 0], pair[:, 1]))
-    problem = Problem(parts, np.ones(nodes, bool), rng.random(nodes))
+    problem = LongestPathProblem(parts, np.ones(nodes, bool), rng.random(nodes))
     if hops:
         rank = rng.integers(0, 3, nodes).astype(np.int32)
         problem = problem._replace(rank=rank, hop=rng.random(nodes))
@@ -131,7 +131,9 @@ def test_memory_of_a_walk_grows_with_its_edges(hops: bool) -> None:
     nodes = 4096
     hubs = [np.full(nodes - 8, hub, np.int32) for hub in range(4)]
     readers = np.arange(8, nodes, dtype=np.int32)
-    problem = Problem([(hub, readers) for hub in hubs], np.ones(nodes, bool), np.ones(nodes))
+    problem = LongestPathProblem(
+        [(hub, readers) for hub in hubs], np.ones(nodes, bool), np.ones(nodes)
+    )
     if hops:
         problem = problem._replace(rank=np.zeros(nodes, np.int32), hop=np.ones(nodes))
     tracemalloc.start()
@@ -145,7 +147,7 @@ def test_one_that_many_wait_for() -> None:
     """More than any frontier before it had: a norm of the gradients of a thousand ranks."""
     many, nodes = np.arange(1, 101, dtype=np.int32), 100 * 64
     star = (np.zeros_like(many), many)
-    assert agree(Problem([star], np.arange(nodes) <= 100, np.ones(nodes)))
+    assert agree(LongestPathProblem([star], np.arange(nodes) <= 100, np.ones(nodes)))
 
 
 def test_of_a_large_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from schedir.compiler.compile import compile
-from schedir.errors import PartnerError
-from schedir.ir.instruction_index import Index
+from schedir.errors import UnmatchedTransferError
+from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program
 from schedir.ir.text_format import parse, show
@@ -19,7 +19,7 @@ from schedir.verify.inspector import Inspector
 
 
 def met(program: Program) -> None:
-    meetings(Inspector(program, Index.of(program)))
+    meetings(Inspector(program, InstructionIndex.of(program)))
 
 
 def without(program: Program, rank: int, what: str) -> Program:
@@ -36,7 +36,7 @@ def test_one_of_all_ranks_is_missing(rank: int, update: int) -> None:
     program = compile(one_f_one_b, plan, clip=True)
     met(program)
     what = "reduce_norm" + " 1" * update
-    with pytest.raises(PartnerError, match=f"meets no other on rank {rank}") as caught:
+    with pytest.raises(UnmatchedTransferError, match=f"meets no other on rank {rank}") as caught:
         met(without(program, rank, what))
     (site,) = caught.value.sites
     assert str(site.instr) == what and site.rank == (rank == 0)
@@ -50,7 +50,7 @@ def test_one_of_two_holders_is_missing(stage: int, side: int) -> None:
     program = compile(random_draft(plan, random.Random(1)))
     met(program)
     rank, other = plan.holders[side, stage], plan.holders[1 - side, stage]
-    with pytest.raises(PartnerError, match=f"meets no other on rank {rank}") as caught:
+    with pytest.raises(UnmatchedTransferError, match=f"meets no other on rank {rank}") as caught:
         met(without(program, rank, f"reduce_holders {stage}"))
     (site,) = caught.value.sites
     assert str(site.instr) == f"reduce_holders {stage}" and site.rank == other

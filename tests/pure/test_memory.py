@@ -18,7 +18,7 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes, bytes_of
 from schedir.ir.isa.instructions import ROWS, SENDS, Instr, Opcode, Token
 from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.program import Program, Slots
+from schedir.ir.program import Program, SlotCounts
 from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1, zb_v
@@ -57,7 +57,7 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
     number = slots_by_hand(machine, rank)
     fixed = {"weights": sum(size["weights"][s] for s in plan.stages_of[rank])}
     handed: list[tuple[int, int, float]] = []  # from when until when, and how large
-    for kind in Slots._fields:
+    for kind in SlotCounts._fields:
         most, has = 0.0, set[tuple[int, float]]()  # slots, and their share of a boundary
         for (one, stage, mb), (fill, free) in values.items():
             if one != kind:
@@ -100,7 +100,7 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
 def slots_by_hand(machine: Machine, rank: int) -> dict[tuple[str, int, int], int]:
     """The slot of each value: of those of its kind, that which was freed earliest."""
     program, values, found = machine.program, machine.values(rank), {}
-    for kind in Slots._fields:
+    for kind in SlotCounts._fields:
         own = {value: ends for value, ends in values.items() if value[0] == kind}
         count = getattr(program.slots[rank], kind) if program.slots else len(own)
         free = deque(range(min(count, len(own))))

@@ -16,9 +16,9 @@ from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import compile
-from schedir.errors import DeadlockError, MatchError, ProgramError, UsageError
+from schedir.errors import ChannelMismatchError, DeadlockError, ProgramError, UsageError
 from schedir.ir.cost.costs import Costs
-from schedir.ir.cost.sizes import Eager, Sizes
+from schedir.ir.cost.sizes import EagerMessages, Sizes
 from schedir.ir.isa.instructions import Opcode as O
 from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.ir.program import Program, Proof
@@ -104,12 +104,12 @@ def test_what_is_said() -> None:
 
 def test_a_message_whose_ends_are_on_two_communicators_never_meets() -> None:
     error = refused(ALONE, "torch")
-    assert isinstance(error, MatchError)
+    assert isinstance(error, ChannelMismatchError)
     assert [(s.rank, s.index, str(s.instr)) for s in error.sites] == [
         (0, 1, "send_act 0.0"), (1, 0, "recv_act 1.0"),
     ]  # fmt: skip
     for unchecked in (False, True):
-        with pytest.raises(MatchError):
+        with pytest.raises(ChannelMismatchError):
             simulate(ALONE, model="torch", unchecked=unchecked)
     assert {model for model in MODELS if not refusal(ALONE, model)} == {*MODELS} - {"torch"}
     assert verdict(ALONE, "torch").kind == "hang"
@@ -144,7 +144,7 @@ def test_times_of_any_groups(seed: int, name: str, model: Model) -> None:
 # ---------------------------------------------------------------- messages that wait for nobody
 
 
-def _agrees(program: Program, model: Model, eager: Eager | None, seed: int) -> None:
+def _agrees(program: Program, model: Model, eager: EagerMessages | None, seed: int) -> None:
     """Whether all end, and when: by the graph, and by a machine that has none."""
     rng = random.Random(seed)
     priced = Costs(**{name: float(rng.randint(0, 4)) for name in ("F", "B", "I", "W", "send")})
@@ -173,7 +173,7 @@ def test_times_where_small_messages_wait_for_nobody(
     seed: int, name: str, model: Model, limit: float
 ) -> None:
     _, program = mutate(name, seed)
-    eager = Eager(limit, Sizes(activation=2.0, gradient=4.0, skip=1.0))
+    eager = EagerMessages(limit, Sizes(activation=2.0, gradient=4.0, skip=1.0))
     _agrees(with_slots(program, random.Random(seed)), model, eager, seed)
 
 
@@ -232,7 +232,7 @@ def test_a_gradient_is_as_large_as_what_the_stage_before_puts_out() -> None:
         "own": Sizes(activation=(3.0, 100.0), gradient=(9.0, 1.0)),
     }.items():
         for limit in (2, 3, 8, 9):
-            graph = Graph(program, eager=Eager(limit, sizes))
+            graph = Graph(program, eager=EagerMessages(limit, sizes))
             sends[name, limit] = [str(graph.index.locate(k)[2]) for k in graph.waits_for_nobody]
     both, act = ["send_act 0.0", "send_grad 1.0"], ["send_act 0.0"]
     assert sends == {
@@ -241,7 +241,7 @@ def test_a_gradient_is_as_large_as_what_the_stage_before_puts_out() -> None:
     }  # fmt: skip
     sliced = compile(one_f_one_b, Plan(2, 1), tp=4)
     for limit, number in ((24, 0), (25, 2)):
-        graph = Graph(sliced, eager=Eager(limit, Sizes(activation=100.0)))
+        graph = Graph(sliced, eager=EagerMessages(limit, Sizes(activation=100.0)))
         assert len(graph.waits_for_nobody) == number
 
 
@@ -251,7 +251,7 @@ def test_a_proof_says_for_which_limit_it_is() -> None:
         check(CROSSED, eager=8, sizes=sizes)
         error = refused(CROSSED, sizes=sizes)
         assert isinstance(error, DeadlockError) and error.eager == 8
-    assert Proof("device", eager=Eager(8.0, sizes)) in CROSSED.proofs
+    assert Proof("device", eager=EagerMessages(8.0, sizes)) in CROSSED.proofs
     assert Proof("device") not in CROSSED.proofs
     assert isinstance(refused(CROSSED, eager=7, sizes=sizes), DeadlockError)
     with pytest.raises(DeadlockError):
@@ -259,7 +259,7 @@ def test_a_proof_says_for_which_limit_it_is() -> None:
 
 
 def test_no_graph_is_kept_of_a_limit() -> None:
-    eager = Eager(1, Sizes(activation=1))
+    eager = EagerMessages(1, Sizes(activation=1))
     assert Graph.of(CROSSED) is Graph.of(CROSSED)
     assert Graph.of(CROSSED, eager=eager) is not Graph.of(CROSSED, eager=eager)
 
@@ -346,7 +346,7 @@ def test_hosts_meet_where_communicators_are_made(seed: int, model: Model) -> Non
         check(program, model, lazy=True)
         assert Proof(model, lazy=True) in program.proofs
         return
-    assert isinstance(refused(program, model, lazy=True), DeadlockError | MatchError)
+    assert isinstance(refused(program, model, lazy=True), DeadlockError | ChannelMismatchError)
 
 
 def test_a_ring_of_receives_that_are_posted_first() -> None:
@@ -362,7 +362,7 @@ def test_a_ring_of_receives_that_are_posted_first() -> None:
 def test_a_communicator_of_all_ranks_that_one_never_uses() -> None:
     check(BATCHES, "torch")
     error = refused(BATCHES, "torch", lazy=True)
-    assert isinstance(error, MatchError)
+    assert isinstance(error, ChannelMismatchError)
     assert [str(s.instr) for s in error.sites] == ["send_act 0.1"]
 
 

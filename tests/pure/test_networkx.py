@@ -14,7 +14,13 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from schedir.analysis.progress_models import MODELS, Model
-from schedir.errors import CompletenessError, DeadlockError, GroupError, MatchError, OrderError
+from schedir.errors import (
+    ChannelMismatchError,
+    CompletenessError,
+    DeadlockError,
+    GroupError,
+    OrderError,
+)
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import ROWS
 from schedir.ir.program import Program
@@ -89,7 +95,7 @@ def test_networkx_says_the_same(seed: int, name: str, model: Model) -> None:
     priced = whole_costs(random.Random(seed), program.plan.stages)
     try:
         span = simulate(program, priced, model=model, unchecked=True).span
-    except (DeadlockError, MatchError, OrderError):  # the last where one rank is all
+    except (DeadlockError, ChannelMismatchError, OrderError):  # the last where one rank is all
         event("deadlock")
         assert not nx.is_directed_acyclic_graph(explicit(program, model, priced))
     except (GroupError, CompletenessError):  # of what has turns, these are told ahead of all else

@@ -14,7 +14,7 @@ from schedir import Costs, Plan, Sizes, Timeline, check, compile, parse, schedul
 from schedir.__main__ import main
 from schedir.errors import MemoryLimitError
 from schedir.ir.isa.instructions import Opcode
-from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
 from schedir.predict.what_if import Advice, advise
 from tests.offloaded import offloaded
 
@@ -24,20 +24,21 @@ def run(costs: Costs, *, spilled: bool = False, **options: object) -> Timeline:
     return simulate(check(offloaded(plain, spilled=spilled)), costs)
 
 
-def causes(timeline: Timeline) -> dict[Cause, float]:
+def causes(timeline: Timeline) -> dict[IdleCause, float]:
     table = by_cause(idleness(timeline), timeline.ranks).sum(0)
-    return {c: round(float(table[c]), 9) for c in Cause if table[c]}
+    return {c: round(float(table[c]), 9) for c in IdleCause if table[c]}
 
 
 def test_waits_for_the_host_and_for_the_disk_are_told_apart() -> None:
     """One rank, F B F B F B: before each B it waits for both copies, or all four."""
     costs = Costs(F=1, B=2, offload=0.5, reload=0.25, spill=3, fetch=1)
-    assert causes(run(costs)) == {Cause.OFFLOAD: 3 * 0.75}
-    assert causes(run(costs, spilled=True)) == {Cause.OFFLOAD: 3 * 0.75, Cause.DISK: 3 * 4}
+    assert causes(run(costs)) == {IdleCause.OFFLOAD: 3 * 0.75}
+    assert causes(run(costs, spilled=True)) == {IdleCause.OFFLOAD: 3 * 0.75, IdleCause.DISK: 3 * 4}
     found = run(costs, spilled=True)
     idle = idleness(found)
     for cause, ops in (
-        (Cause.OFFLOAD, {Opcode.Offload, Opcode.Reload}), (Cause.DISK, {Opcode.Spill, Opcode.Fetch})
+        (IdleCause.OFFLOAD, {Opcode.Offload, Opcode.Reload}),
+        (IdleCause.DISK, {Opcode.Spill, Opcode.Fetch}),
     ):  # fmt: skip
         awaited = found.spans["op"][idle["awaits"][idle["cause"] == cause]]
         assert {*awaited.tolist()} == ops
@@ -46,9 +47,11 @@ def test_waits_for_the_host_and_for_the_disk_are_told_apart() -> None:
 def test_snapshots_on_the_same_lane_are_none_of_them() -> None:
     costs = Costs(F=1, B=2, offload=0.5, reload=0.25, snapshot=20)
     found = causes(run(costs, snapshots=True))
-    assert found[Cause.SNAPSHOT] > 0 and found[Cause.OFFLOAD] > 0
-    assert found[Cause.SNAPSHOT] + found[Cause.OFFLOAD] == pytest.approx(sum(found.values()))
-    assert Cause.OFFLOAD not in causes(run(Costs(F=1, B=2, snapshot=20), snapshots=True))
+    assert found[IdleCause.SNAPSHOT] > 0 and found[IdleCause.OFFLOAD] > 0
+    assert found[IdleCause.SNAPSHOT] + found[IdleCause.OFFLOAD] == pytest.approx(
+        sum(found.values())
+    )
+    assert IdleCause.OFFLOAD not in causes(run(Costs(F=1, B=2, snapshot=20), snapshots=True))
 
 
 def test_a_forward_that_waits_for_room_waits_for_the_offload_that_leaves_it() -> None:
@@ -56,7 +59,7 @@ def test_a_forward_that_waits_for_room_waits_for_the_offload_that_leaves_it() ->
         "\nrank 0\n", "\nrank 0  saved 1\n"
     )
     found = simulate(check(parse(text)), Costs(F=1, B=2, offload=0.5, reload=0.25))
-    assert causes(found) == {Cause.OFFLOAD: 4 * 0.75}
+    assert causes(found) == {IdleCause.OFFLOAD: 4 * 0.75}
     assert found.span == 4 * 3.75
 
 

@@ -11,8 +11,8 @@ import pytest
 
 import schedir
 from schedir.analysis.dependency_graph import Graph
-from schedir.ir.dataflow import Flow
-from schedir.ir.instruction_index import Index
+from schedir.ir.dataflow import Dataflow
+from schedir.ir.instruction_index import InstructionIndex
 from schedir.training.config.config_file import read
 from schedir.training.train import program_of
 from tests.commands import said
@@ -114,7 +114,7 @@ def test_a_configuration_that_has_loaded_a_file_is_pickled_without_it() -> None:
 def test_index_flow_and_graph_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the draft and of the program, whoever asks."""
     made: Counter[str] = Counter()
-    for kind in (Index, Flow, Graph):
+    for kind in (InstructionIndex, Dataflow, Graph):
 
         def counted(self: Any, *args: Any, _init: Any = kind.__init__, **options: Any) -> None:
             made[type(self).__name__] += 1
@@ -122,9 +122,9 @@ def test_index_flow_and_graph_are_made_once(monkeypatch: pytest.MonkeyPatch) -> 
 
         monkeypatch.setattr(kind, "__init__", counted)
     program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(4, 8))
-    assert made == {"Index": 2, "Flow": 2, "Graph": 2}
+    assert made == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}
     schedir.check(program)
     run = schedir.simulate(program, sizes=schedir.Sizes(activation=1, saved=1))
     assert run.peak_memory.size and run.critical_path.size and run.peak_in_flight.size
     assert schedir.viz.letters(run, 80) and schedir.show(program)
-    assert made == {"Index": 2, "Flow": 2, "Graph": 2}
+    assert made == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}

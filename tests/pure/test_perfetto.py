@@ -25,7 +25,7 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import COMPUTE, SENDS
 from schedir.ir.program import Program
 from schedir.passes.communication.transfer_overlap import group_opposites
-from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
 from tests.commands import refused, said
 from tests.strategies import costs, drafts
@@ -114,7 +114,7 @@ def test_it_says_what_the_run_was() -> None:
     idle = by_cause(idleness(timeline), 3) * 1e6
     for e in slices:
         if threads[e["tid"]] == "idle":
-            idle[e["pid"], Cause[e["name"].upper()]] -= e["dur"]
+            idle[e["pid"], IdleCause[e["name"].upper()]] -= e["dur"]
     assert not idle.any()
     assert _peaks(events, "in flight", 3) == timeline.peak_in_flight.tolist()
     waits = [e["args"]["awaits"] for e in slices if e["pid"] == 2 and e["name"] == "warmup"]

@@ -13,7 +13,7 @@ import pytest
 
 from schedir import parse
 from schedir.commands.common.plan_report import in_words
-from schedir.commands.common.plan_request import Asked, with_gpus
+from schedir.commands.common.plan_request import PlanRequest, with_gpus
 from schedir.errors import UsageError
 from schedir.planner import Memory, Parts, Priced, cluster
 from schedir.planner.bottleneck import alone
@@ -34,7 +34,7 @@ PLAN = Priced(
 
 def test_plans_in_words() -> None:
     """All that is told, of plans that are written down here."""
-    asked = Asked(MODELS["gpt-175b"][0], cluster("a100", 128), 1536, ("gpt-175b", "a100"), {})
+    asked = PlanRequest(MODELS["gpt-175b"][0], cluster("a100", 128), 1536, ("gpt-175b", "a100"), {})
     uneven = replace(PLAN, layers_of=(5, *[6] * 14, 7), t=16, d=8, sequence_parallel=True)
     plain = replace(PLAN, schedule="one_f_one_b", v=1, step=40.0, zero=0, recompute="none")
     plain = replace(plain, exact=True, why="", parts=Parts(0.04, 0, 0, 0, 0, 0, 0))
@@ -45,7 +45,9 @@ def test_plans_in_words() -> None:
 
 def test_one_of_a_kind_is_told_as_one() -> None:
     one = replace(PLAN, p=1, t=1, d=1, m=1)
-    asked = Asked(MODELS["gpt-175b"][0], with_gpus(cluster("a100", 1), 1), 2, ("gpt", "a100"), {})
+    asked = PlanRequest(
+        MODELS["gpt-175b"][0], with_gpus(cluster("a100", 1), 1), 2, ("gpt", "a100"), {}
+    )
     text = in_words(asked, [one], 1, None)
     assert "; 1 GPU of a100 " in text and ", 1 microbatch of 1" in text
     long = alone(asked.cluster, replace(one, parts=PARTS._replace(host=8658.774), step=8669.0))

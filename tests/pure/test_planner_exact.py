@@ -20,7 +20,7 @@ from schedir.planner.config_export import plan_of, program
 from schedir.planner.estimate import closed_form
 from schedir.planner.estimate.instruction_costs import costs_of, times_of
 from schedir.planner.estimate.simulated_estimate import exact
-from schedir.planner.plan_table import Plans
+from schedir.planner.plan_table import PlanColumns
 from schedir.planner.schedule_improvement import shorter
 from schedir.planner.transformer.layer_division_search import balanced, cut
 from schedir.planner.transformer.memory_estimate import ADAM, layer_numbers
@@ -228,6 +228,6 @@ def test_what_slices_sum_of_a_shared_sequence_is_priced(
     assert found == pytest.approx(tuple(map(min, ring, tree)), rel=1e-9)
     assert costs(replace(choice, sequence_parallel=False)).reduce_sequence is None
     assert Opcode.ReduceSequence in program(choice, tied=model.tied).ops
-    plans = Plans.of(choice)
+    plans = PlanColumns.of(choice)
     told = closed_form._sequence(model, where, plans, plans.shares(model), ADAM)
     assert told == pytest.approx([max(found[0] + found[2], found[1] + found[3])], rel=1e-9)

@@ -11,14 +11,14 @@ from schedir.analysis.memory.footprint import peak_in_flight
 from schedir.errors import UsageError
 from schedir.ir.isa.instructions import Opcode
 from schedir.planner import Model
-from schedir.planner.estimate.schedule_formulas import FAMILIES, Family, family, gathers
+from schedir.planner.estimate.schedule_formulas import FAMILIES, ScheduleFormulas, family, gathers
 from schedir.planner.parallel_plan import Choice
 from schedir.planner.transformer.layer_division import even, layers_of, shares
 
 ALL = [pytest.param(each, id=name) for name, each in FAMILIES.items()]
 
 
-def plan(each: Family, P: int, v: int, turns: int) -> Plan:
+def plan(each: ScheduleFormulas, P: int, v: int, turns: int) -> Plan:
     """A plan with a few microbatches more than the family takes."""
     stages = {"one": 1, "two": 2, "many": v}[each.stages]
     least = int(each.least(P))
@@ -26,7 +26,7 @@ def plan(each: Family, P: int, v: int, turns: int) -> Plan:
     return Plan(P, m, stages, "vee" if each.vee else "loop")
 
 
-def span(each: Family, of: Plan, **costs: float) -> float:
+def span(each: ScheduleFormulas, of: Plan, **costs: float) -> float:
     made = compile(getattr(schedules, each.name), of, costs=Costs(**costs))
     return simulate(made, Costs(**costs)).span
 
@@ -34,7 +34,7 @@ def span(each: Family, of: Plan, **costs: float) -> float:
 @pytest.mark.parametrize("each", ALL)
 @settings(max_examples=8)
 @given(data=st.data())
-def test_idle_time_and_messages_are_those_of_the_program(each: Family, data: Any) -> None:
+def test_idle_time_and_messages_are_those_of_the_program(each: ScheduleFormulas, data: Any) -> None:
     P, v = data.draw(st.integers(2, 6)), data.draw(st.integers(2, 4))
     of = plan(each, P, v, data.draw(st.integers(1, 3)))
     F, I, W = 1.0, data.draw(st.floats(1.0, 1.6)), data.draw(st.floats(0.4, 1.0))
@@ -50,7 +50,7 @@ def test_idle_time_and_messages_are_those_of_the_program(each: Family, data: Any
 @pytest.mark.parametrize("each", ALL)
 @given(P=st.integers(1, 6), v=st.integers(2, 4), turns=st.integers(1, 3))
 @settings(max_examples=8)
-def test_held_is_what_the_program_holds(each: Family, P: int, v: int, turns: int) -> None:
+def test_held_is_what_the_program_holds(each: ScheduleFormulas, P: int, v: int, turns: int) -> None:
     of = plan(each, P, v, turns)
     found = peak_in_flight(compile(getattr(schedules, each.name), of))
     law = [each.held(P, of.stages_per_rank, of.microbatches, r) for r in range(P)]

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from schedir import Cluster, planner
 from schedir.errors import UsageError
 from schedir.planner import Choice, Model
-from schedir.planner.hardware.cluster_fit import Block, Measured, Product, Sum, fitted, rows
+from schedir.planner.hardware.cluster_fit import (
+    MachineMeasurements,
+    MeasuredAllReduce,
+    MeasuredGemm,
+    MeasuredLayer,
+    fitted,
+    rows,
+)
 
 HERE = Cluster(
     1, 4, flops=50e9, memory=6e9, hbm=6e9, nvlink=0.8e9, network=0.8e9, latency=200e-6,
@@ -24,29 +31,33 @@ NODE = replace(
 )  # fmt: skip
 
 
-def block(cluster: Cluster, hidden: int, sequence: int, b: int) -> Block:
+def block(cluster: Cluster, hidden: int, sequence: int, b: int) -> MeasuredLayer:
     """A layer that takes as long as the cluster says."""
     model = Model(layers=1, hidden=hidden, heads=1, vocab=2, sequence=sequence)
     choice = Choice(b=b, attention="flash")
     told = planner.layer(model, cluster, choice).total
-    return Block(model, choice, told.F + told.B)
+    return MeasuredLayer(model, choice, told.F + told.B)
 
 
-def seen(cluster: Cluster, copied: float = 10.0) -> Measured:
+def seen(cluster: Cluster, copied: float = 10.0) -> MachineMeasurements:
     """What one measures on a machine that is just as a Cluster says."""
     products = [(m, h, h) for m in (128, 512) for h in (256, 512)]
     large = [(256, 128, 1), (512, 64, 2), (512, 128, 4)]
     if cluster.processors is None:
         large = [(4096, 2048, b) for b in (1, 2, 4)]
-    return Measured(
+    return MachineMeasurements(
         processes=cluster.gpus_per_node,
         itemsize=cluster.itemsize,
         memory=cluster.memory,
-        products=[Product(m, k, n, 6.0 * m * k * n / cluster.flops) for m, k, n in products],
+        products=[MeasuredGemm(m, k, n, 6.0 * m * k * n / cluster.flops) for m, k, n in products],
         copied=copied * cluster.hbm,
         smallest=[block(cluster, 16, 8, 1)],
         layers=[block(cluster, *one) for one in large],
-        sums=[Sum(g, x, cluster.all_reduce(x, g)) for g in (2, 4) for x in (4e3, 1e6, 2e7)],
+        sums=[
+            MeasuredAllReduce(g, x, cluster.all_reduce(x, g))
+            for g in (2, 4)
+            for x in (4e3, 1e6, 2e7)
+        ],
         processors=cluster.processors,
     )  # fmt: skip
 
@@ -96,7 +107,11 @@ def test_one_process_has_no_sums() -> None:
 
 
 def test_no_latency_is_less_than_none() -> None:
-    falling = [Sum(2, 1e6, 1e-3), Sum(2, 2e6, 2.2e-3), Sum(2, 4e6, 4.6e-3)]
+    falling = [
+        MeasuredAllReduce(2, 1e6, 1e-3),
+        MeasuredAllReduce(2, 2e6, 2.2e-3),
+        MeasuredAllReduce(2, 4e6, 4.6e-3),
+    ]
     found = fitted(seen(HERE)._replace(sums=falling))
     assert found.latency == 0
     assert 0.8e9 < found.nvlink < 1e9

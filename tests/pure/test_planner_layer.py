@@ -14,7 +14,7 @@ from schedir.errors import UsageError
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner import Choice, Constants, Model
 from schedir.planner.transformer.layer_ops import Gemm, head_pieces, layer_pieces
-from schedir.planner.transformer.op_time import Prices
+from schedir.planner.transformer.op_time import OpTimes
 from tests import published_runs
 
 NODE = planner.cluster("a100")
@@ -168,7 +168,7 @@ def test_sums_hide_under_whole_backwards_only() -> None:
 
 def test_products_are_made_of_whole_tiles_in_whole_waves() -> None:
     one = replace(NODE, flops=108e12, peak=None, hbm=1e18)  # a multiprocessor does 1e12
-    prices = Prices(one, Choice(), Constants(most_splits=1), True)
+    prices = OpTimes(one, Choice(), Constants(most_splits=1), True)
     tile = 2 * 128 * 256 * 4096 / 1e12
 
     def product(m: int, n: int) -> float:
@@ -177,9 +177,9 @@ def test_products_are_made_of_whole_tiles_in_whole_waves() -> None:
     assert product(128, 256) == product(256, 128) == product(1, 1) == pytest.approx(tile)
     assert product(128 * 108, 256) == pytest.approx(tile)
     assert product(128 * 108 + 1, 256) == pytest.approx(2 * tile)
-    fine = Prices(replace(one, sms=None), Choice(), Constants(), True)
+    fine = OpTimes(replace(one, sms=None), Choice(), Constants(), True)
     assert pytest.approx(2 * 4096 / 108e12) == fine.gemm(Gemm("one", 1, 1, 4096)).F
-    split = Prices(one, Choice(), Constants(), True)
+    split = OpTimes(one, Choice(), Constants(), True)
     assert pytest.approx(tile / 8) == split.gemm(Gemm("one", 128, 256, 4096)).F
 
 
@@ -212,7 +212,7 @@ def test_flash_attention_saves_what_scores_take() -> None:
     product = 2.0 * 4 * 2048**2 * 6144 / 8 / NODE.flops
     constants = Constants()
     assert pytest.approx(product / constants.flash_forward) == flash.compute.R
-    prices = Prices(NODE, Choice(), constants, True)
+    prices = OpTimes(NODE, Choice(), constants, True)
     gemms = layer_pieces(GPT, Choice(t=8, b=4, attention="flash")).gemms
     backward = sum(prices.gemm(gemm).I for gemm in gemms if gemm.flash)
     assert pytest.approx(2.5 * product / constants.flash_backward) == backward

@@ -18,7 +18,7 @@ from schedir.planner.estimate.schedule_formulas import FAMILIES
 from schedir.planner.plan_enumeration import asked, choices
 from schedir.planner.plan_estimate import plain
 from schedir.planner.plan_space import closed_form
-from schedir.planner.plan_table import Plans
+from schedir.planner.plan_table import PlanColumns
 from schedir.planner.transformer.layer_division import layers_of
 from schedir.planner.transformer.memory_estimate import (
     ADAM,
@@ -368,7 +368,7 @@ def test_links_are_those_that_processes_cross() -> None:
         strides = (p * t, t) if order == "tpd" else (t, d * t)
         for at in np.ndindex(d, p, t):
             assert mesh(choice)[at] == at[0] * strides[0] + at[1] * strides[1] + at[2]
-        where, cluster, plans = mesh(choice), machine(12, gpus_per_node=4), Plans.of(choice)
+        where, cluster, plans = mesh(choice), machine(12, gpus_per_node=4), PlanColumns.of(choice)
         placed = places_of(cluster, plans)
         size = 2.0 * 1024 * 1024 / t  # each slice sends its part
         path = 0.0

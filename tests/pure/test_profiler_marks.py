@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.io.profiler_range_names import Action, Mark, mark_of, marks, read_mark
-from schedir.ir.isa.instructions import ROWS, Instr, Opcode, Per
+from schedir.io.profiler_range_names import NamedInstruction, RangeName, mark_of, marks, read_mark
+from schedir.ir.isa.instructions import ROWS, Instr, Opcode, Scope
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES
 
 
@@ -15,7 +15,7 @@ from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES
     st.booleans(),
 )
 def test_names_are_read_as_they_are_written(op: Opcode, stage: int, mb: int, joined: bool) -> None:
-    instr = Instr(op, 0 if ROWS[op].per is Per.RANK else stage, mb)
+    instr = Instr(op, 0 if ROWS[op].per is Scope.RANK else stage, mb)
     name = mark_of(instr, joined)
     assert marks(name)
-    assert read_mark(name) == Mark((Action(*instr),), joined=joined)
+    assert read_mark(name) == RangeName((NamedInstruction(*instr),), joined=joined)

@@ -22,7 +22,7 @@ from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import compile
 from schedir.errors import (
     DeadlockError,
-    LevelError,
+    LoweringLevelError,
     OrderError,
     ProgramError,
     SlotError,
@@ -31,10 +31,10 @@ from schedir.errors import (
 from schedir.io import torch_csv
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.dataflow import Flow
-from schedir.ir.instruction_index import Index
+from schedir.ir.dataflow import Dataflow
+from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.program import Program, Proof, Slots
+from schedir.ir.program import Program, Proof, SlotCounts
 from schedir.ir.text_format import parse, show
 from schedir.predict.simulate import simulate
 from schedir.schedules import forward_only, interleaved, one_f_one_b, zb_h1
@@ -174,7 +174,7 @@ def test_unchecked_for_what_finishes_but_is_wrong() -> None:
 
 
 def test_evaluation_on_one_rank_is_whole_as_it_is() -> None:
-    program = replace(compile(forward_only, Plan(1, 2, 2)), slots=(Slots(0, 0, 0, 0),))
+    program = replace(compile(forward_only, Plan(1, 2, 2)), slots=(SlotCounts(0, 0, 0, 0),))
     for proven in (check, simulate):
         with pytest.raises(SlotError):
             proven(program)
@@ -182,7 +182,7 @@ def test_evaluation_on_one_rank_is_whole_as_it_is() -> None:
 
 def test_a_slot_that_only_its_own_filler_frees() -> None:
     program = compile(interleaved, Plan(1, 1, 3))
-    program = replace(program, slots=(Slots(0, 1, 0, 2),))
+    program = replace(program, slots=(SlotCounts(0, 1, 0, 2),))
     with pytest.raises(SlotError):
         simulate(program)
     with pytest.raises(DeadlockError) as caught:
@@ -222,11 +222,11 @@ def test_what_cannot_be_compiled() -> None:
     given = draft(one_f_one_b, Plan(2, 4))
     with pytest.raises(UsageError, match="its own plan"):
         compile(given, Plan(2, 8))
-    with pytest.raises(LevelError, match="lowered already"):
+    with pytest.raises(LoweringLevelError, match="lowered already"):
         compile(compile(given))
     with pytest.raises(UsageError, match="a Plan"):
         compile(one_f_one_b)
-    with pytest.raises(LevelError) as caught:
+    with pytest.raises(LoweringLevelError) as caught:
         check(given)
     assert "schedir.compile lowers a draft" in caught.value.hint
 
@@ -237,7 +237,7 @@ def test_what_is_derived_of_a_program_goes_with_it() -> None:
     gc.disable()
     try:
         program = compile(one_f_one_b, Plan(2, 4))
-        index, flow, graph = Index.of(program), Flow.of(program), Graph.of(program)
+        index, flow, graph = InstructionIndex.of(program), Dataflow.of(program), Graph.of(program)
         timeline = simulate(program)
         assert timeline.graph is graph and graph.flow is flow and flow.index is index
         gone = [weakref.ref(each) for each in (program, index, flow, graph)]
@@ -251,7 +251,7 @@ def test_what_is_derived_of_a_program_goes_with_it() -> None:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """All indexes, flows and graphs that are made from now on."""
     all_made: list[object] = []
-    for kind in (Index, Flow, Graph):
+    for kind in (InstructionIndex, Dataflow, Graph):
         before = kind.__init__
 
         def counted(self: object, *given: Any, _before: Any = before, **options: Any) -> None:
@@ -275,7 +275,11 @@ def test_index_and_flow_are_made_once_for_a_program(made: list[object]) -> None:
     check(slots)
     assert [type(each) for each in made] == [Graph]
     check(parse(show(program)))
-    assert sorted(type(each).__name__ for each in made[1:]) == ["Flow", "Graph", "Index"]
+    assert sorted(type(each).__name__ for each in made[1:]) == [
+        "Dataflow",
+        "Graph",
+        "InstructionIndex",
+    ]
 
 
 def test_large_programs_keep_nothing(made: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +287,12 @@ def test_large_programs_keep_nothing(made: list[object], monkeypatch: pytest.Mon
     monkeypatch.setattr("schedir.ir.program._LARGE", 10)
     made.clear()
     check(program)  # once to see that it is complete, and once for its graph
-    assert sorted(type(each).__name__ for each in made) == ["Flow", "Graph", "Index", "Index"]
+    assert sorted(type(each).__name__ for each in made) == [
+        "Dataflow",
+        "Graph",
+        "InstructionIndex",
+        "InstructionIndex",
+    ]
     alive = [weakref.ref(each) for each in made]
     made.clear()
     gc.collect()

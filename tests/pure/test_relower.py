@@ -23,7 +23,7 @@ from schedir.compiler.relower import compute_of, options_of
 from schedir.errors import ProgramError
 from schedir.io import torch_csv
 from schedir.io.source_loader import load
-from schedir.ir.program import JOINED, Cut
+from schedir.ir.program import JOINED, StreamSlices
 from schedir.passes.pass_types import Choice
 from schedir.predict.calibrate import completed, format_costs, rounded
 from schedir.predict.what_if import advise
@@ -114,12 +114,14 @@ def in_another_order(program: Program, seed: int) -> Program:
     """The same instructions, each issued alone, in any order that finishes under edge; or not."""
     if seed % 2:
         return program
-    program = replace(program, streams=Cut.at(program.words & ~JOINED, program.offsets))
+    program = replace(program, streams=StreamSlices.at(program.words & ~JOINED, program.offsets))
     graph = Graph.of(program, "edge")
     turn = {node: k for k, node in enumerate(graph.random_topological_order(seed))}
     turns = np.array([turn[node] for node in graph.node.tolist()])
     order = np.lexsort((turns, graph.index.rank))
-    return check(replace(program, streams=Cut.at(program.words[order], program.offsets)), "edge")
+    return check(
+        replace(program, streams=StreamSlices.at(program.words[order], program.offsets)), "edge"
+    )
 
 
 @given(programs(), st.data(), st.sampled_from(MODELS), st.booleans(), st.integers(0, 2**32 - 1))

@@ -22,8 +22,8 @@ from schedir.errors import CostsError, MemoryLimitError, ProgramError, UsageErro
 from schedir.ir.program import Program
 from schedir.schedule_search.bounds.program_bound import bound_of_program
 from schedir.schedule_search.heuristics.annealing import wave
-from schedir.schedule_search.heuristics.local_search import Hunt
-from schedir.schedule_search.heuristics.order_evaluator import LOOPS, Machine, Policy
+from schedir.schedule_search.heuristics.local_search import LocalSearch
+from schedir.schedule_search.heuristics.order_evaluator import LOOPS, DispatchPolicy, OrderEvaluator
 from schedir.schedule_search.problem import problem_of
 from schedir.schedule_search.rank_order import codes_of, draft_of, length, peaks
 from schedir.schedules import built_in
@@ -60,7 +60,7 @@ def test_the_seed_and_the_evaluations_say_what_is_found() -> None:
 def test_nothing_is_moved_when_the_seconds_are_over() -> None:
     problem = problem_of(Plan(4, 8), Costs(F=2, I=2, W=1), in_flight=3)
     order = codes_of(compile(schedules.zb_h1, problem.plan), split=True)
-    hunt = Hunt(
+    hunt = LocalSearch(
         problem, 0.0, begin=perf_counter(), seconds=1e-9, evaluations=None, seed=0,
         report=lambda _: None,
     )  # fmt: skip
@@ -215,8 +215,8 @@ def test_machine_code_and_lists_have_the_same_bits() -> None:
     if loops is None:
         pytest.skip("numba is not here")
     found = []
-    for machine in (Machine(problem), Machine(problem, loops)):
-        first = machine.run(Policy((9, 7, 6, 5, 4, 3, 2, 1), (2, 1, 1, 0), slack=0.5))
+    for machine in (OrderEvaluator(problem), OrderEvaluator(problem, loops)):
+        first = machine.run(DispatchPolicy((9, 7, 6, 5, 4, 3, 2, 1), (2, 1, 1, 0), slack=0.5))
         order = machine.made
         moving = machine.annealing(order, 3.0, 0.999, 5)
         found.append((first, order, moving.run(700, 0.0), moving.run(300, 0.0), moving.best))
@@ -224,7 +224,7 @@ def test_machine_code_and_lists_have_the_same_bits() -> None:
 
 
 policy = st.builds(
-    lambda lead, lag, **more: Policy(tuple(lead), tuple(lag), **more),
+    lambda lead, lag, **more: DispatchPolicy(tuple(lead), tuple(lag), **more),
     lead=st.lists(st.integers(1, 9), min_size=6, max_size=6),
     lag=st.lists(st.integers(0, 9), min_size=3, max_size=3),
     wait=st.sampled_from([0.0, 0.5, 1.0]),
@@ -246,7 +246,7 @@ def test_any_policy_ends_and_fits(policy, placement, room, split, seed) -> None:
     """And so does all that comes of it by moving work; both loops agree with plain evaluation."""
     costs = Costs(F=(1, 2, 1, 3, 1, 2), I=2, W=1.1, send=0.3)
     problem = problem_of(Plan(3, 5, 2, placement), costs, in_flight=room, split=split)
-    machine = Machine(problem)
+    machine = OrderEvaluator(problem)
     takes = machine.run(policy)
     moving = machine.annealing(machine.made, 2.0, 0.99, seed)
     shorter = moving.run(60, 0.0)

@@ -16,11 +16,11 @@ from schedir.__main__ import main
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import lower
 from schedir.errors import (
+    ChannelMismatchError,
     DeadlockError,
     GroupError,
-    MatchError,
     ProgramError,
-    SequenceError,
+    ProgramSequenceError,
     UsageError,
 )
 from schedir.ir.program import Program
@@ -43,14 +43,14 @@ BACK = parse(
 )
 
 
-def refusal(runs: Runs, model: Model = "device") -> SequenceError:
-    with pytest.raises(SequenceError) as caught:
+def refusal(runs: Runs, model: Model = "device") -> ProgramSequenceError:
+    with pytest.raises(ProgramSequenceError) as caught:
         check_sequence(runs, model)
     assert caught.value.model == model
     return caught.value
 
 
-def where(error: SequenceError) -> list[tuple[int, int, str]]:
+def where(error: ProgramSequenceError) -> list[tuple[int, int, str]]:
     return [(site.rank, site.index, f"{site.instr}, {site.note}") for site in error.sites]
 
 
@@ -204,7 +204,7 @@ def legal(programs: list[Program], model: Model) -> bool:
     try:
         for program in programs:
             check(program, model)
-    except (DeadlockError, GroupError, MatchError):
+    except (DeadlockError, GroupError, ChannelMismatchError):
         return False
     return True
 
@@ -227,7 +227,7 @@ def test_execution_agrees(seed: int, alike: bool) -> None:
         ran = verdict(runs, model, rng.randrange(2**32))
         try:
             check_sequence(runs, model)
-        except SequenceError as error:
+        except ProgramSequenceError as error:
             event("they wait" if "across" in error.fact else "they cross")
             assert not alike and ran.kind != "ok", error
         else:

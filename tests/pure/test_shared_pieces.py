@@ -30,7 +30,7 @@ from schedir.commands.simulate import volume
 from schedir.compiler.relower import compute_of, options_of
 from schedir.errors import CompletenessError, ProgramError
 from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, Lane, Opcode
-from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
 from schedir.predict.what_if import advise
 from tests.edits import Edit, move, pull, push
 from tests.mutants import known
@@ -195,7 +195,7 @@ def test_gathers_are_filled_priced_and_told_of() -> None:
     plan, costs = Plan(1, 4), Costs(F=2, I=2, W=2, gather=0.6)
     plain = simulate(of(schedules.zb_h1, plan, 5), costs)
     idle = by_cause(idleness(plain), 1)[0]
-    assert {*np.flatnonzero(idle).tolist()} == {Cause.SUM}
+    assert {*np.flatnonzero(idle).tolist()} == {IdleCause.SUM}
     told = {change.what: change.saves for change in advise(plain, costs).changes}
     free = next(saves for what, saves in told.items() if "sums of pieces" in what)
     assert free == pytest.approx(

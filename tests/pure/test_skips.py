@@ -19,8 +19,8 @@ from schedir.analysis.memory.footprint import held
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import DeadlockError, PlanError, UsageError
 from schedir.io import torch_csv
-from schedir.ir.dataflow import Flow
-from schedir.ir.isa.instructions import ROWS, Hop, Opcode, Token
+from schedir.ir.dataflow import Dataflow
+from schedir.ir.isa.instructions import ROWS, Opcode, PeerRule, Token
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.ir.program import Program, Stream
 from schedir.ir.stream import OP
@@ -163,23 +163,23 @@ def test_memory_counts_it_on_both_ranks() -> None:
 
 def test_programs_without_stay_as_they_are() -> None:
     program = compile(schedules.zb_h1, Plan(4, 8))
-    assert "skips" not in show(program) and len(Flow.of(program).needs) == 2
+    assert "skips" not in show(program) and len(Dataflow.of(program).needs) == 2
     assert not any(program.has(ROWS[op].needs[0]) for op in (Opcode.SendSkip, Opcode.SendSkipGrad))
     assert compile(schedules.zb_h1, Plan(4, 8), skips=()).digest == program.digest
     other = compile(schedules.zb_h1, Plan(4, 8), skips=[(0, 2)])
     assert replace(program, skips=((0, 2),)).digest not in (program.digest, other.digest)
-    assert len(Flow.of(other).needs) == 3
+    assert len(Dataflow.of(other).needs) == 3
     assert parse(show(other)) == other and parse(show(other)).skips == ((0, 2),)
 
 
 def test_the_stages_beside() -> None:
     program = compile(schedules.gpipe, Plan(4, 1), skips=((0, 2), (1, 3)))
-    assert program.beside(Hop.NEXT).tolist() == [1, 2, 3, -1]
-    assert program.beside(Hop.PREVIOUS).tolist() == [-1, 0, 1, 2]
-    assert program.beside(Hop.SKIP_TO).tolist() == [2, 3, -1, -1]
-    assert program.beside(Hop.SKIP_FROM).tolist() == [-1, -1, 0, 1]
+    assert program.beside(PeerRule.NEXT).tolist() == [1, 2, 3, -1]
+    assert program.beside(PeerRule.PREVIOUS).tolist() == [-1, 0, 1, 2]
+    assert program.beside(PeerRule.SKIP_TO).tolist() == [2, 3, -1, -1]
+    assert program.beside(PeerRule.SKIP_FROM).tolist() == [-1, -1, 0, 1]
     index = Graph.of(program).index
-    for one, other in pairwise((Hop.SKIP_TO, Hop.SKIP_FROM)):
+    for one, other in pairwise((PeerRule.SKIP_TO, PeerRule.SKIP_FROM)):
         at = index.positions[Opcode.Forward]
         there = index.beside(one, at)
         back = index.beside(other, index.where(Opcode.Forward, there)[there >= 0])

@@ -20,10 +20,10 @@ from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ParseError, PlanError, SlotError, UsageError
 from schedir.ir.cost.costs import Costs
-from schedir.ir.instruction_index import Index
+from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import BOUNDARY, ROWS, Token
 from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.program import Program, Slots
+from schedir.ir.program import Program, SlotCounts
 from schedir.ir.text_format import parse, show
 from schedir.passes.communication.transfer_overlap import (
     early_gathers,
@@ -68,7 +68,7 @@ def test_no_two_values_share_a_slot_at_once(
     From group to group along the Stream: what is issued together is there together.
     """
     program = with_slots(varied(draft, data, model), rng)
-    index = Index(program)
+    index = InstructionIndex(program)
     machine = Machine(program, model, Costs())
     machine.run()
     waits = None
@@ -121,7 +121,7 @@ def test_the_fewest_are_the_most_that_overlap(
         for kind, count in zip(BOUNDARY, few[rank].tolist(), strict=False):
             assert count == max(a[kind.name.lower()] for a in alive)
         used = Counter(kind for kind, _ in {(k, *s.values()) for (k, _, _), s in assign(
-            replace(program, slots=tuple(Slots(*row[:4]) for row in few.tolist())), rank
+            replace(program, slots=tuple(SlotCounts(*row[:4]) for row in few.tolist())), rank
         ).items()})  # fmt: skip
         assert [used[kind] for kind in KINDS] == few[rank].tolist()
 
@@ -136,7 +136,7 @@ def test_one_fewer_is_refused(draft: Program, model: Model, data: st.DataObject)
     rank, kind = data.draw(st.sampled_from(some))
     counts = list(program.slots[rank])
     counts[kind] -= 1
-    slots = (*program.slots[:rank], Slots(*counts), *program.slots[rank + 1 :])
+    slots = (*program.slots[:rank], SlotCounts(*counts), *program.slots[rank + 1 :])
     with pytest.raises(SlotError) as caught:
         check(replace(program, slots=slots), model)
     fills, frees = caught.value.sites
@@ -181,7 +181,7 @@ def test_gpipe_pays_for_the_fewest() -> None:
 
     assert span(None) == span(None, priced) == span("enough", priced) == 57.6
     assert span("fewest") == span("fewest", priced) == 60.6
-    assert set(compile(gpipe, plan, slots="fewest").slots[1:3]) == {Slots(1, 1, 1, 1)}
+    assert set(compile(gpipe, plan, slots="fewest").slots[1:3]) == {SlotCounts(1, 1, 1, 1)}
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
@@ -201,13 +201,14 @@ def test_enough_is_as_few_as_can_be() -> None:
     program = compile(gpipe, Plan(4, 16), model="edge", costs=priced, slots="enough")
     span = simulate(program, priced, model="edge").span
     assert program.slots == (
-        Slots(0, 2, 2, 0), Slots(2, 2, 2, 2), Slots(2, 2, 2, 2), Slots(2, 0, 0, 2)
+        SlotCounts(0, 2, 2, 0), SlotCounts(2, 2, 2, 2),
+        SlotCounts(2, 2, 2, 2), SlotCounts(2, 0, 0, 2),
     )  # fmt: skip
     for rank in range(4):
         for kind, count in enumerate(program.slots[rank][:4]):
             slots = [list(counts) for counts in program.slots]
             slots[rank][kind] = max(count - 1, 0)
-            fewer = replace(program, slots=tuple(Slots(*counts) for counts in slots))
+            fewer = replace(program, slots=tuple(SlotCounts(*counts) for counts in slots))
             assert not count or simulate(fewer, priced, model="edge").span > span
 
 
@@ -248,7 +249,7 @@ def test_slots_are_said_of_all_ranks_or_of_none() -> None:
 
 def test_counts_that_cannot_be() -> None:
     program = compile(one_f_one_b, Plan(2, 2))
-    for slots in [(Slots(1, 1, 1, 1),), (Slots(1, 1, 1, -1),) * 2]:
+    for slots in [(SlotCounts(1, 1, 1, 1),), (SlotCounts(1, 1, 1, -1),) * 2]:
         with pytest.raises(PlanError):
             replace(program, slots=slots)
     with pytest.raises(UsageError):

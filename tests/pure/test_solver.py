@@ -17,16 +17,16 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.predict.simulate import simulate
-from schedir.schedule_search.cp_sat import CLOSED, EXACT, Solved, solve
-from schedir.schedule_search.problem import OBJECTIVES, Problem, problem_of
+from schedir.schedule_search.cp_sat import CLOSED, EXACT, SolverResult, solve
+from schedir.schedule_search.problem import OBJECTIVES, SchedulingProblem, problem_of
 from schedir.schedule_search.rank_order import draft_of, length, one_by_one, peaks
 from schedir.schedule_search.search import search
-from schedir.schedule_search.search_results import Bound
+from schedir.schedule_search.search_results import LowerBound
 from tests.certified import Case, cases
 from tests.interleavings import shortest
 
 
-def solved(problem: Problem, **options: object) -> Solved:
+def solved(problem: SchedulingProblem, **options: object) -> SolverResult:
     pytest.importorskip("ortools")
     return solve(problem, 60, workers=1, **options)  # type: ignore[arg-type]
 
@@ -70,7 +70,7 @@ SHAPES += [(1, 2, 2, False), (1, 1, 2, True), (2, 1, 2, True), (3, 3, 1, False)]
 
 
 @st.composite
-def tiny(draw: st.DrawFn) -> Problem:
+def tiny(draw: st.DrawFn) -> SchedulingProblem:
     """Problems of which every order can be tried; all work takes time."""
     ranks, microbatches, v, split = draw(st.sampled_from(SHAPES))
     plan = Plan(ranks, microbatches, v, draw(st.sampled_from(["loop", "vee"][:v])))
@@ -97,7 +97,7 @@ def tiny(draw: st.DrawFn) -> Problem:
 
 @given(tiny())
 @settings(max_examples=40, deadline=None)
-def test_the_solver_finds_what_trying_every_order_finds(problem: Problem) -> None:
+def test_the_solver_finds_what_trying_every_order_finds(problem: SchedulingProblem) -> None:
     best = shortest(problem)
     found = solved(problem)
     assert found.proved and found.order is not None
@@ -109,7 +109,7 @@ def test_the_solver_finds_what_trying_every_order_finds(problem: Problem) -> Non
 def test_a_known_bound_closes_it_at_once() -> None:
     problem = problem_of(Plan(ranks=2, microbatches=4), in_flight=2)
     order = solved(problem).order
-    known = Bound(13.0, "rank 0 ends last")
+    known = LowerBound(13.0, "rank 0 ends last")
     found = solved(problem, hint=order, closed=known)
     assert (found.order, found.value, found.bound, found.proved) == (order, 13.0, known, True)
     assert solved(problem, below=13.0, closed=known).order is None
@@ -117,7 +117,7 @@ def test_a_known_bound_closes_it_at_once() -> None:
 
 def test_without_a_known_bound_cp_sat_says_why() -> None:
     problem = problem_of(Plan(ranks=2, microbatches=4), in_flight=2)
-    assert solved(problem).bound == Bound(13.0, CLOSED)
+    assert solved(problem).bound == LowerBound(13.0, CLOSED)
 
 
 def test_costs_that_are_no_decimals_are_rounded_down_for_the_bound() -> None:

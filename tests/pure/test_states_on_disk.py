@@ -17,7 +17,7 @@ from schedir.analysis.memory.footprint import held
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import CompletenessError, MemoryLimitError, OrderError, SlotError, UsageError
 from schedir.ir.isa.instructions import Opcode
-from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
 from schedir.schedules import interleaved, looped_bfs
 from schedir.testing import plans
 from schedir.testing.strategies import random_draft
@@ -243,4 +243,4 @@ def test_a_cluster_and_explain_tell_what_the_disk_takes() -> None:
     assert (costs.load_state, costs.fetch_state, costs.spill_state) == (0.6, 3.0, 3.0)
     run = schedir.simulate(lowered(), costs)
     table = by_cause(idleness(run), run.ranks)
-    assert table[:, Cause.DISK].sum() > 2 * 3.0  # on two ranks
+    assert table[:, IdleCause.DISK].sum() > 2 * 3.0  # on two ranks

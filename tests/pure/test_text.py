@@ -38,13 +38,13 @@ def test_what_prints_parses(
 @given(st.lists(st.integers(0, 2**57 - 1), max_size=40), st.integers(1, 3))
 def test_any_words_survive(words: list[int], period: int) -> None:
     """Not only right programs: whatever the grammar can say, in any order."""
-    from schedir.ir.isa.instructions import ROWS, Per
+    from schedir.ir.isa.instructions import ROWS, Scope
 
     kept: list[int] = []
     for word in words * period:
         op, stage, mb = (word >> 48 & 0xFF) % 16, word >> 32 & 0xFFFF, word & 0xFFFF
         per = ROWS[op].per
-        stage, mb = (0 if per is Per.RANK else stage), (mb if per is Per.MICROBATCH else 0)
+        stage, mb = (0 if per is Scope.RANK else stage), (mb if per is Scope.MICROBATCH else 0)
         kept.append(op << 48 | stage << 32 | mb | (word & 1 << 56 if kept else 0))
     program = Program("any", Plan(1, 1), (Stream(np.array(kept, np.int64)),))
     for folded in (True, False):

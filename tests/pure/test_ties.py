@@ -129,7 +129,7 @@ def test_who_meets(plan: Plan, tied: Any, party: list[int]) -> None:
     (node,) = {
         tuple(
             schedir.analysis.dependency_graph.Graph(program).node[
-                schedir.ir.instruction_index.Index(program).op == Opcode.ReduceTied
+                schedir.ir.instruction_index.InstructionIndex(program).op == Opcode.ReduceTied
             ]
         )
     }

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from schedir.analysis.memory.unshard_counts import gathers
 from schedir.compiler.compile import compile, finish, lower
 from schedir.errors import (
-    CellError,
     CompletenessError,
+    CsvCellError,
     GroupError,
-    LevelError,
+    LoweringLevelError,
     ProgramError,
     ReductionError,
     UsageError,
@@ -175,7 +175,7 @@ def test_the_plan_is_inferred(text: str, plan: Plan) -> None:
     ],
 )
 def test_bad_cells_are_named(text: str, row: int, column: int, says: str) -> None:
-    with pytest.raises(CellError) as caught:
+    with pytest.raises(CsvCellError) as caught:
         torch_csv.parse(text)
     error = caught.value
     assert (error.line, error.column) == (row, column)
@@ -198,12 +198,12 @@ def test_a_file_that_lacks_rows_is_refused(program: Program, form: str) -> None:
     assert torch_csv.parse("".join(rows), ranks=3).plan == program.plan
     for kept in (rows[:2], rows[:1], rows[:1] + rows[2:], rows[1:]):
         cut = "".join(kept)
-        with pytest.raises(CellError, match=f"for 3 ranks: rank {len(kept)} has none"):
+        with pytest.raises(CsvCellError, match=f"for 3 ranks: rank {len(kept)} has none"):
             torch_csv.parse(cut, ranks=3)
         if form != "torch" or program.plan.stages > 3 or kept not in (rows[:2], rows[:1]):
-            with pytest.raises(CellError, match=r"no row has(?s:.*)missing|on rank"):
+            with pytest.raises(CsvCellError, match=r"no row has(?s:.*)missing|on rank"):
                 torch_csv.parse(cut)
-    with pytest.raises(CellError, match="3 rows for 2 ranks: row 3 is of no rank"):
+    with pytest.raises(CsvCellError, match="3 rows for 2 ranks: row 3 is of no rank"):
         torch_csv.parse("".join(rows), ranks=2)
 
 
@@ -224,7 +224,7 @@ def test_what_torch_has_no_word_for_is_not_exported() -> None:
     plan = Plan(2, 4)
     with pytest.raises(CompletenessError):
         torch_csv.show(compile(forward_only, plan))
-    with pytest.raises(LevelError):
+    with pytest.raises(LoweringLevelError):
         torch_csv.show(draft(gpipe, plan), "torch-2.13")
     with pytest.raises(UsageError):
         torch_csv.show(compile(chimera, Plan(2, 4, placement="mirror")))
@@ -311,7 +311,7 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         ("export gpipe --to tourch -o x.csv", "torch-2.13"),
         ("export gpipe --to torch -o x.txt", "x.txt"),
         ("export forward_only --to torch -o x.csv", "backward"),
-        ("export d.sched --to torch-2.13 -o x.csv", "LevelError"),
+        ("export d.sched --to torch-2.13 -o x.csv", "LoweringLevelError"),
         ("export d.sched --to torch -o no/x.csv", "no/x.csv"),
     ]:
         assert says in refused(capsys, *argv.split()), argv

@@ -15,11 +15,11 @@ from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import compile
 from schedir.errors import (
+    ChannelMismatchError,
     CompletenessError,
     CostsError,
     DeadlockError,
     GroupError,
-    MatchError,
     OrderError,
     ProgramError,
 )
@@ -204,7 +204,7 @@ def test_an_asymmetric_group_is_legal() -> None:
             microbatches=2, header=VEE,
         )  # fmt: skip
         assert accepted(program) == [model for model in MODELS if model != "torch"]
-        assert isinstance(refused(program, "torch"), MatchError)
+        assert isinstance(refused(program, "torch"), ChannelMismatchError)
 
 
 def test_an_asymmetric_group_that_waits_for_itself() -> None:

@@ -14,7 +14,7 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.program import Program, Slots
+from schedir.ir.program import Program, SlotCounts
 from schedir.ir.text_format import parse, show
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
@@ -116,7 +116,7 @@ def test_what_is_made_again_waits_for_who_has_let_go() -> None:
 def lowered() -> Program:
     """As a pass places them, with two slots."""
     program = compile(interleaved, Plan(2, 4, 2), zero=3, dp=2, clip=True, debug=True)
-    return replace(program, slots=(Slots.unsaid()._replace(full=2),) * 2)
+    return replace(program, slots=(SlotCounts.unsaid()._replace(full=2),) * 2)
 
 
 def test_everybody_reads_them(tmp_path: object) -> None:

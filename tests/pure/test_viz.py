@@ -22,7 +22,7 @@ from schedir.predict.timeline import Timeline, spans_of
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import B, F, I, Schedule, W, Word, overlap
 from schedir.viz import compare, gantt, save
-from schedir.viz.layout import Sheet
+from schedir.viz.layout import ChartRectangles
 from schedir.viz.palette import TONES, at_lightness, ink, lightness, linear, luminance, shade
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +114,7 @@ def test_numbers_that_do_not_fit_are_left_out() -> None:
 
 
 def test_a_pair_is_one_box_cut_in_two() -> None:
-    sheet = Sheet(timeline(cells))
+    sheet = ChartRectangles(timeline(cells))
     high = sheet.bottom - sheet.top
     halves = np.flatnonzero((abs(high - 0.5) < 0.01) & (sheet.op <= Opcode.Backward))
     assert len(halves) == 2 * sum(int(s.joined.sum()) for s in sheet.timeline.program.streams) > 0
@@ -124,9 +124,9 @@ def test_a_pair_is_one_box_cut_in_two() -> None:
 
 
 def test_lanes_are_there_when_they_take_time() -> None:
-    assert Sheet(timeline()).lanes == []
-    assert Sheet(timeline(send=0.1)).lanes == [Lane.ACT, Lane.GRAD]
-    assert Sheet(timeline(reduce_grads=1)).lanes == [Lane.DP]
+    assert ChartRectangles(timeline()).lanes == []
+    assert ChartRectangles(timeline(send=0.1)).lanes == [Lane.ACT, Lane.GRAD]
+    assert ChartRectangles(timeline(reduce_grads=1)).lanes == [Lane.DP]
     legend = gantt(timeline(send=0.1, reduce_grads=1, step=1)).legends[0]
     assert [t.get_text() for t in legend.get_texts()] == [
         "F forward", "B backward", "optimizer step", "idle",
@@ -137,14 +137,14 @@ def test_lanes_are_there_when_they_take_time() -> None:
 def test_receives_and_sends_of_a_lane_do_not_hide_each_other() -> None:
     costs = Costs(send=0.5)
     program = compile(one_f_one_b, Plan(4, 8), costs=costs, model="edge")
-    sheet = Sheet(simulate(program, costs, model="edge"))
+    sheet = ChartRectangles(simulate(program, costs, model="edge"))
     talk = sheet.talk[np.lexsort((sheet.left[sheet.talk], sheet.top[sheet.talk]))]
     for a, b in pairwise(talk.tolist()):
         assert sheet.top[a] != sheet.top[b] or sheet.right[a] <= sheet.left[b] + 1e-9
 
 
 def test_nothing_leaves_its_row() -> None:
-    sheet = Sheet(timeline(send=0.1, reduce_grads=1, step=1))
+    sheet = ChartRectangles(timeline(send=0.1, reduce_grads=1, step=1))
     row = sheet.timeline.spans["rank"]
     assert (sheet.top >= row * sheet.pitch).all()
     assert (sheet.bottom < (row + 1) * sheet.pitch).all()

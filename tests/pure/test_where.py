@@ -16,8 +16,8 @@ from schedir.analysis.progress_models import MODELS, Model
 from schedir.errors import DeadlockError, ProgramError, UsageError
 from schedir.hang_diagnosis.hang_report import job_lines, program_lines
 from schedir.hang_diagnosis.program_matching import match
-from schedir.hang_diagnosis.rank_positions import Kind, Verdict, judge
-from schedir.hang_diagnosis.wait_graph import Job, Why
+from schedir.hang_diagnosis.rank_positions import ChainEnd, ProgramVerdict, judge
+from schedir.hang_diagnosis.wait_graph import DistributedJob, WaitReason
 from schedir.ir.isa.instructions import TRANSFERS
 from tests.flight import Recorder, a_group_each, job_of, one_group, record, stopped
 from tests.museum.cases import cases
@@ -37,11 +37,13 @@ def program_of(name: str, overlap: bool = False) -> Program:
     return compile(getattr(schedules, name), PROGRAMS[name], overlap=overlap)
 
 
-def verdicts_of(job: Job, program: Program, model: Model | None = None) -> list[Verdict]:
+def verdicts_of(
+    job: DistributedJob, program: Program, model: Model | None = None
+) -> list[ProgramVerdict]:
     return judge(program, match(job, program), model)
 
 
-def culprits(verdict: Verdict) -> set[int]:
+def culprits(verdict: ProgramVerdict) -> set[int]:
     """The program's ranks that are said to be the cause."""
     return {int(verdict.placed.rank[at]) for cause in verdict.causes for at in cause.at}
 
@@ -86,7 +88,7 @@ def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> No
     elif waits:
         for cause in verdict.causes:
             owners = {int(placed.rank[k]) for k in cause.at}
-            assert owners == {rank} or (cause.kind is Kind.BUSY and rank in owners)
+            assert owners == {rank} or (cause.kind is ChainEnd.BUSY and rank in owners)
             assert len(owners) <= 2
     # It stands where it was stopped, and whoever waits at a transfer waits at one of its own.
     for place in verdict.places:
@@ -97,7 +99,7 @@ def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> No
         elif place.at is not None:
             assert not placed.ended[place.at]
     for cause in verdict.causes:
-        if cause.kind is Kind.BUSY and not kernels:
+        if cause.kind is ChainEnd.BUSY and not kernels:
             assert any(graph.index.rank[k] == rank and at <= k for k in cause.at)
             assert not placed.sure[at]
 
@@ -155,7 +157,9 @@ def test_a_rank_without_a_dump_is_the_cause(tmp_path: Path) -> None:
     job = job_of(tmp_path, recorders)
     (verdict,) = verdicts_of(job, program)
     assert job.missing == (2,) and job.roots == (2,)
-    assert {cause.kind for cause in verdict.causes} == {Kind.SILENT} and culprits(verdict) == {2}
+    assert {cause.kind for cause in verdict.causes} == {ChainEnd.SILENT} and culprits(verdict) == {
+        2
+    }
     assert [place.rank for place in verdict.places] == [0, 1, 3]
 
 
@@ -184,7 +188,7 @@ def test_where_only_counters_tell_the_place_in_a_step(tmp_path: Path) -> None:
     assert verdict.matched.counted == (0, 1) and verdict.matched.step == 5
     assert verdict.places[0].at is not None and culprits(verdict) == {0}
     assert str(graph.index.locate(verdict.places[0].at)[2]) == "send_act 0.6"
-    assert any("only counters" in line for line in program_lines(Job({}), [verdict]))
+    assert any("only counters" in line for line in program_lines(DistributedJob({}), [verdict]))
     (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=30), program)
     assert verdict.matched.counted == () and verdict.matched.step == 5
     # Counters that count something else as well tell nothing.
@@ -258,7 +262,7 @@ def test_where_only_the_pattern_tells_the_place_in_a_step(tmp_path: Path) -> Non
         verdicts_of(job_of(tmp_path, recorders, last=3) and _marked(tmp_path, recorders), program)
 
 
-def _marked(tmp_path: Path, recorders: Sequence[Recorder]) -> Job:
+def _marked(tmp_path: Path, recorders: Sequence[Recorder]) -> DistributedJob:
     """As the last three entries of each rank say, one of which is of whole numbers."""
     for recorder in recorders:
         recorder.entries[-3]["input_dtypes"] = ["Long"]
@@ -298,7 +302,7 @@ def test_the_late_rank_may_stand_in_a_collective(tmp_path: Path) -> None:
     other.group("tp", (1, 3), "tp")
     job = job_of(tmp_path, [*recorders, other])
     assert job.roots == (3,)
-    assert [(w.rank, w.on, w.why) for w in job.waits[1]] == [(1, 3, Why.NOT_ISSUED)]
+    assert [(w.rank, w.on, w.why) for w in job.waits[1]] == [(1, 3, WaitReason.NOT_ISSUED)]
     lines = program_lines(job, verdicts_of(job, program))
     assert any("it is in all_reduce 1 of tp" in line and "rank 3" in line for line in lines)
 

@@ -19,7 +19,7 @@ from schedir.hang_diagnosis.flight_recorder import read_dumps
 from schedir.hang_diagnosis.hang_report import job_lines, program_lines
 from schedir.hang_diagnosis.program_matching import match
 from schedir.hang_diagnosis.rank_positions import judge
-from schedir.hang_diagnosis.wait_graph import Job, Why
+from schedir.hang_diagnosis.wait_graph import DistributedJob, WaitReason
 from schedir.ir.isa.instructions import RECEIVES
 from schedir.ir.stream import Stream
 from tests.commands import refused, said
@@ -57,7 +57,7 @@ def _collective(rank: int, title: str = "all_reduce", shape: Sequence[int] = (4,
 )
 def test_parts_that_do_not_fit(other: Callable[[], list[Recorder]], tmp_path: Path) -> None:
     job = job_of(tmp_path, other())
-    assert {wait.why for wait in job.unmet} == {Why.OTHER} and not job.cycle
+    assert {wait.why for wait in job.unmet} == {WaitReason.OTHER} and not job.cycle
     assert any("does not fit" in line for line in job_lines(job))
 
 
@@ -72,7 +72,7 @@ def test_what_a_ring_has_kept_is_paired_in_order(tmp_path: Path) -> None:
             recorder.messages("1", [side], k < ended, shape=shape)
     job = job_of(tmp_path, ends, last=5)
     assert all(dump.lost for dump in job.dumps.values())
-    assert {wait.why for wait in job.unmet} == {Why.THERE} and not job.cycle
+    assert {wait.why for wait in job.unmet} == {WaitReason.THERE} and not job.cycle
 
 
 def test_rings_that_have_kept_different_numbers_are_paired_by_what_is_open(tmp_path: Path) -> None:
@@ -83,9 +83,9 @@ def test_rings_that_have_kept_different_numbers_are_paired_by_what_is_open(tmp_p
             side = ("recv", 0) if rank else ("send", 1)
             recorder.messages("1", [side], k < 9, shape=(2, 8) if k < 10 else (3, 3))
         recorder.save(tmp_path, last)
-    job = Job(read_dumps([str(tmp_path)])[0])
+    job = DistributedJob(read_dumps([str(tmp_path)])[0])
     assert [dump.lost for dump in job.dumps.values()] == [6, 7]
-    assert {wait.why for wait in job.unmet} == {Why.THERE}
+    assert {wait.why for wait in job.unmet} == {WaitReason.THERE}
 
 
 def test_the_only_rank_that_is_waited_for_may_have_gone_on_since(tmp_path: Path) -> None:
@@ -102,7 +102,9 @@ def test_the_only_rank_that_is_waited_for_may_have_gone_on_since(tmp_path: Path)
 
 def test_both_sides_are_there_and_it_has_not_ended(tmp_path: Path) -> None:
     job = job_of(tmp_path, [_message(0), _message(1)])
-    assert {wait.why for wait in job.unmet} == {Why.THERE} and not job.cycle and not job.roots
+    assert (
+        {wait.why for wait in job.unmet} == {WaitReason.THERE} and not job.cycle and not job.roots
+    )
 
 
 def received_when_needed(program: Program) -> Program:

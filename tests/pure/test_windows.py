@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.data.token_windows import Packed
+from schedir.data.token_windows import PackedWindows
 from schedir.errors import UsageError
 
 
@@ -18,9 +18,9 @@ def test_packed_windows_have_each_target_of_each_document_once(
     ends = np.cumsum(np.array(lengths, np.int64))
     if max(lengths) < 2:
         with pytest.raises(UsageError, match="no document of two tokens"):
-            Packed(ends, context)
+            PackedWindows(ends, context)
         return
-    windows = Packed(ends, context)
+    windows = PackedWindows(ends, context)
     at, counts = windows.find(np.arange(len(windows)))
     assert at.shape == (len(windows), context + 1) and counts.shape == (len(windows), context)
     assert counts.any(axis=1).all()  # a window without targets would be a step of nothing
@@ -39,7 +39,7 @@ def test_packed_windows_have_each_target_of_each_document_once(
 @given(st.lists(st.integers(2, 10), min_size=1, max_size=60))
 def test_windows_are_as_few_as_best_fit_decreasing_promises(lengths: list[int]) -> None:
     """At most 11/9 of the fewest and a bit (Johnson 1974); these are at least the sum."""
-    windows = Packed(np.cumsum(np.array(lengths, np.int64)), 9)
+    windows = PackedWindows(np.cumsum(np.array(lengths, np.int64)), 9)
     half = sum(length > 5 for length in lengths)  # no two of these share a window
     fewest = max(-(-sum(lengths) // 10), half)
     assert fewest <= len(windows) <= 3 * fewest / 2 + 1
@@ -47,7 +47,7 @@ def test_windows_are_as_few_as_best_fit_decreasing_promises(lengths: list[int]) 
 
 def test_the_fullest_window_that_has_room_is_taken() -> None:
     """Windows of 10: 7, then 6, then 3 beside the 7, then 2 and 2 beside the 6."""
-    windows = Packed(np.cumsum([2, 6, 3, 2, 7]), 9)
+    windows = PackedWindows(np.cumsum([2, 6, 3, 2, 7]), 9)
     assert len(windows) == 2 and windows.full == 1
     at, counts = windows.find(np.array([0, 1]))
     assert at.tolist() == [[13, 14, 15, 16, 17, 18, 19, 8, 9, 10], [*range(2, 8), 0, 1, 11, 12]]

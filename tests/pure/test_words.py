@@ -19,7 +19,7 @@ from schedir.io import torch_csv
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.input_trust import trusting
-from schedir.ir.isa.instructions import ROWS, Opcode, Per
+from schedir.ir.isa.instructions import ROWS, Opcode, Scope
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, Plan
 from schedir.ir.text_format import show
 from schedir.predict.simulate import simulate
@@ -239,7 +239,7 @@ def test_the_table_numbers_its_rows() -> None:
     assert [row.op for row in ROWS] == list(Opcode)
     assert len({row.text for row in ROWS}) == len(ROWS)
     for row in ROWS:
-        assert (row.hop is not None) <= (row.per is Per.MICROBATCH and row.meets is not None)
+        assert (row.hop is not None) <= (row.per is Scope.MICROBATCH and row.meets is not None)
         if row.meets is not None:
             assert ROWS[row.meets].meets is row.op
             assert ROWS[row.meets].hop is (row.hop and row.hop.back)

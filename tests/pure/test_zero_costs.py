@@ -16,7 +16,7 @@ from schedir.analysis.progress_models import MODELS, Model
 from schedir.commands.simulate import volume
 from schedir.errors import UsageError
 from schedir.ir.isa.instructions import Lane, Opcode
-from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
 from schedir.predict.calibrate import calibrate
 from schedir.predict.step_period import period
 from schedir.predict.what_if import advise
@@ -196,10 +196,10 @@ def test_waits_for_weights_have_a_cause() -> None:
     program = compile(schedules.looped_bfs, Plan(1, 4, 4), dp=2, zero=3)
     found = simulate(program, Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.25))
     table = by_cause(idleness(found), 1)
-    assert table[0, Cause.WEIGHTS] == 0.5 and table[0, Cause.REDUCTION] == 0.25
+    assert table[0, IdleCause.WEIGHTS] == 0.5 and table[0, IdleCause.REDUCTION] == 0.25
     assert table.sum() == found.idle.sum() == 0.75
     idle = idleness(found)
-    waited = found.spans["op"][idle["awaits"][idle["cause"] == Cause.WEIGHTS]]
+    waited = found.spans["op"][idle["awaits"][idle["cause"] == IdleCause.WEIGHTS]]
     assert {*waited.tolist()} == {Opcode.Unshard}
 
 

@@ -16,9 +16,9 @@ from schedir.errors import UsageError, said
 from schedir.predict.timeline import Timeline
 from schedir.viz.figures.overlays import BOUND, CURVES, LIMIT, PHASES
 from schedir.viz.figures.render import entries
-from schedir.viz.layout import Sheet
+from schedir.viz.layout import ChartRectangles
 from schedir.viz.palette import ACCENT
-from schedir.viz.style import LEFT, RIGHT, Look
+from schedir.viz.style import LEFT, RIGHT, ResolvedStyle
 from schedir.viz.time_bins import lower_tiers
 
 # Inches.
@@ -39,14 +39,14 @@ Frame = tuple[float, float]  # the time that a chart shows, from and to
 
 
 @dataclass(frozen=True)
-class Chart:
+class ChartLayout:
     """One chart: its boxes, the time that it shows, and the room above and below it.
 
     A `dense` chart has boxes that are too small to be seen one by one.  `last` is the one under
     which its time axis has numbers.  `bound` is the least span that there can be, if it is known.
     """
 
-    sheet: Sheet
+    sheet: ChartRectangles
     frame: Frame
     dense: bool
     title: str | None
@@ -62,20 +62,20 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Paper:
+class FigureLayout:
     """A figure: its charts, how wide their axes are, and how high a compute lane is.
 
     `notes` stand under the charts; `extra` is what the legend has besides boxes, with its colour.
     """
 
-    charts: Sequence[Chart]
+    charts: Sequence[ChartLayout]
     width: float
     row: float
     notes: Sequence[str]
     extra: dict[str, str]
 
     @property
-    def sheets(self) -> list[Sheet]:
+    def sheets(self) -> list[ChartRectangles]:
         return [chart.sheet for chart in self.charts]
 
     @property
@@ -108,8 +108,8 @@ def lay_out(
     timelines: Sequence[Timeline],
     titles: Sequence[str | None],
     bounds: Sequence[float | None],
-    look: Look,
-) -> Paper:
+    look: ResolvedStyle,
+) -> FigureLayout:
     """The figure of some Timelines, each with its title and the bound on its span."""
     shared = len({t.unit for t in timelines}) == 1
     frames = _frames(timelines, look, shared=shared)
@@ -127,17 +127,19 @@ def lay_out(
         last = not shared or k == len(sheets) - 1
         foot = _FOOT if last and look.axis != "none" else _BARE
         head = _BARE if titles[k] == "" else _HEAD
-        charts.append(Chart(sheet, frames[k], dense[k], titles[k], head, foot, last, bounds[k]))
+        charts.append(
+            ChartLayout(sheet, frames[k], dense[k], titles[k], head, foot, last, bounds[k])
+        )
     notes = [] if shared else [_SCALED]
     notes += [f"{t.program.name:.40}: {t.doubt}" for t in timelines if t.doubt]
     extra = {"critical path": ACCENT} if "path" in look.show else {}
     extra |= PHASES if "phases" in look.show else {}
     extra |= {"no order is shorter": BOUND} if any(bounds) else {}
     extra |= {"limit of memory": LIMIT} if look.limits and "memory" in look.show else {}
-    return Paper(charts, width, row, notes, extra)
+    return FigureLayout(charts, width, row, notes, extra)
 
 
-def _frames(timelines: Sequence[Timeline], look: Look, *, shared: bool) -> list[Frame]:
+def _frames(timelines: Sequence[Timeline], look: ResolvedStyle, *, shared: bool) -> list[Frame]:
     """The time that each chart shows: as much in all, by the runs' unit or by their busy time."""
     scale = [1.0 if shared else float(t.busy.mean()) or 1.0 for t in timelines]
     longest = max(t.span / s for t, s in zip(timelines, scale, strict=True)) or 1.0
@@ -161,10 +163,10 @@ def _part(given: object, longest: float) -> tuple[float, float]:
     return begin, end
 
 
-def _sheet(timeline: Timeline, look: Look, *, lanes: bool) -> Sheet:
+def _sheet(timeline: Timeline, look: ResolvedStyle, *, lanes: bool) -> ChartRectangles:
     """Where the boxes of a run lie, with room for what is shown besides."""
     below = len(lower_tiers(timeline)) if "memory" in look.show else 0
-    return Sheet(
+    return ChartRectangles(
         timeline,
         lanes=lanes,
         curves=len(CURVES.keys() & look.show) + below,
@@ -173,7 +175,9 @@ def _sheet(timeline: Timeline, look: Look, *, lanes: bool) -> Sheet:
     )
 
 
-def _room(look: Look, sheets: Sequence[Sheet], lengths: Sequence[float]) -> tuple[float, float]:
+def _room(
+    look: ResolvedStyle, sheets: Sequence[ChartRectangles], lengths: Sequence[float]
+) -> tuple[float, float]:
     """How wide the axes are, and how high all of them may be together.
 
     Unless the width is asked for, labels decide it.

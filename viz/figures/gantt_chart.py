@@ -21,10 +21,10 @@ from schedir.ir.isa.instructions import TIERS
 from schedir.predict.possible_saving import at_most, gain_of
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.viz.figures import overlays
-from schedir.viz.figures.figure_layout import NOTE, SLIM, Chart, Paper, lay_out
+from schedir.viz.figures.figure_layout import NOTE, SLIM, ChartLayout, FigureLayout, lay_out
 from schedir.viz.figures.render import legend, render
 from schedir.viz.layout import BAND, LANE
-from schedir.viz.style import LEFT, Look, Style, look_of
+from schedir.viz.style import LEFT, ResolvedStyle, Style, look_of
 
 _SECONDS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
@@ -123,7 +123,7 @@ def _bound(given: object) -> float | None:
     raise UsageError(f"a bound is a positive number, the least span, not {said(given)}")
 
 
-def _drawn(paper: Paper, look: Look) -> Figure:
+def _drawn(paper: FigureLayout, look: ResolvedStyle) -> Figure:
     """All charts under each other, notes and legend at the foot."""
     across, height = paper.size
     figure, y = Figure(figsize=(across, height)), height
@@ -152,7 +152,7 @@ def _drawn(paper: Paper, look: Look) -> Figure:
     return figure
 
 
-def _overlay(axes: Axes, chart: Chart, look: Look, row: float) -> None:
+def _overlay(axes: Axes, chart: ChartLayout, look: ResolvedStyle, row: float) -> None:
     """What is shown besides boxes."""
     sheet = chart.sheet
     if "phases" in look.show:
@@ -169,7 +169,7 @@ def _overlay(axes: Axes, chart: Chart, look: Look, row: float) -> None:
         overlays.bound(axes, chart.bound)
 
 
-def _frame(axes: Axes, chart: Chart, look: Look, row: float) -> None:
+def _frame(axes: Axes, chart: ChartLayout, look: ResolvedStyle, row: float) -> None:
     """Limits, ticks and names of one chart; `row` is a lane's height."""
     sheet, timeline = chart.sheet, chart.sheet.timeline
     axes.set_xlim(*chart.frame)
@@ -209,7 +209,7 @@ def _names(axes: Axes, name: str, middle: NDArray[np.floating[Any]]) -> None:
         )  # fmt: skip
 
 
-def _head(axes: Axes, chart: Chart, inches: float) -> None:
+def _head(axes: Axes, chart: ChartLayout, inches: float) -> None:
     """What stands above a chart: its name on the left, its figures on the right."""
     timeline, title, slim = chart.sheet.timeline, chart.title, inches < SLIM
     if title == "":

@@ -14,9 +14,9 @@ from schedir.errors import in_bytes
 from schedir.ir.isa.instructions import COMPUTE, FORWARDS, OF_GRADIENTS, SENDS, STEPS, Lane
 from schedir.predict.bubble_causes import steady
 from schedir.predict.timeline import Timeline
-from schedir.viz.layout import CURVE, INSET, Floats, Sheet, corners
+from schedir.viz.layout import CURVE, INSET, ChartRectangles, Floats, corners
 from schedir.viz.palette import ACCENT
-from schedir.viz.time_bins import Curve, below, in_flight, memory
+from schedir.viz.time_bins import MemoryCurve, below, in_flight, memory
 
 OVERLAYS: Final = {
     "lanes": "a thin lane for each kind of communication that takes time",
@@ -30,7 +30,7 @@ OVERLAYS: Final = {
 PHASES: Final = {"warmup": "#d6e8f5", "cooldown": "#fde3cf"}
 LIMIT: Final = "#1a1a1a"  # of what a rank may hold
 BOUND: Final = "#d55e00"  # of the mark at the least span that there can be
-CURVES: Final[dict[str, Callable[[Timeline], list[Curve]]]] = {
+CURVES: Final[dict[str, Callable[[Timeline], list[MemoryCurve]]]] = {
     "in_flight": lambda timeline: [in_flight(timeline)],
     "memory": lambda timeline: [memory(timeline), *below(timeline)],
 }
@@ -42,7 +42,7 @@ _COLOURS: Final = {
 }  # fmt: skip
 
 
-def curves_of(timeline: Timeline, show: Collection[str]) -> list[Curve]:
+def curves_of(timeline: Timeline, show: Collection[str]) -> list[MemoryCurve]:
     """The curves under each rank, from above."""
     return [curve for name, of in CURVES.items() if name in show for curve in of(timeline)]
 
@@ -54,7 +54,7 @@ def messages(timeline: Timeline) -> NDArray[np.int64]:
     return np.stack([sends, graph.partner[sends]], 1).astype(np.int64)
 
 
-def arrows(axes: Axes, sheet: Sheet) -> None:
+def arrows(axes: Axes, sheet: ChartRectangles) -> None:
     """An arrow per message: from when it leaves the sender's row to when it is at the receiver's.
 
     More than some thousands would hide the chart, and are not drawn.
@@ -77,7 +77,7 @@ def arrows(axes: Axes, sheet: Sheet) -> None:
     )  # fmt: skip
 
 
-def path(axes: Axes, sheet: Sheet, *, dense: bool) -> None:
+def path(axes: Axes, sheet: ChartRectangles, *, dense: bool) -> None:
     """The chain that decides the span: its boxes outlined, or struck through, its links joined."""
     chain = sheet.timeline.critical_path
     chain = chain[sheet.right[chain] > sheet.left[chain]]
@@ -108,7 +108,7 @@ def bound(axes: Axes, least: float) -> None:
     )  # fmt: skip
 
 
-def phases(axes: Axes, sheet: Sheet) -> None:
+def phases(axes: Axes, sheet: ChartRectangles) -> None:
     """Shade each rank before its first backward, and after its last forward."""
     for name, (lo, hi) in phase_times(sheet.timeline).items():
         top = np.arange(sheet.timeline.ranks, dtype=np.float64) * sheet.pitch
@@ -132,7 +132,12 @@ def phase_times(timeline: Timeline) -> dict[str, tuple[Floats, Floats]]:
 
 
 def curve(
-    axes: Axes, sheet: Sheet, held: Curve, nth: int, points: float, limit: float | None
+    axes: Axes,
+    sheet: ChartRectangles,
+    held: MemoryCurve,
+    nth: int,
+    points: float,
+    limit: float | None,
 ) -> None:
     """Under each rank, what it holds: a step curve, all to one scale, and the limit as a line.
 

@@ -14,7 +14,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 from schedir.ir.isa.instructions import COMPUTE, ROWS, Opcode
-from schedir.viz.layout import BAND, Floats, Sheet
+from schedir.viz.layout import BAND, ChartRectangles, Floats
 from schedir.viz.palette import (
     BOTH_WAYS,
     HATCHED,
@@ -45,7 +45,13 @@ _BAND: Final = "#f0f0f0"  # an empty communication lane
 
 
 def render(
-    axes: Axes, sheet: Sheet, inches: float, row: float, *, dense: bool = False, ground: bool = True
+    axes: Axes,
+    sheet: ChartRectangles,
+    inches: float,
+    row: float,
+    *,
+    dense: bool = False,
+    ground: bool = True,
 ) -> None:
     """Draw all boxes and labels; `inches` are those of a unit of time, `row` of a lane.
 
@@ -76,7 +82,7 @@ def render(
     _whole(axes, sheet, inches, row, stages)
 
 
-def _whole(axes: Axes, sheet: Sheet, inches: float, row: float, stages: int) -> None:
+def _whole(axes: Axes, sheet: ChartRectangles, inches: float, row: float, stages: int) -> None:
     """A band for each stage while its weights are whole; its number, where ranks hold several."""
     if not sheet.whole.rows:
         return
@@ -94,7 +100,7 @@ def _whole(axes: Axes, sheet: Sheet, inches: float, row: float, stages: int) -> 
             )  # fmt: skip
 
 
-def _mix(axes: Axes, sheet: Sheet, inches: float, stages: int) -> None:
+def _mix(axes: Axes, sheet: ChartRectangles, inches: float, stages: int) -> None:
     """An image per rank: in each column the mean colour of what runs, over what is idle."""
     span = sheet.timeline.span
     kinds, share = mixed(sheet.timeline, max(int(span * inches * _COLUMNS), 1))
@@ -112,7 +118,7 @@ def _rectangles(axes: Axes, corners: Floats, **style: Any) -> None:
     axes.add_collection(PolyCollection(list(corners), **style))
 
 
-def _label(axes: Axes, sheet: Sheet, inches: float, row: float, stages: int) -> None:
+def _label(axes: Axes, sheet: ChartRectangles, inches: float, row: float, stages: int) -> None:
     """Letter and microbatch where they fit, and small below it the stage if ranks hold several.
 
     Where no letter fits, the microbatch alone: what it is of, its colour tells.
@@ -147,7 +153,9 @@ def _label(axes: Axes, sheet: Sheet, inches: float, row: float, stages: int) -> 
             axes.text(x, y + 0.28, stage, fontsize=size * 0.62, **style)
 
 
-def entries(sheets: Sequence[Sheet], extra: dict[str, str]) -> tuple[list[Any], list[str]]:
+def entries(
+    sheets: Sequence[ChartRectangles], extra: dict[str, str]
+) -> tuple[list[Any], list[str]]:
     """What the legend shows: handles and their names; `extra` names have a colour each."""
     handles: list[tuple[Patch, ...]] = []  # of tuples matplotlib's types know nothing
     names: list[str] = []
@@ -188,7 +196,11 @@ def _swatch(fill: Any, hatch: str) -> Patch:
 
 
 def legend(
-    figure: Figure, sheets: Sequence[Sheet], left: float, columns: int, extra: dict[str, str]
+    figure: Figure,
+    sheets: Sequence[ChartRectangles],
+    left: float,
+    columns: int,
+    extra: dict[str, str],
 ) -> None:
     """A legend at the foot of the figure; `left` is in inches."""
     handles, names = entries(sheets, extra)

@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.viz.palette import ACCENT, CAUSES, ink
 
 if TYPE_CHECKING:
-    from schedir.schedule_search.memory_frontier import Frontier
+    from schedir.schedule_search.memory_frontier import MemoryFrontier
 
 _POINT: Final = "#0072b2"
 _NEVER: Final = "#e4e4e4"
@@ -64,7 +64,7 @@ def tradeoff(timelines: Sequence[Timeline]) -> Figure:
     return figure
 
 
-def frontier(frontier: Frontier) -> Figure:
+def frontier(frontier: MemoryFrontier) -> Figure:
     """Bubble against memory: what a search finds at each limit, and below what no schedule is.
 
     A point is a run that others have made.  A line shows the shortest of what is found within each
@@ -200,7 +200,7 @@ def idle_map(timeline: Timeline) -> Figure:
                             high * len(cells) / size[1]))  # fmt: skip
     top = float(cells.max(initial=0)) or 1.0
     axes.imshow(cells, cmap="YlOrBr", vmin=0, vmax=top, aspect="auto")
-    names = [CAUSES[Cause(k)][0] for k in present.tolist()]
+    names = [CAUSES[IdleCause(k)][0] for k in present.tolist()]
     axes.set_xticks(range(cells.shape[1]), [*names, "all"], fontsize=7.5)
     axes.xaxis.tick_top()
     every = -(-9 // max(int(high * 72), 1))

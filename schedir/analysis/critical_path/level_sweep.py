@@ -15,14 +15,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.critical_path.node_loop import Problem, Times, Turns
+from schedir.analysis.critical_path.node_loop import LongestPathProblem, Times, Turns
 from schedir.ir.instruction_index import Positions
 
 _MOST = np.iinfo(np.int32).max
 _WIDTH: Final = 3  # columns of the table of successors; few nodes of a program have more
 
 
-def by_frontiers(problem: Problem) -> tuple[Times, Turns]:
+def by_frontiers(problem: LongestPathProblem) -> tuple[Times, Turns]:
     """Return the start of each node, and the turn in which it is reached, 0 if it never is."""
     edges, node_mask, cost, fixed, rank, hop = problem
     nodes = len(cost)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.critical_path.level_sweep import by_frontiers
-from schedir.analysis.critical_path.node_loop import LOOPS, Problem, Turns, by_loop
+from schedir.analysis.critical_path.node_loop import LOOPS, LongestPathProblem, Turns, by_loop
 from schedir.analysis.critical_path.node_loop import Times as Times
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.numba_jit import compiled, paid
@@ -26,7 +26,7 @@ SECONDS_PER_NODE = 2e-7  # of a walk by frontiers, where programs are large; doc
 
 
 @dataclass(frozen=True)
-class Walk:
+class EarliestTimes:
     """When each instruction starts and ends, by position; infinite if it never does.
 
     `turn` is one more than the latest turn of all that the instruction waits for, 1 if it waits
@@ -44,7 +44,7 @@ class Walk:
 
 
 @np.errstate(over="ignore")  # sums of costs may be infinite
-def walk(graph: Graph, costs: Costs | None = None, known: Times | None = None) -> Walk:
+def walk(graph: Graph, costs: Costs | None = None, known: Times | None = None) -> EarliestTimes:
     """Walk the dependency graph of a program at the given costs, by default unit costs.
 
     `known` are ends, by position, of instructions that end then, whatever the costs say; it is
@@ -58,7 +58,7 @@ def walk(graph: Graph, costs: Costs | None = None, known: Times | None = None) -
     del asked  # large programs need the room
     start, end, turn = start[graph.node], end[graph.node], turn[graph.node]
     start[turn == 0] = end[turn == 0] = np.inf
-    return Walk(start, end, turn)
+    return EarliestTimes(start, end, turn)
 
 
 def remaining(graph: Graph, costs: Costs | None = None) -> Times:
@@ -71,7 +71,7 @@ def remaining(graph: Graph, costs: Costs | None = None) -> Times:
     return np.asarray((left + asked.cost)[graph.node])
 
 
-def solve(problem: Problem) -> tuple[Times, Turns]:
+def solve(problem: LongestPathProblem) -> tuple[Times, Turns]:
     """The start of each node, and its turn, as `by_loop`, in the way that takes least."""
     loops = compiled(LOOPS, len(problem.cost) * SECONDS_PER_NODE)
     if loops is not None:
@@ -82,10 +82,12 @@ def solve(problem: Problem) -> tuple[Times, Turns]:
     return found
 
 
-def problem_of(graph: Graph, costs: Costs, known: Times | None = None) -> Problem:
+def problem_of(graph: Graph, costs: Costs, known: Times | None = None) -> LongestPathProblem:
     """What `walk` solves."""
     table, row = graph.costs(costs)
-    problem = Problem(graph.edges(), graph.node_mask, _node_costs(graph, costs, table[row]))
+    problem = LongestPathProblem(
+        graph.edges(), graph.node_mask, _node_costs(graph, costs, table[row])
+    )
     if known is not None:
         fixed = np.full(graph.nodes, np.nan)
         fixed[graph.node] = known

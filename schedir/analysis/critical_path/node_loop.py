@@ -23,7 +23,7 @@ Numbers = Any  # of one dimension: a list, or an array
 _NO_TIMES, _NO_RANKS = np.empty(0), np.empty(0, np.int32)
 
 
-class Problem(NamedTuple):
+class LongestPathProblem(NamedTuple):
     """Nodes and edges to find longest paths in.
 
     `edges` come once, as arrays from whom and to whom, some at a time.  `node_mask` says which
@@ -40,7 +40,9 @@ class Problem(NamedTuple):
     hop: Times = _NO_TIMES
 
 
-def by_loop(problem: Problem, loops: tuple[Loop, ...] | None = None) -> tuple[Times, Turns]:
+def by_loop(
+    problem: LongestPathProblem, loops: tuple[Loop, ...] | None = None
+) -> tuple[Times, Turns]:
     """The start of each node, and its turn: by LOOPS compiled, or by Python, over lists.
 
     The turn is one more than the latest turn of all that the node waits for, 1 if it waits for

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from schedir.ir.cost.per_stage_values import look_up
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.dataflow import Flow, Lives
-from schedir.ir.instruction_index import NONE, Index, Positions
+from schedir.ir.dataflow import Dataflow, ValueLives
+from schedir.ir.instruction_index import NONE, InstructionIndex, Positions
 from schedir.ir.isa.instructions import (
     FORMS,
     KEPT,
@@ -40,7 +40,7 @@ from schedir.ir.isa.instructions import (
     TIERS,
     TOKENS,
     Opcode,
-    Per,
+    Scope,
     Token,
     form_changes,
 )
@@ -52,26 +52,26 @@ KINDS: Final = tuple(dict.fromkeys((*SLOTTED, *KEPT)))
 
 def minimum_slots(program: Program) -> NDArray[np.int64]:
     """The fewest slots of each rank and kind, shape (ranks, kinds), kinds as in KINDS."""
-    flow, group = Flow.of(program), groups(Index.of(program))
+    flow, group = Dataflow.of(program), groups(InstructionIndex.of(program))
     return np.stack([flow.lives(kind).peak(group) for kind in KINDS], 1)
 
 
-def groups(index: Index) -> Positions:
+def groups(index: InstructionIndex) -> Positions:
     """The number of each instruction's group: of those that are issued as one."""
     return np.cumsum(~index.joined, dtype=np.int32)
 
 
 def reuses(program: Program) -> dict[Token, tuple[Positions, Positions]]:
     """By kind, who fills a slot that had a value before, and who frees it."""
-    flow, found = Flow.of(program), {}
+    flow, found = Dataflow.of(program), {}
     said = _said(program)
     for kind in SLOTTED:
         count = said.get(kind, np.full(program.plan.ranks, OWN))
-        if (count == OWN).all() and TOKENS[kind].per is not Per.STAGE:
+        if (count == OWN).all() and TOKENS[kind].per is not Scope.STAGE:
             continue
         lives = flow.lives(kind)
         left = _left(lives, count)
-        if TOKENS[kind].per is Per.STAGE:  # one lane frees them: the later of two has both behind
+        if TOKENS[kind].per is Scope.STAGE:  # one lane frees them: the later of two has both behind
             left = np.maximum(left, _before_it(program, lives))
         if (again := left != NONE).any():
             found[kind] = lives.fill[again], left[again]
@@ -93,12 +93,12 @@ def reuses_on_host(program: Program) -> dict[str, tuple[Positions, Positions]]:
     return found
 
 
-def on_host(program: Program, name: str = "host") -> Lives:
+def on_host(program: Program, name: str = "host") -> ValueLives:
     """The values in the host's slots of a name."""
-    return Flow.of(program).lives(ON_HOST[name], TIERS.index("host"))
+    return Dataflow.of(program).lives(ON_HOST[name], TIERS.index("host"))
 
 
-def _left(lives: Lives, count: NDArray[np.int64]) -> Positions:
+def _left(lives: ValueLives, count: NDArray[np.int64]) -> Positions:
     """Who has left the slot that each fill takes, of so many slots of each rank; NONE of one that
     was empty."""
     values = np.diff(lives.first)
@@ -115,10 +115,10 @@ def _said(program: Program) -> dict[Token, NDArray[np.int64]]:
     return dict(zip(SLOTTED, np.array(program.slots, np.int64).T, strict=False))
 
 
-def _before_it(program: Program, lives: Lives) -> Positions:
+def _before_it(program: Program, lives: ValueLives) -> Positions:
     """Who has freed the value of the same stage that was there before each one; NONE of a first."""
-    index, left = Index.of(program), np.full(len(lives.fill), NONE, np.int32)
-    key = index.keys(Per.STAGE, lives.fill)
+    index, left = InstructionIndex.of(program), np.full(len(lives.fill), NONE, np.int32)
+    key = index.keys(Scope.STAGE, lives.fill)
     order = np.argsort(key, kind="stable")
     again = np.flatnonzero(key[order][1:] == key[order][:-1])
     left[order[again + 1]] = lives.freed[order[again]]
@@ -127,8 +127,10 @@ def _before_it(program: Program, lives: Lives) -> Positions:
 
 def stages_in(program: Program, kind: Token, rank: int) -> NDArray[np.int64]:
     """The stages of which a rank has values of a kind."""
-    lives = Flow.of(program).lives(kind)
-    return np.unique(Index.of(program).stage[lives.fill[lives.of(rank)]]).astype(np.int64)
+    lives = Dataflow.of(program).lives(kind)
+    return np.unique(InstructionIndex.of(program).stage[lives.fill[lives.of(rank)]]).astype(
+        np.int64
+    )
 
 
 def counts(program: Program) -> NDArray[np.int64]:
@@ -137,13 +139,13 @@ def counts(program: Program) -> NDArray[np.int64]:
     Where the program does not say, each value has its own, or each stage, and there are never more;
     of what compute alone fills and frees there are the fewest.
     """
-    flow, group = Flow.of(program), groups(Index.of(program))
+    flow, group = Dataflow.of(program), groups(InstructionIndex.of(program))
     said = _said(program)
     columns = []
     for kind in KINDS:
         lives = flow.lives(kind)
         values = np.diff(lives.first)
-        if TOKENS[kind].per is Per.STAGE and len(lives.fill):
+        if TOKENS[kind].per is Scope.STAGE and len(lives.fill):
             each = (len(stages_in(program, kind, rank)) for rank in range(program.plan.ranks))
             values = np.array([*each], np.int64)
         most = values if program.in_slots(kind) else lives.peak(group)
@@ -160,7 +162,11 @@ def assign(program: Program, rank: int) -> dict[tuple[Token, int, int], dict[int
     two.
     """
     slots: dict[tuple[Token, int, int], dict[int, int]] = {}
-    flow, index, begin = Flow.of(program), Index.of(program), int(program.offsets[rank])
+    flow, index, begin = (
+        Dataflow.of(program),
+        InstructionIndex.of(program),
+        int(program.offsets[rank]),
+    )
     for kind, count in zip(KINDS, counts(program)[rank].tolist(), strict=True):
         lives = flow.lives(kind)
         fills = lives.fill[lives.of(rank)].tolist()
@@ -170,7 +176,7 @@ def assign(program: Program, rank: int) -> dict[tuple[Token, int, int], dict[int
     return slots
 
 
-def _places(lives: Lives, rank: int, count: int) -> list[int]:
+def _places(lives: ValueLives, rank: int, count: int) -> list[int]:
     """The slot of each of a rank's fills: first those never used, then as they free."""
     order = np.argsort(lives.freed[lives.of(rank)], kind="stable").tolist()
     place = list(range(min(count, len(order))))
@@ -180,8 +186,8 @@ def _places(lives: Lives, rank: int, count: int) -> list[int]:
 
 
 def is_sent(program: Program, kind: Token) -> NDArray[np.bool_]:
-    """Return whether a message takes each value of a kind, in the order of `Flow.lives`."""
-    return Index.of(program).is_op(SENDS)[Flow.of(program).lives(kind).freed]
+    """Return whether a message takes each value of a kind, in the order of `Dataflow.lives`."""
+    return InstructionIndex.of(program).is_op(SENDS)[Dataflow.of(program).lives(kind).freed]
 
 
 def by_form(
@@ -198,7 +204,7 @@ def by_form(
         The instructions that change the form of some of the values, in execution order; and a
         mask of these values, of the shape of `at`.
     """
-    index, code = Index.of(program), np.zeros(len(at), np.int64)
+    index, code = InstructionIndex.of(program), np.zeros(len(at), np.int64)
     changed = [op for op in form_changes(kind) if op in index.at]
     for k, op in enumerate(changed):
         code |= (index.where(op, index.key[at]) != NONE).astype(np.int64) << k
@@ -220,7 +226,7 @@ def form_sizes(
 def sent_from(program: Program, kind: Token) -> dict[tuple[Opcode, ...], NDArray[np.int64]]:
     """Return the number of slots from which messages are sent, shape (ranks,), by the instructions
     that change the form of the value."""
-    lives, sent = Flow.of(program).lives(kind), is_sent(program, kind)
+    lives, sent = Dataflow.of(program).lives(kind), is_sent(program, kind)
     ranks, values = program.plan.ranks, np.diff(lives.first)
     rank_of, count = np.repeat(range(ranks), values), counts(program)[:, KINDS.index(kind)]
     found = {}
@@ -245,7 +251,7 @@ def _sizes(
     program: Program, kind: Token, name: str, sizes: Sizes, at: Positions
 ) -> NDArray[np.float64]:
     """The size of a name, of the value of a kind that each of some instructions is for."""
-    row, index, each = TOKENS[kind], Index.of(program), sizes.each(name, program.plan)
+    row, index, each = TOKENS[kind], InstructionIndex.of(program), sizes.each(name, program.plan)
     if row.across is not None and not row.across.ahead:  # told for the earlier stage
         each = each[program.beside(row.across)]
     return look_up(each, index.stage[at], index.mb[at])
@@ -253,7 +259,7 @@ def _sizes(
 
 def message_sizes(program: Program, sizes: Sizes, sends: Positions) -> NDArray[np.float64]:
     """Bytes on the wire of each of some sends, in the form that each finds its value in."""
-    index, size = Index.of(program), np.zeros(len(sends))
+    index, size = InstructionIndex.of(program), np.zeros(len(sends))
     for op in SENDS:
         own = np.flatnonzero(index.op[sends] == op)
         (kind,) = ROWS[op].needs

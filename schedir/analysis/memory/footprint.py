@@ -32,12 +32,12 @@ from schedir.analysis.memory.buffer_slots import (
     sent_from,
     whole_sizes,
 )
-from schedir.analysis.memory.value_lifetimes import Kept, kept_of, moved_sizes
-from schedir.errors import MemoryLimitError, Site, UsageError
+from schedir.analysis.memory.value_lifetimes import ValueLifetimes, kept_of, moved_sizes
+from schedir.errors import InstructionSite, MemoryLimitError, UsageError
 from schedir.ir.cost.sizes import AT_REST, Sizes, ample
 from schedir.ir.cost.zero_states import IN_PARTS, WHOLE, ModelStates, is_cut, model_states
-from schedir.ir.dataflow import Flow
-from schedir.ir.instruction_index import Index, Positions
+from schedir.ir.dataflow import Dataflow
+from schedir.ir.instruction_index import InstructionIndex, Positions
 from schedir.ir.isa.instructions import (
     BOUNDARY,
     COMPUTE,
@@ -49,7 +49,7 @@ from schedir.ir.isa.instructions import (
     TIERS,
     TOKENS,
     Lane,
-    Per,
+    Scope,
     Token,
     consumers,
 )
@@ -64,7 +64,7 @@ Curve = tuple[NDArray[np.int64], NDArray[np.float64]]  # numbers and bytes
 HOST: Final = {kind: name for name, kind in ON_HOST.items()}  # the host's slots, by kind
 
 
-class Lent(NamedTuple):
+class OffloadSlots(NamedTuple):
     """How many slots each rank has for what is moved of a kind, and the bytes of the largest and of
     the smallest."""
 
@@ -73,11 +73,11 @@ class Lent(NamedTuple):
     least: NDArray[np.float64]
 
     @classmethod
-    def of(cls, program: Program, kind: Token, sizes: Sizes, tier: str) -> Lent | None:
+    def of(cls, program: Program, kind: Token, sizes: Sizes, tier: str) -> OffloadSlots | None:
         """What a program says of a kind on a tier; None where it says no number."""
         if not program.slots:
             return None
-        if tier == TIERS[0] and kind in SLOTTED and TOKENS[kind].per is Per.MICROBATCH:
+        if tier == TIERS[0] and kind in SLOTTED and TOKENS[kind].per is Scope.MICROBATCH:
             said = np.array([slots[SLOTTED.index(kind)] for slots in program.slots])
             slots = counts(program)[:, KINDS.index(kind)]
         elif tier == "host" and kind in HOST:
@@ -100,14 +100,14 @@ class Lent(NamedTuple):
 # neither a fill nor an end.
 _HELD: Final = {
     token for token in KEPT
-    if TOKENS[token].per is Per.MICROBATCH
+    if TOKENS[token].per is Scope.MICROBATCH
     and all(r.lane is Lane.COMPUTE for r in ROWS if token in {*r.gives} - {*r.needs} | {*r.frees})
 }  # fmt: skip
 _CHANGE: Final = np.array(
     [len(_HELD & {*r.gives} - {*r.needs}) - len(_HELD & {*r.frees} - {*r.gives}) for r in ROWS]
 )
 _USES_WEIGHTS: Final = tuple(dict.fromkeys((*COMPUTE, *consumers(Token.PARAMETERS))))
-_COUNTED: Final = tuple(op for op in _USES_WEIGHTS if ROWS[op].per is Per.MICROBATCH)
+_COUNTED: Final = tuple(op for op in _USES_WEIGHTS if ROWS[op].per is Scope.MICROBATCH)
 _PUT_OUT: Final = tuple(ROWS[op].needs[0] for op in SENDS)
 _SEVERAL: Final = sum(TOKENS[token].made_of is None for token in _HELD) > 1
 
@@ -154,7 +154,7 @@ def peak_versions(program: Program) -> NDArray[np.int64]:
 
 def _changes(program: Program, stream: Stream) -> NDArray[np.bool_]:
     """Whether each instruction is of weights that steps change: not of a frozen stage's."""
-    of_rank = np.array([row.per is Per.RANK for row in ROWS])[stream.op]
+    of_rank = np.array([row.per is Scope.RANK for row in ROWS])[stream.op]
     return of_rank | (stream.stage >= program.frozen)
 
 
@@ -304,14 +304,14 @@ def held(
     version, versions = sizes.of("version", plan.stages), peak_versions(program)
     static = [kind for kind in BOUNDARY if program.holds(kind)]
     room = {kind: _room(program, kind, sizes) for kind in static}
-    kept, lent = dict[str, Kept](), dict[str, Lent]()
+    kept, lent = dict[str, ValueLifetimes](), dict[str, OffloadSlots]()
     for kind in KINDS:
         if not program.holds(kind) or (kind in static and tier == TIERS[0]):
             continue
         if program.lies(kind) == tier:  # which is in `always`
             continue
         kept_on = partial(kept_of, program, kind, sizes, TIERS.index(tier), late)
-        if late and (slots := Lent.of(program, kind, sizes, tier)) is not None:
+        if late and (slots := OffloadSlots.of(program, kind, sizes, tier)) is not None:
             lent[name := _name(kind)] = slots
             kept[name], kept[name + _MOVED] = kept_on(False), kept_on(True)
         else:
@@ -360,7 +360,7 @@ def _name(kind: Token) -> str:
 
 def _sizes_of(program: Program, kind: Token, sizes: Sizes) -> NDArray[np.float64]:
     """Bytes of each value of a kind, whole."""
-    return whole_sizes(program, kind, sizes, Flow.of(program).lives(kind).fill)
+    return whole_sizes(program, kind, sizes, Dataflow.of(program).lives(kind).fill)
 
 
 def _room(
@@ -368,7 +368,7 @@ def _room(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Of each rank how many slots of a kind have memory, and how many bytes together: each the
     most that a value takes there."""
-    lives, each = Flow.of(program).lives(kind), _sizes_of(program, kind, sizes)
+    lives, each = Dataflow.of(program).lives(kind), _sizes_of(program, kind, sizes)
     if kind not in _PUT_OUT:
         slots = counts(program)[:, KINDS.index(kind)]
         return slots, slots * lives.most(each)
@@ -380,13 +380,13 @@ def _room(
     return number, size
 
 
-def _handed_over(program: Program, sizes: Sizes) -> Kept:
+def _handed_over(program: Program, sizes: Sizes) -> ValueLifetimes:
     """Return the memory of outputs that are not sent as they are.
 
     An output for a stage on the same rank is held until that stage has used it. An output that
     changes its form is held in each form but the last until the next change.
     """
-    index = Index.of(program)
+    index = InstructionIndex.of(program)
     group, found = groups(index).astype(np.int64), []
 
     def add(begin: Positions, end: Positions, each: NDArray[np.float64]) -> None:
@@ -395,7 +395,7 @@ def _handed_over(program: Program, sizes: Sizes) -> Kept:
         found.append((end, 2 * group[end] + 1, -one, -each))
 
     for kind in filter(program.has, _PUT_OUT):
-        lives, sent = Flow.of(program).lives(kind), is_sent(program, kind)
+        lives, sent = Dataflow.of(program).lives(kind), is_sent(program, kind)
         here = lives.fill[~sent]
         add(here, lives.freed[~sent], whole_sizes(program, kind, sizes, here))
         for changed, some in by_form(program, kind, lives.fill):
@@ -406,8 +406,8 @@ def _handed_over(program: Program, sizes: Sizes) -> Kept:
                 begin = end
     if not found:
         none = np.empty(0, np.int64)
-        return Kept(none, none, none, np.empty(0))
-    return Kept(*map(np.concatenate, zip(*found, strict=True)))
+        return ValueLifetimes(none, none, none, np.empty(0))
+    return ValueLifetimes(*map(np.concatenate, zip(*found, strict=True)))
 
 
 def require_memory_limit(
@@ -430,7 +430,7 @@ def require_memory_limit(
             limit=limit,
             needs=float(own.bytes[most]),
             holds=own.table(most),
-            site=Site(rank, at, instr, "while it runs" + new),
+            site=InstructionSite(rank, at, instr, "while it runs" + new),
             tier=tier,
         )
     return program

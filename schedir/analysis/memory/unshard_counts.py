@@ -7,12 +7,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from schedir.ir.cost.zero_states import CUT_FROM
-from schedir.ir.isa.instructions import ROWS, Per, Token, producers
+from schedir.ir.isa.instructions import ROWS, Scope, Token, producers
 from schedir.ir.program import Program
 
 _GATHERS: Final = producers(Token.FULL)
 _LETS_GO: Final = tuple(row.op for row in ROWS if Token.FULL in row.frees)
-_REDUCES: Final = tuple(op for op in producers(Token.GRAD) if ROWS[op].per is Per.TURN)
+_REDUCES: Final = tuple(op for op in producers(Token.GRAD) if ROWS[op].per is Scope.TURN)
 _NAMES: Final = {
     "params": "weights",
     "grads": "gradients",
@@ -20,7 +20,7 @@ _NAMES: Final = {
 }  # by name of Sizes
 
 
-class Gathers(NamedTuple):
+class UnshardCounts(NamedTuple):
     """Of each rank: how often a step gathers weights, and reduces gradients to parts, and of how
     many of its `stages` the weights are whole at once, at most, in the order of its Stream."""
 
@@ -30,9 +30,9 @@ class Gathers(NamedTuple):
     stages: list[int]
 
 
-def gathers(program: Program) -> Gathers:
+def gathers(program: Program) -> UnshardCounts:
     """The gathers of a program, and what they come to; zeros without ZeRO."""
-    found = Gathers([], [], [], [])
+    found = UnshardCounts([], [], [], [])
     for stream in program.streams:
         own = np.isin(stream.op, _GATHERS)
         change = own.astype(np.int64) - np.isin(stream.op, _LETS_GO)

@@ -13,7 +13,7 @@ Ints = NDArray[np.int64]
 AHEAD: Final = 1  # while one stage is computed with, the next is gathered
 
 
-class Whole(NamedTuple):
+class UnshardedInterval(NamedTuple):
     """From where to where each `stage` is whole: places in a list, between two of its entries."""
 
     stage: Ints
@@ -23,13 +23,13 @@ class Whole(NamedTuple):
 
 def whole(
     step: Ints, stage: Ints, end: Ints, active: int, ahead: int = AHEAD, head: int = 0
-) -> Whole:
+) -> UnshardedInterval:
     """Where stages are made whole and let go of, for uses as those of `stays`, which end at given
     places: each as soon as it can be, from the place `head` on."""
     first, last = stays(step, stage, active, ahead).T
     ends = end[last]
     begins = np.append(np.full(min(active, len(ends)), head), np.sort(ends))
-    return Whole(stage[first], begins[: len(ends)], ends)
+    return UnshardedInterval(stage[first], begins[: len(ends)], ends)
 
 
 def placed(uses: Sequence[Sequence[int]], active: int) -> list[list[tuple[int, bool]]]:

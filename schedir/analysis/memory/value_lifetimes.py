@@ -12,14 +12,14 @@ from schedir.analysis.memory.buffer_slots import groups, reuses
 from schedir.ir.cost.per_stage_values import look_up
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.zero_states import is_cut
-from schedir.ir.dataflow import Flow, States
-from schedir.ir.instruction_index import NONE, Index, Positions
+from schedir.ir.dataflow import Dataflow, ValueStates
+from schedir.ir.instruction_index import NONE, InstructionIndex, Positions
 from schedir.ir.isa.instructions import ROWS, TOKENS, Lane, Token
 from schedir.ir.program import Program
 from schedir.ir.value_chains import NO_FORM
 
 
-class Kept(NamedTuple):
+class ValueLifetimes(NamedTuple):
     """Changes of what is kept: positions, when along the Streams, number and bytes."""
 
     at: NDArray[np.int64]
@@ -30,13 +30,13 @@ class Kept(NamedTuple):
 
 def kept_of(
     program: Program, kind: Token, sizes: Sizes, tier: int, late: bool, moved: bool | None = None
-) -> Kept:
+) -> ValueLifetimes:
     """What a kind of value holds on a tier, from when it comes there until it goes.
 
     What takes another form without leaving does so at the start of the change if it grows, else at
     its end.  With `moved` only those that are elsewhere meanwhile, or that are not.
     """
-    index, plan = Index.of(program), program.plan
+    index, plan = InstructionIndex.of(program), program.plan
     states = _states(program, kind, moved)
     begin, end, at_tier, _, made, over = states
     size = _sizes(program, kind, sizes, states)
@@ -75,22 +75,22 @@ def kept_of(
         grows = size[following] - size[stays]
         when = 2 * group[end[stays]] + (grows < 0)
         changes.append((end[stays], when, 0 * one[stays], grows))
-    return Kept(*map(np.concatenate, zip(*changes, strict=True)))
+    return ValueLifetimes(*map(np.concatenate, zip(*changes, strict=True)))
 
 
-def _states(program: Program, kind: Token, moved: bool | None) -> States:
+def _states(program: Program, kind: Token, moved: bool | None) -> ValueStates:
     """What values of a kind are; only of those that are elsewhere meanwhile, or of the others."""
-    states, index = Flow.of(program).states(kind), Index.of(program)
+    states, index = Dataflow.of(program).states(kind), InstructionIndex.of(program)
     if moved is None:
         return states
     key = index.keys(TOKENS[kind].per, states.begin, index.mb[states.begin].astype(np.int64))
     own = np.isin(key, key[states.tier > 0]) == moved
-    return States(*(each[own] for each in states))
+    return ValueStates(*(each[own] for each in states))
 
 
-def _sizes(program: Program, kind: Token, sizes: Sizes, states: States) -> NDArray[np.float64]:
+def _sizes(program: Program, kind: Token, sizes: Sizes, states: ValueStates) -> NDArray[np.float64]:
     """Bytes of each piece, in its form."""
-    index, chains = Index.of(program), Flow.of(program).chains(kind)
+    index, chains = InstructionIndex.of(program), Dataflow.of(program).chains(kind)
     names = [TOKENS[kind].size, *(chains.forms if chains else ())]
     at = index.stage[states.begin], index.mb[states.begin]
     # Of what lies somewhere from the start replicas have parts from a level of ZeRO on.
@@ -101,11 +101,11 @@ def _sizes(program: Program, kind: Token, sizes: Sizes, states: States) -> NDArr
 
 
 def _as_long(
-    program: Program, kind: Token, states: States, tier: int
+    program: Program, kind: Token, states: ValueStates, tier: int
 ) -> tuple[NDArray[np.bool_], Positions]:
     """Which pieces of values may be on a tier, from the first that is, and where each is known to
     have left it: where somebody uses what is on the device again."""
-    index = Index.of(program)
+    index = InstructionIndex.of(program)
     key = index.keys(TOKENS[kind].per, states.begin, index.mb[states.begin].astype(np.int64))
     order = np.lexsort((states.begin, key))
     key, end, at_tier = key[order], states.end[order], states.tier[order]
@@ -133,7 +133,7 @@ def moved_sizes(
     that are elsewhere meanwhile."""
     states = _states(program, kind, True)
     size, here = _sizes(program, kind, sizes, states), states.tier == tier
-    rank = Index.of(program).rank[states.begin[here]]
+    rank = InstructionIndex.of(program).rank[states.begin[here]]
     most, least = np.zeros(program.plan.ranks), np.full(program.plan.ranks, np.inf)
     np.maximum.at(most, rank, size[here])
     np.minimum.at(least, rank, size[here])
@@ -149,11 +149,11 @@ def _as_early(
     What lies elsewhere from the start comes behind what it needs: what compute gave, or what was
     made of that.
     """
-    index, lies = Index.of(program), bool(TOKENS[kind].lies)
+    index, lies = InstructionIndex.of(program), bool(TOKENS[kind].lies)
     off = (made | lies) & (np.array([row.lane for row in ROWS])[index.op[begin]] != Lane.COMPUTE)
     early = program.offsets[index.rank[begin]].astype(np.int32)
     if lies and len(begin):
-        needs = np.append(Flow.of(program).needs, np.full((1, len(index)), NONE), 0)
+        needs = np.append(Dataflow.of(program).needs, np.full((1, len(index)), NONE), 0)
         given = needs[:, begin].max(0)
         computed = np.where(given == NONE, NONE, needs[:, given].max(0))
         early = np.maximum(early, computed).astype(np.int32)

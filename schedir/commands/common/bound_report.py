@@ -11,7 +11,7 @@ from schedir.schedule_search.bounds.program_bound import bound_of_program
 if TYPE_CHECKING:
     from schedir.io.program_request import Request
     from schedir.predict.timeline import Timeline
-    from schedir.schedule_search.search_results import Bound
+    from schedir.schedule_search.search_results import LowerBound
 
 HERE = " within this memory"  # of as many bytes, or activations, as the fullest rank holds
 
@@ -31,7 +31,7 @@ def in_words(span: float, bound: float, unit: str = "", of: str = HERE) -> str:
     return f"no schedule of these stages{of} is shorter than {least:.6g}{unit}: {most}"
 
 
-def bound_of_request(request: Request) -> Bound | None:
+def bound_of_request(request: Request) -> LowerBound | None:
     """Below what no schedule in the memory of a predicted run is; None of a run in a file, whose
     times no costs say, and where no bound is known."""
     if request.priced is None:
@@ -40,7 +40,7 @@ def bound_of_request(request: Request) -> Bound | None:
     return bound_of_program(timeline.program, request.priced, timeline.sizes)
 
 
-def said_of(timeline: Timeline, bound: Bound | None) -> str:
+def said_of(timeline: Timeline, bound: LowerBound | None) -> str:
     """What a bound says of a run, or nothing."""
     if bound is None:
         return ""

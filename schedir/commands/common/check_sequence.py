@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from schedir.commands.common.schedule_options import request_of
 from schedir.errors import (
+    ChannelMismatchError,
     DeadlockError,
     GroupError,
-    MatchError,
     ProgramError,
-    SequenceError,
+    ProgramSequenceError,
     UsageError,
 )
 from schedir.io.terminal import as_json, listed
@@ -52,7 +52,9 @@ def run(args: argparse.Namespace) -> str:
     others = [model for model in MODELS if args.model is None and model != first]
     if error := _refusal(runs, first):
         fine = [model for model in others if _refusal(runs, model) is None]
-        if fine and isinstance(error, SequenceError | DeadlockError | GroupError | MatchError):
+        if fine and isinstance(
+            error, ProgramSequenceError | DeadlockError | GroupError | ChannelMismatchError
+        ):
             error.hint = f"they finish under {listed(fine)}"
         raise error
     models = [model for model in MODELS if model == first or model in others]

@@ -8,8 +8,8 @@ from datetime import datetime
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from schedir.checkpoints.checkpoint_directory import Folder
-from schedir.checkpoints.manifest import Kind, Manifest
+from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
+from schedir.checkpoints.manifest import Manifest, TensorMeta
 from schedir.errors import CheckpointError, in_bytes
 from schedir.io.terminal import table
 
@@ -20,7 +20,7 @@ _OTHERS: Final = "others"
 _LONGEST: Final = 400  # characters of a fact that are shown
 
 
-class Seen(NamedTuple):
+class CheckpointEntry(NamedTuple):
     """A checkpoint: its manifest, if it can be read, and why it is not whole, "" where it is."""
 
     step: int
@@ -28,7 +28,7 @@ class Seen(NamedTuple):
     why: str
 
 
-def seen(folder: Folder, step: int, verify: bool) -> Seen:
+def seen(folder: CheckpointDirectory, step: int, verify: bool) -> CheckpointEntry:
     """What there is of a step; files are read to verify them, else their sizes are compared."""
     manifest = None
     try:
@@ -38,11 +38,11 @@ def seen(folder: Folder, step: int, verify: bool) -> Seen:
         else:
             folder.check_sizes(manifest)
     except CheckpointError as error:
-        return Seen(step, manifest, error.fact)
-    return Seen(step, manifest, "")
+        return CheckpointEntry(step, manifest, error.fact)
+    return CheckpointEntry(step, manifest, "")
 
 
-def as_facts(checkpoints: Sequence[Seen], verified: bool) -> dict[str, Any]:
+def as_facts(checkpoints: Sequence[CheckpointEntry], verified: bool) -> dict[str, Any]:
     """For a program to read: all, and of the newest that is whole what it has."""
     return {
         "checkpoints": [
@@ -73,7 +73,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def in_words(checkpoints: Sequence[Seen], verified: bool) -> str:
+def in_words(checkpoints: Sequence[CheckpointEntry], verified: bool) -> str:
     """For people: a row for each, and of the newest that is whole what it has."""
     rows = [
         [
@@ -137,11 +137,11 @@ def _by_section(settings: Mapping[Any, Any]) -> dict[str, str]:
     return {section: ", ".join(own) for section, own in said.items()}
 
 
-def _rows(manifest: Manifest) -> Iterator[tuple[str, Kind, tuple[int, int]]]:
+def _rows(manifest: Manifest) -> Iterator[tuple[str, TensorMeta, tuple[int, int]]]:
     """Weights, with the bytes of their copies and of what an optimizer keeps of each; then all that
     belongs to none."""
     kept: dict[str, int] = {}
-    alone: list[tuple[str, Kind]] = []
+    alone: list[tuple[str, TensorMeta]] = []
     for name, kind in manifest.tensors.items():
         group, _, whose = name.partition("/")
         weight = whose.rpartition("/")[0]
@@ -160,7 +160,7 @@ def _rows(manifest: Manifest) -> Iterator[tuple[str, Kind, tuple[int, int]]]:
         yield name, kind, (0, 0)
 
 
-class _Total(NamedTuple):
+class _TensorTotals(NamedTuple):
     """Of some tensors."""
 
     tensors: int
@@ -168,20 +168,20 @@ class _Total(NamedTuple):
     bytes: int
 
 
-def _totals(manifest: Manifest) -> dict[str, _Total]:
+def _totals(manifest: Manifest) -> dict[str, _TensorTotals]:
     """Of each kind of tensors that there are, and of all."""
-    totals: dict[str, _Total] = {}
+    totals: dict[str, _TensorTotals] = {}
     for name, kind in manifest.tensors.items():
         for group in (_GROUPS.get(name.partition("/")[0], _OTHERS), "all"):
-            had = totals.get(group, _Total(0, 0, 0))
-            totals[group] = _Total(
+            had = totals.get(group, _TensorTotals(0, 0, 0))
+            totals[group] = _TensorTotals(
                 had.tensors + 1, had.numbers + prod(kind.shape), had.bytes + kind.bytes
             )
     order = [*_GROUPS.values(), _OTHERS, "all"]
     return {group: totals[group] for group in order if group in totals}
 
 
-def _newest(checkpoints: Sequence[Seen]) -> Manifest | None:
+def _newest(checkpoints: Sequence[CheckpointEntry]) -> Manifest | None:
     """The newest that is whole, as far as has been looked; of one alone what can be read of it."""
     whole = [one.manifest for one in checkpoints if not one.why or len(checkpoints) == 1]
     return whole[-1] if whole else None

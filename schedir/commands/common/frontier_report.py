@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schedir.commands.common.progress_line import Progress
+from schedir.commands.common.progress_line import ProgressLine
 from schedir.errors import UsageError, in_bytes
 from schedir.io.files import expect_writable
 from schedir.io.terminal import as_json, table
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from schedir.ir.cost.costs import Costs
     from schedir.ir.cost.sizes import Sizes
     from schedir.ir.program import Program
-    from schedir.schedule_search.memory_frontier import Frontier
-    from schedir.schedule_search.search_results import Step
+    from schedir.schedule_search.memory_frontier import MemoryFrontier
+    from schedir.schedule_search.search_results import SearchStep
     from schedir.schedules.schedule_algebra import Schedule
 
 _ONE_LIMIT = ("limit", "in_flight")
 
 
 @dataclass(frozen=True)
-class Asked:
+class FrontierRequest:
     """Of what the frontier is."""
 
     plan: Plan
@@ -56,7 +56,7 @@ def require(args: argparse.Namespace) -> None:
         suffix_of(args.output)
 
 
-def told(args: argparse.Namespace, asked: Asked) -> tuple[str, bool]:
+def told(args: argparse.Namespace, asked: FrontierRequest) -> tuple[str, bool]:
     """What was found at each limit, and whether at all of them; the picture is written."""
     if args.output is not None:
         expect_writable(args.output)
@@ -69,12 +69,12 @@ def told(args: argparse.Namespace, asked: Asked) -> tuple[str, bool]:
     return said, found.complete
 
 
-def _found(args: argparse.Namespace, asked: Asked) -> Frontier:
+def _found(args: argparse.Namespace, asked: FrontierRequest) -> MemoryFrontier:
     from schedir.schedule_search.memory_frontier import frontier
 
-    progress, say = Progress(), in_bytes if asked.sizes is not None else _count
+    progress, say = ProgressLine(), in_bytes if asked.sizes is not None else _count
 
-    def report(limit: float, step: Step, bound: float) -> None:
+    def report(limit: float, step: SearchStep, bound: float) -> None:
         progress.show(
             f"{say(limit)}: {step.span:.6g} since {step.seconds:.1f} s ({step.method}); none is "
             f"shorter than {bound:.6g}"
@@ -98,7 +98,7 @@ def _count(limit: float) -> str:
     return f"{limit:g} in flight"
 
 
-def _text(args: argparse.Namespace, found: Frontier, unit: str) -> str:
+def _text(args: argparse.Namespace, found: MemoryFrontier, unit: str) -> str:
     say, unit = in_bytes if found.in_bytes else _count, unit and f" {unit}"
     lines = table(
         ["a rank may hold", "span", "bubble", "none is shorter than", "to gain"],
@@ -117,7 +117,7 @@ def _text(args: argparse.Namespace, found: Frontier, unit: str) -> str:
     return lines + (f"wrote {args.output}\n" if args.output is not None else "")
 
 
-def _json(found: Frontier) -> str:
+def _json(found: MemoryFrontier) -> str:
     return as_json(
         {
             "memory": "bytes" if found.in_bytes else "in flight",

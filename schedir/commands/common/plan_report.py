@@ -13,7 +13,7 @@ from schedir.planner.parallel_plan import Memory, Parts
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from schedir.commands.common.plan_request import Asked
+    from schedir.commands.common.plan_request import PlanRequest
     from schedir.ir.cost.cluster import Cluster
     from schedir.planner import Priced
 
@@ -74,7 +74,7 @@ def name_of(plan: Priced) -> str:
     return what + ", states on the host" * (plan.states != "device")
 
 
-def in_words(asked: Asked, plans: Sequence[Priced], take: int, tokens: float | None) -> str:
+def in_words(asked: PlanRequest, plans: Sequence[Priced], take: int, tokens: float | None) -> str:
     """The table of plans, and all of the one that is taken."""
     model, cluster = asked.model, asked.cluster
     taken = plans[take - 1]
@@ -166,7 +166,7 @@ def _beside(left: list[str], right: list[str]) -> Iterator[str]:
         yield f"  {one:<{wide}}{other}".rstrip() + "\n"
 
 
-def _layers(asked: Asked, plan: Priced) -> Iterator[str]:
+def _layers(asked: PlanRequest, plan: Priced) -> Iterator[str]:
     """The layers of each stage where they are uneven, and how other trainers are told."""
     if not (told := _options(asked, plan)):
         return
@@ -177,7 +177,7 @@ def _layers(asked: Asked, plan: Priced) -> Iterator[str]:
             yield f"    {line}" if len(line) <= _LONGEST else f"    {line[:_LONGEST]}... (--json)"
 
 
-def _options(asked: Asked, plan: Priced) -> dict[str, str]:
+def _options(asked: PlanRequest, plan: Priced) -> dict[str, str]:
     """How other trainers are told its layers; nothing of those that are divided evenly."""
     from schedir.planner import options
 
@@ -194,7 +194,7 @@ def _runs(numbers: Sequence[int]) -> str:
     return ", ".join(f"{n} x {number}" if n > 1 else f"{number}" for number, n in runs)
 
 
-def _notes(asked: Asked, plan: Priced) -> Iterator[str]:
+def _notes(asked: PlanRequest, plan: Priced) -> Iterator[str]:
     """What is to be known of a plan beside its numbers."""
     if plan.t > asked.cluster.gpus_per_node:
         yield (
@@ -214,7 +214,7 @@ def _count(number: float) -> str:
     return f"{number / one:.4g} {name}".strip()
 
 
-def as_told(asked: Asked, plans: Sequence[Priced]) -> str:
+def as_told(asked: PlanRequest, plans: Sequence[Priced]) -> str:
     """The same for a program to read."""
     return as_json(
         {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from warnings import catch_warnings
 
-from schedir.commands.common.progress_line import Progress
+from schedir.commands.common.progress_line import ProgressLine
 from schedir.errors import ProgramError, UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ WORDS: Final = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """For what is planned; `named` is what a person calls the model, and the machines."""
 
     model: Model
@@ -47,7 +47,7 @@ class Asked:
     how: dict[str, Any]  # of `schedir.planner.plan`
 
 
-def asked_of(args: argparse.Namespace) -> Asked:
+def asked_of(args: argparse.Namespace) -> PlanRequest:
     """What the options say.  Raises UsageError for what is not said, and cannot be."""
     from schedir.planner.transformer.model_presets import FIELDS, model_of, shape_of
 
@@ -70,7 +70,7 @@ def asked_of(args: argparse.Namespace) -> Asked:
               if (value := getattr(args, name)) is not None}  # fmt: skip
     how = {"exact": not args.no_exact, "offload": args.offload, **fixed}
     name = Path(args.model).stem if args.model is not None and not own else "the model"
-    return Asked(model, _cluster(args), args.batch, (name, Path(args.cluster).stem), how)
+    return PlanRequest(model, _cluster(args), args.batch, (name, Path(args.cluster).stem), how)
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
@@ -110,11 +110,11 @@ def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
     return replace(cluster, nodes=gpus // each)
 
 
-def planned(asked: Asked, top: int) -> list[Priced]:
+def planned(asked: PlanRequest, top: int) -> list[Priced]:
     """The best plans, the shortest step first."""
     from schedir.planner import plan
 
-    progress = Progress()
+    progress = ProgressLine()
     progress.show(f"planning on {asked.cluster.gpus:,} GPUs")
     try:
         with catch_warnings(action="ignore", category=UserWarning):  # which is told below the table
@@ -124,7 +124,7 @@ def planned(asked: Asked, top: int) -> list[Priced]:
 
 
 def searched(
-    asked: Asked, plans: list[Priced], seconds: float
+    asked: PlanRequest, plans: list[Priced], seconds: float
 ) -> tuple[list[Priced], dict[Priced, Program], str]:
     """Search shorter schedules for the first plans.
 
@@ -140,7 +140,7 @@ def searched(
     from schedir.planner import shorter
     from schedir.schedule_search.search_results import combined, numba_in_words
 
-    found, programs, progress = [*plans], dict[Any, Any](), Progress()
+    found, programs, progress = [*plans], dict[Any, Any](), ProgressLine()
     uses = []
     for k, plan in enumerate(plans[: _SEARCHED if seconds else 0]):
         progress.show(f"searching a shorter schedule for plan {k + 1}")
@@ -155,12 +155,12 @@ def searched(
     return sorted(found, key=lambda plan: plan.step), programs, note
 
 
-def divided(asked: Asked, plans: list[Priced]) -> list[Priced]:
+def divided(asked: PlanRequest, plans: list[Priced]) -> list[Priced]:
     """The plans with layers divided so that a step is shorter, of the first ones, where that is."""
     from schedir.planner import cut, exact
     from schedir.planner.plan_estimate import plain
 
-    found, progress = [*plans], Progress()
+    found, progress = [*plans], ProgressLine()
     for k, plan in enumerate(plans[:_SEARCHED]):
         progress.show(f"dividing the layers of plan {k + 1}")
         with suppress(UsageError):  # no division holds little enough
@@ -175,7 +175,7 @@ def divided(asked: Asked, plans: list[Priced]) -> list[Priced]:
     return sorted(found, key=lambda plan: plan.step)
 
 
-def everything(asked: Asked) -> list[Priced]:
+def everything(asked: PlanRequest) -> list[Priced]:
     """All plans by their closed form, also those that do not fit; of those that a picture cannot
     tell apart, one."""
     import numpy as np

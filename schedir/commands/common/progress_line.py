@@ -6,7 +6,7 @@ import sys
 from shutil import get_terminal_size
 
 
-class Progress:
+class ProgressLine:
     """A line on standard error that is written over; elsewhere than on a terminal, nothing."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from schedir.io.program_request import Request
     from schedir.predict.timeline import Timeline
-    from schedir.schedule_search.search_results import Bound
+    from schedir.schedule_search.search_results import LowerBound
 
 # Costs of what replicas do together with a stage's weights and gradients.
 OVER_REPLICAS: Final = [row.cost for row in ROWS if row.ring and row.ring.members == "dp"]
@@ -23,7 +23,7 @@ OVER_REPLICAS: Final = [row.cost for row in ROWS if row.ring and row.ring.member
 _OF_HOSTS: Final = (Lane.D2H, Lane.H2D, Lane.DISK, Lane.HOST)
 
 
-def facts(timeline: Timeline, bound: Bound | None = None) -> dict[str, Any]:
+def facts(timeline: Timeline, bound: LowerBound | None = None) -> dict[str, Any]:
     """What is said of a run as a whole, with the bound on its span where one is known."""
     return {
         "program": timeline.program.name,

@@ -19,7 +19,7 @@ from schedir.io.source_loader import Source
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.number_parsing import decimal, whole
 from schedir.ir.cost.sizes import Sizes, bytes_of
-from schedir.ir.pipeline.field_schema import Field, Kind, Option
+from schedir.ir.pipeline.field_schema import Field, FieldType, Option
 from schedir.ir.pipeline.pipeline_shape import PLAN
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.passes.pass_order import OPTIONS
@@ -67,7 +67,7 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
     _add_lowering(parser.add_argument_group("how it is lowered"))
 
 
-class _Later(argparse.Action):
+class _LoweringOption(argparse.Action):
     """An option of how a program is lowered, for a command that orders computes."""
 
     def __call__(self, *said: Any) -> None:
@@ -88,11 +88,13 @@ def add_later(parser: argparse.ArgumentParser) -> None:
     fields += [(name, Option(name, kind.metavar, "")) for name, (kind, _) in OPTIONS.items()]
     for field, option in fields:
         name, takes = "--" + option.name.replace("_", "-"), None if option.metavar else 0
-        parser.add_argument(name, action=_Later, dest=field, nargs=takes, help=argparse.SUPPRESS)
+        parser.add_argument(
+            name, action=_LoweringOption, dest=field, nargs=takes, help=argparse.SUPPRESS
+        )
 
 
 def _add_field(
-    parser: argparse._ArgumentGroup, field: str, kind: Kind, options: Sequence[Option]
+    parser: argparse._ArgumentGroup, field: str, kind: FieldType, options: Sequence[Option]
 ) -> None:
     """The options that say a field of a program, or how it is lowered."""
     group: Any = parser.add_mutually_exclusive_group() if len(options) > 1 else parser
@@ -150,7 +152,7 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _value_of(kind: Kind) -> Callable[[str], Any]:
+def _value_of(kind: FieldType) -> Callable[[str], Any]:
     """What an option makes of its text."""
 
     def read(text: str) -> Any:

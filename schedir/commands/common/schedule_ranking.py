@@ -18,7 +18,7 @@ Candidate = tuple[str, "Request"]
 
 
 @dataclass
-class Ranked:
+class ScheduleRanking:
     """What was found of all candidates: which fit, the shortest first, and why others do not."""
 
     fit: list[Request] = field(default_factory=list)
@@ -56,13 +56,13 @@ def ranked(
     length: Callable[[Timeline], float] = lambda timeline: timeline.span,
     whole: bool = False,
     said: Collection[str] = (),
-) -> Ranked:
+) -> ScheduleRanking:
     """Each candidate simulated; one that is the same program as another is left out.
 
     `over` says what a run holds if it is too much.  Of sources that somebody `said` it is told
     that they are the same program as another.
     """
-    found, digests = Ranked(), dict[str, str]()
+    found, digests = ScheduleRanking(), dict[str, str]()
     for name, request in candidates:
         try:
             timeline = request.timeline

@@ -23,7 +23,7 @@ from schedir.ir.isa.instructions import (
     STEPPED,
     TOKENS,
     TRAINING_VALUES,
-    Hop,
+    PeerRule,
     Traffic,
 )
 from schedir.ir.pipeline.pipeline_shape import Plan
@@ -35,7 +35,9 @@ _RINGS: Final = {row.cost: row.ring for row in ROWS if row.ring is not None and 
 _UNPRICED: Final = ({"reduce_scatter", "unshard"}, {"reduce_grads"})
 # Messages between neighbours; a message along a skip has no link here.
 _MESSAGES: Final = {
-    row.cost for row in ROWS if row.hop in (Hop.NEXT, Hop.PREVIOUS) and row.cost not in ("", "send")
+    row.cost
+    for row in ROWS
+    if row.hop in (PeerRule.NEXT, PeerRule.PREVIOUS) and row.cost not in ("", "send")
 }
 _GATHERS: Final = {row.cost for row in ROWS if row.op in GATHERS}
 _TRAFFIC: Final = {row.cost: row.traffic for row in ROWS if row.cost and row.traffic is not None}
@@ -44,7 +46,7 @@ Processes = NDArray[np.int64]
 Groups = Callable[[Processes], Processes]  # by holders, a row for each group
 
 
-class Machines(Protocol):
+class ClusterPrices(Protocol):
     """What is asked of a Cluster; its fields say what they are."""
 
     @property
@@ -76,7 +78,7 @@ class Machines(Protocol):
 
 
 def filled(
-    cluster: Machines,
+    cluster: ClusterPrices,
     plan: Plan,
     sizes: Sizes,
     costs: Costs,
@@ -88,7 +90,7 @@ def filled(
 ) -> Costs:
     """Costs with those that nobody tells filled, as `Cluster.costs` says."""
     found = _backwards(costs)
-    filler = _Filler(cluster, plan, sizes, mesh, zero)
+    filler = _CostFiller(cluster, plan, sizes, mesh, zero)
     traits = {"snapshots": snapshots, "states": states}
     for name, fill in filler.fills(traits).items():
         if name not in costs.told:
@@ -98,7 +100,7 @@ def filled(
 
 
 def moves(
-    cluster: Machines,
+    cluster: ClusterPrices,
     plan: Plan,
     sizes: Sizes,
     costs: Costs,
@@ -141,11 +143,11 @@ def _backwards(costs: Costs) -> dict[str, Cost]:
     return {} if halves else dict.fromkeys(("I", "W"), from_grid(grid(told["B"]) / 2))
 
 
-class _Filler:
+class _CostFiller:
     """What a cluster makes costs of a plan, by bytes; each as `grid` has numbers."""
 
     def __init__(
-        self, cluster: Machines, plan: Plan, sizes: Sizes, mesh: Processes, zero: int
+        self, cluster: ClusterPrices, plan: Plan, sizes: Sizes, mesh: Processes, zero: int
     ) -> None:
         self.cluster, self.plan, self.sizes = cluster, plan, sizes
         self.mesh, self.zero = mesh, zero

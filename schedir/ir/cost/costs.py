@@ -21,24 +21,25 @@ from schedir.ir.isa.instructions import (
     SPLITS,
     WHOLES,
     Opcode,
-    Per,
+    Scope,
 )
 
 if TYPE_CHECKING:
-    from schedir.ir.instruction_index import Index
+    from schedir.ir.instruction_index import InstructionIndex
     from schedir.ir.pipeline.pipeline_shape import Plan
 
 Cost = PerStage
 
 # What a cost is that nobody tells; all else is free.
 _USUAL: Final = {"F": 1.0, "I": 1.0, "W": 1.0}
-_OF_NO_MICROBATCH: Final = {row.cost for row in ROWS if row.per is not Per.MICROBATCH}
+_OF_NO_MICROBATCH: Final = {row.cost for row in ROWS if row.per is not Scope.MICROBATCH}
 # Costs of which half a stage has half: what computes it, and what moves or sums its weights.
 OF_A_STAGE: Final = ("FB", *dict.fromkeys(
     row.cost for row in ROWS
-    if row.op in COMPUTE or (row.per in (Per.STAGE, Per.TURN) and row.cost and row.group != "tied")
+    if row.op in COMPUTE
+    or (row.per in (Scope.STAGE, Scope.TURN) and row.cost and row.group != "tied")
 ))  # fmt: skip
-_PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Per.RANK)
+_PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Scope.RANK)
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,9 @@ class Costs(CostFields):
         alone = self.of(FORWARD, plan) + np.maximum(*(self.of(op, plan) for op in BACKWARDS))
         return bool((together < alone).any())
 
-    def of_each(self, index: Index) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]]]:
+    def of_each(
+        self, index: InstructionIndex
+    ) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]]]:
         """What each instruction of a program costs: all numbers, and which of them is whose."""
         plan = index.program.plan
         tables = [self.of(op, plan) for op in Opcode]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError
 from schedir.ir.cost.per_stage_values import PerStage, by_stage, grid, per_stage, with_fields
-from schedir.ir.isa.instructions import FORMS, ROWS, TIERS, TOKENS, Per
+from schedir.ir.isa.instructions import FORMS, ROWS, TIERS, TOKENS, Scope
 
 if TYPE_CHECKING:
     from schedir.ir.pipeline.pipeline_shape import Plan
@@ -37,9 +37,9 @@ _OF_CHANGES = [
 _NAMED = [row.size for row in TOKENS if row.size] + [name for name, _ in _OF_CHANGES]
 _OF_FORMS = [form.size for form in FORMS if form.size]
 OF_A_MICROBATCH: Final = {
-    *(name for name, per in _OF_CHANGES if per is Per.MICROBATCH),
-    *(row.size for row in TOKENS if row.per is Per.MICROBATCH),
-    *(row.made_of[1] for row in TOKENS if row.made_of and row.per is Per.MICROBATCH),
+    *(name for name, per in _OF_CHANGES if per is Scope.MICROBATCH),
+    *(row.size for row in TOKENS if row.per is Scope.MICROBATCH),
+    *(row.made_of[1] for row in TOKENS if row.made_of and row.per is Scope.MICROBATCH),
     *_OF_FORMS,
 }
 # The size that a missing one is equal to.
@@ -204,7 +204,7 @@ def ample(limit: float) -> float:
     return limit + _ROUNDING * abs(limit)
 
 
-class Eager(NamedTuple):
+class EagerMessages(NamedTuple):
     """Messages of at most `limit` bytes, where values have these sizes, wait for nobody."""
 
     limit: float

@@ -15,19 +15,19 @@ from schedir.ir.isa.opcodes import Opcode as Opcode
 from schedir.ir.isa.opcodes import Token as Token
 from schedir.ir.isa.table_schema import TIERS as TIERS
 from schedir.ir.isa.table_schema import Change as Change
+from schedir.ir.isa.table_schema import CollectiveRing as CollectiveRing
 from schedir.ir.isa.table_schema import FormRow as FormRow
-from schedir.ir.isa.table_schema import Found as Found
-from schedir.ir.isa.table_schema import Hop as Hop
 from schedir.ir.isa.table_schema import LaneRow as LaneRow
-from schedir.ir.isa.table_schema import Per as Per
-from schedir.ir.isa.table_schema import Ring as Ring
+from schedir.ir.isa.table_schema import PeerRule as PeerRule
+from schedir.ir.isa.table_schema import ProducerRule as ProducerRule
 from schedir.ir.isa.table_schema import Row as Row
+from schedir.ir.isa.table_schema import Scope as Scope
 from schedir.ir.isa.table_schema import TokenRow as TokenRow
 from schedir.ir.isa.table_schema import Traffic as Traffic
 
 _T, _L, _O = Token, Lane, Opcode
-_MB, _STAGE, _RANK = Per.MICROBATCH, Per.STAGE, Per.RANK
-_ONCE, _ALL = Found.ONCE, Found.ALL
+_MB, _STAGE, _RANK = Scope.MICROBATCH, Scope.STAGE, Scope.RANK
+_ONCE, _ALL = ProducerRule.ONCE, ProducerRule.ALL
 
 # The sizes that an optimizer step reads and writes. It only reads gradients.
 STEPPED: Final = ("params", "params", "grads", "optimizer", "optimizer")
@@ -39,36 +39,36 @@ def _moves(link: Literal["hbm", "host", "disk", "dram"], *sizes: str, states: st
 
 
 TOKENS: Final[tuple[TokenRow, ...]] = (
-    TokenRow(_T.ACT_IN, _MB, _ONCE, "the activation", "activation", Hop.PREVIOUS,
+    TokenRow(_T.ACT_IN, _MB, _ONCE, "the activation", "activation", PeerRule.PREVIOUS,
              handed=_T.ACT_OUT),
-    TokenRow(_T.ACT_OUT, _MB, _ONCE, "the activation", "activation", Hop.NEXT),
+    TokenRow(_T.ACT_OUT, _MB, _ONCE, "the activation", "activation", PeerRule.NEXT),
     TokenRow(_T.SAVED, _MB, _ONCE, "what the forward saved", "saved", training=True),
-    TokenRow(_T.GRAD_IN, _MB, _ONCE, "the gradient", "gradient", Hop.NEXT,
+    TokenRow(_T.GRAD_IN, _MB, _ONCE, "the gradient", "gradient", PeerRule.NEXT,
              handed=_T.GRAD_OUT, training=True, like="activation"),
-    TokenRow(_T.GRAD_OUT, _MB, _ONCE, "the gradient", "gradient", Hop.PREVIOUS, training=True,
+    TokenRow(_T.GRAD_OUT, _MB, _ONCE, "the gradient", "gradient", PeerRule.PREVIOUS, training=True,
              like="activation"),
     TokenRow(_T.TAPE, _MB, _ONCE, "what its I leaves", "tape", made_of=(_T.SAVED, "both"),
              training=True, like="saved"),
     TokenRow(_T.WGRAD, _STAGE, _ALL, "the weights' gradient", "grads", training=True),
     TokenRow(_T.GRAD, _STAGE, _ALL, "the reduced gradient", training=True),
     TokenRow(_T.NORM, _RANK, _ALL, "the norm"),
-    TokenRow(_T.PARAMETERS, _RANK, Found.VERSION, "the weights"),
-    TokenRow(_T.SKIP_IN, _MB, _ONCE, "the skip", "skip", Hop.SKIP_FROM, handed=_T.SKIP_OUT),
-    TokenRow(_T.SKIP_OUT, _MB, _ONCE, "the skip", "skip", Hop.SKIP_TO),
-    TokenRow(_T.SKIP_GRAD_IN, _MB, _ONCE, "the skip's gradient", "skip", Hop.SKIP_TO,
+    TokenRow(_T.PARAMETERS, _RANK, ProducerRule.VERSION, "the weights"),
+    TokenRow(_T.SKIP_IN, _MB, _ONCE, "the skip", "skip", PeerRule.SKIP_FROM, handed=_T.SKIP_OUT),
+    TokenRow(_T.SKIP_OUT, _MB, _ONCE, "the skip", "skip", PeerRule.SKIP_TO),
+    TokenRow(_T.SKIP_GRAD_IN, _MB, _ONCE, "the skip's gradient", "skip", PeerRule.SKIP_TO,
              handed=_T.SKIP_GRAD_OUT, training=True),
-    TokenRow(_T.SKIP_GRAD_OUT, _MB, _ONCE, "the skip's gradient", "skip", Hop.SKIP_FROM,
+    TokenRow(_T.SKIP_GRAD_OUT, _MB, _ONCE, "the skip's gradient", "skip", PeerRule.SKIP_FROM,
              training=True),
     TokenRow(_T.OWN_NORM, _RANK, _ALL, "the rank's part of the norm"),
-    TokenRow(_T.FULL, _STAGE, Found.AGAIN, "the whole weights", "params",
+    TokenRow(_T.FULL, _STAGE, ProducerRule.AGAIN, "the whole weights", "params",
              trait="zero", training=True),
     TokenRow(_T.PARTS, _STAGE, _ALL, "the weights in parts", trait="zero", training=True),
-    TokenRow(_T.ROOM, _STAGE, Found.SINCE, "the room for the weights' gradient",
+    TokenRow(_T.ROOM, _STAGE, ProducerRule.SINCE, "the room for the weights' gradient",
              trait="reduce", training=True),
     TokenRow(_T.COPY, _STAGE, _ALL, "the copy of what the step changes",
              trait="snapshots", training=True),
-    TokenRow(_T.STATE, _STAGE, Found.AGAIN, "the optimizer's state", "optimizer", trait="states",
-             lies="host", training=True),
+    TokenRow(_T.STATE, _STAGE, ProducerRule.AGAIN, "the optimizer's state", "optimizer",
+             trait="states", lies="host", training=True),
     TokenRow(_T.STORED, _STAGE, _ALL, "the stored state", trait="states", only=("host", "disk"),
              training=True),
     TokenRow(_T.HOST_GRAD, _STAGE, _ALL, "the gradient on the host", trait="states",
@@ -125,37 +125,37 @@ ROWS: Final[tuple[Row, ...]] = (
         "Gradients of the weights that are split, from the tape.", cost="W", computes=True),
     Row(_O.SendAct, "send_act", _L.ACT, _MB, (_T.ACT_OUT,), (), (_T.ACT_OUT,),
         "Sends an activation to the rank of the next stage.",
-        cost="send", hop=Hop.NEXT, meets=_O.RecvAct),
+        cost="send", hop=PeerRule.NEXT, meets=_O.RecvAct),
     Row(_O.RecvAct, "recv_act", _L.ACT, _MB, (), (_T.ACT_IN,), (),
         "Receives an activation from the rank of the previous stage.",
-        hop=Hop.PREVIOUS, meets=_O.SendAct),
+        hop=PeerRule.PREVIOUS, meets=_O.SendAct),
     Row(_O.SendGrad, "send_grad", _L.GRAD, _MB, (_T.GRAD_OUT,), (), (_T.GRAD_OUT,),
         "Sends a gradient to the rank of the previous stage.",
-        cost="send", hop=Hop.PREVIOUS, meets=_O.RecvGrad),
+        cost="send", hop=PeerRule.PREVIOUS, meets=_O.RecvGrad),
     Row(_O.RecvGrad, "recv_grad", _L.GRAD, _MB, (), (_T.GRAD_IN,), (),
         "Receives a gradient from the rank of the next stage.",
-        hop=Hop.NEXT, meets=_O.SendGrad),
+        hop=PeerRule.NEXT, meets=_O.SendGrad),
     Row(_O.Scatter, "scatter", _L.COMPUTE, _MB, (_T.ACT_OUT,), (_T.ACT_OUT,), (),
         "Keeps this tensor-parallel rank's 1/t of an activation, so that only it is sent.",
         cost="scatter", form=Form.PART, traffic=Traffic("hbm", times=2), in_torch=True),
     Row(_O.Gather, "gather", _L.TP, _MB, (_T.ACT_IN,), (_T.ACT_IN,), (),
         "Makes a received activation whole by an all-gather in the tensor-parallel group, beside "
         "what computes; or of a piece's, where ranks share the sequence, the first tensor "
-        "(arXiv 2205.05198).", cost="gather", ring=Ring("tp"),
+        "(arXiv 2205.05198).", cost="gather", ring=CollectiveRing("tp"),
         form=Form.PART, between_segments="sequence", in_torch=True),
     Row(_O.ScatterGrad, "scatter_grad", _L.COMPUTE, _MB, (_T.GRAD_OUT,), (_T.GRAD_OUT,), (),
         "Scatter of a gradient.", cost="scatter", form=Form.PART,
         traffic=Traffic("hbm", times=2), in_torch=True),
     Row(_O.GatherGrad, "gather_grad", _L.TP, _MB, (_T.GRAD_IN,), (_T.GRAD_IN,), (),
-        "Gather of a gradient.", cost="gather", ring=Ring("tp"),
+        "Gather of a gradient.", cost="gather", ring=CollectiveRing("tp"),
         form=Form.PART, between_segments="sequence", in_torch=True),
     Row(_O.ReduceGrads, "reduce_grads", _L.DP, _STAGE, (_T.WGRAD,), (_T.GRAD,), (_T.WGRAD,),
         "Sums a stage's gradient over the data-parallel group and scales it.",
-        cost="reduce_grads", ring=Ring("dp", "grads", 2)),
+        cost="reduce_grads", ring=CollectiveRing("dp", "grads", 2)),
     Row(_O.ReduceHolders, "reduce_holders", _L.DP, _STAGE, (_T.GRAD,), (_T.GRAD,), (),
         "Sums a stage's gradient over its holders, where it has several.",
         cost="reduce_holders", meets=_O.ReduceHolders, group="holders", drains="replicas",
-        ring=Ring("holders", "grads", 2), in_torch=True),
+        ring=CollectiveRing("holders", "grads", 2), in_torch=True),
     Row(_O.ReduceTied, "reduce_tied", _L.DP, _STAGE, (_T.GRAD,), (_T.GRAD,), (),
         "Sums the gradients of the copies of each tied weight of the rank, in the order of stages; "
         "all copies get the sum.",
@@ -171,16 +171,16 @@ ROWS: Final[tuple[Row, ...]] = (
         in_torch=True),
     Row(_O.SendSkip, "send_skip", _L.ACT, _MB, (_T.SKIP_OUT,), (), (_T.SKIP_OUT,),
         "Sends what a stage gives beside its activation to the rank of a later one.",
-        cost="send", hop=Hop.SKIP_TO, meets=_O.RecvSkip),
+        cost="send", hop=PeerRule.SKIP_TO, meets=_O.RecvSkip),
     Row(_O.RecvSkip, "recv_skip", _L.ACT, _MB, (), (_T.SKIP_IN,), (),
         "Receives what an earlier stage gives beside its activation.",
-        hop=Hop.SKIP_FROM, meets=_O.SendSkip),
+        hop=PeerRule.SKIP_FROM, meets=_O.SendSkip),
     Row(_O.SendSkipGrad, "send_skip_grad", _L.GRAD, _MB, (_T.SKIP_GRAD_OUT,), (),
         (_T.SKIP_GRAD_OUT,),
         "Sends the gradient of a skip to the rank of the stage that gave the skip.",
-        cost="send", hop=Hop.SKIP_FROM, meets=_O.RecvSkipGrad),
+        cost="send", hop=PeerRule.SKIP_FROM, meets=_O.RecvSkipGrad),
     Row(_O.RecvSkipGrad, "recv_skip_grad", _L.GRAD, _MB, (), (_T.SKIP_GRAD_IN,), (),
-        "Receives the gradient of a skip.", hop=Hop.SKIP_TO, meets=_O.SendSkipGrad),
+        "Receives the gradient of a skip.", hop=PeerRule.SKIP_TO, meets=_O.SendSkipGrad),
     Row(_O.Recompute, "R", _L.COMPUTE, _MB, (_T.SAVED, _T.PARAMETERS, _T.FULL),
         (_T.SAVED,), (),
         "Runs a stage forward again, on its inputs, which are all that its F then keeps.", cost="R",
@@ -189,15 +189,15 @@ ROWS: Final[tuple[Row, ...]] = (
         "The norm of all gradients over all pipeline ranks, behind a step that has not waited for "
         "it: the next step of the run does, and both are made again where it was wrong.",
         cost="validate", meets=_O.Validate, group="model", in_torch=True),
-    Row(_O.Unshard, "unshard", _L.PARAMS, Per.TURN, (_T.PARAMETERS,), (_T.FULL,), (),
+    Row(_O.Unshard, "unshard", _L.PARAMS, Scope.TURN, (_T.PARAMETERS,), (_T.FULL,), (),
         "Makes a stage's weights whole: an all-gather of the parts that replicas hold.",
-        cost="unshard", ring=Ring("dp", "params")),
-    Row(_O.Reshard, "reshard", _L.COMPUTE, Per.TURN, (_T.FULL,), (_T.PARTS,), (_T.FULL,),
+        cost="unshard", ring=CollectiveRing("dp", "params")),
+    Row(_O.Reshard, "reshard", _L.COMPUTE, Scope.TURN, (_T.FULL,), (_T.PARTS,), (_T.FULL,),
         "Lets go of all weights of a stage but the replica's own part."),
-    Row(_O.ReduceScatter, "reduce_scatter", _L.DP, Per.TURN, (_T.WGRAD,), (_T.GRAD, _T.ROOM),
+    Row(_O.ReduceScatter, "reduce_scatter", _L.DP, Scope.TURN, (_T.WGRAD,), (_T.GRAD, _T.ROOM),
         (_T.WGRAD,),
         "Sums a stage's gradient over the data-parallel group and scales it; each replica gets its "
-        "own part of the sum.", cost="reduce_scatter", ring=Ring("dp", "grads")),
+        "own part of the sum.", cost="reduce_scatter", ring=CollectiveRing("dp", "grads")),
     Row(_O.Snapshot, "snapshot", _L.D2H, _STAGE, (_T.PARAMETERS,), (_T.COPY,), (),
         "Copies what the step will change of a stage, weights and the optimizer's state, to the "
         "host's memory, for a checkpoint that is written meanwhile; does nothing in a step behind "
@@ -232,11 +232,11 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(_O.SumAct, "sum_act", _L.TP, _MB, (_T.ACT_IN,), (_T.ACT_IN,), (),
         "Sums what a piece of a stage gives over the tensor-parallel group, before the next piece "
         "takes it (Megatron-LM's g); where ranks share the sequence, each is left its part of it.",
-        cost="sum", ring=Ring("tp", turns=2), between_segments="always"),
+        cost="sum", ring=CollectiveRing("tp", turns=2), between_segments="always"),
     Row(_O.SumGrad, "sum_grad", _L.TP, _MB, (_T.GRAD_IN,), (_T.GRAD_IN,), (),
         "Sums the gradient of what a piece takes over the tensor-parallel group, before the piece "
         "that gave it takes that (Megatron-LM's f); likewise.",
-        cost="sum", ring=Ring("tp", turns=2), between_segments="always"),
+        cost="sum", ring=CollectiveRing("tp", turns=2), between_segments="always"),
     Row(_O.ReduceSequence, "reduce_sequence", _L.TP, _STAGE, (_T.GRAD,), (_T.GRAD,), (),
         "Sums over the tensor-parallel group the gradients of what each of its ranks holds whole, "
         "and has seen its own part of the sequence with: norms, and biases behind sums.",
@@ -324,7 +324,7 @@ BOUNDARY: Final = tuple(row.token for row in TOKENS if row.across is not None)
 BETWEEN_NEIGHBOURS: Final = tuple(
     token
     for token in BOUNDARY
-    if TOKENS[token].across in (Hop.NEXT, Hop.PREVIOUS) and not TOKENS[token].optional
+    if TOKENS[token].across in (PeerRule.NEXT, PeerRule.PREVIOUS) and not TOKENS[token].optional
 )
 # Kinds of instructions, read off the table.
 SENDS: Final = tuple(row.op for row in ROWS if row.hop and row.needs)
@@ -434,8 +434,8 @@ class Instr(NamedTuple):
 
     def __str__(self) -> str:
         row = ROWS[self.op]
-        if row.per is Per.MICROBATCH:
+        if row.per is Scope.MICROBATCH:
             return f"{row.text} {self.stage}.{self.mb}"
-        if row.per is Per.RANK:
+        if row.per is Scope.RANK:
             return row.text + f" {self.mb}" * (self.mb > 0)
         return f"{row.text} {self.stage}" + f".{self.mb}" * (self.mb > 0)

@@ -10,7 +10,7 @@ from schedir.ir.isa.opcodes import Form, Lane, Opcode, Token
 TIERS: Final = ("device", "host", "disk")
 
 
-class Per(Enum):
+class Scope(Enum):
     """What an instruction exists once for, which is also how its text is addressed.
 
     STAGE and RANK once in each update, whose number follows in the text if it is not 0; TURN as
@@ -23,7 +23,7 @@ class Per(Enum):
     TURN = "stage.turn"
 
 
-class Found(Enum):
+class ProducerRule(Enum):
     """How the giver of a value is found (`schedir/ir/dataflow.py`)."""
 
     ONCE = "made once for its address, and changed in the order of the table"
@@ -33,7 +33,7 @@ class Found(Enum):
     SINCE = "there from the start, and since the nearest giver that stands earlier in the Stream"
 
 
-class Hop(Enum):
+class PeerRule(Enum):
     """Where the other side of a message is, from a stage: a neighbour, or the end of a skip.
 
     `Program.beside` has the stages, by number.
@@ -45,19 +45,19 @@ class Hop(Enum):
     SKIP_FROM = "the stage that gives the skip"
 
     @property
-    def back(self) -> Hop:
+    def back(self) -> PeerRule:
         """The way back."""
         return _BACK[self]
 
     @property
     def ahead(self) -> bool:
         """Whether it leads to a later stage."""
-        return self in (Hop.NEXT, Hop.SKIP_TO)
+        return self in (PeerRule.NEXT, PeerRule.SKIP_TO)
 
 
 _BACK: Final = {
-    Hop.NEXT: Hop.PREVIOUS, Hop.PREVIOUS: Hop.NEXT,
-    Hop.SKIP_TO: Hop.SKIP_FROM, Hop.SKIP_FROM: Hop.SKIP_TO,
+    PeerRule.NEXT: PeerRule.PREVIOUS, PeerRule.PREVIOUS: PeerRule.NEXT,
+    PeerRule.SKIP_TO: PeerRule.SKIP_FROM, PeerRule.SKIP_FROM: PeerRule.SKIP_TO,
 }  # fmt: skip
 
 
@@ -86,11 +86,11 @@ class TokenRow(NamedTuple):
     """
 
     token: Token
-    per: Per
-    found: Found
+    per: Scope
+    found: ProducerRule
     words: str
     size: str = ""
-    across: Hop | None = None
+    across: PeerRule | None = None
     handed: Token | None = None
     made_of: tuple[Token, str] | None = None
     trait: str = ""
@@ -159,7 +159,7 @@ class Change(NamedTuple):
     after: str
 
 
-class Ring(NamedTuple):
+class CollectiveRing(NamedTuple):
     """Whom a collective goes around, and how often: once if it gathers, or leaves each a part of
     the sum, and twice if all get the sum.
 
@@ -225,18 +225,18 @@ class Row(NamedTuple):
     op: Opcode
     text: str
     lane: Lane
-    per: Per
+    per: Scope
     needs: tuple[Token, ...]
     gives: tuple[Token, ...]
     frees: tuple[Token, ...]
     doc: str
     cost: str = ""
-    hop: Hop | None = None
+    hop: PeerRule | None = None
     meets: Opcode | None = None
     group: Literal["", "model", "holders", "tied"] = ""
     drains: Literal["", "always", "replicas"] = ""
     changes: tuple[Change, ...] = ()
-    ring: Ring | None = None
+    ring: CollectiveRing | None = None
     of_all: bool = False
     waits: tuple[Lane, ...] = ()
     computes: bool = False

@@ -23,12 +23,12 @@ from schedir.ir.isa.instructions import (
     Change,
     Form,
     FormRow,
-    Found,
     Lane,
     LaneRow,
     Opcode,
-    Per,
+    ProducerRule,
     Row,
+    Scope,
     Token,
     TokenRow,
 )
@@ -36,16 +36,16 @@ from schedir.ir.program import Program
 
 # What there is one of for a rank that meets others in each kind of group: so none meets itself.
 _MEET: Final = {
-    "model": (Per.RANK,),
-    "holders": (Per.STAGE, Per.TURN),
-    "tied": (Per.STAGE,),
+    "model": (Scope.RANK,),
+    "holders": (Scope.STAGE, Scope.TURN),
+    "tied": (Scope.STAGE,),
 }
-_CHAINED: Final = (Found.ONCE, Found.AGAIN)
-_NEAREST: Final = (Found.AGAIN, Found.SINCE)  # found by what stands nearest before
+_CHAINED: Final = (ProducerRule.ONCE, ProducerRule.AGAIN)
+_NEAREST: Final = (ProducerRule.AGAIN, ProducerRule.SINCE)  # found by what stands nearest before
 # Of which traits a value can be: those of which a default says that it is not there.
 _TRAITS: Final = {f.name for f in fields(Program) if f.metadata and f.default is not MISSING}
 # What has a begin and an end, between which it takes memory.
-_LIVES: Final = (*_CHAINED, Found.ALL)
+_LIVES: Final = (*_CHAINED, ProducerRule.ALL)
 
 
 class TableError(Exception):
@@ -97,19 +97,19 @@ def _of_token(value: TokenRow, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{name}: no instruction gives it"
     if value.lies:
         yield from _of_what_lies(value, rows)
-    if value.found in _NEAREST and value.per is Per.TURN:
+    if value.found in _NEAREST and value.per is Scope.TURN:
         yield f"{name}: what is made again and again is one value of its stage, not one a turn"
-    if value.found is Found.SINCE and any(token in row.frees for row in rows):
+    if value.found is ProducerRule.SINCE and any(token in row.frees for row in rows):
         yield f"{name}: it is there from the start on, and nothing frees it"
     if value.trait and value.trait not in _TRAITS:
         yield f"{name}: there is no trait {value.trait!r} of programs with a default"
     if value.size and value.found not in _LIVES:
         yield f"{name}: bytes are counted of what begins and ends, not of {value.found.name}"
-    if value.size and value.per is Per.RANK:
+    if value.size and value.per is Scope.RANK:
         yield f"{name}: bytes are told for each stage, not for each rank"
     if value.handed is not None and value.across is None:
         yield f"{name}: it is handed over, and nothing says by which stage"
-    if value.across is not None and (value.per is not Per.MICROBATCH or not value.size):
+    if value.across is not None and (value.per is not Scope.MICROBATCH or not value.size):
         yield f"{name}: what crosses a boundary is of a microbatch, and has a size"
     if value.made_of is not None:
         for row in rows:
@@ -122,7 +122,7 @@ def _of_what_lies(value: TokenRow, rows: Sequence[Row]) -> Iterator[str]:
     token, name = value.token, value.token.name
     if value.lies not in TIERS:
         yield f"{name}: it lies on one of {', '.join(TIERS)}, not on {value.lies!r}"
-    if value.found is not Found.AGAIN:
+    if value.found is not ProducerRule.AGAIN:
         yield f"{name}: it lies somewhere from the start on, and is found by the nearest giver"
     for row in rows:
         if (token in row.gives and token not in row.needs) or token in row.frees:
@@ -136,7 +136,7 @@ def _of_row(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) -> Iterator
         yield f"its text is one word, not {row.text!r}"
     if not {*row.frees} <= {*row.needs}:
         yield "it frees what it does not need"
-    if row.computes and (row.lane is not Lane.COMPUTE or row.per is not Per.MICROBATCH):
+    if row.computes and (row.lane is not Lane.COMPUTE or row.per is not Scope.MICROBATCH):
         yield "a row that computes is per microbatch, on the lane COMPUTE"
     if row.between_segments and (row.ring is None or row.ring.members != "tp"):
         yield "a row between segments is a collective of the tensor-parallel group"
@@ -152,7 +152,7 @@ def _of_row(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) -> Iterator
         other = rows[row.meets] if row.meets is not None else row
         if other.meets is not row.op or other.hop is not row.hop.back:
             yield "the other side of a message meets it, a hop back"
-        if row.per is not Per.MICROBATCH:
+        if row.per is not Scope.MICROBATCH:
             yield "a message is of a microbatch"
         if len(row.gives) + len(row.needs) != 1:
             yield "a message moves one value: it is needed at one side, and given at the other"
@@ -169,27 +169,27 @@ def _of_values(row: Row, rows: Sequence[Row], tokens: Sequence[TokenRow]) -> Ite
     """Faults in what a row does with values: how it is told which is meant, and how they change."""
     for token in {*row.needs, *row.gives}:
         value = tokens[token]
-        once = value.found is Found.ONCE or value.per is Per.MICROBATCH
+        once = value.found is ProducerRule.ONCE or value.per is Scope.MICROBATCH
         if value.found in (*_CHAINED, *_NEAREST) and once and row.per is not value.per:
             yield f"{token.name} is one for each {value.per.name}, and it for each {row.per.name}"
         if row.hop and value.across is not row.hop:
             yield f"{token.name} does not go where its message does"
-        again = value.found in _NEAREST or (value.found is Found.ALL and value.size)
-        if again and value.per is Per.STAGE and row.per is Per.RANK:
+        again = value.found in _NEAREST or (value.found is ProducerRule.ALL and value.size)
+        if again and value.per is Scope.STAGE and row.per is Scope.RANK:
             yield f"{token.name} is one for each STAGE, and it for each RANK"
-        if value.found is Found.VERSION and token in row.gives and row.per not in (
-            Per.STAGE, Per.RANK,
+        if value.found is ProducerRule.VERSION and token in row.gives and row.per not in (
+            Scope.STAGE, Scope.RANK,
         ):  # fmt: skip
             yield f"{token.name} is changed once in each update, not for each {row.per.name}"
-        if value.found is Found.VERSION and row.per is Per.RANK and token in row.needs:
+        if value.found is ProducerRule.VERSION and row.per is Scope.RANK and token in row.needs:
             for giver in rows:
-                if token in giver.gives and giver.per is Per.STAGE:
+                if token in giver.gives and giver.per is Scope.STAGE:
                     yield f"{token.name} comes of {giver.op.name}, one for each STAGE"
     if row.form is not None:
         yield from _of_form(row, rows, tokens)
     changed = [change.token for change in row.changes]
     for token in {*row.needs} - {*row.gives, *row.frees, *changed}:
-        if tokens[token].found is Found.ONCE:
+        if tokens[token].found is ProducerRule.ONCE:
             yield f"it reads {token.name} without giving it: it could run after the value is freed"
     for token in changed:
         if changed.count(token) > 1:

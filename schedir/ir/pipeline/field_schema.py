@@ -26,7 +26,7 @@ def _settled(_: str, value: Any, __: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Kind:
+class FieldType:
     """What the values of a field are, and how they are written.
 
     `read` makes a value of a text, and raises ValueError for one that is none, which says of itself
@@ -46,7 +46,7 @@ class Kind:
     most: int | None = None
 
 
-def whole_number(least: int, most: int) -> Kind:
+def whole_number(least: int, most: int) -> FieldType:
     """Whole numbers from `least` to `most`."""
 
     def settle(name: str, value: Any, _: Any) -> int:
@@ -64,7 +64,7 @@ def whole_number(least: int, most: int) -> Kind:
             )
         return number
 
-    return Kind("must be a whole number", whole, int, settle=settle, least=least, most=most)
+    return FieldType("must be a whole number", whole, int, settle=settle, least=least, most=most)
 
 
 def _yes_or_no(text: str) -> bool:
@@ -73,7 +73,7 @@ def _yes_or_no(text: str) -> bool:
     return text == "yes"
 
 
-YES_OR_NO = Kind(
+YES_OR_NO = FieldType(
     "is yes or no",
     _yes_or_no,
     bool,
@@ -117,7 +117,7 @@ class Field:
     """
 
     name: str
-    kind: Kind
+    kind: FieldType
     of_plan: bool
     default: Any
     options: tuple[Option, ...]
@@ -146,7 +146,7 @@ class Field:
 
 
 def setting(
-    kind: Kind,
+    kind: FieldType,
     help: str,
     *,
     options: Sequence[Option] = (),

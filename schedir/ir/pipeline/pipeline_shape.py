@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 from schedir.errors import PlanError
 from schedir.ir.cost.number_parsing import NO_NUMBERS, whole
 from schedir.ir.input_trust import require_room
-from schedir.ir.isa.instructions import ROWS, Per
+from schedir.ir.isa.instructions import ROWS, Scope
 from schedir.ir.pipeline.field_schema import (
-    Kind,
+    FieldType,
     fields_of,
     itself,
     setting,
@@ -69,7 +69,7 @@ _PLACEMENT = setting(
 )
 _UPDATES = setting(whole_number(1, MAX_MICROBATCHES), "updates without a flush (1)", digest=itself)
 _DELAY = setting(
-    Kind(_NUMBERS, _read_delay, int | tuple[int, ...], show=_show),
+    FieldType(_NUMBERS, _read_delay, int | tuple[int, ...], show=_show),
     "updates by which weights are old; or 2,1,0",
     beside="updates",
     digest=itself,
@@ -275,10 +275,10 @@ class Plan:
     def room(self) -> int:
         """The most instructions that a program can have without one that is there twice."""
         each = {
-            Per.MICROBATCH: self.stages * self.microbatches,
-            Per.STAGE: self.stages * self.rows * self.updates,
-            Per.RANK: self.ranks * self.updates,
-            Per.TURN: self.stages * self.rows * self.microbatches,
+            Scope.MICROBATCH: self.stages * self.microbatches,
+            Scope.STAGE: self.stages * self.rows * self.updates,
+            Scope.RANK: self.ranks * self.updates,
+            Scope.TURN: self.stages * self.rows * self.microbatches,
         }
         return sum(each[row.per] for row in ROWS)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import PlanError
 from schedir.ir.cost.number_parsing import NO_NUMBERS
-from schedir.ir.pipeline.field_schema import Kind, whole_numbers
+from schedir.ir.pipeline.field_schema import FieldType, whole_numbers
 
 Placement = str | tuple[int, ...] | tuple[tuple[int, ...], ...]
 Ranks = NDArray[np.int64]  # by stage
@@ -32,7 +32,7 @@ def _mirrored(row: Row) -> Row:
     return lambda stage, ranks: ranks - 1 - row(stage, ranks)
 
 
-class Named(NamedTuple):
+class NamedPlacement(NamedTuple):
     """A placement with a name: its rows, and the stages per rank of a plan that does not say."""
 
     rows: tuple[Row, ...]
@@ -40,14 +40,14 @@ class Named(NamedTuple):
 
 
 PLACEMENTS: Final = {
-    "loop": Named((_loop,), 1),
-    "vee": Named((_vee,), 2),
-    "mirror": Named((_loop, _mirrored(_loop)), 2),
-    "mirror-vee": Named((_vee, _mirrored(_vee)), 4),
+    "loop": NamedPlacement((_loop,), 1),
+    "vee": NamedPlacement((_vee,), 2),
+    "mirror": NamedPlacement((_loop, _mirrored(_loop)), 2),
+    "mirror-vee": NamedPlacement((_vee, _mirrored(_vee)), 4),
 }
 
 
-def named_of(placement: str) -> Named:
+def named_of(placement: str) -> NamedPlacement:
     """The placement of a name; PlanError for a name that none has."""
     if placement not in PLACEMENTS:
         raise _no_placement(placement)
@@ -139,4 +139,4 @@ def show_placement(placement: Placement, _: object = None) -> str:
 
 
 _TAKES = "is a name, ranks like 0,1,1,0, or rows of these like 0,1/1,0"
-PLACEMENT: Final = Kind(_TAKES, _read, Placement, show_placement, _settle, "WHERE")
+PLACEMENT: Final = FieldType(_TAKES, _read, Placement, show_placement, _settle, "WHERE")

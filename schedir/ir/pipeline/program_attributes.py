@@ -9,7 +9,14 @@ from typing import Any, Final
 from schedir.errors import PlanError, said
 from schedir.ir.cost.zero_states import CUT_FROM, LEVELS
 from schedir.ir.isa.table_schema import TIERS
-from schedir.ir.pipeline.field_schema import YES_OR_NO, Kind, Option, itself, setting, whole_number
+from schedir.ir.pipeline.field_schema import (
+    YES_OR_NO,
+    FieldType,
+    Option,
+    itself,
+    setting,
+    whole_number,
+)
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES, Plan
 from schedir.ir.pipeline.skip_connections import SKIPS as SKIPS_KIND
 from schedir.ir.pipeline.stage_segments import MEETS as MEETS_KIND
@@ -49,7 +56,7 @@ def _settled_chunked(name: str, value: Any, plan: Plan) -> int:
     return chunked
 
 
-def _one_of(*words: str) -> Kind:
+def _one_of(*words: str) -> FieldType:
     """One of a few words."""
     takes = f"is {', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
 
@@ -63,7 +70,7 @@ def _one_of(*words: str) -> Kind:
             raise ValueError(f"{takes}, not {text!r}")
         return text
 
-    return Kind(takes, read, str, settle=settle, metavar="WHEN")
+    return FieldType(takes, read, str, settle=settle, metavar="WHEN")
 
 
 def require_together(

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from schedir.errors import PlanError
 from schedir.ir.cost.number_parsing import NO_NUMBERS
-from schedir.ir.isa.table_schema import Hop
-from schedir.ir.pipeline.field_schema import Kind
+from schedir.ir.isa.table_schema import PeerRule
+from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import Plan
 
 Skips = tuple[tuple[int, int], ...]  # from and to, ascending
@@ -92,7 +92,7 @@ def _read(text: str) -> Skips:
     return tuple((begin, end) for begin, end in pairs)
 
 
-SKIPS: Final = Kind(
+SKIPS: Final = FieldType(
     "are from which stage to which, like 0=3,1=2",
     _read,
     tuple[tuple[int, int], ...],
@@ -103,16 +103,16 @@ SKIPS: Final = Kind(
 
 
 @lru_cache(maxsize=64)
-def beside(hop: Hop, stages: int, skips: Skips) -> NDArray[np.int32]:
+def beside(hop: PeerRule, stages: int, skips: Skips) -> NDArray[np.int32]:
     """The stage that is a hop from each, shape (stages,); -1 where there is none."""
     there = np.full(stages, -1, np.int32)
-    if hop is Hop.NEXT:
+    if hop is PeerRule.NEXT:
         there[:-1] = np.arange(1, stages)
-    elif hop is Hop.PREVIOUS:
+    elif hop is PeerRule.PREVIOUS:
         there[1:] = np.arange(stages - 1)
     else:
         for begin, end in skips:
-            here, other = (begin, end) if hop is Hop.SKIP_TO else (end, begin)
+            here, other = (begin, end) if hop is PeerRule.SKIP_TO else (end, begin)
             there[here] = other
     there.flags.writeable = False
     return there

@@ -35,7 +35,7 @@ else:
     _Slots = namedtuple("_Slots", _KINDS, defaults=[OWN] * (len(_KINDS) - len(BETWEEN_NEIGHBOURS)))
 
 
-class Slots(_Slots):
+class SlotCounts(_Slots):
     """How many static slots a rank has for what is taken in and put out, in activations and
     in gradients (`schedir/analysis/memory/buffer_slots.py` says who lives in which); and on the
     `host`, for what forwards saved, and for states of the optimizer that lie on the disk

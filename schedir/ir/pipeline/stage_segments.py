@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from schedir.errors import PlanError, said
-from schedir.ir.pipeline.field_schema import Kind
+from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import Plan
 
 ENDS: Final = "-"  # of a whole stage
@@ -47,7 +47,7 @@ def pieces_in(meets: str, stages: int) -> tuple[int, ...]:
     return tuple(len(own) + 1 for own in letters_in(meets, stages))
 
 
-class Whole(NamedTuple):
+class UnsegmentedShape(NamedTuple):
     """A plan of whole stages and microbatches, in how many pieces each of these stages is, and in
     how many chunks each microbatch."""
 
@@ -56,7 +56,7 @@ class Whole(NamedTuple):
     chunks: int
 
 
-def whole_of(plan: Plan, meets: str, chunked: int) -> Whole:
+def whole_of(plan: Plan, meets: str, chunked: int) -> UnsegmentedShape:
     """Of which whole stages and microbatches those of a plan are the pieces and the chunks.
 
     >>> whole_of(Plan(2, 8, placement=(0, 0, 1)), "g-", 4)
@@ -65,7 +65,7 @@ def whole_of(plan: Plan, meets: str, chunked: int) -> Whole:
     pieces = pieces_in(meets, plan.stages)
     plan = replace(plan, microbatches=plan.microbatches // chunked)
     if not meets:
-        return Whole(plan, pieces, chunked)
+        return UnsegmentedShape(plan, pieces, chunked)
     first = np.cumsum((0, *pieces[:-1]))
     rows = tuple(tuple(row) for row in plan.holders[:, first].tolist())
     delay = plan.delay
@@ -73,7 +73,7 @@ def whole_of(plan: Plan, meets: str, chunked: int) -> Whole:
         delay = tuple(delay[stage] for stage in first)
     placement = rows if len(rows) > 1 else rows[0]
     plan = replace(plan, placement=placement, stages_per_rank=1, delay=delay)
-    return Whole(plan, pieces, chunked)
+    return UnsegmentedShape(plan, pieces, chunked)
 
 
 def _settle(name: str, value: object, plan: Plan) -> str:
@@ -112,4 +112,6 @@ _TAKES: Final = (
     "has a letter for each boundary: f and g where ranks meet between pieces of a stage, . where "
     "nobody does, - where a whole stage ends, as in fgfg-fgfg"
 )
-MEETS: Final = Kind(_TAKES, _read, str, lambda value, _: value or "no", _settle, metavar="LETTERS")
+MEETS: Final = FieldType(
+    _TAKES, _read, str, lambda value, _: value or "no", _settle, metavar="LETTERS"
+)

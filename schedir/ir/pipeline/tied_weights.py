@@ -19,14 +19,14 @@ from operator import index
 from typing import Any, Final, Protocol, overload
 
 from schedir.errors import PlanError, UsageError, said
-from schedir.ir.pipeline.field_schema import Kind
+from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import Plan
 
 Tied = tuple[tuple[int, ...], ...]  # ascending stages that share weights, each set once, sorted
 Place = tuple[int, str]  # a stage, and what a parameter is called there
 
 
-class Module(Protocol):
+class ModuleLike(Protocol):
     """What is asked of an nn.Module."""
 
     def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterator[tuple[str, Any]]: ...
@@ -86,7 +86,7 @@ class ModelTies:
     def __bool__(self) -> bool:
         return bool(self.names)
 
-    def among(self, stages: Sequence[Module] | Mapping[int, Module]) -> Ties:
+    def among(self, stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> Ties:
         """Where these weights are in all the stages of the model.
 
         They are found as objects, or, in stages that are copies, by their names in the model.
@@ -119,10 +119,10 @@ class ModelTies:
 
 
 @overload
-def ties(model: Sequence[Module] | Mapping[int, Module]) -> Ties: ...
+def ties(model: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> Ties: ...
 @overload
-def ties(model: Module) -> ModelTies: ...
-def ties(model: Module | Sequence[Module] | Mapping[int, Module]) -> Ties | ModelTies:
+def ties(model: ModuleLike) -> ModelTies: ...
+def ties(model: ModuleLike | Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> Ties | ModelTies:
     """The trained weights that are one object in several places, before anything is copied.
 
     Of all the stages of a model, in order, the places of each: `compile` and the executor take
@@ -148,7 +148,7 @@ def ties(model: Module | Sequence[Module] | Mapping[int, Module]) -> Ties | Mode
     return Ties(tuple(tuple(sorted(one.items())) for one in shared if len(one) > 1))
 
 
-def _all(stages: Sequence[Module] | Mapping[int, Module]) -> list[Module]:
+def _all(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> list[ModuleLike]:
     """All stages, in order."""
     found: list[Any]
     if isinstance(stages, Mapping):
@@ -170,7 +170,7 @@ def _all(stages: Sequence[Module] | Mapping[int, Module]) -> list[Module]:
     return found
 
 
-def _shared(modules: Iterable[Module]) -> list[tuple[Any, list[Place]]]:
+def _shared(modules: Iterable[ModuleLike]) -> list[tuple[Any, list[Place]]]:
     """Every trained weight with its places, in order."""
     places: dict[int, tuple[Any, list[Place]]] = {}
     for s, module in enumerate(modules):
@@ -237,7 +237,7 @@ def read_tied(text: str) -> Tied | bool:
     return tuple(tuple(map(int, stages.split("="))) for stages in text.split(","))
 
 
-TIED: Final = Kind(
+TIED: Final = FieldType(
     "is yes or no, or stages like 0=3,1=2",
     read_tied,
     bool,

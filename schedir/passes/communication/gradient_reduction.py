@@ -9,11 +9,11 @@ from typing import Final
 import numpy as np
 
 from schedir.analysis.memory.buffer_slots import KINDS, counts, minimum_slots
-from schedir.ir.instruction_index import NONE, Index
-from schedir.ir.isa.instructions import ADDS, Opcode, Per, Token, producers
-from schedir.ir.program import FIELDS, Program, Slots, is_op, pack
+from schedir.ir.instruction_index import NONE, InstructionIndex
+from schedir.ir.isa.instructions import ADDS, Opcode, Scope, Token, producers
+from schedir.ir.program import FIELDS, Program, SlotCounts, is_op, pack
 from schedir.passes.insertion import at_places, behind
-from schedir.passes.pass_types import Expected, Mask, Options, Pass, Present
+from schedir.passes.pass_types import ExpectedInstructions, Mask, Options, Pass, Present
 from schedir.passes.stage_runs import runs, turns
 from schedir.passes.update_boundaries import places
 
@@ -61,7 +61,7 @@ def leave_room(program: Program) -> Program:
     room, most = minimum_slots(program)[:, column] + 1, counts(program)[:, column]
     if (room >= most).all():
         return program
-    said = program.slots or [Slots.unsaid()] * program.plan.ranks
+    said = program.slots or [SlotCounts.unsaid()] * program.plan.ranks
     each = zip(said, np.minimum(room, most).tolist(), strict=True)
     return program.with_slots([slots._replace(**{_WHOLE: n}) for slots, n in each])
 
@@ -83,13 +83,13 @@ def reduce_holders(program: Program) -> Program:
     if program.dp > 1 or not program.order:
         own_of = [[s for s in own if s in trained] for own in plan.stages_of]
         return append(program, Opcode.ReduceHolders, own_of)
-    index, begins = Index.of(program), program.offsets.tolist()
+    index, begins = InstructionIndex.of(program), program.offsets.tolist()
     messages = index.messages()
     passed = np.concatenate([np.maximum.accumulate(messages[b:e]) for b, e in pairwise(begins)])
     holders = plan.holders[:, trained]
     reduced, ready = index.where_all(producers(Token.GRAD)), np.zeros(plan.holders.size, np.intp)
     first_turn = np.zeros(len(reduced), np.int64)
-    np.maximum.at(ready, index.keys(Per.STAGE, reduced, first_turn), reduced)  # the last turn's
+    np.maximum.at(ready, index.keys(Scope.STAGE, reduced, first_turn), reduced)  # the last turn's
     ready = ready.reshape(plan.holders.shape)[:, trained]
     after = passed[ready].max(0)  # the message that the sum of each stage stands behind
     ready = ready - program.offsets[holders]
@@ -164,18 +164,18 @@ def append(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Pro
 # ------------------------------------------------------------ what must then be there
 
 
-def _each(program: Program, per: Per) -> Mask:
+def _each(program: Program, per: Scope) -> Mask:
     """A mask over the holders of trained stages, or over ranks, if the program ends an update."""
     plan = program.plan
-    if per is Per.RANK:
+    if per is Scope.RANK:
         return np.full(plan.ranks, program.trains)
     trained = np.arange(plan.stages) >= program.frozen
     return np.tile(trained & program.trains, len(plan.holders))
 
 
-def _stages(program: Program, present: Present) -> Iterator[Expected]:
-    once, cut = _each(program, Per.STAGE), program.zero > 0
-    whole = Expected(
+def _stages(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+    once, cut = _each(program, Scope.STAGE), program.zero > 0
+    whole = ExpectedInstructions(
         Opcode.ReduceGrads,
         once & (not cut),
         f"the program says 'zero {program.zero}', and reduce_scatter leaves a part",
@@ -184,7 +184,7 @@ def _stages(program: Program, present: Present) -> Iterator[Expected]:
     once = np.resize(once & cut, len(there))
     each = program.plan.holders.size
     once[each:] = there[each:] if program.reduce == "turn" else False  # as often as it likes
-    parts = Expected(
+    parts = ExpectedInstructions(
         Opcode.ReduceScatter,
         once,
         "the program says 'reduce end': a gradient is reduced once, behind its last backward"
@@ -195,12 +195,12 @@ def _stages(program: Program, present: Present) -> Iterator[Expected]:
     yield from (whole, parts) if cut else (parts, whole)  # what should not be there is said first
 
 
-def _holders(program: Program, present: Present) -> Iterator[Expected]:
-    once = _each(program, Per.STAGE) & (program.plan.rows > 1)
-    yield Expected(Opcode.ReduceHolders, once, "each stage has one holder")
+def _holders(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+    once = _each(program, Scope.STAGE) & (program.plan.rows > 1)
+    yield ExpectedInstructions(Opcode.ReduceHolders, once, "each stage has one holder")
 
 
-def _tied(program: Program, present: Present) -> Iterator[Expected]:
+def _tied(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     holders = program.plan.holders.reshape(-1)  # by key: a row behind the other
     first: dict[int, int] = {}  # the key of each rank's first copy
     for stage in sorted({s for stages in program.summed for s in stages}):
@@ -210,12 +210,14 @@ def _tied(program: Program, present: Present) -> Iterator[Expected]:
     once[[*first.values()]] = program.trains
     why = "one per rank that holds a copy of a tied weight, at its first stage"
     why = why if program.summed or not program.tied else "all that is tied is frozen"
-    yield Expected(Opcode.ReduceTied, once, why if program.tied else "the program says 'tied no'")
+    yield ExpectedInstructions(
+        Opcode.ReduceTied, once, why if program.tied else "the program says 'tied no'"
+    )
 
 
-def _sequence(program: Program, present: Present) -> Iterator[Expected]:
-    once = _each(program, Per.STAGE) & program.sequence
-    yield Expected(
+def _sequence(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+    once = _each(program, Scope.STAGE) & program.sequence
+    yield ExpectedInstructions(
         Opcode.ReduceSequence,
         once,
         "the program says 'sequence no': each rank has seen all of it",
@@ -223,19 +225,19 @@ def _sequence(program: Program, present: Present) -> Iterator[Expected]:
     )
 
 
-def _norm(program: Program, present: Present) -> Iterator[Expected]:
-    once = _each(program, Per.RANK) & program.clip & (program.validate == "before")
+def _norm(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+    once = _each(program, Scope.RANK) & program.clip & (program.validate == "before")
     why = "the program says 'validate after'" if program.clip else "the program says 'clip no'"
-    yield Expected(Opcode.ReduceNorm, once, why)
+    yield ExpectedInstructions(Opcode.ReduceNorm, once, why)
 
 
-def _steps(program: Program, present: Present) -> Iterator[Expected]:
-    yield Expected(Opcode.OptimizerStep, _each(program, Per.RANK))
+def _steps(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+    yield ExpectedInstructions(Opcode.OptimizerStep, _each(program, Scope.RANK))
 
 
-def _validated(program: Program, present: Present) -> Iterator[Expected]:
-    once = _each(program, Per.RANK) & (program.validate == "after")
-    yield Expected(Opcode.Validate, once, "the program does not say 'validate after'")
+def _validated(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+    once = _each(program, Scope.RANK) & (program.validate == "after")
+    yield ExpectedInstructions(Opcode.Validate, once, "the program does not say 'validate after'")
 
 
 def _unless_there(program: Program, options: Options) -> bool:

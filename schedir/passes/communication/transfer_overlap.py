@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import Model
-from schedir.ir.instruction_index import Index, Positions
+from schedir.ir.instruction_index import InstructionIndex, Positions
 from schedir.ir.isa.instructions import COMPUTE, GATHERS, RECEIVES, SENDS, TRANSFERS
-from schedir.ir.program import JOINED, Cut, Program, Words
+from schedir.ir.program import JOINED, Program, StreamSlices, Words
 from schedir.passes.pass_types import Options, Pass
 
 
@@ -51,12 +51,12 @@ def early_gathers(program: Program, ahead: int = 1) -> Program:
     return _moved(program, graph.index.is_op(GATHERS), 2 * np.minimum(first, own) - 1)
 
 
-def _computes(index: Index) -> NDArray[np.intp]:
+def _computes(index: InstructionIndex) -> NDArray[np.intp]:
     """Where computes stand; of those that run together the first."""
     return np.flatnonzero(index.is_op(COMPUTE) & ~index.joined)
 
 
-def _floor(index: Index, behind: Positions, ahead: int) -> NDArray[np.intp]:
+def _floor(index: InstructionIndex, behind: Positions, ahead: int) -> NDArray[np.intp]:
     """The last position that each instruction stays behind when it goes `ahead` computes ahead.
 
     That is one before its Stream, the end of a group, or `behind` it where that is not -1.
@@ -80,7 +80,7 @@ def _moved(program: Program, moves: NDArray[np.bool_], key: NDArray[np.intp]) ->
 
 def _with(program: Program, words: Words) -> Program:
     """A program of as long Streams, whose words are these."""
-    return replace(program, streams=Cut.at(words, program.offsets))
+    return replace(program, streams=StreamSlices.at(words, program.offsets))
 
 
 def group_opposites(program: Program) -> Program:

@@ -10,14 +10,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.critical_path.longest_path import Walk, walk
+from schedir.analysis.critical_path.longest_path import EarliestTimes, walk
 from schedir.analysis.deadlock import deadlock
 from schedir.analysis.dependency_graph import Graph
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.per_stage_values import from_grid
-from schedir.ir.instruction_index import NONE, Index, Positions
-from schedir.ir.isa.instructions import ROWS, SENDS, Opcode, Per, producers
-from schedir.ir.program import ADDRESS, OP, STAGE, Cut, Program, Words
+from schedir.ir.instruction_index import NONE, InstructionIndex, Positions
+from schedir.ir.isa.instructions import ROWS, SENDS, Opcode, Scope, producers
+from schedir.ir.program import ADDRESS, OP, STAGE, Program, StreamSlices, Words
 from schedir.passes.pass_types import Pass
 from schedir.passes.update_boundaries import meets, together
 
@@ -52,10 +52,14 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
     begins, ends = _numbers(graph, reached, np.concatenate([_EMPTY, *made.values()]))
     lasts = np.cumsum([len(at) for at in made.values()])
     order: dict[Opcode, Positions] = {}
-    parts = [_Part(np.arange(len(index), dtype=np.int32), begins, index.rank, keep=-1, lead=0)]
+    parts = [
+        _MergedInstructions(
+            np.arange(len(index), dtype=np.int32), begins, index.rank, keep=-1, lead=0
+        )
+    ]
     for (send, at), last in zip(made.items(), lasts.tolist(), strict=True):
         number = ends[last - len(at) : last]
-        order[send] = np.full(index.size[Per.MICROBATCH], NONE, np.int32)
+        order[send] = np.full(index.size[Scope.MICROBATCH], NONE, np.int32)
         order[send][index.key[at]] = number
         parts += _sides(index, send, at, number)
     del graph, reached, index
@@ -63,7 +67,7 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
     return replace(program, streams=_streams(program, parts), order=order)
 
 
-class _Part(NamedTuple):
+class _MergedInstructions(NamedTuple):
     """Some of what is merged to Streams, rank by rank: instructions, sends or receives.
 
     Each is made of the instruction at a position, has a number in the global order, and a rank.
@@ -76,22 +80,24 @@ class _Part(NamedTuple):
     keep: int
     lead: int
 
-    def cut(self, begin: int, end: int | None) -> _Part:
+    def cut(self, begin: int, end: int | None) -> _MergedInstructions:
         """Those from one index to before another."""
         own = slice(begin, end)
         return self._replace(at=self.at[own], number=self.number[own], rank=self.rank[own])
 
 
-def _streams(program: Program, parts: list[_Part]) -> Cut:
+def _streams(program: Program, parts: list[_MergedInstructions]) -> StreamSlices:
     """Streams that have all parts, in the global order."""
     size = sum(np.bincount(part.rank, minlength=program.plan.ranks) for part in parts)
     offsets = np.append(0, np.cumsum(size))
     words = np.empty(int(offsets[-1]), np.int64)
     _merge(program.words, parts, 0, program.plan.ranks, words)
-    return Cut.at(words, offsets)
+    return StreamSlices.at(words, offsets)
 
 
-def _merge(given: Words, parts: list[_Part], first: int, last: int, into: Words) -> None:
+def _merge(
+    given: Words, parts: list[_MergedInstructions], first: int, last: int, into: Words
+) -> None:
     """Merge all parts for the ranks from `first` to before `last`; of many some at a time."""
     if len(into) > _AT_ONCE and last - first > 1:
         half = (first + last) // 2
@@ -108,7 +114,7 @@ def _merge(given: Words, parts: list[_Part], first: int, last: int, into: Words)
 
 
 def _numbers(
-    graph: Graph, reached: Walk, made: Positions
+    graph: Graph, reached: EarliestTimes, made: Positions
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """The global order: a number for each instruction, and one for each value that is made, by its
     maker.
@@ -157,7 +163,9 @@ def _ordering(costs: Costs, program: Program) -> Costs:
     return replace(costs, send=from_grid(np.maximum(each[Opcode.SendAct], trifle)))
 
 
-def _sides(index: Index, send: Opcode, at: Positions, number: NDArray[np.int32]) -> Iterator[_Part]:
+def _sides(
+    index: InstructionIndex, send: Opcode, at: Positions, number: NDArray[np.int32]
+) -> Iterator[_MergedInstructions]:
     """The sends, and the receives, of what crosses ranks of all that is made at some positions."""
     row, plan = ROWS[send], index.program.plan
     assert row.meets is not None and row.hop is not None
@@ -165,14 +173,14 @@ def _sides(index: Index, send: Opcode, at: Positions, number: NDArray[np.int32])
     other = beside[index.stage[at]]
     here, there = index.rank[at], plan.rank_at(np.maximum(other, 0), index.mb[at])
     crosses = np.flatnonzero((other >= index.program.first_of(send)) & (there != here))
-    yield _Part(at[crosses], number[crosses], here[crosses], ADDRESS, int(send) << OP)
+    yield _MergedInstructions(at[crosses], number[crosses], here[crosses], ADDRESS, int(send) << OP)
     crosses = crosses[np.argsort(there[crosses].astype(np.uint16), kind="stable")]
     shift = beside - np.arange(plan.stages)
     shifts = np.unique(shift[beside >= 0]).tolist()  # one, but of skips of several lengths
     for each in shifts:
         own = crosses if len(shifts) == 1 else crosses[shift[index.stage[at[crosses]]] == each]
         lead = (int(row.meets) << OP) + (each << STAGE)
-        yield _Part(at[own], number[own], there[own], ADDRESS, lead)
+        yield _MergedInstructions(at[own], number[own], there[own], ADDRESS, lead)
 
 
 PASSES: Final = (

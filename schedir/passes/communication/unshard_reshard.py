@@ -19,10 +19,10 @@ from schedir.ir.cost.zero_states import CUT_FROM
 from schedir.ir.isa.instructions import ROWS, Opcode, Token
 from schedir.ir.pipeline.field_schema import whole_number
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES
-from schedir.ir.program import OWN, Cut, Program, Slots, pack
+from schedir.ir.program import OWN, Program, SlotCounts, StreamSlices, pack
 from schedir.passes.insertion import at_places
-from schedir.passes.pass_types import Expected, Options, Pass, Present
-from schedir.passes.stage_runs import Runs, runs, turns
+from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, Present
+from schedir.passes.stage_runs import StageRuns, runs, turns
 
 _READS: Final = tuple(row.op for row in ROWS if Token.FULL in {*row.needs} - {*row.frees})
 _ROWS: Final = (Opcode.Unshard, Opcode.Reshard)
@@ -79,7 +79,7 @@ def shard(program: Program, options: Options) -> Program:
     program = at_places(program, *map(np.concatenate, (at, rank, words)))
     if program.zero < CUT_FROM["params"]:
         return program
-    return program.with_slots([Slots.unsaid()._replace(full=room) for room in rooms])
+    return program.with_slots([SlotCounts.unsaid()._replace(full=room) for room in rooms])
 
 
 def _may_let_go(program: Program) -> bool:
@@ -87,7 +87,7 @@ def _may_let_go(program: Program) -> bool:
     return program.zero >= CUT_FROM["params"]
 
 
-def _active(program: Program, uses: Runs, said: int | None) -> int:
+def _active(program: Program, uses: StageRuns, said: int | None) -> int:
     """How many stages of a rank are whole at once."""
     own = [len({*stages} - {*range(program.frozen)}) for stages in program.plan.stages_of]
     if program.zero < CUT_FROM["params"]:
@@ -112,7 +112,7 @@ def _active(program: Program, uses: Runs, said: int | None) -> int:
     return said
 
 
-def _both(program: Program, present: Present) -> Iterator[Expected]:
+def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     once = present(Opcode.Unshard).copy()
     each = np.arange(program.plan.stages) >= program.frozen
     once[: program.plan.holders.size] = np.tile(each, program.plan.rows)
@@ -122,7 +122,7 @@ def _both(program: Program, present: Present) -> Iterator[Expected]:
         (Opcode.Unshard, Opcode.Reshard, "an unshard stands before what uses its weights"),
         (Opcode.Reshard, Opcode.Unshard, "a reshard stands behind the last that uses its weights"),
     ):
-        yield Expected(op, once, why, hint, other)
+        yield ExpectedInstructions(op, once, why, hint, other)
 
 
 def _read(program: Program, model: Model) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _read(program: Program, model: Model) -> dict[str, Any]:
         return {}
     moved = np.isin(program.op, _ROWS)
     offsets = np.append(0, np.cumsum(~moved))[program.offsets]
-    bare = replace(program, streams=Cut.at(program.words[~moved], offsets), slots=())
+    bare = replace(program, streams=StreamSlices.at(program.words[~moved], offsets), slots=())
     found: dict[str, Any] = {"active": max(rooms)}
     for ahead in (AHEAD, 0, *range(AHEAD + 1, max(rooms) + 1)):
         more = found if ahead == AHEAD else found | {"ahead": ahead}

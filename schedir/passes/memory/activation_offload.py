@@ -19,16 +19,16 @@ from schedir.analysis.progress_models import Model
 from schedir.errors import PlanError, UsageError
 from schedir.ir.cost.sizes import ample, bytes_of
 from schedir.ir.isa.instructions import COMPUTE
-from schedir.ir.pipeline.field_schema import Kind
+from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.program import ADDRESS, Program, Words
 from schedir.passes.memory.offload_placement import (
     DISK,
     HOST,
     Counts,
-    Lives,
-    Room,
+    ForwardLifetimes,
+    OffloadRoundTrip,
+    SlotRange,
     Tier,
-    Trip,
     cost_of,
     held_most,
     lives,
@@ -36,7 +36,7 @@ from schedir.passes.memory.offload_placement import (
     priced,
     span_of,
 )
-from schedir.passes.pass_types import Expected, Options, Pass, Present
+from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, Present
 from schedir.passes.selection import by_word, fits, kind, meant, pairs, stages_of
 
 Floats = NDArray[np.float64]
@@ -45,7 +45,7 @@ SAID: Final = 4  # of what is named for nothing
 _SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)  # of what need not move, that is tried as well
 
 
-class AsRead(tuple[tuple[int, int], ...]):
+class ImportedSelection(tuple[tuple[int, int], ...]):
     """Pairs that a program moves, named by nobody: of another one some may have no use."""
 
     __slots__ = ()
@@ -140,7 +140,7 @@ def _chosen(
     if fits(which):
         return candidates
     chosen = candidates[meant(which, option, candidates, program.plan)]
-    if not (by_word(which) or callable(which) or isinstance(which, AsRead)):
+    if not (by_word(which) or callable(which) or isinstance(which, ImportedSelection)):
         _tell_of_nothing(pairs(which, option, program.plan), option, chosen)
     return chosen
 
@@ -169,7 +169,7 @@ def _candidates(program: Program) -> Words:
 
 
 def _is_worth_it(
-    program: Program, addresses: Words, trips: tuple[Trip, ...], options: Options
+    program: Program, addresses: Words, trips: tuple[OffloadRoundTrip, ...], options: Options
 ) -> NDArray[np.bool_]:
     """Whether each could go and come back before it is used, by the prediction of the program as it
     is."""
@@ -180,7 +180,7 @@ def _is_worth_it(
     return there
 
 
-def _free(program: Program, own: Lives, options: Options) -> Floats:
+def _free(program: Program, own: ForwardLifetimes, options: Options) -> Floats:
     """How long nobody uses each value, by the prediction of the program as it is."""
     reached = walk(Graph.of(program, options.model), options.costs)
     return reached.start[own.used] - reached.end[own.made]
@@ -189,12 +189,12 @@ def _free(program: Program, own: Lives, options: Options) -> Floats:
 def _with_slots(program: Program, options: Options) -> Program:
     """The program with slots of what is saved, where any of it is offloaded; and on the host, where
     any goes on from there, or there is a limit."""
-    tiers: tuple[tuple[Tier, Trip], ...] = (("device", HOST), ("host", DISK))
+    tiers: tuple[tuple[Tier, OffloadRoundTrip], ...] = (("device", HOST), ("host", DISK))
     for tier, ops in tiers:
         limit = _limit(options, tier)
         if program.ops.isdisjoint(ops) and (limit is None or program.ops.isdisjoint(HOST)):
             continue
-        room = Room.of(program, tier)
+        room = SlotRange.of(program, tier)
         most = room.within(program, options, limit)
         program = room.said(program, room.enough(program, options, most))
     return program
@@ -232,7 +232,7 @@ def _as_few_as_fit(
 
     def too_much(number: Counts) -> NDArray[np.bool_]:
         moved = to(some(number))
-        room = Room.of(moved, tier)
+        room = SlotRange.of(moved, tier)
         moved = room.said(moved, room.least)
         return held_most(moved, options, tier) > ample(limit)
 
@@ -248,7 +248,7 @@ def _as_few_as_fit(
     for share in _SHARES if high.any() else ():
         tried = some(high + np.floor(share * (most - high)).astype(np.int64))
         moved = to(tried)
-        room = Room.of(moved, tier)
+        room = SlotRange.of(moved, tier)
         span = span_of(room.said(moved, room.within(moved, options, limit)), options)
         if span < least * (1 - 1e-9):
             best, least = tried, span
@@ -287,13 +287,21 @@ def _turned(number: int) -> Floats:
 # ---------------------------------------------------------------- what is expected
 
 
-def _both(program: Program, present: Present) -> Iterator[Expected]:
+def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     """What goes comes back, and only what has gone; what goes on to the disk is on the host."""
     gone = "nothing was moved"
-    yield Expected(HOST.back, present(HOST.there), f"{gone} to the host", beside=HOST.there)
-    yield Expected(HOST.there, present(HOST.back), "nothing comes back", beside=HOST.back)
-    yield Expected(DISK.back, present(DISK.there), f"{gone} to the disk", beside=DISK.there)
-    yield Expected(DISK.there, present(DISK.back), "nothing is fetched", beside=DISK.back)
+    yield ExpectedInstructions(
+        HOST.back, present(HOST.there), f"{gone} to the host", beside=HOST.there
+    )
+    yield ExpectedInstructions(
+        HOST.there, present(HOST.back), "nothing comes back", beside=HOST.back
+    )
+    yield ExpectedInstructions(
+        DISK.back, present(DISK.there), f"{gone} to the disk", beside=DISK.there
+    )
+    yield ExpectedInstructions(
+        DISK.there, present(DISK.back), "nothing is fetched", beside=DISK.back
+    )
 
 
 def _read(program: Program, model: Model) -> dict[str, Any]:
@@ -301,7 +309,7 @@ def _read(program: Program, model: Model) -> dict[str, Any]:
     found = {}
     for option, trip in (("offload", HOST), ("spill", DISK)):
         stage, mb = stages_of((program.words & ADDRESS)[program.op == trip.there])
-        found[option] = AsRead(zip(stage.tolist(), mb.tolist(), strict=True)) or None
+        found[option] = ImportedSelection(zip(stage.tolist(), mb.tolist(), strict=True)) or None
     return found
 
 
@@ -328,7 +336,7 @@ PASSES: Final = (
         kinds={
             "offload": kind("says what is offloaded"),
             "spill": kind("says what is spilled"),
-            "host_limit": Kind("must be bytes like 40GB", _read_bytes, str, metavar="BYTES"),
+            "host_limit": FieldType("must be bytes like 40GB", _read_bytes, str, metavar="BYTES"),
         },
         abouts={
             "offload": "move what forwards saved to the host until it is used: all, half (every "

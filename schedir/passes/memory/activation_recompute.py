@@ -21,11 +21,11 @@ from schedir.errors import UsageError, said
 from schedir.ir.cost.per_stage_values import look_up
 from schedir.ir.cost.sizes import Sizes, ample
 from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, FORWARDS, RECOMPUTE
-from schedir.ir.pipeline.field_schema import Kind
-from schedir.ir.program import ADDRESS, OP, STAGE, Cut, Program, Words, is_op
+from schedir.ir.pipeline.field_schema import FieldType
+from schedir.ir.program import ADDRESS, OP, STAGE, Program, StreamSlices, Words, is_op
 from schedir.passes.insertion import before
 from schedir.passes.memory.offload_placement import span_of
-from schedir.passes.pass_types import Expected, Options, Pass, Present
+from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, Present
 from schedir.passes.selection import fits, kind, meant
 
 Positions = NDArray[np.intp]
@@ -75,7 +75,7 @@ def _at(text: str) -> str:
 
 
 WHICH: Final = kind("says what is recomputed")
-AT: Final = Kind("is early or late", _at, str, metavar="WHEN")
+AT: Final = FieldType("is early or late", _at, str, metavar="WHEN")
 _ROUNDS: Final = 4  # of moving R ahead: each makes others wait less
 
 # ---------------------------------------------------------------- where they stand
@@ -142,7 +142,7 @@ def _moved(program: Program, earlier: dict[int, int]) -> Program:
     for at, to in earlier.items():
         key[at] = to - 0.5
     words = program.words[np.argsort(key, kind="stable")]
-    return replace(program, streams=Cut.at(words, program.offsets))
+    return replace(program, streams=StreamSlices.at(words, program.offsets))
 
 
 # ---------------------------------------------------------------- as few as fit
@@ -261,10 +261,12 @@ def _where(address: Words, which: NDArray[np.bool_], of: Words) -> Positions:
     return np.where(there, near, -1)
 
 
-def _both(program: Program, present: Present) -> Iterator[Expected]:
+def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     """Who is run again has a backward."""
     back = np.logical_or.reduce([present(op) for op in BACKWARDS])
-    yield Expected(RECOMPUTE, present(RECOMPUTE) & back, "there is no backward that it is for")
+    yield ExpectedInstructions(
+        RECOMPUTE, present(RECOMPUTE) & back, "there is no backward that it is for"
+    )
 
 
 PASSES: Final = (

@@ -18,9 +18,9 @@ from schedir.analysis.memory.buffer_slots import counts, minimum_slots
 from schedir.analysis.progress_models import Model
 from schedir.errors import UsageError
 from schedir.ir.cost.costs import Costs
-from schedir.ir.dataflow import Flow
+from schedir.ir.dataflow import Dataflow
 from schedir.ir.isa.instructions import BETWEEN_NEIGHBOURS, BOUNDARY, FORWARD, SENDS, SLOTTED
-from schedir.ir.program import OWN, Program, Slots
+from schedir.ir.program import OWN, Program, SlotCounts
 from schedir.passes.pass_types import Choice, Options, Pass
 
 MESSAGE: Final = 0.5  # of a forward: what a message takes where costs say that it takes no time
@@ -110,14 +110,14 @@ def _with(program: Program, counts: NDArray[np.int64]) -> Program:
     there = (counts > 0).any(0) & chosen | np.isin(SLOTTED, BETWEEN_NEIGHBOURS)
     said = _numbers(program)
     numbers = np.where(said == OWN, np.where(there, counts, OWN), said).tolist()
-    told = program.slots or [Slots.unsaid()] * program.plan.ranks
+    told = program.slots or [SlotCounts.unsaid()] * program.plan.ranks
     both = zip(numbers, told, strict=True)
-    return program.with_slots([Slots(*row, *own[len(row) :]) for row, own in both])
+    return program.with_slots([SlotCounts(*row, *own[len(row) :]) for row, own in both])
 
 
 def _numbers(program: Program) -> NDArray[np.int64]:
     """How many slots a program says, shape (ranks, kinds); OWN for those unsaid."""
-    unsaid = [Slots.unsaid()] * program.plan.ranks
+    unsaid = [SlotCounts.unsaid()] * program.plan.ranks
     return np.array(program.slots or unsaid, np.int64)[:, : len(SLOTTED)]
 
 
@@ -138,7 +138,7 @@ def _overlap(program: Program, start: Times, end: Times, *, least: bool) -> NDAr
     """
     counts = np.zeros((program.plan.ranks, len(SLOTTED)), np.int64)
     for column, kind in enumerate(SLOTTED):
-        own = Flow.of(program).lives(kind)
+        own = Dataflow.of(program).lives(kind)
         starts, ends = start[own.fill], end[own.free]
         for rank in np.flatnonzero(np.diff(own.first)).tolist():
             here = slice(own.first[rank], own.first[rank + 1])

@@ -15,7 +15,7 @@ from schedir.errors import PlanError
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import Program, pack
 from schedir.passes.insertion import at_places
-from schedir.passes.pass_types import Expected, Mask, Pass, Present
+from schedir.passes.pass_types import ExpectedInstructions, Mask, Pass, Present
 
 
 def snapshots(program: Program) -> Program:
@@ -46,10 +46,10 @@ def _first_holders(program: Program) -> Mask:
     return once.reshape(-1)
 
 
-def _each(program: Program, present: Present) -> Iterator[Expected]:
+def _each(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     once = np.zeros(len(present(Opcode.Snapshot)), bool)  # of update 0 alone: once in a step
     once[: program.plan.holders.size] = _first_holders(program)
-    yield Expected(
+    yield ExpectedInstructions(
         Opcode.Snapshot,
         once,
         "one for each trained stage in a step, on its first holder"

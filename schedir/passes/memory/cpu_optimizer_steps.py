@@ -14,16 +14,16 @@ from typing import Final
 
 import numpy as np
 
-from schedir.ir.dataflow import Flow
-from schedir.ir.instruction_index import NONE, Index
-from schedir.ir.isa.instructions import ROWS, STEPS, Opcode, Per, Token, chain
-from schedir.ir.program import Cut, Program, pack
+from schedir.ir.dataflow import Dataflow
+from schedir.ir.instruction_index import NONE, InstructionIndex
+from schedir.ir.isa.instructions import ROWS, STEPS, Opcode, Scope, Token, chain
+from schedir.ir.program import Program, StreamSlices, pack
 from schedir.passes.insertion import at_places
-from schedir.passes.pass_types import Expected, Pass, Present
+from schedir.passes.pass_types import ExpectedInstructions, Pass, Present
 from schedir.passes.update_boundaries import places
 
 _ROWS: Final = (Opcode.OffloadGrads, Opcode.StepHost, Opcode.ReloadWeights)
-_PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Per.RANK)
+_PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Scope.RANK)
 
 
 def host_steps(program: Program) -> Program:
@@ -35,11 +35,11 @@ def host_steps(program: Program) -> Program:
     are stepped in the order in which their gradients are there.  Of several updates each lets go of
     the rank's gradients before the host steps, so that the next may add to them.
     """
-    plan, index = program.plan, Index.of(program)
+    plan, index = program.plan, InstructionIndex.of(program)
     given = index.where_all(chain(Opcode.OffloadGrads, Token.GRAD))
     latest = np.full(plan.holders.size * plan.updates, NONE)
     time = None if plan.updates > 1 else np.zeros(len(given), np.int64)  # turns are of one update
-    np.maximum.at(latest, index.keys(Per.STAGE, given, time), given)
+    np.maximum.at(latest, index.keys(Scope.STAGE, given, time), given)
     last = latest.reshape(plan.updates, *plan.holders.shape)
     tied = [s for stages in program.summed for s in stages]
     ends = places(program)
@@ -69,9 +69,9 @@ def late_steps(program: Program) -> Program:
     asks for it is a forward on its weights, a gradient that goes where that of its update was, or
     what ends the next update.
     """
-    index, n = Index.of(program), len(program)
+    index, n = InstructionIndex.of(program), len(program)
     first = np.full(n, n)  # that asks for each instruction
-    for giver in Flow.of(program).needs:
+    for giver in Dataflow.of(program).needs:
         needer = np.flatnonzero((giver != NONE) & (giver < np.arange(n)))  # else it is refused
         np.minimum.at(first, giver[needer], needer)
     end = index.rank.astype(np.int64) * program.plan.updates + index.mb  # of what ends updates
@@ -85,17 +85,19 @@ def late_steps(program: Program) -> Program:
     place = 2 * np.arange(n)
     place[moves] = np.where(ahead[end[moves]] < n, 2 * whole[ahead[end[moves]]] - 1, place[moves])
     order = np.argsort(place, kind="stable")
-    return replace(program, streams=Cut.at(program.words[order], program.offsets))
+    return replace(program, streams=StreamSlices.at(program.words[order], program.offsets))
 
 
-def _each(program: Program, present: Present) -> Iterator[Expected]:
+def _each(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     there = program.trains and program.states == "cpu"
     once = np.tile((np.arange(program.plan.stages) >= program.frozen) & there, program.plan.rows)
     why = f"the program says 'states {program.states}'"
     for op in _ROWS:
-        yield Expected(op, once, why, "each trained stage goes, is stepped and comes back once")
+        yield ExpectedInstructions(
+            op, once, why, "each trained stage goes, is stepped and comes back once"
+        )
     several = program.plan.updates > 1
-    yield Expected(
+    yield ExpectedInstructions(
         Opcode.ReleaseGrads,
         np.full(program.plan.ranks, there and several),
         why if several or not there else "there is no next update to add to them",

@@ -16,8 +16,8 @@ from schedir.analysis.memory.footprint import held
 from schedir.ir.cost.cost_fields import FIELD
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import ample
-from schedir.ir.dataflow import Flow
-from schedir.ir.instruction_index import Index
+from schedir.ir.dataflow import Dataflow
+from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import (
     COMPUTE,
     FORWARD,
@@ -28,7 +28,7 @@ from schedir.ir.isa.instructions import (
     Token,
     changes,
 )
-from schedir.ir.program import ADDRESS, OP, Program, Slots, Words
+from schedir.ir.program import ADDRESS, OP, Program, SlotCounts, Words
 from schedir.passes.insertion import at_places
 from schedir.passes.memory.buffer_sharing import MESSAGE, fewer_in_parts
 from schedir.passes.pass_types import Options
@@ -40,7 +40,7 @@ Positions = NDArray[np.intp]
 _LEADS: Final = 4  # how often what comes back too late is tried earlier
 
 
-class Trip(NamedTuple):
+class OffloadRoundTrip(NamedTuple):
     """There and back: the two instructions that move a value to another tier, and back."""
 
     there: Opcode
@@ -52,8 +52,8 @@ _MOVES: Final = {  # of what a forward saved, by from where to where
     for row in ROWS for change in row.changes
     if change.token is Token.SAVED and change.before in TIERS
 }  # fmt: skip
-HOST: Final = Trip(_MOVES["device", "host"], _MOVES["host", "device"])
-DISK: Final = Trip(_MOVES["host", "disk"], _MOVES["disk", "host"])
+HOST: Final = OffloadRoundTrip(_MOVES["device", "host"], _MOVES["host", "device"])
+DISK: Final = OffloadRoundTrip(_MOVES["host", "disk"], _MOVES["disk", "host"])
 
 
 def priced(program: Program, options: Options) -> Options:
@@ -64,7 +64,7 @@ def priced(program: Program, options: Options) -> Options:
     return replace(options, costs=replace(costs, **free))
 
 
-class Lives(NamedTuple):
+class ForwardLifetimes(NamedTuple):
     """Where forwards stand, and the first who uses what each saved, of each of some addresses."""
 
     address: Words
@@ -72,9 +72,9 @@ class Lives(NamedTuple):
     used: Positions
 
 
-def lives(program: Program) -> Lives:
+def lives(program: Program) -> ForwardLifetimes:
     """Of all that is saved and used again, where it is made and first used on the compute lane."""
-    own = Flow.of(program).lives(Token.SAVED)
+    own = Dataflow.of(program).lives(Token.SAVED)
     address = program.words & ADDRESS
     made = own.fill.astype(np.intp)
     first = {
@@ -84,7 +84,7 @@ def lives(program: Program) -> Lives:
         for at in np.flatnonzero(program.op == op).tolist()
     }
     used = [first.get(int(address[m]), f) for m, f in zip(made, own.freed.tolist(), strict=True)]
-    return Lives(address[made], made, np.array(used, np.intp))
+    return ForwardLifetimes(address[made], made, np.array(used, np.intp))
 
 
 def cost_of(program: Program, op: Opcode, addresses: Words, options: Options) -> Floats:
@@ -106,7 +106,7 @@ def placed(program: Program, chosen: Words, spilled: Words, options: Options) ->
     program = _moved(program, HOST, own.made[there], own.used[there], options)
     if len(spilled):
         back = lives(program)
-        back = Lives(*(each[program.op[back.made] == HOST.back] for each in back))
+        back = ForwardLifetimes(*(each[program.op[back.made] == HOST.back] for each in back))
         address = program.words & ADDRESS
         spills = np.isin(address, spilled)
         gone, used = (np.flatnonzero((program.op == op) & spills) for op in HOST)
@@ -117,11 +117,11 @@ def placed(program: Program, chosen: Words, spilled: Words, options: Options) ->
 
 def _moved(
     program: Program,
-    trip: Trip,
+    trip: OffloadRoundTrip,
     made: Positions,
     used: Positions,
     options: Options,
-    back: Lives | None = None,
+    back: ForwardLifetimes | None = None,
 ) -> Program:
     """The program with what moves values away behind some positions, and back before others.
 
@@ -198,7 +198,7 @@ Tier = Literal["device", "host"]
 _FIELD: Final[dict[Tier, str]] = {"device": "saved", "host": "host"}
 
 
-class Room(NamedTuple):
+class SlotRange(NamedTuple):
     """On a tier, the fewest slots that each rank can have, and the most that are of any use."""
 
     tier: Tier
@@ -206,17 +206,17 @@ class Room(NamedTuple):
     most: Counts
 
     @classmethod
-    def of(cls, program: Program, tier: Tier) -> Room:
+    def of(cls, program: Program, tier: Tier) -> SlotRange:
         """The room that a program can have, without any said of it."""
         if tier == "host":
             own = on_host(program)
-            return cls(tier, own.peak(groups(Index.of(program))), np.diff(own.first))
+            return cls(tier, own.peak(groups(InstructionIndex.of(program))), np.diff(own.first))
         least = minimum_slots(program)[:, SLOTTED.index(Token.SAVED)]
         return cls(tier, least, counts(program)[:, KINDS.index(Token.SAVED)])
 
     def said(self, program: Program, number: Counts) -> Program:
         """The program with so many slots."""
-        told = program.slots or [Slots.unsaid()] * program.plan.ranks
+        told = program.slots or [SlotCounts.unsaid()] * program.plan.ranks
         return program.with_slots(
             [own._replace(**{_FIELD[self.tier]: n})
              for own, n in zip(told, number.tolist(), strict=True)]

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from schedir.analysis.memory.buffer_slots import KINDS, counts, groups, minimum_slots, on_host
 from schedir.errors import UsageError
-from schedir.ir.instruction_index import NONE, Index
-from schedir.ir.isa.instructions import Opcode, Per, Token, producers
+from schedir.ir.instruction_index import NONE, InstructionIndex
+from schedir.ir.isa.instructions import Opcode, Scope, Token, producers
 from schedir.ir.pipeline.field_schema import whole_number
 from schedir.ir.pipeline.pipeline_shape import MAX_STAGES
-from schedir.ir.program import ON_HOST, OP, OWN, Program, Slots, pack
+from schedir.ir.program import ON_HOST, OP, OWN, Program, SlotCounts, pack
 from schedir.passes.insertion import at_ends
-from schedir.passes.pass_types import Expected, Options, Pass, Present
+from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, Present
 
 _ROWS: Final = (Opcode.LoadState, Opcode.StepStage, Opcode.StoreState)
 _OF_DISK: Final = (Opcode.FetchState, Opcode.SpillState)
@@ -45,10 +45,10 @@ def states(program: Program, slots: int | None = None, on_host: int | None = Non
     are on the host at once, of which one is left to what is stored.  Raises PlanError for less than
     one slot.
     """
-    plan, index = program.plan, Index.of(program)
+    plan, index = program.plan, InstructionIndex.of(program)
     given = index.where_all(producers(Token.GRAD))
     last = np.full(plan.holders.size, NONE)
-    key = index.keys(Per.STAGE, given, np.zeros(len(given), np.int64))
+    key = index.keys(Scope.STAGE, given, np.zeros(len(given), np.int64))
     np.maximum.at(last, key, given)
     reduced = last.reshape(plan.holders.shape)
     room = USUAL if slots is None else _NUMBER.settle("state_slots", slots, plan)
@@ -99,24 +99,28 @@ def leave_slots(program: Program) -> Program:
 
 def leave_rooms(program: Program) -> Program:
     """The same of the host, through which they pass on their way from the disk and to it."""
-    return _told(program, _ON_HOST, on_host(program, _ON_HOST).peak(groups(Index.of(program))))
+    return _told(
+        program, _ON_HOST, on_host(program, _ON_HOST).peak(groups(InstructionIndex.of(program)))
+    )
 
 
 def _told(program: Program, name: str, room: NDArray[np.int64]) -> Program:
     """The program with a number of slots of each rank."""
-    said = program.slots or [Slots.unsaid()] * program.plan.ranks
+    said = program.slots or [SlotCounts.unsaid()] * program.plan.ranks
     each = zip(said, room.tolist(), strict=True)
     return program.with_slots([slots._replace(**{name: n}) for slots, n in each])
 
 
-def _each(program: Program, present: Present) -> Iterator[Expected]:
+def _each(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     there = program.trains and program.states in _MOVED
     once = np.tile((np.arange(program.plan.stages) >= program.frozen) & there, program.plan.rows)
     why = f"the program says 'states {program.states}'"
     for op in _ROWS:
-        yield Expected(op, once, why, "each trained stage is loaded, stepped and stored once")
+        yield ExpectedInstructions(
+            op, once, why, "each trained stage is loaded, stepped and stored once"
+        )
     for op in _OF_DISK:
-        yield Expected(
+        yield ExpectedInstructions(
             op, once & (program.states == "disk"), why,
             "each trained stage's state is fetched and spilled once",
         )  # fmt: skip

@@ -36,9 +36,9 @@ from schedir.ir.isa.instructions import (
     Opcode,
     between_segments,
 )
-from schedir.ir.pipeline.field_schema import Kind
+from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.stage_segments import ranks_meet
-from schedir.ir.program import Cut, Program
+from schedir.ir.program import Program, StreamSlices
 from schedir.passes.memory.offload_placement import span_of
 from schedir.passes.pass_types import Options, Pass
 
@@ -117,7 +117,7 @@ def _filled(
         tried = best
         seen = {tried.words.tobytes()}
         for ahead, longer in product(_AHEAD if fills != LATE else _AHEAD[:1], _LONGER):
-            found = _Machine(lowered, options, fills, ahead, longer, most).filled(tried)
+            found = _ProgramSimulation(lowered, options, fills, ahead, longer, most).filled(tried)
             if (bits := found.words.tobytes()) in seen:
                 continue
             seen.add(bits)
@@ -150,7 +150,7 @@ def _judged(lowered: Program, options: Options) -> tuple[float, float]:
     return over, span_of(lowered, options)
 
 
-class _Machine:
+class _ProgramSimulation:
     """Runs a lowered program, whose ranks take what they compute as they can.
 
     Nodes are those of the graph, and wait for what gives their values.  A rank computes one thing
@@ -228,7 +228,7 @@ class _Machine:
         moved = np.array([place[at] for own in order for at in own], np.intp)
         if (moved == np.arange(len(moved))).all():
             return draft
-        return replace(draft, streams=Cut.at(draft.words[moved], draft.offsets))
+        return replace(draft, streams=StreamSlices.at(draft.words[moved], draft.offsets))
 
     def _run(self) -> list[list[int]]:
         """What each rank computes, in order."""
@@ -370,7 +370,7 @@ PASSES: Final = (
         fill,
         wanted=lambda program, options: options.more.get("fill") is not None,
         options=("fill",),
-        kinds={"fill": Kind(_TAKES, _read, str, metavar="WHAT")},
+        kinds={"fill": FieldType(_TAKES, _read, str, metavar="WHAT")},
         about="let something compute while a piece waits for a sum: W, F (of other microbatches) "
         "or all",
         order=1,

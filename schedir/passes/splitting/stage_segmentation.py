@@ -25,14 +25,14 @@ from schedir.ir.cost.costs import OF_A_STAGE, Costs
 from schedir.ir.cost.number_parsing import NO_NUMBERS, whole
 from schedir.ir.cost.per_stage_values import by_stage, from_grid
 from schedir.ir.cost.sizes import AT_REST, OF_A_MICROBATCH, Sizes
-from schedir.ir.isa.instructions import BACKWARDS, FORWARDS, LATE, ROWS, Opcode, Per
-from schedir.ir.pipeline.field_schema import Kind
+from schedir.ir.isa.instructions import BACKWARDS, FORWARDS, LATE, ROWS, Opcode, Scope
+from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import MAX_STAGES, Plan
 from schedir.ir.pipeline.program_attributes import CHUNKS
 from schedir.ir.pipeline.stage_segments import ENDS, ENTERS, LEAVES, LETTERS, NOBODY, letters_in
 from schedir.ir.program import ADDRESS, JOINED, OP, STAGE, Program, Stream, Words, is_op
 from schedir.passes.insertion import behind
-from schedir.passes.pass_types import Expected, Options, Pass, Present
+from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, Present
 
 Pieces = int | str | Iterable["int | str"]
 _DOWN: Final = (*BACKWARDS, *LATE)  # from the last piece on
@@ -91,7 +91,7 @@ _TAKES: Final = (
     "is how many pieces a stage has, or the letters between them as fgfg, with . where nobody "
     "meets, or one of these per stage"
 )
-PIECES: Final = Kind(_TAKES, _read, int | str | tuple[int | str, ...], metavar="PIECES")
+PIECES: Final = FieldType(_TAKES, _read, int | str | tuple[int | str, ...], metavar="PIECES")
 
 
 def pieces_of(given: Pieces, plan: Plan) -> tuple[int, ...]:
@@ -285,9 +285,9 @@ def in_pieces(
 OF_A_CHUNK: Final = {
     *OF_A_MICROBATCH,
     "FB",
-    *(row.cost for row in ROWS if row.per is Per.MICROBATCH),
+    *(row.cost for row in ROWS if row.per is Scope.MICROBATCH),
 }
-_OF_A_RANK: Final = {row.cost for row in ROWS if row.per is Per.RANK and row.cost}
+_OF_A_RANK: Final = {row.cost for row in ROWS if row.per is Scope.RANK and row.cost}
 
 
 def _shares(shares: Iterable[float] | None, number: tuple[int, ...]) -> list[NDArray[np.float64]]:
@@ -338,10 +338,10 @@ def _sums_of(program: Program) -> Iterator[tuple[Opcode, NDArray[np.bool_], int]
         yield Opcode.GatherGrad, np.roll(letters == LEAVES, 1) & trained & program.trains, -1
 
 
-def _expected(program: Program, present: Present) -> Iterator[Expected]:
+def _expected(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     for op, makers, shift in _sums_of(program):
         there = np.repeat(np.roll(makers, shift), program.plan.microbatches)
-        yield Expected(op, there, "the program does not say that ranks meet there")
+        yield ExpectedInstructions(op, there, "the program does not say that ranks meet there")
 
 
 def _finer(options: Options) -> dict[str, Any]:

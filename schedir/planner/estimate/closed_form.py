@@ -13,20 +13,25 @@ import numpy as np
 
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.cluster_costs import stepped
-from schedir.planner.estimate.link_time import Places, places_of, rings, ways
+from schedir.planner.estimate.link_time import NodePlacement, places_of, rings, ways
 from schedir.planner.estimate.schedule_formulas import FAMILIES, gathers
 from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Parts, Phases
-from schedir.planner.plan_table import NAMES, RECOMPUTES, Floats, Plans, Shares
-from schedir.planner.transformer.layer_time import Work, work_of
-from schedir.planner.transformer.memory_estimate import Held, States, ends_numbers, whole_numbers
+from schedir.planner.parallel_plan import Parts, PhaseTimes
+from schedir.planner.plan_table import NAMES, RECOMPUTES, Floats, PlanColumns, RankGroupShares
+from schedir.planner.transformer.layer_time import GpuWork, work_of
+from schedir.planner.transformer.memory_estimate import (
+    MemoryTable,
+    StateBytes,
+    ends_numbers,
+    whole_numbers,
+)
 from schedir.planner.transformer.op_time import slowest, summed
 from schedir.planner.transformer.transformer_spec import Model
 
 _PARTS: Final = ("layer", "embedding", "head")
 
 
-class Rank(NamedTuple):
+class RankTimes(NamedTuple):
     """What one microbatch takes on each share: its `Times`, of arrays; and both together."""
 
     times: Any
@@ -44,11 +49,11 @@ class Rank(NamedTuple):
 def parts(
     model: Model,
     cluster: Cluster,
-    plans: Plans,
-    shares: Shares,
-    held: Held,
+    plans: PlanColumns,
+    shares: RankGroupShares,
+    held: MemoryTable,
     constants: Constants,
-    states: States,
+    states: StateBytes,
 ) -> Floats:
     """The parts of a step of each plan, a row for each of the fields of `Parts`: they add up to it.
 
@@ -98,7 +103,7 @@ def parts(
     return np.stack([found[name] for name in Parts._fields])
 
 
-def _idle(cluster: Cluster, plans: Plans) -> Floats:
+def _idle(cluster: Cluster, plans: PlanColumns) -> Floats:
     """Of the time that ranks wait, the share in which processors do.
 
     While k of p ranks of a pipeline compute as it fills, k/p of all processes have what so many
@@ -115,8 +120,12 @@ def _idle(cluster: Cluster, plans: Plans) -> Floats:
 
 
 def ranks(
-    model: Model, cluster: Cluster, plans: Plans, shares: Shares, constants: Constants
-) -> Rank:
+    model: Model,
+    cluster: Cluster,
+    plans: PlanColumns,
+    shares: RankGroupShares,
+    constants: Constants,
+) -> RankTimes:
     """What a microbatch takes on each rank: its stages one by one, as `layer.stage` has them."""
     layer, embedding, head = _works(model, cluster, plans, constants)
     v = plans.v[:, None]
@@ -131,17 +140,19 @@ def ranks(
     times: Any = inner.plus(before, with_first).plus(behind, with_last)
     F, I, W, R = times.total
     ends: list[Any] = [sum(_sum((part, 1.0)).times.total) for part in (embedding, head)]
-    return Rank(times, F, I + R, W, np.minimum(*ends)[:, 0])
+    return RankTimes(times, F, I + R, W, np.minimum(*ends)[:, 0])
 
 
-def _sum(*terms: tuple[Work, Any]) -> Work:
-    found = Work()
+def _sum(*terms: tuple[GpuWork, Any]) -> GpuWork:
+    found = GpuWork()
     for term, times in terms:
         found = found.plus(term, times)
     return found
 
 
-def _works(model: Model, cluster: Cluster, plans: Plans, constants: Constants) -> Iterator[Work]:
+def _works(
+    model: Model, cluster: Cluster, plans: PlanColumns, constants: Constants
+) -> Iterator[GpuWork]:
     """The work of a layer, of the embedding and of the head in each plan, columns: plans differ in
     it by few combinations of their fields."""
     split = np.array([FAMILIES[name].split for name in NAMES])[plans.schedule]
@@ -159,11 +170,11 @@ def _works(model: Model, cluster: Cluster, plans: Plans, constants: Constants) -
         found[mine] = np.array(each).reshape(-1, 3, 12)[which]
     for part in range(3):
         columns = found[:, part].T[:, :, None]
-        yield Work(*(Phases(*columns[k : k + 4]) for k in (0, 4, 8)))
+        yield GpuWork(*(PhaseTimes(*columns[k : k + 4]) for k in (0, 4, 8)))
 
 
 def _families(
-    plans: Plans, shares: Shares, rank: Rank, constants: Constants
+    plans: PlanColumns, shares: RankGroupShares, rank: RankTimes, constants: Constants
 ) -> tuple[Floats, Floats, Floats]:
     """How long the others wait for each share, how many messages nothing hides, and of these how
     many are each microbatch's.  For what may run again while its gradient is on its way nobody
@@ -183,13 +194,13 @@ def _families(
 def _data(
     model: Model,
     cluster: Cluster,
-    plans: Plans,
-    shares: Shares,
-    held: Held,
+    plans: PlanColumns,
+    shares: RankGroupShares,
+    held: MemoryTable,
     constants: Constants,
-    states: States,
-    rank: Rank,
-    where: Places,
+    states: StateBytes,
+    rank: RankTimes,
+    where: NodePlacement,
 ) -> Floats:
     """Sums of gradients and gathers of weights over replicas, as far as nothing hides them.
 
@@ -231,7 +242,7 @@ def _data(
     return (late * there).max(axis=1) + (begin * there).max(axis=1) + ends  # type: ignore[no-any-return]
 
 
-def _gathers(plans: Plans) -> Floats:
+def _gathers(plans: PlanColumns) -> Floats:
     """How often a rank makes a stage whole in a step."""
     found = plans.v.astype(float)
     for number in np.unique(plans.schedule).tolist():
@@ -240,14 +251,16 @@ def _gathers(plans: Plans) -> Floats:
     return found
 
 
-def _turns(plans: Plans) -> Any:
+def _turns(plans: PlanColumns) -> Any:
     """How often each gradient is summed: behind each run of a stage's backwards where gradients are
     in parts, of which a breadth-first order has one."""
     runs = np.where(plans.schedule == NAMES.index("looped_bfs"), 1, plans.m // plans.p)
     return np.where((plans.zero >= 2) & (plans.v > 2), np.maximum(runs, 1), 1)
 
 
-def _tied(model: Model, cluster: Cluster, plans: Plans, states: States, where: Places) -> Any:
+def _tied(
+    model: Model, cluster: Cluster, plans: PlanColumns, states: StateBytes, where: NodePlacement
+) -> Any:
     """The sum of the gradients of a tied embedding, of the first rank and the last (SC21, arXiv
     2104.04473, section 3; arXiv 1909.08053, appendix): a ring of two."""
     vee = np.array([FAMILIES[name].vee for name in NAMES])[plans.schedule]
@@ -259,7 +272,7 @@ def _tied(model: Model, cluster: Cluster, plans: Plans, states: States, where: P
 
 
 def _sequence(
-    model: Model, cluster: Cluster, plans: Plans, shares: Shares, states: States
+    model: Model, cluster: Cluster, plans: PlanColumns, shares: RankGroupShares, states: StateBytes
 ) -> Floats:
     """The sums over slices that share the sequence, of the rank on which they take longest."""
     e, t, v, zero = (getattr(plans, name)[:, None] for name in ("e", "t", "v", "zero"))
@@ -281,7 +294,9 @@ def _sequence(
     return most
 
 
-def _optimizer(cluster: Cluster, plans: Plans, held: Held, states: States) -> Floats:
+def _optimizer(
+    cluster: Cluster, plans: PlanColumns, held: MemoryTable, states: StateBytes
+) -> Floats:
     """Norms and updates: the step of `Cluster.costs`, of the rank with the most weights."""
     zero, d, c, e = (getattr(plans, name)[:, None] for name in ("zero", "d", "c", "e"))
     common = held.numbers / np.where(zero > 0, d * c, 1)

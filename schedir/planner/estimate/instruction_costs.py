@@ -16,22 +16,22 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import Plan
 from schedir.planner.estimate.link_time import mesh
 from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Choice, Times
+from schedir.planner.parallel_plan import Choice, StageTimes
 from schedir.planner.trainer_profile import trainer_for
 from schedir.planner.transformer.layer_division import layers_of
 from schedir.planner.transformer.layer_time import stage
-from schedir.planner.transformer.memory_estimate import ADAM, States, ends_numbers
+from schedir.planner.transformer.memory_estimate import ADAM, StateBytes, ends_numbers
 from schedir.planner.transformer.op_time import slowest, summed
-from schedir.planner.transformer.stage_bytes import Numbers, numbers_of, seen_in_parts
+from schedir.planner.transformer.stage_bytes import StageParameters, numbers_of, seen_in_parts
 from schedir.planner.transformer.transformer_spec import Model
 
 
 def times_of(
     model: Model, cluster: Cluster, choice: Choice, constants: Constants | None = None
-) -> list[Times]:
+) -> list[StageTimes]:
     """What a microbatch takes in each stage."""
     each = layers_of(model, choice)
-    known: dict[tuple[int, bool, bool], Times] = {}
+    known: dict[tuple[int, bool, bool], StageTimes] = {}
     found = []
     for number, layers in enumerate(each):
         kind = (layers, number == 0, number == len(each) - 1)
@@ -46,9 +46,9 @@ def costs_of(
     cluster: Cluster,
     choice: Choice,
     plan: Plan,
-    times: list[Times],
+    times: list[StageTimes],
     constants: Constants,
-    states: States = ADAM,
+    states: StateBytes = ADAM,
 ) -> Costs:
     """The costs of a choice's program, in seconds: those of stages, and all that bytes decide.
 
@@ -99,8 +99,8 @@ def _of_experts(
     choice: Choice,
     plan: Plan,
     where: NDArray[np.int64],
-    numbers: Numbers,
-    states: States,
+    numbers: StageParameters,
+    states: StateBytes,
 ) -> dict[str, tuple[float, ...]]:
     """Costs where replicas hold parts of experts: these are summed over those replicas alone that
     have the same, each e-th, and a step is of as many parts fewer."""
@@ -126,7 +126,9 @@ def _of_experts(
     return {name: _each(value) for name, value in found.items()} | {"step": _each(step)}
 
 
-def _sequence(model: Model, cluster: Cluster, choice: Choice, states: States) -> tuple[float, ...]:
+def _sequence(
+    model: Model, cluster: Cluster, choice: Choice, states: StateBytes
+) -> tuple[float, ...]:
     """The sum over slices, each of which has seen its own tokens with what all have whole; of what
     replicas have in parts it is the part (arXiv 2205.05198, section 4.2.2)."""
     every = choice.d * choice.c if choice.zero else 1
@@ -136,7 +138,7 @@ def _sequence(model: Model, cluster: Cluster, choice: Choice, states: States) ->
 
 
 def _tied(
-    model: Model, cluster: Cluster, plan: Plan, where: NDArray[np.int64], states: States
+    model: Model, cluster: Cluster, plan: Plan, where: NDArray[np.int64], states: StateBytes
 ) -> float:
     """The sum of the gradients of a tied embedding, of the first rank and the last."""
     first, last = int(plan.holders[0, 0]), int(plan.holders[0, -1])

@@ -9,11 +9,11 @@ import numpy as np
 
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.parallel_plan import Choice
-from schedir.planner.plan_table import Floats, Ints, Plans
+from schedir.planner.plan_table import Floats, Ints, PlanColumns
 from schedir.planner.transformer.transformer_spec import Model
 
 
-class Ways(NamedTuple):
+class LinkTimes(NamedTuple):
     """Seconds of a boundary's messages, by plan: over all borders between neighbouring ranks, and
     from the last rank to the first, where several stages are placed in a loop."""
 
@@ -21,7 +21,7 @@ class Ways(NamedTuple):
     around: Floats
 
 
-def ways(model: Model, cluster: Cluster, plans: Plans, where: Places) -> Ways:
+def ways(model: Model, cluster: Cluster, plans: PlanColumns, where: NodePlacement) -> LinkTimes:
     """What a microbatch's boundary takes from rank to rank.
 
     Of a boundary each of t slices sends all, or 1/t, which the others then gather (SC21, arXiv
@@ -44,7 +44,7 @@ def ways(model: Model, cluster: Cluster, plans: Plans, where: Places) -> Ways:
     slow, near = message(between), message(within)
     borders = where.crossings * slow + (plans.p - 1 - where.crossings) * near
     around = np.where(where.apart, slow, near)
-    return Ways(np.where(plans.p > 1, borders, 0.0), np.where(plans.p > 1, around, 0.0))
+    return LinkTimes(np.where(plans.p > 1, borders, 0.0), np.where(plans.p > 1, around, 0.0))
 
 
 def mesh(choice: Choice) -> Ints:
@@ -65,7 +65,7 @@ def mesh(choice: Choice) -> Ints:
     return placed.reshape(d * c, p, t)
 
 
-class Places(NamedTuple):
+class NodePlacement(NamedTuple):
     """Where a layout lies on nodes: over how many of the borders between ranks some replica leaves
     its node, whether the first and the last rank of some are on two, and the slowest links of
     replicas, and of those that have the same experts."""
@@ -77,7 +77,7 @@ class Places(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def places(cluster: Cluster, choice: Choice) -> Places:
+def places(cluster: Cluster, choice: Choice) -> NodePlacement:
     """Those of a choice's p, t, d, c, e and order."""
     where = mesh(choice)
     nodes = where // cluster.gpus_per_node
@@ -88,10 +88,12 @@ def places(cluster: Cluster, choice: Choice) -> Places:
     slowest, experts = (
         min(cluster.bandwidth(group[::each]) for group in some) for each in (1, choice.e)
     )
-    return Places(int(crossed.sum()), bool((nodes[:, 0] != nodes[:, -1]).any()), slowest, experts)
+    return NodePlacement(
+        int(crossed.sum()), bool((nodes[:, 0] != nodes[:, -1]).any()), slowest, experts
+    )
 
 
-def places_of(cluster: Cluster, plans: Plans) -> Places:
+def places_of(cluster: Cluster, plans: PlanColumns) -> NodePlacement:
     """Of many plans, a column each."""
     first, which = plans.distinct("p", "t", "d", "c", "e")
     each = []
@@ -99,10 +101,10 @@ def places_of(cluster: Cluster, plans: Plans) -> Places:
         p, t, d, c, e = (int(getattr(plans, name)[i]) for name in ("p", "t", "d", "c", "e"))
         each.append(places(cluster, Choice(p=p, t=t, d=d, c=c, e=e, order=plans.order)))
     columns: list[Any] = [np.array(column)[which] for column in zip(*each, strict=True)]
-    return Places(*columns)
+    return NodePlacement(*columns)
 
 
-class Ring(NamedTuple):
+class ReplicaRing(NamedTuple):
     """Replicas that sum and gather: how many, and their slowest link, by plan."""
 
     size: Ints
@@ -117,10 +119,12 @@ class Ring(NamedTuple):
         return np.where((many > 1) & (size > 0), taken, 0.0)
 
 
-def rings(cluster: Cluster, plans: Plans, where: Places) -> tuple[Ring, Ring]:
+def rings(
+    cluster: Cluster, plans: PlanColumns, where: NodePlacement
+) -> tuple[ReplicaRing, ReplicaRing]:
     """The rings of each plan's replicas, and of those that have the same experts."""
     many = plans.d * plans.c
     return (
-        Ring(many, np.array(where.replicas), cluster.latency),
-        Ring(np.maximum(many // plans.e, 1), np.array(where.experts), cluster.latency),
+        ReplicaRing(many, np.array(where.replicas), cluster.latency),
+        ReplicaRing(np.maximum(many // plans.e, 1), np.array(where.experts), cluster.latency),
     )

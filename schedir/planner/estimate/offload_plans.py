@@ -16,8 +16,8 @@ from schedir.planner.bottleneck import alone, in_short
 from schedir.planner.estimate.simulated_estimate import exact
 from schedir.planner.hardware.software_constants import Constants
 from schedir.planner.parallel_plan import Choice, Lies, Offload, Priced
-from schedir.planner.plan_space import Every
-from schedir.planner.transformer.memory_estimate import States, kept_by_layer
+from schedir.planner.plan_space import PlanTable
+from schedir.planner.transformer.memory_estimate import StateBytes, kept_by_layer
 from schedir.planner.transformer.transformer_spec import Model
 
 SIMULATED: Final = 24  # plans that offload, as long as any of them fits
@@ -26,23 +26,27 @@ _FORWARD: Final = 1 / 3  # of what computes, that is in forwards
 _AT_ONCE: Final = 2  # stages of which the states, or what is saved, are on the device at least
 
 
-class Way(NamedTuple):
+class OffloadOption(NamedTuple):
     """What goes to the host."""
 
     offload: Offload
     states: Lies
 
 
-WAYS: Final = (Way("fit", "device"), Way("none", "host"), Way("fit", "host"))
+WAYS: Final = (
+    OffloadOption("fit", "device"),
+    OffloadOption("none", "host"),
+    OffloadOption("fit", "host"),
+)
 
 
 def offloaded(
     model: Model,
     cluster: Cluster,
-    found: Every,
+    found: PlanTable,
     top: int,
     constants: Constants,
-    states: States,
+    states: StateBytes,
     known: list[float],
 ) -> list[Priced]:
     """The plans that offload, simulated, as far as they are likely to be among the `top`: steps of
@@ -63,7 +67,7 @@ def offloaded(
     return best
 
 
-def for_states_alone(found: Every) -> NDArray[np.bool_]:
+def for_states_alone(found: PlanTable) -> NDArray[np.bool_]:
     """Of which plans ranks that are alone have many stages for nothing but to move their states."""
     plans = found.plans
     which: NDArray[np.bool_] = (plans.p == 1) & (plans.v > 1) & (plans.zero < CUT_FROM["grads"])
@@ -71,8 +75,8 @@ def for_states_alone(found: Every) -> NDArray[np.bool_]:
 
 
 def _likely(
-    model: Model, cluster: Cluster, found: Every, constants: Constants, states: States
-) -> Iterator[tuple[float, int, Way]]:
+    model: Model, cluster: Cluster, found: PlanTable, constants: Constants, states: StateBytes
+) -> Iterator[tuple[float, int, OffloadOption]]:
     """Plans that do not fit, with a way in which they may, in order of about how long they take.
 
     About, for it decides only what is simulated, and in which order: what does not fit is moved

@@ -19,7 +19,7 @@ Wait = Callable[[Any, Any, Any], Any]  # of F, I and W
 Count = Callable[[Any, Any, Any], Any]  # of P, v and m
 
 
-class Family(NamedTuple):
+class ScheduleFormulas(NamedTuple):
     """A schedule, and its laws: where stages are alike, ranks idle (P-1) `wait`, and messages add
     as much as `messages` of them that nothing hides: 2 more or less, or P + 1 where halves of a
     backward stand apart, which wait for each other in more ways than the law has.
@@ -72,44 +72,44 @@ def _v(F: Any, I: Any, W: Any) -> Any:
 FAMILIES: Final = {
     family.name: family
     for family in (
-        Family(
+        ScheduleFormulas(
             "gpipe", _flush, lambda P, v, m: 2 * (P - 1), lambda P, v, m, r: m + 0 * r,
             ends=lambda P, v, m: m,
         ),
-        Family(
+        ScheduleFormulas(
             "one_f_one_b", _flush,
             lambda P, v, m: 2 * (P - 1) * np.maximum(m / P, 1) + 2 * (P - 2) * (m > P) * (P > 1),
             lambda P, v, m, r: np.minimum(P - r, m), each=lambda P: 2 * (P - 1) / P,
         ),
-        Family(
+        ScheduleFormulas(
             "eager_1f1b", _flush, lambda P, v, m: 2 * (P - 1),
             lambda P, v, m, r: np.minimum(2 * (P - 1 - r) + 1, m),
         ),
-        Family(
+        ScheduleFormulas(
             "interleaved", _flush, lambda P, v, m: 2 * (v * P - 1),
             lambda P, v, m, r: np.minimum(2 * (P - 1 - r) + (v - 1) * P + 1, v * m),
             stages="many", grouped=True,
         ),
-        Family(
+        ScheduleFormulas(
             "looped_bfs", _flush, lambda P, v, m: 2 * (P - 1), lambda P, v, m, r: v * m + 0 * r,
             stages="many", least=lambda P: P, ends=lambda P, v, m: m,
             waiting=lambda P, v, m: 4 + np.maximum(m - P, 0), by_loops=True,
         ),
-        Family(
+        ScheduleFormulas(
             "zb_h1", _h1, lambda P, v, m: 4 * (P - 1), lambda P, v, m, r: np.minimum(P, m) + 0 * r,
             least=lambda P: P, split=True, ends=lambda P, v, m: np.minimum(P, m),
         ),
-        Family(
+        ScheduleFormulas(
             "zb_h2", _h2, lambda P, v, m: P - 1,
             lambda P, v, m, r: np.minimum(2 * P - 1, m) + 0 * r,
             least=lambda P: 2 * P - 1, split=True, ends=lambda P, v, m: np.minimum(2 * P - 1, m),
         ),
-        Family(
+        ScheduleFormulas(
             "interleaved_zb", _h1, lambda P, v, m: (v + 3) * P - 4,
             lambda P, v, m, r: v * P + 0 * r, stages="many", grouped=True, split=True,
             ends=lambda P, v, m: np.minimum(P, m),
         ),
-        Family(
+        ScheduleFormulas(
             "zb_v", _v, lambda P, v, m: np.maximum(6 * P - 9, 0),
             lambda P, v, m, r: np.minimum(2 * P, 2 * m) + 0 * r,
             stages="two", vee=True, least=lambda P: 2 * P - 1, split=True,
@@ -119,7 +119,7 @@ FAMILIES: Final = {
 SCHEDULES: Final = ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "zb_v")
 
 
-def family(name: object) -> Family:
+def family(name: object) -> ScheduleFormulas:
     """The family of a schedule's name.  Raises UsageError for one that the planner has no laws of.
 
     >>> family("zb_h1").split

@@ -37,12 +37,20 @@ from schedir.ir.program import Program
 from schedir.planner.config_export import plan_of, program
 from schedir.planner.estimate.instruction_costs import costs_of, times_of
 from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Choice, Host, Memory, Parts, Phases, Priced, Times
+from schedir.planner.parallel_plan import (
+    Choice,
+    Host,
+    Memory,
+    Parts,
+    PhaseTimes,
+    Priced,
+    StageTimes,
+)
 from schedir.planner.plan_estimate import priced
 from schedir.planner.trainer_profile import Trainer, trainer_for
-from schedir.planner.transformer.memory_estimate import States
+from schedir.planner.transformer.memory_estimate import StateBytes
 from schedir.planner.transformer.transformer_spec import Model
-from schedir.predict.bubble_causes import Cause, idleness
+from schedir.predict.bubble_causes import IdleCause, idleness
 from schedir.predict.cpu_contention import WORK, on_processors
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
@@ -54,7 +62,7 @@ def exact(
     choice: Choice,
     constants: Constants | None = None,
     *,
-    states: States | None = None,
+    states: StateBytes | None = None,
 ) -> Priced:
     """The choice with the time of its step and its memory, from simulating its program.
 
@@ -94,7 +102,7 @@ def program_for(
     choice: Choice,
     constants: Constants | None = None,
     *,
-    states: States | None = None,
+    states: StateBytes | None = None,
 ) -> Program:
     """The program that `exact` simulates for a choice: `program`, and of one that offloads as much
     as its memory asks for.  Raises what `exact` does.
@@ -165,7 +173,7 @@ def simulated(
     cluster: Cluster,
     choice: Choice,
     whole: Program,
-    times: list[Times],
+    times: list[StageTimes],
     of: Trainer,
 ) -> Priced:
     """The choice with what its program takes, if a microbatch takes so long in each stage."""
@@ -194,7 +202,7 @@ def run_of(cluster: Cluster, choice: Choice, whole: Program, costs: Costs) -> Ti
 # ---------------------------------------------------------------- what a run says
 
 
-def parts_of(run: Timeline, times: list[Times], *, ahead: float = 0.0) -> Parts:
+def parts_of(run: Timeline, times: list[StageTimes], *, ahead: float = 0.0) -> Parts:
     """Where the time of the busiest rank goes, from the first instruction of all to the last.
 
     What it computes is told apart by `times`, of whose R a share may run `ahead` of its backward;
@@ -215,8 +223,8 @@ def parts_of(run: Timeline, times: list[Times], *, ahead: float = 0.0) -> Parts:
     waits = waits[waits["rank"] == rank]
     idle, cause = waits["end"] - waits["start"], waits["cause"]
     norm = (waits["awaits"] >= 0) & np.isin(run.spans["op"][waits["awaits"]], producers(Token.NORM))
-    data = np.isin(cause, (Cause.REDUCTION, Cause.WEIGHTS)) & ~norm
-    message, host = cause == Cause.MESSAGE, cause == Cause.OFFLOAD
+    data = np.isin(cause, (IdleCause.REDUCTION, IdleCause.WEIGHTS)) & ~norm
+    message, host = cause == IdleCause.MESSAGE, cause == IdleCause.OFFLOAD
     return Parts(
         compute=compute,
         recompute=again,
@@ -229,12 +237,12 @@ def parts_of(run: Timeline, times: list[Times], *, ahead: float = 0.0) -> Parts:
     )
 
 
-def _told_apart(times: list[Times], ahead: float) -> NDArray[np.float64]:
+def _told_apart(times: list[StageTimes], ahead: float) -> NDArray[np.float64]:
     """Of what computes, what is work, what runs again, and what are collectives: shape
     (3, opcodes, stages)."""
     compute, tensor = (np.array(each).T for each in zip(*times, strict=True))  # by phase and stage
     found = np.zeros((3, len(Opcode), len(times)))
-    again = len(Phases._fields) - 1
+    again = len(PhaseTimes._fields) - 1
     for op, phases in _PHASES.items():
         part = (1 - ahead) * (op in BACKWARDS) + ahead * (op == RECOMPUTE)
         found[0, op] = compute[phases].sum(0)
@@ -245,7 +253,7 @@ def _told_apart(times: list[Times], ahead: float) -> NDArray[np.float64]:
 
 _UPDATES: Final = (*STEPS, *(op for op in changes(Token.STATE) if ROWS[op].lane is Lane.COMPUTE))
 _FORM_CHANGES: Final = tuple(op for op in FORM_CHANGES if ROWS[op].lane is Lane.COMPUTE)
-_PHASES: Final[dict[Opcode, list[int]]] = {  # those of `Phases` that an instruction is
+_PHASES: Final[dict[Opcode, list[int]]] = {  # those of `PhaseTimes` that an instruction is
     FORWARD: [0],
     **{op: [1, 2] for op in WHOLES},
     **{op: [1] for op in SPLITS},

@@ -19,7 +19,7 @@ from schedir.planner.transformer.transformer_spec import Model
 _FREE: Final = 1e30  # of a rate that takes no time
 
 
-class Product(NamedTuple):
+class MeasuredGemm(NamedTuple):
     """(m, k) x (k, n) and the two products of its backward, in so many seconds together."""
 
     m: int
@@ -33,7 +33,7 @@ class Product(NamedTuple):
         return 6.0 * self.m * self.k * self.n / self.seconds
 
 
-class Block(NamedTuple):
+class MeasuredLayer(NamedTuple):
     """A layer of `model`, forward and backward of one microbatch of `choice`, in seconds."""
 
     model: Model
@@ -41,7 +41,7 @@ class Block(NamedTuple):
     seconds: float
 
 
-class Sum(NamedTuple):
+class MeasuredAllReduce(NamedTuple):
     """An all-reduce of `size` bytes over a group of so many processes of a node, in seconds."""
 
     group: int
@@ -49,7 +49,7 @@ class Sum(NamedTuple):
     seconds: float
 
 
-class Measured(NamedTuple):
+class MachineMeasurements(NamedTuple):
     """What was measured, each while all processes of the node did the same.
 
     `smallest` are layers so small that only their issue takes time; `copied` the bytes per second
@@ -60,15 +60,15 @@ class Measured(NamedTuple):
     processes: int
     itemsize: int
     memory: float
-    products: Sequence[Product]
+    products: Sequence[MeasuredGemm]
     copied: float
-    smallest: Sequence[Block]
-    layers: Sequence[Block]
-    sums: Sequence[Sum] = ()
+    smallest: Sequence[MeasuredLayer]
+    layers: Sequence[MeasuredLayer]
+    sums: Sequence[MeasuredAllReduce] = ()
     processors: int | None = None
 
 
-class Row(NamedTuple):
+class FitRow(NamedTuple):
     """Something that was measured beside what the Cluster says of it, in seconds."""
 
     what: str
@@ -81,7 +81,7 @@ class Row(NamedTuple):
         return self.told / self.measured - 1
 
 
-def fitted(measured: Measured) -> Cluster:
+def fitted(measured: MachineMeasurements) -> Cluster:
     """The Cluster of one node at whose rates the planner tells what was measured.
 
     `flops` is the median over products.  `kernel_us` is what the smallest layers take, by the
@@ -120,16 +120,16 @@ def fitted(measured: Measured) -> Cluster:
     return replace(cluster, hbm=_short(_hbm(cluster, measured)))
 
 
-def rows(cluster: Cluster, measured: Measured) -> Iterator[Row]:
+def rows(cluster: Cluster, measured: MachineMeasurements) -> Iterator[FitRow]:
     """What was measured beside what a Cluster says of it."""
     for m, k, n, seconds in measured.products:
-        yield Row(f"products {m} x {k} x {n}", seconds, 6.0 * m * k * n / cluster.flops)
+        yield FitRow(f"products {m} x {k} x {n}", seconds, 6.0 * m * k * n / cluster.flops)
     for model, choice, seconds in (*measured.smallest, *measured.layers):
         what = f"layer h {model.hidden}, s {model.sequence}, b {choice.b}"
-        yield Row(what, seconds, _told(cluster, model, choice))
+        yield FitRow(what, seconds, _told(cluster, model, choice))
     for group, size, seconds in measured.sums:
         what = f"all-reduce of {size / 1e3:g} kB over {group}"
-        yield Row(what, seconds, cluster.all_reduce(size, group))
+        yield FitRow(what, seconds, cluster.all_reduce(size, group))
 
 
 def _told(cluster: Cluster, model: Model, choice: Choice) -> float:
@@ -137,7 +137,7 @@ def _told(cluster: Cluster, model: Model, choice: Choice) -> float:
     return found.F + found.B
 
 
-def _issue_us(cluster: Cluster, smallest: Sequence[Block]) -> float:
+def _issue_us(cluster: Cluster, smallest: Sequence[MeasuredLayer]) -> float:
     """Microseconds for each kernel of layers that take next to nothing else."""
     free = replace(cluster, flops=_FREE, peak=None, hbm=_FREE, kernel_us=1.0)
     rest = replace(cluster, kernel_us=0.0)
@@ -149,7 +149,7 @@ def _issue_us(cluster: Cluster, smallest: Sequence[Block]) -> float:
     )
 
 
-def _hbm(cluster: Cluster, measured: Measured) -> float:
+def _hbm(cluster: Cluster, measured: MachineMeasurements) -> float:
     """The rate at which layers are told as long as they are, in the mean of relative errors."""
 
     def off(hbm: float) -> float:
@@ -165,7 +165,7 @@ def _hbm(cluster: Cluster, measured: Measured) -> float:
     return high
 
 
-def _link(sums: Sequence[Sum]) -> tuple[float, float]:
+def _link(sums: Sequence[MeasuredAllReduce]) -> tuple[float, float]:
     """Latency and bytes per second of a ring's messages (`Cluster.all_reduce`), by least squares.
 
     2(g-1) latency + 2(g-1)/g size/bandwidth; where the latency would be negative there is none.

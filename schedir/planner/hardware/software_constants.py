@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from schedir.errors import UsageError, number, said
 
 
-class Constant(NamedTuple):
+class SoftwareConstant(NamedTuple):
     """One of them: its value, what it means, between which numbers it makes sense, and who says."""
 
     name: str
@@ -105,10 +105,10 @@ class Constants:
         """Its shorter and its longer side."""
         return min(self.tile_rows, self.tile_columns), max(self.tile_rows, self.tile_columns)
 
-    def each(self) -> Iterator[Constant]:
+    def each(self) -> Iterator[SoftwareConstant]:
         """All of them, as data."""
         for f in fields(self):
             meta = f.metadata
             least, most = meta["bounds"]
             value = getattr(self, f.name)
-            yield Constant(f.name, value, meta["meaning"], least, most, meta["source"])
+            yield SoftwareConstant(f.name, value, meta["meaning"], least, most, meta["source"])

@@ -12,7 +12,7 @@ from schedir.planner.parallel_plan import Choice
 from schedir.planner.transformer.transformer_spec import Model
 
 
-class Share(NamedTuple):
+class RankGroupShare(NamedTuple):
     """What some ranks of a pipeline, `number` of them, have alike, the first of which is `rank`."""
 
     number: int
@@ -66,18 +66,18 @@ def layers_of(model: Model, choice: Choice) -> tuple[int, ...]:
     return given
 
 
-def shares(model: Model, choice: Choice, *, alike: bool = True) -> tuple[Share, ...]:
+def shares(model: Model, choice: Choice, *, alike: bool = True) -> tuple[RankGroupShare, ...]:
     """What the ranks of a choice have, those that are `alike` as one."""
     layers, vee = layers_of(model, choice), family(choice.schedule).vee
     return _shares(layers, choice.p, vee, alike)
 
 
 @lru_cache(maxsize=4096)
-def _shares(layers: tuple[int, ...], p: int, vee: bool, alike: bool) -> tuple[Share, ...]:
-    stages, found = len(layers), dict[object, Share]()
+def _shares(layers: tuple[int, ...], p: int, vee: bool, alike: bool) -> tuple[RankGroupShare, ...]:
+    stages, found = len(layers), dict[object, RankGroupShare]()
     for rank in range(p):
         own = [*_own(rank, p, stages // p, vee)]
-        share = Share(1, rank, sum(layers[s] for s in own), 0 in own, stages - 1 in own)
+        share = RankGroupShare(1, rank, sum(layers[s] for s in own), 0 in own, stages - 1 in own)
         key = share[2:] if alike else rank
         known = found.get(key, share._replace(number=0))
         found[key] = known._replace(number=known.number + 1)

@@ -24,7 +24,7 @@ from schedir.planner.plan_estimate import plain
 from schedir.planner.trainer_profile import Trainer, trainer_for
 from schedir.planner.transformer.layer_division import even
 from schedir.planner.transformer.layer_time import stage
-from schedir.planner.transformer.memory_estimate import States
+from schedir.planner.transformer.memory_estimate import StateBytes
 from schedir.planner.transformer.transformer_spec import Model
 from schedir.predict.simulate import simulate
 
@@ -74,7 +74,7 @@ def cut(
     choice: Choice,
     constants: Constants | None = None,
     *,
-    states: States | None = None,
+    states: StateBytes | None = None,
 ) -> Division:
     """The layers of each stage with which a step of a choice is shortest, as far as is looked.
 
@@ -91,10 +91,12 @@ def cut(
     >>> planner.cut(gpt, node, planner.Choice(p=4, t=2, b=2, m=16))
     (6, 7, 6, 5)
     """
-    return _Cut(model, cluster, choice, trainer_for(cluster, constants, states)).shortest()
+    return _DivisionSearch(
+        model, cluster, choice, trainer_for(cluster, constants, states)
+    ).shortest()
 
 
-class _Cut:
+class _DivisionSearch:
     """One search; what is asked twice is known."""
 
     def __init__(

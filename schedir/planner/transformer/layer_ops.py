@@ -41,7 +41,7 @@ class Gemm(NamedTuple):
         return 2.0 * self.m * self.n * self.k * self.batch
 
 
-class Pass(NamedTuple):
+class MemoryPass(NamedTuple):
     """Kernels that compute next to nothing: bytes that they read and write in the forward, in the
     backward of inputs and of weights, and how many kernels these are.
 
@@ -56,7 +56,7 @@ class Pass(NamedTuple):
     core: bool = False
 
 
-class Collective(NamedTuple):
+class CollectiveOp(NamedTuple):
     """A sum, a gather or an exchange of `size` bytes, as `Cluster` counts them, over a group.
 
     `phase` is F or I; in I it may run beside the weight gradient of the product `under`.  An
@@ -71,17 +71,17 @@ class Collective(NamedTuple):
     under: str = ""
 
 
-class Pieces(NamedTuple):
+class LayerOps(NamedTuple):
     """What a part of a model is made of."""
 
     gemms: tuple[Gemm, ...] = ()
-    passes: tuple[Pass, ...] = ()
-    collectives: tuple[Collective, ...] = ()
+    passes: tuple[MemoryPass, ...] = ()
+    collectives: tuple[CollectiveOp, ...] = ()
 
-    def and_(self, *others: Pieces) -> Pieces:
+    def and_(self, *others: LayerOps) -> LayerOps:
         """All of several."""
         every = (self, *others)
-        return Pieces(
+        return LayerOps(
             sum((x.gemms for x in every), ()),
             sum((x.passes for x in every), ()),
             sum((x.collectives for x in every), ()),
@@ -108,7 +108,7 @@ def refuse_uneven(model: Model, choice: Choice) -> None:
             )
 
 
-def layer_pieces(model: Model, choice: Choice) -> Pieces:
+def layer_pieces(model: Model, choice: Choice) -> LayerOps:
     """One layer: attention and a feed-forward network, each behind a norm, beside a residual."""
     refuse_uneven(model, choice)
     return _attention(model, choice).and_(_experts(model, choice))
@@ -125,7 +125,7 @@ def _wide(model: Model, choice: Choice) -> float:
     return tokens(model, choice) * model.hidden / cut
 
 
-def _in_out(model: Model, choice: Choice, first: str, last: str) -> tuple[Collective, ...]:
+def _in_out(model: Model, choice: Choice, first: str, last: str) -> tuple[CollectiveOp, ...]:
     """What stands around products that are cut by columns, then by rows.
 
     arXiv 1909.08053, section 3: f and g are all-reduces, one in the forward and one in the
@@ -138,33 +138,33 @@ def _in_out(model: Model, choice: Choice, first: str, last: str) -> tuple[Collec
     size = 2.0 * tokens(model, choice) * model.hidden
     if not choice.sequence_parallel:
         return (
-            Collective(f"sum of {last}", "all_reduce", size, "tensor", "F"),
-            Collective(f"sum behind {first}", "all_reduce", size, "tensor", "I", first),
+            CollectiveOp(f"sum of {last}", "all_reduce", size, "tensor", "F"),
+            CollectiveOp(f"sum behind {first}", "all_reduce", size, "tensor", "I", first),
         )
     return (
-        Collective(f"input of {first}", "all_gather", size, "tensor", "F"),
-        Collective(f"sum of {last}", "reduce_scatter", size, "tensor", "F"),
-        Collective(f"gradient of {last}", "all_gather", size, "tensor", "I"),
-        Collective(f"input of {first} again", "all_gather", size, "tensor", "I", first),
-        Collective(f"sum behind {first}", "reduce_scatter", size, "tensor", "I", first),
+        CollectiveOp(f"input of {first}", "all_gather", size, "tensor", "F"),
+        CollectiveOp(f"sum of {last}", "reduce_scatter", size, "tensor", "F"),
+        CollectiveOp(f"gradient of {last}", "all_gather", size, "tensor", "I"),
+        CollectiveOp(f"input of {first} again", "all_gather", size, "tensor", "I", first),
+        CollectiveOp(f"sum behind {first}", "reduce_scatter", size, "tensor", "I", first),
     )
 
 
-def _norm(what: str, model: Model, choice: Choice) -> Pass:
+def _norm(what: str, model: Model, choice: Choice) -> MemoryPass:
     """Reads x and writes y; backwards reads x and dy, writes dx, and adds it to the residual's;
     for gain and shift it reads x and dy once more."""
     wide = _wide(model, choice)
-    return Pass(what, 4 * wide, (6 + 6) * wide, 4 * wide, (1, 2, 2))
+    return MemoryPass(what, 4 * wide, (6 + 6) * wide, 4 * wide, (1, 2, 2))
 
 
-def _dropout_add(what: str, model: Model, choice: Choice) -> Pass:
+def _dropout_add(what: str, model: Model, choice: Choice) -> MemoryPass:
     """Adds bias and residual around a dropout: reads two, writes one and a mask of a byte;
     backwards reads the gradient and the mask, writes one, and sums it for the bias."""
     wide = _wide(model, choice)
-    return Pass(what, 7 * wide, 5 * wide, 2 * wide, (1, 1, 2))
+    return MemoryPass(what, 7 * wide, 5 * wide, 2 * wide, (1, 1, 2))
 
 
-def _attention(model: Model, choice: Choice) -> Pieces:
+def _attention(model: Model, choice: Choice) -> LayerOps:
     t, s, flash = choice.t, model.sequence, choice.attention == "flash"
     rows, width = tokens(model, choice), model.hidden // model.heads
     heads, kv = model.heads // t, max(model.kv_heads // t, 1)
@@ -178,12 +178,12 @@ def _attention(model: Model, choice: Choice) -> Pieces:
     )
     square, own = float(many) * mine * s, float(rows) * heads * width
     on_scores = (
-        Pass("softmax", 4 * square, 6 * square, core=True),
-        Pass("dropout of weights", 5 * square, 5 * square, core=True),
+        MemoryPass("softmax", 4 * square, 6 * square, core=True),
+        MemoryPass("dropout of weights", 5 * square, 5 * square, core=True),
     )
     passes = (
         _norm("norm before attention", model, choice),
-        Pass(
+        MemoryPass(
             "heads apart and together",
             4 * own,
             4 * own * (2 + 2 * kv / heads),
@@ -193,33 +193,33 @@ def _attention(model: Model, choice: Choice) -> Pieces:
         *(() if flash else on_scores),
         _dropout_add("dropout and residual behind attention", model, choice),
     )
-    exchange: tuple[Collective, ...] = ()
+    exchange: tuple[CollectiveOp, ...] = ()
     if choice.c > 1:
         keys = 2 * 2.0 * choice.b * s * kv * width  # of keys and values, whole
         exchange = (
-            Collective("keys and values", "exchange", keys, "context", "F"),
-            Collective("keys, values and their gradients", "exchange", 2 * keys, "context", "I"),
+            CollectiveOp("keys and values", "exchange", keys, "context", "F"),
+            CollectiveOp("keys, values and their gradients", "exchange", 2 * keys, "context", "I"),
         )  # fmt: skip
-    return Pieces(gemms, passes, _in_out(model, choice, "qkv", "projection") + exchange)
+    return LayerOps(gemms, passes, _in_out(model, choice, "qkv", "projection") + exchange)
 
 
-def _experts(model: Model, choice: Choice) -> Pieces:
+def _experts(model: Model, choice: Choice) -> LayerOps:
     """The feed-forward network, or those that a token is sent to, spread over `e` replicas."""
     rows, ffn = tokens(model, choice), model.ffn // choice.t
     into = 2 * ffn if model.gated else ffn
     sent = rows * model.active
     batch, each = 1, rows
-    routing: tuple[Pass, ...] = ()
+    routing: tuple[MemoryPass, ...] = ()
     router: tuple[Gemm, ...] = ()
-    exchange: tuple[Collective, ...] = ()
+    exchange: tuple[CollectiveOp, ...] = ()
     if model.experts > 1:
         batch = model.experts // choice.e
         each = -(-sent // batch)  # as many from everywhere as are sent away: an even load
         copies = _wide(model, choice) * model.active
         router = (Gemm("router", rows, model.experts, model.hidden),)
-        routing = (Pass("to experts and back", 8 * copies, 8 * copies, 0, (2, 2, 0)),)
+        routing = (MemoryPass("to experts and back", 8 * copies, 8 * copies, 0, (2, 2, 0)),)
         exchange = tuple(
-            Collective(what, "all_to_all", 2 * copies, "expert", phase)
+            CollectiveOp(what, "all_to_all", 2 * copies, "expert", phase)
             for phase in ("F", "I") for what in ("to experts", "back from experts")
         )  # fmt: skip
     gemms = (
@@ -228,22 +228,22 @@ def _experts(model: Model, choice: Choice) -> Pieces:
         Gemm("ffn out", each, model.hidden, ffn, batch),
     )
     inner = float(batch) * each * ffn
-    gate = Pass("gate", 6 * inner, 10 * inner)
-    gelu = Pass("bias and GELU", 4 * inner, 6 * inner, 2 * inner, (1, 1, 2))
+    gate = MemoryPass("gate", 6 * inner, 10 * inner)
+    gelu = MemoryPass("bias and GELU", 4 * inner, 6 * inner, 2 * inner, (1, 1, 2))
     passes = (
         _norm("norm before the network", model, choice),
         *routing,
         gate if model.gated else gelu,
         _dropout_add("dropout and residual behind the network", model, choice),
     )
-    return Pieces(
+    return LayerOps(
         gemms,
         passes,
         _in_out(model, choice, "ffn in", "ffn out") + (exchange if choice.e > 1 else ()),
     )
 
 
-def embedding_pieces(model: Model, choice: Choice) -> Pieces:
+def embedding_pieces(model: Model, choice: Choice) -> LayerOps:
     """Rows of a matrix that is cut by rows over t, those of positions, and a dropout.
 
     Before them come tokens, targets and masks: small kernels, which only the host feels.  Kernels
@@ -256,23 +256,25 @@ def embedding_pieces(model: Model, choice: Choice) -> Pieces:
     size = 2 * whole
     masks = 7 if choice.t > 1 else 0  # of rows that are on other slices
     passes = (
-        Pass("tokens, targets and masks", 0, 0, 0, (9, 0, 0)),
-        Pass("rows of the embedding", 4 * whole, 0, 4 * whole + 12 * table, (1 + masks, 0, 2)),
-        Pass("positions and dropout", (6 + 5) * wide, 5 * wide, 2 * wide, (2, 1, 2)),
+        MemoryPass("tokens, targets and masks", 0, 0, 0, (9, 0, 0)),
+        MemoryPass(
+            "rows of the embedding", 4 * whole, 0, 4 * whole + 12 * table, (1 + masks, 0, 2)
+        ),
+        MemoryPass("positions and dropout", (6 + 5) * wide, 5 * wide, 2 * wide, (2, 1, 2)),
     )
     if choice.t == 1:
-        return Pieces((), passes)
+        return LayerOps((), passes)
     if choice.sequence_parallel:
-        return Pieces((), passes, (
-            Collective("sum of the embedding", "reduce_scatter", size, "tensor", "F"),
-            Collective("gradient of the embedding", "all_gather", size, "tensor", "I"),
+        return LayerOps((), passes, (
+            CollectiveOp("sum of the embedding", "reduce_scatter", size, "tensor", "F"),
+            CollectiveOp("gradient of the embedding", "all_gather", size, "tensor", "I"),
         ))  # fmt: skip
-    return Pieces((), passes, (
-        Collective("sum of the embedding", "all_reduce", size, "tensor", "F"),
+    return LayerOps((), passes, (
+        CollectiveOp("sum of the embedding", "all_reduce", size, "tensor", "F"),
     ))  # fmt: skip
 
 
-def head_pieces(model: Model, choice: Choice) -> Pieces:
+def head_pieces(model: Model, choice: Choice) -> LayerOps:
     """The last norm, logits of a vocabulary that is cut over t, and their loss.
 
     The loss is Megatron-LM's (core/tensor_parallel/cross_entropy.py), a kernel for each of its
@@ -285,16 +287,16 @@ def head_pieces(model: Model, choice: Choice) -> Pieces:
     size, each = 2.0 * rows * model.hidden, 4.0 * rows
     passes = (
         _norm("last norm", model, choice),
-        Pass("loss", (6 + 4 + 8 + 8 + 4 + 8) * logits, (8 + 6) * logits, 0, (27, 13, 0)),
+        MemoryPass("loss", (6 + 4 + 8 + 8 + 4 + 8) * logits, (8 + 6) * logits, 0, (27, 13, 0)),
     )
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[CollectiveOp, ...] = ()
     if choice.t > 1:
         cut = choice.sequence_parallel
         kind: Kind = "reduce_scatter" if cut else "all_reduce"
         collectives = (
-            *([Collective("input of logits", "all_gather", size, "tensor", "F")] if cut else []),
-            Collective("sum behind logits", kind, size, "tensor", "I", "logits"),
-            *[Collective(f"{of} of the loss", "all_reduce", each, "tensor", "F")
+            *([CollectiveOp("input of logits", "all_gather", size, "tensor", "F")] if cut else []),
+            CollectiveOp("sum behind logits", kind, size, "tensor", "I", "logits"),
+            *[CollectiveOp(f"{of} of the loss", "all_reduce", each, "tensor", "F")
               for of in ("largest", "targets", "sum")],
         )  # fmt: skip
-    return Pieces((Gemm("logits", rows, vocab, model.hidden),), passes, collectives)
+    return LayerOps((Gemm("logits", rows, vocab, model.hidden),), passes, collectives)

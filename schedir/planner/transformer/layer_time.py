@@ -11,26 +11,26 @@ import numpy as np
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.estimate.schedule_formulas import FAMILIES
 from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Choice, Phases, Times
+from schedir.planner.parallel_plan import Choice, PhaseTimes, StageTimes
 from schedir.planner.transformer.layer_ops import embedding_pieces, head_pieces, layer_pieces
-from schedir.planner.transformer.op_time import Prices
+from schedir.planner.transformer.op_time import OpTimes
 from schedir.planner.transformer.transformer_spec import Model
 
 
-class Work(NamedTuple):
+class GpuWork(NamedTuple):
     """Seconds of a GPU's own work, of what it waits for in collectives, and of its host, which
     issues kernels ahead of it."""
 
-    gpu: Phases = Phases()
-    tensor: Phases = Phases()
-    host: Phases = Phases()
+    gpu: PhaseTimes = PhaseTimes()
+    tensor: PhaseTimes = PhaseTimes()
+    host: PhaseTimes = PhaseTimes()
 
-    def plus(self, other: Work, times: float = 1.0) -> Work:
+    def plus(self, other: GpuWork, times: float = 1.0) -> GpuWork:
         """The sum with another, so many times."""
-        return Work(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
+        return GpuWork(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
 
     @property
-    def times(self) -> Times:
+    def times(self) -> StageTimes:
         """The longer of GPU and host, by forward and backward; of numbers, or of arrays.
 
         Where the host is slower the GPU waits for it: that counts as compute, by halves of the
@@ -40,15 +40,15 @@ class Work(NamedTuple):
         busy = gpu.plus(tensor)
         most, halves = np.maximum, host.I + host.W
         wait = most(0.0, halves - busy.I - busy.W) / np.where(halves > 0, halves, 1.0)
-        waits = Phases(
+        waits = PhaseTimes(
             most(0.0, host.F - busy.F), host.I * wait, host.W * wait, most(0.0, host.R - busy.R)
         )
-        return Times(gpu.plus(waits), tensor)
+        return StageTimes(gpu.plus(waits), tensor)
 
 
 def layer(
     model: Model, cluster: Cluster, choice: Choice, constants: Constants | None = None
-) -> Times:
+) -> StageTimes:
     """Seconds of one microbatch in one layer, on one GPU.
 
     Forward and backward each take what is longer: the GPU's work, or what the host takes to issue
@@ -72,7 +72,7 @@ def layer(
 
 def embedding(
     model: Model, cluster: Cluster, choice: Choice, constants: Constants | None = None
-) -> Times:
+) -> StageTimes:
     """The same of the embedding: rows of tokens and positions, a dropout, and their gradients.
 
     >>> from schedir import planner
@@ -86,7 +86,7 @@ def embedding(
 
 def head(
     model: Model, cluster: Cluster, choice: Choice, constants: Constants | None = None
-) -> Times:
+) -> StageTimes:
     """The same of what is behind the last layer: a norm, logits, and the loss.
 
     >>> from schedir import planner
@@ -107,7 +107,7 @@ def stage(
     first: bool = False,
     last: bool = False,
     constants: Constants | None = None,
-) -> Times:
+) -> StageTimes:
     """The same of a stage of so many layers; the first has the embedding, the last the head.
 
     The host runs ahead over the whole stage: it takes max(sum of GPU, sum of host), which may be
@@ -123,7 +123,7 @@ def stage(
     F 32.1  I 30.3  W 18.3  again 30.8 ms first
     F 34.7  I 33.9  W 20.7  again 30.8 ms last
     """
-    work = Work().plus(work_of("layer", model, cluster, choice, constants), layers)
+    work = GpuWork().plus(work_of("layer", model, cluster, choice, constants), layers)
     for here, part in ((first, "embedding"), (last, "head")):
         if here:
             work = work.plus(work_of(part, model, cluster, choice, constants))
@@ -133,14 +133,14 @@ def stage(
 _PIECES = {"layer": layer_pieces, "embedding": embedding_pieces, "head": head_pieces}
 
 
-def _plain(work: Work) -> Times:
+def _plain(work: GpuWork) -> StageTimes:
     """Its times, as Python's own numbers."""
-    return Times(*(Phases(*map(float, each)) for each in work.times))
+    return StageTimes(*(PhaseTimes(*map(float, each)) for each in work.times))
 
 
 def work_of(
     part: str, model: Model, cluster: Cluster, choice: Choice, constants: Constants | None
-) -> Work:
+) -> GpuWork:
     """The work of a part, which many choices share."""
     whole = choice.schedule not in FAMILIES or not FAMILIES[choice.schedule].split
     few = Choice(
@@ -154,17 +154,17 @@ def work_of(
 @lru_cache(maxsize=4096)
 def _known(
     part: str, model: Model, cluster: Cluster, choice: Choice, constants: Constants, whole: bool
-) -> Work:
+) -> GpuWork:
     """Seconds of all phases: of layers, some of it again."""
     gemms, passes, collectives = pieces = _PIECES[part](model, choice)
-    prices = Prices(cluster, choice, constants, whole)
+    prices = OpTimes(cluster, choice, constants, whole)
     products = {gemm.what: prices.gemm(gemm) for gemm in gemms}
     core = _sum(products[gemm.what] for gemm in gemms if gemm.core)
     core = core.plus(_sum(prices.passed(one) for one in passes if one.core))
     gpu = _sum([*products.values(), *map(prices.passed, passes)])
     host = _sum(prices.issued(one) for some in pieces for one in some)
     tensor = _sum(
-        prices.waited(one, products.get(one.under, Phases()), core) for one in collectives
+        prices.waited(one, products.get(one.under, PhaseTimes()), core) for one in collectives
     )
     if part == "layer" and choice.recompute == "full":
         gpu, tensor, host = (each._replace(R=each.F) for each in (gpu, tensor, host))
@@ -172,9 +172,9 @@ def _known(
         issued = _sum(prices.issued(one) for some in pieces[:2] for one in some if one.core)
         gpu, host = gpu._replace(R=core.F), host._replace(R=issued.F)
     if not prices.beside:  # the host is what computes
-        return Work(gpu.plus(host), tensor)
-    return Work(gpu, tensor, host)
+        return GpuWork(gpu.plus(host), tensor)
+    return GpuWork(gpu, tensor, host)
 
 
-def _sum(phases: Iterable[Phases]) -> Phases:
-    return Phases(*map(sum, zip(*phases, strict=True)))
+def _sum(phases: Iterable[PhaseTimes]) -> PhaseTimes:
+    return PhaseTimes(*map(sum, zip(*phases, strict=True)))

@@ -11,13 +11,13 @@ from schedir.ir.cost.zero_states import CUT_FROM
 from schedir.planner.estimate.schedule_formulas import FAMILIES, family
 from schedir.planner.hardware.software_constants import Constants
 from schedir.planner.parallel_plan import Choice, Memory
-from schedir.planner.plan_table import NAMES, Floats, Plans, Shares
+from schedir.planner.plan_table import NAMES, Floats, PlanColumns, RankGroupShares
 from schedir.planner.transformer.layer_ops import refuse_uneven
 from schedir.planner.transformer.transformer_spec import Model
 from schedir.predict.activation_bytes import layer_terms
 
 
-class States(NamedTuple):
+class StateBytes(NamedTuple):
     """Bytes that training keeps of each number of a model: of weights and gradients as they are
     computed with, and of the optimizer's own.  Activations have as many as weights."""
 
@@ -28,14 +28,14 @@ class States(NamedTuple):
 
 # Mixed precision Adam: 16 bits of weights and gradients, and 32 of main weights and two moments
 # (arXiv 1910.02054, section 3.1): 16 bytes.
-ADAM: Final = States(2, 2, 12)
+ADAM: Final = StateBytes(2, 2, 12)
 # The same with gradients summed in 32 bits, as Megatron-LM does with bfloat16: 18 bytes.
-ADAM_MAIN_GRADS: Final = States(2, 4, 12)
+ADAM_MAIN_GRADS: Final = StateBytes(2, 4, 12)
 # All in 32 bits, without main weights: 16 bytes.
-ADAM_32: Final = States(4, 4, 8)
+ADAM_32: Final = StateBytes(4, 4, 8)
 
 
-def states_for(cluster: Cluster) -> States:
+def states_for(cluster: Cluster) -> StateBytes:
     """Those of the type that trains on a cluster, by the bytes of its numbers."""
     return ADAM_32 if cluster.itemsize >= 4 else ADAM
 
@@ -128,7 +128,7 @@ def _terms(model: Model, choice: Choice, recompute: Any, itemsize: float) -> dic
     return found
 
 
-class Held(NamedTuple):
+class MemoryTable(NamedTuple):
     """What ranks hold, arrays of a row for each plan and a column for each share: bytes, by the
     fields of `Memory` first; and the numbers of weights that ranks have, whole, those that all
     replicas have, and of experts."""
@@ -141,11 +141,11 @@ class Held(NamedTuple):
 
 def held(
     model: Model,
-    plans: Plans,
-    shares: Shares,
+    plans: PlanColumns,
+    shares: RankGroupShares,
     constants: Constants,
-    states: States = ADAM,
-) -> Held:
+    states: StateBytes = ADAM,
+) -> MemoryTable:
     """What each share of many plans holds."""
     p, t, d, v, b, m, c, e, zero = (
         getattr(plans, name)[:, None] for name in ("p", "t", "d", "v", "b", "m", "c", "e", "zero")
@@ -205,10 +205,10 @@ def held(
     used = weights + grads + optimizer + activations + buffers
     other = buffers + constants.allocator_share * used + constants.reserved
     memory = np.stack([x * there for x in (weights, grads, optimizer, activations, other)])
-    return Held(memory, numbers, experts, inner + before + np.where(v > 1, 0, behind))
+    return MemoryTable(memory, numbers, experts, inner + before + np.where(v > 1, 0, behind))
 
 
-def kept_by_layer(model: Model, plans: Plans, itemsize: float) -> tuple[Floats, Floats]:
+def kept_by_layer(model: Model, plans: PlanColumns, itemsize: float) -> tuple[Floats, Floats]:
     """`layer_kept` of each plan, a column each."""
     first, which = plans.distinct("t", "b", "recompute", "sequence_parallel", "c")
     each = [layer_kept(model, plans.choice(model, i), itemsize) for i in first.tolist()]
@@ -216,7 +216,7 @@ def kept_by_layer(model: Model, plans: Plans, itemsize: float) -> tuple[Floats, 
     return kept[:, None], again[:, None]
 
 
-def _in_flight(plans: Plans, shares: Shares) -> tuple[Floats, Floats, Floats]:
+def _in_flight(plans: PlanColumns, shares: RankGroupShares) -> tuple[Floats, Floats, Floats]:
     """Stage activations on each share, microbatches of the head, and boundaries, at most."""
     stages = np.zeros(shares.rank.shape)
     ends, waiting = np.ones((2, len(plans), 1))
@@ -235,7 +235,7 @@ def memory(
     choice: Choice,
     constants: Constants | None = None,
     *,
-    states: States | None = None,
+    states: StateBytes | None = None,
 ) -> Memory:
     """Bytes that the fullest rank of a choice holds at its peak.
 
@@ -262,13 +262,13 @@ def by_rank(
     choice: Choice,
     constants: Constants | None = None,
     *,
-    states: States | None = None,
+    states: StateBytes | None = None,
 ) -> tuple[Memory, ...]:
     """The same of each rank of the pipeline."""
     family(choice.schedule)
     refuse_uneven(model, choice)
     states = states or states_for(cluster)
-    plans = Plans.of(choice)
+    plans = PlanColumns.of(choice)
     shares = plans.shares(model, alike=False)
     found = held(model, plans, shares, constants or Constants(), states).memory
     return tuple(Memory(*rank) for rank in found[:, 0].T.tolist())

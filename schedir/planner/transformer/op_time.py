@@ -7,13 +7,13 @@ from math import ceil, lcm
 
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Choice, Phases
-from schedir.planner.transformer.layer_ops import Collective, Gemm, Pass
+from schedir.planner.parallel_plan import Choice, PhaseTimes
+from schedir.planner.transformer.layer_ops import CollectiveOp, Gemm, MemoryPass
 
 _HALF_OF_SCORES = 0.5  # tokens see none behind them, and flash attention skips blocks of these
 
 
-class Prices:
+class OpTimes:
     """Seconds of pieces on a cluster, for choices that differ in what `whole` is: whether a
     backward is one piece, in which collectives run beside products."""
 
@@ -24,7 +24,7 @@ class Prices:
 
     # ------------------------------------------------------------ one GPU
 
-    def gemm(self, gemm: Gemm) -> Phases:
+    def gemm(self, gemm: Gemm) -> PhaseTimes:
         """A product: its forward, and those of both gradients.
 
         Flash attention reaches a share of the flops on half of the scores, and makes the scores
@@ -34,12 +34,12 @@ class Prices:
         if gemm.flash:
             flops = _HALF_OF_SCORES * gemm.flops / self.cluster.flops
             backward = (3 if gemm.what == "scores" else 2) * flops / self.constants.flash_backward
-            return Phases(flops / self.constants.flash_forward, backward)
+            return PhaseTimes(flops / self.constants.flash_forward, backward)
         forward = self._product(m, n, k, batch, gemm.shared)
         of_input = self._product(m, k, n, batch, gemm.shared)
         if gemm.weight:
-            return Phases(forward, of_input, self._product(k, n, m, batch, written=8))
-        return Phases(forward, of_input + self._product(k, n, m, batch))
+            return PhaseTimes(forward, of_input, self._product(k, n, m, batch, written=8))
+        return PhaseTimes(forward, of_input + self._product(k, n, m, batch))
 
     def _product(
         self, m: int, n: int, k: int, batch: int, shared: int = 1, written: float | None = None
@@ -68,32 +68,32 @@ class Prices:
             for parts in range(1, int(self.constants.most_splits) + 1)
         )
 
-    def passed(self, one: Pass) -> Phases:
+    def passed(self, one: MemoryPass) -> PhaseTimes:
         """Kernels that read and write."""
         hbm = self.cluster.hbm / self.scale * (self.constants.scores_hbm if one.core else 1.0)
-        return Phases(*(size / hbm for size in (one.forward, one.inputs, one.weights)))
+        return PhaseTimes(*(size / hbm for size in (one.forward, one.inputs, one.weights)))
 
     # ------------------------------------------------------------ the host
 
-    def issued(self, piece: Gemm | Pass | Collective) -> Phases:
+    def issued(self, piece: Gemm | MemoryPass | CollectiveOp) -> PhaseTimes:
         """What the host takes to issue a piece: a time for each of its kernels.
 
         The gradient of a weight is a product, and what adds it to its sum.
         """
         each = self.cluster.kernel_us / 1e6
-        if isinstance(piece, Pass):
+        if isinstance(piece, MemoryPass):
             kernels = piece.kernels
-        elif isinstance(piece, Collective):
+        elif isinstance(piece, CollectiveOp):
             kernels = (1, 0, 0) if piece.phase == "F" else (0, 1, 0)
         elif piece.flash:
             kernels = (1, 1, 0) if piece.what == "scores" else (0, 0, 0)
         else:
             kernels = (1, 1, 2) if piece.weight else (1, 2, 0)
-        return Phases(*(each * number for number in kernels))
+        return PhaseTimes(*(each * number for number in kernels))
 
     # ------------------------------------------------------------ collectives
 
-    def waited(self, one: Collective, beside: Phases, core: Phases) -> Phases:
+    def waited(self, one: CollectiveOp, beside: PhaseTimes, core: PhaseTimes) -> PhaseTimes:
         """What is waited for of a collective that may run beside a product's weight gradient.
 
         An exchange of keys and values runs beside the core of attention, as a ring (arXiv
@@ -104,9 +104,9 @@ class Prices:
             seconds = max(0.0, seconds - (core.F if one.phase == "F" else core.I))
         elif one.under and self.whole and self.beside:
             seconds -= self.constants.tensor_hidden * min(seconds, beside.W)
-        return Phases(F=seconds) if one.phase == "F" else Phases(I=seconds)
+        return PhaseTimes(F=seconds) if one.phase == "F" else PhaseTimes(I=seconds)
 
-    def collective(self, one: Collective) -> float:
+    def collective(self, one: CollectiveOp) -> float:
         """Seconds of a collective over the slowest group of its kind."""
         choice, cluster = self.choice, self.cluster
         t, c = choice.t, choice.c

@@ -15,7 +15,7 @@ from schedir.planner.parallel_plan import Choice
 from schedir.planner.transformer.layer_division import layers_of
 from schedir.planner.transformer.memory_estimate import (
     ADAM,
-    States,
+    StateBytes,
     ends_numbers,
     layer_kept,
     layer_numbers,
@@ -26,7 +26,7 @@ from schedir.planner.transformer.transformer_spec import Model
 Floats = NDArray[np.float64]
 
 
-class Numbers(NamedTuple):
+class StageParameters(NamedTuple):
     """Numbers of weights of each stage, on one GPU: those that all replicas have, and those of
     experts, of which `e` replicas have a part each."""
 
@@ -39,7 +39,7 @@ class Numbers(NamedTuple):
         return self.common + self.experts
 
 
-def numbers_of(model: Model, choice: Choice, plan: Plan) -> Numbers:
+def numbers_of(model: Model, choice: Choice, plan: Plan) -> StageParameters:
     """The numbers of each stage's weights, by `layer_numbers` and `ends_numbers`."""
     layers = np.array(layers_of(model, choice), float)
     common, experts = (layers * each for each in layer_numbers(model, choice.t, choice.e))
@@ -47,17 +47,17 @@ def numbers_of(model: Model, choice: Choice, plan: Plan) -> Numbers:
     shared = model.tied and plan.holders[0, 0] == plan.holders[0, -1]
     common[0] += table
     common[-1] += norm + (0 if shared else matrix)
-    return Numbers(common, experts)
+    return StageParameters(common, experts)
 
 
-def seen_in_parts(model: Model, choice: Choice) -> Numbers:
+def seen_in_parts(model: Model, choice: Choice) -> StageParameters:
     """Of `numbers_of`, those that each slice has whole, and sees its own part of a sequence with
     where slices share that: `whole_numbers` of layers, positions, and the head's norm."""
     layers = np.array(layers_of(model, choice), float)
     common, experts = (layers * each for each in whole_numbers(model, choice.e))
     common[0] += model.sequence * model.hidden
     common[-1] += ends_numbers(model, choice.t)[1]
-    return Numbers(common, experts)
+    return StageParameters(common, experts)
 
 
 def sizes(
@@ -65,7 +65,7 @@ def sizes(
     choice: Choice,
     plan: Plan,
     constants: Constants | None = None,
-    states: States = ADAM,
+    states: StateBytes = ADAM,
 ) -> Sizes:
     """What each stage of a choice holds, and what it sends: bytes of one GPU, of one microbatch.
 

@@ -76,7 +76,7 @@ def generators_of(device: torch.device) -> list[Generator]:
     return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
-class Draws:
+class RandomStreams:
     """What a rank's modules draw from.
 
     `step` is the number of the next step: how many have begun, unless it is set, as by who goes on
@@ -159,7 +159,7 @@ class Draws:
 
 # Whose step runs.  A global, as torch's generators are: in one process, one instruction runs at
 # a time, on a GPU also where backward is in autograd's own threads.
-_drawing: Draws | None = None
+_drawing: RandomStreams | None = None
 
 
 def _small(number: int) -> int:

@@ -4,8 +4,8 @@ Zero-bubble schedules (Qi et al., arXiv 2401.10241) cut the backward of a layer 
 the gradient of the input, which the stage before waits for, and the gradient of the
 weights, which only the optimizer needs. Here the cut lies inside functions that stand in for
 torch's own (`linear`, `matmul`, `embedding`, and those that `halves` makes of a layer): while a
-`Tape` is recording, their backward computes the input gradient only and notes on the tape what
-the weight gradient needs; `Tape.run` computes it.
+`DeferredGradients` is recording, their backward computes the input gradient only and notes on the
+tape what the weight gradient needs; `DeferredGradients.run` computes it.
 
     with recording(tape):
         torch.autograd.backward(y, dy)      # BackwardInput
@@ -37,10 +37,10 @@ from torch.autograd.graph import Node
 from schedir.errors import ModelError
 from schedir.runtime.autograd.node_hooks import can_wait, has_hooks, leaf_has_hooks, registrations
 from schedir.runtime.autograd.weight_gradient_rules import (
-    Entry,
-    Product,
-    Rows,
+    LookupRule,
+    ProductRule,
     Rule,
+    SharedInputRule,
     add,
     adds_rows,
     adds_up_wider,
@@ -48,7 +48,7 @@ from schedir.runtime.autograd.weight_gradient_rules import (
 )
 
 
-class _Deferred(NamedTuple):
+class _DeferredFunction(NamedTuple):
     rule: Rule
     weight: Tensor
     kept: tuple[Tensor, ...]
@@ -64,7 +64,7 @@ class _Deferred(NamedTuple):
             )
 
 
-class Tape:
+class DeferredGradients:
     """What one backward pass left undone: its weight gradients, in order.
 
     `len(tape)` counts them; 0 after a recorded backward means that nothing was split
@@ -75,7 +75,7 @@ class Tape:
     """
 
     def __init__(self) -> None:
-        self._deferred: deque[_Deferred] = deque()
+        self._deferred: deque[_DeferredFunction] = deque()
 
     def __len__(self) -> int:
         return len(self._deferred)
@@ -85,7 +85,7 @@ class Tape:
         # Detached, or the tape would keep the graph behind the input alive.
         *without, dy = (tensor.detach() for tensor in (*kept, dy))
         versions = [tensor._version for tensor in (*without, dy)]
-        self._deferred.append(_Deferred(rule, weight, tuple(without), dy, versions))
+        self._deferred.append(_DeferredFunction(rule, weight, tuple(without), dy, versions))
 
     def tensors(self) -> Iterator[Tensor]:
         """The inputs and output gradients that it keeps."""
@@ -95,7 +95,7 @@ class Tape:
     @property
     def taught(self) -> bool:
         """Whether a gradient comes by a rule that somebody has written for a layer."""
-        return any(not isinstance(job.rule, Product | Rows) for job in self._deferred)
+        return any(not isinstance(job.rule, ProductRule | LookupRule) for job in self._deferred)
 
     def weights(self) -> Iterator[Tensor]:
         """The weights whose gradients it leaves, once for each use."""
@@ -142,11 +142,11 @@ class Tape:
 
 # A global, not a thread-local: on CUDA, backward runs in autograd's own threads.
 # Hence one recorded backward at a time per process.
-_tape: Tape | None = None
+_tape: DeferredGradients | None = None
 
 
 @contextmanager
-def recording(tape: Tape) -> Iterator[Tape]:
+def recording(tape: DeferredGradients) -> Iterator[DeferredGradients]:
     """Within this context every backward leaves its weight gradients on `tape`."""
     global _tape
     outer, _tape = _tape, tape
@@ -157,7 +157,7 @@ def recording(tape: Tape) -> Iterator[Tape]:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, entry: Entry | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, entry: SharedInputRule | None = None
 ) -> Tensor:
     """`x @ weight.T + bias`, splittable: (..., n), (k, n) and (k,) to (..., k).
 
@@ -268,7 +268,7 @@ def _remembered(ctx: Any) -> tuple[Tensor, ...]:
     return weights
 
 
-_LINEAR, _MATMUL = Product(True), Product(False)
+_LINEAR, _MATMUL = ProductRule(True), ProductRule(False)
 
 
 class _Linear(torch.autograd.Function):
@@ -278,8 +278,8 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rule: Product,
-        entry: Entry | None,
+        rule: ProductRule,
+        entry: SharedInputRule | None,
     ) -> Tensor:
         _remember(ctx, weight)
         ctx.rule, ctx.entry, ctx.dtype = rule, entry, x.dtype
@@ -319,7 +319,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(tokens)
         _remember(ctx, weight)
-        ctx.rule = Rows(-1 if padding is None else padding)
+        ctx.rule = LookupRule(-1 if padding is None else padding)
         return F.embedding(tokens, weight, padding)
 
     @staticmethod
@@ -342,7 +342,7 @@ LayerRule = Callable[..., Tensor]  # layer, what the forward has kept, dy -> a g
 
 
 @dataclass(frozen=True)
-class Halves:
+class SplitLayer:
     """How a layer computes: see `register_split`, which makes it."""
 
     forward: Callable[[Any, Tensor], tuple[Tensor, ...]]  # y, and what is to be kept
@@ -351,17 +351,22 @@ class Halves:
     now: Mapping[str, LayerRule]
 
 
-def halves(how: Halves, layer: nn.Module, x: Tensor) -> Tensor:
+def halves(how: SplitLayer, layer: nn.Module, x: Tensor) -> Tensor:
     """What a layer gives for x, such that its backward can be split."""
     parameters = dict(layer.named_parameters(remove_duplicate=False))
-    y: Tensor = _Halves.apply(how, layer, (*parameters,), x, *parameters.values())  # type: ignore[no-untyped-call]
+    y: Tensor = _SplitLayerFunction.apply(how, layer, (*parameters,), x, *parameters.values())  # type: ignore[no-untyped-call]
     return y
 
 
-class _Halves(torch.autograd.Function):
+class _SplitLayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, how: Halves, layer: nn.Module, names: tuple[str, ...], x: Tensor, *weights: Tensor
+        ctx: Any,
+        how: SplitLayer,
+        layer: nn.Module,
+        names: tuple[str, ...],
+        x: Tensor,
+        *weights: Tensor,
     ) -> Tensor:
         ctx.how, ctx.layer, ctx.names, ctx.shape = how, layer, names, x.shape
         _remember(ctx, *weights)

@@ -20,9 +20,9 @@ from torch.autograd.graph import get_gradient_edge
 from schedir.errors import ModelError, UsageError, expect
 from schedir.runtime.autograd.node_hooks import can_wait, leaf_has_hooks, observe
 from schedir.runtime.autograd.split_backward import (
-    Halves,
+    DeferredGradients,
     LayerRule,
-    Tape,
+    SplitLayer,
     embedding,
     halves,
     linear,
@@ -89,13 +89,13 @@ def _whole_type(layer: nn.Module) -> type[nn.Module]:
     return kind
 
 
-def _without_rule(layer: nn.Module, how: Halves) -> list[str]:
+def _without_rule(layer: nn.Module, how: SplitLayer) -> list[str]:
     """The names of parameters of which its split does not tell the gradient."""
     names = (name for name, _ in layer.named_parameters(remove_duplicate=False))
     return [name for name in names if name not in how.later and name not in how.now]
 
 
-def _computed(layer: nn.Module, how: Halves) -> bool:
+def _computed(layer: nn.Module, how: SplitLayer) -> bool:
     """Whether a weight that has a rule is computed from others, as where it is pruned."""
     own = dict(layer.named_parameters(remove_duplicate=False))
     return any(
@@ -145,7 +145,7 @@ def register_split(
             f"what is split is a type of nn.Module, not {kind!r:.60}",
             hint="register_split(nn.Conv2d, ...)",
         )
-    how = Halves(forward or partial(_own, kind), input, dict(later), dict(now or {}))
+    how = SplitLayer(forward or partial(_own, kind), input, dict(later), dict(now or {}))
     _TAUGHT[kind] = how
 
     def run(layer: nn.Module, *given: Any, **named: Any) -> Tensor:
@@ -186,7 +186,7 @@ def check_split(layer: nn.Module, x: Tensor) -> None:
             p.grad = None
         with torch.random.fork_rng():
             y = one(given)
-        with recording(Tape()) as tape:
+        with recording(DeferredGradients()) as tape:
             numbers = torch.Generator(y.device).manual_seed(0)
             dy = torch.randn(y.shape, generator=numbers, dtype=y.dtype, device=y.device)
             torch.autograd.backward(y, dy)
@@ -240,7 +240,7 @@ _SPLIT: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: SplitLinear,
     nn.Embedding: SplitEmbedding,
 }
-_TAUGHT: dict[type[nn.Module], Halves] = {}
+_TAUGHT: dict[type[nn.Module], SplitLayer] = {}
 _ASKED_FOR: set[type[nn.Module]] = {nn.LayerNorm}
 _WHOLE: WeakSet[nn.Module] = WeakSet()  # taught layers that ran whole when they ran last
 # Of a library that need not be there.

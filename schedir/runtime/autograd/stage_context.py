@@ -17,8 +17,8 @@ from schedir.runtime.model_checks.tensor_fingerprint import (
     traces_of,
     versions_of,
 )
-from schedir.runtime.parameters.gradient_buffers import Gradients
-from schedir.runtime.parameters.weight_versions import Versions
+from schedir.runtime.parameters.gradient_buffers import GradientBuffers
+from schedir.runtime.parameters.weight_versions import WeightVersions
 from schedir.runtime.rank_state import State
 
 # ---------------------------------------------------------------- writes to weights
@@ -107,7 +107,7 @@ def around(state: State, i: Instr, purpose: int, run: Callable[[], None]) -> Cal
     return on_version(state, i, seeded)
 
 
-def _without_gradients(gradients: Gradients, stage: int, run: Callable[[], None]) -> None:
+def _without_gradients(gradients: GradientBuffers, stage: int, run: Callable[[], None]) -> None:
     """Run a forward; raise ModelError if it adds to gradients.
 
     In a program of several updates a forward may run while the sum has gradients of an update
@@ -123,7 +123,7 @@ def _without_gradients(gradients: Gradients, stage: int, run: Callable[[], None]
         )
 
 
-def _in_place(versions: Versions, version: int, run: Callable[[], None]) -> None:
+def _in_place(versions: WeightVersions, version: int, run: Callable[[], None]) -> None:
     """Run a forward. In the first step, raise ModelError if it replaced a Parameter."""
     run()
     if versions.by_value:

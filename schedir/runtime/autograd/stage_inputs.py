@@ -25,7 +25,7 @@ LINE: Final = 64  # bytes
 _COMPARED: Final = 8
 
 
-class Lender:
+class StageInputAdapter:
     """Gives a module its inputs; `writes` is whether it changes them while training, and else."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ def _lend(x: Tensor, ours: bool) -> tuple[Tensor, Tensor]:
     if ours:
         return torch.ops.aten._unsafe_view(x, x.shape), x  # x for autograd, and no leaf
     leaf = x.detach().new_empty(()).expand(x.shape).requires_grad_()
-    return _Copy.apply(leaf, x.detach()), leaf  # type: ignore[no-untyped-call]
+    return _InputCopy.apply(leaf, x.detach()), leaf  # type: ignore[no-untyped-call]
 
 
 def _not_expected() -> ModelError:
@@ -130,7 +130,7 @@ def _not_expected() -> ModelError:
     )
 
 
-class _Copy(torch.autograd.Function):
+class _InputCopy(torch.autograd.Function):
     """A copy of a tensor, whose gradient goes to a leaf of its shape."""
 
     @staticmethod

@@ -16,7 +16,7 @@ Rule = Callable[..., Tensor]  # weight, what the forward has kept (mostly its in
 Later = Callable[[], Tensor]  # waits for what is under way, and gives it
 
 
-class Entry(NamedTuple):
+class SharedInputRule(NamedTuple):
     """How ranks that share a weight come by what all of them multiply.
 
     `sum` starts to sum the gradient of that over them, perhaps in place, and gives what is due to
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
     whole: Callable[[Tensor], Later] | None = None
 
 
-class Product(NamedTuple):
+class ProductRule(NamedTuple):
     """The gradient of a weight that is multiplied with, from the right; or its transpose is.
 
     Where ranks keep a part each of what was multiplied, `whole` starts to put these together.
@@ -52,7 +52,7 @@ class Product(NamedTuple):
         accumulate_(total, *self.factors(x, dy))
 
 
-class Rows(NamedTuple):
+class LookupRule(NamedTuple):
     """The gradient of a weight whose rows are looked up; the row `padding` gets none."""
 
     padding: int
@@ -87,12 +87,12 @@ def adds_up_wider(weight: Tensor) -> bool:
     return torch.promote_types(weight.grad.dtype, weight.dtype) == weight.grad.dtype
 
 
-def adds_rows(rule: Rule, weight: Tensor) -> TypeGuard[Rows]:
+def adds_rows(rule: Rule, weight: Tensor) -> TypeGuard[LookupRule]:
     """Whether a gradient has few rows, and there is a sum of its type for them."""
     total = weight.grad
     if total is None or total.dtype != weight.dtype or torch.is_grad_enabled():
         return False
-    return isinstance(rule, Rows) and total.layout == torch.strided and total.is_contiguous()
+    return isinstance(rule, LookupRule) and total.layout == torch.strided and total.is_contiguous()
 
 
 def add(rule: Rule, weight: Tensor, kept: tuple[Tensor, ...], dy: Tensor) -> None:
@@ -100,7 +100,7 @@ def add(rule: Rule, weight: Tensor, kept: tuple[Tensor, ...], dy: Tensor) -> Non
     total = weight.grad
     assert total is not None
     with torch.no_grad():
-        if isinstance(rule, Product | Rows):
+        if isinstance(rule, ProductRule | LookupRule):
             (given,) = kept
             rule.add_to(total, given, dy)
         else:

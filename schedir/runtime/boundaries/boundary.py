@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from schedir.errors import ModelError, said
-from schedir.ir.isa.instructions import TOKENS, TRAINING_VALUES, Hop, Token
+from schedir.ir.isa.instructions import TOKENS, TRAINING_VALUES, PeerRule, Token
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.runtime.arguments import shape_of
 
@@ -120,7 +120,7 @@ Edges = Mapping[int, Given] | Mapping[Edge, Given]
 
 
 @dataclass(frozen=True)
-class Crossing:
+class BoundaryTensors:
     """The tensors that one stage passes on to the next, in order, or the gradients that go back.
 
     Their message can be cut into so many equal `parts`.
@@ -130,7 +130,7 @@ class Crossing:
     parts: int = 1
 
     @classmethod
-    def of(cls, given: Given, parts: int = 1) -> Crossing:
+    def of(cls, given: Given, parts: int = 1) -> BoundaryTensors:
         """The tensors that are meant: a sequence that has a Boundary is one of several."""
         if isinstance(given, tuple | list) and any(isinstance(one, Boundary) for one in given):
             return cls(tuple(map(Boundary.of, given)), parts)
@@ -145,14 +145,14 @@ class Crossing:
         return tuple(bool(one.grad) for one in self.tensors)
 
     @cached_property
-    def gradients(self) -> Crossing:
+    def gradients(self) -> BoundaryTensors:
         """What goes back."""
-        return Crossing(tuple(one for one in self.tensors if one.grad), self.parts)
+        return BoundaryTensors(tuple(one for one in self.tensors if one.grad), self.parts)
 
     @cached_property
-    def taken(self) -> Crossing:
+    def taken(self) -> BoundaryTensors:
         """What the next stage takes."""
-        return Crossing(tuple(one.as_taken for one in self.tensors), self.parts)
+        return BoundaryTensors(tuple(one.as_taken for one in self.tensors), self.parts)
 
     @property
     def held(self) -> int:
@@ -261,31 +261,31 @@ def _aligned(size: int, to: int = ALIGNED) -> int:
 
 # The tensors of boundary values that other instructions than stages give. The module with the
 # handlers of such an instruction adds them.
-CARRIED: dict[Token, Crossing] = {}
+CARRIED: dict[Token, BoundaryTensors] = {}
 
 
 @dataclass(frozen=True)
-class Boundaries:
+class ModelBoundaries:
     """What passes from each stage of a model, but the last, to the next; and along each skip."""
 
-    crossings: tuple[Crossing, ...]
-    skips: tuple[tuple[tuple[int, int], Crossing], ...] = ()
+    crossings: tuple[BoundaryTensors, ...]
+    skips: tuple[tuple[tuple[int, int], BoundaryTensors], ...] = ()
 
     @classmethod
     def of(
         cls,
-        given: Given | Edges | Boundaries,
+        given: Given | Edges | ModelBoundaries,
         stages: int,
         parts: int = 1,
         skips: Skips = (),
-    ) -> Boundaries:
+    ) -> ModelBoundaries:
         """What is meant: of one Boundary, or a sequence of them, that passes everywhere; of a
         mapping, what each stage puts out that it names, and each skip, by its two stages.
 
         Raises ModelError for a mapping that leaves one out, or has another.
         """
         each: dict[Edge, Given]
-        if isinstance(given, Boundaries):
+        if isinstance(given, ModelBoundaries):
             each = {s: crossing.tensors for s, crossing in enumerate(given.crossings)}
             each |= {skip: crossing.tensors for skip, crossing in given.skips}
         elif isinstance(given, Mapping):
@@ -304,8 +304,8 @@ class Boundaries:
                 f"{more}}}",
             )
         return cls(
-            tuple(Crossing.of(each[s], parts) for s in range(stages - 1)),
-            tuple((skip, Crossing.of(each[skip])) for skip in skips),
+            tuple(BoundaryTensors.of(each[s], parts) for s in range(stages - 1)),
+            tuple((skip, BoundaryTensors.of(each[skip])) for skip in skips),
         )
 
     def __str__(self) -> str:
@@ -316,15 +316,15 @@ class Boundaries:
         return "; ".join(each)
 
     @cached_property
-    def _at(self) -> dict[tuple[Hop, int], Crossing]:
+    def _at(self) -> dict[tuple[PeerRule, int], BoundaryTensors]:
         """What passes between a stage and the one that is a hop away."""
-        found = {(Hop.NEXT, s): one for s, one in enumerate(self.crossings)}
-        found |= {(Hop.PREVIOUS, s + 1): one.taken for s, one in enumerate(self.crossings)}
+        found = {(PeerRule.NEXT, s): one for s, one in enumerate(self.crossings)}
+        found |= {(PeerRule.PREVIOUS, s + 1): one.taken for s, one in enumerate(self.crossings)}
         for (begin, end), one in self.skips:
-            found |= {(Hop.SKIP_TO, begin): one, (Hop.SKIP_FROM, end): one}
+            found |= {(PeerRule.SKIP_TO, begin): one, (PeerRule.SKIP_FROM, end): one}
         return found
 
-    def carried(self, kind: Token, stage: int) -> Crossing:
+    def carried(self, kind: Token, stage: int) -> BoundaryTensors:
         """What a value of a kind that crosses is, of a stage: tensors, or their gradients."""
         if kind in CARRIED:
             return CARRIED[kind]
@@ -341,22 +341,23 @@ class Boundaries:
             found += [(begin, one) for one in skip.tensors] if end == stage else []
         return found
 
-    def out_of(self, stage: int) -> Crossing:
+    def out_of(self, stage: int) -> BoundaryTensors:
         """All that a stage puts out, the skip behind the rest."""
-        ways = ((Hop.NEXT, stage), (Hop.SKIP_TO, stage))
-        return Crossing(
+        ways = ((PeerRule.NEXT, stage), (PeerRule.SKIP_TO, stage))
+        return BoundaryTensors(
             tuple(one for way in ways if way in self._at for one in self._at[way].tensors)
         )
 
     def skipped_to(self, stage: int) -> int:
         """How many tensors a stage takes of a skip."""
-        skip = self._at.get((Hop.SKIP_FROM, stage))
+        skip = self._at.get((PeerRule.SKIP_FROM, stage))
         return len(skip.tensors) if skip else 0
 
     def expecting(self, stage: int) -> Callable[[object, int], Sequence[Tensor]]:
-        """`Crossing.expect` of all that a stage puts out, which it gives as `with_skip` says."""
+        """`BoundaryTensors.expect` of all that a stage puts out, which it gives as `with_skip`
+        says."""
         expect = self.out_of(stage).expect
-        if (Hop.SKIP_TO, stage) not in self._at:
+        if (PeerRule.SKIP_TO, stage) not in self._at:
             return expect
 
         def both(y: object, stage: int) -> Sequence[Tensor]:

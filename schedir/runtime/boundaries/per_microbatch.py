@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from schedir.errors import ModelError, said
 from schedir.ir.pipeline.stage_segments import ENTERS, LEAVES
 from schedir.ir.program import Program
-from schedir.runtime.boundaries.boundary import Boundaries, Boundary, Edges, Given
+from schedir.runtime.boundaries.boundary import Boundary, Edges, Given, ModelBoundaries
 
 # ---------------------------------------------------------------- checks of boundaries
 
 # Check that the boundaries of a model fit the program.
 
 
-def require_fit(boundaries: Boundaries, program: Program) -> None:
+def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
     """Check boundaries against a program.
 
     Raises:
@@ -106,29 +106,30 @@ class PerMicrobatch:
 
 
 @dataclass(frozen=True)
-class Passing:
+class BoundaryTable:
     """The boundaries of a program: `rows` has one for each microbatch, or a single one for all."""
 
-    rows: tuple[Boundaries, ...]
+    rows: tuple[ModelBoundaries, ...]
 
     @classmethod
     def of(
         cls,
-        given: Given | Edges | Boundaries | PerMicrobatch | Passing,
+        given: Given | Edges | ModelBoundaries | PerMicrobatch | BoundaryTable,
         program: Program,
-    ) -> Passing:
+    ) -> BoundaryTable:
         """Return the boundaries of a program from what a user has given.
 
         A PerMicrobatch has those of each microbatch.  Anything else is for all microbatches, and
-        `Boundaries.of` reads it.
+        `ModelBoundaries.of` reads it.
 
         Raises:
-            ModelError: The number of microbatches is another one, or `Boundaries.of` raises it.
+            ModelError: The number of microbatches is another one, or `ModelBoundaries.of` raises
+            it.
         """
         stages, parts, skips = program.plan.stages, program.tp, program.skips
         several = isinstance(given, PerMicrobatch)
-        if isinstance(given, Passing):
-            each: Sequence[Given | Edges | Boundaries] = given.rows
+        if isinstance(given, BoundaryTable):
+            each: Sequence[Given | Edges | ModelBoundaries] = given.rows
             several = len(each) > 1
         else:
             each = given.each if isinstance(given, PerMicrobatch) else (given,)
@@ -138,9 +139,9 @@ class Passing:
                 f"{program.plan.microbatches} microbatches",
                 hint=_LENGTHS,
             )
-        return cls(tuple(Boundaries.of(one, stages, parts, skips) for one in each))
+        return cls(tuple(ModelBoundaries.of(one, stages, parts, skips) for one in each))
 
-    def __getitem__(self, mb: int) -> Boundaries:
+    def __getitem__(self, mb: int) -> ModelBoundaries:
         return self.rows[mb if len(self.rows) > 1 else 0]
 
     def __str__(self) -> str:

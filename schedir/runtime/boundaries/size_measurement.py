@@ -19,21 +19,21 @@ from schedir.ir.cost.zero_states import ModelStates, model_states
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.runtime.arguments import loss_of, model_of, one_number
 from schedir.runtime.autograd.module_buffers import restored
-from schedir.runtime.autograd.split_backward import Tape, recording
-from schedir.runtime.autograd.stage_inputs import Lender
+from schedir.runtime.autograd.split_backward import DeferredGradients, recording
+from schedir.runtime.autograd.stage_inputs import StageInputAdapter
 from schedir.runtime.boundaries.boundary import (
-    Boundaries,
     Boundary,
     Edge,
     Edges,
     Given,
+    ModelBoundaries,
     graded,
     passed_on,
     with_skip,
 )
 from schedir.runtime.boundaries.per_microbatch import PerMicrobatch
 from schedir.runtime.model_checks.tensor_fingerprint import same_bits, sums_of
-from schedir.runtime.parameters.buckets import Share, buckets_of
+from schedir.runtime.parameters.buckets import ShardSpec, buckets_of
 from schedir.runtime.parameters.mixed_precision import innermost
 from schedir.runtime.parameters.overlapped_reduction import BUCKET
 from schedir.runtime.rank_resources import Loss
@@ -52,7 +52,9 @@ def _gradient(p: nn.Parameter) -> float:
     return float(p.numel() * (p.grad_dtype or p.dtype).itemsize)
 
 
-def states_of(module: nn.Module, state: float | State, share: Share, parts: range) -> ModelStates:
+def states_of(
+    module: nn.Module, state: float | State, share: ShardSpec, parts: range
+) -> ModelStates:
     """Bytes of a stage's parameters that are trained, of their gradients and the optimizer's state.
 
     All are whole, as `sizes_of` tells them; `parts` are those of which the one with most counts.
@@ -60,7 +62,7 @@ def states_of(module: nn.Module, state: float | State, share: Share, parts: rang
     trained = [p for p in module.parameters() if p.requires_grad]
     storages = {x.data_ptr(): x.nbytes() for x in (p.untyped_storage() for p in trained)}
     params = float(sum(storages.values()))
-    if share == Share():
+    if share == ShardSpec():
         return ModelStates(params, float(sum(map(_gradient, trained))), _state(trained, state))
     tied = getattr(module, "tied_weight", None)
     alone = [p for p in trained if p is tied]
@@ -121,7 +123,7 @@ def sizes_of(
     target: Any,
     *,
     loss: Loss,
-    boundary: Given | Edges | Boundaries,
+    boundary: Given | Edges | ModelBoundaries,
     state: float | State = 8.0,
     frozen: int = 0,
     keywords: Mapping[str, Any] = MappingProxyType({}),
@@ -179,15 +181,16 @@ def sizes_of(
             f"boundaries are given of {len(boundary.each)} microbatches, and one is measured",
             hint="sizes_of for each microbatch with its own boundary",
         )
-    boundaries = Boundaries.of(boundary, len(stages), skips=skips)
+    boundaries = ModelBoundaries.of(boundary, len(stages), skips=skips)
     model_states(0, 0, 0, zero, dp)  # which says what levels and numbers of replicas there are
     if replica is not None and replica not in range(dp):
         raise ModelError(f"there are replicas 0 to {dp - 1}, not {said(replica)}")
     parts = range(dp) if replica is None else range(replica, replica + 1)
-    share = Share(dp, parts[0], zero)
-    given = _Given(xs, target, keywords, loss, boundaries, state, frozen, share, parts)
+    share = ShardSpec(dp, parts[0], zero)
+    given = _StageInputs(xs, target, keywords, loss, boundaries, state, frozen, share, parts)
     found = [
-        _stage(stages, s, given) if stage is not None else _Kept() for s, stage in enumerate(stages)
+        _stage(stages, s, given) if stage is not None else _StageBytes()
+        for s, stage in enumerate(stages)
     ]
     sent = [crossing.held for crossing in boundaries.crossings]
     skipped = [(begin, crossing.nbytes) for (begin, _), crossing in boundaries.skips]
@@ -251,7 +254,7 @@ def boundaries_of(
         else:
             xs = tuple(x.clone() for x in xs)
         with restored(module, device), torch.set_grad_enabled(s >= frozen):
-            y, _ = Lender().run(module, xs, named, ours=True, together=len(skip))
+            y, _ = StageInputAdapter().run(module, xs, named, ours=True, together=len(skip))
         rest, given = with_skip(y, s) if s in ends else (passed_on(y, s), ())
         ys = (*rest, *given)
         each = tuple(
@@ -265,7 +268,7 @@ def boundaries_of(
     return found
 
 
-class _Kept(NamedTuple):
+class _StageBytes(NamedTuple):
     """Bytes that one stage keeps."""
 
     saved: float = 0.0
@@ -279,17 +282,17 @@ class _Kept(NamedTuple):
     version: float = 0.0
 
 
-class _Given(NamedTuple):
+class _StageInputs(NamedTuple):
     """What stages are run with."""
 
     xs: tuple[Tensor, ...]
     target: Tensor
     keywords: Mapping[str, Any]
     loss: Loss
-    boundaries: Boundaries
+    boundaries: ModelBoundaries
     state: float | State
     frozen: int
-    share: Share
+    share: ShardSpec
     parts: range  # of which the one with most counts
 
 
@@ -308,7 +311,7 @@ def _each(sizes: list[int]) -> float | tuple[float, ...]:
     return float(sizes[0]) if len({*sizes}) == 1 else (*map(float, sizes), 0.0)
 
 
-def _stage(stages: Sequence[nn.Module | None], s: int, given: _Given) -> _Kept:
+def _stage(stages: Sequence[nn.Module | None], s: int, given: _StageInputs) -> _StageBytes:
     """What stage `s` keeps."""
     module, last, boundaries = stages[s], s == len(stages) - 1, given.boundaries
     assert module is not None
@@ -329,17 +332,17 @@ def _stage(stages: Sequence[nn.Module | None], s: int, given: _Given) -> _Kept:
             )
             for begin, one in boundaries.from_where(s)
         )
-    packed: WeakSet[_Packed] = WeakSet()  # what the graph has let go is not in it
+    packed: WeakSet[_PackedTensor] = WeakSet()  # what the graph has let go is not in it
 
-    def pack(tensor: Tensor) -> _Packed:
+    def pack(tensor: Tensor) -> _PackedTensor:
         # Detached: what a node saves of its own output would keep the node, for ever.
-        packed.add(one := _Packed(tensor.detach()))
+        packed.add(one := _PackedTensor(tensor.detach()))
         return one
 
     with _as_before(module, device), torch.set_grad_enabled(s >= given.frozen):
         with saved_tensors_hooks(pack, lambda one: one.tensor):
             # Of a model's own inputs, which are there, a module that writes gets a copy.
-            lent, lender = xs if s else tuple(x.clone() for x in xs), Lender()
+            lent, lender = xs if s else tuple(x.clone() for x in xs), StageInputAdapter()
             together = boundaries.skipped_to(s)
             buffers = [(b, b.clone()) for b in module.buffers()]
             still = [p for p in module.parameters() if not p.requires_grad]
@@ -362,7 +365,7 @@ def _stage(stages: Sequence[nn.Module | None], s: int, given: _Given) -> _Kept:
     own = _storages(trained)
     rest = _storages([*module.parameters(), *module.buffers()])
     states = states_of(module, given.state, given.share, given.parts)
-    return _Kept(
+    return _StageBytes(
         saved=saved,
         tape=size(tape.tensors()),
         both=tape.most,
@@ -375,13 +378,13 @@ def _stage(stages: Sequence[nn.Module | None], s: int, given: _Given) -> _Kept:
     )
 
 
-class _PeakTape(Tape):
+class _PeakTape(DeferredGradients):
     """A tape, and the most bytes of what is saved and what is on it that there were at once.
 
     That only grows as the tape does.
     """
 
-    def __init__(self, held: Callable[[Tape], int]) -> None:
+    def __init__(self, held: Callable[[DeferredGradients], int]) -> None:
         super().__init__()
         self.held, self.most = held, held(self)
 
@@ -390,7 +393,7 @@ class _PeakTape(Tape):
         self.most = max(self.most, self.held(self))
 
 
-class _Packed:
+class _PackedTensor:
     """A tensor that autograd saves."""
 
     def __init__(self, tensor: Tensor) -> None:

@@ -17,8 +17,13 @@ from torch.utils._pytree import tree_leaves
 from schedir.ir.isa.instructions import OFF_COMPUTE, ROWS, Instr, Lane, Opcode, Token
 from schedir.ir.program import OWN
 from schedir.runtime.autograd.activation_checkpoint import Checkpoint
-from schedir.runtime.offload.activation_offloader import POISON, Looked, Value, keys_of
-from schedir.runtime.offload.copy_lanes import Job
+from schedir.runtime.offload.activation_offloader import (
+    POISON,
+    SavedActivations,
+    UnpackedMicrobatches,
+    keys_of,
+)
+from schedir.runtime.offload.copy_lanes import LaneJob
 from schedir.runtime.rank_state import Call, Handler, State, in_turn
 
 _SAVED: Final = Token.SAVED
@@ -81,7 +86,7 @@ def reload(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def _make_room(left: Sequence[Value], value: Value) -> None:
+def _make_room(left: Sequence[SavedActivations], value: SavedActivations) -> None:
     """Make memory on the device for a value, when it is let go of what had its slot."""
     for one in (*left, value):
         one.let_go()
@@ -134,8 +139,12 @@ def fetch(state: State, i: Instr) -> Call:
 
 
 def _start(
-    state: State, k: int, value: Value, copy: Callable[[], None], after: Sequence[Job]
-) -> Job:
+    state: State,
+    k: int,
+    value: SavedActivations,
+    copy: Callable[[], None],
+    after: Sequence[LaneJob],
+) -> LaneJob:
     """Start an instruction's copy on its lane; what it raises says which one it is of."""
 
     def run() -> None:
@@ -148,12 +157,12 @@ def _start(
     return state.held.lanes.start(lane, run, value.nbytes, after, state.on_lane())
 
 
-def _value_of(state: State, i: Instr) -> Value:
+def _value_of(state: State, i: Instr) -> SavedActivations:
     """What is moved of a forward."""
-    return state.away.values.setdefault((i.stage, i.mb), Value(i.stage, state.device))
+    return state.away.values.setdefault((i.stage, i.mb), SavedActivations(i.stage, state.device))
 
 
-def _left_by(state: State, k: int) -> list[Value]:
+def _left_by(state: State, k: int) -> list[SavedActivations]:
     """What was offloaded from the slot that an instruction fills, if that was."""
     free = state.saved_after.get(k)
     moved = free is not None and state.stream[free].op == Opcode.Offload
@@ -215,15 +224,15 @@ def _computing(handler: Handler, state: State, i: Instr) -> Call:
 
 
 def _noting(
-    state: State, value: Value, has: Callable[[], set[int]], run: Callable[[], None]
+    state: State, value: SavedActivations, has: Callable[[], set[int]], run: Callable[[], None]
 ) -> None:
     """Run what makes what is moved later; `has` says what the rank has anyway."""
     batch = state.batch
-    if not isinstance(batch.inputs, Looked):
+    if not isinstance(batch.inputs, UnpackedMicrobatches):
         state.batch = batch._replace(
-            inputs=Looked(batch.inputs),
-            targets=Looked(batch.targets),
-            keywords=Looked(batch.keywords),
+            inputs=UnpackedMicrobatches(batch.inputs),
+            targets=UnpackedMicrobatches(batch.targets),
+            keywords=UnpackedMicrobatches(batch.keywords),
         )
     with value.noting():
         run()
@@ -247,7 +256,9 @@ def _has_anyway(state: State, i: Instr) -> Callable[[], set[int]]:
     def has() -> set[int]:
         batch = state.batch
         given = (batch.inputs, batch.targets, batch.keywords)
-        found = tree_leaves([each.found.get(i.mb) for each in given if isinstance(each, Looked)])
+        found = tree_leaves(
+            [each.found.get(i.mb) for each in given if isinstance(each, UnpackedMicrobatches)]
+        )
         for module in modules:
             found += (*module._parameters.values(), *module._buffers.values())
         return keys_of(found)

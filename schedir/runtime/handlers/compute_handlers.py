@@ -27,15 +27,15 @@ from schedir.ir.pipeline.stage_segments import LEAVES
 from schedir.runtime.arguments import one_number
 from schedir.runtime.autograd.activation_checkpoint import Checkpoints
 from schedir.runtime.autograd.random_streams import BACKWARD, FORWARD, WEIGHT
-from schedir.runtime.autograd.split_backward import Tape, recording
+from schedir.runtime.autograd.split_backward import DeferredGradients, recording
 from schedir.runtime.autograd.splittable_layers import could_wait, left_whole, watching
 from schedir.runtime.autograd.stage_context import around, on_version
 from schedir.runtime.handlers.transfer_handlers import message_wait, put_out
 from schedir.runtime.model_checks.memory_overlap import share_memory
 from schedir.runtime.model_checks.parameter_guard import expect_own
-from schedir.runtime.parameters.overlapped_reduction import Reduction, Root
+from schedir.runtime.parameters.overlapped_reduction import GradientReduction, Root
 from schedir.runtime.rank_state import Call, State, in_turn
-from schedir.runtime.stage_state import Stage
+from schedir.runtime.stage_state import StageState
 from schedir.runtime.step_inputs import tensors_of
 from schedir.runtime.value_slots import Slot
 
@@ -130,7 +130,7 @@ class StageRun:
         return leaves, [*map(_root, filter(_requires_grad, ys))]
 
 
-class _Taken(NamedTuple):
+class _InputSlot(NamedTuple):
     """A value that an instruction takes in: its slot, and whether a stage of this rank gives it."""
 
     kind: Token
@@ -138,7 +138,7 @@ class _Taken(NamedTuple):
     local: bool
 
 
-def is_ours(taken: Sequence[_Taken]) -> bool:
+def is_ours(taken: Sequence[_InputSlot]) -> bool:
     """Whether all that an instruction takes in has come by message: then nobody else reads it."""
     return bool(taken) and not any(one.local for one in taken)
 
@@ -153,24 +153,24 @@ def _kinds(state: State, i: Instr, tokens: Sequence[Token]) -> list[Token]:
     return [kind for kind in tokens if kind in BOUNDARY and state.program.other(kind, i.stage) >= 0]
 
 
-def taken_by(state: State, i: Instr) -> list[_Taken]:
+def taken_by(state: State, i: Instr) -> list[_InputSlot]:
     """What an instruction takes in: where the other stage puts it out, or where it is received."""
     found = []
     for kind in _kinds(state, i, ROWS[i.op].needs):
         other, (made, _) = state.program.other(kind, i.stage), LOCAL_HANDOVER[kind]
         local = state.local_stage(other, i.mb) is not None
         slot = state.slot(made, other, i.mb) if local else state.slot(kind, i.stage, i.mb)
-        found.append(_Taken(kind, slot, local))
+        found.append(_InputSlot(kind, slot, local))
     return found
 
 
 def _look_at(
-    taken: Sequence[_Taken], kept: Callable[[Tensor], Tensor] | None
+    taken: Sequence[_InputSlot], kept: Callable[[Tensor], Tensor] | None
 ) -> Callable[[], Sequence[Tensor]]:
     """The tensors of all that an instruction takes in; of messages as `kept` has them, if it is
     said, for their memory is filled again."""
 
-    def look(one: _Taken) -> Sequence[Tensor]:
+    def look(one: _InputSlot) -> Sequence[Tensor]:
         values: Sequence[Tensor] = one.slot.look()
         return values if one.local or kept is None else [*map(kept, values)]
 
@@ -196,7 +196,7 @@ def _put_out(state: State, i: Instr) -> Callable[[Sequence[Tensor]], None]:
     return give
 
 
-def _waits(state: State, i: Instr, taken: Sequence[_Taken]) -> Callable[[], None] | None:
+def _waits(state: State, i: Instr, taken: Sequence[_InputSlot]) -> Callable[[], None] | None:
     """Waits for what comes by message, and until the slots that are filled are left, where sends
     had them last."""
     waits = [message_wait(state, i, one.kind) for one in taken]
@@ -294,7 +294,7 @@ def backward_input(state: State, i: Instr) -> Call:
     wait, whole = backward(state, i, splits=True)
 
     def run() -> None:
-        tape = Tape()
+        tape = DeferredGradients()
         tape_slot.fill(tape)
         none: AbstractContextManager[set[str]] = nullcontext(set())
         with recording(tape), none if stage.layers_seen else watching(stage.module) as came:
@@ -317,7 +317,7 @@ def backward_input(state: State, i: Instr) -> Call:
     return Call(wait, on_version(state, i, run))
 
 
-def _name(stage: Stage, i: Instr) -> str:
+def _name(stage: StageState, i: Instr) -> str:
     return f"{type(stage.module).__name__} (stage {i.stage})"
 
 
@@ -335,7 +335,7 @@ def backward_weight(state: State, i: Instr) -> Call:
     return Call(None, around(state, i, WEIGHT, run))
 
 
-def _beginning(state: State, i: Instr) -> Callable[[], Reduction | None]:
+def _beginning(state: State, i: Instr) -> Callable[[], GradientReduction | None]:
     """What finds the reduction that begins under an instruction, if one does."""
     if (reduction := state.last_to_add.get(i)) is None:
         return lambda: None

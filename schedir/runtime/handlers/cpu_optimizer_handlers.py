@@ -9,14 +9,14 @@ import torch
 
 from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.runtime.handlers.reduction_handlers import judged
-from schedir.runtime.offload.cpu_optimizer import HostSteps
+from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.rank_state import Call, State
 
 
-def _steps(state: State) -> HostSteps | None:
+def _steps(state: State) -> CpuOptimizer | None:
     """What steps on the host; None for a rank without an optimizer, which has nothing to step."""
     steps = state.held.states
-    assert steps is None or isinstance(steps, HostSteps), "the program says so"
+    assert steps is None or isinstance(steps, CpuOptimizer), "the program says so"
     return steps
 
 

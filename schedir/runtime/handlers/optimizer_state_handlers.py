@@ -8,24 +8,24 @@ from schedir.ir.isa.instructions import Instr, Opcode, Token
 from schedir.ir.program import OWN
 from schedir.runtime.autograd.random_streams import UPDATE
 from schedir.runtime.handlers.reduction_handlers import judged
-from schedir.runtime.offload.disk_optimizer_state import DiskStates, Told
-from schedir.runtime.offload.host_optimizer_state import HostStates
+from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState, Told
+from schedir.runtime.offload.host_optimizer_state import HostOptimizerState
 from schedir.runtime.rank_state import Call, State, freed_before
 
 
-def _states(state: State) -> HostStates:
+def _states(state: State) -> HostOptimizerState:
     assert state.held.states is not None, "the program says so"
     return state.held.states
 
 
-def _on_disk(state: State) -> DiskStates:
-    assert isinstance(state.held.states, DiskStates), "the program says so"
+def _on_disk(state: State) -> DiskOptimizerState:
+    assert isinstance(state.held.states, DiskOptimizerState), "the program says so"
     return state.held.states
 
 
 def fetch_state(state: State, i: Instr) -> Call:
     said, told = state.program.slots, _told(state, i)
-    if isinstance(states := state.held.states, DiskStates):
+    if isinstance(states := state.held.states, DiskOptimizerState):
         rooms = said[state.rank].state_host if said else OWN
         stages = len(state.plan.stages_of[state.rank])
         states.rooms = max(states.rooms, min(rooms, 2 * stages))

@@ -12,14 +12,14 @@ from torch import Tensor
 from schedir.ir.isa.instructions import RELEASES, Instr, Opcode
 from schedir.ir.pipeline.tied_weights import ranks_of
 from schedir.runtime.autograd.random_streams import UPDATE
-from schedir.runtime.parameters.buckets import Share, is_summed
+from schedir.runtime.parameters.buckets import ShardSpec, is_summed
 from schedir.runtime.parameters.gradient_buffers import is_sharded, scale, spoil, sum_of_squares
 from schedir.runtime.parameters.mixed_precision import are_finite
-from schedir.runtime.parameters.overlapped_reduction import Reduction
+from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.runtime.parameters.sharded_parameters import expect_state_of_pieces
-from schedir.runtime.parameters.tied_parameters import Weight, spread, summing
+from schedir.runtime.parameters.tied_parameters import TiedWeight, spread, summing
 from schedir.runtime.rank_state import Call, State
-from schedir.transports.transport import Then, Work
+from schedir.transports.transport import ChainedWork, Work
 
 
 def reduce_grads(state: State, i: Instr) -> Call:
@@ -34,7 +34,7 @@ def reduce_grads(state: State, i: Instr) -> Call:
         with state.as_of(at):
             return [start("all_reduce", "dp", flat, flat)]
 
-    state.reductions[i] = reduction = Reduction(gradients, begin, versions)
+    state.reductions[i] = reduction = GradientReduction(gradients, begin, versions)
     return Call(None, lambda: reducing.extend(reduction.end()))
 
 
@@ -71,7 +71,7 @@ def reduce_holders(state: State, i: Instr) -> Call:
             reducing.append(start("all_reduce", holders, flat, flat))
 
     # The sum over replicas comes first; what is reduced here alone, and not to parts, is there.
-    return Call(state.wait_for_reductions if state.share != Share() else None, run)
+    return Call(state.wait_for_reductions if state.share != ShardSpec() else None, run)
 
 
 def reduce_tied(state: State, i: Instr) -> Call:
@@ -92,7 +92,7 @@ def reduce_tied(state: State, i: Instr) -> Call:
     return Call(state.wait_for_reductions, run)
 
 
-def _summed(state: State, weight: Weight, stage: int) -> Tensor:
+def _summed(state: State, weight: TiedWeight, stage: int) -> Tensor:
     """Return the gradient of a stage's copy of a tied weight, or its own part of it (ZeRO)."""
     gradients, copy = state.stages[stage].gradients, weight.own[stage]
     if state.program.zero:
@@ -124,7 +124,7 @@ def reduce_sequence(state: State, i: Instr) -> Call:
         for kept in summed:
             each = kept.new_empty(t, kept.numel())
             work = start("all_gather", "tp", each.view(-1), kept)
-            reducing.append(Then(work, partial(spread, *each, into=[kept])))
+            reducing.append(ChainedWork(work, partial(spread, *each, into=[kept])))
 
     return Call(state.wait_for_reductions, run)
 

@@ -29,7 +29,7 @@ from schedir.runtime.model_checks.memory_overlap import share_memory
 from schedir.runtime.parameters.sequence_layout import by_rank, in_order
 from schedir.runtime.rank_state import Call, State
 from schedir.runtime.value_slots import OutputSlot
-from schedir.transports.transport import Then, Transport, Work
+from schedir.transports.transport import ChainedWork, Transport, Work
 
 
 def sum_(state: State, i: Instr) -> Call:
@@ -42,7 +42,7 @@ def gather(state: State, i: Instr) -> Call:
     return gather_received(state, i)
 
 
-class _Handed(NamedTuple):
+class _SegmentOutput(NamedTuple):
     """What a piece hands over, and who meets for its first tensor."""
 
     slot: OutputSlot
@@ -54,13 +54,13 @@ class _Handed(NamedTuple):
         self.slot.fill((first, *rest))
 
 
-def _meeting(state: State, i: Instr, start: Callable[[_Handed], Work]) -> Call:
+def _meeting(state: State, i: Instr, start: Callable[[_SegmentOutput], Work]) -> Call:
     """Starts what ranks do with the first tensor of what a piece hands over."""
     kind = ROWS[i.op].gives[0]
     other, (made, _) = state.program.other(kind, i.stage), LOCAL_HANDOVER[kind]
     slot = state.slot(made, other, i.mb)
     assert isinstance(slot, OutputSlot)
-    handed = _Handed(slot, state.transport)
+    handed = _SegmentOutput(slot, state.transport)
     before = min(i.stage, other)
     if not (first := state.passing[i.mb].carried(Token.ACT_OUT, before).tensors[0]).grad:
         raise ModelError(
@@ -71,12 +71,12 @@ def _meeting(state: State, i: Instr, start: Callable[[_Handed], Work]) -> Call:
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
 
     def run() -> None:
-        arrivals[key] = Then(start(handed), handed.slot.accept_write)
+        arrivals[key] = ChainedWork(start(handed), handed.slot.accept_write)
 
     return Call(None, run)
 
 
-def _in_place(handed: _Handed) -> Work:
+def _in_place(handed: _SegmentOutput) -> Work:
     own, *rest = handed.slot.look()
     if any(share_memory(own, one) for one in rest):
         own = own.clone()
@@ -86,7 +86,7 @@ def _in_place(handed: _Handed) -> Work:
     return handed.transport.collective("all_reduce", "tp", own, own)
 
 
-def _own_tokens(handed: _Handed) -> Work:
+def _own_tokens(handed: _SegmentOutput) -> Work:
     whole, *rest = handed.slot.look()
     parts = by_rank(whole, handed.transport.tp)
     own = parts.new_empty(parts.shape[1:])
@@ -95,14 +95,14 @@ def _own_tokens(handed: _Handed) -> Work:
     return handed.transport.collective("reduce_scatter", "tp", own.view(-1), flat)
 
 
-def _all_tokens(handed: _Handed) -> Work:
+def _all_tokens(handed: _SegmentOutput) -> Work:
     own, *rest = handed.slot.look()
     parts = own.new_empty(handed.transport.tp, *own.shape)
     work = handed.transport.collective("all_gather", "tp", parts.view(-1), own.view(-1))
     if own.shape[:-2].numel() == 1:  # of one sequence all tokens lie in order
         handed.put(in_order(parts), rest)
         return work
-    return Then(work, lambda: handed.put(in_order(parts), rest))
+    return ChainedWork(work, lambda: handed.put(in_order(parts), rest))
 
 
 HANDLERS: Final = {op: gather if op in GATHERS else sum_ for op in BOUNDARY_COLLECTIVES}

@@ -25,7 +25,7 @@ from schedir.ir.isa.instructions import (
 from schedir.runtime.model_checks.tensor_fingerprint import versions_of
 from schedir.runtime.rank_state import Call, State
 from schedir.runtime.value_slots import OutputSlot
-from schedir.transports.transport import Done, Then, bytes_on, own_part
+from schedir.transports.transport import ChainedWork, CompletedWork, bytes_on, own_part
 
 _RECEIVES = {ROWS[op].gives[0]: op for op in RECEIVES}
 # By form, a function that returns the part of a value's memory that the message uses, as a flat
@@ -46,7 +46,7 @@ def send(state: State, i: Instr) -> Call:
         tensor = out.look().contiguous()
         work = start(tensor, peer, lane)
         if state.checks.active:
-            work = Then(work, partial(expect_unwritten, tensor, versions_of((tensor,))))
+            work = ChainedWork(work, partial(expect_unwritten, tensor, versions_of((tensor,))))
         # The reference stays until the send has ended: freed earlier, it may be reused.
         sending[k] = (work, tensor)
         out.free()
@@ -123,7 +123,7 @@ def _in_form(state: State, whole: Tensor, changed: Sequence[Opcode]) -> Tensor:
     return own_part(state.transport, whole) if split else whole
 
 
-class Received(NamedTuple):
+class ReceivedValue(NamedTuple):
     """A value that came by message, for the instruction that takes a form from it.
 
     Attributes:
@@ -143,19 +143,19 @@ def first_wait(state: State, i: Instr, kind: Token) -> Callable[[], None]:
 
     def wait() -> None:
         arrivals[key].wait()
-        arrivals[key] = Done()  # a message can be awaited once
+        arrivals[key] = CompletedWork()  # a message can be awaited once
 
     return wait
 
 
-def received(state: State, i: Instr) -> Received:
+def received(state: State, i: Instr) -> ReceivedValue:
     """Return the memory and the wait for an instruction that takes a form from a value."""
     (kind,) = ROWS[i.op].gives
     whole, _ = _received(state, i, kind)
     changed = _changed(state, i, kind)
     place = changed.index(i.op)
     before, after = (_in_form(state, whole, changed[k:]).view(-1) for k in (place, place + 1))
-    return Received(before, after, first_wait(state, i, kind))
+    return ReceivedValue(before, after, first_wait(state, i, kind))
 
 
 def message_wait(state: State, i: Instr, kind: Token) -> Callable[[], None] | None:

@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import ADDS, FORWARDS, LATE, ROWS, Instr, Opcode, Token
 from schedir.runtime.handlers.reduction_handlers import scaling
-from schedir.runtime.parameters.overlapped_reduction import Reduction
-from schedir.runtime.parameters.sharded_parameters import Parts
+from schedir.runtime.parameters.overlapped_reduction import GradientReduction
+from schedir.runtime.parameters.sharded_parameters import ShardedParameters
 from schedir.runtime.rank_state import Call, Handler, State, in_turn
-from schedir.runtime.stage_state import Stage
+from schedir.runtime.stage_state import StageState
 from schedir.runtime.value_slots import Slot
-from schedir.transports.transport import Done, Then, Work
+from schedir.transports.transport import ChainedWork, CompletedWork, Work
 
 _READS: Final = tuple(r.op for r in ROWS if Token.FULL in {*r.needs} - {*r.frees})
 
@@ -53,12 +53,12 @@ def reduce_scatter(state: State, i: Instr) -> Call:
     def begin(k: int) -> list[Work]:
         flat, bucket = scaled(k), gradients.buckets[k]
         if share.replicas == 1 or not flat.numel():
-            return [Then(Done(), partial(keep, k))]
+            return [ChainedWork(CompletedWork(), partial(keep, k))]
         with state.as_of(at):
             own = bucket.part(flat, share.replica)
-            return [Then(start("reduce_scatter", "dp", own, flat), partial(keep, k))]
+            return [ChainedWork(start("reduce_scatter", "dp", own, flat), partial(keep, k))]
 
-    state.reductions[i] = reduction = Reduction(gradients, begin)
+    state.reductions[i] = reduction = GradientReduction(gradients, begin)
 
     def run() -> None:
         state.scattering.append((at, reduction.end()))
@@ -86,20 +86,20 @@ def _tape(state: State, i: Instr) -> Slot:
     return state.slot(Token.TAPE, i.stage, i.mb)
 
 
-def _watched(parts: Parts, tape: Slot, run: Callable[[], None]) -> None:
+def _watched(parts: ShardedParameters, tape: Slot, run: Callable[[], None]) -> None:
     """Run a W, for which nobody makes weights whole: rules that somebody has taught are watched."""
     watch = not parts.is_whole and tape.look().taught
-    with _Watch(*_LATER) if watch else nullcontext():
+    with _ReadGuard(*_LATER) if watch else nullcontext():
         run()
 
 
-def _looked_at(stage: Stage, run: Callable[[], None]) -> None:
+def _looked_at(stage: StageState, run: Callable[[], None]) -> None:
     """Run an F; the first in each mode is watched: it may read weights of another stage."""
     training = stage.module.training
     if training in stage.watched or stage.weights is None:
         run()
         return
-    with _Watch(*_OTHERS, refused=stage.weights.storages_of_others()):
+    with _ReadGuard(*_OTHERS, refused=stage.weights.storages_of_others()):
         run()
     stage.watched.add(training)
 
@@ -114,7 +114,7 @@ _OTHERS: Final = (
 )
 
 
-class _Watch(TorchDispatchMode):
+class _ReadGuard(TorchDispatchMode):
     """Refuses every read of a tensor without memory, and of `refused` storages, by `_cdata`."""
 
     def __init__(self, what: str, hint: str, refused: Collection[int] = ()) -> None:

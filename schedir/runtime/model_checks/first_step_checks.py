@@ -15,8 +15,8 @@ from schedir.errors import ModelError
 from schedir.ir.isa.instructions import LOCAL_HANDOVER, TOKENS, Token
 from schedir.runtime.model_checks.storage_references import StorageReferences
 from schedir.runtime.model_checks.tensor_fingerprint import versions_of
-from schedir.runtime.parameters.sharded_parameters import Parts
-from schedir.runtime.value_slots import Slots, versions_and_sums_in, versions_in
+from schedir.runtime.parameters.sharded_parameters import ShardedParameters
+from schedir.runtime.value_slots import SlotTable, versions_and_sums_in, versions_in
 from schedir.transports.transport import Place
 
 # The kinds of values that the computation of a stage returns: outputs, and gradients of inputs.
@@ -37,10 +37,10 @@ class FirstStepChecks:
 
     def __init__(
         self,
-        slots: Mapping[Token, Slots],
+        slots: Mapping[Token, SlotTable],
         assigned: Mapping[tuple[Token, int, int], Mapping[int, int]],
         buffers: Mapping[Place, Tensor],
-        weights: list[Parts],
+        weights: list[ShardedParameters],
         device: torch.device,
     ) -> None:
         self.active = True

@@ -12,7 +12,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 from schedir.errors import ModelError
 
 
-class Owned(NamedTuple):
+class ModuleTensor(NamedTuple):
     """A tensor of a module: the stages that have it, its name, and whether it is a Parameter that
     is trained."""
 
@@ -25,14 +25,14 @@ class Owned(NamedTuple):
         return f"{self.name} of stage {self.stages[0]}"
 
 
-def tensors_of(stages: Mapping[int, nn.Module]) -> list[Owned]:
+def tensors_of(stages: Mapping[int, nn.Module]) -> list[ModuleTensor]:
     """Return the parameters, buffers and tensor attributes of stages, each tensor once.
 
     Attributes include the tensors in lists, tuples and dicts.  The attributes of a module with
     forward pre-hooks are left out: such a hook makes them anew before each forward, as
     torch.nn.utils.spectral_norm does.
     """
-    found: dict[int, Owned] = {}
+    found: dict[int, ModuleTensor] = {}
     for s, module in stages.items():
         attributes = (
             (f"{prefix}.{name}".lstrip("."), value)
@@ -40,7 +40,7 @@ def tensors_of(stages: Mapping[int, nn.Module]) -> list[Owned]:
             for name, value in _attributes_of(owner)
         )
         for name, t in (*module.named_parameters(), *module.named_buffers(), *attributes):
-            one = found.get(id(t), Owned((), name, t, isinstance(t, nn.Parameter)))
+            one = found.get(id(t), ModuleTensor((), name, t, isinstance(t, nn.Parameter)))
             trained = one.trained and t.requires_grad
             found[id(t)] = one._replace(
                 stages=tuple(dict.fromkeys((*one.stages, s))), trained=trained
@@ -184,7 +184,7 @@ def shared_buffers(own: nn.Module, others: Iterable[nn.Module]) -> list[Tensor]:
     return [*(b for b in mine if b in theirs), *views]
 
 
-def _overlapping(owned: Sequence[Owned]) -> Iterator[list[Owned]]:
+def _overlapping(owned: Sequence[ModuleTensor]) -> Iterator[list[ModuleTensor]]:
     """Yield each two that overlap, in the order of their names."""
     for pair in sorted(overlaps([one.tensor for one in owned])):
         yield sorted((owned[k] for k in pair), key=str)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from schedir.errors import ModelError
 from schedir.ir.program import Program
-from schedir.runtime.parameters.tied_parameters import Weight
+from schedir.runtime.parameters.tied_parameters import TiedWeight
 
 _requires_grad = attrgetter("requires_grad")
 
 
-class Unchanged:
+class ParameterGuard:
     """What the stages of a rank trained when their buffers of gradients were made.
 
     A parameter that is trained since then has no place there: it would be neither zeroed nor
@@ -62,7 +62,7 @@ class Unchanged:
 
 
 def expect_kept(
-    program: Program, stages: Mapping[int, nn.Module], weights: Sequence[Weight]
+    program: Program, stages: Mapping[int, nn.Module], weights: Sequence[TiedWeight]
 ) -> None:
     """Look for embeddings that scale rows in their forwards (`max_norm`) where there are copies.
 

@@ -11,15 +11,20 @@ from torch import nn
 from schedir.errors import ModelError
 from schedir.ir.pipeline.tied_weights import Ties
 from schedir.ir.program import Program
-from schedir.runtime.boundaries.per_microbatch import Passing
+from schedir.runtime.boundaries.per_microbatch import BoundaryTable
 from schedir.runtime.model_checks.memory_overlap import expect_no_views
 from schedir.runtime.model_checks.parameter_guard import expect_kept
 from schedir.runtime.model_checks.sharding_requirements import require_cuttable
 from schedir.runtime.parameters.buckets import is_summed
 from schedir.runtime.parameters.gradient_buffers import is_sharded
-from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer, Steps
+from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer, OptimizerLike
 from schedir.runtime.parameters.optimistic_step import require_torchs
-from schedir.runtime.parameters.tied_parameters import Print, Weight, prints, weights_of
+from schedir.runtime.parameters.tied_parameters import (
+    ParameterFingerprint,
+    TiedWeight,
+    prints,
+    weights_of,
+)
 from schedir.transports.transport import Transport
 from schedir.verify.check import check
 
@@ -29,8 +34,8 @@ def agreed(
     rank: int,
     stages: Mapping[int, nn.Module],
     transport: Transport,
-    passing: Passing,
-    optimizer: Steps | None,
+    passing: BoundaryTable,
+    optimizer: OptimizerLike | None,
     max_norm: float,
     loss_scale: LossScale | None,
     seed: int | None,
@@ -38,8 +43,8 @@ def agreed(
     *,
     alike: bool,
     adds: bool,
-    more: Sequence[tuple[Program, Passing]] = (),
-) -> list[Weight]:
+    more: Sequence[tuple[Program, BoundaryTable]] = (),
+) -> list[TiedWeight]:
     """Compare with all processes what they are given, and refuse what does not go together; returns
     the tied weights.  All processes must call this."""
     own = prints(stages, optimizer) if program.trains else {}
@@ -53,7 +58,7 @@ def agreed(
     )
     if program.clip:
         facts["max_norm"] = repr(max_norm)
-    everyone = transport.agree(facts, (transport.tp_rank, own), kinds=[Print])
+    everyone = transport.agree(facts, (transport.tp_rank, own), kinds=[ParameterFingerprint])
     for one in (program, *(one for one, _ in more)):
         check(one, transport.model, blocks=transport.blocks)
     for one, passes in more:
@@ -78,7 +83,7 @@ def facts_of(
     program: Program,
     stages: Mapping[int, nn.Module],
     transport: Transport,
-    prints: Mapping[int, Sequence[Print]],
+    prints: Mapping[int, Sequence[ParameterFingerprint]],
 ) -> dict[str, str]:
     """What a process tells the others of its stages, and of how they are stepped, by name."""
     facts: dict[str, str] = {}
@@ -121,7 +126,7 @@ def _types(p: nn.Parameter) -> str:
 def require_steps(
     program: Program,
     stages: Mapping[int, nn.Module],
-    optimizer: Steps | None,
+    optimizer: OptimizerLike | None,
     loss_scale: LossScale | None,
     *,
     adds: bool,
@@ -155,7 +160,7 @@ def _require_scalable(program: Program) -> None:
 
 
 def _require_repeatable(
-    program: Program, stages: Mapping[int, nn.Module], optimizer: Steps | None
+    program: Program, stages: Mapping[int, nn.Module], optimizer: OptimizerLike | None
 ) -> None:
     """Refuse an update that could not be made again."""
     require_torchs(optimizer, program.name)
@@ -169,7 +174,7 @@ def _require_repeatable(
         )
 
 
-def _require_others_step(program: Program, optimizer: Steps | None) -> None:
+def _require_others_step(program: Program, optimizer: OptimizerLike | None) -> None:
     """Refuse an executor that adds to gradients, and would do with them what is left to others."""
     does = {
         "sums them over replicas": program.dp > 1,
@@ -187,7 +192,7 @@ def _require_others_step(program: Program, optimizer: Steps | None) -> None:
         )
 
 
-def _require_each_once(optimizer: Steps | None, program: Program) -> None:
+def _require_each_once(optimizer: OptimizerLike | None, program: Program) -> None:
     """Refuse an optimizer that would step one weight twice."""
     seen: set[object] = set()
     # Copies of a MainOptimizer are in memory of their own, and are rounded into its parameters.
@@ -238,7 +243,7 @@ def require_fit(
     rank: int,
     stages: Mapping[int, nn.Module],
     transport: Transport,
-    passing: Passing,
+    passing: BoundaryTable,
 ) -> None:
     """Refuse modules and a transport that the program was not made for."""
     own = program.plan.stages_of[rank]

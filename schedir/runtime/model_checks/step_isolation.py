@@ -91,7 +91,7 @@ class StepIsolation:
             what = (after.get(key) or before[key])[0]
             was, now = (each[key][1] if key in each else None for each in (before, after))
             if not _same(was, now) and self.changed.setdefault(key, stage) != stage:
-                traced = isinstance(was, _Trace) or isinstance(now, _Trace)
+                traced = isinstance(was, _TensorTrace) or isinstance(now, _TensorTrace)
                 values = "" if traced else f", from {was} to {now}"
                 raise refusal(
                     f"a step of {self.name} changes {what}{values}: it would for each stage"
@@ -143,7 +143,7 @@ def shares_memory(inner: Any, state: Sequence[Tensor], parameters: Iterable[Tens
     return any(one < len(state) for one, _ in overlaps(tensors))
 
 
-class _Trace:
+class _TensorTrace:
     """A tensor of several numbers, and how often it had been written to."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -195,7 +195,7 @@ def _leaves(value: object, what: str, key: tuple[object, ...]) -> dict[object, _
     """Return the numbers and tensors in a value, and how long its lists are."""
     if isinstance(value, Tensor):
         one = value.numel() == 1 and not value.is_meta
-        return {key: (what, value.item() if one else _Trace(value))}
+        return {key: (what, value.item() if one else _TensorTrace(value))}
     if isinstance(value, Number) and not isinstance(value, bool):  # a flag counts nothing
         return {key: (what, value)}
     found: dict[object, _Entry] = {}
@@ -211,6 +211,6 @@ def _leaves(value: object, what: str, key: tuple[object, ...]) -> dict[object, _
 
 def _same(one: object, other: object) -> bool:
     """Return whether an entry is as it was; NaN is NaN."""
-    if isinstance(one, _Trace) and isinstance(other, _Trace):
+    if isinstance(one, _TensorTrace) and isinstance(other, _TensorTrace):
         return one.tensor is other.tensor and one.version == other.version
     return one is other or bool(one == other) or bool(one != one and other != other)

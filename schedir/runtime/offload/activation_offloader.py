@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from schedir.errors import ModelError
-from schedir.runtime.offload.arena import Room
-from schedir.runtime.offload.copy_lanes import Job
+from schedir.runtime.offload.arena import ArenaBlock
+from schedir.runtime.offload.copy_lanes import LaneJob
 
 LINE = 64  # bytes: where storages begin in a room
 _PLAIN = (Tensor, nn.Parameter)
@@ -27,7 +27,7 @@ _STRIDED = torch.strided
 POISON = 0xFF  # a byte; of these numbers of any floating type are NaN
 
 
-class Whole(NamedTuple):
+class StorageLayout(NamedTuple):
     """How a storage moves: as a tensor that is all of it."""
 
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class Whole(NamedTuple):
         return same and self.stride == tensor.stride()
 
 
-class View(NamedTuple):
+class StorageView(NamedTuple):
     """How a tensor lies in a storage of which it is not all, in its order."""
 
     dtype: torch.dtype
@@ -58,11 +58,11 @@ class View(NamedTuple):
         return torch._neg_view(found) if self.neg else found
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor is that is away: in the storage of that number, which it is all of, or how."""
 
     storage: int
-    view: View | None
+    view: StorageView | None
 
     def of(self, moved: Sequence[Tensor]) -> Tensor:
         """The tensor, of all storages as they have moved."""
@@ -70,7 +70,7 @@ class Place(NamedTuple):
         return whole if self.view is None else self.view.of(whole.untyped_storage())
 
 
-class Saved:
+class SavedTensor:
     """A tensor that autograd keeps, unless it is away."""
 
     __slots__ = ("__weakref__", "place", "stays", "tensor", "version")
@@ -78,7 +78,7 @@ class Saved:
     def __init__(self, tensor: Tensor, version: int, stays: bool) -> None:
         self.tensor: Tensor | None = tensor
         self.version, self.stays = version, stays
-        self.place: Place | None = None
+        self.place: TensorLocation | None = None
 
     def look(self) -> Tensor:
         """The tensor.  Raises RuntimeError where somebody has written to it: with hooks, torch
@@ -94,31 +94,31 @@ class Saved:
         return tensor
 
 
-class Value:
+class SavedActivations:
     """What a forward saved of one microbatch, of one stage."""
 
     def __init__(self, stage: int, device: torch.device) -> None:
         self.stage, self.device = stage, device
-        self.saved: list[ref[Saved]] = []
-        self.kept: list[tuple[Tensor, Place]] = []  # tensors themselves that are away
+        self.saved: list[ref[SavedTensor]] = []
+        self.kept: list[tuple[Tensor, TensorLocation]] = []  # tensors themselves that are away
         self.back: list[ref[Tensor]] = []  # and that have come back
-        self.laid: list[Whole] = []  # how each storage moves
+        self.laid: list[StorageLayout] = []  # how each storage moves
         self.room_size = self.nbytes = 0
         self.going: list[Tensor] = []  # these, of the storages on the device that are copied
         self.coming_in: list[Tensor] = []  # and of those that come
-        self.leaving: Job | None = None
-        self.coming: Job | None = None
-        self.there: Job | None = None  # what brought it to where it is
-        self.room: Room[Any] | None = None
+        self.leaving: LaneJob | None = None
+        self.coming: LaneJob | None = None
+        self.there: LaneJob | None = None  # what brought it to where it is
+        self.room: ArenaBlock[Any] | None = None
 
     # ------------------------------------------------------------ noting
 
     def noting(self) -> saved_tensors_hooks:
         """Within this context what autograd keeps is noted."""
         self.saved = []
-        return saved_tensors_hooks(self._pack, Saved.look)
+        return saved_tensors_hooks(self._pack, SavedTensor.look)
 
-    def _pack(self, tensor: Tensor) -> Saved:
+    def _pack(self, tensor: Tensor) -> SavedTensor:
         own = type(tensor) is nn.Parameter
         if (not own and type(tensor) is not Tensor) or tensor.layout is not _STRIDED:
             plain = type(tensor) in _PLAIN
@@ -130,7 +130,7 @@ class Value:
         # Detached: what a node saves of its own output would keep the node, for ever.  A Parameter
         # is what it is when it is looked at.  Nothing of inference mode is here, which has no
         # version: torch lets nobody save that.
-        one = Saved(tensor if own else tensor.detach(), tensor._version, own)
+        one = SavedTensor(tensor if own else tensor.detach(), tensor._version, own)
         self.saved.append(ref(one))
         return one
 
@@ -140,7 +140,7 @@ class Value:
             if not one.stays and (tensor := one.tensor) is not None:
                 one.stays = self._stays(tensor, always)
 
-    def _saved(self) -> Iterator[Saved]:
+    def _saved(self) -> Iterator[SavedTensor]:
         """What autograd has not let go."""
         return (one for each in self.saved if (one := each()) is not None)
 
@@ -153,16 +153,16 @@ class Value:
     def leave(self, held: Iterable[Tensor], always: Collection[int]) -> None:
         """Let nobody but the storages of this keep what leaves: of what autograd keeps, and of
         tensors that are `held` beside it."""
-        found: dict[int, Place] = {}
+        found: dict[int, TensorLocation] = {}
         self.going, self.kept, self.back = [], [], []
-        was, laid, room, nbytes = self.laid, list[Whole](), 0, 0
+        was, laid, room, nbytes = self.laid, list[StorageLayout](), 0, 0
 
-        def place_of(tensor: Tensor) -> Place:
+        def place_of(tensor: Tensor) -> TensorLocation:
             nonlocal room, nbytes
             storage = tensor.untyped_storage()
             first = found.get(storage._cdata)
             if first is not None:
-                return Place(first.storage, _view_of(tensor))
+                return TensorLocation(first.storage, _view_of(tensor))
             number, size = len(laid), storage.nbytes()
             room, nbytes = room + size + -size % LINE, nbytes + size
             whole = tensor.nbytes == size and tensor.is_contiguous() and not _is_lazy(tensor)
@@ -171,9 +171,13 @@ class Value:
             # What steps make anew and keep is work for the garbage collector.
             as_before = number < len(was) and was[number].says(moves)
             laid.append(
-                was[number] if as_before else Whole(moves.dtype, moves.shape, moves.stride())
+                was[number]
+                if as_before
+                else StorageLayout(moves.dtype, moves.shape, moves.stride())
             )
-            place = found[storage._cdata] = Place(number, None if whole else _view_of(tensor))
+            place = found[storage._cdata] = TensorLocation(
+                number, None if whole else _view_of(tensor)
+            )
             return place
 
         for one in self._saved():
@@ -186,7 +190,7 @@ class Value:
                 own.data = _nothing_of(own)
         self.laid, self.room_size, self.nbytes = laid, max(room, LINE), nbytes
 
-    def copy_out(self, room: Room[Tensor], poison: bool, *, at_once: bool) -> None:
+    def copy_out(self, room: ArenaBlock[Tensor], poison: bool, *, at_once: bool) -> None:
         """Copy what leaves to a room; with `poison` let nothing be left of it, unless somebody else
         has it, too.  Where that is not only issued, but made `at_once`, it is let go."""
         if self.going:
@@ -218,7 +222,7 @@ class Value:
             for dtype, shape, stride in self.laid
         ]
 
-    def copy_back(self, room: Room[Tensor], poison: bool) -> None:
+    def copy_back(self, room: ArenaBlock[Tensor], poison: bool) -> None:
         """Copy what comes back from its room; with `poison` leave nothing of it there."""
         if self.coming_in:
             torch._foreach_copy_(self.coming_in, self._parts(room), non_blocking=True)
@@ -241,7 +245,7 @@ class Value:
         self.back = [ref(own) for own, _ in self.kept]
         self.coming_in, self.kept, self.there = [], [], None
 
-    def _parts(self, room: Room[Tensor]) -> list[Tensor]:
+    def _parts(self, room: ArenaBlock[Tensor]) -> list[Tensor]:
         """The part of a room that each storage has, as the tensor that moves; as they were made for
         the value that was in that room before, if that was laid so."""
         if room.laid != self.laid:
@@ -263,7 +267,7 @@ class Value:
                 yield one.tensor
 
 
-class Moves:
+class OffloadMoves:
     """What a program moves on a rank, by stage and microbatch.
 
     `said` is whether the number of slots on the device is: then who takes one lets go of what was
@@ -272,9 +276,9 @@ class Moves:
 
     def __init__(self, *, said: bool) -> None:
         self.said = said
-        self.values: dict[tuple[int, int], Value] = {}
+        self.values: dict[tuple[int, int], SavedActivations] = {}
         self.kept: dict[tuple[int, int], Any] = {}  # what the slot had, and will have again
-        self.leaving: list[Value] = []
+        self.leaving: list[SavedActivations] = []
 
     def look(self) -> None:
         """Let go of what has been copied, where nobody needs to."""
@@ -284,7 +288,7 @@ class Moves:
         self.leaving = [value for value in self.leaving if value.leaving is not None]
 
 
-class Looked(Sequence[Any]):
+class UnpackedMicrobatches(Sequence[Any]):
     """Microbatches, each of which is looked at once: `found` has those that were."""
 
     def __init__(self, of: Sequence[Any] | Tensor) -> None:
@@ -313,8 +317,8 @@ def _nothing_of(tensor: Tensor) -> Tensor:
     return tensor.detach().new_full((), nan).expand(tensor.shape)
 
 
-def _view_of(tensor: Tensor) -> View:
-    return View(
+def _view_of(tensor: Tensor) -> StorageView:
+    return StorageView(
         tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride(),
         tensor.is_conj(), tensor.is_neg(),
     )  # fmt: skip

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from schedir.runtime.offload.copy_lanes import Job
+from schedir.runtime.offload.copy_lanes import LaneJob
 
 Place = TypeVar("Place")  # where a room is: memory, or the place in a file
 
 
 @dataclass(eq=False)
-class Room(Generic[Place]):
+class ArenaBlock(Generic[Place]):
     """A room of `size` bytes; whoever takes it writes when what is `after` has ended.
 
     `parts` are the tensors in it, and `laid` how, as whoever was there last has made them.
@@ -20,7 +20,7 @@ class Room(Generic[Place]):
 
     place: Place
     size: int
-    after: list[Job]
+    after: list[LaneJob]
     laid: list[Any] = field(default_factory=list)
     parts: list[Any] = field(default_factory=list)
 
@@ -38,10 +38,10 @@ class Arena(Generic[Place]):
 
     def __init__(self, make: Callable[[int], Place]) -> None:
         self.make = make
-        self.free: list[Room[Place]] = []
+        self.free: list[ArenaBlock[Place]] = []
         self.used = self.most = self.made = self.rooms = 0
 
-    def take(self, size: int, used: int, rooms: int | None = None) -> Room[Place]:
+    def take(self, size: int, used: int, rooms: int | None = None) -> ArenaBlock[Place]:
         """A room of at least `size` bytes, for so many that count; of `rooms`, if that is said.
 
         Raises what those have raised who were waited for.
@@ -61,13 +61,13 @@ class Arena(Generic[Place]):
         self.free.remove(room)
         return room
 
-    def _new(self, size: int) -> Room[Place]:
-        room = Room(self.make(size), size, [])
+    def _new(self, size: int) -> ArenaBlock[Place]:
+        room = ArenaBlock(self.make(size), size, [])
         self.made += size
         self.rooms += 1
         return room
 
-    def _enlarge(self, room: Room[Place], size: int) -> None:
+    def _enlarge(self, room: ArenaBlock[Place], size: int) -> None:
         """Let a room that is free be of another size, and what it had be gone before."""
         for job in room.after:
             job.finish()
@@ -81,7 +81,7 @@ class Arena(Generic[Place]):
         """Make a room that nobody needs yet."""
         self.free.append(self._new(size))
 
-    def give_back(self, room: Room[Place], used: int, after: Job | None = None) -> None:
+    def give_back(self, room: ArenaBlock[Place], used: int, after: LaneJob | None = None) -> None:
         """Let others have a room, when a job that reads it has ended."""
         self.used -= used
         room.after = [] if after is None else [after]

@@ -23,14 +23,14 @@ from schedir.ir.isa.instructions import Lane
 _THREADS: Final = (Lane.DISK, Lane.HOST)
 
 
-class Marks(Protocol):
+class LaneObserver(Protocol):
     """Who is told, on the lane, when something begins there and when it ends."""
 
     def begins(self) -> None: ...
     def ends(self) -> None: ...
 
 
-class Job:
+class LaneJob:
     """Something that was started on a lane."""
 
     def wait(self) -> None:
@@ -48,7 +48,7 @@ class Job:
         raise NotImplementedError
 
 
-class Lanes:
+class CopyLanes:
     """The lanes of a rank, each made when it is first used.
 
     `bandwidth` is for tests on CPUs: what is started on such a lane takes at least the time that
@@ -58,7 +58,7 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_streams = device, device.type == "cuda"
         self.bandwidth: dict[Lane, float] = {}
-        self.threads: dict[Lane, SimpleQueue[_InThread | None]] = {}
+        self.threads: dict[Lane, SimpleQueue[_ThreadJob | None]] = {}
         self.streams: dict[Lane, torch.cuda.Stream] = {}
 
     def start(
@@ -66,30 +66,34 @@ class Lanes:
         lane: Lane,
         run: Callable[[], object],
         nbytes: int = 0,
-        after: Iterable[Job] = (),
-        marks: Marks | None = None,
-    ) -> Job:
+        after: Iterable[LaneJob] = (),
+        marks: LaneObserver | None = None,
+    ) -> LaneJob:
         """Start something on a lane: `run`, which copies so many bytes, without gradients; on a
         GPU with `non_blocking`, on the lane's stream, where it comes after what was computed."""
         if self.on_streams and lane not in _THREADS:
             if lane not in self.streams:
                 self.streams[lane] = torch.cuda.Stream(self.device, priority=-1)
-            return _OnStream(self.streams[lane], run, after, marks)
+            return _StreamJob(self.streams[lane], run, after, marks)
         if lane not in self.threads:
             queue = self.threads[lane] = SimpleQueue()
             Thread(target=_work, args=(queue,), name=f"lane {lane.name}", daemon=True).start()
             weakref.finalize(self, queue.put, None)
         seconds = nbytes / self.bandwidth[lane] if lane in self.bandwidth else 0.0
-        job = _InThread(run, [*after], marks, seconds)
+        job = _ThreadJob(run, [*after], marks, seconds)
         self.threads[lane].put(job)
         return job
 
 
-class _InThread(Job):
+class _ThreadJob(LaneJob):
     """A job of a thread; torch lets others run while it copies."""
 
     def __init__(
-        self, run: Callable[[], object], after: list[Job], marks: Marks | None, seconds: float
+        self,
+        run: Callable[[], object],
+        after: list[LaneJob],
+        marks: LaneObserver | None,
+        seconds: float,
     ) -> None:
         self.todo: tuple[Any, ...] | None = (run, after, marks)
         self.seconds, self.over = seconds, Event()
@@ -129,22 +133,22 @@ class _InThread(Job):
         return self.over.is_set()
 
 
-def _work(queue: SimpleQueue[_InThread | None]) -> None:
+def _work(queue: SimpleQueue[_ThreadJob | None]) -> None:
     """Run what is started, in order, until nobody can start anything more."""
     while (job := queue.get()) is not None:
         job.work()
         del job
 
 
-class _OnStream(Job):
+class _StreamJob(LaneJob):
     """A job of a stream."""
 
     def __init__(
         self,
         stream: torch.cuda.Stream,
         run: Callable[[], object],
-        after: Iterable[Job],
-        marks: Marks | None,
+        after: Iterable[LaneJob],
+        marks: LaneObserver | None,
     ) -> None:
         # Of the stream that computes, and of no other: it is noted before the lane is entered.
         ready = torch.cuda.Event()

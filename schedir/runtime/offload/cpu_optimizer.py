@@ -20,34 +20,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import Lane
 from schedir.runtime.model_checks.step_isolation import ON_DEVICE, refusal
-from schedir.runtime.offload.copy_lanes import Job, Lanes, Marks
-from schedir.runtime.offload.host_optimizer_state import HostStates, alike
+from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob, LaneObserver
+from schedir.runtime.offload.host_optimizer_state import HostOptimizerState, alike
 from schedir.runtime.offload.snapshot_copies import copy
 from schedir.runtime.parameters.gradient_buffers import scale
-from schedir.runtime.parameters.mixed_precision import Steps, is_torchs
+from schedir.runtime.parameters.mixed_precision import OptimizerLike, is_torchs
 from schedir.runtime.parameters.parameter_copies import like
-from schedir.runtime.stage_state import Stage
+from schedir.runtime.stage_state import StageState
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # what is copied to, and what is copied
 
 
-class _Judged(NamedTuple):
+class _GradCheck(NamedTuple):
     """Of an update, on the host: whether it is finite, and what gradients are multiplied by; when
     `job` has ended."""
 
     finite: Tensor
     shrink: Tensor | None
-    job: Job | None
+    job: LaneJob | None
 
 
-class _Part:
+class _HostParameters:
     """What the host has of a stage: `place` are the parameters in the place of the device's, and
     `flats` the buffers of gradients, each with the device's; `weights` are what the device has.
     What takes no gradient is not stepped, and has no place."""
 
     def __init__(
         self,
-        stage: Stage,
+        stage: StageState,
         parameters: Sequence[nn.Parameter],
         replica: int,
         placed: dict[nn.Parameter, nn.Parameter],
@@ -122,7 +122,7 @@ class _Part:
         return None
 
 
-class HostSteps(HostStates):
+class CpuOptimizer(HostOptimizerState):
     """The state of an optimizer on the host, which steps there the stages of a rank.
 
     `stages` are all of the rank.
@@ -133,19 +133,19 @@ class HostSteps(HostStates):
     def __init__(
         self,
         parameters: Mapping[int, Sequence[Tensor]],
-        optimizer: Steps,
-        lanes: Lanes,
+        optimizer: OptimizerLike,
+        lanes: CopyLanes,
         device: torch.device,
         names: Mapping[Tensor, str],
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, StageState],
         replica: int,
     ) -> None:
         self.stages, self.replica = stages, replica
-        self.parts: dict[int, _Part] = {}
+        self.parts: dict[int, _HostParameters] = {}
         # The parameters in the place of the device's: an optimizer may keep something by these.
         self.placed: dict[nn.Parameter, nn.Parameter] = {}
-        self.judged: _Judged | None = None
-        self.jobs: dict[tuple[Lane, int], Job] = {}  # by stage: of gradients, steps and weights
+        self.judged: _GradCheck | None = None
+        self.jobs: dict[tuple[Lane, int], LaneJob] = {}  # by stage: of gradients, steps and weights
         super().__init__(parameters, optimizer, lanes, device, names)
 
     def look(self) -> None:
@@ -168,13 +168,15 @@ class HostSteps(HostStates):
         for s, own in self.own.items():
             if s not in self.parts:
                 parameters: Any = [whose.get(p, p) for p in own]
-                self.parts[s] = _Part(self.stages[s], parameters, self.replica, self.placed)
+                self.parts[s] = _HostParameters(
+                    self.stages[s], parameters, self.replica, self.placed
+                )
             else:
                 self.parts[s].look()
 
     # ------------------------------------------------------------ in a step
 
-    def offload(self, stage: int, *, first: bool, marks: Marks | None = None) -> None:
+    def offload(self, stage: int, *, first: bool, marks: LaneObserver | None = None) -> None:
         """Begin to copy a stage's gradient; in the first update with parameters that the optimizer
         itself has, of which somebody may have changed some since the last step."""
         part = self.parts[stage]
@@ -192,12 +194,12 @@ class HostSteps(HostStates):
     def judge(self, finite: Tensor, shrink: Tensor | None) -> None:
         """Take what all steps of an update are made by: 0-dim tensors of the device."""
         if self.device.type == "cpu":
-            self.judged = _Judged(finite, shrink, None)
+            self.judged = _GradCheck(finite, shrink, None)
             return
         pairs = [(_on_host(t, True), t) for t in (finite, shrink) if t is not None]
         host = [to for to, _ in pairs]
         job = self._copy(Lane.D2H, pairs, None)
-        self.judged = _Judged(host[0], host[1] if shrink is not None else None, job)
+        self.judged = _GradCheck(host[0], host[1] if shrink is not None else None, job)
 
     def arrived(self) -> None:
         """Let what is computed come after all copies of gradients: they may change now."""
@@ -205,7 +207,7 @@ class HostSteps(HostStates):
             if lane is Lane.D2H:
                 job.wait()
 
-    def begin(self, stage: int, fails: Any, marks: Marks | None = None) -> None:
+    def begin(self, stage: int, fails: Any, marks: LaneObserver | None = None) -> None:
         """Begin to step a stage on the host, behind its gradient; `fails` makes of an error that of
         the instruction."""
         assert self.judged is not None, "the checker proves that there is a norm"
@@ -236,7 +238,7 @@ class HostSteps(HostStates):
         part = self.parts[stage]
         part.bind()
         before = [one._version for one in part.place.values()]
-        with nullcontext() if is_torchs(self.inner) else _Undrawn(self.inner):
+        with nullcontext() if is_torchs(self.inner) else _RandomDrawGuard(self.inner):
             super().step(stage, finite)
         if (p := part.replaced()) is not None:
             raise refusal(
@@ -250,7 +252,7 @@ class HostSteps(HostStates):
         for t in self.tensors(stage):  # what it has made lies where it is
             self.places.setdefault(t, t.detach())
 
-    def reload(self, stage: int, *, last: bool, marks: Marks | None = None) -> None:
+    def reload(self, stage: int, *, last: bool, marks: LaneObserver | None = None) -> None:
         """Begin to copy a stage's weights back, when they have been stepped; behind the last update
         nobody finds on the host what was."""
         part = self.parts[stage]
@@ -312,7 +314,7 @@ class HostSteps(HostStates):
                 state.update({whose.get(key, key): kept for key, kept in made.items()})
 
 
-class _Undrawn(TorchDispatchMode):
+class _RandomDrawGuard(TorchDispatchMode):
     """Within this an optimizer that draws random numbers is refused: what computes draws beside."""
 
     def __init__(self, optimizer: object) -> None:

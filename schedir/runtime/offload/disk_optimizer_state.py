@@ -19,49 +19,51 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from schedir.ir.isa.instructions import Lane
 from schedir.runtime.offload.activation_offloader import LINE, POISON
-from schedir.runtime.offload.arena import Room
-from schedir.runtime.offload.copy_lanes import Job, Lanes, Marks
-from schedir.runtime.offload.host_optimizer_state import HostStates, Moving, alike, like
-from schedir.runtime.offload.memory_tiers import Tiers
+from schedir.runtime.offload.arena import ArenaBlock
+from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob, LaneObserver
+from schedir.runtime.offload.host_optimizer_state import HostOptimizerState, StateCopy, alike, like
+from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.runtime.offload.snapshot_copies import copy
-from schedir.runtime.parameters.mixed_precision import Steps
+from schedir.runtime.parameters.mixed_precision import OptimizerLike
 
 Told = Callable[[Exception], Exception]  # an error as that of an instruction
 
 
-class _OnHost(NamedTuple):
+class _HostBuffer(NamedTuple):
     """A stage's state in a buffer of the host: what brings it there, and each tensor's part."""
 
-    room: Room[Tensor]
-    job: Job
+    room: ArenaBlock[Tensor]
+    job: LaneJob
     parts: Mapping[Tensor, Tensor]
     nbytes: int
 
 
-class DiskStates(HostStates):
+class DiskOptimizerState(HostOptimizerState):
     """The state of an optimizer in the file of `tiers`, by stage; `rooms` is how many buffers the
     host has for it, which whoever runs a program makes as many as that says."""
 
     def __init__(
         self,
         parameters: Mapping[int, Sequence[Tensor]],
-        optimizer: Steps,
-        lanes: Lanes,
+        optimizer: OptimizerLike,
+        lanes: CopyLanes,
         device: torch.device,
         names: Mapping[Tensor, str],
-        tiers: Tiers,
+        tiers: MemoryTiers,
     ) -> None:
         super().__init__(parameters, optimizer, lanes, device, names)
         assert tiers.spills is not None, "an executor of what lies on the disk has a folder"
         self.tiers, self.spills = tiers, tiers.spills
         self.rooms, self.largest = 1, LINE  # buffers, and the bytes of each
         self.at: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # where in the file
-        self.on_host: dict[int, _OnHost] = {}  # by stage, on its way
-        self.spilling: dict[int, _OnHost] = {}
+        self.on_host: dict[int, _HostBuffer] = {}  # by stage, on its way
+        self.spilling: dict[int, _HostBuffer] = {}
 
     # ------------------------------------------------------------ in a step
 
-    def fetch(self, stage: int, marks: Marks | None = None, told: Told | None = None) -> None:
+    def fetch(
+        self, stage: int, marks: LaneObserver | None = None, told: Told | None = None
+    ) -> None:
         """Begin to read what is kept of a stage into a buffer of the host."""
         room, parts, nbytes = self._take([t for t in self.tensors(stage) if self.is_away(t)])
         runs = self._runs(parts, room.place)
@@ -71,9 +73,9 @@ class DiskStates(HostStates):
                 self.spills.read(at, memory)
 
         job = self.lanes.start(Lane.DISK, _telling(read, told), nbytes, room.after, marks)
-        self.on_host[stage] = _OnHost(room, job, parts, nbytes)
+        self.on_host[stage] = _HostBuffer(room, job, parts, nbytes)
 
-    def load(self, stage: int, marks: Marks | None = None) -> None:
+    def load(self, stage: int, marks: LaneObserver | None = None) -> None:
         """Begin to copy it from there to the device."""
         here = self.on_host.pop(stage)
         if self.lanes.on_streams:  # none of which can wait for a disk
@@ -88,10 +90,10 @@ class DiskStates(HostStates):
                 here.room.place.fill_(POISON)
 
         job = self.lanes.start(Lane.H2D, bring, here.nbytes, [here.job], marks)
-        self.loading[stage] = Moving(job, moving)
+        self.loading[stage] = StateCopy(job, moving)
         self.tiers.states.give_back(here.room, here.nbytes, job)
 
-    def store(self, stage: int, marks: Marks | None = None) -> None:
+    def store(self, stage: int, marks: LaneObserver | None = None) -> None:
         """Begin to copy what is kept of a stage to a buffer of the host.  Raises OSError where the
         disk has no room for what was not there before: all is then as it was."""
         self.expect_own_memory(stage)
@@ -103,10 +105,12 @@ class DiskStates(HostStates):
         job = self.lanes.start(Lane.D2H, partial(copy, pairs), nbytes, room.after, marks)
         for t, place, _ in moving:
             t.data = place
-        self.storing[stage] = Moving(job, moving)
-        self.on_host[stage] = _OnHost(room, job, parts, nbytes)
+        self.storing[stage] = StateCopy(job, moving)
+        self.on_host[stage] = _HostBuffer(room, job, parts, nbytes)
 
-    def spill(self, stage: int, marks: Marks | None = None, told: Told | None = None) -> None:
+    def spill(
+        self, stage: int, marks: LaneObserver | None = None, told: Told | None = None
+    ) -> None:
         """Begin to write it to the file."""
         here = self.on_host.pop(stage)
         runs = self._runs(here.parts, here.room.place)
@@ -150,7 +154,7 @@ class DiskStates(HostStates):
 
     # ------------------------------------------------------------ memory
 
-    def _take(self, of: Sequence[Tensor]) -> tuple[Room[Tensor], dict[Tensor, Tensor], int]:
+    def _take(self, of: Sequence[Tensor]) -> tuple[ArenaBlock[Tensor], dict[Tensor, Tensor], int]:
         """A buffer of the host for some tensors, with the part of each, and their bytes."""
         *starts, size = accumulate(map(_rounded, of), initial=0)
         self.largest = max(self.largest, size)
@@ -210,7 +214,7 @@ def _telling(run: Callable[[], None], told: Told | None) -> Callable[[], None]:
     return tell
 
 
-def _ended_well(job: Job) -> bool:
+def _ended_well(job: LaneJob) -> bool:
     """Wait until it has ended; whether nothing was raised."""
     try:
         job.finish()

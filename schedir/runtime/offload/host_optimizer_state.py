@@ -26,11 +26,11 @@ from schedir.runtime.model_checks.step_isolation import (
     expect_stepped_apart,
     refusal,
 )
-from schedir.runtime.offload.copy_lanes import Job, Lanes, Marks
+from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob, LaneObserver
 from schedir.runtime.offload.snapshot_copies import copy
 from schedir.runtime.parameters.mixed_precision import (
     MainOptimizer,
-    Steps,
+    OptimizerLike,
     has_hooks,
     innermost,
     is_torchs,
@@ -44,14 +44,14 @@ _BY_PARAMETER: Final = (
 )  # fmt: skip
 
 
-class Moving(NamedTuple):
+class StateCopy(NamedTuple):
     """What is being copied: each tensor with its memory on the host, and that on the device."""
 
-    job: Job
+    job: LaneJob
     tensors: Sequence[tuple[Tensor, Tensor, Tensor]]
 
 
-class HostStates:
+class HostOptimizerState:
     """The state of an optimizer, by the stages of a rank whose parameters it steps.
 
     `parameters` are those of each trained stage.  One that several stages have is the first one's.
@@ -62,8 +62,8 @@ class HostStates:
     def __init__(
         self,
         parameters: Mapping[int, Sequence[Tensor]],
-        optimizer: Steps,
-        lanes: Lanes,
+        optimizer: OptimizerLike,
+        lanes: CopyLanes,
         device: torch.device,
         names: Mapping[Tensor, str],
     ) -> None:
@@ -81,8 +81,8 @@ class HostStates:
         self.look()
         self._expect_stepped_apart()
         self.places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # memory on the host
-        self.loading: dict[int, Moving] = {}
-        self.storing: dict[int, Moving] = {}
+        self.loading: dict[int, StateCopy] = {}
+        self.storing: dict[int, StateCopy] = {}
         self.loaded: set[int] = set()  # memory that a load has made, by address
 
     def look(self) -> None:
@@ -150,7 +150,7 @@ class HostStates:
         """Take what is kept of a stage to where it is between steps."""
         self.store(stage)
 
-    def load(self, stage: int, marks: Marks | None = None) -> None:
+    def load(self, stage: int, marks: LaneObserver | None = None) -> None:
         """Begin to copy what is kept of a stage to the device."""
         moving = []
         for t in self.tensors(stage):
@@ -158,9 +158,11 @@ class HostStates:
                 moving.append((t, self.places[t], like(t, self.device)))
         self.loaded.update(here.data_ptr() for _, _, here in moving)
         pairs = [(here, place) for _, place, here in moving]
-        self.loading[stage] = Moving(self._copy(Lane.H2D, pairs, marks), moving)
+        self.loading[stage] = StateCopy(self._copy(Lane.H2D, pairs, marks), moving)
 
-    def _copy(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], marks: Marks | None) -> Job:
+    def _copy(
+        self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], marks: LaneObserver | None
+    ) -> LaneJob:
         """Copy to the first of each pair on a lane."""
         nbytes = sum(to.nbytes for to, _ in pairs)
         return self.lanes.start(lane, partial(copy, pairs), nbytes, marks=marks)
@@ -207,7 +209,7 @@ class HostStates:
             if isinstance(self.optimizer, MainOptimizer):
                 self.optimizer.parameters, self.optimizer.main = both
 
-    def store(self, stage: int, marks: Marks | None = None) -> None:
+    def store(self, stage: int, marks: LaneObserver | None = None) -> None:
         """Begin to copy what is kept of a stage back; nobody reads it until it is loaded again, or
         the step has ended."""
         self.expect_own_memory(stage)
@@ -222,7 +224,7 @@ class HostStates:
         job = self._copy(Lane.D2H, pairs, marks)
         for t, place, _ in moving:
             t.data = place
-        self.storing[stage] = Moving(job, moving)
+        self.storing[stage] = StateCopy(job, moving)
 
     def expect_own_memory(self, stage: int) -> None:
         """Verify that a stage's optimizer state has memory of its own, before it is moved."""
@@ -290,7 +292,7 @@ def _require_own(
 
 
 def require_by_stage(
-    program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: Steps | None
+    program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: OptimizerLike | None
 ) -> None:
     """Refuse an optimizer that cannot step one stage after the other to the same bits, or whose
     state nobody knows; `parameters` are those of each trained stage."""

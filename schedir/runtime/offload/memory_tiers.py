@@ -15,12 +15,12 @@ from schedir.ir.isa.instructions import ROWS, Lane
 from schedir.ir.program import Program
 from schedir.passes.memory.offload_placement import DISK
 from schedir.runtime.offload.arena import Arena
-from schedir.runtime.offload.spill_file import Spills
+from schedir.runtime.offload.spill_file import SpillFile
 
 _ON_DISK: Final = tuple(row.op for row in ROWS if row.lane is Lane.DISK)
 
 
-class Tiers:
+class MemoryTiers:
     """The arenas of a rank's host and disk, for all programs that it runs, one at a time.
 
     On a GPU the host's memory is pinned.  `poisons` says that what is left behind by a copy is
@@ -38,7 +38,7 @@ class Tiers:
         self.poisons = device.type == "cpu"
         self.host: Arena[Tensor] = Arena(partial(memory_of_host, pinned=device.type == "cuda"))
         self.states: Arena[Tensor] = Arena(self.host.make)  # of the optimizer, that pass through
-        self.spills: Spills | None = None
+        self.spills: SpillFile | None = None
         spilling = [program for program in programs if not program.ops.isdisjoint(_ON_DISK)]
         if spilling and folder is None:
             what = "spills" if not spilling[0].ops.isdisjoint(DISK) else "moves the states"
@@ -49,7 +49,7 @@ class Tiers:
             )
         own = [one.name for one in spilling if any(i.op in _ON_DISK for i in one.streams[rank])]
         if own and folder is not None:
-            self.spills = Spills(folder, own[0])
+            self.spills = SpillFile(folder, own[0])
 
     def used_on(self, tier: str) -> int:
         """The bytes of values that are on the "host", or on the "disk"."""

@@ -1,8 +1,8 @@
 """Copies: what a step is to change of each stage, copied to the host's memory while it runs.
 
-Whoever saves says before a step which tensors of which stages it wants (`Copies.want`); the step's
-Snapshots then begin to copy them, and its OptimizerStep waits until they have been.  Where nobody
-wants any, both do nothing.
+Whoever saves says before a step which tensors of which stages it wants (`SnapshotCopies.want`); the
+step's Snapshots then begin to copy them, and its OptimizerStep waits until they have been.  Where
+nobody wants any, both do nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 Pair = tuple[Tensor, Tensor]  # memory of the host, and what is copied to it
 
 
-class Copies:
+class SnapshotCopies:
     """The copies of a rank's stages in the next step, or in this one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.wanted: dict[int, Sequence[Pair]] = {}  # by stage
-        self.under_way: list[Copy] = []
-        self.made: list[Copy] = []  # since they were wanted
+        self.under_way: list[SnapshotCopy] = []
+        self.made: list[SnapshotCopy] = []  # since they were wanted
         self.whose: object = None  # who wants them
 
     def want(self, of: Mapping[int, Sequence[Pair]], whose: object = None) -> None:
@@ -37,7 +37,7 @@ class Copies:
         if self.wanted:
             self.want({})
 
-    def taken(self) -> list[Copy]:
+    def taken(self) -> list[SnapshotCopy]:
         """The copies that a step has made; whoever reads them lets each `finish` before."""
         made, self.made, self.whose = self.made, [], None
         return made
@@ -49,9 +49,9 @@ class Copies:
             self.under_way.append(one)
             self.made.append(one)
 
-    def copy(self, pairs: Sequence[Pair]) -> Copy:
+    def copy(self, pairs: Sequence[Pair]) -> SnapshotCopy:
         """Begin to copy these, whatever is wanted."""
-        return (_OnDevice if self.device.type == "cuda" else _InThread)(pairs)
+        return (_DeviceCopy if self.device.type == "cuda" else _ThreadCopy)(pairs)
 
     def wait(self) -> None:
         """Wait until nothing is copied any more: what was copied may change now.
@@ -62,7 +62,7 @@ class Copies:
             self.under_way.pop().wait()
 
 
-class Copy:
+class SnapshotCopy:
     """A copy that is under way."""
 
     def wait(self) -> None:
@@ -76,7 +76,7 @@ class Copy:
         """Wait, when the step has, until the host may read the copy."""
 
 
-class _InThread(Copy):
+class _ThreadCopy(SnapshotCopy):
     """A copy beside what computes: torch lets other threads run while it copies."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
@@ -96,7 +96,7 @@ class _InThread(Copy):
             raise error
 
 
-class _OnDevice(Copy):
+class _DeviceCopy(SnapshotCopy):
     """A copy on a stream of its own, which what comes next on the current one waits for."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from schedir.errors import ModelError
-from schedir.runtime.offload.arena import Arena, Room
+from schedir.runtime.offload.arena import Arena, ArenaBlock
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
-class Spills:
+class SpillFile:
     """A file without a name in a folder, and its rooms: places in it.
 
     Raises ModelError for a folder that is none, or in which there can be no file.
@@ -64,7 +64,7 @@ class Spills:
         self.length += size
         return at
 
-    def mapped(self, room: Room[int], size: int, used: int) -> Tensor:
+    def mapped(self, room: ArenaBlock[int], size: int, used: int) -> Tensor:
         """The first bytes of a room, so many of which count, as memory that is the file's; others
         have the room when nobody has any of it."""
         before = room.place % mmap.ALLOCATIONGRANULARITY

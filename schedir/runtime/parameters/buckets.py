@@ -20,7 +20,7 @@ from schedir.ir.cost.zero_states import CUT_FROM
 LINE: Final = 64  # bytes: where torch lets memory of a CPU begin
 
 
-class Share(NamedTuple):
+class ShardSpec(NamedTuple):
     """Which replica this is, of how many, and what they keep in parts: a level of ZeRO."""
 
     replicas: int = 1

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from schedir.errors import ModelError
-from schedir.runtime.parameters.buckets import Bucket, Share, buckets_of
+from schedir.runtime.parameters.buckets import Bucket, ShardSpec, buckets_of
 
 Views = list[tuple[nn.Parameter, Tensor]]
 Copies = Callable[[nn.Parameter], Iterable[nn.Parameter]]
-_ALONE: Final = Share()
+_ALONE: Final = ShardSpec()
 
 
-class Gradients:
+class GradientBuffers:
     """The gradients of a stage: each of `flat` is a buffer for the parameters of one bucket.
 
     They have one type: a parameter's own, or its `grad_dtype` where it has been set.  A bucket has
@@ -37,7 +37,7 @@ class Gradients:
         self,
         module: nn.Module,
         most: float | None = math.inf,
-        share: Share = _ALONE,
+        share: ShardSpec = _ALONE,
         tied: Collection[nn.Parameter] = (),
     ) -> None:
         self.module = module

@@ -19,13 +19,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._pytree import tree_leaves
 
 
-class Steps(Protocol):
+class OptimizerLike(Protocol):
     """What is asked of an optimizer."""
 
     def step(self) -> object: ...
 
 
-def step_if(finite: Tensor, optimizer: Steps) -> None:
+def step_if(finite: Tensor, optimizer: OptimizerLike) -> None:
     """Let an optimizer step if `finite`, 0-dim bool, is true; else nothing of it changes.
 
     A fused optimizer of torch decides on the device.  For any other, and for one with hooks on its

@@ -21,24 +21,24 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
-from schedir.runtime.autograd.random_streams import Draws
-from schedir.runtime.parameters.gradient_buffers import Gradients
+from schedir.runtime.autograd.random_streams import RandomStreams
+from schedir.runtime.parameters.gradient_buffers import GradientBuffers
 from schedir.runtime.parameters.mixed_precision import (
     LossScale,
-    Steps,
+    OptimizerLike,
     has_hooks,
     innermost,
     is_known,
     is_torchs,
 )
-from schedir.runtime.parameters.unvalidated_update_guard import Guard, tables_of
-from schedir.runtime.recording.async_scalars import Reading, Readings
+from schedir.runtime.parameters.unvalidated_update_guard import UnvalidatedUpdateGuard, tables_of
+from schedir.runtime.recording.async_scalars import AsyncScalarBuffer, AsyncScalars
 from schedir.transports.transport import Work
 
 Judged = tuple[Tensor, Tensor]  # whether a norm is finite, and what gradients are multiplied by
 
 
-class Ahead:
+class OptimisticStep:
     """The updates of a rank, of which at most one is made and not validated.
 
     `step`, `follow` and `hear` are for the handlers: they make an update, or not yet; say that its
@@ -52,11 +52,11 @@ class Ahead:
 
     def __init__(
         self,
-        gradients: Sequence[Gradients],
+        gradients: Sequence[GradientBuffers],
         modules: Sequence[nn.Module],
-        optimizer: Steps | None,
+        optimizer: OptimizerLike | None,
         loss_scale: LossScale | None,
-        draws: Draws,
+        draws: RandomStreams,
         device: torch.device,
         debug: bool = False,
     ) -> None:
@@ -70,12 +70,12 @@ class Ahead:
         self.unclipped = one
         self.judged: Judged = one > 0, one
         self.copies: dict[Tensor, Tensor] = {}  # memory for what was there before an update
-        self.made: _Made | None = None  # the update that is not validated
+        self.made: _UnvalidatedUpdate | None = None  # the update that is not validated
         self.norm: _Norm | None = None  # of the step that runs, or of the last one
         self.again = self.waits = self.held = False
         self.repeated = 0  # steps that were run again
-        self.guard: Guard | None = None
-        self.readings = Readings(device, 1, 2)
+        self.guard: UnvalidatedUpdateGuard | None = None
+        self.readings = AsyncScalarBuffer(device, 1, 2)
         self.beside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     # ------------------------------------------------------------ within a step
@@ -142,7 +142,7 @@ class Ahead:
             self.repeated += 1
             return True
         elif self.waits:
-            self.made = _Made([], {}, norm)
+            self.made = _UnvalidatedUpdate([], {}, norm)
             self.waits = not self.right()
             self.make()
             self.made = None
@@ -182,13 +182,13 @@ class Ahead:
             self.guard.lift()
             self.guard = None
 
-    def _guard(self) -> Guard:
+    def _guard(self) -> UnvalidatedUpdateGuard:
         looks = self.debug or self.device.type == "cpu"
-        return Guard(self.modules, self.optimizer, self.loss_scale, looks=looks)
+        return UnvalidatedUpdateGuard(self.modules, self.optimizer, self.loss_scale, looks=looks)
 
     # ------------------------------------------------------------ to go back
 
-    def _keep(self) -> _Made:
+    def _keep(self) -> _UnvalidatedUpdate:
         """Copies of all that an update changes, and of the gradients that it is made of."""
         tables = tables_of(self.optimizer)
         held = dict.fromkeys(self._changed())
@@ -199,7 +199,7 @@ class Ahead:
         with torch.no_grad():
             for some in alike.values():  # which are then copied at once
                 torch._foreach_copy_([self.copies[t] for t in some], some)
-        return _Made([(table, dict(table)) for table in tables], self.copies)
+        return _UnvalidatedUpdate([(table, dict(table)) for table in tables], self.copies)
 
     def _changed(self) -> Iterator[Tensor]:
         """What an update changes, and the gradients."""
@@ -248,7 +248,7 @@ class Ahead:
             self.update()
 
 
-class _Made:
+class _UnvalidatedUpdate:
     """An update that is made: what was there before, and its norm when that is on its way."""
 
     def __init__(
@@ -267,10 +267,14 @@ class _Norm:
     """
 
     def __init__(
-        self, total: Tensor, work: Work, readings: Readings, beside: torch.cuda.Stream | None
+        self,
+        total: Tensor,
+        work: Work,
+        readings: AsyncScalarBuffer,
+        beside: torch.cuda.Stream | None,
     ) -> None:
         self.total, self.work, self.number = total, work, 0.0
-        self.reading: Reading | None = None
+        self.reading: AsyncScalars | None = None
         self.known = False
         if beside is not None:
             with torch.cuda.stream(beside):
@@ -295,7 +299,7 @@ def _put_back(tables: Sequence[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
         table.update(before)
 
 
-def require_torchs(optimizer: Steps | None, program: str = "") -> None:
+def require_torchs(optimizer: OptimizerLike | None, program: str = "") -> None:
     """Raise ModelError for an optimizer of which nobody knows all that its step changes."""
     inner = innermost(optimizer)
     if inner is None or is_known(optimizer):

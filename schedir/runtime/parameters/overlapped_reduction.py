@@ -1,6 +1,6 @@
 """Reduction: the sum of a stage's gradient over replicas, begun under the backward that ends it.
 
-Each buffer of `Gradients` is a bucket.  It is scaled, and its all-reduce started, as soon as
+Each buffer of `GradientBuffers` is a bucket.  It is scaled, and its all-reduce started, as soon as
 nothing of the update adds to any of its parameters any more.  Buckets start in one order, that in
 which a backward ends them if parameters are used in theirs: replicas must meet in one order,
 whatever each does in between.
@@ -21,9 +21,9 @@ from schedir.errors import ModelError
 from schedir.ir.isa.instructions import ADDS, ROWS, Instr, Token, producers
 from schedir.ir.program import Stream
 from schedir.runtime.autograd.node_hooks import observe
-from schedir.runtime.autograd.split_backward import Tape
-from schedir.runtime.parameters.gradient_buffers import Copies, Gradients
-from schedir.runtime.parameters.weight_versions import Versions
+from schedir.runtime.autograd.split_backward import DeferredGradients
+from schedir.runtime.parameters.gradient_buffers import Copies, GradientBuffers
+from schedir.runtime.parameters.weight_versions import WeightVersions
 from schedir.transports.transport import Work
 
 BUCKET: Final = 32 * 2**20  # bytes: enough for a link's rate; the last, which is exposed, is short
@@ -53,7 +53,7 @@ def last_to_add(stream: Stream) -> dict[Instr, Instr]:
     return found
 
 
-class Reduction:
+class GradientReduction:
     """The reduction of a stage's gradient in an update.
 
     `start` starts it for a buffer, by number, and returns what is under way.  Only the last
@@ -69,9 +69,9 @@ class Reduction:
 
     def __init__(
         self,
-        gradients: Gradients,
+        gradients: GradientBuffers,
         start: Callable[[int], list[Work]],
-        versions: Versions | None = None,
+        versions: WeightVersions | None = None,
     ) -> None:
         self.gradients, self.start_one = gradients, start
         self.copies: Copies = versions.copies if versions is not None else lambda p: ()
@@ -115,7 +115,7 @@ class Reduction:
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             self._final(grad)
 
-    def under_tape(self, tape: Tape) -> None:
+    def under_tape(self, tape: DeferredGradients) -> None:
         """Run the last tape that adds to the gradient; what it does not have is final."""
         for k in self.order:
             self.gradients.collect(k, self.copies)

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from schedir.errors import ModelError, in_words
 from schedir.runtime.model_checks.storage_references import StorageReferences
 from schedir.runtime.model_checks.tensor_fingerprint import sums_of
-from schedir.runtime.parameters.buckets import Share
-from schedir.runtime.parameters.gradient_buffers import Gradients
+from schedir.runtime.parameters.buckets import ShardSpec
+from schedir.runtime.parameters.gradient_buffers import GradientBuffers
 from schedir.runtime.parameters.mixed_precision import (
     MainOptimizer,
     all_within,
@@ -36,10 +36,10 @@ from schedir.transports.transport import Work
 
 Collective = Callable[[Kind, Group, Tensor, Tensor], Work]
 _OWNER: Final = "_schedir_parts"  # an attribute of parameters
-_ALL: Final = WeakSet["Parts"]()  # of this process
+_ALL: Final = WeakSet["ShardedParameters"]()  # of this process
 
 
-class Parts:
+class ShardedParameters:
     """The trained weights of a stage, in the buckets of its gradients.
 
     Up to level 2 of ZeRO the flat tensors stay, and the own part lies in its place there; at level
@@ -48,7 +48,10 @@ class Parts:
     """
 
     def __init__(
-        self, gradients: Gradients, share: Share, aliases: Mapping[nn.Parameter, nn.Parameter]
+        self,
+        gradients: GradientBuffers,
+        share: ShardSpec,
+        aliases: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
         self.gradients, self.share, self.aliases = gradients, share, aliases
         self.buckets, self.stays = gradients.buckets, not share.cuts("params")
@@ -275,10 +278,10 @@ def _written(what: str) -> ModelError:
     )
 
 
-def owner_of(p: nn.Parameter) -> Parts | None:
+def owner_of(p: nn.Parameter) -> ShardedParameters | None:
     """Whose piece a parameter is, or whose whole weight that is shown; None of any other."""
     owner = vars(p).get(_OWNER)
-    return owner if isinstance(owner, Parts) and p in owner.pieces else None
+    return owner if isinstance(owner, ShardedParameters) and p in owner.pieces else None
 
 
 def cut_state(optimizer: Any, pieces: Mapping[nn.Parameter, tuple[torch.Size, int, int]]) -> None:

@@ -24,13 +24,13 @@ from schedir.ir.pipeline.tied_weights import Place, Tied, Ties, meets, ranks_of,
 from schedir.ir.program import Program
 from schedir.runtime.parameters.mixed_precision import options_of
 from schedir.runtime.parameters.parameter_copies import like
-from schedir.transports.transport import Then, Transport, Work
+from schedir.transports.transport import ChainedWork, Transport, Work
 
 SAMPLE = 4096  # numbers of a parameter that are compared
 HOW = "ties = schedir.ties(stages), for compile(..., tied=ties) and the executor's tied=ties"
 
 
-class Print(NamedTuple):
+class ParameterFingerprint(NamedTuple):
     """What processes tell each other of a parameter of a stage."""
 
     names: tuple[str, ...]
@@ -43,16 +43,18 @@ class Print(NamedTuple):
     stepped: str  # how an optimizer steps it, as far as is known
 
 
-Told = Mapping[int, Sequence[Print]]  # by stage
+Told = Mapping[int, Sequence[ParameterFingerprint]]  # by stage
 
 
-def prints(stages: Mapping[int, nn.Module], optimizer: object = None) -> dict[int, list[Print]]:
+def prints(
+    stages: Mapping[int, nn.Module], optimizer: object = None
+) -> dict[int, list[ParameterFingerprint]]:
     """What is told of the parameters of some stages, and of how an optimizer steps them.
 
     `values` is a digest of a sample: 4096 numbers at even distances, or a few more, or all where
     these are one.  Equal parameters have equal ones, and others hardly ever.
     """
-    told: dict[int, list[Print]] = {}
+    told: dict[int, list[ParameterFingerprint]] = {}
     options = options_of(optimizer)
     for s, module in stages.items():
         names: dict[nn.Parameter, list[str]] = {}
@@ -72,7 +74,7 @@ def prints(stages: Mapping[int, nn.Module], optimizer: object = None) -> dict[in
 
 
 @torch.no_grad()
-def _print(p: nn.Parameter, names: list[str], named: bool, stepped: str) -> Print:
+def _print(p: nn.Parameter, names: list[str], named: bool, stepped: str) -> ParameterFingerprint:
     kind, constant, values = f"{list(p.shape)} of {p.dtype}", True, ""
     if not p.is_meta:
         own = p.detach()
@@ -84,10 +86,12 @@ def _print(p: nn.Parameter, names: list[str], named: bool, stepped: str) -> Prin
             sample, constant = flat, False  # what differs is elsewhere
         numbers = sample.contiguous().view(torch.uint8).cpu().numpy().tobytes()
         values = sha256(kind.encode() + numbers).hexdigest()[:16]
-    return Print(tuple(names), id(p), kind, p.requires_grad, constant, values, named, stepped)
+    return ParameterFingerprint(
+        tuple(names), id(p), kind, p.requires_grad, constant, values, named, stepped
+    )
 
 
-class Known:
+class ParameterTable:
     """All parameters of all stages, as processes tell of them, and what ties them.
 
     `weights` has the places of each tied weight: as `tied` says, as stages of one process have one
@@ -98,7 +102,7 @@ class Known:
     def __init__(self, told: Sequence[Told], tied: Ties | None, sets: Tied) -> None:
         if tied is not None:
             expect(tied, Ties, "schedir.ties(stages), or schedir.ties(model).among(stages)")
-        self.prints: dict[Place, Print] = {}
+        self.prints: dict[Place, ParameterFingerprint] = {}
         first: dict[Place, Place] = {}
         for own in told:
             for s, parameters in own.items():
@@ -229,7 +233,7 @@ def where(places: Iterable[Place]) -> str:
 
 
 @dataclass
-class Weight:
+class TiedWeight:
     """A tied weight as a rank has it: all stages that share it, and the rank's own copies."""
 
     stages: tuple[int, ...]
@@ -243,14 +247,14 @@ def weights_of(
     tied: Ties | None,
     *,
     alike: bool,
-) -> list[Weight]:
+) -> list[TiedWeight]:
     """The tied weights of which a rank has copies, in the order in which all ranks sum them.
 
     Raises ModelError where what is tied does not go with the program.
     """
     try:
         trained = [{s: own[s] for s in own if s >= program.frozen} for own in told]
-        known = Known(trained, tied, program.summed)
+        known = ParameterTable(trained, tied, program.summed)
         known.fit(program, alike=alike)
     except ModelError as error:
         error.program = program.name
@@ -265,16 +269,16 @@ def weights_of(
                     "would see the part of one stage",
                     program=program.name,
                 )
-        weights += [Weight(tuple(s for s, _ in places), own)] if own else []
+        weights += [TiedWeight(tuple(s for s, _ in places), own)] if own else []
     return weights
 
 
-def is_apart(weight: Weight, plan: Plan) -> bool:
+def is_apart(weight: TiedWeight, plan: Plan) -> bool:
     """Whether copies of a weight are in several memories, and each is stepped by itself."""
     return meets(weight.stages, plan) or len({p.data_ptr() for p in weight.own.values()}) > 1
 
 
-class Own:
+class LocalTies:
     """What a stage computes with where other stages of the process have the same Parameters.
 
     Modules may be shared, too, so each compute puts its own in; between steps everybody sees the
@@ -301,7 +305,7 @@ class Own:
 
 
 def stand_ins(
-    weights: Sequence[Weight], copies: Mapping[nn.Parameter, nn.Parameter]
+    weights: Sequence[TiedWeight], copies: Mapping[nn.Parameter, nn.Parameter]
 ) -> tuple[dict[int, dict[nn.Parameter, nn.Parameter]], dict[nn.Parameter, nn.Parameter]]:
     """By stage, what each computes with in place of a Parameter that it shares; and of each that
     is in another's memory, that other.
@@ -340,7 +344,7 @@ def spread(*sums: Tensor, into: Sequence[Tensor] | None = None) -> None:
 
 
 def summing(
-    weight: Weight,
+    weight: TiedWeight,
     plan: Plan,
     rank: int,
     transport: Transport,
@@ -372,6 +376,6 @@ def summing(
             if s in own and plan.rank_of[s] == rank:
                 row.copy_(grads[s])
         work = transport.collective("all_reduce", ranks, rows, rows)
-        under_way.append(Then(work, partial(spread, *rows, into=[*grads.values()])))
+        under_way.append(ChainedWork(work, partial(spread, *rows, into=[*grads.values()])))
 
     return begin

@@ -10,13 +10,13 @@ from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
 from schedir.runtime.model_checks.tensor_fingerprint import sums_of, traces_of
-from schedir.runtime.parameters.mixed_precision import LossScale, Steps, innermost
+from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike, innermost
 
 LOOK: Final = "executor.settle(), on all ranks, before anybody looks at weights or writes to them"
 _NOT_YET: Final = "the last update is not validated yet, and may have to be made again"
 
 
-class Guard:
+class UnvalidatedUpdateGuard:
     """Between steps: refuses what would look at an update that is not validated, or lose it.
 
     Who looks is a module that has weights, alone or within whatever model, or the optimizer.  What
@@ -28,7 +28,7 @@ class Guard:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        optimizer: Steps | None,
+        optimizer: OptimizerLike | None,
         loss_scale: LossScale | None,
         *,
         looks: bool,
@@ -99,7 +99,7 @@ class Guard:
         return [[*traces_of(each), *(sums_of(each) if self.looks else ())] for each in both]
 
 
-def tables_of(optimizer: Steps | None) -> list[dict[Any, Any]]:
+def tables_of(optimizer: OptimizerLike | None) -> list[dict[Any, Any]]:
     """What an optimizer keeps its state and its options in."""
     inner = innermost(optimizer)
     if inner is None:

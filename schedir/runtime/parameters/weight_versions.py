@@ -21,7 +21,7 @@ from schedir.runtime.model_checks.tensor_fingerprint import local_of, sum_of_bit
 from schedir.runtime.parameters.parameter_copies import expect_no_node_hooks, like
 
 
-class Versions:
+class WeightVersions:
     """Copies of a stage's trained weights, by the number of updates after which they were."""
 
     def __init__(self, module: nn.Module, plan: Plan, instrs: Iterable[tuple[int, Instr]]) -> None:

@@ -15,24 +15,24 @@ from torch import Tensor
 from schedir.runtime.recording.stream_events import event_on
 
 
-class Readings:
+class AsyncScalarBuffer:
     """Memory for `count` numbers of each of `most` steps that are on their way at once."""
 
     def __init__(self, device: torch.device, count: int, most: int) -> None:
         self.free = deque(_Row(device, count) for _ in range(most))
 
-    def copy(self, numbers: Tensor) -> Reading:
+    def copy(self, numbers: Tensor) -> AsyncScalars:
         """Let float64 numbers follow what has been issued, without waiting for it."""
         row = self.free.popleft()
         row.memory.copy_(numbers, non_blocking=True)
         row.copied.record()
-        return Reading(self, row)
+        return AsyncScalars(self, row)
 
 
-class Reading:
+class AsyncScalars:
     """Numbers on their way."""
 
-    def __init__(self, home: Readings, row: _Row) -> None:
+    def __init__(self, home: AsyncScalarBuffer, row: _Row) -> None:
         self.home, self.row = home, row
 
     def read(self) -> list[float]:

@@ -30,7 +30,7 @@ _GROUPS: Final = {
 }
 
 
-class Standing(NamedTuple):
+class StepProgress(NamedTuple):
     """The oldest step that is under way: its number, from 1, what of it has not ended (`open`),
     and what of that the host has `issued`, by index in the Stream."""
 
@@ -39,7 +39,7 @@ class Standing(NamedTuple):
     issued: tuple[int, ...]
 
 
-class Progress:
+class GpuProgress:
     """What has ended of the last `TURNS` steps of an executor, whose calls it follows from now on.
 
     Events are made here, and recorded anew in each step: an instruction costs the host an event
@@ -49,7 +49,7 @@ class Progress:
     def __init__(self, executor: Executor) -> None:
         state, self.executor = executor.state, executor
         state.checks.counts_references = False  # the works that are kept here refer to memory
-        self.turns = [_Turn(state.device, len(state.stream)) for _ in range(TURNS)]
+        self.turns = [_StepEvents(state.device, len(state.stream)) for _ in range(TURNS)]
         executor.calls = [
             Call(call.wait, partial(self._run, k, call.run, _started(state, k, i)))
             for k, (i, call) in enumerate(zip(state.stream, executor.calls, strict=True))
@@ -66,7 +66,7 @@ class Progress:
         turn.events[k].record()
         turn.issued[k] = True
 
-    def standing(self) -> Standing | None:
+    def standing(self) -> StepProgress | None:
         """Where the GPU stands, without waiting for it; None where all that was begun has ended."""
         for turn in [*self.turns]:
             standing = turn.standing()
@@ -74,7 +74,7 @@ class Progress:
                 return standing
         return None
 
-    def heads(self, standing: Standing) -> list[int]:
+    def heads(self, standing: StepProgress) -> list[int]:
         """What is under way: of what is open and issued, or being issued, what waits for nothing
         of its own rank; by index in the Stream.  Lanes run beside each other, so there may be
         several."""
@@ -91,7 +91,7 @@ class Progress:
         return [k for k in standing.open if k in there and not waits[k]]
 
 
-class _Turn:
+class _StepEvents:
     """A step: its events, and what its instructions have started."""
 
     def __init__(self, device: torch.device, count: int) -> None:
@@ -104,11 +104,11 @@ class _Turn:
         self.step, self.issued = step, [False] * len(self.events)
         self.open = [*range(len(self.events))]
 
-    def standing(self) -> Standing:
+    def standing(self) -> StepProgress:
         open = self.open
         issued = self.issued
         open[:] = [k for k in open if not (issued[k] and self._has_ended(k))]
-        return Standing(self.step, (*open,), tuple(k for k in open if issued[k]))
+        return StepProgress(self.step, (*open,), tuple(k for k in open if issued[k]))
 
     def _has_ended(self, k: int) -> bool:
         return self.events[k].query() and all(

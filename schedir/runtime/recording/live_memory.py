@@ -22,7 +22,7 @@ from schedir.runtime.parameters.mixed_precision import MainOptimizer, innermost
 from schedir.runtime.rank_state import Call
 
 
-class Living(TorchDispatchMode):
+class LiveMemory(TorchDispatchMode):
     """Within this context `most` is how many bytes were alive at most before or behind any
     instruction of the executor's steps, each storage counted once; `most_on` says it by tier: also
     how many were in use of the host's memory and of the disk, for what was moved there.

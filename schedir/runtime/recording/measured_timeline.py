@@ -13,11 +13,11 @@ from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
 from schedir.runtime.recording.recorder import read
 from schedir.transports.clock_sync import clock_offset
-from schedir.transports.gloo import Processes
+from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather_bytes
 
 
-def measured(executor: Executor, transport: Processes) -> Timeline | None:
+def measured(executor: Executor, transport: ProcessTransport) -> Timeline | None:
     """The Timeline of the last step that was recorded, in seconds from its first instruction; None
     but on process 0.
 

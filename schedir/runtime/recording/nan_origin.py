@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.errors import NonFiniteError, Site
+from schedir.errors import InstructionSite, NonFiniteError
 from schedir.ir.isa.instructions import COMPUTE, FORWARDS, ROWS, Instr, Opcode, Token, producers
 from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import are_finite
 from schedir.runtime.rank_state import Call
 from schedir.runtime.step_inputs import Keywords, Microbatches
-from schedir.transports.gloo import Processes
+from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather
 
 _COLLECTS = producers(Token.GRAD)  # what makes an update's gradient of those of its microbatches
@@ -30,29 +30,29 @@ _COLLECTS = producers(Token.GRAD)  # what makes an update's gradient of those of
 
 def find_origin(
     executor: Executor,
-    transport: Processes,
+    transport: ProcessTransport,
     left: Iterable[Instr],
     inputs: Microbatches,
     targets: Microbatches,
     scale: float | Tensor,
     keywords: Keywords = (),
-) -> Found | None:
+) -> NanOrigin | None:
     """Where the step before `draws.step`, which was not finite, went wrong; None if nobody saw it.
 
     The step is run again; what cannot be seen so, as nobody can draw its numbers again, is told
-    from what it `left`, as `Left.spoilt` says.  All processes must call this, and come to the
-    same.
+    from what it `left`, as `StepResidue.spoilt` says.  All processes must call this, and come to
+    the same.
     """
     who = dist.get_rank(), transport.dp_rank
-    before = [Found(*who, executor.rank, executor.state.index_of[i], i) for i in left]
+    before = [NanOrigin(*who, executor.rank, executor.state.index_of[i], i) for i in left]
     known = before, run_again(executor, *who, inputs, targets, scale, keywords)
-    everyone = gather(known, kinds=[Found, Instr, Opcode])
+    everyone = gather(known, kinds=[NanOrigin, Instr, Opcode])
     before, again = ([*chain(*each)] for each in zip(*everyone, strict=True))
     last = executor.state.plan.stages - 1
     return earliest(again, last) or earliest(before, last)
 
 
-class Found(NamedTuple):
+class NanOrigin(NamedTuple):
     """An instruction of a rank that gives what is not finite, or leaves it in a gradient."""
 
     process: int
@@ -75,7 +75,7 @@ class Found(NamedTuple):
         return 0, mb, not self.forward, stage if self.forward else -stage, self.process
 
 
-def earliest(found: Iterable[Found], last: int) -> Found | None:
+def earliest(found: Iterable[NanOrigin], last: int) -> NanOrigin | None:
     """Where it began, of all that all ranks have found; `last` is the last stage.
 
     An output may be infinite, as that of a mask, where the loss of its microbatch is finite.
@@ -89,7 +89,7 @@ def earliest(found: Iterable[Found], last: int) -> Found | None:
     )
 
 
-def not_finite(found: Found | None, program: Program, step: int) -> NonFiniteError:
+def not_finite(found: NanOrigin | None, program: Program, step: int) -> NonFiniteError:
     """The error of a step (from 1) that was not finite, and began where `found` says."""
     what = "the loss" if found and found.forward else "a gradient"
     taken = "was not made" if program.clip else "was made where a rank's own gradients are finite"
@@ -97,7 +97,7 @@ def not_finite(found: Found | None, program: Program, step: int) -> NonFiniteErr
     if found is not None:
         note = f"is where it began, in replica {found.replica}"
         note = note if program.dp > 1 else note.partition(",")[0]
-        sites.append(Site(found.rank, found.at, found.instr, note))
+        sites.append(InstructionSite(found.rank, found.at, found.instr, note))
     return NonFiniteError(
         f"{what} of step {step} is infinite or NaN; the update {taken}",
         program=program.name,
@@ -108,7 +108,7 @@ def not_finite(found: Found | None, program: Program, step: int) -> NonFiniteErr
     )
 
 
-class Left:
+class StepResidue:
     """What a step leaves to look at: losses, and the gradients of its last update.
 
     `finite` says what of it is, without the host; who has read that asks for the instructions
@@ -157,13 +157,13 @@ def run_again(
     targets: Microbatches,
     scale: float | Tensor,
     keywords: Keywords = (),
-) -> list[Found]:
+) -> list[NanOrigin]:
     """Run a step without its updates, and look at what each instruction gives.
 
     All ranks must call this.  Of a stage's gradients the first instruction is told that spoils
     them: what comes after adds to the same sum.
     """
-    found: list[Found] = []
+    found: list[NanOrigin] = []
     usual = executor.calls, executor.state.optimizer, executor.record, executor.state.late
 
     def watch(k: int, i: Instr, call: Call) -> Call:
@@ -171,7 +171,7 @@ def run_again(
             call.run()
             known = any(f.instr.stage == i.stage and not f.forward for f in found)
             if not (known and i.op not in FORWARDS) and not are_finite(gives()):
-                found.append(Found(process, replica, executor.rank, k, i))
+                found.append(NanOrigin(process, replica, executor.rank, k, i))
 
         gives = partial(_gives, executor, i)
         return Call(call.wait, run) if i.op in COMPUTE else call

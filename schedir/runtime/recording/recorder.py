@@ -28,7 +28,7 @@ from schedir.errors import ModelError
 from schedir.ir.isa.instructions import RECEIVES, SENDS, Lane
 from schedir.ir.program import Program
 from schedir.transports.collectives import Group, Kind
-from schedir.transports.transport import Around, Done, Transport, Work
+from schedir.transports.transport import CompletedWork, Transport, TransportWrapper, Work
 
 Floats = NDArray[np.float64]
 
@@ -36,14 +36,14 @@ ROUNDS: Final = 16
 TICK: Final = 0.5e-6  # s, of an event's clock: CUDA Runtime API, cudaEventElapsedTime
 
 
-class Read(NamedTuple):
+class InstructionTimes(NamedTuple):
     """Seconds of this process's clock at which each instruction of a rank began and ended."""
 
     began: Floats
     ended: Floats
 
 
-class Stamps(ABC):
+class Timestamps(ABC):
     """When the instructions of one rank begin and end.
 
     `at` is the index in the Stream of the instruction that runs, if it is recorded.  `whole` says
@@ -80,10 +80,10 @@ class Stamps(ABC):
     def issued(self) -> None:
         """What is followed has been issued: of a group, all at once."""
 
-    def on_lane(self) -> OnLane | None:
+    def on_lane(self) -> LaneTimestamps | None:
         """Who is told, on a lane of the rank's own, when what the instruction has there begins and
         ends; None if it is not recorded."""
-        return None if self.at is None else OnLane(self, self.at)
+        return None if self.at is None else LaneTimestamps(self, self.at)
 
     @abstractmethod
     def note(self, k: int, ends: bool) -> None:
@@ -94,10 +94,10 @@ class Stamps(ABC):
         self.whole = True
 
 
-class OnLane:
+class LaneTimestamps:
     """The stamps of one instruction, for the thread or the stream that runs it."""
 
-    def __init__(self, stamps: Stamps, k: int) -> None:
+    def __init__(self, stamps: Timestamps, k: int) -> None:
         stamps.elsewhere.add(k)
         self.stamps, self.k = stamps, k
 
@@ -110,7 +110,7 @@ class OnLane:
         self.stamps.note(self.k, ends=True)
 
 
-class HostStamps(Stamps):
+class HostTimestamps(Timestamps):
     """By the host's clock."""
 
     def __init__(self, count: int) -> None:
@@ -135,16 +135,18 @@ class HostStamps(Stamps):
     def follow(self, work: Work) -> Work:
         """As Stamps.follow."""
         k = self.at
-        return work if k is None or isinstance(work, Done) else _Seen(self, k, work)
+        return (
+            work if k is None or isinstance(work, CompletedWork) else _ObservedWork(self, k, work)
+        )
 
     def issued(self) -> None:
         """Nothing: who waits will see."""
 
 
-class _Seen:
+class _ObservedWork:
     """Work whose end is when somebody who waited saw it: on a CPU nobody else can tell."""
 
-    def __init__(self, stamps: HostStamps, k: int, work: Work) -> None:
+    def __init__(self, stamps: HostTimestamps, k: int, work: Work) -> None:
         self.stamps, self.k, self.work = stamps, k, work
 
     def wait(self) -> None:
@@ -154,14 +156,14 @@ class _Seen:
 
 
 @runtime_checkable
-class Marks(Protocol):
+class TransportTimestamps(Protocol):
     """Work on a lane that is the transport's own: it can record there, too."""
 
     def mark(self, event: torch.cuda.Event) -> None:
         """Record an event where the work ends, now or when it is issued."""
 
 
-class EventStamps(Stamps):
+class EventTimestamps(Timestamps):
     """The same by events on the streams of a GPU, which nobody waits for inside a step.
 
     All events are made here.
@@ -207,7 +209,7 @@ class EventStamps(Stamps):
 
     def follow(self, work: Work) -> Work:
         """As Stamps.follow, on the work's own lane or beside it."""
-        if self.at is not None and isinstance(work, Done):  # where the current stream is
+        if self.at is not None and isinstance(work, CompletedWork):  # where the current stream is
             self.elsewhere.discard(self.at)
         elif self.at is not None:
             self.elsewhere.add(self.at)
@@ -217,7 +219,7 @@ class EventStamps(Stamps):
     def issued(self) -> None:
         """As Stamps.issued: from here on the end of what is followed can be recorded."""
         for k, work in self.followed:
-            if isinstance(work, Marks):
+            if isinstance(work, TransportTimestamps):
                 work.mark(self.ended[k])
             else:
                 self.waiting.add(self.queue[k])
@@ -234,7 +236,7 @@ class EventStamps(Stamps):
         self.waiting.clear()
         super().close()
 
-    def read(self, anchor: torch.cuda.Event, at: float) -> Read:
+    def read(self, anchor: torch.cuda.Event, at: float) -> InstructionTimes:
         """Times of the last step, by those of an event that came after it."""
         began, ended = (
             at - np.array([event.elapsed_time(anchor) for event in events]) / 1e3
@@ -250,20 +252,20 @@ class EventStamps(Stamps):
             began[k] = max(began[k], free[queue])
             ended[k] = max(began[k], ended[k])  # what was started for it early may be over
             before[queue] = self.group[k], max(last, float(ended[k]))
-        return Read(began, ended)
+        return InstructionTimes(began, ended)
 
 
-def stamps_of(program: Program, rank: int, model: Model, device: torch.device) -> Stamps:
+def stamps_of(program: Program, rank: int, model: Model, device: torch.device) -> Timestamps:
     """The stamps of a rank whose stages are on a device."""
     if device.type == "cuda":
-        return EventStamps(program, rank, model, device)
-    return HostStamps(len(program.streams[rank]))
+        return EventTimestamps(program, rank, model, device)
+    return HostTimestamps(len(program.streams[rank]))
 
 
-class Recorded(Around):
+class RecordedTransport(TransportWrapper):
     """A transport whose messages and collectives are followed to their end."""
 
-    def __init__(self, inner: Transport, stamps: Stamps) -> None:
+    def __init__(self, inner: Transport, stamps: Timestamps) -> None:
         super().__init__(inner)
         self.stamps, self.send = stamps, inner.send
         self.open = False  # within a group
@@ -302,7 +304,7 @@ class Recorded(Around):
         self.stamps.issued()
 
 
-def read(ranks: Sequence[Stamps | None]) -> tuple[list[Read], float]:
+def read(ranks: Sequence[Timestamps | None]) -> tuple[list[InstructionTimes], float]:
     """What ranks of this process have noted of their last step, and how wrong it may be.
 
     In seconds of `perf_counter`.  What is wrong is so for all of them alike: it does not come
@@ -315,12 +317,12 @@ def read(ranks: Sequence[Stamps | None]) -> tuple[list[Read], float]:
     for stamps in ranks:
         if stamps is None or not stamps.whole:
             raise ModelError("no step has been recorded", hint="record=True, and a step")
-        if isinstance(stamps, EventStamps):
+        if isinstance(stamps, EventTimestamps):
             anchor = anchor or _anchor(stamps.device)
             event, at, error = anchor
             found.append(stamps.read(event, at))
-        elif isinstance(stamps, HostStamps):
-            found.append(Read(np.array(stamps.began), np.array(stamps.ended)))
+        elif isinstance(stamps, HostTimestamps):
+            found.append(InstructionTimes(np.array(stamps.began), np.array(stamps.ended)))
     return found, error
 
 

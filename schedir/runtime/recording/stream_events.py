@@ -15,7 +15,7 @@ class Event(Protocol):
     def synchronize(self) -> object: ...
 
 
-class Passed:
+class CpuEvent:
     """An event on a CPU: what the host has issued there has run."""
 
     def record(self) -> None:
@@ -31,6 +31,6 @@ class Passed:
 
 def event_on(device: torch.device) -> Event:
     """An event on a device, recorded once: CUDA makes one when it is recorded first."""
-    event: Event = torch.cuda.Event() if device.type == "cuda" else Passed()
+    event: Event = torch.cuda.Event() if device.type == "cuda" else CpuEvent()
     event.record()
     return event

@@ -14,26 +14,28 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
-from schedir.schedule_search.bounds.memory_lags import Lags, fit
-from schedir.schedule_search.bounds.microbatch_latency import Paths
-from schedir.schedule_search.problem import Problem
-from schedir.schedule_search.search_results import Bound
+from schedir.schedule_search.bounds.memory_lags import MemoryLags, fit
+from schedir.schedule_search.bounds.microbatch_latency import MicrobatchLatency
+from schedir.schedule_search.problem import SchedulingProblem
+from schedir.schedule_search.search_results import LowerBound
 
 
-def closed_bound(problem: Problem) -> Bound:
+def closed_bound(problem: SchedulingProblem) -> LowerBound:
     """The largest closed bound of a Problem, over all ranks."""
-    paths, lags = Paths.of(problem), Lags.of(problem)
+    paths, lags = MicrobatchLatency.of(problem), MemoryLags.of(problem)
     ranks = range(problem.plan.ranks)
     each = (bound for rank in ranks for bound in of_rank(problem, paths, lags, rank))
     return max(each, key=lambda bound: bound.value)
 
 
-def of_rank(problem: Problem, paths: Paths, lags: Lags, rank: int) -> Iterator[Bound]:
+def of_rank(
+    problem: SchedulingProblem, paths: MicrobatchLatency, lags: MemoryLags, rank: int
+) -> Iterator[LowerBound]:
     """The closed bounds of a rank."""
-    return _Rank(problem, paths, lags, rank).bounds()
+    return _RankWait(problem, paths, lags, rank).bounds()
 
 
-class _Kind(NamedTuple):
+class _WorkType(NamedTuple):
     """What can be taken: the time that one is worth, what it takes of the room, how many."""
 
     worth: float
@@ -41,7 +43,7 @@ class _Kind(NamedTuple):
     number: int
 
 
-def _most(kinds: Sequence[_Kind], room: float) -> float:
+def _most(kinds: Sequence[_WorkType], room: float) -> float:
     """The most time that fits into a room: a knapsack whose last item may be cut."""
     if len({kind.size for kind in kinds}) == 1 and (size := kinds[0].size) and room < inf:
         room = size * fit(room, size, sum(kind.number for kind in kinds))
@@ -54,12 +56,13 @@ def _most(kinds: Sequence[_Kind], room: float) -> float:
 
 
 @dataclass(frozen=True)
-class _Rank:
-    """A rank, and how long it must wait; times are those of `Paths` and `Lags`."""
+class _RankWait:
+    """A rank, and how long it must wait; times are those of `MicrobatchLatency` and
+    `MemoryLags`."""
 
-    problem: Problem
-    paths: Paths
-    lags: Lags
+    problem: SchedulingProblem
+    paths: MicrobatchLatency
+    lags: MemoryLags
     rank: int
 
     @cached_property
@@ -86,8 +89,8 @@ class _Rank:
         room = problem.ample[self.rank] - sum(problem.saved[s] for s in own)
         all_of = others * sum(problem.I[s] + problem.W[s] for s in own)
         if len(own) > 1:
-            kinds = [_Kind(problem.I[s] + problem.W[s], problem.saved[s], others) for s in own]
-            kinds += [_Kind(problem.W[s], problem.tape[s], others) for s in own]
+            kinds = [_WorkType(problem.I[s] + problem.W[s], problem.saved[s], others) for s in own]
+            kinds += [_WorkType(problem.W[s], problem.tape[s], others) for s in own]
             return min(_most(kinds, room), all_of)
         (s,) = own
         I, W, saved, tape = problem.I[s], problem.W[s], problem.saved[s], problem.tape[s]
@@ -104,7 +107,7 @@ class _Rank:
         head, m = self.paths.head, problem.microbatches
         way = head[last] - head[first] + problem.F[last] + self.paths.turn[last]
         room = problem.ample[self.rank] + problem.saved[last] - problem.both[last]
-        ahead = _most([_Kind(problem.F[s], problem.saved[s], m) for s in self.own], room)
+        ahead = _most([_WorkType(problem.F[s], problem.saved[s], m) for s in self.own], room)
         return max(way - ahead, 0.0)
 
     @cached_property
@@ -133,11 +136,11 @@ class _Rank:
         """The most that the rank can still work after its last I: W's of what it holds."""
         problem, (first, *later) = self.problem, self.own
         m, room = problem.microbatches, problem.ample[self.rank] - problem.both[first]
-        late = [_Kind(problem.W[s], problem.tape[s], m) for s in later]
-        late.append(_Kind(problem.W[first], problem.tape[first], m - 1))
+        late = [_WorkType(problem.W[s], problem.tape[s], m) for s in later]
+        late.append(_WorkType(problem.W[first], problem.tape[first], m - 1))
         return problem.W[first] + _most(late, room)
 
-    def bounds(self) -> Iterator[Bound]:
+    def bounds(self) -> Iterator[LowerBound]:
         """Each of the bounds of the rank."""
         problem = self.problem
         start, end = self.before_first_I, self.before_last_I
@@ -146,9 +149,9 @@ class _Rank:
         often, each = self.while_away
         busy = start + often * each + end + problem.work(self.rank)
         said = self._said(start, end)
-        yield Bound(self.begin + busy + self.tail, said + self._said_ends())
+        yield LowerBound(self.begin + busy + self.tail, said + self._said_ends())
         around, left = self.paths.around[self.own[0]], self.after_last_I
-        yield Bound(
+        yield LowerBound(
             around + busy - left,
             f"{said}, after which it can work {left:.6g}; to it and back from it a microbatch "
             f"takes {around:.6g}",
@@ -156,7 +159,7 @@ class _Rank:
         room = problem.room[self.rank]
         if 0 < room < inf:
             area = problem.microbatches * sum(map(self._area, self.own)) / room
-            yield Bound(
+            yield LowerBound(
                 self.begin + area + self.tail,
                 f"rank {self.rank} holds each microbatch on its way there and back, and its tape "
                 f"for its W: within its limit that takes {area:.6g}{self._said_ends()}",

@@ -17,15 +17,15 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from schedir.schedule_search.bounds.memory_lags import Lags
-from schedir.schedule_search.problem import Problem
+from schedir.schedule_search.bounds.memory_lags import MemoryLags
+from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import KINDS, F, I, W
-from schedir.schedule_search.search_results import Bound
+from schedir.schedule_search.search_results import LowerBound
 
 Times = list[list[float]]  # by code, as of an Order, and microbatch
 
 
-class Need(NamedTuple):
+class Precedence(NamedTuple):
     """A microbatch's work of one code starts `delay` after what another ended, `lag` before."""
 
     before: int
@@ -33,75 +33,75 @@ class Need(NamedTuple):
     delay: float
 
 
-class Relations(NamedTuple):
+class PrecedenceTable(NamedTuple):
     """By code: what each piece of work needs of other ranks, and what has run before on its own.
 
     `turn` has the codes in an order in which those of one microbatch can run.
     """
 
-    needs: Sequence[Sequence[Need]]
-    ran: Sequence[Sequence[Need]]
+    needs: Sequence[Sequence[Precedence]]
+    ran: Sequence[Sequence[Precedence]]
     turn: Sequence[int]
 
-    def backwards(self) -> Relations:
+    def backwards(self) -> PrecedenceTable:
         """The same, seen from the end of the run."""
-        return Relations(_turned(self.needs), _turned(self.ran), self.turn[::-1])
+        return PrecedenceTable(_turned(self.needs), _turned(self.ran), self.turn[::-1])
 
 
-def _turned(all_: Sequence[Sequence[Need]]) -> list[list[Need]]:
-    turned: list[list[Need]] = [[] for _ in all_]
+def _turned(all_: Sequence[Sequence[Precedence]]) -> list[list[Precedence]]:
+    turned: list[list[Precedence]] = [[] for _ in all_]
     for code, each in enumerate(all_):
         for need in each:
             turned[need.before].append(need._replace(before=code))
     return turned
 
 
-def _relations(problem: Problem, first: int) -> Relations:
+def _relations(problem: SchedulingProblem, first: int) -> PrecedenceTable:
     """Those of the stages from `first` on."""
     stages, m = problem.plan.stages, problem.microbatches
-    needs: list[list[Need]] = [[] for _ in range(KINDS * stages)]
-    ran: list[list[Need]] = [[] for _ in range(KINDS * stages)]
-    kinds, lags = (F, I, W) if problem.split else (F, I), Lags.of(problem)
+    needs: list[list[Precedence]] = [[] for _ in range(KINDS * stages)]
+    ran: list[list[Precedence]] = [[] for _ in range(KINDS * stages)]
+    kinds, lags = (F, I, W) if problem.split else (F, I), MemoryLags.of(problem)
     for s in range(first + 1, stages):
-        needs[KINDS * s + F].append(Need(KINDS * (s - 1) + F, 0, problem.act[s - 1]))
-        needs[KINDS * (s - 1) + I].append(Need(KINDS * s + I, 0, problem.grad[s]))
+        needs[KINDS * s + F].append(Precedence(KINDS * (s - 1) + F, 0, problem.act[s - 1]))
+        needs[KINDS * (s - 1) + I].append(Precedence(KINDS * s + I, 0, problem.grad[s]))
     for own in problem.own:
         there = [s for s in own if s >= first]
         for s in there:
             for kind in kinds:
-                ran[KINDS * s + kind].append(Need(KINDS * s + kind, 1, 0.0))
+                ran[KINDS * s + kind].append(Precedence(KINDS * s + kind, 1, 0.0))
             for q in there:
                 if q < s:
-                    ran[KINDS * s + F].append(Need(KINDS * q + F, 0, 0.0))
+                    ran[KINDS * s + F].append(Precedence(KINDS * q + F, 0, 0.0))
                 elif q > s:
-                    ran[KINDS * s + I].append(Need(KINDS * q + I, 0, 0.0))
+                    ran[KINDS * s + I].append(Precedence(KINDS * q + I, 0, 0.0))
                 for kind in kinds[1:]:
-                    ran[KINDS * s + kind].append(Need(KINDS * q + F, 0, 0.0))
+                    ran[KINDS * s + kind].append(Precedence(KINDS * q + F, 0, 0.0))
                 if q >= s and problem.split:
-                    ran[KINDS * s + W].append(Need(KINDS * q + I, 0, 0.0))
+                    ran[KINDS * s + W].append(Precedence(KINDS * q + I, 0, 0.0))
     for kind, before, of in ((F, I, lags.F_I), (F, W, lags.F_W), (I, W, lags.I_W)):
         for lag in of:
             if lag.stage >= first <= lag.before:
                 code = KINDS * lag.stage + kind
-                ran[code].append(Need(KINDS * lag.before + before, lag.lag, 0.0))
+                ran[code].append(Precedence(KINDS * lag.before + before, lag.lag, 0.0))
         for lag in lags.F_I:  # what has an I has had the Is behind it, and all Fs
             for q in there if lag.before in there else ():
                 if q > lag.before:
                     code = KINDS * lag.stage + F
-                    ran[code] += (Need(KINDS * q + kind, lag.lag, 0.0) for kind in (F, I))
+                    ran[code] += (Precedence(KINDS * q + kind, lag.lag, 0.0) for kind in (F, I))
     # Of two that say the same, the one with the smaller lag is enough.
     for code, each in enumerate(ran):
         least: dict[int, int] = {}
         for need in each:
             least[need.before] = min(need.lag, least.get(need.before, m))
-        ran[code] = [Need(before, lag, 0.0) for before, lag in least.items() if lag < m]
+        ran[code] = [Precedence(before, lag, 0.0) for before, lag in least.items() if lag < m]
     turn = [KINDS * s + F for s in range(first, stages)]
     for s in range(stages - 1, first - 1, -1):
         turn += [KINDS * s + kind for kind in kinds[1:]]
-    return Relations(needs, ran, turn)
+    return PrecedenceTable(needs, ran, turn)
 
 
-class _Done:
+class _SerialWork:
     """Work that one rank does, one after the other, each from its release on: when all is done."""
 
     __slots__ = ("ends", "releases", "takes")
@@ -132,12 +132,12 @@ class _Done:
 
 
 def _least(
-    relations: Relations, cost: Sequence[float], begin: Sequence[float], microbatches: int
+    relations: PrecedenceTable, cost: Sequence[float], begin: Sequence[float], microbatches: int
 ) -> Times:
     """The earliest start of each piece of work; those of a code are no earlier than its `begin`."""
     needs, ran, turn = relations
     times: Times = [[] for _ in cost]
-    done = [_Done() for _ in cost]
+    done = [_SerialWork() for _ in cost]
     for j in range(microbatches):
         for code in turn:
             time = begin[code]
@@ -154,7 +154,7 @@ def _least(
     return times
 
 
-class _Job(NamedTuple):
+class _SchedulingJob(NamedTuple):
     """A piece of work: its release, its time, and what must come after it."""
 
     release: float
@@ -162,7 +162,7 @@ class _Job(NamedTuple):
     tail: float
 
 
-def _preemptive(jobs: Sequence[_Job]) -> tuple[float, float]:
+def _preemptive(jobs: Sequence[_SchedulingJob]) -> tuple[float, float]:
     """The end of Jackson's preemptive schedule of a rank, and the tail of what is last.
 
     What has the longest tail runs first.
@@ -190,7 +190,7 @@ def _preemptive(jobs: Sequence[_Job]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Known:
+class Relaxation:
     """What is known of all work until the end of a run, or until the end of one rank's.
 
     `heads` has the earliest start of each piece of work, by code and microbatch, and `tails` what
@@ -204,7 +204,7 @@ class Known:
     tails: Times
 
     @classmethod
-    def of(cls, problem: Problem, first: int, end: Sequence[float]) -> Known:
+    def of(cls, problem: SchedulingProblem, first: int, end: Sequence[float]) -> Relaxation:
         """From the first F of stage `first` on, of the stages from there.
 
         `end` is the least from a rank's last work to the end, -inf if it may come later.
@@ -223,39 +223,39 @@ class Known:
         ]
         return cls(cost, codes, heads, [times[::-1] for times in tails])
 
-    def jobs(self, rank: int) -> list[_Job]:
+    def jobs(self, rank: int) -> list[_SchedulingJob]:
         """The work of a rank."""
         return [
-            _Job(head, self.cost[code], tail)
+            _SchedulingJob(head, self.cost[code], tail)
             for code in self.codes[rank]
             for head, tail in zip(self.heads[code], self.tails[code], strict=True)
             if tail > -inf
         ]
 
 
-def known_of(problem: Problem) -> Iterator[Known]:
+def known_of(problem: SchedulingProblem) -> Iterator[Relaxation]:
     """What is known until the end of the run; of own spans, until the ends of two ranks: that of
     the first stage, and the one that works longest."""
     if problem.objective == "span":
-        yield Known.of(problem, 0, problem.tail)
+        yield Relaxation.of(problem, 0, problem.tail)
         return
     busiest = max(range(problem.plan.ranks), key=problem.work)
     for rank in sorted({problem.rank_of[0], busiest}):
         ends = [0.0 if r == rank else -inf for r in range(problem.plan.ranks)]
-        yield Known.of(problem, problem.own[rank][0], ends)
+        yield Relaxation.of(problem, problem.own[rank][0], ends)
 
 
-def earliest_bound(known: Known) -> Bound:
+def earliest_bound(known: Relaxation) -> LowerBound:
     """The bound by earliest starts and tails of all work."""
-    best = Bound(0.0, "nothing is to be done")
+    best = LowerBound(0.0, "nothing is to be done")
     for rank in range(len(known.codes)):
         value, tail = _preemptive(jobs := known.jobs(rank))
         if value > best.value:
-            best = Bound(value, _why(jobs, rank, tail))
+            best = LowerBound(value, _why(jobs, rank, tail))
     return best
 
 
-def _why(jobs: Sequence[_Job], rank: int, tail: float) -> str:
+def _why(jobs: Sequence[_SchedulingJob], rank: int, tail: float) -> str:
     """The work that decides, in words: what can begin only then, and has that tail at least."""
     begin, busy, end = 0.0, 0.0, -inf
     for release, time, _ in sorted(job for job in jobs if job.tail >= tail):

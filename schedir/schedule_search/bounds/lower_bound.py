@@ -12,9 +12,9 @@ from schedir.predict.possible_saving import ROUNDING
 from schedir.schedule_search.bounds.closed_form_bounds import closed_bound
 from schedir.schedule_search.bounds.earliest_start import earliest_bound, known_of
 from schedir.schedule_search.bounds.round_trip import crossing_bound
-from schedir.schedule_search.problem import Objective, Problem, problem_of
+from schedir.schedule_search.problem import Objective, SchedulingProblem, problem_of
 from schedir.schedule_search.search_budget import seconds_of
-from schedir.schedule_search.search_results import Bound
+from schedir.schedule_search.search_results import LowerBound
 
 # How long pure Python takes to find the earliest start of a piece of work, in seconds.
 _EARLIEST: Final = 4e-6
@@ -30,12 +30,12 @@ def bound(
     objective: Objective = "span",
     split: bool = True,
     seconds: float = 0.005,
-) -> Bound:
+) -> LowerBound:
     """Below what no schedule of a plan can be within a limit of memory, and why.
 
-    `limit`, `in_flight`, `objective` and `split` are those of `search`.  `Bound.value` is in the
-    unit of the costs; `Bound.why` is the proof in words.  In about so many `seconds` it is the
-    tightest bound that is known; the clock does not decide it, so that it is always the same.
+    `limit`, `in_flight`, `objective` and `split` are those of `search`.  `LowerBound.value` is in
+    the unit of the costs; `LowerBound.why` is the proof in words.  In about so many `seconds` it is
+    the tightest bound that is known; the clock does not decide it, so that it is always the same.
     The formulas, and their proofs, are on the page of the search.
 
     Raises what `search` raises for a plan, costs, sizes or a limit that it does not take.
@@ -54,7 +54,7 @@ def bound(
     return bound_of(problem, taken)
 
 
-def bound_of(problem: Problem, seconds: float = 0.005) -> Bound:
+def bound_of(problem: SchedulingProblem, seconds: float = 0.005) -> LowerBound:
     """The largest bound of a Problem that is found in about so many seconds, as its size says.
 
     Without any time it is the closed one, which takes some milliseconds however large it is.

@@ -6,21 +6,21 @@ from collections.abc import Iterator
 from math import floor
 from typing import NamedTuple
 
-from schedir.schedule_search.problem import Problem
+from schedir.schedule_search.problem import SchedulingProblem
 
 
 def fit(room: float, size: float, most: int) -> int:
     """How many of a size fit into a room, at most `most`; -1 where there is less than no room.
 
-    The room is `Problem.ample`, less what else is there: that allows for rounding, which may be
-    more than a part of what is left.
+    The room is `SchedulingProblem.ample`, less what else is there: that allows for rounding, which
+    may be more than a part of what is left.
     """
     if room < 0:
         return -1
     return most if room >= most * size else floor(room / size)
 
 
-class Lag(NamedTuple):
+class MemoryLag(NamedTuple):
     """Before the work of microbatch j on one stage, that of j - `lag` on another has ended."""
 
     stage: int
@@ -28,7 +28,7 @@ class Lag(NamedTuple):
     lag: int
 
 
-class Lags(NamedTuple):
+class MemoryLags(NamedTuple):
     """What must have ended on a rank before an F or an I may start there: Is and Ws.
 
     `F_I` has the lags of F's behind I's, and so on.  Where there is no room for less than one
@@ -45,26 +45,26 @@ class Lags(NamedTuple):
     behind s have run I j.
     """
 
-    F_I: tuple[Lag, ...]
-    F_W: tuple[Lag, ...]
-    I_W: tuple[Lag, ...]
+    F_I: tuple[MemoryLag, ...]
+    F_W: tuple[MemoryLag, ...]
+    I_W: tuple[MemoryLag, ...]
 
     @classmethod
-    def of(cls, problem: Problem) -> Lags:
+    def of(cls, problem: SchedulingProblem) -> MemoryLags:
         """Those of a Problem."""
-        kinds: tuple[list[Lag], ...] = ([], [], [])
+        kinds: tuple[list[MemoryLag], ...] = ([], [], [])
         for rank in range(problem.plan.ranks):
             for found, lags in zip(kinds, _of_rank(problem, rank), strict=True):
                 found += (lag for lag in lags if lag.lag < problem.microbatches)
         return cls(*map(tuple, kinds))
 
-    def ahead(self, problem: Problem, stage: int) -> int:
+    def ahead(self, problem: SchedulingProblem, stage: int) -> int:
         """How many F's of a stage may have started before its first I has ended."""
         found = (lag.lag for lag in self.F_I if lag.stage == lag.before == stage)
         return min(found, default=problem.microbatches)
 
 
-def _of_rank(problem: Problem, rank: int) -> Iterator[list[Lag]]:
+def _of_rank(problem: SchedulingProblem, rank: int) -> Iterator[list[MemoryLag]]:
     own, never, saved, tape = problem.own[rank], problem.microbatches, problem.saved, problem.tape
     room, whole, sum_ = problem.ample[rank], {}, 0.0
     for s in own:
@@ -76,10 +76,10 @@ def _of_rank(problem: Problem, rank: int) -> Iterator[list[Lag]]:
         for q in own:
             if q >= s:
                 others = room - (whole[q] - whole[s]) - (problem.both[q] - saved[q])
-                F_I.append(Lag(s, q, max(fit(others, whole[s], never), 1)))
+                F_I.append(MemoryLag(s, q, max(fit(others, whole[s], never), 1)))
             else:
                 others = room - (whole[s] - whole[q])
-                F_I.append(Lag(s, q, max(fit(others, whole[q], never), 1)))
+                F_I.append(MemoryLag(s, q, max(fit(others, whole[q], never), 1)))
             if not problem.split:
                 continue
             if q > s:
@@ -88,8 +88,8 @@ def _of_rank(problem: Problem, rank: int) -> Iterator[list[Lag]]:
                 tapes = fit(room - whole[s], tape[q], never) + 1
             else:
                 tapes = fit(room - (whole[s] - whole[q]), whole[q], never)
-            F_W.append(Lag(s, q, max(tapes, 1)))
+            F_W.append(MemoryLag(s, q, max(tapes, 1)))
             if q >= s:  # behind s it has run the I of this microbatch, too
                 tapes = fit(room - below - problem.both[s], tape[q], never) + (q == s)
-                I_W.append(Lag(s, q, max(tapes, 0)))
+                I_W.append(MemoryLag(s, q, max(tapes, 0)))
     yield from (F_I, F_W, I_W)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
-from schedir.schedule_search.problem import Problem
+from schedir.schedule_search.problem import SchedulingProblem
 
 
-class Paths(NamedTuple):
+class MicrobatchLatency(NamedTuple):
     """The least times of a microbatch, by stage.
 
     `head` is from the beginning of the run to the start of its F on a stage, `turn` from the end of
@@ -25,7 +25,7 @@ class Paths(NamedTuple):
     around: tuple[float, ...]
 
     @classmethod
-    def of(cls, problem: Problem) -> Paths:
+    def of(cls, problem: SchedulingProblem) -> MicrobatchLatency:
         """Those of a Problem."""
         stages, F, I = problem.plan.stages, problem.F, problem.I
         head, turn, back = [0.0] * stages, [0.0] * stages, [0.0] * stages

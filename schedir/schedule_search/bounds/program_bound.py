@@ -26,8 +26,8 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import Program
 from schedir.schedule_search.bounds.lower_bound import bound_of
-from schedir.schedule_search.problem import Objective, Problem, problem_of
-from schedir.schedule_search.search_results import Bound
+from schedir.schedule_search.problem import Objective, SchedulingProblem, problem_of
+from schedir.schedule_search.search_results import LowerBound
 
 _KNOWN: Final = {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}
 # What holds, moves or frees what is kept of a microbatch in a way of its own, as offloads do.
@@ -46,7 +46,7 @@ def bound_of_program(
     *,
     objective: Objective = "span",
     split: bool | None = None,
-) -> Bound | None:
+) -> LowerBound | None:
     """Below what no program of the same work can be that needs no more memory than this one.
 
     Its memory is, with sizes, the most bytes that a rank has, messages and all, as a prediction
@@ -76,7 +76,7 @@ def bound_of_program(
 
 def _relaxed(
     program: Program, costs: Costs, sizes: Sizes | None, objective: Objective, *, split: bool | None
-) -> Problem | None:
+) -> SchedulingProblem | None:
     """A Problem that no program of this work and memory takes less than."""
     plan = program.plan
     if split is None:

@@ -14,19 +14,19 @@ from dataclasses import replace
 from typing import Final
 
 from schedir.schedule_search.bounds.closed_form_bounds import closed_bound, of_rank
-from schedir.schedule_search.bounds.memory_lags import Lags
-from schedir.schedule_search.bounds.microbatch_latency import Paths
-from schedir.schedule_search.problem import Problem
-from schedir.schedule_search.search_results import Bound
+from schedir.schedule_search.bounds.memory_lags import MemoryLags
+from schedir.schedule_search.bounds.microbatch_latency import MicrobatchLatency
+from schedir.schedule_search.problem import SchedulingProblem
+from schedir.schedule_search.search_results import LowerBound
 
 _WEIGHTS: Final = [k / 8 for k in range(9)]
 
 
-def crossing_bound(problem: Problem) -> Bound:
+def crossing_bound(problem: SchedulingProblem) -> LowerBound:
     """The bound by what crosses behind the stage that sets the pace; of spans."""
-    paths, lags = Paths.of(problem), Lags.of(problem)
+    paths, lags = MicrobatchLatency.of(problem), MemoryLags.of(problem)
     m, stages = problem.microbatches, problem.plan.stages
-    best = Bound(0.0, "")
+    best = LowerBound(0.0, "")
     if problem.objective != "span":
         return best
     waits = {lag.stage: lag.lag for lag in lags.F_W if lag.stage == lag.before}
@@ -48,7 +48,7 @@ def crossing_bound(problem: Problem) -> Bound:
         after = (first + problem.F[s] + second) / 2
         value = paths.head[s] + often * away + (often - 1) * late + after
         if value > best.value:
-            best = Bound(
+            best = LowerBound(
                 value,
                 f"rank {problem.rank_of[s]} may have {k} microbatches away: {away:.6g} after one "
                 f"another may come, {often} times; their forwards cross what comes back, and so "
@@ -57,7 +57,7 @@ def crossing_bound(problem: Problem) -> Bound:
     return best
 
 
-def _late(problem: Problem, paths: Paths, s: int, away: float) -> float:
+def _late(problem: SchedulingProblem, paths: MicrobatchLatency, s: int, away: float) -> float:
     """The least, on average, that microbatches are late which cross behind a stage."""
     options = [*options_of(problem, paths, s, away)]
     return max(
@@ -67,7 +67,7 @@ def _late(problem: Problem, paths: Paths, s: int, away: float) -> float:
 
 
 def options_of(
-    problem: Problem, paths: Paths, s: int, away: float
+    problem: SchedulingProblem, paths: MicrobatchLatency, s: int, away: float
 ) -> Iterator[tuple[float, float]]:
     """How three microbatches can cross, the second between the first and the one that may come when
     that is back: what the second is late at least, and all three together."""
@@ -84,7 +84,13 @@ def options_of(
     yield 0.0, max(least, 0.0)
 
 
-def _rest(problem: Problem, paths: Paths, lags: Lags, s: int, microbatches: int) -> float:
+def _rest(
+    problem: SchedulingProblem,
+    paths: MicrobatchLatency,
+    lags: MemoryLags,
+    s: int,
+    microbatches: int,
+) -> float:
     """The least time from an F on, with that many microbatches left, to the end of the run."""
     rank = problem.rank_of[s]
     left = replace(problem, plan=replace(problem.plan, microbatches=microbatches))

@@ -7,11 +7,11 @@ from itertools import product
 from math import inf
 from random import Random
 
-from schedir.schedule_search.heuristics.order_evaluator import Policy
-from schedir.schedule_search.problem import Problem
+from schedir.schedule_search.heuristics.order_evaluator import DispatchPolicy
+from schedir.schedule_search.problem import SchedulingProblem
 
 
-def policies(problem: Problem, random: Random) -> Iterator[Policy]:
+def policies(problem: SchedulingProblem, random: Random) -> Iterator[DispatchPolicy]:
     """Policies to try: those that are most often best, and then the rest in random turn.
 
     What each rank does is ruled by how far its forwards lead, and by when it runs its W's.  The
@@ -39,10 +39,10 @@ def policies(problem: Problem, random: Random) -> Iterator[Policy]:
         if each not in seen:
             seen.add(each)
             lead, lag, wait, late, slack, first, pick = each
-            yield Policy(lead, lag, wait, late, slack, first, pick)
+            yield DispatchPolicy(lead, lag, wait, late, slack, first, pick)
 
 
-def _leads(problem: Problem) -> list[tuple[int, ...]]:
+def _leads(problem: SchedulingProblem) -> list[tuple[int, ...]]:
     """How many more F than I each stage may have run, the likeliest first.
 
     As many as fit before the first gradient can come, or some more; all there are; or a number
@@ -75,7 +75,9 @@ def _whole(number: float, most: int) -> int:
     return most if number >= most else max(1, int(number))
 
 
-def neighbours(problem: Problem, policy: Policy, random: Random) -> Iterator[Policy]:
+def neighbours(
+    problem: SchedulingProblem, policy: DispatchPolicy, random: Random
+) -> Iterator[DispatchPolicy]:
     """Policies that differ from one in one thing, in random turn."""
     m = problem.microbatches
     most = m * len(max(problem.own, key=len))

@@ -8,14 +8,16 @@ from schedir.errors import ProgramError, UsageError
 from schedir.ir.isa.instructions import RECOMPUTE
 from schedir.ir.pipeline.stage_segments import ranks_meet
 from schedir.ir.program import Program
-from schedir.schedule_search.problem import Problem
+from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import Order, codes_of
 from schedir.schedules import built_in
 from schedir.schedules.draft import draft
 from schedir.schedules.schedule_algebra import Schedule, takes_v
 
 
-def starts(problem: Problem, given: Sequence[Schedule | Program]) -> Iterator[tuple[str, Order]]:
+def starts(
+    problem: SchedulingProblem, given: Sequence[Schedule | Program]
+) -> Iterator[tuple[str, Order]]:
     """The orders of what is given, and of built-in schedules for this plan, that fit."""
     for each in given:
         program = each if isinstance(each, Program) else draft(each, problem.plan)
@@ -47,7 +49,7 @@ def unlike(program: Program) -> str:
     return ""
 
 
-def _complete(problem: Problem, program: Program) -> Iterator[tuple[str, Order]]:
+def _complete(problem: SchedulingProblem, program: Program) -> Iterator[tuple[str, Order]]:
     """The order of a program that runs all of the Problem's work."""
     order = codes_of(program, split=problem.split)
     whole = problem.microbatches * problem.kinds

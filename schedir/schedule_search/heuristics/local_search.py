@@ -12,10 +12,10 @@ from time import perf_counter
 from schedir.analysis.numba_jit import Numba, within
 from schedir.predict.possible_saving import ROUNDING
 from schedir.schedule_search.heuristics.dispatch_policies import neighbours, policies
-from schedir.schedule_search.heuristics.order_evaluator import LOOPS, Machine, Policy
-from schedir.schedule_search.problem import Problem
+from schedir.schedule_search.heuristics.order_evaluator import LOOPS, DispatchPolicy, OrderEvaluator
+from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import Order, one_by_one, peaks
-from schedir.schedule_search.search_results import Step
+from schedir.schedule_search.search_results import SearchStep
 
 _SAME = 1 - 1e-12  # times that differ by less are the same
 _SLICE = 0.05  # seconds between two looks at the clock
@@ -35,11 +35,11 @@ _COOL = 0.1  # the least heat
 _COOLED = 1 / 30  # what is left of a round's heat at its end
 
 
-class Spent(Exception):
+class BudgetExhausted(Exception):
     """The budget is spent."""
 
 
-class Hunt:
+class LocalSearch:
     """The shortest orders so far, and how they came.
 
     The budget is in `seconds`, or in `evaluations` of orders: then what is found depends on the
@@ -48,27 +48,27 @@ class Hunt:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: SchedulingProblem,
         bound: float,
         *,
         begin: float,
         seconds: float,
         evaluations: int | None,
         seed: int,
-        report: Callable[[Step], None],
+        report: Callable[[SearchStep], None],
     ) -> None:
         self.problem, self.bound = problem, bound
         self.shortest: list[tuple[float, Order]] = []  # the shortest first
         self.given: list[tuple[float, Order]] = []  # those that it began with, the shortest first
-        self.trail: list[Step] = []
+        self.trail: list[SearchStep] = []
         self.begin = begin
         self._seconds, self._evaluations, self._report = seconds, evaluations, report
         self._random = Random(seed)
         self.numba: Numba = "not needed"
-        self._machine, self._before = Machine(problem), 0
+        self._machine, self._before = OrderEvaluator(problem), 0
         self._rate = 1e4  # moves of work in a second
-        self._pool: list[tuple[float, Policy]] = []
-        self._ended: set[Policy] = set()  # of which no neighbour is better
+        self._pool: list[tuple[float, DispatchPolicy]] = []
+        self._ended: set[DispatchPolicy] = set()  # of which no neighbour is better
 
     @property
     def length(self) -> float:
@@ -106,7 +106,7 @@ class Hunt:
             return False
         self.shortest.insert(0, (length, order))
         del self.shortest[_FINALISTS:]
-        self.trail.append(Step(self.elapsed, method, length))
+        self.trail.append(SearchStep(self.elapsed, method, length))
         self._report(self.trail[-1])
         return True
 
@@ -131,7 +131,7 @@ class Hunt:
                 if tighter is not None and not self.proved:
                     self.bound, tighter = tighter(), None
             self._anneal()
-        except Spent:
+        except BudgetExhausted:
             return False
         return True
 
@@ -155,7 +155,7 @@ class Hunt:
 
     # ------------------------------------------------------------ ways of looking
 
-    def _sweep(self, tried: Iterator[Policy], until: float) -> None:
+    def _sweep(self, tried: Iterator[DispatchPolicy], until: float) -> None:
         """Policies of all kinds."""
         while not self.proved and self._spent() <= until and (policy := next(tried, None)):
             self._pool.append((self._try(policy, "policy"), policy))
@@ -222,13 +222,13 @@ class Hunt:
 
     # ------------------------------------------------------------ the machine, and the budget
 
-    def _try(self, policy: Policy, method: str) -> float:
+    def _try(self, policy: DispatchPolicy, method: str) -> float:
         length = self._machine.run(policy)
         if length < self.length * _SAME:
             self.take(length, self._machine.made, method)
         return length
 
-    def _order_of(self, policy: Policy) -> Order:
+    def _order_of(self, policy: DispatchPolicy) -> Order:
         self._machine.run(policy)
         return self._machine.made
 
@@ -239,7 +239,7 @@ class Hunt:
         loops, self.numba = within(LOOPS, self._seconds - self.elapsed)
         if loops is not None:
             self._before += self._machine.evaluations
-            self._machine = Machine(self.problem, loops)
+            self._machine = OrderEvaluator(self.problem, loops)
 
     def _affordable(self) -> int:
         """How many moves of work the budget is enough for, as far as one can tell."""
@@ -256,5 +256,5 @@ class Hunt:
         time = self.elapsed / self._seconds
         part = time if self._evaluations is None else self.tried / self._evaluations
         if time >= 1 or part >= 1:
-            raise Spent
+            raise BudgetExhausted
         return part

@@ -12,13 +12,13 @@ import numpy as np
 from schedir.analysis.numba_jit import Loop
 from schedir.schedule_search.heuristics.annealing import anneal, times
 from schedir.schedule_search.heuristics.list_scheduling import dispatch
-from schedir.schedule_search.problem import MOST, Problem
+from schedir.schedule_search.problem import MOST, SchedulingProblem
 from schedir.schedule_search.rank_order import KINDS, Order
 
 LOOPS: Final = (times, dispatch, anneal)  # what is compiled
 
 
-class Policy(NamedTuple):
+class DispatchPolicy(NamedTuple):
     """How idle ranks decide: see `dispatch`.  `lead` is by stage, and `lag` by rank."""
 
     lead: tuple[int, ...]
@@ -30,13 +30,13 @@ class Policy(NamedTuple):
     pick: int = 0
 
 
-class Machine:
+class OrderEvaluator:
     """Runs policies and orders of one Problem, by Python over lists, or compiled over arrays.
 
     The results have the same bits.
     """
 
-    def __init__(self, problem: Problem, loops: tuple[Loop, ...] | None = None) -> None:
+    def __init__(self, problem: SchedulingProblem, loops: tuple[Loop, ...] | None = None) -> None:
         self.problem = problem
         self._array = loops is not None
         run: tuple[Loop, ...] = loops or LOOPS
@@ -102,7 +102,7 @@ class Machine:
     def _floats(self, each: Sequence[float]) -> Any:
         return np.array(each, float) if self._array else list(map(float, each))
 
-    def run(self, policy: Policy) -> float:
+    def run(self, policy: DispatchPolicy) -> float:
         """What the order takes that a policy makes; infinite if it makes none."""
         self.evaluations += 1
         stuck = self._dispatch(
@@ -122,9 +122,9 @@ class Machine:
         self.evaluations += 1
         return self._length(self._ints([code for codes in order for code in codes]))
 
-    def annealing(self, order: Order, heat: float, cooling: float, seed: int) -> Annealing:
+    def annealing(self, order: Order, heat: float, cooling: float, seed: int) -> AnnealingState:
         """What moves the work of an order about: see `anneal`."""
-        return Annealing(self, order, heat, cooling, seed)
+        return AnnealingState(self, order, heat, cooling, seed)
 
     def _length(self, code: Any) -> float:
         takes = float(self._times(*self._given_order, code, *self._rest))
@@ -136,11 +136,11 @@ class Machine:
         return tuple(tuple(flat[a:b]) for a, b in pairwise(first))
 
 
-class Annealing:
+class AnnealingState:
     """An order whose work is moved about, and the shortest that it has been."""
 
     def __init__(
-        self, machine: Machine, order: Order, heat: float, cooling: float, seed: int
+        self, machine: OrderEvaluator, order: Order, heat: float, cooling: float, seed: int
     ) -> None:
         flat = [code for codes in order for code in codes]
         self._machine = machine

@@ -20,27 +20,27 @@ from schedir.passes.pass_types import Choice
 from schedir.predict.possible_saving import ROUNDING
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
-from schedir.schedule_search.problem import Objective, Problem
+from schedir.schedule_search.problem import Objective, SchedulingProblem
 from schedir.schedule_search.rank_order import Order, draft_of, one_by_one, peaks
 
 _SLOTS: tuple[Choice | None, ...] = (None, "enough", "fewest")
 
 
-class Made(NamedTuple):
+class BuiltProgram(NamedTuple):
     """A program's prediction, and what that takes."""
 
     length: float
     timeline: Timeline
 
 
-class Maker:
+class ProgramBuilder:
     """Makes programs of orders of a Problem.
 
     Messages take room beside what the Problem counts, in slots of which there may be more or fewer.
     """
 
     def __init__(
-        self, problem: Problem, costs: Costs, sizes: Sizes | None, limit: float | None
+        self, problem: SchedulingProblem, costs: Costs, sizes: Sizes | None, limit: float | None
     ) -> None:
         self._problem, self._costs, self._sizes, self._limit = problem, costs, sizes, limit
 
@@ -53,7 +53,7 @@ class Maker:
             for kind in kinds
         )
 
-    def with_messages(self, order: Order, within: Problem) -> Problem:
+    def with_messages(self, order: Order, within: SchedulingProblem) -> SchedulingProblem:
         """A Problem with less room than `within`, too little for an order that holds too much,
         messages and all, with enough slots to lose no time.  The same where it fits.
 
@@ -74,8 +74,11 @@ class Maker:
         return replace(within, room=room)
 
     def made(
-        self, orders: Iterable[tuple[float, Order]], best: Made | None = None, until: float = inf
-    ) -> Made | None:
+        self,
+        orders: Iterable[tuple[float, Order]],
+        best: BuiltProgram | None = None,
+        until: float = inf,
+    ) -> BuiltProgram | None:
         """What the shortest of some orders takes as a program, or None if none fits.
 
         `best` is the shortest that there is already.  The shortest order comes first; `until` then,
@@ -91,14 +94,14 @@ class Maker:
                     timeline = self._simulated(draft_of(self._problem, order), overlap)
                 except MemoryLimitError:
                     continue
-                made = Made(takes(timeline, self._problem.objective), timeline)
+                made = BuiltProgram(takes(timeline, self._problem.objective), timeline)
                 best = made if best is None or made.length < best.length else best
         return best
 
-    def least(self) -> Made:
+    def least(self) -> BuiltProgram:
         """What holds the least as a program.  Raises MemoryLimitError where that does not fit."""
         timeline = self._simulated(draft_of(self._problem, one_by_one(self._problem)), False)
-        return Made(takes(timeline, self._problem.objective), timeline)
+        return BuiltProgram(takes(timeline, self._problem.objective), timeline)
 
     def _simulated(self, drafted: Program, overlap: bool) -> Timeline:
         """The prediction of a draft's program, with as many slots as fit."""

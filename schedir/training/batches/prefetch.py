@@ -26,7 +26,7 @@ SLOTS: Final = 3
 MOMENT: Final = 1.0  # seconds that the end of a run waits for a batch that nobody takes
 
 
-class Batch(NamedTuple):
+class TrainingBatch(NamedTuple):
     """What a step is given: `inputs` and `targets` of one replica, on its device, and how many
     `tokens` count in the batch of all replicas.  `read` is a crc32 of all that was drawn of the run
     up to here, of all replicas: every process must have the same."""
@@ -88,7 +88,7 @@ class Prefetch:
         """How many samples of the run are taken when so many of its steps are done."""
         return self.before + (steps - self.begin) * self.batches.size
 
-    def take(self, step: int) -> Batch:
+    def take(self, step: int) -> TrainingBatch:
         """The batch of a step: of each once, in order.
 
         Raises whatever drawing it does, as UsageError for a token that is none.
@@ -100,7 +100,7 @@ class Prefetch:
         for there, here in zip(slot.device, slot.host, strict=True):
             there.copy_(here, non_blocking=True)
         slot.copied.record()
-        return Batch(*slot.device, tokens, read)
+        return TrainingBatch(*slot.device, tokens, read)
 
     def _begin(self, step: int) -> None:
         self.next = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from schedir.data.shuffle import shuffled
-from schedir.data.token_windows import Joined, Tokens, Windows
+from schedir.data.token_windows import ConcatenatedWindows, Tokens, TokenWindows
 from schedir.errors import ModelError, UsageError
 from schedir.models.language_model import IGNORE
 
@@ -37,7 +37,7 @@ class Batches:
         seed: int | None = 0,
         *,
         vocab: int = 256,
-        windows: Windows | None = None,
+        windows: TokenWindows | None = None,
         where: str = "",
     ) -> None:
         self.where = where or str(getattr(tokens, "filename", None) or "the corpus")
@@ -47,7 +47,7 @@ class Batches:
             if value < least:
                 raise UsageError(f"{name} must be {least} or more, not {value}")
         self.tokens = np.asarray(tokens)
-        self.windows = windows or Joined(len(tokens), context, self.where)
+        self.windows = windows or ConcatenatedWindows(len(tokens), context, self.where)
         self.context, self.size, self.seed, self.vocab = context, size, seed, vocab
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from schedir.data.corpus import Source, read, split, tokenizer_of
 from schedir.data.data_sources import find
 from schedir.data.megatron_indexed_dataset import Documents
-from schedir.data.token_windows import Packed
+from schedir.data.token_windows import PackedWindows
 from schedir.data.tokenizer import Tokenizer
 from schedir.errors import UsageError
 from schedir.training.batches.samples import Batches
@@ -53,21 +53,21 @@ class Corpus:
         }
 
     @cached_property
-    def _parts(self) -> _Parts:
+    def _parts(self) -> _CorpusSplit:
         data, vocab = self.config.data, self.config.model.vocab
         tokenizer = tokenizer_of(data.tokenizer, vocab, data.end_of_document)
         whole, share = data.documents == "packed", data.held_out
         trained = read(data.source, tokenizer, vocab, whole=whole)
         if not share:
-            return _Parts(trained, None, tokenizer)
+            return _CorpusSplit(trained, None, tokenizer)
         if isinstance(share, float):
-            return _Parts(*split(trained, share), tokenizer)
+            return _CorpusSplit(*split(trained, share), tokenizer)
         for path in find(share):
             if data.source is not None and any(path.samefile(one) for one in find(data.source)):
                 raise UsageError(
                     f"{path} is held out, and trained on as well", fields=["held_out", "source"]
                 )
-        return _Parts(trained, read(share, tokenizer, vocab, whole=whole), tokenizer)
+        return _CorpusSplit(trained, read(share, tokenizer, vocab, whole=whole), tokenizer)
 
     def _batches(self, documents: Documents, size: int, seed: int | None, where: str) -> Batches:
         tokens, ends = documents
@@ -81,13 +81,13 @@ class Corpus:
                     "none",
                     fields=["documents", "source"],
                 )
-            windows = Packed(ends, model.context, where)
+            windows = PackedWindows(ends, model.context, where)
         return Batches(
             tokens, model.context, size, seed, vocab=model.vocab, windows=windows, where=where
         )
 
 
-class _Parts(NamedTuple):
+class _CorpusSplit(NamedTuple):
     """What is trained on, what is held out, and the tokenizer of both."""
 
     trained: Documents

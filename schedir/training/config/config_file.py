@@ -29,7 +29,7 @@ from schedir.training.config.section_schema import SECTIONS, sections_of, types_
 from schedir.training.config.setting_types import coerce, describe
 
 
-class _Given(NamedTuple):
+class _SettingValue(NamedTuple):
     """A setting as it was found: its value, and where."""
 
     value: Any
@@ -44,7 +44,7 @@ class _Given(NamedTuple):
 
 
 # By section and name.
-_Settings = dict[tuple[str, str], _Given]
+_Settings = dict[tuple[str, str], _SettingValue]
 _Values = dict[tuple[str, str], Any]
 _KIND: Final = ("model", "kind")  # which decides what settings a model has
 
@@ -85,20 +85,20 @@ def read(path: str, sets: Sequence[str] = ()) -> Config:
         return config
 
 
-def _of_file(path: str) -> Iterator[tuple[tuple[str, str], _Given]]:
+def _of_file(path: str) -> Iterator[tuple[tuple[str, str], _SettingValue]]:
     text = read_text(path, MOST_BYTES)
     tables = tables_of(text, path)
     for section, table in tables.items():
-        at = _Given(table, path, *_find(text, section))
+        at = _SettingValue(table, path, *_find(text, section))
         _known(section, SECTIONS, "section", at)
         if not isinstance(table, dict):
             raise at.error(f"{section} is a section, not {said(table)}", f"[{section}]")
         for name, value in table.items():
-            setting = _Given(value, path, *_find(text, section, name))
+            setting = _SettingValue(value, path, *_find(text, section, name))
             yield (section, name), setting
 
 
-def _of_set(option: str) -> tuple[tuple[str, str], _Given]:
+def _of_set(option: str) -> tuple[tuple[str, str], _SettingValue]:
     key, equals, text = option.partition("=")
     section, dot, name = key.strip().partition(".")
     value: Any = text.strip()  # a string without its quotes
@@ -106,7 +106,7 @@ def _of_set(option: str) -> tuple[tuple[str, str], _Given]:
         with suppress(ConfigError):
             value = tables_of(form, "")["value"]
             break
-    setting = _Given(value, f"--set {option}")
+    setting = _SettingValue(value, f"--set {option}")
     if not equals or not dot:
         raise setting.error("is not SECTION.NAME=VALUE", "pipeline.ranks=2")
     _known(section, SECTIONS, "section", setting)
@@ -144,7 +144,7 @@ def _known(
     name: str,
     known: Mapping[str, Any],
     what: str,
-    at: _Given,
+    at: _SettingValue,
     types: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> None:
     if name in known:
@@ -175,7 +175,9 @@ def _blaming(path: str, given: _Settings) -> Iterator[None]:
         if not error.fields:
             raise
         named = {name: setting for (_, name), setting in given.items()}
-        at = next((named[name] for name in error.fields if name in named), _Given(None, path))
+        at = next(
+            (named[name] for name in error.fields if name in named), _SettingValue(None, path)
+        )
         raise at.error(error.fact, error.hint, error.fields) from error
 
 

@@ -20,7 +20,7 @@ def _groups(config: LlamaConfig, tp: int) -> int:
     return split_heads(config.groups, tp, "heads of keys and values", "kv_heads")
 
 
-class Kind(NamedTuple):
+class ModelKind(NamedTuple):
     """A kind of model.
 
     Args:
@@ -36,8 +36,8 @@ class Kind(NamedTuple):
 
 
 KINDS: Final = {
-    "gpt": Kind(GPTConfig, layer=LAYER),
-    "llama": Kind(LlamaConfig, share=_groups),
+    "gpt": ModelKind(GPTConfig, layer=LAYER),
+    "llama": ModelKind(LlamaConfig, share=_groups),
 }
 
 

@@ -11,7 +11,7 @@ from schedir.errors import UsageError
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.cost.sizes import Sizes, bytes_of
-from schedir.ir.pipeline.field_schema import Field, Kind
+from schedir.ir.pipeline.field_schema import Field, FieldType
 from schedir.ir.pipeline.pipeline_shape import PLAN, Plan
 from schedir.ir.pipeline.placement import Placement
 from schedir.ir.pipeline.stage_segments import NOBODY
@@ -21,8 +21,8 @@ from schedir.models.partitioning import split_tokens
 from schedir.passes.pass_order import OPTIONS, SECTION_OF
 from schedir.passes.pass_types import Choice
 from schedir.training.config.model_kinds import KINDS, ModelConfig, kind_of
-from schedir.training.config.segmentation import Finer, finer
-from schedir.training.config.setting_types import Range
+from schedir.training.config.segmentation import StageSegmentation, finer
+from schedir.training.config.setting_types import NumberRange
 from schedir.training.config.train_config import Count, Share, TrainConfig
 from schedir.transports.registry import AUTO, DEVICES
 
@@ -35,7 +35,7 @@ def _with_all_settings(section: _Section) -> _Section:
     return _with_settings(section, _settings_of("pipeline"))
 
 
-def _settings_of(section: str) -> dict[str, tuple[Kind, Any]]:
+def _settings_of(section: str) -> dict[str, tuple[FieldType, Any]]:
     """The fields of programs and the options of passes that are settings of a section, with what
     they are unless said."""
     fields = {f.name: (f.kind, f.default) for f in HEADER if f.in_config and f.section == section}
@@ -46,7 +46,7 @@ def _settings_of(section: str) -> dict[str, tuple[Kind, Any]]:
     }
 
 
-def _with_settings(section: _Section, said: Mapping[str, tuple[Kind, Any]]) -> _Section:
+def _with_settings(section: _Section, said: Mapping[str, tuple[FieldType, Any]]) -> _Section:
     for name, (kind, default) in said.items():
         if name not in section.__annotations__:
             section.__annotations__[name] = _type_of(kind, optional=default is None)
@@ -54,15 +54,15 @@ def _with_settings(section: _Section, said: Mapping[str, tuple[Kind, Any]]) -> _
     return section
 
 
-def _unsaid(kind: Kind) -> bool | None:
+def _unsaid(kind: FieldType) -> bool | None:
     """The value of an option that nobody says."""
     return False if kind.type is bool else None
 
 
-def _type_of(kind: Kind, *, optional: bool) -> Any:
+def _type_of(kind: FieldType, *, optional: bool) -> Any:
     limited = kind.type
     if kind.least is not None and kind.most is not None:
-        limited = Annotated[kind.type, Range(kind.least, below=kind.most + 1)]
+        limited = Annotated[kind.type, NumberRange(kind.least, below=kind.most + 1)]
     return limited | None if optional else limited
 
 
@@ -215,7 +215,7 @@ class DataConfig:
     documents: str = "joined"
     held_out: Share | str | tuple[str, ...] | None = None
     microbatch_size: Count = 4
-    seed: Annotated[int, Range(0)] = 0
+    seed: Annotated[int, NumberRange(0)] = 0
 
     def __post_init__(self) -> None:
         if self.documents not in (known := ("joined", "packed")):
@@ -327,7 +327,7 @@ class Config:
         )
 
     @property
-    def finer(self) -> Finer:
+    def finer(self) -> StageSegmentation:
         """How its stages and microbatches are cut."""
         pipeline, name, found = self.pipeline, kind_of(self.model), None
         if pipeline.schedule.endswith((".sched", ".timeline")):

@@ -21,7 +21,7 @@ LAYERS: Final = "layers"  # each stage where the ranks of its layers meet
 
 
 @dataclass(frozen=True)
-class Finer:
+class StageSegmentation:
     """The whole stages of a run: of how many layers each is, and in how many `pieces` the program
     has it; and of how many samples the program's microbatches are."""
 
@@ -52,7 +52,7 @@ def finer(
     meets: str = "",
     frozen: int = 0,
     tied: bool = False,
-) -> Finer:
+) -> StageSegmentation:
     """How a model is cut: `layers` on the whole stages of a plan, or on those of a program that is
     of pieces and says so (`meets`).
 
@@ -73,7 +73,9 @@ def finer(
         )
     size //= chunks
     if cut is None and not meets:
-        return Finer(split_layers(layers, plan.stages, division), (1,) * plan.stages, size)
+        return StageSegmentation(
+            split_layers(layers, plan.stages, division), (1,) * plan.stages, size
+        )
     where = "schedule" if meets else "cut"
     if meets and cut is not None:
         raise UsageError("the program is of pieces already", fields=["cut", "schedule"])
@@ -106,7 +108,7 @@ def finer(
                 hint=hint,
                 fields=[where, "division"],
             )
-    found = Finer(each, tuple(len(own) + 1 for own in letters), size)
+    found = StageSegmentation(each, tuple(len(own) + 1 for own in letters), size)
     if tied and found.pieces != (1,) and len(letters) == 1:
         raise UsageError(
             "the embedding is the head's weight, and they are in the first and the last of the "

@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 
-class Range(NamedTuple):
+class NumberRange(NamedTuple):
     """The numbers from `least` on; less than `below`, which is infinity unless told."""
 
     least: float

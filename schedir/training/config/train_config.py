@@ -8,12 +8,12 @@ from typing import Annotated
 
 from schedir.analysis.progress_models import Model
 from schedir.errors import UsageError
-from schedir.training.config.setting_types import Range
+from schedir.training.config.setting_types import NumberRange
 from schedir.transports.registry import AUTO, DEVICES, TRANSPORTS, transports_of
 
-Count = Annotated[int, Range(1)]
-Share = Annotated[float, Range(0, below=1)]
-NotNegative = Annotated[float, Range(0)]
+Count = Annotated[int, NumberRange(1)]
+Share = Annotated[float, NumberRange(0, below=1)]
+NotNegative = Annotated[float, NumberRange(0)]
 
 CHOICES = {
     "device": (*DEVICES,),
@@ -57,13 +57,13 @@ class TrainConfig:
     steps: Count = 100
     lr: NotNegative = 1e-3
     min_lr: NotNegative = 1e-4
-    warmup: Annotated[int, Range(0)] = 10
+    warmup: Annotated[int, NumberRange(0)] = 10
     weight_decay: NotNegative = 0.1
     betas: tuple[Share, Share] = (0.9, 0.95)
     clip: NotNegative = 1.0
     log_every: Count = 10
-    timeout: Annotated[float, Range(1, below=1e7)] = 120.0
-    threads: Annotated[int, Range(1, below=1025)] = 1
+    timeout: Annotated[float, NumberRange(1, below=1e7)] = 120.0
+    threads: Annotated[int, NumberRange(1, below=1025)] = 1
     device: str = "cpu"
     transport: str = AUTO
     precision: str = "float32"
@@ -72,8 +72,8 @@ class TrainConfig:
     every: Count = 500
     keep: Count = 2
     resume: str = "auto"
-    grace: Annotated[float, Range(0, below=1e7)] = 25.0
-    evaluate_every: Annotated[int, Range(0)] = 0
+    grace: Annotated[float, NumberRange(0, below=1e7)] = 25.0
+    evaluate_every: Annotated[int, NumberRange(0)] = 0
     evaluate_batches: Count = 10
 
     def __post_init__(self) -> None:

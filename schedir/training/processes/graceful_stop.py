@@ -21,7 +21,7 @@ PATIENCE: Final = 60.0  # seconds
 _ALWAYS: Final = timedelta(days=3650)
 
 
-class Stop:
+class GracefulStop:
     """When process `process` of `processes` is to end.
 
     `told` is when it has heard that one was told to, by `time.monotonic`, and `last` the step after

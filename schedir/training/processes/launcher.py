@@ -20,8 +20,16 @@ from typing import IO, Any, Final, NamedTuple
 
 from schedir.errors import UsageError
 from schedir.hang_diagnosis.post_mortem import leave_verdict, program_of
-from schedir.hang_diagnosis.stall_cause import Shape, Standstill
-from schedir.io.black_box import FOLDER, PROGRAM, VERDICT, Seen, Word, boxes, run_of
+from schedir.hang_diagnosis.stall_cause import ProcessLayout, StalledRun
+from schedir.io.black_box import (
+    FOLDER,
+    PROGRAM,
+    VERDICT,
+    BlackBoxField,
+    BlackBoxSnapshot,
+    boxes,
+    run_of,
+)
 from schedir.training.processes.process_exit import GRACE, LAUNCHED, MOMENT, TOLD
 
 MOST: Final = 256  # processes that one machine is asked to start
@@ -30,15 +38,17 @@ LONGEST: Final = 2**13  # of a line
 REFUSED: Final = 2  # the exit code of a process that says so
 
 
-class End(NamedTuple):
+class FailedExit(NamedTuple):
     """How the first process to fail has ended, and the boxes of all at that moment."""
 
     process: int
     code: int
-    seen: Mapping[int, Seen]
+    seen: Mapping[int, BlackBoxSnapshot]
 
 
-def launch(arguments: Sequence[str], shape: Shape, output: str, grace: float | None = None) -> int:
+def launch(
+    arguments: Sequence[str], shape: ProcessLayout, output: str, grace: float | None = None
+) -> int:
     """Run `python -m schedir ARGUMENTS` in so many processes, as torchrun would.
 
     They find RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.  What process 0 prints
@@ -79,10 +89,10 @@ def launch(arguments: Sequence[str], shape: Shape, output: str, grace: float | N
     }
     folder = Path(output, FOLDER)
     _forget(folder)
-    end: End | None = None
+    end: FailedExit | None = None
     processes: list[subprocess.Popen[bytes]] = []
     readers: list[Thread] = []
-    passing = _Passing(processes, grace)
+    passing = _SignalForwarding(processes, grace)
     try:
         passing.begin()
         for number in range(world):
@@ -136,7 +146,7 @@ def launch(arguments: Sequence[str], shape: Shape, output: str, grace: float | N
 _LONGER: Final = 5.0  # seconds, after which processes are ended that do not do so past their grace
 
 
-class _Passing:
+class _SignalForwarding:
     """SIGTERM, passed on to processes; without a `grace` it ends this one, and so them."""
 
     def __init__(self, processes: list[subprocess.Popen[bytes]], grace: float | None) -> None:
@@ -182,7 +192,9 @@ class _Passing:
             signal.signal(signal.SIGTERM, self.before)
 
 
-def _first_failure(processes: Sequence[subprocess.Popen[bytes]], folder: Path, run: int) -> End:
+def _first_failure(
+    processes: Sequence[subprocess.Popen[bytes]], folder: Path, run: int
+) -> FailedExit:
     """The first process to fail, or to end with 0 and before its end; number -1 when none has."""
     ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
 
@@ -195,31 +207,33 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]], folder: Path, r
         number, code = ended.get()
         seen = boxes(folder, run)
         # Who has ended well has taken its box with it.
-        if code or (number in seen and not seen[number][Word.ENDED]):
-            return End(number, code, seen)
-    return End(-1, 0, {})
+        if code or (number in seen and not seen[number][BlackBoxField.ENDED]):
+            return FailedExit(number, code, seen)
+    return FailedExit(-1, 0, {})
 
 
-def _said(end: End, after: Mapping[int, Seen], shape: Shape, folder: Path) -> tuple[str, int]:
+def _said(
+    end: FailedExit, after: Mapping[int, BlackBoxSnapshot], shape: ProcessLayout, folder: Path
+) -> tuple[str, int]:
     """What is said of a run that has failed, and the exit code.
 
     Who has ended another has said why; else it is the word of the one that ended, and where that
     has none, how it ended.
     """
-    accusers = [one for one in after.values() if one[Word.KILLS] == end.process + 1]
+    accusers = [one for one in after.values() if one[BlackBoxField.KILLS] == end.process + 1]
     own = after.get(end.process)
     speakers = [*accusers, *([own] if own is not None else [])]
     if own is not None and own.gave_up and not own.said:  # because of others
-        speakers += sorted(after.values(), key=lambda one: one[Word.FAILED])
+        speakers += sorted(after.values(), key=lambda one: one[BlackBoxField.FAILED])
     for one in speakers:
         if one.gave_up and one.said:
-            return one.said, one[Word.CODE] or 1
+            return one.said, one[BlackBoxField.CODE] or 1
     how = f"ended with exit code {end.code}"
     if end.code < 0:
         how = f"was ended by signal {-end.code} ({signal.strsignal(-end.code)})"
     where = "before it had begun" if folder.exists() else "and its black box has gone"
     if end.process in end.seen:
-        where = Standstill(end.seen, shape, program_of(folder)).where(end.process)
+        where = StalledRun(end.seen, shape, program_of(folder)).where(end.process)
     code = REFUSED if end.code == REFUSED and end.process not in end.seen else 1
     return f"{shape.name(end.process)} {how}, {where}; the others were stopped", code
 

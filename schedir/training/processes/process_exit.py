@@ -22,8 +22,16 @@ from threading import Event, Lock, Thread, current_thread, main_thread
 from types import FrameType
 from typing import Any, Final, NoReturn
 
-from schedir.hang_diagnosis.stall_cause import Blame, Kind, Shape, Standstill
-from schedir.io.black_box import FOLDER, PROGRAM, Box, Seen, Word, boxes, run_of
+from schedir.hang_diagnosis.stall_cause import ProcessLayout, StallCause, StalledRun, StallKind
+from schedir.io.black_box import (
+    FOLDER,
+    PROGRAM,
+    BlackBox,
+    BlackBoxField,
+    BlackBoxSnapshot,
+    boxes,
+    run_of,
+)
 from schedir.ir.program import Program
 from schedir.training.processes.rendezvous_store import connected
 
@@ -34,18 +42,18 @@ LAUNCHED: Final = "SCHEDIR_LAUNCHED"  # the number of the process that is `launc
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class Member:
+class RunMember:
     """This process among those of its run: its box, and those of the others.
 
     `program` is None until it is known, in set-up; `late` says that the process has given up
     because others have not come, and is no longer where its box says.
     """
 
-    def __init__(self, output: str | Path, shape: Shape, process: int) -> None:
+    def __init__(self, output: str | Path, shape: ProcessLayout, process: int) -> None:
         self.folder, self.shape, self.process = Path(output, FOLDER), shape, process
         self.world = shape.ranks * shape.tp * shape.dp
         path, tp, dp = self.folder / str(process), shape.tp, shape.dp
-        self.box = Box(path, process=process, world=self.world, tp=tp, dp=dp)
+        self.box = BlackBox(path, process=process, world=self.world, tp=tp, dp=dp)
         self.program: Program | None = None
         self.late = False
         self.known: set[int] = set()  # whose boxes were seen
@@ -61,7 +69,7 @@ class Member:
     @property
     def is_this(self) -> bool:
         """Whether it is this process, and not one that forked this."""
-        return self.box.words[Word.PID] == os.getpid()
+        return self.box.words[BlackBoxField.PID] == os.getpid()
 
     def runs(self, program: Program) -> None:
         """Know what is run, and leave it for who reads the boxes."""
@@ -72,13 +80,13 @@ class Member:
             with suppress(OSError):
                 (self.folder / PROGRAM).write_text(show(program))
 
-    def seen(self) -> dict[int, Seen]:
+    def seen(self) -> dict[int, BlackBoxSnapshot]:
         """The boxes on this machine."""
         found = boxes(self.folder, self.run)
         self.known |= found.keys()
         return found
 
-    def standstill(self) -> Standstill:
+    def standstill(self) -> StalledRun:
         """Who waits for whom now, on all machines."""
         seen = self.seen()
         missing, unheard = list[int](), list[int]()
@@ -90,16 +98,16 @@ class Member:
                 with suppress(Exception):  # there is no store, or it has gone with who had it
                     seen |= exchanged(connected(MOMENT), seen, absent)
                 unheard = [p for p in absent if p not in seen]
-        return Standstill(seen, self.shape, self.program, missing, unheard)
+        return StalledRun(seen, self.shape, self.program, missing, unheard)
 
     def where(self) -> str:
         """What this process is at."""
-        standstill = Standstill(self.seen(), self.shape, self.program)
+        standstill = StalledRun(self.seen(), self.shape, self.program)
         return standstill.where(self.process) if self.process in standstill.seen else ""
 
     def done(self) -> None:
         """All has ended well: nothing is left of the box."""
-        self.box.words[Word.ENDED] = 1
+        self.box.words[BlackBoxField.ENDED] = 1
         self.box.remove()
         with suppress(OSError):
             if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -107,22 +115,22 @@ class Member:
             self.folder.rmdir()  # by whoever is the last
 
 
-class Told(Exception):
+class TerminationNotice(Exception):
     """The processes were told to end, and have: `saved` says of which step there is what."""
 
     def __init__(self, saved: str) -> None:
         super().__init__(f"was told to end (SIGTERM): {saved}")
 
 
-_SELF: list[Member] = []  # this process, if it is one of several
+_SELF: list[RunMember] = []  # this process, if it is one of several
 
 
-def member() -> Member | None:
+def member() -> RunMember | None:
     """This process among those of its run, if it is one."""
     return _SELF[0] if _SELF else None
 
 
-def join(member: Member) -> None:
+def join(member: RunMember) -> None:
     """Be a process of a run from now on."""
     _SELF[:] = [member]
 
@@ -154,13 +162,13 @@ def crash(why: str | None, code: int = 1, *, late: bool = False) -> NoReturn:
         else:
             time.sleep(GRACE)
         os._exit(code)
-    found: Blame | None = None
+    found: StallCause | None = None
     if late:
-        own.late, own.box.words[Word.WAITS] = True, 1
+        own.late, own.box.words[BlackBoxField.WAITS] = True, 1
         found = _whose_fault(own, why or "")
     if found is not None and found.process != own.process:
         why = _words(own, found)
-    elif found is not None and found.kind is not Kind.SAID:
+    elif found is not None and found.kind is not StallKind.SAID:
         why = str(found)
     elif why is not None:
         why = f"{own.name}: {why}"
@@ -172,20 +180,20 @@ def told_to_end() -> None:
     _TOLD.set()
 
 
-def accuse(own: Member, found: Blame, code: int = 1) -> NoReturn:
+def accuse(own: RunMember, found: StallCause, code: int = 1) -> NoReturn:
     """End this process, for the one that keeps it."""
     _SPEAKING.acquire()
     give_up(own, _words(own, found), code, found)
 
 
-def _words(own: Member, found: Blame) -> str | None:
+def _words(own: RunMember, found: StallCause) -> str | None:
     """What is to be said of another process, None where that has said it to the same people."""
-    if found.kind is not Kind.SAID:
+    if found.kind is not StallKind.SAID:
         return str(found)
     return None if found.process in own.known else found.said
 
 
-def give_up(own: Member, text: str | None, code: int, found: Blame | None) -> NoReturn:
+def give_up(own: RunMember, text: str | None, code: int, found: StallCause | None) -> NoReturn:
     """Say a text, unless somebody has said one; end who is to blame, and this process."""
     own.box.say(text or "", code)
     is_read = is_launched() and own.box.is_there
@@ -193,7 +201,7 @@ def give_up(own: Member, text: str | None, code: int, found: Blame | None) -> No
     if speaks and not is_read:
         print(text, file=sys.stderr, flush=True)
     guilty = found is not None and found.process != own.process
-    is_here = found is None or found.process in own.known or found.kind is Kind.MISSING
+    is_here = found is None or found.process in own.known or found.kind is StallKind.MISSING
     if found is not None and guilty and is_here and found.sure:
         _end(own, found)
     if text is not None and guilty and not is_here:
@@ -212,23 +220,23 @@ def _tell_agent(text: str) -> None:
             Path(path).write_text(json.dumps({"message": told}))
 
 
-def _end(own: Member, found: Blame) -> None:
+def _end(own: RunMember, found: StallCause) -> None:
     """End a process of this machine that keeps the others."""
     seen = own.seen().get(found.process)  # of which the system has said just now how it is
-    kept = seen is not None and found.kind in (Kind.STOPPED, Kind.BUSY)
+    kept = seen is not None and found.kind in (StallKind.STOPPED, StallKind.BUSY)
     if kept and seen is not None and seen.state in ("runs", "stopped"):
-        own.box.words[Word.KILLS] = found.process + 1
+        own.box.words[BlackBoxField.KILLS] = found.process + 1
         with suppress(OSError):
-            os.kill(seen[Word.PID], signal.SIGKILL)
+            os.kill(seen[BlackBoxField.PID], signal.SIGKILL)
 
 
-def _whose_fault(own: Member, why: str) -> Blame | None:
+def _whose_fault(own: RunMember, why: str) -> StallCause | None:
     """Who keeps this process, given a moment: connections close before processes have ended."""
     over = time.monotonic() + MOMENT
     why = why.partition("\n")[0]
     while True:
         found = own.standstill().blame()
-        if found is not None and found.kind < Kind.MISSING:
+        if found is not None and found.kind < StallKind.MISSING:
             return found
         if time.monotonic() > over:
             return own.standstill().blame(why)
@@ -255,21 +263,21 @@ def _is_first() -> bool:
 
 
 def exchanged(
-    store: Any, own: dict[int, Seen], absent: list[int], most: float = MOMENT
-) -> dict[int, Seen]:
+    store: Any, own: dict[int, BlackBoxSnapshot], absent: list[int], most: float = MOMENT
+) -> dict[int, BlackBoxSnapshot]:
     """The boxes of processes elsewhere, which a store has; it is told of our own ones.
 
     Those that nobody has brought in `most` seconds are left out.
     """
     for process, seen in own.items():
         store.set(key(f"box of {process}"), seen.packed())
-    found: dict[int, Seen] = {}
+    found: dict[int, BlackBoxSnapshot] = {}
     over = time.monotonic() + most
     while len(found) < len(absent) and time.monotonic() < over:
         for process in absent:
             where = key(f"box of {process}")
             if process not in found and store.check([where]):
-                other = Seen.unpacked(store.get(where))
+                other = BlackBoxSnapshot.unpacked(store.get(where))
                 found |= {} if other is None else {process: other}
         time.sleep(0.02)
     return found
@@ -321,7 +329,7 @@ def end_as_told(why: str, code: int) -> NoReturn:
     """End this process as it was told to, all saved: process 0 says so, and waits for nobody."""
     own = member()
     if own is not None and is_launched():
-        own.box.words[Word.ENDED] = 1
+        own.box.words[BlackBoxField.ENDED] = 1
         own.box.say(why if own.process == 0 else "", code)
     elif own is not None:
         own.done()

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from schedir.errors import ExecutionError
-from schedir.io.black_box import Box, Phase
+from schedir.io.black_box import BlackBox, ProcessPhase
 from schedir.training.config.run_config import Config
 from schedir.training.processes.startup_consistency import met
 from schedir.transports.registry import DEVICES, find
@@ -36,7 +36,7 @@ def require_device(config: Config) -> None:
 def processes(
     timeout: float,
     device: str = "cpu",
-    box: Box | None = None,
+    box: BlackBox | None = None,
     facts: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[None]:
     """Within this context the processes of a run know each other; they leave it together.
@@ -45,8 +45,8 @@ def processes(
     seconds they wait for each other; `box` is told of it.  They compare `facts` before anything
     else.  Raises ExecutionError if they do not come, and ModelError, in all, where facts differ.
     """
-    box = box or Box()
-    box.enter(Phase.MEETING)
+    box = box or BlackBox()
+    box.enter(ProcessPhase.MEETING)
     alone = "RANK" not in os.environ
     try:
         how: dict[str, Any] = {"rank": 0, "world_size": 1}
@@ -63,10 +63,10 @@ def processes(
     done = False
     store: Any = dist.distributed_c10d._get_default_store()
     try:
-        box.enter(Phase.SET_UP)
+        box.enter(ProcessPhase.SET_UP)
         with nullcontext() if dist.get_rank() else _beating(store):
             yield
-        box.enter(Phase.DONE)
+        box.enter(ProcessPhase.DONE)
         # The first process may still be busy with its results.
         if dist.get_rank():
             wait_for_results(store, max(timeout, PATIENCE))

@@ -22,14 +22,20 @@ from typing import Any, Final
 
 import torch
 
-from schedir.errors import ExecutionError, Site
-from schedir.hang_diagnosis.stall_cause import Blame, Kind
-from schedir.io.black_box import AT, LANES, SINCE, Phase, Word
+from schedir.errors import ExecutionError, InstructionSite
+from schedir.hang_diagnosis.stall_cause import StallCause, StallKind
+from schedir.io.black_box import AT, LANES, SINCE, BlackBoxField, ProcessPhase
 from schedir.ir.isa.instructions import ROWS, Lane
 from schedir.runtime.executor import Executor
-from schedir.runtime.recording.gpu_progress import Progress, Standing, waits_for
-from schedir.training.processes.graceful_stop import Stop
-from schedir.training.processes.process_exit import Member, accuse, crash, is_launched, told_to_end
+from schedir.runtime.recording.gpu_progress import GpuProgress, StepProgress, waits_for
+from schedir.training.processes.graceful_stop import GracefulStop
+from schedir.training.processes.process_exit import (
+    RunMember,
+    accuse,
+    crash,
+    is_launched,
+    told_to_end,
+)
 
 ANSWER: Final = 1.0  # seconds in which a GPU tells what has ended
 TICK: Final = 0.1  # seconds
@@ -53,7 +59,7 @@ class Watchdog:
     """
 
     def __init__(
-        self, own: Member, most: float, stop: Stop | None = None, grace: float = 0.0
+        self, own: RunMember, most: float, stop: GracefulStop | None = None, grace: float = 0.0
     ) -> None:
         self.own, self.most, self.stop, self.grace = own, most, stop, grace
         self.words = own.box.words
@@ -87,7 +93,7 @@ class Watchdog:
         executor.at = self.words
         self.own.runs(executor.program)
         if executor.state.device.type == "cuda":
-            self.device = _Device(Progress(executor), executor.state.device)
+            self.device = _Device(GpuProgress(executor), executor.state.device)
         self.executor = executor
         try:
             yield
@@ -110,7 +116,7 @@ class Watchdog:
                 os.close(descriptor)
                 self._has_ended(self.peers.pop(descriptor))
             now = monotonic_ns()
-            self.words[Word.BEAT] = now
+            self.words[BlackBoxField.BEAT] = now
             if self.stop is not None and self.stop.is_late(self.grace):
                 crash(
                     f"was told to end (SIGTERM), and has not saved in {self.grace:g} s, "
@@ -125,11 +131,11 @@ class Watchdog:
                 if noted:
                     self.own.box.note("")
                 noted = 0
-                self.words[Word.WAITS] = self.own.late
+                self.words[BlackBoxField.WAITS] = self.own.late
             elif now - since > QUIET * 1e9:
                 before, noted = noted, self._note(noted)
                 noted_since = now if noted != before else noted_since
-            if self.words[Word.PHASE] == Phase.SAVE:
+            if self.words[BlackBoxField.PHASE] == ProcessPhase.SAVE:
                 stood_for = 0  # it takes what disks take
                 if now - since > self.most * 1e9 and now - self.looked > LOOK * 1e9:
                     self.looked = now
@@ -137,7 +143,10 @@ class Watchdog:
             elif self.executor is not None:
                 stood_for = now - since
             else:  # in set-up, who waits for others may be told, and who is at work not
-                sets_up = self.words[Word.WAITS] and self.words[Word.PHASE] < Phase.DATA
+                sets_up = (
+                    self.words[BlackBoxField.WAITS]
+                    and self.words[BlackBoxField.PHASE] < ProcessPhase.DATA
+                )
                 stood_for = now - noted_since if sets_up else 0
             if stood_for > self.most * 1e9 and not self._accuses():
                 self._stalled()
@@ -148,7 +157,7 @@ class Watchdog:
             self.device.note(words)
         watched = self.executor is not None  # how long it has set up is then no stand
         lanes = [*words[LANES : LANES + len(Lane)]]
-        return watched, words[Word.TURN], words[AT], words[SINCE], lanes
+        return watched, words[BlackBoxField.TURN], words[AT], words[SINCE], lanes
 
     def _meet(self, poll: select.poll) -> bool:
         """Know when peers of this machine end; whether there are more to come."""
@@ -158,12 +167,15 @@ class Watchdog:
             if process in self.peers.values() or process == self.own.process:
                 continue
             try:
-                descriptor = os.pidfd_open(seen[Word.PID])
+                descriptor = os.pidfd_open(seen[BlackBoxField.PID])
             except OSError:  # it has gone
                 continue
             self.peers[descriptor] = process
             poll.register(descriptor, select.POLLIN)
-        return len(self.peers) < self.own.world - 1 and self.words[Word.PHASE] < Phase.DATA
+        return (
+            len(self.peers) < self.own.world - 1
+            and self.words[BlackBoxField.PHASE] < ProcessPhase.DATA
+        )
 
     def _has_ended(self, process: int) -> None:
         """A peer has ended: if nobody has said why, and nobody will, say it."""
@@ -173,14 +185,18 @@ class Watchdog:
         seen = standstill.seen.get(process)
         if seen is not None and seen.is_dead:
             found = standstill.blame()
-            if found is not None and found.kind is Kind.DIED:
+            if found is not None and found.kind is StallKind.DIED:
                 self._accuse(found)
 
     def _told_to_end(self) -> None:
         """torchrun ends all when one has failed; who that was it says by a number alone."""
         code, standstill = 128 + signal.SIGTERM, self.own.standstill()
         found = standstill.blame()
-        failed = found is not None and found.kind in (Kind.DIED, Kind.SAID, Kind.MISSING)
+        failed = found is not None and found.kind in (
+            StallKind.DIED,
+            StallKind.SAID,
+            StallKind.MISSING,
+        )
         stop = self.stop if self.executor is not None else None
         if stop is not None and not failed and self.accuser is None:
             if stop.since is None:
@@ -192,12 +208,12 @@ class Watchdog:
         if self._accuses():  # it has waited for that
             return
         why = f"was told to end (SIGTERM), {standstill.where(self.own.process)}"
-        if found is not None and found.kind is Kind.DIED:
+        if found is not None and found.kind is StallKind.DIED:
             accuse(self.own, found)
-        if found is not None and found.kind is Kind.MISSING:
+        if found is not None and found.kind is StallKind.MISSING:
             fact = f"{found.fact}; {self.own.name} {why}"
             accuse(self.own, found._replace(fact=fact), code)
-        crash(None if found is not None and found.kind is Kind.SAID else why, code)
+        crash(None if found is not None and found.kind is StallKind.SAID else why, code)
 
     def _stalled(self, saves: bool = False) -> None:
         """Accuse who keeps this process; while it saves, only who was stopped all the time."""
@@ -206,12 +222,12 @@ class Watchdog:
         fact = f"{name}nothing has moved for {self.most:g} s"
         found = stands.blame(fact)
         if saves and found is not None:
-            stopped = found.kind is Kind.STOPPED
+            stopped = found.kind is StallKind.STOPPED
             found = found if stopped and stands.seen[found.process].silent > self.most else None
         elif executor is not None and not saves:
             if found is not None and stands.moves(found.process):
                 found = stands.blame(f"{name}{self.own.name} has waited for {self.most:g} s")
-            step, known = self.words[Word.STEP], None if device is None else device.known
+            step, known = self.words[BlackBoxField.STEP], None if device is None else device.known
             progress = None if device is None else device.progress
             heads = standstill(fact, executor, step, progress, known)
             if found is None:
@@ -221,7 +237,7 @@ class Watchdog:
         if found is not None:
             self._accuse(found)
 
-    def _accuse(self, found: Blame) -> None:
+    def _accuse(self, found: StallCause) -> None:
         """Accuse, by a thread that may wait: this one is to hear when it is told to end."""
         if not self._accuses():
             self.accuser = Thread(target=accuse, args=(self.own, found), daemon=True)
@@ -237,7 +253,7 @@ class Watchdog:
             return noted
         key = id(frame) ^ frame.f_lasti << 1 | 1
         if key != noted:
-            self.words[Word.WAITS] = waits(frame)
+            self.words[BlackBoxField.WAITS] = waits(frame)
             self.own.box.note(place_of(frame))
         return key
 
@@ -296,7 +312,11 @@ def place_of(frame: FrameType | None) -> str:
 
 
 def standstill(
-    fact: str, executor: Executor, step: int, progress: Progress | None, standing: Standing | None
+    fact: str,
+    executor: Executor,
+    step: int,
+    progress: GpuProgress | None,
+    standing: StepProgress | None,
 ) -> ExecutionError:
     """The error of a run that stands in a step (from 1), for the reason that `fact` says.
 
@@ -313,7 +333,7 @@ def standstill(
             for k in progress.heads(standing)
         }
     notes = notes or {now.position: f"in step {step}"}
-    sites = [Site(executor.rank, k, stream[k], note) for k, note in notes.items()]
+    sites = [InstructionSite(executor.rank, k, stream[k], note) for k, note in notes.items()]
     return ExecutionError(fact, program=program.name, sites=sites)
 
 
@@ -321,12 +341,12 @@ class _Device:
     """A GPU's progress, asked by a thread that may get no answer: while the host waits in the
     driver, as for memory, the driver may answer nobody."""
 
-    def __init__(self, progress: Progress, device: torch.device) -> None:
+    def __init__(self, progress: GpuProgress, device: torch.device) -> None:
         self.progress, self.device = progress, device
         self.asking: Thread | None = None
-        self.known: Standing | None = None
+        self.known: StepProgress | None = None
 
-    def standing(self) -> Standing | None:
+    def standing(self) -> StepProgress | None:
         """As the GPU has last answered."""
         if self.asking is None or not self.asking.is_alive():
             self.asking = Thread(target=self._ask, daemon=True)
@@ -346,4 +366,4 @@ class _Device:
             opens = () if known is None else known.open
             mine = (k for k in opens if ROWS[stream[k].op].lane is lane)
             words[LANES + lane] = next(mine, len(stream))
-        words[Word.DEVICE] = 0 if known is None else known.step
+        words[BlackBoxField.DEVICE] = 0 if known is None else known.step

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from schedir.analysis.progress_models import Model
 from schedir.ir.isa.instructions import Lane
-from schedir.transports.collectives import Group, Kind, Meetings, Part, meet
+from schedir.transports.collectives import CollectiveMember, Group, Kind, PendingCollectives, meet
 from schedir.transports.transport import Work, buffers
 
 
-class Point:
+class StreamPoint:
     """A point on a stream, perhaps not reached by the host yet; to wait is the current stream's."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -53,31 +53,31 @@ class Point:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-class _Side(NamedTuple):
+class _MessageSide(NamedTuple):
     """One side of a message that came first: its tensor, from when on, and where it will end."""
 
     tensor: Tensor
-    ready: Point
-    ended: Point
+    ready: StreamPoint
+    ended: StreamPoint
     lane: torch.cuda.Stream
 
 
 @dataclass(eq=False)
-class _StreamPart(Part):
+class _StreamPart(CollectiveMember):
     """A part in a collective, from when on its tensors may be used, and where the result ends."""
 
-    ready: Point
-    ended: Point
+    ready: StreamPoint
+    ended: StreamPoint
 
 
 class StreamHub:
     """Where virtual ranks meet: messages with one side there, and collectives half arrived."""
 
     def __init__(self) -> None:
-        self.sent: dict[tuple[Lane, int, int], deque[_Side]] = defaultdict(deque)
-        self.awaited: dict[tuple[Lane, int, int], deque[_Side]] = defaultdict(deque)
+        self.sent: dict[tuple[Lane, int, int], deque[_MessageSide]] = defaultdict(deque)
+        self.awaited: dict[tuple[Lane, int, int], deque[_MessageSide]] = defaultdict(deque)
         self.lanes: dict[tuple[Lane, int, int], torch.cuda.Stream] = {}
-        self.meetings: Meetings[_StreamPart] = Meetings()
+        self.meetings: PendingCollectives[_StreamPart] = PendingCollectives()
         self.told: list[Any] = []  # what is told of all ranks
 
     def lane(self, lane: Lane, source: int, target: int) -> torch.cuda.Stream:
@@ -124,7 +124,7 @@ class StreamMailbox:
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Leave the tensor for the receiver; its copy is where the send ends."""
         key = lane, self.rank, peer
-        side = _Side(tensor, _here(), Point(), self.hub.lane(*key))
+        side = _MessageSide(tensor, _here(), StreamPoint(), self.hub.lane(*key))
         if not self.hub.awaited[key]:
             self.hub.sent[key].append(side)
             return side.ended
@@ -133,7 +133,7 @@ class StreamMailbox:
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Copy what is left, when it is there and the buffer is free."""
         key = lane, peer, self.rank
-        side = _Side(tensor, _here(), Point(), self.hub.lane(*key))
+        side = _MessageSide(tensor, _here(), StreamPoint(), self.hub.lane(*key))
         if not self.hub.sent[key]:
             self.hub.awaited[key].append(side)
             return side.ended
@@ -149,7 +149,7 @@ class StreamMailbox:
 
     def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
         """The last to come does it for all, in the order of ranks."""
-        ended = Point()
+        ended = StreamPoint()
         part = _StreamPart(kind, out, own, _here(), ended)
         came = self.hub.meetings.come(group, self.rank, self.members[group], part)
         if came:
@@ -166,12 +166,12 @@ class StreamMailbox:
         return nullcontext()
 
 
-def _here() -> Point:
+def _here() -> StreamPoint:
     """The point that the current stream has reached."""
-    return Point(torch.cuda.current_stream())
+    return StreamPoint(torch.cuda.current_stream())
 
 
-def _copy(source: _Side, target: _Side) -> Point:
+def _copy(source: _MessageSide, target: _MessageSide) -> StreamPoint:
     """A message, on its lane; both sides know where it ends."""
     with torch.cuda.stream(target.lane):
         source.ready.wait()

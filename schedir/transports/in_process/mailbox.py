@@ -14,13 +14,13 @@ from schedir.analysis.progress_models import Model
 from schedir.ir.isa.instructions import Lane
 from schedir.ir.pipeline.tied_weights import groups_of
 from schedir.ir.program import Program
-from schedir.transports.collectives import Group, Kind, Meetings, Part, meet
+from schedir.transports.collectives import CollectiveMember, Group, Kind, PendingCollectives, meet
 from schedir.transports.in_process.cuda_streams import StreamHub, StreamMailbox
-from schedir.transports.transport import Done, Work, buffers
+from schedir.transports.transport import CompletedWork, Work, buffers
 
 
 @dataclass(eq=False)
-class _Part(Part, Done):
+class _CollectivePart(CollectiveMember, CompletedWork):
     """A part in a collective, and whether that is over: in a legal order, before anybody waits."""
 
     over: bool = False
@@ -29,13 +29,13 @@ class _Part(Part, Done):
         assert self.over, "the others come before anybody waits"
 
 
-class Hub:
+class MailboxHub:
     """Where the virtual ranks meet: messages on their way, and collectives half arrived."""
 
     def __init__(self) -> None:
         self.sent: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
         self.awaited: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
-        self.meetings: Meetings[_Part] = Meetings()
+        self.meetings: PendingCollectives[_CollectivePart] = PendingCollectives()
         self.told: list[Any] = []  # what is told of all ranks
 
 
@@ -45,7 +45,9 @@ class Mailbox:
     tp, dp, tp_rank, dp_rank = 1, 1, 0, 0
     grouped, blocks, static = False, False, False
 
-    def __init__(self, hub: Hub, rank: int, members: dict[Group, list[int]], model: Model) -> None:
+    def __init__(
+        self, hub: MailboxHub, rank: int, members: dict[Group, list[int]], model: Model
+    ) -> None:
         self.hub, self.rank, self.members, self.model = hub, rank, members, model
 
     buffers = staticmethod(buffers)
@@ -62,7 +64,7 @@ class Mailbox:
             self.hub.awaited[key].popleft().copy_(tensor)
         else:
             self.hub.sent[key].append(tensor.clone())
-        return Done()
+        return CompletedWork()
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         key = lane, peer, self.rank
@@ -70,11 +72,11 @@ class Mailbox:
             tensor.copy_(self.hub.sent[key].popleft())
         else:
             self.hub.awaited[key].append(tensor)
-        return Done()
+        return CompletedWork()
 
     def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
         """The last to come does it for all, in the order of ranks whatever that of arrival."""
-        own_part = _Part(kind, out, own)
+        own_part = _CollectivePart(kind, out, own)
         came = self.hub.meetings.come(group, self.rank, self.members[group], own_part)
         if came:
             meet(came)
@@ -106,7 +108,7 @@ def mailboxes(
         streams = StreamHub()
         streams.told = told
         return [StreamMailbox(streams, rank, m, model) for rank, m in enumerate(members)]
-    hub = Hub()
+    hub = MailboxHub()
     hub.told = told
     return [Mailbox(hub, rank, m, model) for rank, m in enumerate(members)]
 
