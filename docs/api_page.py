@@ -50,7 +50,7 @@ GROUPS = {
         "ranks are idle, and what would shorten a step.",
         ["Costs", "Sizes", "in_pieces", "Cluster", "load_cluster", "save_cluster", "model_states",
          "layer_bytes", "simulate", "Timeline",
-         "save_timeline", "load_timeline", "traces.read_run", "traces.Imported"],
+         "save_timeline", "load_timeline", "traces.read_run", "traces.ImportedRun"],
     ),
     "Find": (
         "The shortest schedule that a search finds within a limit of memory, and below what none "

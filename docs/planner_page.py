@@ -17,7 +17,7 @@ def blocks() -> dict[str, str]:
         [f"`{c.name}`", f"{c.value:g}", f"{c.least:g} to {c.most:g}", c.meaning, c.source]
         for c in Constants().each()
     ]
-    links = [f"[`{name}`](../schedir/planner/clusters/{name}.toml)" for name in clusters()]
+    links = [f"[`{name}`](../schedir/planner/hardware/clusters/{name}.toml)" for name in clusters()]
     return {
         "models": table(["name", "parameters", "its shape is printed in"], models),
         "clusters": ", ".join(links),

@@ -11,7 +11,7 @@ instructions concerned (`rank R #I instr`), a window of a Stream, and a hint whe
 ... except errors.ProgramError as error:
 ...     refusal = error
 >>> type(refusal).__name__, refusal.program, refusal.fact
-('PartnerError', 'gpipe', 'send_grad 1.1 has no recv_grad 0.1 on rank 0')
+('UnmatchedTransferError', 'gpipe', 'send_grad 1.1 has no recv_grad 0.1 on rank 0')
 >>> [(site.rank, site.index, str(site.instr)) for site in refusal.sites]
 [(1, 8, 'send_grad 1.1')]
 """

@@ -95,8 +95,8 @@ class CheckpointDirectory:
         boxes.
 
         Its own digest, its form, and that boxes make up tensors are verified; files are not.
-        Raises NotWholeError, and CheckpointError for one that cannot be read, or is of a format
-        that is not known.
+        Raises IncompleteCheckpointError, and CheckpointError for one that cannot be read, or is of
+        a format that is not known.
         """
         path = self.of(step)
         try:
@@ -117,7 +117,8 @@ class CheckpointDirectory:
         """Read files of a checkpoint, all unless some are named, and compare them with what the
         manifest says; the sizes of all files before any is read.
 
-        Raises NotWholeError if one is another, and CheckpointError if it cannot be read.
+        Raises IncompleteCheckpointError if one is another, and CheckpointError if it cannot be
+        read.
         """
         self.check_sizes(manifest)
         path, own = self.of(manifest.step), manifest.files if names is None else names
@@ -154,7 +155,7 @@ class CheckpointDirectory:
 
         Raises CheckpointError, in all of them, for what cannot be read though it may be whole, as
         of a newer format or with no permission: to go on from an older one would be wrong; and
-        NotWholeError where that of the step is not whole.
+        IncompleteCheckpointError where that of the step is not whole.
         """
         if step is not None:
             return LatestCheckpoint(self.verify(step, own, agree), ())
@@ -397,7 +398,7 @@ def _require_step(step: int) -> None:
 def _agreed(make: Callable[[], _T], agree: Agree | None) -> list[_T]:
     """What each process makes, which JSON can say; what any was refused, all are.
 
-    Raises CheckpointError, or NotWholeError where nobody raises another.
+    Raises CheckpointError, or IncompleteCheckpointError where nobody raises another.
     """
     if agree is None:
         return [make()]

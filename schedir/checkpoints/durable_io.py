@@ -28,8 +28,9 @@ _THREADS: Final = 8
 def opened(path: Path, step: int) -> Iterator[BinaryIO]:
     """An ordinary file of a checkpoint, to be read in this context.
 
-    Raises CheckpointError where the system does not read it, and NotWholeError where something is
-    missing, and for a link, a pipe and so on: these may lead elsewhere, or wait for ever.
+    Raises CheckpointError where the system does not read it, and IncompleteCheckpointError where
+    something is missing, and for a link, a pipe and so on: these may lead elsewhere, or wait for
+    ever.
     """
     name, file = path.parent.name, path.name
     try:

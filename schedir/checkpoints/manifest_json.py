@@ -85,8 +85,8 @@ def _values(manifest: Manifest) -> Iterator[dict[str, Any]]:
 def read(file: BinaryIO, what: str, *, tensors: bool = True) -> Manifest:
     """The manifest that an open file has; `what` is the name of the checkpoint, for errors.
 
-    Without `tensors` it has its facts and files only, which is quick.  Raises NotWholeError, and
-    CheckpointError for one of another format.
+    Without `tensors` it has its facts and files only, which is quick.  Raises
+    IncompleteCheckpointError, and CheckpointError for one of another format.
     """
     length = len(_SEAL % b"") + 64
     data = begin_of(file, MOST_BYTES + length + 1)

@@ -97,7 +97,7 @@ def compile(
     of pieces and chunks (`in_pieces`). `frozen=2` is such a trait: the first two stages are not
     trained, and whatever the schedule says of their backwards is left out.
 
-    Raises a ProgramError if the schedule is wrong: LevelError for a program that is lowered
+    Raises a ProgramError if the schedule is wrong: LoweringLevelError for a program that is lowered
     already, UsageError for a plan that is missing or not the draft's.  The result finishes under
     `model`, as `check` says.
 

@@ -36,7 +36,7 @@ class DirectoryLock:
     def take(self) -> str:
         """Take it.  Returns what the file system says if it has no locks, and "" where it has.
 
-        Raises InUse if another process has it, and OSError.
+        Raises LockHeldError if another process has it, and OSError.
         """
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -95,8 +95,8 @@ def show(program: Program, to: str = "torch") -> str:
     activations, steps, and what changes where a value is kept.
 
     Raises CompletenessError for a program without a backward, which torch does not load,
-    LevelError for a draft that should have transfers, GroupError for instructions issued as one
-    that torch cannot issue so, and UsageError for another form, or for stages with several
+    LoweringLevelError for a draft that should have transfers, GroupError for instructions issued as
+    one that torch cannot issue so, and UsageError for another form, or for stages with several
     holders, several updates, or frozen stages, with R, or with gradients reduced in turns.
 
     >>> from schedir import Plan, compile, schedules, torch_csv
@@ -178,7 +178,7 @@ def parse(
     REDUCE_GRAD leaves parts.  Waits are read over.  Whether the program is right is for `check` to
     say.
 
-    Raises CellError with row and column for what is no action, a stage on two ranks or on none,
+    Raises CsvCellError with row and column for what is no action, a stage on two ranks or on none,
     a message to or from a stage that is not there, a microbatch that not every stage has, and
     another number of rows than `ranks`; PlanError where the plan cannot be.
 

@@ -119,7 +119,7 @@ class ProgramOrder:
     def run(self, which: int) -> None:
         """Note that a program is about to run, by its number.
 
-        Raises SequenceError, in all processes, where others are about to run another.
+        Raises ProgramSequenceError, in all processes, where others are about to run another.
         """
         if which == self.now:
             self.times += 1

@@ -128,9 +128,10 @@ def check(
 
     A proof stays with the Program: to check it again costs nothing.
 
-    Raises a ProgramError that says what is wrong and where: CompletenessError (PartnerError,
-    ReductionError), GroupError, LevelError, OrderError, SlotError, MatchError or DeadlockError; and
-    UsageError for `lazy` on hosts that block, and for `eager` without the sizes of messages.
+    Raises a ProgramError that says what is wrong and where: CompletenessError
+    (UnmatchedTransferError, ReductionError), GroupError, LoweringLevelError, OrderError, SlotError,
+    ChannelMismatchError or DeadlockError; and UsageError for `lazy` on hosts that block, and for
+    `eager` without the sizes of messages.
 
     >>> from schedir import Plan, check, compile, parse, schedules, show
     >>> text = show(compile(schedules.gpipe, Plan(ranks=2, microbatches=2)), folded=False)

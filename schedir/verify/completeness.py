@@ -47,7 +47,7 @@ def completeness(program: Program, *, draft: bool) -> InstructionIndex:
 
     A draft is held to its compute instructions only.  Returns the index of the program for
     those that look further.  Raises CompletenessError or one of its kinds, GroupError, or
-    LevelError.
+    LoweringLevelError.
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
     _size(program)

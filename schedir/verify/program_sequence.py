@@ -56,7 +56,7 @@ def check_sequence(runs: Sequence[Sequence[Program]], model: Model = "device") -
     steps.  Hosts do not wait between steps, but as their messages do.
 
     Raises what `check` raises for a program that is wrong by itself, UsageError for programs of
-    other numbers of ranks, and SequenceError for the first message that meets one of another step,
+    other numbers of ranks, and ProgramSequenceError for the first message that meets one of another step,
     or never meets, and for ranks that wait for each other.
 
     >>> from schedir import Plan, check_sequence, compile, schedules

@@ -76,7 +76,7 @@ import os
 import signal
 
 from schedir.schedules import one_f_one_b as mine
-from schedir.training import gpt
+from schedir.models import gpt
 
 forward = gpt.Layer.forward
 

@@ -27,8 +27,8 @@ import os
 
 import torch
 
+from schedir.models import gpt
 from schedir.runtime.executor import Executor
-from schedir.training import gpt
 from schedir.schedules import {schedule} as mine
 
 made, begun, now = gpt.build_stage, Executor.begin, [0]

@@ -212,13 +212,14 @@ SLOW = """\
 import time
 
 from schedir import schedules
-from schedir.training import train, world
+from schedir.training import train
+from schedir.training.processes import process_world
 
 mine = schedules.one_f_one_b
 write = train.save
-met = world.met
-world.met = lambda facts, timeout: met(facts, 60.0)  # on a busy machine
-world.PATIENCE = 4.0
+met = process_world.met
+process_world.met = lambda facts, timeout: met(facts, 60.0)  # on a busy machine
+process_world.PATIENCE = 4.0
 
 
 def slowly(*given):

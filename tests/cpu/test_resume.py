@@ -271,13 +271,13 @@ SLOW = """\
 import time
 
 from schedir.schedules import one_f_one_b as mine
-from schedir.training import saving
+from schedir.training import checkpointing
 
 def slowly(*given, **more):
     time.sleep(60)
 
 
-saving.write = slowly
+checkpointing.write = slowly
 """
 
 
@@ -339,9 +339,9 @@ import os
 import signal
 
 from schedir.schedules import one_f_one_b as mine
-from schedir.training import steps
+from schedir.training import step_loop
 
-issue = steps.Steps.issue
+issue = step_loop.StepLoop.issue
 attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -351,7 +351,7 @@ def issues(self, *given):
     issue(self, *given)
 
 
-steps.Steps.issue = issues
+step_loop.StepLoop.issue = issues
 """
 
 

@@ -232,7 +232,8 @@ import os
 
 import schedir.training.batches.samples
 from schedir import schedules
-from schedir.training import gpt, train
+from schedir.models import gpt
+from schedir.training import train
 from schedir.errors import UsageError
 
 mine = schedules.one_f_one_b

@@ -33,7 +33,7 @@ _LANE_ROWS = f"    LaneRow(_L.{_LAST[Lane].name}, "
 _FORM_ROWS = f"    FormRow(Form.{_LAST[Form].name}, "
 _ROWS = ")  # fmt: skip\n\nBY_TEXT"
 
-# What is put behind what in names.py and ops.py; what stands behind "=" takes the place.
+# What is put behind what in opcodes.py and instructions.py; what stands behind "=" takes the place.
 EDITS: dict[str, list[tuple[str, str]]] = {
     "stash": [
         (_OPCODES, "    Stash = {next}\n    Take = {next}\n"),
@@ -144,7 +144,7 @@ def copy(to: Path, *names: str) -> Path:
     for folder in (*PRODUCT, "tests"):
         shutil.copytree(ROOT / folder, to / folder, symlinks=True,
                         ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
-    files = [to / "schedir" / "ir" / name for name in ("names.py", "ops.py")]
+    files = [to / "schedir/ir/isa" / name for name in ("opcodes.py", "instructions.py")]
     texts = [file.read_text() for file in files]
     numbers = dict(zip(("next", "token", "lane", "form"), map(len, _LAST), strict=True))
     for name in names:
@@ -182,5 +182,5 @@ def _add(to: Path, name: str) -> None:
     """The files of a pass and of handlers."""
     shutil.copy(HERE / f"{name}_pass.py", to / "schedir" / "passes" / f"{name}.py")
     if name not in LOOKED_AT:
-        runtime = to / "schedir" / "runtime"
-        shutil.copy(HERE / f"{name}_handlers.py", runtime / f"{name}_handlers.py")
+        handlers = to / "schedir/runtime/handlers"
+        shutil.copy(HERE / f"{name}_handlers.py", handlers / f"{name}_handlers.py")

@@ -246,8 +246,8 @@ def compress(folder: str) -> None:
         ][:: 1 if tp == 2 else 2]
         for what, before, *sites in wrong:
             refused(moved(text, what, before), "OrderError", *sites)
-        refused(moved(text, "decompress 1.0", ""), "PartnerError", "compress 0.0")
-        refused(moved(text, "compress 0.0", ""), "PartnerError", "decompress 1.0")
+        refused(moved(text, "decompress 1.0", ""), "UnmatchedTransferError", "compress 0.0")
+        refused(moved(text, "compress 0.0", ""), "UnmatchedTransferError", "decompress 1.0")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def main(names: str) -> None:
     if rows == ["compress"]:
         in_processes(options)
     if "verdict" in rows:
-        from schedir.runtime.verdict_handlers import VERDICTS
+        from schedir.runtime.handlers.verdict_handlers import VERDICTS
 
         assert [float(v) for v in VERDICTS] == [0.0] * 2 * (3 + 2 + 2 + 2)
 

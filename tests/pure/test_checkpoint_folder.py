@@ -156,8 +156,8 @@ def test_only_whole_ones_count_and_those_of_others_stay(folder: CheckpointDirect
 
 def test_a_second_writer_is_refused_until_the_first_has_ended(folder: CheckpointDirectory) -> None:
     code = (
-        "import sys; from schedir.checkpoints.checkpoint_directory import Folder; "
-        "f = Folder(sys.argv[1]); "
+        "import sys; from schedir.checkpoints.checkpoint_directory import CheckpointDirectory; "
+        "f = CheckpointDirectory(sys.argv[1]); "
         "f.begin(5); print('has it', flush=True); sys.stdin.read()"
     )
     argv = [sys.executable, "-c", code, str(folder.path)]

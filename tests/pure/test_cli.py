@@ -343,7 +343,7 @@ def test_draw(capsys: pytest.CaptureFixture[str], folder: Path, name: str) -> No
 def test_a_draft_in_a_file_can_be_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, "show", "gpipe", "--draft", "-o", "d.sched")
     assert json.loads(said(capsys, "simulate", "d.sched", "--json"))["span"] == 33
-    assert "LevelError" in refused(capsys, "check", "d.sched")
+    assert "LoweringLevelError" in refused(capsys, "check", "d.sched")
 
 
 def test_compare_is_fair(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

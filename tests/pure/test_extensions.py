@@ -31,7 +31,8 @@ EXTENSIONS = {
     "a field of programs": Extension(
         [("ir/program.py", "from schedir.ir.pipeline.field_schema import fields_of\n",
           "from schedir.ir.pipeline.field_schema import setting, whole_number\n"),
-         ("ir/program.py", "    clip: bool = field(default=False, metadata=traits.CLIP)\n", """\
+         ("ir/program.py",
+          "    clip: bool = field(default=False, metadata=program_attributes.CLIP)\n", """\
     zero: int = field(default=0, metadata=setting(whole_number(0, 3), "pieces of weights"))
 """)],
         """
@@ -141,8 +142,8 @@ assert main(["ranks", "gpipe", "--ranks", "3"]) == 0
     ),
     "a kind of collective": Extension(
         [("transports/collectives.py", 'Kind = Literal["all_reduce", ', '"most", '),
-         ("transports/collectives.py", "COLLECTIVES: Final[dict[Kind, Collective]] = {\n", """\
-    "most": Collective(
+         ("transports/collectives.py", "COLLECTIVES: Final[dict[Kind, CollectiveKind]] = {\n", """\
+    "most": CollectiveKind(
         lambda own: [torch.stack([*own]).amax(0)] * len(own),
         lambda group, out, own: dist.all_reduce(
             out.copy_(own), op=dist.ReduceOp.MAX, group=group, async_op=True

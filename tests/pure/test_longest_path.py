@@ -151,7 +151,7 @@ def test_one_that_many_wait_for() -> None:
 
 
 def test_of_a_large_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that walks once walks by frontiers; whoever asks for it, by what is compiled."""
+    """A command that walks once walks by frontiers; whoever asks for it, by what is numba_jit."""
     program = compile(schedules.interleaved, Plan(8, 64, 2), costs=Costs(send=0.1))
     assert agree(problem_of(Graph(program), Costs(F=1.1, send=0.3)))
     spans = simulate(program, Costs(F=1.1, send=0.3)).spans
@@ -168,7 +168,7 @@ def run(code: str) -> list[str]:
 WALK = """
 import sys
 from schedir import Plan, compile, schedules, simulate
-from schedir.analysis import compiled
+from schedir.analysis import numba_jit
 def times():
     return simulate(compile(schedules.one_f_one_b, Plan(16, 256))).span
 """
@@ -180,14 +180,14 @@ def test_a_short_process_does_not_import_numba() -> None:
 
 def test_rent_becomes_a_price() -> None:
     pytest.importorskip("numba")
-    code = WALK + "compiled.paid(compiled.PRICE)\nprint(times(), 'numba' in sys.modules)"
+    code = WALK + "numba_jit.paid(numba_jit.PRICE)\nprint(times(), 'numba' in sys.modules)"
     assert run(code) == ["813.0", "True"]
 
 
 def test_a_first_walk_that_is_long_imports_numba() -> None:
     pytest.importorskip("numba")
     code = """
-from schedir.analysis import longest_path
+from schedir.analysis.critical_path import longest_path
 longest_path.SECONDS_PER_NODE = 1.0
 print(times(), "numba" in sys.modules)
 """
@@ -197,7 +197,7 @@ print(times(), "numba" in sys.modules)
 def test_small_programs_pay_rent_too() -> None:
     pytest.importorskip("numba")
     code = """
-compiled.PRICE = 1e-9
+numba_jit.PRICE = 1e-9
 for _ in range(2):
     simulate(compile(schedules.gpipe, Plan(2, 4)))
 print("numba" in sys.modules)
@@ -207,16 +207,16 @@ print("numba" in sys.modules)
 
 def test_without_numba_all_works() -> None:
     hide = "import sys\nsys.modules['numba'] = None\n" + WALK
-    assert run(hide + "compiled.paid(9)\nprint(times())") == ["813.0"]
+    assert run(hide + "numba_jit.paid(9)\nprint(times())") == ["813.0"]
     code = (
-        "\ntry:\n    compiled.load()\nexcept Exception as error:\n    print(type(error).__name__)"
+        "\ntry:\n    numba_jit.load()\nexcept Exception as error:\n    print(type(error).__name__)"
     )
     assert run(hide + code) == [UsageError.__name__]
 
 
 def test_load_is_at_once() -> None:
     pytest.importorskip("numba")
-    assert run(WALK + "compiled.load()\nprint('numba' in sys.modules, times())") == [
+    assert run(WALK + "numba_jit.load()\nprint('numba' in sys.modules, times())") == [
         "True",
         "813.0",
     ]

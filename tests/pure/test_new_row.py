@@ -44,7 +44,7 @@ def test_a_row_needs_at_most_four_files(tmp_path: Path, name: str) -> None:
         "schedir/ir/isa/instructions.py",
         f"schedir/passes/{name}.py",
     }
-    assert own <= changed <= own | {f"schedir/runtime/{name}_handlers.py"}
+    assert own <= changed <= own | {f"schedir/runtime/handlers/{name}_handlers.py"}
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAIT = """\
     echo: int = field(
         default=0,
-        metadata=traits.setting(traits.whole_number(0, 3), "what is said twice (0)"),
+        metadata=program_attributes.setting(program_attributes.whole_number(0, 3), "what is said twice (0)"),
     )
 """
 COMMAND = '''
@@ -105,7 +105,7 @@ for given, says in (("echo=4", "pipeline.echo must be a whole number of at least
 
 def test_a_trait_is_one_entry(copy: Path) -> None:
     path = copy / "schedir" / "ir" / "program.py"
-    before = "    clip: bool = field(default=False, metadata=traits.CLIP)\n"
+    before = "    clip: bool = field(default=False, metadata=program_attributes.CLIP)\n"
     text = path.read_text()
     assert text.count(before) == 1
     path.write_text(text.replace(before, before + TRAIT))

@@ -33,8 +33,8 @@ def stub() -> str:
 from dataclasses import dataclass
 from pathlib import Path
 
-from schedir.ir.isa.opcodes import Opcode
 from schedir.ir.cost.per_stage_values import PerStage
+from schedir.ir.isa.opcodes import Opcode
 
 FIELD: dict[Opcode, str]
 NAMES: tuple[str, ...]

@@ -93,11 +93,14 @@ def fitted(measured: MachineMeasurements) -> Cluster:
     Raises UsageError where there is nothing to go by.
 
     >>> from schedir import planner
-    >>> from schedir.planner.hardware.cluster_fit import Block, Measured, Product, Sum, fitted
+    >>> from schedir.planner.hardware.cluster_fit import (
+    ...     MachineMeasurements, MeasuredAllReduce, MeasuredGemm, MeasuredLayer, fitted
+    ... )
     >>> model = planner.Model(layers=1, hidden=64, heads=4, vocab=64, sequence=32)
-    >>> one = Block(model, planner.Choice(attention="flash"), 1e-3)
-    >>> here = fitted(Measured(2, 4, 8e9, [Product(64, 64, 64, 1e-3)], 1e10, [one], [one],
-    ...                        [Sum(2, 1e6, 1.02e-3), Sum(2, 2e6, 2.02e-3)], processors=2))
+    >>> one = MeasuredLayer(model, planner.Choice(attention="flash"), 1e-3)
+    >>> sums = [MeasuredAllReduce(2, 1e6, 1.02e-3), MeasuredAllReduce(2, 2e6, 2.02e-3)]
+    >>> here = fitted(MachineMeasurements(2, 4, 8e9, [MeasuredGemm(64, 64, 64, 1e-3)], 1e10,
+    ...                                   [one], [one], sums, processors=2))
     >>> f"{here.flops:.4g} {here.nvlink:.3g} {here.latency:.2g}"
     '1.573e+09 1e+09 1e-05'
     """

@@ -149,20 +149,20 @@ class CpuOptimizer(HostOptimizerState):
         super().__init__(parameters, optimizer, lanes, device, names)
 
     def look(self) -> None:
-        """As of HostStates."""
+        """As of HostOptimizerState."""
         before = self.seen
         super().look()
         if self.seen is not before:
             self.parts = {}
 
     def away(self) -> list[Tensor]:
-        """As of HostStates."""
+        """As of HostOptimizerState."""
         parts = [t for part in self.parts.values() for t in part.tensors()]
         return [*super().away(), *parts]
 
     def rest(self) -> None:
-        """As of HostStates; and make what the host has of each stage, once, and see where the
-        device's is."""
+        """As of HostOptimizerState; and make what the host has of each stage, once, and see where
+        the device's is."""
         super().rest()
         whose = {main: p for p, main in self.main.items()}
         for s, own in self.own.items():
@@ -232,9 +232,9 @@ class CpuOptimizer(HostOptimizerState):
         )
 
     def step(self, stage: int, finite: Tensor) -> None:
-        """As of HostStates, on the host.  Raises ModelError also for an optimizer that puts other
-        memory in the place of a parameter's: it is from the memory that it was given that weights
-        go back to the device."""
+        """As of HostOptimizerState, on the host.  Raises ModelError also for an optimizer that puts
+        other memory in the place of a parameter's: it is from the memory that it was given that
+        weights go back to the device."""
         part = self.parts[stage]
         part.bind()
         before = [one._version for one in part.place.values()]
@@ -279,7 +279,7 @@ class CpuOptimizer(HostOptimizerState):
             super().finish()
 
     def fail(self) -> None:
-        """As of HostStates."""
+        """As of HostOptimizerState."""
         for job in self.jobs.values():
             with suppress(Exception):  # an earlier one is told
                 job.finish()
@@ -288,7 +288,7 @@ class CpuOptimizer(HostOptimizerState):
 
     @contextmanager
     def _only(self, stage: int) -> Iterator[None]:
-        """As of HostStates, with parameters on the host in the place of the device's."""
+        """As of HostOptimizerState, with parameters on the host in the place of the device's."""
         place, optimizer, inner = self.parts[stage].place, self.optimizer, self.inner
         with super()._only(stage):
             if self.main:
