@@ -1,4 +1,4 @@
-"""Choice: whether an operation runs on its Triton kernel or on its plain-torch reference."""
+"""Choose the Triton kernel or the torch reference of an operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""schedir: pipeline schedules as programs.  Write one, compile it, see it, run it.
+"""Compile, check, simulate, draw and run pipeline schedules.
 
 >>> import schedir
 >>> from schedir import B, F, Costs, Plan

@@ -1,4 +1,4 @@
-"""The command line.
+"""The `schedir` command line.
 
 Exit codes: 0 fine; 2 a refused program, bad usage, or an optional package that is missing or
 broken; 1 a bug of schedir, or a rank that crashed or was killed; 130 interrupted.

@@ -1,4 +1,4 @@
-"""Every refusal of schedir, and nothing else: bugs of ours are ordinary exceptions.
+"""The errors with which schedir refuses input.  A defect of schedir raises another exception.
 
 An error carries its facts as fields; the message is built from them, so that a program can
 read what a person reads.  Line 1 says which program and what is wrong, then come the

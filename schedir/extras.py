@@ -1,4 +1,4 @@
-"""The packages that a plain install leaves out, and the extras that install them.
+"""The optional packages, and the extras of `pip install` that install them.
 
 >>> install_command("torch")
 "pip install 'schedir[torch]'"

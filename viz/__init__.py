@@ -1,4 +1,4 @@
-"""Pictures: a Timeline in, a matplotlib Figure or an HTML page out.  Nothing else knows matplotlib.
+"""Draw a Timeline as a matplotlib Figure or an HTML page.
 
 Importing this loads no matplotlib; the first use of a figure does, that of a page does not.
 """

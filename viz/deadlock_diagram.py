@@ -1,4 +1,4 @@
-"""Standstill: where each rank of a program stands that cannot finish, and who waits for whom.
+"""Draw the ranks of a program that cannot finish, and which waits for which.
 
 A column for each rank, with the part of its Stream that matters; arrows lead from what waits to
 what it waits for.  An SVG written by hand, as a page or a README shows it.

@@ -1,4 +1,4 @@
-"""Ascii: the chart of doctests, a Timeline with a cell for each unit of time."""
+"""A text chart for doctests: one cell per unit of time."""
 
 from __future__ import annotations
 

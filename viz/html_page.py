@@ -1,4 +1,4 @@
-"""The interactive page: one HTML file that needs nothing else, and asks nobody for anything.
+"""The interactive page: one self-contained HTML file.
 
 The page is the files in `page/`, put together; runs travel as packed columns of numbers.
 """

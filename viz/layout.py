@@ -1,4 +1,4 @@
-"""Layout: where everything of a Timeline lies in its chart: rectangles, before any drawing."""
+"""Compute the rectangles of a chart from a Timeline, before anything is drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notebook: what one shows of a Program or a Timeline: a small picture, and the text."""
+"""Small pictures of a Program or a Timeline in notebooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Palette: colours that hold for colour-blind readers and in grey.
+"""Colours that colour-blind readers can tell apart, also in grey.
 
 A letter is told by its lightness first, so that a grey print keeps it, and by its hue second.
 Each letter keeps to a band of lightness; the shades within it tell a rank's own stages apart.

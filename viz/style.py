@@ -1,4 +1,4 @@
-"""Style: how a chart is asked to look, and what is meant by it."""
+"""Style: options of how a chart looks."""
 
 from __future__ import annotations
 

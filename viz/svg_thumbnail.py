@@ -1,4 +1,4 @@
-"""SVG: a run as a small one, written by hand: no matplotlib, and right in the middle of a page."""
+"""Draw a run as a small SVG without matplotlib."""
 
 from __future__ import annotations
 

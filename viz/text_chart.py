@@ -1,4 +1,4 @@
-"""Text chart: a run on a terminal, as wide as that: a line for each rank, letters for its boxes."""
+"""Draw a run as text on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Raster: what all pictures take from a run: own stages, curves, shares of columns of time."""
+"""Compute curves and busy shares per column of time."""
 
 from __future__ import annotations
 

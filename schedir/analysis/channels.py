@@ -1,4 +1,5 @@
-"""Channels: whose transfers share a queue, which are issued as one, and which can meet at all.
+"""Assign transfers to queues and channels: which wait for each other, are issued as one, or can
+match.
 
 What the table of models means for the instructions of a program.
 """

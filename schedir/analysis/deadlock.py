@@ -1,4 +1,6 @@
-"""Deadlock: who waits for whom when a program cannot finish, and who uses a value too early."""
+"""Explain why a program cannot finish: the cycle of waits, or a value that is used before it
+exists.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dependency graph: when may an instruction start?
+"""The dependency graph: what must end before an instruction may start.
 
 The one place that knows.  A program finishes under a progress model if and only if this
 graph has no cycle; the longest path is the predicted time; any topological order is a legal

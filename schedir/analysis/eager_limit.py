@@ -1,4 +1,4 @@
-"""Limits: from which size on messages must wait for nobody, so that what hangs would finish."""
+"""Find the smallest eager limit, in bytes, with which a program finishes."""
 
 from __future__ import annotations
 

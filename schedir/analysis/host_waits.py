@@ -1,4 +1,4 @@
-"""Hosts: what those that wait have waited for, before they issue an instruction."""
+"""Track what each blocking host has waited for before it issues an instruction."""
 
 from __future__ import annotations
 

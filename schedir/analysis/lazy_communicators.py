@@ -1,4 +1,4 @@
-"""First uses: whether hosts come past the places where communicators are made.
+"""Check that every rank reaches the first use of each communicator that NCCL creates lazily.
 
 A communicator that is made lazily is built at its first use, by all its ranks together: the host
 of each stands there until the others have come, and issues nothing meanwhile.  Otherwise hosts do

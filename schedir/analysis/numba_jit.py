@@ -1,4 +1,4 @@
-"""Compile loops to machine code, where numba is installed (`schedir[fast]`) and saves time.
+"""Compile loops to machine code with numba, if it is installed (`schedir[fast]`) and saves time.
 
 To import numba and its compiled loops takes some tenths of a second, which is more than a small
 command computes.  So a process walks without numba at first, and adds up how long that takes.

@@ -1,4 +1,4 @@
-"""Progress models: what a transport promises about the transfers of one rank.
+"""Progress models: what a transport promises about the order of the transfers of one rank.
 
 Whatever a transport promises, transfers of one queue pass in their order, and those of different
 queues do not hold each other up.  A model says how many queues there are.

@@ -1,4 +1,4 @@
-"""Sharing: whether a program ends where streams of a rank share a hardware queue."""
+"""Check that a program finishes if streams of a rank share a hardware queue."""
 
 from __future__ import annotations
 

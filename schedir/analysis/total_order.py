@@ -1,4 +1,4 @@
-"""One order: a program one instruction after the other, in an order that all ranks share.
+"""Find one order of all instructions that every rank can follow.
 
 Where ranks go by it, each in its part, and begin an instruction when the one before has ended,
 nothing can hang, whatever holds up a rank meanwhile: of all that has not ended, what comes first

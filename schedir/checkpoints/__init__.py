@@ -1,4 +1,4 @@
-"""Checkpoints: what a run is at a step, in a folder that any other layout of ranks reads.
+"""Save and load checkpoints, which any other layout of ranks can load.
 
     from schedir.checkpoints import load, save
 

@@ -1,4 +1,5 @@
-"""Saver: checkpoints that cost next to nothing: copied under a step, and written under later ones.
+"""Save checkpoints beside the steps: copy the state during one step, and write it during later
+ones.
 
 saver = Saver(executor, "checkpoints", keep=2)
 for step in range(1000):

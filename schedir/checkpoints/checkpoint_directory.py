@@ -1,4 +1,5 @@
-"""Folder: the checkpoints of a run, a folder per step, each whole or not there.
+"""The directory of a run's checkpoints: one subdirectory per step, which appears only when
+complete.
 
     step-00000120        whole: renamed to this when all was written, and the manifest last
     step-00000130.tmp    being written; of a run that ended meanwhile, if nobody has the lock

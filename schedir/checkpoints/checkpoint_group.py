@@ -1,4 +1,4 @@
-"""Peers: the processes that save and load together, and how they come to one mind."""
+"""The processes that save and load together, and agree on one outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storage: boxes of tensors in files, as `torch.save` writes them.
+"""Store tensor slices in files of the format of `torch.save`.
 
 A file has one box behind the other, each an archive of `torch.save`, as those of
 torch.distributed.checkpoint have.  Where each lies is told in the manifest: torch's `.metadata` is

@@ -1,4 +1,4 @@
-"""Disk: what fails there, in one sentence, and what is on it for good.  Needs no torch."""
+"""Flush files to the disk, and report I/O errors in one sentence.  Needs no torch."""
 
 from __future__ import annotations
 

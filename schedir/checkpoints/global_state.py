@@ -1,4 +1,4 @@
-"""Known: what all processes know of each other's state, before any of it is written or read."""
+"""Collect what all processes hold, before a checkpoint is written or read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading: a checkpoint, into whatever layout is there now."""
+"""Load a checkpoint into the current layout of ranks."""
 
 from __future__ import annotations
 

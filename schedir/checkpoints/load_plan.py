@@ -1,4 +1,4 @@
-"""Wanted: what of a checkpoint goes where in a process, and what does not fit."""
+"""Plan which stored slices of a checkpoint a process reads, and refuse what does not fit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Own: what a process has of a model's state: tensors by their names in the whole model, and the
-boxes of each that are in its memory.
+"""List the tensors of a process by their names in the whole model, with the slices that it holds.
 
 Nothing is copied or gathered here.  Replicas (dp) have the same, in parts (ZeRO) or whole; each
 writes its own part of every bucket.  What each tensor-parallel rank has whole the first one writes,

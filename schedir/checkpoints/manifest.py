@@ -1,4 +1,4 @@
-"""Manifest: what a checkpoint has.  Needs no torch.
+"""The manifest of a checkpoint: its files, tensors and slices.  Needs no torch.
 
 Its files with their digests, its tensors, and in which file each box of them lies.
 """

@@ -1,4 +1,4 @@
-"""Manifest lines: a manifest as lines of JSON, which are believed only when they are sound.
+"""Read, write and validate a manifest as lines of JSON.
 
     {"schedir_checkpoint": 1, "step": 120, "when": 1763847000, "facts": {...}, "state": {...}}
     {"file": "__0_0.distcp", "size": 4096, "sha256": "..."}

@@ -1,4 +1,4 @@
-"""Safetensors: the model of a checkpoint as one file that other tools read.
+"""Export the model of a checkpoint as one `.safetensors` file.
 
 The file has the length of a header in 8 bytes, the header in JSON, and the numbers of one tensor
 behind the other (https://github.com/huggingface/safetensors, "Format").  It is written tensor by

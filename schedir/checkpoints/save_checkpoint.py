@@ -1,4 +1,4 @@
-"""Writing: the state of a run, in the folder of it."""
+"""Save a checkpoint of the state of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Savable: what a checkpoint can have of a run, and what it would get wrong."""
+"""Refuse runs whose state a checkpoint cannot represent."""
 
 from __future__ import annotations
 

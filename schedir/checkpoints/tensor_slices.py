@@ -1,4 +1,4 @@
-"""Boxes: a run of a tensor's numbers, as ranges of its dimensions."""
+"""A slice of a tensor: an offset and a size in each dimension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands: a row of `COMMANDS` and a file each. Files that begin with `_` are helpers.
+"""The commands: each is a row of `COMMANDS` and a file.  `common` has what several commands share.
 
     def arguments(parser: ArgumentParser) -> None     adds the options
     def run(args: Namespace) -> str | int             returns output, exit code, or both in a tuple

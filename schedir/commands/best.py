@@ -1,4 +1,4 @@
-"""Rank schedules for a plan: which one takes the least time in the memory that there is."""
+"""The command `best`: rank schedules by their step time within the available memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a run into the costs that predict it."""
+"""The command `calibrate`: print the costs that a recorded run implies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check a program, or tell why an instruction starts when it does."""
+"""The command `check`: check a program, or explain when an instruction starts."""
 
 from __future__ import annotations
 

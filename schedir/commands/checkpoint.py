@@ -1,4 +1,4 @@
-"""Look at the checkpoints of a run, or write the model of one for other tools."""
+"""The command `checkpoint`: inspect the checkpoints of a run, or export a model from one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Set schedules side by side."""
+"""The command `compare`: compare schedules of one model side by side."""
 
 from __future__ import annotations
 

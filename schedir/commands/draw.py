@@ -1,4 +1,4 @@
-"""Draw a run."""
+"""The command `draw`: draw runs on the terminal, as pictures or as an interactive page."""
 
 from __future__ import annotations
 

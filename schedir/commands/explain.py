@@ -1,4 +1,4 @@
-"""Explain where the time of a run goes, and what would shorten it."""
+"""The command `explain`: explain why ranks are idle, and simulate changes that shorten the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write a program, or a run, for another system."""
+"""The command `export`: write a program or a run in the format of another system."""
 
 from __future__ import annotations
 

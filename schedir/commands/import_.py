@@ -1,4 +1,4 @@
-"""Read another system's program, or a real run of it."""
+"""The command `import`: read a program of another system, or the traces of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan a training run: how a model is laid out on a cluster, what a step takes and holds.
+"""The command `plan`: find the parallel plans of a model on a cluster with the shortest steps.
 
 `--scale` plans for several numbers of GPUs, and `--measure` measures this machine instead.
 """

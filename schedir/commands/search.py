@@ -1,4 +1,4 @@
-"""Search the shortest schedule within a memory limit, and say how short any can be."""
+"""The command `search`: find the shortest schedule within a memory limit, and a lower bound."""
 
 from __future__ import annotations
 

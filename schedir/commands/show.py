@@ -1,4 +1,4 @@
-"""Print a program."""
+"""The command `show`: print the text of a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predict a run, and print it as a table: times, memory and bytes sent of each rank."""
+"""The command `simulate`: predict a run, with the time, memory and sent bytes of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train a GPT."""
+"""The command `train`: train a model from a configuration file."""
 
 from __future__ import annotations
 

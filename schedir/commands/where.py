@@ -1,4 +1,4 @@
-"""Where a job that hangs stands now, or where it was left."""
+"""The command `where`: find where a job hangs, from its flight-recorder dumps or black boxes."""
 
 from __future__ import annotations
 

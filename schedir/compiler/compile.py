@@ -1,4 +1,4 @@
-"""Compile: a schedule or a draft in, a checked Program out."""
+"""Compile a schedule or a draft into a checked Program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forwards: of a program that trains, what evaluates on the same stages."""
+"""Derive the forward-only program that evaluates on the stages of a training program."""
 
 from __future__ import annotations
 

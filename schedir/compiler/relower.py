@@ -1,4 +1,4 @@
-"""Compile a compiled program's compute, or another draft, again with the program's options."""
+"""Lower the compute instructions of a program again, with the options of its first lowering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a source of any form as one stream of tokens, with the ends of its documents."""
+"""Read a text or token source as one stream of tokens, with the ends of its documents."""
 
 from __future__ import annotations
 

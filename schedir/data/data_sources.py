@@ -1,4 +1,4 @@
-"""Sources: the files that hold a run's text or tokens."""
+"""Find and open the text and token files of a run."""
 
 from __future__ import annotations
 

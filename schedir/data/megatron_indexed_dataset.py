@@ -1,4 +1,4 @@
-"""Read tokens from a `.bin`, and the ends of documents from the `.idx` beside it.
+"""Read Megatron-LM's indexed datasets: tokens from `.bin`, ends of documents from `.idx`.
 
 The format is that of Megatron-LM's IndexedDataset (megatron/core/datasets/indexed_dataset.py).  An
 `.idx` contains, in this order:

@@ -1,4 +1,4 @@
-"""Order: all windows of an epoch once, shuffled, without a list of them.
+"""Shuffle the windows of an epoch without a list of them.
 
 A keyed permutation of the numbers below `size` in O(1) memory: a balanced Feistel network (Luby and
 Rackoff, SIAM J. Comput. 17, 1988) over the next even number of bits, followed along its cycle until

@@ -1,4 +1,4 @@
-"""Windows: which tokens of a stream are trained on together, and which of them count."""
+"""Cut a stream of tokens into training windows."""
 
 from __future__ import annotations
 

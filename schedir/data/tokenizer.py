@@ -1,4 +1,4 @@
-"""Tokenizers: bytes as they are, or a byte-level BPE of Hugging Face's library `tokenizers`.
+"""Tokenizers: one token per byte, or a byte-level BPE of Hugging Face's `tokenizers`.
 
 Byte-level BPE (Radford et al., Language Models are Unsupervised Multitask Learners, 2019, section
 2.2) has a token for each byte, so that it encodes whatever there is, and nothing is lost.

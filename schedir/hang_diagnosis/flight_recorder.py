@@ -1,4 +1,4 @@
-"""Flight recorder: the dumps of torch's ring buffer of messages and collectives, a file per rank.
+"""Read the dumps of torch's flight recorder, one file per rank.
 
 The form is that of `FlightRecorder.hpp` (torch 2.13 writes its version 2.10), read as
 `torch.distributed.flight_recorder` reads it: `entries` in the order in which the rank issued them,

@@ -1,4 +1,4 @@
-"""Report: where the ranks of a job stand and which is the cause, in words.
+"""Report in words where the ranks of a job are, and what holds them up.
 
 `job_lines` needs the dumps alone.  `program_lines` says at which instruction of a program each rank
 stands, and whether that is a deadlock of the program.

@@ -1,4 +1,4 @@
-"""Left: what the black boxes of a run say to somebody else, while it stands and afterwards.
+"""Read the black boxes of a run from outside, during the run or after it.
 
 The same as its processes and its launcher say of it when its timeout is over; only that it may go
 on, or that all of it may have been ended at once, and then nobody is to blame.

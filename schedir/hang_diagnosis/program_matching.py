@@ -1,4 +1,4 @@
-"""Matched: the messages that ranks have recorded, as the transfers of a program.
+"""Match the messages that ranks recorded with the transfers of a program.
 
 The messages of a rank in a process group are those transfers of its Stream that go that way, in
 the order of the Stream, over and over, a step after the other.  So the n-th message of all is known

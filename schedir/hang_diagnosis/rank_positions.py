@@ -1,4 +1,4 @@
-"""Placed: at which instruction each rank of a program stands, what it waits for, and who is late.
+"""Find the instruction that each rank has reached, what it waits for, and which rank is late.
 
 Transfers are seen, what is computed is not.  What has surely ended is all that an ended transfer
 needs; what may have ended is what nothing unfinished keeps from it.  A rank stands at the first of

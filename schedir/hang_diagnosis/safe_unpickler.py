@@ -1,4 +1,4 @@
-"""Load pickles of plain values only: numbers, text, None, lists, tuples, and dicts with text keys.
+"""Load pickles of plain values, without running code: numbers, text, None, lists, tuples and dicts.
 
 Python's unpickler imports and calls whatever a file names.  So `pickletools` first lists the
 opcodes, and a file with an opcode that plain values do not need is refused before it is unpickled.

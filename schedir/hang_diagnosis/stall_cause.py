@@ -1,4 +1,4 @@
-"""Blame: who keeps a run that stands still, by the black boxes of its processes.
+"""Find the process that holds up a run, from the black boxes of its processes.
 
 Each process stands at an instruction: it has begun it, and all before it on its rank.  It waits
 for others if what the instruction needs is not there: a message whose sender has not come to its

@@ -1,4 +1,4 @@
-"""Standing: where each rank of a job stands, and who waits for whom, by what they have recorded.
+"""Build the graph of which rank waits for which, from the recorded operations alone.
 
 No program is needed.  A rank waits at the first operation that it has issued and that has not
 ended.  Whom that waits for is read off the other ranks' recordings: a message pairs with its other

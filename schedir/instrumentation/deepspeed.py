@@ -1,4 +1,4 @@
-"""DeepSpeed's PipelineEngine: a range around each instruction of its `_INSTRUCTION_MAP`.
+"""Mark the instructions of DeepSpeed's PipelineEngine as profiler ranges.
 
 Its instructions carry the number of a buffer, not of a microbatch; but each kind of them comes in
 the order of microbatches (`TrainSchedule._step_to_micro_batch`), so that the k-th is that of

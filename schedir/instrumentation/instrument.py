@@ -1,4 +1,4 @@
-"""`schedir.instrument`: one call that makes the instructions of other people's trainers visible."""
+"""`schedir.instrument`: mark the instructions of other trainers as profiler ranges."""
 
 from __future__ import annotations
 

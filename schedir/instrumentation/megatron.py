@@ -1,4 +1,4 @@
-"""Megatron-LM, as megatron-core 0.16: ranges around its forwards, backwards and messages.
+"""Mark forwards, backwards and messages of Megatron-LM (megatron-core 0.16) as profiler ranges.
 
 Its three schedules call `forward_step` and `backward_step`, and post messages through
 `_batched_p2p_ops` or `_p2p_ops`, all by their names in their modules.  A forward is given its

@@ -1,4 +1,4 @@
-"""What all marked trainers share: the names of ranges, waits, and functions put around others.
+"""Names of profiler ranges, and wrappers of functions, for all instrumented trainers.
 
 A range says an instruction as torch.distributed.pipelining names its actions, behind `PP:`:
 

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining, as of 2.13: what its schedules do not mark themselves.
+"""Mark what the schedules of torch.distributed.pipelining 2.13 do not mark themselves.
 
 `_PipelineScheduleRuntime` and what is made of it mark each action, but not the waits for messages,
 which happen in the forward or backward that needs them.  `ScheduleGPipe` marks a forward with its

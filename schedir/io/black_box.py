@@ -1,4 +1,4 @@
-"""Black box: a small file of a process of a run, which outlives it.
+"""Black box: a small memory-mapped file with the progress of a process, which outlives the process.
 
 A file of `SIZE` bytes in the folder `boxes` of a run's output, one for each process, which maps it
 into its memory: what it writes there is seen by everybody on its machine, and stays when it is

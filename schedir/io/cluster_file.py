@@ -1,4 +1,4 @@
-"""Cluster file: a Cluster in TOML, a line for each of its numbers."""
+"""Read and write a Cluster as TOML, one line per number."""
 
 from __future__ import annotations
 

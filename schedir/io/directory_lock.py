@@ -1,4 +1,4 @@
-"""Locks: a folder that one process at a time has for itself, and nobody once that has ended."""
+"""Lock a directory for one process at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files: read as text, and written whole or not at all."""
+"""Read text files, and write files atomically."""
 
 from __future__ import annotations
 

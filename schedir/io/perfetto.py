@@ -1,4 +1,4 @@
-"""Perfetto: a Timeline as Chrome trace JSON, which ui.perfetto.dev and chrome://tracing show.
+"""Write a Timeline as Chrome trace JSON, for ui.perfetto.dev and chrome://tracing.
 
 Written after "Trace Event Format" (the Catapult project) and what Perfetto says of importing it:
 complete slices (X) that do not overlap on a track, flows (s, f), counters (C), and metadata (M).

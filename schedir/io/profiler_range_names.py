@@ -1,4 +1,4 @@
-"""Marks: the names by which a range in a trace says which instruction it is.
+"""Names of profiler ranges, and the instructions that they mean.
 
 - `PP:0F3`, `PP:2SEND_F1`, `PP:(0F7;7B3)OVERLAP_F_B`: torch's runtime schedules
   (torch.distributed.pipelining.schedules, `_get_profiler_function_name`), and whoever marks in

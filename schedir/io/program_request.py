@@ -1,4 +1,4 @@
-"""Request: what a person asks for, and all that is said beside it, resolved in one place.
+"""Resolve what a user asks for, a source and all options, into programs, costs and sizes.
 
 The command line makes a Request of its options, a training run of its configuration.
 """

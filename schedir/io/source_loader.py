@@ -1,4 +1,4 @@
-"""Load: what a person names on a command line or in a configuration, as a schedule or Program."""
+"""Load what a user names (`zb_v`, FILE.py:NAME, FILE.sched) as a schedule or a Program."""
 
 from __future__ import annotations
 

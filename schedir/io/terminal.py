@@ -1,4 +1,4 @@
-"""What the command line prints: tables, coloured programs, refusals, JSON.
+"""Print tables, coloured programs, errors and JSON for the command line.
 
 Rich is imported where it is needed: --help must not wait for it.
 """

@@ -1,4 +1,4 @@
-"""Timeline file: a Timeline on disk.  `docs/traces.md` describes the format.
+"""Read and write a Timeline as a file.  `docs/traces.md` describes the format.
 
 A zip archive of four members: `header.json`, `program.sched`, and `start.npy` and `end.npy`,
 one number per instruction in the order of the program.  Nothing in it is pickled, and a file

@@ -1,4 +1,4 @@
-"""TOML: the tables of a text, whatever is wrong with it said in one sentence."""
+"""Read the tables of a TOML file, with errors of one sentence."""
 
 from __future__ import annotations
 

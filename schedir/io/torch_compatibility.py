@@ -1,4 +1,4 @@
-"""Limits: what programs have that torch's schedules have not."""
+"""Refuse programs that torch's schedules cannot express."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CSV of torch.distributed.pipelining: what its `_load_csv` reads and its `_dump_csv` writes.
+"""Read and write the CSV of torch.distributed.pipelining (`_load_csv`, `_dump_csv`).
 
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1

@@ -1,4 +1,4 @@
-"""Shards: UNSHARD and RESHARD in the rows of torch's CSV, where torch wants stages whole."""
+"""Insert UNSHARD and RESHARD into torch's CSV."""
 
 from __future__ import annotations
 

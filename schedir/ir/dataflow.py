@@ -1,4 +1,4 @@
-"""Flow: who gives each value, who changes it in place, who reads it last, and how long it lives.
+"""Find the producer, the changes, the last reader and the lifetime of every value.
 
 A value has a chain of instructions along the Stream of its rank: one makes it, some may change it,
 some read it, one frees it.  Everything that asks for a part of such a chain asks here: the

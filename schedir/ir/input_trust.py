@@ -1,4 +1,4 @@
-"""Trust: what a process lets its input do, said once for all that it reads.
+"""Limits on untrusted input: the number of instructions, and whether files with code may run.
 
 A plan of a few words may mean billions of instructions, and a schedule that is named as
 `file.py:function` is code that runs as it is read.

@@ -1,4 +1,4 @@
-"""Index: where each instruction of a program stands."""
+"""Position tables of all instructions of a program."""
 
 from __future__ import annotations
 

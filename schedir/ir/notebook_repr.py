@@ -1,4 +1,4 @@
-"""Notebook: how an object is shown in one, by whoever can draw it.
+"""Register the function that draws programs and timelines in notebooks.
 
 A notebook asks the object itself, and pictures are made further up: so these register here.
 """

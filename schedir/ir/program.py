@@ -1,4 +1,4 @@
-"""Program: the compiled lists.  Immutable; every pass maps a Program to a new one."""
+"""Program: one immutable instruction list per rank.  Passes map a Program to a new one."""
 
 from __future__ import annotations
 

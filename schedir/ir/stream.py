@@ -1,4 +1,4 @@
-"""Stream: the instruction list of one rank, as words; and how a word is read."""
+"""Stream: the instruction list of one rank, as an array of int64."""
 
 from __future__ import annotations
 

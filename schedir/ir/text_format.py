@@ -1,4 +1,4 @@
-"""Text of a Program: what prints, parses.  One grammar, flat and folded.
+"""Print and parse the text form of a Program, flat or folded.
 
     schedir 1
     program one_f_one_b

@@ -1,4 +1,4 @@
-"""Chains: all that touches the values of one kind, value by value along the Stream.
+"""Find all instructions that touch a value, in the order of the Stream.
 
 For values that are made again and again, or that change their state on the way: where they lie (a
 tier), and in which form (a field of Sizes).  Who makes a value leaves it in the form that the first

@@ -1,4 +1,4 @@
-"""Attention: each token sees those before it, or those of them that are in its window.
+"""Causal attention, over all earlier tokens or over a window of them.
 
 A window is one of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922), causal and
 of one dimension: query i sees j <= i with j > leader - window, where the leader, i // stride *

@@ -1,4 +1,4 @@
-"""Tiles: which the GPT's attention computes with a window.  Needs no torch."""
+"""Tile sizes of windowed attention.  Needs no torch."""
 
 from __future__ import annotations
 

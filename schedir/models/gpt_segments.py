@@ -1,4 +1,4 @@
-"""The GPT in pieces: a stage cut where its tensor-parallel ranks meet, for `compile(..., cut=...)`.
+"""Stages of a GPT, split into segments at their tensor-parallel collectives (`compile(cut=)`).
 
 A layer is four pieces, between the sums of Megatron-LM (arXiv 1909.08053, section 3):
 

@@ -1,4 +1,4 @@
-"""Language: what models of tokens have in common: their ends, how weights begin, and the loss."""
+"""What all language models share: embedding, head, initialization and loss."""
 
 from __future__ import annotations
 

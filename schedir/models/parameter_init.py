@@ -1,4 +1,4 @@
-"""Weights: how those of a layer begin, and which ranks share them."""
+"""Initial values of the parameters of a layer, and the ranks that share them."""
 
 from __future__ import annotations
 

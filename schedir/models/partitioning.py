@@ -1,4 +1,4 @@
-"""Shape: how stages and tensor-parallel ranks divide a model.  Needs no torch."""
+"""Divide a model among stages and tensor-parallel ranks.  Needs no torch."""
 
 from __future__ import annotations
 

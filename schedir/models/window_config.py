@@ -1,4 +1,4 @@
-"""Windows: how many of the tokens before it each sees, layer by layer.  Needs no torch."""
+"""Attention windows by layer.  Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Insert: put instructions before or behind others, without coming between joined ones."""
+"""Insert instructions before or after others, without splitting groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowering: the passes that make a program of a draft, in their order.
+"""The ordered list of passes that lower a draft to a program.
 
 The one list of them: `compile` folds over it, `check` counts what it expects, and whoever lowers
 another draft in the way of a program repeats it.  A pass is in it by being in this folder: a module

@@ -1,4 +1,4 @@
-"""Record: what is known of a pass, for who runs passes, checks what they add, or repeats them."""
+"""Pass: its function, position and options, and the instructions that `check` expects from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which: of what a pass can work on, what somebody means; one vocabulary for all such options.
+"""Parse selections such as "all", "half", "fit", stages, or pairs of stage and microbatch.
 
 "all", "half" (every other microbatch of each stage), "fit" (as few as limits ask for), stages,
 pairs of (stage, microbatch), or a function that says it of the two.

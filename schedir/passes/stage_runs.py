@@ -1,4 +1,4 @@
-"""Runs: instructions of some kinds in a row on a rank that are of the same stages."""
+"""Find runs of consecutive instructions of the same stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends: where in its Stream each rank ends each update before the last, with reductions and step.
+"""Find where each rank ends each update but the last.
 
 Where all ranks meet there, the ends cut the whole program in two: nothing ahead of them may wait
 for what stands behind one, on whatever rank, or the ranks would wait for each other.

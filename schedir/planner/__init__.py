@@ -1,4 +1,4 @@
-"""Planner: from a model and a cluster to plans, and what a step of each takes and holds."""
+"""Planner: find parallel plans for a model on a cluster, with their step times and memory."""
 
 from schedir.planner.config_export import config, program
 from schedir.planner.estimate.simulated_estimate import exact, program_for

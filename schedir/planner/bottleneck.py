@@ -1,4 +1,4 @@
-"""Why: what keeps a plan from being faster, in a word and in a sentence."""
+"""Name what limits the speed of a plan."""
 
 from __future__ import annotations
 

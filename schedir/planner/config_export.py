@@ -1,4 +1,4 @@
-"""Runnable: a choice as a program, and as a configuration that `schedir train` runs."""
+"""Turn a parallel plan into a program, or into a configuration of `schedir train`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options: a division of layers as other trainers are told it."""
+"""Print a division of layers as options of Megatron-LM and torchtitan."""
 
 from __future__ import annotations
 

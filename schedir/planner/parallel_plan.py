@@ -1,4 +1,4 @@
-"""Choice: how a model is laid out on a cluster, and what a step of it takes and holds."""
+"""Choice: a parallel plan of a model on a cluster, and its estimates of time and memory."""
 
 from __future__ import annotations
 

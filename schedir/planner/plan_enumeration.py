@@ -1,4 +1,4 @@
-"""Choices: all plans that a model, a cluster and a batch allow, and what is refused."""
+"""Enumerate all plans that a model, a cluster and a batch allow."""
 
 from __future__ import annotations
 

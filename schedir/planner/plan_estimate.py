@@ -1,4 +1,4 @@
-"""Priced: a choice with what its parts and its memory say of it."""
+"""Attach the estimates of time and memory to a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan: the best plans of a model on a cluster, and what would have to change for better ones."""
+"""Find the best plans of a model on a cluster, and what would allow better ones."""
 
 from __future__ import annotations
 

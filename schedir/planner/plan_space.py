@@ -1,4 +1,4 @@
-"""Every plan at once: what all of them take and hold, in closed form."""
+"""Estimate the time and memory of all plans at once, in closed form."""
 
 from __future__ import annotations
 

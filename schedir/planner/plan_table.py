@@ -1,4 +1,4 @@
-"""Plans: many choices at once, a column for each of their fields."""
+"""Many plans as a table: one column for each field of a plan."""
 
 from __future__ import annotations
 

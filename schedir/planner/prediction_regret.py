@@ -1,4 +1,4 @@
-"""Regret: what a prediction costs its user, who runs the plan that it says is best."""
+"""Compute the cost of running the plan that a prediction calls best."""
 
 from __future__ import annotations
 

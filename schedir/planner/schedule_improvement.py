@@ -1,4 +1,4 @@
-"""Shorter: a schedule for one choice that is shorter than the one it has, within its memory."""
+"""Search for a shorter schedule for one plan, within its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainers for which the planner prices plans: their constants, states, options and sizes."""
+"""Trainers that the planner knows: their constants, states, options and sizes."""
 
 from __future__ import annotations
 

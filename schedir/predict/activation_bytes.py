@@ -1,4 +1,4 @@
-"""Layer bytes: what one transformer layer keeps of a microbatch, by arXiv 2205.05198."""
+"""Activation bytes that one transformer layer saves per microbatch (arXiv 2205.05198)."""
 
 from __future__ import annotations
 

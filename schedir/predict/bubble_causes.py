@@ -1,4 +1,4 @@
-"""Bubble causes: why the compute lane of a rank is idle when it is."""
+"""Find why the compute lane of a rank is idle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibrate: from a measured run, the costs that predict it."""
+"""Compute costs that predict a measured run."""
 
 from __future__ import annotations
 

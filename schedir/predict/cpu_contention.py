@@ -1,4 +1,4 @@
-"""On processors: the times of a program whose ranks share fewer processors than they are."""
+"""Simulate a program whose ranks share fewer processors than there are ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time that a schedule as short as a bound would save, as a share and in words."""
+"""Report the time that a schedule as short as a lower bound would save."""
 
 from __future__ import annotations
 

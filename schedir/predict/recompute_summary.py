@@ -1,4 +1,4 @@
-"""Say which forwards are recomputed, offloaded or spilled."""
+"""Summarize which forwards are recomputed, offloaded or spilled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observed: the Timeline of a run of which each rank has noted when it began and ended what."""
+"""Build a Timeline from the times that each rank recorded."""
 
 from __future__ import annotations
 

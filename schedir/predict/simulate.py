@@ -1,4 +1,4 @@
-"""Simulate: the longest path through the dependency graph is the predicted time."""
+"""Simulate a program: the longest path through its dependency graph is its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Period: the time from a step to the next, of many in a row.
+"""Compute the time from one step to the next, of many consecutive steps.
 
 The span of one step says nothing of that: a rank that has ended its step begins the next one when
 nothing holds it, while others are busy still.  What holds it is what meets all ranks, as the norm

@@ -1,4 +1,4 @@
-"""Timeline: what happened, or will.  Predicted and measured runs are the same type."""
+"""Timeline: the predicted or measured start and end of every instruction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences: where two runs of one program spend different times."""
+"""Find where two runs of one program spend different times."""
 
 from __future__ import annotations
 

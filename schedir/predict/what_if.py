@@ -1,4 +1,4 @@
-"""Try changes of a run: compile each changed program, simulate it, and report what changes.
+"""Simulate changes of a run, and report their effects.
 
 `_Table` yields the changes: `rows` those that may take less time, and `rows_of_what_is_held` those
 of what ranks hold in memory.  A row changes the costs, the progress model, options of `compile` or

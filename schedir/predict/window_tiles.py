@@ -1,4 +1,4 @@
-"""Windows: which tiles of keys each tile of queries visits in windowed attention, and the saving.
+"""Count the tiles that windowed attention computes, and the saving.
 
 The windows are those of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922): each
 query sees `window` keys around it, and the window moves every `stride` queries only.  Stride 1 is a

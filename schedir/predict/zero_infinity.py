@@ -1,4 +1,4 @@
-"""ZeRO-Infinity's formulas: what a transformer holds, and how fast memory elsewhere must be.
+"""Formulas of ZeRO-Infinity (arXiv 2104.07857): memory, and the bandwidth that offload needs.
 
 Equations 1 to 11 of arXiv 2104.07857, sections 3 and 4.  All of them are for a transformer of
 `layers` blocks (nl) of width `hidden` (hd) that trains in 16 bits with Adam, on `batch` sequences

@@ -1,4 +1,4 @@
-"""What runs a program: an executor for each rank, split backwards, what is kept and measured.
+"""The runtime: executors that run programs with torch.
 
 What users need is here by name, and each is loaded where it is first used.
 """

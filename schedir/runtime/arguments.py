@@ -1,4 +1,4 @@
-"""Given: what callers hand over, as what they mean, or one error that says what is wanted."""
+"""Validate the arguments of public functions of the runtime."""
 
 from __future__ import annotations
 

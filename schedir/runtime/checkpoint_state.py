@@ -1,4 +1,4 @@
-"""Kept: what a checkpoint asks of whoever trains: which tensors are whose, and by which names."""
+"""The state of a run that a checkpoint saves: tensors by stage and by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking: a program runs between steps, to evaluate, and changes nothing that a step knows of."""
+"""Run a program between steps without changing the state of training."""
 
 from __future__ import annotations
 

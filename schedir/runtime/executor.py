@@ -1,4 +1,4 @@
-"""The Executor, which runs the Stream of one rank, and a context in which its weights are whole."""
+"""Executor: run the Stream of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beside: programs that run on the stages of another one, and in which order ranks run them."""
+"""Run further programs on the same stages, and the order in which ranks run them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One program of a rank, ready to run steps, and the position that it has reached.
+"""ProgramRunner: one program of a rank, linked and ready to run steps.
 
 A step is a loop over calls, to which the Stream was linked once.  A Transport moves the tensors.
 The caller chooses one of the legal orders of the calls: a process makes them in Stream order.

@@ -1,4 +1,4 @@
-"""Held: what a rank has, whatever program it runs: its stages, and what trains them."""
+"""RankResources: stages, gradients, optimizer and memory of a rank, whatever program it runs."""
 
 from __future__ import annotations
 

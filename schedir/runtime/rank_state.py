@@ -1,4 +1,4 @@
-"""The state of a program that runs on a rank: its slots, messages under way and linked calls."""
+"""State: the values, messages and linked calls of one program on one rank."""
 
 from __future__ import annotations
 

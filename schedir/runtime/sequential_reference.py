@@ -1,4 +1,4 @@
-"""Reference: the same stages in one process, without a schedule.
+"""`reference`: run the same stages in one process without a pipeline.
 
 What every schedule must reproduce.  An ascending one does, bit for bit.
 """

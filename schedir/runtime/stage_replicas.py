@@ -1,4 +1,4 @@
-"""Copies of the stages and Parameters that several ranks of one process have.
+"""Copies of stages and Parameters that several ranks of one process hold.
 
 The first of these ranks computes with the stage or Parameter itself.  Each of the others computes
 with a copy, as it would in a process of its own.

@@ -1,4 +1,4 @@
-"""Stage: what a rank has of one of its stages."""
+"""One stage of a rank: its module, gradients and pending values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch: what a step is given: microbatches, their targets, and keywords for the stages."""
+"""The inputs of a step: microbatches, targets, and keyword arguments of stages."""
 
 from __future__ import annotations
 

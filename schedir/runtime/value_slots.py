@@ -1,4 +1,4 @@
-"""Slots: where the values of a rank are while it runs, by kind and number."""
+"""Slots that hold the values of a rank while a program runs, by kind and number."""
 
 from __future__ import annotations
 

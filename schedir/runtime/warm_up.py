@@ -1,4 +1,4 @@
-"""Undone: a step that leaves nothing behind but what is made at first use."""
+"""Run a warm-up step, and undo its effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Solver: CP-SAT (`schedir[solver]`) on a Problem, for shorter orders and for proofs.
+"""Solve scheduling problems and prove bounds with OR-Tools CP-SAT (`schedir[solver]`).
 
 It closes Problems of up to about 130 (stage, microbatch) in seconds, and finds little beyond:
 a search comes first, and hands over what it has found.  Nothing else of schedir needs it.

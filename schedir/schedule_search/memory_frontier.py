@@ -1,4 +1,4 @@
-"""Frontier: what a search finds at each limit of memory, and the bounds below it."""
+"""Find the shortest schedule at each memory limit, with lower bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problem: what a search solves, as plain numbers of stages and ranks."""
+"""SchedulingProblem: what a search solves, as plain numbers per stage and rank."""
 
 from __future__ import annotations
 

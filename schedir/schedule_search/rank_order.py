@@ -1,4 +1,4 @@
-"""Orders: what each rank does in turn, without microbatch numbers, and what that takes.
+"""The order of work of each rank without microbatch numbers, and its time.
 
 Microbatches are alike, so a rank loses nothing by doing each kind of work of a stage in ascending
 order: of any schedule, sort the starts of a kind, and the k-th F still follows the k-th F before

@@ -1,4 +1,4 @@
-"""Search: the shortest schedule within a memory limit, with a proof of how short any can be."""
+"""`search`: find the shortest schedule within a memory limit, with a lower bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budget: how long a search may take, and what else is a plain number of it."""
+"""Limits of a search: seconds, evaluations and seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bound and Found: what a search gives."""
+"""Results of a search: the schedule that it found, and the lower bound."""
 
 from __future__ import annotations
 

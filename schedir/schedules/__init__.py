@@ -1,4 +1,4 @@
-"""How schedules are written, and those of the field, each as short as its idea.
+"""The built-in schedules.
 
 Each is a function of (rank, ranks, microbatches) and, where stages per rank matter, of `v`.
 Formulas count one stage and one microbatch: F, I, W and B = I + W are the costs of a stage, so

@@ -1,4 +1,4 @@
-"""Two directions: each stage has two holders, and half of the microbatches goes up the ranks.
+"""Bidirectional schedules: Chimera, DualPipe and BitPipe.
 
 A rank has an early stage, `F[0]`, and a late one, `F[1]`: those entering on its half of the ranks
 pass through the early one, the others through the late one.  In vees they come back through two

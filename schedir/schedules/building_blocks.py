@@ -1,4 +1,4 @@
-"""Schedules as a building block: slots for one microbatch, repeated for all.
+"""V-Half and V-Min: schedules that repeat a building block (arXiv 2405.15362).
 
 Qi et al., "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362): what a microbatch
 does on a rank is fixed in slots, and how far apart they are decides the memory.

@@ -1,4 +1,4 @@
-"""Draft: from what a schedule says of each rank to the instructions that it means."""
+"""Expand a schedule into a draft: the compute instructions of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy: say what is preferred and what is allowed, and let time decide the rest."""
+"""`greedy`: build a schedule from priorities and memory limits by simulating it."""
 
 from __future__ import annotations
 

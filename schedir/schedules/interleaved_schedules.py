@@ -1,4 +1,4 @@
-"""Several stages per rank, placed in a loop."""
+"""Interleaved schedules: several stages per rank, placed in a loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spell: from letters to instructions, of many ranks at once.
+"""Give the letters of a schedule their stage and microbatch numbers.
 
 Own stages become stages of the model, and microbatches that number themselves get their numbers.
 """

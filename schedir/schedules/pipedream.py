@@ -1,4 +1,4 @@
-"""No flush: what ends one update begins the next, on older weights."""
+"""PipeDream-2BW: no flush between updates, with delayed weights."""
 
 from __future__ import annotations
 

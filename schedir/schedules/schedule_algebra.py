@@ -1,4 +1,4 @@
-"""Words: how a schedule is written.
+"""The schedule algebra: letters such as `F` and `B`, and the operators that combine them.
 
 A word is what one rank does, as algebra: `3 * F + 5 * (F + B) + 3 * B`.  `+` is "then", `n *`
 is "n times", `F[j]` is F on the rank's j-th own stage.  Microbatches number themselves in

@@ -1,4 +1,4 @@
-"""One stage per rank and whole backwards; and forwards alone."""
+"""One stage per rank with full backwards: GPipe, 1F1B and forward-only."""
 
 from __future__ import annotations
 

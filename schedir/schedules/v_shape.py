@@ -1,4 +1,4 @@
-"""Two stages per rank, down the ranks and back: rank 0 has the first stage and the last."""
+"""V-shaped schedules, two stages per rank: rank 0 has the first and the last stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zero bubble, one stage per rank: the weights' gradients fill what would be idle."""
+"""Zero-bubble schedules, one stage per rank: ZB-H1 and ZB-H2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every tensor-parallel layer needs of its group: who am I, my shard, f and g.
+"""The tensor-parallel group, its shards, and the mappings f and g of Megatron-LM.
 
 A group is a `ProcessGroup`, or None for tensor parallelism of 1, where nothing is sent.
 

@@ -1,4 +1,4 @@
-"""Weights that are drawn by slice: a rank makes what it holds, and one block beside it.
+"""Initialize weights slice by slice: a rank draws its own slice and one block beside it.
 
 A weight is cut into blocks along the dimension that tensor-parallel ranks share, and each block is
 drawn by a generator of its own.  So a number is decided by seed, name and place: any number of

@@ -1,4 +1,4 @@
-"""Pieces: modules that have parts of another module, its very submodules and parameters."""
+"""A module that shares submodules and parameters with another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Testing: strategies for hypothesis, and a property test for a schedule of your own.
+"""Hypothesis strategies, and assertions for schedules and gradients of your own.
 
 >>> from schedir import B, F
 >>> from schedir.testing import assert_schedule

@@ -1,4 +1,4 @@
-"""Assertions: a property test for a schedule of your own."""
+"""`assert_schedule`: a property test for a schedule."""
 
 from __future__ import annotations
 

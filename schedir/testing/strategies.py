@@ -1,4 +1,4 @@
-"""Strategies: plans, drafts and programs for property tests."""
+"""Hypothesis strategies for shapes, drafts and programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny: a model with which to compare gradients, for tests of schedules."""
+"""A small model for gradient comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain loop: gradients of a model without a pipeline, microbatch by microbatch."""
+"""Compute the gradients of a model without a pipeline, microbatch by microbatch."""
 
 from __future__ import annotations
 

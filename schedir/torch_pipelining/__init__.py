@@ -1,4 +1,4 @@
-"""In the place of torch's schedules: `schedir.torch_pipelining.Schedule`."""
+"""Run schedir's programs through the API of torch.distributed.pipelining."""
 
 from schedir.extras import require
 

@@ -1,4 +1,4 @@
-"""Actions: what torch's runtime is told to do, made of a Program."""
+"""Translate a Program into the actions of torch's runtime."""
 
 from __future__ import annotations
 

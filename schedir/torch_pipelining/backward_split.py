@@ -1,4 +1,4 @@
-"""Backwards in halves, as torch does them: where it would lose gradients, they are whole.
+"""Torch's split backward, and full backwards where it would lose gradients.
 
 torch takes the weights' half from what lies between weights and inputs.  A weight from which no way
 leads to an output past an input, as in a stage behind frozen ones, or of a table that is handed on,

@@ -1,4 +1,4 @@
-"""Kept: what a checkpoint has of torch's stages, and which processes are replicas of which."""
+"""The checkpoint state of torch's stages."""
 
 from __future__ import annotations
 

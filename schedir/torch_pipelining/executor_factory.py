@@ -1,4 +1,4 @@
-"""Executors for the stages of torch.distributed.pipelining, and the shapes of their boundaries."""
+"""Build executors for the stages of torch.distributed.pipelining."""
 
 from __future__ import annotations
 

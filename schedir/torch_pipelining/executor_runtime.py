@@ -1,4 +1,4 @@
-"""runtime="schedir": our Executor behind the face of torch's schedules."""
+"""`runtime="schedir"`: run torch's stages with schedir's Executor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's pipeline runtime with losses by microbatch, and with checks of each forward.
+"""Check each forward of torch's runtime, and keep losses by microbatch.
 
 After a forward it is known whether torch's split backward of it would be wrong.
 """

@@ -1,4 +1,4 @@
-"""Sharded stages: when each is whole, where `fully_shard` cut its parameters up.
+"""Support stages under `fully_shard`: when each is unsharded.
 
 torch's runtime gathers a stage's parameters at UNSHARD and lets go of them at RESHARD.  What is in
 between is all that may be computed with them; these actions are put in as the list is made.

@@ -1,4 +1,4 @@
-"""Gradients of a step of torch's runtime: reduced, summed over copies and scaled, once each.
+"""Reduce, sum and scale the gradients of a step of torch's runtime, once each.
 
 What was there before the step, as of the step before where gradients are accumulated, is put aside
 and added at the end: else torch divides it again.

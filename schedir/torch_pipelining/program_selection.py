@@ -1,4 +1,4 @@
-"""Which program runs: compiled for the stages that the processes hold, or fitted to them."""
+"""Choose the program that a schedule runs, for the stages that the processes hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedule: a program of ours where `ScheduleInterleaved1F1B(...)` stands."""
+"""Schedule: a drop-in for torch's schedule classes, such as `ScheduleInterleaved1F1B`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of a pipeline tell each other as they make a schedule, and refuse together."""
+"""Compare what the processes of a pipeline were given, and raise one error in all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages: what a rank is given, what wraps their modules, and which weights they share."""
+"""The stages of a rank, the wrappers of their modules, and the weights that they share."""
 
 from __future__ import annotations
 

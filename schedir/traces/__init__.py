@@ -1,4 +1,4 @@
-"""Traces of real runs, as profilers leave them, read as programs and Timelines."""
+"""Import traces of real runs as programs and Timelines."""
 
 from schedir.traces.trace_import import ImportedRun, read_run
 

@@ -1,4 +1,4 @@
-"""Clocks: by how much the clocks of hosts differ, from messages that went between them.
+"""Estimate the offsets between the clocks of hosts from messages.
 
 No message is received before it is sent.  So of a message from a to b that was posted at `sent`
 and was there at `got`, each by its own clock, offset(b) - offset(a) <= got - sent; those from b to

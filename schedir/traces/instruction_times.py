@@ -1,4 +1,4 @@
-"""Instructions: what a rank did in a step, and when, from the marks and kernels of its trace.
+"""Find when a rank ran each instruction, from profiler ranges and kernels.
 
 On a CPU an instruction's time is that of its range, but what the host waits in it for a message is
 not: torch's runtime waits for a receive inside of the F or B that needs it.  Gloo says until when

@@ -1,4 +1,4 @@
-"""Kineto: what a file of torch.profiler says of the instructions of one rank.
+"""Read the files of torch.profiler.
 
 The form is Chrome's trace events with what torch adds (github.com/pytorch/kineto): ranges that the
 program named (`user_annotation`), operators (`cpu_op`), launches (`cuda_runtime`, `cuda_driver`)

@@ -1,4 +1,4 @@
-"""Steps: which processes are the pipeline's ranks, and what each of them did in a step."""
+"""Find the pipeline's ranks and steps in traces."""
 
 from __future__ import annotations
 

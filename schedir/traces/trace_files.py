@@ -1,4 +1,4 @@
-"""Files: which traces are meant, and all of them read."""
+"""Find and read trace files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run: the traces of all ranks as a Program and its Timeline."""
+"""Turn the traces of all ranks into a Program and a Timeline."""
 
 from __future__ import annotations
 

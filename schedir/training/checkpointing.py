@@ -1,4 +1,4 @@
-"""Saving: the checkpoints that a training run leaves, and from which it goes on."""
+"""Save checkpoints during training, and resume from them."""
 
 from __future__ import annotations
 

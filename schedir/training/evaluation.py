@@ -1,4 +1,4 @@
-"""Evaluation: the loss of a run on text that it is not trained on, between its steps."""
+"""Evaluate the loss on held-out text between steps."""
 
 from __future__ import annotations
 

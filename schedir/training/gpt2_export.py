@@ -1,4 +1,4 @@
-"""The GPT that is trained here as Hugging Face's `transformers` has it: GPT-2.
+"""Export a trained GPT as a GPT-2 of Hugging Face's `transformers`.
 
 Both are the same function (pre-LayerNorm, learned positions, GELU by erf, a head without bias), but
 names differ, linear weights are transposed there (Conv1D), and the rows of `qkv`, which are

@@ -1,4 +1,4 @@
-"""Measure: what the machine that this runs on reaches, as a Cluster that the planner takes.
+"""Measure the machine as a Cluster for the planner.
 
 Processes do the same at the same time, one for each GPU, or so many on the processors of a machine:
 products, copies, layers of this trainer's GPT, and sums over groups.  On processors, time of

@@ -1,4 +1,4 @@
-"""The modules of each kind of model that `schedir train` can train.
+"""Build the modules of each kind of model that `schedir train` trains.
 
 Each row belongs to the kind of the same name in `training/config/model_kinds.py`.
 """

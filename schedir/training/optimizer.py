@@ -1,4 +1,4 @@
-"""Optimizer: what steps the parameters of a rank in a training run."""
+"""Build the optimizer of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resume: whose a folder of checkpoints is, and what may go on from it.  Needs no torch.
+"""Check which checkpoints a run may resume from.  Needs no torch.
 
 A run has a name of its own, drawn when it begins.  A file `run.json` says it, and all settings, in
 the folder of checkpoints, and in that of results beside them; so does the state of each checkpoint.

@@ -1,4 +1,4 @@
-"""Results: what a run leaves in its folder, where one at a time writes, and none over another's.
+"""Write the output files of a run.
 
 What is there belongs to the losses beside it: of an earlier run nothing is left once a new one has
 begun its own, and what is written has another name until it is whole.

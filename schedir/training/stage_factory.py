@@ -1,4 +1,4 @@
-"""Stages: what the ranks of a run compute with, whole stages of its model or pieces of them."""
+"""Build the modules of a rank's stages, or of their segments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps: one after the other on the device, while the host looks at their numbers a step later.
+"""Issue steps to the device, and read their losses one step later.
 
 A step that is not finite may end the run, and the host has issued the next one before it knows.
 The device holds that one by itself: it makes no update, so weights, and what the optimizer keeps,

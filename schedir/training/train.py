@@ -1,4 +1,4 @@
-"""Train: a configuration in, a trained GPT out, on as many processes as it asks for."""
+"""Train a model from a configuration, on as many processes as it asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clocks: what to take from each process's clock to have process 0's, and how exact that is."""
+"""Estimate the offset of each process's clock from that of process 0, with its error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives: what each kind gives, and how a process group is asked for it.
+"""The kinds of collectives, in one process and in a process group.
 
 A new kind is one entry of `COLLECTIVES`, with its name in `Kind`.
 """

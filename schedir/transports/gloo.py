@@ -1,4 +1,4 @@
-"""Processes over torch.distributed: mesh, transport, and what ranks must agree on."""
+"""Transports over torch.distributed: the process mesh, and Gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA: which GPU a process takes, and what must be right before it does.
+"""Choose the GPU of a process, and check its preconditions.
 
 What goes wrong here later goes wrong as a hang, so it is refused before a process group exists.
 """

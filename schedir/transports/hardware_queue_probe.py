@@ -1,4 +1,4 @@
-"""Probe: which streams of a rank wait for each other, and whether a program lives through it.
+"""Find CUDA streams of a rank that share a hardware queue.
 
 Nobody says which streams a GPU gives one hardware queue, so it is tried, once, before the first
 step.  At each end of each edge a receive waits for a message that is held back.  Meanwhile the

@@ -1,4 +1,4 @@
-"""Plain: what processes tell each other, as bytes that nothing but a value can come of.
+"""Gather and broadcast plain values between processes, as JSON.
 
 torch's own `all_gather_object` unpickles what peers send, and a pickle may run code.  Here it is
 JSON, with a tag for what JSON has not: tuples, dicts whose keys are no text, types of torch, and

@@ -1,4 +1,4 @@
-"""NCCL: the transports of `edges` on GPUs.
+"""NCCL: the transports of `p2p_groups` on GPUs.
 
 Lanes are CUDA streams: computation is on the stream that is current when a step runs, messages are
 on one that torch has for each process group, and collectives on two of ours.  Events order both

@@ -1,4 +1,4 @@
-"""Edges: transports whose queues are process groups, as a library without tags needs them.
+"""Transports that use a process group per directed edge, or grouped calls.
 
 NCCL matches messages of a communicator by order alone, and runs them in order.  Which messages
 share a communicator is therefore what may hold up what: the progress model.

@@ -1,4 +1,4 @@
-"""Groups: process groups of torch, those that have no process in common by one call.
+"""Create process groups of torch, disjoint ones in one call.
 
 In a run of 1,024 processes there are thousands of groups, and a process is in about ten.  So each
 process asks only for its own: the rows of one kind (all tensor-parallel groups, the ends of edges

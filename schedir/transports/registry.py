@@ -1,4 +1,4 @@
-"""Registry: the transports of processes, and the devices that they are for.  Needs no torch.
+"""The table of transports and devices.  Needs no torch.
 
 A new transport is a row of `TRANSPORTS` and a class that is a `ProcessTransport`; a new kind of
 device is a row of `DEVICES` besides.
@@ -53,8 +53,8 @@ class TransportRow(NamedTuple):
 
 
 _DEVICES: Final[tuple[DeviceRow, ...]] = (
-    DeviceRow("cpu", "processes:require", "processes:initialise", "own"),
-    DeviceRow("cuda", "cuda:require_gpus", "nccl:initialise", "enough"),
+    DeviceRow("cpu", "gloo:require", "gloo:initialise", "own"),
+    DeviceRow("cuda", "gpu_selection:require_gpus", "nccl:initialise", "enough"),
 )
 
 # Of each device the best first.

@@ -1,4 +1,4 @@
-"""In turn: a transport that can be told to do one thing at a time."""
+"""A transport that can run one operation at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared: the transport of processes on one machine, through memory that they share.
+"""Shared: the transport between processes of one machine through shared memory.
 
 What a rank receives lives in memory that its neighbours see: a send is one copy into the slot
 from which the receiver computes, a count, and a byte on a socket for a receiver that sleeps.  No

@@ -1,4 +1,4 @@
-"""Transport: what the executor asks of whoever moves tensors between ranks."""
+"""Transport: the interface through which an executor moves tensors between ranks."""
 
 from __future__ import annotations
 

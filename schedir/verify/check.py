@@ -1,4 +1,4 @@
-"""Check: a program that passes finishes, is complete, and uses every value after it is made."""
+"""`check`: prove that a program finishes, is complete, and uses every value after it is made."""
 
 from __future__ import annotations
 

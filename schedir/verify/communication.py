@@ -1,4 +1,4 @@
-"""Communication: messages have both sides, groups meet whole, and slices are made whole."""
+"""Check that every message has both sides, and that all members take part in collectives."""
 
 from __future__ import annotations
 

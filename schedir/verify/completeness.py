@@ -1,4 +1,4 @@
-"""Complete: all the work is there, once, where it belongs.  What counting alone can find.
+"""Check that all work is there, once, and on the right rank.
 
 Order is not looked at here; that is the dependency graph's.
 """

@@ -1,4 +1,4 @@
-"""Inspector: what there is of a program, and how to refuse it.  For those that count its work."""
+"""Inspector: tables of one program for the checks, and how they refuse it."""
 
 from __future__ import annotations
 

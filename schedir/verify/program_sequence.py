@@ -1,4 +1,4 @@
-"""Sequence: programs that ranks run one after the other, when not all run the same.
+"""Check programs that ranks run one after the other.
 
 If all ranks run the same right programs in one order, nothing can go wrong: each program takes
 in as many messages as it sends, in every channel, so each begins where all ranks agree; and what

@@ -142,5 +142,5 @@ def test_nothing_is_unpickled() -> None:
         if named & UNPICKLES:
             found[str(path.relative_to(root))] = named & UNPICKLES
     assert found.keys() <= OWN.keys()
-    storage = (root / "checkpoints" / "storage.py").read_text()
+    storage = (root / "checkpoints" / "dcp_storage.py").read_text()
     assert storage.count("torch.load(") == storage.count("weights_only=True") == 1

@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAIT = """\
     echo: int = field(
         default=0,
-        metadata=program_attributes.setting(program_attributes.whole_number(0, 3), "what is said twice (0)"),
+        metadata=program_attributes.setting(
+            program_attributes.whole_number(0, 3), "what is said twice (0)"
+        ),
     )
 """
 COMMAND = '''

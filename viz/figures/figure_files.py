@@ -1,4 +1,4 @@
-"""Output: figures to files."""
+"""Save figures to files."""
 
 from __future__ import annotations
 

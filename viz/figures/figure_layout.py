@@ -1,4 +1,4 @@
-"""Paper: where the charts of a figure lie, and all that stands around them, in inches.
+"""Compute the positions of charts, titles and axes on a figure, in inches.
 
 Before any drawing: `layout` says where the boxes of one chart lie, and this how large they become.
 """

@@ -1,4 +1,4 @@
-"""Gantt charts: who did what when, or will."""
+"""Gantt charts of one or several timelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Overlays: what a chart can show besides its boxes."""
+"""Overlays of a chart: arrows, the critical path, memory curves, phases."""
 
 from __future__ import annotations
 

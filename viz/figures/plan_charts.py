@@ -1,4 +1,4 @@
-"""Pictures of plans: where a step's time goes, what memory buys, and what more GPUs give."""
+"""Charts of parallel plans: step time, memory and scaling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Render: a Sheet onto matplotlib axes."""
+"""Render a chart on matplotlib axes."""
 
 from __future__ import annotations
 

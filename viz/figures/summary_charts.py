@@ -1,4 +1,4 @@
-"""Summary charts: bubble against memory, and where idle time comes from."""
+"""Summary charts: bubble against memory, and causes of idle time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows: the tiles that windowed attention computes, as a picture."""
+"""Draw the tiles that windowed attention computes."""
 
 from __future__ import annotations
 

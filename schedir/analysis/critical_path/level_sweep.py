@@ -1,4 +1,4 @@
-"""Find the longest path to every node with array operations, one frontier of nodes at a time.
+"""Find the longest path to every node with numpy, one level of ready nodes at a time.
 
 A frontier is the set of nodes that the previous frontier released.  One frontier takes a fixed
 number of array operations, and each edge is visited once.  So the time grows with the number of

@@ -1,4 +1,4 @@
-"""Longest path: reach every instruction that can be reached, each at its earliest time.
+"""Compute the earliest start of every instruction that can start.
 
 Over the nodes and edges of the dependency graph, in time that grows with both: a node at a time
 in a loop, compiled where that pays, or a frontier of nodes at a time in arrays.

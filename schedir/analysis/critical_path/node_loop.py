@@ -1,4 +1,4 @@
-"""Loops over nodes and edges, as plain Python: what arrays cannot say in a few operations.
+"""Find longest paths with a plain loop over nodes and edges, which numba can compile.
 
 A loop gets all that it works on, and changes what it is given to fill.  It is written in what
 Python and numba have in common, so it runs in two ways: over lists, which is fastest for small

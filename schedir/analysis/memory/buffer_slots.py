@@ -1,4 +1,4 @@
-"""Slots: the static buffers that the values of a rank live in, and who must have left one first.
+"""Assign values to static buffers, and find which instruction must free a buffer before its reuse.
 
 A value lives in a slot of its rank and kind, from the start of the instruction that gives it to
 the end of the one that frees it.  Slots are taken along the Stream, each fill taking the slot

@@ -1,4 +1,4 @@
-"""Memory: what a program holds, read off its Streams.
+"""Compute the bytes that each rank holds from its Stream and the Sizes.
 
 Without sizes what counts is (stage, mb) pairs in flight: alive from their Forward until nothing
 that it saved is held any more: until Backward, or until BackwardWeight when the backward is

@@ -1,4 +1,4 @@
-"""Gathers: how often a program makes weights whole, and of how many stages at once."""
+"""Count unshards and reduce-scatters of each rank, and the stages that are unsharded at once."""
 
 from __future__ import annotations
 

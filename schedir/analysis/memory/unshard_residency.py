@@ -1,4 +1,4 @@
-"""Residency: which of a rank's stages are whole when, where there is room for some at once."""
+"""Find the intervals in which each stage of a rank is unsharded."""
 
 from __future__ import annotations
 

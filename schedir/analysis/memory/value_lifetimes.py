@@ -1,4 +1,4 @@
-"""Kept: what a rank holds of a kind of value without slots made for it, from when until when."""
+"""Find when a rank holds values that have no static buffer, and how many bytes they take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much shorter any schedule can be than one that there is, in words."""
+"""Report how much shorter than a given schedule any schedule can be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts of runs: what they show, and where they go."""
+"""Options of charts: what they show, and where they are written."""
 
 from __future__ import annotations
 

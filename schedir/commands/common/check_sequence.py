@@ -1,4 +1,4 @@
-"""Several programs for `check`: steps that ranks run one after the other."""
+"""Check several programs that ranks run one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of checkpoints, for people and for programs.  Needs no torch."""
+"""Report checkpoints as text and as JSON.  Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search finds at each limit of memory, in words and as a picture."""
+"""Report the memory frontier of a search as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 

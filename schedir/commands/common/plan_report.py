@@ -1,4 +1,4 @@
-"""Plans in words, and for a program to read."""
+"""Report parallel plans as tables and as JSON."""
 
 from __future__ import annotations
 

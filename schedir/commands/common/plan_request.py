@@ -1,4 +1,4 @@
-"""For what is planned, as options say it, and all plans of that."""
+"""Options of `plan`, and the planning request that they make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress: what long work has reached, on one line of a person's terminal."""
+"""Show the progress of long work on one line of a terminal."""
 
 from __future__ import annotations
 

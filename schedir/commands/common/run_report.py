@@ -1,4 +1,4 @@
-"""Facts of a run, as several commands say them."""
+"""Report facts of a run that several commands print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of the command line that say how a source is wanted, and the Request that they make."""
+"""Options that say how a schedule is compiled, and the Request that they make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The zoo: all schedules that there are, simulated for one model and ranked, the shortest first."""
+"""Simulate all built-in schedules for one model, and rank them by step time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of every command that say how far its input is trusted."""
+"""Options that limit what input files may do."""
 
 from __future__ import annotations
 

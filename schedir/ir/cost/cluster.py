@@ -1,4 +1,4 @@
-"""Cluster: what its machines do in a second, and what that makes messages, sums and copies cost."""
+"""Cluster: speeds and memory of machines, and the times of messages, reductions and copies."""
 
 from __future__ import annotations
 

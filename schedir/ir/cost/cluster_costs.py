@@ -1,4 +1,4 @@
-"""Cluster costs: what machines make messages, sums, gathers and steps of a plan cost, by bytes."""
+"""Compute the costs of a program on a Cluster, from bytes and links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cost fields: the fields of `Costs`, one for each cost that the instruction table names.
+"""The fields of `Costs`: one for each cost in the instruction table.
 
 `cost_fields.pyi` tells type checkers and editors the same. After a change of the table, write it
 anew with `python -m schedir.ir.cost.cost_fields`.

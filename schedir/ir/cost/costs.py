@@ -1,4 +1,4 @@
-"""Costs: how long each instruction takes, in any one unit of time."""
+"""Costs: the time of each instruction, in any one unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numerals: numbers as people write them, in the digits 0 to 9.
+"""Parse numbers that people write, in the digits 0 to 9 only.
 
 Python's `int` and `float` also take the digits of other scripts, `1_000` and `infinity`: what
 looks like no number, or like another one, is none here.

@@ -1,4 +1,4 @@
-"""Per stage: numbers of which there is one for all stages, one for each, or one per microbatch."""
+"""Values that are one number, one number per stage, or an array per stage and microbatch."""
 
 from __future__ import annotations
 

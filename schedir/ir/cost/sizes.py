@@ -1,4 +1,4 @@
-"""Sizes: how many bytes each kind of value takes on one device."""
+"""Sizes: the bytes of each kind of value on one device."""
 
 from __future__ import annotations
 

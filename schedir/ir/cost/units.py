@@ -1,4 +1,4 @@
-"""Units: numbers of a cluster as texts say them, as 80GB, 300GB/s and 312TFLOP/s."""
+"""Parse and print numbers with units, such as 80GB, 300GB/s and 312TFLOP/s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""ZeRO: what its levels leave of a model's states on each replica (arXiv 1910.02054)."""
+"""Compute the bytes of weights, gradients and optimizer state per replica by ZeRO level
+(1910.02054).
+"""
 
 from __future__ import annotations
 

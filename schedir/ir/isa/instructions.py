@@ -1,4 +1,4 @@
-"""The instruction table: one row per instruction, and all that schedir knows about it.
+"""The instruction table: one row per instruction, with all that schedir knows about it.
 
 Printer, parser, flow of values, dependency graph, memory count, simulator, executor and
 `docs/ir.md` read these rows; none of them restates what a row says.

@@ -1,4 +1,4 @@
-"""Names: instructions, values, forms and lanes, by number; tables in `ops.py` describe each."""
+"""The numbers of instructions, values, forms and lanes.  `instructions.py` has a row for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns: what the tables in `ir/isa/instructions.py` say of each of their rows."""
+"""Row types of the tables in `instructions.py`."""
 
 from __future__ import annotations
 

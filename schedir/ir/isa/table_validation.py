@@ -1,5 +1,4 @@
-"""Table rules: what rows of the tables in `ir/isa/instructions.py` must keep to, so that they can
-be read.
+"""Validate the rows of the tables in `instructions.py`.
 
 A row that breaks one would be read as something else, in silence: so nothing that reads the tables
 is imported with it.

@@ -1,4 +1,4 @@
-"""Fields: what is said of a program beside its instructions, and how each is written.
+"""How the fields of a program are parsed, printed and offered as options.
 
 `Plan` and `Program` declare a field and, with `setting`, how it is said.  The header of the text,
 the digest, the options of the command line, the settings of a configuration, and the refusal of

@@ -1,4 +1,4 @@
-"""Plan: the shape of a pipeline.  Who holds which stage, and how many microbatches flow."""
+"""Plan: the shape of a pipeline: ranks, stages, their placement, and microbatches."""
 
 from __future__ import annotations
 

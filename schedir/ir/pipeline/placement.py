@@ -1,4 +1,4 @@
-"""Placement: the ranks that hold each stage, a row for each holder."""
+"""Placement: the rank of each stage.  Bidirectional placements have a row for each replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mesh: which process is which rank of the pipeline, in which replica, with which slice."""
+"""Map a process number to its pipeline rank, replica and tensor-parallel rank."""
 
 from __future__ import annotations
 

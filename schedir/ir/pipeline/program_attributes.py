@@ -1,4 +1,4 @@
-"""Traits: what is said of a program beside its plan and its instructions, field by field."""
+"""The attributes of a program beside its shape and instructions, such as `tp`, `dp` and `zero`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Skips: values that a stage gives to one that is not its neighbour, beside its activation.
+"""Skip connections: values that a stage sends to a stage that is not its neighbour.
 
 A program knows pairs of stages, from and to: `skips` is `((0, 3), (1, 2))` where stage 3 takes what
 stage 0 gives, and stage 2 what stage 1 gives, as in a U-Net.  A stage is the beginning of one skip

@@ -1,4 +1,4 @@
-"""Slots: the numbers of places that a rank says it has for values, by kind."""
+"""The numbers of static buffers of a rank, by kind of value."""
 
 from __future__ import annotations
 

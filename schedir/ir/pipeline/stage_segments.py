@@ -1,4 +1,4 @@
-"""Meets: which stages of a program are pieces of one, and where tensor-parallel ranks meet.
+"""Which stages of a program are segments of one stage, and which collectives join them.
 
 A stage that ranks of a tensor-parallel group share is cut where they meet (Megatron-LM, arXiv
 1909.08053, section 3): into pieces, which are stages of the program on the same rank.  A program

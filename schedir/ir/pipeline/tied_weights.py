@@ -1,4 +1,4 @@
-"""Ties: which stages hold copies of one weight, and where a model says so.
+"""Tied weights: which stages hold a copy of the same weight.
 
 A program knows stages alone: `tied` is `((0, 3),)` where stages 0 and 3 share weights.  A model
 knows parameters by name, and while it is whole, which names are one object:

@@ -1,4 +1,4 @@
-"""Reductions and the optimizer's step."""
+"""Insert the gradient reductions and the optimizer step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ScatterGather: only 1/t of a boundary's bytes cross it, for t tensor-parallel ranks.
+"""Scatter-gather optimization: send 1/t of a boundary from each of t tensor-parallel ranks.
 
 "Efficient Large-Scale Language Model Training on GPU Clusters" (SC21), section 4.1.
 """

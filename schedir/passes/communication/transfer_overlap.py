@@ -1,4 +1,4 @@
-"""Overlap: opposite transfers issued as one, gathers begun and other receives posted earlier.
+"""Group opposite transfers, and post receives and gathers earlier.
 
 Group first: an early receive has left the send that it could have gone with.  Gathers go before
 receives: a host that blocks waits at a gather for its message, so that must stay where the

@@ -1,4 +1,4 @@
-"""Transfers: sends and receives, placed by one global order."""
+"""Insert sends and receives, in one global order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shard: the weights of a stage are whole while it is computed with, and parts in between.
+"""Insert Unshard and Reshard around the compute of ZeRO-3 stages.
 
 ZeRO (arXiv 1910.02054) as instructions: where weights are in parts, at level 3, no more than
 `active` stages of a rank are whole at once; below it all of them are, until their last use.

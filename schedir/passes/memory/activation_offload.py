@@ -1,4 +1,4 @@
-"""Offload: what forwards saved is on the host, or its disk, until shortly before it is used.
+"""Offload saved activations to the host or its disk, and reload them before their use.
 
 PipeOffload (arXiv 2503.01328) as instructions: of two copies a microbatch, one each way, that run
 beside what is computed, as long as moving takes no longer than computing.

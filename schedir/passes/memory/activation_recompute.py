@@ -1,4 +1,4 @@
-"""Recompute: what forwards keep is their inputs, and they are run again before their backwards.
+"""Recompute forwards before their backwards, from saved inputs (activation checkpointing).
 
 Sublinear memory (Chen et al., arXiv 1604.06174) as instructions of a schedule: an R runs as soon as
 its rank has nothing better to do, as while the gradient of its microbatch is on its way.

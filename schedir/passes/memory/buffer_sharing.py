@@ -1,4 +1,4 @@
-"""Slots: how many static buffers each rank has for what is taken in and put out.
+"""Choose the number of static buffers of each rank for received and sent values.
 
 A pass like others, and the last: it changes no Stream, only `Program.slots`.
 """

@@ -1,4 +1,4 @@
-"""Snapshots: what a step changes is copied first, so that a checkpoint is written beside the step.
+"""Insert copies of what a step changes, so that a checkpoint is written beside the step.
 
 CheckFreq (Mohan et al., FAST 2021, section 4.1) calls the two halves of a checkpoint snapshot and
 persist; here the first is an instruction, and the step is what waits for it.

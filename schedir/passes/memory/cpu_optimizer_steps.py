@@ -1,4 +1,4 @@
-"""Host steps: gradients go to the host, which steps each stage, and its new weights come back.
+"""ZeRO-Offload: copy gradients to the host, step there, and copy the new weights back.
 
 ZeRO-Offload (arXiv 2101.06840, section 4) divides training so: forwards and backwards are the
 device's, the optimizer's state and its step the host's.  Here the part that is stepped at once is a

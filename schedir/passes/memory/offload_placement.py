@@ -1,4 +1,4 @@
-"""Moves: where stands what moves values to another tier and back, and how many are there."""
+"""Choose where offload and reload instructions stand, and how many buffers they need."""
 
 from __future__ import annotations
 

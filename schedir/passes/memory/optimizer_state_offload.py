@@ -1,5 +1,4 @@
-"""States: the optimizer's state lies on the host, or its disk, and each stage's is loaded, stepped
-and stored.
+"""Keep the optimizer state on the host or disk: load, step and store it stage by stage.
 
 ZeRO-Offload (arXiv 2101.06840) keeps it on the host; ZeRO-Infinity (arXiv 2104.07857, sections
 5.1.1 and 5.2.2) on the disk, too, and brings it to the device part by part through a few buffers of

@@ -1,4 +1,4 @@
-"""Fill: while a piece waits for what its tensor-parallel group sums, something else computes.
+"""Reorder compute so that it runs while a segment waits for a tensor-parallel collective.
 
 Each rank's order is made anew along a simulation, in several ways: whenever what comes next waits
 for nothing but a sum that is under way, the first of what comes later that can run, runs; or always

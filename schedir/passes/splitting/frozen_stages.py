@@ -1,4 +1,4 @@
-"""Frozen: the first stages of a model that are not trained have no backward.
+"""Drop the backwards of frozen stages at the start of a model.
 
 Whatever a draft says of their backwards is left out, and the order of all else stays; so no message
 goes to them, and no sum of gradients is theirs.

@@ -1,4 +1,4 @@
-"""Cut: a stage becomes several, its pieces, on the rank that has it; and where pieces meet.
+"""Split each stage into segments, and join them by tensor-parallel collectives.
 
 A microbatch becomes several, its chunks, which go through each piece one after the other.
 

@@ -1,4 +1,4 @@
-"""Closed form: what a step of many plans takes, in parts, without a program.
+"""Estimate the step times of many plans in closed form, without a program.
 
 The rank that works longest decides: its work, the time that it waits for all others, and what is
 not hidden of messages and sums.  `exact` simulates the program instead.

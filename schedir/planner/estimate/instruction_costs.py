@@ -1,4 +1,4 @@
-"""Costs of a choice: what its stages, messages, sums, copies and update take, in seconds."""
+"""Compute the Costs of a plan's stages, messages, reductions, copies and update, in seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links: what messages between ranks and sums over replicas take in many plans."""
+"""Compute the times of messages and rings of many plans, by their placement on nodes."""
 
 from __future__ import annotations
 

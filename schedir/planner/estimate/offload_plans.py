@@ -1,4 +1,4 @@
-"""Offload: of plans that do not fit, those that would with the host's memory, simulated."""
+"""Simulate plans that fit only with host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families: what of a schedule decides its step and its memory, in formulas over many plans.
+"""Formulas for the bubble and the memory of each schedule.
 
 Each formula takes arrays: P ranks, v stages per rank, m microbatches, and F, I and W of one stage,
 where I has what runs again before it.  tests/pure/test_planner_families.py holds them beside the

@@ -1,4 +1,4 @@
-"""Exact: the step of a choice as its program takes it, instruction by instruction."""
+"""Estimate the step time of a plan by simulating its program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fit: a Cluster from what was measured on a machine, and how far its prices are from that."""
+"""Fit a Cluster to measurements of a machine, and report the errors of the fit."""
 
 from __future__ import annotations
 

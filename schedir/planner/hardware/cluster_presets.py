@@ -1,4 +1,4 @@
-"""Known clusters: files of machines that many have, each of whose numbers says where it is from."""
+"""Clusters by name, from files in which every number has a source."""
 
 from __future__ import annotations
 

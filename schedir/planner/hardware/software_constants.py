@@ -1,4 +1,4 @@
-"""Constants: what a plan's price takes of software, each with its bounds and where it is from."""
+"""Constants of kernels and libraries in the planner's estimates, with bounds and sources."""
 
 from __future__ import annotations
 

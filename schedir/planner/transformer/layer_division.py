@@ -1,4 +1,4 @@
-"""Division: which layers each stage and each rank has."""
+"""Divide layers among stages and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cut: the division of layers with which a step is shortest."""
+"""Find the division of layers with the shortest step."""
 
 from __future__ import annotations
 

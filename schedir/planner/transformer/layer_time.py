@@ -1,4 +1,4 @@
-"""Layers: what a microbatch takes in a layer, an embedding, a head and a stage, on one GPU."""
+"""Compute the times of a layer, an embedding, a head and a stage for one microbatch on one GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory: what each rank of a plan holds at its peak, by what it is."""
+"""Estimate the peak memory of each rank of a plan, by kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models by name: shapes that papers print, and those that a file says."""
+"""Models by name, with the shapes that papers print, and models from files."""
 
 from __future__ import annotations
 

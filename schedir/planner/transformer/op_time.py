@@ -1,4 +1,4 @@
-"""Prices: what the pieces of a layer take on a cluster: products, passes, collectives, the host."""
+"""Compute the times of GEMMs, memory passes, collectives and host work on a Cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of a choice: the bytes of each stage, as its program holds and sends them."""
+"""Compute the Sizes of a plan: bytes of each stage, in memory and in messages."""
 
 from __future__ import annotations
 

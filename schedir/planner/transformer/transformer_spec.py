@@ -1,4 +1,4 @@
-"""Model: a transformer as its costs see it, by the widths of its matrices."""
+"""Model: the shape of a transformer, as far as its costs depend on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint: what a forward keeps of a microbatch until it is run again, and what it found then.
+"""Save the inputs of a forward, and run it again before its backward.
 
 A forward that is run again must do the same again.  Its weights are the microbatch's version, its
 random numbers are seeded as for the first time, and its keywords are the batch's.  What else it may

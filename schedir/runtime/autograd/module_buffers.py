@@ -1,4 +1,4 @@
-"""Buffers: what a module changes in its forwards, as running statistics, by who runs them and when.
+"""Manage the buffers of modules, such as running statistics, when forwards change them.
 
 One holder of a stage whose forwards come in the order of the microbatches leaves buffers as a plain
 loop does.  Two holders, or replicas, would each leave what their own microbatches make of them, and

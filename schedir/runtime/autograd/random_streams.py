@@ -1,4 +1,4 @@
-"""Random: what a module draws depends on what it computes for, and not on when or where it does.
+"""Random streams: what a module draws depends on its stage and microbatch, not on timing.
 
 A rank seeds torch's default generators before whatever may draw: before a forward or a backward
 by a key of (seed, step, global microbatch, stage), before an optimizer by one of (seed, step,

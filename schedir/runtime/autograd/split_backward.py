@@ -1,4 +1,4 @@
-"""The dI/dW split: a backward pass that leaves its weight gradients for later.
+"""Split a backward into dI, the gradient of inputs, and dW, the gradient of weights.
 
 Zero-bubble schedules (Qi et al., arXiv 2401.10241) cut the backward of a layer in two:
 the gradient of the input, which the stage before waits for, and the gradient of the

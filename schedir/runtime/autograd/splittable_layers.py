@@ -1,4 +1,4 @@
-"""Layers whose backward can be split: which are known, how others are taught, what is left whole.
+"""Register layers whose backward can be split into dI and dW.
 
 A layer is split by giving it a class of its own, a subclass of its type whose forward is
 splittable (see `split`).  Parameters, names, hooks and results stay as they are, bit for bit.

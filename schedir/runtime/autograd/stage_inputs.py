@@ -1,4 +1,4 @@
-"""Lender: what a stage's module is given, so that it may write to it (`nn.ReLU(inplace=True)`).
+"""Give a stage inputs that its module may change in place (`nn.ReLU(inplace=True)`).
 
 What was received is this rank's own, and may be written over; autograd alone must not see it as
 the leaf that it is.  What the stage before has handed over may be saved there for its backward, and

@@ -1,4 +1,4 @@
-"""Rules for the gradients of weights: of a product, and of rows that are looked up."""
+"""Rules that compute the gradient of a weight: of a product, or of a row lookup."""
 
 from __future__ import annotations
 

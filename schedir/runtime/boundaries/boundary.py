@@ -1,4 +1,4 @@
-"""Boundary: what passes between stages: tensors of any types, and the messages that carry them.
+"""Boundary: the tensors that pass between stages, and the messages that carry them.
 
 What crosses from one stage to the next is one value of a program, whatever it is made of: it has
 one slot, one message, one place in a queue.  Several tensors lie in one piece of memory, one

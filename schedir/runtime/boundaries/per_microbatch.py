@@ -1,4 +1,4 @@
-"""Boundaries that may differ between microbatches, and their check against a program."""
+"""Boundaries that differ between microbatches, and their check against a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of a model: its training state, and what a microbatch saves, found by running it once."""
+"""Measure the Sizes of a model by running one microbatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offload: handlers of what moves what a forward saved to the host and the disk, and back.
+"""Handlers of Offload, Reload, Spill and Fetch.
 
 All but the disk's are copies on lanes of their own (`runtime/offload/copy_lanes.py`).  Who computes
 with what was moved waits until it is back, and who takes the slot that it has left on the device

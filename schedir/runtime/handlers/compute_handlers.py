@@ -1,4 +1,4 @@
-"""Compute: handlers of what runs a stage: forward, and backward as a whole or in two parts."""
+"""Handlers of Forward, Backward, BackwardInput and BackwardWeight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host steps: handlers of what takes gradients to the host, steps there, and brings weights."""
+"""Handlers of OffloadGrads, StepHost and ReloadWeights."""
 
 from __future__ import annotations
 

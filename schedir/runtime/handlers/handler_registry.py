@@ -1,4 +1,4 @@
-"""Handlers: what runs each instruction, one for every row of the instruction table.
+"""Find the handler of each instruction.
 
 A handler links an instruction of a rank to a Call: everything that can be looked up is looked
 up then, and running it is only the work.  They are in the modules of this folder whose names end

@@ -1,4 +1,4 @@
-"""States: handlers of what moves and steps a stage's part of the optimizer's state."""
+"""Handlers that load, step and store the optimizer state of a stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recompute: the handler of what runs a forward again, just as it ran, before its backward."""
+"""The handler of Recompute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions and the step: handlers of what ends an update.  What they begin is waited for once."""
+"""Handlers of gradient reductions and of the optimizer step."""
 
 from __future__ import annotations
 

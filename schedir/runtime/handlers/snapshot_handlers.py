@@ -1,4 +1,4 @@
-"""Snapshots: handlers of what copies a stage, and of the step that waits for that."""
+"""Handlers of Snapshot, and of the step that waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums: handlers of what tensor-parallel ranks do where they meet between pieces of a stage.
+"""Handlers of tensor-parallel collectives between the segments of a stage.
 
 Of what a piece hands over the first tensor is summed, in its place; what else passes, as a residual
 stream, passes untouched.  The group is at it beside what computes, until the next piece takes it.

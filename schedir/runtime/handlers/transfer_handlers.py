@@ -1,4 +1,4 @@
-"""Transfers: handlers of messages, and of what makes them parts or whole on their way."""
+"""Handlers of sends, receives, scatters and gathers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeRO: handlers of what makes weights whole, lets them go, and reduces gradients to parts."""
+"""Handlers of Unshard, Reshard and ReduceScatter (ZeRO)."""
 
 from __future__ import annotations
 

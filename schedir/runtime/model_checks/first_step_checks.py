@@ -1,4 +1,4 @@
-"""First-step checks: find stages that misuse memory, in the first step of a program only.
+"""Find stages that misuse memory, in the first step of a program only.
 
 A stage usually does the same in each step, so later steps do without the cost of these checks.
 """

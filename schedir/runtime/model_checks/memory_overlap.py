@@ -1,4 +1,4 @@
-"""Memory overlap: find tensors that share memory, and refuse those that must not."""
+"""Find tensors that share memory, and refuse those that must not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unchanged: an executor trains the parameters that there were when it was made, and no others."""
+"""Refuse a step after parameters were added, removed or replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agreement: what processes must agree on, and what must go together, before anything runs."""
+"""Check that processes agree on a program and its options before anything runs."""
 
 from __future__ import annotations
 

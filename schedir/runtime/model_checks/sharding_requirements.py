@@ -1,4 +1,4 @@
-"""Cuttable: what can be kept in parts (ZeRO), and what would be another thing then."""
+"""Refuse models and optimizers that ZeRO cannot shard correctly."""
 
 from __future__ import annotations
 

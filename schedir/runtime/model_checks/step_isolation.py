@@ -1,4 +1,4 @@
-"""Step isolation: refuse optimizers for which one step per stage differs from one step of all.
+"""Refuse optimizers for which one step per stage differs from one step of all stages.
 
 With states on the host an optimizer steps the stages of a rank one after the other.  That is the
 same as one step of all stages if a step changes only the parameters and the state of its own

@@ -1,4 +1,4 @@
-"""Storage references: count the tensors that use a storage, to find those that a module keeps."""
+"""Count the references to a storage, to find tensors that a module keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bits: whether tensors are what they were."""
+"""Compare tensors bit by bit, by version counters and digests."""
 
 from __future__ import annotations
 

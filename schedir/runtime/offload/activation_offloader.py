@@ -1,4 +1,4 @@
-"""Away: what a forward saved of a microbatch, while it is moved off the device and back.
+"""Offload the tensors that autograd saved during a forward, and reload them before the backward.
 
 What autograd keeps of the forward is noted by hooks as it is packed.  When it leaves, the storages
 behind it are copied, each once, and nobody here keeps them any longer; when it comes back there are

@@ -1,4 +1,4 @@
-"""Arenas: memory of a tier that is made once, in rooms that values take and give back."""
+"""Arena: preallocated memory of a tier, in blocks."""
 
 from __future__ import annotations
 

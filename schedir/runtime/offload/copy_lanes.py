@@ -1,5 +1,4 @@
-"""Lanes: the queues of a rank beside what it computes: copies to the host and back, its disk, and
-what the host computes.
+"""Lanes of a rank beside compute: copies to and from the host, the disk, and host compute.
 
 What is started on a lane runs when all before it on that lane has, and what else it is told to come
 after.  On a CPU a lane is a thread; on a GPU it is a stream, for which the host does not wait.  The

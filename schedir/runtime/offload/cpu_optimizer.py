@@ -1,4 +1,4 @@
-"""Host steps: the host steps each stage, with gradients that were copied there, on its own lane.
+"""Run the optimizer step of each stage on the host, on its own lane.
 
 An optimizer steps the parameters that it was made with.  While the host steps a stage it is given
 others in their place, which lie on the host: those of a MainOptimizer are what its copies are

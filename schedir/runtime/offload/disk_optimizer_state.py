@@ -1,4 +1,4 @@
-"""Disk states: the optimizer's state of each stage lies in a file, and passes through the host.
+"""Keep the optimizer state of each stage in a file.
 
 Between steps the memory of the tensors is the file's own, mapped: whoever looks at them, as a
 checkpoint does, reads the file, and whoever writes to them writes there.  A step reads and writes

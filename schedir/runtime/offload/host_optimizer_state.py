@@ -1,4 +1,4 @@
-"""Host states: the optimizer's state of each stage lies on the host, but while it is stepped.
+"""Keep the optimizer state of each stage in host memory, except while it is stepped.
 
 What is moved are the memories of the tensors that an optimizer keeps, and of a MainOptimizer's
 copies: the tensors stay the same objects, and their `data` is on the device or on the host.  So

@@ -1,4 +1,4 @@
-"""Tiers: what a rank has for values that are not on its device: memory of the host, and a file."""
+"""The host memory and the disk file of a rank."""
 
 from __future__ import annotations
 

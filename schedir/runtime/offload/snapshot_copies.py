@@ -1,4 +1,4 @@
-"""Copies: what a step is to change of each stage, copied to the host's memory while it runs.
+"""Copy what a step changes to host memory, for a checkpoint.
 
 Whoever saves says before a step which tensors of which stages it wants (`SnapshotCopies.want`); the
 step's Snapshots then begin to copy them, and its OptimizerStep waits until they have been.  Where

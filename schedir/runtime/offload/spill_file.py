@@ -1,4 +1,4 @@
-"""Spills: the file in which a rank keeps what does not fit into the host's memory.
+"""The unnamed file to which a rank spills what does not fit in host memory.
 
 It has no name: it is unlinked as it is made, so that nothing is left of it however the process
 ends.  Nothing in it is to outlive the process, so nobody waits until it is on the medium.

@@ -1,4 +1,4 @@
-"""Layout: buckets of parameters, and the part of each that a replica keeps.
+"""Bucket: parameters in one flat tensor, and the shard of it that a replica keeps.
 
 A bucket is a run of parameters of one type whose numbers lie one behind the other in flat tensors:
 one of weights, one of gradients, both cut in the same place into as many parts as there are

@@ -1,4 +1,4 @@
-"""Gradients: a stage's flat static buffers, of which every `.grad` is a view."""
+"""Flat gradient buffers of a stage.  Every `.grad` is a view of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precision: 16-bit parameters, with gradients and an optimizer's state in float32.
+"""Train 16-bit parameters with float32 main copies and loss scaling.
 
     module.to(torch.bfloat16)
     float32_gradients(module)

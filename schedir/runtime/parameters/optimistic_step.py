@@ -1,4 +1,4 @@
-"""Ahead: an update that waits for no other rank, and is made again if it should have.
+"""Post-validation: step before the gradient norm is known, and redo the step if it was wrong.
 
 The post-validation of Qi et al. (arXiv 2401.10241, section 4): a rank steps as if the norm of all
 gradients were finite and not above the limit, and the norm follows.  In the next step, when this

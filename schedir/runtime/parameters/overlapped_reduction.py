@@ -1,4 +1,4 @@
-"""Reduction: the sum of a stage's gradient over replicas, begun under the backward that ends it.
+"""Reduce the gradient of a stage over replicas, beginning under the last backward.
 
 Each buffer of `GradientBuffers` is a bucket.  It is scaled, and its all-reduce started, as soon as
 nothing of the update adds to any of its parameters any more.  Buckets start in one order, that in

@@ -1,4 +1,4 @@
-"""Parameter copies: Parameters that compute in the place of another one, with its hooks."""
+"""Create Parameters that compute in place of another one, with its hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequence: how tokens lie that tensor-parallel ranks share, each its own 1/t of them.
+"""The order of tokens that tensor-parallel ranks share (sequence parallelism).
 
 Rank r has those from r * s / t on, of the last dimension but one ("Reducing Activation
 Recomputation in Large Transformer Models", arXiv 2205.05198, section 4.2.2).

@@ -1,4 +1,4 @@
-"""Parts: the weights of a stage, of which each replica keeps a part of every bucket (ZeRO).
+"""Shard the weights of a stage over replicas, by bucket (ZeRO).
 
 Between steps a parameter's `data` is the replica's own piece of it, 1-dim and perhaps empty, and so
 is its `grad`: an optimizer that was made of the stage's parameters steps pieces, and nobody can

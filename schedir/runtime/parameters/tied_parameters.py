@@ -1,4 +1,4 @@
-"""Tied weights: one weight of which several stages hold a copy, each with its own sum of gradients.
+"""Tied weights of a rank: copies in several stages, with one gradient sum each.
 
 The sums are added once, in the order of stages, and every copy gets the total.  Copies may be on
 several ranks, or on one, and there they may be one Parameter: then the first stage computes with

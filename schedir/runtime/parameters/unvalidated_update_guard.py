@@ -1,4 +1,4 @@
-"""Guard: between steps nobody looks at an update that is not validated, or loses what he writes."""
+"""Refuse reads and writes of weights between steps while an update is not validated."""
 
 from __future__ import annotations
 

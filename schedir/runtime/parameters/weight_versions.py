@@ -1,4 +1,4 @@
-"""Versions: the weights of a stage as they were after each update, as long as they are of use.
+"""Keep old versions of the weights of a stage for delayed updates (PipeDream-2BW).
 
 Only for programs of several updates.  The optimizer changes the module's own parameters in place;
 what computes uses copies, whose gradients go where those of the module's parameters go.

@@ -1,4 +1,4 @@
-"""Device memory: how often a GPU was asked for some, which a step after the first should not.
+"""Count how often a step allocated GPU memory.
 
 What steps need is asked for before the first one (`Executor.step`).  To ask for more, or to give
 some back, may wait for all that runs on the GPU, and so for a receive that waits for its peer.

@@ -1,4 +1,4 @@
-"""Readings: numbers of a step on their way to the host, which looks at them when it likes.
+"""Copy scalars of a step to the host without waiting for the GPU.
 
 A host that reads a number of a step right away waits until the device has done the step, and
 the device then waits until the host has issued the next.  So the numbers are copied behind the

@@ -1,4 +1,4 @@
-"""Progress: which instructions a GPU has ended, asked while it may stand.
+"""Find which instructions a GPU has finished, without blocking.
 
 A host that waits for a GPU has issued all of a step, and perhaps the next one, too: where it is
 says nothing of where the GPU is.  Each instruction has an event at its end, and what it started on

@@ -1,4 +1,4 @@
-"""Living: the bytes that a rank holds while a step runs, counted from what is alive.
+"""Measure the bytes that are alive on a rank during a step.
 
 It is what `analysis.memory.held` predicts: weights, gradients, the optimizer's state, slots, and
 what compute keeps for later compute.  What an instruction needs only while it runs is in neither,

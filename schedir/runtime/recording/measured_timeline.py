@@ -1,4 +1,4 @@
-"""Measured: the Timeline of a step that processes have run."""
+"""Build the Timeline of a step that processes have run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finite: where the numbers of a step are no longer numbers.
+"""Find the instruction that first gave inf or NaN.
 
 The device alone decides that an update is not made (`precision.step_if`).  Who wants to know where
 it went wrong runs the step again: its weights are still there, and what it ran has been let go.

@@ -1,4 +1,4 @@
-"""Stamps: when each instruction of a rank begins and ends, and the Timeline of it.
+"""Record when each instruction of a rank begins and ends.
 
 On a CPU the host reads its clock.  On a GPU the host issues an instruction long before it runs,
 so events are recorded on streams, and read when the step is over:

@@ -1,4 +1,4 @@
-"""Events: points of a device's stream, which the host may ask for without waiting for the rest."""
+"""Events of a CUDA stream, and their stand-in on CPUs."""
 
 from __future__ import annotations
 

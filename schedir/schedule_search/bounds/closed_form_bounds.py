@@ -1,4 +1,4 @@
-"""Closed bounds: what a rank must work, and how long it must wait, in formulas.
+"""Lower bounds from the work and the waits of each rank, in formulas.
 
 Each is of one rank.  Before its first I it can only run F's, as many as it may hold; after its last
 F only what it still holds; and while a microbatch is on its way there and back, only what it may

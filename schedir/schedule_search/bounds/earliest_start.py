@@ -1,4 +1,4 @@
-"""Earliest starts, and what follows at least: bounds that see all ranks at once.
+"""Lower bounds from earliest starts that are propagated over all ranks.
 
 What must have run on a rank before a piece of work starts there is known: each kind of work of a
 stage is in ascending order, and lags say what memory asks for besides.  Each of that has an

@@ -1,4 +1,4 @@
-"""How short any schedule can be: lower bounds on the time that a Problem takes."""
+"""`bound`: the best lower bound on the time of any schedule."""
 
 from __future__ import annotations
 

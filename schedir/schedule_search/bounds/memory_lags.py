@@ -1,4 +1,4 @@
-"""Lags: which microbatch must have gone before another one may come, for want of memory."""
+"""Find precedences between microbatches that a memory limit forces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths: how long a microbatch takes from one place to another if nothing is in its way."""
+"""Compute the unobstructed time of a microbatch between two points of the pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much shorter than a program another one can be that takes no more memory."""
+"""Compute how much shorter than a given program a schedule with the same memory can be."""
 
 from __future__ import annotations
 

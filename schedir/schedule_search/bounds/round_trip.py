@@ -1,4 +1,4 @@
-"""Crossing: what it costs that forwards go one way and backwards the other.
+"""Lower bounds from the round trip of forwards and backwards.
 
 Where fewer microbatches fit than there are ranks, a rank waits for one to come back before it may
 begin another, and how long that takes sets the pace.  Two that are away at once meet: the later

@@ -1,4 +1,4 @@
-"""Anneal: work of an order is moved about; loops in what Python and numba share.
+"""Simulated annealing of rank orders, in loops that numba can compile.
 
 Everything that they read or fill comes as a list or an array.  Codes are those of an Order.
 """

@@ -1,4 +1,4 @@
-"""Policies that are tried, and how a good one is made better."""
+"""Dispatch policies, and their neighbours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts: orders that somebody has made, with which a search begins."""
+"""Orders with which a search begins: built-in schedules, and those that a user gives."""
 
 from __future__ import annotations
 

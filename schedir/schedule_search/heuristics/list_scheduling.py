@@ -1,4 +1,4 @@
-"""Dispatch: idle ranks decide by a policy; a loop in what Python and numba share.
+"""Greedy list scheduling: an idle rank starts what its policy ranks first.
 
 Everything that it reads or fills comes as a list or an array.  Codes are those of an Order.
 """

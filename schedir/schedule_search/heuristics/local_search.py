@@ -1,4 +1,4 @@
-"""Hunt: looks for shorter and shorter orders of a Problem, until time or a proof ends it."""
+"""Search for shorter orders until the time limit or a proof of optimality."""
 
 from __future__ import annotations
 

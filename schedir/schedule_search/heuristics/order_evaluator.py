@@ -1,4 +1,4 @@
-"""Machine: a Problem as lists or arrays, on which the loops of a search run."""
+"""Evaluate policies and orders of a problem, interpreted or compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Maker: programs of orders, compiled with the costs of a search, within its limit."""
+"""Compile orders into programs with the costs and the limit of a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefetch: the batch of the next step is drawn while a step runs.
+"""Draw the batch of the next step during a step.
 
 A thread draws it and puts it into pinned memory, from where it is copied without the host's
 waiting.  All memory is made before the first step: to allocate pinned memory in one would keep

@@ -1,4 +1,4 @@
-"""The samples of a run, one after the other, which every rank draws by itself."""
+"""The samples of a run, in an order that every rank computes itself."""
 
 from __future__ import annotations
 

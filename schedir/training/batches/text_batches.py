@@ -1,4 +1,4 @@
-"""Corpus: the text that a configuration trains on, and that it holds out, as Batches."""
+"""Batches of the training text and of the held-out text of a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Config file: a training run's configuration, read from TOML and `--set`.
+"""Read the configuration of a training run from TOML and `--set`.
 
 Whatever is wrong with it is refused here, and told where it stands, before a process starts.  Needs
 no torch.

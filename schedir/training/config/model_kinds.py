@@ -1,4 +1,4 @@
-"""The kinds of models that `schedir train` can train, a row for each.  Needs no torch."""
+"""The kinds of models that `schedir train` trains, one row each.  Needs no torch."""
 
 from __future__ import annotations
 

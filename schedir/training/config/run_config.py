@@ -1,4 +1,4 @@
-"""Config: what a training run is told, section by section.  Needs no torch."""
+"""The sections of the configuration of a training run.  Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections: what may be said in each section of a configuration, by the kind of its model.
+"""The settings that each section of a configuration takes.
 
 Needs no torch.
 """

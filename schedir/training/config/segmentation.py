@@ -1,4 +1,4 @@
-"""Finer: into which pieces a run cuts its stages, and its microbatches into which chunks.
+"""How many segments a run splits its stages into, and its microbatches into how many chunks.
 
 Needs no torch.
 """

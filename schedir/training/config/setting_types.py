@@ -1,4 +1,4 @@
-"""Settings: whether a value that was read from a file is of a type, and what to call that type.
+"""Check the types of settings.
 
 Types are annotations: bool, int, float, str, tuples, unions, and Annotated[..., Range].
 """

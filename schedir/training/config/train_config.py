@@ -1,4 +1,4 @@
-"""How a model is trained, as one section of a configuration.  Needs no torch."""
+"""The section [train] of a configuration.  Needs no torch."""
 
 from __future__ import annotations
 

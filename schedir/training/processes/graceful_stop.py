@@ -1,4 +1,4 @@
-"""Stop: after which step the processes of a run end, once one of them is told to.
+"""Agree on the step after which the processes of a run stop.
 
 Steps pay nothing for it.  Each process has a thread that waits at the store where they meet, until
 one says there that it was told to end.  Then none begins another step; each says how many it has

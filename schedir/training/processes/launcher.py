@@ -1,4 +1,4 @@
-"""Launch: start the processes of a run on this machine, pass on what they print, end them together.
+"""Start the processes of a run on this machine, forward their output, and end them together.
 
 Nothing lies in a folder meanwhile but their black boxes, in that of the run's output; and whatever
 ends this process ends them.

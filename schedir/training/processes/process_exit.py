@@ -1,4 +1,4 @@
-"""Ends: how a process of a run ends, and what is said of it, once.
+"""End a process of a run, and report once why the run ended.
 
 Who gives up writes why into its black box; where that is another's fault, the boxes of all say
 whose (`hang_diagnosis/stall_cause.py`).  One process speaks: under `launch` that is the launcher,

@@ -1,4 +1,4 @@
-"""World: the processes of a training run, how they find each other and how they part."""
+"""Set up and tear down the process group of a training run."""
 
 from __future__ import annotations
 

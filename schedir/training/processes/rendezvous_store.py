@@ -1,4 +1,4 @@
-"""Store: the one of torch where the processes of a run find each other, asked with patience."""
+"""Torch's rendezvous store, with retries."""
 
 from __future__ import annotations
 

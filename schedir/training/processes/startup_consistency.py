@@ -1,4 +1,4 @@
-"""Meeting: processes compare what each was told before the first message goes between them.
+"""Compare the settings of all processes before the first message.
 
 At the store where torch's processes find each other, before any group is made: what differs is one
 sentence, the same in every process, and not what a collective of different shapes says.

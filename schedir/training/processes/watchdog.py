@@ -1,4 +1,4 @@
-"""Watchdog: a thread of each process that looks at its box and those of the others.
+"""Watchdog: a thread that detects a hang from the black boxes of all processes.
 
 It is awake ten times in a second, and at once when a process of its machine ends or this one is
 told to end.  Where nothing moves in the steps of a run, the boxes say who keeps it.

@@ -1,4 +1,4 @@
-"""Streams: virtual ranks of one process on one GPU, each with CUDA streams of its own.
+"""Virtual ranks of one process on one GPU, each with its own CUDA streams.
 
 The lanes of a virtual rank are streams, ordered by events as they would be between GPUs: what
 overlaps here overlaps there.  The host never waits.

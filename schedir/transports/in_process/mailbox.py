@@ -1,4 +1,4 @@
-"""Mailbox: messages and collectives between virtual ranks of one process."""
+"""Messages and collectives between virtual ranks of one process."""
 
 from __future__ import annotations
 
