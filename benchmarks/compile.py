@@ -109,12 +109,12 @@ def ours(
     """Seconds of each part, and bytes per instruction.  Names that every checkout has."""
     import schedir
 
-    plan, costs = schedir.Plan(ranks, microbatches, v), schedir.Costs(F=1 + turn / 1024)
+    plan, costs = schedir.PipelineShape(ranks, microbatches, v), schedir.Costs(F=1 + turn / 1024)
     more: dict[str, Any] = {"dp": 2, "zero": zero} if zero else {}
     got: Measured = {}
     gc.collect()
     base = peak()
-    draft = timed(got, "draft", schedir.draft, getattr(schedir.schedules, name), plan)
+    draft = timed(got, "draft", schedir.expand_schedule, getattr(schedir.schedules, name), plan)
     program = timed(got, "compile", partial(schedir.compile, draft, costs=costs, **more))
     del draft
     compiled = peak()
@@ -123,7 +123,7 @@ def ours(
     if text:
         timed(got, "memory", lambda: timeline.peak_in_flight)
         if n < MOST_TEXT:
-            timed(got, "parse", schedir.parse, timed(got, "show", schedir.show, program))
+            timed(got, "parse", schedir.from_text, timed(got, "show", schedir.to_text, program))
     got |= {"instructions": n, "B/instr": compiled - base, "with Timeline": simulated - base}
     return {key: value / n if key in ("B/instr", "with Timeline") else value
             for key, value in got.items()}  # fmt: skip

@@ -63,7 +63,7 @@ from benchmarks.harness import (
     parse,
     take_turns,
 )
-from schedir import Plan, schedules
+from schedir import PipelineShape, schedules
 from schedir.io import torch_csv
 from schedir.io.black_box import BlackBox
 from schedir.ir.program import Program
@@ -71,9 +71,9 @@ from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.torch_pipelining import Schedule
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from schedir.transports.json_collectives import Kinds
-from schedir.transports.shared_memory import Shared
+from schedir.transports.shared_memory import SharedMemoryTransport
 from schedir.transports.transport import Transport
 
 WHOSE = ("shared", "gloo", "torch")
@@ -138,7 +138,7 @@ def small_gpt(stages: int, m: int) -> Model:
 MODELS = {"tiny": tiny, "gpt": small_gpt}
 
 
-class Nowhere(Gloo):
+class Nowhere(GlooTransport):
     """Gloo's transport for one rank of a world in which no other rank exists.
 
     torch's "fake" backend ends each of its messages at once.
@@ -156,7 +156,7 @@ class Bench:
         self, row: Row, rank: int, transports: Mapping[str, Callable[[Program], Transport]]
     ) -> None:
         name, schedule, ranks, v, self.m = row
-        plan = Plan(ranks, self.m, v)
+        plan = PipelineShape(ranks, self.m, v)
         program = schedir.compile(getattr(schedules, schedule), plan, model="edge", overlap=True)
         self.own, self.last = plan.stages_of[rank], plan.stages - 1
         self.model, other = (MODELS[name](plan.stages, self.m) for _ in range(2))
@@ -177,7 +177,7 @@ class Bench:
             scale_grads=False,
         )
         with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-            file.write(torch_csv.show(program))
+            file.write(torch_csv.to_csv(program))
             file.flush()
             runtime._load_csv(file.name)
         args = (other.inputs.flatten(0, 1),) if 0 in self.own else ()
@@ -238,7 +238,7 @@ class Result(NamedTuple):
 
 def together(rank: int, row: Row, pairs: int) -> Result:
     """Measure a row, as one of its processes."""
-    bench = Bench(row, rank, {"shared": Shared, "gloo": Gloo})
+    bench = Bench(row, rank, {"shared": SharedMemoryTransport, "gloo": GlooTransport})
     return Result(bench.run(pairs, dist.barrier), bench.counts)
 
 
@@ -272,7 +272,7 @@ def unnoted(executor: Executor) -> None:
 def box_costs(_: int, row: Row, pairs: int) -> list[float]:
     """Microseconds of an instruction that a black box in a file takes, of each pair of steps."""
     enter_fake_world(row)
-    model, plan = MODELS[row[0]](row[2] * row[3], row[4]), Plan(row[2], row[4], row[3])
+    model, plan = MODELS[row[0]](row[2] * row[3], row[4]), PipelineShape(row[2], row[4], row[3])
     program = schedir.compile(getattr(schedules, row[1]), plan, model="edge", overlap=True)
     executor = Executor(
         program, RANK_ALONE, {s: model.stages[s] for s in plan.stages_of[RANK_ALONE]},

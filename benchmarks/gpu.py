@@ -71,7 +71,7 @@ import schedir
 from benchmarks import figures
 from benchmarks.figures import Figure
 from benchmarks.harness import lacks, parse
-from schedir import Costs, Plan, Program, Timeline, compile
+from schedir import Costs, PipelineShape, Program, Timeline, compile
 from schedir.errors import UsageError
 from schedir.ir.cost.sizes import Sizes
 from schedir.kernels.weight_gradient import accumulate_
@@ -80,9 +80,9 @@ from schedir.predict.bubble_causes import exposed, ready_gaps
 from schedir.predict.calibrate import calibrate
 from schedir.predict.timeline import spans_of
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import WARM
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
 from schedir.runtime.recording.allocator_growth import times_asked
 from schedir.schedules import one_f_one_b
@@ -364,8 +364,10 @@ def instruction_cost(microbatches: int = 256) -> float:
     stage.to(DEVICE)
     inputs, targets = (x.to(DEVICE) for x in tiny_model.batch(microbatches))
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
-    program = compile(one_f_one_b, Plan(1, microbatches))
-    world = InProcess(program, [stage], loss=tiny_model.loss, boundary=boundary, record=False)
+    program = compile(one_f_one_b, PipelineShape(1, microbatches))
+    world = InProcessExecutor(
+        program, [stage], loss=tiny_model.loss, boundary=boundary, record=False
+    )
     rank = world.ranks[0]
 
     def plain() -> None:
@@ -427,16 +429,16 @@ def cycles_a_second() -> float:
 
 def program_of(microbatches: int, clip: bool = False) -> Program:
     """1F1B on four ranks, with receives posted early and no more slots than it needs."""
-    costs, plan = Costs(F=1, B=2, send=0.02), Plan(RANKS, microbatches)
+    costs, plan = Costs(F=1, B=2, send=0.02), PipelineShape(RANKS, microbatches)
     return compile(
         one_f_one_b, plan, model="edge", costs=costs, overlap=True, slots="enough", clip=clip
     )
 
 
-def sleeping(microbatches: int, boundary: Boundary, cycles: int) -> InProcess:
+def sleeping(microbatches: int, boundary: Boundary, cycles: int) -> InProcessExecutor:
     """Ranks whose forwards last so many cycles; any numbers of the boundary are their input."""
     stages = [Sleeper(cycles, boundary.dtype).to(DEVICE) for _ in range(RANKS)]
-    return InProcess(
+    return InProcessExecutor(
         program_of(microbatches),
         stages,
         loss=lambda y, _: y.sum(dtype=torch.float32),
@@ -444,7 +446,7 @@ def sleeping(microbatches: int, boundary: Boundary, cycles: int) -> InProcess:
     )
 
 
-def recorded(ranks: InProcess, step: Callable[[], object], steps: int) -> list[Timeline]:
+def recorded(ranks: InProcessExecutor, step: Callable[[], object], steps: int) -> list[Timeline]:
     """Timelines of some steps, after two more."""
     found = []
     for _ in range(WARM + steps):
@@ -479,10 +481,10 @@ def of_a_gpt(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[F
     inputs, targets = torch.randint(
         0, config.vocab, (2, microbatches, 1, config.context), device=DEVICE
     )
-    sizes = sizes_of(
+    sizes = measure_sizes(
         stages, inputs[0], targets[0], loss=gpt.loss, boundary=boundary, state=12.0
     )  # fmt: skip
-    ranks = InProcess(
+    ranks = InProcessExecutor(
         program_of(microbatches, clip=True),
         stages,
         loss=gpt.loss,
@@ -510,7 +512,7 @@ def of_a_gpt(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[F
     )
 
 
-def peak(ranks: InProcess, sizes: Sizes) -> float:
+def peak(ranks: InProcessExecutor, sizes: Sizes) -> float:
     """The most bytes that all ranks hold at once, in the order in which the host issues them: by
     that an allocator counts, whenever the GPU runs them."""
     offsets = ranks.program.offsets

@@ -51,7 +51,7 @@ from benchmarks.harness import (
     parse,
     take_turns,
 )
-from schedir import Plan, compile, schedules, simulate
+from schedir import PipelineShape, compile, schedules, simulate
 from schedir.errors import MemoryLimitError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
@@ -59,11 +59,11 @@ from schedir.ir.isa.instructions import Lane
 from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.predict.calibrate import calibrate
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.recording.live_memory import LiveMemory
 from schedir.runtime.recording.measured_timeline import measured
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 
 RANKS = 2
 CONFIG = gpt.GPTConfig(vocab=512, layers=8, hidden=256, heads=4, context=64, tied=False)
@@ -88,7 +88,7 @@ class Run:
         plan, m = program.plan, program.plan.microbatches
         self.stages, self.x, self.y = model(config, plan.stages, m)
         own = [p for s in plan.stages_of[rank] for p in self.stages[s].parameters()]
-        self.transport = Gloo(program)
+        self.transport = GlooTransport(program)
         self.executor = Executor(
             program, rank, self.stages, self.transport, loss=gpt.loss,
             boundary=(ROWS, config.context, config.hidden),
@@ -112,7 +112,7 @@ def sizes(config: gpt.GPTConfig, stages: int) -> Sizes:
     """Of such a model, with AdamW's states."""
     made, x, y = model(config, stages, 1)
     boundary = (ROWS, config.context, config.hidden)
-    return sizes_of(made, x[0], y[0], loss=gpt.loss, boundary=boundary)
+    return measure_sizes(made, x[0], y[0], loss=gpt.loss, boundary=boundary)
 
 
 def slowed(
@@ -121,7 +121,7 @@ def slowed(
     """Predicted beside measured, and how well a step predicts another."""
     saved = sizes(config, RANKS).of("saved", RANKS)
     for name, which, share in rows:
-        schedule, plan = getattr(schedules, name), Plan(RANKS, 8)
+        schedule, plan = getattr(schedules, name), PipelineShape(RANKS, 8)
         plain = Run(config, compile(schedule, plan, model="edge"), rank)
         for _ in range(WARM):
             plain.step()
@@ -176,7 +176,7 @@ def fits(rank: int, rounds: int, m: int) -> None:
     ways: dict[str, dict[str, Any]] = {
         "kept": {}, "recomputed": {"recompute": "all"}, "offloaded": {"offload": "all"}
     }  # fmt: skip
-    plan = Plan(RANKS, m)
+    plan = PipelineShape(RANKS, m)
     most = {}
     for name, how in ways.items():
         program = compile(schedules.gpipe, plan, slots="fewest", **how)
@@ -207,7 +207,7 @@ def fits(rank: int, rounds: int, m: int) -> None:
 def beside_torch(rounds: int, config: gpt.GPTConfig, microbatches: Sequence[int]) -> None:
     """Ours beside `save_on_cpu`, one process."""
     for m in microbatches:
-        program = compile(schedules.gpipe, Plan(1, m), slots="fewest", offload=[0])
+        program = compile(schedules.gpipe, PipelineShape(1, m), slots="fewest", offload=[0])
         own = [Run(config, program, 0) for _ in range(2)]
         own[1].executor.held.tiers.poisons = False
         stages, x, y = model(config, 1, m)

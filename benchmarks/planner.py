@@ -47,10 +47,10 @@ from benchmarks.harness import head, line, parse
 from schedir import Cluster, load_cluster, planner
 from schedir.analysis.numba_jit import is_installed
 from schedir.errors import UsageError
-from schedir.planner import Choice, Constants, Model, regret
-from schedir.planner.config_export import config as written
-from schedir.planner.estimate.simulated_estimate import exact
-from schedir.planner.parallel_plan import Parts, Priced
+from schedir.planner import ParallelPlan, SoftwareConstants, TransformerSpec, prediction_regret
+from schedir.planner.config_export import train_config as written
+from schedir.planner.estimate.simulated_estimate import simulate_plan
+from schedir.planner.parallel_plan import PlanEstimate, StepBreakdown
 from schedir.planner.plan_search import plan
 from schedir.planner.transformer.memory_estimate import ends_numbers, layer_numbers
 from tests import published_runs as published
@@ -72,7 +72,7 @@ def layers() -> None:
     head("what runs again", "forward, ms", "paper", "", "backward, ms", "paper", "", "both")
     errors = []
     for row in published.layer_times():
-        times = planner.layer(row.model, planner.cluster("a100"), row.choice).total
+        times = planner.layer_time(row.model, planner.cluster_preset("a100"), row.choice).total
         off = [
             predicted / measured - 1
             for predicted, measured in zip((times.F, times.B), row.seconds, strict=True)
@@ -91,8 +91,8 @@ def stages() -> None:
     head("model", "p", "m", *(x for name in "FIW" for x in (f"{name}, ms", "paper", "")), "all")
     errors = []
     for row in published.stage_times():
-        cluster = planner.cluster("a100", nodes=row.choice.p // 8)
-        times = planner.stage(row.model, cluster, row.choice, row.layers).total
+        cluster = planner.cluster_preset("a100", nodes=row.choice.p // 8)
+        times = planner.stage_time(row.model, cluster, row.choice, row.layers).total
         found = times.F, times.I, times.W
         cells = [
             f"{told * 1e3:.1f} | {real * 1e3:.1f} | {told / real - 1:+.1%}"
@@ -106,9 +106,9 @@ def stages() -> None:
 # ------------------------------------------------------------ steps
 
 
-def cluster_of(choice: Choice) -> Cluster:
+def cluster_of(choice: ParallelPlan) -> Cluster:
     """As many nodes of A100 as it runs on; one that is not full where it needs no more."""
-    node = planner.cluster("a100")
+    node = planner.cluster_preset("a100")
     if choice.gpus < node.gpus_per_node:
         return replace(node, gpus_per_node=choice.gpus)
     return replace(node, nodes=choice.gpus // node.gpus_per_node)
@@ -123,17 +123,19 @@ def weak_scaling() -> list[Run]:
     return published.weak_scaling()[: 2 if SMOKE else None]
 
 
-def step(run: Run, cluster: Cluster | None = None, constants: Constants | None = None) -> Priced:
+def step(
+    run: Run, cluster: Cluster | None = None, constants: SoftwareConstants | None = None
+) -> PlanEstimate:
     """What is predicted of a run, whose processes are numbered as Megatron-LM's."""
     cluster = cluster or cluster_of(run.choice)
-    return planner.step(run.model, cluster, run.choice, exact=EXACT, constants=constants)
+    return planner.estimate_step(run.model, cluster, run.choice, exact=EXACT, constants=constants)
 
 
 def simulated(
-    run: Run, cluster: Cluster | None = None, constants: Constants | None = None
-) -> Priced:
+    run: Run, cluster: Cluster | None = None, constants: SoftwareConstants | None = None
+) -> PlanEstimate:
     """The same of its program."""
-    return exact(run.model, cluster or cluster_of(run.choice), run.choice, constants)
+    return simulate_plan(run.model, cluster or cluster_of(run.choice), run.choice, constants)
 
 
 def reached(run: Run) -> float:
@@ -182,7 +184,7 @@ def sc21() -> None:
     which 2205.05198 tells first; then the parts of each predicted step."""
     runs = weak_scaling()
     prices = [simulated(run) for run in runs]
-    plain = [simulated(run, constants=Constants(tensor_hidden=0)).step for run in runs]
+    plain = [simulated(run, constants=SoftwareConstants(tensor_hidden=0)).step for run in runs]
     head("model", "t", "p", "d", "v", "b", "m", "SC21, s", "predicted", "TFLOP/s", "predicted", "",
          "no sums hidden")  # fmt: skip
     off = [price.step / run.seconds - 1 for run, price in zip(runs, prices, strict=True)]
@@ -196,7 +198,7 @@ def sc21() -> None:
         )  # fmt: skip
     summed(off, "steps")
     summed(bare, "with no sums hidden")
-    head("model", *Parts._fields, "memory, GB")
+    head("model", *StepBreakdown._fields, "memory, GB")
     for run, price in zip(runs, prices, strict=True):
         shares = (f"{part / price.step:.1%}" for part in price.parts)
         line(run.name, *shares, f"{price.memory.total / 1e9:.0f}")
@@ -245,7 +247,7 @@ def regrets() -> None:
         told = [step(run).step for run in group]
         real = [run.seconds for run in group]
         best, chosen = group[real.index(min(real))], group[told.index(min(told))]
-        lost.append(regret(told, real))
+        lost.append(prediction_regret(told, real))
         line(
             group[0].name, best.choice.batch, best.choice.gpus, len(group), layout(best.choice),
             f"{best.seconds * 1e3:.0f}", layout(chosen.choice), f"{chosen.seconds * 1e3:.0f}",
@@ -256,7 +258,7 @@ def regrets() -> None:
           f"{len(lost)} groups\n")  # fmt: skip
 
 
-def layout(choice: Choice) -> str:
+def layout(choice: ParallelPlan) -> str:
     """How it is laid out, shortly."""
     says = f"t{choice.t} p{choice.p} d{choice.d}"
     if choice.v > 1:
@@ -269,7 +271,10 @@ def layout(choice: Choice) -> str:
 
 def memory() -> None:
     """States of ZeRO beside those printed, and what a layer keeps beside the formulas."""
-    model, cluster = Model(72, 4096, 32, published.VOCAB, 1024), planner.cluster("a100")
+    model, cluster = (
+        TransformerSpec(72, 4096, 32, published.VOCAB, 1024),
+        planner.cluster_preset("a100"),
+    )
     head("billion", "d", *(x for z in (1, 2, 3) for x in (f"level {z}, GB", "paper")))
     same = cells = 0
     for row in published.table("zero_table1_memory_GB"):
@@ -277,8 +282,8 @@ def memory() -> None:
         said: list[str] = []
         for level, printed in enumerate((row["P_os"], row["P_os+g"], row["P_os+g+p"]), 1):
             stages = model.layers  # as many, some of them whole at once: not in the table
-            choice = Choice(d=d, v=stages, schedule="looped_bfs", zero=level)
-            of = planner.memory(model, cluster, choice)
+            choice = ParallelPlan(d=d, v=stages, schedule="looped_bfs", zero=level)
+            of = planner.peak_memory(model, cluster, choice)
             one = sum(layer_numbers(model))
             whole = 2 * (level > 1) * (one + ends_numbers(model)[0])
             whole += 2 * (level > 2) * (2 * one + ends_numbers(model)[0])
@@ -290,10 +295,10 @@ def memory() -> None:
         line(row["params_billion"], d, *said)
     print(f"\n{same} of {cells} cells within one unit of the last digit\n")
     head("configuration", "a layer keeps, MB", "paper", "")
-    gpt3 = Model(3, 12288, 96, published.VOCAB, 2048)
+    gpt3 = TransformerSpec(3, 12288, 96, published.VOCAB, 2048)
     for name, choice, paper in published.kept_bytes(gpt3):
         more, less = (
-            planner.memory(replace(gpt3, layers=layers), cluster, choice).activations
+            planner.peak_memory(replace(gpt3, layers=layers), cluster, choice).activations
             for layers in (3, 2)
         )
         kept = more - less
@@ -304,16 +309,16 @@ def memory() -> None:
 
 LARGE = [
     *(
-        (f"MT-NLG 530B, {nodes} nodes", Model(105, 20480, 128, 51200, 2048), 1920, nodes,
-         Choice(p=35, t=8, d=nodes // 35, b=1, m=1920 * 35 // nodes, recompute="full", order="tdp"))
+        (f"MT-NLG 530B, {nodes} nodes", TransformerSpec(105, 20480, 128, 51200, 2048), 1920, nodes,
+         ParallelPlan(p=35, t=8, d=nodes // 35, b=1, m=1920 * 35 // nodes, recompute="full", order="tdp"))
         for nodes in (280, 350, 420)
     ),
-    ("a trillion, 384 nodes", Model(128, 25600, 160, 51200, 2048), 3072, 384,
-     Choice(p=64, t=8, d=6, b=1, m=512, recompute="full", order="tdp")),
+    ("a trillion, 384 nodes", TransformerSpec(128, 25600, 160, 51200, 2048), 3072, 384,
+     ParallelPlan(p=64, t=8, d=6, b=1, m=512, recompute="full", order="tdp")),
 ]  # fmt: skip
 SMALL = [
-    ("8 layers, 1 node", Model(8, 1024, 16, 51200, 1024), 32, 1,
-     Choice(p=2, t=2, d=2, b=1, m=16, recompute="full", order="tdp")),
+    ("8 layers, 1 node", TransformerSpec(8, 1024, 16, 51200, 1024), 32, 1,
+     ParallelPlan(p=2, t=2, d=2, b=1, m=16, recompute="full", order="tdp")),
 ]  # fmt: skip
 OLD = ("gpipe", "one_f_one_b", "interleaved")
 ONLY: dict[str, dict[str, Any]] = {
@@ -327,7 +332,7 @@ ONLY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def told(what: str, price: Priced) -> None:
+def told(what: str, price: PlanEstimate) -> None:
     """A row of a plan."""
     seconds = (f"{part:.2f}" for part in (price.step, *price.parts))
     also = f"{price.schedule}, {price.recompute}, ZeRO {price.zero}"
@@ -340,13 +345,13 @@ def large() -> None:
     """The papers' plans, ours, and ours with less to choose from; simulated, all of them."""
     numba = "with numba" if is_installed() else "without numba"
     for name, model, batch, nodes, paper in SMALL if SMOKE else LARGE:
-        cluster = planner.cluster("a100", nodes=nodes)
+        cluster = planner.cluster_preset("a100", nodes=nodes)
         began = process_time()
         ours = planner.plan(model, cluster, batch, order=paper.order, exact=True)
         took = process_time() - began
         print(f"\n### {name}: planned in {took:.1f} s of processor time, {numba}\n")
-        head("plan", "layout", "also", "step, s", *Parts._fields, "GB", "MFU")
-        told("the paper's", planner.step(model, cluster, paper, exact=True))
+        head("plan", "layout", "also", "step, s", *StepBreakdown._fields, "GB", "MFU")
+        told("the paper's", planner.estimate_step(model, cluster, paper, exact=True))
         told("ours", ours[0])
         there = {name: getattr(paper, name) for name in ("p", "t", "d")}
         for what, few in ({"the paper's p, t and d": there} | ONLY).items():
@@ -356,13 +361,13 @@ def large() -> None:
                 )
                 told(f"ours: {what}", best)
             except UsageError as error:
-                line(f"ours: {what}", error.fact, *[""] * (len(Parts._fields) + 4))
+                line(f"ours: {what}", error.fact, *[""] * (len(StepBreakdown._fields) + 4))
         print(f"\n{ours[0].why}\n")
 
 
 # ------------------------------------------------------------ this machine
 
-HERE = Model(layers=8, hidden=256, heads=8, vocab=256, sequence=128)
+HERE = TransformerSpec(layers=8, hidden=256, heads=8, vocab=256, sequence=128)
 HERE_BATCH, WARM = 16, 2
 SCHEDULES = ("one_f_one_b", "interleaved", "zb_h1")
 GOAL = 0.10
@@ -441,7 +446,7 @@ def train_one(_: int, text: str, steps: int) -> Ran:
     return Ran(statistics.median(own), max(own) / min(own) - 1, statistics.median(cpu[WARM:]))
 
 
-def plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[Priced]:
+def plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[PlanEstimate]:
     """All plans that the trainer runs, the fastest by prediction first."""
     return plan(
         HERE, cluster, HERE_BATCH, top=10**6, schedules=SCHEDULES, exact=True,
@@ -450,7 +455,7 @@ def plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[Priced]:
     )  # fmt: skip
 
 
-def named(one: Priced) -> list[object]:
+def named(one: PlanEstimate) -> list[object]:
     """A plan in a few cells."""
     again = "yes" if one.recompute == "full" else ""
     return [one.p, one.t, one.d, one.b, f"{one.schedule} {one.v}", again]
@@ -462,7 +467,7 @@ def together(ranks: list[Ran]) -> Ran:
     return longest._replace(cpu=sum(one.cpu for one in ranks))
 
 
-def report(all_of: list[Priced], ran: list[Ran], processors: int) -> None:
+def report(all_of: list[PlanEstimate], ran: list[Ran], processors: int) -> None:
     """The table, and what it comes to."""
     line("p", "t", "d", "b", "schedule, stages of a rank", "run again", "predicted, ms",
          "measured, ms", "off", "spread", "worked, ms")  # fmt: skip

@@ -40,7 +40,7 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.rank_state import Call
 from schedir.runtime.recording.measured_timeline import measured
 from schedir.schedules.schedule_algebra import delay_for
-from schedir.transports.shared_memory import Shared
+from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.laws import ZOO, plan_of
 
 MODEL = GPTConfig(vocab=256, layers=8, hidden=96, heads=4, context=64)
@@ -67,7 +67,7 @@ def train(rank: int, name: str, ranks: int, steps: int) -> tuple[list[Timeline],
     """Timelines of all steps but the first, and seconds that recording an instruction takes."""
     torch.manual_seed(rank)
     program = program_of(name, ranks)
-    plan, transport = program.plan, Shared(program)
+    plan, transport = program.plan, SharedMemoryTransport(program)
     stages = {s: gpt.build_stage(MODEL, s, plan.stages) for s in plan.stages_of[rank]}
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     executor = Executor(

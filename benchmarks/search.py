@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import schedir
 from benchmarks.harness import head, lacks, line, parse
-from schedir import Costs, Plan
+from schedir import Costs, PipelineShape
 from schedir.analysis import numba_jit
 from schedir.errors import MemoryLimitError, ProgramError, UsageError
 from schedir.ir.isa.instructions import BACKWARD, FORWARD
@@ -55,7 +55,7 @@ from schedir.schedule_search.problem import Objective, SchedulingProblem
 from schedir.schedule_search.rank_order import Order, codes_of, length, peaks
 from schedir.schedule_search.search_results import SearchStep
 from schedir.schedules import built_in
-from schedir.schedules.draft import draft
+from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import placed_for
 from tests.certified import FILE, Case, Row, cases, read
 from tests.laws import ZOO
@@ -75,7 +75,7 @@ def table5(options: Options) -> None:
     for row in rows()[:1] if options.smoke else rows():
         for limit, column in ((1, "rate_ZB_1p"), (2, "rate_ZB_2p")):
             began = process_time()
-            found = schedir.search(
+            found = schedir.search_schedule(
                 row.plan, row.costs, row.sizes, limit * row.plan.ranks,
                 objective="own", seconds=options.seconds,
             )  # fmt: skip
@@ -99,7 +99,7 @@ def families(ranks: int) -> Iterator[tuple[str, Costs]]:
         yield f"0.7 to 1.3, {seed}", Costs(F=F, I=I, W=W)
 
 
-def best_of_zoo(plan: Plan, costs: Costs, room: int) -> float:
+def best_of_zoo(plan: PipelineShape, costs: Costs, room: int) -> float:
     """The shortest span of the built-in schedules that hold no more than so many."""
     spans = []
     for schedule in built_in().values():
@@ -119,9 +119,11 @@ def uneven(options: Options) -> None:
     for p, m in SHAPES[:1] if options.smoke else SHAPES:
         for room in (p, p * 3 // 2):
             for name, costs in families(p):
-                plan = Plan(p, m)
+                plan = PipelineShape(p, m)
                 began = process_time()
-                found = schedir.search(plan, costs, in_flight=room, seconds=options.seconds)
+                found = schedir.search_schedule(
+                    plan, costs, in_flight=room, seconds=options.seconds
+                )
                 took = process_time() - began
                 over.append(found.gap)
                 zoo.append(best_of_zoo(plan, costs, room) / found.bound - 1)
@@ -148,7 +150,7 @@ def time(options: Options) -> None:
         times = []
         for _ in range(3):
             began = process_time()
-            schedir.bound(Plan(p, m), paper, in_flight=p)
+            schedir.lower_bound(PipelineShape(p, m), paper, in_flight=p)
             times.append(process_time() - began)
         line("bound, the best of three", f"{p} x {m}", f"{min(times):.4f}", "", "")
     searches = (
@@ -160,8 +162,8 @@ def time(options: Options) -> None:
     for what, p, m, costs in searches[:1] if options.smoke else searches:
         began, clock = process_time(), perf_counter()
         seen: list[tuple[float, float]] = []
-        found = schedir.search(
-            Plan(p, m), costs, in_flight=p, seconds=options.seconds,
+        found = schedir.search_schedule(
+            PipelineShape(p, m), costs, in_flight=p, seconds=options.seconds,
             report=lambda step, bound, seen=seen, began=began: seen.append(  # type: ignore[misc]
                 (process_time() - began, step.span / bound - 1)
             ),
@@ -174,10 +176,10 @@ def time(options: Options) -> None:
         close = [each for each in seen if each[1] <= 0.01]
         if close:
             line("within 1 %", f"{p} x {m}", f"{close[0][0]:.2f}", "", f"{close[0][1]:.2%}")
-    plan, costs = Plan(16, 64), dict(families(16))["0.7 to 1.3, 0"]
+    plan, costs = PipelineShape(16, 64), dict(families(16))["0.7 to 1.3, 0"]
     for asked in (0.1,) if options.smoke else (1.0, 3.0):
         clock = perf_counter()
-        schedir.search(plan, costs, in_flight=16, seconds=asked)
+        schedir.search_schedule(plan, costs, in_flight=16, seconds=asked)
         line(f"--seconds {asked:g}", "16 x 64", "", f"{perf_counter() - clock:.2f}", "")
 
 
@@ -196,7 +198,7 @@ class Result(NamedTuple):
 def searched(case: Case, seconds: float) -> Result:
     """What a search gives; a bound above the optimum ends it all."""
     began = process_time()
-    found = schedir.search(
+    found = schedir.search_schedule(
         case.plan, case.costs, case.sizes, case.limit,
         in_flight=case.in_flight, objective=case.objective, split=case.split, seconds=seconds,
     )  # fmt: skip
@@ -294,7 +296,9 @@ def beside_solver(path: Path, seconds: float) -> None:
     over = []
     for case, row in zip(read(path), rows, strict=True):
         began = process_time()
-        found = schedir.search(case.plan, case.costs, in_flight=case.in_flight, seconds=seconds)
+        found = schedir.search_schedule(
+            case.plan, case.costs, in_flight=case.in_flight, seconds=seconds
+        )
         took = process_time() - began
         # The trail is empty where the time was over before the search had an order of its own.
         taken = found.trail[-1].span if found.trail else found.span
@@ -388,7 +392,7 @@ def of_the_zoo(problem: SchedulingProblem) -> Iterator[tuple[str, Order]]:
         if placement not in (None, plan.placement) or per_rank not in (None, plan.stages_per_rank):
             continue
         try:
-            program = draft(schedule, plan)
+            program = expand_schedule(schedule, plan)
         except ProgramError:
             continue
         if not problem.split and any(

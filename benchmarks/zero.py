@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 import schedir
 from benchmarks.harness import head, line, parse
-from schedir import Costs, Plan, Program, Sizes, compile, schedules, simulate
+from schedir import Costs, PipelineShape, Program, Sizes, compile, schedules, simulate
 from schedir.analysis.memory.footprint import Footprint, held
 from schedir.analysis.memory.unshard_counts import gathers
 from schedir.commands.simulate import volume
@@ -58,13 +58,13 @@ from schedir.errors import PlanError
 from schedir.ir.isa.instructions import BOUNDARY, Lane
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
 from schedir.runtime.rank_state import Call
-from schedir.schedules.draft import draft
+from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import placed_for, takes_v
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run as run_in
 
 STEPS, BATCH, CONTEXT, HIDDEN, VOCAB = 5, 2, 8, 24, 31
@@ -80,7 +80,7 @@ class Case(NamedTuple):
     """A case: a schedule, its plan, replicas, tensor-parallel ranks, and the precision."""
 
     schedule: Any
-    plan: Plan
+    plan: PipelineShape
     dp: int = 2
     tp: int = 1
     half: bool = False
@@ -97,11 +97,11 @@ def cases() -> dict[str, Case]:
     """All that is compared, by name."""
     found = {}
     for schedule, plan in (
-        (schedir.schedules.one_f_one_b, Plan(2, 3)),
-        (schedir.schedules.interleaved, Plan(2, 4, 2)),
-        (schedir.schedules.looped_bfs, Plan(2, 3, 2)),
-        (schedir.schedules.zb_h1, Plan(2, 4)),
-        (schedir.schedules.dualpipe, Plan(2, 4, placement="mirror")),
+        (schedir.schedules.one_f_one_b, PipelineShape(2, 3)),
+        (schedir.schedules.interleaved, PipelineShape(2, 4, 2)),
+        (schedir.schedules.looped_bfs, PipelineShape(2, 3, 2)),
+        (schedir.schedules.zb_h1, PipelineShape(2, 4)),
+        (schedir.schedules.dualpipe, PipelineShape(2, 4, placement="mirror")),
     ):
         for dp, tp, half in (
             (2, 1, False),
@@ -141,7 +141,7 @@ def train(rank: int, case: Case, zero: int) -> tuple[list[bytes], Found]:
         case.schedule, case.plan, dp=case.dp, tp=case.tp, zero=zero,
         **{"clip": True, "tied": case.plan.stages > 1} | more,
     )  # fmt: skip
-    transport = Gloo(program)
+    transport = GlooTransport(program)
     tp = transport.tp_group
     stages = stages_of(case, program.plan.stages_of[transport.rank], tp)
     parameters = [p for stage in stages.values() for p in stage.parameters()]
@@ -261,7 +261,7 @@ class ByteRow(NamedTuple):
     """The program of the case."""
 
     schedule: Any
-    plan: Plan
+    plan: PipelineShape
     zero: int
     recompute: bool
     dp: int = 2
@@ -282,10 +282,10 @@ def byte_rows() -> dict[str, ByteRow]:
     """All that is measured, by name."""
     found = {}
     for schedule, plan in (
-        (schedir.schedules.one_f_one_b, Plan(2, 3)),
-        (schedir.schedules.interleaved, Plan(2, 4, 2)),
-        (schedir.schedules.looped_bfs, Plan(1, 3, 4)),
-        (schedir.schedules.zb_h1, Plan(2, 4)),
+        (schedir.schedules.one_f_one_b, PipelineShape(2, 3)),
+        (schedir.schedules.interleaved, PipelineShape(2, 4, 2)),
+        (schedir.schedules.looped_bfs, PipelineShape(1, 3, 4)),
+        (schedir.schedules.zb_h1, PipelineShape(2, 4)),
     ):
         for zero in range(4):
             for again in (False, True):
@@ -293,14 +293,14 @@ def byte_rows() -> dict[str, ByteRow]:
                 found[name] = ByteRow(schedule, plan, zero, again)
     for zero in (0, 1, 3):
         found[f"looped_bfs zero {zero}, states on the host"] = ByteRow(
-            schedir.schedules.looped_bfs, Plan(1, 3, 4), zero, False, states="host"
+            schedir.schedules.looped_bfs, PipelineShape(1, 3, 4), zero, False, states="host"
         )
     for zero in (2, 3):
         found[f"interleaved zero {zero}, each turn"] = ByteRow(
-            schedir.schedules.interleaved, Plan(2, 4, 2), zero, False, 2, "turn"
+            schedir.schedules.interleaved, PipelineShape(2, 4, 2), zero, False, 2, "turn"
         )
         found[f"one_f_one_b zero {zero}, 3 replicas"] = ByteRow(
-            schedir.schedules.one_f_one_b, Plan(2, 3), zero, False, 3
+            schedir.schedules.one_f_one_b, PipelineShape(2, 3), zero, False, 3
         )
     return found
 
@@ -380,7 +380,7 @@ def measure(rank: int, row: ByteRow) -> Measured:
         slots="fewest", recompute="all" if row.recompute else None,
         states=row.states,
     )  # fmt: skip
-    transport = Gloo(program)
+    transport = GlooTransport(program)
     cfg = gpt.GPTConfig(
         vocab=VOCAB, layers=row.plan.stages, hidden=HIDDEN, heads=2, context=CONTEXT, tied=False
     )
@@ -388,7 +388,7 @@ def measure(rank: int, row: ByteRow) -> Measured:
     m, numbers = row.plan.microbatches, torch.Generator().manual_seed(1)
     x, y = torch.randint(0, VOCAB, (2, m, BATCH, CONTEXT), generator=numbers)
     make = partial(torch.optim.AdamW, lr=1e-2)
-    sizes = sizes_of(
+    sizes = measure_sizes(
         [gpt.build_stage(cfg, s, count) for s in range(count)], x[0], y[0], loss=gpt.loss,
         boundary=boundary, state=make, dp=row.dp, zero=row.zero, replica=transport.dp_rank,
     )  # fmt: skip
@@ -504,8 +504,8 @@ def count_gathers(options: argparse.Namespace) -> int:
         v = v or (options.stages_per_rank if takes_v(schedule) else 1)
         if v == 1:
             continue  # its one stage is gathered once, and stays whole
-        plan = Plan(options.ranks, options.microbatches, v, placement or "loop")
-        drafts[name] = draft(schedule, plan)
+        plan = PipelineShape(options.ranks, options.microbatches, v, placement or "loop")
+        drafts[name] = expand_schedule(schedule, plan)
         for row in gather_rows(drafts[name]):
             times = map(told, (row.few, row.ours, row.torch))
             line(name, v, row.active, *times, *(f"{span:.1f}" for span in row.spans))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from docs.pages import page, table
-from schedir import Costs, Plan, compile, schedules, show, simulate
+from schedir import Costs, PipelineShape, compile, schedules, simulate, to_text
 from schedir.analysis.progress_models import MODEL_ROWS, MODELS
 from schedir.ir.isa.instructions import LANES, ROWS, TOKENS, Token
 from schedir.ir.text_format import FORMAT
@@ -22,7 +22,7 @@ def gathers() -> str:
     rows = []
     for name, v in GATHERED.items():
         plan, time = (
-            Plan(8, 64, v, placed_for(getattr(schedules, name))[0] or "loop"),
+            PipelineShape(8, 64, v, placed_for(getattr(schedules, name))[0] or "loop"),
             FORWARD * 4 / v,
         )
         crosses = [int(a != b) for a, b in pairwise(plan.rank_of.tolist())]
@@ -73,7 +73,7 @@ def blocks() -> dict[str, object]:
         "lanes": table(["lane", "has", "a host that blocks"], lanes),
         "rules": table(["model", "transfers", "used by"], rules),
         "models": ", ".join(f"`{m}`" for m in MODELS),
-        "program": show(compile(one_f_one_b, Plan(2, 8))),
+        "program": to_text(compile(one_f_one_b, PipelineShape(2, 8))),
         "format": FORMAT,
     }
 

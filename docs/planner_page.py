@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docs.pages import page, table
-from schedir.planner import Constants, clusters
+from schedir.planner import SoftwareConstants, cluster_presets
 from schedir.planner.transformer.model_presets import MODELS
 
 
@@ -15,9 +15,12 @@ def blocks() -> dict[str, str]:
     ]
     constants = [
         [f"`{c.name}`", f"{c.value:g}", f"{c.least:g} to {c.most:g}", c.meaning, c.source]
-        for c in Constants().each()
+        for c in SoftwareConstants().each()
     ]
-    links = [f"[`{name}`](../schedir/planner/hardware/clusters/{name}.toml)" for name in clusters()]
+    links = [
+        f"[`{name}`](../schedir/planner/hardware/clusters/{name}.toml)"
+        for name in cluster_presets()
+    ]
     return {
         "models": table(["name", "parameters", "its shape is printed in"], models),
         "clusters": ", ".join(links),

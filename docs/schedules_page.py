@@ -7,7 +7,16 @@ from inspect import getdoc
 
 from docs import pages
 from docs.pages import table
-from schedir import Costs, Plan, Timeline, compile, greedy, schedules, simulate, viz
+from schedir import (
+    Costs,
+    PipelineShape,
+    Timeline,
+    compile,
+    greedy_schedule,
+    schedules,
+    simulate,
+    viz,
+)
 from schedir.schedules.schedule_algebra import delay_for, placed_for, stages_per_rank_for
 
 # In the order of the page: when to use each.
@@ -69,7 +78,7 @@ def run_of(
     placement, usual = shape(name)
     delay = delay_for(schedule)
     updates = 1 if delay is None else microbatches // ranks
-    plan = Plan(ranks, microbatches, v or usual, placement, updates, delay or 0)
+    plan = PipelineShape(ranks, microbatches, v or usual, placement, updates, delay or 0)
     F, I, W = (c * ranks / plan.stages for c in costs)
     priced = Costs(F=F, I=I, W=W, send=send)
     return simulate(compile(schedule, plan, model="edge", costs=priced), priced, model="edge")
@@ -119,7 +128,7 @@ def blocks() -> dict[str, str]:
         "all": table(["schedule", "stages per rank", "placement", *heads], rows),
         "unequal": table(["schedule", *costs_of], unequal),
         "each": each,
-        "greedy": str(getdoc(greedy)).split("\n>>>")[0].strip(),
+        "greedy": str(getdoc(greedy_schedule)).split("\n>>>")[0].strip(),
     }
 
 

@@ -156,7 +156,7 @@ def picture() -> None:
         run = run_of(cell.name, P, m, v=cell.v, send=SENDS[1])
         name = cell.name + f" x {cell.v}" * (cell.v > 1)
         runs.append(replace(run, program=replace(run.program, name=name)))
-    viz.save(viz.tradeoff(runs), "which-schedule.svg")
+    viz.save(viz.bubble_vs_memory(runs), "which-schedule.svg")
 
 
 PAGES = page("which-schedule", blocks, {"which-schedule.svg": picture})

@@ -48,7 +48,7 @@ def blocks() -> dict[str, object]:
 
 def picture() -> None:
     """Draw the tiles of each stride."""
-    viz.save(viz.visited(*map(found, STRIDES)), "windows.svg")
+    viz.save(viz.window_tiles(*map(found, STRIDES)), "windows.svg")
 
 
 PAGES = page("windows", blocks, {"windows.svg": picture})

@@ -9,11 +9,11 @@ stage, each in a vee.  Half of the microbatches takes each way.
 """
 
 import schedir
-from schedir import B, F, Plan, Word
-from schedir.schedule_algebra import join
+from schedir import B, F, PipelineShape, RankSchedule
+from schedir.schedule_algebra import concat
 
 
-def two_vees(rank: int, ranks: int, microbatches: int) -> Word:
+def two_vees(rank: int, ranks: int, microbatches: int) -> RankSchedule:
     """Each way is 1F1B along 2P stages, a microbatch every other slot; the other way fills up.
 
     A slot is as long as a forward, or a backward.  P microbatches, half each way, tile 4P slots on
@@ -23,7 +23,7 @@ def two_vees(rank: int, ranks: int, microbatches: int) -> Word:
         raise ValueError(
             f"the two ways fit into each other on an even number of ranks, not {ranks}"
         )
-    slots: list[tuple[int, Word]] = []
+    slots: list[tuple[int, RankSchedule]] = []
     outer = min(rank, ranks - 1 - rank)
     for j, stage in enumerate((outer, ranks - 1 - outer, ranks + outer, 2 * ranks - 1 - outer)):
         down = stage in (rank, 2 * ranks - 1 - rank)
@@ -32,14 +32,14 @@ def two_vees(rank: int, ranks: int, microbatches: int) -> Word:
             begin = unit * 4 * ranks + place * 2
             slots.append((begin + stage, F[j]))
             slots.append((begin + 4 * ranks - 1 - stage, B[j]))
-    return join(word for _, word in sorted(slots, key=lambda slot: slot[0]))
+    return concat(word for _, word in sorted(slots, key=lambda slot: slot[0]))
 
 
-def plan_for(ranks: int, microbatches: int) -> Plan:
+def plan_for(ranks: int, microbatches: int) -> PipelineShape:
     """The first holders of the stages lie in a vee, and the second ones in its mirror image."""
     there = [*range(ranks)]
     back = there[::-1]
-    return Plan(ranks, microbatches, placement=((*there, *back), (*back, *there)))
+    return PipelineShape(ranks, microbatches, placement=((*there, *back), (*back, *there)))
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
     import torch
     from torch import nn
 
-    from schedir.runtime import InProcess, reference
+    from schedir.runtime import InProcessExecutor, run_sequential
 
     for ranks in (4, 8):
         program = schedir.compile(two_vees, plan_for(ranks, ranks))
@@ -60,11 +60,11 @@ def main() -> None:
     program = schedir.compile(two_vees, plan_for(4, 8))
     stages = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(program.plan.stages)]
     x, y = torch.randn(2, 8, 4, 16)
-    virtual = InProcess(program, stages, loss=nn.functional.mse_loss, boundary=(4, 16))
+    virtual = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(4, 16))
     virtual.step(x, y)
     got = [p.grad.clone() for stage in stages for p in stage.parameters() if p.grad is not None]
     for what, order in (("in its order", program), ("a plain loop", None)):
-        reference(stages, x, y, loss=nn.functional.mse_loss, program=order)
+        run_sequential(stages, x, y, loss=nn.functional.mse_loss, program=order)
         plain = [p.grad for stage in stages for p in stage.parameters() if p.grad is not None]
         apart = max(float((a - b).norm() / b.norm()) for a, b in zip(got, plain, strict=True))
         print(f"gradients beside the reference's, {what}: {apart:.0e} apart")

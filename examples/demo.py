@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import schedir
-from schedir import Costs, Plan
+from schedir import Costs, PipelineShape
 from schedir.errors import ProgramError
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.training.run_results import make_folder
@@ -38,7 +38,7 @@ def predict(folder: Path) -> None:
     for schedule, v in ((gpipe, 1), (one_f_one_b, 1), (interleaved, 2)):
         # A rank's share of the model takes 1 forward and 2 backward, in however many stages.
         costs = Costs(F=1 / v, B=2 / v)
-        plan = Plan(ranks=4, microbatches=8, stages_per_rank=v)
+        plan = PipelineShape(ranks=4, microbatches=8, stages_per_rank=v)
         program = schedir.compile(schedule, plan, costs=costs)  # refused unless it is proven
         timeline = schedir.simulate(program, costs)
         timelines.append(timeline)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import schedir
-from schedir.runtime import Boundary, InProcess, reference
+from schedir.runtime import Boundary, InProcessExecutor, run_sequential
 from schedir.runtime.autograd.random_streams import layer
 
 WIDTH = 16
@@ -39,18 +39,21 @@ def main() -> None:
     torch.manual_seed(0)
     blocks = [Block(number) for number in range(4)]
     inputs, targets = torch.randn(2, 8, 32, WIDTH)  # 8 microbatches of 32
-    plain = reference(blocks, inputs, targets, loss=squares, seed=1)
+    plain = run_sequential(blocks, inputs, targets, loss=squares, seed=1)
     print(f"a plain loop            {float(plain):.4f}")
     for name, plan in (
-        ("one_f_one_b", schedir.Plan(ranks=2, microbatches=8)),
-        ("zb_v", schedir.Plan(ranks=2, microbatches=8, stages_per_rank=2, placement="vee")),
+        ("one_f_one_b", schedir.PipelineShape(ranks=2, microbatches=8)),
+        (
+            "zb_v",
+            schedir.PipelineShape(ranks=2, microbatches=8, stages_per_rank=2, placement="vee"),
+        ),
     ):
         each = len(blocks) // plan.stages
         stages = [nn.Sequential(*blocks[k : k + each]) for k in range(0, len(blocks), each)]
-        schedir.runtime.split_linears(nn.ModuleList(stages))
+        schedir.runtime.make_backward_splittable(nn.ModuleList(stages))
         program = schedir.compile(getattr(schedir.schedules, name), plan)
         boundary = Boundary((32, WIDTH))
-        ranks = InProcess(program, stages, loss=squares, boundary=boundary, seed=1)
+        ranks = InProcessExecutor(program, stages, loss=squares, boundary=boundary, seed=1)
         loss = ranks.step(inputs, targets)
         print(f"{name:<12} {plan.stages} stages   {float(loss):.4f}")
         assert torch.equal(loss, plain)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import schedir
-from schedir import Plan
-from schedir.runtime import Boundary, Executor, Gloo
+from schedir import PipelineShape
+from schedir.runtime import Boundary, Executor, GlooTransport
 from schedir.schedules import interleaved
 
 STAGES, MICROBATCHES, SIZE, CONTEXT, STEPS = 4, 8, 2, 64, 10
@@ -75,11 +75,11 @@ def main() -> None:
     )  # fmt: skip
     model = GPT2LMHeadModel(config).train()
     stages = [Stage(model, number) for number in range(STAGES)]
-    ties = schedir.ties(stages)  # stages[3].head.weight is stages[0].words.weight
+    ties = schedir.find_tied_weights(stages)  # stages[3].head.weight is stages[0].words.weight
 
-    plan = Plan(ranks=world, microbatches=MICROBATCHES, stages_per_rank=STAGES // world)
+    plan = PipelineShape(ranks=world, microbatches=MICROBATCHES, stages_per_rank=STAGES // world)
     program = schedir.compile(interleaved, plan, tied=ties, clip=True)
-    transport = Gloo(program)
+    transport = GlooTransport(program)
     own = {number: stages[number] for number in plan.stages_of[transport.rank]}
     weights = {p for stage in own.values() for p in stage.parameters()}
     executor = Executor(

@@ -1,9 +1,9 @@
 from collections.abc import Iterator
 
-from schedir import B, F, Word
+from schedir import B, F, RankSchedule
 
 
-def in_pairs(rank: int, ranks: int, microbatches: int) -> Iterator[Word]:
+def in_pairs(rank: int, ranks: int, microbatches: int) -> Iterator[RankSchedule]:
     """Two forwards, two backwards: the loss of a pair could be taken together."""
     lead = min(2 * (ranks - 1 - rank), microbatches)
     yield lead * F

@@ -5,7 +5,7 @@
     python examples/seq1f1b_run.py               # with a model, on four processes
 
 A later segment sees the keys and values of the earlier ones, so a stage runs the segments of a
-sequence forward from the first on, and backward from the last on.  `Plan(segments=4)` says so, and
+sequence forward from the first on, and backward from the last on.  `PipelineShape(segments=4)` says so, and
 `check` refuses what does not.
 """
 
@@ -13,21 +13,21 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import schedir
-from schedir import B, Costs, F, Plan, Sizes, Word, weave
-from schedir.schedule_algebra import join
+from schedir import B, Costs, F, PipelineShape, RankSchedule, Sizes, weave
+from schedir.schedule_algebra import concat
 
 RANKS, SEQUENCES, SEGMENTS = 4, 8, 4
 TOKENS, WIDTH = 32768, 4096
 
 
-def seq1f1b(rank: int, ranks: int, microbatches: int, segments: int) -> Word:
+def seq1f1b(rank: int, ranks: int, microbatches: int, segments: int) -> RankSchedule:
     """1F1B of segments (section 3.2): P - rank - 2 + k forwards, then by turns.
 
     Backwards take the earliest sequence that is there, and of it the last segment first: the
     paper's partially ordered queue.
     """
     sequences = range(0, microbatches, segments)
-    backwards = join(B.at(first + k) for first in sequences for k in reversed(range(segments)))
+    backwards = concat(B.at(first + k) for first in sequences for k in reversed(range(segments)))
     return weave(microbatches * F, backwards, min(ranks - rank - 2 + segments, microbatches))
 
 
@@ -64,10 +64,10 @@ def costs_and_sizes(cut: list[int]) -> tuple[Costs, Sizes]:
 
 def timelines() -> Iterator[schedir.Timeline]:
     """1F1B of whole sequences, then segments of one length, then segments that take one time."""
-    plan = Plan(RANKS, SEQUENCES)
+    plan = PipelineShape(RANKS, SEQUENCES)
     program = schedir.compile(schedir.schedules.one_f_one_b, plan)
     yield schedir.simulate(program, Costs(F=1, B=2), sizes=Sizes(saved=34 * WIDTH * TOKENS))
-    plan = Plan(RANKS, SEQUENCES * SEGMENTS, segments=SEGMENTS)
+    plan = PipelineShape(RANKS, SEQUENCES * SEGMENTS, segments=SEGMENTS)
     for cut in ([TOKENS // SEGMENTS] * SEGMENTS, lengths(TOKENS, SEGMENTS)):
         costs, sizes = costs_and_sizes(cut)
         program = schedir.compile(seq1f1b, plan, costs=costs)

@@ -21,15 +21,21 @@ from seq1f1b import seq1f1b
 from torch import Tensor, nn
 
 import schedir
-from schedir.runtime import Executor, Gloo, InProcess, PerMicrobatch, reference
+from schedir.runtime import (
+    Executor,
+    GlooTransport,
+    InProcessExecutor,
+    PerMicrobatchBoundary,
+    run_sequential,
+)
 
 RANKS, SEQUENCES, SEGMENTS = 4, 3, 3
 BATCH, TOKENS, WIDTH, HEADS, VOCABULARY = 2, 24, 16, 2, 30
 
-PLAN = schedir.Plan(RANKS, SEQUENCES * SEGMENTS, segments=SEGMENTS)
+PLAN = schedir.PipelineShape(RANKS, SEQUENCES * SEGMENTS, segments=SEGMENTS)
 PROGRAM = schedir.compile(seq1f1b, PLAN)
 CUT = [11, 8, 5]  # a later segment is shorter: it sees more
-BOUNDARY = PerMicrobatch([(BATCH, n, WIDTH) for n in CUT] * SEQUENCES)
+BOUNDARY = PerMicrobatchBoundary([(BATCH, n, WIDTH) for n in CUT] * SEQUENCES)
 # What every stage is told of a microbatch, by name.
 KEYWORDS = [{"sequence": n, "segment": k} for n in range(SEQUENCES) for k in range(SEGMENTS)]
 
@@ -137,10 +143,10 @@ def process(rank: int, port: int) -> None:
         "gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=RANKS
     )
     stages, (x, y) = model(), batch()
-    own = Executor(PROGRAM, rank, stages, Gloo(PROGRAM), loss=loss, boundary=BOUNDARY)
+    own = Executor(PROGRAM, rank, stages, GlooTransport(PROGRAM), loss=loss, boundary=BOUNDARY)
     own.step(cut(x), cut(y), keywords=KEYWORDS)
     plain = model()
-    reference(plain, cut(x), cut(y), loss=loss, keywords=KEYWORDS, program=PROGRAM)
+    run_sequential(plain, cut(x), cut(y), loss=loss, keywords=KEYWORDS, program=PROGRAM)
     assert all(map(torch.equal, gradients([stages[rank]]), gradients([plain[rank]])))
     dist.destroy_process_group()
 
@@ -152,16 +158,16 @@ def main() -> None:
 
     whole = deepcopy(stages)
     each = [{"sequence": n, "segment": 0} for n in range(SEQUENCES)]
-    total = reference(whole, x, y, loss=loss, keywords=each)
+    total = run_sequential(whole, x, y, loss=loss, keywords=each)
     print(f"whole sequences      loss {float(total):.4f}")
 
     plain = deepcopy(stages)
-    total = reference(plain, cut(x), cut(y), loss=loss, keywords=KEYWORDS, program=PROGRAM)
+    total = run_sequential(plain, cut(x), cut(y), loss=loss, keywords=KEYWORDS, program=PROGRAM)
     print(f"a loop over segments loss {float(total):.4f}")
     for one, other in zip(gradients(whole), gradients(plain), strict=True):
         assert (one - other).norm() <= 1e-6 * one.norm()  # other sums, otherwise rounded
 
-    ranks = InProcess(PROGRAM, deepcopy(stages), loss=loss, boundary=BOUNDARY)
+    ranks = InProcessExecutor(PROGRAM, deepcopy(stages), loss=loss, boundary=BOUNDARY)
     print(f"virtual ranks        loss {float(ranks.step(cut(x), cut(y), keywords=KEYWORDS)):.4f}")
     virtual = gradients(ranks.ranks[r].stages[r].module for r in range(RANKS))
     assert all(map(torch.equal, virtual, gradients(plain)))

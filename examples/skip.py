@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from schedir import Costs, Plan, schedules, viz
-from schedir.runtime import InProcess, boundaries_of, reference
+from schedir import Costs, PipelineShape, schedules, viz
+from schedir.runtime import InProcessExecutor, infer_boundaries, run_sequential
 
 SKIPS = ((0, 3),)
 MICROBATCHES, EACH = 8, 4
 PLANS = {
-    "one_f_one_b": Plan(ranks=4, microbatches=MICROBATCHES),
-    "interleaved": Plan(ranks=2, microbatches=MICROBATCHES, stages_per_rank=2),
-    "zb_v": Plan(ranks=2, microbatches=MICROBATCHES, stages_per_rank=2, placement="vee"),
+    "one_f_one_b": PipelineShape(ranks=4, microbatches=MICROBATCHES),
+    "interleaved": PipelineShape(ranks=2, microbatches=MICROBATCHES, stages_per_rank=2),
+    "zb_v": PipelineShape(ranks=2, microbatches=MICROBATCHES, stages_per_rank=2, placement="vee"),
 }
 
 
@@ -56,18 +56,20 @@ def unet() -> list[nn.Module]:
 def main(picture: str = "") -> None:
     """One model under three schedules, beside a plain loop over its stages."""
     loss = nn.functional.mse_loss
-    boundary = boundaries_of(unet(), torch.ones(EACH, 1, 32), skips=SKIPS)  # along (0, 3), too
+    boundary = infer_boundaries(unet(), torch.ones(EACH, 1, 32), skips=SKIPS)  # along (0, 3), too
     inputs, targets = torch.randn(2, MICROBATCHES, EACH, 1, 32)
     for name, plan in PLANS.items():
         program = schedir.compile(getattr(schedules, name), plan, skips=SKIPS)  # and checked
         stages, plain = unet(), unet()
-        total = InProcess(program, stages, loss=loss, boundary=boundary).step(inputs, targets)
-        right = reference(plain, inputs, targets, loss=loss, program=program)
+        total = InProcessExecutor(program, stages, loss=loss, boundary=boundary).step(
+            inputs, targets
+        )
+        right = run_sequential(plain, inputs, targets, loss=loss, program=program)
         own, others = (
             [p.grad for stage in model for p in stage.parameters()] for model in (stages, plain)
         )
         same = all(map(torch.equal, own, others)) and torch.equal(total, right)
-        sent = schedir.show(program, folded=False).count("send_skip ")
+        sent = schedir.to_text(program, folded=False).count("send_skip ")
         print(f"{name:12} loss {total:.4f}, bits {same and 'equal'}, {sent} skips sent")
         if picture and name == "one_f_one_b":
             timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.2))

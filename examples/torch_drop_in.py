@@ -27,7 +27,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
 
-from schedir import ties
+from schedir import find_tied_weights
 from schedir.checkpoints import load, save
 from schedir.schedules import interleaved
 from schedir.torch_pipelining import Schedule
@@ -94,7 +94,7 @@ def main(rank: int, how: str, folder: str = "") -> None:
         PipelineStage(parts[number], number, STAGES, torch.device("cpu"))
         for number in range(rank, STAGES, RANKS)
     ]
-    tied = ties(parts)  # parts[7].head.weight is parts[0].embedding.weight
+    tied = find_tied_weights(parts)  # parts[7].head.weight is parts[0].embedding.weight
     ends = dist.new_group([0, RANKS - 1])  # who has a copy of it
 
     if how == "theirs":

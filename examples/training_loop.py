@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import schedir
-from schedir import Plan
-from schedir.runtime import Executor, Gloo
+from schedir import PipelineShape
+from schedir.runtime import Executor, GlooTransport
 from schedir.schedules import interleaved
 
 Batch = tuple[Tensor, Tensor, Sequence[Mapping[str, Any]]]  # inputs, targets and keywords
@@ -49,9 +49,9 @@ def train(
     alone["store"] = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", **(alone if world == 1 else {}))
     torch.set_num_threads(1)
-    plan = Plan(ranks=world, microbatches=microbatches, stages_per_rank=stages // world)
+    plan = PipelineShape(ranks=world, microbatches=microbatches, stages_per_rank=stages // world)
     program = schedir.compile(interleaved, plan, tied=tied, clip=True)
-    transport = Gloo(program)
+    transport = GlooTransport(program)
     own = {s: build_stage(s, stages) for s in plan.stages_of[transport.rank]}
     weights = {p for stage in own.values() for p in stage.parameters()}
     executor = Executor(

@@ -1,11 +1,11 @@
 """Compile, check, simulate, draw and run pipeline schedules.
 
 >>> import schedir
->>> from schedir import B, F, Costs, Plan
+>>> from schedir import B, F, Costs, PipelineShape
 >>> def mine(rank, ranks, microbatches):
 ...     lead = min(ranks - 1 - rank, microbatches)
 ...     return lead * F + (microbatches - lead) * (F + B) + lead * B
->>> program = schedir.compile(mine, Plan(ranks=4, microbatches=8))
+>>> program = schedir.compile(mine, PipelineShape(ranks=4, microbatches=8))
 >>> timeline = schedir.simulate(program, Costs(F=1, B=2))
 >>> f"{timeline.span:g} units of time, {timeline.bubble:.1%} of it idle"
 '33 units of time, 27.3% of it idle'
@@ -25,32 +25,42 @@ from schedir.ir.notebook_repr import register
 if TYPE_CHECKING:
     from schedir import errors, schedules
     from schedir.compiler.compile import compile
-    from schedir.compiler.evaluation_program import forwards
+    from schedir.compiler.evaluation_program import evaluation_program
     from schedir.instrumentation.instrument import instrument
     from schedir.io.cluster_file import load_cluster, save_cluster
     from schedir.io.timeline_file import load_timeline, save_timeline
     from schedir.ir.cost.cluster import Cluster
     from schedir.ir.cost.costs import Costs
     from schedir.ir.cost.sizes import Sizes
-    from schedir.ir.cost.zero_states import model_states
-    from schedir.ir.input_trust import trusting
+    from schedir.ir.cost.zero_states import zero_model_states
+    from schedir.ir.input_trust import input_limits
     from schedir.ir.isa.instructions import Instr, Opcode
-    from schedir.ir.pipeline.pipeline_shape import Plan
-    from schedir.ir.pipeline.tied_weights import Ties, ties
+    from schedir.ir.pipeline.pipeline_shape import PipelineShape
+    from schedir.ir.pipeline.tied_weights import TiedWeights, find_tied_weights
     from schedir.ir.program import Program, Stream
-    from schedir.ir.text_format import parse, show
-    from schedir.passes.splitting.stage_segmentation import in_pieces
-    from schedir.predict.activation_bytes import layer_bytes
+    from schedir.ir.text_format import from_text, to_text
+    from schedir.passes.splitting.stage_segmentation import split_costs
+    from schedir.predict.activation_bytes import activation_bytes_per_layer
     from schedir.predict.simulate import simulate
     from schedir.predict.timeline import Timeline
-    from schedir.schedule_search.bounds.lower_bound import bound
-    from schedir.schedule_search.memory_frontier import frontier
-    from schedir.schedule_search.search import search
-    from schedir.schedules.draft import draft
-    from schedir.schedules.greedy import greedy
-    from schedir.schedules.schedule_algebra import EMPTY, B, F, I, R, W, Word, overlap, weave
+    from schedir.schedule_search.bounds.lower_bound import lower_bound
+    from schedir.schedule_search.memory_frontier import memory_frontier
+    from schedir.schedule_search.search import search_schedule
+    from schedir.schedules.draft import expand_schedule
+    from schedir.schedules.greedy import greedy_schedule
+    from schedir.schedules.schedule_algebra import (
+        EMPTY,
+        B,
+        F,
+        I,
+        R,
+        RankSchedule,
+        W,
+        overlapped_pair,
+        weave,
+    )
     from schedir.verify.check import check
-    from schedir.verify.program_sequence import check_sequence
+    from schedir.verify.program_sequence import check_program_sequence
 
 __version__ = "0.1.0"
 
@@ -65,50 +75,50 @@ _HOME: Final = {
     "I": "schedules.schedule_algebra:I",
     "Instr": "ir.isa.instructions:Instr",
     "Opcode": "ir.isa.instructions:Opcode",
-    "Plan": "ir.pipeline.pipeline_shape:Plan",
+    "PipelineShape": "ir.pipeline.pipeline_shape:PipelineShape",
     "Program": "ir.program:Program",
     "R": "schedules.schedule_algebra:R",
     "Sizes": "ir.cost.sizes:Sizes",
     "Stream": "ir.program:Stream",
-    "Ties": "ir.pipeline.tied_weights:Ties",
+    "TiedWeights": "ir.pipeline.tied_weights:TiedWeights",
     "Timeline": "predict.timeline:Timeline",
     "W": "schedules.schedule_algebra:W",
-    "Word": "schedules.schedule_algebra:Word",
-    "bound": "schedule_search.bounds.lower_bound:bound",
+    "RankSchedule": "schedules.schedule_algebra:RankSchedule",
+    "lower_bound": "schedule_search.bounds.lower_bound:lower_bound",
     "check": "verify.check:check",
-    "check_sequence": "verify.program_sequence:check_sequence",
+    "check_program_sequence": "verify.program_sequence:check_program_sequence",
     "checkpoints": "checkpoints",
     "compile": "compiler.compile:compile",
-    "draft": "schedules.draft:draft",
+    "expand_schedule": "schedules.draft:expand_schedule",
     "errors": "errors",
-    "forwards": "compiler.evaluation_program:forwards",
-    "frontier": "schedule_search.memory_frontier:frontier",
-    "greedy": "schedules.greedy:greedy",
-    "in_pieces": "passes.splitting.stage_segmentation:in_pieces",
+    "evaluation_program": "compiler.evaluation_program:evaluation_program",
+    "memory_frontier": "schedule_search.memory_frontier:memory_frontier",
+    "greedy_schedule": "schedules.greedy:greedy_schedule",
+    "split_costs": "passes.splitting.stage_segmentation:split_costs",
     "instrument": "instrumentation.instrument:instrument",
     "kernels": "kernels",
-    "layer_bytes": "predict.activation_bytes:layer_bytes",
+    "activation_bytes_per_layer": "predict.activation_bytes:activation_bytes_per_layer",
     "load_cluster": "io.cluster_file:load_cluster",
     "load_timeline": "io.timeline_file:load_timeline",
-    "model_states": "ir.cost.zero_states:model_states",
-    "overlap": "schedules.schedule_algebra:overlap",
-    "parse": "ir.text_format:parse",
+    "zero_model_states": "ir.cost.zero_states:zero_model_states",
+    "overlapped_pair": "schedules.schedule_algebra:overlapped_pair",
+    "from_text": "ir.text_format:from_text",
     "planner": "planner",
     "runtime": "runtime",
     "save_cluster": "io.cluster_file:save_cluster",
     "save_timeline": "io.timeline_file:save_timeline",
     "schedule_algebra": "schedule_algebra",
     "schedules": "schedules",
-    "search": "schedule_search.search:search",
-    "show": "ir.text_format:show",
+    "search_schedule": "schedule_search.search:search_schedule",
+    "to_text": "ir.text_format:to_text",
     "simulate": "predict.simulate:simulate",
     "testing": "testing",
-    "ties": "ir.pipeline.tied_weights:ties",
+    "find_tied_weights": "ir.pipeline.tied_weights:find_tied_weights",
     "torch_csv": "io.torch_csv",
     "traces": "traces",
     "training": "training",
     "transports": "transports",
-    "trusting": "ir.input_trust:trusting",
+    "input_limits": "ir.input_trust:input_limits",
     "viz": "viz",
     "weave": "schedules.schedule_algebra:weave",
 }
@@ -142,39 +152,39 @@ __all__ = [
     "I",
     "Instr",
     "Opcode",
-    "Plan",
+    "PipelineShape",
     "Program",
     "R",
+    "RankSchedule",
     "Sizes",
     "Stream",
-    "Ties",
+    "TiedWeights",
     "Timeline",
     "W",
-    "Word",
-    "bound",
+    "activation_bytes_per_layer",
     "check",
-    "check_sequence",
+    "check_program_sequence",
     "compile",
-    "draft",
     "errors",
-    "forwards",
-    "frontier",
-    "greedy",
-    "in_pieces",
+    "evaluation_program",
+    "expand_schedule",
+    "find_tied_weights",
+    "from_text",
+    "greedy_schedule",
+    "input_limits",
     "instrument",
-    "layer_bytes",
     "load_cluster",
     "load_timeline",
-    "model_states",
-    "overlap",
-    "parse",
+    "lower_bound",
+    "memory_frontier",
+    "overlapped_pair",
     "save_cluster",
     "save_timeline",
     "schedules",
-    "search",
-    "show",
+    "search_schedule",
     "simulate",
-    "ties",
-    "trusting",
+    "split_costs",
+    "to_text",
     "weave",
+    "zero_model_states",
 ]

@@ -21,7 +21,7 @@ from schedir.commands import COMMANDS, module_of
 from schedir.commands.common.trust_options import add_trust
 from schedir.errors import ProgramError, UsageError
 from schedir.extras import broken_package
-from schedir.ir.input_trust import MOST, trusting
+from schedir.ir.input_trust import MOST, input_limits
 from schedir.retired_names import RETIRED
 
 _ABOUT = "Pipeline schedules as programs: compile, check, predict, draw and run them."
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser(argv).parse_args(argv, argparse.Namespace(typed=argv))
         code_too = not args.no_code and None
         most = MOST if args.most_instructions is None else args.most_instructions
-        with trusting(instructions=most, code=code_too), _plain_warnings():
+        with input_limits(instructions=most, code=code_too), _plain_warnings():
             said: str | int | tuple[str, int] = args.run(args)
         text, code = said if isinstance(said, tuple) else (said, 0)
         return (_say(text) or code) if isinstance(text, str) else text

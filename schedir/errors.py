@@ -4,10 +4,10 @@ An error carries its facts as fields; the message is built from them, so that a 
 read what a person reads.  Line 1 says which program and what is wrong, then come the
 instructions concerned (`rank R #I instr`), a window of a Stream, and a hint where it is sure.
 
->>> from schedir import Plan, check, compile, errors, parse, schedules, show
->>> text = show(compile(schedules.gpipe, Plan(ranks=2, microbatches=2)), folded=False)
+>>> from schedir import PipelineShape, check, compile, errors, from_text, schedules, to_text
+>>> text = to_text(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2)), folded=False)
 >>> try:
-...     check(parse(text.replace("recv_grad 0.1", "")))
+...     check(from_text(text.replace("recv_grad 0.1", "")))
 ... except errors.ProgramError as error:
 ...     refusal = error
 >>> type(refusal).__name__, refusal.program, refusal.fact

@@ -10,7 +10,7 @@ from typing import Any
 
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.schedule_search.problem import Objective, SchedulingProblem, problem_of
 
 FILE = Path(__file__).with_suffix(".csv")
@@ -46,8 +46,8 @@ class Case:
     schedule: str
 
     @property
-    def plan(self) -> Plan:
-        return Plan(self.ranks, self.microbatches, self.stages_per_rank, self.placement)
+    def plan(self) -> PipelineShape:
+        return PipelineShape(self.ranks, self.microbatches, self.stages_per_rank, self.placement)
 
     @property
     def costs(self) -> Costs:

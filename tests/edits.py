@@ -15,7 +15,7 @@ import numpy as np
 
 from schedir.ir.isa.instructions import ROWS, Opcode
 from schedir.ir.program import JOINED, OP, STAGE, Program, Stream
-from schedir.ir.text_format import parse
+from schedir.ir.text_format import from_text
 
 Place = tuple[int, int]  # rank, index
 
@@ -48,7 +48,7 @@ def bare(w: int) -> int:
 def written(*ranks: str, microbatches: int = 1, header: str = "") -> Program:
     """A program from the text of its Streams; one stage per rank unless the header says more."""
     streams = "\n".join(f"rank {r}\n  {text}" for r, text in enumerate(ranks))
-    return parse(
+    return from_text(
         f"schedir 1\nprogram p\nranks {len(ranks)} microbatches {microbatches} {header}\n{streams}"
     )
 

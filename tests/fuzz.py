@@ -53,19 +53,23 @@ class Reader(NamedTuple):
 def readers(folder: Path) -> dict[str, Reader]:
     """Every reader, by what it reads."""
     programs = [
-        schedir.show(schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 3))),
-        schedir.show(schedir.compile(schedir.schedules.zb_h1, schedir.Plan(2, 2), clip=True)),
-        schedir.show(
+        schedir.to_text(
+            schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 3))
+        ),
+        schedir.to_text(
+            schedir.compile(schedir.schedules.zb_h1, schedir.PipelineShape(2, 2), clip=True)
+        ),
+        schedir.to_text(
             schedir.compile(
-                schedir.schedules.interleaved, schedir.Plan(2, 2, 2), tp=2, slots="fewest"
+                schedir.schedules.interleaved, schedir.PipelineShape(2, 2, 2), tp=2, slots="fewest"
             ),
             folded=False,
         ),
     ]
-    plain = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 2))
+    plain = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 2))
     run = schedir.simulate(plain)
     save_timeline(run, folder / "right.timeline")
-    alone = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(1, 3))
+    alone = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(1, 3))
     (trace,) = kineto.write(folder, [schedir.simulate(alone)], 1)
     whole = trace.read_bytes()
     recorder = Recorder(0)
@@ -82,8 +86,8 @@ def readers(folder: Path) -> dict[str, Reader]:
     return {
         "program, .sched": Reader(_program, [p.encode() for p in programs]),
         "torch's CSV": Reader(
-            lambda path: torch_csv.parse(path.read_bytes().decode("utf-8", "replace")),
-            [torch_csv.show(plain, form).encode() for form in torch_csv.FORMS],
+            lambda path: torch_csv.from_csv(path.read_bytes().decode("utf-8", "replace")),
+            [torch_csv.to_csv(plain, form).encode() for form in torch_csv.FORMS],
         ),
         "configuration, TOML": Reader(lambda path: read(str(path)), [_CONFIG.encode()]),
         "cluster, TOML": Reader(load_cluster, [_CLUSTER.encode()]),

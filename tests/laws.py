@@ -9,7 +9,7 @@ from schedir import schedules
 from schedir.analysis.progress_models import Model
 from schedir.compiler.compile import compile
 from schedir.ir.cost.costs import Costs
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import (
@@ -32,10 +32,10 @@ LOOPED = (interleaved, interleaved_zb, looped_bfs, looped_dfs)
 TRIPLES = [(1, 1, 1), (2, 2, 2), (3, 3, 2), (2, 3, 1), (3, 2, 2), (4, 1, 2), (2, 2, 3), (1, 1, 4)]
 
 
-def plan_of(schedule: Schedule, ranks: int, microbatches: int, v: int = 2) -> Plan:
+def plan_of(schedule: Schedule, ranks: int, microbatches: int, v: int = 2) -> PipelineShape:
     """A plan of the shape that a schedule is for."""
     placement, fixed = getattr(schedule, "placed", ("loop", None if schedule in LOOPED else 1))
-    return Plan(ranks, microbatches, fixed or v, placement)
+    return PipelineShape(ranks, microbatches, fixed or v, placement)
 
 
 def least(schedule: Schedule, ranks: int) -> int:
@@ -47,7 +47,7 @@ def least(schedule: Schedule, ranks: int) -> int:
     return fill.get(schedule, 1)
 
 
-def run(schedule: Schedule, plan: Plan, costs: Costs, model: Model = "edge") -> Timeline:
+def run(schedule: Schedule, plan: PipelineShape, costs: Costs, model: Model = "edge") -> Timeline:
     return simulate(compile(schedule, plan, model=model, costs=costs), costs, model=model)
 
 

@@ -19,11 +19,11 @@ from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import lower
 from schedir.errors import ProgramError
 from schedir.ir.isa.instructions import OFF_COMPUTE, Token
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.ir.pipeline.tied_weights import Tied, tied_stages
 from schedir.ir.program import Program
-from schedir.ir.text_format import show
+from schedir.ir.text_format import to_text
 from schedir.passes.communication.transfer_overlap import (
     early_gathers,
     early_receives,
@@ -32,8 +32,8 @@ from schedir.passes.communication.transfer_overlap import (
 from schedir.passes.memory.checkpoint_snapshots import snapshots
 from schedir.passes.pass_order import LOWERING
 from schedir.schedules import schedule_algebra
-from schedir.schedules.draft import draft as drafted
-from schedir.testing import random_draft
+from schedir.schedules.draft import expand_schedule as drafted
+from schedir.testing import random_compute_program
 from schedir.verify.check import check, check_draft
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
 from tests.mutations_of_snapshots import COPIED
@@ -120,7 +120,7 @@ def legal(
     return program
 
 
-def ties(plan: Plan, rng: random.Random) -> Tied:
+def ties(plan: PipelineShape, rng: random.Random) -> Tied:
     """Nothing, first and last stage, or any."""
     ends = rng.choice([False, False, True])
     if plan.stages < 3 or rng.random() < 0.7:
@@ -138,12 +138,12 @@ def rows(rng: random.Random, ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple(zip(*holders, strict=True))
 
 
-def frozen(plan: Plan, rng: random.Random) -> int:
+def frozen(plan: PipelineShape, rng: random.Random) -> int:
     """How many of the first stages are not trained; mostly none."""
     return rng.randrange(plan.stages) if rng.random() < 0.3 else 0
 
 
-def skips(plan: Plan, rng: random.Random) -> Skips:
+def skips(plan: PipelineShape, rng: random.Random) -> Skips:
     """None, or some."""
     if plan.stages < 3 or rng.random() < 0.6:
         return ()
@@ -198,8 +198,8 @@ def lowered(
         tp, clip = 2 if pieces else rng.choice([1, 1, 2]), rng.random() < 0.5
         model = rng.choice([model for model in MODELS if model != "torch"])  # allows more than edge
         try:
-            plan = Plan(ranks, m, v, placement)
-            draft = drafted(schedule, plan) if schedule else random_draft(plan, rng)
+            plan = PipelineShape(ranks, m, v, placement)
+            draft = drafted(schedule, plan) if schedule else random_compute_program(plan, rng)
             whole = replace(check_draft(draft), tp=tp, tied=ties(plan, rng), clip=clip)
             whole = replace(whole, sequence=tp > 1 and rng.random() < 0.5)
             whole = replace(whole, frozen=frozen(plan, rng), skips=skips(plan, rng))
@@ -230,13 +230,13 @@ def updating_where(rng: random.Random, states: str) -> Program:
     while True:
         updates, delay = rng.choice([2, 2, 3]), rng.choice([0, 1, 1, 2, 2])
         ranks, each, v = rng.choice([1, 2, 2, 3]), rng.choice([1, 2, 3]), rng.choice([1, 1, 2])
-        plan = Plan(ranks, each * updates, v, updates=updates, delay=delay)
+        plan = PipelineShape(ranks, each * updates, v, updates=updates, delay=delay)
         tied, clip = rng.random() < 0.5, rng.random() < 0.5
         try:
             draft = (
                 drafted(rng.choice([schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h1]), plan)
                 if v == 1 and rng.random() < 0.6
-                else random_draft(plan, rng, split=rng.choice([0, 0.5, 1, 1]))
+                else random_compute_program(plan, rng, split=rng.choice([0, 0.5, 1, 1]))
             )
             whole = replace(check_draft(draft), tied=tied_stages(tied, plan), clip=clip)
             whole = replace(whole, states=states)
@@ -264,7 +264,7 @@ class Trial:
     disagreements: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        text = show(self.mutant) if self.mutant else ""
+        text = to_text(self.mutant) if self.mutant else ""
         return "\n".join([f"trial({self.mutation!r}, {self.seed})", *self.disagreements, text])
 
 

@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 from schedir.ir.isa.instructions import COMPUTE, SENDS, TRANSFERS, Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import JOINED, Program
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from tests.edits import (
     MUTATIONS,
     Edit,
@@ -186,7 +186,7 @@ def change_plan(e: Edit) -> None:
 def _replan(e: Edit, **changes: Any) -> None:
     plan = e.program.plan
     values = {n: changes.get(n, getattr(plan, n)) for n in plan.__dataclass_fields__}
-    e.program = replace(e.program, plan=Plan(**values))
+    e.program = replace(e.program, plan=PipelineShape(**values))
 
 
 @whole
@@ -213,7 +213,7 @@ SLIPS = [
 
 def edit_text(program: Program, rng: random.Random) -> Program | None:
     """A line too few, too many or elsewhere, or a slip in one, as by hand."""
-    text = show(program, folded=rng.random() < 0.5)
+    text = to_text(program, folded=rng.random() < 0.5)
     begin = text.index("\nrank 0") + 1 if rng.random() < 0.8 else 0
     lines = text[begin:].splitlines(keepends=True)
     j, k = (rng.randrange(len(lines)) for _ in range(2))
@@ -231,7 +231,7 @@ def edit_text(program: Program, rng: random.Random) -> Program | None:
                 return None
             lo, hi = rng.choice(found).span()
             lines[k] = lines[k][:lo] + new + lines[k][hi:]
-    return parse(text[:begin] + "".join(lines))
+    return from_text(text[:begin] + "".join(lines))
 
 
 MUTATIONS["edit_text"] = edit_text

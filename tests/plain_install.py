@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from schedir import Costs, Plan, check, compile, schedules, simulate
+from schedir import Costs, PipelineShape, check, compile, schedules, simulate
 from schedir.analysis.dependency_graph import Graph
 from tests import flight, kineto
 
@@ -79,7 +79,7 @@ def use(python: Path, folder: Path) -> None:
 
 def _write_inputs(folder: Path) -> None:
     """Write traces of two steps, and dumps of a run that hangs at its first instruction."""
-    program = compile(schedules.one_f_one_b, Plan(ranks=2, microbatches=4))
+    program = compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=4))
     (folder / "traces").mkdir()
     kineto.write(folder / "traces", 2 * [simulate(check(program), Costs(F=1, B=2))], seed=1)
     (folder / "dumps").mkdir()

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 from typing import NamedTuple
 
-from schedir import Costs, Plan, Sizes
+from schedir import Costs, PipelineShape, Sizes
 from schedir.ir.isa.instructions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 FILE = Path(__file__).parent / "golden" / "zero_bubble_rates.csv"
@@ -23,7 +23,7 @@ class Row(NamedTuple):
     """
 
     model: str
-    plan: Plan
+    plan: PipelineShape
     costs: Costs
     sizes: Sizes
     rates: dict[str, float]  # by the column's name
@@ -45,7 +45,7 @@ def rows() -> list[Row]:
             rates = {name: float(rate) for name, rate in row.items() if name.startswith("rate_")}
             found.append(
                 Row(
-                    row["model"], Plan(int(row["p"]), int(row["m"])),
+                    row["model"], PipelineShape(int(row["p"]), int(row["m"])),
                     Costs(F=F, I=I, W=W, send=send), Sizes(saved=1, tape=tape), rates,
                 )
             )  # fmt: skip

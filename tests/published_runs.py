@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from schedir.planner import Choice, Model
+from schedir.planner import ParallelPlan, TransformerSpec
 from schedir.predict.activation_bytes import Recompute
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -21,8 +21,8 @@ class Run(NamedTuple):
     """One row: what ran, and the seconds of a step."""
 
     name: str
-    model: Model
-    choice: Choice
+    model: TransformerSpec
+    choice: ParallelPlan
     seconds: float
 
 
@@ -36,15 +36,15 @@ class Measured(NamedTuple):
     """Seconds of a microbatch on one GPU: F and B of a layer, or F, I and W of a stage."""
 
     name: str
-    model: Model
-    choice: Choice
+    model: TransformerSpec
+    choice: ParallelPlan
     layers: int
     seconds: tuple[float, ...]
 
 
 def layer_times() -> list[Measured]:
     """arXiv 2205.05198, Table 4: a layer of the model of 22 billion."""
-    model = Model(48, 6144, 64, VOCAB, 2048)
+    model = TransformerSpec(48, 6144, 64, VOCAB, 2048)
     how: dict[str, tuple[Recompute, bool]] = {
         "Baseline no recompute": ("none", False),
         "Sequence Parallelism": ("none", True),
@@ -55,7 +55,7 @@ def layer_times() -> list[Measured]:
     found = []
     for row in table("rar_table4_layer_times"):
         again, cut = how[row["experiment"]]
-        choice = Choice(t=8, b=4, recompute=again, sequence_parallel=cut)
+        choice = ParallelPlan(t=8, b=4, recompute=again, sequence_parallel=cut)
         seconds = tuple(float(row[f"{name}_ms"]) / 1e3 for name in ("forward", "backward"))
         found.append(Measured(row["experiment"], model, choice, 1, seconds))
     return found
@@ -68,8 +68,8 @@ def stage_times() -> list[Measured]:
     for row in table("zero_bubble_rates"):
         size, p = row["model"], int(row["p"])
         layers = ZB_LAYERS[size]
-        model = Model(layers, int(row["hidden"]), int(row["heads"]), VOCAB, 1024)
-        choice = Choice(p=p, b=ZB_MICROBATCH[size], m=int(row["m"]), schedule="zb_h1")
+        model = TransformerSpec(layers, int(row["hidden"]), int(row["heads"]), VOCAB, 1024)
+        choice = ParallelPlan(p=p, b=ZB_MICROBATCH[size], m=int(row["m"]), schedule="zb_h1")
         seconds = tuple(float(row[f"T_{name}"]) / 1e3 for name in "FIW")
         found.append(Measured(size, model, choice, (layers + 2) // p, seconds))
     return found
@@ -85,16 +85,16 @@ def one_node() -> list[Run]:
     for row in table("vtrain_one_node_sample"):
         of = {name: int(value) for name, value in row.items() if not name.endswith("(ms)")}
         hidden, heads = of["hidden size"], of["attention heads"]
-        model = Model(of["# layers"], hidden, heads, VOCAB, of["sequence length"])
+        model = TransformerSpec(of["# layers"], hidden, heads, VOCAB, of["sequence length"])
         t, d, p = (of[f"{name} parallelism"] for name in ("tensor", "data", "pipeline"))
         b, batch = of["micro batch"], of["global batch"]
-        choice = Choice(p=p, t=t, d=d, b=b, m=batch // (d * b), recompute="full", order="tdp")
+        choice = ParallelPlan(p=p, t=t, d=d, b=b, m=batch // (d * b), recompute="full", order="tdp")
         name = f"h {hidden}, {model.layers} layers"
         runs.append(Run(name, model, choice, float(row["iteration time (ms)"]) / 1e3))
     return runs
 
 
-def counted(model: Model, batch: int) -> float:
+def counted(model: TransformerSpec, batch: int) -> float:
     """Operations of a step as SC21 counts them, its equation 3: with a forward that runs again."""
     layers, s, h, v = model.layers, model.sequence, model.hidden, model.vocab
     return 96.0 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
@@ -107,11 +107,11 @@ def weak_scaling() -> list[Run]:
         layers, hidden, heads = (
             int(row[name]) for name in ("layers", "hidden_size", "attention_heads")
         )
-        model = Model(layers, hidden, heads, VOCAB, 2048)
+        model = TransformerSpec(layers, hidden, heads, VOCAB, 2048)
         v, batch, gpus = (
             int(row[name]) for name in ("virtual_chunks_v", "global_batch_seqs", "gpus")
         )
-        choice = Choice(
+        choice = ParallelPlan(
             p=int(row["pp"]), t=int(row["tp"]), d=int(row["dp"]), v=v,
             b=int(row["micro_batch_size"]), m=int(row["microbatches_m"]),
             schedule="interleaved" if v > 1 else "one_f_one_b", recompute="full",
@@ -126,21 +126,23 @@ def weak_scaling() -> list[Run]:
 
 def groups(runs: Sequence[Run]) -> list[list[Run]]:
     """Runs of one model, one batch and as many GPUs, where there are two or more of them."""
-    found: dict[tuple[Model, int, int], list[Run]] = defaultdict(list)
+    found: dict[tuple[TransformerSpec, int, int], list[Run]] = defaultdict(list)
     for run in runs:
         found[run.model, run.choice.batch, run.choice.gpus].append(run)
     return [group for group in found.values() if len(group) > 1]
 
 
-def kept_bytes(model: Model) -> list[tuple[str, Choice, float]]:
+def kept_bytes(model: TransformerSpec) -> list[tuple[str, ParallelPlan, float]]:
     """arXiv 2205.05198, Table 2: what a layer of a model keeps of one sequence."""
-    how: dict[str, Choice] = {
-        "no parallelism": Choice(),
-        "tensor parallel (baseline)": Choice(t=8),
-        "tensor+sequence": Choice(t=8, sequence_parallel=True),
-        "tensor+selective": Choice(t=8, recompute="selective"),
-        "tensor+sequence+selective": Choice(t=8, recompute="selective", sequence_parallel=True),
-        "full recomputation": Choice(recompute="full"),
+    how: dict[str, ParallelPlan] = {
+        "no parallelism": ParallelPlan(),
+        "tensor parallel (baseline)": ParallelPlan(t=8),
+        "tensor+sequence": ParallelPlan(t=8, sequence_parallel=True),
+        "tensor+selective": ParallelPlan(t=8, recompute="selective"),
+        "tensor+sequence+selective": ParallelPlan(
+            t=8, recompute="selective", sequence_parallel=True
+        ),
+        "full recomputation": ParallelPlan(recompute="full"),
     }
     found = []
     for row in table("rar_table2_activation_memory"):

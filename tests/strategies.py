@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from schedir.analysis.memory.buffer_slots import minimum_slots
 from schedir.ir.cost.costs import Costs
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, SlotCounts
-from schedir.testing import drafts as drafts
-from schedir.testing import plans as plans
+from schedir.testing import compute_programs as compute_programs
+from schedir.testing import shapes as shapes
 
 
 @st.composite
-def costs(draw: st.DrawFn, plan: Plan, send: bool = True) -> Costs:
+def costs(draw: st.DrawFn, plan: PipelineShape, send: bool = True) -> Costs:
     """Whole costs, so that sums are exact in floating point; some are zero."""
 
     def per_stage() -> tuple[float, ...]:

@@ -10,43 +10,43 @@ if TYPE_CHECKING:
     from schedir.viz.figures.figure_files import save
     from schedir.viz.figures.gantt_chart import compare, gantt
     from schedir.viz.figures.plan_charts import plan_memory, plan_scaling, plan_times
-    from schedir.viz.figures.summary_charts import frontier, idle_map, tradeoff
-    from schedir.viz.figures.window_chart import visited
+    from schedir.viz.figures.summary_charts import bubble_vs_memory, idle_map, memory_frontier
+    from schedir.viz.figures.window_chart import window_tiles
     from schedir.viz.html_page import html, save_html
     from schedir.viz.style import Style
-    from schedir.viz.text_chart import letters
+    from schedir.viz.text_chart import text_chart
 
 _HOME: Final = {
     "Style": "style",
     "compare": "figures.gantt_chart",
-    "frontier": "figures.summary_charts",
+    "memory_frontier": "figures.summary_charts",
     "gantt": "figures.gantt_chart",
     "html": "html_page",
     "idle_map": "figures.summary_charts",
-    "letters": "text_chart",
+    "text_chart": "text_chart",
     "plan_memory": "figures.plan_charts",
     "plan_scaling": "figures.plan_charts",
     "plan_times": "figures.plan_charts",
     "save": "figures.figure_files",
     "save_html": "html_page",
-    "tradeoff": "figures.summary_charts",
-    "visited": "figures.window_chart",
+    "bubble_vs_memory": "figures.summary_charts",
+    "window_tiles": "figures.window_chart",
 }
 __all__ = [
     "Style",
+    "bubble_vs_memory",
     "compare",
-    "frontier",
     "gantt",
     "html",
     "idle_map",
-    "letters",
+    "memory_frontier",
     "plan_memory",
     "plan_scaling",
     "plan_times",
     "save",
     "save_html",
-    "tradeoff",
-    "visited",
+    "text_chart",
+    "window_tiles",
 ]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from schedir.compiler.compile import compile
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import ROWS, Lane
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import Placement
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
@@ -51,5 +51,7 @@ def timeline(
 ) -> str:
     """The chart of a schedule on a plan, at the given costs."""
     costs = costs or Costs()
-    program = compile(schedule, Plan(ranks, microbatches, stages_per_rank, placement), costs=costs)
+    program = compile(
+        schedule, PipelineShape(ranks, microbatches, stages_per_rank, placement), costs=costs
+    )
     return chart(simulate(program, costs))

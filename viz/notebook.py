@@ -6,7 +6,7 @@ from html import escape
 
 from schedir.errors import ProgramError
 from schedir.ir.program import Program
-from schedir.ir.text_format import show
+from schedir.ir.text_format import to_text
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.viz.svg_thumbnail import svg
@@ -36,7 +36,7 @@ def of_program(program: Program) -> str:
     facts = f"<p>{escape(repr(program).strip('<>'))}</p>"
     if len(program) > _MOST:
         return facts
-    text = show(program, folded=True)
+    text = to_text(program, folded=True)
     text = text if len(text) <= _TEXT else f"{text[:_TEXT]}\n..."
     text = f"<details><summary>text</summary><pre>{escape(text)}</pre></details>"
     try:

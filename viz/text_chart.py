@@ -25,7 +25,7 @@ _CUTS: Final = 6  # pieces at most
 _IDLE: Final = (".", "bright_black")
 
 
-def letters(timeline: Timeline, width: int = 80) -> list[Line]:
+def text_chart(timeline: Timeline, width: int = 80) -> list[Line]:
     """The lines of a chart `width` characters wide, in pieces of one style each.
 
     Each box has its letter, microbatch and, where a rank has several stages, a ' for each own
@@ -36,8 +36,8 @@ def letters(timeline: Timeline, width: int = 80) -> list[Line]:
     some of it there.
 
     >>> import schedir
-    >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1, schedir.Plan(2, 4)))
-    >>> for line in schedir.viz.letters(run, width=60):
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1, schedir.PipelineShape(2, 4)))
+    >>> for line in schedir.viz.text_chart(run, width=60):
     ...     print("".join(text for text, style in line))
     zb_h1, predicted: span 13, bubble 7.7%
                                                      idle  held

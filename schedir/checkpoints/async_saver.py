@@ -29,7 +29,7 @@ from schedir.checkpoints.local_state import Names, TensorPiece
 from schedir.checkpoints.save_checkpoint import SavePlan, take, write
 from schedir.errors import ModelError, UsageError, said
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.snapshot_copies import Pair, SnapshotCopy
 
 
@@ -51,12 +51,12 @@ class Saver:
 
     >>> import schedir, tempfile, torch
     >>> from schedir.checkpoints import Saver
-    >>> from schedir.runtime import InProcess
-    >>> plan = schedir.Plan(ranks=2, microbatches=4)
+    >>> from schedir.runtime import InProcessExecutor
+    >>> plan = schedir.PipelineShape(ranks=2, microbatches=4)
     >>> program = schedir.compile(schedir.schedules.one_f_one_b, plan, snapshots=True)
     >>> stages = [torch.nn.Linear(8, 8) for _ in range(2)]
     >>> how = dict(loss=torch.nn.functional.mse_loss, boundary=(2, 8))
-    >>> run = InProcess(program, stages, optimizer=torch.optim.AdamW, **how)
+    >>> run = InProcessExecutor(program, stages, optimizer=torch.optim.AdamW, **how)
     >>> x = torch.ones(4, 2, 8)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     saver = Saver(run, folder, keep=2)
@@ -72,14 +72,14 @@ class Saver:
 
     def __init__(
         self,
-        executor: Executor | InProcess,
+        executor: Executor | InProcessExecutor,
         folder: str | os.PathLike[str],
         *,
         names: Names = of_stages,
         keep: int | None = None,
     ) -> None:
         self.executor, self.folder, self.names, self.keep = executor, Path(folder), names, keep
-        self.ranks = executor.ranks if isinstance(executor, InProcess) else [executor]
+        self.ranks = executor.ranks if isinstance(executor, InProcessExecutor) else [executor]
         if not all(isinstance(rank, Executor) for rank in self.ranks):
             raise UsageError(
                 f"a Saver is of an Executor or an InProcess, which copies, not {said(executor)}",

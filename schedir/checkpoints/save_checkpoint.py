@@ -61,13 +61,13 @@ def save(
 
     >>> import schedir, tempfile, torch
     >>> from schedir.checkpoints import load, save
-    >>> from schedir.runtime import InProcess
+    >>> from schedir.runtime import InProcessExecutor
     >>> def made(ranks):  # four stages on so many ranks
-    ...     plan = schedir.Plan(ranks, 4, stages_per_rank=4 // ranks)
+    ...     plan = schedir.PipelineShape(ranks, 4, stages_per_rank=4 // ranks)
     ...     program = schedir.compile(schedir.schedules.interleaved, plan)
     ...     stages = [torch.nn.Linear(8, 8) for _ in range(4)]
     ...     how = dict(loss=torch.nn.functional.mse_loss, boundary=(2, 8))
-    ...     return InProcess(program, stages, optimizer=torch.optim.AdamW, **how)
+    ...     return InProcessExecutor(program, stages, optimizer=torch.optim.AdamW, **how)
     >>> x, one, other = torch.ones(4, 2, 8), made(ranks=4), made(ranks=2)
     >>> loss = one.step(x, x)
     >>> with tempfile.TemporaryDirectory() as folder:

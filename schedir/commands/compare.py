@@ -56,9 +56,9 @@ def run(args: argparse.Namespace) -> str:
         said += _differ(timelines) + said_of_costs(requests)
     if args.output is not None:
         if args.tradeoff:
-            from schedir.viz import save, tradeoff
+            from schedir.viz import bubble_vs_memory, save
 
-            save(tradeoff(timelines), args.output)
+            save(bubble_vs_memory(timelines), args.output)
         else:
             save_chart(args, requests)
         said += "" if args.json else f"wrote {args.output}\n"

@@ -160,7 +160,7 @@ def _how(change: SimulatedChange, args: argparse.Namespace, request: Request) ->
         command += f" --costs {','.join(told)}"
     lines = [f"{command} -o other.sched"]
     try:
-        torch_csv.show(program, TORCH)
+        torch_csv.to_csv(program, TORCH)
     except ProgramError:
         return lines
     return [

@@ -28,7 +28,7 @@ def _torch(args: argparse.Namespace) -> str:
     request = request_of(args, args.source)
     program = request.program
     program = check_draft(program) if program.is_draft else check(program, request.proven_model)
-    return torch_csv.show(program, args.to)
+    return torch_csv.to_csv(program, args.to)
 
 
 def _perfetto(args: argparse.Namespace) -> str:

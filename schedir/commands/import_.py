@@ -55,13 +55,13 @@ def _csv(args: argparse.Namespace, source: str) -> str:
     from schedir.compiler.compile import finish
     from schedir.io import torch_csv
     from schedir.io.source_loader import Source
-    from schedir.ir.text_format import show
+    from schedir.ir.text_format import to_text
 
     if not args.output.endswith(".sched"):
         raise UsageError(f"a program's file ends in .sched: {args.output} does not")
     text = read_text(source)
     try:
-        program = torch_csv.parse(text, _name(source), args.ranks, args.zero)
+        program = torch_csv.from_csv(text, _name(source), args.ranks, args.zero)
     except ProgramError as error:
         error.add_note(f"in {source}")
         raise
@@ -73,7 +73,7 @@ def _csv(args: argparse.Namespace, source: str) -> str:
         program = finish(program)
     program = replace(request, source=Source.of(program, source)).program
     with atomic_write(args.output) as path:
-        path.write_text(show(program), encoding="utf-8")
+        path.write_text(to_text(program), encoding="utf-8")
     plan = program.plan
     return (
         f"wrote {args.output}: {plan.ranks} ranks, {plan.stages} stages, "
@@ -93,7 +93,7 @@ def _read_over(text: str, zero: int) -> str:
 
 def _traces(args: argparse.Namespace) -> str:
     from schedir.io.timeline_file import SUFFIX, save_timeline
-    from schedir.ir.text_format import show
+    from schedir.ir.text_format import to_text
     from schedir.traces.trace_files import LARGE, files_of, size_of
     from schedir.traces.trace_import import read_run
 
@@ -125,7 +125,7 @@ def _traces(args: argparse.Namespace) -> str:
         save_timeline(timeline, args.output)
     else:
         with atomic_write(args.output) as path:
-            path.write_text(show(program), encoding="utf-8")
+            path.write_text(to_text(program), encoding="utf-8")
     lines = [
         f"wrote {args.output}: {plan.ranks} ranks, {plan.stages} stages, {plan.microbatches} "
         f"microbatches, {len(program)} instructions",

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from schedir.ir.program import Program
-    from schedir.planner import Priced
+    from schedir.planner import PlanEstimate
 
 
 # ---------------------------------------------------------------- plans for several numbers of GPUs
@@ -69,12 +69,14 @@ def _scaled(args: argparse.Namespace) -> str:
     return "".join(lines) + (f"wrote {args.picture}\n" if args.picture is not None else "")
 
 
-def _plans(asked: PlanRequest, scale: Sequence[int], way: str, refused: list[str]) -> list[Priced]:
+def _plans(
+    asked: PlanRequest, scale: Sequence[int], way: str, refused: list[str]
+) -> list[PlanEstimate]:
     """Return the best plan for each number of GPUs.
 
     For each number without a plan, a line that says why is appended to `refused`.
     """
-    found: list[Priced] = []
+    found: list[PlanEstimate] = []
     most = max(scale)
     first: ProgramError | None = None
     for gpus in sorted({*scale}):
@@ -93,7 +95,7 @@ def _plans(asked: PlanRequest, scale: Sequence[int], way: str, refused: list[str
     return found
 
 
-def _table(plans: Sequence[Priced]) -> str:
+def _table(plans: Sequence[PlanEstimate]) -> str:
     first = plans[0]
     last = [(name, field) for name, field, usual in AT_LAST
             if any(getattr(plan, field) != usual for plan in plans)]  # fmt: skip
@@ -367,12 +369,14 @@ def _wrote(args: argparse.Namespace) -> str:
     return "".join(f"wrote {path}\n" for path in (args.output, args.picture) if path is not None)
 
 
-def _file(args: argparse.Namespace, asked: PlanRequest, plan: Priced, own: Program | None) -> str:
+def _file(
+    args: argparse.Namespace, asked: PlanRequest, plan: PlanEstimate, own: Program | None
+) -> str:
     """Return a plan as a configuration of `schedir train`, or as a program, with comments."""
     from schedir.commands.common.plan_report import name_of
     from schedir.errors import in_bytes
-    from schedir.ir.text_format import show
-    from schedir.planner import config, program_for
+    from schedir.ir.text_format import to_text
+    from schedir.planner import simulated_program, train_config
 
     lines = [
         f"schedir {shlex.join(args.typed)}",
@@ -386,13 +390,15 @@ def _file(args: argparse.Namespace, asked: PlanRequest, plan: Priced, own: Progr
                 "a schedule that was searched is a program, and no name in a configuration",
                 hint="-o best.sched, which is a pipeline.schedule then", fields=["output"],
             )  # fmt: skip
-        moves = program_for(asked.model, asked.cluster, plan) if plan.offload != "none" else None
-        return comments + config(asked.model, plan, moves=moves)
+        moves = (
+            simulated_program(asked.model, asked.cluster, plan) if plan.offload != "none" else None
+        )
+        return comments + train_config(asked.model, plan, moves=moves)
     comments += _simulated(asked, plan, own)
-    return comments + show(own or program_for(asked.model, asked.cluster, plan))
+    return comments + to_text(own or simulated_program(asked.model, asked.cluster, plan))
 
 
-def _simulated(asked: PlanRequest, plan: Priced, own: Program | None) -> str:
+def _simulated(asked: PlanRequest, plan: PlanEstimate, own: Program | None) -> str:
     """Return a comment with the command that simulates the program at the costs of the plan."""
     from schedir.planner.config_export import plan_of
     from schedir.planner.estimate.instruction_costs import costs_of, times_of
@@ -410,7 +416,7 @@ def _simulated(asked: PlanRequest, plan: Priced, own: Program | None) -> str:
 
 
 def _draw(
-    args: argparse.Namespace, asked: PlanRequest, plans: Sequence[Priced], taken: Priced
+    args: argparse.Namespace, asked: PlanRequest, plans: Sequence[PlanEstimate], taken: PlanEstimate
 ) -> None:
     from schedir.viz import plan_memory, plan_times, save
 

@@ -26,9 +26,9 @@ from schedir.errors import UsageError, in_bytes
 from schedir.io.files import atomic_write
 from schedir.io.terminal import as_json
 from schedir.ir.cost.costs import Costs
-from schedir.ir.pipeline.pipeline_shape import PLAN, Plan
+from schedir.ir.pipeline.pipeline_shape import PLAN, PipelineShape
 from schedir.ir.program import TRAITS
-from schedir.ir.text_format import show
+from schedir.ir.text_format import to_text
 from schedir.predict.possible_saving import at_most, gain_of
 from schedir.predict.simulate import simulate
 from schedir.schedule_search.problem import whole_is_less
@@ -111,7 +111,7 @@ def _counts(text: str) -> int | tuple[int, ...]:
 class _SearchRequest:
     """For what a schedule is searched.  `run` is the one that the costs are of, if there is one."""
 
-    plan: Plan
+    plan: PipelineShape
     request: Request  # of this plan, and of costs, sizes and limit; its source is none
     in_flight: int | tuple[int, ...] | None
     whole: bool
@@ -169,7 +169,7 @@ def _asked(args: argparse.Namespace) -> _SearchRequest:
             raise UsageError("--costs and --costs-from both say the costs: say one of the two")
         run, costs, notes = _costs_of(args.costs_from, whole=args.whole)
         usual = {f.name: getattr(run.program.plan, f.name) for f in PLAN}
-    plan = Plan(**(usual | said))
+    plan = PipelineShape(**(usual | said))
     if isinstance(args.in_flight, tuple) and len(args.in_flight) != plan.ranks:
         raise UsageError(
             f"--in-flight has {len(args.in_flight)} numbers for {plan.ranks} ranks",
@@ -233,7 +233,9 @@ def run(args: argparse.Namespace) -> str | tuple[str, int]:
         found = _search(args, asked)
         took = perf_counter() - began
         if path is not None:
-            path.write_text(_comments(args, asked, found) + show(found.program), encoding="utf-8")
+            path.write_text(
+                _comments(args, asked, found) + to_text(found.program), encoding="utf-8"
+            )
     zoo = _beside(asked)
     said = _json(asked, found, zoo) if args.json else _text(args, asked, found, zoo, took)
     return (said, INTERRUPTED) if found.stopped == "interrupted" else said
@@ -253,7 +255,7 @@ def _frontier(args: argparse.Namespace) -> str | tuple[str, int]:
 
 
 def _search(args: argparse.Namespace, asked: _SearchRequest) -> SearchResult:
-    from schedir.schedule_search.search import search
+    from schedir.schedule_search.search import search_schedule
 
     progress, request, few = ProgressLine(), asked.request, asked.in_flight
 
@@ -265,7 +267,7 @@ def _search(args: argparse.Namespace, asked: _SearchRequest) -> SearchResult:
         )
 
     try:
-        found = search(
+        found = search_schedule(
             asked.plan, request.costs, request.sizes, request.limit,
             in_flight=few.__getitem__ if isinstance(few, tuple) else few,
             objective=args.objective,

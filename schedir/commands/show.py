@@ -24,10 +24,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """The text, folded unless told otherwise."""
-    from schedir.ir.text_format import show
+    from schedir.ir.text_format import to_text
 
     request = request_of(args, args.source)
-    text = show(request.program, folded=not args.flat)
+    text = to_text(request.program, folded=not args.flat)
     if args.output is None:
         return coloured(text) + _drawn(request)
     if not args.output.endswith(".sched"):

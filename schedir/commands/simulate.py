@@ -51,12 +51,12 @@ def volume(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.float64]]:
     Norms are left out because they are a few bytes, and tied weights because their sizes are not
     known.  A residual stream that passes beside what pieces sum or gather counts as a part of it.
 
-    >>> from schedir import Plan, Sizes, compile, schedules
+    >>> from schedir import PipelineShape, Sizes, compile, schedules
     >>> from schedir.ir.isa.instructions import Lane
     >>> sizes = Sizes(params=4e9, grads=4e9)
     >>> for zero in range(4):
     ...     one = {"active": 1} if zero == 3 else {}  # stage whole: the last one has a single turn
-    ...     program = compile(schedules.looped_bfs, Plan(1, 2, 4), dp=4, zero=zero, **one)
+    ...     program = compile(schedules.looped_bfs, PipelineShape(1, 2, 4), dp=4, zero=zero, **one)
     ...     sent = volume(program, sizes).items()
     ...     print(zero, *(f"{lane.name} {each[0] / 1e9:g} GB" for lane, each in sent))
     0 DP 24 GB

@@ -25,15 +25,15 @@ from schedir.errors import (
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes, ample, bytes_of
 from schedir.ir.isa.instructions import RECOMPUTE
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.pipeline.tied_weights import Ties
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import TRAITS, Program
 from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.passes.memory.offload_placement import DISK, HOST
 from schedir.passes.pass_order import LOWERING, OPTIONS
 from schedir.passes.pass_types import Boundary, Choice, Options, Pass
 from schedir.retired_names import RETIRED
-from schedir.schedules.draft import draft
+from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import check, check_draft
 
@@ -42,13 +42,13 @@ SIZES = "Sizes(activation=16e6, saved=1.2e9)"  # an example
 
 def compile(
     schedule: Schedule | Program,
-    plan: Plan | None = None,
+    plan: PipelineShape | None = None,
     tp: int | None = None,
     dp: int | None = None,
     model: Model = "device",
     costs: Costs | None = None,
     *,
-    tied: bool | Ties | Sequence[Sequence[int]] | None = None,
+    tied: bool | TiedWeights | Sequence[Sequence[int]] | None = None,
     clip: bool | None = None,
     skips: Sequence[tuple[int, int]] | None = None,
     boundary: Boundary | None = None,
@@ -66,7 +66,7 @@ def compile(
     `tp`, `dp`, `tied`, `clip`, `frozen` and `skips` where none are given here.
 
     `tp` and `dp` are the sizes of the tensor- and data-parallel groups, by default 1.  `tied` says
-    which stages hold copies of one weight: `schedir.ties(stages)`, or stages like
+    which stages hold copies of one weight: `schedir.find_tied_weights(stages)`, or stages like
     `((0, 3), (1, 2))`, or True for first and last.  `clip` says that gradients are clipped by their
     global norm.  `skips` says from which stage to which a second value passes: `((0, 3), (1, 2))`.
     `boundary` is the layout of activations between stages within a tensor-parallel
@@ -101,11 +101,11 @@ def compile(
     already, UsageError for a plan that is missing or not the draft's.  The result finishes under
     `model`, as `check` says.
 
-    >>> from schedir import B, F, Plan, compile, show
+    >>> from schedir import B, F, PipelineShape, compile, to_text
     >>> def mine(rank, ranks, microbatches):
     ...     return microbatches * F + microbatches * B
-    >>> program = compile(mine, Plan(ranks=2, microbatches=4))
-    >>> print(show(program), end="")
+    >>> program = compile(mine, PipelineShape(ranks=2, microbatches=4))
+    >>> print(to_text(program), end="")
     schedir 1
     program mine
     ranks 2  microbatches 4  stages_per_rank 1  placement loop
@@ -147,12 +147,12 @@ def compile(
     return program if limit is None else check_memory(program, sizes, limit)
 
 
-def _drafted(schedule: Schedule | Program, plan: Plan | None) -> Program:
+def _drafted(schedule: Schedule | Program, plan: PipelineShape | None) -> Program:
     """The draft of a schedule, or a draft itself."""
     if not isinstance(schedule, Program):
-        expect(plan, Plan, "Plan(ranks=4, microbatches=8)")
+        expect(plan, PipelineShape, "Plan(ranks=4, microbatches=8)")
         assert plan is not None
-        return draft(schedule, plan)
+        return expand_schedule(schedule, plan)
     if plan not in (None, schedule.plan):
         raise UsageError(f"a draft has its own plan, {schedule.plan}, and is not for {plan}")
     if not schedule.is_draft:

@@ -13,7 +13,7 @@ from schedir.ir.stream import JOINED
 from schedir.passes.pass_types import Boundary, Choice
 
 
-def forwards(
+def evaluation_program(
     program: Program,
     model: Model = "device",
     *,
@@ -25,9 +25,9 @@ def forwards(
 
     `model`, `overlap` and `slots` are as for `compile`.
 
-    >>> from schedir import Plan, compile, forwards, schedules
-    >>> train = compile(schedules.one_f_one_b, Plan(ranks=2, microbatches=4))
-    >>> forwards(train)
+    >>> from schedir import PipelineShape, compile, evaluation_program, schedules
+    >>> train = compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=4))
+    >>> evaluation_program(train)
     <program forwards of one_f_one_b: 2 ranks, 16 instructions>
     """
     expect(program, Program, "schedir.compile(schedule, plan)")

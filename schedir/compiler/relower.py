@@ -13,22 +13,22 @@ from schedir.compiler.compile import compile
 from schedir.errors import PlanError, ProgramError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import COMPUTE, RECOMPUTE
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import show_tied, tied_stages
 from schedir.ir.program import JOINED, TRAITS, Program, Stream
 from schedir.passes.pass_order import LOWERING
 from schedir.passes.splitting.stage_segmentation import cut_like
 from schedir.schedules import built_in
-from schedir.schedules.draft import draft
+from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import Schedule
 
 
 def compute_of(program: Program) -> Program:
     """Return a program's compute as a draft, in each rank's order.
 
-    >>> from schedir import Plan, compile, draft, schedules
-    >>> plan = Plan(ranks=4, microbatches=8)
-    >>> compute_of(compile(schedules.gpipe, plan)) == draft(schedules.gpipe, plan)
+    >>> from schedir import PipelineShape, compile, expand_schedule, schedules
+    >>> plan = PipelineShape(ranks=4, microbatches=8)
+    >>> compute_of(compile(schedules.gpipe, plan)) == expand_schedule(schedules.gpipe, plan)
     True
     """
     work = tuple(Stream(s.words[np.isin(s.op, COMPUTE)]) for s in program.streams)
@@ -38,7 +38,7 @@ def compute_of(program: Program) -> Program:
 def options_of(program: Program, model: Model, draft: Program | None = None) -> dict[str, Any]:
     """Return the options of `compile` with which a program was lowered.
 
-    Only options that leave a trace in the program can be found.  If there is a `draft`, options
+    Only options that leave a trace in the program can be found.  If there is a `expand_schedule`, options
     that do not apply to its traits are left out.
     """
     options: dict[str, Any] = {}
@@ -48,7 +48,7 @@ def options_of(program: Program, model: Model, draft: Program | None = None) -> 
     return options
 
 
-def fitting(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+def fitting(options: Mapping[str, Any], plan: PipelineShape) -> dict[str, Any]:
     """Return the options of a program for another plan.
 
     The plan may have fewer stages on a rank.  `active` is then at most this number.
@@ -76,7 +76,7 @@ def built_in_schedule_of(program: Program) -> Schedule | None:
     if schedule is None:
         return None
     try:
-        again = cut_like(draft(schedule, program.whole), program)
+        again = cut_like(expand_schedule(schedule, program.whole), program)
     except ProgramError:
         return None
     # The costs for which the program was lowered are not known, so only the compute is compared.

@@ -195,10 +195,10 @@ def _left(folder: Path, all_of: Mapping[int, BlackBoxSnapshot]) -> PostMortem:
 
 def program_of(folder: Path) -> Program | None:
     """What the processes run, if one has left it beside their boxes."""
-    from schedir.ir.text_format import parse
+    from schedir.ir.text_format import from_text
 
     try:
-        return parse(read_text(folder / PROGRAM))
+        return from_text(read_text(folder / PROGRAM))
     except ProgramError:
         return None
 

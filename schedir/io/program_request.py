@@ -21,18 +21,18 @@ from schedir.ir.cost.per_stage_values import cut
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import RECOMPUTE
 from schedir.ir.pipeline.field_schema import Field
-from schedir.ir.pipeline.pipeline_shape import PLAN, Plan
+from schedir.ir.pipeline.pipeline_shape import PLAN, PipelineShape
 from schedir.ir.pipeline.stage_segments import UnsegmentedShape, whole_of
 from schedir.ir.program import FIELDS, HEADER, TRAITS, Program
 from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.passes.memory.offload_placement import DISK, HOST
 from schedir.passes.pass_types import Choice
-from schedir.passes.splitting.stage_segmentation import SHARED, in_pieces, over_stages
+from schedir.passes.splitting.stage_segmentation import SHARED, over_stages, split_costs
 from schedir.predict.calibrate import calibrate, completed
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import built_in
-from schedir.schedules.draft import draft
+from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import (
     Schedule,
     delay_for,
@@ -54,7 +54,7 @@ class Request:
     `said` are the fields of the plan and the program that somebody said, by name; what nobody said
     the source decides, or `usual`, which has at least `ranks` and `microbatches`.  `costs`, `sizes`
     and `model` are those of a prediction, `overlap`, `slots`, `limit`, `blocks` and `more` as
-    `compile` takes them; None is what nobody said.  `draft` asks for the compute only.
+    `compile` takes them; None is what nobody said.  `expand_schedule` asks for the compute only.
 
     A program in a file is taken as it is, and what contradicts it is refused, by
     `contradicts(source, field, has, said)`.  With `lowers` a draft in a file is lowered, with the
@@ -107,7 +107,7 @@ class Request:
         return None if isinstance(found, Program) else found
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> PipelineShape:
         """The plan of the program in a file, or that on which a schedule is drafted.
 
         Raises PlanError for one that cannot be, UsageError for one that contradicts a file.
@@ -129,7 +129,7 @@ class Request:
             said["frozen"] = self._frozen(said["frozen"], self.plan)
         return said
 
-    def _frozen(self, parts: int, own: Plan) -> int:
+    def _frozen(self, parts: int, own: PipelineShape) -> int:
         """How many stages of a program are frozen, where of each rank's part so many are."""
         plan, pieces, _ = self._whole_of(own)
         frozen, rest = divmod(parts * plan.stages, plan.ranks)
@@ -154,7 +154,7 @@ class Request:
                 training = [s for name, s in built_in().items() if name != "forward_only"]
                 trains = getattr(found, "func", found) in training
                 plan.require_room_lowered(trains=trains and not self.said.get("frozen"))
-            found = draft(found, plan)
+            found = expand_schedule(found, plan)
         elif self.relower:
             again = replace(compute_of(found), **self.traits)
             how, found = options_of(found, self._model, again), again
@@ -259,7 +259,7 @@ class Request:
 
     # ------------------------------------------------------------ how
 
-    def _plan_for(self, schedule: Schedule) -> Plan:
+    def _plan_for(self, schedule: Schedule) -> PipelineShape:
         """What is said, what the schedule is made for, what is usual: whichever comes first."""
         values = dict(self.usual) | dict(self.said)
         mark, fixed = placed_for(schedule)
@@ -270,7 +270,7 @@ class Request:
         values |= {"placement": placement, "stages_per_rank": v}
         if values.get("updates", 1) != 1 and "delay" not in values:
             values["delay"] = delay_for(schedule) or 0
-        return Plan(**{f.name: values[f.name] for f in PLAN if f.name in values})
+        return PipelineShape(**{f.name: values[f.name] for f in PLAN if f.name in values})
 
     def _agree(self, program: Program) -> None:
         """Refuse what contradicts the program in a file."""
@@ -373,13 +373,13 @@ class Request:
         pieces, chunks = self._cut.get("cut", pieces), chunks * self.more.get("chunks", 1)
         shared = {k: c for k in SHARED if (c := getattr(each, k, None)) is not None}
         each = replace(each, **{k: cut(c, plan.ranks, plan.stages) for k, c in shared.items()})
-        return in_pieces(each, pieces, plan, chunks=chunks)
+        return split_costs(each, pieces, plan, chunks=chunks)
 
     @property
     def _whole(self) -> UnsegmentedShape:
         return self._whole_of(self.plan)
 
-    def _whole_of(self, plan: Plan) -> UnsegmentedShape:
+    def _whole_of(self, plan: PipelineShape) -> UnsegmentedShape:
         """What a plan's stages and microbatches are pieces and chunks of, as a program in a file
         says, or somebody of it, or of a schedule."""
         found = self.source.found if isinstance(self.source.found, Program) else Program

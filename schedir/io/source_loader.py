@@ -18,7 +18,7 @@ from schedir.io.files import opened, read_text
 from schedir.io.timeline_file import SUFFIX, load_timeline
 from schedir.ir.input_trust import require_trust
 from schedir.ir.program import Program
-from schedir.ir.text_format import parse
+from schedir.ir.text_format import from_text
 from schedir.predict.timeline import Timeline
 from schedir.schedules import built_in
 from schedir.schedules.schedule_algebra import Schedule
@@ -132,7 +132,7 @@ def _literal(name: str, option: str, value: ast.expr) -> object:
 def _program(path: str) -> Program:
     text = read_text(path)
     try:
-        return parse(text)
+        return from_text(text)
     except ProgramError as error:
         error.add_note(f"in {path}")
         raise

@@ -24,9 +24,9 @@ from schedir.io.files import atomic_write, opened
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.input_trust import RAISED, most_of_a_file
 from schedir.ir.isa.instructions import Lane
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.predict.timeline import KINDS, LONGEST, UNITS, Timeline, expect_runs, spans_of
 from schedir.verify.check import check
 
@@ -46,8 +46,8 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
-    >>> from schedir import Plan, compile, save_timeline, schedules, simulate
-    >>> run = simulate(compile(schedules.gpipe, Plan(ranks=2, microbatches=4)))
+    >>> from schedir import PipelineShape, compile, save_timeline, schedules, simulate
+    >>> run = simulate(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4)))
     >>> with TemporaryDirectory() as folder:
     ...     save_timeline(run, f"{folder}/gpipe.timeline")
     ...     print(*[path.name for path in Path(folder).iterdir()])
@@ -82,7 +82,7 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
         )
     members = {
         _HEADER: said,
-        _PROGRAM: show(timeline.program).encode(),
+        _PROGRAM: to_text(timeline.program).encode(),
         _START: _npy(timeline.spans["start"]),
         _END: _npy(timeline.spans["end"]),
     }
@@ -104,12 +104,12 @@ def load_timeline(path: str | Path) -> Timeline:
     Its program is checked under the model that it ran under.  A prediction with an effect before
     its cause is refused; a measured run, whose clocks may have lied, says so (`Timeline.doubt`).
 
-    Raises TraceError for a file that is no Timeline, what `parse` and `check` raise for its
+    Raises TraceError for a file that is no Timeline, what `from_text` and `check` raise for its
     program, and UsageError for a file that cannot be read.
 
     >>> from tempfile import TemporaryDirectory
-    >>> from schedir import Plan, compile, load_timeline, save_timeline, schedules, simulate
-    >>> run = simulate(compile(schedules.gpipe, Plan(ranks=2, microbatches=4)))
+    >>> from schedir import PipelineShape, compile, load_timeline, save_timeline, schedules, simulate
+    >>> run = simulate(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4)))
     >>> with TemporaryDirectory() as folder:
     ...     save_timeline(run, f"{folder}/gpipe.timeline")
     ...     load_timeline(f"{folder}/gpipe.timeline")
@@ -145,7 +145,7 @@ class _TimelineReader:
         self._require_size(_START, 8 * n + 1024, 4 * n)
         self._require_size(_END, 8 * n + 1024, 4 * n)
         self._require_size(_PROGRAM, 32 * n + _SMALL)
-        program = parse(self._read(_PROGRAM).decode(), most=n)
+        program = from_text(self._read(_PROGRAM).decode(), most=n)
         if len(program) != n:
             raise TraceError(f"the header says {n} instructions, the program has {len(program)}")
         if program.digest != header["digest"]:
@@ -220,7 +220,7 @@ class _TimelineReader:
         return values
 
 
-def _sizes(said: Any, plan: Plan) -> Sizes | None:
+def _sizes(said: Any, plan: PipelineShape) -> Sizes | None:
     """What the header says of sizes; nothing in files that were written before they were kept."""
     names = [f.name for f in fields(Sizes)]
     if said is None:

@@ -34,11 +34,11 @@ from schedir.io.torch_compatibility import require_pair, require_torch_has_it
 from schedir.io.torch_unshard import RESHARD, UNSHARD, for_torch
 from schedir.ir.cost.zero_states import CUT_FROM
 from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, FORWARD, ROWS, TRANSFERS, Opcode, Scope
-from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES, Plan
+from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES, PipelineShape
 from schedir.ir.pipeline.placement import PLACEMENTS
 from schedir.ir.program import JOINED, OP, OPS, STAGE, Program, SlotCounts, Stream
 
-__all__ = ["parse", "show"]
+__all__ = ["from_csv", "to_csv"]
 
 # The forms: compute only is the same in all versions.  The other is named by torch's version, for
 # its actions change: REDUCE_GRAD, without which it does not scale gradients, came late in 2025
@@ -83,7 +83,7 @@ _CELLS = re.compile(r"\(([^()]*)\)(\w*)")
 # ---------------------------------------------------------------- program to CSV
 
 
-def show(program: Program, to: str = "torch") -> str:
+def to_csv(program: Program, to: str = "torch") -> str:
     """A program as a CSV of torch.distributed.pipelining; `to` is one of FORMS.
 
     "torch" is compute only: torch lowers it as it loads it, and adds what FSDP needs.  Any
@@ -99,8 +99,8 @@ def show(program: Program, to: str = "torch") -> str:
     one that torch cannot issue so, and UsageError for another form, or for stages with several
     holders, several updates, or frozen stages, with R, or with gradients reduced in turns.
 
-    >>> from schedir import Plan, compile, schedules, torch_csv
-    >>> print(torch_csv.show(compile(schedules.one_f_one_b, Plan(ranks=2, microbatches=2))), end="")
+    >>> from schedir import PipelineShape, compile, schedules, torch_csv
+    >>> print(torch_csv.to_csv(compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=2))), end="")
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1
     """
@@ -118,8 +118,8 @@ def show(program: Program, to: str = "torch") -> str:
 
 
 def cells(program: Program, to: str = "torch") -> list[list[str]]:
-    """The cells of each rank's row, as `show` has them; also of a program without a backward, which
-    torch's runtime runs, though it does not load it.  Raises what `show` does."""
+    """The cells of each rank's row, as `to_csv` has them; also of a program without a backward, which
+    torch's runtime runs, though it does not load it.  Raises what `to_csv` does."""
     if to not in FORMS:
         raise UsageError(f"no form {to!r} to export to", hint=f"there are {', '.join(FORMS)}")
     if to != "torch" and program.is_draft and program.plan.ranks > 1:
@@ -165,7 +165,7 @@ class _CellLocation(NamedTuple):
         return CsvCellError(fact, line=self.row, column=self.column, hint=hint)
 
 
-def parse(
+def from_csv(
     text: str, name: str = "imported", ranks: int | None = None, zero: int | None = None
 ) -> Program:
     """The program that such a CSV says, of either form: a draft if it has no transfers.
@@ -183,7 +183,7 @@ def parse(
     another number of rows than `ranks`; PlanError where the plan cannot be.
 
     >>> from schedir import compile, torch_csv
-    >>> draft = torch_csv.parse("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n", name="mine")
+    >>> draft = torch_csv.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n", name="mine")
     >>> compile(draft)
     <program mine: 2 ranks, 20 instructions>
     """
@@ -309,7 +309,7 @@ class _CsvReader:
             mb, self.turns[word] = self.turns[word], self.turns[word] + 1
         return word | mb
 
-    def plan(self) -> Plan:
+    def plan(self) -> PipelineShape:
         """The smallest shape in which all cells have their place; every one must be filled."""
         last = max(self.holder)
         for stage in range(last):
@@ -339,16 +339,16 @@ class _CsvReader:
         return placed(len(self.ranks), m, [self.holder[s].row - 1 for s in range(last + 1)])
 
 
-def placed(ranks: int, m: int, rank_of: list[int]) -> Plan:
+def placed(ranks: int, m: int, rank_of: list[int]) -> PipelineShape:
     """The plan of a map from stage to rank, by the name of its placement where it has one."""
     v = len(rank_of) // ranks
     for name, named in PLACEMENTS.items():
         fits = len(named.rows) == 1 and v * ranks == len(rank_of)
         if fits and (v > 1 or name == "loop"):
-            plan = Plan(ranks, m, v, name)
+            plan = PipelineShape(ranks, m, v, name)
             if plan.rank_of.tolist() == rank_of:
                 return plan
-    return Plan(ranks, m, placement=tuple(rank_of))
+    return PipelineShape(ranks, m, placement=tuple(rank_of))
 
 
 def _short(text: str) -> str:

@@ -4,7 +4,7 @@ A plan of a few words may mean billions of instructions, and a schedule that is 
 `file.py:function` is code that runs as it is read.
 
 Files, and all that a command does, have a limit of instructions by default.  A program that Python
-code builds has no limit but memory, unless `trusting` sets one.
+code builds has no limit but memory, unless `input_limits` sets one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 from schedir.errors import PlanError, UsageError
 
 MOST: Final = 10**7  # instructions of a program of a file or a command: 1 GB, and some seconds
-RAISED: Final = "--most-instructions N, or `with schedir.trusting(instructions=N)`, allows more"
+RAISED: Final = "--most-instructions N, or `with schedir.input_limits(instructions=N)`, allows more"
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ def trust() -> InputTrust:
 
 
 @contextmanager
-def trusting(*, instructions: int | None = None, code: bool | None = None) -> Iterator[None]:
+def input_limits(*, instructions: int | None = None, code: bool | None = None) -> Iterator[None]:
     """Within this, in all threads, a program may have so many `instructions`, and with `code=False`
     a schedule that is named as `file.py:function` is refused before it is run.
 
     By default a program that is read from a file may have 10^7 instructions, and a program that
     Python code builds is limited by memory alone.  Raises UsageError for a number below 1.
 
-    >>> from schedir import Plan, trusting
+    >>> from schedir import PipelineShape, input_limits
     >>> from schedir.errors import PlanError
-    >>> with trusting(instructions=50):
+    >>> with input_limits(instructions=50):
     ...     try:
-    ...         Plan(ranks=8, microbatches=8)
+    ...         PipelineShape(ranks=8, microbatches=8)
     ...     except PlanError as error:
     ...         print(error.fact)
     8 stages x 8 microbatches are at least 64 instructions, and a program may have 50

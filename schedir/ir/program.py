@@ -35,7 +35,7 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.notebook_repr import html
 from schedir.ir.pipeline import program_attributes
 from schedir.ir.pipeline.field_schema import fields_of
-from schedir.ir.pipeline.pipeline_shape import PLAN, Plan
+from schedir.ir.pipeline.pipeline_shape import PLAN, PipelineShape
 from schedir.ir.pipeline.skip_connections import Skips, beside
 from schedir.ir.pipeline.slot_counts import ON_HOST as ON_HOST
 from schedir.ir.pipeline.slot_counts import OWN as OWN
@@ -117,8 +117,8 @@ class Program:
     `words` are all Streams, one behind the other, and `offsets` says where each begins, with
     one more entry than there are ranks.
 
-    >>> from schedir import Plan, compile, schedules
-    >>> program = compile(schedules.one_f_one_b, Plan(ranks=4, microbatches=8))
+    >>> from schedir import PipelineShape, compile, schedules
+    >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
     >>> program
     <program one_f_one_b: 4 ranks, 168 instructions>
     >>> program.is_draft, program.trains, program.ascending
@@ -130,7 +130,7 @@ class Program:
     """
 
     name: str
-    plan: Plan
+    plan: PipelineShape
     streams: tuple[Stream, ...]
     tp: int = field(default=1, metadata=program_attributes.TP)
     dp: int = field(default=1, metadata=program_attributes.DP)
@@ -324,7 +324,7 @@ class Program:
         return pieces_in(self.meets, self.plan.stages)
 
     @cached_property
-    def whole(self) -> Plan:
+    def whole(self) -> PipelineShape:
         """The plan of the stages and the microbatches of which its own are pieces and chunks."""
         return whole_of(self.plan, self.meets, self.chunked).plan
 

@@ -57,8 +57,8 @@ class Stream(Sequence[Instr]):
     `joined[i]` says that instruction i is issued together with the one before it.  The words are
     taken over as they are, not copied: whoever has made them does not write to them afterwards.
 
-    >>> from schedir import Plan, compile, schedules
-    >>> stream = compile(schedules.gpipe, Plan(ranks=2, microbatches=2)).streams[1]
+    >>> from schedir import PipelineShape, compile, schedules
+    >>> stream = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2)).streams[1]
     >>> [str(instr) for instr in stream[:5]]
     ['recv_act 1.0', 'F 1.0', 'recv_act 1.1', 'F 1.1', 'B 1.0']
     >>> stream[1], stream.mb[:5]

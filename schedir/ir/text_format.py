@@ -31,7 +31,7 @@ from schedir.errors import ParseError, PlanError, expect
 from schedir.ir.input_trust import RAISED, most_of_a_file
 from schedir.ir.isa.instructions import BETWEEN_NEIGHBOURS, BY_TEXT, ROWS, Scope
 from schedir.ir.pipeline.field_schema import Field
-from schedir.ir.pipeline.pipeline_shape import PLAN, Plan
+from schedir.ir.pipeline.pipeline_shape import PLAN, PipelineShape
 from schedir.ir.program import HEADER, JOINED, OP, OWN, STAGE, Program, SlotCounts, Stream, Words
 from schedir.retired_names import RETIRED
 
@@ -42,11 +42,11 @@ _SPARE = 1000  # instructions beyond what the plan has room for
 # ---------------------------------------------------------------- program to text
 
 
-def show(program: Program, folded: bool = True) -> str:
+def to_text(program: Program, folded: bool = True) -> str:
     """The text of a program; folded, repeated runs of a Stream are one line each.
 
-    >>> from schedir import Plan, compile, schedules, show
-    >>> print(show(compile(schedules.gpipe, Plan(ranks=1, microbatches=8))), end="")
+    >>> from schedir import PipelineShape, compile, schedules, to_text
+    >>> print(to_text(compile(schedules.gpipe, PipelineShape(ranks=1, microbatches=8))), end="")
     schedir 1
     program gpipe
     ranks 1  microbatches 8  stages_per_rank 1  placement loop
@@ -186,7 +186,7 @@ _INSTR = re.compile(
 _Found = dict[str, tuple[Any, _Line, int]]  # by key, its value and where that stands
 
 
-def parse(text: str, most: int | None = None) -> Program:
+def from_text(text: str, most: int | None = None) -> Program:
     """Return the Program of a text.
 
     The program may have at most `most` instructions after its repetitions are unfolded. The default
@@ -195,11 +195,11 @@ def parse(text: str, most: int | None = None) -> Program:
     Raises ParseError with line and column where the text does not follow the grammar, or its
     plan cannot be; whether the program is right is for `check` to say.
 
-    >>> from schedir import Plan, compile, parse, schedules, show
-    >>> program = compile(schedules.gpipe, Plan(ranks=2, microbatches=4))
-    >>> parse(show(program)) == program
+    >>> from schedir import PipelineShape, compile, from_text, schedules, to_text
+    >>> program = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4))
+    >>> from_text(to_text(program)) == program
     True
-    >>> parse(show(program).replace("send_act", "sendact"))
+    >>> from_text(to_text(program).replace("send_act", "sendact"))
     Traceback (most recent call last):
         ...
     schedir.errors.ParseError: line 7, column 16: no instruction 'sendact 0.0+'
@@ -223,7 +223,7 @@ def parse(text: str, most: int | None = None) -> Program:
     header = {key: value for key, (value, _, _) in found.items()}
     name = header.pop("program")
     try:
-        plan = Plan(**{f.name: header.pop(f.name) for f in PLAN if f.name in header})
+        plan = PipelineShape(**{f.name: header.pop(f.name) for f in PLAN if f.name in header})
         plan.require_room(most_of_a_file())
         traits = {name: _KEYS[name].kind.settle(name, said, plan) for name, said in header.items()}
     except PlanError as error:

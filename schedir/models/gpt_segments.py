@@ -59,11 +59,11 @@ def pieces(stage: Stage) -> list[nn.Module]:
     they are as right: nothing is summed.  Raises ModelError for a stage that is the whole model,
     and whose embedding is its head's weight.
 
-    >>> from schedir import Plan, compile, schedules
+    >>> from schedir import PipelineShape, compile, schedules
     >>> from schedir.models.gpt import GPTConfig, build_stage
     >>> from schedir.models.gpt_segments import cut_of, pieces
     >>> stages = [build_stage(GPTConfig(layers=4), s, 2) for s in range(2)]
-    >>> program = compile(schedules.one_f_one_b, Plan(2, 4), tied=True, cut=cut_of([2, 2]))
+    >>> program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tied=True, cut=cut_of([2, 2]))
     >>> program.plan.stages, sum(len(pieces(stage)) for stage in stages)
     (18, 18)
     """

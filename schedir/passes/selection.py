@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from schedir.errors import UsageError, said
 from schedir.ir.cost.number_parsing import whole
 from schedir.ir.pipeline.field_schema import FieldType
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import STAGE, Words
 
 Which = str | Iterable[int] | Iterable[tuple[int, int]] | Callable[[int, int], bool]
@@ -37,7 +37,7 @@ def by_word(which: object) -> bool:
     return isinstance(which, str) and which in WORDS
 
 
-def meant(which: Which, option: str, addresses: Words, plan: Plan) -> NDArray[np.bool_]:
+def meant(which: Which, option: str, addresses: Words, plan: PipelineShape) -> NDArray[np.bool_]:
     """Which of some addresses an option means, of those that it can mean; not for "fit".
 
     Raises UsageError for what says nothing, and for stages and microbatches that are not there.
@@ -56,7 +56,7 @@ def meant(which: Which, option: str, addresses: Words, plan: Plan) -> NDArray[np
                      for s, m in zip(stage.tolist(), mb.tolist(), strict=True)], bool)  # fmt: skip
 
 
-def pairs(which: Which, option: str, plan: Plan) -> set[tuple[int, ...]]:
+def pairs(which: Which, option: str, plan: PipelineShape) -> set[tuple[int, ...]]:
     """The stages and the pairs of (stage, microbatch) that are named."""
     if isinstance(which, bytes):
         raise _not_said(which, option)

@@ -1,45 +1,51 @@
 """Planner: find parallel plans for a model on a cluster, with their step times and memory."""
 
-from schedir.planner.config_export import config, program
-from schedir.planner.estimate.simulated_estimate import exact, program_for
-from schedir.planner.hardware.cluster_presets import cluster, clusters
-from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.launch_options import options
-from schedir.planner.parallel_plan import Choice, Host, Memory, Parts, Priced
-from schedir.planner.plan_search import every, plan, step
-from schedir.planner.prediction_regret import regret
-from schedir.planner.schedule_improvement import shorter
-from schedir.planner.transformer.layer_division_search import cut
-from schedir.planner.transformer.layer_time import embedding, head, layer, stage
-from schedir.planner.transformer.memory_estimate import memory
+from schedir.planner.config_export import plan_program, train_config
+from schedir.planner.estimate.simulated_estimate import simulate_plan, simulated_program
+from schedir.planner.hardware.cluster_presets import cluster_preset, cluster_presets
+from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.launch_options import launcher_options
+from schedir.planner.parallel_plan import (
+    GpuMemory,
+    HostMemory,
+    ParallelPlan,
+    PlanEstimate,
+    StepBreakdown,
+)
+from schedir.planner.plan_search import all_plans, estimate_step, plan
+from schedir.planner.prediction_regret import prediction_regret
+from schedir.planner.schedule_improvement import improve_schedule
+from schedir.planner.transformer.layer_division_search import optimize_layer_division
+from schedir.planner.transformer.layer_time import embedding_time, head_time, layer_time, stage_time
+from schedir.planner.transformer.memory_estimate import peak_memory
 from schedir.planner.transformer.model_presets import load_model
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 __all__ = [
-    "Choice",
-    "Constants",
-    "Host",
-    "Memory",
-    "Model",
-    "Parts",
-    "Priced",
-    "cluster",
-    "clusters",
-    "config",
-    "cut",
-    "embedding",
-    "every",
-    "exact",
-    "head",
-    "layer",
+    "GpuMemory",
+    "HostMemory",
+    "ParallelPlan",
+    "PlanEstimate",
+    "SoftwareConstants",
+    "StepBreakdown",
+    "TransformerSpec",
+    "all_plans",
+    "cluster_preset",
+    "cluster_presets",
+    "embedding_time",
+    "estimate_step",
+    "head_time",
+    "improve_schedule",
+    "launcher_options",
+    "layer_time",
     "load_model",
-    "memory",
-    "options",
+    "optimize_layer_division",
+    "peak_memory",
     "plan",
-    "program",
-    "program_for",
-    "regret",
-    "shorter",
-    "stage",
-    "step",
+    "plan_program",
+    "prediction_regret",
+    "simulate_plan",
+    "simulated_program",
+    "stage_time",
+    "train_config",
 ]

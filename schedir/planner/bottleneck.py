@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 from schedir.errors import UsageError, in_bytes
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.estimate.schedule_formulas import family
-from schedir.planner.parallel_plan import Choice, Parts, Priced
+from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate, StepBreakdown
 from schedir.planner.plan_space import PlanTable
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 _LESS = 0.01  # of a step: what is less than that is no reason
 
 
-def in_short(choice: Choice) -> str:
+def in_short(choice: ParallelPlan) -> str:
     """A choice in a few words.
 
-    >>> from schedir.planner import Choice
-    >>> in_short(Choice(p=4, t=8, d=2, v=2, m=8, schedule="zb_v", zero=1))
+    >>> from schedir.planner import ParallelPlan
+    >>> in_short(ParallelPlan(p=4, t=8, d=2, v=2, m=8, schedule="zb_v", zero=1))
     'p 4 t 8 d 2 b 1 zb_v, without recomputation, zero 1'
     """
     many = family(choice.schedule).stages == "many" and choice.v > 1
@@ -39,7 +39,7 @@ def in_short(choice: Choice) -> str:
 
 
 def nothing_fits(
-    model: Model, cluster: Cluster, found: PlanTable, *, offload: bool = False
+    model: TransformerSpec, cluster: Cluster, found: PlanTable, *, offload: bool = False
 ) -> UsageError:
     """The refusal where no plan has room, with the one that takes the least; where one could also
     `offload`, of those that do not."""
@@ -53,19 +53,21 @@ def nothing_fits(
     )
 
 
-def alone(cluster: Cluster, one: Priced) -> Priced:
+def alone(cluster: Cluster, one: PlanEstimate) -> PlanEstimate:
     """A plan with its largest part beside what the model asks for, where no others are known."""
     over = one.memory.total - cluster.memory
     if over > 0:
         return replace(one, bound="memory", why=f"memory: it does not fit by {in_bytes(over)}")
-    largest = max(Parts._fields[1:], key=lambda name: getattr(one.parts, name))
+    largest = max(StepBreakdown._fields[1:], key=lambda name: getattr(one.parts, name))
     part = getattr(one.parts, largest)
     if part <= 0:
         return replace(one, bound="compute", why="compute: there is nothing else")
     return replace(one, bound=largest, why=f"{largest}: {part:.4g} s of {one.step:.4g} s")
 
 
-def among(model: Model, cluster: Cluster, one: Priced, at: int, found: PlanTable) -> Priced:
+def among(
+    model: TransformerSpec, cluster: Cluster, one: PlanEstimate, at: int, found: PlanTable
+) -> PlanEstimate:
     """A plan with what all others say of it, of which it is number `at`; times in closed form.
 
     Where another one that fits is faster, `bound` is the part that it has most less of.  Else it is
@@ -98,27 +100,27 @@ def _fastest(found: PlanTable, which: NDArray[np.bool_]) -> int:
 
 
 def _beside(
-    model: Model,
+    model: TransformerSpec,
     cluster: Cluster,
-    one: Priced,
+    one: PlanEstimate,
     own: Any,
     found: PlanTable,
     at: int,
     part: int | None = None,
-) -> Priced:
+) -> PlanEstimate:
     """A plan beside another one: what that has less of, most if no part is told."""
     other = found.at(model, cluster, at)
     differences = own - np.array(other.parts)
     part = int(differences.argmax()) if part is None else part
-    name = Parts._fields[part]
+    name = StepBreakdown._fields[part]
     text = f"{name}: {in_short(other)}, has {differences[part]:.4g} s less of it"
     if other.step >= own.sum():
         worst = int(differences.argmin())
-        text += f", and {-differences[worst]:.4g} s more of {Parts._fields[worst]}"
+        text += f", and {-differences[worst]:.4g} s more of {StepBreakdown._fields[worst]}"
     return replace(one, bound=name, why=f"{text}: it takes {_takes(other, float(own.sum()))}")
 
 
-def _takes(other: Priced, mine: float) -> str:
+def _takes(other: PlanEstimate, mine: float) -> str:
     """How long another plan takes, beside this one."""
     change = other.step / mine - 1
     return f"{other.step:.4g} s, {abs(change):.1%} {'more' if change > 0 else 'less'}"

@@ -11,14 +11,14 @@ from schedir.errors import UsageError
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.cost.zero_states import CUT_FROM
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.memory.offload_placement import HOST
 from schedir.passes.selection import stages_of
-from schedir.planner.parallel_plan import Choice
+from schedir.planner.parallel_plan import ParallelPlan
 from schedir.planner.transformer.layer_division import layers_of
-from schedir.planner.transformer.transformer_spec import Model
-from schedir.schedules.draft import draft
+from schedir.planner.transformer.transformer_spec import TransformerSpec
+from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import placed_for, takes_v
 
 _KEPT: Final = 16  # programs that are kept: choices differ in sizes more often than in these
@@ -27,14 +27,14 @@ _LARGE: Final = 2**18  # instructions of one that is not
 ON_PROCESSORS: Final[dict[str, Any]] = {"overlap": True, "slots": None, "blocks": True}
 
 
-def plan_of(choice: Choice) -> Plan:
+def plan_of(choice: ParallelPlan) -> PipelineShape:
     """The shape of a choice's pipeline, with the placement that its schedule is made for.
 
     Raises UsageError for a schedule that is none, or takes another number of stages to a rank;
     PlanError for what no pipeline can have.
 
-    >>> from schedir.planner import Choice
-    >>> plan_of(Choice(p=4, m=8, v=2, schedule="zb_v"))
+    >>> from schedir.planner import ParallelPlan
+    >>> plan_of(ParallelPlan(p=4, m=8, v=2, schedule="zb_v"))
     Plan(ranks=4, microbatches=8, stages_per_rank=2, placement='vee')
     """
     source = Source(choice.schedule)
@@ -49,10 +49,10 @@ def plan_of(choice: Choice) -> Plan:
             hint=f"v={own}",
             fields=["v", "schedule"],
         )
-    return Plan(choice.p, choice.m, choice.v, placement or "loop")
+    return PipelineShape(choice.p, choice.m, choice.v, placement or "loop")
 
 
-def program(choice: Choice, *, tied: bool = True, **options: Any) -> Program:
+def plan_program(choice: ParallelPlan, *, tied: bool = True, **options: Any) -> Program:
     """The checked program of a choice, its messages, reductions and recomputation in it.
 
     A replica's step, as `schedir.compile` makes it of the schedule: with scatters and gathers at
@@ -67,11 +67,11 @@ def program(choice: Choice, *, tied: bool = True, **options: Any) -> Program:
 
     Raises what `plan_of` does, and a ProgramError for a schedule that does not work so.
 
-    >>> from schedir.planner import Choice, program
-    >>> program(Choice(p=4, t=2, d=2, m=8, zero=1, schedule="one_f_one_b"))
+    >>> from schedir.planner import ParallelPlan, plan_program
+    >>> plan_program(ParallelPlan(p=4, t=2, d=2, m=8, zero=1, schedule="one_f_one_b"))
     <program one_f_one_b: 4 ranks, 278 instructions>
     """
-    shape = Choice(p=choice.p, t=choice.t, d=choice.d * choice.c, v=choice.v, m=choice.m,
+    shape = ParallelPlan(p=choice.p, t=choice.t, d=choice.d * choice.c, v=choice.v, m=choice.m,
                    schedule=choice.schedule, zero=choice.zero, recompute=choice.recompute,
                    sequence_parallel=choice.sequence_parallel, offload=choice.offload,
                    states=choice.states)  # fmt: skip
@@ -83,11 +83,11 @@ def program(choice: Choice, *, tied: bool = True, **options: Any) -> Program:
 
 
 @lru_cache(_KEPT)
-def _known(shape: Choice, *, tied: bool, **options: Any) -> Program:
+def _known(shape: ParallelPlan, *, tied: bool, **options: Any) -> Program:
     return _made(shape, tied=tied, options=options)
 
 
-def _made(shape: Choice, *, tied: bool, options: dict[str, Any]) -> Program:
+def _made(shape: ParallelPlan, *, tied: bool, options: dict[str, Any]) -> Program:
     found, plan = Source(shape.schedule).found, plan_of(shape)
     if isinstance(found, Program) and not found.is_draft:
         if shape.moves:
@@ -98,12 +98,14 @@ def _made(shape: Choice, *, tied: bool, options: dict[str, Any]) -> Program:
         said = {"tp": shape.t, "dp": shape.d, "zero": shape.zero, "tied": tied}
         said["sequence"] = shape.sequence_parallel and shape.t > 1
         return Request(Source(shape.schedule), said, usual={}, model="edge").program
-    drafted = found if isinstance(found, Program) else draft(found, plan)
+    drafted = found if isinstance(found, Program) else expand_schedule(found, plan)
     return lowered(drafted, shape, tied=tied, **options)
 
 
-def lowered(drafted: Program, choice: Choice, *, tied: bool = True, **options: Any) -> Program:
-    """The program that a choice has with the compute of a draft, as `program` says."""
+def lowered(
+    drafted: Program, choice: ParallelPlan, *, tied: bool = True, **options: Any
+) -> Program:
+    """The program that a choice has with the compute of a draft, as `plan_program` says."""
     how: dict[str, Any] = {
         "model": "edge",
         "slots": "fewest",
@@ -121,7 +123,7 @@ def lowered(drafted: Program, choice: Choice, *, tied: bool = True, **options: A
     return compile(drafted, None, choice.t, choice.d * choice.c, **(how | options))
 
 
-def _by_turns(choice: Choice) -> bool:
+def _by_turns(choice: ParallelPlan) -> bool:
     """Whether gradients are summed behind each run of a stage's backwards: where they are in parts,
     and of many stages, so that few whole ones are there at once."""
     return choice.zero >= CUT_FROM["grads"] and choice.v > 2
@@ -139,19 +141,23 @@ _WITHOUT: Final = (
 )
 
 
-def config(
-    model: Model, choice: Choice, *, moves: Program | None = None, **train: str | int | float
+def train_config(
+    model: TransformerSpec,
+    choice: ParallelPlan,
+    *,
+    moves: Program | None = None,
+    **train: str | int | float,
 ) -> str:
     """A configuration in TOML with which `schedir train` runs a choice, its division included.
 
     `train` are further settings of its section [train]: steps=100, device="cuda".  Of one that
     offloads, `moves` is the `program_for` it, which says what.
 
-    Raises UsageError for what that trainer cannot do, saying what; and what `program` raises.
+    Raises UsageError for what that trainer cannot do, saying what; and what `plan_program` raises.
 
-    >>> from schedir.planner import Choice, Model, config
-    >>> model = Model(layers=4, hidden=64, heads=4, vocab=256, sequence=64)
-    >>> print(config(model, Choice(p=2, b=2, m=8, layers_of=(3, 1)), steps=20))
+    >>> from schedir.planner import ParallelPlan, TransformerSpec, train_config
+    >>> model = TransformerSpec(layers=4, hidden=64, heads=4, vocab=256, sequence=64)
+    >>> print(train_config(model, ParallelPlan(p=2, b=2, m=8, layers_of=(3, 1)), steps=20))
     # 2 processes: schedir train FILE
     <BLANKLINE>
     [model]
@@ -225,7 +231,7 @@ def _offloaded(program: Program) -> str:
 
 
 def _require_trainable(
-    model: Model, choice: Choice, parts: tuple[int, ...], moves: Program | None
+    model: TransformerSpec, choice: ParallelPlan, parts: tuple[int, ...], moves: Program | None
 ) -> None:
     """Raise UsageError for what `schedir train` cannot do."""
     if 0 in parts[1:-1]:

@@ -7,15 +7,15 @@ from itertools import groupby
 from typing import Final
 
 from schedir.planner.config_export import plan_of
-from schedir.planner.parallel_plan import Choice
+from schedir.planner.parallel_plan import ParallelPlan
 from schedir.planner.transformer.layer_division import layers_of
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 _FOLDED: Final = 3  # stages that are alike, from which on they are written once
 _LAYERS: Final = "pipeline_parallel_module_fqns_per_model_part"
 
 
-def options(model: Model, choice: Choice) -> dict[str, str]:
+def launcher_options(model: TransformerSpec, choice: ParallelPlan) -> dict[str, str]:
     """The layers of each stage of a choice, as Megatron-LM and torchtitan are told them, by their
     names; what they cannot be told is said behind a #.
 
@@ -27,9 +27,9 @@ def options(model: Model, choice: Choice) -> dict[str, str]:
 
     Raises what `layers_of` and `plan_of` do.
 
-    >>> from schedir.planner import Choice, Model, options
-    >>> model = Model(layers=7, hidden=64, heads=4, vocab=256, sequence=64)
-    >>> for trainer, text in options(model, Choice(p=3, m=6, layers_of=(2, 3, 2))).items():
+    >>> from schedir.planner import ParallelPlan, TransformerSpec, launcher_options
+    >>> model = TransformerSpec(layers=7, hidden=64, heads=4, vocab=256, sequence=64)
+    >>> for trainer, text in launcher_options(model, ParallelPlan(p=3, m=6, layers_of=(2, 3, 2))).items():
     ...     print(f"{trainer}:", text, sep="\\n")
     megatron:
     --pipeline-model-parallel-size 3
@@ -53,7 +53,7 @@ def options(model: Model, choice: Choice) -> dict[str, str]:
 # ---------------------------------------------------------------- Megatron-LM
 
 
-def _megatron(choice: Choice, parts: tuple[int, ...], *, looped: bool) -> list[str]:
+def _megatron(choice: ParallelPlan, parts: tuple[int, ...], *, looped: bool) -> list[str]:
     if not looped:
         return [f"# it puts stages on ranks in a loop, and {choice.schedule} does not"]
     found = [f"--pipeline-model-parallel-size {choice.p}"]
@@ -69,7 +69,7 @@ def _megatron(choice: Choice, parts: tuple[int, ...], *, looped: bool) -> list[s
     return [*found, short, other, _layout(parts)]
 
 
-def _ends(choice: Choice, parts: tuple[int, ...]) -> str | None:
+def _ends(choice: ParallelPlan, parts: tuple[int, ...]) -> str | None:
     """The options for the first rank and the last, where all others are alike and stages of a rank
     are, too; nothing where all ranks are alike, and None where this cannot say it."""
     ranks = [{*parts[rank :: choice.p]} for rank in range(choice.p)]
@@ -105,7 +105,7 @@ def _letters(layers: int) -> str:
 # ---------------------------------------------------------------- torchtitan
 
 
-def _torchtitan(choice: Choice, parts: tuple[int, ...], *, placed: bool) -> list[str]:
+def _torchtitan(choice: ParallelPlan, parts: tuple[int, ...], *, placed: bool) -> list[str]:
     if not placed:
         return [
             f"# it puts stages on ranks in a loop, or two down and up, not as {choice.schedule}"

@@ -17,7 +17,7 @@ Lies = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
-class Choice:
+class ParallelPlan:
     """One plan of many: degrees, a schedule, and what is done to make it fit.
 
     `p` ranks of a pipeline, `t` tensor-parallel slices, `d` replicas, and `c` parts of a sequence
@@ -37,8 +37,8 @@ class Choice:
     the GPUs asks for, and with `states` "host" the optimizer's lie there between steps
     (docs/offload.md).
 
-    >>> from schedir.planner import Choice
-    >>> one = Choice(p=8, t=8, d=16, m=96)
+    >>> from schedir.planner import ParallelPlan
+    >>> one = ParallelPlan(p=8, t=8, d=16, m=96)
     >>> one.gpus, one.batch, one.stages
     (1024, 1536, 8)
     """
@@ -70,7 +70,7 @@ class Choice:
                     f"choice: {name} is {' or '.join(words)}, not {said(getattr(self, name))}",
                     fields=[name],
                 )
-        for f in fields(Choice):
+        for f in fields(ParallelPlan):
             value, name = getattr(self, f.name), f.name
             if isinstance(f.default, bool):
                 if not isinstance(value, bool):
@@ -168,11 +168,11 @@ class StageTimes(NamedTuple):
         return StageTimes(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
 
 
-class Parts(NamedTuple):
+class StepBreakdown(NamedTuple):
     """Where the seconds of a step go, on the rank that decides: they add up to the step.
 
-    >>> from schedir.planner import Parts
-    >>> Parts(20, 0, 2, 0.5, 3, 0.5, 0).bubble
+    >>> from schedir.planner import StepBreakdown
+    >>> StepBreakdown(20, 0, 2, 0.5, 3, 0.5, 0).bubble
     3
     """
 
@@ -186,11 +186,11 @@ class Parts(NamedTuple):
     host: float = 0.0  # copies to the host's memory and back, as far as they are waited for
 
 
-class Memory(NamedTuple):
+class GpuMemory(NamedTuple):
     """Bytes at the peak of the fullest GPU, by what they are.
 
-    >>> from schedir.planner import Memory
-    >>> Memory(weights=5e9, gradients=5e9, optimizer=7e9, activations=20e9, other=3e9).total
+    >>> from schedir.planner import GpuMemory
+    >>> GpuMemory(weights=5e9, gradients=5e9, optimizer=7e9, activations=20e9, other=3e9).total
     40000000000.0
     """
 
@@ -206,11 +206,11 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-class Host(NamedTuple):
+class HostMemory(NamedTuple):
     """Bytes that the GPU has on its host which has most there, at the peak of that.
 
-    >>> from schedir.planner import Host
-    >>> Host(optimizer=36e9, activations=50e9).total
+    >>> from schedir.planner import HostMemory
+    >>> HostMemory(optimizer=36e9, activations=50e9).total
     86000000000.0
     """
 
@@ -223,11 +223,11 @@ class Host(NamedTuple):
         return sum(self)
 
 
-NOWHERE: Final = Host()  # of what has all on its GPU
+NOWHERE: Final = HostMemory()  # of what has all on its GPU
 
 
 @dataclass(frozen=True, kw_only=True)
-class Priced(Choice):
+class PlanEstimate(ParallelPlan):
     """A choice with what a step of it takes, in seconds, and holds, in bytes.
 
     `step` is sum(parts); `flops` what a GPU does of the model's operations in a second, and `mfu`
@@ -237,20 +237,20 @@ class Priced(Choice):
     on the host, and `beside` says what that is worth, beside the best plan that has all on the GPU.
 
     >>> from schedir import planner
-    >>> model, node = planner.load_model("gpt-22b"), planner.cluster("a100")
-    >>> found = planner.step(model, node, planner.Choice(t=8, m=4, b=4), exact=False)
+    >>> model, node = planner.load_model("gpt-22b"), planner.cluster_preset("a100")
+    >>> found = planner.estimate_step(model, node, planner.ParallelPlan(t=8, m=4, b=4), exact=False)
     >>> sum(found.parts) == found.step, found.fits, found.batch
     (True, False, 16)
     """
 
     step: float
-    parts: Parts
-    memory: Memory
+    parts: StepBreakdown
+    memory: GpuMemory
     flops: float
     mfu: float
     bound: str = ""
     why: str = ""
     exact: bool = False
     fits: bool = True
-    host: Host = NOWHERE
+    host: HostMemory = NOWHERE
     beside: str = ""

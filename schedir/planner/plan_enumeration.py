@@ -14,9 +14,9 @@ from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.number_parsing import MOST_SEQUENCES
 from schedir.ir.cost.zero_states import LEVELS
 from schedir.planner.estimate.schedule_formulas import FAMILIES, SCHEDULES, family
-from schedir.planner.parallel_plan import Attention, Choice, Order
+from schedir.planner.parallel_plan import Attention, Order, ParallelPlan
 from schedir.planner.plan_table import COLUMNS, NAMES, RECOMPUTES, PlanColumns
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class FieldFilter(NamedTuple):
@@ -60,11 +60,11 @@ def asked(**fields: Any) -> FieldFilter:
         found[name] = tuple(given) if several else (given,)
     for name in _DEGREES:
         for value in found.get(name, ()):
-            Choice(**{name: value})
+            ParallelPlan(**{name: value})
     for name in ("recompute", "attention", "order"):
         values = found.get(name, ())
         for value in values if isinstance(values, tuple) else (values,):
-            Choice(**{name: value})
+            ParallelPlan(**{name: value})
     for level in found.get("zero", ()):
         if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level < LEVELS:
             raise UsageError(
@@ -85,7 +85,7 @@ def asked(**fields: Any) -> FieldFilter:
     return FieldFilter(**found)
 
 
-def choices(model: Model, cluster: Cluster, batch: int, want: FieldFilter) -> PlanColumns:
+def choices(model: TransformerSpec, cluster: Cluster, batch: int, want: FieldFilter) -> PlanColumns:
     """All plans of what is asked for.
 
     p t d c are all GPUs of the cluster, d b m is the batch.  Slices divide the heads, stay within
@@ -138,7 +138,7 @@ class Degree(NamedTuple):
     e: int
 
 
-def _degrees(model: Model, cluster: Cluster, want: FieldFilter) -> Iterator[Degree]:
+def _degrees(model: TransformerSpec, cluster: Cluster, want: FieldFilter) -> Iterator[Degree]:
     gpus = cluster.gpus
     for t in _slices(model, cluster, want):
         for p, c in product(want.p or divisors(gpus), want.c):
@@ -150,7 +150,7 @@ def _degrees(model: Model, cluster: Cluster, want: FieldFilter) -> Iterator[Degr
                     yield Degree(p, t, d, c, e)
 
 
-def _slices(model: Model, cluster: Cluster, want: FieldFilter) -> list[int]:
+def _slices(model: TransformerSpec, cluster: Cluster, want: FieldFilter) -> list[int]:
     """The numbers of slices that the model allows."""
     told, node = want.t, cluster.gpus_per_node
     found = [t for t in told or divisors(cluster.gpus) if told or t <= node]
@@ -174,14 +174,14 @@ def leaves_node(t: int, cluster: Cluster, *, stacklevel: int) -> None:
     )
 
 
-def _uncut(model: Model, t: int) -> str:
+def _uncut(model: TransformerSpec, t: int) -> str:
     """What of a model t slices do not divide."""
     kv = model.kv_heads % t and t % model.kv_heads
     bad = [name for name in ("heads", "ffn") if getattr(model, name) % t]
     return (bad + ["kv_heads"] * bool(kv) + [""])[0]
 
 
-def _stages(model: Model, p: int, name: str, want: FieldFilter) -> list[int]:
+def _stages(model: TransformerSpec, p: int, name: str, want: FieldFilter) -> list[int]:
     """Stages per rank of a schedule."""
     kind = FAMILIES[name].stages
     most = model.layers // p
@@ -195,7 +195,9 @@ def _stages(model: Model, p: int, name: str, want: FieldFilter) -> list[int]:
     return sorted({*even, *ends} | ({2} if most >= 2 else set()))
 
 
-def _rows(model: Model, batch: int, degree: Degree, want: FieldFilter) -> Iterator[tuple[int, ...]]:
+def _rows(
+    model: TransformerSpec, batch: int, degree: Degree, want: FieldFilter
+) -> Iterator[tuple[int, ...]]:
     """The plans of so many ranks, slices and replicas, as columns have them."""
     p, t, d, c, e = degree
     if batch % d:
@@ -234,7 +236,7 @@ def _levels(replicas: int, p: int, v: int, name: str, want: FieldFilter) -> Iter
             yield level
 
 
-def _no_product(model: Model, cluster: Cluster, want: FieldFilter) -> UsageError:
+def _no_product(model: TransformerSpec, cluster: Cluster, want: FieldFilter) -> UsageError:
     told = [name for name in ("p", "t", "d", "c", "e") if getattr(want, name) not in (None, (1,))]
     said_ = " x ".join(f"{name} {_or(getattr(want, name))}" for name in told)
     if want.p and min(want.p) > model.layers:
@@ -269,7 +271,9 @@ def _prime(number: int) -> list[int]:
     return found or [1]
 
 
-def _no_batch(model: Model, batch: int, degrees: list[Degree], want: FieldFilter) -> UsageError:
+def _no_batch(
+    model: TransformerSpec, batch: int, degrees: list[Degree], want: FieldFilter
+) -> UsageError:
     """The nearest batches of which there are plans; or what else is in the way."""
     near = set[int]()
     for degree in degrees:

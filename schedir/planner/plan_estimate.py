@@ -5,29 +5,36 @@ from __future__ import annotations
 from dataclasses import fields
 
 from schedir.ir.cost.cluster import Cluster
-from schedir.planner.parallel_plan import NOWHERE, Choice, Host, Memory, Parts, Priced
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.parallel_plan import (
+    NOWHERE,
+    GpuMemory,
+    HostMemory,
+    ParallelPlan,
+    PlanEstimate,
+    StepBreakdown,
+)
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
-def plain(choice: Choice) -> Choice:
+def plain(choice: ParallelPlan) -> ParallelPlan:
     """The choice alone, without what is said of its time and memory."""
-    return Choice(**{f.name: getattr(choice, f.name) for f in fields(Choice)})
+    return ParallelPlan(**{f.name: getattr(choice, f.name) for f in fields(ParallelPlan)})
 
 
 def priced(
-    model: Model,
+    model: TransformerSpec,
     cluster: Cluster,
-    choice: Choice,
-    parts: Parts,
-    memory: Memory,
+    choice: ParallelPlan,
+    parts: StepBreakdown,
+    memory: GpuMemory,
     *,
     exact: bool = False,
-    host: Host = NOWHERE,
-) -> Priced:
+    host: HostMemory = NOWHERE,
+) -> PlanEstimate:
     """A choice with its step, what a GPU does of the model in it, and whether it fits."""
     step = sum(parts)
     flops = model.flops(choice.batch) / step / choice.gpus
-    return Priced(
+    return PlanEstimate(
         **vars(plain(choice)), step=step, parts=parts, memory=memory, flops=flops,
         mfu=flops / cluster.roof, exact=exact, host=host,
         fits=memory.total <= cluster.memory and host.total <= (cluster.host_memory or 0.0),

@@ -11,10 +11,10 @@ from schedir.ir.cost.cluster import Cluster
 from schedir.planner.bottleneck import alone, among, nothing_fits
 from schedir.planner.estimate.offload_plans import beside, for_states_alone, offloaded
 from schedir.planner.estimate.schedule_formulas import FAMILIES, SCHEDULES, family
-from schedir.planner.estimate.simulated_estimate import exact as simulated
 from schedir.planner.estimate.simulated_estimate import require_host
-from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Attention, Choice, Order, Priced
+from schedir.planner.estimate.simulated_estimate import simulate_plan as simulated
+from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.parallel_plan import Attention, Order, ParallelPlan, PlanEstimate
 from schedir.planner.plan_enumeration import asked, choices, leaves_node
 from schedir.planner.plan_estimate import plain
 from schedir.planner.plan_space import PlanTable, closed_form
@@ -22,7 +22,7 @@ from schedir.planner.plan_table import PlanColumns, simulated_only
 from schedir.planner.transformer.layer_division import layers_of
 from schedir.planner.transformer.layer_ops import refuse_uneven
 from schedir.planner.transformer.memory_estimate import StateBytes, states_for
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.activation_bytes import Recompute
 
 FINALISTS: Final = 32  # that are simulated
@@ -30,24 +30,24 @@ FINALISTS: Final = 32  # that are simulated
 Some = int | tuple[int, ...] | None
 
 
-def step(
-    model: Model,
+def estimate_step(
+    model: TransformerSpec,
     cluster: Cluster,
-    choice: Choice,
+    choice: ParallelPlan,
     *,
     exact: bool = True,
-    constants: Constants | None = None,
+    constants: SoftwareConstants | None = None,
     states: StateBytes | None = None,
-) -> Priced:
+) -> PlanEstimate:
     """What a step of one choice takes and holds, also of one that does not fit.
 
     Raises UsageError for a choice that is none of this model on this cluster.
 
     >>> from schedir import planner
-    >>> gpt3 = planner.Model(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
-    >>> cluster = planner.cluster("a100", nodes=128)
-    >>> one = planner.Choice(p=8, t=8, d=16, m=96, recompute="full")
-    >>> found = planner.step(gpt3, cluster, one, exact=False)
+    >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+    >>> cluster = planner.cluster_preset("a100", nodes=128)
+    >>> one = planner.ParallelPlan(p=8, t=8, d=16, m=96, recompute="full")
+    >>> found = planner.estimate_step(gpt3, cluster, one, exact=False)
     >>> found.fits, found.step == sum(found.parts), 0.3 < found.mfu < 0.6
     (True, True, True)
     """
@@ -55,7 +55,7 @@ def step(
     _refuse(model, cluster, choice)
     if choice.t > cluster.gpus_per_node:
         leaves_node(choice.t, cluster, stacklevel=2)
-    constants, states = constants or Constants(), states or states_for(cluster)
+    constants, states = constants or SoftwareConstants(), states or states_for(cluster)
     if exact:
         return alone(cluster, simulated(model, cluster, choice, constants, states=states))
     found = closed_form(model, cluster, PlanColumns.of(choice), constants, states)
@@ -63,7 +63,7 @@ def step(
 
 
 def plan(
-    model: Model,
+    model: TransformerSpec,
     cluster: Cluster,
     batch: int,
     *,
@@ -83,24 +83,24 @@ def plan(
     attention: Attention = "softmax",
     order: Order = "tpd",
     offload: bool = False,
-    constants: Constants | None = None,
+    constants: SoftwareConstants | None = None,
     states: StateBytes | None = None,
-) -> list[Priced]:
+) -> list[PlanEstimate]:
     """The `top` plans that fit into the cluster's memory, the fastest first.
 
     All plans are priced in closed form, and with `exact` the best of them once more as programs.
     A degree, a level or a word, or several of them, leave only plans that have one of these.
 
     With `offload` there are also plans that do not fit but with the memory of their hosts, to which
-    activations, the optimizer's states, or both go meanwhile (`Choice.offload`, `Choice.states`).
-    These are simulated, the likeliest ones; `Priced.beside` tells what that is worth.
+    activations, the optimizer's states, or both go meanwhile (`ParallelPlan.offload`, `ParallelPlan.states`).
+    These are simulated, the likeliest ones; `PlanEstimate.beside` tells what that is worth.
 
     Raises UsageError where there is no plan, or none fits; with `offload` also where the cluster
     does not tell `host` and `host_memory`, and without `exact`.
 
     >>> from schedir import planner
-    >>> gpt3 = planner.Model(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
-    >>> cluster = planner.cluster("a100", nodes=128)
+    >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+    >>> cluster = planner.cluster_preset("a100", nodes=128)
     >>> best, *_ = planner.plan(gpt3, cluster, 1536, t=8, exact=False)
     >>> best.gpus, best.batch, best.fits
     (1024, 1536, True)
@@ -112,8 +112,8 @@ def plan(
         require_host(cluster)
         if not exact:
             raise simulated_only()
-    constants, states = constants or Constants(), states or states_for(cluster)
-    found = every(
+    constants, states = constants or SoftwareConstants(), states or states_for(cluster)
+    found = all_plans(
         model, cluster, batch, constants=constants, states=states, schedules=schedules, p=p, t=t,
         d=d, v=v, b=b, c=c, e=e, recompute=recompute, zero=zero,
         sequence_parallel=sequence_parallel, attention=attention, order=order, offload=offload,
@@ -127,7 +127,7 @@ def plan(
     if not exact:
         first = [(found.at(model, cluster, at), at) for at in ranked[:top].tolist()]
         return [among(model, cluster, one, at, found) for one, at in first]
-    tried: list[tuple[Priced, int]] = []
+    tried: list[tuple[PlanEstimate, int]] = []
     for at in ranked.tolist():  # some may hold a little more as programs
         if len(tried) >= FINALISTS and sum(one.fits for one, _ in tried) >= top:
             break
@@ -148,19 +148,19 @@ def plan(
     return best[:top]
 
 
-def _plainest_first(one: Priced) -> tuple[float, bool, int, int]:
+def _plainest_first(one: PlanEstimate) -> tuple[float, bool, int, int]:
     """What plans are sorted by: of those that take as long, but for rounding, the plainest first,
     since a prediction knows nothing of what more instructions cost to be issued."""
     own, again = [*FAMILIES].index(one.schedule), get_args(Recompute).index(one.recompute)
     return float(f"{one.step:.6g}"), one.moves, own, again
 
 
-def every(
-    model: Model,
+def all_plans(
+    model: TransformerSpec,
     cluster: Cluster,
     batch: int,
     *,
-    constants: Constants | None = None,
+    constants: SoftwareConstants | None = None,
     states: StateBytes | None = None,
     **which: Any,
 ) -> PlanTable:
@@ -170,23 +170,23 @@ def every(
     Raises UsageError where there is none.
 
     >>> from schedir import planner
-    >>> gpt = planner.Model(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
-    >>> found = planner.every(gpt, planner.cluster("a100", nodes=4), 512, t=(1, 2))
+    >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
+    >>> found = planner.all_plans(gpt, planner.cluster_preset("a100", nodes=4), 512, t=(1, 2))
     >>> len(found.plans) == len(found.step) == len(found.total) > 1000
     True
     """
     _expect(model, cluster)
     plans = choices(model, cluster, batch, asked(**which))
     states = states or states_for(cluster)
-    return closed_form(model, cluster, plans, constants or Constants(), states)
+    return closed_form(model, cluster, plans, constants or SoftwareConstants(), states)
 
 
-def _expect(model: Model, cluster: Cluster) -> None:
-    expect(model, Model, 'planner.load_model("gpt-22b")')
+def _expect(model: TransformerSpec, cluster: Cluster) -> None:
+    expect(model, TransformerSpec, 'planner.load_model("gpt-22b")')
     expect(cluster, Cluster, 'planner.cluster("a100", nodes=8)')
 
 
-def _refuse(model: Model, cluster: Cluster, choice: Choice) -> None:
+def _refuse(model: TransformerSpec, cluster: Cluster, choice: ParallelPlan) -> None:
     """Raise UsageError for a choice that cannot be."""
     own = family(choice.schedule)
     want = {"one": (1, 1), "two": (2, 2), "many": (1, model.layers)}[own.stages]

@@ -9,17 +9,17 @@ from numpy.typing import NDArray
 
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.estimate.closed_form import parts
-from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Memory, Parts, Priced
+from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.parallel_plan import GpuMemory, PlanEstimate, StepBreakdown
 from schedir.planner.plan_estimate import priced
 from schedir.planner.plan_table import Floats, PlanColumns
 from schedir.planner.transformer.memory_estimate import StateBytes, held
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class PlanTable(NamedTuple):
     """What many plans take and hold: parts of their steps, and memory of the fullest rank, a row
-    for each field of `Parts` and `Memory`; and the sums of these."""
+    for each field of `StepBreakdown` and `GpuMemory`; and the sums of these."""
 
     plans: PlanColumns
     parts: Floats
@@ -27,11 +27,11 @@ class PlanTable(NamedTuple):
     step: Floats
     total: Floats
 
-    def at(self, model: Model, cluster: Cluster, number: int) -> Priced:
+    def at(self, model: TransformerSpec, cluster: Cluster, number: int) -> PlanEstimate:
         """One of them."""
         return priced(
             model, cluster, self.plans.choice(model, number),
-            Parts(*self.parts[:, number].tolist()), Memory(*self.memory[:, number].tolist()),
+            StepBreakdown(*self.parts[:, number].tolist()), GpuMemory(*self.memory[:, number].tolist()),
         )  # fmt: skip
 
     def take(self, which: NDArray[np.bool_]) -> PlanTable:
@@ -39,7 +39,7 @@ class PlanTable(NamedTuple):
         arrays = (each[..., which] for each in self[1:])
         return PlanTable(self.plans.take(which), *arrays)
 
-    def told(self, finalists: list[tuple[Priced, int]]) -> PlanTable:
+    def told(self, finalists: list[tuple[PlanEstimate, int]]) -> PlanTable:
         """The same, with what simulations tell of some of them, each with its number."""
         parts, memory = self.parts.copy(), self.memory.copy()
         for one, at in finalists:
@@ -48,7 +48,11 @@ class PlanTable(NamedTuple):
 
 
 def closed_form(
-    model: Model, cluster: Cluster, plans: PlanColumns, constants: Constants, states: StateBytes
+    model: TransformerSpec,
+    cluster: Cluster,
+    plans: PlanColumns,
+    constants: SoftwareConstants,
+    states: StateBytes,
 ) -> PlanTable:
     """The closed form of all plans."""
     shares = plans.shares(model)

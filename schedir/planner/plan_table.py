@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError
 from schedir.planner.estimate.schedule_formulas import FAMILIES
-from schedir.planner.parallel_plan import Attention, Choice, Order
+from schedir.planner.parallel_plan import Attention, Order, ParallelPlan
 from schedir.planner.transformer.layer_division import RankGroupShare, even, shares
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.activation_bytes import Recompute
 
 Ints = NDArray[np.int64]
@@ -35,7 +35,7 @@ class RankGroupShares(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PlanColumns:
-    """A column of whole numbers for each field of a choice, as `Choice` has them; `schedule` and
+    """A column of whole numbers for each field of a choice, as `ParallelPlan` has them; `schedule` and
     `recompute` are numbers of `NAMES` and `RECOMPUTES`, and `sequence_parallel` is 0 or 1.
 
     What all plans have alike is said once.  Layers are divided as evenly as can be (`even`), unless
@@ -62,7 +62,7 @@ class PlanColumns:
         return len(self.p)
 
     @classmethod
-    def of(cls, choice: Choice) -> PlanColumns:
+    def of(cls, choice: ParallelPlan) -> PlanColumns:
         """One choice alone.  Raises UsageError for one that has anything on the host, of whose
         copies closed forms know nothing."""
         if choice.moves:
@@ -77,7 +77,7 @@ class PlanColumns:
         """Some of the plans, by number or by mask."""
         return replace(self, **{name: getattr(self, name)[which] for name in COLUMNS})
 
-    def choice(self, model: Model, number: int) -> Choice:
+    def choice(self, model: TransformerSpec, number: int) -> ParallelPlan:
         """One of them; one that does not divide evenly says its layers."""
         each: dict[str, Any] = {name: int(getattr(self, name)[number]) for name in COLUMNS}
         each["schedule"] = NAMES[each["schedule"]]
@@ -86,7 +86,7 @@ class PlanColumns:
         each |= {name: getattr(self, name) for name in ALIKE}
         if not self.layers_of and model.layers % (stages := each["p"] * each["v"]):
             each["layers_of"] = even(model.layers, stages)
-        return Choice(**each)
+        return ParallelPlan(**each)
 
     def distinct(self, *names: str) -> tuple[Ints, Ints]:
         """The first plan of each combination of these columns, and for each plan which it has."""
@@ -97,7 +97,7 @@ class PlanColumns:
         _, first, which = np.unique(code, return_index=True, return_inverse=True)
         return first, which
 
-    def shares(self, model: Model, *, alike: bool = True) -> RankGroupShares:
+    def shares(self, model: TransformerSpec, *, alike: bool = True) -> RankGroupShares:
         """What ranks have: `shares` of each plan."""
         vee = np.array([FAMILIES[name].vee for name in NAMES], np.int64)[self.schedule]
         _, which = np.unique((self.p * 2**20 + self.v) * 2 + vee, return_inverse=True)

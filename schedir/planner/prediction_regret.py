@@ -8,7 +8,7 @@ from math import inf
 from schedir.errors import UsageError
 
 
-def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
+def prediction_regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """How much slower the plan is that is predicted to be best than the best of those measured.
 
     Both are seconds of the same plans, in the same order; 0.05 is 5 % slower.  Of plans that are
@@ -18,8 +18,8 @@ def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
     Raises UsageError for none, for numbers that are not positive, and where the two differ in
     length.
 
-    >>> from schedir.planner import regret
-    >>> f"{regret([1.0, 1.1, 1.4], measured=[2.1, 2.0, 3.0]):.3f}"
+    >>> from schedir.planner import prediction_regret
+    >>> f"{prediction_regret([1.0, 1.1, 1.4], measured=[2.1, 2.0, 3.0]):.3f}"
     '0.050'
     """
     if not predicted or len(predicted) != len(measured):

@@ -12,20 +12,20 @@ from schedir.compiler.relower import compute_of
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.zero_states import CUT_FROM
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.planner.config_export import lowered, program
+from schedir.planner.config_export import lowered, plan_program
 from schedir.planner.estimate.instruction_costs import costs_of, times_of
 from schedir.planner.estimate.offload_plans import refuse_offload
-from schedir.planner.estimate.simulated_estimate import exact, simulated
-from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Choice, Priced
+from schedir.planner.estimate.simulated_estimate import simulate_plan, simulated
+from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate
 from schedir.planner.plan_estimate import plain
 from schedir.planner.trainer_profile import trainer_for
 from schedir.planner.transformer.memory_estimate import StateBytes
 from schedir.planner.transformer.stage_bytes import sizes
-from schedir.planner.transformer.transformer_spec import Model
-from schedir.schedule_search.search import search
+from schedir.planner.transformer.transformer_spec import TransformerSpec
+from schedir.schedule_search.search import search_schedule
 from schedir.schedule_search.search_results import combined
 
 
@@ -38,17 +38,17 @@ class ImprovedPlan(NamedTuple):
     `schedir.schedule_search.search_results.SearchResult`, for both searches.
     """
 
-    priced: Priced
+    priced: PlanEstimate
     program: Program
     bound: float
     numba: Numba
 
 
-def shorter(
-    model: Model,
+def improve_schedule(
+    model: TransformerSpec,
     cluster: Cluster,
-    choice: Choice,
-    constants: Constants | None = None,
+    choice: ParallelPlan,
+    constants: SoftwareConstants | None = None,
     *,
     states: StateBytes | None = None,
     seconds: float = 10.0,
@@ -57,29 +57,29 @@ def shorter(
 ) -> ImprovedPlan:
     """Search for a shorter schedule of a choice, in the memory that its states leave on each rank.
 
-    `schedir.search` looks for it, at the times of this choice's stages and messages, half of the
+    `schedir.search_schedule` looks for it, at the times of this choice's stages and messages, half of the
     `seconds` among schedules with whole backwards, and half among those with W apart.  What is
-    found is priced as `exact` prices the choice, of which it has all but the schedule, whose name
+    found is priced as `simulate_plan` prices the choice, of which it has all but the schedule, whose name
     then is "search"; where nothing shorter is found it is the choice as it is.
 
-    To train it, write `schedir.show(program)` into a FILE.sched, which is the schedule of
+    To train it, write `schedir.to_text(program)` into a FILE.sched, which is the schedule of
     `config(model, replace(choice, schedule="FILE.sched"))`.
 
-    Raises what `exact` and `schedir.search` do.
+    Raises what `simulate_plan` and `schedir.search_schedule` do.
 
     >>> from schedir import planner
-    >>> gpt = planner.Model(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
-    >>> node = planner.cluster("a100", nodes=1)
-    >>> one = planner.Choice(p=4, t=2, b=2, m=8)
-    >>> found = planner.shorter(gpt, node, one, seconds=60, evaluations=50)
-    >>> found.priced.step <= planner.exact(gpt, node, one).step, found.bound <= found.priced.step
+    >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
+    >>> node = planner.cluster_preset("a100", nodes=1)
+    >>> one = planner.ParallelPlan(p=4, t=2, b=2, m=8)
+    >>> found = planner.improve_schedule(gpt, node, one, seconds=60, evaluations=50)
+    >>> found.priced.step <= planner.simulate_plan(gpt, node, one).step, found.bound <= found.priced.step
     (True, True)
     """
     refuse_offload(choice, "a search")
     of = trainer_for(cluster, constants, states)
     choice = plain(choice)
-    best = exact(model, cluster, choice, constants, states=states)
-    kept, bound = program(choice, tied=model.tied, **of.options), best.step
+    best = simulate_plan(model, cluster, choice, constants, states=states)
+    kept, bound = plan_program(choice, tied=model.tied, **of.options), best.step
     within = of._replace(constants=replace(of.constants, recompute_ahead=0.0))
     again = within.constants
     room = (cluster.memory - again.reserved) / (1 + again.allocator_share)
@@ -89,7 +89,7 @@ def shorter(
         kind = replace(choice, schedule="zb_h1" if split else "one_f_one_b")
         times = times_of(model, cluster, kind, again)
         costs = costs_of(model, cluster, kind, kept.plan, times, again, of.states)
-        found = search(
+        found = search_schedule(
             kept.plan, costs, size, room, split=split, seconds=seconds / 2,
             evaluations=evaluations, seed=seed,
         )  # fmt: skip
@@ -102,7 +102,7 @@ def shorter(
     return ImprovedPlan(best, kept, bound, combined(uses))
 
 
-def _at_rest(size: Sizes, choice: Choice, plan: Plan) -> Sizes:
+def _at_rest(size: Sizes, choice: ParallelPlan, plan: PipelineShape) -> Sizes:
     """The sizes with the states of each stage as one sum: the optimizer's in parts, and of weights
     and gradients in parts whole ones, of which there may be as many at once."""
     replicas = choice.d * choice.c

@@ -10,14 +10,14 @@ import numpy as np
 
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.planner.config_export import ON_PROCESSORS
-from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Choice
+from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.parallel_plan import ParallelPlan
 from schedir.planner.transformer.layer_division import layers_of
 from schedir.planner.transformer.memory_estimate import ADAM_32, StateBytes, states_for
 from schedir.planner.transformer.stage_bytes import numbers_of, sizes
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 # ---------------------------------------------------------------- sizes of the GPT
 
@@ -33,10 +33,10 @@ _FOUND, _FOUND_LATE = 9, 8
 
 
 def own_sizes(
-    model: Model,
-    choice: Choice,
-    plan: Plan,
-    constants: Constants | None = None,
+    model: TransformerSpec,
+    choice: ParallelPlan,
+    plan: PipelineShape,
+    constants: SoftwareConstants | None = None,
     states: StateBytes = ADAM_32,
 ) -> Sizes:
     """Return the sizes of each stage of a choice: its weights, and what it saves of a microbatch.
@@ -73,7 +73,9 @@ def own_sizes(
 # ---------------------------------------------------------------- the trainer of a cluster
 
 
-SizesOf = Callable[[Model, Choice, Plan, Constants, StateBytes], Sizes]
+SizesOf = Callable[
+    [TransformerSpec, ParallelPlan, PipelineShape, SoftwareConstants, StateBytes], Sizes
+]
 
 
 class Trainer(NamedTuple):
@@ -86,14 +88,14 @@ class Trainer(NamedTuple):
         sizes: Returns the sizes of its stages.
     """
 
-    constants: Constants
+    constants: SoftwareConstants
     states: StateBytes
     options: Mapping[str, Any]
     sizes: SizesOf
 
 
 def trainer_for(
-    cluster: Cluster, constants: Constants | None = None, states: StateBytes | None = None
+    cluster: Cluster, constants: SoftwareConstants | None = None, states: StateBytes | None = None
 ) -> Trainer:
     """Return the trainer of a cluster.  For a cluster of CPUs it is `schedir train`.
 
@@ -101,10 +103,10 @@ def trainer_for(
     allocator holds free memory.
 
     >>> from schedir import planner
-    >>> trainer_for(planner.cluster("a100")).constants == planner.Constants()
+    >>> trainer_for(planner.cluster_preset("a100")).constants == planner.SoftwareConstants()
     True
     """
-    constants, states = constants or Constants(), states or states_for(cluster)
+    constants, states = constants or SoftwareConstants(), states or states_for(cluster)
     if cluster.processors is None:
         return Trainer(constants, states, {}, sizes)
     return Trainer(replace(constants, **_OWN), states, ON_PROCESSORS, own_sizes)

@@ -50,7 +50,7 @@ def layer_terms(
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
 ) -> dict[str, float]:
-    """The parts of `layer_bytes`, by what they are of."""
+    """The parts of `activation_bytes_per_layer`, by what they are of."""
     sizes = {"sequence": sequence, "microbatch": microbatch, "hidden": hidden, "heads": heads}
     for name, size in (sizes | {"tp": tp}).items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -71,7 +71,7 @@ def layer_terms(
     }
 
 
-def layer_bytes(
+def activation_bytes_per_layer(
     sequence: int,
     microbatch: int,
     hidden: int,
@@ -95,9 +95,9 @@ def layer_bytes(
 
     Raises UsageError for sizes that are no numbers from 1 on, and another `recompute`.
 
-    >>> from schedir import layer_bytes
+    >>> from schedir import activation_bytes_per_layer
     >>> gpt3 = {"sequence": 2048, "microbatch": 1, "hidden": 12288, "heads": 96}
-    >>> [f"{layer_bytes(**gpt3, tp=8, recompute=r) / 1e6:.0f} MB" for r in ("none", "selective")]
+    >>> [f"{activation_bytes_per_layer(**gpt3, tp=8, recompute=r) / 1e6:.0f} MB" for r in ("none", "selective")]
     ['579 MB', '327 MB']
     """
     return sum(

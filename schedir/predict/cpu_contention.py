@@ -44,9 +44,9 @@ def on_processors(
     Raises UsageError for a number that is not positive, CostsError for costs that add up to
     infinity, and what `check` raises for a program that is wrong.
 
-    >>> from schedir import Costs, Plan, compile, schedules, simulate
+    >>> from schedir import Costs, PipelineShape, compile, schedules, simulate
     >>> from schedir.predict.cpu_contention import on_processors
-    >>> program = compile(schedules.one_f_one_b, Plan(ranks=4, microbatches=8))
+    >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
     >>> costs = Costs(F=1, B=2)
     >>> [on_processors(program, costs, n).span for n in (1, 2, 4)], 4 * 8 * 3
     ([96.0, 51.0, 33.0], 96)

@@ -34,8 +34,8 @@ def simulate(
     more than 1e300.  A program that `check` has proven is not looked at again.  With `unchecked` it
     need only be complete and finish: what it computes may be wrong.
 
-    >>> from schedir import Costs, Plan, compile, schedules, simulate
-    >>> program = compile(schedules.one_f_one_b, Plan(ranks=4, microbatches=8))
+    >>> from schedir import Costs, PipelineShape, compile, schedules, simulate
+    >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
     >>> simulate(program, Costs(F=1, B=2))
     <predicted Timeline of one_f_one_b: span 33, bubble 27.3%>
     >>> simulate(program, Costs(F=1, B=2, send=0.25), model="edge").span

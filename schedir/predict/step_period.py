@@ -44,10 +44,10 @@ def period(
 
     Raises what `check` raises, and UsageError for less than two steps.
 
-    >>> from schedir import Plan, compile, schedules, simulate
+    >>> from schedir import PipelineShape, compile, schedules, simulate
     >>> from schedir.predict.step_period import period
     >>> programs = [
-    ...     compile(schedules.zb_h2, Plan(4, 8), clip=True, validate=validate)
+    ...     compile(schedules.zb_h2, PipelineShape(4, 8), clip=True, validate=validate)
     ...     for validate in ("before", "after")
     ... ]
     >>> [period(program) for program in programs], float(simulate(programs[1]).own_span.max())

@@ -99,8 +99,8 @@ class Timeline:
 
     Raises UsageError for a unit that is none of UNITS.
 
-    >>> from schedir import Costs, Plan, compile, schedules, simulate
-    >>> program = compile(schedules.one_f_one_b, Plan(ranks=2, microbatches=4))
+    >>> from schedir import Costs, PipelineShape, compile, schedules, simulate
+    >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=4))
     >>> run = simulate(program, Costs(F=1, B=2))
     >>> run.span, run.bubble, run.idle, run.peak_in_flight
     (15.0, 0.2, array([3., 3.]), array([2, 1]))

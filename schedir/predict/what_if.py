@@ -32,7 +32,7 @@ from schedir.ir.isa.instructions import (
     Lane,
     Token,
 )
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.memory.offload_placement import HOST
 from schedir.passes.splitting.stage_segmentation import cut_like
@@ -40,8 +40,8 @@ from schedir.predict.calibrate import MISSED, calibrate, completed, missed_by, r
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.schedules import built_in, looped_bfs
-from schedir.schedules.draft import draft
-from schedir.schedules.greedy import greedy
+from schedir.schedules.draft import expand_schedule
+from schedir.schedules.greedy import greedy_schedule
 from schedir.schedules.schedule_algebra import Schedule, delay_for, placed_for
 
 LEAST: Final = 0.005  # share of a time or of bytes: smaller differences are not reported
@@ -91,7 +91,7 @@ class ChangeRow(NamedTuple):
         what: The change in words.
         costs: The costs at which the changed run is simulated.
         draft: The draft to compile, or None to keep the program.
-        order: The costs for which `compile` orders the transfers of `draft`.
+        order: The costs for which `compile` orders the transfers of `expand_schedule`.
         options: The options of `compile` that differ from those of the program.
         model: The progress model, or None to keep that of the run.
         activations: The largest peak of activations at which the row is reported.
@@ -312,7 +312,9 @@ class _Table:
                 yield self._held(what, self.compute, others | options)
         if has_parts and is_cut("params", zero):
             with suppress(ProgramError):
-                yield self._held("looped_bfs, breadth-first", draft(looped_bfs, self.plan), {})
+                yield self._held(
+                    "looped_bfs, breadth-first", expand_schedule(looped_bfs, self.plan), {}
+                )
 
     def simulated(self, row: ChangeRow) -> SimulatedChange | None:
         """Compile and simulate a row.  Return None if its program or its costs are refused."""
@@ -367,7 +369,9 @@ class _Table:
             return
         whole, costs = self.program.whole, _twice(self.costs)
         with suppress(ProgramError):
-            drafted = draft(self.schedule, replace(whole, microbatches=2 * whole.microbatches))
+            drafted = expand_schedule(
+                self.schedule, replace(whole, microbatches=2 * whole.microbatches)
+            )
             drafted = cut_like(drafted, self.program)
             what = "twice as many microbatches of this size"
             yield ChangeRow("microbatches", what, costs, drafted, costs)
@@ -379,11 +383,11 @@ class _Table:
             placement, fixed = placed_for(schedule)
             for v in {fixed} if fixed else {1, whole.stages_per_rank}:
                 with suppress(ProgramError):
-                    plan = Plan(
+                    plan = PipelineShape(
                         self.plan.ranks, whole.microbatches, v, placement or "loop",
                         self.plan.updates, delay_for(schedule) or 0, self.plan.segments,
                     )  # fmt: skip
-                    drafted = cut_like(draft(schedule, plan), self.program)
+                    drafted = cut_like(expand_schedule(schedule, plan), self.program)
                     same = name == self.program.name or drafted.trains != self.program.trains
                     if same or plan.rows != self.plan.rows:  # the number of copies of the model
                         continue
@@ -415,7 +419,9 @@ class _Table:
                 return
             room, frozen = (peak + more).tolist(), self.program.frozen
             with suppress(ProgramError):
-                drafted = greedy(self.plan, letters, room.__getitem__, self.costs, frozen=frozen)
+                drafted = greedy_schedule(
+                    self.plan, letters, room.__getitem__, self.costs, frozen=frozen
+                )
                 yield self._lowered("greedy", what, drafted)
 
 

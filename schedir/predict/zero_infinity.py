@@ -38,7 +38,7 @@ def parameters(layers: int, hidden: int) -> float:
 def model_states(layers: int, hidden: int) -> float:
     """Bytes of parameters, gradients and the optimizer's state: 240 nl hd^2 (equation 2).
 
-    20 for each parameter: `schedir.model_states` counts 16, without the gradient in 32 bits.
+    20 for each parameter: `schedir.zero_model_states` counts 16, without the gradient in 32 bits.
 
     >>> f"{model_states(128, 25 * 1024) / 2**40:.2f} TiB"  # of 10^12 parameters: Figure 2a
     '18.31 TiB'

@@ -12,49 +12,49 @@ require("torch", "schedir.runtime")  # the imports below would fail without a hi
 
 if TYPE_CHECKING:
     from schedir.runtime.autograd.splittable_layers import (
-        check_split,
-        register_split,
-        split_linears,
+        check_splittable_layer,
+        make_backward_splittable,
+        register_splittable_layer,
     )
     from schedir.runtime.boundaries.boundary import Boundary
-    from schedir.runtime.boundaries.per_microbatch import PerMicrobatch
-    from schedir.runtime.boundaries.size_measurement import boundaries_of, sizes_of
+    from schedir.runtime.boundaries.per_microbatch import PerMicrobatchBoundary
+    from schedir.runtime.boundaries.size_measurement import infer_boundaries, measure_sizes
     from schedir.runtime.executor import Executor
-    from schedir.runtime.in_process import InProcess
-    from schedir.runtime.sequential_reference import reference
-    from schedir.transports.gloo import Gloo
-    from schedir.transports.nccl import nccl
-    from schedir.transports.shared_memory import Shared
+    from schedir.runtime.in_process import InProcessExecutor
+    from schedir.runtime.sequential_reference import run_sequential
+    from schedir.transports.gloo import GlooTransport
+    from schedir.transports.nccl import nccl_transport
+    from schedir.transports.shared_memory import SharedMemoryTransport
 
 _HOME: Final = {
     "Boundary": "runtime.boundaries.boundary",
     "Executor": "runtime.executor",
-    "Gloo": "transports.gloo",
-    "InProcess": "runtime.in_process",
-    "PerMicrobatch": "runtime.boundaries.per_microbatch",
-    "Shared": "transports.shared_memory",
-    "boundaries_of": "runtime.boundaries.size_measurement",
-    "check_split": "runtime.autograd.splittable_layers",
-    "nccl": "transports.nccl",
-    "reference": "runtime.sequential_reference",
-    "register_split": "runtime.autograd.splittable_layers",
-    "sizes_of": "runtime.boundaries.size_measurement",
-    "split_linears": "runtime.autograd.splittable_layers",
+    "GlooTransport": "transports.gloo",
+    "InProcessExecutor": "runtime.in_process",
+    "PerMicrobatchBoundary": "runtime.boundaries.per_microbatch",
+    "SharedMemoryTransport": "transports.shared_memory",
+    "infer_boundaries": "runtime.boundaries.size_measurement",
+    "check_splittable_layer": "runtime.autograd.splittable_layers",
+    "nccl_transport": "transports.nccl",
+    "run_sequential": "runtime.sequential_reference",
+    "register_splittable_layer": "runtime.autograd.splittable_layers",
+    "measure_sizes": "runtime.boundaries.size_measurement",
+    "make_backward_splittable": "runtime.autograd.splittable_layers",
 }
 __all__ = [
     "Boundary",
     "Executor",
-    "Gloo",
-    "InProcess",
-    "PerMicrobatch",
-    "Shared",
-    "boundaries_of",
-    "check_split",
-    "nccl",
-    "reference",
-    "register_split",
-    "sizes_of",
-    "split_linears",
+    "GlooTransport",
+    "InProcessExecutor",
+    "PerMicrobatchBoundary",
+    "SharedMemoryTransport",
+    "check_splittable_layer",
+    "infer_boundaries",
+    "make_backward_splittable",
+    "measure_sizes",
+    "nccl_transport",
+    "register_splittable_layer",
+    "run_sequential",
 ]
 
 

@@ -10,11 +10,11 @@ from types import MappingProxyType
 from torch import Tensor, nn
 
 from schedir.errors import ModelError, flag
-from schedir.ir.pipeline.tied_weights import Ties
+from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.runtime import arguments
 from schedir.runtime.boundaries.boundary import Edges, Given
-from schedir.runtime.boundaries.per_microbatch import BoundaryTable, PerMicrobatch
+from schedir.runtime.boundaries.per_microbatch import BoundaryTable, PerMicrobatchBoundary
 from schedir.runtime.checkpoint_state import CheckpointState, kept_of
 from schedir.runtime.extra_programs import Beside, ProgramOrder, beside_of
 from schedir.runtime.model_checks.rank_consistency import agreed
@@ -90,7 +90,7 @@ class Executor(ProgramRunner):
     nothing.  torch's own fused optimizers are told on the device; for any other, and for one with
     hooks on its step, the host reads it, and on a GPU waits.
 
-    `tied` says which parameters are copies of one weight: `schedir.ties(stages)`, made of all the
+    `tied` says which parameters are copies of one weight: `schedir.find_tied_weights(stages)`, made of all the
     stages, the same in every process.  It may be left out where a process sees it, as its stages
     have one Parameter, and where modules name their copy, in an attribute `tied_weight`.  Each
     copy keeps a gradient of its own; these are added once, in the order of stages, all copies get
@@ -143,14 +143,14 @@ class Executor(ProgramRunner):
 
     >>> import schedir, torch
     >>> from torch import distributed, nn
-    >>> from schedir.runtime import Executor, Gloo
+    >>> from schedir.runtime import Executor, GlooTransport
     >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    >>> plan = schedir.Plan(ranks=1, microbatches=4, stages_per_rank=2)
+    >>> plan = schedir.PipelineShape(ranks=1, microbatches=4, stages_per_rank=2)
     >>> program = schedir.compile(schedir.schedules.interleaved, plan)
     >>> stages, loss = [nn.Linear(8, 8), nn.Linear(8, 1)], nn.functional.mse_loss
     >>> sgd = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=0.01)
     >>> how = dict(loss=loss, boundary=(2, 8), optimizer=sgd)
-    >>> rank = Executor(program, 0, stages, Gloo(program), **how)  # of several, each makes its own
+    >>> rank = Executor(program, 0, stages, GlooTransport(program), **how)  # of several, each makes its own
     >>> x, y = torch.ones(4, 2, 8), torch.ones(4, 2, 1)  # of each microbatch two samples
     >>> bool(rank.step(x, y) > rank.step(x, y))  # it has learned
     True
@@ -165,12 +165,12 @@ class Executor(ProgramRunner):
         transport: Transport,
         *,
         loss: Loss,
-        boundary: Given | Edges | PerMicrobatch | BoundaryTable,
+        boundary: Given | Edges | PerMicrobatchBoundary | BoundaryTable,
         optimizer: OptimizerLike | None = None,
         max_norm: float | None = None,
         loss_scale: LossScale | None = None,
         seed: int | None = 0,
-        tied: Ties | None = None,
+        tied: TiedWeights | None = None,
         alike: bool = False,
         more: Sequence[Beside] = (),
         copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),

@@ -9,12 +9,12 @@ from schedir.errors import ModelError, ProgramSequenceError, said
 from schedir.ir.program import Program
 from schedir.runtime.arguments import program_of
 from schedir.runtime.boundaries.boundary import Edges, Given
-from schedir.runtime.boundaries.per_microbatch import BoundaryTable, PerMicrobatch
+from schedir.runtime.boundaries.per_microbatch import BoundaryTable, PerMicrobatchBoundary
 from schedir.transports.transport import Transport
-from schedir.verify.program_sequence import check_sequence
+from schedir.verify.program_sequence import check_program_sequence
 
 # A program, or one with what passes between its stages, where that is not as in the first.
-Beside = Program | tuple[Program, Given | Edges | PerMicrobatch | BoundaryTable]
+Beside = Program | tuple[Program, Given | Edges | PerMicrobatchBoundary | BoundaryTable]
 
 _TRAINED = ("tied", "clip", "frozen", "validate", "reduce", "states")  # alike in all that train
 
@@ -139,7 +139,7 @@ class ProgramOrder:
             rows.setdefault((dp_rank, tp_rank), []).append([*before, self.programs[which]])
         for runs in rows.values():
             try:
-                check_sequence(runs, self.transport.model)
+                check_program_sequence(runs, self.transport.model)
             except ProgramSequenceError as error:
                 return error
         names = {" and then ".join(p.name for p in row) for runs in rows.values() for row in runs}

@@ -21,13 +21,13 @@ from schedir.analysis.progress_models import Model
 from schedir.errors import ModelError
 from schedir.ir.instruction_index import NONE
 from schedir.ir.isa.instructions import COLLECTIVES, ROWS
-from schedir.ir.pipeline.tied_weights import Ties
+from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.predict.recorded_timeline import timeline_of
 from schedir.predict.timeline import Timeline
 from schedir.runtime.arguments import maker_of, program_of, stages_of
 from schedir.runtime.boundaries.boundary import Edges, Given
-from schedir.runtime.boundaries.per_microbatch import BoundaryTable, PerMicrobatch
+from schedir.runtime.boundaries.per_microbatch import BoundaryTable, PerMicrobatchBoundary
 from schedir.runtime.checkpoint_state import CheckpointState, kept_of
 from schedir.runtime.evaluation_run import looking
 from schedir.runtime.executor import Executor
@@ -47,7 +47,7 @@ _COLLECTED = {token for op in COLLECTIVES for token in ROWS[op].gives}
 _AFTER_COLLECTIVES = tuple(row.op for row in ROWS if _COLLECTED & {*row.needs})
 
 
-class InProcess:
+class InProcessExecutor:
     """All ranks of a program as virtual ranks of this process.
 
     `stages` are all the stages of the model, in order; where stages have several holders, all but
@@ -63,10 +63,10 @@ class InProcess:
 
     >>> import schedir, torch
     >>> from torch import nn
-    >>> from schedir.runtime import InProcess
-    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 4))
+    >>> from schedir.runtime import InProcessExecutor
+    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
     >>> stages = [nn.Linear(8, 8), nn.Linear(8, 1)]
-    >>> ranks = InProcess(program, stages, loss=nn.functional.mse_loss, boundary=(2, 8))
+    >>> ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(2, 8))
     >>> x, y = torch.ones(4, 2, 8), torch.ones(4, 2, 1)
     >>> bool(ranks.step(x, y) == ranks.step(x, y, seed=7))  # any legal order has the same bits
     True
@@ -80,13 +80,13 @@ class InProcess:
         stages: Sequence[nn.Module] | Mapping[int, nn.Module],
         *,
         loss: Loss,
-        boundary: Given | Edges | PerMicrobatch,
+        boundary: Given | Edges | PerMicrobatchBoundary,
         model: Model = "edge",
         optimizer: Callable[[list[nn.Parameter]], OptimizerLike] | None = None,
         max_norm: float | None = None,
         loss_scale: Callable[[], LossScale] | None = None,
         seed: int | None = 0,
-        tied: Ties | None = None,
+        tied: TiedWeights | None = None,
         alike: bool = False,
         more: Sequence[Beside] = (),
         record: bool = True,

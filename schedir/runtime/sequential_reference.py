@@ -1,4 +1,4 @@
-"""`reference`: run the same stages in one process without a pipeline.
+"""`run_sequential`: run the same stages in one process without a pipeline.
 
 What every schedule must reproduce.  An ascending one does, bit for bit.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.ir.isa.instructions import BACKWARDS, FORWARDS, LATE, SPLITS, WHOLES, Instr
-from schedir.ir.pipeline.tied_weights import Place, Ties, ranks_of
+from schedir.ir.pipeline.tied_weights import Place, TiedWeights, ranks_of
 from schedir.ir.program import Program
 from schedir.runtime.arguments import (
     loss_of,
@@ -45,7 +45,7 @@ from schedir.runtime.step_inputs import (
 )
 
 
-def reference(
+def run_sequential(
     stages: Sequence[nn.Module],
     inputs: Microbatches,
     targets: Microbatches,
@@ -55,7 +55,7 @@ def reference(
     program: Program | None = None,
     seed: int = 0,
     step: int = 0,
-    tied: Ties | None = None,
+    tied: TiedWeights | None = None,
     keywords: Keywords = (),
 ) -> Tensor:
     """The gradients of `scale` times the sum of losses, left in `.grad`; returns that sum.
@@ -77,13 +77,13 @@ def reference(
     >>> import schedir, torch
     >>> from copy import deepcopy
     >>> from torch import nn
-    >>> from schedir.runtime import InProcess, reference
-    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 4))
+    >>> from schedir.runtime import InProcessExecutor, run_sequential
+    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
     >>> stages = [nn.Linear(8, 8), nn.Linear(8, 1)]
     >>> plain = deepcopy(stages)
     >>> x, y, loss = torch.ones(4, 2, 8), torch.ones(4, 2, 1), nn.functional.mse_loss
-    >>> total = InProcess(program, stages, loss=loss, boundary=(2, 8)).step(x, y)
-    >>> bool(total == reference(plain, x, y, loss=loss))
+    >>> total = InProcessExecutor(program, stages, loss=loss, boundary=(2, 8)).step(x, y)
+    >>> bool(total == run_sequential(plain, x, y, loss=loss))
     True
     >>> torch.equal(stages[0].weight.grad, plain[0].weight.grad)
     True
@@ -112,7 +112,7 @@ def _step(
     draws: RandomStreams,
     tied: Sequence[tuple[Place, ...]],
 ) -> Tensor:
-    """As `reference`, with the random numbers of a step that has begun."""
+    """As `run_sequential`, with the random numbers of a step that has begun."""
     gradients, frozen = (
         [GradientBuffers(stage) for stage in stages],
         program.frozen if program else 0,
@@ -202,7 +202,7 @@ def _forwards(program: Program | None, stage: int, microbatches: int) -> list[in
     return [i.mb for i in stream if i.op in FORWARDS and i.stage == stage]
 
 
-def _tied(stages: Sequence[nn.Module], tied: Ties | None) -> list[tuple[Place, ...]]:
+def _tied(stages: Sequence[nn.Module], tied: TiedWeights | None) -> list[tuple[Place, ...]]:
     """The places of each tied weight."""
     told = prints(dict(enumerate(stages)))
     named = tuple(s for s, own in told.items() if any(p.named for p in own))

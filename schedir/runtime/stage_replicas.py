@@ -162,7 +162,7 @@ def copies_of(
                 f"{where(of.values())} are one Parameter on {len(of)} ranks, and ZeRO level "
                 f"{program.zero} would shard it on each of them",
                 program=program.name,
-                hint="ties = schedir.ties(stages), then copies: stages = [deepcopy(stage) for "
+                hint="ties = schedir.find_tied_weights(stages), then copies: stages = [deepcopy(stage) for "
                 "stage in stages], and tied=ties for the ranks; or zero=0",
             )
         if others and program.trains:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import nn
 
 from schedir.ir.isa.instructions import Instr, Opcode, Token
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.autograd.stage_inputs import StageInputAdapter
 from schedir.runtime.parameters.buckets import ShardSpec
 from schedir.runtime.parameters.gradient_buffers import GradientBuffers
@@ -53,7 +53,7 @@ class StageState:
         self.run_again: set[bool] = set()  # what it trains was looked at by value, in which mode
         self.restore()
 
-    def versions(self, plan: Plan, instrs: Iterable[tuple[int, Instr]]) -> WeightVersions:
+    def versions(self, plan: PipelineShape, instrs: Iterable[tuple[int, Instr]]) -> WeightVersions:
         """What keeps its weights after each update of a step; `instrs` are those of the stage, with
         their indices in the Stream."""
         if self.own is not None:

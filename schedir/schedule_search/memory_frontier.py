@@ -14,14 +14,14 @@ from schedir.errors import MemoryLimitError, ProgramError, UsageError, said
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import BACKWARD, BACKWARD_INPUT
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.predict.possible_saving import ROUNDING
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedule_search.bounds.lower_bound import bound_of
 from schedir.schedule_search.problem import SchedulingProblem, problem_of, whole_is_less
-from schedir.schedule_search.search import search
+from schedir.schedule_search.search import search_schedule
 from schedir.schedule_search.search_budget import evaluations_of, seconds_of
 from schedir.schedule_search.search_results import SearchResult, SearchStep, combined
 from schedir.schedules import built_in
@@ -50,7 +50,7 @@ class MemoryFrontier:
     somebody has interrupted it.  `numba` is that of `SearchResult`, for all searches together.
     """
 
-    plan: Plan
+    plan: PipelineShape
     levels: tuple[FrontierLevel, ...]
     bounds: tuple[tuple[float, float], ...]
     runs: tuple[Timeline, ...]
@@ -71,8 +71,8 @@ class MemoryFrontier:
         return float((run.peak_memory if self.in_bytes else run.peak_in_flight).max())
 
 
-def frontier(
-    plan: Plan,
+def memory_frontier(
+    plan: PipelineShape,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
     *,
@@ -90,12 +90,12 @@ def frontier(
     `levels` lie between the least that works and where the bound is that without any limit; each
     limit that a built-in schedule, or one of `start`, just fits is one, too.  A search begins with
     what the one before has found.  It ends where nothing can be shorter at any limit, or with
-    Ctrl-C.  `report` is called with the limit, and with what `search` reports.
+    Ctrl-C.  `report` is called with the limit, and with what `search_schedule` reports.
 
-    Raises what `search` raises.
+    Raises what `search_schedule` raises.
 
-    >>> from schedir import Costs, Plan, frontier
-    >>> found = frontier(Plan(ranks=4, microbatches=8), Costs(F=1, I=1, W=1), evaluations=2000)
+    >>> from schedir import Costs, PipelineShape, memory_frontier
+    >>> found = memory_frontier(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1), evaluations=2000)
     >>> [(level.limit, level.run.span, level.bound) for level in found.levels]
     [(1.0, 72.0, 72.0), (2.0, 41.0, 40.0), (3.0, 32.0, 31.0), (4.0, 27.0, 27.0)]
     """
@@ -158,7 +158,7 @@ def _at(
 
 
 def _problem(
-    plan: Plan, costs: Costs, sizes: Sizes | None, limit: float | None, *, split: bool
+    plan: PipelineShape, costs: Costs, sizes: Sizes | None, limit: float | None, *, split: bool
 ) -> SchedulingProblem:
     if sizes is not None:
         return problem_of(plan, costs, sizes, inf if limit is None else limit, split=split)
@@ -167,11 +167,11 @@ def _problem(
 
 
 def _search(
-    plan: Plan, costs: Costs, sizes: Sizes | None, limit: float, **how: object
+    plan: PipelineShape, costs: Costs, sizes: Sizes | None, limit: float, **how: object
 ) -> SearchResult:
     if sizes is not None:
-        return search(plan, costs, sizes, limit, **how)  # type: ignore[arg-type]
-    return search(plan, costs, in_flight=int(limit), **how)  # type: ignore[arg-type]
+        return search_schedule(plan, costs, sizes, limit, **how)  # type: ignore[arg-type]
+    return search_schedule(plan, costs, in_flight=int(limit), **how)  # type: ignore[arg-type]
 
 
 def _runs(
@@ -200,7 +200,7 @@ def _runs(
 
 
 def _limits(
-    plan: Plan,
+    plan: PipelineShape,
     costs: Costs,
     sizes: Sizes | None,
     peaks: Sequence[float],
@@ -246,7 +246,7 @@ def _limits(
 
 
 def _bounds(
-    plan: Plan,
+    plan: PipelineShape,
     costs: Costs,
     sizes: Sizes | None,
     limits: Sequence[float],

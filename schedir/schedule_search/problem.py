@@ -24,7 +24,7 @@ from schedir.ir.isa.instructions import (
     Token,
     producers,
 )
-from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES, Plan
+from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES, PipelineShape
 from schedir.predict.possible_saving import ROUNDING
 
 Objective = Literal["span", "own"]
@@ -51,7 +51,7 @@ class SchedulingProblem:
     that a rank takes from its first compute to its last.
     """
 
-    plan: Plan
+    plan: PipelineShape
     split: bool
     objective: Objective
     F: tuple[float, ...]
@@ -118,7 +118,7 @@ class SchedulingProblem:
 
 
 def problem_of(
-    plan: Plan,
+    plan: PipelineShape,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
     limit: float | None = None,
@@ -138,7 +138,7 @@ def problem_of(
     `FB` that saves time; UsageError for a limit that is none, and for one within which no schedule
     works.
     """
-    expect(plan, Plan, "Plan(ranks=4, microbatches=8)")
+    expect(plan, PipelineShape, "Plan(ranks=4, microbatches=8)")
     costs = Costs() if costs is None else costs
     expect(costs, Costs, "Costs(F=1, B=2)")
     if objective not in OBJECTIVES:
@@ -184,7 +184,7 @@ def problem_of(
     return problem
 
 
-def whole_is_less(costs: Costs, plan: Plan) -> bool:
+def whole_is_less(costs: Costs, plan: PipelineShape) -> bool:
     """Whether a whole backward takes less than both of its halves, on any stage.
 
     What is proven of schedules with split backwards then says nothing of those with whole ones.
@@ -193,7 +193,7 @@ def whole_is_less(costs: Costs, plan: Plan) -> bool:
     return any(b < (i + w) * (1 - ROUNDING) for b, i, w in zip(whole, I, W, strict=True))
 
 
-def _require_plan(plan: Plan) -> None:
+def _require_plan(plan: PipelineShape) -> None:
     for what, many, field in (
         ("holder of each stage", plan.rows, "placement"),
         ("update", plan.updates, "updates"),
@@ -205,19 +205,19 @@ def _require_plan(plan: Plan) -> None:
             )
 
 
-def _of(op: int, costs: Costs, plan: Plan) -> tuple[float, ...]:
+def _of(op: int, costs: Costs, plan: PipelineShape) -> tuple[float, ...]:
     each = costs.of(op, plan)  # type: ignore[arg-type]
     if each.shape[1] > 1:
         raise CostsError("a search takes costs that are the same for all microbatches")
     return tuple(each[:, 0].tolist())
 
 
-def _zeros(plan: Plan) -> tuple[float, ...]:
+def _zeros(plan: PipelineShape) -> tuple[float, ...]:
     return (0.0,) * plan.stages
 
 
 def _held(
-    plan: Plan,
+    plan: PipelineShape,
     sizes: Sizes | None,
     limit: float | None,
     in_flight: int | Callable[[int], int] | None,

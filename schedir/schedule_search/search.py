@@ -1,4 +1,4 @@
-"""`search`: find the shortest schedule within a memory limit, with a lower bound."""
+"""`search_schedule`: find the shortest schedule within a memory limit, with a lower bound."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, Literal, get_args
 from schedir.errors import UsageError, expect, said
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.predict.possible_saving import ROUNDING
 from schedir.schedule_search.bounds.lower_bound import bound_of
@@ -32,8 +32,8 @@ _PILOTED: Final = 0.04
 _MAKING: Final = 2e-5  # seconds for each piece of work, to make programs at last
 
 
-def search(
-    plan: Plan,
+def search_schedule(
+    plan: PipelineShape,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
     limit: float | None = None,
@@ -74,8 +74,8 @@ def search(
     or trains not all; CostsError for `FB` that are less than a forward and a backward, as no pairs
     are looked at; and what `compile` raises.
 
-    >>> from schedir import Costs, Plan, search
-    >>> found = search(Plan(ranks=4, microbatches=8), Costs(F=2, I=2, W=1), in_flight=4)
+    >>> from schedir import Costs, PipelineShape, search_schedule
+    >>> found = search_schedule(PipelineShape(ranks=4, microbatches=8), Costs(F=2, I=2, W=1), in_flight=4)
     >>> found.span
     49.0
     >>> found.timeline

@@ -8,8 +8,8 @@ end (see `Timeline.idle` and `idle_in_own_span`).  Timelines are at F = I = W = 
 one unit of time, a dot is idle, a ' marks the rank's second stage.  Papers on zero bubbles call
 our I "B".
 
->>> from schedir import Plan, compile, schedules, simulate
->>> plan = Plan(ranks=4, microbatches=8)
+>>> from schedir import PipelineShape, compile, schedules, simulate
+>>> plan = PipelineShape(ranks=4, microbatches=8)
 >>> for schedule in (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1):
 ...     run = simulate(compile(schedule, plan))
 ...     print(f"{run.program.name}: {run.bubble:.1%} idle, peak {run.peak_in_flight.max()}")

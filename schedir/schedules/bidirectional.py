@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from schedir.errors import ScheduleError
 from schedir.schedules.building_blocks import in_order
-from schedir.schedules.schedule_algebra import B, F, Word, placed
+from schedir.schedules.schedule_algebra import B, F, RankSchedule, with_placement
 from schedir.schedules.v_shape import dualpipe_v
 
 
-@placed("mirror", 2)
-def dualpipe(r: int, P: int, m: int) -> Word:
+@with_placement("mirror", 2)
+def dualpipe(r: int, P: int, m: int) -> RankSchedule:
     """DualPipe: forwards of one direction run together with backwards of the other.
 
     DeepSeek-V3 (arXiv 2412.19437, section 3.2.1), in the order of github.com/deepseek-ai/DualPipe.
@@ -41,8 +41,8 @@ def dualpipe(r: int, P: int, m: int) -> Word:
     return dualpipe_v(min(r, P - 1 - r), P // 2, m // 2)
 
 
-@placed("mirror", 2)
-def chimera(r: int, P: int, m: int) -> Word:
+@with_placement("mirror", 2)
+def chimera(r: int, P: int, m: int) -> RankSchedule:
     """Chimera: two 1F1B pipelines, one down and one up the ranks, in each other's bubbles.
 
     Li and Hoefler, arXiv 2107.06925, section 3; more than P microbatches as units of P, one behind
@@ -63,8 +63,8 @@ def chimera(r: int, P: int, m: int) -> Word:
     return _interlocked(P, m, down=(r,), up=(P - 1 - r,))
 
 
-@placed("mirror-vee", 4)
-def bitpipe(r: int, P: int, m: int) -> Word:
+@with_placement("mirror-vee", 4)
+def bitpipe(r: int, P: int, m: int) -> RankSchedule:
     """BitPipe: two interleaved 1F1B pipelines, a vee down and one up the ranks.
 
     Wu, Chen and Yu, arXiv 2410.19367, in the order of the drawing for P = m = 4 that comes with
@@ -85,7 +85,7 @@ def bitpipe(r: int, P: int, m: int) -> Word:
     return _interlocked(P, m, down=(r, 2 * P - 1 - r), up=(P - 1 - r, P + r))
 
 
-def _interlocked(P: int, m: int, down: tuple[int, ...], up: tuple[int, ...]) -> Word:
+def _interlocked(P: int, m: int, down: tuple[int, ...], up: tuple[int, ...]) -> RankSchedule:
     """What a rank does that holds these stages of two 1F1B pipelines, each in the other's bubbles.
 
     Of the pipelines' stages, P or a multiple of it, all ranks hold as many.

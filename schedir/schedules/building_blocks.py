@@ -13,15 +13,15 @@ from functools import lru_cache
 import numpy as np
 
 from schedir.errors import ScheduleError
-from schedir.schedules.schedule_algebra import B, F, I, W, Word, join, placed
+from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, concat, with_placement
 
 Block = Callable[[int, int], tuple[int, int, int, int]]
 
 _LETTERS = (F[0], F[1], I[1], I[0], W[1], W[0])  # W two places after its I
 
 
-@placed("vee")
-def wave(r: int, P: int, m: int, v: int) -> Word:
+@with_placement("vee")
+def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Hanayo's waves: v = 2w stages per rank, down the ranks and back w times (arXiv 2308.15762).
 
     Known from the paper's idea, not from its code: P microbatches make a wave, and further ones
@@ -45,13 +45,13 @@ def wave(r: int, P: int, m: int, v: int) -> Word:
     return in_order((slot + start, word) for slot, word in block for start in starts)
 
 
-def in_order(slots: Iterable[tuple[int, Word]]) -> Word:
+def in_order(slots: Iterable[tuple[int, RankSchedule]]) -> RankSchedule:
     """What a rank does, by slot."""
-    return Word(np.concatenate([w.letters for _, w in sorted(slots, key=lambda s: s[0])]))
+    return RankSchedule(np.concatenate([w.letters for _, w in sorted(slots, key=lambda s: s[0])]))
 
 
-@placed("vee", 2)
-def v_half(r: int, P: int, m: int) -> Word:
+@with_placement("vee", 2)
+def v_half(r: int, P: int, m: int) -> RankSchedule:
     """V-Half: half of 1F1B's memory (arXiv 2405.15362, "V-shape building blocks").
 
     2(P//2 + 1) stage activations in flight at most.  At F = I = W and m >= P ranks idle
@@ -70,8 +70,8 @@ def v_half(r: int, P: int, m: int) -> Word:
     return _repeated(_half, P, m, 2 * (P // 2 + 1), early)[r]
 
 
-@placed("vee", 2)
-def v_min(r: int, P: int, m: int) -> Word:
+@with_placement("vee", 2)
+def v_min(r: int, P: int, m: int) -> RankSchedule:
     """V-Min: a third of 1F1B's memory (arXiv 2405.15362, "V-shape building blocks").
 
     2((P+1)//3 + 1) stage activations in flight at most.  At F = I = W and m >= P >= 2 ranks idle
@@ -98,7 +98,7 @@ def _min(r: int, P: int) -> tuple[int, int, int, int]:
 
 
 @lru_cache(maxsize=4)
-def _repeated(block: Block, P: int, m: int, room: int, early: int) -> tuple[Word, ...]:
+def _repeated(block: Block, P: int, m: int, room: int, early: int) -> tuple[RankSchedule, ...]:
     """Every rank's word: F0, F1, I1, I0 as `block` says, six slots a microbatch, W in between.
 
     Slot by slot, a rank does what is ready and comes first in the block, or else its oldest W;
@@ -141,4 +141,4 @@ def _repeated(block: Block, P: int, m: int, room: int, early: int) -> tuple[Word
                 continue
             said[r].append(k)
         now += 1
-    return tuple(join(_LETTERS[k] for k in own) for own in said)
+    return tuple(concat(_LETTERS[k] for k in own) for own in said)

@@ -12,13 +12,13 @@ import numpy as np
 
 from schedir.errors import PlanError, ProgramError, ScheduleError, expect, in_words
 from schedir.ir.input_trust import RAISED, trust
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, StreamSlices, Words
 from schedir.schedules.microbatch_numbering import spell
 from schedir.schedules.schedule_algebra import (
     EMPTY,
+    RankSchedule,
     Schedule,
-    Word,
     delay_for,
     name_of,
     placed_for,
@@ -29,7 +29,7 @@ _AT_ONCE = 2**17  # letters that are spelled together: of all ranks of most plan
 _ALGEBRA = "words are F + B, n * F, F[own stage] and F.at(microbatch)"
 
 
-def draft(schedule: Schedule, plan: Plan) -> Program:
+def expand_schedule(schedule: Schedule, plan: PipelineShape) -> Program:
     """Spell a schedule out: F, B, I, W and R of every rank, no communication yet.
 
     `schedule` is called with (rank, ranks, microbatches), and with `v`, the number of the rank's
@@ -39,11 +39,11 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
     Raises ScheduleError if it does not, raises, names a stage that the rank does not own, or is
     for another placement.
 
-    >>> from schedir import B, F, Plan, draft, show
+    >>> from schedir import B, F, PipelineShape, expand_schedule, to_text
     >>> def mine(rank, ranks, microbatches):
     ...     lead = min(ranks - 1 - rank, microbatches)
     ...     return lead * F + (microbatches - lead) * (F + B) + lead * B
-    >>> print(show(draft(mine, Plan(ranks=2, microbatches=4))), end="")
+    >>> print(to_text(expand_schedule(mine, PipelineShape(ranks=2, microbatches=4))), end="")
     schedir 1
     program mine
     ranks 2  microbatches 4  stages_per_rank 1  placement loop
@@ -57,12 +57,15 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
     rank 1
       4 x  F 1.0+; B 1.0+
     """
-    expect(plan, Plan, "Plan(ranks=4, microbatches=8)")
+    expect(plan, PipelineShape, "Plan(ranks=4, microbatches=8)")
     name = name_of(schedule)
     try:
         signature = inspect.signature(schedule)
     except (TypeError, ValueError):
-        hints = {str: "the built-in ones are in schedir.schedules", Word: "do not call it yourself"}
+        hints = {
+            str: "the built-in ones are in schedir.schedules",
+            RankSchedule: "do not call it yourself",
+        }
         raise ScheduleError(
             f"a schedule is a function, not {schedule!r:.60}", hint=hints.get(type(schedule), "")
         ) from None
@@ -108,7 +111,7 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
     return Program(name, plan, StreamSlices.at(whole, offsets))
 
 
-def _check_placed(schedule: Schedule, plan: Plan, name: str) -> None:
+def _check_placed(schedule: Schedule, plan: PipelineShape, name: str) -> None:
     placement, fixed = placed_for(schedule)
     delay = delay_for(schedule)
     if plan.updates > 1 and delay is not None and replace(plan, delay=delay) != plan:
@@ -118,7 +121,7 @@ def _check_placed(schedule: Schedule, plan: Plan, name: str) -> None:
     v = fixed or plan.stages_per_rank
     if placement is None or (placement, v) == (plan.placement, plan.stages_per_rank):
         return
-    right = Plan(plan.ranks, plan.microbatches, v, placement)
+    right = PipelineShape(plan.ranks, plan.microbatches, v, placement)
     if not np.array_equal(plan.holders, right.holders):
         raise ScheduleError(
             f"{name} is for placement {placement!r}{f' with {v} stages per rank' * bool(fixed)}, "
@@ -127,7 +130,7 @@ def _check_placed(schedule: Schedule, plan: Plan, name: str) -> None:
         )
 
 
-def _called(call: Schedule, name: str, rank: int, plan: Plan) -> Words:
+def _called(call: Schedule, name: str, rank: int, plan: PipelineShape) -> Words:
     """The letters of all words of one rank, unless they do not end."""
     what = f"the schedule of rank {rank} of {plan.ranks}"
     enough = 4 * len(plan.stages_of[rank]) * plan.microbatches  # F, R, I, W of each (stage, mb)
@@ -135,9 +138,9 @@ def _called(call: Schedule, name: str, rank: int, plan: Plan) -> Words:
     words, count = [EMPTY.letters], 0
     try:
         told = call(rank, plan.ranks, plan.microbatches)
-        many = not isinstance(told, Word | str) and isinstance(told, Iterable)
+        many = not isinstance(told, RankSchedule | str) and isinstance(told, Iterable)
         for word in _yielded(told, what) if many else [told]:
-            if not isinstance(word, Word):
+            if not isinstance(word, RankSchedule):
                 raise ScheduleError(
                     f"{what} must {'yield' if many else 'return'} words, not {word!r:.60}",
                     hint="return a sum like 2 * F + 2 * B, or yield its parts one by one",
@@ -164,7 +167,7 @@ def _called(call: Schedule, name: str, rank: int, plan: Plan) -> Words:
     return np.concatenate(words)
 
 
-def _yielded(told: Any, what: str) -> Iterator[Word]:
+def _yielded(told: Any, what: str) -> Iterator[RankSchedule]:
     """What a schedule yields; what it returns besides is lost, and so refused."""
     if (returned := (yield from told)) is not None:
         raise ScheduleError(

@@ -1,4 +1,4 @@
-"""`greedy`: build a schedule from priorities and memory limits by simulating it."""
+"""`greedy_schedule`: build a schedule from priorities and memory limits by simulating it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from schedir.ir.isa.instructions import (
     Instr,
     Opcode,
 )
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
 
 _F, _B, _I, _W = FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 
 
-def greedy(
-    plan: Plan,
+def greedy_schedule(
+    plan: PipelineShape,
     prefer: str,
     in_flight: int | Callable[[int], int],
     costs: Costs | None = None,
@@ -49,13 +49,13 @@ def greedy(
     `compile` and `simulate` take a draft as it is.  Raises UsageError for a plan or costs of
     another kind, and ScheduleError for what is no order or no number.
 
-    >>> from schedir import Plan, draft, greedy, schedules
-    >>> plan = Plan(ranks=4, microbatches=8)
-    >>> found = greedy(plan, "BF", lambda rank: plan.ranks - rank)
-    >>> found.streams == draft(schedules.one_f_one_b, plan).streams
+    >>> from schedir import PipelineShape, expand_schedule, greedy_schedule, schedules
+    >>> plan = PipelineShape(ranks=4, microbatches=8)
+    >>> found = greedy_schedule(plan, "BF", lambda rank: plan.ranks - rank)
+    >>> found.streams == expand_schedule(schedules.one_f_one_b, plan).streams
     True
     """
-    expect(plan, Plan, "Plan(ranks=2, microbatches=4)")
+    expect(plan, PipelineShape, "Plan(ranks=2, microbatches=4)")
     costs = Costs() if costs is None else costs
     expect(costs, Costs, "Costs(F=1, B=2)")
     if not isinstance(prefer, str) or sorted(prefer) not in (["B", "F"], ["F", "I", "W"]):

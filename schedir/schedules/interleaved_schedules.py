@@ -5,10 +5,20 @@ from __future__ import annotations
 from functools import lru_cache
 
 from schedir.errors import ScheduleError
-from schedir.schedules.schedule_algebra import EMPTY, B, F, I, W, Word, join, placed, weave
+from schedir.schedules.schedule_algebra import (
+    EMPTY,
+    B,
+    F,
+    I,
+    RankSchedule,
+    W,
+    concat,
+    weave,
+    with_placement,
+)
 
 
-def looped_bfs(r: int, P: int, m: int, v: int) -> Word:
+def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Breadth first: all microbatches through one own stage, then through the next.
 
     Lamy-Poirier, arXiv 2211.05953: a stage's weights are needed once forward and once
@@ -26,7 +36,7 @@ def looped_bfs(r: int, P: int, m: int, v: int) -> Word:
     return fs + sum((m * B[j] for j in reversed(range(v))), EMPTY)
 
 
-def looped_dfs(r: int, P: int, m: int, v: int) -> Word:
+def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Depth first: P microbatches through all own stages, then the next P; then all backwards.
 
     The order of `interleaved` without its turns; arXiv 2211.05953 calls depth-first what has
@@ -44,8 +54,8 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> Word:
     return fs + bs
 
 
-@placed("loop")
-def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Word:
+@with_placement("loop")
+def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> RankSchedule:
     """Interleaved 1F1B: v stages per rank, placed in a loop (SC21, arXiv 2104.04473, section 2.2).
 
     Microbatches pass in groups, each group through all own stages before the next.  A group is
@@ -67,8 +77,8 @@ def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Wor
     return weave(fs, bs, lead=2 * (P - 1 - r) + (v - 1) * groups[0])
 
 
-@placed("loop")
-def interleaved_zb(r: int, P: int, m: int, v: int) -> Word:
+@with_placement("loop")
+def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Interleaved 1F1B with split backwards: ZB-H1 on v stages per rank.
 
     PyTorch's InterleavedZeroBubble, instruction for instruction where that runs; groups are
@@ -87,10 +97,12 @@ def interleaved_zb(r: int, P: int, m: int, v: int) -> Word:
 
 
 @lru_cache(maxsize=2)  # all ranks have the same
-def _tables(groups: tuple[int, ...], v: int, backward: Word) -> tuple[Word, Word]:
+def _tables(
+    groups: tuple[int, ...], v: int, backward: RankSchedule
+) -> tuple[RankSchedule, RankSchedule]:
     """Forwards and backwards, group by group, each through all own stages."""
-    fs = join(g * F[j] for g in groups for j in range(v))
-    return fs, join(g * backward[j] for g in groups for j in reversed(range(v)))
+    fs = concat(g * F[j] for g in groups for j in range(v))
+    return fs, concat(g * backward[j] for g in groups for j in reversed(range(v)))
 
 
 def _groups(P: int, m: int, group: int | None = None) -> tuple[int, ...]:

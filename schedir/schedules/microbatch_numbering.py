@@ -17,14 +17,14 @@ from schedir.ir.isa.instructions import (
     RECOMPUTE,
     ROWS,
 )
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import FIELDS, JOINED, Words, is_op, pack
 from schedir.schedules.schedule_algebra import AUTO, OLDEST
 
 Places = NDArray[np.intp]  # indices of letters
 
 
-def spell(words: list[Words], first: int, plan: Plan) -> Words:
+def spell(words: list[Words], first: int, plan: PipelineShape) -> Words:
     """The words of some ranks, the `first` one and those that follow it, from their letters.
 
     Raises ScheduleError for a stage that a rank does not have, and for W that finish no I.
@@ -87,7 +87,7 @@ def _recomputed(
     mb[r[free]] = mb[b[at[free]]]
 
 
-def _own_stages(fields: NDArray[np.void], rank: Words, plan: Plan) -> Words:
+def _own_stages(fields: NDArray[np.void], rank: Words, plan: PipelineShape) -> Words:
     """The own stage of each letter; OLDEST for a bare W, where its rank has several stages.
 
     Raises ScheduleError for a stage that the rank does not have.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from schedir.schedules.schedule_algebra import Word, delayed
+from schedir.schedules.schedule_algebra import RankSchedule, with_weight_delay
 from schedir.schedules.single_stage import one_f_one_b
 
 
-@delayed(1)
-def pipedream_2bw(r: int, P: int, m: int) -> Word:
+@with_weight_delay(1)
+def pipedream_2bw(r: int, P: int, m: int) -> RankSchedule:
     """PipeDream-2BW: 1F1B without a flush, on two versions of the weights (arXiv 2006.09503).
 
     On a `Plan(updates=..., delay=1)` update u is W(u+1) = W(u) - lr grad(W(u-1)), the paper's rule,
@@ -19,8 +19,8 @@ def pipedream_2bw(r: int, P: int, m: int) -> Word:
     itself (arXiv 1806.03377), which keeps P-r versions.
 
     >>> from schedir.schedules import pipedream_2bw
-    >>> from schedir import Plan, compile
-    >>> program = compile(pipedream_2bw, Plan(ranks=2, microbatches=6, updates=3, delay=1))
+    >>> from schedir import PipelineShape, compile
+    >>> program = compile(pipedream_2bw, PipelineShape(ranks=2, microbatches=6, updates=3, delay=1))
     >>> print(*program.streams[1][:8], sep="; ")
     recv_act 1.0; F 1.0; recv_act 1.1; B 1.0; send_grad 1.0; F 1.1; B 1.1; reduce_grads 1
     >>> print(*program.streams[1][8:16], sep="; ")

@@ -46,13 +46,13 @@ __all__ = [
     "F",
     "I",
     "R",
+    "RankSchedule",
     "W",
-    "Word",
-    "delayed",
-    "join",
-    "overlap",
-    "placed",
+    "concat",
+    "overlapped_pair",
     "weave",
+    "with_placement",
+    "with_weight_delay",
 ]
 
 # In a letter, the microbatch that numbers itself, and the stage of a bare W.
@@ -60,27 +60,27 @@ AUTO, OLDEST = 0xFFFFFFFF, 0xFFFF
 
 
 @dataclass(frozen=True, eq=False)
-class Word:
+class RankSchedule:
     """What one rank does: letters in order, each an op, a stage of its own and a microbatch.
 
-    >>> from schedir import B, F, Plan, draft
+    >>> from schedir import B, F, PipelineShape, expand_schedule
     >>> def back_to_front(rank, ranks, microbatches):
     ...     return 2 * F + B.at(1) + B.at(0)
-    >>> [str(instr) for instr in draft(back_to_front, Plan(ranks=1, microbatches=2)).streams[0]]
+    >>> [str(instr) for instr in expand_schedule(back_to_front, PipelineShape(ranks=1, microbatches=2)).streams[0]]
     ['F 0.0', 'F 0.1', 'B 0.1', 'B 0.0']
     """
 
     letters: Words
     __array_ufunc__ = None  # numpy's numbers leave n * F to us
 
-    def __add__(self, other: Word | int) -> Word:
-        if isinstance(other, Word):
-            return Word(np.concatenate([self.letters, other.letters]))
+    def __add__(self, other: RankSchedule | int) -> RankSchedule:
+        if isinstance(other, RankSchedule):
+            return RankSchedule(np.concatenate([self.letters, other.letters]))
         return self if type(other) is int and other == 0 else NotImplemented  # the empty sum()
 
     __radd__ = __add__  # so that sum() needs no start
 
-    def __mul__(self, times: SupportsIndex | np.bool_) -> Word:
+    def __mul__(self, times: SupportsIndex | np.bool_) -> RankSchedule:
         # (rank == 0) * F: once, or not at all.
         count = int(times) if isinstance(times, (bool, np.bool_)) else _whole("n * F", times)
         if count < 0:
@@ -95,23 +95,23 @@ class Word:
         except (MemoryError, ValueError):  # ValueError: more than a size can be
             raise ValueError(f"n * {self!r} does not fit in memory with n = {count}") from None
         letters[:] = self.letters
-        return Word(letters.reshape(-1))
+        return RankSchedule(letters.reshape(-1))
 
     __rmul__ = __mul__
 
-    def __getitem__(self, local: SupportsIndex) -> Word:
+    def __getitem__(self, local: SupportsIndex) -> RankSchedule:
         """The same on the rank's own stage number `local`, counted from 0."""
         local = _whole("F[own stage]", local)
         if not 0 <= local < OLDEST:
             raise IndexError(f"a rank's own stages count from 0, not {local}")
-        return Word(self.letters & ~(0xFFFF << STAGE) | local << STAGE)
+        return RankSchedule(self.letters & ~(0xFFFF << STAGE) | local << STAGE)
 
-    def at(self, mb: SupportsIndex) -> Word:
+    def at(self, mb: SupportsIndex) -> RankSchedule:
         """The same on microbatch `mb`."""
         mb = _whole("F.at(microbatch)", mb)
         if not 0 <= mb < AUTO:
             raise IndexError(f"microbatches count from 0, not {mb}")
-        return Word(self.letters & ~AUTO | mb)
+        return RankSchedule(self.letters & ~AUTO | mb)
 
     __iter__ = None  # a word is one thing: without this, __getitem__ would make it endless
 
@@ -134,36 +134,44 @@ def _whole(what: str, value: SupportsIndex) -> int:
 
 
 #: The forward of the next microbatch.
-F = Word(pack(FORWARD, 0, AUTO))
+F = RankSchedule(pack(FORWARD, 0, AUTO))
 #: The backward of the next microbatch, whole.
-B = Word(pack(BACKWARD, 0, AUTO))
+B = RankSchedule(pack(BACKWARD, 0, AUTO))
 #: The half of a backward that computes the gradient of the stage's input.
-I = Word(pack(BACKWARD_INPUT, 0, AUTO))
+I = RankSchedule(pack(BACKWARD_INPUT, 0, AUTO))
 #: The half that computes the weights' gradients, of the oldest I that has none yet.
-W = Word(pack(BACKWARD_WEIGHT, OLDEST, AUTO))
+W = RankSchedule(pack(BACKWARD_WEIGHT, OLDEST, AUTO))
 #: The forward run again for the next backward of its stage that has none yet.
-R = Word(pack(RECOMPUTE, 0, AUTO))
+R = RankSchedule(pack(RECOMPUTE, 0, AUTO))
 #: The word without letters.
-EMPTY = Word(np.empty(0, np.int64))
+EMPTY = RankSchedule(np.empty(0, np.int64))
 
 
-def join(words: Iterable[Word]) -> Word:
+def concat(words: Iterable[RankSchedule]) -> RankSchedule:
     """Words one after the other.  `sum` says the same, and copies all that came before each time.
 
-    >>> from schedir.schedule_algebra import F, join
-    >>> join(F[j] for j in range(3))
+    >>> from schedir.schedule_algebra import F, concat
+    >>> concat(F[j] for j in range(3))
     <Word F F F>
     """
-    return Word(np.concatenate([EMPTY.letters, *(_letters("join", word) for word in words)]))
+    return RankSchedule(
+        np.concatenate([EMPTY.letters, *(_letters("join", word) for word in words)])
+    )
 
 
 def _letters(what: str, word: object) -> Words:
-    if not isinstance(word, Word):
+    if not isinstance(word, RankSchedule):
         raise TypeError(f"{what} takes words, as 3 * F and F + B, not {said(word)}")
     return word.letters
 
 
-def weave(forwards: Word, backwards: Word, lead: int, weights: Word = EMPTY, late: int = 0) -> Word:
+def weave(
+    forwards: RankSchedule,
+    backwards: RankSchedule,
+    lead: int,
+    weights: RankSchedule = EMPTY,
+    late: int = 0,
+) -> RankSchedule:
     """`lead` forwards, then forward and backward by turns, then the backwards that remain.
 
     With split backwards each turn ends with one of `weights`, from the turn after `late` on;
@@ -177,16 +185,16 @@ def weave(forwards: Word, backwards: Word, lead: int, weights: Word = EMPTY, lat
     lead, late = _whole("the lead of weave", lead), _whole("the late of weave", late)
     starts = [-max(lead, 0), 0, max(late, 0)]
     turn = np.concatenate([np.arange(len(w)) + s for w, s in zip(words, starts, strict=True)])
-    return Word(np.concatenate(words)[np.argsort(turn, kind="stable")])
+    return RankSchedule(np.concatenate(words)[np.argsort(turn, kind="stable")])
 
 
-def overlap(first: Word, second: Word) -> Word:
+def overlapped_pair(first: RankSchedule, second: RankSchedule) -> RankSchedule:
     """The letters of both in pairs, each pair run together as one: DualPipe's cell.
 
-    >>> from schedir import B, F, Plan, draft, overlap, show
+    >>> from schedir import B, F, PipelineShape, expand_schedule, overlapped_pair, to_text
     >>> def cells(rank, ranks, microbatches):
-    ...     return F + (microbatches - 1) * overlap(F, B) + B
-    >>> for line in show(draft(cells, Plan(ranks=1, microbatches=4))).splitlines()[-3:]:
+    ...     return F + (microbatches - 1) * overlapped_pair(F, B) + B
+    >>> for line in to_text(expand_schedule(cells, PipelineShape(ranks=1, microbatches=4))).splitlines()[-3:]:
     ...     print(line)
       F 0.0
       3 x  F 0.1+ & B 0.0+
@@ -195,27 +203,27 @@ def overlap(first: Word, second: Word) -> Word:
     one, other = _letters("overlap", first), _letters("overlap", second)
     if len(one) != len(other):
         raise ValueError(f"overlap pairs letters: {len(one)} do not go with {len(other)}")
-    return Word(np.stack([one, other | JOINED], 1).reshape(-1))
+    return RankSchedule(np.stack([one, other | JOINED], 1).reshape(-1))
 
 
-Schedule = Callable[..., Word | Iterable[Word]]
+Schedule = Callable[..., RankSchedule | Iterable[RankSchedule]]
 _S = TypeVar("_S", bound=Schedule)
 
 
-def placed(placement: Placement, v: int | None = None) -> Callable[[_S], _S]:
+def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S], _S]:
     """Mark a schedule as one for this placement, and for `v` stages per rank where that is fixed.
 
     A schedule sees numbers only, and so cannot tell: `draft` reads the mark, as `schedule.placed`,
     and refuses plans whose stages lie elsewhere.  Raises TypeError for what is no placement.
 
-    >>> from schedir import B, F, Plan, draft
-    >>> from schedir.schedule_algebra import placed
-    >>> @placed("vee")
+    >>> from schedir import B, F, PipelineShape, expand_schedule
+    >>> from schedir.schedule_algebra import with_placement
+    >>> @with_placement("vee")
     ... def valley(rank, ranks, microbatches):
     ...     return microbatches * (F[0] + F[1] + B[1] + B[0])
-    >>> draft(valley, Plan(ranks=2, microbatches=3, placement="vee"))
+    >>> expand_schedule(valley, PipelineShape(ranks=2, microbatches=3, placement="vee"))
     <draft valley: 2 ranks, 24 instructions>
-    >>> draft(valley, Plan(ranks=2, microbatches=3, stages_per_rank=2))
+    >>> expand_schedule(valley, PipelineShape(ranks=2, microbatches=3, stages_per_rank=2))
     Traceback (most recent call last):
         ...
     schedir.errors.ScheduleError: valley: valley is for placement 'vee', not for 'loop' with 2
@@ -230,18 +238,18 @@ def placed(placement: Placement, v: int | None = None) -> Callable[[_S], _S]:
     return mark
 
 
-def delayed(delay: int | Iterable[int]) -> Callable[[_S], _S]:
+def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
     """Mark a schedule as one whose updates take this delay, where a plan has several.
 
-    A number, or one per stage, as in `Plan`.  As with `placed`: `draft` reads it, as
+    A number, or one per stage, as in `Plan`.  As with `with_placement`: `draft` reads it, as
     `schedule.delay`, and refuses other plans.  Raises TypeError for anything else.
 
-    >>> from schedir import B, F, Plan, draft
-    >>> from schedir.schedule_algebra import delayed
-    >>> @delayed(1)
+    >>> from schedir import B, F, PipelineShape, expand_schedule
+    >>> from schedir.schedule_algebra import with_weight_delay
+    >>> @with_weight_delay(1)
     ... def late(rank, ranks, microbatches):
     ...     return microbatches * (F + B)
-    >>> draft(late, Plan(ranks=1, microbatches=4, updates=2))
+    >>> expand_schedule(late, PipelineShape(ranks=1, microbatches=4, updates=2))
     Traceback (most recent call last):
         ...
     schedir.errors.ScheduleError: late: late is for updates with a delay of 1, not of 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from schedir.schedules.schedule_algebra import EMPTY, B, F, Word
+from schedir.schedules.schedule_algebra import EMPTY, B, F, RankSchedule
 
 
-def gpipe(r: int, P: int, m: int) -> Word:
+def gpipe(r: int, P: int, m: int) -> RankSchedule:
     """All forwards, then all backwards (Huang et al., arXiv 1811.06965).
 
     Bubble (P-1)/m of ideal time; m activations in flight.
@@ -20,7 +20,7 @@ def gpipe(r: int, P: int, m: int) -> Word:
     return m * F + m * B
 
 
-def one_f_one_b(r: int, P: int, m: int) -> Word:
+def one_f_one_b(r: int, P: int, m: int) -> RankSchedule:
     """One forward, one backward (PipeDream-flush, arXiv 2006.09503; DAPPLE, arXiv 2007.01045).
 
     Bubble (P-1)/m of ideal time, as GPipe; rank r has only min(P-r, m) activations in flight.
@@ -37,7 +37,7 @@ def one_f_one_b(r: int, P: int, m: int) -> Word:
     return lead * F + (m - lead) * (F + B) + lead * B
 
 
-def eager_1f1b(r: int, P: int, m: int) -> Word:
+def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
     """1F1B with forwards twice as far ahead, so that messages travel during compute.
 
     Zhuang et al., arXiv 2211.05322.  Bubble as 1F1B where messages take no time.
@@ -55,7 +55,7 @@ def eager_1f1b(r: int, P: int, m: int) -> Word:
     return lead * F + (m - lead) * (F + B) + lead * B
 
 
-def forward_only(r: int, P: int, m: int, v: int) -> Word:
+def forward_only(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Evaluation: all microbatches through one own stage, then through the next.
 
     Legal under every placement, as stages come in ascending order everywhere.  Ranks idle (P-1)F

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from schedir.errors import ScheduleError
-from schedir.schedules.schedule_algebra import B, F, I, W, Word, overlap, placed
+from schedir.schedules.schedule_algebra import (
+    B,
+    F,
+    I,
+    RankSchedule,
+    W,
+    overlapped_pair,
+    with_placement,
+)
 
 
-@placed("vee", 2)
-def zb_v(r: int, P: int, m: int) -> Word:
+@with_placement("vee", 2)
+def zb_v(r: int, P: int, m: int) -> RankSchedule:
     """ZB-V: zero bubble in the memory of 1F1B's first rank.
 
     arXiv 2401.10241, "Memory efficient zero bubble schedule".  The loss is taken where a
@@ -37,8 +45,8 @@ def zb_v(r: int, P: int, m: int) -> Word:
     )
 
 
-@placed("vee", 2)
-def dualpipe_v(r: int, P: int, m: int) -> Word:
+@with_placement("vee", 2)
+def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
     """DualPipeV: forwards down the vee run together with backwards up it, and the reverse.
 
     DeepSeek's DualPipe (arXiv 2412.19437, section 3.2.1) cut in half, in the order of
@@ -58,15 +66,15 @@ def dualpipe_v(r: int, P: int, m: int) -> Word:
     >>> print(timeline(dualpipe_v, 2, 4, placement="vee", costs=Costs(FB=2)))
     rank 0  F0  F1  F2  F0' I0' W0' F1' F3  B1' ..  F2' B0  B2' --  F3' B1  B3' --  I2  W2  I3  W3
     rank 1  ..  F0  F0' F1  F1' F2  B0' --  F2' B0  F3  B1' F3' B1  B2' --  B2  --  I3' I3  W3' W3
-    >>> from schedir import Plan, Word, draft, simulate
+    >>> from schedir import PipelineShape, RankSchedule, expand_schedule, simulate
     >>> from schedir.ir.program import JOINED
-    >>> def halves(r, P, m): return Word(dualpipe_v(r, P, m).letters & ~JOINED)
-    >>> [simulate(draft(s, Plan(4, 10, placement="vee"))).span for s in (dualpipe_v, halves)]
+    >>> def halves(r, P, m): return RankSchedule(dualpipe_v(r, P, m).letters & ~JOINED)
+    >>> [simulate(expand_schedule(s, PipelineShape(4, 10, placement="vee"))).span for s in (dualpipe_v, halves)]
     [66.0, 63.0]
     """
     _enough(m, 2 * P)
     left, n, even = P - 1 - r, r + 1, 1 - r % 2
-    down, up = overlap(F[0], B[1]), overlap(F[1], B[0])
+    down, up = overlapped_pair(F[0], B[1]), overlapped_pair(F[1], B[0])
     first = down if left else F[0] + B[1]  # the last rank has just made what B[1] needs
     return (
         2 * left * F[0]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from schedir.schedules.schedule_algebra import F, I, W, Word, weave
+from schedir.schedules.schedule_algebra import F, I, RankSchedule, W, weave
 
 
-def zb_h1(r: int, P: int, m: int) -> Word:
+def zb_h1(r: int, P: int, m: int) -> RankSchedule:
     """ZB-H1: 1F1B with split backwards, rank r's W r turns late (arXiv 2401.10241, section 2).
 
     For m >= P, with x = I + max(F-W, 0): ranks idle (P-1) max(F, x), in its own span rank r
@@ -23,7 +23,7 @@ def zb_h1(r: int, P: int, m: int) -> Word:
     return weave(m * F, m * I, P - 1 - r, weights=m * W, late=r)
 
 
-def zb_h2(r: int, P: int, m: int) -> Word:
+def zb_h2(r: int, P: int, m: int) -> RankSchedule:
     """ZB-H2: twice ZB-H1's lead and lag, so that ranks end as they began, one after the other.
 
     arXiv 2401.10241, section 2.  For m >= 2P-1, with x = max(0, F+I-2W, I-F, I-W): in its own

@@ -36,7 +36,14 @@ from schedir.extras import require
 if TYPE_CHECKING:
     from schedir.testing.gradient_assertion import assert_same_gradients
     from schedir.testing.schedule_assertion import assert_schedule
-    from schedir.testing.strategies import drafts, plans, plans_of, programs, random_draft, ties
+    from schedir.testing.strategies import (
+        compute_programs,
+        programs,
+        random_compute_program,
+        shapes,
+        shapes_for,
+        tied_weights,
+    )
 
 _LATER = {"assert_same_gradients": "gradient_assertion", "assert_schedule": "schedule_assertion"}
 
@@ -51,10 +58,10 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "assert_same_gradients",
     "assert_schedule",
-    "drafts",
-    "plans",
-    "plans_of",
+    "compute_programs",
     "programs",
-    "random_draft",
-    "ties",
+    "random_compute_program",
+    "shapes",
+    "shapes_for",
+    "tied_weights",
 ]

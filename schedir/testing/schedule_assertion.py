@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import compile
 from schedir.errors import ProgramError, UsageError, expect, said
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import Schedule, name_of
-from schedir.testing.strategies import plans_of
+from schedir.testing.strategies import shapes_for
 from schedir.verify.check import check
 
 _PLANS = "plans=[Plan(ranks=2, microbatches=4)]"
@@ -22,7 +22,7 @@ _PLANS = "plans=[Plan(ranks=2, microbatches=4)]"
 def assert_schedule(
     schedule: Schedule,
     *,
-    plans: st.SearchStrategy[Plan] | Iterable[Plan] | None = None,
+    plans: st.SearchStrategy[PipelineShape] | Iterable[PipelineShape] | None = None,
     models: Sequence[Model] = MODELS,
     exact: bool | None = None,
     examples: int = 50,
@@ -34,7 +34,7 @@ def assert_schedule(
     without a schedule.
 
     `plans` are the plans that the schedule is to take, or a strategy, of which `examples` are
-    tried; without it, those of `plans_of`.  Gradients must be the same bits where the program is
+    tried; without it, those of `shapes_for`.  Gradients must be the same bits where the program is
     ascending, and else within 1e-6 (the norm of the difference over the norm, per parameter);
     `exact` says to demand the bits of all, or of none.  Of several updates they are the last's,
     and no optimizer steps between them.
@@ -42,14 +42,14 @@ def assert_schedule(
     Raises AssertionError that names the plan, the first or the smallest found, and what is wrong;
     UsageError where there is no plan to try, and for plans and models that are none.
 
-    >>> from schedir import Plan, schedules
+    >>> from schedir import PipelineShape, schedules
     >>> from schedir.testing import assert_schedule
-    >>> assert_schedule(schedules.zb_h1, plans=[Plan(ranks=2, microbatches=4)])
+    >>> assert_schedule(schedules.zb_h1, plans=[PipelineShape(ranks=2, microbatches=4)])
     """
 
     models = _models(models)
 
-    def holds(plan: Plan, seed: int) -> None:
+    def holds(plan: PipelineShape, seed: int) -> None:
         program = _legal(schedule, plan, models)
         wrong = _difference(program, models[0], seed, exact)
         if wrong:
@@ -62,13 +62,13 @@ def assert_schedule(
         settings(max_examples=examples, deadline=None, phases=phases, database=None)(tried)()
         return
     if plans is not None and not isinstance(plans, Iterable):
-        expect(plans, Plan, _PLANS)  # one alone is several with one
-    several = plans_of(schedule) if plans is None else plans
-    several = [several] if isinstance(several, Plan) else list(several)
+        expect(plans, PipelineShape, _PLANS)  # one alone is several with one
+    several = shapes_for(schedule) if plans is None else plans
+    several = [several] if isinstance(several, PipelineShape) else list(several)
     if not several:
         raise UsageError("there is no plan to try the schedule on")
     for plan in several:
-        expect(plan, Plan, _PLANS)
+        expect(plan, PipelineShape, _PLANS)
     for seed, plan in enumerate(several):
         holds(plan, seed)
 
@@ -82,7 +82,7 @@ def _models(given: object) -> tuple[Model, ...]:
     return found
 
 
-def _legal(schedule: Schedule, plan: Plan, models: Sequence[Model]) -> Program:
+def _legal(schedule: Schedule, plan: PipelineShape, models: Sequence[Model]) -> Program:
     """The program of a schedule, complete and free of deadlock under every model."""
     model = models[0]
     try:
@@ -102,23 +102,23 @@ def _difference(program: Program, model: Model, seed: int, exact: bool | None) -
     import torch
 
     from schedir.runtime.boundaries.boundary import Boundary
-    from schedir.runtime.in_process import InProcess
-    from schedir.runtime.sequential_reference import reference
+    from schedir.runtime.in_process import InProcessExecutor
+    from schedir.runtime.sequential_reference import run_sequential
     from schedir.testing.tiny_model import batch, loss, tiny_stages
 
     plan = program.plan
     inputs, targets = batch(plan.microbatches, seed)
     plain, stages = (tiny_stages(plan.stages, seed) for _ in range(2))
     boundary = Boundary(tuple(inputs.shape[1:]), inputs.dtype)
-    ranks = InProcess(program, stages, loss=loss, boundary=boundary, model=model)
+    ranks = InProcessExecutor(program, stages, loss=loss, boundary=boundary, model=model)
     total = ranks.step(inputs, targets, seed=seed)
-    if not torch.equal(total, reference(plain, inputs, targets, loss=loss)):
+    if not torch.equal(total, run_sequential(plain, inputs, targets, loss=loss)):
         return "the loss is not that of the reference"
     if not program.trains:
         return ""
     if plan.updates > 1:  # the gradients of the last are left to look at
         last = slice(-plan.per_update, None)
-        reference(plain, inputs[last], targets[last], loss=loss)
+        run_sequential(plain, inputs[last], targets[last], loss=loss)
     bits = program.ascending if exact is None else exact
     for stage, (one, other) in enumerate(zip(stages, plain, strict=True)):
         for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):

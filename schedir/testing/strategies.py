@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schedir.compiler.compile import lower
 from schedir.errors import PlanError
 from schedir.ir.isa.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instr
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import Tied, tied_stages
 from schedir.ir.program import Program, Stream
 from schedir.passes.communication.transfer_overlap import group_opposites
@@ -24,36 +24,36 @@ _I, _W = BACKWARD_INPUT, BACKWARD_WEIGHT
 PLACED = ("loop", "vee", "mirror", "given", "rows")
 
 
-def plans_of(
+def shapes_for(
     schedule: Schedule, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
-) -> list[Plan]:
+) -> list[PipelineShape]:
     """All plans up to these sizes of the kind that a schedule is written for, smaller ones first.
 
     As its mark says (`schedule_algebra.placed`); else any stages per rank if it takes `v`, or one.
 
-    >>> from schedir.testing import plans_of
-    >>> plans_of(lambda rank, ranks, microbatches: None, ranks=2, microbatches=2)[1:]
+    >>> from schedir.testing import shapes_for
+    >>> shapes_for(lambda rank, ranks, microbatches: None, ranks=2, microbatches=2)[1:]
     [Plan(ranks=1, microbatches=2), Plan(ranks=2, microbatches=1), Plan(ranks=2, microbatches=2)]
     """
     placement, v = placed_for(schedule)
     if placement is None:
         placement, v = "loop", None if takes_v(schedule) else 1
     each = [v] if v else range(1, stages_per_rank + 1)
-    found: dict[Plan, None] = {}
+    found: dict[PipelineShape, None] = {}
     for shape in product(range(1, ranks + 1), range(1, microbatches + 1), each):
         with suppress(PlanError):  # a mirror of an odd number of ranks, for one
-            found[Plan(*shape, placement)] = None
+            found[PipelineShape(*shape, placement)] = None
     return [*found]
 
 
 @st.composite
-def plans(
+def shapes(
     draw: st.DrawFn,
     ranks: int = 4,
     microbatches: int = 6,
     stages_per_rank: int = 3,
     placements: Sequence[str] = PLACED,
-) -> Plan:
+) -> PipelineShape:
     """Small plans, up to these sizes.
 
     A "given" placement is any with one holder of each stage, and "rows" any with two or three,
@@ -61,8 +61,8 @@ def plans(
     two.
 
     >>> from hypothesis import given
-    >>> from schedir.testing import plans
-    >>> @given(plans(ranks=2, microbatches=4))
+    >>> from schedir.testing import shapes
+    >>> @given(shapes(ranks=2, microbatches=4))
     ... def every_stage_has_a_rank(plan):
     ...     assert {stage for own in plan.stages_of for stage in own} == {*range(plan.stages)}
     >>> every_stage_has_a_rank()
@@ -73,19 +73,21 @@ def plans(
     kind = draw(st.sampled_from([kind for kind in placements if can.get(kind, True)]))
     if kind == "mirror":
         P = 2 * draw(st.integers(1, ranks // 2))
-        return Plan(P, draw(st.integers(2, microbatches)), placement=kind)
+        return PipelineShape(P, draw(st.integers(2, microbatches)), placement=kind)
     if kind == "rows":
         return _with_rows(draw, ranks, microbatches, stages_per_rank)
     P = draw(st.integers(1, ranks))
     m = draw(st.integers(1, microbatches))
     if kind == "given":
         others = draw(st.lists(st.integers(0, P - 1), max_size=P * (stages_per_rank - 1)))
-        return Plan(P, m, placement=tuple(draw(st.permutations([*range(P), *others]))))
+        return PipelineShape(P, m, placement=tuple(draw(st.permutations([*range(P), *others]))))
     fewest = 2 if kind == "vee" else 1
-    return Plan(P, m, draw(st.integers(fewest, stages_per_rank)), kind)
+    return PipelineShape(P, m, draw(st.integers(fewest, stages_per_rank)), kind)
 
 
-def _with_rows(draw: st.DrawFn, ranks: int, microbatches: int, stages_per_rank: int) -> Plan:
+def _with_rows(
+    draw: st.DrawFn, ranks: int, microbatches: int, stages_per_rank: int
+) -> PipelineShape:
     """A plan of which each stage has two or three holders, on ranks of all that hold any."""
     rows = draw(st.integers(2, min(3, ranks, microbatches)))
     stage = st.permutations(range(ranks)).map(lambda order: order[:rows])
@@ -93,11 +95,11 @@ def _with_rows(draw: st.DrawFn, ranks: int, microbatches: int, stages_per_rank: 
     holders = draw(st.lists(stage, min_size=1, max_size=most))
     held = sorted({rank for own in holders for rank in own})
     placement = tuple(zip(*([held.index(rank) for rank in own] for own in holders), strict=True))
-    return Plan(len(held), draw(st.integers(rows, microbatches)), placement=placement)
+    return PipelineShape(len(held), draw(st.integers(rows, microbatches)), placement=placement)
 
 
 @st.composite
-def drafts(
+def compute_programs(
     draw: st.DrawFn,
     ranks: int = 4,
     microbatches: int = 6,
@@ -105,20 +107,20 @@ def drafts(
     split: float = 0.5,
     placements: Sequence[str] = PLACED,
 ) -> Program:
-    """Complete drafts on small plans, as of `plans`; `split` is the share of I and W.
+    """Complete drafts on small plans, as of `shapes`; `split` is the share of I and W.
 
     They ascend, where stages have one holder.
 
     >>> import schedir
     >>> from hypothesis import given
-    >>> from schedir.testing import drafts
-    >>> @given(drafts(ranks=2, microbatches=3))
+    >>> from schedir.testing import compute_programs
+    >>> @given(compute_programs(ranks=2, microbatches=3))
     ... def every_draft_compiles(draft):
     ...     schedir.check(schedir.compile(draft))
     >>> every_draft_compiles()
     """
-    plan = draw(plans(ranks, microbatches, stages_per_rank, placements))
-    return random_draft(plan, random.Random(draw(st.integers(0, 2**32 - 1))), split=split)
+    plan = draw(shapes(ranks, microbatches, stages_per_rank, placements))
+    return random_compute_program(plan, random.Random(draw(st.integers(0, 2**32 - 1))), split=split)
 
 
 @st.composite
@@ -132,12 +134,12 @@ def programs(
     >>> from schedir.testing import programs
     >>> @given(programs(ranks=2, microbatches=3))
     ... def what_prints_parses(program):
-    ...     assert schedir.parse(schedir.show(program)) == program
+    ...     assert schedir.from_text(schedir.to_text(program)) == program
     >>> what_prints_parses()
     """
-    draft = draw(drafts(ranks, microbatches, stages_per_rank))
+    draft = draw(compute_programs(ranks, microbatches, stages_per_rank))
     clip, grouped = draw(st.booleans()), draw(st.booleans())
-    tied, frozen = draw(ties(draft.plan)), draw(st.integers(0, draft.plan.stages - 1))
+    tied, frozen = draw(tied_weights(draft.plan)), draw(st.integers(0, draft.plan.stages - 1))
     if any(stages[0] < frozen <= stages[-1] for stages in tied):
         frozen = 0
     tp = draw(st.integers(1, 2))
@@ -145,14 +147,14 @@ def programs(
     return group_opposites(program) if grouped else program
 
 
-def ties(plan: Plan) -> st.SearchStrategy[Tied]:
+def tied_weights(plan: PipelineShape) -> st.SearchStrategy[Tied]:
     """What may be tied in a plan: nothing, first and last stage, or up to two sets of any.
 
     >>> from hypothesis import given
     >>> import schedir
-    >>> from schedir.testing import ties
-    >>> plan = schedir.Plan(ranks=3, microbatches=2)
-    >>> @given(ties(plan))
+    >>> from schedir.testing import tied_weights
+    >>> plan = schedir.PipelineShape(ranks=3, microbatches=2)
+    >>> @given(tied_weights(plan))
     ... def any_ties_compile(tied):
     ...     schedir.compile(schedir.schedules.gpipe, plan, tied=tied)
     >>> any_ties_compile()
@@ -164,15 +166,17 @@ def ties(plan: Plan) -> st.SearchStrategy[Tied]:
     return st.one_of(st.booleans(), any_sets).map(lambda tied: tied_stages(tied, plan))
 
 
-def random_draft(plan: Plan, rng: random.Random, *, split: float = 0.5) -> Program:
+def random_compute_program(
+    plan: PipelineShape, rng: random.Random, *, split: float = 0.5
+) -> Program:
     """A draft in the order in which a random execution would meet its instructions.
 
     Every holder's backwards ascend.  `split` is the share of backwards cut into I and W.
 
     >>> import random
-    >>> from schedir import Plan
-    >>> from schedir.testing import random_draft
-    >>> random_draft(Plan(ranks=2, microbatches=4), random.Random(0), split=0.0)
+    >>> from schedir import PipelineShape
+    >>> from schedir.testing import random_compute_program
+    >>> random_compute_program(PipelineShape(ranks=2, microbatches=4), random.Random(0), split=0.0)
     <draft random: 2 ranks, 16 instructions>
     """
     S, m = plan.stages, plan.microbatches

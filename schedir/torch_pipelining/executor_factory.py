@@ -15,21 +15,21 @@ from torch.nn.parallel import DistributedDataParallel as Replicated
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import ModelError, ProgramError, UsageError, in_words
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.pipeline.tied_weights import Ties
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.runtime.autograd.module_buffers import restored
 from schedir.runtime.autograd.module_state import attributes_and_gradients_restored
-from schedir.runtime.autograd.splittable_layers import split_linears
+from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary, graded, passed_on
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank_resources import device_of
 from schedir.torch_pipelining.actions import splits
 from schedir.torch_pipelining.stages import require_reducible, require_wrapped_whole
-from schedir.transports.gloo import Gloo, ProcessTransport
+from schedir.transports.gloo import GlooTransport, ProcessTransport
 from schedir.transports.json_collectives import broadcast
-from schedir.transports.nccl import nccl
-from schedir.transports.shared_memory import Shared
+from schedir.transports.nccl import nccl_transport
+from schedir.transports.shared_memory import SharedMemoryTransport
 
 # ---------------------------------------------------------------- shapes of boundaries
 
@@ -38,7 +38,7 @@ from schedir.transports.shared_memory import Shared
 
 def boundaries(
     modules: Mapping[int, nn.Module],
-    plan: Plan,
+    plan: PipelineShape,
     group: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -200,7 +200,7 @@ def made(
     program: Program,
     group: Any,
     loss: Any,
-    tied: Ties | None,
+    tied: TiedWeights | None,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> CachedExecutor:
@@ -214,7 +214,7 @@ def made(
     modules = {stage.stage_index: _inner(stage.submod) for stage in stages}
     for s in splits(program) & modules.keys() if trains else ():
         if not hasattr(modules[s], "_orig_mod"):
-            split_linears(modules[s])
+            make_backward_splittable(modules[s])
     with torch.inference_mode(False):
         found = boundaries(modules, program.plan, group, args, kwargs, trains=trains)
         transport = _transport(program, group, torch.device(stages[0].device))
@@ -241,13 +241,15 @@ def made(
     )
 
 
-def _tied(tied: Ties | None, key: Sequence[ExecutorRequirements], program: Program) -> Ties | None:
+def _tied(
+    tied: TiedWeights | None, key: Sequence[ExecutorRequirements], program: Program
+) -> TiedWeights | None:
     """What is tied, by the names that parameters have in the modules that run."""
     if tied is None:
         return None
     own = zip(program.plan.stages_of, key, strict=True)
     prefix = {s: p for stages, of in own for s, p in zip(stages, of.prefixes, strict=True)}
-    return Ties(
+    return TiedWeights(
         tuple(tuple((s, prefix[s] + name) for s, name in places) for places in tied.weights)
     )
 
@@ -298,7 +300,9 @@ def _require_own(stage: Any) -> None:
 def _transport(program: Program, group: Any, device: torch.device) -> ProcessTransport:
     """The best transport between the processes of a group; all of them call this."""
     if device.type == "cpu":
-        kind = Shared if Shared.fits(program, group) else Gloo
+        kind = (
+            SharedMemoryTransport if SharedMemoryTransport.fits(program, group) else GlooTransport
+        )
         return kind(program, group=group)
     if dist.get_world_size(group) != dist.get_world_size():
         raise UsageError(
@@ -306,4 +310,4 @@ def _transport(program: Program, group: Any, device: torch.device) -> ProcessTra
             hint="runtime='torch'",
             fields=["runtime"],
         )
-    return nccl(program, device)
+    return nccl_transport(program, device)

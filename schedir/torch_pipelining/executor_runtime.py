@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as Replicated
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import UsageError, said
-from schedir.ir.pipeline.tied_weights import Ties
+from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.torch_pipelining import gradients
 from schedir.torch_pipelining.executor_factory import (
@@ -48,7 +48,7 @@ class ExecutorRuntime:
         forward_program: Program,
         loss_fn: Any,
         scale_grads: bool,
-        tied: Ties | None,
+        tied: TiedWeights | None,
         group: Any,
     ) -> None:
         self.stages, self.group, self.tied = stages, group, tied

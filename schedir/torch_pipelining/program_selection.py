@@ -18,7 +18,7 @@ from schedir.io import torch_csv
 from schedir.io.files import read_text
 from schedir.io.source_loader import load
 from schedir.ir.isa.instructions import STEPS
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import Tied
 from schedir.ir.program import FIELDS, Program, is_op
 from schedir.schedules.schedule_algebra import Schedule
@@ -52,7 +52,7 @@ def loaded(schedule: Schedule | str | None, program: Given | None) -> Schedule |
     if isinstance(program, str | os.PathLike):
         path = os.fspath(program)
         if path.endswith(".csv"):
-            return torch_csv.parse(read_text(path), name=Path(path).stem)
+            return torch_csv.from_csv(read_text(path), name=Path(path).stem)
         if path.endswith(".sched"):
             return load(path)
     if not isinstance(program, Program):
@@ -64,7 +64,7 @@ def loaded(schedule: Schedule | str | None, program: Given | None) -> Schedule |
     return program
 
 
-def compiled(found: Schedule | Program, plan: Plan, tied: Tied) -> Program:
+def compiled(found: Schedule | Program, plan: PipelineShape, tied: Tied) -> Program:
     """The program of these stages.  Raises UsageError for a Program of others, and what compiling
     raises."""
     if not isinstance(found, Program):
@@ -91,7 +91,7 @@ def compiled(found: Schedule | Program, plan: Plan, tied: Tied) -> Program:
     return found if ends else finish(replace(found, tied=found.tied or tied))
 
 
-def _shape(plan: Plan) -> str:
+def _shape(plan: PipelineShape) -> str:
     """A plan in words, with who holds which stage."""
     held = "; ".join(
         f"rank {rank}: {', '.join(map(str, own))}" for rank, own in enumerate(plan.stages_of)
@@ -102,7 +102,7 @@ def _shape(plan: Plan) -> str:
 # ------------------------------------------------------------ who holds what
 
 
-def plan_of(held: Sequence[Sequence[int]], stages: int, microbatches: int) -> Plan:
+def plan_of(held: Sequence[Sequence[int]], stages: int, microbatches: int) -> PipelineShape:
     """The plan of the stages that each rank holds.
 
     Raises UsageError for a stage that nobody holds, or two ranks do, or one twice.

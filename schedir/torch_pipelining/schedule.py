@@ -13,9 +13,9 @@ from torch.distributed.pipelining.schedules import REDUCE_GRAD
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
-from schedir.compiler.evaluation_program import forwards
+from schedir.compiler.evaluation_program import evaluation_program
 from schedir.errors import ExecutionError, UsageError, flag, said
-from schedir.ir.pipeline.tied_weights import Ties
+from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.runtime.checkpoint_state import CheckpointState
 from schedir.schedules.schedule_algebra import Schedule as Words
@@ -69,7 +69,7 @@ class Schedule(CheckedRuntime):
     DistributedDataParallel; gradients are reduced once in a step, after all that adds to them,
     halves of backwards included.
 
-    `tied` says which parameters are copies of one weight: `schedir.ties(stages)` of all stages, the
+    `tied` says which parameters are copies of one weight: `schedir.find_tied_weights(stages)` of all stages, the
     same on every rank.  It may be left out where a rank sees it, as its stages have one Parameter,
     and where modules name their `tied_weight`.  Gradients of copies are summed once in a step, in
     the order of stages.  Trained parameters of different stages that are equal, not constant and
@@ -93,7 +93,7 @@ class Schedule(CheckedRuntime):
         schedule: Words | str | None = None,
         program: program_selection.Given | None = None,
         runtime: Runtime = "torch",
-        tied: Ties | None = None,
+        tied: TiedWeights | None = None,
         alike: bool = False,
         active: int = 3,
         backward_requires_autograd: bool = True,
@@ -123,7 +123,7 @@ class Schedule(CheckedRuntime):
                 ),
             }
 
-        each = told(facts, group, [Ties])
+        each = told(facts, group, [TiedWeights])
         for what in [*each[0]][1:]:
             require_same(what, [of[what] for of in each])
         super().__init__(  # type: ignore[no-untyped-call]
@@ -159,7 +159,7 @@ class Schedule(CheckedRuntime):
                     hint="loss_fn=..., or a program of forwards",
                     fields=["loss_fn"],
                 )
-            forward = forwards(whole)
+            forward = evaluation_program(whole)
             self.program = whole if loss_fn is not None else forward
             self.forward_program = forward
             if runtime == "torch":

@@ -12,7 +12,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
 from schedir.errors import ModelError, UsageError, said
-from schedir.ir.pipeline.tied_weights import Tied, Ties
+from schedir.ir.pipeline.tied_weights import Tied, TiedWeights
 from schedir.ir.program import Program
 from schedir.runtime.arguments import loss_of
 from schedir.runtime.parameters.tied_parameters import (
@@ -146,7 +146,9 @@ def plain(module: nn.Module) -> nn.Module:
 class SharedWeights:
     """The weights that stages share, as all ranks know them; `sets` are the stages of each."""
 
-    def __init__(self, stages: Sequence[Any], group: Any, tied: Ties | None, alike: bool) -> None:
+    def __init__(
+        self, stages: Sequence[Any], group: Any, tied: TiedWeights | None, alike: bool
+    ) -> None:
         self._stages, self._group, self._tied, self._alike = stages, group, tied, alike
         self.weights: list[TiedWeight] = []  # of which this rank has copies
         self._program: Program | None = None

@@ -50,9 +50,9 @@ class ImportedRun:
 
     `steps` are the ProfilerSteps that could be read instead.
 
-    >>> from schedir import Plan, compile, schedules, simulate
+    >>> from schedir import PipelineShape, compile, schedules, simulate
     >>> from schedir.traces import ImportedRun
-    >>> run = simulate(compile(schedules.gpipe, Plan(ranks=2, microbatches=4)))
+    >>> run = simulate(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4)))
     >>> read = ImportedRun(run, "ProfilerStep 3", steps=(2, 3), notes=("messages are not marked",))
     >>> print(f"{read.step}: {read.timeline.bubble:.1%} idle; {read.notes[0]}")
     ProfilerStep 3: 20.0% idle; messages are not marked

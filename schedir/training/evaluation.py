@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from schedir.compiler.evaluation_program import forwards
+from schedir.compiler.evaluation_program import evaluation_program
 from schedir.ir.program import Program
 from schedir.models.language_model import IGNORE
 from schedir.runtime.executor import Executor
@@ -44,7 +44,7 @@ def program_beside(config: Config, program: Program) -> list[Program]:
     if not config.train.evaluate_every:
         return []
     pipeline, slots = config.pipeline, config.slots
-    return [forwards(program, config.train.model, overlap=pipeline.overlap, slots=slots)]
+    return [evaluation_program(program, config.train.model, overlap=pipeline.overlap, slots=slots)]
 
 
 class Evaluation:

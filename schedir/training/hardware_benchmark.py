@@ -37,8 +37,8 @@ from schedir.planner.hardware.cluster_fit import (
     fitted,
     rows,
 )
-from schedir.planner.parallel_plan import Choice
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.parallel_plan import ParallelPlan
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.transports.local_processes import run
 from schedir.transports.registry import DEVICES, Device, find
 
@@ -339,8 +339,12 @@ def _taken(
     def blocks(name: str) -> list[MeasuredLayer]:
         found = []
         for k, (hidden, heads, sequence, size) in enumerate(getattr(extent, name)):
-            model = Model(layers=1, hidden=hidden, heads=heads, vocab=2, sequence=sequence)
-            found.append(MeasuredLayer(model, Choice(b=size, attention="flash"), middle(name, k)))
+            model = TransformerSpec(
+                layers=1, hidden=hidden, heads=heads, vocab=2, sequence=sequence
+            )
+            found.append(
+                MeasuredLayer(model, ParallelPlan(b=size, attention="flash"), middle(name, k))
+            )
         return found
 
     sums = [

@@ -17,7 +17,7 @@ from schedir.io.black_box import ProcessPhase
 from schedir.io.files import reason
 from schedir.io.terminal import format_error
 from schedir.ir.cost.number_parsing import whole
-from schedir.ir.cost.zero_states import model_states
+from schedir.ir.cost.zero_states import zero_model_states
 from schedir.ir.input_trust import words_of_now
 from schedir.ir.program import Program
 from schedir.training.config.config_file import read
@@ -122,7 +122,7 @@ def check_memory(config: Config, processes: int) -> None:
     tokens = config.finer.size * model.context
     shares, number = pipeline.ranks * pipeline.tp, model.parameters
     zero: int = vars(pipeline)["zero"]
-    states = model_states(4 * number, 4 * number, 8 * number, zero, pipeline.dp)
+    states = zero_model_states(4 * number, 4 * number, 8 * number, zero, pipeline.dp)
     needs = {
         "model": int(max(states.bytes * cpu, 4 * number)) // shares,
         "activations": 4 * cpu * tokens * (model.hidden * model.layers + model.vocab) // shares,

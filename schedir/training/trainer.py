@@ -25,7 +25,7 @@ from schedir.predict.calibrate import calibrate, format_bubbles
 from schedir.predict.recompute_summary import recomputed
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer
 from schedir.runtime.recording.allocator_growth import times_asked, warning
@@ -245,7 +245,7 @@ class _Trainer:
         """What each stage keeps of a microbatch, and its weights: found by running it once."""
         stages = range(self.program.plan.stages)
         inputs, targets = (one.to(self.device) for one in self.batches.batch(0, self.size))
-        sizes = sizes_of(
+        sizes = measure_sizes(
             [own.get(s) for s in stages],
             inputs,
             targets,

@@ -264,7 +264,7 @@ def _rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
     return rows
 
 
-class Gloo(ProcessTransport):
+class GlooTransport(ProcessTransport):
     """The transport of CPU processes.  Its progress model is `edge`.
 
     Gloo honours tags: one tag per lane makes each directed edge a queue of its own, which nothing
@@ -272,12 +272,12 @@ class Gloo(ProcessTransport):
 
     >>> import schedir
     >>> from torch import distributed
-    >>> from schedir.runtime import Gloo
+    >>> from schedir.runtime import GlooTransport
     >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    >>> one = schedir.compile(schedir.schedules.gpipe, schedir.Plan(ranks=1, microbatches=4))
-    >>> Gloo(one).model
+    >>> one = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(ranks=1, microbatches=4))
+    >>> GlooTransport(one).model
     'edge'
-    >>> Gloo(schedir.compile(schedir.schedules.gpipe, schedir.Plan(ranks=4, microbatches=4), dp=2))
+    >>> GlooTransport(schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(ranks=4, microbatches=4), dp=2))
     Traceback (most recent call last):
         ...
     schedir.errors.ModelError: gpipe: 1 processes do not make pp 4 x tp 1 x dp 2 = 8

@@ -195,7 +195,7 @@ def _require_cuda(device: torch.device | str, program: Program) -> None:
         raise ModelError(f"NCCL moves tensors of GPUs, not of {device}", program=program.name)
 
 
-def nccl(
+def nccl_transport(
     program: Program,
     device: torch.device,
     kind: Literal["edge", "grouped"] = "edge",
@@ -215,9 +215,9 @@ def nccl(
     its own, and a rank of 1F1B on 8 ranks with 64 microbatches makes 256 boundaries, not 6.
 
     >>> import schedir, torch
-    >>> from schedir.runtime import nccl
-    >>> program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(ranks=2, microbatches=4))
-    >>> nccl(program, torch.device("cpu"))
+    >>> from schedir.runtime import nccl_transport
+    >>> program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(ranks=2, microbatches=4))
+    >>> nccl_transport(program, torch.device("cpu"))
     Traceback (most recent call last):
         ...
     schedir.errors.ModelError: gpipe: NCCL moves tensors of GPUs, not of cpu

@@ -299,7 +299,7 @@ def _sight() -> object:
         return None
 
 
-class Shared(ProcessTransport):
+class SharedMemoryTransport(ProcessTransport):
     """Processes of one machine that write into each other's memory.  Its progress model is `edge`.
 
     Every message of a step has a slot of its own, so a send waits for nothing but the receiver's
@@ -311,11 +311,11 @@ class Shared(ProcessTransport):
 
     >>> import schedir
     >>> from torch import distributed
-    >>> from schedir.runtime import Gloo, Shared
+    >>> from schedir.runtime import GlooTransport, SharedMemoryTransport
     >>> from schedir.transports.shared_memory import can_share
     >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    >>> program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(ranks=1, microbatches=4))
-    >>> transport = Shared(program) if can_share() else Gloo(program)
+    >>> program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(ranks=1, microbatches=4))
+    >>> transport = SharedMemoryTransport(program) if can_share() else GlooTransport(program)
     >>> transport.model
     'edge'
     >>> distributed.destroy_process_group()

@@ -133,11 +133,11 @@ def check(
     ChannelMismatchError or DeadlockError; and UsageError for `lazy` on hosts that block, and for
     `eager` without the sizes of messages.
 
-    >>> from schedir import Plan, check, compile, parse, schedules, show
-    >>> text = show(compile(schedules.gpipe, Plan(ranks=2, microbatches=2)), folded=False)
-    >>> check(parse(text), model="edge")
+    >>> from schedir import PipelineShape, check, compile, from_text, schedules, to_text
+    >>> text = to_text(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2)), folded=False)
+    >>> check(from_text(text), model="edge")
     <program gpipe: 2 ranks, 20 instructions>
-    >>> check(parse(text.replace("recv_grad 0.1", "")))
+    >>> check(from_text(text.replace("recv_grad 0.1", "")))
     Traceback (most recent call last):
         ...
     schedir.errors.UnmatchedTransferError: gpipe: send_grad 1.1 has no recv_grad 0.1 on rank 0

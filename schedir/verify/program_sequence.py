@@ -47,7 +47,7 @@ class _SequenceStep(NamedTuple):
     first: int  # position of its first instruction there
 
 
-def check_sequence(runs: Sequence[Sequence[Program]], model: Model = "device") -> None:
+def check_program_sequence(runs: Sequence[Sequence[Program]], model: Model = "device") -> None:
     """Check programs that each rank runs one after the other: `runs` has a list for each rank.
 
     The n-th run of a program on one rank belongs to the n-th run of it on every other.  Where
@@ -59,11 +59,11 @@ def check_sequence(runs: Sequence[Sequence[Program]], model: Model = "device") -
     other numbers of ranks, and ProgramSequenceError for the first message that meets one of another step,
     or never meets, and for ranks that wait for each other.
 
-    >>> from schedir import Plan, check_sequence, compile, schedules
-    >>> train = compile(schedules.gpipe, Plan(ranks=2, microbatches=2))
-    >>> evaluate = compile(schedules.forward_only, Plan(ranks=2, microbatches=2))
-    >>> check_sequence([[train, evaluate, train], [train, evaluate, train]])
-    >>> check_sequence([[train, evaluate], [train, train]])
+    >>> from schedir import PipelineShape, check_program_sequence, compile, schedules
+    >>> train = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2))
+    >>> evaluate = compile(schedules.forward_only, PipelineShape(ranks=2, microbatches=2))
+    >>> check_program_sequence([[train, evaluate, train], [train, evaluate, train]])
+    >>> check_program_sequence([[train, evaluate], [train, train]])
     Traceback (most recent call last):
         ...
     schedir.errors.ProgramSequenceError: send_act 0.0 of forward_only arrives as recv_act 1.0 of gpipe

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from schedir.compiler.compile import compile
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
@@ -23,7 +23,7 @@ from schedir.viz.palette import colour, written
 from tests.browser.chromium import Chromium
 
 COSTS = Costs(F=1, B=2, send=0.25)
-PREDICTED = simulate(compile(one_f_one_b, Plan(4, 8), costs=COSTS), COSTS)
+PREDICTED = simulate(compile(one_f_one_b, PipelineShape(4, 8), costs=COSTS), COSTS)
 ACCENT = (0xC8, 0x00, 0x5F)  # of page.css
 GUTTER, HEAD = 96, 70  # of scene.js
 Page = Callable[..., Chromium]
@@ -95,7 +95,7 @@ def test_hovering_tells_of_an_instruction_and_what_it_waited_for(page: Page) -> 
 
 def test_times_are_told_as_finely_as_they_differ(page: Page) -> None:
     costs = Costs(F=10000.125, B=0.125)
-    browser = page(simulate(compile(one_f_one_b, Plan(1, 2), costs=costs), costs))
+    browser = page(simulate(compile(one_f_one_b, PipelineShape(1, 2), costs=costs), costs))
     browser.key("/")
     browser.type("B 0.1")
     browser.key("Enter")
@@ -103,7 +103,7 @@ def test_times_are_told_as_finely_as_they_differ(page: Page) -> None:
 
 
 def test_what_is_of_a_later_update_says_so(page: Page) -> None:
-    plan = Plan(2, 6, updates=3, delay=1)
+    plan = PipelineShape(2, 6, updates=3, delay=1)
     browser = page(simulate(compile(pipedream_2bw, plan), Costs(step=1)))
     browser.key("/")
     browser.type("step")
@@ -251,12 +251,14 @@ def test_nothing_else_runs_and_nobody_is_asked(page: Page) -> None:
 @pytest.mark.parametrize("kind", ["stages", "large", "none"])
 def test_every_kind_of_run_opens(page: Page, kind: str) -> None:
     if kind == "stages":
-        t = simulate(compile(interleaved, Plan(4, 8, 2), tp=2, dp=2), Costs(reduce_grads=1))
+        t = simulate(
+            compile(interleaved, PipelineShape(4, 8, 2), tp=2, dp=2), Costs(reduce_grads=1)
+        )
     elif kind == "large":
-        t = simulate(compile(one_f_one_b, Plan(16, 1100), costs=COSTS), COSTS)
+        t = simulate(compile(one_f_one_b, PipelineShape(16, 1100), costs=COSTS), COSTS)
         assert len(t) > 100_000
     else:
-        t = simulate(compile(one_f_one_b, Plan(1, 1)), Costs(F=0, I=0, W=0))
+        t = simulate(compile(one_f_one_b, PipelineShape(1, 1)), Costs(F=0, I=0, W=0))
     browser = page(t)
     for key in ("m", "p", "c", "w", "ArrowRight", "ArrowDown", "Enter"):
         browser.key(key)
@@ -264,7 +266,7 @@ def test_every_kind_of_run_opens(page: Page, kind: str) -> None:
 
 def test_what_runs_again_is_hatched(page: Page) -> None:
     """R has the hue of F, and so lines across: along a row of pixels its colour comes and goes."""
-    run = simulate(compile(one_f_one_b, Plan(2, 4), recompute="all"))
+    run = simulate(compile(one_f_one_b, PipelineShape(2, 4), recompute="all"))
     browser = page(run)
     row = np.array(
         browser.js("""((canvas) => [...canvas.getContext("2d")

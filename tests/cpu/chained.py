@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from schedir import compile
 from schedir.errors import ExecutionError
 from schedir.ir.isa.instructions import Instr
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.runtime.autograd.splittable_layers import split_linears
+from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1
-from schedir.schedules.schedule_algebra import B, F, Word
+from schedir.schedules.schedule_algebra import B, F, RankSchedule
 
 WIDTH = 4
 BOUNDARY = Boundary((3, WIDTH))
@@ -27,7 +27,7 @@ MICROBATCHES = 4
 def chain(ranks: int, stages: int) -> Any:
     """A schedule that runs each stage on all microbatches, forward and backward."""
 
-    def words(r: int, P: int, m: int) -> Word:
+    def words(r: int, P: int, m: int) -> RankSchedule:
         own = range(stages // ranks)
         down = sum((m * F[j] for j in own[1:]), m * F[0])
         return down + sum((m * B[j] for j in reversed(own[:-1])), m * B[own[-1]])
@@ -36,22 +36,26 @@ def chain(ranks: int, stages: int) -> Any:
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
-    "gpipe": lambda: compile(gpipe, Plan(4, MICROBATCHES)),
-    "1f1b": lambda: compile(one_f_one_b, Plan(4, MICROBATCHES)),
-    "1f1b, fewest slots": lambda: compile(one_f_one_b, Plan(4, MICROBATCHES), slots="fewest"),
-    "zb_h1": lambda: compile(zb_h1, Plan(4, MICROBATCHES)),
-    "interleaved": lambda: compile(interleaved, Plan(2, MICROBATCHES, 2)),
-    "one rank": lambda: compile(chain(1, 4), Plan(1, MICROBATCHES, placement=(0, 0, 0, 0))),
+    "gpipe": lambda: compile(gpipe, PipelineShape(4, MICROBATCHES)),
+    "1f1b": lambda: compile(one_f_one_b, PipelineShape(4, MICROBATCHES)),
+    "1f1b, fewest slots": lambda: compile(
+        one_f_one_b, PipelineShape(4, MICROBATCHES), slots="fewest"
+    ),
+    "zb_h1": lambda: compile(zb_h1, PipelineShape(4, MICROBATCHES)),
+    "interleaved": lambda: compile(interleaved, PipelineShape(2, MICROBATCHES, 2)),
+    "one rank": lambda: compile(
+        chain(1, 4), PipelineShape(1, MICROBATCHES, placement=(0, 0, 0, 0))
+    ),
     "two stages per rank": lambda: compile(
-        chain(2, 4), Plan(2, MICROBATCHES, placement=(0, 0, 1, 1))
+        chain(2, 4), PipelineShape(2, MICROBATCHES, placement=(0, 0, 1, 1))
     ),
-    "recomputed": lambda: compile(one_f_one_b, Plan(4, MICROBATCHES), recompute="all"),
+    "recomputed": lambda: compile(one_f_one_b, PipelineShape(4, MICROBATCHES), recompute="all"),
     "recomputed on one rank": lambda: compile(
-        chain(1, 4), Plan(1, MICROBATCHES, placement=(0, 0, 0, 0)), recompute="all"
+        chain(1, 4), PipelineShape(1, MICROBATCHES, placement=(0, 0, 0, 0)), recompute="all"
     ),
-    "offloaded": lambda: compile(one_f_one_b, Plan(4, MICROBATCHES), offload="all"),
+    "offloaded": lambda: compile(one_f_one_b, PipelineShape(4, MICROBATCHES), offload="all"),
     "offloaded on one rank": lambda: compile(
-        chain(1, 4), Plan(1, MICROBATCHES, placement=(0, 0, 0, 0)), offload="all"
+        chain(1, 4), PipelineShape(1, MICROBATCHES, placement=(0, 0, 0, 0)), offload="all"
     ),
 }
 ON_ONE_RANK = [name for name in PROGRAMS if "one rank" in name]
@@ -76,7 +80,7 @@ def made(first: Callable[[], nn.Module], *others: Callable[[], nn.Module]) -> li
     own = [first(), *(make() for make in others)]
     own += [Layer() for _ in range(4 - len(own))]
     for stage in own:
-        split_linears(stage)
+        make_backward_splittable(stage)
     return own
 
 
@@ -86,9 +90,9 @@ def batch(m: int = MICROBATCHES) -> tuple[Tensor, Tensor]:
     return x, target
 
 
-def world(program: Program, stages: list[nn.Module], **how: Any) -> InProcess:
+def world(program: Program, stages: list[nn.Module], **how: Any) -> InProcessExecutor:
     usual: dict[str, Any] = {"loss": squares, "boundary": BOUNDARY}
-    return InProcess(program, stages, **usual | how)
+    return InProcessExecutor(program, stages, **usual | how)
 
 
 def instruction_of(error: ExecutionError) -> Instr:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.torch_pipelining import Schedule
 from tests.cpu.torchs import Step, stage_of
 
@@ -44,7 +44,7 @@ def step_of(
     def step(rank: int, ranks: int, model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
         mesh = init_device_mesh("cpu", (ranks // dp, dp), mesh_dim_names=("pp", "dp"))
         pp, own = mesh["pp"].get_local_rank(), mesh["dp"]
-        plan = Plan(ranks // dp, MB, max(1, len(model) // (ranks // dp)), placement)  # type: ignore[arg-type]
+        plan = PipelineShape(ranks // dp, MB, max(1, len(model) // (ranks // dp)), placement)  # type: ignore[arg-type]
         parts = {s: wrap(model[s], own) if wrap else model[s] for s in plan.stages_of[pp]}
         schedule = made(parts, len(model), mesh["pp"].get_group(), **options)
         x, y = (each.chunk(dp)[own.get_local_rank()] for each in batch)

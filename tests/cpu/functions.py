@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from schedir.compiler.compile import compile
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import gpipe, interleaved
 
 
@@ -47,7 +47,7 @@ def total(y: Tensor, target: Tensor) -> Tensor:
     return y.sum()
 
 
-def weighed(world: InProcess, stage: int) -> list[float]:
+def weighed(world: InProcessExecutor, stage: int) -> list[float]:
     """The gradient of a stage's weight."""
     found = [own.stages[stage].module for own in world.ranks if stage in own.stages]
     grad = found[0].get_parameter("weight").grad
@@ -55,10 +55,10 @@ def weighed(world: InProcess, stage: int) -> list[float]:
     return cast("list[float]", grad.tolist())
 
 
-def ranks(*runs: Callable[..., Any], ranks: int = 2, **how: Any) -> InProcess:
+def ranks(*runs: Callable[..., Any], ranks: int = 2, **how: Any) -> InProcessExecutor:
     """Stages that functions are, as many to each rank."""
-    plan = Plan(ranks, 2, len(runs) // ranks)
+    plan = PipelineShape(ranks, 2, len(runs) // ranks)
     stages = [Made(run) for run in runs]
     how = {"loss": squares, "boundary": TWO, **how}
     schedule = how.pop("schedule", gpipe if len(runs) == ranks else interleaved)
-    return InProcess(compile(schedule, plan), stages, record=False, **how)
+    return InProcessExecutor(compile(schedule, plan), stages, record=False, **how)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.checkpoints import load, save
 from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.checkpoints.dcp_storage import read
@@ -18,9 +18,9 @@ from schedir.checkpoints.local_state import TensorPiece
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 
 BATCH, CONTEXT, HIDDEN, VOCAB, LAYERS, SAMPLES = 2, 8, 16, 31, 4, 4
 
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
     replica has as many as the plan says."""
 
     schedule: Any
-    plan: Plan
+    plan: PipelineShape
     dp: int = 1
     tp: int = 1
     zero: int = 0
@@ -51,7 +51,9 @@ class Model(NamedTuple):
     clip: bool = False
     optimizer: Any = partial(torch.optim.AdamW, lr=1e-2)
 
-    def stage(self, s: int, plan: Plan, tp: Any, *, sequence: bool = False) -> torch.nn.Module:
+    def stage(
+        self, s: int, plan: PipelineShape, tp: Any, *, sequence: bool = False
+    ) -> torch.nn.Module:
         """A stage of a plan."""
         cfg = gpt.GPTConfig(
             vocab=VOCAB, layers=LAYERS, hidden=HIDDEN, heads=2, context=CONTEXT, tied=self.tied,
@@ -83,7 +85,7 @@ def program_of(layout: Layout, model: Model) -> Any:
 def executor_of(layout: Layout, model: Model) -> Executor:
     """The executor of this process."""
     program = program_of(layout, model)
-    transport = Gloo(program)
+    transport = GlooTransport(program)
     tp = transport.tp_group
     stages = {
         s: model.stage(s, layout.plan, tp, sequence=program.sequence)
@@ -99,11 +101,11 @@ def executor_of(layout: Layout, model: Model) -> Executor:
     )  # fmt: skip
 
 
-def in_process(layout: Layout, model: Model, **how: Any) -> InProcess:
+def in_process(layout: Layout, model: Model, **how: Any) -> InProcessExecutor:
     """All ranks of a layout without replicas and slices."""
     program = program_of(layout, model)
     stages = [model.stage(s, layout.plan, None) for s in range(layout.plan.stages)]
-    return InProcess(
+    return InProcessExecutor(
         program, stages,
         loss=gpt.loss,
         boundary=model.boundary(),
@@ -113,7 +115,7 @@ def in_process(layout: Layout, model: Model, **how: Any) -> InProcess:
     )  # fmt: skip
 
 
-def steps(executor: Executor | InProcess, first: int, end: int) -> list[float]:
+def steps(executor: Executor | InProcessExecutor, first: int, end: int) -> list[float]:
     """The losses of steps from a number on, where they are known."""
     found = []
     of = executor if isinstance(executor, Executor) else executor.ranks[0]
@@ -154,7 +156,7 @@ def trained(layout: Layout, model: Model, folder: Path) -> None:
     save(executor, folder, step=6, names=same)
 
 
-def resumed(executor: Executor | InProcess, folder: Path, name: str) -> None:
+def resumed(executor: Executor | InProcessExecutor, folder: Path, name: str) -> None:
     """What was saved is read, and saved again before and after three more steps."""
     assert load(executor, folder, step=3, names=same) == {"step": 3, "extra": {}}
     save(executor, folder / name, step=3, names=same)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from schedir.runtime.autograd.splittable_layers import split_linears
+from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 
 ROWS, WIDTH = 3, 8
@@ -102,7 +102,7 @@ def drawn(stages: int, seed: int, tensors: int = 4) -> tuple[list[nn.Module], di
         if s == stages - 1:
             gives = [Out("made", Boundary((ROWS, WIDTH)))]
         rng.shuffle(gives)
-        modules.append(split_linears(Many(takes, uses, gives, rng.random() < 0.3)))
+        modules.append(make_backward_splittable(Many(takes, uses, gives, rng.random() < 0.3)))
         takes = [out.boundary for out in gives]
         boundaries[s] = tuple(takes)
     del boundaries[stages - 1]

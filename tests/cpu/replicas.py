@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from schedir import compile
 from schedir.ir.isa.instructions import ADDS, Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.runtime import split_linears
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters import overlapped_reduction
 from schedir.runtime.parameters.mixed_precision import LossScale, float32_gradients
 from schedir.transports.collectives import Group, Kind
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from schedir.transports.transport import Work
 from tests.cpu.tiny_stages import zb
 
@@ -134,7 +134,7 @@ def _clamp(p: Tensor) -> None:
     p.grad = p.grad.clamp(-0.5, 0.5)
 
 
-class Spied(Gloo):
+class Spied(GlooTransport):
     """Notes what is begun for replicas, and where the rank stands then."""
 
     executor: Executor
@@ -149,7 +149,7 @@ class Spied(Gloo):
 
 class Case(NamedTuple):
     schedule: Any
-    plan: Plan
+    plan: PipelineShape
     how: str = ""
     clip: bool = True
     scaled: bool = False
@@ -168,7 +168,7 @@ def loss(y: Tensor, target: Tensor) -> Tensor:
     return torch.where(target.isnan().any(), torch.nan, usual)
 
 
-def executor_of(case: Case, transport: type[Gloo] = Spied) -> Executor:
+def executor_of(case: Case, transport: type[GlooTransport] = Spied) -> Executor:
     program = compile(
         case.schedule, case.plan, dp=2, model="edge", overlap=True, clip=case.clip
     )  # fmt: skip
@@ -176,7 +176,7 @@ def executor_of(case: Case, transport: type[Gloo] = Spied) -> Executor:
     stages: list[nn.Module] = [Layers(case.how) for _ in range(case.plan.stages)]
     if case.schedule is zb:
         for stage in stages:
-            split_linears(stage)
+            make_backward_splittable(stage)
     gloo = transport(program)
     own = {s: stages[s] for s in program.plan.stages_of[gloo.rank]}
     parameters = [p for stage in own.values() for p in stage.parameters() if p.requires_grad]

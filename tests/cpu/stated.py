@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from schedir import Plan, Program
+from schedir import PipelineShape, Program
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
 from schedir.schedules import (
     dualpipe,
@@ -51,14 +51,14 @@ MAKES: dict[str, Make] = {
     "bfloat16": main_copies,
 }
 SHAPES = {
-    "interleaved": (interleaved, Plan(2, 4, 3)),
-    "1F1B": (one_f_one_b, Plan(3, 4)),
-    "in a vee": (dualpipe_v, Plan(2, 4, 2, "vee")),
-    "mirrored": (dualpipe, Plan(2, 4, placement="mirror")),
+    "interleaved": (interleaved, PipelineShape(2, 4, 3)),
+    "1F1B": (one_f_one_b, PipelineShape(3, 4)),
+    "in a vee": (dualpipe_v, PipelineShape(2, 4, 2, "vee")),
+    "mirrored": (dualpipe, PipelineShape(2, 4, placement="mirror")),
 }
 
 
-def made(program: Program, make: Make, *, half: bool = False, **how: Any) -> InProcess:
+def made(program: Program, make: Make, *, half: bool = False, **how: Any) -> InProcessExecutor:
     stages = gpt_stages(program.plan.stages, bool(program.tied))
     for stage in stages if half else ():
         float32_gradients(stage.bfloat16())
@@ -67,10 +67,12 @@ def made(program: Program, make: Make, *, half: bool = False, **how: Any) -> InP
     boundary = Boundary((BATCH, CONTEXT, HIDDEN), torch.bfloat16) if half else BOUNDARY
     if program.clip:
         how.setdefault("max_norm", 0.5)
-    return InProcess(program, stages, loss=gpt.loss, boundary=boundary, optimizer=make, **how)
+    return InProcessExecutor(
+        program, stages, loss=gpt.loss, boundary=boundary, optimizer=make, **how
+    )
 
 
-def stepped(world: InProcess, *at: int) -> list[Tensor]:
+def stepped(world: InProcessExecutor, *at: int) -> list[Tensor]:
     """Losses of some steps, in an order that a seed picks."""
     found = []
     for k in at:
@@ -79,7 +81,7 @@ def stepped(world: InProcess, *at: int) -> list[Tensor]:
     return found
 
 
-def left(world: InProcess) -> list[Tensor]:
+def left(world: InProcessExecutor) -> list[Tensor]:
     """Each rank's parameters, with what its optimizer keeps of each, and the loss scale."""
     found: list[Any] = []
     for rank in world.ranks:
@@ -97,7 +99,9 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
 
 
-def both(schedule: Any, plan: Plan, *, states: str = "host", **how: Any) -> tuple[Program, Program]:
+def both(
+    schedule: Any, plan: PipelineShape, *, states: str = "host", **how: Any
+) -> tuple[Program, Program]:
     """A program with states on the device, and the same with them on the host, or on the disk."""
     other = schedir.compile(schedule, plan, model="edge", states=states, **how)
     how = {name: one for name, one in how.items() if name not in ("state_slots", "state_rooms")}

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from schedir import compile
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
@@ -21,7 +21,7 @@ from schedir.training.config.run_config import Config, DataConfig, PipelineConfi
 from schedir.training.config.train_config import TrainConfig
 from schedir.training.train import program_of
 from schedir.training.trainer import _Trainer
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from schedir.transports.p2p_groups import EdgeGroups
 from tests.cpu.spawn import RankError, run
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages
@@ -31,9 +31,9 @@ def _executor(process: int, differs: str) -> None:
     """One of two ranks, or of two replicas, of which process 1 has something of its own."""
     other = process == 1
     replicas = differs in ("hidden", "gradients", "turned", "order", "fewer")
-    plan = Plan(1, 2) if replicas else Plan(2, 2)
+    plan = PipelineShape(1, 2) if replicas else PipelineShape(2, 2)
     program = compile(one_f_one_b, plan, tied=plan.ranks > 1, dp=1 + replicas, clip=True)
-    transport = (EdgeGroups if other and differs == "transport" else Gloo)(program)
+    transport = (EdgeGroups if other and differs == "transport" else GlooTransport)(program)
     stages = gpt_stages(plan.stages)
     if replicas and other:
         if differs == "gradients":

@@ -17,39 +17,41 @@ from torch import Tensor, nn
 
 from schedir import compile, schedules
 from schedir.compiler.compile import lower
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import tied_stages
 from schedir.ir.program import Program
 from schedir.models import gpt
-from schedir.runtime import split_linears
+from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer, float32_gradients
-from schedir.testing import plans, random_draft
-from schedir.transports.gloo import Gloo
-from schedir.transports.shared_memory import Shared, can_share
+from schedir.testing import random_compute_program, shapes
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.shared_memory import SharedMemoryTransport, can_share
 from tests.cpu.spawn import run
 from tests.cpu.test_finite import learned, set_stage, spoilt
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 
 ADAMW = partial(torch.optim.AdamW, lr=0.1)
-PLANS: list[tuple[Any, Plan]] = [
-    (schedules.one_f_one_b, Plan(3, 4)),
-    (schedules.zb_h1, Plan(3, 4)),
-    (schedules.interleaved, Plan(2, 4, 2)),
-    (schedules.zb_v, Plan(2, 4, placement="vee")),
-    (schedules.dualpipe, Plan(2, 4, placement="mirror")),
+PLANS: list[tuple[Any, PipelineShape]] = [
+    (schedules.one_f_one_b, PipelineShape(3, 4)),
+    (schedules.zb_h1, PipelineShape(3, 4)),
+    (schedules.interleaved, PipelineShape(2, 4, 2)),
+    (schedules.zb_v, PipelineShape(2, 4, placement="vee")),
+    (schedules.dualpipe, PipelineShape(2, 4, placement="mirror")),
 ]
 
 
-def both(make: Callable[[str], InProcess]) -> tuple[InProcess, InProcess]:
+def both(make: Callable[[str], InProcessExecutor]) -> tuple[InProcessExecutor, InProcessExecutor]:
     """Virtual ranks whose steps wait for the norm, and some whose steps do not."""
     return make("before"), make("after")
 
 
-def gpts(schedule: Any, plan: Plan, tied: bool = False, **how: Any) -> tuple[InProcess, InProcess]:
-    def make(validate: str) -> InProcess:
+def gpts(
+    schedule: Any, plan: PipelineShape, tied: bool = False, **how: Any
+) -> tuple[InProcessExecutor, InProcessExecutor]:
+    def make(validate: str) -> InProcessExecutor:
         if isinstance(schedule, Program):
             program = lower(
                 replace(schedule, clip=True, validate=validate, tied=tied_stages(tied, plan))
@@ -58,22 +60,22 @@ def gpts(schedule: Any, plan: Plan, tied: bool = False, **how: Any) -> tuple[InP
             program = compile(schedule, plan, clip=True, validate=validate)
         stages = [spoilt(stage) for stage in gpt_stages(plan.stages, tied=tied)]
         told: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAMW} | how
-        return InProcess(program, stages, **told)
+        return InProcessExecutor(program, stages, **told)
 
     return both(make)
 
 
-def repeated(ranks: InProcess) -> int:
+def repeated(ranks: InProcessExecutor) -> int:
     """How many steps were run again, on every rank."""
     (number,) = {rank.state.ahead.repeated for rank in ranks.ranks if rank.state.ahead}
     return number
 
 
-def norms(ranks: InProcess) -> list[float]:
+def norms(ranks: InProcessExecutor) -> list[float]:
     return [float(rank.norm) for rank in ranks.ranks]
 
 
-def same(one: InProcess, other: InProcess) -> bool:
+def same(one: InProcessExecutor, other: InProcessExecutor) -> bool:
     """Whether two have the same weights, state of optimizers, buffers, norms and verdicts."""
     pairs = [*zip(learned(one), learned(other), strict=True)]
     for a, b in zip(one.ranks, other.ranks, strict=True):
@@ -86,14 +88,14 @@ def same(one: InProcess, other: InProcess) -> bool:
     return all(torch.equal(a.nan_to_num(-7.0), b.nan_to_num(-7.0)) for a, b in pairs)
 
 
-def other_stage(ranks: InProcess, s: int) -> nn.Module:
+def other_stage(ranks: InProcessExecutor, s: int) -> nn.Module:
     return next(rank.stages[s].module for rank in ranks.ranks if s in rank.stages)
 
 
 # Norms of the first steps are 1.2, 0.7, 0.5 or so: all are clipped, the first, or none.
 @pytest.mark.parametrize("max_norm", [0.1, 1.0, math.inf])
 @pytest.mark.parametrize(("schedule", "plan"), PLANS)
-def test_the_same_bits(schedule: Any, plan: Plan, max_norm: float) -> None:
+def test_the_same_bits(schedule: Any, plan: PipelineShape, max_norm: float) -> None:
     right, ahead = gpts(schedule, plan, max_norm=max_norm)
     for k in range(6):
         for ranks in (right, ahead):
@@ -109,7 +111,7 @@ def test_the_same_bits(schedule: Any, plan: Plan, max_norm: float) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    plans(ranks=3, microbatches=4, stages_per_rank=2),
+    shapes(ranks=3, microbatches=4, stages_per_rank=2),
     st.integers(0, 2**32),
     st.booleans(),
     st.sampled_from([0.5, 0.9, 1.3, math.inf]),
@@ -122,13 +124,13 @@ def test_the_same_bits(schedule: Any, plan: Plan, max_norm: float) -> None:
     ),
 )
 def test_random_schedules_orders_and_verdicts(
-    plan: Plan,
+    plan: PipelineShape,
     seed: int,
     tied: bool,
     max_norm: float,
     steps: list[tuple[int, float, bool]],
 ) -> None:
-    draft = random_draft(plan, random.Random(seed))
+    draft = random_compute_program(plan, random.Random(seed))
     if draft.plan.updates > 1:
         return
     right, ahead = gpts(draft, plan, tied and plan.stages > 1, max_norm=max_norm)
@@ -191,20 +193,20 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
     torch.manual_seed(2)
     drawn = dict.fromkeys(("before", "after"), torch.get_rng_state())
 
-    def step(ranks: InProcess, x: Tensor, y: Tensor) -> Tensor:
+    def step(ranks: InProcessExecutor, x: Tensor, y: Tensor) -> Tensor:
         """From where its own last one has left torch's generator."""
         torch.set_rng_state(drawn[ranks.program.validate])
         loss = ranks.step(x, y)
         drawn[ranks.program.validate] = torch.get_rng_state()
         return loss
 
-    def make(validate: str) -> InProcess:
+    def make(validate: str) -> InProcessExecutor:
         torch.manual_seed(0)
         stages = [Noisy() for _ in range(3)]
         for stage in stages if wide else ():
             float32_gradients(stage.to(torch.bfloat16))
-        program = compile(schedules.one_f_one_b, Plan(3, 4), clip=True, validate=validate)
-        return InProcess(
+        program = compile(schedules.one_f_one_b, PipelineShape(3, 4), clip=True, validate=validate)
+        return InProcessExecutor(
             program, stages, loss=squares, max_norm=260.0, seed=seed,
             optimizer=lambda ps: OPTIMIZERS[optimizer]([p for p in ps if p.requires_grad]),
             boundary=Boundary((4, 8), torch.bfloat16 if wide else torch.float32),
@@ -239,12 +241,12 @@ def test_a_loss_scale_is_led_by_the_right_updates() -> None:
     """float16: the scale begins too large, and halves until updates are finite."""
     scale = partial(LossScale, 2.0**24, interval=2)
 
-    def make(validate: str) -> InProcess:
+    def make(validate: str) -> InProcessExecutor:
         stages = [spoilt(stage.to(torch.float16)) for stage in gpt_stages(3, tied=False)]
         for stage in stages:
             float32_gradients(stage)
-        return InProcess(
-            compile(schedules.one_f_one_b, Plan(3, 4), clip=True, validate=validate), stages,
+        return InProcessExecutor(
+            compile(schedules.one_f_one_b, PipelineShape(3, 4), clip=True, validate=validate), stages,
             loss=gpt.loss, boundary=Boundary(BOUNDARY.shape, torch.float16), loss_scale=scale,
             optimizer=lambda ps: MainOptimizer(ps, ADAMW), max_norm=math.inf,
         )  # fmt: skip
@@ -260,11 +262,15 @@ def test_a_loss_scale_is_led_by_the_right_updates() -> None:
 
 
 def _process(rank: int, name: str, dp: int, max_norm: float) -> Any:
-    schedule, plan = getattr(schedules, name), Plan(4 // dp, 4)
+    schedule, plan = getattr(schedules, name), PipelineShape(4 // dp, 4)
     found = []
     for validate in ("before", "after"):
         program = compile(schedule, plan, dp=dp, clip=True, validate=validate)
-        transport = Shared(program) if name == "zb_h1" and can_share() else Gloo(program)
+        transport = (
+            SharedMemoryTransport(program)
+            if name == "zb_h1" and can_share()
+            else GlooTransport(program)
+        )
         stages = [spoilt(stage) for stage in gpt_stages(plan.stages, tied=False)]
         own = {s: stages[s] for s in plan.stages_of[transport.rank]}
         ps = [p for stage in own.values() for p in stage.parameters()]
@@ -302,12 +308,12 @@ def test_processes_have_the_same_bits(name: str, dp: int, max_norm: float) -> No
 def test_split_layers(how: dict[str, Any]) -> None:
     """W computes with tapes, in any order; and forwards are run again."""
 
-    def make(validate: str) -> InProcess:
-        program = compile(schedules.zb_h2, Plan(3, 5), clip=True, validate=validate, **how)
+    def make(validate: str) -> InProcessExecutor:
+        program = compile(schedules.zb_h2, PipelineShape(3, 5), clip=True, validate=validate, **how)
         stages = gpt_stages(3, tied=False)
         for stage in stages:
-            split_linears(stage)
-        return InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY, optimizer=ADAMW)
+            make_backward_splittable(stage)
+        return InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, optimizer=ADAMW)
 
     right, ahead = both(make)
     for k in range(5):

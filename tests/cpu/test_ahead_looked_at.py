@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from schedir import compile, schedules
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.runtime.in_process import InProcess
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
 from tests.cpu.test_ahead import ADAMW, same, squares
 from tests.cpu.test_finite import Stranger, hooked, learned
@@ -24,12 +24,12 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "ahead.txt"
 X = torch.arange(24.0).view(4, 2, 3)
 
 
-def one(**how: Any) -> InProcess:
-    program = compile(schedules.one_f_one_b, Plan(2, 4), clip=True, validate="after")
+def one(**how: Any) -> InProcessExecutor:
+    program = compile(schedules.one_f_one_b, PipelineShape(2, 4), clip=True, validate="after")
     told: dict[str, Any] = {"loss": squares, "boundary": (2, 3), "optimizer": ADAMW} | how
     torch.manual_seed(0)
     stages = told.pop("stages", None) or [nn.Linear(3, 3) for _ in range(2)]
-    return InProcess(program, stages, **told)
+    return InProcessExecutor(program, stages, **told)
 
 
 class Broken(nn.Linear):
@@ -97,8 +97,8 @@ def test_what_is_given_is_as_one_step_leaves_it(max_norm: float) -> None:
     for validate in ("before", "after"):
         torch.manual_seed(0)
         loss, stages = Head(), [nn.Linear(3, 3) for _ in range(2)]
-        program = compile(schedules.one_f_one_b, Plan(2, 4), clip=True, validate=validate)
-        ranks = InProcess(
+        program = compile(schedules.one_f_one_b, PipelineShape(2, 4), clip=True, validate=validate)
+        ranks = InProcessExecutor(
             program, stages, loss=loss, boundary=(2, 3), optimizer=ADAMW, max_norm=max_norm
         )
         x, y = X.clone().requires_grad_(), X.clone()
@@ -110,7 +110,9 @@ def test_what_is_given_is_as_one_step_leaves_it(max_norm: float) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def _looks(what: Callable[[InProcess, nn.Module, Any], object], **how: Any) -> Callable[[], object]:
+def _looks(
+    what: Callable[[InProcessExecutor, nn.Module, Any], object], **how: Any
+) -> Callable[[], object]:
     def look() -> object:
         ranks = one(**how)
         ranks.step(X, X)
@@ -120,19 +122,19 @@ def _looks(what: Callable[[InProcess, nn.Module, Any], object], **how: Any) -> C
     return look
 
 
-def _written(ranks: InProcess, stage: nn.Module, _: Any) -> object:
+def _written(ranks: InProcessExecutor, stage: nn.Module, _: Any) -> object:
     with torch.no_grad():
         next(stage.parameters()).mul_(2)
     return ranks.step(X, X)
 
 
-def _hooked(ranks: InProcess, _: nn.Module, optimizer: Any) -> object:
+def _hooked(ranks: InProcessExecutor, _: nn.Module, optimizer: Any) -> object:
     optimizer.register_step_post_hook(lambda *_: None)
     return ranks.step(X, X)
 
 
-def _write(what: str) -> Callable[[InProcess, nn.Module, Any], object]:
-    def write(ranks: InProcess, stage: nn.Module, optimizer: Any) -> object:
+def _write(what: str) -> Callable[[InProcessExecutor, nn.Module, Any], object]:
+    def write(ranks: InProcessExecutor, stage: nn.Module, optimizer: Any) -> object:
         p = next(stage.parameters())
         if what == "data":
             p.data.clamp_(-0.1, 0.1)
@@ -155,7 +157,7 @@ def _slow(ps: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in ps if p.requires_grad], lr=1e-12)
 
 
-def _late(ranks: InProcess, stage: nn.Module, _: Any) -> object:
+def _late(ranks: InProcessExecutor, stage: nn.Module, _: Any) -> object:
     """A forward begins to write to a frozen Parameter, in a step that is in vain."""
     late = ranks.ranks[0].stages[0].module
     for k in range(3):
@@ -180,10 +182,10 @@ class Late(nn.Linear):
         return super().forward(x)
 
 
-def _other(ranks: InProcess, _: nn.Module, optimizer: Any) -> object:
+def _other(ranks: InProcessExecutor, _: nn.Module, optimizer: Any) -> object:
     stages = [rank.stages[rank.rank].module for rank in ranks.ranks]
-    evaluate = compile(schedules.forward_only, Plan(2, 4))
-    return InProcess(evaluate, stages, loss=squares, boundary=(2, 3)).step(X, X)
+    evaluate = compile(schedules.forward_only, PipelineShape(2, 4))
+    return InProcessExecutor(evaluate, stages, loss=squares, boundary=(2, 3)).step(X, X)
 
 
 def _nested() -> list[nn.Module]:

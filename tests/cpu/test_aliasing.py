@@ -16,13 +16,13 @@ from torch.nn import functional
 from schedir import compile
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import forward_only, one_f_one_b
-from schedir.transports.gloo import Gloo
-from schedir.transports.shared_memory import Shared
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.chained import (
     BOUNDARY,
     MICROBATCHES,
@@ -72,7 +72,7 @@ def test_a_buffer_that_is_returned_twice(name: str, others: list[Any]) -> None:
     """In any order, the bits of a stage that returns new tensors, or an error."""
     program, refused = PROGRAMS[name](), 0
     right = made(Fresh, *others)
-    total = reference(right, *batch(), loss=squares)
+    total = run_sequential(right, *batch(), loss=squares)
     for seed in (None, 0, 1, 2):
         own = made(Reuses, *others)
         try:
@@ -90,7 +90,7 @@ def test_a_buffer_that_is_returned_twice(name: str, others: list[Any]) -> None:
 def test_any_legal_order_has_the_bits_of_the_reference_or_is_refused(seed: int, kind: Any) -> None:
     program = PROGRAMS["zb_h1"]()
     own, right = made(kind), made(Fresh)
-    total = reference(right, *batch(), loss=squares)
+    total = run_sequential(right, *batch(), loss=squares)
     try:
         assert torch.equal(world(program, own).step(*batch(), seed=seed), total)
     except ExecutionError as error:
@@ -100,7 +100,7 @@ def test_any_legal_order_has_the_bits_of_the_reference_or_is_refused(seed: int, 
 
 
 def _reuses(rank: int, kind: Any) -> None:
-    program = compile(one_f_one_b, Plan(2, MICROBATCHES), model="edge")
+    program = compile(one_f_one_b, PipelineShape(2, MICROBATCHES), model="edge")
     own = made(Reuses)[:1] if rank == 0 else [Layer()]
     executor = Executor(
         program, rank, {rank: own[0]}, kind(program), loss=squares, boundary=BOUNDARY
@@ -108,7 +108,7 @@ def _reuses(rank: int, kind: Any) -> None:
     executor.step(*batch())
 
 
-@pytest.mark.parametrize("kind", [Gloo, Shared])
+@pytest.mark.parametrize("kind", [GlooTransport, SharedMemoryTransport])
 def test_processes_refuse_a_buffer_that_is_returned_twice(kind: Any) -> None:
     with pytest.raises(RankError, match="send_act"):
         run(_reuses, 2, kind)
@@ -127,13 +127,13 @@ class Sums(nn.Module):
 
 
 def test_a_loss_that_is_returned_twice() -> None:
-    program = compile(forward_only, Plan(4, MICROBATCHES))
+    program = compile(forward_only, PipelineShape(4, MICROBATCHES))
     with pytest.raises(ModelError):
         world(program, made(Layer), loss=Sums()).step(*batch())
-    alone = compile(forward_only, Plan(4, 1))
+    alone = compile(forward_only, PipelineShape(4, 1))
     own = made(Layer)
     x, target = batch(1)
-    want = reference(deepcopy(own), x, target, loss=squares)
+    want = run_sequential(deepcopy(own), x, target, loss=squares)
     assert torch.equal(world(alone, own, loss=Sums()).step(x, target), want)
 
 
@@ -203,7 +203,7 @@ def test_an_output_that_overlaps_another_is_not_changed_in_place(
         world(PROGRAMS[name](), own, boundary=edges).step(*batch())
     assert instruction_of(error.value)[:2] == (Opcode.Forward, 1)
     with pytest.raises(ModelError, match="in place"):
-        reference(own, *batch(), loss=squares)
+        run_sequential(own, *batch(), loss=squares)
 
 
 class Halves(Layer):
@@ -218,7 +218,7 @@ def test_outputs_in_one_storage_that_do_not_overlap(name: str) -> None:
     edges = {0: (BOUNDARY, BOUNDARY), 1: BOUNDARY, 2: BOUNDARY}
     ranks = world(PROGRAMS[name](), own, boundary=edges)
     for _ in range(2):
-        assert torch.equal(ranks.step(*batch()), reference(right, *batch(), loss=squares))
+        assert torch.equal(ranks.step(*batch()), run_sequential(right, *batch(), loss=squares))
         assert same_bits(gradients(own), gradients(right))
 
 
@@ -271,7 +271,7 @@ def test_a_stage_that_changes_what_another_has(name: str, what: str, says_so: bo
     ranks = world(PROGRAMS[name](), own)
     try:
         for step in range(2):
-            total = reference(right, x, target, loss=squares, step=step)
+            total = run_sequential(right, x, target, loss=squares, step=step)
             assert torch.equal(ranks.step(x, target), total)
             assert same_bits(gradients(own), gradients(right))
     except ExecutionError as error:

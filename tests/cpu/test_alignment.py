@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.ir.program import Program
-from schedir.runtime import split_linears
+from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import interleaved, interleaved_zb
-from schedir.transports.gloo import Gloo
-from schedir.transports.shared_memory import Shared
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.spawn import run
 
 ROWS, WIDTH, EXTRA = 3, 5, 7  # odd, so that a tensor packed after another one is not aligned
@@ -71,11 +71,11 @@ def misplaced(program: Program, transport: Any = None, seed: int | None = None) 
     count = program.plan.stages
     own = {s: Stage(s, count) for s in range(count)}
     for stage in own.values():
-        split_linears(stage)
+        make_backward_splittable(stage)
     everything: dict[str, Any] = {"loss": loss, "boundary": BOUNDARY}
     x, y = torch.randn(2, 4, ROWS, WIDTH)
     if transport is None:
-        ranks = InProcess(program, [*own.values()], **everything)
+        ranks = InProcessExecutor(program, [*own.values()], **everything)
         for _ in range(2):
             ranks.step(x, y, seed=seed)
     else:
@@ -105,17 +105,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("seed", [None, 0])
 def test_in_process(schedule: Any, option: str, seed: int | None) -> None:
-    program = schedir.compile(schedule, Plan(2, 4, 2), **OPTIONS[option])
+    program = schedir.compile(schedule, PipelineShape(2, 4, 2), **OPTIONS[option])
     assert not misplaced(program, seed=seed)
 
 
 def _in_processes(rank: int) -> dict[str, list[int]]:
     found = {}
     for zero in range(4):
-        program = schedir.compile(interleaved_zb, Plan(2, 4, 2), dp=2, zero=zero, model="edge")
-        found[f"Gloo, ZeRO {zero}"] = misplaced(program, Gloo(program))
-    program = schedir.compile(interleaved_zb, Plan(4, 4, 1), model="edge")
-    found["Shared"] = misplaced(program, Shared(program))
+        program = schedir.compile(
+            interleaved_zb, PipelineShape(2, 4, 2), dp=2, zero=zero, model="edge"
+        )
+        found[f"Gloo, ZeRO {zero}"] = misplaced(program, GlooTransport(program))
+    program = schedir.compile(interleaved_zb, PipelineShape(4, 4, 1), model="edge")
+    found["Shared"] = misplaced(program, SharedMemoryTransport(program))
     return found
 
 

@@ -19,12 +19,12 @@ from benchmarks import figures
 from benchmarks import gpu as benchmark
 from benchmarks.figures import Figure
 from benchmarks.gpu import layer_flop, main, of_a_gpt, of_ranks, peak, recorded, sleeping
-from schedir import Costs, Plan, compile, simulate
+from schedir import Costs, PipelineShape, compile, simulate
 from schedir.ir.cost.sizes import Sizes
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import one_f_one_b
 from schedir.testing import tiny_model
 from tests.cpu.virtual_gpu import Stream, copies, install
@@ -220,8 +220,8 @@ def test_figures_of_a_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_peak_of_ranks_together_is_in_the_order_of_issue() -> None:
     sizes = Sizes(activation=1.0, saved=10.0, weights=100.0)
     for ranks in (1, 3):
-        program = compile(one_f_one_b, Plan(ranks, 6), model="edge", slots="fewest")
-        world = InProcess(
+        program = compile(one_f_one_b, PipelineShape(ranks, 6), model="edge", slots="fewest")
+        world = InProcessExecutor(
             program,
             tiny_model.tiny_stages(ranks),
             loss=tiny_model.loss,

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir import Plan, compile
+from schedir import PipelineShape, compile
 from schedir.errors import ExecutionError
-from schedir.runtime import InProcess
+from schedir.runtime import InProcessExecutor
 from schedir.runtime.model_checks.tensor_fingerprint import sum_of_bits
 from schedir.schedules import one_f_one_b
 
@@ -69,7 +69,7 @@ class _Shuffles(torch.nn.Linear):
 
 def test_recomputing_rows_in_another_order_is_refused() -> None:
     stages = [_Shuffles(6, 6) for _ in range(2)]
-    program = compile(one_f_one_b, Plan(2, 4), recompute="all")
-    ranks = InProcess(program, stages, loss=torch.nn.functional.mse_loss, boundary=(9, 6))
+    program = compile(one_f_one_b, PipelineShape(2, 4), recompute="all")
+    ranks = InProcessExecutor(program, stages, loss=torch.nn.functional.mse_loss, boundary=(9, 6))
     with pytest.raises(ExecutionError, match="gives something else"):
         ranks.step(*torch.randn(2, 4, 9, 6))

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.size_measurement import boundaries_of, sizes_of
+from schedir.runtime.boundaries.size_measurement import infer_boundaries, measure_sizes
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import (
     chimera,
     forward_only,
@@ -33,10 +33,10 @@ from schedir.schedules import (
     zb_h1,
     zb_v,
 )
-from schedir.testing import drafts
-from schedir.transports.gloo import Gloo
+from schedir.testing import compute_programs
+from schedir.transports.gloo import GlooTransport
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
-from schedir.transports.shared_memory import Shared
+from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.functions import BOTH, COUNT, TWO, Made, X, ranks, squares, total, two, weighed
 from tests.cpu.many_tensors import batch, drawn, gradients, loss, same_bits
 from tests.cpu.spawn import run
@@ -50,18 +50,20 @@ def as_in(program: Program, seed: int, order: int | None = None) -> None:
     stages, boundary = drawn(program.plan.stages, seed)
     plain = deepcopy(stages)
     inputs, targets, keywords = batch(program.plan.microbatches)
-    right = reference(plain, inputs, targets, loss=loss, program=program, keywords=keywords)
-    found = boundaries_of(plain, inputs[0], keywords=keywords[0])
+    right = run_sequential(plain, inputs, targets, loss=loss, program=program, keywords=keywords)
+    found = infer_boundaries(plain, inputs[0], keywords=keywords[0])
     assert found == boundary
     norm = math.inf if program.clip else None  # of which nothing is clipped
-    ranks = InProcess(program, stages, loss=loss, boundary=found, max_norm=norm, record=False)
+    ranks = InProcessExecutor(
+        program, stages, loss=loss, boundary=found, max_norm=norm, record=False
+    )
     for _ in range(2):  # the second has what the first left in every slot
         total = ranks.step(inputs, targets, seed=order, keywords=keywords)
         assert torch.equal(total, right)
         assert not program.trains or same_bits(gradients(stages), gradients(plain))
 
 
-@given(drafts(microbatches=4), st.integers(0, 2**16), st.integers(0, 9))
+@given(compute_programs(microbatches=4), st.integers(0, 2**16), st.integers(0, 9))
 @settings(max_examples=40)
 def test_any_tensors_pass_in_any_order(draft: Program, seed: int, order: int) -> None:
     program = lower(replace(draft, clip=bool(order % 2)))
@@ -70,14 +72,14 @@ def test_any_tensors_pass_in_any_order(draft: Program, seed: int, order: int) ->
 
 def test_a_program_of_several_updates_has_the_gradients_of_its_last() -> None:
     """Nobody steps: so each update has the same weights."""
-    plan = Plan(3, 8, updates=2, delay=1)
+    plan = PipelineShape(3, 8, updates=2, delay=1)
     stages, boundary = drawn(3, 3)
     plain = deepcopy(stages)
     inputs, targets, keywords = batch(8)
-    InProcess(compile(pipedream_2bw, plan), stages, loss=loss, boundary=boundary).step(
+    InProcessExecutor(compile(pipedream_2bw, plan), stages, loss=loss, boundary=boundary).step(
         inputs, targets, keywords=keywords, seed=1
     )
-    reference(plain, inputs[4:], targets[4:], loss=loss, keywords=keywords[4:])
+    run_sequential(plain, inputs[4:], targets[4:], loss=loss, keywords=keywords[4:])
     assert same_bits(gradients(stages), gradients(plain))
 
 
@@ -121,8 +123,12 @@ def test_a_stage_that_says_so_writes_to_copies() -> None:
 
     mine: list[Tensor] = []
     stages = [Made(keeps), Says(writes)]
-    world = InProcess(
-        compile(interleaved, Plan(1, 2, 2)), stages, loss=squares, boundary=TWO, record=False
+    world = InProcessExecutor(
+        compile(interleaved, PipelineShape(1, 2, 2)),
+        stages,
+        loss=squares,
+        boundary=TWO,
+        record=False,
     )
     assert torch.equal(world.step(X, X), 2 * COUNT.float().square().sum())
     assert all(torch.equal(one, COUNT) for one in mine)
@@ -152,9 +158,11 @@ def test_what_a_stage_does_not_use_has_a_gradient_of_zeros(slots: Any) -> None:
         return w * (x + y) if float(x.detach().sum()) > 4 else w * x
 
     inputs = torch.arange(1, 5).float().view(4, 1).expand(4, 4)
-    plan = Plan(2, 4)
+    plan = PipelineShape(2, 4)
     stages: list[nn.Module] = [Made(both), Made(some)]
-    world = InProcess(compile(one_f_one_b, plan, slots=slots), stages, loss=total, boundary=BOTH)
+    world = InProcessExecutor(
+        compile(one_f_one_b, plan, slots=slots), stages, loss=total, boundary=BOTH
+    )
     for _ in range(2):
         world.step(inputs, inputs)
         assert weighed(world, 0) == [10.0 + 3 * 3] * 4
@@ -190,9 +198,11 @@ def test_of_each_edge_its_own_shapes_are_counted() -> None:
         return (w * x * count)[:3].bfloat16()
 
     stages = [Made(two), Made(narrow), Made(lambda w, x: w[:3] * x)]
-    sizes = sizes_of(stages, X[0], X[0, :3], loss=total, boundary=edges)
+    sizes = measure_sizes(stages, X[0], X[0, :3], loss=total, boundary=edges)
     assert sizes.activation == (512.0, 6.0, 0.0) and sizes.gradient == (16.0, 6.0, 0.0)
-    world = InProcess(compile(gpipe, Plan(3, 2)), stages, loss=loss, boundary=edges)
+    world = InProcessExecutor(
+        compile(gpipe, PipelineShape(3, 2)), stages, loss=loss, boundary=edges
+    )
     received = [
         {(kind.name, b.nbytes) for (kind, _), b in rank.state.buffers.items()}
         for rank in world.ranks
@@ -218,7 +228,7 @@ def test_stages_are_left_as_they_were() -> None:
 
     stages[1].register_forward_pre_hook(look)
     state, (inputs, _, keywords) = torch.get_rng_state(), batch(1)
-    assert boundaries_of(stages, inputs[0], keywords=keywords[0]) == boundary
+    assert infer_boundaries(stages, inputs[0], keywords=keywords[0]) == boundary
     assert torch.equal(torch.get_rng_state(), state)
     assert (
         not stages[1].get_buffer("seen") and stages[0].get_parameter("take.0.weight").grad is None
@@ -238,13 +248,13 @@ def test_behind_frozen_stages_nothing_has_a_gradient() -> None:
     ]
     for stage in stages[:2]:
         stage.requires_grad_(False)
-    found = boundaries_of(stages, X[0], frozen=2)
+    found = infer_boundaries(stages, X[0], frozen=2)
     assert [[one.grad for one in edge] for edge in found.values()] == [
         [False], [False, False], [True, False],
     ]  # fmt: skip
-    plain, program = deepcopy(stages), compile(one_f_one_b, Plan(4, 2), frozen=2)
-    world = InProcess(program, stages, loss=total, boundary=found)
-    right = reference(plain, X, X, loss=total, program=program)
+    plain, program = deepcopy(stages), compile(one_f_one_b, PipelineShape(4, 2), frozen=2)
+    world = InProcessExecutor(program, stages, loss=total, boundary=found)
+    right = run_sequential(plain, X, X, loss=total, program=program)
     assert torch.equal(world.step(X, X), right)
     assert same_bits(gradients(stages[2:]), gradients(plain[2:]))
 
@@ -254,7 +264,7 @@ class Case(NamedTuple):
 
     transport: Any
     schedule: Any
-    plan: Plan
+    plan: PipelineShape
     options: tuple[tuple[str, Any], ...] = ()
 
     def program(self) -> Program:
@@ -263,15 +273,15 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(Gloo, one_f_one_b, Plan(4, 6)),
-    Case(Gloo, zb_v, Plan(4, 8, 2, "vee"), (("slots", "fewest"),)),
-    Case(Gloo, one_f_one_b, Plan(2, 3), (("dp", 2),)),
-    Case(Gloo, interleaved, Plan(2, 4, 2), (("tp", 2),)),
-    Case(Shared, zb_h1, Plan(4, 6)),
-    Case(Shared, one_f_one_b, Plan(2, 4), (("tp", 2),)),
-    Case(Shared, chimera, Plan(4, 6, placement="mirror")),
-    Case(EdgeGroups, one_f_one_b, Plan(4, 6), (("slots", "fewest"),)),
-    Case(GroupedMessages, interleaved, Plan(4, 8, 2)),
+    Case(GlooTransport, one_f_one_b, PipelineShape(4, 6)),
+    Case(GlooTransport, zb_v, PipelineShape(4, 8, 2, "vee"), (("slots", "fewest"),)),
+    Case(GlooTransport, one_f_one_b, PipelineShape(2, 3), (("dp", 2),)),
+    Case(GlooTransport, interleaved, PipelineShape(2, 4, 2), (("tp", 2),)),
+    Case(SharedMemoryTransport, zb_h1, PipelineShape(4, 6)),
+    Case(SharedMemoryTransport, one_f_one_b, PipelineShape(2, 4), (("tp", 2),)),
+    Case(SharedMemoryTransport, chimera, PipelineShape(4, 6, placement="mirror")),
+    Case(EdgeGroups, one_f_one_b, PipelineShape(4, 6), (("slots", "fewest"),)),
+    Case(GroupedMessages, interleaved, PipelineShape(4, 8, 2)),
 ]
 
 
@@ -304,7 +314,9 @@ def test_processes_have_the_bits_of_the_reference() -> None:
         dp = dict(case.options).get("dp", 1)
         inputs, targets, keywords = batch(case.plan.microbatches * dp)
         program = None if dp > 1 else case.program()
-        right = reference(plain, inputs, targets, loss=loss, program=program, keywords=keywords)
+        right = run_sequential(
+            plain, inputs, targets, loss=loss, program=program, keywords=keywords
+        )
         want = gradients(plain)
         for own, sum_of_losses in processes:
             for s, got in own.items():

@@ -12,7 +12,7 @@ from torch import nn
 
 from schedir.errors import ExecutionError, ModelError
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.sequential_reference import run_sequential
 from tests.cpu.functions import BOTH, COUNT, TWO, Made, X, last, ranks, two
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "boundaries.txt"
@@ -46,13 +46,13 @@ WRONG: dict[str, Callable[[], object]] = {
     "no mappings": lambda: step(two, last, keywords=[X, X]),
     "names of numbers": lambda: step(two, last, keywords=[{1: X}] * 2),
     "keywords of one": lambda: step(two, last, keywords=[{"mask": X}]),
-    "keywords of a reference": lambda: reference(
+    "keywords of a reference": lambda: run_sequential(
         [nn.Identity()], X, X, loss=nn.MSELoss(), keywords=[{}]
     ),
     "a written keyword": lambda: step(
         two, lambda w, x, n, m: w * x * m.zero_(), keywords=[{"m": X[0]}] * 2
     ),
-    "a dict of a reference": lambda: reference(
+    "a dict of a reference": lambda: run_sequential(
         [Made(lambda w, x: {"x": x}), Made(last)], X, X, loss=nn.MSELoss()
     ),
 }

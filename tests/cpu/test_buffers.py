@@ -12,17 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.pipeline.tied_weights import ties
-from schedir.runtime import split_linears
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.pipeline.tied_weights import find_tied_weights
+from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.runtime.warm_up import undone
 from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
-from schedir.schedules.schedule_algebra import B, F, Word
-from schedir.transports.gloo import Gloo
+from schedir.schedules.schedule_algebra import B, F, RankSchedule
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import gradients, same_bits
 
@@ -42,7 +42,7 @@ class Normed(nn.Module):
         numbers = torch.Generator().manual_seed(k)
         for p in self.inner.parameters():
             p.data = torch.randn(p.shape, generator=numbers)
-        split_linears(self)
+        make_backward_splittable(self)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.replaces:
@@ -75,24 +75,24 @@ def buffers(stages: Any) -> list[dict[str, Tensor]]:
     return [{name: b.clone() for name, b in stage.named_buffers()} for stage in stages]
 
 
-def virtual(schedule: Any, plan: Plan, stages: list[nn.Module]) -> InProcess:
+def virtual(schedule: Any, plan: PipelineShape, stages: list[nn.Module]) -> InProcessExecutor:
     found = compile(schedule, plan, model="edge")
-    return InProcess(found, stages, loss=squares, boundary=BOUNDARY)
+    return InProcessExecutor(found, stages, loss=squares, boundary=BOUNDARY)
 
 
 @pytest.mark.parametrize("again", ["", "Linear"])
 @pytest.mark.parametrize(
     ("schedule", "plan"),
     [
-        (gpipe, Plan(2, 4)),
-        (one_f_one_b, Plan(4, 6)),
-        (interleaved, Plan(2, 4, 2)),
-        (zb_h1, Plan(4, 6)),
-        (zb_v, Plan(2, 4, 2, "vee")),
+        (gpipe, PipelineShape(2, 4)),
+        (one_f_one_b, PipelineShape(4, 6)),
+        (interleaved, PipelineShape(2, 4, 2)),
+        (zb_h1, PipelineShape(4, 6)),
+        (zb_v, PipelineShape(2, 4, 2, "vee")),
     ],
 )
 def test_running_statistics_are_those_of_a_plain_loop(
-    schedule: Any, plan: Plan, again: str
+    schedule: Any, plan: PipelineShape, again: str
 ) -> None:
     """Also where others than the layer that has them are recomputed."""
     m, ours, theirs = plan.microbatches, *(normed(plan.stages, replaces=True) for _ in range(2))
@@ -102,7 +102,7 @@ def test_running_statistics_are_those_of_a_plain_loop(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for order in (None, 3):
-            reference(theirs, *batch(m), loss=squares)
+            run_sequential(theirs, *batch(m), loss=squares)
             ranks.step(*batch(m), seed=order)
             assert same_bits(buffers(ours), buffers(theirs))
     assert int(ours[0].norm.num_batches_tracked) == 2 * m
@@ -134,7 +134,7 @@ class Cached(nn.Module):
 
 @pytest.mark.parametrize("how", ["lazy", "replaced", "written"])
 def test_what_is_written_again_as_it_was_has_not_changed(how: str) -> None:
-    plan = Plan(2, 4, placement="mirror")
+    plan = PipelineShape(2, 4, placement="mirror")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ranks = virtual(chimera, plan, [Cached(how) for _ in range(2)])
@@ -145,8 +145,8 @@ def test_what_is_written_again_as_it_was_has_not_changed(how: str) -> None:
 def test_a_module_with_buffers_in_two_stages_is_said() -> None:
     one, *others = normed(3)
     stages = [one, *others, one]
-    found = compile(zb_v, Plan(2, 4, 2, "vee"), tied=ties(stages))
-    ranks = InProcess(found, stages, loss=squares, boundary=BOUNDARY)
+    found = compile(zb_v, PipelineShape(2, 4, 2, "vee"), tied=find_tied_weights(stages))
+    ranks = InProcessExecutor(found, stages, loss=squares, boundary=BOUNDARY)
     with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage that has it"):
         ranks.step(*batch(4))
 
@@ -156,12 +156,12 @@ def test_microbatches_may_lie_anywhere_in_a_batch() -> None:
     numbers = torch.Generator().manual_seed(0)
     x, target = torch.randn(2, 4, 3, 6, generator=numbers)
     stages: list[Any] = [nn.Linear(6, 6) for _ in range(2)]
-    ranks = InProcess(
-        compile(one_f_one_b, Plan(2, 4)), stages, loss=squares, boundary=Boundary((3, 6))
+    ranks = InProcessExecutor(
+        compile(one_f_one_b, PipelineShape(2, 4)), stages, loss=squares, boundary=Boundary((3, 6))
     )
     loss = ranks.step(x, target)
     got = gradients(stages)
-    assert torch.equal(reference(stages, x, target, loss=squares), loss)
+    assert torch.equal(run_sequential(stages, x, target, loss=squares), loss)
     assert same_bits(gradients(stages), got)
     whole = nn.Sequential(*stages)
     whole.zero_grad()
@@ -173,7 +173,7 @@ def test_microbatches_may_lie_anywhere_in_a_batch() -> None:
 @pytest.mark.parametrize("schedule", [chimera, dualpipe])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_two_holders_of_what_forwards_change_are_refused(schedule: Any, replaces: bool) -> None:
-    plan, stages = Plan(2, 4, placement="mirror"), normed(2, replaces=replaces)
+    plan, stages = PipelineShape(2, 4, placement="mirror"), normed(2, replaces=replaces)
     if replaces:
         for stage in stages:
             stage.norm.eval()
@@ -194,7 +194,7 @@ def test_two_holders_of_what_forwards_change_are_refused(schedule: Any, replaces
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb_h1])
 def test_statistics_that_a_backward_would_take_again_are_refused(schedule: Any) -> None:
     with pytest.raises(ExecutionError) as error:
-        virtual(schedule, Plan(2, 4), normed(2, again="BatchNorm1d")).step(*batch(4))
+        virtual(schedule, PipelineShape(2, 4), normed(2, again="BatchNorm1d")).step(*batch(4))
     (site,) = error.value.sites
     assert str(error.value).splitlines() == [
         f"{schedule.__name__}: ModelError: stage 1 changes its buffer norm.running_mean in a "
@@ -205,20 +205,20 @@ def test_statistics_that_a_backward_would_take_again_are_refused(schedule: Any) 
     assert str(site.instr)[0] in "BI"
 
 
-def newest_first(r: int, P: int, m: int) -> Word:
+def newest_first(r: int, P: int, m: int) -> RankSchedule:
     """Forwards and backwards against the order of the microbatches."""
     late = [*reversed(range(m))]
     return sum((op.at(mb) for op in (F, B) for mb in late), 0 * F)
 
 
 def test_other_orders_are_said_and_are_those_of_the_programs_reference() -> None:
-    plan, ours, theirs, plain = Plan(2, 4), *(normed(2) for _ in range(3))
+    plan, ours, theirs, plain = PipelineShape(2, 4), *(normed(2) for _ in range(3))
     ranks = virtual(newest_first, plan, ours)
     with pytest.warns(UserWarning, match="not in the order of the microbatches") as caught:
         ranks.step(*batch(4))
     assert len(caught) == 2  # one for each stage
-    reference(theirs, *batch(4), loss=squares, program=ranks.program)
-    reference(plain, *batch(4), loss=squares)
+    run_sequential(theirs, *batch(4), loss=squares, program=ranks.program)
+    run_sequential(plain, *batch(4), loss=squares)
     assert same_bits(buffers(ours), buffers(theirs)) and not same_bits(
         buffers(ours), buffers(plain)
     )
@@ -229,8 +229,8 @@ def test_other_orders_are_said_and_are_those_of_the_programs_reference() -> None
 
 
 def _replica(rank: int) -> list[str]:
-    found = compile(one_f_one_b, Plan(1, 2), dp=2, model="edge")
-    transport, said = Gloo(found), []
+    found = compile(one_f_one_b, PipelineShape(1, 2), dp=2, model="edge")
+    transport, said = GlooTransport(found), []
     for stage in (Normed(0), Normed(0).eval()):
         executor = Executor(found, 0, {0: stage}, transport, loss=squares, boundary=BOUNDARY)
         with warnings.catch_warnings(record=True) as caught:
@@ -249,7 +249,7 @@ def test_replicas_are_told_that_each_has_its_own_statistics() -> None:
 
 def test_a_step_that_is_undone_leaves_statistics_as_they_are() -> None:
     stages = normed(2)
-    ranks, before = virtual(one_f_one_b, Plan(2, 4), stages), buffers(stages)
+    ranks, before = virtual(one_f_one_b, PipelineShape(2, 4), stages), buffers(stages)
     with undone(ranks.ranks[0].state), undone(ranks.ranks[1].state):
         ranks.step(*batch(4))
         assert not same_bits(before, buffers(stages))
@@ -268,7 +268,7 @@ class Turned(nn.Module):
         numbers = torch.Generator().manual_seed(k)
         for p in self.inner.parameters():
             p.data = torch.randn(p.shape, generator=numbers) / 8
-        split_linears(self)
+        make_backward_splittable(self)
         self.layouts: set[tuple[Any, ...]] = set()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -291,17 +291,17 @@ def test_a_layout_is_the_same_whether_handed_over_or_sent(across: bool) -> None:
     """The bits of a sum depend on how its parts lie."""
     x = torch.randn(3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     right = [Turned(k, across) for k in range(4)]
-    total = reference(right, x, x, loss=squares)
-    plans: list[tuple[Any, Plan]] = [
-        (interleaved, Plan(4, 3)),  # sent
-        (interleaved, Plan(2, 3, 2)),
-        (interleaved, Plan(1, 3, 4)),  # handed over
-        (zb_v, Plan(2, 3, 2, "vee")),
+    total = run_sequential(right, x, x, loss=squares)
+    plans: list[tuple[Any, PipelineShape]] = [
+        (interleaved, PipelineShape(4, 3)),  # sent
+        (interleaved, PipelineShape(2, 3, 2)),
+        (interleaved, PipelineShape(1, 3, 4)),  # handed over
+        (zb_v, PipelineShape(2, 3, 2, "vee")),
     ]
     for schedule, plan in plans:
         stages = [Turned(k, across) for k in range(4)]
         found = compile(schedule, plan, model="edge")
-        ranks = InProcess(found, stages, loss=squares, boundary=Boundary((SIDE, SIDE)))
+        ranks = InProcessExecutor(found, stages, loss=squares, boundary=Boundary((SIDE, SIDE)))
         assert torch.equal(ranks.step(x, x), total)
         assert same_bits(gradients(stages), gradients(right))
         for stage, plain in zip(stages[1:-1], right[1:-1], strict=True):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.pipeline.tied_weights import ties
-from schedir.runtime.in_process import InProcess
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.pipeline.tied_weights import find_tied_weights
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import chimera, gpipe, interleaved
 from tests.cpu.test_buffers import BOUNDARY, WIDTH, batch, newest_first, normed, squares, virtual
 
@@ -43,9 +43,14 @@ class Means(nn.Module):
 
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize(
-    ("schedule", "plan"), [(gpipe, Plan(3, 4)), (interleaved, Plan(1, 4, 3)), (gpipe, Plan(1, 4))]
+    ("schedule", "plan"),
+    [
+        (gpipe, PipelineShape(3, 4)),
+        (interleaved, PipelineShape(1, 4, 3)),
+        (gpipe, PipelineShape(1, 4)),
+    ],
 )
-def test_a_buffer_of_several_stages_is_said(schedule: Any, plan: Plan, view: bool) -> None:
+def test_a_buffer_of_several_stages_is_said(schedule: Any, plan: PipelineShape, view: bool) -> None:
     """On one rank or several of a process; of one stage it is that of a plain loop."""
     mean = torch.zeros(WIDTH)
     stages = [Means(k, mean[:] if view else mean) for k in range(plan.stages)]
@@ -60,8 +65,8 @@ def test_a_buffer_of_several_stages_is_said(schedule: Any, plan: Plan, view: boo
         assert f"stage {s} changes its buffer mean" in text
 
 
-@pytest.mark.parametrize("plan", [Plan(2, 4), Plan(1, 4, 2)])
-def test_a_buffer_of_several_stages_that_stays_as_it_is_is_fine(plan: Plan) -> None:
+@pytest.mark.parametrize("plan", [PipelineShape(2, 4), PipelineShape(1, 4, 2)])
+def test_a_buffer_of_several_stages_that_stays_as_it_is_is_fine(plan: PipelineShape) -> None:
     mean = torch.ones(WIDTH)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -75,8 +80,8 @@ def test_a_buffer_of_several_stages_that_stays_as_it_is_is_fine(plan: Plan) -> N
 def test_a_module_of_stages_on_several_ranks_is_said() -> None:
     one, other = normed(2)
     stages = [one, other, one]
-    found = compile(gpipe, Plan(3, 4), tied=ties(stages))
-    ranks = InProcess(found, stages, loss=squares, boundary=BOUNDARY)
+    found = compile(gpipe, PipelineShape(3, 4), tied=find_tied_weights(stages))
+    ranks = InProcessExecutor(found, stages, loss=squares, boundary=BOUNDARY)
     with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage that has it"):
         ranks.step(*batch(4))
 
@@ -96,11 +101,11 @@ class Scored(nn.Module):
 
 def test_buffers_of_a_loss_are_looked_at_as_those_of_its_stage() -> None:
     stages: list[Any] = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    found = compile(newest_first, Plan(2, 4), model="edge")
-    ranks = InProcess(found, stages, loss=Scored(), boundary=BOUNDARY)
+    found = compile(newest_first, PipelineShape(2, 4), model="edge")
+    ranks = InProcessExecutor(found, stages, loss=Scored(), boundary=BOUNDARY)
     with pytest.warns(UserWarning, match=r"stage 1 changes its buffer loss.count"):
         ranks.step(*batch(4))
-    found = compile(chimera, Plan(2, 4, placement="mirror"))
-    ranks = InProcess(found, stages, loss=Scored(), boundary=BOUNDARY)
+    found = compile(chimera, PipelineShape(2, 4, placement="mirror"))
+    ranks = InProcessExecutor(found, stages, loss=Scored(), boundary=BOUNDARY)
     with pytest.raises(ExecutionError, match=r"loss.count in a forward, and each of its 2 holders"):
         ranks.step(*batch(4))

@@ -9,33 +9,33 @@ from typing import Any
 import pytest
 import torch
 
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
 from tests.cpu.layouts import Layout, Model, all_of, in_process, resumed
 from tests.cpu.layouts import whole as read_whole
 from tests.cpu.spawn import run
 
-BASE = Layout(one_f_one_b, Plan(2, 4), dp=2)
+BASE = Layout(one_f_one_b, PipelineShape(2, 4), dp=2)
 # The same replicas, and sums in the same order: the same bits.
 ALIKE = {
     "the same": BASE,
     "zero 1": BASE._replace(zero=1),
     "zero 2": BASE._replace(zero=2),
     "zero 3": BASE._replace(zero=3),
-    "two stages of each rank": Layout(interleaved, Plan(2, 4, 2), dp=2, zero=1),
-    "split backwards": Layout(zb_h1, Plan(2, 4), dp=2),
+    "two stages of each rank": Layout(interleaved, PipelineShape(2, 4, 2), dp=2, zero=1),
+    "split backwards": Layout(zb_h1, PipelineShape(2, 4), dp=2),
 }
 OTHERS = {
-    "two holders": Layout(dualpipe, Plan(2, 4, placement="mirror"), dp=2, zero=3),
-    "slices": Layout(one_f_one_b, Plan(2, 8), tp=2),
-    "slices and replicas": Layout(one_f_one_b, Plan(1, 4), tp=2, dp=2, zero=2),
+    "two holders": Layout(dualpipe, PipelineShape(2, 4, placement="mirror"), dp=2, zero=3),
+    "slices": Layout(one_f_one_b, PipelineShape(2, 8), tp=2),
+    "slices and replicas": Layout(one_f_one_b, PipelineShape(1, 4), tp=2, dp=2, zero=2),
     "slices of the sequence": Layout(
-        one_f_one_b, Plan(1, 4), tp=2, dp=2, zero=3, options={"sequence": True}
+        one_f_one_b, PipelineShape(1, 4), tp=2, dp=2, zero=3, options={"sequence": True}
     ),
-    "four replicas": Layout(looped_bfs, Plan(1, 2, 2), dp=4, zero=3),
-    "four ranks": Layout(one_f_one_b, Plan(4, 8)),
-    "one rank": Layout(one_f_one_b, Plan(1, 8)),
-    "no replicas": Layout(looped_bfs, Plan(2, 8, 2)),
+    "four replicas": Layout(looped_bfs, PipelineShape(1, 2, 2), dp=4, zero=3),
+    "four ranks": Layout(one_f_one_b, PipelineShape(4, 8)),
+    "one rank": Layout(one_f_one_b, PipelineShape(1, 8)),
+    "no replicas": Layout(looped_bfs, PipelineShape(2, 8, 2)),
 }
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 MODELS = {

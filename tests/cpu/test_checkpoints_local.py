@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.checkpoints import load, save
 from schedir.errors import CheckpointError, ExecutionError
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
-from schedir.schedules.draft import draft as draft_of
-from schedir.testing import drafts
+from schedir.schedules.draft import expand_schedule as draft_of
+from schedir.testing import compute_programs
 from tests.cpu.layouts import Layout, Model, in_process, same, steps, whole
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints_refused.txt"
@@ -69,18 +69,18 @@ def mixed(stages: int, seed: int, *, writes: bool = True) -> list[nn.Module]:
 
 def ranks_of(
     draft: Any, stages: list[nn.Module], optimizer: Any = ADAM, zero: int = 0, **how: Any
-) -> InProcess:
+) -> InProcessExecutor:
     clip = how.pop("clip", True)
     program = schedir.compile(draft, zero=zero, clip=clip, **how.pop("of", {}))
     usual: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, 4)}
-    return InProcess(program, stages, **usual | {"optimizer": optimizer} | how)
+    return InProcessExecutor(program, stages, **usual | {"optimizer": optimizer} | how)
 
 
-def plain(schedule: Any, plan: Plan, *rest: Any, **how: Any) -> InProcess:
+def plain(schedule: Any, plan: PipelineShape, *rest: Any, **how: Any) -> InProcessExecutor:
     return ranks_of(draft_of(schedule, plan), *rest, **how)
 
 
-def go(ranks: InProcess, first: int, end: int) -> None:
+def go(ranks: InProcessExecutor, first: int, end: int) -> None:
     m = ranks.program.plan.microbatches
     for step in range(first, end):
         numbers = torch.Generator().manual_seed(step)
@@ -88,7 +88,7 @@ def go(ranks: InProcess, first: int, end: int) -> None:
         ranks.step(x, y)
 
 
-def saved(ranks: InProcess, folder: Path, step: int, **how: Any) -> dict[str, Tensor]:
+def saved(ranks: InProcessExecutor, folder: Path, step: int, **how: Any) -> dict[str, Tensor]:
     save(ranks, folder, step=step, **how)
     return whole(folder, step)
 
@@ -106,7 +106,7 @@ def alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     data=st.data(), zeros=st.tuples(*[st.integers(0, 3)] * 2), name=st.sampled_from([*OPTIMIZERS])
 )
 def test_any_draft_reads_what_any_other_wrote(data: Any, zeros: Any, name: str) -> None:
-    draft = data.draw(drafts(3, 3))
+    draft = data.draw(compute_programs(3, 3))
     plan, (one, two) = draft.plan, zeros
     assume(plan.updates == 1)
     writes = plan.rows == 1  # else each holder of a stage would have buffers of its own
@@ -114,8 +114,8 @@ def test_any_draft_reads_what_any_other_wrote(data: Any, zeros: Any, name: str) 
     other = data.draw(
         st.sampled_from(
             [
-                draft_of(looped_bfs, Plan(1, m, stages)),
-                draft_of(gpipe, Plan(stages, m)),
+                draft_of(looped_bfs, PipelineShape(1, m, stages)),
+                draft_of(gpipe, PipelineShape(stages, m)),
             ]
         )
     )
@@ -136,11 +136,11 @@ def test_any_draft_reads_what_any_other_wrote(data: Any, zeros: Any, name: str) 
 
 
 GPTS = [
-    Layout(one_f_one_b, Plan(1, 4)),
-    Layout(one_f_one_b, Plan(4, 4), zero=2),
-    Layout(interleaved, Plan(2, 4, 2), zero=3),
-    Layout(schedir.schedules.zb_v, Plan(2, 4, 2, placement="vee")),
-    Layout(schedir.schedules.dualpipe, Plan(2, 4, placement="mirror"), zero=1),
+    Layout(one_f_one_b, PipelineShape(1, 4)),
+    Layout(one_f_one_b, PipelineShape(4, 4), zero=2),
+    Layout(interleaved, PipelineShape(2, 4, 2), zero=3),
+    Layout(schedir.schedules.zb_v, PipelineShape(2, 4, 2, placement="vee")),
+    Layout(schedir.schedules.dualpipe, PipelineShape(2, 4, placement="mirror"), zero=1),
 ]
 
 
@@ -189,8 +189,8 @@ def test_draws_go_on(tmp_path: Path) -> None:
     """By the seed and the number of the step, or as torch's generators are."""
     for seed in (3, None):
 
-        def made() -> InProcess:
-            return plain(one_f_one_b, Plan(2, 3), [Drops(4, 4), Drops(4, 4)], seed=seed)  # noqa: B023
+        def made() -> InProcessExecutor:
+            return plain(one_f_one_b, PipelineShape(2, 3), [Drops(4, 4), Drops(4, 4)], seed=seed)  # noqa: B023
 
         one = made()
         go(one, 0, 2)
@@ -202,15 +202,18 @@ def test_draws_go_on(tmp_path: Path) -> None:
         go(two, 2, 4)
         assert alike(saved(two, tmp_path / str(seed), 4), right)
     with pytest.warns(UserWarning, match="others than in another world"):
-        load(plain(looped_bfs, Plan(1, 3, 2), [Drops(4, 4), Drops(4, 4)], seed=None), tmp_path)
+        load(
+            plain(looped_bfs, PipelineShape(1, 3, 2), [Drops(4, 4), Drops(4, 4)], seed=None),
+            tmp_path,
+        )
     with pytest.warns(UserWarning, match="draw by the seed 4, and drew by None"):
-        load(plain(one_f_one_b, Plan(2, 3), [Drops(4, 4), Drops(4, 4)], seed=4), tmp_path)
+        load(plain(one_f_one_b, PipelineShape(2, 3), [Drops(4, 4), Drops(4, 4)], seed=4), tmp_path)
 
 
 def test_a_scale_and_what_is_extra_go_on(tmp_path: Path) -> None:
-    def made() -> InProcess:
+    def made() -> InProcessExecutor:
         scale = partial(LossScale, 8.0, interval=2)
-        return plain(one_f_one_b, Plan(2, 3), mixed(2, 0), loss_scale=scale)
+        return plain(one_f_one_b, PipelineShape(2, 3), mixed(2, 0), loss_scale=scale)
 
     one, two = made(), made()
     go(one, 0, 3)
@@ -240,10 +243,10 @@ def test_a_loss_with_numbers_of_its_own(tmp_path: Path) -> None:
     one, two = Weighs(), Weighs()
     with torch.no_grad():
         one.weight.mul_(3)
-    ranks = plain(one_f_one_b, Plan(2, 3), mixed(2, 0), loss=one)
+    ranks = plain(one_f_one_b, PipelineShape(2, 3), mixed(2, 0), loss=one)
     go(ranks, 0, 1)
     save(ranks, tmp_path, step=1)
-    load(plain(looped_bfs, Plan(1, 3, 2), mixed(2, 1), loss=two), tmp_path)
+    load(plain(looped_bfs, PipelineShape(1, 3, 2), mixed(2, 1), loss=two), tmp_path)
     assert torch.equal(two.weight, one.weight) and float(two.calls) == 3
 
 
@@ -251,7 +254,9 @@ def test_an_update_that_is_not_validated_is_settled(tmp_path: Path) -> None:
     options = {"of": {"validate": "after"}, "max_norm": 0.01, "loss": nn.MSELoss(reduction="sum")}
     found = []
     for saves in (False, True):
-        ranks = plain(one_f_one_b, Plan(2, 3), [nn.Linear(4, 4), nn.Linear(4, 4)], **options)
+        ranks = plain(
+            one_f_one_b, PipelineShape(2, 3), [nn.Linear(4, 4), nn.Linear(4, 4)], **options
+        )
         with torch.no_grad():
             for rank in ranks.ranks:
                 for stage in rank.stages.values():
@@ -267,11 +272,11 @@ def test_an_update_that_is_not_validated_is_settled(tmp_path: Path) -> None:
 
 
 def test_weights_alone_are_read_where_nothing_is_trained(tmp_path: Path) -> None:
-    one = plain(one_f_one_b, Plan(2, 3), mixed(2, 0))
+    one = plain(one_f_one_b, PipelineShape(2, 3), mixed(2, 0))
     go(one, 0, 2)
     right = saved(one, tmp_path, 2)
     stages = mixed(2, 1)
-    two = plain(schedir.schedules.forward_only, Plan(1, 4, 2), stages, None, clip=False)
+    two = plain(schedir.schedules.forward_only, PipelineShape(1, 4, 2), stages, None, clip=False)
     load(two, tmp_path)
     for s, stage in enumerate(stages):
         for name, value in stage.state_dict().items():
@@ -316,23 +321,25 @@ def _wider() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), nn.Linear(4, 4)]
 
 
-def _failed() -> InProcess:
-    ranks = plain(one_f_one_b, Plan(2, 3), linears(nn.Linear, Fails))
+def _failed() -> InProcessExecutor:
+    ranks = plain(one_f_one_b, PipelineShape(2, 3), linears(nn.Linear, Fails))
     with pytest.raises(ExecutionError):
         go(ranks, 0, 1)
     return ranks
 
 
-def _whole(ranks: InProcess) -> InProcess:
+def _whole(ranks: InProcessExecutor) -> InProcessExecutor:
     for rank in ranks.ranks:
         rank.shows = rank.whole()  # type: ignore[attr-defined]
         rank.shows.__enter__()  # type: ignore[attr-defined]
     return ranks
 
 
-def two(stages: list[nn.Module] | None = None, optimizer: Any = ADAM, **how: Any) -> InProcess:
+def two(
+    stages: list[nn.Module] | None = None, optimizer: Any = ADAM, **how: Any
+) -> InProcessExecutor:
     ranks = plain(
-        one_f_one_b, Plan(2, 3), linears() if stages is None else stages, optimizer, **how
+        one_f_one_b, PipelineShape(2, 3), linears() if stages is None else stages, optimizer, **how
     )
     go(ranks, 0, 1)
     return ranks
@@ -351,14 +358,14 @@ NOT_READ: dict[str, Any] = {
     "another optimizer": lambda: two(optimizer=partial(torch.optim.SGD, lr=0.1)),
     "more moments": lambda: two(optimizer=OPTIMIZERS["amsgrad"]),
     "more buffers": lambda: two(mixed(2, 0)),
-    "fewer stages": lambda: plain(one_f_one_b, Plan(1, 3), linears()[:1]),
-    "of another type": lambda: plain(one_f_one_b, Plan(2, 3),
+    "fewer stages": lambda: plain(one_f_one_b, PipelineShape(1, 3), linears()[:1]),
+    "of another type": lambda: plain(one_f_one_b, PipelineShape(2, 3),
                                      [m.double() for m in linears()],
                                      boundary=Boundary((5, 4), torch.float64)),
 }  # fmt: skip
 
 
-def state_of(ranks: InProcess) -> list[Tensor]:
+def state_of(ranks: InProcessExecutor) -> list[Tensor]:
     found: list[Tensor] = []
     for rank in ranks.ranks:
         for stage in rank.stages.values():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.checkpoints import Saver, dcp_storage, load, save
 from schedir.checkpoints.checkpoint_directory import (
     MANIFEST,
@@ -26,7 +26,7 @@ from schedir.checkpoints.checkpoint_directory import (
 )
 from schedir.checkpoints.checkpoint_group import CheckpointGroup
 from schedir.errors import CheckpointError, ExecutionError, ModelError, UsageError
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import one_f_one_b
 from tests.cpu.layouts import Layout, Model, executor_of, steps
 from tests.cpu.spawn import run
@@ -35,19 +35,19 @@ ADAM = partial(torch.optim.AdamW, lr=1e-2)
 LINEAR = partial(nn.Linear, 4, 4)
 
 
-def two(seed: int = 0, kind: Any = None, **how: Any) -> InProcess:
+def two(seed: int = 0, kind: Any = None, **how: Any) -> InProcessExecutor:
     torch.manual_seed(seed)
     usual: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, 4)}
     usual |= {"optimizer": ADAM} | how
-    program = schedir.compile(one_f_one_b, Plan(2, 2), snapshots=True)
-    return InProcess(program, [(kind or LINEAR)() for _ in range(2)], **usual)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), snapshots=True)
+    return InProcessExecutor(program, [(kind or LINEAR)() for _ in range(2)], **usual)
 
 
-def step(ranks: InProcess, k: int) -> None:
+def step(ranks: InProcessExecutor, k: int) -> None:
     ranks.step(*torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(k)))
 
 
-def numbers(ranks: InProcess) -> list[Tensor]:
+def numbers(ranks: InProcessExecutor) -> list[Tensor]:
     stages = [s for rank in ranks.ranks for s in rank.stages.values()]
     return [t.clone() for s in stages for t in (*s.module.parameters(), *s.module.buffers())]
 
@@ -88,7 +88,7 @@ def test_a_name_is_one_weights_also_within_a_stage(tmp_path: Path) -> None:
 def told(rank: int, folder: Path) -> None:
     """A process: one has no names."""
     names: dict[str, str] = {}
-    executor = executor_of(Layout(one_f_one_b, Plan(2, 2)), Model())
+    executor = executor_of(Layout(one_f_one_b, PipelineShape(2, 2)), Model())
     own: Callable[[int, str], str] = (lambda s, n: names[n]) if rank else (lambda s, n: n)
     with pytest.raises(CheckpointError, match="process 1: KeyError"):
         save(executor, folder, step=1, names=own)
@@ -239,7 +239,7 @@ def test_it_is_said_that_a_frozen_weight_leaves_its_moments(tmp_path: Path) -> N
 
 def written_by_one(rank: int, folder: Path) -> str:
     """A process: only the first has weights that were changed behind the Saver's back."""
-    layout = Layout(one_f_one_b, Plan(2, 2), options={"snapshots": True})
+    layout = Layout(one_f_one_b, PipelineShape(2, 2), options={"snapshots": True})
     executor = executor_of(layout, Model(tied=False))
     saver = Saver(executor, folder)
     saver.due(0)
@@ -332,7 +332,7 @@ def test_a_full_disk_says_which_folder(tmp_path: Path, monkeypatch: pytest.Monke
 
 def not_whole(rank: int, folder: Path) -> tuple[list[str], int | None, str]:
     """A process: reads of a checkpoint what is its share, and where that is wrong, all know."""
-    executor = executor_of(Layout(one_f_one_b, Plan(2, 2)), Model(tied=False))
+    executor = executor_of(Layout(one_f_one_b, PipelineShape(2, 2)), Model(tied=False))
     for number in (1, 2):
         save(executor, folder, step=number, names=lambda s, n: n)
     dist.barrier()

@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from schedir import Plan, compile
+from schedir import PipelineShape, compile
 from schedir.checkpoints import load, save
 from schedir.errors import CheckpointError
-from schedir.runtime import Boundary, InProcess
+from schedir.runtime import Boundary, InProcessExecutor
 from schedir.schedules import one_f_one_b
 
 
-def two() -> InProcess:
+def two() -> InProcessExecutor:
     stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    program = compile(one_f_one_b, Plan(2, 2))
-    return InProcess(program, stages, loss=nn.functional.mse_loss, boundary=Boundary((2, 4)))
+    program = compile(one_f_one_b, PipelineShape(2, 2))
+    return InProcessExecutor(
+        program, stages, loss=nn.functional.mse_loss, boundary=Boundary((2, 4))
+    )
 
 
 def test_a_checkpoint_that_is_not_whole_is_passed_over_in_words(tmp_path: Path) -> None:

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from schedir import compile
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.schedules import chimera, gpipe
 from schedir.transports.collectives import COLLECTIVES, Group, Kind
-from schedir.transports.gloo import Gloo, ProcessTransport
+from schedir.transports.gloo import GlooTransport, ProcessTransport
 from schedir.transports.in_process import mailbox
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
-from schedir.transports.shared_memory import Shared
+from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.spawn import run
 from tests.cpu.strict import Strict
 from tests.cpu.virtual_gpu import install
 
 TRANSPORTS: tuple[Callable[[Program], ProcessTransport], ...] = (
-    Gloo,
-    Shared,
+    GlooTransport,
+    SharedMemoryTransport,
     EdgeGroups,
     GroupedMessages,
     Strict,
@@ -103,9 +103,9 @@ def groups_of(program: Program, process: int) -> dict[Group, list[int]]:
 def in_processes(rank: int) -> list[Any]:
     found = []
     for program in (
-        compile(gpipe, Plan(2, 2), tp=2, tied=True),
-        compile(gpipe, Plan(2, 2), dp=2),
-        compile(chimera, Plan(2, 2, placement="mirror"), tp=2),
+        compile(gpipe, PipelineShape(2, 2), tp=2, tied=True),
+        compile(gpipe, PipelineShape(2, 2), dp=2),
+        compile(chimera, PipelineShape(2, 2, placement="mirror"), tp=2),
     ):
         for make in TRANSPORTS:
             transport = make(program)
@@ -126,7 +126,7 @@ def test_processes() -> None:
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_virtual_ranks(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the order in which they come."""
-    program = compile(gpipe, Plan(3, 2), tied=True)
+    program = compile(gpipe, PipelineShape(3, 2), tied=True)
     for order in permutations(range(3)):
         if on_gpu:
             install(monkeypatch)
@@ -141,7 +141,7 @@ def test_virtual_ranks(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_virtual_ranks_meet_in_their_own_order(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums that are rounded are the same, in bits, whoever comes last."""
-    program, results = compile(gpipe, Plan(3, 2)), set()
+    program, results = compile(gpipe, PipelineShape(3, 2)), set()
     for order in permutations(range(3)):
         ranks = mailbox.mailboxes(program, "edge", False, [])
         own = [torch.tensor(part) for part in ([1e16, 1.0, 3.0], [1.0] * 3, [-1e16, 1.0, 1e-9])]
@@ -154,7 +154,7 @@ def test_virtual_ranks_meet_in_their_own_order(kind: Kind, monkeypatch: pytest.M
 
 
 def test_nobody_goes_on_before_all_have_come() -> None:
-    first, second = mailbox.mailboxes(compile(gpipe, Plan(2, 2)), "edge", False, [])
+    first, second = mailbox.mailboxes(compile(gpipe, PipelineShape(2, 2)), "edge", False, [])
     one, other = torch.ones(2), torch.ones(2)
     work = first.collective("all_reduce", "model", one, one)
     with pytest.raises(AssertionError, match="others come before"):

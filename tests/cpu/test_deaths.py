@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.runtime.in_process import InProcess
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import one_f_one_b
 from tests.cases import cases
 from tests.cpu.training import TORCHRUN, arguments, finish, launched, start
@@ -114,8 +114,8 @@ def test_what_a_module_raises_is_said_as_its_own(how: str, said: str) -> None:
             exec(how, {"Unsaid": Unsaid})
             return x
 
-    program = compile(one_f_one_b, Plan(1, 2))
-    world = InProcess(program, [Raises(2, 2)], loss=torch.dist, boundary=(2, 2))
+    program = compile(one_f_one_b, PipelineShape(1, 2))
+    world = InProcessExecutor(program, [Raises(2, 2)], loss=torch.dist, boundary=(2, 2))
     with pytest.raises(ExecutionError) as error:
         world.step(torch.ones(2, 2, 2), torch.ones(2, 2, 2))
     assert error.value.fact == said

@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.analysis.memory.footprint import held, peak_versions
 from schedir.checkpoints import load, save
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import FORWARDS, SENDS, Lane
 from schedir.models import gpt
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import ExecutionOrders, InProcess
+from schedir.runtime.in_process import ExecutionOrders, InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import one_f_one_b, pipedream_2bw
-from schedir.schedules.schedule_algebra import B, F, Word
+from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.testing.tiny_model import batch, loss, tiny_stages
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from tests.cpu import tiny_stages as of_gpt
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
 from tests.cpu.spawn import run
@@ -41,37 +41,39 @@ torch.set_num_threads(1)
 WHERE = ("device", "cpu")
 
 
-def flushed(r: int, P: int, m: int) -> Word:
+def flushed(r: int, P: int, m: int) -> RankSchedule:
     """Two microbatches of an update, in all ranks one update after the other."""
     return m // 2 * (2 * F + 2 * B)
 
 
-def deep(r: int, P: int, m: int) -> Word:
+def deep(r: int, P: int, m: int) -> RankSchedule:
     """Two stages of a rank, two microbatches of an update: depth first."""
     return m // 2 * (2 * F[0] + 2 * F[1] + 2 * B[1] + 2 * B[0])
 
 
-CASES: list[tuple[Any, Plan]] = [
-    (pipedream_2bw, Plan(2, 6, updates=3, delay=1)),
-    (pipedream_2bw, Plan(3, 9, updates=3, delay=1)),
-    (split, Plan(3, 12, updates=4, delay=1)),
-    (split, Plan(2, 8, updates=4, delay=2)),
-    (one_f_one_b, Plan(3, 5, updates=5, delay=(2, 1, 0))),
-    (flushed, Plan(2, 6, updates=3)),
-    (deep, Plan(1, 6, 2, updates=3, delay=1)),
-    (deep, Plan(1, 6, 2, updates=3)),
+CASES: list[tuple[Any, PipelineShape]] = [
+    (pipedream_2bw, PipelineShape(2, 6, updates=3, delay=1)),
+    (pipedream_2bw, PipelineShape(3, 9, updates=3, delay=1)),
+    (split, PipelineShape(3, 12, updates=4, delay=1)),
+    (split, PipelineShape(2, 8, updates=4, delay=2)),
+    (one_f_one_b, PipelineShape(3, 5, updates=5, delay=(2, 1, 0))),
+    (flushed, PipelineShape(2, 6, updates=3)),
+    (deep, PipelineShape(1, 6, 2, updates=3, delay=1)),
+    (deep, PipelineShape(1, 6, 2, updates=3)),
 ]
 momentum = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 
 
-def world_of(schedule: Any, plan: Plan, states: str, optimizer: Any, **how: Any) -> InProcess:
+def world_of(
+    schedule: Any, plan: PipelineShape, states: str, optimizer: Any, **how: Any
+) -> InProcessExecutor:
     program = schedir.compile(schedule, plan, model="edge", states=states, **how)
-    return InProcess(
+    return InProcessExecutor(
         program, tiny_stages(plan.stages), loss=loss, boundary=BOUNDARY, optimizer=optimizer
     )
 
 
-def poisoned(world: InProcess) -> InProcess:
+def poisoned(world: InProcessExecutor) -> InProcessExecutor:
     """While the host steps a stage, who reads its module's own weights finds NaN."""
     for rank in range(world.program.plan.ranks):
         poison_weights(steps_of(world, rank))
@@ -81,7 +83,7 @@ def poisoned(world: InProcess) -> InProcess:
 @settings(max_examples=25)
 @given(st.sampled_from(CASES), st.sampled_from([adam, momentum]), st.integers(0, 2**32 - 1))
 def test_a_microbatch_uses_its_version_whatever_takes_how_long(
-    case: tuple[Any, Plan], optimizer: Any, seed: int
+    case: tuple[Any, PipelineShape], optimizer: Any, seed: int
 ) -> None:
     """In random legal orders, with a plain loop over kept versions."""
     schedule, plan = case
@@ -156,12 +158,12 @@ def _spoil(calls: Iterator[int], module: Any, taken: Any, out: Tensor) -> Tensor
 @pytest.mark.parametrize("states", WHERE)
 def test_a_rank_that_adds_to_no_gradient_judges_each_update_by_its_own_norm(states: str) -> None:
     """Whoever ends updates late may be told the next norm before it has judged by the first."""
-    plan, seen = Plan(2, 2, updates=2, delay=1), 0
+    plan, seen = PipelineShape(2, 2, updates=2, delay=1), 0
     own = schedir.compile(pipedream_2bw, plan, clip=True, frozen=1, model="edge", states=states)
-    first, rest = schedir.show(own, folded=False).split("\nrank 1\n")
+    first, rest = schedir.to_text(own, folded=False).split("\nrank 1\n")
     ends = [f"  {i}" for i in own.streams[0] if i.op not in (*FORWARDS, *SENDS)]
     kept = [line for line in first.split("\n") if line not in ends]
-    program = schedir.parse("\n".join([*kept, *ends, "rank 1", rest]))
+    program = schedir.from_text("\n".join([*kept, *ends, "rank 1", rest]))
     judges = ends[1].strip()
     for seed in range(100):
         order = [
@@ -188,7 +190,7 @@ def _processes(rank: int) -> Any:
         program = schedir.compile(schedule, plan, clip=True, dp=1, states=states)
         stages = {s: m for s, m in enumerate(tiny_stages(plan.stages)) if s in plan.stages_of[rank]}
         executor = Executor(
-            program, rank, stages, Gloo(program), loss=loss, boundary=BOUNDARY, max_norm=0.5,
+            program, rank, stages, GlooTransport(program), loss=loss, boundary=BOUNDARY, max_norm=0.5,
             optimizer=adam([p for m in stages.values() for p in m.parameters()]),
         )  # fmt: skip
         if states == "cpu":
@@ -209,7 +211,7 @@ def test_as_much_is_on_each_tier_as_was_predicted(case: int) -> None:
     """And no more versions live than are counted, in any order."""
     schedule, plan = CASES[case]
     stages, (x, y, _) = of_gpt.gpt_stages(plan.stages, tied=False), of_gpt.batch(2)
-    sizes = sizes_of(stages, x[0], y[0], loss=gpt.loss, boundary=of_gpt.BOUNDARY, state=ADAMW)
+    sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=of_gpt.BOUNDARY, state=ADAMW)
     world = made(schedir.compile(schedule, plan, model="edge", states="cpu"), ADAMW)
     stepped(world, 0)
     most = [0] * plan.ranks
@@ -243,7 +245,7 @@ def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     model = Model(dropout=0.1, clip=True)
 
     def layout(states: str) -> Layout:
-        plan = Plan(2, 6, updates=3, delay=1)
+        plan = PipelineShape(2, 6, updates=3, delay=1)
         return Layout(pipedream_2bw, plan, options={"states": states})
 
     one, other, whole = (in_process(layout(s), model) for s in ("cpu", "cpu", "device"))

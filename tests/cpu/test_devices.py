@@ -16,19 +16,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from schedir import compile, show
+from schedir import compile, to_text
 from schedir.errors import DeadlockError, ModelError, UsageError
 from schedir.io.terminal import format_error
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt_config
 from schedir.schedules import gpipe
 from schedir.training import train
 from schedir.training.config import run_config
 from schedir.training.config.train_config import TrainConfig
 from schedir.transports import process_groups
-from schedir.transports.gloo import Gloo, ProcessTransport
+from schedir.transports.gloo import GlooTransport, ProcessTransport
 from schedir.transports.gpu_selection import HOST, SHARED, refuse_twins, require_gpus
-from schedir.transports.nccl import NCCLEdge, NCCLGrouped, meet, nccl, set_variables
+from schedir.transports.nccl import NCCLEdge, NCCLGrouped, meet, nccl_transport, set_variables
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from schedir.transports.registry import (
     DEVICES,
@@ -38,7 +38,7 @@ from schedir.transports.registry import (
     find,
     transports_of,
 )
-from schedir.transports.shared_memory import Shared
+from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.pure.test_blocking import sends
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -160,14 +160,14 @@ def test_what_waits_behind_a_compute_is_refused_on_every_device(
     """The model `edge` allows it, but hosts that wait do not, nor does torch over NCCL."""
     assert EdgeGroups.blocks and GroupedMessages.blocks
     path = tmp_path / "late.sched"
-    path.write_text(show(sends(late=False)))
+    path.write_text(to_text(sends(late=False)))
     run = run_config.Config(
         gpt_config.GPTConfig(tied=False),
         run_config.PipelineConfig(schedule=str(path), ranks=2, microbatches=2),
         train=TrainConfig(device=device, clip=0.0),
     )
     train.program_of(run)
-    path.write_text(show(sends(late=True)))
+    path.write_text(to_text(sends(late=True)))
     with pytest.raises(DeadlockError):
         train.program_of(run)
 
@@ -197,11 +197,13 @@ def test_a_row_says_of_a_transport_what_its_class_says(row: TransportRow) -> Non
 
 
 def test_the_transport_that_is_chosen() -> None:
-    own = compile(gpipe, Plan(2, 2))
-    shares = compile(gpipe, Plan(2, 2), slots="fewest")
-    assert choose("auto", "cpu", shares) is Gloo
-    assert choose("shared", "cpu", shares) is Shared  # which refuses it, and says why
-    assert choose("gloo", "cpu", own) is Gloo
+    own = compile(gpipe, PipelineShape(2, 2))
+    shares = compile(gpipe, PipelineShape(2, 2), slots="fewest")
+    assert choose("auto", "cpu", shares) is GlooTransport
+    assert (
+        choose("shared", "cpu", shares) is SharedMemoryTransport
+    )  # which refuses it, and says why
+    assert choose("gloo", "cpu", own) is GlooTransport
     assert choose("auto", "cuda", own) is NCCLEdge
     assert choose("grouped", "cuda", own) is NCCLGrouped
     models = {row.model for row in transports_of("cuda")}
@@ -209,9 +211,9 @@ def test_the_transport_that_is_chosen() -> None:
 
 
 def test_what_needs_a_gpu_says_so() -> None:
-    program = compile(gpipe, Plan(1, 1))
+    program = compile(gpipe, PipelineShape(1, 1))
     with pytest.raises(ModelError):
-        nccl(program, torch.device("cpu"))
+        nccl_transport(program, torch.device("cpu"))
 
 
 def test_processes_meet_before_there_is_a_group(tmp_path: Path) -> None:

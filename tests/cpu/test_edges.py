@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir import compile, draft
+from schedir import compile, expand_schedule
 from schedir.analysis.progress_models import Model
 from schedir.errors import DeadlockError
 from schedir.ir.isa.instructions import SENDS, Lane
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.pass_types import Choice
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.transports import process_groups
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages, apart, directed_edges
-from schedir.transports.shared_memory import Shared
+from schedir.transports.shared_memory import SharedMemoryTransport
 from schedir.transports.transport import Work
 from schedir.verify.check import check
 from tests.cpu.spawn import RankError, run
@@ -32,7 +32,7 @@ TRANSPORTS: dict[str, type[ProcessTransport]] = {
     "edge": EdgeGroups,
     "grouped": GroupedMessages,
     "strict": Strict,
-    "shared": Shared,
+    "shared": SharedMemoryTransport,
 }
 
 
@@ -43,7 +43,7 @@ def _step(transport: ProcessTransport, program: Program) -> Any:
     return gradients_by_stage(executor)
 
 
-def one_rank(rank: int, kind: str, schedule: Any, plan: Plan, tp: int) -> Any:
+def one_rank(rank: int, kind: str, schedule: Any, plan: PipelineShape, tp: int) -> Any:
     model: Model = TRANSPORTS[kind].model
     program = compile(schedule, plan, tp=tp, model=model, tied=True, overlap=True)
     return _step(TRANSPORTS[kind](program), program)
@@ -52,17 +52,17 @@ def one_rank(rank: int, kind: str, schedule: Any, plan: Plan, tp: int) -> Any:
 @pytest.mark.parametrize(
     ("kind", "schedule", "plan"),
     [
-        ("edge", one_f_one_b, Plan(3, 4)),
-        ("edge", interleaved, Plan(2, 4, 2)),  # both neighbours are the same peer
-        ("grouped", one_f_one_b, Plan(3, 4)),
-        ("grouped", interleaved, Plan(2, 4, 2)),
-        ("strict", one_f_one_b, Plan(3, 4)),
-        ("strict", gpipe, Plan(2, 3)),
-        ("shared", zb, Plan(3, 4)),
-        ("shared", interleaved, Plan(2, 4, 2)),
+        ("edge", one_f_one_b, PipelineShape(3, 4)),
+        ("edge", interleaved, PipelineShape(2, 4, 2)),  # both neighbours are the same peer
+        ("grouped", one_f_one_b, PipelineShape(3, 4)),
+        ("grouped", interleaved, PipelineShape(2, 4, 2)),
+        ("strict", one_f_one_b, PipelineShape(3, 4)),
+        ("strict", gpipe, PipelineShape(2, 3)),
+        ("shared", zb, PipelineShape(3, 4)),
+        ("shared", interleaved, PipelineShape(2, 4, 2)),
     ],
 )
-def test_the_bits_of_the_reference(kind: str, schedule: Any, plan: Plan) -> None:
+def test_the_bits_of_the_reference(kind: str, schedule: Any, plan: PipelineShape) -> None:
     _, right = expected(plan)
     results = run(one_rank, plan.ranks, kind, schedule, plan, 1)
     got = {s: g for grads in results for s, g in grads.items()}
@@ -70,14 +70,17 @@ def test_the_bits_of_the_reference(kind: str, schedule: Any, plan: Plan) -> None
 
 
 def test_programs_have_groups_to_issue() -> None:
-    for schedule, plan in ((one_f_one_b, Plan(3, 4)), (interleaved, Plan(2, 4, 2))):
+    for schedule, plan in (
+        (one_f_one_b, PipelineShape(3, 4)),
+        (interleaved, PipelineShape(2, 4, 2)),
+    ):
         program = compile(schedule, plan, model="device", overlap=True)
         assert all(stream.joined.any() for stream in program.streams)
 
 
 def test_edges_and_tensor_parallel_groups_together() -> None:
     """Scattered messages cross the edges of each slice, and all transports give the same bits."""
-    plan = Plan(2, 3)
+    plan = PipelineShape(2, 3)
     edge, *others = (run(one_rank, 4, kind, one_f_one_b, plan, 2) for kind in TRANSPORTS)
     for other in others:
         for one, same in zip(edge, other, strict=True):
@@ -99,7 +102,7 @@ class Static(EdgeGroups):
         return super().send(tensor, peer, lane)
 
 
-def addresses(rank: int, schedule: Any, plan: Plan, tp: int, slots: Choice | None) -> Any:
+def addresses(rank: int, schedule: Any, plan: PipelineShape, tp: int, slots: Choice | None) -> Any:
     """Whether what is sent lies in the same places in each of two steps, how many, also in those
     that warm up, and bits."""
     program = compile(schedule, plan, tp=tp, tied=True, slots=slots)
@@ -111,9 +114,11 @@ def addresses(rank: int, schedule: Any, plan: Plan, tp: int, slots: Choice | Non
 
 
 @pytest.mark.parametrize("slots", [None, "fewest"])
-@pytest.mark.parametrize(("schedule", "plan"), [(zb, Plan(2, 4)), (interleaved, Plan(2, 4, 2))])
+@pytest.mark.parametrize(
+    ("schedule", "plan"), [(zb, PipelineShape(2, 4)), (interleaved, PipelineShape(2, 4, 2))]
+)
 def test_what_is_sent_lies_in_static_memory(
-    schedule: Any, plan: Plan, slots: Choice | None
+    schedule: Any, plan: PipelineShape, slots: Choice | None
 ) -> None:
     _, right = expected(plan)
     results = run(addresses, plan.ranks, schedule, plan, 1, slots)
@@ -126,7 +131,7 @@ def test_what_is_sent_lies_in_static_memory(
 
 
 def test_parts_of_boundaries_lie_in_static_memory() -> None:
-    plan = Plan(2, 3)
+    plan = PipelineShape(2, 3)
     static = run(addresses, 4, one_f_one_b, plan, 2, None)
     plain = run(one_rank, 4, "edge", one_f_one_b, plan, 2)
     for (same, places, grads), right in zip(static, plain, strict=True):
@@ -136,7 +141,7 @@ def test_parts_of_boundaries_lie_in_static_memory() -> None:
 
 def without_check(rank: int, kind: str) -> Any:
     """A program that is legal under `edge` alone, on a transport that says it were that."""
-    program = naive(draft(one_f_one_b, Plan(2, 4)))
+    program = naive(expand_schedule(one_f_one_b, PipelineShape(2, 4)))
     transport: ProcessTransport = (
         Strict(program, waits=2.0) if kind == "strict" else EdgeGroups(program)
     )
@@ -163,12 +168,12 @@ def groups_made(rank: int) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", noted)
-        transport = EdgeGroups(compile(one_f_one_b, Plan(3, 4), tp=2))
+        transport = EdgeGroups(compile(one_f_one_b, PipelineShape(3, 4), tp=2))
     return made, sorted(transport.edge_groups)
 
 
 def test_a_process_makes_its_own_groups_and_no_others() -> None:
-    program = compile(one_f_one_b, Plan(3, 4), tp=2)
+    program = compile(one_f_one_b, PipelineShape(3, 4), tp=2)
     for rank, (made, own) in enumerate(run(groups_made, 6)):
         before, after = (rank - 2, rank), (rank, rank + 2)
         here = [before] * 2 * (rank >= 2) + [after] * 2 * (rank < 4)  # activations and gradients
@@ -181,9 +186,13 @@ def test_a_process_makes_its_own_groups_and_no_others() -> None:
 
 def test_edges_apart_have_no_rank_in_common() -> None:
     for schedule, plan, most in (
-        (one_f_one_b, Plan(16, 16), 4),  # no fewer will do: a rank in the middle has four
-        (interleaved, Plan(8, 8, 2), 4),
-        (interleaved, Plan(5, 10, 2), 5),  # 10 edges, and of five ranks two pairs are apart
+        (one_f_one_b, PipelineShape(16, 16), 4),  # no fewer will do: a rank in the middle has four
+        (interleaved, PipelineShape(8, 8, 2), 4),
+        (
+            interleaved,
+            PipelineShape(5, 10, 2),
+            5,
+        ),  # 10 edges, and of five ranks two pairs are apart
     ):
         edges = directed_edges(compile(schedule, plan))
         colours = apart(edges)
@@ -199,14 +208,14 @@ def uneven(rank: int) -> Any:
     torch has one colour for all, of which NCCL would make one group."""
     if rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)
-    program = compile(one_f_one_b, Plan(3, 4), tied=True)
+    program = compile(one_f_one_b, PipelineShape(3, 4), tied=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.distributed_c10d, "_process_group_color", lambda ranks: 7)
         return _step(EdgeGroups(program), program)
 
 
 def test_groups_where_processes_have_others() -> None:
-    plan = Plan(3, 4)
+    plan = PipelineShape(3, 4)
     _, right = expected(plan)
     got = {s: g for grads in run(uneven, 3, limit=30) for s, g in grads.items()}
     assert same_bits([got[s] for s in range(plan.stages)], right)
@@ -214,7 +223,7 @@ def test_groups_where_processes_have_others() -> None:
 
 def anew(rank: int) -> Any:
     """A transport after another, of which some groups, or all, have been destroyed."""
-    program = compile(one_f_one_b, Plan(3, 4), tied=True)
+    program = compile(one_f_one_b, PipelineShape(3, 4), tied=True)
     for _ in range(2):
         transport = EdgeGroups(program, timeout=10.0)
         for group in transport.groups.values():
@@ -226,7 +235,7 @@ def anew(rank: int) -> Any:
 
 
 def test_groups_where_others_have_been_destroyed() -> None:
-    plan = Plan(3, 4)
+    plan = PipelineShape(3, 4)
     _, right = expected(plan)
     got = {s: g for grads in run(anew, 3, limit=30) for s, g in grads.items()}
     assert same_bits([got[s] for s in range(plan.stages)], right)
@@ -240,7 +249,7 @@ def test_rows_of_one_colour_are_split_apart(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_edges_of_a_chain() -> None:
-    edges = directed_edges(compile(one_f_one_b, Plan(3, 4)))
+    edges = directed_edges(compile(one_f_one_b, PipelineShape(3, 4)))
     assert [(e.lane.name, e.source, e.target) for e in edges] == [
         ("ACT", 0, 1),
         ("ACT", 1, 2),
@@ -251,7 +260,7 @@ def test_edges_of_a_chain() -> None:
 
 def held_back(rank: int) -> Any:
     """To wait for a transfer of a group that is still open would be to wait for ever."""
-    transport = GroupedMessages(compile(one_f_one_b, Plan(2, 2)))
+    transport = GroupedMessages(compile(one_f_one_b, PipelineShape(2, 2)))
     transport.start_group()
     work = transport.send(torch.zeros(1), 1 - rank, Lane.ACT)
     with pytest.raises(AssertionError):

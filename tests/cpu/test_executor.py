@@ -17,18 +17,18 @@ from schedir.analysis.memory.buffer_slots import KINDS
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.isa.instructions import COMPUTE, ROWS, SENDS, TRANSFERS, Scope, Token
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import tied_stages
 from schedir.ir.program import Program
 from schedir.models import gpt
-from schedir.runtime import split_linears
+from schedir.runtime import make_backward_splittable
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.schedules.schedule_algebra import B, F, Word
-from schedir.testing import plans, random_draft
-from schedir.transports.gloo import Gloo
+from schedir.schedules.schedule_algebra import B, F, RankSchedule
+from schedir.testing import random_compute_program, shapes
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import RankError, run
 from tests.cpu.tiny_stages import (
     BATCH,
@@ -47,19 +47,19 @@ from tests.cpu.tiny_stages import (
 
 @settings(max_examples=25)
 @given(
-    plans(ranks=3, microbatches=4, stages_per_rank=2),
+    shapes(ranks=3, microbatches=4, stages_per_rank=2),
     st.integers(0, 2**32),
     st.booleans(),
     st.data(),
 )
 def test_random_schedules_in_random_orders_give_the_same_bits(
-    plan: Plan, seed: int, tied: bool, data: st.DataObject
+    plan: PipelineShape, seed: int, tied: bool, data: st.DataObject
 ) -> None:
-    program = lower(_with(random_draft(plan, random.Random(seed)), tied))
+    program = lower(_with(random_compute_program(plan, random.Random(seed)), tied))
     assert program.ascending or plan.rows > 1
     loss, right = expected(plan, tied, program if plan.rows > 1 else None)
     stages = gpt_stages(plan.stages, tied)
-    ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+    ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     inputs, targets, scale = batch(plan.microbatches)
     for order in [None, *data.draw(st.lists(st.integers(0, 2**32), min_size=1, max_size=2))]:
         assert torch.equal(ranks.step(inputs, targets, scale, seed=order), loss)
@@ -70,17 +70,19 @@ def _with(program: Program, tied: bool) -> Program:
     return replace(program, tied=tied_stages(tied, program.plan))
 
 
-def _vee(r: int, P: int, m: int) -> Word:
+def _vee(r: int, P: int, m: int) -> RankSchedule:
     return m * F[0] + m * F[1] + m * B[1] + m * B[0]
 
 
-@pytest.mark.parametrize(("schedule", "plan"), [*PLANS, (_vee, Plan(3, 3, placement="vee"))])
-def test_in_process(schedule: Any, plan: Plan) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "plan"), [*PLANS, (_vee, PipelineShape(3, 3, placement="vee"))]
+)
+def test_in_process(schedule: Any, plan: PipelineShape) -> None:
     loss, right = expected(plan)
     stages = gpt_stages(plan.stages)
     for overlap in (False, True):
         program = compile(schedule, plan, tied=True, model="edge", overlap=overlap)
-        ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+        ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
         for seed in (None, 0, 1):
             assert torch.equal(ranks.step(*batch(plan.microbatches), seed=seed), loss)
             assert same_bits(gradients(stages), right)
@@ -90,11 +92,11 @@ def test_in_process(schedule: Any, plan: Plan) -> None:
 
 
 def _two_programs(rank: int) -> None:
-    Gloo(compile([gpipe, one_f_one_b][rank], Plan(2, 4)))
+    GlooTransport(compile([gpipe, one_f_one_b][rank], PipelineShape(2, 4)))
 
 
 def _wrong_world(rank: int) -> None:
-    Gloo(compile(gpipe, Plan(3, 4)))
+    GlooTransport(compile(gpipe, PipelineShape(3, 4)))
 
 
 @pytest.mark.parametrize("fn", [_two_programs, _wrong_world])
@@ -104,12 +106,12 @@ def test_ranks_that_disagree_fail_at_once(fn: Any) -> None:
     assert all("ModelError" in tb for tb in caught.value.tracebacks.values())
 
 
-def _in_process(program: Program, stages: list[nn.Module]) -> InProcess:
-    return InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+def _in_process(program: Program, stages: list[nn.Module]) -> InProcessExecutor:
+    return InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
 
 
 def test_models_that_do_not_fit_are_refused() -> None:
-    plan = Plan(2, 2)
+    plan = PipelineShape(2, 2)
     tied, untied = gpt_stages(2), gpt_stages(2, tied=False)
     for program, stages in [
         (compile(gpipe, plan), tied),
@@ -126,7 +128,7 @@ def test_a_failing_stage_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             raise ValueError("no such luck\nat all")
 
-    program = compile(gpipe, Plan(2, 2), tied=False)
+    program = compile(gpipe, PipelineShape(2, 2), tied=False)
     stages = gpt_stages(2, tied=False)
     stages[1] = Broken(1, 1)
     with pytest.raises(ExecutionError) as caught:
@@ -147,7 +149,7 @@ def test_what_does_not_fit_the_boundary_is_refused(wrong: Any) -> None:
         def forward(self, x: Tensor) -> Any:
             return wrong(self.inner(x))
 
-    program = compile(gpipe, Plan(2, 2))
+    program = compile(gpipe, PipelineShape(2, 2))
     stages = [Odd(), gpt_stages(2, tied=False)[1]]
     with pytest.raises(ExecutionError) as caught:
         _in_process(program, stages).step(*batch(2))
@@ -168,10 +170,10 @@ def test_what_cannot_be_split_runs_whole_with_one_warning_each() -> None:
         return (y - target).square().sum()
 
     x = torch.randn(3, BATCH, CONTEXT, HIDDEN)
-    plan = Plan(2, 3)
+    plan = PipelineShape(2, 3)
     one, other = [Plain(), Plain()], [Plain(), Plain()]
-    reference(one, x, x + 1, loss=loss)
-    ranks = InProcess(compile(zb, plan), other, loss=loss, boundary=BOUNDARY)
+    run_sequential(one, x, x + 1, loss=loss)
+    ranks = InProcessExecutor(compile(zb, plan), other, loss=loss, boundary=BOUNDARY)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ranks.step(x, x + 1)
@@ -212,9 +214,9 @@ def test_stages_that_have_little_to_train(schedule: Any, frozen: Any) -> None:
         return made
 
     one, other = stages(), stages()
-    total = reference(one, x, x + 1, loss=_squares, scale=0.5)
-    program = compile(schedule, Plan(3, 4), clip=True)
-    ranks = InProcess(program, other, loss=_squares, boundary=BOUNDARY, max_norm=1e9)
+    total = run_sequential(one, x, x + 1, loss=_squares, scale=0.5)
+    program = compile(schedule, PipelineShape(3, 4), clip=True)
+    ranks = InProcessExecutor(program, other, loss=_squares, boundary=BOUNDARY, max_norm=1e9)
     for _ in range(2):
         assert torch.equal(ranks.step(x, x + 1, 0.5), total)
         assert same_bits(gradients(one), gradients(other))
@@ -225,13 +227,13 @@ def test_a_frozen_tied_weight_is_refused() -> None:
     stages = gpt_stages(2)
     stages[0].requires_grad_(False)
     with pytest.raises(ModelError) as caught:
-        _in_process(compile(gpipe, Plan(2, 2), tied=True), stages)
+        _in_process(compile(gpipe, PipelineShape(2, 2), tied=True), stages)
     assert "stage 0" in caught.value.fact and "frozen" in caught.value.fact
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_is_sent_is_let_go_as_the_step_goes(overlap: bool) -> None:
-    plan = Plan(4, 16)
+    plan = PipelineShape(4, 16)
     program = compile(one_f_one_b, plan, tied=True, overlap=overlap, model="edge")
     ranks = _in_process(program, gpt_stages(4))
     most = {(r, op): 0 for r in range(4) for op in SENDS}
@@ -252,14 +254,14 @@ def test_what_is_sent_is_let_go_as_the_step_goes(overlap: bool) -> None:
 
 def test_optimizers_may_forget_gradients_between_steps() -> None:
     """Three steps, with zero_grad between them or not, train alike, and like the reference."""
-    plan, trained = Plan(2, 3), []
+    plan, trained = PipelineShape(2, 3), []
     for how in ("kept", "forgotten", "reference"):
         stages = gpt_stages(2, tied=False)
         ranks = _in_process(compile(one_f_one_b, plan), stages)
         for step in range(3):
             inputs, targets, scale = batch(3, seed=step)
             if how == "reference":
-                reference(stages, inputs, targets, loss=gpt.loss, scale=scale)
+                run_sequential(stages, inputs, targets, loss=gpt.loss, scale=scale)
             else:
                 ranks.step(inputs, targets, scale)
             for p in (p for s in stages for p in s.parameters()):
@@ -291,14 +293,18 @@ def _blocks() -> list[nn.Module]:
 
 def test_split_layers_leave_their_gradients_to_w() -> None:
     x = torch.randn(4, BATCH, CONTEXT, HIDDEN, generator=torch.Generator().manual_seed(0))
-    one, other = _blocks(), [split_linears(block) for block in _blocks()]
-    reference(one, x, x + 1, loss=_squares)
-    ranks = InProcess(compile(zb, Plan(2, 4)), other, loss=_squares, boundary=BOUNDARY)
+    one, other = _blocks(), [make_backward_splittable(block) for block in _blocks()]
+    run_sequential(one, x, x + 1, loss=_squares)
+    ranks = InProcessExecutor(
+        compile(zb, PipelineShape(2, 4)), other, loss=_squares, boundary=BOUNDARY
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ranks.step(x, x + 1)
     assert same_bits(gradients(one), gradients(other))
-    plain = InProcess(compile(zb, Plan(2, 4)), _blocks(), loss=_squares, boundary=BOUNDARY)
+    plain = InProcessExecutor(
+        compile(zb, PipelineShape(2, 4)), _blocks(), loss=_squares, boundary=BOUNDARY
+    )
     with pytest.warns(
         UserWarning, match=r"stage [01].*layers\.0 \(Linear\), layers\.2.*split_linears"
     ):
@@ -306,13 +312,15 @@ def test_split_layers_leave_their_gradients_to_w() -> None:
 
 
 def test_linears_whose_weights_have_hooks_run_whole() -> None:
-    stages = [split_linears(block) for block in _blocks()]
+    stages = [make_backward_splittable(block) for block in _blocks()]
     for block in stages:
         for layer in block.modules():
             if isinstance(layer, nn.Linear):
                 layer.weight.register_hook(lambda grad: grad / 2)
     x = torch.randn(4, BATCH, CONTEXT, HIDDEN)
-    ranks = InProcess(compile(zb, Plan(2, 4)), stages, loss=_squares, boundary=BOUNDARY)
+    ranks = InProcessExecutor(
+        compile(zb, PipelineShape(2, 4)), stages, loss=_squares, boundary=BOUNDARY
+    )
     with pytest.warns(UserWarning, match=r"layers\.0 \(SplitLinear\)"):
         ranks.step(x, x + 1)
 
@@ -326,15 +334,17 @@ def test_a_split_that_does_not_happen_is_refused() -> None:
             return x + torch.nn.functional.linear(x, weight, bias)[..., :HIDDEN]
 
     x = torch.randn(4, BATCH, CONTEXT, HIDDEN)
-    stages = [split_linears(Traced()), split_linears(Block())]
-    ranks = InProcess(compile(zb, Plan(2, 4)), stages, loss=_squares, boundary=BOUNDARY)
+    stages = [make_backward_splittable(Traced()), make_backward_splittable(Block())]
+    ranks = InProcessExecutor(
+        compile(zb, PipelineShape(2, 4)), stages, loss=_squares, boundary=BOUNDARY
+    )
     with pytest.raises(ExecutionError) as caught:
         ranks.step(x, x + 1)
     assert "Traced (stage 0)" in str(caught.value) and "I 0." in str(caught.value)
 
 
 def test_evaluation_has_no_gradients() -> None:
-    plan = Plan(2, 3)
+    plan = PipelineShape(2, 3)
     program = compile(lambda r, P, m: m * F, plan)
     stages = gpt_stages(2, tied=False)
     loss, _ = expected(plan, tied=False)
@@ -347,8 +357,8 @@ def test_rows_do_not_lie() -> None:
     """Each instruction of a middle stage finds, leaves and clears what its row declares."""
     met = set()
     for schedule, recompute in ((one_f_one_b, None), (zb, None), (one_f_one_b, "all")):
-        program = compile(schedule, Plan(3, 3), tied=True, recompute=recompute)
-        ranks = InProcess(program, gpt_stages(3), loss=gpt.loss, boundary=BOUNDARY)
+        program = compile(schedule, PipelineShape(3, 3), tied=True, recompute=recompute)
+        ranks = InProcessExecutor(program, gpt_stages(3), loss=gpt.loss, boundary=BOUNDARY)
         middle = ranks.ranks[1]
         call = middle.call
 

@@ -13,18 +13,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.runtime.autograd.splittable_layers import split_linears
+from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.executor import Executor
 from schedir.schedules import one_f_one_b, zb_h1
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from schedir.transports.in_process.mailbox import mailboxes
-from schedir.transports.shared_memory import Shared
+from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.spawn import run
 
 WIDTH, MICROBATCHES = 6, 4
-PLAN = Plan(ranks=2, microbatches=MICROBATCHES)
+PLAN = PipelineShape(ranks=2, microbatches=MICROBATCHES)
 
 
 class Layer(nn.Module):
@@ -65,11 +65,11 @@ def side_by_side(rank: int, programs: list[Program]) -> list[bool]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     group, replica = mesh.get_group("pp"), mesh.get_local_rank("dp")
     same = []
-    for kind in (Gloo, Shared):
+    for kind in (GlooTransport, SharedMemoryTransport):
         for program in programs:
             right, mine = model(replica), model(replica)
             place = mesh.get_local_rank("pp")
-            stages = {place: split_linears(mine[place])}
+            stages = {place: make_backward_splittable(mine[place])}
             transport = kind(program, group=group)
             executor = Executor(
                 program, place, stages, transport, loss=loss, boundary=(3, WIDTH), adds=True,
@@ -96,7 +96,9 @@ def test_pipelines_side_by_side_add_to_what_is_there(programs: list[Program]) ->
         assert all(same)
 
 
-def left(rank: int, program: Program, kind: type[Gloo] | type[Shared]) -> str:
+def left(
+    rank: int, program: Program, kind: type[GlooTransport] | type[SharedMemoryTransport]
+) -> str:
     """One rank fails in its module, and leaves; the other is told."""
     stages = model(0)
     transport = kind(program, group=dist.group.WORLD)
@@ -115,9 +117,9 @@ def left(rank: int, program: Program, kind: type[Gloo] | type[Shared]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", [Gloo, Shared])
+@pytest.mark.parametrize("kind", [GlooTransport, SharedMemoryTransport])
 def test_who_leaves_ends_the_waits_of_others(
-    kind: type[Gloo] | type[Shared], programs: list[Program]
+    kind: type[GlooTransport] | type[SharedMemoryTransport], programs: list[Program]
 ) -> None:
     first, second = run(left, 2, programs[0], kind, limit=30)
     assert "has left" in first
@@ -142,7 +144,9 @@ def alone(program: Program, stages: Sequence[nn.Module], **how: Any) -> Executor
 
 def test_without_a_seed_modules_draw_as_they_come() -> None:
     module, (x, y) = Draws(), batch(0)
-    executor = alone(compile(one_f_one_b, Plan(ranks=1, microbatches=4)), [module], seed=None)
+    executor = alone(
+        compile(one_f_one_b, PipelineShape(ranks=1, microbatches=4)), [module], seed=None
+    )
     torch.manual_seed(7)
     for _ in range(2):
         executor.step(x, y)
@@ -153,7 +157,7 @@ def test_without_a_seed_modules_draw_as_they_come() -> None:
 def test_a_loss_that_is_infinite_does_not_hide_gradients() -> None:
     """As in a plain loop, where a gradient knows nothing of its loss."""
     module, (x, y) = nn.Linear(WIDTH, 1, bias=False), batch(0)
-    program = compile(one_f_one_b, Plan(ranks=1, microbatches=4))
+    program = compile(one_f_one_b, PipelineShape(ranks=1, microbatches=4))
     executor = alone(program, [module], adds=True, loss=lambda y, _: y.sum() + torch.inf)
     executor.step(x, y, scale=0.5)
     assert module.weight.grad is not None
@@ -164,7 +168,7 @@ def test_a_loss_that_is_infinite_does_not_hide_gradients() -> None:
 def test_what_others_are_to_do_is_refused(how: dict[str, bool]) -> None:
     clip = how.get("clip", False)
     program, module = (
-        compile(one_f_one_b, Plan(ranks=1, microbatches=4), clip=clip),
+        compile(one_f_one_b, PipelineShape(ranks=1, microbatches=4), clip=clip),
         nn.Linear(6, 6),
     )
     optimizer = torch.optim.SGD(module.parameters()) if "optimizer" in how else None

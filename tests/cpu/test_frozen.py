@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from schedir.compiler.compile import compile
 from schedir.errors import ModelError, ProgramError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.runtime import sizes_of
+from schedir.runtime import measure_sizes
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import dualpipe, forward_only, gpipe, one_f_one_b, pipedream_2bw, zb_h1
-from schedir.testing import drafts
+from schedir.testing import compute_programs
 from schedir.testing.tiny_model import WIDTH, batch, loss, tiny_stages
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.test_updates import stage_by_stage
 from tests.cpu.tiny_stages import gradients, same_bits
@@ -61,15 +61,17 @@ def stages_of(number: int, frozen: int, *, drops: bool = False) -> list[nn.Modul
 def of_plain(program: Program, *, whole: bool, drops: bool = False) -> tuple[Tensor, list[Any]]:
     """Loss and gradients of the reference: in the order of the program, or of no program."""
     plain = stages_of(program.plan.stages, program.frozen, drops=drops)
-    found = reference(
+    found = run_sequential(
         plain, *batch(program.plan.microbatches), loss=loss, program=None if whole else program
     )
     return found, gradients(plain)
 
 
-def expect_right(program: Program, seed: int | None = None, *, drops: bool = False) -> InProcess:
+def expect_right(
+    program: Program, seed: int | None = None, *, drops: bool = False
+) -> InProcessExecutor:
     stages = stages_of(program.plan.stages, program.frozen, drops=drops)
-    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY)
+    ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
     total = ranks.step(*batch(program.plan.microbatches), seed=seed)
     for whole in (False, True) if program.ascending else (False,):
         right, plain = of_plain(program, whole=whole, drops=drops)
@@ -86,12 +88,14 @@ def expect_right(program: Program, seed: int | None = None, *, drops: bool = Fal
 @given(st.data())
 def test_gradients_of_the_reference(data: st.DataObject) -> None:
     """Any schedule, any draft, any placement, any legal order."""
-    source: Any = data.draw(drafts(3, 4) if data.draw(st.booleans()) else st.sampled_from(known()))
+    source: Any = data.draw(
+        compute_programs(3, 4) if data.draw(st.booleans()) else st.sampled_from(known())
+    )
     plan = None
     if not isinstance(source, Program):
         where, v = getattr(source, "placed", ("loop", None))
         ranks = 2 * data.draw(st.integers(1, 2))
-        plan = Plan(ranks, 2 * data.draw(st.integers(1, 3)), v or 1, where)
+        plan = PipelineShape(ranks, 2 * data.draw(st.integers(1, 3)), v or 1, where)
     number = (plan or source.plan).stages
     frozen = data.draw(st.integers(0, number - 1))
     how: dict[str, Any] = {
@@ -109,11 +113,11 @@ def test_gradients_of_the_reference(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("frozen", [1, 2, 3])
 def test_draws_and_buffers_are_those_of_training(frozen: int) -> None:
-    program = compile(one_f_one_b, Plan(4, 4), frozen=frozen)
+    program = compile(one_f_one_b, PipelineShape(4, 4), frozen=frozen)
     ranks = expect_right(program, drops=True)
     stages = [ranks.ranks[r].stages[r].module for r in range(4)]
     plain = stages_of(4, frozen, drops=True)
-    reference(plain, *batch(4), loss=loss)
+    run_sequential(plain, *batch(4), loss=loss)
     for mine, right in zip(stages, plain, strict=True):
         assert all(map(torch.equal, mine.buffers(), right.buffers()))
 
@@ -127,8 +131,8 @@ def test_nothing_is_kept_of_a_frozen_forward() -> None:
                 (torch.is_grad_enabled(), xs[0].requires_grad, y.requires_grad)
             )
         )
-    program = compile(gpipe, Plan(3, 1), frozen=2)
-    InProcess(program, stages, loss=loss, boundary=BOUNDARY).step(*batch(1))
+    program = compile(gpipe, PipelineShape(3, 1), frozen=2)
+    InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY).step(*batch(1))
     assert seen == [(False, False, False)] * 2 + [(True, False, True)]
 
 
@@ -139,10 +143,10 @@ def test_nothing_is_kept_of_a_frozen_forward() -> None:
 @pytest.mark.parametrize("schedule", [pipedream_2bw, one_f_one_b])
 def test_several_updates(schedule: Any, frozen: int) -> None:
     """Delayed ones, held to a plain loop that knows nothing of schedules."""
-    plan = Plan(3, 9, updates=3, delay=1)
+    plan = PipelineShape(3, 9, updates=3, delay=1)
     make = partial(stages_of, frozen=frozen)
     stages = make(3)
-    ranks = InProcess(
+    ranks = InProcessExecutor(
         compile(schedule, plan, frozen=frozen), stages, loss=loss, boundary=BOUNDARY, optimizer=sgd
     )
     ranks.step(*batch(9))
@@ -158,18 +162,20 @@ def test_several_updates(schedule: Any, frozen: int) -> None:
 
 def test_forwards_run_ahead_of_the_steps_of_their_rank() -> None:
     """Frozen weights have one version, and a trained stage beside them has its own."""
-    plan, make = Plan(1, 4, 2, updates=2), partial(stages_of, frozen=1)
+    plan, make = PipelineShape(1, 4, 2, updates=2), partial(stages_of, frozen=1)
     stages, program = make(2), compile(ahead, plan, frozen=1)
-    InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd).step(*batch(4))
+    InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd).step(*batch(4))
     right = stage_by_stage(plan, *batch(4), sgd, make)
     assert all(map(torch.equal, [p for s in stages for p in s.parameters()], right))
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb_h1])
 def test_the_norm_is_of_what_is_trained(schedule: Any) -> None:
-    program = compile(schedule, Plan(4, 4), frozen=2, clip=True)
+    program = compile(schedule, PipelineShape(4, 4), frozen=2, clip=True)
     stages = stages_of(4, 2)
-    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd, max_norm=0.1)
+    ranks = InProcessExecutor(
+        program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd, max_norm=0.1
+    )
     ranks.step(*batch(4))
     _, plain = of_plain(program, whole=True)
     norm = torch.stack([g.norm() for own in plain for g in own.values()]).norm()
@@ -180,7 +186,7 @@ def test_the_norm_is_of_what_is_trained(schedule: Any) -> None:
 
 def on_gloo(rank: int, program: Program) -> list[dict[str, Tensor]]:
     """Gradients of a process's own stages."""
-    transport = Gloo(program)
+    transport = GlooTransport(program)
     stages = stages_of(program.plan.stages, program.frozen)
     executor = Executor(
         program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY,
@@ -195,17 +201,17 @@ def on_gloo(rank: int, program: Program) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("schedule", "plan", "traits"),
     [
-        (one_f_one_b, Plan(2, 4), {"frozen": 1, "dp": 2}),
-        (zb_h1, Plan(4, 4), {"frozen": 2, "clip": True}),
-        (dualpipe, Plan(2, 4, placement="mirror"), {"frozen": 1}),
+        (one_f_one_b, PipelineShape(2, 4), {"frozen": 1, "dp": 2}),
+        (zb_h1, PipelineShape(4, 4), {"frozen": 2, "clip": True}),
+        (dualpipe, PipelineShape(2, 4, placement="mirror"), {"frozen": 1}),
     ],
 )
-def test_real_processes(schedule: Any, plan: Plan, traits: dict[str, Any]) -> None:
+def test_real_processes(schedule: Any, plan: PipelineShape, traits: dict[str, Any]) -> None:
     program = compile(schedule, plan, model="edge", **traits)
     world = plan.ranks * program.dp
     found = run(on_gloo, world, program)
     plain = stages_of(plan.stages, program.frozen)
-    reference(
+    run_sequential(
         plain, *batch(program.dp * plan.microbatches), loss=loss,
         program=None if program.dp > 1 else program,
     )  # fmt: skip
@@ -223,20 +229,24 @@ def test_real_processes(schedule: Any, plan: Plan, traits: dict[str, Any]) -> No
 
 def test_a_frozen_stage_has_nothing_to_train() -> None:
     stages = stages_of(3, 1)
-    program = compile(one_f_one_b, Plan(3, 4), frozen=2)
+    program = compile(one_f_one_b, PipelineShape(3, 4), frozen=2)
     with pytest.raises(ModelError, match="stage 1 is frozen, and weight in it") as caught:
-        InProcess(program, stages, loss=loss, boundary=BOUNDARY)
+        InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
     assert "frozen=1" in caught.value.hint
-    evaluation = compile(forward_only, Plan(3, 4), frozen=2)  # where nothing is trained anyway
-    InProcess(evaluation, stages, loss=loss, boundary=BOUNDARY).step(*batch(4))
+    evaluation = compile(
+        forward_only, PipelineShape(3, 4), frozen=2
+    )  # where nothing is trained anyway
+    InProcessExecutor(evaluation, stages, loss=loss, boundary=BOUNDARY).step(*batch(4))
 
 
 def test_frozen_parameters_alone_are_run_back_through() -> None:
     """Nobody said that stages are frozen: right, with backwards that nobody needs."""
     stages, plain = stages_of(3, 2), stages_of(3, 2)
-    ranks = InProcess(compile(one_f_one_b, Plan(3, 4)), stages, loss=loss, boundary=BOUNDARY)
+    ranks = InProcessExecutor(
+        compile(one_f_one_b, PipelineShape(3, 4)), stages, loss=loss, boundary=BOUNDARY
+    )
     total = ranks.step(*batch(4))
-    assert torch.equal(total, reference(plain, *batch(4), loss=loss))
+    assert torch.equal(total, run_sequential(plain, *batch(4), loss=loss))
     assert same_bits(gradients(stages), gradients(plain))
 
 
@@ -248,13 +258,13 @@ def test_whole_numbers_may_leave_a_frozen_stage() -> None:
             return x.abs().round().long().clamp(max=7)
 
     stages: Sequence[nn.Module] = [Rounds(), nn.Sequential(nn.Embedding(8, WIDTH), Last())]
-    program = compile(one_f_one_b, Plan(2, 4), frozen=1)
+    program = compile(one_f_one_b, PipelineShape(2, 4), frozen=1)
     whole = Boundary((2, WIDTH), torch.int64)
     x, target = batch(4)
-    ranks = InProcess(program, stages, loss=loss, boundary=whole)
+    ranks = InProcessExecutor(program, stages, loss=loss, boundary=whole)
     ranks.step(x, target)
     mine = gradients(stages)
-    reference(stages, x, target, loss=loss, program=program)
+    run_sequential(stages, x, target, loss=loss, program=program)
     assert same_bits(mine, gradients(stages)) and mine[1]
 
 
@@ -271,11 +281,11 @@ def test_sizes() -> None:
     stages[0].requires_grad_(False)
     x = torch.ones(8, 64)
     how: Any = dict(loss=nn.functional.mse_loss, boundary=(8, 64))
-    usual, frozen = sizes_of(stages, x, x, **how), sizes_of(stages, x, x, frozen=1, **how)
+    usual, frozen = measure_sizes(stages, x, x, **how), measure_sizes(stages, x, x, frozen=1, **how)
     assert frozen.of("saved", 3)[0] == frozen.of("tape", 3)[0] == frozen.of("both", 3)[0] == 0.0
     assert (frozen.of("saved", 3)[1:] == usual.of("saved", 3)[1:]).all()
     assert (frozen.of("weights", 3) == usual.of("weights", 3)).all()  # as parameters say it
     assert frozen.of("weights", 3)[0] < frozen.of("weights", 3)[1]
     elu = [*stages[:1], nn.Sequential(nn.ELU(), nn.Linear(64, 64)), *stages[2:]]
-    less, more = (sizes_of(elu, x, x, frozen=n, **how).of("saved", 3)[1] for n in (1, 0))
+    less, more = (measure_sizes(elu, x, x, frozen=n, **how).of("saved", 3)[1] for n in (1, 0))
     assert less < more  # nothing for a gradient of its input

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.checkpoints import Saver, dcp_storage, save
 from schedir.checkpoints.checkpoint_directory import LOCK, CheckpointDirectory
 from schedir.errors import CheckpointError, UsageError
 from schedir.io.files import atomic_write, expect_writable
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import one_f_one_b
 from tests.cpu.training import ALONE, ROOT
 from tests.file_size_limit import small_files
@@ -29,11 +29,11 @@ FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
 
 
-def run_of(width: int) -> InProcess:
-    program = schedir.compile(one_f_one_b, Plan(2, 2), snapshots=True)
+def run_of(width: int) -> InProcessExecutor:
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), snapshots=True)
     how: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, width)}
     stages = [nn.Linear(width, width) for _ in range(2)]
-    return InProcess(program, stages, optimizer=partial(torch.optim.AdamW, lr=1e-2), **how)
+    return InProcessExecutor(program, stages, optimizer=partial(torch.optim.AdamW, lr=1e-2), **how)
 
 
 @needs_full

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from schedir import Costs, compile, simulate
 from schedir.analysis.dependency_graph import Graph
 from schedir.ir.isa.instructions import TRANSFERS
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.passes.pass_types import Choice
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import ExecutionOrders, InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import ExecutionOrders, InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import tiny_model
 from schedir.transports.collectives import Group, Kind
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from schedir.transports.in_process.cuda_streams import StreamHub, StreamMailbox, StreamPoint
 from schedir.transports.transport import Work
 from tests.cpu.spawn import run
@@ -36,15 +36,15 @@ from tests.cpu.virtual_gpu import VirtualGPU, charge, copies, install
 from tests.laws import plan_of
 
 PLANS = [
-    (paired, Plan(2, 4)),
-    (one_f_one_b, Plan(2, 4)),
-    (zb, Plan(2, 4)),
-    (interleaved, Plan(2, 4, 2)),
+    (paired, PipelineShape(2, 4)),
+    (one_f_one_b, PipelineShape(2, 4)),
+    (zb, PipelineShape(2, 4)),
+    (interleaved, PipelineShape(2, 4, 2)),
 ]
 SLOTS: list[Choice | None] = [None, "fewest"]
 
 
-class Late(Gloo):
+class Late(GlooTransport):
     """A transport whose gathers write as late as they may.
 
     Until it is waited for, a gather has spoilt what it is to write; and nobody may write what it
@@ -75,7 +75,7 @@ class _LateGather:
         self.transport, self.whole, self.shard = transport, whole, shard
         self.read, self.written = shard.clone(), whole.clone()
         own = self.written.view(transport.tp, -1)[transport.tp_rank]
-        self.work = Gloo.collective(transport, "all_gather", "tp", self.written, own)
+        self.work = GlooTransport.collective(transport, "all_gather", "tp", self.written, own)
         whole.fill_(torch.nan)
         shard.copy_(self.read)
         transport.open.add(self)
@@ -94,7 +94,9 @@ def turned(module: nn.Module, args: Any, y: Tensor) -> Tensor:
     return y
 
 
-def one_rank(rank: int, schedule: Any, plan: Plan, hook: Any = None) -> list[tuple[bool, int]]:
+def one_rank(
+    rank: int, schedule: Any, plan: PipelineShape, hook: Any = None
+) -> list[tuple[bool, int]]:
     """Whether the bits are those of the reference, and what was called beside a gather."""
     inputs, targets, scale = batch(plan.microbatches)
     found = []
@@ -118,14 +120,16 @@ def one_rank(rank: int, schedule: Any, plan: Plan, hook: Any = None) -> list[tup
             for _ in range(2):  # twice: a step leaves nothing behind
                 executor.step(inputs, targets, scale)
         assert not transport.open
-        reference(right, inputs, targets, loss=loss, scale=scale)
+        run_sequential(right, inputs, targets, loss=loss, scale=scale)
         wanted = [gradients(right)[s] for s in stages]
         found.append((same_bits(gradients(ours), wanted), transport.beside))
     return found
 
 
 @pytest.mark.parametrize(("schedule", "plan"), PLANS)
-def test_the_bits_of_the_reference_with_gathers_in_flight(schedule: Any, plan: Plan) -> None:
+def test_the_bits_of_the_reference_with_gathers_in_flight(
+    schedule: Any, plan: PipelineShape
+) -> None:
     results = run(one_rank, 4, schedule, plan)
     assert all(same for found in results for same, _ in found)
     for of_slots in zip(*results, strict=True):
@@ -133,7 +137,7 @@ def test_the_bits_of_the_reference_with_gathers_in_flight(schedule: Any, plan: P
 
 
 def test_parts_of_what_is_not_contiguous() -> None:
-    results = run(one_rank, 4, one_f_one_b, Plan(2, 4), turned)
+    results = run(one_rank, 4, one_f_one_b, PipelineShape(2, 4), turned)
     assert all(same for found in results for same, _ in found)
 
 
@@ -173,7 +177,7 @@ def test_gathers_run_beside_computes_as_predicted(
     program = compile(schedule, plan, tp=2, model="edge", costs=costs, overlap=True, slots=slots)
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
     gpu, hub, stages = install(monkeypatch), StreamHub(), tiny_model.tiny_stages(plan.stages)
-    ranks = InProcess.__new__(InProcess)  # which refuses tensor-parallel ranks
+    ranks = InProcessExecutor.__new__(InProcessExecutor)  # which refuses tensor-parallel ranks
     ranks.program, ranks.graph, ranks.other_holders = program, Graph(program, "edge"), []
     ranks.turns_of = {program.digest: ExecutionOrders(program, "edge")}
     ranks.mail = [Sliced(hub, rank, gpu, 0.75) for rank in range(plan.ranks)]

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError, ModelError, ProgramError, UsageError
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.runtime import split_linears
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary, ModelBoundaries
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import one_f_one_b
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "given.txt"
-PROGRAM = compile(one_f_one_b, Plan(2, 4), clip=True)
-FREE = compile(one_f_one_b, Plan(2, 4))
+PROGRAM = compile(one_f_one_b, PipelineShape(2, 4), clip=True)
+FREE = compile(one_f_one_b, PipelineShape(2, 4))
 X = torch.arange(24.0).view(4, 2, 3)
 
 
@@ -39,10 +39,10 @@ def squares(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
 
-def world(**given: Any) -> InProcess:
+def world(**given: Any) -> InProcessExecutor:
     told: dict[str, Any] = {"program": PROGRAM, "stages": modules(), "loss": squares}
     told |= {"boundary": (2, 3)} | given
-    return InProcess(told.pop("program"), told.pop("stages"), **told)
+    return InProcessExecutor(told.pop("program"), told.pop("stages"), **told)
 
 
 def rank(number: Any = 0, **given: Any) -> Executor:
@@ -59,7 +59,7 @@ def test_shapes_of_all_kinds_are_boundaries(shape: Any) -> None:
     same = {hash(Boundary(shape)), hash(Boundary((2, 3)))}
     assert len(same) == 1
     assert ModelBoundaries.of(shape, 2).crossings[0].tensors == (Boundary((2, 3)),)
-    sizes_of(modules(), X[0], X[0], loss=squares, boundary=shape)
+    measure_sizes(modules(), X[0], X[0], loss=squares, boundary=shape)
 
 
 def test_a_number_is_the_shape_of_a_vector() -> None:
@@ -120,24 +120,30 @@ WRONG: dict[str, Callable[[], object]] = {
     "a flag of text": lambda: world(record="no"),
     "a shape without order": lambda: world(boundary={2, 3}),
     "a schedule": lambda: world(program=one_f_one_b),
-    "a plan": lambda: rank(program=Plan(2, 4)),
+    "a plan": lambda: rank(program=PipelineShape(2, 4)),
     "a rank too many": lambda: rank(2),
     "no transport": lambda: rank(transport="gloo"),
     "losses one by one": lambda: world(loss=lambda y, t: y - t).step(X, X),
     "a loss of Python": lambda: world(loss=lambda y, t: 5.0).step(X, X),
     "half a seed": lambda: world(seed=1.5),
-    "no seed": lambda: reference(modules(), X, X, loss=squares, seed=None),  # type: ignore[arg-type]
+    "no seed": lambda: run_sequential(modules(), X, X, loss=squares, seed=None),  # type: ignore[arg-type]
     "no targets": lambda: world().step(X, None),  # type: ignore[arg-type]
     "inputs one by one": lambda: world().step(iter(X), X),
     "one number": lambda: world().step(X, torch.tensor(1.0)),
-    "a reference's stage": lambda: reference(modules()[0], X, X, loss=squares),  # type: ignore[arg-type]
-    "a reference's loss": lambda: reference(modules(), X, X, loss=nn.MSELoss),  # type: ignore[arg-type]
-    "a reference's inputs": lambda: reference(modules(), X[:3], X, loss=squares),
-    "a reference's program": lambda: reference(modules(), X, X, loss=squares, program=one_f_one_b),  # type: ignore[arg-type]
-    "sizes of inputs": lambda: sizes_of(modules(), {"x": X}, X[0], loss=squares, boundary=(2, 3)),  # type: ignore[arg-type]
-    "sizes of numbers": lambda: sizes_of([1, 2], X[0], X[0], loss=squares, boundary=(2, 3)),  # type: ignore[list-item]
-    "sizes without a loss": lambda: sizes_of(modules(), X[0], X[0], loss=None, boundary=(2, 3)),  # type: ignore[arg-type]
-    "splits of stages": lambda: split_linears(modules()),  # type: ignore[arg-type]
+    "a reference's stage": lambda: run_sequential(modules()[0], X, X, loss=squares),  # type: ignore[arg-type]
+    "a reference's loss": lambda: run_sequential(modules(), X, X, loss=nn.MSELoss),  # type: ignore[arg-type]
+    "a reference's inputs": lambda: run_sequential(modules(), X[:3], X, loss=squares),
+    "a reference's program": lambda: run_sequential(
+        modules(), X, X, loss=squares, program=one_f_one_b
+    ),  # type: ignore[arg-type]
+    "sizes of inputs": lambda: measure_sizes(
+        modules(), {"x": X}, X[0], loss=squares, boundary=(2, 3)
+    ),  # type: ignore[arg-type]
+    "sizes of numbers": lambda: measure_sizes([1, 2], X[0], X[0], loss=squares, boundary=(2, 3)),  # type: ignore[list-item]
+    "sizes without a loss": lambda: measure_sizes(
+        modules(), X[0], X[0], loss=None, boundary=(2, 3)
+    ),  # type: ignore[arg-type]
+    "splits of stages": lambda: make_backward_splittable(modules()),  # type: ignore[arg-type]
 }
 
 
@@ -164,4 +170,4 @@ def test_a_loss_of_one_number_in_brackets_is_that_number() -> None:
     ]
     assert {loss.shape for loss in losses} == {torch.Size()} and len({*map(float, losses)}) == 1
     with pytest.raises(ProgramError):
-        reference(modules(), X, X, loss=lambda y, t: y - t)
+        run_sequential(modules(), X, X, loss=lambda y, t: y - t)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import schedir
-from schedir import Plan
-from schedir.runtime import split_linears
+from schedir import PipelineShape
+from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from tests.cpu.training import ROOT, finish, script, start
 
 pytest.importorskip("transformers")
@@ -30,13 +30,13 @@ def test_four_processes_print_what_one_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("schedule", "plan"),
     [
-        ("one_f_one_b", Plan(4, 6)),
-        ("zb_h1", Plan(4, 6)),
-        ("zb_v", Plan(2, 6, 2, "vee")),  # the tied weight's copies are on one rank
+        ("one_f_one_b", PipelineShape(4, 6)),
+        ("zb_h1", PipelineShape(4, 6)),
+        ("zb_v", PipelineShape(2, 6, 2, "vee")),  # the tied weight's copies are on one rank
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
-def test_gradients_of_the_whole_model(schedule: str, plan: Plan) -> None:
+def test_gradients_of_the_whole_model(schedule: str, plan: PipelineShape) -> None:
     example: Any = runpy.run_path(str(EXAMPLE))
     torch.manual_seed(0)
     config = example["GPT2Config"](
@@ -56,11 +56,11 @@ def test_gradients_of_the_whole_model(schedule: str, plan: Plan) -> None:
     model.zero_grad()
     stages = [example["Stage"](model, number) for number in range(4)]
     if schedule.startswith("zb"):
-        stages = [split_linears(stage) for stage in stages]
-    ties = schedir.ties(stages)
+        stages = [make_backward_splittable(stage) for stage in stages]
+    ties = schedir.find_tied_weights(stages)
     program = schedir.compile(getattr(schedir.schedules, schedule), plan, tied=ties)
     loss, boundary = example["summed_loss"], Boundary((2, 16, 32))
-    ranks = InProcess(program, stages, loss=loss, boundary=boundary, tied=ties)
+    ranks = InProcessExecutor(program, stages, loss=loss, boundary=boundary, tied=ties)
     total = ranks.step(inputs, targets, scale=0.1)
     assert torch.allclose(total, expected)
     for name, p in model.named_parameters():

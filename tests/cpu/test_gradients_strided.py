@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.errors import ModelError
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import gpipe
 
 
@@ -32,8 +32,8 @@ def test_a_fused_optimizer_steps_each_number_by_its_own_gradient() -> None:
     ours = [Turned(), Turned()]
     torch.manual_seed(0)
     plain = nn.Sequential(Turned(), Turned())
-    executor = InProcess(
-        schedir.compile(gpipe, Plan(2, 2)), [*ours],
+    executor = InProcessExecutor(
+        schedir.compile(gpipe, PipelineShape(2, 2)), [*ours],
         loss=nn.functional.mse_loss, boundary=(5, 4), optimizer=fused,
     )  # fmt: skip
     optimizer = fused(plain.parameters())
@@ -51,12 +51,12 @@ def test_a_fused_optimizer_steps_each_number_by_its_own_gradient() -> None:
 def test_sums_that_lie_otherwise_are_refused_where_an_optimizer_is_fused() -> None:
     stages = [Turned(), Turned()]
     stages[1].w = stages[0].w
-    ties = schedir.ties(stages)
-    program = schedir.compile(gpipe, Plan(2, 2), tied=ties)
+    ties = schedir.find_tied_weights(stages)
+    program = schedir.compile(gpipe, PipelineShape(2, 2), tied=ties)
 
-    def made(fused: bool) -> InProcess:
+    def made(fused: bool) -> InProcessExecutor:
         adam = partial(torch.optim.AdamW, lr=0.1, fused=fused)
-        return InProcess(
+        return InProcessExecutor(
             program, [*stages],
             loss=nn.functional.mse_loss, boundary=(5, 4), optimizer=adam, tied=ties,
         )  # fmt: skip

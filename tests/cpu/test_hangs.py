@@ -28,7 +28,7 @@ from schedir.errors import ExecutionError
 from schedir.hang_diagnosis.stall_cause import ProcessLayout
 from schedir.io.black_box import ProcessPhase
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.schedules import one_f_one_b
 from schedir.training.checkpointing import TrainingCheckpoints
@@ -37,8 +37,8 @@ from schedir.training.processes import process_exit
 from schedir.training.processes.process_exit import RunMember, join, leave
 from schedir.training.processes.watchdog import Watchdog
 from schedir.transports import process_groups
-from schedir.transports.gloo import Gloo, ProcessTransport
-from schedir.transports.shared_memory import Shared, close, connect, listen, passed
+from schedir.transports.gloo import GlooTransport, ProcessTransport
+from schedir.transports.shared_memory import SharedMemoryTransport, close, connect, listen, passed
 from schedir.transports.transport import PeerLate, PeerLeft
 from tests.cases import cases
 from tests.cpu.faulty import at_instruction, fault
@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
     @property
     def program(self) -> Program:
-        return compile(one_f_one_b, Plan(2, 2), **self.options)
+        return compile(one_f_one_b, PipelineShape(2, 2), **self.options)
 
 
 def process(number: int, case: Case, folder: Path, together: Any) -> None:
@@ -115,17 +115,19 @@ def running(case: Case, folder: Path) -> Iterator[int]:
 SPILLS = {"offload": "all", "spill": "all"}
 CASES = {
     "stopped in a reduction": Case(
-        {"dp": 2, "zero": 3, "clip": True}, Gloo, "stop", Opcode.ReduceScatter
+        {"dp": 2, "zero": 3, "clip": True}, GlooTransport, "stop", Opcode.ReduceScatter
     ),
-    "raised on the disk's lane": Case(SPILLS, Shared, "raise", Opcode.Spill, "on the lane"),
+    "raised on the disk's lane": Case(
+        SPILLS, SharedMemoryTransport, "raise", Opcode.Spill, "on the lane"
+    ),
     "raised on the host's lane": Case(
-        {"dp": 2, "states": "cpu"}, Gloo, "raise", Opcode.StepHost, "on the lane"
+        {"dp": 2, "states": "cpu"}, GlooTransport, "raise", Opcode.StepHost, "on the lane"
     ),
     "died as it stores states": Case(
-        {"states": "host", "snapshots": True}, Gloo, "kill", Opcode.StoreState
+        {"states": "host", "snapshots": True}, GlooTransport, "kill", Opcode.StoreState
     ),
-    "raised, and stays": Case({"dp": 2}, Gloo, "raise", Opcode.Backward),
-    "stopped in a forward": Case({"tp": 2}, Shared, "stop", Opcode.Forward),
+    "raised, and stays": Case({"dp": 2}, GlooTransport, "raise", Opcode.Backward),
+    "stopped in a forward": Case({"tp": 2}, SharedMemoryTransport, "stop", Opcode.Forward),
 }
 
 
@@ -223,7 +225,7 @@ def test_who_is_stopped_while_others_save_is_found_and_a_slow_disk_is_not(
 def sets_up(folder: Path) -> None:
     """Set up for longer than anything may stand, and then stand for a moment."""
     join(own := RunMember(folder, ProcessLayout(1, 1, 1), 0))
-    program = compile(one_f_one_b, Plan(1, 2))
+    program = compile(one_f_one_b, PipelineShape(1, 2))
     executor: Any = SimpleNamespace(
         at=None, program=program, rank=0, state=SimpleNamespace(device=torch.device("cpu"))
     )
@@ -249,8 +251,8 @@ def test_who_has_set_up_for_long_does_not_stand(tmp_path: Path) -> None:
 def saves_slowly(rank: int, folder: Path, snapshots: bool) -> bool:
     """Save at once, though the first one's disk takes longer than processes wait else."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=PATIENCE))
-    program = compile(one_f_one_b, Plan(2, 2), snapshots=snapshots)
-    executor = gpt_executor(program, Gloo(program, group=group), lr=0.1)
+    program = compile(one_f_one_b, PipelineShape(2, 2), snapshots=snapshots)
+    executor = gpt_executor(program, GlooTransport(program, group=group), lr=0.1)
     write = dcp_storage.write
 
     def slowly(*given: Any) -> Any:
@@ -278,8 +280,13 @@ def test_groups_wait_as_long_as_torch_was_told() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=told)  # type: ignore[attr-defined]
     try:
         assert process_groups.patience() == 7.0
-        transport = Gloo(compile(one_f_one_b, Plan(1, 2)))
+        transport = GlooTransport(compile(one_f_one_b, PipelineShape(1, 2)))
         assert process_groups.patience(transport.pipeline) == 7.0
-        assert process_groups.patience(Gloo(compile(one_f_one_b, Plan(1, 2)), 3.0).pipeline) == 3.0
+        assert (
+            process_groups.patience(
+                GlooTransport(compile(one_f_one_b, PipelineShape(1, 2)), 3.0).pipeline
+            )
+            == 3.0
+        )
     finally:
         dist.destroy_process_group()

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from schedir import compile
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.passes.pass_types import Choice
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import chimera, interleaved, one_f_one_b
 from schedir.transports.in_process import cuda_streams
 from tests.cpu.happens_before import Races
@@ -20,10 +20,10 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradien
 from tests.cpu.virtual_gpu import install
 
 PLANS = [
-    (one_f_one_b, Plan(3, 4)),
-    (zb, Plan(2, 4)),
-    (interleaved, Plan(2, 4, 2)),
-    (chimera, Plan(2, 4, placement="mirror")),
+    (one_f_one_b, PipelineShape(3, 4)),
+    (zb, PipelineShape(2, 4)),
+    (interleaved, PipelineShape(2, 4, 2)),
+    (chimera, PipelineShape(2, 4, placement="mirror")),
 ]
 
 
@@ -33,10 +33,12 @@ def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
         yield races
 
 
-def run(schedule: Any, plan: Plan, slots: Choice | None = None, record: bool = False) -> Any:
+def run(
+    schedule: Any, plan: PipelineShape, slots: Choice | None = None, record: bool = False
+) -> Any:
     program = compile(schedule, plan, model="edge", overlap=True, tied=True, clip=True, slots=slots)
     stages = gpt_stages(plan.stages)
-    world = InProcess(
+    world = InProcessExecutor(
         program, stages, loss=gpt.loss, boundary=BOUNDARY, record=record,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         max_norm=1e9,
@@ -51,7 +53,7 @@ def run(schedule: Any, plan: Plan, slots: Choice | None = None, record: bool = F
 @pytest.mark.parametrize(("schedule", "plan"), PLANS)
 def test_nothing_races(
     schedule: Any,
-    plan: Plan,
+    plan: PipelineShape,
     slots: Choice | None,
     static: bool,
     races: Races,
@@ -84,7 +86,7 @@ def test_a_copy_that_does_not_wait_is_seen(
         return copy(**sides)
 
     monkeypatch.setattr(cuda_streams, "_copy", hasty)
-    run(one_f_one_b, Plan(3, 4), "fewest")
+    run(one_f_one_b, PipelineShape(3, 4), "fewest")
     assert any("copy_" in race for race in races.found)
 
 
@@ -92,5 +94,5 @@ def test_a_step_that_does_not_follow_the_caller_is_seen(
     races: Races, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_streams.StreamMailbox, "begin", lambda self: None)
-    run(one_f_one_b, Plan(3, 4))
+    run(one_f_one_b, PipelineShape(3, 4))
     assert races.found

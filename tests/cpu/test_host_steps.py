@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 import schedir
 from benchmarks.zero import Case, differing, train
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.analysis.memory.footprint import held
 from schedir.checkpoints import load, save
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.isa.instructions import Lane
 from schedir.models import gpt
-from schedir.runtime.boundaries.size_measurement import sizes_of
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.boundaries.size_measurement import measure_sizes
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import forward_only, gpipe, interleaved, looped_bfs, one_f_one_b
@@ -96,7 +96,7 @@ LEVELS = ((0, True, False), (2, False, True), (3, True, False))
 def _processes(rank: int) -> Any:
     torch.set_num_threads(1)
     return [
-        train(rank, Case(looped_bfs, Plan(1, 3, 3), half=half, options=how), zero)
+        train(rank, Case(looped_bfs, PipelineShape(1, 3, 3), half=half, options=how), zero)
         for zero, half, clip in LEVELS
         for how in ({"states": states, "clip": clip} for states in WHERE)
     ]
@@ -115,7 +115,7 @@ def test_a_replica_steps_its_part() -> None:
 def test_nothing_is_stepped_where_one_gradient_is_not_finite(make: str, clip: bool) -> None:
     scales: dict[str, Any] = {"loss_scale": partial(LossScale, 8.0)} if clip else {}
     for states in WHERE:
-        program = schedir.compile(interleaved, Plan(1, 4, 3), clip=clip, states=states)
+        program = schedir.compile(interleaved, PipelineShape(1, 4, 3), clip=clip, states=states)
         world = made(program, MAKES[make], half=make == "bfloat16", **scales)
         stepped(world, 0)
         (rank,) = world.ranks
@@ -138,8 +138,10 @@ def test_programs_beside_each_other() -> None:
     found = []
     for states in WHERE:
         how: dict[str, Any] = {"model": "edge", "states": states}
-        large, small = (schedir.compile(gpipe, Plan(2, m), clip=True, **how) for m in (3, 2))
-        looks = schedir.compile(forward_only, Plan(2, 2), **how)
+        large, small = (
+            schedir.compile(gpipe, PipelineShape(2, m), clip=True, **how) for m in (3, 2)
+        )
+        looks = schedir.compile(forward_only, PipelineShape(2, 2), **how)
         world = made(small, ADAMW, more=[large, looks])
         x, y, scale = batch(5)
         losses = []
@@ -156,7 +158,8 @@ def test_what_others_change_between_steps_is_stepped() -> None:
     found = []
     for states in WHERE:
         world = made(
-            schedir.compile(interleaved, Plan(1, 4, 3), states=states), lambda own: ADAMW(own[-3:])
+            schedir.compile(interleaved, PipelineShape(1, 4, 3), states=states),
+            lambda own: ADAMW(own[-3:]),
         )
         stepped(world, 0)
         (rank,) = world.ranks
@@ -177,12 +180,14 @@ def test_what_takes_no_gradient_and_what_has_no_number_may_be_there() -> None:
     """An optimizer of all parameters has some of a trained stage that are frozen, or are empty."""
     found = []
     for states in WHERE:
-        program = schedir.compile(interleaved, Plan(1, 2, 3), model="edge", states=states)
+        program = schedir.compile(interleaved, PipelineShape(1, 2, 3), model="edge", states=states)
         stages = gpt_stages(program.plan.stages, tied=False)
         next(stages[1].parameters()).requires_grad_(False)
         stages[2].requires_grad_(False)
         stages[0].register_parameter("nothing", nn.Parameter(torch.empty(0)))
-        world = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY, optimizer=ADAMW)
+        world = InProcessExecutor(
+            program, stages, loss=gpt.loss, boundary=BOUNDARY, optimizer=ADAMW
+        )
         found.append([*stepped(world, 0, 1), *left(world)])
     assert equal(*found)
 
@@ -192,7 +197,7 @@ def test_what_takes_no_gradient_and_what_has_no_number_may_be_there() -> None:
 
 def test_the_host_steps_in_a_thread_of_its_own_and_nothing_is_left() -> None:
     """What was a gradient or a weight on the host is NaN there when the step has ended."""
-    world = made(schedir.compile(interleaved, Plan(1, 4, 3), states="cpu"), ADAMW)
+    world = made(schedir.compile(interleaved, PipelineShape(1, 4, 3), states="cpu"), ADAMW)
     seen: list[str] = []
     own = steps_of(world)
     step = own.step
@@ -210,9 +215,9 @@ def test_the_host_steps_in_a_thread_of_its_own_and_nothing_is_left() -> None:
 
 
 def test_as_much_is_on_each_tier_as_was_predicted() -> None:
-    plan = Plan(1, 2, 3)
+    plan = PipelineShape(1, 2, 3)
     stages, (x, y, _) = gpt_stages(plan.stages, tied=False), batch(2)
-    sizes = sizes_of(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
+    sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
     world = made(schedir.compile(looped_bfs, plan, states="cpu"), ADAMW)
     stepped(world, 0, 1)
     (rank,) = world.ranks
@@ -236,7 +241,7 @@ def test_a_checkpoint_goes_on_to_the_same_bits(
     model = MODEL._replace(half=half)
 
     def layout(states: str) -> Layout:
-        return Layout(interleaved, Plan(2, 4, 2), options={"states": states})
+        return Layout(interleaved, PipelineShape(2, 4, 2), options={"states": states})
 
     one, other, whole = (in_process(layout(s), model) for s in (first, then, "device"))
     steps(one, 0, 2)
@@ -263,7 +268,7 @@ class Draws(torch.optim.SGD):
 
 
 def test_what_the_host_cannot_step_is_refused() -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 2), states="cpu")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), states="cpu")
     capturable, none = partial(torch.optim.AdamW, capturable=True), cast(Any, None)
     with pytest.raises(ModelError, match="AdamW is capturable"):
         made(program, capturable)
@@ -274,7 +279,7 @@ def test_what_the_host_cannot_step_is_refused() -> None:
 
 
 def test_an_error_of_the_host_names_its_instruction_and_a_later_step_is_right() -> None:
-    world = made(schedir.compile(interleaved, Plan(1, 2, 2), states="cpu"), ADAMW)
+    world = made(schedir.compile(interleaved, PipelineShape(1, 2, 2), states="cpu"), ADAMW)
     stepped(world, 0)
     hook: Any = lambda *_: None  # noqa: E731
     handle = optimizer_of(world.ranks[0]).register_step_post_hook(hook)
@@ -289,7 +294,7 @@ def test_an_own_optimizer_is_stepped() -> None:
     found = []
     for states in WHERE:
         world = made(
-            schedir.compile(one_f_one_b, Plan(2, 2), states=states),
+            schedir.compile(one_f_one_b, PipelineShape(2, 2), states=states),
             lambda own: kind(own, lr=0.1, momentum=0.9),
         )
         stepped(world, 0, 1)

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.schedules.schedule_algebra import B, F, Word
-from schedir.transports.gloo import Gloo
-from schedir.transports.shared_memory import Shared
+from schedir.schedules.schedule_algebra import B, F, RankSchedule
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import gradients, same_bits
 
@@ -77,20 +77,22 @@ def plain(number: int, m: int) -> tuple[float, list[dict[str, Tensor]]]:
 @pytest.mark.parametrize(
     ("schedule", "plan"),
     [
-        (one_f_one_b, Plan(3, 4)),  # received
-        (gpipe, Plan(1, 3, placement=(0, 0, 0))),  # handed over
-        (gpipe, Plan(2, 4, placement=(0, 0, 1, 1))),
+        (one_f_one_b, PipelineShape(3, 4)),  # received
+        (gpipe, PipelineShape(1, 3, placement=(0, 0, 0))),  # handed over
+        (gpipe, PipelineShape(2, 4, placement=(0, 0, 1, 1))),
     ],
 )
-def test_the_bits_of_layers_that_write_to_nothing(schedule: Any, plan: Plan, slots: Any) -> None:
-    def mine(r: int, P: int, m: int) -> Word:
+def test_the_bits_of_layers_that_write_to_nothing(
+    schedule: Any, plan: PipelineShape, slots: Any
+) -> None:
+    def mine(r: int, P: int, m: int) -> RankSchedule:
         own = range(len(plan.stages_of[r]))
         down = sum((m * F[j] for j in own[1:]), m * F[0])
         return down + sum((m * B[j] for j in reversed(own[:-1])), m * B[own[-1]])
 
     program = compile(mine if schedule is gpipe else schedule, plan, slots=slots)
     own = stages(plan.stages)
-    world = InProcess(program, own, loss=loss, boundary=BOUNDARY)
+    world = InProcessExecutor(program, own, loss=loss, boundary=BOUNDARY)
     x, target = batch(plan.microbatches)
     before, (total, grads) = x.clone(), plain(plan.stages, plan.microbatches)
     for _ in range(3):  # what is known of a module after its first microbatch is used
@@ -100,16 +102,16 @@ def test_the_bits_of_layers_that_write_to_nothing(schedule: Any, plan: Plan, slo
             assert all(torch.allclose(a[n], b[n], rtol=1e-5, atol=1e-6) for n in a)
         assert torch.equal(x, before)  # the caller's batch
     again = stages(plan.stages)
-    reference(again, x, target, loss=loss, program=program)
+    run_sequential(again, x, target, loss=loss, program=program)
     assert same_bits(gradients(again), got) and torch.equal(x, before)
 
 
 def test_what_runs_forward_only_leaves_the_batch_alone() -> None:
-    program = compile(lambda r, P, m: m * F[0] + m * F[1], Plan(1, 2, placement=(0, 0)))
+    program = compile(lambda r, P, m: m * F[0] + m * F[1], PipelineShape(1, 2, placement=(0, 0)))
     own = [nn.Flatten(0, 1), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, 1))]
     x, target = batch(2)
     x, before = x[:, :, None], x.clone()[:, :, None]
-    world = InProcess(program, own, loss=lambda y, t: y.sum(), boundary=BOUNDARY)
+    world = InProcessExecutor(program, own, loss=lambda y, t: y.sum(), boundary=BOUNDARY)
     for _ in range(2):
         world.step(x, target)
         assert torch.equal(x, before)
@@ -125,9 +127,11 @@ def test_the_bits_of_a_plain_loop_wherever_a_batch_lies(first: Any) -> None:
 
     own, again, loop = made(), made(), made()
     x, target = batch(6)
-    world = InProcess(compile(one_f_one_b, Plan(3, 6)), own, loss=loss, boundary=BOUNDARY)
+    world = InProcessExecutor(
+        compile(one_f_one_b, PipelineShape(3, 6)), own, loss=loss, boundary=BOUNDARY
+    )
     total = world.step(x, target)
-    assert torch.equal(total, reference(again, x, target, loss=loss))
+    assert torch.equal(total, run_sequential(again, x, target, loss=loss))
     mine = x.clone()  # which a loop writes to
     for mb in range(6):
         loss(nn.Sequential(*loop)(mine[mb]), target[mb]).backward()
@@ -136,22 +140,22 @@ def test_the_bits_of_a_plain_loop_wherever_a_batch_lies(first: Any) -> None:
 
 
 def test_a_dropout_writes_in_training_alone() -> None:
-    program = compile(one_f_one_b, Plan(1, 2))
+    program = compile(one_f_one_b, PipelineShape(1, 2))
     own = [nn.Sequential(nn.Dropout(0.5, inplace=True), nn.Linear(WIDTH, WIDTH))]
     again = deepcopy(own)
-    world = InProcess(program, own, loss=loss, boundary=BOUNDARY)
+    world = InProcessExecutor(program, own, loss=loss, boundary=BOUNDARY)
     x, target = batch(2)
     before = x.clone()
     for step, mode in enumerate((False, True, False, True)):
         for stage in own + again:
             stage.train(mode)
         world.step(x, target)
-        reference(again, x, target, loss=loss, step=step)
+        run_sequential(again, x, target, loss=loss, step=step)
         assert same_bits(gradients(own), gradients(again)) and torch.equal(x, before)
 
 
 def _process(rank: int, kind: Any) -> tuple[list[dict[str, Tensor]], bool]:
-    program = compile(one_f_one_b, Plan(2, 4), model="edge")
+    program = compile(one_f_one_b, PipelineShape(2, 4), model="edge")
     own = stages(2)[rank]
     executor = Executor(program, rank, {rank: own}, kind(program), loss=loss, boundary=BOUNDARY)
     x, target = batch(4)
@@ -161,22 +165,22 @@ def _process(rank: int, kind: Any) -> tuple[list[dict[str, Tensor]], bool]:
     return gradients([own]), torch.equal(x, before)
 
 
-@pytest.mark.parametrize("kind", [Gloo, Shared])
+@pytest.mark.parametrize("kind", [GlooTransport, SharedMemoryTransport])
 def test_over_processes(kind: Any) -> None:
     again = stages(2)
-    reference(again, *batch(4), loss=loss)
+    run_sequential(again, *batch(4), loss=loss)
     found = run(_process, 2, kind)
     assert same_bits([one for (one,), _ in found], gradients(again))
     assert all(same for _, same in found)
 
 
 def test_what_writes_only_later_is_said() -> None:
-    program = compile(one_f_one_b, Plan(1, 2))
+    program = compile(one_f_one_b, PipelineShape(1, 2))
     own = [nn.Sequential(Sometimes(), nn.Linear(WIDTH, WIDTH))]
     x, target = batch(2)
     x[0], x[1] = -1, 1
     with pytest.raises(ExecutionError, match="changes its input in place") as error:
-        InProcess(program, own, loss=loss, boundary=BOUNDARY).step(x, target)
+        InProcessExecutor(program, own, loss=loss, boundary=BOUNDARY).step(x, target)
     assert error.value.sites[0].index == 2
 
 
@@ -188,11 +192,11 @@ def test_a_function_that_writes_works_on_what_is_received_and_else_is_said(ranks
 
     own = [nn.Linear(WIDTH, WIDTH), nn.Sequential(Writes(), nn.Linear(WIDTH, WIDTH))]
 
-    def mine(r: int, P: int, m: int) -> Word:
+    def mine(r: int, P: int, m: int) -> RankSchedule:
         return m * (F + B) if P > 1 else m * (F[0] + F[1] + B[1] + B[0])
 
-    program = compile(mine, Plan(ranks, 2, placement=(0, ranks - 1)))
-    world = InProcess(program, own, loss=loss, boundary=BOUNDARY)
+    program = compile(mine, PipelineShape(ranks, 2, placement=(0, ranks - 1)))
+    world = InProcessExecutor(program, own, loss=loss, boundary=BOUNDARY)
     if ranks > 1:
         world.step(*batch(2))
         return
@@ -210,7 +214,7 @@ def test_sizes_are_those_of_what_is_kept() -> None:
     """Of a stage that writes: its input, where it lies, and its output."""
     x, target = batch(1)
     before = x.clone()
-    one = sizes_of(stages(3), x[0], target[0], loss=loss, boundary=BOUNDARY)
+    one = measure_sizes(stages(3), x[0], target[0], loss=loss, boundary=BOUNDARY)
     assert torch.equal(x, before)
     size = 4 * 3 * WIDTH
     assert one.saved[:2] == (2 * size, 2 * size)  # type: ignore[index]

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.stage import PipelineStage
 
 import schedir
-from schedir import Plan, schedules
+from schedir import PipelineShape, schedules
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import ExecutionError, UsageError
 from schedir.instrumentation import deepspeed, megatron
@@ -136,7 +136,7 @@ def test_their_runs_are_imported(
     name: str, ours: Any, runs: tuple[Path, list[dict[str, list[str]]]]
 ) -> None:
     program = imported(runs[0], name)
-    assert computes(program) == computes(schedir.compile(ours, Plan(RANKS, MICROBATCHES)))
+    assert computes(program) == computes(schedir.compile(ours, PipelineShape(RANKS, MICROBATCHES)))
     for model in MODELS:
         schedir.check(program, model=model)
 
@@ -147,7 +147,7 @@ def test_an_evaluation_has_no_backward(
 ) -> None:
     """torch calls its backwards there, too, and they do nothing."""
     program = imported(runs[0], f"{name} eval")
-    ours = schedir.compile(schedules.forward_only, Plan(RANKS, MICROBATCHES))
+    ours = schedir.compile(schedules.forward_only, PipelineShape(RANKS, MICROBATCHES))
     assert computes(program) == computes(ours) and not program.trains
 
 

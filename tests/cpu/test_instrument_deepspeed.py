@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import schedir
-from schedir import Plan, schedules
+from schedir import PipelineShape, schedules
 from tests.cpu.ranges import ELSEWHERE, computes, imported, profiled
 from tests.cpu.spawn import run
 
@@ -57,7 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 
 def test_its_1f1b_is_ours(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
     program = imported(runs[0], "train")
-    plan = Plan(RANKS, MICROBATCHES)
+    plan = PipelineShape(RANKS, MICROBATCHES)
     assert computes(program) == computes(schedir.compile(schedules.one_f_one_b, plan))
     for model in ELSEWHERE:
         schedir.check(program, model=model)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import schedir
-from schedir import Plan, schedules
+from schedir import PipelineShape, schedules
 from schedir.errors import DeadlockError
 from tests.cpu.megatrons import WIDTH, chunks_of, on_cpu
 from tests.cpu.ranges import ELSEWHERE, computes, imported, profiled
@@ -101,7 +101,7 @@ def test_megatron_runs_what_schedir_says(
     """The compute of its schedules is that of ours, and their messages complete."""
     chunks, microbatches, settings = RUNS[name]
     program = imported(runs[0], name)
-    plan = Plan(RANKS, microbatches, chunks)
+    plan = PipelineShape(RANKS, microbatches, chunks)
     assert program.plan == plan
     if not settings.get("microbatch_group_size_per_vp_stage"):  # ours has rounds of one size
         ours = schedules.interleaved if chunks > 1 else schedules.one_f_one_b
@@ -117,7 +117,7 @@ def test_the_museum_has_what_megatron_issues(
     runs: tuple[Path, list[dict[str, list[str]]]],
 ) -> None:
     (case,) = (case for case in cases() if case.name == "megatron_warmup_flush")
-    assert imported(runs[0], "overlapped, all").streams == schedir.parse(case.program).streams
+    assert imported(runs[0], "overlapped, all").streams == schedir.from_text(case.program).streams
 
 
 def test_every_message_is_posted_once_and_every_receive_awaited(

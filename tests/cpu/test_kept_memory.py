@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from schedir import compile
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.executor import Executor
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import one_f_one_b
-from schedir.transports.gloo import Gloo
-from schedir.transports.shared_memory import Shared
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.chained import (
     BOUNDARY,
     MICROBATCHES,
@@ -74,7 +74,7 @@ def test_what_a_module_keeps(name: str, what: str) -> None:
             ranks.step(*batch())
         return
     for _ in range(3):
-        total = reference(right, *batch(), loss=squares)
+        total = run_sequential(right, *batch(), loss=squares)
         assert torch.equal(ranks.step(*batch()), total)
         assert same_bits(gradients(own), gradients(right))
         if reads:  # the last forward of a stage is that of the last microbatch
@@ -99,7 +99,7 @@ class KeepsBuffers(Layer):
 
 
 def test_buffers_that_a_module_keeps_do_not_move() -> None:
-    program = compile(one_f_one_b, Plan(4, MICROBATCHES), recompute="all", offload="all")
+    program = compile(one_f_one_b, PipelineShape(4, MICROBATCHES), recompute="all", offload="all")
     own = made(*[KeepsBuffers] * 4)
     world(program, own).step(*batch())
     past: list[Any] = [stage.past for stage in own]
@@ -141,7 +141,7 @@ def test_garbage_is_not_kept() -> None:
 
 
 def _keeps(rank: int, kind: Any) -> bool:
-    program = compile(one_f_one_b, Plan(2, MICROBATCHES), model="edge")
+    program = compile(one_f_one_b, PipelineShape(2, MICROBATCHES), model="edge")
     own = [Layer(), Keeps("input", reads=False)][rank]
     executor = Executor(program, rank, {rank: own}, kind(program), loss=squares, boundary=BOUNDARY)
     try:
@@ -151,7 +151,7 @@ def _keeps(rank: int, kind: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("kind", [Gloo, Shared])
+@pytest.mark.parametrize("kind", [GlooTransport, SharedMemoryTransport])
 def test_processes_refuse_an_input_that_is_kept(kind: Any) -> None:
     assert run(_keeps, 2, kind) == [False, True]
 
@@ -185,11 +185,11 @@ class KeepsWeight(Layer):
 def test_a_full_weight_that_is_kept() -> None:
     for zero in (0, 1, 2):
         own = made(*[KeepsWeight] * 4)
-        world(compile(one_f_one_b, Plan(4, MICROBATCHES), zero=zero, clip=False), own).step(
-            *batch()
-        )
+        world(
+            compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=zero, clip=False), own
+        ).step(*batch())
         assert all(last.isfinite().all() for last in kept_by(own))
-    program = compile(one_f_one_b, Plan(4, MICROBATCHES), zero=3, clip=False)
+    program = compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=3, clip=False)
     with pytest.raises(ModelError):
         world(program, made(*[KeepsWeight] * 4)).step(*batch())
 

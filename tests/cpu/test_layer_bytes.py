@@ -20,9 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from schedir.models.gpt import Layer
 from schedir.models.gpt_config import GPTConfig
 from schedir.models.language_model import ParameterPlacement
-from schedir.predict.activation_bytes import TERMS, Recompute, layer_bytes, layer_terms
+from schedir.predict.activation_bytes import (
+    TERMS,
+    Recompute,
+    activation_bytes_per_layer,
+    layer_terms,
+)
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from tests.cpu.spawn import run
 
 SHAPES = [(48, 2, 64, 4), (32, 1, 32, 8), (16, 3, 96, 2)]  # s, b, h, a
@@ -140,9 +145,12 @@ def test_forms_of_recomputation(s: int, b: int, h: int, a: int, recompute: Recom
     x, layer = _input(s, b, h).detach(), Paper(h, a, recompute).bfloat16()
     loss: Callable[[Tensor, Tensor], Tensor] = lambda y, _: y.sum()  # noqa: E731
     boundary = Boundary((b, s, h), torch.bfloat16)
-    sizes = sizes_of([nn.Identity(), layer], x, x, loss=loss, boundary=boundary)
+    sizes = measure_sizes([nn.Identity(), layer], x, x, loss=loss, boundary=boundary)
     statistics = 0 if recompute == "full" else 4 * 2 * s * b
-    assert sizes.of("saved", 2)[1] == layer_bytes(s, b, h, a, recompute=recompute) + statistics
+    assert (
+        sizes.of("saved", 2)[1]
+        == activation_bytes_per_layer(s, b, h, a, recompute=recompute) + statistics
+    )
 
 
 @pytest.mark.parametrize(("s", "b", "h", "a"), SHAPES)
@@ -150,7 +158,7 @@ def test_our_layer_differs_in_named_terms(s: int, b: int, h: int, a: int) -> Non
     """No as^2b and no masks; sums of the softmax instead, and what norms keep of each token."""
     assert ours(s, b, h, a) == expected(OURS, s, b, h, a)
     masks = sum(each for what, each in layer_terms(s, b, h, a).items() if "mask of the" in what)
-    of_the_paper = layer_bytes(s, b, h, a, recompute="selective")
+    of_the_paper = activation_bytes_per_layer(s, b, h, a, recompute="selective")
     assert sum(ours(s, b, h, a)) == of_the_paper - masks + 8 * s * b + 4 * a * b * s
 
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ModelError, UsageError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer, float32_gradients
 from schedir.schedules import one_f_one_b
 from schedir.training.config.train_config import TrainConfig
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, zb
 
@@ -92,8 +92,8 @@ def plain(stages: list[nn.Module]) -> tuple[list[float], list[Tensor]]:
 def test_a_pipeline_learns_as_a_plain_loop_with_torchs_scaler(schedule: Any, fused: bool) -> None:
     values, want = plain(half_stages(2, tied=False))
     assert {b / a for a, b in pairwise(values)} == {0.5, 1.0, 2.0}  # all that can happen
-    world = InProcess(
-        compile(schedule, Plan(2, 4), clip=True),
+    world = InProcessExecutor(
+        compile(schedule, PipelineShape(2, 4), clip=True),
         half_stages(2, tied=False),
         loss=gpt.loss,
         boundary=HALF,
@@ -114,8 +114,8 @@ def test_a_pipeline_learns_as_a_plain_loop_with_torchs_scaler(schedule: Any, fus
 
 def _replica(process: int) -> tuple[list[tuple[float, bool]], list[Tensor]]:
     """Of two replicas, only the first has something to learn, and overflows."""
-    program = compile(one_f_one_b, Plan(2, 4), dp=2, tied=True, clip=True)
-    transport = Gloo(program)
+    program = compile(one_f_one_b, PipelineShape(2, 4), dp=2, tied=True, clip=True)
+    transport = GlooTransport(program)
     own = {transport.rank: half_stages(2, tied=True)[transport.rank]}
     adamw = partial(torch.optim.AdamW, lr=1e-2, fused=True)
     optimizer = MainOptimizer(own[transport.rank].parameters(), adamw)
@@ -150,8 +150,10 @@ def test_all_replicas_and_ranks_skip_together() -> None:
 
 
 def test_programs_that_do_not_say_the_norm_are_refused() -> None:
-    program = compile(one_f_one_b, Plan(2, 4))
+    program = compile(one_f_one_b, PipelineShape(2, 4))
     with pytest.raises(ModelError, match="led by the norm"):
-        InProcess(program, half_stages(2, False), loss=gpt.loss, boundary=HALF, loss_scale=large)
+        InProcessExecutor(
+            program, half_stages(2, False), loss=gpt.loss, boundary=HALF, loss_scale=large
+        )
     with pytest.raises(UsageError, match="clip 0 takes none"):
         TrainConfig(precision="float16", clip=0.0)

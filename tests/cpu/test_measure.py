@@ -30,8 +30,8 @@ def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert len(found.table) == 1 + 2 + 1 + 1 + 2
     save_cluster(cluster, tmp_path / "here.toml", notes=found.notes)
     assert load_cluster(tmp_path / "here.toml") == cluster
-    model = planner.Model(layers=2, hidden=64, heads=4, vocab=256, sequence=64)
-    assert 0 < planner.layer(model, cluster, planner.Choice(t=2)).total.F < 1
+    model = planner.TransformerSpec(layers=2, hidden=64, heads=4, vocab=256, sequence=64)
+    assert 0 < planner.layer_time(model, cluster, planner.ParallelPlan(t=2)).total.F < 1
 
 
 def test_three_processes_have_pairs_and_all() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.errors import ExecutionError, ModelError
 from schedir.io.profiler_range_names import mark_of
 from schedir.ir.instruction_index import InstructionIndex
@@ -21,13 +21,13 @@ from schedir.models import gpt
 from schedir.predict.recorded_timeline import timeline_of
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.recording import recorder as runtime_stamps
 from schedir.runtime.recording.measured_timeline import measured
 from schedir.runtime.recording.recorder import read
 from schedir.schedules import one_f_one_b
 from schedir.transports import clock_sync as runtime_clock
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, paired
 
@@ -45,7 +45,7 @@ def _measured(program: Program, **late: float) -> Timeline:
 
 
 def test_a_pair_begins_with_its_first_member_and_ends_with_its_last() -> None:
-    program = schedir.compile(paired, Plan(2, 4), model="edge")
+    program = schedir.compile(paired, PipelineShape(2, 4), model="edge")
     timeline = _measured(program)
     second = np.flatnonzero(program.words >> 56)
     assert len(second) > 0
@@ -56,7 +56,7 @@ def test_a_pair_begins_with_its_first_member_and_ends_with_its_last() -> None:
 
 
 def test_a_message_begins_when_both_sides_are_there() -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 2), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), model="edge")
     for late in ({"send_act_0_1": 100.0}, {"recv_act_1_1": 100.0}):
         spans = _measured(program, **late).spans
         act = (spans["op"] == Opcode.SendAct) | (spans["op"] == Opcode.RecvAct)
@@ -74,8 +74,8 @@ def _processes(rank: int) -> Any:
     for module in (runtime_stamps, runtime_clock):
         module.perf_counter = clock  # type: ignore[attr-defined]
     runtime_clock.socket.gethostname = lambda: f"host{rank}"  # type: ignore[attr-defined]
-    program = schedir.compile(one_f_one_b, Plan(2, 3), model="edge", tied=True, clip=True)
-    transport = Gloo(program, timeout=77.0)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), model="edge", tied=True, clip=True)
+    transport = GlooTransport(program, timeout=77.0)
     stage = {rank: gpt_stages(2)[rank]}
     own = Executor(program, rank, stage, transport, loss=gpt.loss, boundary=BOUNDARY)
     own.step(*batch(3))
@@ -109,9 +109,11 @@ def test_clocks_reductions_and_timeouts_of_processes() -> None:
     assert 0 < timeline.clock_error < 1
 
 
-def _ranks(record: bool = True) -> InProcess:
-    program = schedir.compile(one_f_one_b, Plan(2, 3), model="edge", tied=True, clip=True)
-    return InProcess(program, gpt_stages(2, True), loss=gpt.loss, boundary=BOUNDARY, record=record)
+def _ranks(record: bool = True) -> InProcessExecutor:
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), model="edge", tied=True, clip=True)
+    return InProcessExecutor(
+        program, gpt_stages(2, True), loss=gpt.loss, boundary=BOUNDARY, record=record
+    )
 
 
 def test_what_is_not_recorded_asks_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:

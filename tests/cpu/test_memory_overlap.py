@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.errors import ModelError
-from schedir.ir.pipeline.tied_weights import ties
+from schedir.ir.pipeline.tied_weights import find_tied_weights
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.model_checks.memory_overlap import overlaps
 from schedir.runtime.parameters.mixed_precision import MainOptimizer
 from schedir.schedules import chimera, forward_only, interleaved, one_f_one_b, pipedream_2bw
@@ -102,12 +102,14 @@ def three(view: str, kind: str) -> list[nn.Module]:
     return [first, Times(1), Times(2, VIEWS[view](first.weight.data), kind)]
 
 
-def ranks_of(plan: Plan, stages: list[nn.Module], optimizer: Any = SGD, **how: Any) -> InProcess:
+def ranks_of(
+    plan: PipelineShape, stages: list[nn.Module], optimizer: Any = SGD, **how: Any
+) -> InProcessExecutor:
     tied = how.pop("tied", None)
     schedule = how.pop("schedule", one_f_one_b if plan.stages_per_rank == 1 else interleaved)
     program = schedir.compile(schedule, plan, model="edge", tied=tied or False, **how)
     folder = "." if how.get("states") == "disk" else None
-    return InProcess(
+    return InProcessExecutor(
         program, stages, loss=loss, boundary=BOUNDARY, optimizer=optimizer, tied=tied, folder=folder
     )
 
@@ -116,7 +118,7 @@ def ranks_of(plan: Plan, stages: list[nn.Module], optimizer: Any = SGD, **how: A
 @pytest.mark.parametrize("view", VIEWS)
 def test_memory_of_a_weight_of_another_rank_is_refused(view: str, kind: str) -> None:
     with pytest.raises(ModelError) as error:
-        ranks_of(Plan(3, 4), three(view, kind))
+        ranks_of(PipelineShape(3, 4), three(view, kind))
     assert error.value.program == "one_f_one_b"
     assert "weight of stage 0" in error.value.fact and "also of stage 2" in error.value.fact
     assert ".clone()" in error.value.hint
@@ -126,9 +128,9 @@ def test_memory_of_another_rank_is_refused_also_of_what_is_said_to_be_tied() -> 
     """Both ranks would step it."""
     stages: list[Any] = [Times(0), Times(1)]
     stages[1].weight = nn.Parameter(stages[0].weight.data)
-    same = schedir.Ties((((0, "weight"), (1, "weight")),))
+    same = schedir.TiedWeights((((0, "weight"), (1, "weight")),))
     with pytest.raises(ModelError) as error:
-        ranks_of(Plan(2, 4), stages, tied=same)
+        ranks_of(PipelineShape(2, 4), stages, tied=same)
     assert "share memory" in error.value.fact
 
 
@@ -150,7 +152,7 @@ def plain(stages: list[nn.Module], microbatches: int) -> list[Tensor]:
 @pytest.mark.parametrize("view", ["a row", "a column", "transposed"])
 def test_memory_of_a_weight_of_the_same_rank_is_that_of_a_plain_loop(view: str) -> None:
     stages = three(view, "parameter")
-    ranks = ranks_of(Plan(1, 4, 3), stages)
+    ranks = ranks_of(PipelineShape(1, 4, 3), stages)
     for k in range(3):
         ranks.step(*batch(4, k))
     assert all(map(torch.equal, weights(stages), plain(three(view, "parameter"), 4)))
@@ -159,16 +161,18 @@ def test_memory_of_a_weight_of_the_same_rank_is_that_of_a_plain_loop(view: str) 
 def test_memory_that_nobody_trains_may_be_shared() -> None:
     memory = torch.randn(3, WIDTH).double()
     for kind in ("frozen", "buffer", "attribute"):
-        ranks_of(Plan(2, 4), [Times(0, memory[0], kind), Times(1, memory[0], kind)])
-    ranks_of(Plan(2, 4), [Times(0, memory[0]), Times(1, memory[1])])  # parts of one memory
-    program = schedir.compile(forward_only, Plan(3, 4))
-    InProcess(program, three("a row", "parameter"), loss=loss, boundary=BOUNDARY).step(*batch(4))
+        ranks_of(PipelineShape(2, 4), [Times(0, memory[0], kind), Times(1, memory[0], kind)])
+    ranks_of(PipelineShape(2, 4), [Times(0, memory[0]), Times(1, memory[1])])  # parts of one memory
+    program = schedir.compile(forward_only, PipelineShape(3, 4))
+    InProcessExecutor(program, three("a row", "parameter"), loss=loss, boundary=BOUNDARY).step(
+        *batch(4)
+    )
 
 
 def test_one_parameter_of_several_ranks_is_a_tie() -> None:
     stages: list[Any] = [Times(0), Times(1), Times(2)]
     stages[2].weight = stages[0].weight
-    ranks = ranks_of(Plan(3, 4), stages, tied=ties(stages))
+    ranks = ranks_of(PipelineShape(3, 4), stages, tied=find_tied_weights(stages))
     before = weights(stages)[0].clone()
     ranks.step(*batch(4))
     assert stages[2].weight is stages[0].weight and not torch.equal(before, stages[0].weight)
@@ -185,20 +189,20 @@ def test_a_view_of_a_weight_that_has_older_versions_is_refused(kind: str) -> Non
         return found
 
     with pytest.raises(ModelError) as error:
-        ranks_of(Plan(2, 4, updates=2, delay=1), stages(), schedule=pipedream_2bw)
+        ranks_of(PipelineShape(2, 4, updates=2, delay=1), stages(), schedule=pipedream_2bw)
     assert "0.weight of stage 0" in error.value.fact and "1.also of stage 0" in error.value.fact
     assert "delay=0" in error.value.hint
-    ranks_of(Plan(2, 4), stages()).step(*batch(4))
+    ranks_of(PipelineShape(2, 4), stages()).step(*batch(4))
 
 
 # ---------------------------------------------------------------- states that are not on the device
 
 
-@pytest.mark.parametrize("plan", [Plan(1, 4, 3), Plan(1, 4)])
+@pytest.mark.parametrize("plan", [PipelineShape(1, 4, 3), PipelineShape(1, 4)])
 @pytest.mark.parametrize("states", ["host", "disk", "cpu"])
 @pytest.mark.parametrize("view", ["a row", "a column", "transposed"])
 def test_two_parameters_in_one_memory_are_refused(
-    view: str, states: str, plan: Plan, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    view: str, states: str, plan: PipelineShape, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     stages = three(view, "parameter")
@@ -213,7 +217,7 @@ def test_two_parameters_in_one_memory_are_refused(
 @pytest.mark.parametrize("states", ["host", "cpu"])
 def test_data_that_is_set_to_the_memory_of_another_is_refused_in_the_next_step(states: str) -> None:
     stages: list[Any] = [Times(0), Times(1)]
-    ranks = ranks_of(Plan(1, 4, 2), stages, states=states)
+    ranks = ranks_of(PipelineShape(1, 4, 2), stages, states=states)
     ranks.step(*batch(4))
     own = stages[1].weight.data
     stages[1].weight.data = stages[0].weight.data
@@ -227,7 +231,7 @@ def test_a_view_that_is_not_stepped_sees_what_the_host_steps() -> None:
     found = []
     for states in ("device", "host", "cpu"):
         stages = three("a row", "frozen")
-        ranks = ranks_of(Plan(1, 4, 3), stages, states=states)
+        ranks = ranks_of(PipelineShape(1, 4, 3), stages, states=states)
         for k in range(3):
             ranks.step(*batch(4, k))
         found.append(weights(stages))
@@ -238,7 +242,7 @@ def test_a_main_optimizer_that_has_a_weight_twice_is_refused() -> None:
     """Its copies are in memory of their own: the last one would be rounded into the weight."""
     stages = three("all of it", "parameter")
     with pytest.raises(ModelError, match="twice"):
-        ranks_of(Plan(1, 4, 3), stages, partial(MainOptimizer, make=SGD))
+        ranks_of(PipelineShape(1, 4, 3), stages, partial(MainOptimizer, make=SGD))
 
 
 # ---------------------------------------------------------------- where a view is kept
@@ -273,15 +277,15 @@ NAMES = {"private": "_kept", "list": "_kept[0]", "tuple": "_kept[1][0]", "dict":
 @pytest.mark.parametrize("level", [1, 3])
 def test_a_view_that_is_not_cut_with_its_weight_is_refused(level: int, how: str) -> None:
     with pytest.raises(ModelError) as error:
-        ranks_of(Plan(1, 4, 2), [Keeps(how), Times(1)], zero=level)
+        ranks_of(PipelineShape(1, 4, 2), [Keeps(how), Times(1)], zero=level)
     assert error.value.fact.startswith(f"{NAMES[how]} of stage 0 and weight of stage 0 have one")
-    ranks_of(Plan(1, 4, 2), [Keeps(how), Times(1)]).step(*batch(4))
+    ranks_of(PipelineShape(1, 4, 2), [Keeps(how), Times(1)]).step(*batch(4))
 
 
 @pytest.mark.parametrize("how", NAMES)
 def test_a_view_that_is_copied_with_its_stage_is_refused(how: str) -> None:
     """The copy of another holder would have it in memory of its own, with the first numbers."""
-    mirror = Plan(2, 4, placement="mirror")
+    mirror = PipelineShape(2, 4, placement="mirror")
     with pytest.raises(ModelError) as error:
         ranks_of(mirror, [Times(1), Keeps(how)], schedule=chimera)
     assert error.value.fact.startswith(f"{NAMES[how]} of stage 1 and weight of stage 1 share")
@@ -290,7 +294,7 @@ def test_a_view_that_is_copied_with_its_stage_is_refused(how: str) -> None:
 
 def test_a_buffer_is_copied_before_each_step() -> None:
     stages: list[nn.Module] = [Keeps("buffer"), Times(1)]
-    ranks = ranks_of(Plan(2, 4, placement="mirror"), stages, schedule=chimera)
+    ranks = ranks_of(PipelineShape(2, 4, placement="mirror"), stages, schedule=chimera)
     for k in range(3):
         ranks.step(*batch(4, k))
     for one, other in zip(weights(stages), plain([Keeps("buffer"), Times(1)], 4), strict=True):
@@ -310,6 +314,6 @@ class Recurrent(nn.Module):
 
 
 def test_a_list_of_parameters_is_no_view() -> None:
-    ranks_of(Plan(1, 4, 2), [Recurrent(), Times(1)], zero=1).step(*batch(4))
+    ranks_of(PipelineShape(1, 4, 2), [Recurrent(), Times(1)], zero=1).step(*batch(4))
     stages: list[nn.Module] = [Recurrent(), Times(1)]
-    ranks_of(Plan(2, 4, placement="mirror"), stages, schedule=chimera).step(*batch(4))
+    ranks_of(PipelineShape(2, 4, placement="mirror"), stages, schedule=chimera).step(*batch(4))

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from schedir.compiler.compile import compile
 from schedir.errors import UsageError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models import llama
 from schedir.models.llama_config import LlamaConfig
 from schedir.runtime.executor import Executor, whole
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.schedules.schedule_algebra import placed_for
 from schedir.tensor_parallel.mappings import shard_dim
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from tests.cases import cases
 from tests.cpu.models import KINDS, Kind, gradients
 from tests.cpu.spawn import run
@@ -42,7 +42,7 @@ SCHEDULES = cases(USUAL, [s for s in ZOO.values() if s not in USUAL])
 
 def compiled(schedule: Any, kind: Kind, microbatches: int = M, **options: Any) -> Program:
     found = program_of(schedule).plan
-    plan = Plan(2, microbatches, found.stages_per_rank, placed_for(schedule)[0] or "loop")
+    plan = PipelineShape(2, microbatches, found.stages_per_rank, placed_for(schedule)[0] or "loop")
     return compile(schedule, plan, tied=kind.tied(plan.stages), **options)
 
 
@@ -55,10 +55,10 @@ def test_schedules_have_the_bits_of_the_reference(name: str, options: Any) -> No
         program = compiled(schedule, kind, **options)
         count = program.plan.stages
         stages, plain = kind.stages(count), kind.stages(count)
-        ranks = InProcess(program, stages, loss=kind.loss, boundary=kind.boundary(count))
+        ranks = InProcessExecutor(program, stages, loss=kind.loss, boundary=kind.boundary(count))
         loss = ranks.step(given.inputs, given.targets, given.scale, keywords=given.keywords)
         order = None if program.ascending else program
-        due = reference(
+        due = run_sequential(
             plain, given.inputs, given.targets, loss=kind.loss, scale=given.scale, program=order,
             keywords=given.keywords,
         )  # fmt: skip
@@ -105,7 +105,7 @@ def trained(kind: Kind, case: Case) -> tuple[list[float], Weights]:
     program = compiled(
         case.schedule, kind, tp=case.tp, dp=case.dp, zero=case.zero, **dict(case.options)
     )
-    transport, count = Gloo(program), program.plan.stages
+    transport, count = GlooTransport(program), program.plan.stages
     tp = transport.tp_group
     stages = {s: kind.stage(s, count, tp=tp) for s in program.plan.stages_of[transport.rank]}
     executor = Executor(
@@ -134,7 +134,9 @@ def plain(kind: Kind, case: Case) -> tuple[list[float], Weights]:
     program = compiled(case.schedule, kind, M * case.dp)
     count = program.plan.stages
     stages = kind.stages(count)
-    ranks = InProcess(program, stages, loss=kind.loss, boundary=kind.boundary(count), optimizer=SGD)
+    ranks = InProcessExecutor(
+        program, stages, loss=kind.loss, boundary=kind.boundary(count), optimizer=SGD
+    )
     found = []
     for step in range(2):
         given = kind.batch(M * case.dp, step)

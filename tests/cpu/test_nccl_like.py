@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from schedir import compile
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.pass_types import Choice
 from schedir.runtime.parameters import overlapped_reduction
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.tensor_parallel import mappings
-from schedir.transports.gloo import Gloo, ProcessTransport
+from schedir.transports.gloo import GlooTransport, ProcessTransport
 from schedir.transports.nccl import streams_of
 from tests.cases import cases
 from tests.cpu.happens_before import Races
@@ -37,7 +37,7 @@ class Case(NamedTuple):
     """A program of four processes, and whether its steps are recorded."""
 
     schedule: Any
-    plan: Plan
+    plan: PipelineShape
     tp: int = 1
     dp: int = 1
     slots: Choice | None = None
@@ -53,21 +53,21 @@ class Case(NamedTuple):
 
 CASES = dict(cases(
     [
-        ("1f1b", Case(one_f_one_b, Plan(2, 4), tp=2)),
-        ("1f1b, slots shared", Case(one_f_one_b, Plan(2, 4), tp=2, slots="fewest")),
-        ("split, slots shared", Case(zb, Plan(2, 4), tp=2, slots="fewest", record=True)),
-        ("interleaved, slots shared", Case(interleaved, Plan(2, 4, 2), tp=2, slots="fewest")),
-        ("gpipe, slots enough", Case(gpipe, Plan(2, 4), tp=2, slots="enough")),
-        ("replicas, split", Case(zb, Plan(2, 4), dp=2, slots="fewest", record=True)),
-        ("two holders", Case(chimera, Plan(2, 4, placement="mirror"), tp=2, slots="fewest")),
-        ("updates", Case(pipedream_2bw, Plan(2, 8, updates=2, delay=1), dp=2, clip=False)),
+        ("1f1b", Case(one_f_one_b, PipelineShape(2, 4), tp=2)),
+        ("1f1b, slots shared", Case(one_f_one_b, PipelineShape(2, 4), tp=2, slots="fewest")),
+        ("split, slots shared", Case(zb, PipelineShape(2, 4), tp=2, slots="fewest", record=True)),
+        ("interleaved, slots shared", Case(interleaved, PipelineShape(2, 4, 2), tp=2, slots="fewest")),
+        ("gpipe, slots enough", Case(gpipe, PipelineShape(2, 4), tp=2, slots="enough")),
+        ("replicas, split", Case(zb, PipelineShape(2, 4), dp=2, slots="fewest", record=True)),
+        ("two holders", Case(chimera, PipelineShape(2, 4, placement="mirror"), tp=2, slots="fewest")),
+        ("updates", Case(pipedream_2bw, PipelineShape(2, 8, updates=2, delay=1), dp=2, clip=False)),
     ],
     [
         ("1f1b, slots shared, recorded",
-         Case(one_f_one_b, Plan(2, 4), tp=2, slots="fewest", record=True)),
-        ("split", Case(zb, Plan(2, 4), tp=2)),
-        ("interleaved", Case(interleaved, Plan(2, 4, 2), tp=2, record=True)),
-        ("replicas", Case(one_f_one_b, Plan(2, 4), dp=2)),
+         Case(one_f_one_b, PipelineShape(2, 4), tp=2, slots="fewest", record=True)),
+        ("split", Case(zb, PipelineShape(2, 4), tp=2)),
+        ("interleaved", Case(interleaved, PipelineShape(2, 4, 2), tp=2, record=True)),
+        ("replicas", Case(one_f_one_b, PipelineShape(2, 4), dp=2)),
     ],
 ))  # fmt: skip
 
@@ -108,7 +108,7 @@ def _steps(case: Case, unwaited: Kind | None, hasty: bool = False) -> Ran:
             got = _step(transport, case, program)
         found = [*races.found]
     wrong = hasty or unwaited is not None
-    expected = got if wrong else _step(Gloo(program), case, program)
+    expected = got if wrong else _step(GlooTransport(program), case, program)
     same = got.keys() == expected.keys() and all(
         got[s].keys() == expected[s].keys()
         and all(torch.equal(g, expected[s][name]) for name, g in got[s].items())

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
-from schedir import Plan, compile
+from schedir import PipelineShape, compile
 from schedir.errors import ModelError
-from schedir.runtime import InProcess
+from schedir.runtime import InProcessExecutor
 from schedir.schedules import chimera, one_f_one_b, pipedream_2bw
 
 WIDTH = 3
 WITH_COPIES = [
-    (pipedream_2bw, Plan(2, 4, updates=2, delay=1)),
-    (chimera, Plan(2, 4, stages_per_rank=2, placement="mirror")),
+    (pipedream_2bw, PipelineShape(2, 4, updates=2, delay=1)),
+    (chimera, PipelineShape(2, 4, stages_per_rank=2, placement="mirror")),
 ]
 
 
@@ -40,15 +40,17 @@ HOOKS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def _ranks(schedule: Any, plan: Plan, stages: list[nn.Linear]) -> InProcess:
+def _ranks(schedule: Any, plan: PipelineShape, stages: list[nn.Linear]) -> InProcessExecutor:
     program = compile(schedule, plan)
-    return InProcess(program, stages, loss=nn.functional.mse_loss, boundary=(2, WIDTH))
+    return InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(2, WIDTH))
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("schedule", "plan"), WITH_COPIES)
 @pytest.mark.parametrize("kind", HOOKS)
-def test_hooks_on_nodes_of_weights(kind: str, schedule: Any, plan: Plan, late: bool) -> None:
+def test_hooks_on_nodes_of_weights(
+    kind: str, schedule: Any, plan: PipelineShape, late: bool
+) -> None:
     stages = [nn.Linear(WIDTH, WIDTH) for _ in range(plan.stages)]
     ranks = _ranks(schedule, plan, stages) if late else None
     kept = HOOKS[kind](stages[1].weight)
@@ -61,5 +63,5 @@ def test_hooks_on_nodes_of_weights(kind: str, schedule: Any, plan: Plan, late: b
 def test_without_copies_they_are_called(kind: str) -> None:
     stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     kept = HOOKS[kind](stages[1].weight)
-    _ranks(one_f_one_b, Plan(2, 4), stages).step(*torch.randn(2, 4, 2, WIDTH))
+    _ranks(one_f_one_b, PipelineShape(2, 4), stages).step(*torch.randn(2, 4, 2, WIDTH))
     del kept

@@ -19,11 +19,11 @@ from schedir.analysis.memory.footprint import Footprint, held
 from schedir.compiler.compile import compile
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import Lane, Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import SlotCounts
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
 from schedir.runtime.rank_state import Call
 from schedir.runtime.recording.live_memory import LiveMemory
@@ -41,11 +41,11 @@ from tests.cpu.tiny_stages import BOUNDARY
 torch.set_num_threads(1)
 
 SHAPES = [
-    (gpipe, Plan(2, 4)),
-    (one_f_one_b, Plan(3, 4)),
-    (zb_h1, Plan(3, 5)),
-    (dualpipe_v, Plan(2, 5, placement="vee", stages_per_rank=2)),
-    (dualpipe, Plan(2, 4, placement="mirror")),
+    (gpipe, PipelineShape(2, 4)),
+    (one_f_one_b, PipelineShape(3, 4)),
+    (zb_h1, PipelineShape(3, 5)),
+    (dualpipe_v, PipelineShape(2, 5, placement="vee", stages_per_rank=2)),
+    (dualpipe, PipelineShape(2, 4, placement="mirror")),
 ]
 KEEPS, AGAIN = ("gpt", None), ("normed", "all")
 
@@ -92,14 +92,14 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
            (*SHAPES[3], *KEEPS), (*SHAPES[4], *AGAIN)]),
 )  # fmt: skip
 def test_what_is_on_each_tier_is_what_was_predicted(
-    schedule: Any, plan: Plan, model: str, recompute: Any, tmp_path: Path, at_once: None
+    schedule: Any, plan: PipelineShape, model: str, recompute: Any, tmp_path: Path, at_once: None
 ) -> None:
     make, data, loss = MODELS[model]
     stages, (inputs, targets, scale) = make(plan.stages), data(plan.microbatches)
-    sizes = sizes_of(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
+    sizes = measure_sizes(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
     program = compile(schedule, plan, model="edge", recompute=recompute)
     program = checked(moved(program, plan.ranks, spilled=0.5), "fewest")
-    world = InProcess(program, stages, loss=loss, boundary=BOUNDARY, folder=tmp_path)
+    world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, folder=tmp_path)
     tiers = [
         dict(zip(("host", "disk"), each, strict=True)) for each in
         zip(held(program, sizes, "host"), held(program, sizes, "disk"), strict=True)
@@ -116,9 +116,9 @@ def test_a_timeline_says_what_was_on_each_tier(tmp_path: Path, at_once: None) ->
     """Of a run that is recorded, in which nothing runs beside anything."""
     make, data, loss = MODELS["gpt"]
     stages, (inputs, targets, scale) = make(2), data(6)
-    sizes = sizes_of(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
-    program = checked(moved(compile(one_f_one_b, Plan(2, 6)), 1, spilled=0.5), "fewest")
-    world = InProcess(program, stages, loss=loss, boundary=BOUNDARY, folder=tmp_path)
+    sizes = measure_sizes(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
+    program = checked(moved(compile(one_f_one_b, PipelineShape(2, 6)), 1, spilled=0.5), "fewest")
+    world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, folder=tmp_path)
     with ExitStack() as stack:
         livings = [stack.enter_context(LiveMemory(rank)) for rank in world.ranks]
         world.step(inputs, targets, scale)
@@ -147,13 +147,13 @@ class Wide(nn.Module):
 @pytest.mark.parametrize(("more", "spilled"), cases([(0, 0.7), (1, 0.0)], [(0, 0.0), (1, 0.7)]))
 def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_path: Path) -> None:
     """However slow the way from there is, and whatever is how large."""
-    plan = Plan(1, 6, 3)
+    plan = PipelineShape(1, 6, 3)
     program = moved(compile(interleaved, plan), 1, spilled=spilled, late=0.0)
     (least,) = on_host(program).peak(groups(InstructionIndex.of(program))).tolist()
     slots = least + more
     program = check(program.with_slots([SlotCounts.unsaid()._replace(host=slots)]), "edge")
     stages = noisy(plan.stages, partial(next, map(Wide, (400, 40, 4))))
-    world = InProcess(program, stages, loss=squares, boundary=FLAT, folder=tmp_path)
+    world = InProcessExecutor(program, stages, loss=squares, boundary=FLAT, folder=tmp_path)
     (rank,) = world.ranks
     rank.held.lanes.bandwidth = {Lane.H2D: 2e5, Lane.DISK: 2e5}
     for k in range(3):

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.isa.instructions import Lane, Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload import spill_file
 from schedir.runtime.offload.activation_offloader import SavedActivations
 from schedir.runtime.offload.copy_lanes import CopyLanes
@@ -33,18 +33,18 @@ from tests.cpu.test_offload_runs import checked, compared
 from tests.cpu.test_recompute_runs import BOUNDARY, WIDTH, batch, noisy, squares
 
 torch.set_num_threads(1)
-PLAN = Plan(2, 4)
+PLAN = PipelineShape(2, 4)
 
 
 def away(spilled: float = 0.0) -> Program:
     return checked(moved(compile(gpipe, PLAN), 5, spilled=spilled, late=1), "fewest")
 
 
-def world_of(program: Program, layer: Any = None, **more: Any) -> InProcess:
+def world_of(program: Program, layer: Any = None, **more: Any) -> InProcessExecutor:
     stages = noisy(
         PLAN.stages, layer or (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
     )
-    return InProcess(program, stages, loss=squares, boundary=BOUNDARY, **more)
+    return InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY, **more)
 
 
 # ---------------------------------------------------------------- a wrong order

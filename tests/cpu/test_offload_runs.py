@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from schedir.compiler.compile import compile, lower
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import (
     forward_only,
     gpipe,
@@ -31,8 +31,8 @@ from schedir.schedules import (
     pipedream_2bw,
     zb_h1,
 )
-from schedir.testing import drafts
-from schedir.transports.gloo import Gloo
+from schedir.testing import compute_programs
+from schedir.transports.gloo import GlooTransport
 from schedir.verify.check import check
 from tests.cases import cases
 from tests.cpu import many_tensors
@@ -81,7 +81,7 @@ def test_of_the_zoo(name: str, slots: Any) -> None:
 
 
 @settings(max_examples=20)
-@given(drafts(ranks=3, microbatches=4), st.integers(0, 10**6))
+@given(compute_programs(ranks=3, microbatches=4), st.integers(0, 10**6))
 def test_of_any_draft(draft: Program, seed: int) -> None:
     """With and without recomputation, slots that are shared, and a disk."""
     rng = random.Random(seed)
@@ -98,7 +98,7 @@ def _dropped() -> nn.Module:
 
 def compared(
     plain: Program, make: Any, inputs: Any = (), steps: int = 2, folder: Any = None, **how: Any
-) -> InProcess:
+) -> InProcessExecutor:
     """A program that moves all, and some to the disk if there is a folder, beside itself without:
     the same losses, weights, gradients and buffers."""
     found = []
@@ -108,7 +108,7 @@ def compared(
         stages = make()
         given = {"boundary": BOUNDARY, "loss": squares, **how}
         more = {"folder": folder} if each is program else {}
-        world = InProcess(
+        world = InProcessExecutor(
             each, stages, optimizer=lambda own: torch.optim.SGD(own, lr=0.1), **given, **more
         )
         data = inputs or [batch(each.plan.microbatches, k) for k in range(steps)]
@@ -119,7 +119,7 @@ def compared(
 
 
 def test_of_several_updates(tmp_path: Path) -> None:
-    plan = Plan(2, 8, updates=4, delay=1)
+    plan = PipelineShape(2, 8, updates=4, delay=1)
     compared(
         compile(pipedream_2bw, plan, model="edge"), lambda: noisy(2, _dropped), folder=tmp_path
     )
@@ -138,19 +138,19 @@ def test_of_skips_and_of_several_tensors() -> None:
     def make() -> list[nn.Module]:
         return [Gives(WIDTH, WIDTH), Takes(WIDTH, WIDTH), Takes(WIDTH, WIDTH)]
 
-    compared(compile(gpipe, Plan(3, 4), skips=[(0, 2)]), make)
-    compared(compile(interleaved, Plan(1, 4, 3), skips=[(0, 2)]), make)  # on one rank
+    compared(compile(gpipe, PipelineShape(3, 4), skips=[(0, 2)]), make)
+    compared(compile(interleaved, PipelineShape(1, 4, 3), skips=[(0, 2)]), make)  # on one rank
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_of_many_tensors_and_keywords(seed: int) -> None:
-    plan = Plan(2, 4, 2) if seed else Plan(3, 4)
+    plan = PipelineShape(2, 4, 2) if seed else PipelineShape(3, 4)
     stages, boundaries = many_tensors.drawn(plan.stages, seed)
     inputs, targets, keywords = many_tensors.batch(4)
     plain, found = deepcopy(stages), []
     program = compile(interleaved if seed else gpipe, plan, model="edge")
     for each, own in ((program, plain), (checked(moved(program, seed), "fewest"), stages)):
-        world = InProcess(each, own, loss=many_tensors.loss, boundary=boundaries)
+        world = InProcessExecutor(each, own, loss=many_tensors.loss, boundary=boundaries)
         total = world.step(inputs, targets, keywords=keywords, seed=seed)
         found.append((total, many_tensors.gradients(own)))
     assert torch.equal(found[0][0], found[1][0])
@@ -163,11 +163,13 @@ def test_of_stages_that_share_a_weight() -> None:
         stages[2].layer.weight = stages[0].layer.weight  # type: ignore[union-attr]
         return stages
 
-    compared(compile(one_f_one_b, Plan(3, 4), tied=((0, 2),)), make)
+    compared(compile(one_f_one_b, PipelineShape(3, 4), tied=((0, 2),)), make)
 
 
-@pytest.mark.parametrize(("schedule", "plan"), [(gpipe, Plan(2, 4)), (interleaved, Plan(1, 4, 2))])
-def test_of_stages_that_write_to_their_input(schedule: Any, plan: Plan) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "plan"), [(gpipe, PipelineShape(2, 4)), (interleaved, PipelineShape(1, 4, 2))]
+)
+def test_of_stages_that_write_to_their_input(schedule: Any, plan: PipelineShape) -> None:
     compared(compile(schedule, plan), lambda: noisy(2, InPlace))
 
 
@@ -180,7 +182,7 @@ def test_of_frozen_stages_and_of_half_precision() -> None:
         return stages
 
     data = [tuple(x.bfloat16() for x in batch(4, k)) for k in range(2)]
-    compared(compile(one_f_one_b, Plan(3, 4), frozen=1), make, data, boundary=boundary)
+    compared(compile(one_f_one_b, PipelineShape(3, 4), frozen=1), make, data, boundary=boundary)
 
 
 def test_of_views_that_share_memory() -> None:
@@ -197,29 +199,29 @@ def test_of_views_that_share_memory() -> None:
             turned = (one * other).tanh().t() @ one
             return (one * other.sigmoid()) @ turned.t().tanh()
 
-    program = checked(moved(compile(gpipe, Plan(1, 2)), 0, late=1), "fewest")
+    program = checked(moved(compile(gpipe, PipelineShape(1, 2)), 0, late=1), "fewest")
     stages = noisy(1, Views)
-    world = InProcess(program, stages, loss=squares, boundary=BOUNDARY)
+    world = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
     x, y = batch(2)
-    sizes = sizes_of(stages, x[0], y[0], loss=squares, boundary=BOUNDARY)
+    sizes = measure_sizes(stages, x[0], y[0], loss=squares, boundary=BOUNDARY)
     world.step(x, y)
     value = world.ranks[0].state.away.values[0, 1]
     assert [value.nbytes] == sizes.of("saved", 1).tolist()
-    compared(compile(gpipe, Plan(1, 2)), lambda: noisy(1, Views))
+    compared(compile(gpipe, PipelineShape(1, 2)), lambda: noisy(1, Views))
 
 
 def test_beside_programs_that_evaluate_and_train() -> None:
-    plan = Plan(2, 4)
+    plan = PipelineShape(2, 4)
     program = checked(moved(compile(one_f_one_b, plan), 0), "fewest")
-    half = checked(moved(compile(gpipe, Plan(2, 2)), 1), "fewest")
+    half = checked(moved(compile(gpipe, PipelineShape(2, 2)), 1), "fewest")
     look = compile(forward_only, plan)
     found = []
     for each, first in (
-        (compile(one_f_one_b, plan), compile(gpipe, Plan(2, 2))),
+        (compile(one_f_one_b, plan), compile(gpipe, PipelineShape(2, 2))),
         (program, half),
     ):
         stages = noisy(2, _dropped)
-        world = InProcess(each, stages, loss=squares, boundary=BOUNDARY, more=[first, look])
+        world = InProcessExecutor(each, stages, loss=squares, boundary=BOUNDARY, more=[first, look])
         (x, y), (more, targets) = batch(4), batch(2, 1)
         totals = [
             world.evaluate(x, y),
@@ -233,11 +235,11 @@ def test_beside_programs_that_evaluate_and_train() -> None:
 
 def _between_processes(rank: int, folder: str) -> list[Any]:
     found = []
-    plain = compile(zb_h1, Plan(2, 4), zero=3, dp=1)
+    plain = compile(zb_h1, PipelineShape(2, 4), zero=3, dp=1)
     for program in (plain, checked(moved(plain, 3, spilled=0.5), "fewest")):
         stages = noisy(2, _dropped)
         executor = Executor(
-            program, rank, stages, Gloo(program), loss=squares, boundary=BOUNDARY,
+            program, rank, stages, GlooTransport(program), loss=squares, boundary=BOUNDARY,
             optimizer=torch.optim.SGD(stages[rank].parameters(), lr=0.1), folder=folder,
         )  # fmt: skip
         losses = [executor.step(*batch(4, k)) for k in range(2)]

@@ -11,9 +11,9 @@ import torch
 
 from schedir.compiler.compile import compile
 from schedir.ir.isa.instructions import Lane
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.activation_offloader import SavedActivations
 from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
@@ -25,9 +25,9 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_b
 from tests.cpu.virtual_gpu import VirtualGPU, install
 
 PLANS = [
-    (gpipe, Plan(2, 4)),
-    (one_f_one_b, Plan(3, 4)),
-    (dualpipe_v, Plan(2, 4, 2, "vee")),
+    (gpipe, PipelineShape(2, 4)),
+    (one_f_one_b, PipelineShape(3, 4)),
+    (dualpipe_v, PipelineShape(2, 4, 2, "vee")),
 ]
 
 
@@ -42,17 +42,19 @@ def races(gpu: VirtualGPU) -> Iterator[Races]:
         yield races
 
 
-def world_of(schedule: Any, plan: Plan, slots: Any, spilled: float = 0.0, **more: Any) -> InProcess:
+def world_of(
+    schedule: Any, plan: PipelineShape, slots: Any, spilled: float = 0.0, **more: Any
+) -> InProcessExecutor:
     program = compile(schedule, plan, model="edge", recompute=more.pop("recompute", None))
     program = checked(moved(program, 1, spilled=spilled), slots)
     stages = gpt_stages(plan.stages, tied=False)
-    world = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY, **more)
+    world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, **more)
     for rank in world.ranks:
         rank.held.lanes.on_streams, rank.held.tiers.poisons = True, False
     return world
 
 
-def of(world: InProcess) -> Any:
+def of(world: InProcessExecutor) -> Any:
     return gradients(
         [world.ranks[r].stages[s].module for s, r in enumerate(world.program.plan.rank_of)]
     )
@@ -64,11 +66,11 @@ def of(world: InProcess) -> Any:
           [(*PLANS[0], "all", None), (*PLANS[1], None, "fewest"), (*PLANS[2], "all", None)]),
 )  # fmt: skip
 def test_nothing_races(
-    schedule: Any, plan: Plan, recompute: Any, slots: Any, races: Races, gpu: VirtualGPU
+    schedule: Any, plan: PipelineShape, recompute: Any, slots: Any, races: Races, gpu: VirtualGPU
 ) -> None:
     """Neither on the device, whose memory the stream that computes takes anew, nor in rooms."""
     world = world_of(schedule, plan, slots, recompute=recompute)
-    plain = InProcess(
+    plain = InProcessExecutor(
         compile(schedule, plan, model="edge"), gpt_stages(plan.stages, tied=False),
         loss=gpt.loss, boundary=BOUNDARY,
     )  # fmt: skip
@@ -81,7 +83,7 @@ def test_nothing_races(
 
 
 def test_with_a_disk_only_the_host_can_wait(races: Races, tmp_path: Path) -> None:
-    world = world_of(gpipe, Plan(2, 4), "fewest", spilled=1.0, folder=tmp_path)
+    world = world_of(gpipe, PipelineShape(2, 4), "fewest", spilled=1.0, folder=tmp_path)
     for seed in (None, 0):
         world.step(*batch(4), seed=seed)
     assert not races.found
@@ -118,7 +120,7 @@ def test_a_wait_that_is_left_out_is_seen(
         monkeypatch.setattr(SavedActivations, "let_go", gone)
     if what == "arrive":
         monkeypatch.setattr(SavedActivations, "arrive", here)
-    world = world_of(gpipe, Plan(2, 4), "fewest")
+    world = world_of(gpipe, PipelineShape(2, 4), "fewest")
     for _ in range(2):
         world.step(*batch(4))
     assert races.found
@@ -128,7 +130,7 @@ def test_lanes_run_beside_what_is_computed(
     gpu: VirtualGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And are recorded as they ran."""
-    world = world_of(gpipe, Plan(1, 3), "fewest")
+    world = world_of(gpipe, PipelineShape(1, 3), "fewest")
     (rank,) = world.ranks
     copy_out = SavedActivations.copy_out
 

@@ -12,12 +12,12 @@ from schedir.analysis.memory.footprint import held
 from schedir.ir.cost.cluster import Cluster
 from schedir.models import gpt
 from schedir.models.gpt_config import GPTConfig
-from schedir.planner import Choice, Model
-from schedir.planner.config_export import ON_PROCESSORS, plan_of, program
-from schedir.planner.estimate.simulated_estimate import exact
+from schedir.planner import ParallelPlan, TransformerSpec
+from schedir.planner.config_export import ON_PROCESSORS, plan_of, plan_program
+from schedir.planner.estimate.simulated_estimate import simulate_plan
 from schedir.planner.trainer_profile import own_sizes
-from schedir.runtime import Boundary, sizes_of
-from schedir.transports.gloo import Gloo
+from schedir.runtime import Boundary, measure_sizes
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 
 NAMES = ("saved", "tape", "both", "checkpoint", "params", "grads", "optimizer")
@@ -25,7 +25,7 @@ HERE = Cluster(1, 4, flops=1e10, memory=1e10, hbm=1e10, nvlink=1e9, network=1e9,
                itemsize=4, processors=2)  # fmt: skip
 
 
-def measured(model: Model, choice: Choice, tp: Any = None) -> Any:
+def measured(model: TransformerSpec, choice: ParallelPlan, tp: Any = None) -> Any:
     """What `schedir train` measures before its first step."""
     config = GPTConfig(
         vocab=model.vocab, layers=model.layers, hidden=model.hidden, heads=model.heads,
@@ -37,41 +37,44 @@ def measured(model: Model, choice: Choice, tp: Any = None) -> Any:
         for s in range(choice.stages)
     ]
     tokens = torch.zeros(choice.b, model.sequence, dtype=torch.int64)
-    return sizes_of(
+    return measure_sizes(
         stages, tokens, tokens, loss=partial(gpt.loss, tp=tp),
         boundary=Boundary((choice.b, model.sequence, model.hidden)),
     )  # fmt: skip
 
 
-SMALL = Model(layers=4, hidden=64, heads=4, vocab=100, sequence=32)
+SMALL = TransformerSpec(layers=4, hidden=64, heads=4, vocab=100, sequence=32)
 
 
 @pytest.mark.parametrize(
     ("model", "choice"),
     [
-        (SMALL, Choice(p=4, b=2, m=8)),
-        (SMALL, Choice(p=2, v=2, b=1, m=4, schedule="interleaved")),
-        (SMALL, Choice(p=2, b=3, m=4, schedule="zb_h1", layers_of=(3, 1))),
-        (Model(layers=6, hidden=96, heads=8, vocab=40, sequence=16, tied=False), Choice(p=3, m=3)),
-        (SMALL, Choice(p=1, b=2, m=2)),
+        (SMALL, ParallelPlan(p=4, b=2, m=8)),
+        (SMALL, ParallelPlan(p=2, v=2, b=1, m=4, schedule="interleaved")),
+        (SMALL, ParallelPlan(p=2, b=3, m=4, schedule="zb_h1", layers_of=(3, 1))),
+        (
+            TransformerSpec(layers=6, hidden=96, heads=8, vocab=40, sequence=16, tied=False),
+            ParallelPlan(p=3, m=3),
+        ),
+        (SMALL, ParallelPlan(p=1, b=2, m=2)),
     ],
 )
-def test_sizes_are_those_measured(model: Model, choice: Choice) -> None:
+def test_sizes_are_those_measured(model: TransformerSpec, choice: ParallelPlan) -> None:
     told, found = own_sizes(model, choice, plan_of(choice)), measured(model, choice)
     for name in NAMES:
         of = [x.of(name, choice.stages).tolist() for x in (told, found)]
         assert of[0] == of[1], name
 
 
-def sliced(rank: int, choice: Choice) -> list[list[float]]:
+def sliced(rank: int, choice: ParallelPlan) -> list[list[float]]:
     """What a slice measures."""
-    made = program(Choice(t=2, m=choice.m), tied=True)
-    found = measured(SMALL, choice, Gloo(made).tp_group)
+    made = plan_program(ParallelPlan(t=2, m=choice.m), tied=True)
+    found = measured(SMALL, choice, GlooTransport(made).tp_group)
     return [found.of(name, choice.stages).tolist() for name in NAMES]
 
 
 def test_sizes_of_slices_are_those_measured() -> None:
-    choice = Choice(p=2, t=2, b=2, m=4)
+    choice = ParallelPlan(p=2, t=2, b=2, m=4)
     told = own_sizes(SMALL, choice, plan_of(choice))
     for found in run(sliced, 2, choice):
         for name, of in zip(NAMES, found, strict=True):
@@ -81,7 +84,7 @@ def test_sizes_of_slices_are_those_measured() -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_fullest_rank_of_a_run(recompute: Any) -> None:
     """What the trainer says before its first step, of the program that it compiles."""
-    choice = Choice(p=4, b=2, m=8, recompute=recompute, attention="flash")
-    made = program(choice, tied=True, **ON_PROCESSORS)
+    choice = ParallelPlan(p=4, b=2, m=8, recompute=recompute, attention="flash")
+    made = plan_program(choice, tied=True, **ON_PROCESSORS)
     most = max(float(rank.bytes.max()) for rank in held(made, measured(SMALL, choice)))
-    assert exact(SMALL, HERE, choice).memory.total == most
+    assert simulate_plan(SMALL, HERE, choice).memory.total == most

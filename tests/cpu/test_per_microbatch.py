@@ -18,20 +18,20 @@ from torch import Tensor, nn
 
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ProgramError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.pass_types import Choice
-from schedir.runtime.autograd.splittable_layers import split_linears
+from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.per_microbatch import PerMicrobatch
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.per_microbatch import PerMicrobatchBoundary
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.testing import drafts
-from schedir.transports.gloo import Gloo
-from schedir.transports.shared_memory import Shared
+from schedir.testing import compute_programs
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.many_tensors import gradients, loss, same_bits
 from tests.cpu.spawn import run
 from tests.strategies import with_slots
@@ -60,19 +60,21 @@ class Last(Packed):
 
 
 def model(stages: int) -> list[nn.Module]:
-    return [split_linears(each) for each in (*map(Packed, range(stages - 1)), Last(stages))]
+    return [
+        make_backward_splittable(each) for each in (*map(Packed, range(stages - 1)), Last(stages))
+    ]
 
 
-def batch(lengths: list[tuple[int, int]]) -> tuple[Any, Any, PerMicrobatch]:
+def batch(lengths: list[tuple[int, int]]) -> tuple[Any, Any, PerMicrobatchBoundary]:
     """Microbatches of so many tokens, in so many sequences each."""
     torch.manual_seed(1)
     x = [(torch.randn(n, WIDTH), torch.randint(n, (k,))) for n, k in lengths]
     y = [torch.randn(n, WIDTH) for n, _ in lengths]
     each = [(Boundary((n, WIDTH)), Boundary((k,), torch.int64)) for n, k in lengths]
-    return x, y, PerMicrobatch(each)
+    return x, y, PerMicrobatchBoundary(each)
 
 
-@given(drafts(microbatches=4), st.data(), st.integers(0, 9))
+@given(compute_programs(microbatches=4), st.data(), st.integers(0, 9))
 @settings(max_examples=40)
 def test_any_lengths_pass_in_any_order(drafted: Program, data: Any, seed: int) -> None:
     program = with_slots(lower(drafted), random.Random(seed))
@@ -81,8 +83,8 @@ def test_any_lengths_pass_in_any_order(drafted: Program, data: Any, seed: int) -
     x, y, boundary = batch(data.draw(st.lists(one, min_size=count, max_size=count)))
     stages = model(program.plan.stages)
     plain = deepcopy(stages)
-    right = reference(plain, x, y, loss=loss, program=program)
-    ranks = InProcess(program, stages, loss=loss, boundary=boundary, record=False)
+    right = run_sequential(plain, x, y, loss=loss, program=program)
+    ranks = InProcessExecutor(program, stages, loss=loss, boundary=boundary, record=False)
     for _ in range(2):  # the second finds what the first left in every slot
         assert torch.equal(ranks.step(x, y, seed=seed), right)
         assert not program.trains or same_bits(gradients(stages), gradients(plain))
@@ -96,19 +98,19 @@ def test_a_slot_has_room_for_the_largest_that_it_holds() -> None:
     each = [300, 500, 100, 400]
     choices: list[tuple[Choice | None, list[int]]] = [("fewest", [max(each)]), (None, each)]
     for slots, expected in choices:
-        program = compile(gpipe, Plan(2, 4), slots=slots)
-        ranks = InProcess(program, model(2), loss=loss, boundary=boundary)
+        program = compile(gpipe, PipelineShape(2, 4), slots=slots)
+        ranks = InProcessExecutor(program, model(2), loss=loss, boundary=boundary)
         ranks.step(x, y)
         rooms = [own.nbytes for own in ranks.ranks[1].state.buffers.values()]
         # Ends of sequences lie behind the numbers, each on a border of 256 bytes.
         assert rooms == [-(-n * WIDTH * 4 // 256) * 256 + 256 for n in expected]
 
 
-CASES: list[tuple[Any, Plan, dict[str, Any]]] = [
-    (Gloo, Plan(2, 4), {}),
-    (Gloo, Plan(2, 4), {"slots": "fewest"}),
-    (Gloo, Plan(1, 4), {"tp": 2}),
-    (Shared, Plan(2, 4), {}),
+CASES: list[tuple[Any, PipelineShape, dict[str, Any]]] = [
+    (GlooTransport, PipelineShape(2, 4), {}),
+    (GlooTransport, PipelineShape(2, 4), {"slots": "fewest"}),
+    (GlooTransport, PipelineShape(1, 4), {"tp": 2}),
+    (SharedMemoryTransport, PipelineShape(2, 4), {}),
 ]
 
 
@@ -132,7 +134,7 @@ def test_processes_have_the_bits_of_the_reference() -> None:
     x, y, _ = batch(LENGTHS)
     for case, (_, plan, _) in enumerate(CASES):
         plain = model(plan.stages)
-        reference(plain, x, y, loss=loss)
+        run_sequential(plain, x, y, loss=loss)
         for rank in range(2):
             own = plan.stages_of[rank if plan.ranks > 1 else 0]
             assert same_bits(results[rank][case], gradients([plain[s] for s in own]))
@@ -152,18 +154,20 @@ SHAPES = [(3, WIDTH), (2, WIDTH)]
 
 def step(boundary: Any, lengths: tuple[int, ...] = (3, 2)) -> object:
     stages = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
-    ranks = InProcess(compile(gpipe, Plan(2, 2)), stages, loss=loss, boundary=boundary)
+    ranks = InProcessExecutor(
+        compile(gpipe, PipelineShape(2, 2)), stages, loss=loss, boundary=boundary
+    )
     return ranks.step([torch.ones(n, WIDTH) for n in lengths], [torch.ones(WIDTH)] * 2)
 
 
 WRONG: dict[str, Callable[[], object]] = {
-    "another number": lambda: step(PerMicrobatch(SHAPES[:1])),
-    "a generator": lambda: step(PerMicrobatch(shape for shape in SHAPES)),  # type: ignore[arg-type]
-    "another shape": lambda: step(PerMicrobatch(SHAPES), (3, 3)),
-    "an edge of one": lambda: step(PerMicrobatch([{0: SHAPES[0]}, {1: SHAPES[1]}])),
-    "sizes of several": lambda: sizes_of(
+    "another number": lambda: step(PerMicrobatchBoundary(SHAPES[:1])),
+    "a generator": lambda: step(PerMicrobatchBoundary(shape for shape in SHAPES)),  # type: ignore[arg-type]
+    "another shape": lambda: step(PerMicrobatchBoundary(SHAPES), (3, 3)),
+    "an edge of one": lambda: step(PerMicrobatchBoundary([{0: SHAPES[0]}, {1: SHAPES[1]}])),
+    "sizes of several": lambda: measure_sizes(
         [nn.Identity(), nn.Identity()], torch.ones(WIDTH), torch.ones(WIDTH), loss=loss,
-        boundary=PerMicrobatch(SHAPES),  # type: ignore[arg-type]
+        boundary=PerMicrobatchBoundary(SHAPES),  # type: ignore[arg-type]
     ),
 }  # fmt: skip
 

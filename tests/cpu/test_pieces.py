@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedir import Costs, Plan, compile, schedules
+from schedir import Costs, PipelineShape, compile, schedules
 from schedir.errors import ModelError
 from schedir.models import gpt
 from schedir.models.gpt_segments import boundaries, cut_of, pieces
-from schedir.runtime import Boundary, Executor, Gloo, InProcess, sizes_of
+from schedir.runtime import Boundary, Executor, GlooTransport, InProcessExecutor, measure_sizes
 from schedir.runtime.boundaries.boundary import ModelBoundaries
 from schedir.runtime.boundaries.per_microbatch import require_fit
 from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -57,7 +57,7 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
     """Losses, norm, weights and gradients of two steps, and the loss of an evaluation."""
     torch.manual_seed(0)
     v, chunks, _ = CASES[name]
-    plan = Plan(2, 4 // chunks if cut else 4, v)
+    plan = PipelineShape(2, 4 // chunks if cut else 4, v)
     finer: Any = {"cut": cut, "chunks": chunks if cut else None}
     if not cut:
         more = {key: value for key, value in more.items() if key != "fill"}
@@ -65,7 +65,7 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
     every: Any = {"tp": 2, "tied": True, "model": "edge", "sequence": sequence, **finer}
     program = compile(getattr(schedules, name), plan, blocks=True, clip=True, **every | more)
     evaluates = compile(schedules.forward_only, plan, blocks=True, **every)
-    transport = Gloo(program, more=[evaluates])
+    transport = GlooTransport(program, more=[evaluates])
     tp = transport.tp_group
     stages = {
         s: gpt.build_stage(CONFIG, s, plan.stages, tp=tp, sequence=sequence)
@@ -89,7 +89,7 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
 def both(rank: int, name: str, sequence: bool) -> list[str]:
     """What of a run in pieces has other bits than of one of whole stages, of as many microbatches
     as there are chunks."""
-    plan, more = Plan(2, 4, CASES[name][0]), CASES[name][2]
+    plan, more = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
     uncut, cut = (
         trained(name, each, SHARED[name] | {"sequence": True} if sequence else more)
         for each in (None, cut_of([CONFIG.layers // plan.stages] * plan.stages))
@@ -117,13 +117,13 @@ def test_pieces_behind_a_frozen_stage() -> None:
     """What enters the first trained piece has no gradient, nor what passes beside its norm."""
     found: list[Any] = []
     for cut in (None, cut_of([2, 2])):
-        program = compile(schedules.one_f_one_b, Plan(2, 4), frozen=1, cut=cut)
+        program = compile(schedules.one_f_one_b, PipelineShape(2, 4), frozen=1, cut=cut)
         config = replace(CONFIG, tied=False)
         stages = {s: gpt.build_stage(config, s, 2) for s in range(2)}
         stages[0].requires_grad_(False)
         each = modules(stages, cut)
         boundary: Any = HIDDEN if cut is None else boundaries(cut, HIDDEN, frozen=1)
-        ranks = InProcess(
+        ranks = InProcessExecutor(
             program, [each[s] for s in sorted(each)], loss=gpt.loss, boundary=boundary
         )
         tokens = torch.arange(72).view(4, 2, 9) % CONFIG.vocab
@@ -165,8 +165,8 @@ class Twice(nn.Module):
 
 def mine(rank: int) -> bool:
     """A user's stage, cut "fg": gradients are those of one process without tensor parallelism."""
-    program = compile(schedules.one_f_one_b, Plan(1, 3), tp=2, cut="fg", model="edge")
-    transport = Gloo(program)
+    program = compile(schedules.one_f_one_b, PipelineShape(1, 3), tp=2, cut="fg", model="edge")
+    transport = GlooTransport(program)
     torch.manual_seed(0)
     w, b, v, c = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8), torch.randn(4)
     group = transport.tp_group
@@ -193,8 +193,10 @@ def shared(rank: int) -> list[bool]:
     """The same, where each rank has one of two tokens, of several samples and of one."""
     right = []
     for samples in ((3,), ()):
-        program = compile(schedules.zb_h1, Plan(1, 3), tp=2, cut="fg", model="edge", sequence=True)
-        transport = Gloo(program)
+        program = compile(
+            schedules.zb_h1, PipelineShape(1, 3), tp=2, cut="fg", model="edge", sequence=True
+        )
+        transport = GlooTransport(program)
         torch.manual_seed(0)
         w, b, v, c = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8), torch.randn(4)
         how: Any = {"group": transport.tp_group, "sequence": True}
@@ -245,7 +247,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_ranks_make_of_tokens_is_told_right(name: str) -> None:
-    program = compile(schedules.gpipe, Plan(1, 1), tp=2, cut="fg", sequence=True)
+    program = compile(schedules.gpipe, PipelineShape(1, 1), tp=2, cut="fg", sequence=True)
     behind, words = REFUSED[name]
     right: Any = {0: Boundary(OWN, taken=EVERY), 1: Boundary(EVERY, taken=OWN)}
     require_fit(ModelBoundaries.of(right, 3), program)
@@ -254,7 +256,7 @@ def test_what_ranks_make_of_tokens_is_told_right(name: str) -> None:
     for other in (replace(right[1], shape=(2, 7, 8)), Boundary(EVERY)):
         with pytest.raises(ModelError, match="tensor 0 that stage 1 passes on"):
             require_fit(ModelBoundaries.of(right | {1: other}, 3), program)
-    whole = compile(schedules.gpipe, Plan(1, 1), tp=2, cut="fg")
+    whole = compile(schedules.gpipe, PipelineShape(1, 1), tp=2, cut="fg")
     with pytest.raises(ModelError, match=r"makes of it is \[2, 4, 8\]"):
         require_fit(ModelBoundaries.of(right, 3), whole)
 
@@ -267,10 +269,10 @@ def test_what_a_piece_takes_in_is_held_whole() -> None:
     for share, each in ((1, 2 * own), (2, 2 * own + 2 * own)):
         behind = boundaries((5,), (2, 4, 32), share=share)
         said = tokens[:, : 8 // 2]
-        sizes = sizes_of(parts, said, said, loss=gpt.loss, boundary=behind)
+        sizes = measure_sizes(parts, said, said, loss=gpt.loss, boundary=behind)
         assert sizes.activation == each and sizes.gradient is None
         widths = 3 + 1 + 1  # what attention keeps at least: its input, q, k and v, what it gives
-        assert np.all(sizes.each("saved", Plan(1, 1, 5))[1] >= widths * share * own)
+        assert np.all(sizes.each("saved", PipelineShape(1, 1, 5))[1] >= widths * share * own)
 
 
 class Saves(nn.Module):
@@ -301,10 +303,10 @@ class Sums(nn.Module):
 def of_two(
     first: nn.Module, boundary: Any = (2, 4), inputs: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor]:
-    program = compile(schedules.gpipe, Plan(1, 2), tp=2, cut="g", model="edge")
+    program = compile(schedules.gpipe, PipelineShape(1, 2), tp=2, cut="g", model="edge")
     x = torch.ones(2, 2, 4) if inputs is None else inputs
     executor = Executor(
-        program, 0, [first, Sums()], Gloo(program), loss=lambda y, _: y, boundary=boundary
+        program, 0, [first, Sums()], GlooTransport(program), loss=lambda y, _: y, boundary=boundary
     )
     return executor.step(x, torch.ones(2, 1)), x
 

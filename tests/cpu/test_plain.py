@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from schedir.errors import InstructionSite, ModelError
 from schedir.ir.isa.instructions import Instr, Opcode
-from schedir.ir.pipeline.tied_weights import Ties
+from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.transports import json_collectives
 from schedir.transports.json_collectives import decoded, encoded, gather
 from tests.cpu.spawn import RankError, run
 
-KINDS = [Instr, Opcode, InstructionSite, Ties, Boundary]
+KINDS = [Instr, Opcode, InstructionSite, TiedWeights, Boundary]
 NUMBERS = st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none() | st.text()
 TYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
 RECORDS = st.builds(Instr, st.sampled_from(Opcode), st.integers(0, 9), st.integers(0, 9))
@@ -45,7 +45,7 @@ def test_records_come_as_they_were_sent() -> None:
     records = [
         Boundary((2, 3), torch.float16),
         InstructionSite(1, 2, "F 0.0"),
-        Ties((((0, "a"), (1, "b")),)),
+        TiedWeights((((0, "a"), (1, "b")),)),
     ]
     assert decoded(encoded(records, KINDS), "process 0", KINDS) == records
 

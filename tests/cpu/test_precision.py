@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from schedir import compile
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.kernels.weight_gradient import accumulate_
 from schedir.models import gpt
 from schedir.runtime.autograd.split_backward import DeferredGradients, linear, recording
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import dualpipe, gpipe, one_f_one_b
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits, zb
 from tests.cpu.training import CONFIG, alone, train
@@ -35,14 +35,21 @@ def mixed_stages(stages: int, tied: bool = True) -> list[nn.Module]:
 
 @pytest.mark.parametrize(
     ("schedule", "plan"),
-    [(gpipe, Plan(2, 4)), (one_f_one_b, Plan(3, 4)), (zb, Plan(2, 4)), (zb, Plan(1, 3))],
+    [
+        (gpipe, PipelineShape(2, 4)),
+        (one_f_one_b, PipelineShape(3, 4)),
+        (zb, PipelineShape(2, 4)),
+        (zb, PipelineShape(1, 3)),
+    ],
 )
-def test_schedules_give_the_bits_of_the_reference(schedule: Any, plan: Plan) -> None:
+def test_schedules_give_the_bits_of_the_reference(schedule: Any, plan: PipelineShape) -> None:
     tied = plan.stages > 1
     inputs, targets, scale = batch(plan.microbatches)
     plain, ours = mixed_stages(plan.stages, tied=True), mixed_stages(plan.stages, tied=True)
-    want = reference(plain, inputs, targets, loss=gpt.loss, scale=scale)
-    world = InProcess(compile(schedule, plan, tied=tied), ours, loss=gpt.loss, boundary=HALF)
+    want = run_sequential(plain, inputs, targets, loss=gpt.loss, scale=scale)
+    world = InProcessExecutor(
+        compile(schedule, plan, tied=tied), ours, loss=gpt.loss, boundary=HALF
+    )
     for seed in range(3):
         assert torch.equal(world.step(inputs, targets, scale, seed), want)
         got = gradients(ours)
@@ -51,8 +58,8 @@ def test_schedules_give_the_bits_of_the_reference(schedule: Any, plan: Plan) -> 
 
 
 def test_second_holders_add_up_in_float32_too() -> None:
-    plan = Plan(2, 4, placement="mirror")
-    world = InProcess(
+    plan = PipelineShape(2, 4, placement="mirror")
+    world = InProcessExecutor(
         compile(dualpipe, plan), mixed_stages(2, tied=False), loss=gpt.loss, boundary=HALF
     )
     world.step(*batch(4))

@@ -20,7 +20,7 @@ from schedir.analysis.shared_queues import SharedQueueGraph
 from schedir.errors import ModelError
 from schedir.io.terminal import format_error
 from schedir.ir.isa.instructions import Lane
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.schedules import one_f_one_b
 from schedir.transports.hardware_queue_probe import (
@@ -80,7 +80,7 @@ class Threads(EdgeGroups):
 
 
 def _program() -> Program:
-    return compile(one_f_one_b, Plan(3, 6), model="edge", overlap=True)
+    return compile(one_f_one_b, PipelineShape(3, 6), model="edge", overlap=True)
 
 
 def tried(rank: int, hardware: Hardware) -> Any:

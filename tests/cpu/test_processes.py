@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from schedir.compiler.compile import compile
 from schedir.errors import DeadlockError
 from schedir.ir.isa.instructions import RECEIVES
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
 from schedir.models import gpt
 from schedir.runtime.executor import Executor
 from schedir.runtime.recording.measured_timeline import measured
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from schedir.verify.check import check
 from tests.cpu.spawn import RankError, run
 from tests.cpu.tiny_stages import (
@@ -43,10 +43,10 @@ from tests.pure.test_blocking import sends
 # ---------------------------------------------------------------- real processes
 
 
-def _one_rank(rank: int, schedule: Any, plan: Plan, options: dict[str, Any]) -> Any:
+def _one_rank(rank: int, schedule: Any, plan: PipelineShape, options: dict[str, Any]) -> Any:
     """One process of a training step: gradients by stage, loss, and where it stands."""
     program = compile(schedule, plan, model="edge", tied=True, **options)
-    transport = Gloo(program)
+    transport = GlooTransport(program)
     executor = gpt_executor(program, transport, max_norm=0.05 if program.clip else None)
     for _ in range(2):  # twice: a step leaves nothing behind
         loss = executor.step(*own_batch(program, transport))
@@ -57,13 +57,13 @@ def _one_rank(rank: int, schedule: Any, plan: Plan, options: dict[str, Any]) -> 
     return gradients_by_stage(executor), loss, float(executor.norm)
 
 
-def step_on_gloo(schedule: Any, plan: Plan, **options: Any) -> list[Any]:
+def step_on_gloo(schedule: Any, plan: PipelineShape, **options: Any) -> list[Any]:
     world = plan.ranks * options.get("tp", 1) * options.get("dp", 1)
     return run(_one_rank, world, schedule, plan, options)
 
 
 @pytest.mark.parametrize(("schedule", "plan"), PLANS[:9])
-def test_gloo_gives_the_bits_of_the_reference(schedule: Any, plan: Plan) -> None:
+def test_gloo_gives_the_bits_of_the_reference(schedule: Any, plan: PipelineShape) -> None:
     loss, right = expected(plan)
     results = step_on_gloo(schedule, plan)
     got = {s: g for grads, _, _ in results for s, g in grads.items()}
@@ -76,7 +76,7 @@ def close(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 def test_tensor_parallel_schedules_have_the_same_bits_and_are_close_to_one_rank() -> None:
-    plan = Plan(2, 4)
+    plan = PipelineShape(2, 4)
     _, right = expected(plan)
     results = {s.__name__: step_on_gloo(s, plan, tp=2) for s in (gpipe, one_f_one_b, zb)}
     first = results["gpipe"]
@@ -110,8 +110,8 @@ def _share(whole: Tensor, like: Tensor, rank: int) -> Tensor:
 
 
 def test_data_parallel_equals_one_replica() -> None:
-    loss, right = expected(Plan(2, 4))
-    results = step_on_gloo(one_f_one_b, Plan(2, 2), dp=2)
+    loss, right = expected(PipelineShape(2, 4))
+    results = step_on_gloo(one_f_one_b, PipelineShape(2, 2), dp=2)
     for grads, _, _ in results:
         for stage, got in grads.items():
             assert all(close(got[n], right[stage][n], 1e-6) for n in got)
@@ -125,8 +125,8 @@ def test_data_parallel_equals_one_replica() -> None:
 )
 def test_clipping_counts_every_parameter_once(ranks: int, options: dict[str, int]) -> None:
     """Against the norm of the untied sum: the tied weight is one parameter, a replica no other."""
-    plan = Plan(ranks, 2, 2 // ranks)
-    _, right = expected(Plan(2, 2 * options.get("dp", 1)))
+    plan = PipelineShape(ranks, 2, 2 // ranks)
+    _, right = expected(PipelineShape(2, 2 * options.get("dp", 1)))
     unique = [g for s, grads in enumerate(right) for n, g in grads.items()
               if not (s == 1 and g.shape == (32, HIDDEN))]  # fmt: skip
     norm = torch.sqrt(sum((g.double().square().sum() for g in unique), torch.zeros(())))
@@ -141,7 +141,7 @@ def test_clipping_counts_every_parameter_once(ranks: int, options: dict[str, int
 
 def test_gloo_gives_what_its_model_promises() -> None:
     """A program that only `edge` finishes: lanes between two ranks do not hold each other up."""
-    plan = Plan(2, 3, 2)
+    plan = PipelineShape(2, 3, 2)
     program = compile(interleaved, plan, tied=True)
     found = None
     for rank, stream in enumerate(program.streams):
@@ -173,7 +173,13 @@ def _refusal(rank: int, program: Program) -> str:
     stages = {rank: torch.nn.Linear(HIDDEN, HIDDEN)}
     try:
         executor = Executor(
-            program, rank, stages, Gloo(program), loss=_squares, boundary=BOUNDARY, alike=True
+            program,
+            rank,
+            stages,
+            GlooTransport(program),
+            loss=_squares,
+            boundary=BOUNDARY,
+            alike=True,
         )
     except DeadlockError as error:
         return error.hint
@@ -195,7 +201,7 @@ def _finishes(program: Program, model: Any) -> bool:
 
 
 def _run_program(rank: int, program: Program) -> dict[int, dict[str, Tensor]]:
-    transport = Gloo(program)
+    transport = GlooTransport(program)
     stages = {s: m for s, m in enumerate(gpt_stages(4)) if s in program.plan.stages_of[rank]}
     executor = Executor(program, rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY)
     executor.step(*batch(program.plan.microbatches))
@@ -220,13 +226,13 @@ class Greedy(nn.Module):
 
 
 def _greedy(rank: int) -> None:
-    program = compile(one_f_one_b, Plan(2, 4), model="edge")
+    program = compile(one_f_one_b, PipelineShape(2, 4), model="edge")
     stage = Greedy() if rank else nn.Linear(HIDDEN, HIDDEN)
     executor = Executor(
         program,
         rank,
         {rank: stage},
-        Gloo(program),
+        GlooTransport(program),
         loss=lambda y, _: y.square().sum(),
         boundary=BOUNDARY,
     )

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.errors import ModelError, ProgramError, ProgramSequenceError
 from schedir.io.terminal import format_error
 from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import built_in, forward_only, gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import placed_for
-from schedir.transports.gloo import Gloo
-from schedir.transports.shared_memory import Shared
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 
@@ -50,22 +50,22 @@ class Drops(nn.Module):
         return nn.functional.dropout(y, 0.2, self.training) if y.is_floating_point() else y
 
 
-def plan_of(schedule: Any, microbatches: int, ranks: int = 2) -> Plan:
+def plan_of(schedule: Any, microbatches: int, ranks: int = 2) -> PipelineShape:
     placement, fixed = placed_for(schedule)
     v = fixed or (2 if "v" in signature(schedule).parameters else 1)
-    return Plan(ranks, microbatches, v, placement or "loop")
+    return PipelineShape(ranks, microbatches, v, placement or "loop")
 
 
 def stages_of(program: Program) -> list[nn.Module]:
     return [Drops(stage) for stage in gpt_stages(program.plan.stages, bool(program.tied))]
 
 
-def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InProcess:
+def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
     usual: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAM}
-    return InProcess(program, stages, **usual | options)
+    return InProcessExecutor(program, stages, **usual | options)
 
 
-def numbers_of(ranks: InProcess, stages: list[nn.Module], total: Tensor) -> list[Tensor]:
+def numbers_of(ranks: InProcessExecutor, stages: list[nn.Module], total: Tensor) -> list[Tensor]:
     """What a step is known by: its loss, its norm, weights and gradients."""
     own = [p for stage in stages for p in stage.parameters()]
     found = [total, ranks.ranks[0].norm, *own, *(p.grad for p in own if p.grad is not None)]
@@ -89,10 +89,12 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_evaluations_leave_nothing(name: str, zero: int) -> None:
     """A run with evaluations between its steps, and within one, has the bits of one without."""
     schedule, m = ZOO[name], 8
-    plan = Plan(2, m, updates=4, delay=1) if name == "pipedream_2bw" else plan_of(schedule, m)
+    plan = (
+        PipelineShape(2, m, updates=4, delay=1) if name == "pipedream_2bw" else plan_of(schedule, m)
+    )
     two_way = plan.rows > 1
     program = schedir.compile(schedule, plan, tied=True, clip=True, zero=zero, model="edge")
-    looks = schedir.forwards(program, "edge")
+    looks = schedir.evaluation_program(program, "edge")
     found, losses = [], []
     for evaluates in (False, True):
         stages: list[nn.Module] = [Drops(s) for s in gpt_stages(plan.stages)]
@@ -126,10 +128,10 @@ def programs_of(dp: int, zero: int) -> list[Program]:
     """What trains with 6 microbatches, what trains with 3, and what evaluates 2."""
     how: dict[str, Any] = {"dp": dp, "zero": zero, "model": "edge"}
     large, small = (
-        schedir.compile(schedule, Plan(2, m), clip=True, tied=True, **how)
+        schedir.compile(schedule, PipelineShape(2, m), clip=True, tied=True, **how)
         for schedule, m in ((gpipe, 6), (one_f_one_b, 3))
     )
-    return [large, small, schedir.compile(forward_only, Plan(2, 2), **how)]
+    return [large, small, schedir.compile(forward_only, PipelineShape(2, 2), **how)]
 
 
 def own_stage(rank: int) -> dict[int, nn.Module]:
@@ -142,7 +144,9 @@ def in_processes(rank: int, kind: str, dp: int, zero: int) -> list[list[Tensor]]
     large, small, looks = programs_of(dp, zero)
     for evaluates in (False, True):
         others = [small, looks] if evaluates else [small]
-        transport = {"gloo": Gloo, "shared": Shared}[kind](large, 20.0, more=others)
+        transport = {"gloo": GlooTransport, "shared": SharedMemoryTransport}[kind](
+            large, 20.0, more=others
+        )
         more: list[Any] = [p if p.trains else (p, (1, *BOUNDARY.shape[1:])) for p in others]
         stages = own_stage(transport.rank)
         optimizer = ADAM([p for stage in stages.values() for p in stage.parameters()])
@@ -176,7 +180,7 @@ def test_in_processes(kind: str, dp: int, zero: int) -> None:
 def out_of_order(rank: int) -> str:
     """One rank evaluates twice before it trains, the other once."""
     _, program, looks = programs_of(1, 0)
-    transport = Shared(program, 20.0, more=[looks])
+    transport = SharedMemoryTransport(program, 20.0, more=[looks])
     executor = Executor(
         program, rank, own_stage(rank), transport, loss=gpt.loss, boundary=BOUNDARY, more=[looks]
     )
@@ -201,8 +205,8 @@ def test_steps_that_would_meet_each_others_messages_are_refused() -> None:
 
 def refused() -> list[Exception]:
     """What is refused of several programs, each with its sentence."""
-    program = schedir.compile(one_f_one_b, Plan(2, 4), clip=True)
-    looks = schedir.forwards(program)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), clip=True)
+    looks = schedir.evaluation_program(program)
     stages = gpt_stages(2, False)
     found: list[Exception] = []
 
@@ -214,16 +218,16 @@ def refused() -> list[Exception]:
     def beside(*more: Any, of: Program = program) -> Any:
         return lambda: ranks_of(of, stages, more=more)
 
-    tried(beside(schedir.compile(interleaved, Plan(2, 4, 2), clip=True)))
-    tried(beside(schedir.compile(gpipe, Plan(2, 4))))
-    tried(beside(schedir.compile(gpipe, Plan(2, 4), clip=True, zero=1)))
-    tried(beside(schedir.compile(gpipe, Plan(2, 4), clip=True, dp=2)))
+    tried(beside(schedir.compile(interleaved, PipelineShape(2, 4, 2), clip=True)))
+    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4))))
+    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4), clip=True, zero=1)))
+    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4), clip=True, dp=2)))
     tried(beside(program))
     tried(beside(program, of=looks))
     after = partial(schedir.compile, clip=True, validate="after")
-    tried(beside(after(gpipe, Plan(2, 4)), of=after(one_f_one_b, Plan(2, 4))))
+    tried(beside(after(gpipe, PipelineShape(2, 4)), of=after(one_f_one_b, PipelineShape(2, 4))))
 
-    part = schedir.compile(one_f_one_b, Plan(2, 2), clip=True)
+    part = schedir.compile(one_f_one_b, PipelineShape(2, 2), clip=True)
     ranks = ranks_of(program, stages, more=[looks, part], optimizer=None)
     inputs, targets, _ = batch(4)
     tried(lambda: ranks.step(inputs, targets, program=looks))
@@ -255,12 +259,12 @@ class Writes(nn.Module):
 
 @pytest.mark.parametrize("data", [False, True])
 def test_forwards_that_write_are_put_back_or_refused(data: bool) -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 2))
-    looks, x = schedir.forwards(program), torch.ones(2, 1, 4)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2))
+    looks, x = schedir.evaluation_program(program), torch.ones(2, 1, 4)
     how: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (1, 4), "more": [looks]}
     for parameter in (False, True):
         stages = [Writes(parameter=parameter, data=data), Writes(parameter=False)]
-        ranks = InProcess(program, stages, alike=True, **how)
+        ranks = InProcessExecutor(program, stages, alike=True, **how)
         if parameter:
             with pytest.raises(ModelError, match="writes to weight"):
                 ranks.evaluate(x, x)

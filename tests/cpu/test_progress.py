@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import schedir
-from schedir import Costs, Plan
+from schedir import Costs, PipelineShape
 from schedir.hang_diagnosis.stall_cause import ProcessLayout
 from schedir.io.black_box import AT, ProcessPhase
 from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.rank_state import Call
 from schedir.runtime.recording.gpu_progress import GpuProgress, waits_for
 from schedir.runtime.step_inputs import StepInputs
@@ -42,15 +42,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
     return install(monkeypatch)
 
 
-def ranks_of(program: Program, gpu: VirtualGPU) -> tuple[InProcess, list[GpuProgress]]:
+def ranks_of(program: Program, gpu: VirtualGPU) -> tuple[InProcessExecutor, list[GpuProgress]]:
     stages = tiny_model.tiny_stages(program.plan.stages)
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
-    ranks = InProcess(program, stages, loss=tiny_model.loss, boundary=boundary, record=False)
+    ranks = InProcessExecutor(
+        program, stages, loss=tiny_model.loss, boundary=boundary, record=False
+    )
     charge(ranks, gpu, COSTS)
     return ranks, [GpuProgress(rank) for rank in ranks.ranks]
 
 
-def hang(ranks: InProcess, gpu: VirtualGPU, instr: Instr, rank: int) -> None:
+def hang(ranks: InProcessExecutor, gpu: VirtualGPU, instr: Instr, rank: int) -> None:
     """Let an instruction never end."""
     one = ranks.ranks[rank]
     k = one.state.index_of[instr]
@@ -63,11 +65,11 @@ def hang(ranks: InProcess, gpu: VirtualGPU, instr: Instr, rank: int) -> None:
     one.calls[k] = Call(call.wait, run)
 
 
-def step(ranks: InProcess, gpu: VirtualGPU) -> None:
+def step(ranks: InProcessExecutor, gpu: VirtualGPU) -> None:
     ranks.step(*tiny_model.batch(ranks.program.plan.microbatches))
 
 
-def said(ranks: InProcess, rank: int, progress: GpuProgress) -> list[tuple[str, str]]:
+def said(ranks: InProcessExecutor, rank: int, progress: GpuProgress) -> list[tuple[str, str]]:
     """What the watchdog says of a rank: instructions and notes."""
     one = ranks.ranks[rank]
     error = standstill("it stands", one, 9, progress, progress.standing())
@@ -77,7 +79,7 @@ def said(ranks: InProcess, rank: int, progress: GpuProgress) -> list[tuple[str, 
 def test_a_hang_is_told_from_what_has_ended_and_not_from_where_the_host_is(
     gpu: VirtualGPU,
 ) -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 4), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), model="edge")
     ranks, progress = ranks_of(program, gpu)
     hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
     step(ranks, gpu)
@@ -100,7 +102,9 @@ def test_a_hang_is_told_from_what_has_ended_and_not_from_where_the_host_is(
 def test_the_rank_that_hangs_computes_and_all_others_wait_for_its_side(
     gpu: VirtualGPU, schedule: Any, overlap: bool
 ) -> None:
-    program = schedir.compile(schedule, Plan(4, 8), model="edge", overlap=overlap, clip=True)
+    program = schedir.compile(
+        schedule, PipelineShape(4, 8), model="edge", overlap=overlap, clip=True
+    )
     ranks, progress = ranks_of(program, gpu)
     hang(ranks, gpu, Instr(Opcode.Backward, 2, 3), rank=2)
     step(ranks, gpu)
@@ -117,7 +121,7 @@ def test_the_rank_that_hangs_computes_and_all_others_wait_for_its_side(
 
 def test_a_step_that_hangs_is_told_while_the_host_is_in_the_next_one(gpu: VirtualGPU) -> None:
     """Its events are not those of the next step."""
-    program = schedir.compile(one_f_one_b, Plan(2, 4), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), model="edge")
     ranks, progress = ranks_of(program, gpu)
     step(ranks, gpu)
     gpu.host = gpu.over
@@ -130,7 +134,7 @@ def test_a_step_that_hangs_is_told_while_the_host_is_in_the_next_one(gpu: Virtua
 
 
 def test_it_moves_as_instructions_end(gpu: VirtualGPU) -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 4), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), model="edge")
     ranks, (progress, _) = ranks_of(program, gpu)
     step(ranks, gpu)
     seen = []
@@ -143,7 +147,7 @@ def test_it_moves_as_instructions_end(gpu: VirtualGPU) -> None:
 
 def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
     """What it has not issued cannot end; of that, the instruction that it is at."""
-    program = schedir.compile(gpipe, Plan(1, 3), model="edge")
+    program = schedir.compile(gpipe, PipelineShape(1, 3), model="edge")
     ranks, (progress,) = ranks_of(program, gpu)
     one = ranks.ranks[0]
     inputs, targets = tiny_model.batch(3)
@@ -157,7 +161,7 @@ def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
 
 def test_a_step_in_another_order_is_one_step(gpu: VirtualGPU) -> None:
     """As those that warm up, which are undone: so the next one has the same number."""
-    program = schedir.compile(gpipe, Plan(1, 3), model="edge")
+    program = schedir.compile(gpipe, PipelineShape(1, 3), model="edge")
     ranks, (progress,) = ranks_of(program, gpu)
     one = ranks.ranks[0]
     inputs, targets = tiny_model.batch(3)
@@ -176,8 +180,8 @@ def test_a_step_in_another_order_is_one_step(gpu: VirtualGPU) -> None:
 
 
 def test_what_an_instruction_waits_for_in_words() -> None:
-    tied = schedir.compile(one_f_one_b, Plan(2, 2), tied=True, clip=True, dp=2, tp=2)
-    two = schedir.compile(dualpipe, Plan(2, 4, placement="mirror"))
+    tied = schedir.compile(one_f_one_b, PipelineShape(2, 2), tied=True, clip=True, dp=2, tp=2)
+    two = schedir.compile(dualpipe, PipelineShape(2, 4, placement="mirror"))
     words = {str(i): waits_for(tied, i) for stream in tied.streams for i in stream}
     words |= {str(i): waits_for(two, i) for stream in two.streams for i in stream if i.stage == 0}
     assert words["F 0.0"] == "computes"
@@ -195,7 +199,7 @@ def test_the_watchdog_asks_and_says_it(
     ended: SimpleQueue[str] = SimpleQueue()
     monkeypatch.setattr(watchdog, "accuse", lambda own, found: ended.put(str(found)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    ranks, _ = ranks_of(schedir.compile(one_f_one_b, Plan(2, 4), model="edge"), gpu)
+    ranks, _ = ranks_of(schedir.compile(one_f_one_b, PipelineShape(2, 4), model="edge"), gpu)
     one = ranks.ranks[0]
     monkeypatch.setattr(one.state, "device", torch.device("cuda"))
     hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
@@ -243,7 +247,13 @@ def _over_processes(
     process: int, transport: type[EdgeGroups] | type[GroupedMessages], tp: int
 ) -> list[Any]:
     program = schedir.compile(
-        one_f_one_b, Plan(2, 4), tp=tp, tied=True, clip=True, model=transport.model, overlap=True
+        one_f_one_b,
+        PipelineShape(2, 4),
+        tp=tp,
+        tied=True,
+        clip=True,
+        model=transport.model,
+        overlap=True,
     )
     executor = gpt_executor(program, transport(program), record=False)
     progress, standing = GpuProgress(executor), []

@@ -13,9 +13,9 @@ import torch
 from schedir import compile
 from schedir.errors import ModelError
 from schedir.io.terminal import format_error
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.runtime import nccl
+from schedir.runtime import nccl_transport
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.transports.gloo import LaneWork
 from schedir.transports.gpu_selection import QUEUES
@@ -25,17 +25,17 @@ from tests.cpu.virtual_gpu import Stream, install
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def _program(schedule: Any, plan: Plan, tp: int = 2) -> Program:
+def _program(schedule: Any, plan: PipelineShape, tp: int = 2) -> Program:
     return compile(
         schedule, plan, tp=tp, dp=2, model="edge", tied=True, clip=True, overlap=True
     )  # fmt: skip
 
 
 def test_streams_of_usual_programs() -> None:
-    mirror = Plan(8, 16, placement="mirror")
+    mirror = PipelineShape(8, 16, placement="mirror")
     for program, most in (
-        (_program(one_f_one_b, Plan(8, 16)), 18),
-        (_program(interleaved, Plan(8, 16, 2)), 19),
+        (_program(one_f_one_b, PipelineShape(8, 16)), 18),
+        (_program(interleaved, PipelineShape(8, 16, 2)), 19),
         (_program(dualpipe, mirror), 29),
         (_program(dualpipe, mirror, tp=1), 25),
     ):
@@ -49,7 +49,7 @@ def test_streams_of_usual_programs() -> None:
 def test_a_rank_in_the_middle_by_hand() -> None:
     """Its stream, the layers' two, the gathers' two, dp and the norm on one more, and four edges,
     of which it receives along two."""
-    assert streams_of(_program(one_f_one_b, Plan(8, 16)), 3, "edge") == {
+    assert streams_of(_program(one_f_one_b, PipelineShape(8, 16)), 3, "edge") == {
         "computation": 1, "layers": 2, "gathers": 2, "reductions": 3, "messages": 8, "records": 2,
     }  # fmt: skip
 
@@ -57,15 +57,15 @@ def test_a_rank_in_the_middle_by_hand() -> None:
 def test_more_streams_than_queues_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By whoever connects, before there is a group, and with what they are for."""
     placement = (*range(8), 0, 2, 4, 6, 1, 3, 5, 7, 0, 3, 6, 1, 4, 7, 2, 5, 0, 5, 2, 7, 4, 1, 6, 3)
-    many = _program(looped_bfs, Plan(8, 8, 4, placement=placement))
-    few = _program(one_f_one_b, Plan(4, 8))
+    many = _program(looped_bfs, PipelineShape(8, 8, 4, placement=placement))
+    few = _program(one_f_one_b, PipelineShape(4, 8))
     said = []
     for program, queues in ((many, "32"), (many, "64"), (few, "16"), (few, None)):
         monkeypatch.delenv(QUEUES, raising=False)
         if queues is not None:
             monkeypatch.setenv(QUEUES, queues)
         with pytest.raises(ModelError) as error:
-            nccl(program, torch.device("cuda", 0))
+            nccl_transport(program, torch.device("cuda", 0))
         said.append(format_error(error.value))
     assert "\n".join(said) + "\n" == (GOLDEN / "queues.txt").read_text()
     require_queues(many, "device", {QUEUES: "32"})

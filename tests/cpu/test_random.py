@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.autograd.random_streams import (
     FORWARD,
     RandomStreams,
@@ -32,13 +32,13 @@ from schedir.runtime.autograd.random_streams import (
 )
 from schedir.runtime.autograd.splittable_layers import SplitLinear
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b
-from schedir.testing import plans, random_draft
-from schedir.transports.gloo import Gloo
+from schedir.testing import random_compute_program, shapes
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.test_zoo_runs import ZOO, M, newest_first, program_of
 from tests.cpu.tiny_stages import gradients, same_bits, zb
@@ -88,12 +88,12 @@ def batch(microbatches: int) -> tuple[Tensor, Tensor]:
     return x, x + 1
 
 
-def virtual(program: Any, stages: list[nn.Module], **options: Any) -> InProcess:
-    return InProcess(program, stages, loss=squares, boundary=BOUNDARY, **options)
+def virtual(program: Any, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
+    return InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY, **options)
 
 
 def expected(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[Tensor, Any]:
-    loss = reference(stages, *batch(m), loss=squares, **options)
+    loss = run_sequential(stages, *batch(m), loss=squares, **options)
     return loss, gradients(stages)
 
 
@@ -119,14 +119,16 @@ def test_any_schedule_in_any_order(schedule: Any) -> None:
 
 @settings(max_examples=25)
 @given(
-    plans(ranks=3, microbatches=4, stages_per_rank=2),
+    shapes(ranks=3, microbatches=4, stages_per_rank=2),
     st.integers(0, 2**32),
     st.integers(-(2**70), 2**70),
     st.booleans(),
 )
-def test_random_schedules_in_random_orders(plan: Plan, order: int, seed: int, again: bool) -> None:
+def test_random_schedules_in_random_orders(
+    plan: PipelineShape, order: int, seed: int, again: bool
+) -> None:
     """Recomputed or not, by layers or by stages."""
-    found = lower(random_draft(plan, random.Random(order)))
+    found = lower(random_compute_program(plan, random.Random(order)))
     numbered = [Noisy(k, again, number=k) if k % 2 else Noisy(k, again) for k in range(plan.stages)]
     plain = [Noisy(k, number=stage.number) for k, stage in enumerate(numbered)]
     loss, right = expected(list(plain), plan.microbatches, seed=seed, program=found)
@@ -147,7 +149,7 @@ def test_what_decides_a_draw() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, masks(), strict=True))
     drawn = [*found, *masks(seed=1), *masks(step=1)]
     assert not any(torch.equal(a, b) for k, a in enumerate(drawn) for b in drawn[:k])
-    ranks = virtual(compile(gpipe, Plan(2, 4)), noisy(2))
+    ranks = virtual(compile(gpipe, PipelineShape(2, 4)), noisy(2))
     first = ranks.step(*batch(4))
     assert not torch.equal(ranks.step(*batch(4)), first)
     for rank in ranks.ranks:
@@ -166,14 +168,14 @@ def test_keys_are_those_of_splitmix64() -> None:
 
 def test_generators_are_afterwards_as_they_were() -> None:
     x, _ = batch(4)
-    found = compile(one_f_one_b, Plan(2, 4), model="edge")
+    found = compile(one_f_one_b, PipelineShape(2, 4), model="edge")
     ranks, stages = virtual(found, noisy(2)), noisy(2)
     before = torch.get_rng_state()
     ranks.step(*batch(4))
     assert torch.equal(torch.get_rng_state(), before)
     expected(stages, 4)
     assert torch.equal(torch.get_rng_state(), before)
-    sizes_of(stages, x[0], x[0], loss=squares, boundary=BOUNDARY)
+    measure_sizes(stages, x[0], x[0], loss=squares, boundary=BOUNDARY)
     assert torch.equal(torch.get_rng_state(), before)
     with layer(3):  # outside of a step, nothing
         drawn = torch.rand(1)
@@ -211,13 +213,13 @@ class Within(Noisy):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            reference(self.others, torch.ones(1, 1, 4), torch.ones(1, 1, 4), loss=squares)
+            run_sequential(self.others, torch.ones(1, 1, 4), torch.ones(1, 1, 4), loss=squares)
         with layer(7):
             return F.dropout(super().forward(x))
 
 
 def test_a_step_within_a_forward_leaves_its_numbers_alone() -> None:
-    found = compile(one_f_one_b, Plan(2, 4), model="edge")
+    found = compile(one_f_one_b, PipelineShape(2, 4), model="edge")
     with_others, without = ([Within(k) for k in range(2)] for _ in range(2))
     for stage in without:
         stage.eval()
@@ -230,19 +232,21 @@ def test_generators_are_as_they_were_after_a_failure() -> None:
         raise ValueError("no such luck")
 
     stages, before = noisy(2), torch.get_rng_state()
-    ranks = InProcess(compile(gpipe, Plan(2, 4)), stages, loss=fails, boundary=BOUNDARY)
+    ranks = InProcessExecutor(
+        compile(gpipe, PipelineShape(2, 4)), stages, loss=fails, boundary=BOUNDARY
+    )
     with pytest.raises(ExecutionError):
         ranks.step(*batch(4))
     assert stages[0].masks and torch.equal(torch.get_rng_state(), before)
     with pytest.raises(ValueError):
-        reference(stages, *batch(4), loss=fails)
+        run_sequential(stages, *batch(4), loss=fails)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("number", [None, 5])
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb, dualpipe])
 def test_what_is_recomputed_draws_the_same(schedule: Any, number: int | None) -> None:
-    plan = Plan(2, 4, placement="mirror" if schedule is dualpipe else "loop")
+    plan = PipelineShape(2, 4, placement="mirror" if schedule is dualpipe else "loop")
     found = compile(schedule, plan, model="edge")
     _, right = expected(noisy(2, number=number), 4, program=found)
     again = noisy(2, again=True, number=number)
@@ -261,10 +265,10 @@ def test_layers_draw_the_same_in_any_stage() -> None:
         layers = [Noisy(k, number=k) for k in range(4)]
         each = 4 // stages
         whole = [nn.Sequential(*layers[k : k + each]) for k in range(0, 4, each)]
-        loss = reference(whole, *batch(3), loss=lambda y, t: (y - t).square().sum())
+        loss = run_sequential(whole, *batch(3), loss=lambda y, t: (y - t).square().sum())
         found.append((loss, [layer.masks for layer in layers]))
-        ranks = InProcess(
-            compile(interleaved, Plan(1, 3, stages)),
+        ranks = InProcessExecutor(
+            compile(interleaved, PipelineShape(1, 3, stages)),
             whole,
             loss=lambda y, t: (y - t).square().sum(),
             boundary=BOUNDARY,
@@ -275,7 +279,7 @@ def test_layers_draw_the_same_in_any_stage() -> None:
 
 
 def test_updates_of_a_step_go_on_counting_microbatches() -> None:
-    plan = Plan(2, 4, updates=2, delay=1)
+    plan = PipelineShape(2, 4, updates=2, delay=1)
     loss, _ = expected(noisy(2), 4)
     assert torch.equal(virtual(compile(one_f_one_b, plan), noisy(2)).step(*batch(4)), loss)
 
@@ -290,7 +294,7 @@ class Shaken(torch.optim.SGD):
 
 
 def test_two_holders_step_by_the_same_numbers() -> None:
-    found = compile(chimera, Plan(4, 4, placement="mirror"))
+    found = compile(chimera, PipelineShape(4, 4, placement="mirror"))
     ranks = virtual(found, noisy(4), optimizer=lambda ps: Shaken(ps, lr=0.1))
     ranks.step(*batch(4), seed=3)
     for s, (one, other) in enumerate(found.plan.holders.T.tolist()):
@@ -303,7 +307,7 @@ def test_an_optimizer_that_draws_for_copies_of_a_weight_is_said() -> None:
     for ranks in (1, 2):
         stages: list[Any] = noisy(2)
         stages[1].inner.weight = stages[0].inner.weight
-        found = compile(interleaved, Plan(ranks, 2, 2 // ranks), tied=True)
+        found = compile(interleaved, PipelineShape(ranks, 2, 2 // ranks), tied=True)
         virtually = virtual(found, stages, optimizer=Shaken)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -348,7 +352,7 @@ def test_compiled_stages_are_those_of_a_compiled_reference(backend: str, again: 
         return [torch.compile(Plain(k, again), backend=backend) for k in range(2)]
 
     theirs, ours = stages(), stages()
-    ranks = virtual(compile(one_f_one_b, Plan(2, 4), model="edge"), ours, seed=3)
+    ranks = virtual(compile(one_f_one_b, PipelineShape(2, 4), model="edge"), ours, seed=3)
     for step, order in enumerate((None, 1)):
         loss, right = expected(theirs, 4, seed=3, step=step)
         assert torch.equal(ranks.step(*batch(4), seed=order), loss)
@@ -358,8 +362,8 @@ def test_compiled_stages_are_those_of_a_compiled_reference(backend: str, again: 
 
 
 def _replica(rank: int) -> Any:
-    found = compile(interleaved, Plan(1, 2, 2), dp=2, model="edge")
-    transport = Gloo(found)
+    found = compile(interleaved, PipelineShape(1, 2, 2), dp=2, model="edge")
+    transport = GlooTransport(found)
     stages = noisy(2)
     executor = Executor(
         found, 0, dict(enumerate(stages)), transport, loss=squares, boundary=BOUNDARY

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedir.compiler.compile import compile
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import chimera, interleaved, one_f_one_b
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import gradients
 
@@ -55,8 +55,8 @@ class _Noted:
 
 
 def _tensor_parallel(rank: int) -> Any:
-    found = compile(one_f_one_b, Plan(1, 2), tp=2, model="edge")
-    transport = Gloo(found)
+    found = compile(one_f_one_b, PipelineShape(1, 2), tp=2, model="edge")
+    transport = GlooTransport(found)
     tp = transport.tp_group
     stage = gpt.build_stage(CONFIG, 0, 1, tp=tp)
 
@@ -72,7 +72,7 @@ def _tensor_parallel(rank: int) -> Any:
 
 def test_tensor_parallel_ranks_share_what_is_whole_and_have_their_own_of_heads() -> None:
     with _Noted() as noted:
-        reference([gpt.build_stage(CONFIG, 0, 1)], *_tokens(2), loss=gpt.loss)
+        run_sequential([gpt.build_stage(CONFIG, 0, 1)], *_tokens(2), loss=gpt.loss)
     (whole, seeds, norm), (same, others, norm_too) = run(_tensor_parallel, 2)
     assert len(whole) == 2 * 5 and all(mask.min() == 0 for mask in whole)
     for one, other, alone in zip(whole, same, noted.whole, strict=True):
@@ -84,17 +84,19 @@ def test_tensor_parallel_ranks_share_what_is_whole_and_have_their_own_of_heads()
 @pytest.mark.parametrize("schedule", [one_f_one_b, interleaved, chimera])
 def test_the_gpt_drops_the_same_in_any_pipeline(schedule: Any) -> None:
     plan = {
-        one_f_one_b: Plan(4, 3),
-        interleaved: Plan(2, 3, 2),
-        chimera: Plan(4, 3, placement="mirror"),
+        one_f_one_b: PipelineShape(4, 3),
+        interleaved: PipelineShape(2, 3, 2),
+        chimera: PipelineShape(4, 3, placement="mirror"),
     }[schedule]
     four = gpt.GPTConfig(**{**vars(CONFIG), "layers": 4})
-    one = reference([gpt.build_stage(four, 0, 1)], *_tokens(3), loss=gpt.loss, seed=2)
+    one = run_sequential([gpt.build_stage(four, 0, 1)], *_tokens(3), loss=gpt.loss, seed=2)
     stages = [gpt.build_stage(four, s, 4) for s in range(4)]
-    ranks = InProcess(
+    ranks = InProcessExecutor(
         compile(schedule, plan), stages, loss=gpt.loss, boundary=Boundary((2, 8, 16)), seed=2
     )
     assert torch.equal(ranks.step(*_tokens(3), seed=5), one)
-    quiet = reference([s.eval() for s in stages], *_tokens(3), loss=gpt.loss)
+    quiet = run_sequential([s.eval() for s in stages], *_tokens(3), loss=gpt.loss)
     plain = gpt.GPTConfig(**{**vars(four), "dropout": 0.0})
-    assert torch.equal(quiet, reference([gpt.build_stage(plain, 0, 1)], *_tokens(3), loss=gpt.loss))
+    assert torch.equal(
+        quiet, run_sequential([gpt.build_stage(plain, 0, 1)], *_tokens(3), loss=gpt.loss)
+    )

@@ -11,10 +11,10 @@ from schedir.analysis.memory.footprint import held
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError
 from schedir.ir.isa.instructions import RECOMPUTE
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.simulate import simulate
-from schedir.runtime.boundaries.size_measurement import sizes_of
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.boundaries.size_measurement import measure_sizes
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import (
     dualpipe,
     dualpipe_v,
@@ -35,13 +35,13 @@ torch.set_num_threads(1)
 # ---------------------------------------------------------------- bytes
 
 SHAPES = [
-    (gpipe, Plan(2, 4)),
-    (one_f_one_b, Plan(3, 4)),
-    (zb_h1, Plan(3, 5)),
-    (interleaved, Plan(2, 4, 2)),
-    (zb_v, Plan(2, 4, placement="vee", stages_per_rank=2)),
-    (dualpipe_v, Plan(2, 5, placement="vee", stages_per_rank=2)),
-    (dualpipe, Plan(2, 4, placement="mirror")),
+    (gpipe, PipelineShape(2, 4)),
+    (one_f_one_b, PipelineShape(3, 4)),
+    (zb_h1, PipelineShape(3, 5)),
+    (interleaved, PipelineShape(2, 4, 2)),
+    (zb_v, PipelineShape(2, 4, placement="vee", stages_per_rank=2)),
+    (dualpipe_v, PipelineShape(2, 5, placement="vee", stages_per_rank=2)),
+    (dualpipe, PipelineShape(2, 4, placement="mirror")),
 ]
 
 
@@ -49,12 +49,12 @@ SHAPES = [
 @pytest.mark.parametrize("which", ["all", "late", "some"])
 @pytest.mark.parametrize(("schedule", "plan"), SHAPES)
 def test_what_lives_is_what_was_predicted(
-    schedule: Any, plan: Plan, which: str, model: str
+    schedule: Any, plan: PipelineShape, which: str, model: str
 ) -> None:
     """To the byte, by the storages that are alive in and after each instruction."""
     make, data, loss = MODELS[model]
     stages, (inputs, targets, scale) = make(plan.stages), data(plan.microbatches)
-    sizes = sizes_of(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
+    sizes = measure_sizes(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
     hows: dict[str, dict[str, Any]] = {
         "all": {"recompute": "all"},
         "late": {"recompute": "all", "recompute_at": "late"},
@@ -68,7 +68,7 @@ def test_what_lives_is_what_was_predicted(
     assert (most <= before).all() and (most < before).any()
     limit = float(most.max())
     program = compile(schedule, plan, slots="fewest", sizes=sizes, limit=limit, **how)
-    world = InProcess(program, stages, loss=loss, boundary=BOUNDARY)
+    world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
     owns = held(program, sizes)
     witnesses = [Witness(rank, own) for rank, own in zip(world.ranks, owns, strict=True)]
     world.step(inputs, targets, scale)
@@ -79,7 +79,7 @@ def test_what_lives_is_what_was_predicted(
 
 def test_a_checkpoint_has_the_buffers_that_are_written() -> None:
     x = runs.batch(1)[0][0]
-    found = sizes_of(noisy(2), x, x, loss=squares, boundary=runs.BOUNDARY).checkpoint
+    found = measure_sizes(noisy(2), x, x, loss=squares, boundary=runs.BOUNDARY).checkpoint
     written = 2 * 4 * WIDTH + 8  # mean and variance, and the number of batches
     assert found == (written, 4 * 2 * WIDTH + written)
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_has_the_buffers_that_are_written() -> None:
 def test_a_checkpoint_has_the_parameters_that_are_written_and_nobody_trains() -> None:
     x, stages = runs.batch(1)[0][0], noisy(2, Means)
     was = [stage.state_dict()[name].clone() for stage in stages for name in stage.state_dict()]
-    found = sizes_of(stages, x, x, loss=squares, boundary=runs.BOUNDARY).checkpoint
+    found = measure_sizes(stages, x, x, loss=squares, boundary=runs.BOUNDARY).checkpoint
     assert found == (3 * 4 * WIDTH, 4 * 2 * WIDTH + 3 * 4 * WIDTH)
     now = [stage.state_dict()[name] for stage in stages for name in stage.state_dict()]
     assert all(map(torch.equal, was, now))

@@ -17,23 +17,23 @@ from torch import Tensor, nn
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, UsageError
 from schedir.ir.isa.instructions import RECOMPUTE
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.runtime.autograd.splittable_layers import split_linears
+from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.per_microbatch import PerMicrobatch
+from schedir.runtime.boundaries.per_microbatch import PerMicrobatchBoundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import (
     gpipe,
     interleaved,
     one_f_one_b,
     zb_h1,
 )
-from schedir.testing import drafts
-from schedir.transports.gloo import Gloo
-from schedir.transports.shared_memory import Shared
+from schedir.testing import compute_programs
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu import many_tensors
 from tests.cpu.spawn import run
 from tests.cpu.test_per_microbatch import Last, Packed
@@ -59,7 +59,7 @@ class Noisy(nn.Module):
 
 def noisy(stages: int, layer: Callable[[], nn.Module] = Noisy) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [split_linears(layer()) for _ in range(stages)]
+    return [make_backward_splittable(layer()) for _ in range(stages)]
 
 
 def squares(y: Tensor, target: Tensor) -> Tensor:
@@ -88,18 +88,18 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 def as_reference(
     program: Program, stages: list[nn.Module], steps: int = 2, **more: Any
-) -> InProcess:
+) -> InProcessExecutor:
     """Steps of a program in orders that a seed picks, beside the reference."""
     plain = deepcopy(stages)
     sgd = partial(torch.optim.SGD, lr=0.1)
     step = sgd([p for stage in plain for p in stage.parameters()])
-    world = InProcess(
+    world = InProcessExecutor(
         program, stages, loss=squares, boundary=BOUNDARY, optimizer=lambda own: sgd(own), **more
     )
     for k in range(steps):
         x, y = batch(program.plan.microbatches, k)
         step.zero_grad()
-        total = reference(plain, x, y, loss=squares, program=program, step=k)
+        total = run_sequential(plain, x, y, loss=squares, program=program, step=k)
         step.step()
         assert torch.equal(world.step(x, y, seed=k), total)
         assert equal(state(stages), state(plain))
@@ -128,7 +128,7 @@ def test_of_the_zoo(name: str, slots: Any) -> None:
 
 
 @settings(max_examples=25)
-@given(drafts(ranks=3, microbatches=4), st.integers(0, 10**6), st.booleans())
+@given(compute_programs(ranks=3, microbatches=4), st.integers(0, 10**6), st.booleans())
 def test_of_any_draft(draft: Program, seed: int, slots: bool) -> None:
     rng = random.Random(seed)
     program = lower(draft, recompute=lambda s, m: rng.random() < 0.6, recompute_at="late")
@@ -150,14 +150,14 @@ def test_of_several_updates(updates: int) -> None:
 
     from schedir.schedules import pipedream_2bw
 
-    plan = Plan(2, 8, updates=updates, delay=1)
+    plan = PipelineShape(2, 8, updates=updates, delay=1)
     program = compile(pipedream_2bw, plan, recompute="all", model="edge")
     assert RECOMPUTE in program.ops
     plain = compile(pipedream_2bw, plan, model="edge")
     found = []
     for each in (program, plain):
         stages = noisy(2, layer)
-        world = InProcess(
+        world = InProcessExecutor(
             each, stages, loss=squares, boundary=BOUNDARY,
             optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
         )  # fmt: skip
@@ -168,16 +168,16 @@ def test_of_several_updates(updates: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_of_many_tensors_and_keywords(seed: int) -> None:
-    plan = Plan(2, 4, 2)
+    plan = PipelineShape(2, 4, 2)
     schedule = interleaved if seed % 2 else gpipe
-    plan = plan if seed % 2 else Plan(3, 4)
+    plan = plan if seed % 2 else PipelineShape(3, 4)
     stages, boundaries = many_tensors.drawn(plan.stages, seed)
     inputs, targets, keywords = many_tensors.batch(4)
     plain, found = deepcopy(stages), []
     for recompute, own in ((None, plain), ("all", stages)):
         program = compile(schedule, plan, recompute=recompute, model="edge", slots="fewest")
         assert (RECOMPUTE in program.ops) == (recompute is not None)
-        world = InProcess(program, own, loss=many_tensors.loss, boundary=boundaries)
+        world = InProcessExecutor(program, own, loss=many_tensors.loss, boundary=boundaries)
         total = world.step(inputs, targets, keywords=keywords, seed=seed)
         found.append((total, many_tensors.gradients(own)))
     assert torch.equal(found[0][0], found[1][0])
@@ -186,13 +186,15 @@ def test_of_many_tensors_and_keywords(seed: int) -> None:
 
 def test_where_microbatches_differ() -> None:
     lengths = (3, 1, 4, 2)
-    boundary = PerMicrobatch([(Boundary((n, 4)), Boundary((2,), torch.int64)) for n in lengths])
+    boundary = PerMicrobatchBoundary(
+        [(Boundary((n, 4)), Boundary((2,), torch.int64)) for n in lengths]
+    )
     x = [(torch.randn(n, 4), torch.tensor([0, n - 1])) for n in lengths]
     y, found = [torch.randn(n, 4) for n in lengths], []
     for recompute in (None, "all"):
-        program = compile(one_f_one_b, Plan(3, 4), recompute=recompute, slots="fewest")
+        program = compile(one_f_one_b, PipelineShape(3, 4), recompute=recompute, slots="fewest")
         stages = [Packed(0), Packed(1), Last(2)]
-        world = InProcess(program, stages, loss=squares, boundary=boundary)
+        world = InProcessExecutor(program, stages, loss=squares, boundary=boundary)
         total = world.step(x, y)
         found.append([total, *state(stages)])
     assert equal(*found)
@@ -213,9 +215,11 @@ def test_of_skips() -> None:
     for recompute in (None, "all"):
         torch.manual_seed(0)
         stages = [Gives(WIDTH, WIDTH), Two(WIDTH, WIDTH), Two(WIDTH, WIDTH)]
-        program = compile(gpipe, Plan(3, 4), skips=[(0, 2)], recompute=recompute, slots="fewest")
+        program = compile(
+            gpipe, PipelineShape(3, 4), skips=[(0, 2)], recompute=recompute, slots="fewest"
+        )
         x, y = batch(4)
-        world = InProcess(program, stages, loss=squares, boundary=BOUNDARY)
+        world = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
         total = world.step(x.requires_grad_(False), y, seed=1)
         found.append([total, *state(stages)])
     assert equal(*found)
@@ -226,8 +230,8 @@ def test_of_stages_that_share_a_weight() -> None:
     for recompute in (None, "all"):
         stages = noisy(3)
         stages[2].layer.weight = stages[0].layer.weight  # type: ignore[union-attr]
-        program = compile(one_f_one_b, Plan(3, 4), tied=((0, 2),), recompute=recompute)
-        world = InProcess(program, stages, loss=squares, boundary=BOUNDARY)
+        program = compile(one_f_one_b, PipelineShape(3, 4), tied=((0, 2),), recompute=recompute)
+        world = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
         total = world.step(*batch(4), seed=1)
         found.append([total, *state(stages)])
     assert equal(*found)
@@ -237,8 +241,8 @@ def test_under_autocast() -> None:
     found = []
     for recompute in (None, "all"):
         stages = noisy(2)
-        program = compile(one_f_one_b, Plan(2, 3), recompute=recompute)
-        world = InProcess(program, stages, loss=squares, boundary=Boundary((2, WIDTH)))
+        program = compile(one_f_one_b, PipelineShape(2, 3), recompute=recompute)
+        world = InProcessExecutor(program, stages, loss=squares, boundary=Boundary((2, WIDTH)))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             total = world.step(*batch(3))
         found.append([total, *state(stages)])
@@ -250,9 +254,9 @@ def _unseeded(rank: int, shared: bool) -> list[Any]:
     results = []
     for recompute in (None, "all"):
         torch.manual_seed(7)
-        program = compile(zb_h1, Plan(2, 4), recompute=recompute, model="edge")
+        program = compile(zb_h1, PipelineShape(2, 4), recompute=recompute, model="edge")
         stages = noisy(2)
-        transport = Shared(program) if shared else Gloo(program)
+        transport = SharedMemoryTransport(program) if shared else GlooTransport(program)
         torch.manual_seed(rank)
         executor = Executor(
             program, rank, stages, transport, loss=squares, boundary=BOUNDARY,
@@ -285,8 +289,10 @@ class InPlace(nn.Module):
 
 
 @pytest.mark.parametrize("slots", [None, "fewest"])
-@pytest.mark.parametrize(("schedule", "plan"), [(gpipe, Plan(2, 4)), (interleaved, Plan(1, 4, 3))])
-def test_inputs_are_as_they_were(schedule: Any, plan: Plan, slots: Any) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "plan"), [(gpipe, PipelineShape(2, 4)), (interleaved, PipelineShape(1, 4, 3))]
+)
+def test_inputs_are_as_they_were(schedule: Any, plan: PipelineShape, slots: Any) -> None:
     """Also where a stage writes to them."""
     as_reference(compile(schedule, plan, recompute="all", slots=slots), noisy(plan.stages, InPlace))
 
@@ -304,8 +310,8 @@ class Own(nn.Module):
 
 
 def test_a_stage_that_does_not_do_the_same_again() -> None:
-    program = compile(gpipe, Plan(2, 4), recompute="all")
-    world = InProcess(program, noisy(2, Own), loss=squares, boundary=BOUNDARY)
+    program = compile(gpipe, PipelineShape(2, 4), recompute="all")
+    world = InProcessExecutor(program, noisy(2, Own), loss=squares, boundary=BOUNDARY)
     with pytest.raises(ExecutionError, match="gives something else for microbatch") as caught:
         world.step(*batch(4))
     assert str(caught.value.sites[0].instr).startswith("R ")
@@ -316,16 +322,16 @@ def test_a_loss_that_writes_to_its_target() -> None:
     def loss(y: Tensor, target: Tensor) -> Tensor:
         return (y - target.mul_(2)).square().sum()
 
-    program = compile(gpipe, Plan(2, 4), recompute="all")
-    world = InProcess(program, noisy(2), loss=loss, boundary=BOUNDARY)
+    program = compile(gpipe, PipelineShape(2, 4), recompute="all")
+    world = InProcessExecutor(program, noisy(2), loss=loss, boundary=BOUNDARY)
     with pytest.raises(ExecutionError, match="changes the target of microbatch 0 in place"):
         world.step(*batch(4))
 
 
 def test_debug_is_yes_or_no() -> None:
-    program = compile(gpipe, Plan(1, 1))
+    program = compile(gpipe, PipelineShape(1, 1))
     with pytest.raises(UsageError, match="debug"):
-        InProcess(program, noisy(1), loss=squares, boundary=BOUNDARY, debug=2)  # type: ignore[arg-type]
+        InProcessExecutor(program, noisy(1), loss=squares, boundary=BOUNDARY, debug=2)  # type: ignore[arg-type]
 
 
 class _HooksItsInput(nn.Module):
@@ -333,7 +339,7 @@ class _HooksItsInput(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = split_linears(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+        self.layer = make_backward_splittable(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad:
@@ -349,10 +355,14 @@ def test_a_hook_on_an_input_runs_once(schedule: Any) -> None:
     every: list[dict[str, Any]] = [{}, {"recompute": "all"}]
     for options in every:
         torch.manual_seed(0)
-        program = compile(schedule, Plan(2, 2, 2 if schedule is interleaved else 1), **options)
+        program = compile(
+            schedule, PipelineShape(2, 2, 2 if schedule is interleaved else 1), **options
+        )
         stages = [_HooksItsInput() for _ in range(program.plan.stages)]
         loss = nn.functional.mse_loss
-        InProcess(program, stages, loss=loss, boundary=BOUNDARY).step(*torch.ones(2, 2, 2, WIDTH))
+        InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY).step(
+            *torch.ones(2, 2, 2, WIDTH)
+        )
         found.append([p.grad for stage in stages for p in stage.parameters()])
     for kept, recomputed in zip(*found, strict=True):
         assert kept is not None and recomputed is not None and torch.equal(kept, recomputed)

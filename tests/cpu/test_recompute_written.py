@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.runtime.in_process import InProcess
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import gpipe, interleaved, zb_h1
 from tests.cpu.test_recompute_runs import BOUNDARY, WIDTH, as_reference, batch, noisy, squares
 
@@ -78,7 +78,11 @@ class Counted(nn.Module):
 
 @pytest.mark.parametrize("layer", [Power, Another, Means, Counted])
 def test_buffers_are_what_the_forward_found(layer: Any) -> None:
-    for schedule, plan in ((gpipe, Plan(2, 4)), (zb_h1, Plan(2, 4)), (interleaved, Plan(2, 4, 2))):
+    for schedule, plan in (
+        (gpipe, PipelineShape(2, 4)),
+        (zb_h1, PipelineShape(2, 4)),
+        (interleaved, PipelineShape(2, 4, 2)),
+    ):
         as_reference(compile(schedule, plan, recompute="all"), noisy(plan.stages, layer))
 
 
@@ -94,8 +98,8 @@ class Late(Power):
 
 
 def test_a_buffer_that_was_left_alone() -> None:
-    program = compile(gpipe, Plan(2, 4), recompute="all")
-    world = InProcess(program, noisy(2, Late), loss=squares, boundary=BOUNDARY)
+    program = compile(gpipe, PipelineShape(2, 4), recompute="all")
+    world = InProcessExecutor(program, noisy(2, Late), loss=squares, boundary=BOUNDARY)
     with pytest.raises(ExecutionError, match="writes to its buffer u, which its first forward"):
         world.step(*batch(4))
 
@@ -126,8 +130,8 @@ class Decayed(Power):
     ("layer", "what"), [(Listed, "by another name"), (Decayed, "Parameters that it trains")]
 )
 def test_what_would_be_written_twice(layer: Any, what: str) -> None:
-    program = compile(gpipe, Plan(2, 4), recompute="all")
-    world = InProcess(program, noisy(2, layer), loss=squares, boundary=BOUNDARY)
+    program = compile(gpipe, PipelineShape(2, 4), recompute="all")
+    world = InProcessExecutor(program, noisy(2, layer), loss=squares, boundary=BOUNDARY)
     with pytest.raises(ExecutionError, match=what):
         world.step(*batch(4))
 
@@ -147,12 +151,12 @@ class Penalty(nn.Module):
 
 def test_a_forward_that_runs_a_backward() -> None:
     stages = [*noisy(1, Penalty), *noisy(1, Another)]
-    program = compile(gpipe, Plan(2, 4), recompute="all")
-    world = InProcess(program, stages, loss=squares, boundary=BOUNDARY, alike=True)
+    program = compile(gpipe, PipelineShape(2, 4), recompute="all")
+    world = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY, alike=True)
     with pytest.raises(ExecutionError, match=r"stage 0 .*torch\.autograd\.grad") as error:
         world.step(*batch(4))
     (site,) = error.value.sites
     assert (site.rank, str(site.instr)) == (0, "F 0.0") and "stage != 0" in error.value.hint
-    others = compile(gpipe, Plan(2, 4), recompute=lambda stage, mb: stage != 0)
-    fresh = InProcess(others, stages, loss=squares, boundary=BOUNDARY, alike=True)
+    others = compile(gpipe, PipelineShape(2, 4), recompute=lambda stage, mb: stage != 0)
+    fresh = InProcessExecutor(others, stages, loss=squares, boundary=BOUNDARY, alike=True)
     assert fresh.step(*batch(4)).isfinite()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, Plan, Timeline
+from schedir import Costs, PipelineShape, Timeline
 from schedir.analysis.dependency_graph import Graph
 from schedir.ir.isa.instructions import SENDS, TRANSFERS, Lane, Opcode
 from schedir.ir.program import JOINED, Program, Stream
@@ -21,7 +21,7 @@ from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
 from schedir.predict.calibrate import calibrate
 from schedir.runtime import in_process
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.recording.recorder import (
     TICK,
     EventTimestamps,
@@ -44,12 +44,12 @@ BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
 PAIRED = (dualpipe, dualpipe_v)
 
 
-def ranks_of(program: Program) -> InProcess:
+def ranks_of(program: Program) -> InProcessExecutor:
     stages = tiny_model.tiny_stages(program.plan.stages)
-    return InProcess(program, stages, loss=tiny_model.loss, boundary=BOUNDARY)
+    return InProcessExecutor(program, stages, loss=tiny_model.loss, boundary=BOUNDARY)
 
 
-def shape(schedule: Schedule) -> Plan:
+def shape(schedule: Schedule) -> PipelineShape:
     return plan_of(schedule, 4, max(5, least(schedule, 4)))
 
 
@@ -73,7 +73,7 @@ def test_a_step_on_a_cpu_is_a_legal_timeline(seed: int | None) -> None:
 
 
 def test_too_early_is_found() -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 3), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), model="edge")
     timeline = schedir.simulate(program, Costs(send=1.0), model="edge")
     assert not too_early(timeline)
     spans = timeline.spans.copy()
@@ -83,7 +83,7 @@ def test_too_early_is_found() -> None:
 
 def on_gpu(
     program: Program, costs: Costs, host: float = 0.0
-) -> tuple[Timeline, InProcess, VirtualGPU]:
+) -> tuple[Timeline, InProcessExecutor, VirtualGPU]:
     """A step on a virtual GPU, the second one; `host` is what an instruction takes of the host."""
     with pytest.MonkeyPatch.context() as patch:
         gpu = install(patch)
@@ -145,7 +145,7 @@ def test_receives_posted_early_let_streams_run_as_predicted(schedule: Schedule) 
 
 def test_a_late_host_is_seen() -> None:
     costs = Costs(F=1.0, B=2.0)
-    program = schedir.compile(gpipe, Plan(1, 8), model="edge")
+    program = schedir.compile(gpipe, PipelineShape(1, 8), model="edge")
     prompt, _, _ = on_gpu(program, costs, host=0.25)
     late, _, _ = on_gpu(program, costs, host=3.0)
     assert by_cause(idleness(prompt), 1)[0, IdleCause.HOST] == 0
@@ -155,7 +155,7 @@ def test_a_late_host_is_seen() -> None:
 
 def test_a_message_ends_when_it_has_arrived_and_not_when_somebody_looks() -> None:
     costs = Costs(F=(1.0, 10.0), B=2.0, send=0.5)
-    program = schedir.compile(gpipe, Plan(2, 3), model="edge", overlap=True)
+    program = schedir.compile(gpipe, PipelineShape(2, 3), model="edge", overlap=True)
     timeline, _, _ = on_gpu(program, costs)
     sends = np.flatnonzero(np.isin(timeline.spans["op"], SENDS))
     acts = timeline.spans[sends[:2]]
@@ -189,7 +189,7 @@ def test_an_instruction_that_has_waited_goes_on_being_recorded() -> None:
 
 
 def test_events_are_made_before_a_step() -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 3), model="edge", clip=True)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), model="edge", clip=True)
     _, _, gpu = on_gpu(program, Costs())  # which forbids to make them later
     assert gpu.timed >= 2 * len(program)
 
@@ -220,7 +220,7 @@ def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = install(monkeypatch)
-    program = schedir.compile(gpipe, Plan(2, 4), model="edge")
+    program = schedir.compile(gpipe, PipelineShape(2, 4), model="edge")
     sender, own = program.streams
     words = own.words[np.argsort(own.op != Opcode.RecvAct, kind="stable")].copy()
     words[2] |= JOINED  # all four receives come first, of which two are a group
@@ -269,7 +269,7 @@ def test_a_sum_is_by_rank_in_whatever_order_ranks_come(
     for order in permutations(range(4)):
         if on_gpu:
             install(monkeypatch)
-        ranks = mailbox.mailboxes(schedir.compile(gpipe, Plan(4, 1)), "edge", False, [])
+        ranks = mailbox.mailboxes(schedir.compile(gpipe, PipelineShape(4, 1)), "edge", False, [])
         first = [torch.tensor(part) for part in (1e16, 1.0, -1e16, 3.0)]
         second = [torch.tensor(float(rank)) for rank in range(4)]
         for rank in order:

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from schedir import compile
 from schedir.errors import ExecutionError
 from schedir.ir.isa.instructions import ADDS, Instr, Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.runtime import split_linears
+from schedir.runtime import make_backward_splittable
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.recording.gpu_progress import GpuProgress
 from schedir.runtime.recording.measured_timeline import measured
 from schedir.runtime.recording.nan_origin import find_origin
 from schedir.runtime.recording.recorder import EventTimestamps, HostTimestamps, read
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.replicas import (
     ROWS,
     WIDTH,
@@ -42,12 +42,12 @@ from tests.cpu.virtual_gpu import install
 from tests.legal import too_early
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "written_late.txt"
-ONE = Plan(1, 3)
+ONE = PipelineShape(1, 3)
 CASES = {
     "whole": Case(one_f_one_b, ONE),
     "split": Case(zb, ONE),
-    "two stages": Case(interleaved, Plan(1, 2, 2)),
-    "two updates": Case(pipedream_2bw, Plan(1, 4, updates=2, delay=1), clip=False),
+    "two stages": Case(interleaved, PipelineShape(1, 2, 2)),
+    "two updates": Case(pipedream_2bw, PipelineShape(1, 4, updates=2, delay=1), clip=False),
     "loss scale": Case(one_f_one_b, ONE, scaled=True),
     **{
         f"{how}, {schedule.__name__}": Case(schedule, ONE, how)
@@ -168,7 +168,7 @@ def test_a_loss_that_is_not_finite_spoils_one_number_of_all_replicas() -> None:
 
 
 def _holders(rank: int) -> bool:
-    case = Case(chimera, Plan(2, 4, placement="mirror"))
+    case = Case(chimera, PipelineShape(2, 4, placement="mirror"))
     with buckets_of(64):
         early, _ = steps(executor_of(case))
     late = executor_of(case)
@@ -198,17 +198,17 @@ def test_what_is_written_too_late_is_refused(how: str) -> None:
 
 def _put(rank: int, schedule: Any, replicas: int, how: str) -> bool:
     """Whether what has been put in the place of a gradient is summed and scaled as all else."""
-    plan = Plan(1, 4, updates=2, delay=1) if schedule is pipedream_2bw else ONE
+    plan = PipelineShape(1, 4, updates=2, delay=1) if schedule is pipedream_2bw else ONE
     torch.manual_seed(0)
     module, plain = Layers(how), Layers(how)
     plain.load_state_dict(module.state_dict())
     if schedule is zb:
-        split_linears(module)
+        make_backward_splittable(module)
     program = compile(schedule, plan, dp=replicas, model="edge", overlap=True)
     with buckets_of(64):
         loss = nn.functional.mse_loss
         executor = Executor(
-            program, 0, {0: module}, Gloo(program), loss=loss, boundary=(ROWS, WIDTH)
+            program, 0, {0: module}, GlooTransport(program), loss=loss, boundary=(ROWS, WIDTH)
         )
     x, y = 9 * torch.randn(2, plan.microbatches, ROWS, WIDTH)
     executor.step(x, y, 0.5 / replicas)
@@ -230,7 +230,7 @@ def test_what_is_put_in_the_place_of_a_gradient_is_the_gradient(
 def _origin(rank: int) -> tuple[int, int]:
     """Where it is said to go wrong, if replica 1 gets a bad gradient in its last microbatch."""
     with buckets_of(64):
-        executor = executor_of(CASES["whole"], Gloo)
+        executor = executor_of(CASES["whole"], GlooTransport)
     transport: Any = executor.state.transport
     module: Any = executor.stages[0].module
     came: list[int] = []
@@ -340,4 +340,4 @@ def test_one_replica_has_no_buckets() -> None:
 
 def _alone(program: Program) -> Executor:
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss
-    return InProcess(program, [Layers()], loss=loss, boundary=(ROWS, WIDTH)).ranks[0]
+    return InProcessExecutor(program, [Layers()], loss=loss, boundary=(ROWS, WIDTH)).ranks[0]

@@ -20,10 +20,10 @@ def test_the_module_of_a_function_does_not_take_its_place() -> None:
     code = """
 import schedir.runtime.sequential_reference
 import schedir.runtime.executor
-from schedir.runtime.sequential_reference import reference as own
+from schedir.runtime.sequential_reference import run_sequential as own
 from schedir.runtime import *
 import schedir.runtime as runtime
-assert reference is own is runtime.reference, reference
+assert reference is own is runtime.run_sequential, reference
 assert set(runtime.__all__) <= {*dir(runtime)} & {*globals()}
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import schedir
 from schedir.errors import UsageError
-from schedir.runtime import Boundary, Executor, Gloo
+from schedir.runtime import Boundary, Executor, GlooTransport
 from schedir.testing import assert_same_gradients
 from schedir.testing.gradient_comparison import GradientDifference, StageLocation, WrongGradients
 from tests.cpu.torchs import (
@@ -88,14 +88,14 @@ def test_replicas_are_right(wrap: Any) -> None:
 
 def test_our_executor_is_right() -> None:
     """It is something that leaves gradients, like others."""
-    program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 4))
+    program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
 
     def step(rank: int, ranks: int, stages: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
         executor = Executor(
             program,
             rank,
             {rank: stages[rank]},
-            Gloo(program),
+            GlooTransport(program),
             loss=squares,
             boundary=Boundary((2, WIDTH)),
         )

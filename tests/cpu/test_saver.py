@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.checkpoints import Saver, save
 from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.errors import CheckpointError, ModelError
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload import snapshot_copies
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
 from tests.cpu.layouts import Layout, Model, executor_of, in_process, same, steps, whole
@@ -25,18 +25,18 @@ from tests.cpu.spawn import run
 
 ON = {"snapshots": True}
 HERE = {
-    "one_f_one_b": Layout(one_f_one_b, Plan(2, 4), options=ON),
-    "interleaved": Layout(interleaved, Plan(2, 4, 2), options=ON),
-    "zb_h1": Layout(zb_h1, Plan(2, 4), options=ON),
-    "two holders": Layout(dualpipe, Plan(2, 4, placement="mirror"), options=ON),
-    "recompute": Layout(one_f_one_b, Plan(2, 4), options=ON | {"recompute": "all"}),
+    "one_f_one_b": Layout(one_f_one_b, PipelineShape(2, 4), options=ON),
+    "interleaved": Layout(interleaved, PipelineShape(2, 4, 2), options=ON),
+    "zb_h1": Layout(zb_h1, PipelineShape(2, 4), options=ON),
+    "two holders": Layout(dualpipe, PipelineShape(2, 4, placement="mirror"), options=ON),
+    "recompute": Layout(one_f_one_b, PipelineShape(2, 4), options=ON | {"recompute": "all"}),
 }
 APART = {
-    "zero 0": Layout(one_f_one_b, Plan(1, 4), dp=2, options=ON),
-    "zero 1": Layout(looped_bfs, Plan(1, 4, 2), dp=2, zero=1, options=ON),
-    "zero 2": Layout(looped_bfs, Plan(1, 4, 2), dp=2, zero=2, options=ON),
-    "zero 3": Layout(looped_bfs, Plan(1, 4, 2), dp=2, zero=3, options=ON),
-    "slices": Layout(one_f_one_b, Plan(1, 4), tp=2, options=ON),
+    "zero 0": Layout(one_f_one_b, PipelineShape(1, 4), dp=2, options=ON),
+    "zero 1": Layout(looped_bfs, PipelineShape(1, 4, 2), dp=2, zero=1, options=ON),
+    "zero 2": Layout(looped_bfs, PipelineShape(1, 4, 2), dp=2, zero=2, options=ON),
+    "zero 3": Layout(looped_bfs, PipelineShape(1, 4, 2), dp=2, zero=3, options=ON),
+    "slices": Layout(one_f_one_b, PipelineShape(1, 4), tp=2, options=ON),
 }
 MODEL = Model(dropout=0.1, clip=True)
 
@@ -134,8 +134,8 @@ class Normed(nn.Module):
 
 @pytest.mark.usefixtures("_slow")
 def test_buffers_are_those_of_before_the_forwards(tmp_path: Path) -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 2), snapshots=True)
-    executor = InProcess(
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), snapshots=True)
+    executor = InProcessExecutor(
         program, [Normed(), Normed()],
         loss=nn.functional.mse_loss, boundary=(3, 4), optimizer=partial(torch.optim.Adam, lr=0.1),
     )  # fmt: skip
@@ -170,7 +170,7 @@ def test_what_is_taken_back_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    without = in_process(Layout(one_f_one_b, Plan(2, 4)), MODEL)
+    without = in_process(Layout(one_f_one_b, PipelineShape(2, 4)), MODEL)
     with pytest.raises(ModelError) as caught:
         Saver(without, tmp_path)
     assert "snapshots=True" in caught.value.hint

@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from schedir import search
+from schedir import search_schedule
 from schedir.__main__ import main
 from schedir.compiler.compile import compile
 from schedir.compiler.relower import compute_of
 from schedir.ir.cost.costs import Costs
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.ir.text_format import parse
+from schedir.ir.text_format import from_text
 from schedir.models import gpt
 from schedir.predict.simulate import simulate
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import built_in
-from schedir.schedules.draft import draft
+from schedir.schedules.draft import expand_schedule
 from schedir.training.config.config_file import read
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import (
     BOUNDARY,
@@ -40,38 +40,38 @@ from tests.cpu.training import alone, train
 M = 6
 
 
-def costs_of(plan: Plan) -> Costs:
+def costs_of(plan: PipelineShape) -> Costs:
     """Of stages that all take other times."""
     draw = random.Random(plan.stages)
     each = [tuple(draw.uniform(0.7, 1.3) for _ in range(plan.stages)) for _ in range(3)]
     return Costs(F=each[0], I=each[1], W=each[2], send=0.05)
 
 
-def found(plan: Plan, in_flight: int, split: bool = True) -> Program:
+def found(plan: PipelineShape, in_flight: int, split: bool = True) -> Program:
     """What a search finds; the same in every process, for its budget is no time."""
-    return search(
+    return search_schedule(
         plan, costs_of(plan), in_flight=in_flight, split=split, seconds=60, evaluations=30
     ).program
 
 
 CASES = [
-    (Plan(4, M), 3, True),
-    (Plan(4, M), 2, False),
-    (Plan(2, M, 2), 5, True),
-    (Plan(2, M, 2, "vee"), 4, True),
+    (PipelineShape(4, M), 3, True),
+    (PipelineShape(4, M), 2, False),
+    (PipelineShape(2, M, 2), 5, True),
+    (PipelineShape(2, M, 2, "vee"), 4, True),
 ]
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("plan", "in_flight", "split"), CASES)
-def test_in_process(plan: Plan, in_flight: int, split: bool, tied: bool) -> None:
+def test_in_process(plan: PipelineShape, in_flight: int, split: bool, tied: bool) -> None:
     program = found(plan, in_flight, split)
     assert program.ascending
     if tied:
         program = compile(compute_of(program), costs=costs_of(plan), tied=True)
     loss, right = expected(plan, tied)
     stages = gpt_stages(plan.stages, tied)
-    ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+    ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     for seed in range(2):
         assert torch.equal(ranks.step(*batch(M), seed=seed), loss)
         assert same_bits(gradients(stages), right)
@@ -81,7 +81,7 @@ def test_no_built_in_schedule_is_what_is_run() -> None:
     plan, in_flight, split = CASES[0]
     streams = compute_of(found(plan, in_flight, split)).streams
     for name in ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "eager_1f1b"):
-        assert draft(built_in()[name], plan).streams != streams
+        assert expand_schedule(built_in()[name], plan).streams != streams
 
 
 def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
@@ -89,7 +89,7 @@ def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]
     results = []
     for plan, in_flight, split in CASES[:2]:
         program = found(plan, in_flight, split)
-        executor = gpt_executor(program, Gloo(program))
+        executor = gpt_executor(program, GlooTransport(program))
         results.append((executor.step(*batch(M)), gradients_by_stage(executor)))
     return results
 
@@ -109,7 +109,7 @@ def test_the_trainer_takes_the_file(config: str, tmp_path: Path) -> None:
     at = ("--ranks=2", "--microbatches=3", costs)
     assert main(["search", *at, "--in-flight=2", "--evaluations=30", "-o", file]) == 0
     assert main(["show", file, "--relower", "--tied", "--clip", costs, "-o", tied]) == 0
-    programs = [parse(Path(name).read_text()) for name in (file, tied)]
+    programs = [from_text(Path(name).read_text()) for name in (file, tied)]
     priced = Costs(F=(1, 1.2), I=(1.3, 0.9), W=(0.8, 1.1), send=0.05)
     assert simulate(programs[0], priced).span == simulate(programs[1], priced).span
     shape = ("pipeline.ranks=2", "pipeline.stages_per_rank=1", "pipeline.tp=1", "train.steps=2")

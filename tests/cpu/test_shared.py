@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ModelError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.schedules import bitpipe, chimera, one_f_one_b
-from schedir.schedules.schedule_algebra import F, Schedule, Word
+from schedir.schedules.schedule_algebra import F, RankSchedule, Schedule
 from schedir.transports import shared_memory
-from schedir.transports.shared_memory import Shared
+from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.spawn import RankError, run
 from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
 
 
-def forwards(r: int, P: int, m: int) -> Word:
+def forwards(r: int, P: int, m: int) -> RankSchedule:
     """Nobody answers, so nothing but the transport holds a sender back."""
     return m * F
 
@@ -42,31 +42,36 @@ class Double(nn.Module):
 
 
 def executor(
-    program: Program, rank: int, seconds: float = 20.0, transport: Shared | None = None
+    program: Program,
+    rank: int,
+    seconds: float = 20.0,
+    transport: SharedMemoryTransport | None = None,
 ) -> Executor:
     """A rank that doubles four numbers; the loss is their sum beyond a target."""
     return Executor(
         program,
         rank,
         {rank: Double()},
-        transport or Shared(program, seconds),
+        transport or SharedMemoryTransport(program, seconds),
         loss=lambda y, target: (y - target).sum(),
         boundary=Boundary((4,)),
     )
 
 
-def both_ways(rank: int, schedule: Schedule, plan: Plan) -> Any:
+def both_ways(rank: int, schedule: Schedule, plan: PipelineShape) -> Any:
     program = compile(schedule, plan, model="edge", tied=True)
     stages = gpt_stages(plan.stages)
     own = {s: stages[s] for s in plan.stages_of[rank]}
-    world = Executor(program, rank, own, Shared(program), loss=gpt.loss, boundary=BOUNDARY)
+    world = Executor(
+        program, rank, own, SharedMemoryTransport(program), loss=gpt.loss, boundary=BOUNDARY
+    )
     world.step(*batch(plan.microbatches))
     return {s: gradients([m])[0] for s, m in own.items()}
 
 
 @pytest.mark.parametrize(("schedule", "where"), [(chimera, "mirror"), (bitpipe, "mirror-vee")])
 def test_stages_with_two_holders(schedule: Schedule, where: str) -> None:
-    plan = Plan(4, 6, placement=where)
+    plan = PipelineShape(4, 6, placement=where)
     _, right = expected(plan, program=compile(schedule, plan, tied=True, model="edge"))
     for own in run(both_ways, plan.ranks, schedule, plan):
         assert same_bits(list(own.values()), [right[s] for s in own])
@@ -74,7 +79,7 @@ def test_stages_with_two_holders(schedule: Schedule, where: str) -> None:
 
 def ahead(rank: int, steps: int, m: int) -> list[Tensor | None]:
     """Losses of steps whose first rank never waits for anything but room."""
-    own = executor(compile(forwards, Plan(2, m), model="edge"), rank)
+    own = executor(compile(forwards, PipelineShape(2, m), model="edge"), rank)
     losses = []
     for step in range(steps):
         if rank:
@@ -91,7 +96,7 @@ def test_a_sender_does_not_overwrite_the_step_before() -> None:
 
 def unread(rank: int, m: int) -> Tensor | None:
     """All is sent before anything is taken: more than a socket holds."""
-    own = executor(compile(forwards, Plan(2, m), model="edge"), rank)
+    own = executor(compile(forwards, PipelineShape(2, m), model="edge"), rank)
     if rank:
         dist.barrier()
     loss = own.step(torch.ones(m, 4), torch.zeros(m, 4))
@@ -106,7 +111,7 @@ def test_a_send_never_waits_for_its_receive() -> None:
 
 
 def alone(rank: int, leaves: bool) -> None:
-    own = executor(compile(one_f_one_b, Plan(2, 3), model="edge"), rank, seconds=1.5)
+    own = executor(compile(one_f_one_b, PipelineShape(2, 3), model="edge"), rank, seconds=1.5)
     if rank and leaves:
         os._exit(0)
     if rank:
@@ -129,8 +134,8 @@ def test_a_neighbour_that_leaves_or_sleeps(leaves: bool, why: str) -> None:
 
 def left(rank: int, place: str, problem: bool) -> str:
     """In one place, or in none for the second rank."""
-    program = compile(one_f_one_b, Plan(2, 3), model="edge")
-    transport = Shared(program, 20.0)
+    program = compile(one_f_one_b, PipelineShape(2, 3), model="edge")
+    transport = SharedMemoryTransport(program, 20.0)
     shared_memory.PLACES = (place if rank == 0 or not problem else f"{place}/none",)
     try:
         own = executor(program, rank, transport=transport)
@@ -162,8 +167,8 @@ def test_processes_that_do_not_see_one_place_cannot_share(tmp_path: Path) -> Non
 
 def again(rank: int) -> list[float]:
     """Executors one after the other, on one transport."""
-    program = compile(one_f_one_b, Plan(2, 3), model="edge")
-    transport = Shared(program, 5.0)
+    program = compile(one_f_one_b, PipelineShape(2, 3), model="edge")
+    transport = SharedMemoryTransport(program, 5.0)
     losses = []
     for k in range(2):
         own = executor(program, rank, transport=transport)
@@ -178,8 +183,8 @@ def test_a_transport_serves_one_executor_after_the_other() -> None:
 
 def identity(rank: int) -> list[Tensor | None]:
     """The loss is what the last stage has received, in the memory that the first writes."""
-    program = compile(forwards, Plan(2, 3), model="edge")
-    transport = Shared(program, 20.0)
+    program = compile(forwards, PipelineShape(2, 3), model="edge")
+    transport = SharedMemoryTransport(program, 20.0)
     stage = Double() if rank == 0 else nn.Identity()
     own = Executor(
         program, rank, {rank: stage}, transport, loss=lambda y, _: y, boundary=Boundary(())
@@ -217,8 +222,8 @@ class _Late:
 
 
 def served(rank: int) -> float:
-    program = compile(forwards, Plan(2, 3), model="edge")
-    transport = Shared(program, 5.0)
+    program = compile(forwards, PipelineShape(2, 3), model="edge")
+    transport = SharedMemoryTransport(program, 5.0)
     own = executor(program, rank, transport=transport)
     if rank == 0:
         (way,) = transport.outgoing.values()
@@ -239,15 +244,15 @@ def test_a_receiver_that_leaves_when_it_is_served_is_no_failure() -> None:
 
 def waiting(rank: int, place: str) -> list[str]:
     """What the first rank has made when the second has not come yet."""
-    program = compile(one_f_one_b, Plan(2, 3), model="edge")
-    transport = Shared(program, 20.0)
+    program = compile(one_f_one_b, PipelineShape(2, 3), model="edge")
+    transport = SharedMemoryTransport(program, 20.0)
     shared_memory.PLACES = (place,)
     found = []
 
     def late(*how: Any) -> Any:
         time.sleep(1)
         found.extend(os.listdir(place))
-        return Shared.buffers(transport, *how)
+        return SharedMemoryTransport.buffers(transport, *how)
 
     if rank:
         transport.buffers = late  # type: ignore[method-assign, assignment]
@@ -261,7 +266,9 @@ def test_who_waits_for_others_has_made_no_file(tmp_path: Path) -> None:
 
 def slots(rank: int) -> str:
     with pytest.raises(ModelError) as error:
-        Shared(compile(one_f_one_b, Plan(2, 3), model="edge", slots="fewest"))
+        SharedMemoryTransport(
+            compile(one_f_one_b, PipelineShape(2, 3), model="edge", slots="fewest")
+        )
     return error.value.hint
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from examples import bert, encoder_decoder
 from examples.bert import BertConfig
 from examples.encoder_decoder import EncoderDecoderConfig
-from schedir import Plan, compile
+from schedir import PipelineShape, compile
 from schedir.errors import ModelError, UsageError
 from schedir.models import gpt, llama
 from schedir.models.llama_config import LlamaConfig
@@ -31,7 +31,7 @@ from schedir.tensor_parallel.vocab_parallel import (
     VocabParallelHead,
     shard_vocab,
 )
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.training import losses, train
 
@@ -126,8 +126,8 @@ def differing_shapes(t: int, group: Any, rank: int) -> list[str]:
 def executor(group: Any, how: Told, stage: nn.Module | None = None, **more: Any) -> Executor:
     """One pipeline rank, of a group of two tensor-parallel ranks."""
     said: Told = {"sequence": True} | how
-    program = compile(one_f_one_b, Plan(1, 3), tp=2, **said)
-    transport = Gloo(program, group=group)
+    program = compile(one_f_one_b, PipelineShape(1, 3), tp=2, **said)
+    transport = GlooTransport(program, group=group)
     tp = transport.tp_group
     stage = stage or gpt.build_stage(CONFIG, 0, 1, tp=tp, sequence=program.sequence)
     return Executor(

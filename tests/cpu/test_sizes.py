@@ -20,14 +20,14 @@ from schedir.analysis.memory.footprint import Footprint, held
 from schedir.errors import MemoryLimitError, ModelError
 from schedir.ir.cost.sizes import AT_REST
 from schedir.ir.isa.instructions import COMPUTE, Token
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.runtime.autograd.split_backward import DeferredGradients, recording
-from schedir.runtime.autograd.splittable_layers import split_linears
+from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import float32_gradients
 from schedir.runtime.rank_state import Call
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
@@ -120,7 +120,7 @@ def test_a_stage_keeps_what_lives(
     stages = [wrap(stage) for stage in gpt_stages(count, tied)]
     if wrap is WRAPS[2]:  # a reentrant checkpoint of tokens has no gradient
         stages[0] = gpt_stages(count, tied)[0]
-    sizes = sizes_of(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
+    sizes = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
     alive = [_alive_after_forward(stages, s) for s in range(count)]
     assert sizes.saved == tuple(saved for saved, _ in alive)
     assert sizes.tape == tuple(tape for _, tape in alive)
@@ -201,20 +201,22 @@ own_activation = 4 * torch.Size(BOUNDARY.shape).numel()
 @pytest.mark.parametrize(
     ("schedule", "plan"),
     [
-        (gpipe, Plan(2, 4)),
-        (one_f_one_b, Plan(2, 4)),
-        (zb, Plan(3, 4)),
-        (interleaved, Plan(2, 4, 2)),
-        (interleaved, Plan(1, 3, 2)),  # stages beside each other
+        (gpipe, PipelineShape(2, 4)),
+        (one_f_one_b, PipelineShape(2, 4)),
+        (zb, PipelineShape(3, 4)),
+        (interleaved, PipelineShape(2, 4, 2)),
+        (interleaved, PipelineShape(1, 3, 2)),  # stages beside each other
     ],
 )
-def test_what_computes_leaves_what_was_predicted(schedule: Any, plan: Plan, slots: Any) -> None:
+def test_what_computes_leaves_what_was_predicted(
+    schedule: Any, plan: PipelineShape, slots: Any
+) -> None:
     """Exactly with shared slots; with own ones what is received is in its slot all the time."""
     stages = gpt_stages(plan.stages, tied=False)
     inputs, targets, scale = batch(plan.microbatches)
-    sizes = sizes_of(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY, state=0)
+    sizes = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY, state=0)
     program = compile(schedule, plan, slots=slots)
-    world = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+    world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     witnesses = [
         Witness(rank, own) for rank, own in zip(world.ranks, held(program, sizes), strict=True)
     ]
@@ -245,7 +247,7 @@ def normed_stages(stages: int) -> list[nn.Module]:
         parts = (wide, nn.LayerNorm(3 * HIDDEN), nn.GELU(), narrow, nn.LayerNorm(HIDDEN))
         return nn.Sequential(*parts, nn.GELU(), nn.Linear(HIDDEN, HIDDEN))
 
-    return [split_linears(nn.Sequential(stack(), stack())) for _ in range(stages)]
+    return [make_backward_splittable(nn.Sequential(stack(), stack())) for _ in range(stages)]
 
 
 def normed_batch(microbatches: int) -> tuple[Tensor, Tensor, float]:
@@ -255,7 +257,7 @@ def normed_batch(microbatches: int) -> tuple[Tensor, Tensor, float]:
 
 def asked_stages(stages: int) -> list[nn.Module]:
     """The same with norms that are split, too."""
-    return [split_linears(stage, nn.LayerNorm) for stage in normed_stages(stages)]
+    return [make_backward_splittable(stage, nn.LayerNorm) for stage in normed_stages(stages)]
 
 
 def checkpointed_stages(stages: int) -> list[nn.Module]:
@@ -274,22 +276,22 @@ MODELS: dict[str, tuple[Any, Any, Any]] = {
 @pytest.mark.parametrize(
     ("schedule", "plan"),
     [
-        (one_f_one_b, Plan(3, 4)),
-        (zb_h1, Plan(3, 5)),
-        (zb_v, Plan(2, 4, placement="vee")),
-        (dualpipe_v, Plan(2, 5, placement="vee")),
+        (one_f_one_b, PipelineShape(3, 4)),
+        (zb_h1, PipelineShape(3, 5)),
+        (zb_v, PipelineShape(2, 4, placement="vee")),
+        (dualpipe_v, PipelineShape(2, 5, placement="vee")),
     ],
 )
 def test_what_lives_in_an_instruction_is_what_was_predicted(
-    schedule: Any, plan: Plan, model: str
+    schedule: Any, plan: PipelineShape, model: str
 ) -> None:
     make, data, loss = MODELS[model]
     stages, (inputs, targets, scale) = make(plan.stages), data(plan.microbatches)
-    sizes = sizes_of(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
+    sizes = measure_sizes(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
     free = compile(schedule, plan, slots="fewest")
     most = float(simulate(free, sizes=sizes).peak_memory.max())
     program = compile(schedule, plan, slots="fewest", sizes=sizes, limit=most)
-    world = InProcess(program, stages, loss=loss, boundary=BOUNDARY)
+    world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
     owns = held(program, sizes)
     witnesses = [Witness(rank, own) for rank, own in zip(world.ranks, owns, strict=True)]
     world.step(inputs, targets, scale)
@@ -323,7 +325,9 @@ def test_the_model_is_left_as_it_was() -> None:
     stages[0].linear.weight.grad = torch.ones(8, 8)
     was = [{name: value.clone() for name, value in s.state_dict().items()} for s in stages]
     random = torch.get_rng_state()
-    sizes = sizes_of(stages, x, x, loss=nn.functional.mse_loss, boundary=Boundary((4, 8)), state=0)
+    sizes = measure_sizes(
+        stages, x, x, loss=nn.functional.mse_loss, boundary=Boundary((4, 8)), state=0
+    )
     assert torch.equal(torch.get_rng_state(), random)
     for stage, state in zip(stages, was, strict=True):
         assert all(torch.equal(value, state[name]) for name, value in stage.state_dict().items())
@@ -344,8 +348,8 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_stages_of_others_and_of_another_type() -> None:
     stages = gpt_stages(2)
     inputs, targets, _ = batch(1)
-    whole = sizes_of(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
-    part = sizes_of([None, stages[1]], inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
+    whole = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
+    part = measure_sizes([None, stages[1]], inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
     for name in ("saved", "tape", "weights", *AT_REST, "version"):
         assert part.of(name, 2).tolist() == [0, whole.of(name, 2)[1]]
     numbers = sum(p.numel() for p in stages[1].parameters())
@@ -354,18 +358,20 @@ def test_stages_of_others_and_of_another_type() -> None:
     half = stages[1].to(torch.bfloat16)
     float32_gradients(half)
     boundary = Boundary(BOUNDARY.shape, torch.bfloat16)
-    part = sizes_of([None, half], inputs[0], targets[0], loss=gpt.loss, boundary=boundary, state=12)
+    part = measure_sizes(
+        [None, half], inputs[0], targets[0], loss=gpt.loss, boundary=boundary, state=12
+    )
     assert part.of("weights", 2)[1] == 18 * numbers + mask
     assert 2 * part.activation == whole.activation
 
 
 def test_a_frozen_stage_keeps_its_input() -> None:
     stages, x = [nn.Identity(), nn.Identity().requires_grad_(False)], torch.randn(4, 8)
-    sizes = sizes_of(stages, x, x, loss=lambda y, _: y.sum(), boundary=Boundary((4, 8)))
+    sizes = measure_sizes(stages, x, x, loss=lambda y, _: y.sum(), boundary=Boundary((4, 8)))
     assert sizes.saved == (0, 4 * 4 * 8) and sizes.of("weights", 2).tolist() == [0, 0]
 
 
 def test_what_cannot_pass_is_refused() -> None:
     stages, x = [nn.Linear(8, 9), nn.Linear(8, 8)], torch.randn(4, 8)
     with pytest.raises(ModelError, match=r"stage 0 gives \[4, 9\]"):
-        sizes_of(stages, x, x, loss=nn.functional.mse_loss, boundary=Boundary((4, 8)))
+        measure_sizes(stages, x, x, loss=nn.functional.mse_loss, boundary=Boundary((4, 8)))

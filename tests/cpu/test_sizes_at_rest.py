@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from schedir.errors import ModelError
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
 
 
@@ -57,7 +57,7 @@ def test_an_optimizer_is_measured(name: str) -> None:
     def loss(y: Tensor, _: Tensor) -> Tensor:
         return y.float().square().sum()
 
-    sizes = sizes_of([stage], x, x, loss=loss, boundary=Boundary((4, 8), dtype), state=make)
+    sizes = measure_sizes([stage], x, x, loss=loss, boundary=Boundary((4, 8), dtype), state=make)
     trained = [p for p in stage.parameters() if p.requires_grad]
     assert sizes.params == (_bytes(trained),)
     rest = [*stage[0].parameters(), *stage.buffers()]
@@ -71,6 +71,6 @@ def test_an_optimizer_is_measured(name: str) -> None:
     made = {ref: size for ref, size in _living().items() if ref not in before}
     assert sizes.optimizer == (sum(made.values()),)
     with pytest.raises(ModelError):
-        sizes_of(
+        measure_sizes(
             [stage], x, x, loss=loss, boundary=Boundary((4, 8), dtype), state=torch.optim.Adafactor
         )

@@ -21,20 +21,20 @@ from schedir import schedules
 from schedir.analysis.progress_models import Model
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.ir.program import Program
 from schedir.runtime.autograd.split_backward import linear
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules.schedule_algebra import Schedule
-from schedir.testing import drafts
-from schedir.transports.gloo import Gloo
+from schedir.testing import compute_programs
+from schedir.transports.gloo import GlooTransport
 from schedir.transports.p2p_groups import EdgeGroups
-from schedir.transports.shared_memory import Shared
+from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.spawn import run
 from tests.strategies import with_slots
 
@@ -43,15 +43,15 @@ torch.set_num_threads(1)
 ROOT = Path(__file__).parents[2]
 
 WIDTH, NARROW = 8, 4
-SCHEDULES: dict[str, tuple[Schedule, Plan, Skips]] = {
-    "1f1b": (schedules.one_f_one_b, Plan(4, 5), ((0, 2), (1, 3))),
-    "interleaved": (schedules.interleaved, Plan(2, 4, 3), ((0, 5), (1, 4))),
-    "zb_h1": (schedules.zb_h1, Plan(4, 5), ((0, 3),)),
-    "zb_v": (schedules.zb_v, Plan(3, 6, 2, "vee"), ((0, 5), (1, 3), (2, 4))),
-    "dualpipe_v": (schedules.dualpipe_v, Plan(2, 6, 2, "vee"), ((0, 3),)),
-    "mirror": (schedules.dualpipe, Plan(4, 8, 2, "mirror"), ((0, 2), (1, 3))),
-    "2bw": (schedules.pipedream_2bw, Plan(3, 6, updates=1), ((0, 2),)),
-    "forward": (schedules.forward_only, Plan(3, 2), ((0, 2),)),
+SCHEDULES: dict[str, tuple[Schedule, PipelineShape, Skips]] = {
+    "1f1b": (schedules.one_f_one_b, PipelineShape(4, 5), ((0, 2), (1, 3))),
+    "interleaved": (schedules.interleaved, PipelineShape(2, 4, 3), ((0, 5), (1, 4))),
+    "zb_h1": (schedules.zb_h1, PipelineShape(4, 5), ((0, 3),)),
+    "zb_v": (schedules.zb_v, PipelineShape(3, 6, 2, "vee"), ((0, 5), (1, 3), (2, 4))),
+    "dualpipe_v": (schedules.dualpipe_v, PipelineShape(2, 6, 2, "vee"), ((0, 3),)),
+    "mirror": (schedules.dualpipe, PipelineShape(4, 8, 2, "mirror"), ((0, 2), (1, 3))),
+    "2bw": (schedules.pipedream_2bw, PipelineShape(3, 6, updates=1), ((0, 2),)),
+    "forward": (schedules.forward_only, PipelineShape(3, 2), ((0, 2),)),
 }
 
 
@@ -120,10 +120,10 @@ def as_in(program: Program, seed: int, order: int | None = None) -> None:
     plain = deepcopy(stages)
     x, y = batch(plan.microbatches)
     how: Any = {"loss": F.mse_loss, "boundary": edges(plan.stages, program.skips)}
-    ranks = InProcess(program, stages, record=False, **how)
+    ranks = InProcessExecutor(program, stages, record=False, **how)
     for step in range(2):  # the second has what the first left in every slot
         total = ranks.step(x, y, seed=order)
-        right = reference(plain, x, y, loss=F.mse_loss, program=program, step=step)
+        right = run_sequential(plain, x, y, loss=F.mse_loss, program=program, step=step)
         assert torch.equal(total, right)
         assert not program.trains or same(stages, plain)
 
@@ -141,7 +141,7 @@ def test_schedules_have_the_bits_of_the_reference(name: str, slots: Any) -> None
 @st.composite
 def skipping(draw: st.DrawFn) -> Program:
     """A draft of any order with skips, lowered."""
-    draft = draw(drafts(microbatches=4))
+    draft = draw(compute_programs(microbatches=4))
     stages = range(draft.plan.stages)
     pairs = [(s, t) for s in stages for t in stages if s + 1 < t]
     found: list[tuple[int, int]] = []
@@ -163,7 +163,9 @@ def _process(rank: int, transport: str, name: str, model_of: Model) -> list[Any]
     program = compile(schedule, plan, model=model_of, skips=skips, slots=slots, blocks=True)
     stages = model(plan.stages, skips)
     x, y = batch(plan.microbatches)
-    make: Any = {"gloo": Gloo, "shared": Shared, "edge": EdgeGroups}[transport]
+    make: Any = {"gloo": GlooTransport, "shared": SharedMemoryTransport, "edge": EdgeGroups}[
+        transport
+    ]
     own = {s: stages[s] for s in plan.stages_of[rank]}
     executor = Executor(
         program, rank, own, make(program), loss=F.mse_loss, boundary=edges(plan.stages, skips)
@@ -184,7 +186,7 @@ def test_processes(transport: str, name: str, model_of: Model) -> None:
     plain = model(plan.stages, skips)
     x, y = batch(plan.microbatches)
     program = compile(schedule, plan, skips=skips)
-    right = reference(plain, x, y, loss=F.mse_loss, program=program, step=1)
+    right = run_sequential(plain, x, y, loss=F.mse_loss, program=program, step=1)
     assert float(right) in [total for total, _ in told]
     for _, own in told:
         for s, found in own.items():
@@ -195,7 +197,7 @@ def test_processes(transport: str, name: str, model_of: Model) -> None:
 def test_what_is_kept_of_skips_is_measured() -> None:
     skips = ((0, 2), (1, 3))
     x, y = batch(1)
-    sizes = sizes_of(model(4, skips), x[0], y[0], loss=F.mse_loss, boundary=edges(4, skips))
+    sizes = measure_sizes(model(4, skips), x[0], y[0], loss=F.mse_loss, boundary=edges(4, skips))
     assert sizes.skip == (2 * NARROW * 4, 512, 0, 0)  # one begins at 256 behind the other
     assert sizes.activation == 2 * WIDTH * 4
 
@@ -234,13 +236,13 @@ class Made(nn.Module):
         return y if self.gives is None else self.gives(y)
 
 
-def made(gives: Any, **how: Any) -> tuple[InProcess, Tensor]:
+def made(gives: Any, **how: Any) -> tuple[InProcessExecutor, Tensor]:
     """Three stages with a skip over the second, and what they are given."""
     stages = [Made(gives), Made(), Made()]
-    program = compile(schedules.gpipe, Plan(3, 2), skips=((0, 2),))
+    program = compile(schedules.gpipe, PipelineShape(3, 2), skips=((0, 2),))
     x = torch.ones(2, WIDTH)
     how = {"loss": F.mse_loss, "boundary": (WIDTH,), **how}
-    return InProcess(program, stages, **how), x
+    return InProcessExecutor(program, stages, **how), x
 
 
 WRONG: list[tuple[Any, dict[str, Any], str, str]] = [

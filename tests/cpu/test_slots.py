@@ -13,13 +13,13 @@ from schedir.analysis.memory.buffer_slots import KINDS, counts
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
 from schedir.ir.isa.instructions import Opcode, Token
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.passes.pass_types import Choice
 from schedir.runtime.autograd.split_backward import linear
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import tiny_model
@@ -57,7 +57,7 @@ def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
         for choice in choices:
             program = compile(schedule, plan, model="edge", overlap=overlap, slots=choice)
             predicted = counts(program)
-            ranks = InProcess(program, stages, loss=tiny_model.loss, boundary=BOUNDARY)
+            ranks = InProcessExecutor(program, stages, loss=tiny_model.loss, boundary=BOUNDARY)
             used: list[dict[Token, set[int]]] = [{k: set() for k in KINDS} for _ in ranks.ranks]
             for rank, noted in zip(ranks.ranks, used, strict=True):
                 watch(rank, noted)
@@ -111,7 +111,7 @@ def memory(tensor: Tensor) -> int:
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, zb])
 def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
     """Not even where a stage's input is its output, and one gradient the other, for some steps."""
-    plan = Plan(4, 6)
+    plan = PipelineShape(4, 6)
     inputs, targets = tiny_model.batch(plan.microbatches)
 
     def stages() -> list[nn.Module]:
@@ -119,11 +119,11 @@ def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
         return [first, Odd(), Odd(inner), last]
 
     one = stages()
-    total = reference(one, inputs, targets, loss=tiny_model.loss)
+    total = run_sequential(one, inputs, targets, loss=tiny_model.loss)
     for choice in (None, "fewest"):
         other = stages()
         program = compile(schedule, plan, model="edge", overlap=True, slots=choice)
-        ranks = InProcess(program, other, loss=tiny_model.loss, boundary=BOUNDARY)
+        ranks = InProcessExecutor(program, other, loss=tiny_model.loss, boundary=BOUNDARY)
         for rank in ranks.ranks if choice else ():  # else a buffer is one value's for the step
             keep_apart(rank)
         for seed in range(4):
@@ -133,8 +133,10 @@ def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
 
 def test_outputs_are_let_go_when_they_are_sent() -> None:
     """What a backward needs is where an output came from, not its memory."""
-    program = compile(gpipe, Plan(2, 4), model="edge")
-    ranks = InProcess(program, tiny_model.tiny_stages(2), loss=tiny_model.loss, boundary=BOUNDARY)
+    program = compile(gpipe, PipelineShape(2, 4), model="edge")
+    ranks = InProcessExecutor(
+        program, tiny_model.tiny_stages(2), loss=tiny_model.loss, boundary=BOUNDARY
+    )
     saved = ranks.ranks[0].state.slots[Token.SAVED]
     call, roots = ranks.ranks[0].call, list[Any]()
 
@@ -150,12 +152,12 @@ def test_outputs_are_let_go_when_they_are_sent() -> None:
 @pytest.mark.parametrize(
     ("schedule", "plan", "options"),
     [
-        (one_f_one_b, Plan(4, 6), {"overlap": True}),
-        (gpipe, Plan(2, 4), {}),
-        (interleaved, Plan(2, 4, 2), {}),
+        (one_f_one_b, PipelineShape(4, 6), {"overlap": True}),
+        (gpipe, PipelineShape(2, 4), {}),
+        (interleaved, PipelineShape(2, 4, 2), {}),
     ],
 )
-def test_processes_with_the_fewest_slots(schedule: Any, plan: Plan, options: Any) -> None:
+def test_processes_with_the_fewest_slots(schedule: Any, plan: PipelineShape, options: Any) -> None:
     loss, right = expected(plan)
     results = step_on_gloo(schedule, plan, slots="fewest", **options)
     got = {s: g for grads, _, _ in results for s, g in grads.items()}
@@ -165,7 +167,7 @@ def test_processes_with_the_fewest_slots(schedule: Any, plan: Plan, options: Any
 
 def test_tensor_parallel_processes_with_the_fewest_slots() -> None:
     """Slices are received into their place in the whole."""
-    plan = Plan(2, 4)
+    plan = PipelineShape(2, 4)
     own, few = (step_on_gloo(zb, plan, tp=2, slots=slots) for slots in (None, "fewest"))
     for (grads, _, _), (same, _, _) in zip(own, few, strict=True):
         assert same_bits(list(grads.values()), list(same.values()))
@@ -186,9 +188,9 @@ class Failing(nn.Linear):
 def test_no_step_follows_one_that_has_failed() -> None:
     """What was on its way would be taken for the messages of the next."""
     stages = [Failing(1, 1), nn.Linear(1, 1)]
-    program = compile(one_f_one_b, Plan(2, 3))
+    program = compile(one_f_one_b, PipelineShape(2, 3))
     x = torch.ones(3, 1)
-    ranks = InProcess(program, stages, loss=nn.MSELoss(), boundary=Boundary((1,)))
+    ranks = InProcessExecutor(program, stages, loss=nn.MSELoss(), boundary=Boundary((1,)))
     with pytest.raises(ExecutionError, match="2 inputs"):
         ranks.step(x[:2], x)  # refused before it begins
     with pytest.raises(KeyboardInterrupt):

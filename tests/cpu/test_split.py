@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schedir.errors import ModelError
-from schedir.runtime import split_linears
+from schedir.runtime import make_backward_splittable
 from schedir.runtime.autograd import split_backward
 
 torch.set_num_threads(1)
@@ -277,7 +277,7 @@ def test_layers_of_torch_are_split_in_place(tied: bool, checkpointed: bool) -> N
     plain, whole, halves = (Plain(tied) for _ in range(3))
     names, own = list(plain.state_dict()), {id(p) for p in halves.parameters()}
     for net in (whole, halves):
-        assert split_linears(net) is net
+        assert make_backward_splittable(net) is net
     assert names == list(halves.state_dict()) and own == {id(p) for p in halves.parameters()}
     want = gradients(plain, 3, None, forward(plain))
     assert_same_bits(gradients(whole, 3, None, forward(whole)), want)
@@ -341,7 +341,7 @@ def test_what_modules_do_around_their_linears(model: type[nn.Module], deferred: 
         torch.manual_seed(1)
         net, tapes = model(), []
         if splits:
-            split_linears(net)
+            make_backward_splittable(net)
         for k, batch in enumerate(batches):
             x = batch.clone().requires_grad_()
             y = net(x)
@@ -368,5 +368,5 @@ def test_layers_with_a_way_of_their_own_are_left_alone() -> None:
 
     net = nn.ModuleList([Own(2, 2), nn.Embedding(2, 2, max_norm=1.0), nn.Bilinear(2, 2, 2)])
     kinds = [type(layer) for layer in net]
-    split_linears(net)
+    make_backward_splittable(net)
     assert [type(layer) for layer in net] == kinds

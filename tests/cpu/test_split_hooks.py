@@ -13,7 +13,11 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 from schedir.runtime.autograd.node_hooks import has_hooks, leaf_has_hooks, registrations
 from schedir.runtime.autograd.split_backward import DeferredGradients, recording
-from schedir.runtime.autograd.splittable_layers import could_wait, split_linears, watching
+from schedir.runtime.autograd.splittable_layers import (
+    could_wait,
+    make_backward_splittable,
+    watching,
+)
 
 WIDTH = 4
 Seen = list[float]
@@ -72,7 +76,7 @@ def test_hooks_see_and_change_what_they_do_in_a_full_backward(kind: str) -> None
     torch.manual_seed(0)
     whole = Layers(HOOKS[kind])
     split = deepcopy(whole)
-    split_linears(split)
+    make_backward_splittable(split)
     x = torch.randn(3, WIDTH)
     found = []
     for model in (whole, split):
@@ -90,7 +94,7 @@ def test_hooks_see_and_change_what_they_do_in_a_full_backward(kind: str) -> None
 
 def test_only_the_layer_with_a_hook_is_not_split() -> None:
     model = Layers(HOOKS["node"])
-    split_linears(model)
+    make_backward_splittable(model)
     with recording(DeferredGradients()) as tape:
         model(torch.randn(3, WIDTH), []).sum().backward()
     assert [weight is model.two.weight for weight in tape.weights()] == [True]
@@ -116,7 +120,7 @@ def test_looking_for_hooks_is_no_registration() -> None:
 
 
 def test_the_hooks_of_the_warning_do_not_count() -> None:
-    model = split_linears(Layers(HOOKS["none"]))
+    model = make_backward_splittable(Layers(HOOKS["none"]))
     with watching(model) as came, recording(DeferredGradients()) as tape:
         model(torch.randn(3, WIDTH), []).sum().backward()
     assert len(tape) == 2
@@ -124,7 +128,7 @@ def test_the_hooks_of_the_warning_do_not_count() -> None:
 
 
 def test_a_weight_whose_accumulator_has_a_hook_could_not_wait() -> None:
-    model: Any = split_linears(Layers(HOOKS["none"]))
+    model: Any = make_backward_splittable(Layers(HOOKS["none"]))
     assert could_wait(model) == {"one.weight", "two.weight"}
     _accumulator(model).register_hook(lambda *_: None)
     assert could_wait(model) == {"two.weight"}

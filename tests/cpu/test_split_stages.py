@@ -16,12 +16,12 @@ from torch.nn.functional import mse_loss
 
 from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.runtime import split_linears
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime import make_backward_splittable
 from schedir.runtime.autograd import split_backward
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import zb_h1
 from schedir.schedules.schedule_algebra import F, I, W
 from tests.cpu.tiny_layers import Conv1D, N, Square
@@ -81,13 +81,13 @@ TWICE: dict[str, Callable[[], nn.Module]] = {
 def test_a_weight_that_is_used_twice_counts_once_each(kind: str) -> None:
     torch.manual_seed(0)
     plain = [TWICE[kind]() for _ in range(2)]
-    late = [split_linears(copy.deepcopy(stage)) for stage in plain]
+    late = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
     x = torch.randn(4, 3, N)
     for mb in x:  # autograd itself, and nothing of ours
         y = plain[1](plain[0](mb))
         (y - 1).square().sum().backward()
-    program = compile(zb, Plan(2, 4))
-    ranks = InProcess(program, late, loss=lambda y, _: (y - 1).square().sum(),
+    program = compile(zb, PipelineShape(2, 4))
+    ranks = InProcessExecutor(program, late, loss=lambda y, _: (y - 1).square().sum(),
                       boundary=Boundary((3, N)))  # fmt: skip
     ranks.step(x, x)
     for got, want in zip(gradients(late), gradients(plain), strict=True):
@@ -104,7 +104,7 @@ def test_what_was_taught_computes_on_its_version() -> None:
     program = compile(
         # The last F run on the version after that of the W that follow.
         lambda r, P, m: 8 * F + halves + 4 * I + 4 * F + 4 * W + halves,
-        Plan(2, 12, updates=3, delay=1),
+        PipelineShape(2, 12, updates=3, delay=1),
     )
     x = torch.randn(12, 3, N)
     states = []
@@ -112,8 +112,8 @@ def test_what_was_taught_computes_on_its_version() -> None:
         torch.manual_seed(1)
         stages: list[nn.Module] = [Square(N), Square(N)]
         if taught:
-            stages = [split_linears(stage) for stage in stages]
-        ranks = InProcess(
+            stages = [make_backward_splittable(stage) for stage in stages]
+        ranks = InProcessExecutor(
             program, stages, loss=lambda y, t: (y - t).square().sum(), boundary=Boundary((3, N)),
             optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01),
         )  # fmt: skip
@@ -133,7 +133,7 @@ class Mixed(nn.Module):
         super().__init__()
         self.positions = nn.Parameter(torch.zeros(3, N))
         self.attn = nn.ModuleDict({"c_attn": Conv1D(N, N), "norm": nn.LayerNorm(N)})
-        self.own = nn.Sequential(nn.Bilinear(N, N, N), split_linears(nn.Linear(N, N)))
+        self.own = nn.Sequential(nn.Bilinear(N, N, N), make_backward_splittable(nn.Linear(N, N)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attn["norm"](self.attn["c_attn"](x + self.positions))
@@ -145,8 +145,8 @@ def test_the_warning_names_the_layers() -> None:
     x = torch.randn(4, 3, N)
 
     def run(stages: Sequence[nn.Module]) -> list[str]:
-        program, boundary = compile(zb, Plan(2, 4)), Boundary((3, N))
-        ranks = InProcess(program, stages, loss=mse_loss, boundary=boundary)
+        program, boundary = compile(zb, PipelineShape(2, 4)), Boundary((3, N))
+        ranks = InProcessExecutor(program, stages, loss=mse_loss, boundary=boundary)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             ranks.step(x, x)
@@ -155,21 +155,21 @@ def test_the_warning_names_the_layers() -> None:
 
     torch.manual_seed(0)
     plain, said = [Mixed(), Mixed()], []
-    loss = reference(copy.deepcopy(plain), x, x, loss=mse_loss)
+    loss = run_sequential(copy.deepcopy(plain), x, x, loss=mse_loss)
     assert loss.isfinite()
     said = run(plain)
     assert said == [
         f"Mixed (stage {s}) is not split in attn.c_attn (Conv1D), own.0 (Bilinear): I runs their "
-        "whole backward; schedir.runtime.split_linears(stage) splits Conv1D; "
-        "schedir.runtime.register_split teaches a type"
+        "whole backward; schedir.runtime.make_backward_splittable(stage) splits Conv1D; "
+        "schedir.runtime.register_splittable_layer teaches a type"
         for s in range(2)
     ]
-    said = run([split_linears(stage) for stage in plain])
+    said = run([make_backward_splittable(stage) for stage in plain])
     assert ["attn.c_attn" in text or "split_linears" in text for text in said] == [False, False]
     norms: list[nn.Module] = [nn.Sequential(*(nn.LayerNorm(N) for _ in range(9))) for _ in range(2)]
     said = run(norms)
     assert "0 (LayerNorm), 1 (LayerNorm)" in said[0] and "and 3 more" in said[0]
-    assert run([split_linears(stage, nn.LayerNorm) for stage in norms]) == []
+    assert run([make_backward_splittable(stage, nn.LayerNorm) for stage in norms]) == []
 
 
 class Skips(nn.Module):
@@ -204,11 +204,11 @@ def test_layers_that_are_not_reached_are_not_missed(kind: Any, said: int) -> Non
     """A microbatch, or all, may leave nothing for W; what ran whole is said, and once."""
     torch.manual_seed(0)
     plain: list[nn.Module] = [kind(), kind()]
-    late = [split_linears(copy.deepcopy(stage)) for stage in plain]
+    late = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
     x = torch.randn(8, 3, N)
-    reference(plain, x, x, loss=mse_loss, seed=1)
-    ranks = InProcess(
-        compile(zb, Plan(2, 8)), late, loss=mse_loss, boundary=Boundary((3, N)), seed=1
+    run_sequential(plain, x, x, loss=mse_loss, seed=1)
+    ranks = InProcessExecutor(
+        compile(zb, PipelineShape(2, 8)), late, loss=mse_loss, boundary=Boundary((3, N)), seed=1
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -224,13 +224,13 @@ def test_a_split_that_does_not_happen_is_refused() -> None:
     class Traced(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = split_linears(Square(N))
+            self.layer = make_backward_splittable(Square(N))
 
         def forward(self, x: Tensor) -> Tensor:
             (weight,) = self.parameters()
             return x * weight
 
-    ranks = InProcess(compile(zb, Plan(2, 4)), [Traced(), Traced()], loss=mse_loss,
+    ranks = InProcessExecutor(compile(zb, PipelineShape(2, 4)), [Traced(), Traced()], loss=mse_loss,
                       boundary=Boundary((3, N)))  # fmt: skip
     with pytest.raises(ExecutionError, match="made to be split"):
         ranks.step(torch.randn(4, 3, N), torch.randn(4, 3, N))
@@ -242,10 +242,12 @@ def test_same_bits_of_a_schedule() -> None:
     plain = [
         nn.Sequential(Conv1D(N, N), nn.LayerNorm(N), nn.GELU(), Conv1D(N, N)) for _ in range(3)
     ]
-    late = [split_linears(copy.deepcopy(stage), nn.LayerNorm) for stage in plain]
+    late = [make_backward_splittable(copy.deepcopy(stage), nn.LayerNorm) for stage in plain]
     x = torch.randn(6, 3, N)
-    reference(plain, x, x, loss=mse_loss)
-    ranks = InProcess(compile(zb_h1, Plan(3, 6)), late, loss=mse_loss, boundary=Boundary((3, N)))
+    run_sequential(plain, x, x, loss=mse_loss)
+    ranks = InProcessExecutor(
+        compile(zb_h1, PipelineShape(3, 6)), late, loss=mse_loss, boundary=Boundary((3, N))
+    )
     ranks.step(x, x)
     assert same_bits(gradients(plain), gradients(late))
 

@@ -15,10 +15,14 @@ from torch.nn.functional import gelu, mse_loss
 from torch.nn.utils import parametrize, prune
 
 from schedir.errors import ModelError, UsageError
-from schedir.runtime import check_split, register_split, split_linears
+from schedir.runtime import (
+    check_splittable_layer,
+    make_backward_splittable,
+    register_splittable_layer,
+)
 from schedir.runtime.autograd import split_backward
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from tests.cpu.tiny_layers import LAYERS, N, Square
 
 
@@ -92,7 +96,7 @@ def test_same_bits_as_the_whole_backward(
         getattr(layer, frozen).requires_grad_(False)
     x = torch.randn(*shape, N).to(dtype)
     plain = Uses(layer, uses)
-    whole, late = (split_linears(copy.deepcopy(plain), nn.LayerNorm) for _ in range(2))
+    whole, late = (make_backward_splittable(copy.deepcopy(plain), nn.LayerNorm) for _ in range(2))
     wide = wide and dtype is torch.bfloat16
     for net in (plain, whole, late):
         for p in net.parameters() if wide else ():
@@ -110,7 +114,7 @@ def test_hugging_faces_own() -> None:
     pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
     layer = pytorch_utils.Conv1D(12, N)
     names, x = [*layer.state_dict()], torch.randn(2, 3, N)
-    plain, late = copy.deepcopy(layer), split_linears(layer)
+    plain, late = copy.deepcopy(layer), make_backward_splittable(layer)
     assert late is layer and type(late) is not type(plain) and [*late.state_dict()] == names
     _equal(_grads(late, x, late=True, left=1), _grads(plain, x, late=False))
 
@@ -119,7 +123,7 @@ def test_hugging_faces_own() -> None:
 def test_what_is_split_can_be_copied_and_sent(kind: str) -> None:
     layer = LAYERS[kind](True)
     x = torch.randn(3, N)
-    split_linears(layer, nn.LayerNorm)
+    make_backward_splittable(layer, nn.LayerNorm)
     assert isinstance(layer, type(LAYERS[kind](True)))
     for other in (copy.deepcopy(layer), copy.copy(layer)):
         assert type(other) is type(layer) and torch.equal(other(x), layer(x))
@@ -129,8 +133,8 @@ def test_what_is_split_can_be_copied_and_sent(kind: str) -> None:
 
 def test_norms_are_split_where_asked_for() -> None:
     net = nn.Sequential(nn.Linear(N, N), nn.LayerNorm(N), nn.LayerNorm(N, elementwise_affine=False))
-    assert type(split_linears(net)[1]) is nn.LayerNorm  # type: ignore[index]
-    split_linears(net, nn.LayerNorm)
+    assert type(make_backward_splittable(net)[1]) is nn.LayerNorm  # type: ignore[index]
+    make_backward_splittable(net, nn.LayerNorm)
     with split_backward.recording(split_backward.DeferredGradients()) as tape:
         net(torch.randn(2, N)).square().sum().backward()
     weight = net[1].weight
@@ -140,8 +144,8 @@ def test_norms_are_split_where_asked_for() -> None:
     x = torch.randn(8, N)
     tapes = []
     for also in ((), (nn.LayerNorm,)):
-        stages = [nn.Identity(), split_linears(copy.deepcopy(net), *also)]
-        sizes = sizes_of(stages, x, x, loss=mse_loss, boundary=Boundary((8, N)))
+        stages = [nn.Identity(), make_backward_splittable(copy.deepcopy(net), *also)]
+        sizes = measure_sizes(stages, x, x, loss=mse_loss, boundary=Boundary((8, N)))
         tapes.append(sizes.of("tape", 2)[1])
     assert tapes[1] - tapes[0] == 4 * (8 * N + 8 * N + 2 * 8)  # x, dy, means and deviations
 
@@ -159,23 +163,25 @@ def test_what_is_taught_wrongly() -> None:
 
     layer, x = Odd(N), torch.randn(2, 3, N)
     with pytest.raises(UsageError, match=r"type of nn\.Module, not Odd"):
-        register_split(layer, input=back, later={"weight": rule})  # type: ignore[arg-type]
+        register_splittable_layer(layer, input=back, later={"weight": rule})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="how Odd is split is not known"):
-        split_linears(layer, Odd)
+        make_backward_splittable(layer, Odd)
     with pytest.raises(UsageError, match="how Odd is split is not known"):
-        check_split(layer, x)
-    register_split(Odd, input=back, later={"weight": rule})
+        check_splittable_layer(layer, x)
+    register_splittable_layer(Odd, input=back, later={"weight": rule})
     with pytest.raises(ModelError, match="the gradient of weight is not autograd's"):
-        check_split(layer, x)
-    register_split(Odd, input=rule, later={"weight": rule})
+        check_splittable_layer(layer, x)
+    register_splittable_layer(Odd, input=rule, later={"weight": rule})
     with pytest.raises(ModelError, match=r"gives its input, which is \[2, 3, 6\]"):
-        check_split(layer, x)
-    register_split(Odd, input=back, later={"weight": lambda layer, x, dy: (x * dy).sum()})
+        check_splittable_layer(layer, x)
+    register_splittable_layer(
+        Odd, input=back, later={"weight": lambda layer, x, dy: (x * dy).sum()}
+    )
     with pytest.raises(ModelError, match=r"which is \[6\], a gradient of \[\]"):
-        check_split(layer, x)
-    register_split(Odd, input=back, later={"wieght": rule})
+        check_splittable_layer(layer, x)
+    register_splittable_layer(Odd, input=back, later={"wieght": rule})
     with pytest.raises(ModelError, match="says nothing of its weight"):
-        split_linears(layer)
+        make_backward_splittable(layer)
 
 
 def test_a_taught_layer_may_be_called_in_other_ways() -> None:
@@ -183,12 +189,12 @@ def test_a_taught_layer_may_be_called_in_other_ways() -> None:
         def forward(self, x: Tensor, by: float = 1.0) -> Tensor:
             return super().forward(x) * by
 
-    register_split(
+    register_splittable_layer(
         Scaled,
         input=lambda layer, x, dy: dy * layer.weight.square(),
         later={"weight": lambda layer, x, dy: (x * dy).sum_to_size(N) * (2 * layer.weight)},
     )
-    layer, x = split_linears(Scaled(N)), torch.randn(2, N)
+    layer, x = make_backward_splittable(Scaled(N)), torch.randn(2, N)
     for y, factor, left in [(layer(x=x), 1, 1), (layer(x, by=2.0), 2, 0), (layer(x, 2.0), 2, 0)]:
         assert torch.equal(y, Square.forward(layer, x) * factor)  # type: ignore[arg-type]
         with split_backward.recording(split_backward.DeferredGradients()) as tape:
@@ -211,14 +217,14 @@ def test_what_is_taught_again_counts() -> None:
         return dw
 
     x = torch.randn(2, 3, N)
-    register_split(Twice, input=lambda layer, x, dy: dy, later={"weight": late})
+    register_splittable_layer(Twice, input=lambda layer, x, dy: dy, later={"weight": late})
     layer = Twice(N)
-    net = split_linears(nn.Sequential(layer, nn.Linear(N, N)))
+    net = make_backward_splittable(nn.Sequential(layer, nn.Linear(N, N)))
     with pytest.raises(ModelError, match="the gradient of the input is not autograd's"):
-        check_split(layer, x)
-    register_split(Twice, input=back, later={"weight": late})
-    for one in split_linears(net).children():
-        check_split(one, x)
+        check_splittable_layer(layer, x)
+    register_splittable_layer(Twice, input=back, later={"weight": late})
+    for one in make_backward_splittable(net).children():
+        check_splittable_layer(one, x)
     given = x.clone().requires_grad_()
     dx, dw = torch.autograd.grad(layer(given).sum(), (given, layer.weight))
     assert torch.equal(dx, back(layer, x, torch.ones_like(x)))
@@ -240,18 +246,22 @@ def _parametrized(layer: nn.Module) -> nn.Module:
 def test_taught_layers_whose_weights_are_computed_are_whole(compute: Any, first: bool) -> None:
     x, plain = torch.randn(3, N), Square(N)
     late: nn.Module = copy.deepcopy(plain)
-    late = compute(split_linears(late)) if first else split_linears(compute(late))
+    late = (
+        compute(make_backward_splittable(late))
+        if first
+        else make_backward_splittable(compute(late))
+    )
     _equal(_grads(late, x, True, left=0), _grads(compute(plain), x, False))
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_rules_are_compared_with_autograd(kind: str) -> None:
-    check_split(LAYERS[kind](True), torch.randn(2, 3, N))
+    check_splittable_layer(LAYERS[kind](True), torch.randn(2, 3, N))
 
 
 def test_under_autocast_what_was_taught_is_whole() -> None:
     x = torch.randn(3, N)
-    plain, late = Square(N), split_linears(Square(N))
+    plain, late = Square(N), make_backward_splittable(Square(N))
     late.load_state_dict(plain.state_dict())
     found = []
     for net in (plain, late):

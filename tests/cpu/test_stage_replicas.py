@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.errors import ModelError
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import bitpipe, chimera
 
 WIDTH, STEPS = 3, 2
 MIRROR = [
-    (chimera, Plan(2, 4, placement="mirror")),
-    (bitpipe, Plan(2, 4, placement="mirror-vee")),
+    (chimera, PipelineShape(2, 4, placement="mirror")),
+    (bitpipe, PipelineShape(2, 4, placement="mirror-vee")),
 ]
 sgd = partial(torch.optim.SGD, lr=0.1)
 
@@ -41,10 +41,12 @@ def batch() -> Tensor:
     return torch.randn(4, 2, WIDTH, dtype=torch.float64, generator=numbers)
 
 
-def ranks_of(schedule: Any, plan: Plan, stages: list[nn.Linear], optimizer: Any = sgd) -> InProcess:
+def ranks_of(
+    schedule: Any, plan: PipelineShape, stages: list[nn.Linear], optimizer: Any = sgd
+) -> InProcessExecutor:
     program = schedir.compile(schedule, plan)
     boundary = Boundary((2, WIDTH), torch.float64)
-    return InProcess(program, stages, loss=loss, boundary=boundary, optimizer=optimizer)
+    return InProcessExecutor(program, stages, loss=loss, boundary=boundary, optimizer=optimizer)
 
 
 class Hooks:
@@ -104,7 +106,9 @@ def test_hooks_see_every_microbatch(where: Any, case: Any, late: bool, removed: 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("schedule", "plan"), MIRROR)
-def test_a_hook_that_sees_the_sum_of_one_holder(schedule: Any, plan: Plan, late: bool) -> None:
+def test_a_hook_that_sees_the_sum_of_one_holder(
+    schedule: Any, plan: PipelineShape, late: bool
+) -> None:
     stages = layers(plan.stages)
     ranks = ranks_of(schedule, plan, stages) if late else None
     stages[1].bias.register_post_accumulate_grad_hook(lambda p: None)
@@ -147,7 +151,9 @@ class _Scaled(nn.Linear):
 
 
 @pytest.mark.parametrize(("schedule", "plan"), MIRROR)
-def test_a_number_that_is_set_between_steps_is_that_of_each_copy(schedule: Any, plan: Plan) -> None:
+def test_a_number_that_is_set_between_steps_is_that_of_each_copy(
+    schedule: Any, plan: PipelineShape
+) -> None:
     torch.manual_seed(0)
     stages: list[nn.Linear] = [_Scaled(WIDTH, WIDTH).double() for _ in range(plan.stages)]
     ranks = ranks_of(schedule, plan, stages)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from schedir import compile
 from schedir.errors import ModelError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.schedules import dualpipe, interleaved, one_f_one_b
 from schedir.transports import process_groups
 from schedir.transports.gloo import ProcessTransport
@@ -98,13 +98,13 @@ def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[
 @pytest.mark.parametrize(
     ("schedule", "plan", "most"),
     [
-        (one_f_one_b, Plan(16, 32), 9),
-        (interleaved, Plan(16, 32, 2), 9),
-        (dualpipe, Plan(16, 32, placement="mirror"), 13),
+        (one_f_one_b, PipelineShape(16, 32), 9),
+        (interleaved, PipelineShape(16, 32, 2), 9),
+        (dualpipe, PipelineShape(16, 32, placement="mirror"), 13),
     ],
 )
 def test_a_process_makes_a_dozen_groups(
-    schedule: Any, plan: Plan, most: int, monkeypatch: pytest.MonkeyPatch
+    schedule: Any, plan: PipelineShape, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each makes as many, in one order, of rows that have no process in common."""
     program = compile(schedule, plan, tp=8, dp=8, model="edge", tied=True, clip=True, overlap=True)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import schedir
-from schedir import Plan, Program
+from schedir import PipelineShape, Program
 from schedir.analysis.memory.footprint import held
 from schedir.checkpoints import Saver, load, save
 from schedir.errors import ExecutionError, ModelError
 from schedir.models import gpt
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState
 from schedir.runtime.parameters.mixed_precision import LossScale
@@ -49,7 +49,7 @@ def states_of(rank: Executor) -> DiskOptimizerState:
 
 
 def on_disk(**how: Any) -> Program:
-    return schedir.compile(looped_bfs, Plan(1, 2, 3), model="edge", states="disk", **how)
+    return schedir.compile(looped_bfs, PipelineShape(1, 2, 3), model="edge", states="disk", **how)
 
 
 # ---------------------------------------------------------------- bits
@@ -78,7 +78,7 @@ def test_the_bits_are_those_of_states_on_the_device(
 
 def test_nothing_is_stepped_where_one_gradient_is_not_finite(tmp_path: Path) -> None:
     scale: Any = partial(LossScale, 8.0)
-    programs = both(interleaved, Plan(1, 4, 3), states="disk", clip=True)
+    programs = both(interleaved, PipelineShape(1, 4, 3), states="disk", clip=True)
     worlds = [made(p, ADAMW, loss_scale=scale, folder=tmp_path) for p in programs]
     for world in worlds:
         stepped(world, 0)
@@ -116,10 +116,10 @@ def test_between_steps_all_of_it_is_in_the_file(tmp_path: Path) -> None:
 
 def test_as_much_is_on_each_tier_as_was_predicted(tmp_path: Path) -> None:
     """To the byte, at each instruction's end."""
-    plan = Plan(1, 2, 3)
+    plan = PipelineShape(1, 2, 3)
     for rooms in (1, 2, 3):
         stages, (x, y, _) = gpt_stages(plan.stages, tied=False), batch(2)
-        sizes = sizes_of(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
+        sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
         world = made(on_disk(state_rooms=rooms), ADAMW, folder=tmp_path)
         stepped(world, 0)
         (rank,) = world.ranks
@@ -174,7 +174,7 @@ MODEL = Model(dropout=0.1, clip=True)
 @pytest.mark.parametrize(("first", "then"), [("disk", "device"), ("device", "disk")])
 def test_a_checkpoint_has_what_lies_on_the_disk(first: str, then: str, tmp_path: Path) -> None:
     def world(states: str) -> Any:
-        layout = Layout(interleaved, Plan(2, 4, 2), options={"states": states})
+        layout = Layout(interleaved, PipelineShape(2, 4, 2), options={"states": states})
         return in_process(layout, MODEL, folder=tmp_path)
 
     one, other, whole = map(world, (first, then, "device"))
@@ -187,7 +187,9 @@ def test_a_checkpoint_has_what_lies_on_the_disk(first: str, then: str, tmp_path:
 
 
 def test_a_snapshot_is_of_the_step_before(tmp_path: Path) -> None:
-    layout = Layout(interleaved, Plan(2, 4, 2), options={"states": "disk", "snapshots": True})
+    layout = Layout(
+        interleaved, PipelineShape(2, 4, 2), options={"states": "disk", "snapshots": True}
+    )
     world = in_process(layout, MODEL, folder=tmp_path)
     saver = Saver(world, tmp_path / "beside", names=same)
     steps(world, 0, 2)
@@ -218,7 +220,10 @@ def test_what_is_on_the_disk_wants_a_folder(tmp_path: Path) -> None:
 def test_a_folder_may_vanish(tmp_path: Path) -> None:
     folder = tmp_path / "nvme"
     folder.mkdir()
-    worlds = [made(p, ADAMW, folder=folder) for p in both(looped_bfs, Plan(1, 2, 3), states="disk")]
+    worlds = [
+        made(p, ADAMW, folder=folder)
+        for p in both(looped_bfs, PipelineShape(1, 2, 3), states="disk")
+    ]
     shutil.rmtree(folder)
     assert equal(*(stepped(world, 0, 1) for world in worlds)) and equal(*map(left, worlds))
 

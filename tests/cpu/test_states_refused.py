@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.errors import ExecutionError, ModelError
 from schedir.schedules import (
     gpipe,
@@ -51,7 +51,7 @@ class Own(torch.optim.SGD):
     ],
 )
 def test_optimizers_that_cannot_step_by_stage_are_refused(make: Any, says: str) -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 2), states="host")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), states="host")
     with pytest.raises(ModelError, match=says):
         made(program, make)
 
@@ -63,13 +63,13 @@ def hooked(own: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def test_an_own_optimizer_may_say_what_it_does() -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 2), states="host")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), states="host")
     kind = type("Known", (Own,), {"elementwise": True})
     stepped(made(program, lambda own: kind(own, lr=0.1, momentum=0.9)), 0, 1)
 
 
 def test_a_hook_that_comes_later_is_refused_before_anything_is_stepped() -> None:
-    world = made(schedir.compile(interleaved, Plan(1, 2, 2), states="host"), ADAMW)
+    world = made(schedir.compile(interleaved, PipelineShape(1, 2, 2), states="host"), ADAMW)
     stepped(world, 0)
     before = [
         p.detach().clone() for s in world.ranks[0].stages.values() for p in s.module.parameters()
@@ -83,8 +83,8 @@ def test_a_hook_that_comes_later_is_refused_before_anything_is_stepped() -> None
 
 
 def test_programs_of_other_places_are_not_beside_each_other() -> None:
-    device, host = both(one_f_one_b, Plan(2, 2))
-    other = schedir.compile(gpipe, Plan(2, 2), states="host")
+    device, host = both(one_f_one_b, PipelineShape(2, 2))
+    other = schedir.compile(gpipe, PipelineShape(2, 2), states="host")
     with pytest.raises(ModelError, match="states is 'host'"):
         made(device, ADAMW, more=[other])
     made(host, ADAMW, more=[other])
@@ -95,7 +95,7 @@ def test_programs_of_other_places_are_not_beside_each_other() -> None:
 
 def test_groups_that_come_later_are_stepped() -> None:
     found = []
-    for program in both(interleaved, Plan(1, 4, 3)):
+    for program in both(interleaved, PipelineShape(1, 4, 3)):
         world = made(program, lambda own: ADAMW(own[-3:]))
         stepped(world, 0)
         (rank,) = world.ranks
@@ -109,7 +109,7 @@ def test_groups_that_come_later_are_stepped() -> None:
 
 
 def test_a_stranger_that_comes_later_is_refused_before_the_step() -> None:
-    world = made(schedir.compile(interleaved, Plan(1, 2, 2), states="host"), ADAMW)
+    world = made(schedir.compile(interleaved, PipelineShape(1, 2, 2), states="host"), ADAMW)
     stepped(world, 0)
     (rank,) = world.ranks
     optimizer_of(rank).add_param_group({"params": [nn.Parameter(torch.ones(3))]})
@@ -131,7 +131,9 @@ class Counts(Own):
 
 
 def test_an_optimizer_that_changes_its_groups_is_refused() -> None:
-    world = made(schedir.compile(interleaved, Plan(1, 2, 2), states="host"), partial(Counts, lr=1))
+    world = made(
+        schedir.compile(interleaved, PipelineShape(1, 2, 2), states="host"), partial(Counts, lr=1)
+    )
     with pytest.raises(ExecutionError, match="a step of Counts changes 'lr' of a group"):
         stepped(world, 0)
 
@@ -148,8 +150,8 @@ class Numbered(Own):
 
 
 def test_an_optimizer_that_counts_its_steps_itself_is_refused() -> None:
-    program = schedir.compile(interleaved, Plan(1, 2, 2), states="host")
+    program = schedir.compile(interleaved, PipelineShape(1, 2, 2), states="host")
     with pytest.raises(ExecutionError, match="a step of Numbered changes its 'number', from"):
         stepped(made(program, partial(Numbered, lr=1)), 0)
-    alone = schedir.compile(one_f_one_b, Plan(2, 2), states="host")
+    alone = schedir.compile(one_f_one_b, PipelineShape(2, 2), states="host")
     stepped(made(alone, partial(Numbered, lr=1)), 0)  # one stage a rank: as often as it should

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import schedir
 from benchmarks.zero import Case, differing, train
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.analysis.memory.footprint import held
 from schedir.checkpoints import Saver, load, save
 from schedir.ir.isa.instructions import TIERS
 from schedir.models import gpt
-from schedir.runtime.boundaries.size_measurement import sizes_of
+from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import (
@@ -75,7 +75,7 @@ def _processes(rank: int, folder: str) -> Any:
         train(
             rank,
             Case(
-                looped_bfs, Plan(1, 3, 3), half=half, options={"states": states, "clip": clip},
+                looped_bfs, PipelineShape(1, 3, 3), half=half, options={"states": states, "clip": clip},
                 folder=folder,
             ),
             zero,
@@ -99,7 +99,9 @@ def test_parts_of_replicas_are_moved(tmp_path: Path) -> None:
 def test_nothing_is_stepped_where_one_gradient_is_not_finite(make: str, clip: bool) -> None:
     """Of a stage that comes last: those before it would have been stepped by then."""
     scales: dict[str, Any] = {"loss_scale": partial(LossScale, 8.0)} if clip else {}
-    worlds = [made(p, MAKES[make], **scales) for p in both(interleaved, Plan(1, 4, 3), clip=clip)]
+    worlds = [
+        made(p, MAKES[make], **scales) for p in both(interleaved, PipelineShape(1, 4, 3), clip=clip)
+    ]
     for world in worlds:
         stepped(world, 0)
         (rank,) = world.ranks
@@ -122,8 +124,10 @@ def test_programs_beside_each_other() -> None:
     found = []
     for states in ("device", "host"):
         how: dict[str, Any] = {"model": "edge", "states": states}
-        large, small = (schedir.compile(gpipe, Plan(2, m), clip=True, **how) for m in (3, 2))
-        looks = schedir.compile(forward_only, Plan(2, 2), **how)
+        large, small = (
+            schedir.compile(gpipe, PipelineShape(2, m), clip=True, **how) for m in (3, 2)
+        )
+        looks = schedir.compile(forward_only, PipelineShape(2, 2), **how)
         world = made(small, ADAMW, more=[large, looks])
         x, y, scale = batch(5)
         losses = []
@@ -144,7 +148,7 @@ def kept_by(rank: Executor) -> list[Tensor]:
 
 def test_between_steps_all_of_it_is_on_the_host_and_nothing_is_left() -> None:
     """What was on the device is poisoned before it goes: whoever reads it, does not find it."""
-    world = made(schedir.compile(interleaved, Plan(1, 4, 3), states="host"), ADAMW)
+    world = made(schedir.compile(interleaved, PipelineShape(1, 4, 3), states="host"), ADAMW)
     stepped(world, 0)
     (rank,) = world.ranks
     states = rank.state.held.states
@@ -171,10 +175,10 @@ def test_between_steps_all_of_it_is_on_the_host_and_nothing_is_left() -> None:
 
 def test_as_much_is_on_each_tier_as_was_predicted() -> None:
     """To the byte; what else lives beside it, `test_zero_bytes` looks at."""
-    plan, most = Plan(1, 2, 3), []
+    plan, most = PipelineShape(1, 2, 3), []
     for slots in (1, 2, 3):
         stages, (x, y, _) = gpt_stages(plan.stages, tied=False), batch(2)
-        sizes = sizes_of(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
+        sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
         how: dict[str, Any] = {"states": "host", "state_slots": slots}
         world = made(schedir.compile(looped_bfs, plan, model="edge", **how), ADAMW)
         stepped(world, 0)
@@ -211,7 +215,7 @@ MODEL = Model(dropout=0.1, clip=True)
 
 
 def layout(states: str, **more: Any) -> Layout:
-    return Layout(interleaved, Plan(2, 4, 2), options={"states": states, **more})
+    return Layout(interleaved, PipelineShape(2, 4, 2), options={"states": states, **more})
 
 
 @pytest.mark.parametrize(
@@ -250,7 +254,7 @@ def test_a_snapshot_is_of_the_step_before(tmp_path: Path) -> None:
 
 def test_state_of_elsewhere_is_moved_before_the_next_step() -> None:
     """Loaded by the optimizer's own method, it is on the device: in new memory."""
-    program = schedir.compile(interleaved, Plan(1, 4, 3), states="host")
+    program = schedir.compile(interleaved, PipelineShape(1, 4, 3), states="host")
     one, other, plain = made(program, ADAMW), made(program, ADAMW), made(program, ADAMW)
     stepped(one, 0, 1)
     stepped(plain, 0, 1, 2)

@@ -14,7 +14,7 @@ from torch import nn
 from schedir.analysis.memory.footprint import held
 from schedir.compiler.compile import compile, lower
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, SlotCounts
 from schedir.passes.pass_types import Choice
 from schedir.runtime.boundaries.boundary import Boundary
@@ -24,7 +24,7 @@ from schedir.runtime.rank_resources import RankResources
 from schedir.runtime.rank_state import State
 from schedir.schedules import one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
-from schedir.testing import drafts
+from schedir.testing import compute_programs
 from schedir.transports.in_process.mailbox import Mailbox, MailboxHub, members_of
 from tests.laws import ZOO, least, plan_of
 from tests.strategies import with_slots
@@ -76,13 +76,13 @@ def test_of_every_schedule(schedule: Schedule, tp: int) -> None:
 
 
 @settings(max_examples=60)
-@given(drafts(), st.sampled_from([1, 2, 4]), st.randoms(use_true_random=False))
+@given(compute_programs(), st.sampled_from([1, 2, 4]), st.randoms(use_true_random=False))
 def test_of_any_program(draft: Program, tp: int, rng: random.Random) -> None:
     as_predicted(with_slots(lower(replace(draft, tp=tp)), rng))
 
 
 def test_what_is_scattered_needs_a_part_of_a_boundary() -> None:
-    program = compile(one_f_one_b, Plan(4, 8), tp=8, slots="fewest")
+    program = compile(one_f_one_b, PipelineShape(4, 8), tp=8, slots="fewest")
     one, part = 8 * WIDTH, WIDTH
     assert program.slots[1] == SlotCounts(1, 1, 1, 1)
     own = {kind: size for kind, size in made(program, 1).items() if size}

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.errors import ExecutionError, ModelError
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer
 from schedir.schedules import interleaved, one_f_one_b, pipedream_2bw
 from schedir.testing.tiny_model import WIDTH, batch, loss, tiny_stages
@@ -25,8 +25,8 @@ from schedir.testing.tiny_model import WIDTH, batch, loss, tiny_stages
 torch.set_num_threads(1)
 BOUNDARY = Boundary((2, WIDTH), torch.float64)
 MOVED = ("host", "disk", "cpu")
-SEVERAL, ALONE = (interleaved, Plan(1, 3, 3)), (one_f_one_b, Plan(2, 3))
-DELAYED = (pipedream_2bw, Plan(2, 6, updates=3, delay=1))
+SEVERAL, ALONE = (interleaved, PipelineShape(1, 3, 3)), (one_f_one_b, PipelineShape(2, 3))
+DELAYED = (pipedream_2bw, PipelineShape(2, 6, updates=3, delay=1))
 
 
 class Own(torch.optim.Optimizer):
@@ -175,7 +175,9 @@ def trained(case: Any, make: Callable[[Any], Any], states: str, **how: Any) -> l
     program = schedir.compile(schedule, plan, model="edge", states=states, **how)
     folder = "." if states == "disk" else None
     stages = tiny_stages(plan.stages)
-    world = InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=make, folder=folder)
+    world = InProcessExecutor(
+        program, stages, loss=loss, boundary=BOUNDARY, optimizer=make, folder=folder
+    )
     for k in range(3):
         world.step(*batch(plan.microbatches, k))
     return [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]

@@ -15,11 +15,18 @@ from torch import Tensor
 from schedir import schedules
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import DeadlockError, ProgramError, ScheduleError, UsageError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.schedules.draft import draft
-from schedir.schedules.schedule_algebra import B, F, I, W, Word, weave
-from schedir.testing import assert_schedule, drafts, plans, plans_of, programs, tiny_model
+from schedir.schedules.draft import expand_schedule
+from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, weave
+from schedir.testing import (
+    assert_schedule,
+    compute_programs,
+    programs,
+    shapes,
+    shapes_for,
+    tiny_model,
+)
 from schedir.verify.check import check, check_draft
 
 
@@ -27,43 +34,43 @@ from schedir.verify.check import check, check_draft
 def test_ours_pass(name: str) -> None:
     schedule = getattr(schedules, name)
 
-    def takes(plan: Plan) -> bool:
+    def takes(plan: PipelineShape) -> bool:
         try:
-            return draft(schedule, plan).is_draft
+            return expand_schedule(schedule, plan).is_draft
         except ScheduleError:
             return False  # too few microbatches for it, for one
 
-    assert_schedule(schedule, plans=list(filter(takes, plans_of(schedule)))[::5])
+    assert_schedule(schedule, plans=list(filter(takes, shapes_for(schedule)))[::5])
 
 
 def test_plans_are_those_it_is_given() -> None:
     seen: list[tuple[int, int]] = []
 
-    def mine(r: int, P: int, m: int) -> Word:
+    def mine(r: int, P: int, m: int) -> RankSchedule:
         seen.append((P, m))
         return m * F + m * B
 
-    assert_schedule(mine, plans=[Plan(2, 3), Plan(1, 1)])
+    assert_schedule(mine, plans=[PipelineShape(2, 3), PipelineShape(1, 1)])
     assert set(seen) == {(2, 3), (1, 1)}
     seen.clear()
-    assert_schedule(mine, plans=plans(ranks=2, stages_per_rank=1), examples=10)
+    assert_schedule(mine, plans=shapes(ranks=2, stages_per_rank=1), examples=10)
     assert {P for P, _ in seen} <= {1, 2}
-    assert_schedule(partial(schedules.interleaved, group=4), plans=[Plan(2, 8, 2)])
+    assert_schedule(partial(schedules.interleaved, group=4), plans=[PipelineShape(2, 8, 2)])
 
 
 def test_several_updates() -> None:
-    assert_schedule(schedules.pipedream_2bw, plans=[Plan(2, 8, updates=4, delay=1)])
+    assert_schedule(schedules.pipedream_2bw, plans=[PipelineShape(2, 8, updates=4, delay=1)])
     with pytest.raises(AssertionError, match="would go into update 0"):
-        assert_schedule(schedules.zb_h1, plans=[Plan(2, 8, updates=4, delay=1)])
+        assert_schedule(schedules.zb_h1, plans=[PipelineShape(2, 8, updates=4, delay=1)])
 
 
 def test_plans_of_a_schedule() -> None:
     """Of the kind that it is written for, all of them once."""
-    looped = plans_of(schedules.interleaved)
+    looped = shapes_for(schedules.interleaved)
     assert {(p.placement, p.stages_per_rank) for p in looped} == {("loop", v) for v in (1, 2, 3)}
     assert len(looped) == len(set(looped)) == 4 * 6 * 3
-    assert {p.stages_per_rank for p in plans_of(schedules.zb_v)} == {2}
-    assert {p.ranks for p in plans_of(schedules.dualpipe)} == {2, 4}
+    assert {p.stages_per_rank for p in shapes_for(schedules.zb_v)} == {2}
+    assert {p.ranks for p in shapes_for(schedules.dualpipe)} == {2, 4}
 
 
 def test_no_plan_is_no_test() -> None:
@@ -71,7 +78,7 @@ def test_no_plan_is_no_test() -> None:
         assert_schedule(schedules.gpipe, plans=[])
 
 
-@pytest.mark.parametrize("other", [3, [3], "x", Plan, {"ranks": 2}])
+@pytest.mark.parametrize("other", [3, [3], "x", PipelineShape, {"ranks": 2}])
 def test_plans_and_models_of_another_kind_are_refused(other: Any) -> None:
     with pytest.raises(UsageError, match="this takes a Plan, not"):
         assert_schedule(schedules.gpipe, plans=other)
@@ -80,17 +87,17 @@ def test_plans_and_models_of_another_kind_are_refused(other: Any) -> None:
 
 
 def test_one_plan_and_one_model_are_meant_as_one_of_one() -> None:
-    assert_schedule(schedules.gpipe, plans=Plan(2, 2), models="device")  # type: ignore[arg-type]
+    assert_schedule(schedules.gpipe, plans=PipelineShape(2, 2), models="device")  # type: ignore[arg-type]
 
 
 def test_a_strategy_shows_the_smallest_that_fails() -> None:
     """Of this schedule, whatever failed before."""
     for least in (3, 2):
 
-        def few(r: int, P: int, m: int, least: int = least) -> Word:
+        def few(r: int, P: int, m: int, least: int = least) -> RankSchedule:
             return m * F + (m if least > m else m - 1) * B
 
-        shown = str(caught(few, plans=plans(2, 6, 1, ("loop",))))
+        shown = str(caught(few, plans=shapes(2, 6, 1, ("loop",))))
         assert f"Plan(ranks=1, microbatches={least})" in shown
 
 
@@ -101,7 +108,7 @@ def caught(schedule: Any, **options: Any) -> AssertionError:
 
 
 def test_a_deadlock_is_caught() -> None:
-    def impatient(r: int, P: int, m: int) -> Word:
+    def impatient(r: int, P: int, m: int) -> RankSchedule:
         lead = min(r, m)
         return lead * F + (m - lead) * (F + B) + lead * B
 
@@ -112,7 +119,7 @@ def test_a_deadlock_is_caught() -> None:
 
 
 def test_what_is_incomplete_is_caught() -> None:
-    def forgetful(r: int, P: int, m: int) -> Word:
+    def forgetful(r: int, P: int, m: int) -> RankSchedule:
         return m * F + min(m, 3) * B
 
     error = caught(forgetful)
@@ -121,15 +128,15 @@ def test_what_is_incomplete_is_caught() -> None:
 
 
 def test_a_schedule_that_raises_is_caught() -> None:
-    def needy(r: int, P: int, m: int) -> Word:
+    def needy(r: int, P: int, m: int) -> RankSchedule:
         return weave(m * F, m * B, lead=8 // (3 - P))
 
     assert "Plan(ranks=3, microbatches=1)" in str(caught(needy))
-    assert_schedule(needy, plans=plans(ranks=2, stages_per_rank=1), examples=10)
+    assert_schedule(needy, plans=shapes(ranks=2, stages_per_rank=1), examples=10)
 
 
 def test_backwards_in_another_order_give_other_bits() -> None:
-    def backwards(r: int, P: int, m: int) -> Word:
+    def backwards(r: int, P: int, m: int) -> RankSchedule:
         return sum((F.at(k) for k in range(m)), m * F * 0) + sum(
             (B.at(k) for k in reversed(range(m))), m * B * 0
         )
@@ -154,7 +161,7 @@ def test_wrong_gradients_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(y, target) * (0.5 if len(seen) == 2 else 1.0)
 
     monkeypatch.setattr(tiny_model, "loss", forgets)
-    assert "the loss" in str(caught(schedules.gpipe, plans=[Plan(2, 2)]))
+    assert "the loss" in str(caught(schedules.gpipe, plans=[PipelineShape(2, 2)]))
 
 
 @settings(max_examples=50)
@@ -165,7 +172,7 @@ def test_programs_are_legal_everywhere(program: Program) -> None:
 
 
 @settings(max_examples=50)
-@given(drafts(ranks=3, microbatches=3))
+@given(compute_programs(ranks=3, microbatches=3))
 def test_drafts_are_complete_and_ascend(made: Program) -> None:
     assert check_draft(made).is_draft and made.ascending == (made.plan.rows == 1)
 

@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import schedir
-from schedir import Plan
-from schedir.runtime import split_linears
+from schedir import PipelineShape
+from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, zb_h1, zb_v
-from schedir.schedules.schedule_algebra import B, Word
+from schedir.schedules.schedule_algebra import B, RankSchedule
 from schedir.schedules.schedule_algebra import F as Forward
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import gpt_executor, gradients, own_batch, same_bits, zb
 
@@ -124,37 +124,39 @@ def near(one: nn.Module, other: nn.Module, most: float = 1e-9) -> bool:
     )
 
 
-VEE = Plan(2, 4, 2, "vee")
+VEE = PipelineShape(2, 4, 2, "vee")
 CASES = [
-    (one_f_one_b, Plan(4, 6), ()),
-    (one_f_one_b, Plan(4, 6), MIDDLE),
-    (one_f_one_b, Plan(4, 4), (*THREE,)),
-    (zb, Plan(4, 4), MIDDLE),
-    (zb_h1, Plan(4, 6), THREE),
+    (one_f_one_b, PipelineShape(4, 6), ()),
+    (one_f_one_b, PipelineShape(4, 6), MIDDLE),
+    (one_f_one_b, PipelineShape(4, 4), (*THREE,)),
+    (zb, PipelineShape(4, 4), MIDDLE),
+    (zb_h1, PipelineShape(4, 6), THREE),
     (zb_v, VEE, ()),
     (zb_v, VEE, MIDDLE),
     (zb_v, VEE, THREE),
-    (interleaved, Plan(1, 3, 4), THREE),
-    (interleaved, Plan(2, 4, 2), MIDDLE),
-    (dualpipe, Plan(4, 8, placement="mirror"), MIDDLE),
-    (dualpipe, Plan(4, 8, placement="mirror"), ((0, 1, 2),)),
+    (interleaved, PipelineShape(1, 3, 4), THREE),
+    (interleaved, PipelineShape(2, 4, 2), MIDDLE),
+    (dualpipe, PipelineShape(4, 8, placement="mirror"), MIDDLE),
+    (dualpipe, PipelineShape(4, 8, placement="mirror"), ((0, 1, 2),)),
 ]
 
 
 @pytest.mark.parametrize(("schedule", "plan", "shared"), CASES)
-def test_in_process(schedule: Any, plan: Plan, shared: Any) -> None:
+def test_in_process(schedule: Any, plan: PipelineShape, shared: Any) -> None:
     whole, model = Model(4, shared), Model(4, shared)
     stages = parts(model)
-    split_linears(model)
-    ties = schedir.ties(stages)
-    assert ties == schedir.ties(model).among(stages)
+    make_backward_splittable(model)
+    ties = schedir.find_tied_weights(stages)
+    assert ties == schedir.find_tied_weights(model).among(stages)
     program = schedir.compile(schedule, plan, model="edge", tied=ties, clip=True)
-    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=adam, max_norm=0.5)
+    ranks = InProcessExecutor(
+        program, stages, loss=loss, boundary=BOUNDARY, optimizer=adam, max_norm=0.5
+    )
     norms = plain(whole, plan.microbatches, clip=0.5)
     for step in range(3):
         twin = deepcopy(stages)  # all at once, so that they share as these do
         total = ranks.step(*batch(plan.microbatches, step), SCALE, seed=step)
-        right = reference(
+        right = run_sequential(
             twin, *batch(plan.microbatches, step), loss=loss, scale=SCALE, program=program
         )
         assert torch.equal(total, right)
@@ -170,25 +172,25 @@ def test_in_process(schedule: Any, plan: Plan, shared: Any) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "plan", "shared"), CASES)
-def test_bits_of_the_reference(schedule: Any, plan: Plan, shared: Any) -> None:
+def test_bits_of_the_reference(schedule: Any, plan: PipelineShape, shared: Any) -> None:
     """Also where copies are two objects, and nobody sees that they were one."""
     model = Model(4, shared)
     together = parts(model)
-    split_linears(model)
+    make_backward_splittable(model)
     apart = [deepcopy(s) for s in together]
-    ties = schedir.ties(together)
+    ties = schedir.find_tied_weights(together)
     program = schedir.compile(schedule, plan, model="edge", tied=ties)
     own = program if plan.rows > 1 else None
     twin = deepcopy(together)
-    right = reference(twin, *batch(plan.microbatches, 0), loss=loss, scale=SCALE, program=own)
+    right = run_sequential(twin, *batch(plan.microbatches, 0), loss=loss, scale=SCALE, program=own)
     other = [deepcopy(s) for s in together]
     x, y = batch(plan.microbatches, 0)
     assert torch.equal(
-        reference(other, x, y, loss=loss, scale=SCALE, program=own, tied=ties), right
+        run_sequential(other, x, y, loss=loss, scale=SCALE, program=own, tied=ties), right
     )
     assert same_bits(gradients(other), gradients(twin))
     for stages in (together, apart):
-        ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY, tied=ties)
+        ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, tied=ties)
         for seed in (None, 1, 2):
             assert torch.equal(ranks.step(x, y, SCALE, seed=seed), right)
             assert same_bits(gradients(stages), gradients(twin))
@@ -196,9 +198,9 @@ def test_bits_of_the_reference(schedule: Any, plan: Plan, shared: Any) -> None:
 
 def test_true_is_first_and_last_whose_one_parameter_is_seen() -> None:
     whole, model = Model(2), Model(2)
-    split_linears(model)
-    program = schedir.compile(zb_v, Plan(1, 3, 2, "vee"), tied=True)
-    ranks = InProcess(
+    make_backward_splittable(model)
+    program = schedir.compile(zb_v, PipelineShape(1, 3, 2, "vee"), tied=True)
+    ranks = InProcessExecutor(
         program, parts(model), loss=loss, boundary=BOUNDARY, optimizer=adam, tied=None
     )
     for step in range(3):
@@ -226,10 +228,13 @@ def test_a_module_in_two_stages() -> None:
         for one in x:
             torch.autograd.backward(squares(whole(one), one + 1) * SCALE)
         optimizer.step()
-    for schedule, plan in ((interleaved, Plan(1, 3, 2)), (one_f_one_b, Plan(2, 3))):
+    for schedule, plan in (
+        (interleaved, PipelineShape(1, 3, 2)),
+        (one_f_one_b, PipelineShape(2, 3)),
+    ):
         stages = make()
-        program = schedir.compile(schedule, plan, tied=schedir.ties(stages))
-        ranks = InProcess(
+        program = schedir.compile(schedule, plan, tied=schedir.find_tied_weights(stages))
+        ranks = InProcessExecutor(
             program, stages, loss=squares, optimizer=adam,
             boundary=Boundary((2, WIDTH), torch.float64),
         )  # fmt: skip
@@ -239,31 +244,31 @@ def test_a_module_in_two_stages() -> None:
         assert stages[0][1] is stages[1][1]
 
 
-def flushed(r: int, P: int, m: int) -> Word:
+def flushed(r: int, P: int, m: int) -> RankSchedule:
     """A vee, four microbatches at a time, all forward and then all backward."""
     turn = 2 * Forward[0] + 2 * Forward[1] + 2 * B[1] + 2 * B[0]
     return sum((turn for _ in range(m // 2)), 0 * Forward)
 
 
-def twice(r: int, P: int, m: int) -> Word:
+def twice(r: int, P: int, m: int) -> RankSchedule:
     return one_f_one_b(r, P, m // 2) + one_f_one_b(r, P, m // 2)
 
 
 @pytest.mark.parametrize(
     ("schedule", "plan", "shared"),
     [
-        (flushed, Plan(2, 8, 2, "vee", updates=4, delay=0), THREE),
-        (flushed, Plan(1, 8, 2, "vee", updates=4, delay=1), ()),
-        (twice, Plan(4, 8, updates=2, delay=0), MIDDLE),
+        (flushed, PipelineShape(2, 8, 2, "vee", updates=4, delay=0), THREE),
+        (flushed, PipelineShape(1, 8, 2, "vee", updates=4, delay=1), ()),
+        (twice, PipelineShape(4, 8, updates=2, delay=0), MIDDLE),
     ],
 )
-def test_several_updates(schedule: Any, plan: Plan, shared: Any) -> None:
+def test_several_updates(schedule: Any, plan: PipelineShape, shared: Any) -> None:
     layers = plan.stages
     whole, model = Model(layers, shared), Model(layers, shared)
     stages = parts(model)
-    program = schedir.compile(schedule, plan, model="edge", tied=schedir.ties(stages))
+    program = schedir.compile(schedule, plan, model="edge", tied=schedir.find_tied_weights(stages))
     sgd = partial(torch.optim.SGD, lr=0.02, momentum=0.5)
-    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd)
+    ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd)
     ranks.step(*batch(8, 0), SCALE, seed=3)
     optimizer, kept = sgd(whole.parameters()), [deepcopy(whole)]
     for u, (x, y) in enumerate(zip(*(b.chunk(plan.updates) for b in batch(8, 0)), strict=True)):
@@ -279,18 +284,18 @@ def test_several_updates(schedule: Any, plan: Plan, shared: Any) -> None:
     assert stages[0].words.weight is stages[-1].head.weight
 
 
-@pytest.mark.parametrize("plan", [VEE, Plan(1, 4, 4, "vee")])
-def test_bfloat16_with_float32_gradients(plan: Plan) -> None:
+@pytest.mark.parametrize("plan", [VEE, PipelineShape(1, 4, 4, "vee")])
+def test_bfloat16_with_float32_gradients(plan: PipelineShape) -> None:
     """The one object, and two that are copies, give the same bits."""
     trained = []
     for copied in (False, True):
         stages = parts(Model(4))
-        ties = schedir.ties(stages)
+        ties = schedir.find_tied_weights(stages)
         stages = [deepcopy(s) for s in stages] if copied else stages
-        for stage in map(split_linears, stages):
+        for stage in map(make_backward_splittable, stages):
             float32_gradients(stage.bfloat16())
         program = schedir.compile(zb_v if plan is VEE else gpipe_v, plan, tied=ties, clip=True)
-        ranks = InProcess(
+        ranks = InProcessExecutor(
             program, stages, loss=loss, boundary=Boundary((2, LENGTH, WIDTH), torch.bfloat16),
             optimizer=lambda own: MainOptimizer(own, adam), tied=ties,
         )  # fmt: skip
@@ -306,7 +311,7 @@ def test_bfloat16_with_float32_gradients(plan: Plan) -> None:
         assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-def gpipe_v(r: int, P: int, m: int) -> Word:
+def gpipe_v(r: int, P: int, m: int) -> RankSchedule:
     return sum((m * Forward[v] for v in range(4)), 0 * Forward) + sum(
         (m * B[v] for v in reversed(range(4))), 0 * B
     )
@@ -316,14 +321,14 @@ def gpipe_v(r: int, P: int, m: int) -> Word:
 
 
 def _train(
-    process: int, schedule: Any, plan: Plan, shared: Any, dp: int, how: str
+    process: int, schedule: Any, plan: PipelineShape, shared: Any, dp: int, how: str
 ) -> dict[int, dict[str, Tensor]]:
     """What a process holds after three steps."""
     stages = parts(Model(plan.stages, shared))
-    split_linears(nn.ModuleList(stages))
-    ties = schedir.ties(stages)
+    make_backward_splittable(nn.ModuleList(stages))
+    ties = schedir.find_tied_weights(stages)
     program = schedir.compile(schedule, plan, dp=dp, model="edge", tied=ties, clip=True)
-    transport = Gloo(program)
+    transport = GlooTransport(program)
     own = {s: stages[s] for s in plan.stages_of[transport.rank]}
     if how == "copied":
         own = {s: deepcopy(module) for s, module in own.items()}
@@ -343,15 +348,15 @@ def _train(
 @pytest.mark.parametrize(
     ("schedule", "plan", "shared", "dp", "how"),
     [
-        (one_f_one_b, Plan(4, 6), MIDDLE, 1, "shared"),
-        (zb_h1, Plan(4, 4), THREE, 1, "copied"),
+        (one_f_one_b, PipelineShape(4, 6), MIDDLE, 1, "shared"),
+        (zb_h1, PipelineShape(4, 4), THREE, 1, "copied"),
         (zb_v, VEE, THREE, 1, "shared"),
         (zb_v, VEE, (), 2, "shared"),
         (zb_v, VEE, MIDDLE, 1, "copied"),
-        (dualpipe, Plan(4, 8, placement="mirror"), MIDDLE, 1, "shared"),
+        (dualpipe, PipelineShape(4, 8, placement="mirror"), MIDDLE, 1, "shared"),
     ],
 )
-def test_processes(schedule: Any, plan: Plan, shared: Any, dp: int, how: str) -> None:
+def test_processes(schedule: Any, plan: PipelineShape, shared: Any, dp: int, how: str) -> None:
     held = run(_train, plan.ranks * dp, schedule, plan, shared, dp, how)
     whole = Model(plan.stages, shared)
     plain(whole, plan.microbatches * dp, clip=0.5)
@@ -367,9 +372,15 @@ def test_processes(schedule: Any, plan: Plan, shared: Any, dp: int, how: str) ->
 
 def _sharded(process: int, how: str) -> dict[int, dict[str, Tensor]]:
     """Gradients of a GPT whose embedding is cut: ties named by hand, or by the modules."""
-    program = schedir.compile(one_f_one_b, Plan(2, 3), tp=2, model="edge", tied=True, clip=True)
-    transport = Gloo(program)
-    ties = schedir.Ties((((0, "embedding.weight"), (1, "head.weight")),)) if how == "said" else None
+    program = schedir.compile(
+        one_f_one_b, PipelineShape(2, 3), tp=2, model="edge", tied=True, clip=True
+    )
+    transport = GlooTransport(program)
+    ties = (
+        schedir.TiedWeights((((0, "embedding.weight"), (1, "head.weight")),))
+        if how == "said"
+        else None
+    )
     executor = gpt_executor(program, transport, lr=0.01, tied=ties)
     for step in range(2):
         executor.step(*own_batch(program, transport, step))

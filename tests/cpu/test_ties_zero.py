@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.errors import ModelError
-from schedir.runtime import split_linears
+from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import interleaved, looped_bfs, zb_v
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 
 WIDTH, SCALE, STEPS = 3, 0.25, 2
@@ -79,12 +79,14 @@ def plain(stages: Sequence[nn.Module], microbatches: int) -> list[Tensor]:
     return [p.detach() for p in whole.parameters()]
 
 
-def in_process(stages: Sequence[Any], schedule: Any, plan: Plan, zero: int) -> list[Tensor]:
+def in_process(
+    stages: Sequence[Any], schedule: Any, plan: PipelineShape, zero: int
+) -> list[Tensor]:
     """The parameters after the same steps of a program."""
     program = schedir.compile(
-        schedule, plan, model="edge", zero=zero, tied=schedir.ties(stages), clip=False
+        schedule, plan, model="edge", zero=zero, tied=schedir.find_tied_weights(stages), clip=False
     )
-    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=adam)
+    ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=adam)
     for step in range(STEPS):
         ranks.step(*batch(plan.microbatches, step), SCALE)
     with ExitStack() as stack:
@@ -101,7 +103,7 @@ def near(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
 @given(data=st.data(), zero=st.integers(0, 3), ranks=st.integers(1, 2), each=st.integers(2, 3))
 def test_any_weights_of_any_stages_of_a_rank(data: Any, zero: int, ranks: int, each: int) -> None:
     """Also of one number, and equal ones, which a comparison by value would take for one."""
-    plan = Plan(ranks, 2, each)
+    plan = PipelineShape(ranks, 2, each)
     number = data.draw(st.integers(1, 3))
     shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=number, max_size=number)) * ranks
     own = st.lists(st.integers(0, number - 1), min_size=1, unique=True)
@@ -115,9 +117,12 @@ def test_any_weights_of_any_stages_of_a_rank(data: Any, zero: int, ranks: int, e
 
 @pytest.mark.parametrize("zero", range(4))
 def test_a_layer_in_several_stages(zero: int) -> None:
-    for schedule, plan in ((interleaved, Plan(1, 3, 3)), (zb_v, Plan(1, 3, 2, "vee"))):
+    for schedule, plan in (
+        (interleaved, PipelineShape(1, 3, 3)),
+        (zb_v, PipelineShape(1, 3, 2, "vee")),
+    ):
         stages = albert(plan.stages)
-        split_linears(nn.ModuleList(stages))
+        make_backward_splittable(nn.ModuleList(stages))
         trained = in_process(stages, schedule, plan, zero)
         assert near(trained, plain(albert(plan.stages), plan.microbatches))
         assert all(stage[0] is stages[0][0] for stage in stages)
@@ -129,18 +134,18 @@ PAIR = ((0, 1), (1, 0)), ((1,), (1,))  # two equal weights of one number, in two
 def _replica(process: int) -> dict[tuple[str, int], list[Tensor]]:
     """What one of two replicas has after the steps, by model and level of ZeRO."""
     found = {}
-    plan = Plan(1, 2, 2)
+    plan = PipelineShape(1, 2, 2)
     mine = slice(process * plan.microbatches, (process + 1) * plan.microbatches)
     for name, make in (("albert", partial(albert, 2)), ("pair", partial(factors, *PAIR))):
         for zero in range(4):
             stages: list[Any] = [*make()]
-            ties = schedir.ties(stages)
+            ties = schedir.find_tied_weights(stages)
             program = schedir.compile(
                 interleaved, plan, dp=2, model="edge", zero=zero, tied=ties, clip=True
             )
             parameters = [*nn.Sequential(*stages).parameters()]
             executor = Executor(
-                program, 0, stages, Gloo(program), loss=loss, boundary=BOUNDARY,
+                program, 0, stages, GlooTransport(program), loss=loss, boundary=BOUNDARY,
                 optimizer=adam(parameters), tied=ties, max_norm=float("inf"),
             )  # fmt: skip
             for step in range(STEPS):
@@ -163,16 +168,16 @@ def test_two_processes_that_keep_parts() -> None:
 @pytest.mark.parametrize("zero", range(1, 4))
 def test_one_parameter_on_several_ranks_is_refused(zero: int) -> None:
     """The code of the hint trains like the unsplit model."""
-    stages, plan = albert(2), Plan(2, 3)
-    ties = schedir.ties(stages)
+    stages, plan = albert(2), PipelineShape(2, 3)
+    ties = schedir.find_tied_weights(stages)
     program = schedir.compile(interleaved, plan, model="edge", zero=zero, tied=ties, clip=False)
     options: dict[str, Any] = {"loss": loss, "boundary": BOUNDARY, "optimizer": adam}
     with pytest.raises(ModelError, match=r"0\.weight of stage 0 and 0\.weight of stage 1") as error:
-        InProcess(program, stages, **options)
+        InProcessExecutor(program, stages, **options)
     assert error.value.program == program.name and "tied=ties" in error.value.hint
     assert [p.shape for p in stages[0].parameters()] == [(WIDTH, WIDTH), (WIDTH,)]
     copies = [deepcopy(stage) for stage in stages]
-    ranks = InProcess(program, copies, tied=ties, **options)
+    ranks = InProcessExecutor(program, copies, tied=ties, **options)
     for step in range(STEPS):
         ranks.step(*batch(plan.microbatches, step), SCALE)
     with ExitStack() as stack:

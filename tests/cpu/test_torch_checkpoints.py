@@ -16,9 +16,9 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import schedir
-from schedir import Plan, Ties
+from schedir import PipelineShape, TiedWeights
 from schedir.checkpoints import load, save
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.torch_pipelining import Schedule
 from tests.cpu.layouts import same, whole
 from tests.cpu.spawn import run
@@ -64,8 +64,8 @@ class Part(nn.Module):
         return x
 
 
-def tied(stages: int) -> Ties:
-    return Ties((((0, TIED), (stages - 1, f"layers.{LAYERS - 1}.linear.weight")),))
+def tied(stages: int) -> TiedWeights:
+    return TiedWeights((((0, TIED), (stages - 1, f"layers.{LAYERS - 1}.linear.weight")),))
 
 
 def tie(parts: dict[int, nn.Module], stages: int) -> dict[int, nn.Module]:
@@ -98,7 +98,7 @@ class Run:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
         self.dp, pp = mesh["dp"].get_group(), mesh["pp"].get_group()
         n = layout.stages
-        plan = Plan(shape[0], MB, n // shape[0], layout.placement)
+        plan = PipelineShape(shape[0], MB, n // shape[0], layout.placement)
         own = plan.stages_of[dist.get_rank(pp)]
         parts: dict[int, nn.Module] = {s: Part(s, n, layout.drops) for s in own}
         parts = parts if layout.copies else tie(parts, n)
@@ -200,17 +200,17 @@ FOUR = {"replicas of two ranks": Layout("one_f_one_b", dp=2, ddp=True)}
 NO_REPLICAS = {"no replicas": Layout("zb_h1")}
 
 
-def in_process(stages: int) -> InProcess:
+def in_process(stages: int) -> InProcessExecutor:
     """The same model in our own runtime."""
     ties = tied(stages)
-    plan = Plan(2, MB, stages // 2)
+    plan = PipelineShape(2, MB, stages // 2)
     program = schedir.compile(schedir.schedules.interleaved, plan, tied=ties)
     parts = tie({s: Part(s, stages) for s in range(stages)}, stages)
     how: dict[str, Any] = {"loss": mse_loss, "boundary": (ROWS // MB, WIDTH), "optimizer": ADAM}
-    return InProcess(program, [*parts.values()], tied=ties, **how)
+    return InProcessExecutor(program, [*parts.values()], tied=ties, **how)
 
 
-def steps_in_process(ranks: InProcess, first: int, end: int) -> None:
+def steps_in_process(ranks: InProcessExecutor, first: int, end: int) -> None:
     for step in range(first, end):
         torch.manual_seed(1000 + step)
         x, y = torch.randn(2, ROWS, WIDTH)

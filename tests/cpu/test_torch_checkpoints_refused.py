@@ -17,12 +17,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from schedir import Plan, schedules
+from schedir import PipelineShape, schedules
 from schedir.checkpoints import Saver, dcp_storage, load, save
 from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.compiler.compile import compile
 from schedir.errors import CheckpointError, ExecutionError, ProgramError, UsageError
-from schedir.runtime import InProcess
+from schedir.runtime import InProcessExecutor
 from schedir.torch_pipelining import Schedule
 from tests.cpu.spawn import run
 from tests.cpu.torchs import WIDTH, Layer, stage_of
@@ -218,9 +218,9 @@ def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_executor_has_its_own_optimizer(tmp_path: Path) -> None:
-    program = compile(schedules.gpipe, Plan(2, MB))
+    program = compile(schedules.gpipe, PipelineShape(2, MB))
     stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    ranks = InProcess(program, stages, loss=mse_loss, boundary=(1, 4), optimizer=SGD)
+    ranks = InProcessExecutor(program, stages, loss=mse_loss, boundary=(1, 4), optimizer=SGD)
     with pytest.raises(ProgramError, match="has an optimizer of its own"):
         save(ranks, tmp_path, step=1, optimizer=SGD(stages[0].parameters()))
     with pytest.raises(UsageError, match=r"an InProcess or a schedir\.torch\.Schedule"):

@@ -11,7 +11,7 @@ from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import finish
 from schedir.errors import DeadlockError
 from schedir.io import torch_csv
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.verify.check import check
 from tests.cpu.theirs import LOOP, VEE, lowered
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(
 
 def program(name: str, defer: bool) -> Program:
     """What torch makes of a schedule on 2 ranks, with 2 microbatches or, in a vee, 4."""
-    plan = Plan(2, 4, 2, "vee") if name in VEE else Plan(2, 2, 2)
-    return finish(torch_csv.parse(lowered(name, plan, defer_pp_recv=defer)))
+    plan = PipelineShape(2, 4, 2, "vee") if name in VEE else PipelineShape(2, 2, 2)
+    return finish(torch_csv.from_csv(lowered(name, plan, defer_pp_recv=defer)))
 
 
 def test_the_museum_has_what_torch_writes() -> None:

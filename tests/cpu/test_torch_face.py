@@ -14,10 +14,10 @@ from torch.nn.functional import mse_loss
 from schedir import schedules
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
-from schedir.io.torch_csv import show
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.text_format import show as text
-from schedir.schedules.schedule_algebra import B, F, I, W, Word
+from schedir.io.torch_csv import to_csv
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.text_format import to_text as text
+from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W
 from schedir.testing.gradient_assertion import assert_same_gradients
 from schedir.torch_pipelining import Schedule
 from tests.cpu.faces import MB, made, step_of
@@ -42,7 +42,7 @@ def same(step: Step, stages: int = 2, ranks: int = 2, **options: Any) -> None:
     assert_same_gradients(step, model(stages), batch(), ranks=ranks, **given)
 
 
-def backwards(rank: int, ranks: int, m: int, v: int = 1) -> Word:
+def backwards(rank: int, ranks: int, m: int, v: int = 1) -> RankSchedule:
     """A schedule of one's own, whose microbatches come last first."""
     forward = sum((F.at(mb) for mb in range(m - 1, -1, -1)), F * 0)
     return forward + sum((I.at(mb) + W.at(mb) for mb in range(m)), F * 0)
@@ -58,7 +58,7 @@ def test_of_one_rank_alone() -> None:
 
 
 def test_of_ranks_that_hold_more_than_others() -> None:
-    def mine(rank: int, ranks: int, m: int, v: int) -> Word:
+    def mine(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
         forward = [*(F[j] for j in range(v))]
         return m * sum(forward[1:], forward[0]) + m * sum((B[v - 1 - j] for j in range(v)), F * 0)
 
@@ -72,9 +72,9 @@ def test_one_of_ones_own_whose_microbatches_come_in_another_order() -> None:
 
 @pytest.mark.parametrize("form", ["program", "draft", "sched", "csv", "transfers"])
 def test_programs(form: str, tmp_path: Any) -> None:
-    made = compile(schedules.zb_h1, Plan(2, MB))
+    made = compile(schedules.zb_h1, PipelineShape(2, MB))
     (tmp_path / "x.sched").write_text(text(made))
-    (tmp_path / "x.csv").write_text(show(made, "torch-2.13" if form == "transfers" else "torch"))
+    (tmp_path / "x.csv").write_text(to_csv(made, "torch-2.13" if form == "transfers" else "torch"))
     draft = {"program": made, "draft": schedules_draft(), "sched": tmp_path / "x.sched"}
     same(step_of("loop", program=draft.get(form, str(tmp_path / "x.csv"))))
 
@@ -84,21 +84,21 @@ def test_first_stages_that_are_not_trained(frozen: int) -> None:
     """Of which a program has no backward, or one that does nothing."""
     whole = model(4)
     whole[:2].requires_grad_(False)
-    program = compile(schedules.zb_v, Plan(2, MB, placement="vee"), frozen=frozen)
+    program = compile(schedules.zb_v, PipelineShape(2, MB, placement="vee"), frozen=frozen)
     step = step_of("vee", program=program)
     assert_same_gradients(step, whole, batch(), ranks=2, microbatches=MB, loss_fn=mse_loss)
 
 
 def test_a_stage_that_would_not_be_trained_is_refused() -> None:
-    program = compile(schedules.one_f_one_b, Plan(2, MB), frozen=1)
+    program = compile(schedules.one_f_one_b, PipelineShape(2, MB), frozen=1)
     with pytest.raises(ExecutionError, match="no backward of stage 0"):
         same(step_of("loop", program=program))
 
 
 def schedules_draft() -> Any:
-    from schedir.schedules.draft import draft
+    from schedir.schedules.draft import expand_schedule
 
-    return draft(schedules.zb_h1, Plan(2, MB))
+    return expand_schedule(schedules.zb_h1, PipelineShape(2, MB))
 
 
 def test_gradients_add_up_over_steps_and_evaluations() -> None:
@@ -156,7 +156,7 @@ def given(rank: int, name: str, placement: str, stages: int) -> list[list[Tensor
     """Losses and outputs of steps and evaluations in turn, however they are called."""
     torch.manual_seed(0)
     whole = nn.Sequential(*(Scaled() for _ in range(stages)))
-    own = Plan(2, MB, stages // 2, placement).stages_of[rank]
+    own = PipelineShape(2, MB, stages // 2, placement).stages_of[rank]
     parts: dict[int, nn.Module] = {s: whole[s] for s in own}
     found = getattr(schedules, name, backwards)
     schedule = made(parts, stages, schedule=found, loss_fn=weighted)
@@ -211,7 +211,7 @@ def test_losses_and_outputs() -> None:
 def forward_alone(rank: int, names: Sequence[str]) -> list[Any]:
     """What forwards without a loss give, of each schedule."""
     whole = model(4)
-    own = Plan(2, MB, placement="vee").stages_of[rank]
+    own = PipelineShape(2, MB, placement="vee").stages_of[rank]
     parts: dict[int, nn.Module] = {s: whole[s] for s in own}
     x, _ = batch()
     give = []

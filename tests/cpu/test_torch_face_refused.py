@@ -18,10 +18,10 @@ from torch.nn.functional import mse_loss
 from schedir import schedules
 from schedir.compiler.compile import compile
 from schedir.errors import DeadlockError, ProgramError
-from schedir.io.torch_csv import show
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.io.torch_csv import to_csv
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
-from schedir.schedules.draft import draft
+from schedir.schedules.draft import expand_schedule
 from schedir.torch_pipelining import Schedule
 from schedir.torch_pipelining.program_selection import model_of
 from schedir.verify.check import check
@@ -30,8 +30,8 @@ from tests.cpu.spawn import run
 from tests.cpu.torchs import batch, model, stage_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "torch_face.txt"
-ONE = compile(schedules.one_f_one_b, Plan(2, MB))
-LOOP = Plan(2, MB, 2)
+ONE = compile(schedules.one_f_one_b, PipelineShape(2, MB))
+LOOP = PipelineShape(2, MB, 2)
 
 
 def crossed() -> Program:
@@ -49,7 +49,7 @@ def crossed() -> Program:
 
 def parts_of(rank: int, stages: int, placement: str = "loop") -> dict[int, nn.Module]:
     whole = model(stages)
-    own = Plan(2, MB, stages // 2, placement).stages_of[rank]
+    own = PipelineShape(2, MB, stages // 2, placement).stages_of[rank]
     return {s: whole[s] for s in own}
 
 
@@ -80,22 +80,24 @@ WRONG: dict[str, Callable[[int], Any]] = {
     "a loss that is none": lambda r: two(r, loss_fn="mse"),
     "a loss on one rank": lambda r: two(r, loss_fn=mse_loss if r else None),
     "a program of other microbatches": lambda r: two(
-        r, schedule=None, program=compile(schedules.one_f_one_b, Plan(2, 8))
+        r, schedule=None, program=compile(schedules.one_f_one_b, PipelineShape(2, 8))
     ),
     "a program of another placement": lambda r: four(
-        r, program=compile(schedules.zb_v, Plan(2, MB, placement="vee"))
+        r, program=compile(schedules.zb_v, PipelineShape(2, MB, placement="vee"))
     ),
     "a program that trains without a loss": lambda r: two(
         r, schedule=None, program=ONE, loss_fn=None
     ),
     "a schedule of another placement": lambda r: four(r, schedule="zb_v"),
     "programs that differ": lambda r: two(r, schedule=["gpipe", "one_f_one_b"][r]),
-    "two holders": lambda r: four(r, program=draft(schedules.dualpipe, Plan(2, MB, 2, "mirror"))),
+    "two holders": lambda r: four(
+        r, program=expand_schedule(schedules.dualpipe, PipelineShape(2, MB, 2, "mirror"))
+    ),
     "transfers as one": lambda r: two(
-        r, schedule=None, program=compile(schedules.one_f_one_b, Plan(2, MB), overlap=True)
+        r, schedule=None, program=compile(schedules.one_f_one_b, PipelineShape(2, MB), overlap=True)
     ),
     "a program with ZeRO": lambda r: two(
-        r, schedule=None, program=compile(schedules.one_f_one_b, Plan(2, MB), dp=2, zero=1)
+        r, schedule=None, program=compile(schedules.one_f_one_b, PipelineShape(2, MB), dp=2, zero=1)
     ),
     "messages that would be taken for each other": lambda r: four(r, program=crossed()),
     "a stage twice": lambda r: made({0: model(2)[0]}, 2, schedule="gpipe"),
@@ -180,5 +182,5 @@ def test_what_is_refused_would_be_silently_wrong(tmp_path: Any) -> None:
     check(program, "edge", blocks=True)
     with pytest.raises(DeadlockError):
         check(program, "pair", blocks=True)
-    (tmp_path / "x.csv").write_text(show(program, "torch-2.13"))
+    (tmp_path / "x.csv").write_text(to_csv(program, "torch-2.13"))
     assert max(run(theirs_alone, 2, str(tmp_path / "x.csv"))) > 0.1

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from schedir.errors import ExecutionError, ProgramError
 from schedir.ir.program import Program
-from schedir.schedules.schedule_algebra import B, F, I, W, Word
+from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W
 from schedir.testing.gradient_assertion import assert_same_gradients
 from schedir.testing.strategies import programs
 from schedir.torch_pipelining import Schedule
@@ -82,12 +82,12 @@ def test_sharded_in_mixed_precision() -> None:
     same(step, 4, tolerance=0.02)
 
 
-def full_backwards(rank: int, ranks: int, m: int, v: int) -> Word:
+def full_backwards(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
     """The vee of `zb_v` with full backwards."""
     return m * F[0] + m * F[1] + m * B[1] + m * B[0]
 
 
-def weights_last(rank: int, ranks: int, m: int, v: int) -> Word:
+def weights_last(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
     return m * F[0] + m * F[1] + m * I[1] + m * I[0] + m * W[1] + m * W[0]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.stage import PipelineStage
 from torch.nn.functional import mse_loss
 
-from schedir.schedules.schedule_algebra import F, I, W, Word
+from schedir.schedules.schedule_algebra import F, I, RankSchedule, W
 from schedir.testing.gradient_assertion import assert_same_gradients
 from schedir.torch_pipelining import Schedule
 from tests.cpu.faces import MB, step_of
@@ -78,7 +78,7 @@ class Table(nn.Module):
         return x * self.table if self.last else (x, torch.exp(self.table) * 1)
 
 
-def one_by_one(rank: int, ranks: int, m: int) -> Word:
+def one_by_one(rank: int, ranks: int, m: int) -> RankSchedule:
     """Forward and backward of the last microbatch first."""
     return sum((F.at(mb) + I.at(mb) + W.at(mb) for mb in range(m - 1, -1, -1)), 0 * F)
 

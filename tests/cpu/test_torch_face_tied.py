@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from schedir import Ties, ties
+from schedir import TiedWeights, find_tied_weights
 from schedir.errors import ExecutionError, ModelError
 from schedir.testing.gradient_assertion import assert_same_gradients
 from tests.cpu.faces import MB, made, step_of
@@ -46,8 +46,8 @@ def same(step: Step, stages: int = 4, shared: tuple[int, ...] = (0, 3), **option
     assert_same_gradients(step, tied_model(stages, shared), batch(16), **given)
 
 
-def places(*stages: int) -> Ties:
-    return Ties((tuple((s, "a.weight") for s in stages),))
+def places(*stages: int) -> TiedWeights:
+    return TiedWeights((tuple((s, "a.weight") for s in stages),))
 
 
 CASES = [
@@ -63,7 +63,7 @@ CASES = [
 def test_gradients_are_those_of_one_weight(
     name: str, placement: str, stages: int, shared: tuple[int, ...]
 ) -> None:
-    assert ties([*tied_model(stages, shared)]) == places(*shared)
+    assert find_tied_weights([*tied_model(stages, shared)]) == places(*shared)
     same(step_of(placement, schedule=name, tied=places(*shared)), stages, shared)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import schedir
-from schedir import B, F, I, W, Word, schedules
+from schedir import B, F, I, RankSchedule, W, schedules
 from schedir.torch_pipelining import Schedule
 from schedir.torch_pipelining.schedule import Runtime
 from schedir.transports.local_processes import run
@@ -36,7 +36,7 @@ from tests.cpu.huggingface import (
 transformers = pytest.importorskip("transformers")
 
 
-def weights_in_pairs(rank: int, ranks: int, microbatches: int) -> Iterator[Word]:
+def weights_in_pairs(rank: int, ranks: int, microbatches: int) -> Iterator[RankSchedule]:
     """1F1B with split backwards; weights' gradients come two at a time."""
     lead = min(ranks - 1 - rank, microbatches)
     yield lead * F
@@ -45,7 +45,7 @@ def weights_in_pairs(rank: int, ranks: int, microbatches: int) -> Iterator[Word]
     yield microbatches % 2 * W
 
 
-def there_and_back(rank: int, ranks: int, microbatches: int, v: int) -> Word:
+def there_and_back(rank: int, ranks: int, microbatches: int, v: int) -> RankSchedule:
     """All forwards, stage by stage, and all backwards, wherever the stages are."""
     forwards = sum((microbatches * F[j] for j in range(v)), 0 * F)
     return forwards + sum((microbatches * B[j] for j in reversed(range(v))), 0 * F)
@@ -99,7 +99,7 @@ def built(rank: int, kind: str, runtime: Runtime, case: Case, **options: Any) ->
     model = whole(kind).model
     stages = [stage_class(kind)(model, s, case.stages) for s in range(case.stages)]
     if not options:
-        options["tied"] = schedir.ties(stages)
+        options["tied"] = schedir.find_tied_weights(stages)
     return Pipeline(
         kind, case.holds[rank], case.stages,
         lambda held: Schedule(

@@ -8,29 +8,29 @@ from torch import nn
 
 from schedir.compiler.compile import compile
 from schedir.errors import ModelError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import one_f_one_b
 from schedir.testing.tiny_model import batch, loss, tiny_stages
 from tests.edits import written
 
 
-def ranks(program: Program) -> InProcess:
+def ranks(program: Program) -> InProcessExecutor:
     stages: list[nn.Module] = [*tiny_stages(program.plan.stages, 0)]
     inputs, _ = batch(program.plan.microbatches, 0)
     boundary = Boundary(tuple(inputs.shape[1:]), inputs.dtype)
-    return InProcess(program, stages, loss=loss, boundary=boundary, model="torch")
+    return InProcessExecutor(program, stages, loss=loss, boundary=boundary, model="torch")
 
 
 def test_groups_that_torch_issues_run_in_any_order() -> None:
-    program = group_opposites(compile(one_f_one_b, Plan(3, 6)))
+    program = group_opposites(compile(one_f_one_b, PipelineShape(3, 6)))
     assert program.joined.any()
     inputs, targets = batch(6, 0)
-    right = reference([*tiny_stages(3, 0)], inputs, targets, loss=loss)
+    right = run_sequential([*tiny_stages(3, 0)], inputs, targets, loss=loss)
     for seed in (None, 0, 1):
         assert torch.equal(ranks(program).step(inputs, targets, seed=seed), right)
 

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.stage import PipelineStage
 
-from schedir import schedules, search
+from schedir import schedules, search_schedule
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile, finish, lower
 from schedir.errors import CsvCellError
 from schedir.io import torch_csv
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import COMPUTE
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.testing.tiny_model import WIDTH, batch, loss
 from schedir.verify.check import check, check_draft
 from tests.cpu.spawn import run
@@ -39,7 +39,7 @@ def rows(order: dict[int, list[Any]]) -> str:
 
 def right(text: str) -> Program:
     """The program of a CSV, lowered if need be, and checked under every model."""
-    program = torch_csv.parse(text)
+    program = torch_csv.from_csv(text)
     program = lower(check_draft(program)) if program.is_draft else finish(program)
     for model in MODELS:
         check(program, model)
@@ -52,19 +52,22 @@ def test_all_of_torchs_schedules_are_here() -> None:
     assert {*theirs.__all__} - bases == {*VEE, *LOOP, *SINGLE}
 
 
-@pytest.mark.parametrize("plan", [Plan(2, 4, 2, "vee"), Plan(3, 8, 2, "vee")])
+@pytest.mark.parametrize("plan", [PipelineShape(2, 4, 2, "vee"), PipelineShape(3, 8, 2, "vee")])
 @pytest.mark.parametrize("name", VEE)
-def test_their_vee(name: str, plan: Plan, tmp_path: Path) -> None:
+def test_their_vee(name: str, plan: PipelineShape, tmp_path: Path) -> None:
     theirs_imports(name, plan, tmp_path / "x.csv")
 
 
-@pytest.mark.parametrize("plan", [Plan(1, 2, 2), Plan(2, 4), Plan(2, 6, 3), Plan(4, 8, 2)])
+@pytest.mark.parametrize(
+    "plan",
+    [PipelineShape(1, 2, 2), PipelineShape(2, 4), PipelineShape(2, 6, 3), PipelineShape(4, 8, 2)],
+)
 @pytest.mark.parametrize("name", LOOP)
-def test_their_loops(name: str, plan: Plan, tmp_path: Path) -> None:
+def test_their_loops(name: str, plan: PipelineShape, tmp_path: Path) -> None:
     theirs_imports(name, plan, tmp_path / "x.csv")
 
 
-def theirs_imports(name: str, plan: Plan, path: Path) -> None:
+def theirs_imports(name: str, plan: PipelineShape, path: Path) -> None:
     """Both forms are legal everywhere, and are the same computation."""
     schedule = built(name, plan)
     orders = []
@@ -93,10 +96,10 @@ def test_the_docs_tell_of_all() -> None:
 @pytest.mark.parametrize("name", SPANS)
 def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path) -> None:
     """What `explain` says of it, and that torch loads what it says to load."""
-    plan = Plan(4, 8, 2, "vee" if name in VEE else "loop")
+    plan = PipelineShape(4, 8, 2, "vee" if name in VEE else "loop")
     schedule, path = built(name, plan), str(tmp_path / "x.csv")
     schedule._dump_csv(path, format="compute_comms")
-    program, costs = finish(torch_csv.parse(Path(path).read_text())), Costs(F=1, B=2, send=0.1)
+    program, costs = finish(torch_csv.from_csv(Path(path).read_text())), Costs(F=1, B=2, send=0.1)
     for model in MODELS:
         advice = advise(simulate(program, costs, model=model), costs)
         (own,) = (c for c in advice.changes if c.row.kind == "transfers")
@@ -107,7 +110,7 @@ def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path
         edge = [advice.base.span * (1 - c.saves) for c in advice.changes if c.row.model == "edge"]
         here = simulate(program, costs, model="edge").span
         assert edge == [pytest.approx(here)] * (model != "edge")
-        other = torch_csv.show(own.run.program, "torch-2.13")
+        other = torch_csv.to_csv(own.run.program, "torch-2.13")
         Path(path).write_text(other)
         runtime = theirs._PipelineScheduleRuntime(
             schedule._stages, n_microbatches=plan.microbatches, loss_fn=loss
@@ -123,15 +126,15 @@ def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path
             theirs._simulate_comms_compute(order, rank_of.__getitem__, plan.stages)
 
 
-@pytest.mark.parametrize("plan", [Plan(1, 3), Plan(2, 4), Plan(4, 9)])
-def test_their_gpipe_is_ours(plan: Plan) -> None:
+@pytest.mark.parametrize("plan", [PipelineShape(1, 3), PipelineShape(2, 4), PipelineShape(4, 9)])
+def test_their_gpipe_is_ours(plan: PipelineShape) -> None:
     program = right(rows(built("ScheduleGPipe", plan)._get_pipeline_order()))
     assert program.streams == compile(schedules.gpipe, plan).streams
 
 
 def test_their_list_of_1f1b_is_refused_or_ours() -> None:
     """What torch 2.13 lists for its last rank begins with microbatch 1; its run is another code."""
-    plan = Plan(2, 4)
+    plan = PipelineShape(2, 4)
     text = rows(built("Schedule1F1B", plan)._get_pipeline_order())
     if "1F4" in text:
         with pytest.raises(CsvCellError) as caught:
@@ -144,16 +147,16 @@ def test_their_list_of_1f1b_is_refused_or_ours() -> None:
 # ---------------------------------------------------------------- ours there
 
 OURS = [
-    ("gpipe", Plan(2, 4)),
-    ("one_f_one_b", Plan(2, 4)),
-    ("interleaved", Plan(2, 4, 2)),  # both neighbours are the same peer
-    ("zb_h1", Plan(2, 4)),
-    ("interleaved_zb", Plan(2, 4, 2)),
-    ("zb_v", Plan(2, 4, placement="vee")),
-    ("v_half", Plan(2, 4, placement="vee")),
-    ("dualpipe_v", Plan(2, 4, placement="vee")),
-    ("search", Plan(2, 4)),  # what a search finds
-    ("search", Plan(2, 4, 2)),
+    ("gpipe", PipelineShape(2, 4)),
+    ("one_f_one_b", PipelineShape(2, 4)),
+    ("interleaved", PipelineShape(2, 4, 2)),  # both neighbours are the same peer
+    ("zb_h1", PipelineShape(2, 4)),
+    ("interleaved_zb", PipelineShape(2, 4, 2)),
+    ("zb_v", PipelineShape(2, 4, placement="vee")),
+    ("v_half", PipelineShape(2, 4, placement="vee")),
+    ("dualpipe_v", PipelineShape(2, 4, placement="vee")),
+    ("search", PipelineShape(2, 4)),  # what a search finds
+    ("search", PipelineShape(2, 4, 2)),
 ]
 RUNS = [(name, plan, form) for name, plan in OURS for form in torch_csv.FORMS]
 
@@ -180,7 +183,9 @@ def in_torch(rank: int, folder: str) -> list[dict[int, list[Tensor]]]:
     return [_step(rank, *each, f"{folder}/{k}.csv") for k, each in enumerate(RUNS)]
 
 
-def _step(rank: int, name: str, plan: Plan, form: str, path: str) -> dict[int, list[Tensor]]:
+def _step(
+    rank: int, name: str, plan: PipelineShape, form: str, path: str
+) -> dict[int, list[Tensor]]:
     stages, own = layers(plan.stages), plan.stages_of[rank]
     held = [PipelineStage(stages[s], s, plan.stages, torch.device("cpu")) for s in own]
     for stage in held:
@@ -203,14 +208,14 @@ def test_ours_run_in_torch(tmp_path: Path) -> None:
     for k, (name, plan, form) in enumerate(RUNS):
         costs = Costs(F=1.1, I=1.3, W=0.7, send=0.1)
         if name == "search":
-            program = search(plan, costs, in_flight=3, evaluations=30).program
+            program = search_schedule(plan, costs, in_flight=3, evaluations=30).program
         else:
             program = compile(getattr(schedules, name), plan)
-        (tmp_path / f"{k}.csv").write_text(torch_csv.show(program, form))
+        (tmp_path / f"{k}.csv").write_text(torch_csv.to_csv(program, form))
     results = run(in_torch, 2, str(tmp_path))
     for (name, plan, form), *ranks in zip(RUNS, *results, strict=True):
         plain = layers(plan.stages)
-        reference(plain, *batch(plan.microbatches), loss=loss, scale=1 / plan.microbatches)
+        run_sequential(plain, *batch(plan.microbatches), loss=loss, scale=1 / plan.microbatches)
         for rank, grads in enumerate(ranks):
             assert {*grads} == {*plan.stages_of[rank]}
             for stage, got in grads.items():

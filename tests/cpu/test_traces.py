@@ -17,11 +17,11 @@ from schedir.errors import TraceError
 from schedir.io import torch_csv
 from schedir.io.timeline_file import load_timeline
 from schedir.ir.isa.instructions import COMPUTE
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.timeline import Timeline
 from schedir.schedules import one_f_one_b
 from schedir.traces.trace_import import read_run
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from tests.commands import said
 from tests.cpu import profiled
 from tests.cpu.spawn import run
@@ -80,13 +80,13 @@ def test_import(
     program = timeline.program
 
     # Its compute is torch's own.
-    ours = [row.split(",") for row in torch_csv.show(program).splitlines()]
+    ours = [row.split(",") for row in torch_csv.to_csv(program).splitlines()]
     if name == "GPipe":
         each = [[f"{r}{op}{mb}" for op in "FB" for mb in range(8)] for r in range(4)]
         assert ours == each
     else:
-        theirs = torch_csv.parse("\n".join(",".join(rank[name]) for rank in order))
-        assert ours == [row.split(",") for row in torch_csv.show(theirs).splitlines()]
+        theirs = torch_csv.from_csv("\n".join(",".join(rank[name]) for rank in order))
+        assert ours == [row.split(",") for row in torch_csv.to_csv(theirs).splitlines()]
 
     # Busy times and the bubble are what a hand calculation gives.
     hand = [by_hand(folder / name / f"rank{r}.json") for r in range(profiled.RANKS)]
@@ -166,16 +166,16 @@ def test_waits_that_nothing_tells(
 
 
 OURS = {
-    "grouped": compile(one_f_one_b, Plan(2, 3), overlap=True),
-    "paired": compile(paired, Plan(2, 4), model="edge"),
-    "tied": compile(one_f_one_b, Plan(2, 3), tied=True, clip=True),
+    "grouped": compile(one_f_one_b, PipelineShape(2, 3), overlap=True),
+    "paired": compile(paired, PipelineShape(2, 4), model="edge"),
+    "tied": compile(one_f_one_b, PipelineShape(2, 3), tied=True, clip=True),
 }
 
 
 def _ours(rank: int, folder: str) -> None:
     """A profiled step of our own executor, with messages issued as one and pairs run as one."""
     for name, program in OURS.items():
-        transport = Gloo(program)
+        transport = GlooTransport(program)
         own, given = gpt_executor(program, transport), own_batch(program, transport)
         own.step(*given)
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:

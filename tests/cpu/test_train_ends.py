@@ -173,16 +173,16 @@ def test_results_that_are_no_files_are_refused(config: str, tmp_path: Path, name
 def test_a_program_file_must_fit_the_configuration(config: str, tmp_path: Path) -> None:
     import schedir
 
-    program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(1, 3), model="edge")
+    program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(1, 3), model="edge")
     path = tmp_path / "program.sched"
-    path.write_text(schedir.show(program))
+    path.write_text(schedir.to_text(program))
     plain = tmp_path / "plain.toml"
     plain.write_text(f"[pipeline]\nschedule = '{path}'\n")
     with pytest.raises(UsageError) as error:
         run(str(plain))
     assert "clip" in error.value.fact and error.value.hint.startswith("train.clip = 0.0, or")
-    forward = schedir.compile(lambda r, P, m: m * schedir.F, schedir.Plan(1, 3))
-    path.write_text(schedir.show(forward).replace("<lambda>", "forward"))
+    forward = schedir.compile(lambda r, P, m: m * schedir.F, schedir.PipelineShape(1, 3))
+    path.write_text(schedir.to_text(forward).replace("<lambda>", "forward"))
     with pytest.raises(ProgramError):
         run(str(plain), ["train.clip=0"])
 

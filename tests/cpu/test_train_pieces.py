@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from schedir import Costs, Plan, compile, schedules, show
+from schedir import Costs, PipelineShape, compile, schedules, to_text
 from tests.cpu.training import CONFIG, alone, losses, train
 
 RATE = ["train.lr=0.001", "train.min_lr=0.001"]  # at any number of steps
@@ -42,10 +42,10 @@ def test_pieces_train_what_whole_stages_do(config: str, tmp_path: Path) -> None:
     assert evaluated(tmp_path / "whole").startswith(evaluated(tmp_path / "half"))
     more: dict[str, Any] = {"tied": True, "clip": True, "snapshots": True}
     program = compile(
-        schedules.one_f_one_b, Plan(2, 3), tp=2, cut=5, fill="F", blocks=True, model="edge",
+        schedules.one_f_one_b, PipelineShape(2, 3), tp=2, cut=5, fill="F", blocks=True, model="edge",
         costs=Costs(F=1, B=2, sum=0.5), **more,
     )  # fmt: skip
-    (file := tmp_path / "filled.sched").write_text(show(program))
+    (file := tmp_path / "filled.sched").write_text(to_text(program))
     filled = f'pipeline.schedule="{file}"'
     train(config, tmp_path / "on", filled, *TWO, *HELD, *saved)
     assert losses(tmp_path / "on") == whole[2:]

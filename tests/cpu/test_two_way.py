@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.compiler.compile import compile
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models import gpt
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import bitpipe, chimera, dualpipe
-from schedir.testing.strategies import drafts, random_draft
-from schedir.transports.gloo import Gloo
+from schedir.testing.strategies import compute_programs, random_compute_program
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.test_processes import step_on_gloo
 from tests.cpu.tiny_stages import (
@@ -36,16 +36,16 @@ from tests.cpu.tiny_stages import (
 )
 
 MIRROR = [
-    (dualpipe, Plan(2, 4, placement="mirror")),
-    (dualpipe, Plan(4, 8, placement="mirror")),
-    (chimera, Plan(4, 6, placement="mirror")),
-    (chimera, Plan(2, 3, placement="mirror")),
-    (bitpipe, Plan(4, 6, placement="mirror-vee")),
+    (dualpipe, PipelineShape(2, 4, placement="mirror")),
+    (dualpipe, PipelineShape(4, 8, placement="mirror")),
+    (chimera, PipelineShape(4, 6, placement="mirror")),
+    (chimera, PipelineShape(2, 3, placement="mirror")),
+    (bitpipe, PipelineShape(4, 6, placement="mirror-vee")),
 ]
 
 
 @pytest.mark.parametrize(("schedule", "plan"), MIRROR)
-def test_in_process(schedule: Any, plan: Plan) -> None:
+def test_in_process(schedule: Any, plan: PipelineShape) -> None:
     program = compile(schedule, plan, tied=True, model="edge", overlap=True)
     loss, right = expected(plan, program=program)
     plain_loss, plain = expected(plan)
@@ -53,7 +53,7 @@ def test_in_process(schedule: Any, plan: Plan) -> None:
     for one, other in zip(right, plain, strict=True):
         assert all(float((one[n] - other[n]).norm() / other[n].norm()) < 1e-6 for n in one)
     stages = gpt_stages(plan.stages)
-    ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+    ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     for seed in range(3):
         assert torch.equal(ranks.step(*batch(plan.microbatches), seed=seed), loss)
         for holders in plan.holders.tolist():
@@ -62,7 +62,7 @@ def test_in_process(schedule: Any, plan: Plan) -> None:
 
 
 @settings(max_examples=15)
-@given(drafts(placements=["rows"]), st.integers(0, 2**16), st.booleans())
+@given(compute_programs(placements=["rows"]), st.integers(0, 2**16), st.booleans())
 def test_any_holders_in_process(draft: Program, seed: int, tied: bool) -> None:
     """The bits of the reference that adds in the program's order, and nearly those of a loop."""
     plan = draft.plan
@@ -72,7 +72,7 @@ def test_any_holders_in_process(draft: Program, seed: int, tied: bool) -> None:
     for one, other in zip(right, plain, strict=True):
         assert all(float((one[n] - other[n]).norm()) <= 1e-6 * float(other[n].norm()) for n in one)
     stages = gpt_stages(plan.stages, bool(program.tied))
-    ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+    ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     for one_seed in (None, seed):
         got = ranks.step(*batch(plan.microbatches), seed=one_seed)
         assert torch.equal(got, loss)
@@ -86,7 +86,7 @@ def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
     found = runpy.run_path(str(Path(__file__).parents[2] / "examples/bitpipe.py"))
     for ranks, m in ((2, 2), (4, 4), (4, 7), (6, 12)):
         program = compile(found["two_vees"], found["plan_for"](ranks, m))
-        ours = compile(bitpipe, Plan(ranks, m, placement="mirror-vee"))
+        ours = compile(bitpipe, PipelineShape(ranks, m, placement="mirror-vee"))
         assert program.digest == replace(ours, name="two_vees").digest
     found["main"]()
     *bubbles, ordered, plain = capsys.readouterr().out.splitlines()
@@ -100,7 +100,7 @@ def test_second_holders_begin_a_step_as_their_stages_are() -> None:
     plan = MIRROR[0][1]
     program = compile(dualpipe, plan, tied=True)
     stages = gpt_stages(plan.stages)
-    ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+    ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     ranks.step(*batch(plan.microbatches))
     for stage in stages:
         torch.optim.SGD(stage.parameters(), lr=0.1).step()
@@ -114,7 +114,7 @@ def test_second_holders_begin_a_step_as_their_stages_are() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "plan"), [MIRROR[0], (chimera, MIRROR[2][1]), MIRROR[4]])
-def test_gloo(schedule: Any, plan: Plan) -> None:
+def test_gloo(schedule: Any, plan: PipelineShape) -> None:
     program = compile(schedule, plan, tied=True, model="edge")
     loss, right = expected(plan, program=program)
     results = step_on_gloo(schedule, plan)
@@ -125,12 +125,12 @@ def test_gloo(schedule: Any, plan: Plan) -> None:
     assert float(halves[0] + halves[1]) == pytest.approx(float(loss), rel=1e-6)
 
 
-CROWD = Plan(4, 7, placement=((0, 1, 2), (1, 2, 3), (3, 0, 1)))
+CROWD = PipelineShape(4, 7, placement=((0, 1, 2), (1, 2, 3), (3, 0, 1)))
 
 
 def test_three_holders_on_gloo() -> None:
     """Of three, processes may add in another order than the first, second, third: same on all."""
-    draft = random_draft(CROWD, random.Random(3))
+    draft = random_compute_program(CROWD, random.Random(3))
     program = compile(draft, model="edge", tied=True)
     _, right = expected(CROWD, program=program)
     seen: dict[int, list[dict[str, torch.Tensor]]] = {}
@@ -144,10 +144,10 @@ def test_three_holders_on_gloo() -> None:
         assert all(same_bits([other], [first]) for other in others)
 
 
-def _train(rank: int, schedule: Any, plan: Plan, steps: int, tp: int, dp: int) -> Any:
+def _train(rank: int, schedule: Any, plan: PipelineShape, steps: int, tp: int, dp: int) -> Any:
     """What a process holds after some steps, and the norms of their gradients."""
     program = compile(schedule, plan, tp, dp, "edge", tied=True, clip=True)
-    transport = Gloo(program)
+    transport = GlooTransport(program)
     executor = gpt_executor(program, transport, lr=0.01, max_norm=0.05)
     norms = []
     for step in range(steps):
@@ -165,10 +165,10 @@ def _train(rank: int, schedule: Any, plan: Plan, steps: int, tp: int, dp: int) -
     [
         (*MIRROR[0], 2, 1),
         (*MIRROR[0], 1, 2),
-        (random_draft(CROWD, random.Random(5)), CROWD, 1, 1),
+        (random_compute_program(CROWD, random.Random(5)), CROWD, 1, 1),
     ],
 )
-def test_holders_stay_the_same(schedule: Any, plan: Plan, tp: int, dp: int) -> None:
+def test_holders_stay_the_same(schedule: Any, plan: PipelineShape, tp: int, dp: int) -> None:
     """A clipped AdamW step counts each parameter once, and gives all that hold it the same bits."""
     steps = 2
     results = run(_train, plan.ranks * tp * dp, schedule, plan, steps, tp, dp)
@@ -186,7 +186,7 @@ def test_holders_stay_the_same(schedule: Any, plan: Plan, tp: int, dp: int) -> N
     optimizer = torch.optim.AdamW(parameters, 0.01)
     for step in range(steps):
         inputs, targets, scale = batch(plan.microbatches * dp, step)
-        reference(stages, inputs, targets, loss=gpt.loss, scale=scale)
+        run_sequential(stages, inputs, targets, loss=gpt.loss, scale=scale)
         norm = torch.stack([p.grad.square().sum() for p in once if p.grad is not None]).sum().sqrt()
         assert results[0][1][step] == pytest.approx(float(norm), rel=1e-4)
         for p in parameters:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.schedules import interleaved
@@ -220,7 +220,7 @@ def _steps(make: Callable[[], Made], warm: bool) -> list[Tensor]:
     """All that there is after some steps, with or without those that are undone."""
     torch.manual_seed(0)
     made = make()
-    program = compile(interleaved, Plan(1, 2, 2), model="edge", clip=True)
+    program = compile(interleaved, PipelineShape(1, 2, 2), model="edge", clip=True)
     executor = Executor(
         program, 0, [made.first, made.last], Streamed(program), loss=made.loss,
         boundary=Boundary((2, 8)), optimizer=made.optimizer,
@@ -292,7 +292,7 @@ class Stops(nn.Module):
 
 def interrupted(rank: int) -> bool:
     """Whether all is as before after an interrupt, and a new executor makes a step."""
-    program = compile(interleaved, Plan(1, 2, 2), model="edge")
+    program = compile(interleaved, PipelineShape(1, 2, 2), model="edge")
     stages = nn.ModuleList([Stops(), nn.Linear(8, 8)])
     adam = AdamW(stages.parameters(), 0.1)
     before = {name: t.clone() for name, t in stages.state_dict().items()}

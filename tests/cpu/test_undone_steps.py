@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from schedir import compile
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer, float32_gradients
 from schedir.runtime.warm_up import undone
 from schedir.schedules import one_f_one_b
@@ -33,11 +33,11 @@ def stages(dtype: torch.dtype, wide: bool) -> list[nn.Module]:
 )
 def test_a_scale_that_the_host_does_not_read(dtype: torch.dtype, wide: bool, scaled: bool) -> None:
     inputs, targets, _ = batch(3)
-    program = compile(one_f_one_b, Plan(2, 3), tied=True, clip=scaled)
+    program = compile(one_f_one_b, PipelineShape(2, 3), tied=True, clip=scaled)
     found = []
     for scale in (0.3, torch.tensor(0.3, dtype=torch.float64)):
         modules = stages(dtype, wide)
-        world = InProcess(
+        world = InProcessExecutor(
             program,
             modules,
             loss=gpt.loss,
@@ -58,8 +58,8 @@ def trained(adamw: bool, main: bool) -> Any:
             return torch.optim.AdamW(parameters, lr=0.1)
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
-    world = InProcess(
-        compile(one_f_one_b, Plan(1, 2), clip=True),
+    world = InProcessExecutor(
+        compile(one_f_one_b, PipelineShape(1, 2), clip=True),
         [nn.Sequential(*modules)],
         loss=lambda y, _: (y.float() - 1).square().sum(),
         boundary=BOUNDARY,
@@ -112,8 +112,8 @@ def test_what_is_undone_within_another_does_not_end_it() -> None:
 
 def test_undone_statistics_leave_nothing_behind() -> None:
     stage = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    world = InProcess(
-        compile(one_f_one_b, Plan(1, 2)),
+    world = InProcessExecutor(
+        compile(one_f_one_b, PipelineShape(1, 2)),
         [stage],
         loss=lambda y, _: y.sum(),
         boundary=Boundary((3, 4)),

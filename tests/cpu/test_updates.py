@@ -15,16 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.runtime import split_linears
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw
-from schedir.schedules.schedule_algebra import EMPTY, B, F, I, W, Word
+from schedir.schedules.schedule_algebra import EMPTY, B, F, I, RankSchedule, W
 from schedir.testing.tiny_model import WIDTH, batch, loss, tiny_stages
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 
 BOUNDARY = Boundary((2, WIDTH), torch.float64)
@@ -33,7 +33,7 @@ sgd = partial(torch.optim.SGD, lr=LR)
 adam = partial(torch.optim.AdamW, lr=LR)
 
 
-def split(r: int, P: int, m: int) -> Word:
+def split(r: int, P: int, m: int) -> RankSchedule:
     """1F1B with its backwards split, W at once."""
     lead = min(P - 1 - r, m)
     return lead * F + (m - lead) * (F + I + W) + lead * (I + W)
@@ -55,7 +55,7 @@ def gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
-def two_buffered(plan: Plan, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+def two_buffered(plan: PipelineShape, inputs: Tensor, targets: Tensor) -> list[Tensor]:
     """W(t+1) = W(t) - lr grad(W(t-1)), the paper's rule, and nothing of ours."""
     model = nn.Sequential(*tiny_stages(plan.stages))
     now = parameters_to_vector(model.parameters()).detach()
@@ -68,7 +68,7 @@ def two_buffered(plan: Plan, inputs: Tensor, targets: Tensor) -> list[Tensor]:
 
 
 def stage_by_stage(
-    plan: Plan, inputs: Tensor, targets: Tensor, optimizer: Any, make: Any = tiny_stages
+    plan: PipelineShape, inputs: Tensor, targets: Tensor, optimizer: Any, make: Any = tiny_stages
 ) -> list[Tensor]:
     """Any delays: each microbatch on a whole model put together from kept versions."""
     stages = make(plan.stages)
@@ -87,19 +87,21 @@ def stage_by_stage(
 
 
 def in_process(
-    schedule: Any, plan: Plan, optimizer: Any, seed: int = 0, make: Any = tiny_stages
+    schedule: Any, plan: PipelineShape, optimizer: Any, seed: int = 0, make: Any = tiny_stages
 ) -> list[Tensor]:
     program = compile(schedule, plan, model="edge")
     stages = make(plan.stages)
     own = weights(stages)
-    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=optimizer)
+    ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=optimizer)
     ranks.step(*batch(plan.microbatches), seed=seed)
     assert not same(own, weights(stages))
     return weights(stages)
 
 
-@pytest.mark.parametrize("plan", [Plan(2, 6, updates=6, delay=1), Plan(4, 12, updates=4, delay=1)])
-def test_2bw_is_its_rule(plan: Plan) -> None:
+@pytest.mark.parametrize(
+    "plan", [PipelineShape(2, 6, updates=6, delay=1), PipelineShape(4, 12, updates=4, delay=1)]
+)
+def test_2bw_is_its_rule(plan: PipelineShape) -> None:
     right = two_buffered(plan, *batch(plan.microbatches))
     for seed in range(3):
         assert same(in_process(pipedream_2bw, plan, sgd, seed), right)
@@ -108,15 +110,15 @@ def test_2bw_is_its_rule(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("schedule", "plan"),
     [
-        (pipedream_2bw, Plan(3, 12, updates=4, delay=1)),
-        (split, Plan(3, 12, updates=4, delay=1)),
-        (split, Plan(2, 8, updates=4, delay=2)),
-        (one_f_one_b, Plan(3, 5, updates=5, delay=(2, 1, 0))),  # PipeDream
-        (one_f_one_b, Plan(4, 6, updates=6, delay=(3, 2, 1, 0))),
-        (gpipe, Plan(2, 4, updates=1)),
+        (pipedream_2bw, PipelineShape(3, 12, updates=4, delay=1)),
+        (split, PipelineShape(3, 12, updates=4, delay=1)),
+        (split, PipelineShape(2, 8, updates=4, delay=2)),
+        (one_f_one_b, PipelineShape(3, 5, updates=5, delay=(2, 1, 0))),  # PipeDream
+        (one_f_one_b, PipelineShape(4, 6, updates=6, delay=(3, 2, 1, 0))),
+        (gpipe, PipelineShape(2, 4, updates=1)),
     ],
 )
-def test_every_microbatch_uses_its_version(schedule: Any, plan: Plan) -> None:
+def test_every_microbatch_uses_its_version(schedule: Any, plan: PipelineShape) -> None:
     for optimizer in (sgd, adam):
         right = stage_by_stage(plan, *batch(plan.microbatches), optimizer)
         for seed in range(2):
@@ -134,11 +136,11 @@ def normed(stages: int) -> list[nn.Module]:
         with torch.no_grad():
             for p in stage.parameters():
                 p.copy_(torch.randn(p.shape, generator=numbers, dtype=p.dtype))
-        made.append(split_linears(stage))
+        made.append(make_backward_splittable(stage))
     return made
 
 
-def w_at_the_end(r: int, P: int, m: int) -> Iterator[Word]:
+def w_at_the_end(r: int, P: int, m: int) -> Iterator[RankSchedule]:
     """1F1B with its backwards split; each update of four microbatches ends with all its W."""
     lead = min(P - 1 - r, m)
     yield lead * F
@@ -150,7 +152,7 @@ def w_at_the_end(r: int, P: int, m: int) -> Iterator[Word]:
 
 @pytest.mark.parametrize("schedule", [split, w_at_the_end])
 def test_what_is_not_split_goes_into_its_update(schedule: Any) -> None:
-    plan = Plan(4, 16, updates=4, delay=1)
+    plan = PipelineShape(4, 16, updates=4, delay=1)
     for optimizer in (sgd, adam):
         right = stage_by_stage(plan, *batch(plan.microbatches), optimizer, normed)
         assert same(in_process(schedule, plan, optimizer, make=normed), right)
@@ -182,8 +184,8 @@ def test_versions_have_the_hooks_of_their_weights(late: bool) -> None:
                     weight.register_post_accumulate_grad_hook(_halve)
                 else:
                     weight.register_hook(lambda gradient: gradient * 0.5)
-        program = compile(_in_turns, Plan(2, 2 * updates, updates=updates))
-        ranks = InProcess(
+        program = compile(_in_turns, PipelineShape(2, 2 * updates, updates=updates))
+        ranks = InProcessExecutor(
             program, stages, loss=loss, boundary=BOUNDARY, optimizer=partial(torch.optim.SGD, lr=LR)
         )
         inputs, targets = batch(4)
@@ -198,15 +200,15 @@ def _halve(weight: Tensor) -> None:
     weight.grad *= 0.5
 
 
-def _in_turns(r: int, P: int, m: int) -> Word:
+def _in_turns(r: int, P: int, m: int) -> RankSchedule:
     return m // 2 * (2 * F + 2 * B)
 
 
 def test_a_reference_to_a_weight_that_has_versions_is_refused() -> None:
     inputs, targets = batch(4)
     stages: list[nn.Module] = [Beside(True), Beside(True)]
-    ranks = InProcess(
-        compile(_in_turns, Plan(2, 4, updates=2, delay=1)), stages, loss=loss, boundary=BOUNDARY,
+    ranks = InProcessExecutor(
+        compile(_in_turns, PipelineShape(2, 4, updates=2, delay=1)), stages, loss=loss, boundary=BOUNDARY,
         optimizer=sgd,
     )  # fmt: skip
     with pytest.raises(ExecutionError, match=r"layer\.weight is used beside its module"):
@@ -216,20 +218,20 @@ def test_a_reference_to_a_weight_that_has_versions_is_refused() -> None:
 
 
 def test_evaluation_uses_the_weights_as_they_are() -> None:
-    program = compile(lambda r, P, m: m * F, Plan(2, 6, updates=3, delay=1), model="edge")
+    program = compile(lambda r, P, m: m * F, PipelineShape(2, 6, updates=3, delay=1), model="edge")
     stages, (inputs, targets) = tiny_stages(2), batch(6)
-    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY)
-    assert ranks.step(inputs, targets) == reference(tiny_stages(2), inputs, targets, loss=loss)
+    ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
+    assert ranks.step(inputs, targets) == run_sequential(tiny_stages(2), inputs, targets, loss=loss)
 
 
 def test_no_delay_is_one_program_after_the_other() -> None:
-    def flushed(r: int, P: int, m: int) -> Word:
+    def flushed(r: int, P: int, m: int) -> RankSchedule:
         return sum((one_f_one_b(r, P, 4) for _ in range(m // 4)), 0 * F)
 
-    plan, (inputs, targets) = Plan(3, 12, updates=3), batch(12)
+    plan, (inputs, targets) = PipelineShape(3, 12, updates=3), batch(12)
     right = tiny_stages(3)
-    one = InProcess(
-        compile(one_f_one_b, Plan(3, 4), model="edge"),
+    one = InProcessExecutor(
+        compile(one_f_one_b, PipelineShape(3, 4), model="edge"),
         right, loss=loss, boundary=BOUNDARY, optimizer=adam,
     )  # fmt: skip
     for u in range(3):
@@ -252,7 +254,7 @@ class Odd(nn.Module):
 
 
 def test_old_weights_are_used_wherever_they_are() -> None:
-    plan = Plan(2, 8, updates=4, delay=1)
+    plan = PipelineShape(2, 8, updates=4, delay=1)
     right = nn.Sequential(Odd(0), Odd(1))
     kept = [deepcopy(right)]
     optimizer = sgd([p for p in right.parameters() if p.requires_grad])
@@ -264,7 +266,7 @@ def test_old_weights_are_used_wherever_they_are() -> None:
         optimizer.step()
         kept.append(deepcopy(right))
     stages = [Odd(0), Odd(1)]
-    ranks = InProcess(
+    ranks = InProcessExecutor(
         compile(pipedream_2bw, plan, model="edge"),
         stages,
         loss=loss,
@@ -276,11 +278,11 @@ def test_old_weights_are_used_wherever_they_are() -> None:
     assert all(stage.same is stage.one and stage.one.weight.is_leaf for stage in stages)
 
 
-def _one_rank(rank: int, plan: Plan) -> Any:
+def _one_rank(rank: int, plan: PipelineShape) -> Any:
     program = compile(pipedream_2bw, plan, model="edge", dp=1)
     stages = {s: m for s, m in enumerate(tiny_stages(plan.stages)) if s in plan.stages_of[rank]}
     executor = Executor(
-        program, rank, stages, Gloo(program), loss=loss, boundary=BOUNDARY,
+        program, rank, stages, GlooTransport(program), loss=loss, boundary=BOUNDARY,
         optimizer=sgd([p for m in stages.values() for p in m.parameters()]),
     )  # fmt: skip
     executor.step(*batch(plan.microbatches))
@@ -288,7 +290,7 @@ def _one_rank(rank: int, plan: Plan) -> Any:
 
 
 def test_2bw_on_gloo() -> None:
-    plan = Plan(2, 8, updates=4, delay=1)
+    plan = PipelineShape(2, 8, updates=4, delay=1)
     held = run(_one_rank, 2, plan)
     assert same([p for rank in held for p in rank], two_buffered(plan, *batch(8)))
 
@@ -312,8 +314,8 @@ class _Renormalizes(nn.Embedding):
 def test_a_stage_that_writes_to_its_weight_is_refused(first: Any) -> None:
     """Each update computes with copies of the weights; a write to a copy is lost with it."""
     stages = [first(), nn.Linear(WIDTH, WIDTH)]
-    program = compile(pipedream_2bw, Plan(2, 4, updates=2, delay=1))
-    ranks = InProcess(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
+    program = compile(pipedream_2bw, PipelineShape(2, 4, updates=2, delay=1))
+    ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
     with pytest.raises(ModelError, match="stage 0 writes to its weight weight") as refused:
         ranks.step(*torch.randn(2, 4, 3, WIDTH))
     assert "one update" in refused.value.hint
@@ -331,7 +333,7 @@ class _Auxiliary(nn.Linear):
 def test_a_backward_in_a_forward_is_refused() -> None:
     """The forward may come before the gradients of the update before have been stepped."""
     stages = [_Auxiliary(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
-    program = compile(pipedream_2bw, Plan(2, 4, updates=2, delay=1))
-    ranks = InProcess(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
+    program = compile(pipedream_2bw, PipelineShape(2, 4, updates=2, delay=1))
+    ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
     with pytest.raises(ExecutionError, match="calls backward\\(\\) in its forward"):
         ranks.step(*torch.randn(2, 4, 3, WIDTH))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from schedir import check, compile
 from schedir.errors import DeadlockError, ExecutionError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
@@ -35,7 +35,7 @@ class Case(NamedTuple):
     """A program of four processes."""
 
     schedule: Any
-    plan: Plan
+    plan: PipelineShape
     tp: int = 1
     dp: int = 1
     slots: Any = None
@@ -49,12 +49,12 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "1f1b": Case(one_f_one_b, Plan(4, 8)),
-    "1f1b, tp": Case(one_f_one_b, Plan(2, 4), tp=2, slots="fewest"),
-    "split, dp": Case(zb, Plan(2, 4), dp=2),
-    "interleaved": Case(interleaved, Plan(2, 4, 2), tp=2),
-    "two holders": Case(dualpipe, Plan(2, 4, 2, "mirror"), dp=2),
-    "updates": Case(pipedream_2bw, Plan(2, 8, updates=2, delay=1), dp=2, clip=False),
+    "1f1b": Case(one_f_one_b, PipelineShape(4, 8)),
+    "1f1b, tp": Case(one_f_one_b, PipelineShape(2, 4), tp=2, slots="fewest"),
+    "split, dp": Case(zb, PipelineShape(2, 4), dp=2),
+    "interleaved": Case(interleaved, PipelineShape(2, 4, 2), tp=2),
+    "two holders": Case(dualpipe, PipelineShape(2, 4, 2, "mirror"), dp=2),
+    "updates": Case(pipedream_2bw, PipelineShape(2, 8, updates=2, delay=1), dp=2, clip=False),
 }
 
 
@@ -189,7 +189,7 @@ class _Let(torch.autograd.Function):
 
 def growing(rank: int, cold: bool) -> int:
     """Steps that end, of a program that does not live through a wait for the device."""
-    program = compile(one_f_one_b, Plan(4, 8), model="edge", overlap=True)
+    program = compile(one_f_one_b, PipelineShape(4, 8), model="edge", overlap=True)
     with pytest.raises(DeadlockError):
         check(program, "edge", device_waits=True)
     transport = Streamed(program)
@@ -257,7 +257,7 @@ def test_no_memory_is_asked_for_after_steps_that_are_undone(warm: bool) -> None:
 
 def turned(rank: int, kind: str) -> bool:
     """Whether a step one by one, of a program with groups, has the bits of a step."""
-    program = compile(one_f_one_b, Plan(4, 8), overlap=True, tied=True, clip=True)
+    program = compile(one_f_one_b, PipelineShape(4, 8), overlap=True, tied=True, clip=True)
     assert program.joined.any()
     found = []
     for in_turn in (False, True):
@@ -285,7 +285,7 @@ class Greedy(nn.Module):
 
 
 def too_large(rank: int) -> tuple[int, str, str]:
-    program = compile(interleaved, Plan(1, 2, 2), model="edge")
+    program = compile(interleaved, PipelineShape(1, 2, 2), model="edge")
     executor = Executor(
         program, rank, [nn.Linear(4, 4), Greedy()], Streamed(program),
         loss=lambda y, _: y.sum(), boundary=Boundary((2, 4)),

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.errors import ExecutionError, ModelError
-from schedir.runtime.autograd.splittable_layers import split_linears
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.autograd.splittable_layers import make_backward_splittable
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import chimera, gpipe, interleaved_zb, looped_bfs, one_f_one_b, pipedream_2bw
 
 WIDTH, BATCH = 4, 3
@@ -78,10 +78,12 @@ def plain(count: int) -> list[Any]:
     return [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)]
 
 
-def run_of(schedule: Any, plan: Plan, stages: list[Any], lr: float = 0.5, **how: Any) -> InProcess:
-    ties = schedir.ties(stages)
+def run_of(
+    schedule: Any, plan: PipelineShape, stages: list[Any], lr: float = 0.5, **how: Any
+) -> InProcessExecutor:
+    ties = schedir.find_tied_weights(stages)
     program = schedir.compile(schedule, plan, tied=ties, **how)
-    return InProcess(
+    return InProcessExecutor(
         program, stages, loss=nn.functional.mse_loss, boundary=(BATCH, WIDTH), tied=ties,
         optimizer=lambda p: torch.optim.SGD(p, lr),
     )  # fmt: skip
@@ -92,7 +94,7 @@ def data(microbatches: int) -> Tensor:
     return torch.randn(microbatches, BATCH, WIDTH, generator=numbers)
 
 
-def step(ranks: InProcess, microbatches: int) -> Tensor:
+def step(ranks: InProcessExecutor, microbatches: int) -> Tensor:
     x = data(microbatches)
     return ranks.step(x, x)
 
@@ -104,14 +106,14 @@ def stages_of(how: str, tied: bool, count: int) -> list[Any]:
 
 
 # Programs in which the weight of the first stage has copies.
-COPIES: dict[str, Callable[[str], InProcess]] = {
+COPIES: dict[str, Callable[[str], InProcessExecutor]] = {
     "two holders": lambda how: run_of(
-        chimera, Plan(4, 4, 2, "mirror"), stages_of(how, False, 4)
+        chimera, PipelineShape(4, 4, 2, "mirror"), stages_of(how, False, 4)
     ),
-    "tied on two ranks": lambda how: run_of(one_f_one_b, Plan(2, 4), stages_of(how, True, 2)),
-    "tied on one rank": lambda how: run_of(looped_bfs, Plan(1, 4, 2), stages_of(how, True, 2)),
+    "tied on two ranks": lambda how: run_of(one_f_one_b, PipelineShape(2, 4), stages_of(how, True, 2)),
+    "tied on one rank": lambda how: run_of(looped_bfs, PipelineShape(1, 4, 2), stages_of(how, True, 2)),
     "updates": lambda how: run_of(
-        pipedream_2bw, Plan(2, 4, updates=2, delay=1), stages_of(how, False, 2)
+        pipedream_2bw, PipelineShape(2, 4, updates=2, delay=1), stages_of(how, False, 2)
     ),
 }  # fmt: skip
 
@@ -129,7 +131,7 @@ def test_a_weight_with_copies(where: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["clamp", "replace_data", "renormalize"])
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_weight_in_parts(level: int, how: str) -> None:
-    ranks = run_of(looped_bfs, Plan(1, 2, 2), stages_of(how, False, 2), zero=level)
+    ranks = run_of(looped_bfs, PipelineShape(1, 2, 2), stages_of(how, False, 2), zero=level)
     what = "the data of weight" if how == "replace_data" else "weight"
     with pytest.raises(ExecutionError, match=f"a forward or a backward writes to {what}, of which"):
         step(ranks, 2)
@@ -145,7 +147,7 @@ def test_a_weight_in_parts_that_is_written_later() -> None:
         if len(calls) > 6:
             forward(layer)
 
-    ranks = run_of(looped_bfs, Plan(1, 2, 2), stages, zero=2)
+    ranks = run_of(looped_bfs, PipelineShape(1, 2, 2), stages, zero=2)
     try:
         WRITES["replace_data"] = later
         for _ in range(3):
@@ -158,7 +160,9 @@ def test_a_weight_in_parts_that_is_written_later() -> None:
 
 
 def test_data_that_the_host_steps() -> None:
-    ranks = run_of(looped_bfs, Plan(1, 2, 2), stages_of("replace_data", False, 2), states="cpu")
+    ranks = run_of(
+        looped_bfs, PipelineShape(1, 2, 2), stages_of("replace_data", False, 2), states="cpu"
+    )
     with pytest.raises(ExecutionError, match="sets the data of weight of stage 0") as caught:
         step(ranks, 2)
     assert "copy_" in caught.value.hint
@@ -177,7 +181,7 @@ RIGHT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("program", RIGHT)
 def test_a_weight_without_copies_is_as_in_a_plain_loop(program: str, how: str) -> None:
     stages, wanted = stages_of(how, False, 2), stages_of(how, False, 2)
-    ranks = run_of(looped_bfs, Plan(1, 2, 2), stages, lr=0.01, **RIGHT[program])
+    ranks = run_of(looped_bfs, PipelineShape(1, 2, 2), stages, lr=0.01, **RIGHT[program])
     optimizer = torch.optim.SGD([p for stage in wanted for p in stage.parameters()], 0.01)
     for _ in range(3):
         step(ranks, 2)
@@ -206,17 +210,17 @@ def test_what_only_reads_is_run(where: str) -> None:
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_memory_that_is_freed_is_not_read(level: int) -> None:
     """With ZeRO 3 a weight-gradient instruction runs while the full weights are freed."""
-    stages = [split_linears(stage) for stage in plain(2)]
+    stages = [make_backward_splittable(stage) for stage in plain(2)]
     stages[1].weight = stages[0].weight
     active = {"active": 1} if level == 3 else {}
-    ranks = run_of(interleaved_zb, Plan(1, 4, 2), stages, zero=level, **active)
+    ranks = run_of(interleaved_zb, PipelineShape(1, 4, 2), stages, zero=level, **active)
     assert step(ranks, 4).isfinite() and step(ranks, 4).isfinite()
 
 
 def test_only_the_first_calls_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     from schedir.runtime.autograd import stage_context
 
-    ranks = run_of(chimera, Plan(2, 4, placement="mirror"), plain(2))
+    ranks = run_of(chimera, PipelineShape(2, 4, placement="mirror"), plain(2))
     step(ranks, 4)
     calls: list[Any] = []
     monkeypatch.setattr(stage_context, "sums_of", calls.append)
@@ -229,5 +233,5 @@ def test_a_program_with_one_copy_is_not_looked_at(monkeypatch: pytest.MonkeyPatc
     from schedir.runtime.autograd import stage_context
 
     monkeypatch.setattr(stage_context, "traces_of", lambda _: pytest.fail("it was looked at"))
-    ranks = run_of(gpipe, Plan(2, 4), plain(2))
+    ranks = run_of(gpipe, PipelineShape(2, 4), plain(2))
     assert step(ranks, 4).isfinite()

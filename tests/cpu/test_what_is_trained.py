@@ -13,70 +13,72 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from schedir import Plan, Ties
+from schedir import PipelineShape, TiedWeights
 from schedir.errors import ModelError, ProgramError
-from schedir.runtime import split_linears
+from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.model_checks.parameter_guard import ParameterGuard
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_v
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import RankError, run
 from tests.cpu.test_ties import BOUNDARY, SCALE, Model, adam, batch, loss, parts
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ties.txt"
 TEXTS = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", GOLDEN.read_text(), flags=re.M))
-PLAN = Plan(2, 2)
+PLAN = PipelineShape(2, 2)
 
 
-def _make(stages: Any, tied: Any = False, said: Ties | None = None, **options: Any) -> InProcess:
-    program = schedir.compile(gpipe, Plan(len(stages), 2), tied=tied)
-    return InProcess(program, stages, loss=loss, boundary=BOUNDARY, tied=said, **options)
+def _make(
+    stages: Any, tied: Any = False, said: TiedWeights | None = None, **options: Any
+) -> InProcessExecutor:
+    program = schedir.compile(gpipe, PipelineShape(len(stages), 2), tied=tied)
+    return InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, tied=said, **options)
 
 
-def _undeclared(tied: Any = False, **options: Any) -> InProcess:
+def _undeclared(tied: Any = False, **options: Any) -> InProcessExecutor:
     return _make(parts(Model(2)), tied, **options)
 
 
-def _copied(**options: Any) -> InProcess:
+def _copied(**options: Any) -> InProcessExecutor:
     return _make([deepcopy(s) for s in parts(Model(2))], **options)
 
 
-def _differ() -> InProcess:
+def _differ() -> InProcessExecutor:
     stages = parts(Model(2))
-    ties = schedir.ties(stages)
+    ties = schedir.find_tied_weights(stages)
     stages = [deepcopy(s) for s in stages]
     with torch.no_grad():
         stages[1].head.weight.mul_(2)
     return _make(stages, ties, ties)
 
 
-def _frozen() -> InProcess:
+def _frozen() -> InProcessExecutor:
     stages = parts(Model(2))
-    ties = schedir.ties(stages)
+    ties = schedir.find_tied_weights(stages)
     stages[0].words.weight.requires_grad_(False)
     return _make(stages, ties, ties)
 
 
-def _shapes() -> InProcess:
-    ties = Ties((((0, "words.weight"), (1, "layer.up.weight")),))
+def _shapes() -> InProcessExecutor:
+    ties = TiedWeights((((0, "words.weight"), (1, "layer.up.weight")),))
     return _make([deepcopy(s) for s in parts(Model(2))], ties, ties)
 
 
-def _otherwise() -> InProcess:
+def _otherwise() -> InProcessExecutor:
     """Three stages have it, and two are said to."""
     stages = parts(Model(3, ((0, 1, 2),)))
-    ties = Ties((((0, "layer.up.weight"), (1, "layer.up.weight")),))
+    ties = TiedWeights((((0, "layer.up.weight"), (1, "layer.up.weight")),))
     return _make(stages, ties, ties)
 
 
-def _no_such_name() -> InProcess:
-    ties = Ties((((0, "wte.weight"), (1, "lm_head.weight")),))
+def _no_such_name() -> InProcessExecutor:
+    ties = TiedWeights((((0, "wte.weight"), (1, "lm_head.weight")),))
     return _make(parts(Model(2)), ties, ties)
 
 
-def _twice_in_the_optimizer() -> InProcess:
+def _twice_in_the_optimizer() -> InProcessExecutor:
     stages = parts(Model(2))
 
     def both(own: Any) -> Any:
@@ -86,19 +88,19 @@ def _twice_in_the_optimizer() -> InProcess:
     return _make(stages, True, optimizer=both)
 
 
-def _hooked() -> InProcess:
+def _hooked() -> InProcessExecutor:
     stages = parts(Model(2))
     stages[0].words.weight.register_hook(lambda grad: grad)
     return _make(stages, True)
 
 
-def _none_there() -> InProcess:
+def _none_there() -> InProcessExecutor:
     return _make(parts(Model(3)), ((0, 2), (1, 2)))
 
 
-def _said_twice_within_a_stage() -> InProcess:
+def _said_twice_within_a_stage() -> InProcessExecutor:
     places = (0, "layer.up.weight"), (1, "layer.up.weight"), (1, "layer.norm.bias")
-    ties = Ties((places,))
+    ties = TiedWeights((places,))
     return _make(parts(Model(2)), ties, ties)
 
 
@@ -113,11 +115,11 @@ class _Learns(nn.Module):
         return loss(y * self.times, target)
 
 
-def _learning(step_it: bool) -> InProcess:
+def _learning(step_it: bool) -> InProcessExecutor:
     learns = _Learns()
     program = schedir.compile(gpipe, PLAN, tied=True)
     more = [learns.times] if step_it else []
-    ranks = InProcess(
+    ranks = InProcessExecutor(
         program, parts(Model(2)), loss=learns, boundary=BOUNDARY,
         optimizer=lambda own: torch.optim.SGD([*own, *more], lr=0.1),
     )  # fmt: skip
@@ -125,13 +127,13 @@ def _learning(step_it: bool) -> InProcess:
     return ranks
 
 
-def _scaling() -> InProcess:
+def _scaling() -> InProcessExecutor:
     model = Model(2)
     model.wte.max_norm = 1.0
     return _make(parts(model), True)
 
 
-def _changed(change: Callable[[nn.Module], object]) -> InProcess:
+def _changed(change: Callable[[nn.Module], object]) -> InProcessExecutor:
     model = Model(2)
     model.h[1].up.bias.requires_grad_(False)
     stages = parts(model)
@@ -174,17 +176,17 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "twice in the optimizer": _twice_in_the_optimizer,
     "a hook": _hooked,
     "nothing to tie": _none_there,
-    "a whole model's ties": lambda: _undeclared(schedir.ties(Model(2))),
+    "a whole model's ties": lambda: _undeclared(schedir.find_tied_weights(Model(2))),
     "flat stages": lambda: _undeclared((0, 1)),
     "a stage too many": lambda: _undeclared(((0, 4),)),
     "no Ties": lambda: _undeclared(said=True),
-    "a model's Ties": lambda: _undeclared(said=schedir.ties(Model(2))),
-    "no names": lambda: Ties(((0, "words.weight"), (1, "head.weight"))),  # type: ignore[arg-type]
+    "a model's Ties": lambda: _undeclared(said=schedir.find_tied_weights(Model(2))),
+    "no names": lambda: TiedWeights(((0, "words.weight"), (1, "head.weight"))),  # type: ignore[arg-type]
     "two Parameters of a stage": _said_twice_within_a_stage,
     "a loss that learns": lambda: _learning(step_it=True),
     "an embedding that scales": _scaling,
-    "own stages alone": lambda: schedir.ties({1: Model(2)}),
-    "other names": lambda: schedir.ties(Model(2)).among(deepcopy(parts(Model(2)))),
+    "own stages alone": lambda: schedir.find_tied_weights({1: Model(2)}),
+    "other names": lambda: schedir.find_tied_weights(Model(2)).among(deepcopy(parts(Model(2)))),
     "trained now": lambda: _changed(_unfreeze),
     "frozen now": lambda: _changed(_freeze),
     "added": lambda: _changed(_add),
@@ -213,7 +215,7 @@ def test_what_is_trained_by_nobody_of_the_rank_is_said() -> None:
 
 def test_places_of_ties_are_sorted_and_said_once() -> None:
     a, b = (0, "words.weight"), (1, "head.weight")
-    assert Ties(((b, a, b),)) == Ties([[[*a], [*b]]])  # type: ignore[arg-type]
+    assert TiedWeights(((b, a, b),)) == TiedWeights([[[*a], [*b]]])  # type: ignore[arg-type]
 
 
 def test_equal_by_chance_is_said() -> None:
@@ -232,15 +234,15 @@ def test_constants_are_equal_and_pass() -> None:
         nn.init.zeros_(stage[1].bias)
     options: Any = {"loss": lambda y, t: y.sum(), "boundary": Boundary((2, 200))}
     program = schedir.compile(gpipe, PLAN)
-    InProcess(program, stages, **options)
+    InProcessExecutor(program, stages, **options)
     with torch.no_grad():
         for k, stage in enumerate(stages):
             stage[1].weight[3, 5] = 1.0 + k
-    InProcess(program, stages, **options)
+    InProcessExecutor(program, stages, **options)
     with torch.no_grad():
         stages[1][1].weight[3, 5] = 1.0
     with pytest.raises(ModelError, match=r"1.weight of stage 0 and 1.weight of stage 1 are equal"):
-        InProcess(program, stages, **options)
+        InProcessExecutor(program, stages, **options)
 
 
 def test_a_change_that_trains_nothing_passes() -> None:
@@ -272,9 +274,11 @@ def test_weights_put_elsewhere_between_steps_are_those_that_train() -> None:
     """As by vector_to_parameters, or an average of weights that is put in for an evaluation."""
     whole, model = Model(4), Model(4)
     stages = parts(model)
-    split_linears(model)
-    program = schedir.compile(zb_v, Plan(2, 4, 2, "vee"), tied=schedir.ties(stages))
-    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY)
+    make_backward_splittable(model)
+    program = schedir.compile(
+        zb_v, PipelineShape(2, 4, 2, "vee"), tied=schedir.find_tied_weights(stages)
+    )
+    ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
     for step in range(2):
         numbers = nn.utils.parameters_to_vector(whole.parameters()) * 0.9
         for one in (whole, model):
@@ -294,8 +298,8 @@ def test_a_step_that_ends_early_leaves_the_one_parameter(error: type[BaseExcepti
 
     model = Model(2)
     stages = parts(model)
-    program = schedir.compile(interleaved, Plan(1, 2, 2), tied=True)
-    ranks = InProcess(program, stages, loss=ends, boundary=BOUNDARY)
+    program = schedir.compile(interleaved, PipelineShape(1, 2, 2), tied=True)
+    ranks = InProcessExecutor(program, stages, loss=ends, boundary=BOUNDARY)
     for step in (ranks.step, ranks.ranks[0].step):
         ranks.ranks[0].under_way = False
         with pytest.raises((ProgramError, error)):
@@ -309,14 +313,14 @@ def test_a_step_that_ends_early_leaves_the_one_parameter(error: type[BaseExcepti
 def _process(process: int, how: str) -> None:
     """A stage of its own in each process, which no other sees."""
     dp = 2 if how.startswith("replicas") else 1
-    program = schedir.compile(one_f_one_b, PLAN if dp == 1 else Plan(1, 2), dp=dp)
-    transport = Gloo(program)
+    program = schedir.compile(one_f_one_b, PLAN if dp == 1 else PipelineShape(1, 2), dp=dp)
+    transport = GlooTransport(program)
     model = Model(program.plan.stages, seed=process if how == "replicas" else 0)
     if how == "seeded":
         model = Model(2)
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)
         model.h[1].up.weight = nn.Parameter(model.h[0].up.weight.detach().clone())
-    ties = schedir.ties(parts(model)) if how in ("decay", "not stepped") else None
+    ties = schedir.find_tied_weights(parts(model)) if how in ("decay", "not stepped") else None
     if ties:
         program = schedir.compile(one_f_one_b, PLAN, tied=ties)
     stage = deepcopy(parts(model)[transport.rank])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as theirs
 
-from schedir import Plan, Program, compile, schedules
+from schedir import PipelineShape, Program, compile, schedules
 from schedir.analysis.dependency_graph import Graph
 from schedir.compiler.compile import finish
 from schedir.hang_diagnosis.flight_recorder import read_dumps
@@ -35,9 +35,9 @@ from tests.flight import Recorder, record, stopped
 
 STOPS, STEP, STAGE, MICROBATCH = 1, 1, 1, 2
 PLANS = {
-    "ScheduleGPipe": Plan(3, 4),
-    "Schedule1F1B": Plan(3, 5),
-    "ScheduleInterleaved1F1B": Plan(2, 4, stages_per_rank=2),
+    "ScheduleGPipe": PipelineShape(3, 4),
+    "Schedule1F1B": PipelineShape(3, 5),
+    "ScheduleInterleaved1F1B": PipelineShape(2, 4, stages_per_rank=2),
 }
 
 
@@ -73,7 +73,7 @@ class _Stage(nn.Module):
         return out
 
 
-def _train(rank: int, name: str, plan: Plan, folder: str) -> None:
+def _train(rank: int, name: str, plan: PipelineShape, folder: str) -> None:
     recorder = Recorder(rank)
     recorder.group("0", range(plan.ranks), "default_pg")
     batched = theirs._batch_p2p
@@ -133,13 +133,13 @@ def _train(rank: int, name: str, plan: Plan, folder: str) -> None:
     writer.join()
 
 
-def _program(name: str, plan: Plan) -> Program:
+def _program(name: str, plan: PipelineShape) -> Program:
     """What torch says that it does, or, where it says nothing, ours of the same name."""
     if name == "ScheduleGPipe":
         return compile(schedules.gpipe, plan)
     if name == "Schedule1F1B":
         return compile(schedules.one_f_one_b, plan)
-    return finish(torch_csv.parse(lowered(name, plan)))
+    return finish(torch_csv.from_csv(lowered(name, plan)))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -171,7 +171,7 @@ def test_torchs_own_reader_pairs_what_these_tests_write(tmp_path: Path) -> None:
     """All messages of a job that has ended are paired with each other, and none is amiss."""
     builder = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
     loader = pytest.importorskip("torch.distributed.flight_recorder.components.loader")
-    program = compile(schedules.interleaved, Plan(2, 4, stages_per_rank=2))
+    program = compile(schedules.interleaved, PipelineShape(2, 4, stages_per_rank=2))
     whole = stopped(Graph.of(program), None, False)
     for recorder in record(whole, before=1):
         recorder.collective("1", "all_reduce", ended=True)

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedir.compiler.compile import compile
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.models.attention import mask_of
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.size_measurement import sizes_of
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.boundaries.size_measurement import measure_sizes
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
 from tests.cpu.tiny_stages import gradients
 from tests.cpu.training import CONFIG as TRAINED
@@ -43,7 +43,7 @@ def tokens(m: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def step(config: gpt.GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of two microbatches, in float64."""
     stage = gpt.build_stage(config, 0, 1, dtype=torch.float64)
-    total = reference([stage], *tokens(2), loss=gpt.loss)
+    total = run_sequential([stage], *tokens(2), loss=gpt.loss)
     return total, gradients([stage])[0]
 
 
@@ -70,15 +70,15 @@ def test_the_loss_and_gradients_of_a_mask(window: Any, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("schedule", "plan", "options"),
     [
-        (one_f_one_b, Plan(2, 3), {}),
-        (zb_h1, Plan(4, 4), {"recompute": "all"}),
-        (interleaved, Plan(2, 4, 2), {"offload": "all"}),
-        (zb_h1, Plan(2, 4), {"offload": "all", "recompute": "half"}),
+        (one_f_one_b, PipelineShape(2, 3), {}),
+        (zb_h1, PipelineShape(4, 4), {"recompute": "all"}),
+        (interleaved, PipelineShape(2, 4, 2), {"offload": "all"}),
+        (zb_h1, PipelineShape(2, 4), {"offload": "all", "recompute": "half"}),
     ],
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_any_pipeline_has_the_bits_of_one_process(
-    schedule: Any, plan: Plan, options: Any, dropout: float
+    schedule: Any, plan: PipelineShape, options: Any, dropout: float
 ) -> None:
     """Split backwards, recomputation and offload included, in another order each step."""
     config = replace(CONFIG, dropout=dropout)
@@ -88,10 +88,10 @@ def test_any_pipeline_has_the_bits_of_one_process(
 
     program = compile(schedule, plan, model="edge", **options)
     own, plain = stages(), stages()
-    world = InProcess(program, own, loss=gpt.loss, boundary=BOUNDARY, seed=2)
+    world = InProcessExecutor(program, own, loss=gpt.loss, boundary=BOUNDARY, seed=2)
     for k in range(2):
         data = tokens(plan.microbatches, k)
-        want = reference(plain, *data, loss=gpt.loss, program=program, seed=2, step=k)
+        want = run_sequential(plain, *data, loss=gpt.loss, program=program, seed=2, step=k)
         assert torch.equal(world.step(*data, seed=5 + k), want)
     for one, other in zip(gradients(own), gradients(plain), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
@@ -111,7 +111,7 @@ def test_as_many_bytes_are_kept_as_without_windows() -> None:
     (inputs, targets), found = tokens(1), []
     for config in (CONFIG, replace(CONFIG, window=0, stride=1)):
         stages = [gpt.build_stage(config, s, 2) for s in range(2)]
-        kept = sizes_of(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
+        kept = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
         found.append((kept.saved, kept.tape, kept.both))
     assert found[0] == found[1]
 

@@ -11,29 +11,29 @@ from torch import Tensor, nn
 
 import schedir
 from benchmarks.zero import Case, differing, train
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.errors import ModelError
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
-from schedir.transports.gloo import Gloo
-from schedir.transports.shared_memory import Shared
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.spawn import run
 
 LEVELS = (1, 2, 3)
 CASES = {
-    "1F1B": Case(one_f_one_b, Plan(2, 3)),
-    "interleaved, bfloat16": Case(interleaved, Plan(2, 4, 2), half=True),
-    "looped_bfs": Case(looped_bfs, Plan(2, 3, 2)),
-    "ZB-H1, bfloat16": Case(zb_h1, Plan(2, 4), half=True),
-    "DualPipe": Case(dualpipe, Plan(2, 4, placement="mirror")),
-    "recomputed": Case(interleaved, Plan(2, 4, 2), options={"recompute": "all"}),
-    "one whole": Case(looped_bfs, Plan(2, 3, 3), options={"active": 1}),
-    "not clipped": Case(one_f_one_b, Plan(2, 3), options={"clip": False}),
-    "tensor-parallel": Case(looped_bfs, Plan(1, 2, 2), tp=2),
-    "one rank": Case(looped_bfs, Plan(1, 3, 3)),
-    "three replicas": Case(one_f_one_b, Plan(1, 3), dp=3),
-    "three replicas, bfloat16": Case(looped_bfs, Plan(1, 3, 2), dp=3, half=True),
+    "1F1B": Case(one_f_one_b, PipelineShape(2, 3)),
+    "interleaved, bfloat16": Case(interleaved, PipelineShape(2, 4, 2), half=True),
+    "looped_bfs": Case(looped_bfs, PipelineShape(2, 3, 2)),
+    "ZB-H1, bfloat16": Case(zb_h1, PipelineShape(2, 4), half=True),
+    "DualPipe": Case(dualpipe, PipelineShape(2, 4, placement="mirror")),
+    "recomputed": Case(interleaved, PipelineShape(2, 4, 2), options={"recompute": "all"}),
+    "one whole": Case(looped_bfs, PipelineShape(2, 3, 3), options={"active": 1}),
+    "not clipped": Case(one_f_one_b, PipelineShape(2, 3), options={"clip": False}),
+    "tensor-parallel": Case(looped_bfs, PipelineShape(1, 2, 2), tp=2),
+    "one rank": Case(looped_bfs, PipelineShape(1, 3, 3)),
+    "three replicas": Case(one_f_one_b, PipelineShape(1, 3), dp=3),
+    "three replicas, bfloat16": Case(looped_bfs, PipelineShape(1, 3, 2), dp=3, half=True),
 }
 
 
@@ -77,13 +77,17 @@ class Empty(nn.Module):
         return torch.tanh(x)
 
 
-def _executor(zero: int, transport: Any = Gloo, **how: Any) -> tuple[Executor, list[nn.Module]]:
+def _executor(
+    zero: int, transport: Any = GlooTransport, **how: Any
+) -> tuple[Executor, list[nn.Module]]:
     torch.manual_seed(0)
     stages: list[nn.Module] = [Wide(), Empty(), Wide()]
     options: dict[str, Any] = {"clip": True} | {
         k: how.pop(k) for k in ("clip", "reduce") if k in how
     }
-    program = schedir.compile(interleaved, Plan(1, 4, 3), dp=2, model="edge", zero=zero, **options)
+    program = schedir.compile(
+        interleaved, PipelineShape(1, 4, 3), dp=2, model="edge", zero=zero, **options
+    )
     sgd = torch.optim.SGD([p for s in stages for p in s.parameters()], 0.1, momentum=0.9)
     return Executor(
         program, 0, stages, transport(program), loss=nn.functional.mse_loss, boundary=(2, 3),
@@ -106,7 +110,7 @@ def _some(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for zero in range(4):
         for name, how in (
-            ("shared memory", {"transport": Shared}),
+            ("shared memory", {"transport": SharedMemoryTransport}),
             ("loss scale", {"loss_scale": LossScale(8.0)}),
         ):
             executor, stages = _executor(zero, **how)

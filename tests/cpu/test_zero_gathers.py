@@ -22,8 +22,8 @@ from schedir.compiler.compile import compile
 from schedir.io.torch_csv import cells
 from schedir.ir.isa.instructions import BACKWARD_WEIGHT, ROWS
 from schedir.ir.program import Program
-from schedir.schedules.draft import draft
-from schedir.testing import drafts
+from schedir.schedules.draft import expand_schedule
+from schedir.testing import compute_programs
 from schedir.torch_pipelining.fsdp_stages import require_whole, with_shards
 from tests.laws import LOOPED, ZOO, least, plan_of
 
@@ -69,10 +69,10 @@ def test_no_schedule_gathers_more_often_than_torchs_list(name: str) -> None:
         for microbatches in (4, 8):
             if microbatches >= least(schedule, ranks):
                 plan = plan_of(schedule, ranks, microbatches, v)
-                no_more_than_torch(draft(schedule, plan), 4)
+                no_more_than_torch(expand_schedule(schedule, plan), 4)
 
 
-@given(drafts(stages_per_rank=4).filter(lambda d: d.plan.rows == 1), st.integers(1, 3))
+@given(compute_programs(stages_per_rank=4).filter(lambda d: d.plan.rows == 1), st.integers(1, 3))
 @settings(max_examples=30)
 def test_what_is_exported_is_whole_where_torch_wants_it(program: Program, active: int) -> None:
     """Its W and REDUCE_GRAD want a stage whole, ours do not."""
@@ -82,7 +82,7 @@ def test_what_is_exported_is_whole_where_torch_wants_it(program: Program, active
         require_whole([*map(_Action.from_str, row)], active)
 
 
-@given(drafts(ranks=2, microbatches=4, stages_per_rank=4))
+@given(compute_programs(ranks=2, microbatches=4, stages_per_rank=4))
 @settings(max_examples=30)
 def test_no_draft_does(program: Program) -> None:
     """Torch looks at W, too, which needs no weights: where there is one, it may look less far ahead

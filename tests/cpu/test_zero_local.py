@@ -15,18 +15,21 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.errors import ExecutionError, ModelError, UsageError
 from schedir.ir.isa.instructions import ADDS, Instr, Opcode
 from schedir.ir.program import Program, Stream
 from schedir.models import gpt
-from schedir.runtime.autograd.splittable_layers import register_split, split_linears
+from schedir.runtime.autograd.splittable_layers import (
+    make_backward_splittable,
+    register_splittable_layer,
+)
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, looped_bfs, one_f_one_b
-from schedir.testing import drafts
+from schedir.testing import compute_programs
 from tests.cpu.test_zero_users import Keeps, WritesData
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients
 
@@ -34,9 +37,9 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "zero_refused.txt"
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 
 
-def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InProcess:
+def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
     usual: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAM}
-    return InProcess(program, stages, **usual | options)
+    return InProcessExecutor(program, stages, **usual | options)
 
 
 def trained(program: Program, seed: int | None = None, **options: Any) -> list[Tensor]:
@@ -57,7 +60,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 @given(data=st.data(), zero=st.integers(1, 3), order=st.integers(0, 3))
 def test_any_draft_has_the_bits_of_plain_training(data: Any, zero: int, order: int) -> None:
     """Any placement, any order of computes, any residency, any legal order of all."""
-    draft = data.draw(drafts(3, 3))
+    draft = data.draw(compute_programs(3, 3))
     plan = draft.plan
     assume(plan.updates == 1)
     options: dict[str, Any] = {"clip": True, "tied": plan.stages > 1}
@@ -87,14 +90,14 @@ def turns_of(program: Program, stage: int) -> list[list[int]]:
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("schedule", [interleaved, looped_bfs, one_f_one_b])
 def test_turns_add_up_in_their_order(schedule: Any, zero: int) -> None:
-    plan = Plan(2, 4, 1 if schedule is one_f_one_b else 2)
+    plan = PipelineShape(2, 4, 1 if schedule is one_f_one_b else 2)
     program = schedir.compile(schedule, plan, zero=zero, reduce="turn", clip=False)
     stages, plain = (gpt_stages(plan.stages, False) for _ in range(2))
     inputs, targets, scale = batch(4)
     ranks_of(program, stages, optimizer=None).step(inputs, targets, scale)
     each: list[list[dict[str, Tensor]]] = []  # of each microbatch alone
     for mb in range(4):
-        reference(plain, inputs[[mb]], targets[[mb]], loss=gpt.loss)
+        run_sequential(plain, inputs[[mb]], targets[[mb]], loss=gpt.loss)
         each.append(gradients(plain))
     several = 0
     for s, stage in enumerate(stages):
@@ -116,11 +119,11 @@ def test_turns_add_up_in_their_order(schedule: Any, zero: int) -> None:
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_weights_are_pieces_between_steps_and_whole_on_request(zero: int) -> None:
-    program = schedir.compile(interleaved, Plan(2, 4, 2), zero=zero, clip=True)
+    program = schedir.compile(interleaved, PipelineShape(2, 4, 2), zero=zero, clip=True)
     stages, plain = (gpt_stages(4, False) for _ in range(2))
     shapes = [p.shape for stage in stages for p in stage.parameters()]
     ranks = ranks_of(program, stages)
-    ranks_of(schedir.compile(interleaved, Plan(2, 4, 2), clip=True), plain).step(*batch(4))
+    ranks_of(schedir.compile(interleaved, PipelineShape(2, 4, 2), clip=True), plain).step(*batch(4))
     ranks.step(*batch(4))
     assert all(p.dim() == 1 and p.grad is not None for m in stages for p in m.parameters())
     with ExitStack() as whole:
@@ -155,7 +158,7 @@ def test_state_and_copies_of_an_optimizer_are_cut() -> None:
             made.append(optimizer)  # noqa: B023
             return optimizer
 
-        program = schedir.compile(one_f_one_b, Plan(2, 3), zero=zero, clip=True)
+        program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero, clip=True)
         ranks_of(
             program, stages, optimizer=make, boundary=Boundary(BOUNDARY.shape, torch.bfloat16)
         ).step(*batch(3))
@@ -175,7 +178,7 @@ def test_an_evaluation_in_parts() -> None:
     for zero in (0, 1, 3):
         stages = gpt_stages(4, False)
         program = schedir.compile(
-            schedir.schedules.forward_only, Plan(2, 4, 2), zero=zero, clip=False
+            schedir.schedules.forward_only, PipelineShape(2, 4, 2), zero=zero, clip=False
         )
         found.append(ranks_of(program, stages, optimizer=None).step(*batch(4)))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -194,8 +197,10 @@ class Fails(nn.Linear):
 def test_after_a_step_that_fails_weights_are_pieces(zero: int) -> None:
     stages: list[nn.Module] = [Fails(4, 4), nn.Linear(4, 4)]
     before = [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]
-    program = schedir.compile(one_f_one_b, Plan(2, 3), zero=zero)
-    ranks = InProcess(program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero)
+    ranks = InProcessExecutor(
+        program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM
+    )
     Fails.now = True
     try:
         with pytest.raises(ExecutionError, match="as told"):
@@ -229,16 +234,20 @@ def test_a_rule_of_w_that_reads_a_weight_in_parts_is_refused(reads: bool) -> Non
     class Own(Scale):
         pass
 
-    register_split(Own, input=lambda layer, x, dy: dy * layer.weight, later={"weight": later})
-    plan = Plan(1, 2, 2)
+    register_splittable_layer(
+        Own, input=lambda layer, x, dy: dy * layer.weight, later={"weight": later}
+    )
+    plan = PipelineShape(1, 2, 2)
     stages: list[nn.Module] = [Own(), Own()]
     for stage in stages:
-        split_linears(stage)
+        make_backward_splittable(stage)
 
     order = [(op, s, mb) for op, s in ORDER for mb in range(2)]  # W behind all that need weights
     draft = Program("late", plan, (Stream.of([Instr(*each) for each in order]),))
     program = schedir.compile(draft, zero=3, active=1, clip=False)
-    ranks = InProcess(program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM)
+    ranks = InProcessExecutor(
+        program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM
+    )
     x = torch.ones(2, 2, 4)
     if reads:
         with pytest.raises(ExecutionError, match="reads a weight"):
@@ -294,9 +303,9 @@ REFUSED: dict[str, tuple[Any, Any]] = {
 def refusal(make: Any, module: Any) -> str:
     first = module() if module else nn.Linear(4, 4)
     x = torch.zeros(3, 2, dtype=torch.long) if module is scaled_rows else torch.ones(3, 2, 4)
-    program = schedir.compile(one_f_one_b, Plan(2, 3), zero=3)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=3)
     with pytest.raises((ModelError, ExecutionError)) as error:
-        ranks = InProcess(
+        ranks = InProcessExecutor(
             program,
             [first, nn.Linear(4, 4)],
             loss=nn.functional.mse_loss,
@@ -313,10 +322,10 @@ def test_what_cannot_be_cut_is_refused() -> None:
     options: dict[str, Any] = {
         "loss": nn.functional.mse_loss, "boundary": (2, 4), "optimizer": ADAM,
     }  # fmt: skip
-    program = schedir.compile(one_f_one_b, Plan(2, 3), zero=1)
-    ranks = InProcess(program, stages, **options)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=1)
+    ranks = InProcessExecutor(program, stages, **options)
     with pytest.raises(ModelError) as twice:
-        InProcess(schedir.compile(one_f_one_b, Plan(2, 3)), stages, **options)
+        InProcessExecutor(schedir.compile(one_f_one_b, PipelineShape(2, 3)), stages, **options)
     stages[1].double()
     with pytest.raises(ModelError) as moved:
         ranks.step(torch.ones(3, 2, 4), torch.ones(3, 2, 4))

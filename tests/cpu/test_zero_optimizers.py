@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.errors import ExecutionError, ModelError
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import one_f_one_b
 
 WIDTH = 4
@@ -64,11 +64,11 @@ class Momentum(torch.optim.Optimizer):
                 p.sub_(self.moment(k, p).mul_(0.9).add_(p.grad), alpha=0.1)
 
 
-def made(zero: int, place: str) -> tuple[list[nn.Linear], InProcess]:
+def made(zero: int, place: str) -> tuple[list[nn.Linear], InProcessExecutor]:
     torch.manual_seed(0)
     stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    program = schedir.compile(one_f_one_b, Plan(2, 3), zero=zero, clip=False)
-    ranks = InProcess(
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero, clip=False)
+    ranks = InProcessExecutor(
         program, stages, loss=nn.functional.mse_loss, boundary=Boundary((2, WIDTH)),
         optimizer=partial(Momentum, place=place),
     )  # fmt: skip
@@ -127,8 +127,8 @@ def test_hooks_on_a_step_would_see_pieces(zero: int, everywhere: bool) -> None:
         made.append(torch.optim.SGD(parameters, 0.1))
         return made[-1]
 
-    program = schedir.compile(one_f_one_b, Plan(2, 2), zero=zero)
-    ranks = InProcess(program, stages, loss=nn.functional.mse_loss, boundary=Boundary((3, WIDTH)),
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), zero=zero)
+    ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=Boundary((3, WIDTH)),
                       optimizer=optimizer)  # fmt: skip
     register: Any = (
         register_optimizer_step_pre_hook if everywhere else made[0].register_step_pre_hook

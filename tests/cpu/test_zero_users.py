@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.errors import ExecutionError, ModelError
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import looped_bfs, zb_h1
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -24,16 +24,16 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 def ranks_of(
     zero: int, stages: list[nn.Module], optimizer: Any = SGD, ranks: int = 1, **how: Any
-) -> InProcess:
+) -> InProcessExecutor:
     program = schedir.compile(
-        looped_bfs, Plan(ranks, 3, len(stages) // ranks), zero=zero, clip=False, **how
+        looped_bfs, PipelineShape(ranks, 3, len(stages) // ranks), zero=zero, clip=False, **how
     )
-    return InProcess(
+    return InProcessExecutor(
         program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=optimizer
     )
 
 
-def steps(ranks: InProcess) -> None:
+def steps(ranks: InProcessExecutor) -> None:
     for _ in range(2):
         ranks.step(torch.ones(3, 2, 4), torch.ones(3, 2, 4))
 
@@ -191,7 +191,7 @@ def test_a_loss_that_reads_a_weight_of_another_stage_is_refused_at_level_3() -> 
     def loss(y: Tensor, target: Tensor) -> Tensor:
         return nn.functional.mse_loss(y, target) + first.weight.square().sum()
 
-    program = schedir.compile(zb_h1, Plan(2, 4), zero=3)
-    ranks = InProcess(program, [first, nn.Linear(4, 4)], loss=loss, boundary=(3, 4))
+    program = schedir.compile(zb_h1, PipelineShape(2, 4), zero=3)
+    ranks = InProcessExecutor(program, [first, nn.Linear(4, 4)], loss=loss, boundary=(3, 4))
     with pytest.raises(ExecutionError, match="a stage reads a weight of another one"):
         ranks.step(*torch.randn(2, 4, 3, 4))

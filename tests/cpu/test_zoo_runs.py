@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 from schedir.compiler.compile import compile
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import built_in
-from schedir.schedules.schedule_algebra import B, F, I, W, Word, placed_for
-from schedir.transports.gloo import Gloo
+from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, placed_for
+from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
 
 M = 6
 
 
-def newest_first(r: int, P: int, m: int) -> Word:
+def newest_first(r: int, P: int, m: int) -> RankSchedule:
     """GPipe with backwards in the opposite order, the first half of them split."""
     late = [(m - 1 - k, k < m // 2) for k in range(m)]
     backwards = sum((I.at(mb) if split else B.at(mb) for mb, split in late), 0 * F)
@@ -39,7 +39,7 @@ def newest_first(r: int, P: int, m: int) -> Word:
 def program_of(schedule: Any, overlap: bool = False) -> Program:
     placement, fixed = placed_for(schedule)
     v = fixed or (2 if "v" in signature(schedule).parameters else 1)
-    plan = Plan(2, M, v, placement or "loop")
+    plan = PipelineShape(2, M, v, placement or "loop")
     return compile(schedule, plan, tied=True, model="edge", overlap=overlap)
 
 
@@ -51,7 +51,7 @@ def test_in_process(schedule: Any) -> None:
     program = program_of(schedule)
     loss, right = _promised(program)
     stages = gpt_stages(program.plan.stages)
-    ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+    ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     for seed in range(2):
         assert torch.equal(ranks.step(*batch(M), seed=seed), loss)
         assert same_bits(gradients(stages), right)
@@ -64,7 +64,7 @@ def _promised(program: Program) -> tuple[Tensor, list[dict[str, Tensor]]]:
         return loss, plain
     stages = gpt_stages(program.plan.stages)
     inputs, targets, scale = batch(M)
-    loss = reference(stages, inputs, targets, loss=gpt.loss, scale=scale, program=program)
+    loss = run_sequential(stages, inputs, targets, loss=gpt.loss, scale=scale, program=program)
     ordered = gradients(stages)
     for own, other in zip(ordered, plain, strict=True):
         for name, grad in own.items():
@@ -85,7 +85,7 @@ def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]
             whole = gpt_stages(program.plan.stages)
             stages = {s: whole[s] for s in program.plan.stages_of[rank]}
             executor = Executor(
-                program, rank, stages, Gloo(program), loss=gpt.loss, boundary=BOUNDARY
+                program, rank, stages, GlooTransport(program), loss=gpt.loss, boundary=BOUNDARY
             )
             loss = executor.step(*batch(M))
             results.append((loss, {s: gradients([stage])[0] for s, stage in stages.items()}))

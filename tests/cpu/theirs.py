@@ -10,14 +10,14 @@ from unittest.mock import create_autospec
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import PipelineStage
 
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
 VEE = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 LOOP = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 
 
-def built(name: str, plan: Plan, **options: Any) -> Any:
+def built(name: str, plan: PipelineShape, **options: Any) -> Any:
     """A schedule of torch's, as rank 0 has it; its stages are there in outline only."""
     stages = []
     for index in plan.stages_of[0]:
@@ -31,7 +31,7 @@ def built(name: str, plan: Plan, **options: Any) -> Any:
     return kind(given, n_microbatches=plan.microbatches, loss_fn=lambda *_: None, **options)
 
 
-def lowered(name: str, plan: Plan, **options: Any) -> str:
+def lowered(name: str, plan: PipelineShape, **options: Any) -> str:
     """What torch itself makes of a schedule, with its transfers: the text of its CSV."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "x.csv"

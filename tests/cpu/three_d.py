@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 import schedir
-from schedir import Plan, Program
+from schedir import PipelineShape, Program
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 
 NEAR, MAX_NORM = 1e-6, 0.05  # of gradients whose norm is about 1
 WORLD, STEPS, MICROBATCHES, BATCH, CONTEXT, VOCAB = 8, 3, 2, 2, 8, 29  # 29: padded
@@ -55,7 +55,7 @@ class Case(NamedTuple):
     @property
     def program(self) -> Program:
         """Its program: a stage for each layer, or one of both on one rank."""
-        plan, options = Plan(self.p, MICROBATCHES), dict[str, Any](self.options)
+        plan, options = PipelineShape(self.p, MICROBATCHES), dict[str, Any](self.options)
         return schedir.compile(
             getattr(schedir.schedules, self.schedule), plan, self.t, self.d,
             tied=self.tied and self.p > 1, clip=self.clip, zero=self.zero,
@@ -110,7 +110,7 @@ def run(rank: int, wanted: Sequence[Case]) -> dict[Case, Told]:
     for shape in dict.fromkeys(case[:3] for case in wanted):
         programs = {case: case.program for case in wanted if case[:3] == shape}
         first, *more = programs.values()
-        transport = Gloo(first, more=more)
+        transport = GlooTransport(first, more=more)
         for case, program in programs.items():
             found[case] = _trained(case, program, transport)
         transport.end()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from schedir.runtime import register_split
+from schedir.runtime import register_splittable_layer
 
 N = 6
 
@@ -67,12 +67,12 @@ def _pixels(layer: Conv, x: Tensor) -> Tensor:
     return x.reshape(-1, 1, *x.shape[-2:])
 
 
-register_split(
+register_splittable_layer(
     Square,
     input=lambda layer, x, dy: dy * layer.weight.square(),
     later={"weight": lambda layer, x, dy: (x * dy).sum_to_size(N) * (2 * layer.weight)},
 )
-register_split(
+register_splittable_layer(
     Conv,
     input=_dx,
     later={"weight": _dw},

@@ -9,30 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.schedules.schedule_algebra import B, F, I, W, Word, overlap
+from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, overlapped_pair
 from schedir.transports.gloo import ProcessTransport
 
 CONTEXT, HIDDEN, BATCH = 8, 16, 2
 BOUNDARY = Boundary((BATCH, CONTEXT, HIDDEN))
 
 
-def zb(r: int, P: int, m: int) -> Word:
+def zb(r: int, P: int, m: int) -> RankSchedule:
     """1F1B with every backward split."""
     lead = min(P - 1 - r, m)
     return lead * F + (m - lead) * (F + I) + lead * I + m * W
 
 
-def paired(r: int, P: int, m: int) -> Word:
+def paired(r: int, P: int, m: int) -> RankSchedule:
     """1F1B whose steady state runs forward and backward as one."""
     lead = min(P - r, m)
-    return lead * F + overlap((m - lead) * B, (m - lead) * F) + lead * B
+    return lead * F + overlapped_pair((m - lead) * B, (m - lead) * F) + lead * B
 
 
 def config(layers: int, tied: bool = True) -> gpt.GPTConfig:
@@ -108,27 +108,27 @@ def gradients_by_stage(executor: Executor) -> dict[int, dict[str, Tensor]]:
 
 
 def expected(
-    plan: Plan, tied: bool = True, program: Program | None = None
+    plan: PipelineShape, tied: bool = True, program: Program | None = None
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """Loss and gradients of the reference; with a program, in its order."""
     stages = gpt_stages(plan.stages, tied)
     inputs, targets, scale = batch(plan.microbatches)
-    loss = reference(stages, inputs, targets, loss=gpt.loss, scale=scale, program=program)
+    loss = run_sequential(stages, inputs, targets, loss=gpt.loss, scale=scale, program=program)
     return loss, gradients(stages)
 
 
 PLANS = [
-    (gpipe, Plan(2, 4)),
-    (gpipe, Plan(4, 4)),
-    (one_f_one_b, Plan(2, 4)),
-    (one_f_one_b, Plan(4, 6)),
-    (zb, Plan(2, 4)),
-    (zb, Plan(4, 4)),
-    (interleaved, Plan(2, 4, 2)),  # both neighbours are the same peer
-    (interleaved, Plan(2, 5, 3)),
-    (interleaved, Plan(4, 4, 2)),
-    (interleaved, Plan(1, 3, 2)),  # first and last stage share a rank
-    (one_f_one_b, Plan(1, 3)),
-    (paired, Plan(2, 4)),
-    (paired, Plan(4, 6)),
+    (gpipe, PipelineShape(2, 4)),
+    (gpipe, PipelineShape(4, 4)),
+    (one_f_one_b, PipelineShape(2, 4)),
+    (one_f_one_b, PipelineShape(4, 6)),
+    (zb, PipelineShape(2, 4)),
+    (zb, PipelineShape(4, 4)),
+    (interleaved, PipelineShape(2, 4, 2)),  # both neighbours are the same peer
+    (interleaved, PipelineShape(2, 5, 3)),
+    (interleaved, PipelineShape(4, 4, 2)),
+    (interleaved, PipelineShape(1, 3, 2)),  # first and last stage share a rank
+    (one_f_one_b, PipelineShape(1, 3)),
+    (paired, PipelineShape(2, 4)),
+    (paired, PipelineShape(4, 6)),
 ]

@@ -153,7 +153,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
     return gpu
 
 
-def charge(ranks: in_process.InProcess, gpu: VirtualGPU, costs: Costs, host: float = 0.0) -> None:
+def charge(
+    ranks: in_process.InProcessExecutor, gpu: VirtualGPU, costs: Costs, host: float = 0.0
+) -> None:
     """Let every instruction but transfers take its cost, on the stream that it runs on, and the
     host some time before each."""
     index: InstructionIndex = ranks.graph.index

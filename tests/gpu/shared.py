@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from schedir.ir.program import Program
 from schedir.transports.gpu_selection import HOST, SHARED
-from schedir.transports.nccl import initialise, nccl
+from schedir.transports.nccl import initialise, nccl_transport
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 
 Kind = Literal["edge", "grouped"]
@@ -62,7 +62,7 @@ def over(
 ) -> EdgeGroups | GroupedMessages:
     """The transport of a program over NCCL."""
     if not REHEARSED:
-        return nccl(program, device, kind)
+        return nccl_transport(program, device, kind)
     transport = EdgeGroups(program) if kind == "edge" else GroupedMessages(program)
     transport.static = True
     return transport

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from schedir.models import gpt
 from schedir.models.attention import attention, block_mask, mask_of
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.sequential_reference import run_sequential
 from tests.cpu.tiny_stages import gradients
 
 pytestmark = pytest.mark.usefixtures("real_gpu")
@@ -62,7 +62,7 @@ def test_the_gpt_learns_what_it_learns_on_a_cpu(dropout: float) -> None:
     for device in ("cpu", "cuda"):
         stage = gpt.build_stage(config, 0, 1, device=device)
         data = inputs.to(device), targets.to(device)
-        total = reference([stage], *data, loss=gpt.loss)
+        total = run_sequential([stage], *data, loss=gpt.loss)
         found.append((total, gradients([stage])[0]))
     (want, wanted), (got, grads) = found
     assert_near(got.cpu(), want, 1e-2)
@@ -70,5 +70,5 @@ def test_the_gpt_learns_what_it_learns_on_a_cpu(dropout: float) -> None:
         assert_near(grad.cpu(), wanted[name], 5e-2)
     if dropout:  # it runs, and leaves something out
         stage = gpt.build_stage(replace(config, dropout=dropout), 0, 1, device="cuda")
-        total = reference([stage], inputs.cuda(), targets.cuda(), loss=gpt.loss, seed=1)
+        total = run_sequential([stage], inputs.cuda(), targets.cuda(), loss=gpt.loss, seed=1)
         assert total.isfinite() and not torch.equal(total, got)

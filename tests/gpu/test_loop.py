@@ -13,9 +13,9 @@ import torch
 
 from schedir import compile
 from schedir.ir.isa.instructions import Instr, Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.rank_state import Call
 from schedir.runtime.recording.async_scalars import AsyncScalarBuffer
 from schedir.runtime.recording.gpu_progress import GpuProgress
@@ -63,9 +63,9 @@ def test_batches_come_in_order_and_nobody_waits_for_their_copies() -> None:
 
 
 def test_the_instruction_that_hangs_is_named() -> None:
-    program = compile(one_f_one_b, Plan(2, 4), model="edge", tied=True)
+    program = compile(one_f_one_b, PipelineShape(2, 4), model="edge", tied=True)
     stages = [stage.cuda() for stage in gpt_stages(2)]
-    world = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY, record=False)
+    world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, record=False)
     progress = [GpuProgress(rank) for rank in world.ranks]
     inputs, targets, scale = batch(4)
     inputs, targets = inputs.cuda(), targets.cuda()

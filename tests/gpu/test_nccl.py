@@ -12,25 +12,31 @@ from torch import Tensor
 
 from schedir import compile
 from schedir.analysis.progress_models import Model
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.pass_types import Choice
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
 from schedir.runtime.recording.measured_timeline import measured
 from schedir.schedules import interleaved, one_f_one_b
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 from schedir.transports.registry import TRANSPORTS
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import batch, gpt_executor, gradients_by_stage, zb
 from tests.gpu.shared import REHEARSED, Kind, no_wait, over, share_gpu
 from tests.legal import too_early
 
-PLANS = [(one_f_one_b, Plan(2, 4)), (zb, Plan(2, 4)), (interleaved, Plan(2, 4, 2))]
+PLANS = [
+    (one_f_one_b, PipelineShape(2, 4)),
+    (zb, PipelineShape(2, 4)),
+    (interleaved, PipelineShape(2, 4, 2)),
+]
 Gradients = dict[int, dict[str, Tensor]]
 
 
-def _program(schedule: Any, plan: Plan, model: Model, slots: Choice | None = None) -> Program:
+def _program(
+    schedule: Any, plan: PipelineShape, model: Model, slots: Choice | None = None
+) -> Program:
     return compile(schedule, plan, tp=2, model=model, tied=True, overlap=True, slots=slots)
 
 
@@ -39,15 +45,15 @@ def _gradients(executor: Executor) -> Gradients:
     return {s: {name: g.cpu() for name, g in named.items()} for s, named in own.items()}
 
 
-def on_cpu(rank: int, schedule: Any, plan: Plan) -> Gradients:
-    program = _program(schedule, plan, Gloo.model)
-    executor = gpt_executor(program, Gloo(program))
+def on_cpu(rank: int, schedule: Any, plan: PipelineShape) -> Gradients:
+    program = _program(schedule, plan, GlooTransport.model)
+    executor = gpt_executor(program, GlooTransport(program))
     executor.step(*batch(plan.microbatches))
     return _gradients(executor)
 
 
 def made(
-    rank: int, folder: str, kind: Kind, schedule: Any, plan: Plan, slots: Choice | None
+    rank: int, folder: str, kind: Kind, schedule: Any, plan: PipelineShape, slots: Choice | None
 ) -> tuple[Executor, tuple[Tensor, Tensor, float]]:
     """An executor on the GPU, and its batch."""
     device = share_gpu(rank, folder)
@@ -74,7 +80,7 @@ WAYS = [("edge", None), ("edge", "fewest"), ("grouped", None)]
 @pytest.mark.parametrize(("kind", "slots"), WAYS)
 @pytest.mark.parametrize(("schedule", "plan"), PLANS)
 def test_eager_gradients_are_those_of_the_cpu(
-    kind: Kind, slots: Choice | None, schedule: Any, plan: Plan, tmp_path: Path
+    kind: Kind, slots: Choice | None, schedule: Any, plan: PipelineShape, tmp_path: Path
 ) -> None:
     want = run(on_cpu, 4, schedule, plan)
     results = run(eager, 4, str(tmp_path), kind, schedule, plan, slots, limit=250)
@@ -89,7 +95,10 @@ def test_eager_gradients_are_those_of_the_cpu(
 def recorded(rank: int, folder: str, kind: Kind) -> Timeline | None:
     """The Timeline of a step in which the host may not wait, on process 0."""
     device = share_gpu(rank, folder)
-    plan, overlap = Plan(2, 4), kind == "grouped"  # else members of a group go their own ways
+    plan, overlap = (
+        PipelineShape(2, 4),
+        kind == "grouped",
+    )  # else members of a group go their own ways
     program = compile(
         one_f_one_b, plan, tp=2, model=TRANSPORTS[kind].model, tied=True, clip=True, overlap=overlap
     )  # fmt: skip
@@ -120,7 +129,7 @@ def test_a_recorded_eager_step_is_a_legal_timeline(kind: Kind, tmp_path: Path) -
 def late_gather(rank: int, folder: str) -> tuple[bool, bool]:
     """Whether a layer's sum waits for a gather before it whose message is late; and what is in."""
     device = share_gpu(rank, folder)
-    transport = over(compile(one_f_one_b, Plan(2, 4), tp=2), device)
+    transport = over(compile(one_f_one_b, PipelineShape(2, 4), tp=2), device)
     one = torch.ones(1, device=device)
     dist.all_reduce(one, group=transport.tp_group)
     whole = torch.zeros(2, device=device)

@@ -18,7 +18,7 @@ from schedir.errors import DeadlockError
 from schedir.hang_diagnosis.stall_cause import ProcessLayout
 from schedir.io.black_box import ProcessPhase
 from schedir.ir.isa.instructions import Instr, Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
@@ -27,7 +27,7 @@ from schedir.runtime.recording.allocator_growth import times_asked
 from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.training.processes.process_exit import RunMember
 from schedir.training.processes.watchdog import Watchdog
-from schedir.transports.gloo import Gloo, ProcessTransport
+from schedir.transports.gloo import GlooTransport, ProcessTransport
 from tests.cpu.spawn import RankError, run
 from tests.cpu.tiny_stages import batch, gpt_executor, own_batch
 from tests.gpu.shared import REHEARSED, no_wait, over, share_gpu, wait_for_device
@@ -40,7 +40,7 @@ class Case(NamedTuple):
     """A program, and how it is run."""
 
     schedule: Any
-    plan: Plan
+    plan: PipelineShape
     tp: int = 1
     dp: int = 1
     clip: bool = True
@@ -59,10 +59,10 @@ class Case(NamedTuple):
         )  # fmt: skip
 
 
-MANY = Case(one_f_one_b, Plan(2, 24), tp=2)
-ALL = Case(one_f_one_b, Plan(2, 4), tp=2, dp=2, record=True)
-UPDATES = Case(pipedream_2bw, Plan(2, 8, updates=2, delay=1), dp=2, clip=False)
-PROVEN = Case(one_f_one_b, Plan(2, 4), clip=False, overlap=False, tied=False)
+MANY = Case(one_f_one_b, PipelineShape(2, 24), tp=2)
+ALL = Case(one_f_one_b, PipelineShape(2, 4), tp=2, dp=2, record=True)
+UPDATES = Case(pipedream_2bw, PipelineShape(2, 8, updates=2, delay=1), dp=2, clip=False)
+PROVEN = Case(one_f_one_b, PipelineShape(2, 4), clip=False, overlap=False, tied=False)
 
 
 def made(case: Case, program: Program, transport: Any, device: torch.device) -> Executor:
@@ -82,7 +82,7 @@ def trained(
     program = case.compile()
     if folder is None:
         device = torch.device("cpu")
-        transport: ProcessTransport = Gloo(program)
+        transport: ProcessTransport = GlooTransport(program)
     else:
         device = share_gpu(rank, folder)
         transport = over(program, device)
@@ -174,7 +174,7 @@ def failing(rank: int, folder: str, how: str) -> None:
     """The second rank of a pipeline dies in its second step, or its GPU never ends a forward."""
     device = share_gpu(rank, folder)
     os.dup2(os.open(str(Path(folder, f"said-{rank}")), os.O_CREAT | os.O_WRONLY), 2)
-    case = Case(one_f_one_b, Plan(2, 4), tp=2)
+    case = Case(one_f_one_b, PipelineShape(2, 4), tp=2)
     program = case.compile()
     transport = over(program, device)
     executor = made(case, program, transport, device)

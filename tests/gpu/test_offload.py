@@ -10,9 +10,9 @@ from torch import nn
 
 from benchmarks.gpu import host_waits
 from schedir import compile
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import gpipe, one_f_one_b
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits
 from tests.gpu.shared import REHEARSED
@@ -23,8 +23,10 @@ def on_gpu(stages: int) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("recompute", [None, "all"])
-@pytest.mark.parametrize(("schedule", "plan"), [(gpipe, Plan(2, 6)), (one_f_one_b, Plan(4, 6))])
-def test_the_bits_of_what_stays(schedule: Any, plan: Plan, recompute: Any) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "plan"), [(gpipe, PipelineShape(2, 6)), (one_f_one_b, PipelineShape(4, 6))]
+)
+def test_the_bits_of_what_stays(schedule: Any, plan: PipelineShape, recompute: Any) -> None:
     torch.use_deterministic_algorithms(True)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets, found = inputs.cuda(), targets.cuda(), []
@@ -32,7 +34,7 @@ def test_the_bits_of_what_stays(schedule: Any, plan: Plan, recompute: Any) -> No
     for how in hows:
         program = compile(schedule, plan, model="edge", recompute=recompute, **how)
         stages = on_gpu(plan.stages)
-        world = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+        world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
         world.step(inputs, targets, scale)
         with host_waits() as waited:
             total = world.step(inputs, targets, scale)

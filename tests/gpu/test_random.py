@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schedir import compile
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.autograd.random_streams import layer
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved
 
 SHAPE = (2, 16)
@@ -52,13 +52,13 @@ def loss(y: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("again", [False, True])
 def test_any_order_draws_as_the_reference(again: bool) -> None:
     x = torch.linspace(-1, 1, 4 * 32).view(4, *SHAPE).cuda()
-    program, ours = compile(interleaved, Plan(2, 4, 2), model="edge"), noisy(4, again)
-    ranks = InProcess(program, ours, loss=loss, boundary=Boundary(SHAPE), seed=5)
+    program, ours = compile(interleaved, PipelineShape(2, 4, 2), model="edge"), noisy(4, again)
+    ranks = InProcessExecutor(program, ours, loss=loss, boundary=Boundary(SHAPE), seed=5)
     close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
     before = torch.cuda.get_rng_state()
     for step, order in enumerate((None, 0, 1)):
         theirs = noisy(4)
-        total = reference(theirs, x, x, loss=loss, seed=5, step=step)
+        total = run_sequential(theirs, x, x, loss=loss, seed=5, step=step)
         close(ranks.step(x, x, seed=order), total)
         for one, other in zip(ours, theirs, strict=True):
             for p, q in zip(one.parameters(), other.parameters(), strict=True):

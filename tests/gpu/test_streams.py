@@ -13,19 +13,23 @@ from benchmarks.gpu import host_waits
 from schedir import compile
 from schedir.errors import ExecutionError
 from schedir.ir.isa.instructions import Lane
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.predict.timeline import Timeline
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.in_process import InProcess
+from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import float32_gradients
 from schedir.runtime.recording.recorder import TICK
-from schedir.runtime.sequential_reference import reference
+from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, one_f_one_b
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, zb
 from tests.legal import too_early
 
-PLANS = [(one_f_one_b, Plan(4, 6)), (zb, Plan(4, 4)), (interleaved, Plan(2, 5, 3))]
+PLANS = [
+    (one_f_one_b, PipelineShape(4, 6)),
+    (zb, PipelineShape(4, 4)),
+    (interleaved, PipelineShape(2, 5, 3)),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -52,16 +56,16 @@ def on_gpu(stages: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("schedule", "plan"), PLANS)
 def test_every_order_gives_the_gradients_of_the_reference(
-    schedule: Any, plan: Plan, dtype: torch.dtype
+    schedule: Any, plan: PipelineShape, dtype: torch.dtype
 ) -> None:
     torch.use_deterministic_algorithms(True)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets = inputs.cuda(), targets.cuda()
     plain, ours = on_gpu(plan.stages, dtype), on_gpu(plan.stages, dtype)
-    loss = reference(plain, inputs, targets, loss=gpt.loss, scale=scale)
+    loss = run_sequential(plain, inputs, targets, loss=gpt.loss, scale=scale)
     program = compile(schedule, plan, tied=True)
     boundary = Boundary(BOUNDARY.shape, dtype)
-    world = InProcess(program, ours, loss=gpt.loss, boundary=boundary)
+    world = InProcessExecutor(program, ours, loss=gpt.loss, boundary=boundary)
     for seed in range(4):
         got = world.step(inputs, targets, scale, seed)
         torch.testing.assert_close(got, loss)
@@ -70,11 +74,11 @@ def test_every_order_gives_the_gradients_of_the_reference(
 
 @pytest.mark.parametrize("record", [False, True])
 def test_the_host_never_waits_inside_a_step(record: bool) -> None:
-    plan = Plan(4, 6)
+    plan = PipelineShape(4, 6)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets = inputs.cuda(), targets.cuda()
     program = compile(one_f_one_b, plan, model="edge", tied=True, clip=True)
-    world = InProcess(program, on_gpu(4), loss=gpt.loss, boundary=BOUNDARY, record=record)
+    world = InProcessExecutor(program, on_gpu(4), loss=gpt.loss, boundary=BOUNDARY, record=record)
     world.step(inputs, targets, scale)
     with host_waits() as waits:
         world.step(inputs, targets, scale)
@@ -114,8 +118,8 @@ class _Greedy(nn.Module):
 @pytest.mark.usefixtures("real_gpu")
 def test_out_of_memory_names_rank_and_instruction() -> None:
     stages = [nn.Linear(4, 4).cuda(), _Greedy()]
-    world = InProcess(
-        compile(one_f_one_b, Plan(2, 2)),
+    world = InProcessExecutor(
+        compile(one_f_one_b, PipelineShape(2, 2)),
         stages,
         loss=lambda y, target: (y - target).square().sum(),
         boundary=Boundary((2, 4)),

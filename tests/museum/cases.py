@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import schedir
-from schedir import Program, Sizes, check, check_sequence, parse
+from schedir import Program, Sizes, check, check_program_sequence, from_text
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.errors import DeadlockError, ProgramError
 
@@ -87,12 +87,12 @@ class Case:
 
     def ran(self) -> list[list[Program]]:
         """The programs that each rank runs one after the other, of a case of steps."""
-        steps = {name: parse(text) for name, text in self.steps.items()}
+        steps = {name: from_text(text) for name, text in self.steps.items()}
         return [[steps[name] for name in row] for row in self.runs]
 
     def made(self) -> Program:
         """The program, anew each time: no proof is left over.  What makes it may refuse."""
-        made = parse(self.program) if self.program else eval(self.make.strip(), dict(NAMES))
+        made = from_text(self.program) if self.program else eval(self.make.strip(), dict(NAMES))
         assert isinstance(made, Program)
         return made
 
@@ -101,7 +101,9 @@ class Case:
         if self.activation:
             how["sizes"] = Sizes(activation=self.activation)
         try:
-            check_sequence(self.ran(), model) if self.runs else check(self.made(), model, **how)
+            check_program_sequence(self.ran(), model) if self.runs else check(
+                self.made(), model, **how
+            )
         except ProgramError as error:
             return error
         return None

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 import schedir
-from schedir import Costs, Plan, Program, Sizes
+from schedir import Costs, PipelineShape, Program, Sizes
 from schedir.commands.simulate import volume
 from schedir.io import perfetto, torch_csv
 from schedir.ir.isa.instructions import OFF_COMPUTE, ROWS, Lane, Token
@@ -23,13 +23,13 @@ COSTS = Costs(F=2, B=3, send=0.5)
 
 
 def flat(program: Program) -> str:
-    return schedir.show(program, folded=False)
+    return schedir.to_text(program, folded=False)
 
 
 def refused(text: str, error: str, *sites: str) -> None:
     """A text's program is refused with this kind of error, which names these instructions."""
     try:
-        schedir.check(schedir.parse(text))
+        schedir.check(schedir.from_text(text))
     except schedir.errors.ProgramError as caught:
         found = [str(site.instr) for site in caught.sites]
         assert type(caught).__name__ == error and found == [*sites], (caught, found)
@@ -50,7 +50,7 @@ def moved(text: str, what: str, before: str, times: int = 1) -> str:
 
 def everywhere(program: Program, text: str, costs: Costs, folder: str) -> None:
     """Round trips, pictures, files, and what explains a run."""
-    assert schedir.parse(schedir.show(program)) == program == schedir.check(program)
+    assert schedir.from_text(schedir.to_text(program)) == program == schedir.check(program)
     run = schedir.simulate(program, costs, sizes=Sizes(activation=1, saved=10))
     assert f'"{text} ' in perfetto.text(run)
     schedir.viz.save(schedir.viz.gantt(run, show="lanes,path,phases,memory"), f"{folder}/x.png")
@@ -59,7 +59,7 @@ def everywhere(program: Program, text: str, costs: Costs, folder: str) -> None:
     assert schedir.load_timeline(f"{folder}/x.timeline").program == program
     try:
         plain = schedir.compile(plain_of(program), program.plan)
-        assert torch_csv.show(program) == torch_csv.show(plain)
+        assert torch_csv.to_csv(program) == torch_csv.to_csv(plain)
     except schedir.errors.UsageError as error:
         moves = program.ops & {*OFF_COMPUTE[Token.SAVED]}
         own = [f"has {ROWS[op].text}, for which torch's" for op in program.ops & NEW]
@@ -77,8 +77,8 @@ def plain_of(program: Program) -> Callable[..., object]:
 
 def stash(folder: str) -> None:
     sizes = Sizes(saved=10)
-    plain = schedir.compile(one_f_one_b, Plan(4, 8))
-    program = schedir.compile(one_f_one_b, Plan(4, 8), stash=True, debug=True)
+    plain = schedir.compile(one_f_one_b, PipelineShape(4, 8))
+    program = schedir.compile(one_f_one_b, PipelineShape(4, 8), stash=True, debug=True)
     for time in 0.0, 0.25, 5.0:
         costs = Costs(F=1, B=2, stash=time)
         before, run = (schedir.simulate(p, costs, sizes=sizes) for p in (plain, program))
@@ -106,14 +106,16 @@ def stash(folder: str) -> None:
     # Nobody knows when another lane has moved it: a limit counts it until it is freed, or, with a
     # number of slots, as many as there are.
     try:
-        schedir.compile(one_f_one_b, Plan(4, 8), stash=True, sizes=sizes, limit=35)
+        schedir.compile(one_f_one_b, PipelineShape(4, 8), stash=True, sizes=sizes, limit=35)
     except schedir.errors.MemoryLimitError as error:
         assert error.needs == 40
     else:
         raise AssertionError("a limit is not held")
-    few = schedir.compile(one_f_one_b, Plan(4, 8), stash=True, slots="fewest")
-    assert schedir.parse(schedir.show(few)) == few and {s.saved for s in few.slots} == {1}
-    schedir.compile(one_f_one_b, Plan(4, 8), stash=True, slots="fewest", sizes=sizes, limit=10)
+    few = schedir.compile(one_f_one_b, PipelineShape(4, 8), stash=True, slots="fewest")
+    assert schedir.from_text(schedir.to_text(few)) == few and {s.saved for s in few.slots} == {1}
+    schedir.compile(
+        one_f_one_b, PipelineShape(4, 8), stash=True, slots="fewest", sizes=sizes, limit=10
+    )
     late = schedir.simulate(few, Costs(F=1, B=2, stash=0.25), sizes=sizes)
     assert late.peak_memory.tolist() == [10, 10, 10, 10]
     assert [max(curve.held) for curve in late.memory_on("disk")] == [40, 30, 20, 0]
@@ -126,8 +128,8 @@ def stash(folder: str) -> None:
 
 
 def verdict(folder: str) -> None:
-    plain = schedir.compile(one_f_one_b, Plan(3, 4), clip=True)
-    program = schedir.compile(one_f_one_b, Plan(3, 4), clip=True, judge=True, debug=True)
+    plain = schedir.compile(one_f_one_b, PipelineShape(3, 4), clip=True)
+    program = schedir.compile(one_f_one_b, PipelineShape(3, 4), clip=True, judge=True, debug=True)
     assert len(program) == len(plain) + 3
     run = schedir.simulate(program, Costs(F=1, B=2, judge=7))
     assert run.span == schedir.simulate(plain, Costs(F=1, B=2)).span + 7
@@ -141,12 +143,12 @@ def verdict(folder: str) -> None:
     )
     refused(early, "OrderError", "judge", "reduce_grads 0")
     refused(text.replace("  judge\n", "", 1), "ReductionError")
-    updates = schedir.compile(one_f_one_b, Plan(2, 4, updates=2, delay=1), judge=True)
+    updates = schedir.compile(one_f_one_b, PipelineShape(2, 4, updates=2, delay=1), judge=True)
     assert flat(updates).count("judge 1\n") == 2
     # Where one rank judges before its norm and another after, they wait for each other.
     crossed = text.replace("  reduce_norm\n  judge\n", "  judge\n  reduce_norm\n", 1)
     try:
-        schedir.check(schedir.parse(crossed))
+        schedir.check(schedir.from_text(crossed))
     except schedir.errors.DeadlockError as error:
         assert {str(w.instr) for w in error.cycle} == {"judge", "reduce_norm"}
     else:
@@ -154,7 +156,7 @@ def verdict(folder: str) -> None:
 
 
 def log(folder: str) -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 4), debug=True)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), debug=True)
     sizes = Sizes(saved=10, seen=3, mask=1)
     for copy, use in (0.0, 0.0), (0.25, 0.5), (3.0, 0.5), (0.25, 9.0):
         run = schedir.simulate(program, Costs(F=1, B=2, to_host=copy, log=use), sizes=sizes)
@@ -177,7 +179,7 @@ def log(folder: str) -> None:
 
 
 def tape(folder: str) -> None:
-    program = schedir.compile(zb_h1, Plan(3, 5), debug=True)
+    program = schedir.compile(zb_h1, PipelineShape(3, 5), debug=True)
     sizes = Sizes(saved=10, tape=4, both=12)
     sizes_of = {  # what changes at the start of an instruction, and at its end
         "Forward": (10, 0), "BackwardInput": (12 - 10, 4 - 2 - 10), "OffloadTape": (0, -4),
@@ -197,30 +199,32 @@ def tape(folder: str) -> None:
 
 
 def clamp(folder: str) -> None:
-    program = schedir.compile(interleaved, Plan(2, 4, 2), clip=True, debug=True)
+    program = schedir.compile(interleaved, PipelineShape(2, 4, 2), clip=True, debug=True)
     streams = flat(program).split("rank 1\n")
     for stage in range(4):  # the norm is of the rank, and each of its stages needs it
         own = streams[stage % 2].replace(f"  clamp {stage}\n", "")
         own = own.replace("  reduce_norm\n", f"  clamp {stage}\n  reduce_norm\n")
         text = "rank 1\n".join([own, streams[1]] if stage % 2 == 0 else [streams[0], own])
         refused(text, "OrderError", f"clamp {stage}", "reduce_norm")
-    everywhere(schedir.compile(interleaved, Plan(2, 4, 2)), "clamp", Costs(), folder)
+    everywhere(schedir.compile(interleaved, PipelineShape(2, 4, 2)), "clamp", Costs(), folder)
     # Who reads weights after the next are there, keeps them.
-    text = flat(schedir.compile(one_f_one_b, Plan(1, 4, updates=2)))
+    text = flat(schedir.compile(one_f_one_b, PipelineShape(1, 4, updates=2)))
     for before, versions in (("step", 1), ("F 0.2", 2), ("step 1", 2)):
-        read = schedir.parse(text.replace(f"  {before}\n", f"  copy\n  {before}\n"))
+        read = schedir.from_text(text.replace(f"  {before}\n", f"  copy\n  {before}\n"))
         assert schedir.simulate(read).peak_versions.tolist() == [versions], before
     early = text.replace("  F 0.1\n", "  copy 1\n  F 0.1\n")
     refused(early, "OrderError", "copy 1", "step")
 
 
 def compress(folder: str) -> None:
-    plain = schedir.compile(one_f_one_b, Plan(3, 4))
-    assert schedir.compile(one_f_one_b, Plan(3, 4), compress=False) == plain
+    plain = schedir.compile(one_f_one_b, PipelineShape(3, 4))
+    assert schedir.compile(one_f_one_b, PipelineShape(3, 4), compress=False) == plain
     sizes = Sizes(activation=100, packed=40)
     for tp, part in (1, 40), (2, 20):
-        split = schedir.compile(one_f_one_b, Plan(3, 4), tp=tp)
-        program = schedir.compile(one_f_one_b, Plan(3, 4), tp=tp, compress=True, debug=True)
+        split = schedir.compile(one_f_one_b, PipelineShape(3, 4), tp=tp)
+        program = schedir.compile(
+            one_f_one_b, PipelineShape(3, 4), tp=tp, compress=True, debug=True
+        )
         new = [op for op in schedir.Opcode if op.name in ("Compress", "Decompress")]
         assert not split.ops & {*new} and {*new} <= program.ops
         assert len(program) == len(split) + 2 * 4 * 2  # two boundaries, four microbatches
@@ -231,7 +235,7 @@ def compress(folder: str) -> None:
         run = schedir.simulate(program, Costs(F=1, B=2, compress=0.25))
         assert run.span > schedir.simulate(split, Costs(F=1, B=2)).span
         slots = schedir.simulate(
-            schedir.compile(one_f_one_b, Plan(3, 4), tp=tp, compress=True, slots="fewest"),
+            schedir.compile(one_f_one_b, PipelineShape(3, 4), tp=tp, compress=True, slots="fewest"),
             sizes=sizes,
         )
         assert 0 < float(slots.peak_memory[2]) - 100 <= 400  # what comes in is whole

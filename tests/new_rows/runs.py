@@ -16,8 +16,15 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from schedir import Plan, Program
-from schedir.runtime import Boundary, Executor, Gloo, InProcess, Shared, reference
+from schedir import PipelineShape, Program
+from schedir.runtime import (
+    Boundary,
+    Executor,
+    GlooTransport,
+    InProcessExecutor,
+    SharedMemoryTransport,
+    run_sequential,
+)
 from schedir.schedules import dualpipe_v, interleaved, one_f_one_b, zb_h1
 from schedir.testing.tiny_model import WIDTH, batch, loss, tiny_stages
 from schedir.transports.local_processes import run as run_processes
@@ -35,19 +42,19 @@ class Noisy(nn.Module):
         return nn.functional.dropout(self.layer(x), 0.25).float().double()
 
 
-def run(program: Program) -> InProcess:
+def run(program: Program) -> InProcessExecutor:
     """Two optimizer steps of a program, in orders that a seed picks, beside the reference."""
     stages = [Noisy(stage) for stage in tiny_stages(program.plan.stages)]
     plain = deepcopy(stages)
     step = torch.optim.SGD([p for stage in plain for p in stage.parameters()], lr=0.1)
     boundary = Boundary((2, WIDTH), torch.float64)
-    ranks = InProcess(program, stages, loss=loss, boundary=boundary,
+    ranks = InProcessExecutor(program, stages, loss=loss, boundary=boundary,
                       optimizer=lambda own: torch.optim.SGD(own, lr=0.1))  # fmt: skip
     for k in range(2):
         x, y = batch(program.plan.microbatches, k)
         total = ranks.step(x, y, seed=k)
         step.zero_grad()
-        assert torch.equal(total, reference(plain, x, y, loss=loss, program=program, step=k))
+        assert torch.equal(total, run_sequential(plain, x, y, loss=loss, program=program, step=k))
         step.step()
         for one, other in zip(stages, plain, strict=True):
             for p, q in zip(one.parameters(), other.parameters(), strict=True):
@@ -56,10 +63,10 @@ def run(program: Program) -> InProcess:
     return ranks
 
 
-def _on_rank(process: int, transport: type[Gloo], tp: int, options: dict[str, Any]) -> Any:
+def _on_rank(process: int, transport: type[GlooTransport], tp: int, options: dict[str, Any]) -> Any:
     """Step on one of the ranks of a world; return its losses and its stages' gradients."""
     torch.set_num_threads(1)
-    program = schedir.compile(one_f_one_b, Plan(2, 4), tp=tp, model="edge", **options)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), tp=tp, model="edge", **options)
     ends = transport(program)
     own = {s: Noisy(stage) for s, stage in enumerate(tiny_stages(2)) if s == ends.rank}
     executor = Executor(program, ends.rank, own, ends, loss=loss,
@@ -71,11 +78,13 @@ def _on_rank(process: int, transport: type[Gloo], tp: int, options: dict[str, An
 
 def in_processes(options: dict[str, Any]) -> None:
     """Compare one step in real processes, over Gloo and shared memory, with the reference."""
-    for transport in Gloo, Shared:
+    for transport in GlooTransport, SharedMemoryTransport:
         for tp in 1, 2:
-            program = schedir.compile(one_f_one_b, Plan(2, 4), tp=tp, model="edge", **options)
+            program = schedir.compile(
+                one_f_one_b, PipelineShape(2, 4), tp=tp, model="edge", **options
+            )
             plain = [Noisy(stage) for stage in tiny_stages(2)]
-            wanted = reference(plain, *batch(4, 0), loss=loss, program=program)
+            wanted = run_sequential(plain, *batch(4, 0), loss=loss, program=program)
             for rank, total, grads in run_processes(
                 _on_rank, 2 * tp, transport, tp, options, context=get_context("spawn")
             ):
@@ -88,8 +97,8 @@ def main(names: str) -> None:
     rows = names.split(",")
     options: dict[str, Any] = {{"verdict": "judge"}.get(name, name): True for name in rows}
     options |= {"recompute": "all"} if "recompute" in rows else {}
-    cases = [(one_f_one_b, Plan(3, 4)), (zb_h1, Plan(2, 4)), (interleaved, Plan(2, 4, 2)),
-             (dualpipe_v, Plan(2, 4, 2, "vee"))]  # fmt: skip
+    cases = [(one_f_one_b, PipelineShape(3, 4)), (zb_h1, PipelineShape(2, 4)), (interleaved, PipelineShape(2, 4, 2)),
+             (dualpipe_v, PipelineShape(2, 4, 2, "vee"))]  # fmt: skip
     for schedule, plan in cases:
         for slots in (None, "fewest"):
             program = schedir.compile(schedule, plan, model="edge", slots=slots, **options)

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir import Costs, Plan, Sizes, check, compile, draft, schedules, simulate
+from schedir import (
+    Costs,
+    PipelineShape,
+    Sizes,
+    check,
+    compile,
+    expand_schedule,
+    schedules,
+    simulate,
+)
 from schedir.__main__ import main
 from schedir.analysis.memory.buffer_slots import message_sizes
 from schedir.analysis.memory.footprint import held
@@ -25,8 +34,8 @@ from schedir.ir.isa.instructions import SENDS, TOKENS, Instr, Opcode, Token
 from schedir.ir.program import Program
 from schedir.predict.calibrate import calibrate, completed, format_costs, rounded
 from schedir.predict.what_if import advise
-from schedir.schedules.greedy import greedy
-from schedir.testing import drafts
+from schedir.schedules.greedy import greedy_schedule
+from schedir.testing import compute_programs
 from schedir.verify.check import eager_of
 from tests.oracle import Machine
 from tests.strategies import with_slots
@@ -35,7 +44,7 @@ COSTS = ("F", "I", "W", "B", "send", "scatter", "gather")
 SIZES = ("activation", "gradient", "saved", "tape")
 
 
-def arrays(plan: Plan, most: int = 5) -> st.SearchStrategy[PerStage]:
+def arrays(plan: PipelineShape, most: int = 5) -> st.SearchStrategy[PerStage]:
     """A number, one per stage, one per microbatch, or one for each of both; all of them whole."""
     one = st.integers(0, most).map(float)
     row = st.lists(one, min_size=plan.microbatches, max_size=plan.microbatches)
@@ -51,7 +60,7 @@ def naive(value: Any, stage: int, mb: int) -> float:
     return float(value[mb] if isinstance(value, tuple) else value)
 
 
-@given(drafts(), st.data())
+@given(compute_programs(), st.data())
 @settings(max_examples=40)
 def test_times_are_those_of_a_machine_that_looks_each_up(drafted: Program, data: Any) -> None:
     costs = Costs(**{name: data.draw(arrays(drafted.plan), name) for name in COSTS})
@@ -66,7 +75,7 @@ def test_times_are_those_of_a_machine_that_looks_each_up(drafted: Program, data:
         assert run.spans["end"][run.spans["rank"] == rank].tolist() == ends
 
 
-@given(drafts(), st.data())
+@given(compute_programs(), st.data())
 @settings(max_examples=40)
 def test_a_draft_takes_as_long_as_with_arrays_of_one_number(drafted: Program, data: Any) -> None:
     """What is one number for all microbatches is said in any of three ways, and gives the same."""
@@ -127,7 +136,7 @@ def swept(program: Program, rank: int, sizes: Sizes) -> float:
 @given(st.integers(1, 4), st.integers(1, 6), st.data())
 def test_bytes_are_those_of_a_sweep(ranks: int, microbatches: int, data: Any) -> None:
     """One stage per rank, and whole backwards, so that what a rank holds is plain to see."""
-    plan = Plan(ranks, microbatches)
+    plan = PipelineShape(ranks, microbatches)
     which = data.draw(st.sampled_from([schedules.gpipe, schedules.one_f_one_b]))
     program = with_slots(compile(which, plan), random.Random(data.draw(st.integers(0, 9))))
     sizes = Sizes(
@@ -138,12 +147,12 @@ def test_bytes_are_those_of_a_sweep(ranks: int, microbatches: int, data: Any) ->
     assert most == [swept(program, rank, sizes) for rank in range(ranks)]
     if max(most) > 0:
         with pytest.raises(MemoryLimitError) as caught:
-            compile(draft(which, plan), sizes=sizes, limit=0.0)
+            compile(expand_schedule(which, plan), sizes=sizes, limit=0.0)
         assert caught.value.limit == 0
     assert simulate(program, sizes=sizes).peak_memory.tolist() == most
 
 
-@given(drafts(), st.data())
+@given(compute_programs(), st.data())
 def test_messages_have_their_own_sizes(drafted: Program, data: Any) -> None:
     program = compile(drafted)
     sizes = Sizes(
@@ -159,7 +168,7 @@ def test_messages_have_their_own_sizes(drafted: Program, data: Any) -> None:
     assert message_sizes(program, sizes, sends).tolist() == expected
 
 
-@given(drafts(), st.data())
+@given(compute_programs(), st.data())
 def test_a_run_tells_the_costs_of_each_microbatch(drafted: Program, data: Any) -> None:
     """A prediction at what is read off a prediction is the same again; means are not always."""
     names = ("F", "B", "I", "W")
@@ -174,7 +183,7 @@ def test_a_run_tells_the_costs_of_each_microbatch(drafted: Program, data: Any) -
 
 def test_the_mean_misses_what_an_array_tells() -> None:
     costs = Costs(F=((1, 1, 1, 9, 1, 1, 1, 1),), B=((2, 2, 2, 18, 2, 2, 2, 2),))
-    run = simulate(compile(schedules.one_f_one_b, Plan(4, 8)), costs)
+    run = simulate(compile(schedules.one_f_one_b, PipelineShape(4, 8)), costs)
     assert simulate(run.program, calibrate(run, per_microbatch=True)).span == run.span
     assert simulate(run.program, calibrate(run)).span < 0.95 * run.span
 
@@ -212,7 +221,7 @@ def test_what_is_of_no_microbatch_takes_no_array() -> None:
 @pytest.mark.parametrize("shape", [(2, 7), (3, 8), (8, 2), (1, 1), (2, 1)])
 def test_an_array_of_another_plan(shape: tuple[int, int]) -> None:
     """(2, 1) could be one per stage, or of one microbatch: who means the former says it flat."""
-    program, given = compile(schedules.gpipe, Plan(2, 8)), cast("PerStage", np.ones(shape))
+    program, given = compile(schedules.gpipe, PipelineShape(2, 8)), cast("PerStage", np.ones(shape))
     with pytest.raises(CostsError, match=f"{shape[0]} x {shape[1]} numbers, not of 2 stages x 8"):
         simulate(program, Costs(F=given))
     for call in (
@@ -227,7 +236,7 @@ def test_an_array_of_another_plan(shape: tuple[int, int]) -> None:
 
 
 def test_sizes_that_nobody_asks_for_are_refused_before_a_file_has_them(tmp_path: Path) -> None:
-    program = compile(schedules.gpipe, Plan(4, 8))
+    program = compile(schedules.gpipe, PipelineShape(4, 8))
     for name in ("skip", "tape"):  # of which the program has none
         with pytest.raises(UsageError, match=f"size {name} is an array of 4 x 3 numbers"):
             run = simulate(program, sizes=Sizes(**{name: cast("Any", np.ones((4, 3)))}))
@@ -240,7 +249,7 @@ def test_arrays_are_kept_as_tuples() -> None:
     costs, sizes = Costs(F=given), Sizes(activation=given[:1])
     assert costs.F == ((1.0, 2.0), (3.0, 4.0)) and sizes.activation == ((1.0, 2.0),)
     assert {costs: 1}[Costs(F=((1, 2), (3, 4)))] == 1
-    program = compile(schedules.gpipe, Plan(2, 2))
+    program = compile(schedules.gpipe, PipelineShape(2, 2))
     assert eager_of(1.0, sizes, program) in {eager_of(1.0, sizes, program)}
     assert sizes.of("gradient", 3).tolist() == [2.0] * 3  # the largest
 
@@ -249,21 +258,24 @@ def test_greedy_knows_what_each_microbatch_takes() -> None:
     """The first is back before the third begins, or later."""
     for first, expected in ((1.0, "F 0.0 F 0.1 B"), (9.0, "F 0.0 F 0.1 F 0.2")):
         costs = Costs(F=((1.0, 3.0, 1.0), (first, 1.0, 1.0)), B=1.0)
-        own = greedy(Plan(2, 3), "BF", 3, costs).streams[0]
+        own = greedy_schedule(PipelineShape(2, 3), "BF", 3, costs).streams[0]
         assert " ".join(map(str, own)).startswith(expected)
 
 
 def test_advice_takes_arrays() -> None:
     """Even stages keep what differs between microbatches; twice as many are those again."""
     costs = Costs(F=((1, 2, 3, 4), (3, 6, 9, 12)), B=((2, 4, 6, 8), (6, 12, 18, 24)))
-    run = simulate(compile(schedules.one_f_one_b, Plan(2, 4)), costs)
+    run = simulate(compile(schedules.one_f_one_b, PipelineShape(2, 4)), costs)
     found = {change.what.split(" (")[0]: change.saves for change in advise(run, costs).changes}
     even = Costs(F=((2, 4, 6, 8),), B=((4, 8, 12, 16),))
     wanted = 1 - simulate(run.program, even).span / run.span
     assert found["stages that all take the mean"] == pytest.approx(wanted)
     twice: Any = {name: np.tile(grid(costs.told[name]), 2) for name in ("F", "B")}
     wanted = (
-        1 - simulate(compile(schedules.one_f_one_b, Plan(2, 8)), Costs(**twice)).span / 2 / run.span
+        1
+        - simulate(compile(schedules.one_f_one_b, PipelineShape(2, 8)), Costs(**twice)).span
+        / 2
+        / run.span
     )
     assert found["twice as many microbatches of this size"] == pytest.approx(wanted)
 
@@ -307,7 +319,9 @@ def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_file_keeps_sizes(tmp_path: Path) -> None:
-    run = simulate(compile(schedules.gpipe, Plan(2, 3)), sizes=Sizes(saved=((1, 2, 3), (4, 5, 6))))
+    run = simulate(
+        compile(schedules.gpipe, PipelineShape(2, 3)), sizes=Sizes(saved=((1, 2, 3), (4, 5, 6)))
+    )
     save_timeline(run, tmp_path / "run.timeline")
     assert load_timeline(tmp_path / "run.timeline").sizes == run.sizes
     many = 10 ** np.random.default_rng(0).random((2, 250_000))

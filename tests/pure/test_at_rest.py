@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir import Costs, Plan, Sizes, compile, model_states, simulate
+from schedir import Costs, PipelineShape, Sizes, compile, simulate, zero_model_states
 from schedir.__main__ import main
 from schedir.analysis.memory.footprint import held
 from schedir.errors import MemoryLimitError, UsageError
@@ -36,7 +36,7 @@ CELLS = [
 
 def test_parts_are_held_as_their_sum() -> None:
     """The same curves, and each part by its name, in bytes of the rank's stages."""
-    program = compile(one_f_one_b, Plan(2, 4))
+    program = compile(one_f_one_b, PipelineShape(2, 4))
     parts: dict[str, Any] = {"params": (1, 2), "grads": (2, 4), "optimizer": 6}
     parts["buffers"] = (0, 0.5)
     apart = Sizes(activation=3, saved=10, **parts)
@@ -56,7 +56,7 @@ def test_parts_are_held_as_their_sum() -> None:
 def test_pictures_and_tables_have_a_part_each(capsys: pytest.CaptureFixture[str]) -> None:
     """Layers from below in the memory curve, by rank; columns in tables."""
     sizes = Sizes(saved=1, params=2, grads=1, optimizer=(3, 9))
-    run = simulate(compile(one_f_one_b, Plan(2, 4)), sizes=sizes)
+    run = simulate(compile(one_f_one_b, PipelineShape(2, 4)), sizes=sizes)
     floors = {name: tops.tolist() for name, tops in memory(run).floors.items()}
     assert floors == {"params": [2, 2], "grads": [3, 3], "optimizer": [6, 12]}
     figure = gantt(run, show=("memory",))
@@ -64,7 +64,7 @@ def test_pictures_and_tables_have_a_part_each(capsys: pytest.CaptureFixture[str]
     told = "--ranks=2", "--microbatches=4", "--sizes=saved=1,params=2,grads=1,optimizer=3:9"
     assert main(["simulate", "one_f_one_b", *told, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["optimizer"] == [3, 9]
-    one = simulate(compile(one_f_one_b, Plan(2, 4)), sizes=Sizes(saved=1, weights=9))
+    one = simulate(compile(one_f_one_b, PipelineShape(2, 4)), sizes=Sizes(saved=1, weights=9))
     assert one.at_rest == {} and memory(one).floors == {}
 
 
@@ -89,9 +89,9 @@ def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_limits_count_all_parts() -> None:
     sizes = Sizes(saved=1, params=2, grads=3, optimizer=4, buffers=5)
-    compile(gpipe, Plan(1, 2), sizes=sizes, limit=16)
+    compile(gpipe, PipelineShape(1, 2), sizes=sizes, limit=16)
     with pytest.raises(MemoryLimitError) as caught:
-        compile(gpipe, Plan(1, 2), sizes=sizes, limit=15)
+        compile(gpipe, PipelineShape(1, 2), sizes=sizes, limit=15)
     assert {name for name, _, _ in caught.value.holds} == {"saved", *AT_REST}
 
 
@@ -103,7 +103,7 @@ def test_the_table_of_the_paper(billions: float, dp: int, zero: int, printed: st
     """arXiv 1910.02054, Table 1: each cell within one unit of its last digit."""
     digits = len(printed.partition(".")[2])
     psi = billions  # 10^9 parameters, and so 10^9 bytes for each byte of one
-    found = model_states(2 * psi, 2 * psi, 12 * psi, zero, dp).bytes
+    found = zero_model_states(2 * psi, 2 * psi, 12 * psi, zero, dp).bytes
     assert abs(found - float(printed)) <= 10.0**-digits
 
 
@@ -122,7 +122,7 @@ def test_parts_with_padding_hold_all(
     """Whole numbers of parameters, enough for all, and less than one too many on each replica."""
     params, grads, optimizer = ([k * n for n in numbers] for k in item)
     for zero in range(4):
-        states = model_states(params, grads, optimizer, zero, dp, numbers=numbers)
+        states = zero_model_states(params, grads, optimizer, zero, dp, numbers=numbers)
         for level, k, left in zip((3, 2, 1), item, states, strict=True):
             if zero < level or dp == 1:
                 assert left.tolist() == [k * n for n in numbers]
@@ -139,10 +139,10 @@ def test_parts_with_padding_hold_all(
 )  # fmt: skip
 def test_what_is_no_level_and_no_group(how: dict[str, int], field: str) -> None:
     with pytest.raises(UsageError) as caught:
-        model_states(2, 2, 12, **{"zero": 1, "dp": 2, **how})
+        zero_model_states(2, 2, 12, **{"zero": 1, "dp": 2, **how})
     assert caught.value.fields == (field,)
 
 
 def test_bytes_are_not_negative() -> None:
     with pytest.raises(UsageError):
-        model_states(-2, 2, 12, 1, 2)
+        zero_model_states(-2, 2, 12, 1, 2)

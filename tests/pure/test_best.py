@@ -11,7 +11,7 @@ import pytest
 
 import schedir
 from docs import which_schedule, which_schedule_page
-from schedir import Costs, Plan, Sizes, Timeline
+from schedir import Costs, PipelineShape, Sizes, Timeline
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError, ProgramError
 from schedir.ir.isa.instructions import BACKWARD_INPUT
@@ -26,7 +26,7 @@ AT = "--costs=F=1,B=2,send=0.05"
 def run_of(name: str, v: int, P: int, m: int, send: float) -> Timeline:
     """A schedule of v stages per rank, at F = I = W = 1 of a whole rank."""
     schedule = built_in()[name]
-    plan = Plan(P, m, v, placed_for(schedule)[0] or "loop")
+    plan = PipelineShape(P, m, v, placed_for(schedule)[0] or "loop")
     part = P / plan.stages
     costs = Costs(F=part, I=part, W=part, B=2 * part, send=send)
     return schedir.simulate(compile(schedule, plan, model="edge", costs=costs), costs, model="edge")
@@ -79,7 +79,7 @@ def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> Non
     for name, schedule in built_in().items():
         if not takes_v(schedule) and placed_for(schedule) == (None, None):
             try:
-                compile(schedule, Plan(4, 8), sizes=sizes, limit=limit)
+                compile(schedule, PipelineShape(4, 8), sizes=sizes, limit=limit)
             except MemoryLimitError:
                 assert name not in names
             else:
@@ -130,7 +130,7 @@ def test_costs_of_stages_are_spread(capsys: pytest.CaptureFixture[str]) -> None:
     uneven = rows(capsys, *plan, "--costs=F=1:1:1:2,B=2:2:2:4")
     (row,) = (r for r in uneven if r["program"] == "interleaved" and r["stages_per_rank"] == 2)
     costs = Costs(F=(0.5,) * 6 + (1, 1), B=(1,) * 6 + (2, 2))
-    program = compile(built_in()["interleaved"], Plan(4, 8, 2), model="edge", costs=costs)
+    program = compile(built_in()["interleaved"], PipelineShape(4, 8, 2), model="edge", costs=costs)
     assert row["span"] == schedir.simulate(program, costs, model="edge").span
 
 
@@ -186,4 +186,7 @@ def test_any_number_of_microbatches_compiles() -> None:
         v = fixed or (2 if takes_v(schedule) else 1)
         for m in range(fill.get(name, 1), 13):
             if name != "dualpipe" or m % 2 == 0:
-                assert compile(schedule, Plan(4, m, v, placement or "loop")).plan.microbatches == m
+                assert (
+                    compile(schedule, PipelineShape(4, m, v, placement or "loop")).plan.microbatches
+                    == m
+                )

@@ -12,7 +12,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, Plan, Sizes, bound, schedules
+from schedir import Costs, PipelineShape, Sizes, lower_bound, schedules
 from schedir.compiler.compile import lower
 from schedir.errors import CostsError, ScheduleError
 from schedir.ir.program import Program
@@ -25,8 +25,8 @@ from schedir.schedule_search.bounds.program_bound import bound_of_program
 from schedir.schedule_search.bounds.round_trip import options_of
 from schedir.schedule_search.problem import OBJECTIVES, Objective, SchedulingProblem, problem_of
 from schedir.schedule_search.rank_order import KINDS, F, I, W, codes_of, length, peaks, starts_of
-from schedir.schedules.draft import draft
-from schedir.testing import drafts, plans_of
+from schedir.schedules.draft import expand_schedule
+from schedir.testing import compute_programs, shapes_for
 from tests.interleavings import shortest
 from tests.strategies import costs
 
@@ -67,7 +67,7 @@ def test_the_automatic_schedules_of_the_zero_bubble_paper(
     sizes = Sizes(saved=1.0, tape=tape)
     work = m * sum(times[:3])
     one, two = (
-        1 - work / bound(Plan(ranks, m), priced, sizes, limit, objective="own").value
+        1 - work / lower_bound(PipelineShape(ranks, m), priced, sizes, limit, objective="own").value
         for limit in (ranks, 2 * ranks)
     )
     assert round(one, 4) == printed
@@ -76,7 +76,7 @@ def test_the_automatic_schedules_of_the_zero_bubble_paper(
 
 def test_why_is_a_proof_in_words() -> None:
     priced = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
-    least = bound(Plan(8, 24), priced, in_flight=8)
+    least = lower_bound(PipelineShape(8, 24), priced, in_flight=8)
     assert least.why == (
         "rank 0 works 1102.68 and holds 8: it idles 135.016 between its 8th F and its first I, and "
         "72.709 between its last F and its last I"
@@ -88,10 +88,10 @@ def test_nothing_of_the_zoo_is_shorter() -> None:
     tried, tight = 0, 0
     for name in schedules.__all__:
         schedule = getattr(schedules, name)
-        for plan in plans_of(schedule, ranks=4, microbatches=8, stages_per_rank=2):
+        for plan in shapes_for(schedule, ranks=4, microbatches=8, stages_per_rank=2):
             priced = Costs(F=tuple(3.0 + s % 3 for s in range(plan.stages)), I=3, W=2, send=0.5)
             try:
-                program = lower(draft(schedule, plan), priced)
+                program = lower(expand_schedule(schedule, plan), priced)
             except ScheduleError:  # it does not take so few microbatches
                 continue
             if (least := bound_of_program(program, priced)) is not None:
@@ -105,7 +105,7 @@ def test_nothing_of_the_zoo_is_shorter() -> None:
 @given(st.data())
 def test_no_program_is_shorter(data: st.DataObject) -> None:
     """Whatever its order is, with whole backwards and others, and in bytes, too."""
-    made = data.draw(drafts(placements=ONE_HOLDER))
+    made = data.draw(compute_programs(placements=ONE_HOLDER))
     if data.draw(st.booleans()):
         made = _mixed_up(made, data.draw(st.randoms(use_true_random=False)))
     priced = data.draw(costs(made.plan))
@@ -135,7 +135,7 @@ def _mixed_up(made: Program, rng: random.Random) -> Program:
 def test_no_order_is_shorter(data: st.DataObject) -> None:
     """Of uneven memory, of whole backwards, and whatever is to be short."""
     split = data.draw(st.booleans())
-    made = data.draw(drafts(3, 4, 2, split=float(split), placements=ONE_HOLDER))
+    made = data.draw(compute_programs(3, 4, 2, split=float(split), placements=ONE_HOLDER))
     problem, order = data.draw(problems(made.plan, split)), codes_of(made, split=split)
     room = peaks(problem, order)
     if data.draw(st.booleans()):
@@ -152,14 +152,14 @@ def test_no_order_is_shorter(data: st.DataObject) -> None:
 def test_what_does_not_fit_waits(data: st.DataObject) -> None:
     """Each lag holds in any order, within what that order holds at most."""
     split = data.draw(st.booleans())
-    made = data.draw(drafts(2, 5, 3, split=float(split), placements=ONE_HOLDER))
+    made = data.draw(compute_programs(2, 5, 3, split=float(split), placements=ONE_HOLDER))
     lags_hold(data.draw(problems(made.plan, split)), codes_of(made, split=split))
 
 
 @pytest.mark.parametrize("saved", [1.0, 2.0])
 def test_tapes_of_a_later_stage_wait_for_no_more_than_they_must(saved: float) -> None:
     """Two of them are there, and that is all that fits beside one F."""
-    problem = replace(problem_of(Plan(1, 3, 2)), saved=(saved, 1.0))
+    problem = replace(problem_of(PipelineShape(1, 3, 2)), saved=(saved, 1.0))
     there = (0, 3, 4, 1, 2)  # F and F, I and I, W of the first stage
     lags_hold(problem, [(*there, *there, 0, 5, 5, *there[1:], 5)])
 
@@ -181,10 +181,12 @@ def lags_hold(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> Non
 def test_what_crosses_is_late(data: st.DataObject) -> None:
     """Of any three that follow each other on any stage, as one of the options says at least."""
     k = data.draw(st.integers(2, 4))
-    plan = Plan(data.draw(st.integers(2, 5)), data.draw(st.integers(k + 1, 3 * k + 2)))
+    plan = PipelineShape(data.draw(st.integers(2, 5)), data.draw(st.integers(k + 1, 3 * k + 2)))
     even = st.builds(Costs, F=st.just(1), I=st.integers(1, 2), W=st.integers(0, 1))
     priced = data.draw(st.one_of(even, costs(plan)))
-    made = schedir.greedy(plan, data.draw(st.sampled_from(["FIW", "IFW", "WIF"])), k, priced)
+    made = schedir.greedy_schedule(
+        plan, data.draw(st.sampled_from(["FIW", "IFW", "WIF"])), k, priced
+    )
     try:
         problem = problem_of(plan, priced, in_flight=k)
     except CostsError:  # all of them are 0
@@ -210,7 +212,7 @@ def test_what_crosses_is_late(data: st.DataObject) -> None:
 
 
 @st.composite
-def problems(draw: st.DrawFn, plan: Plan, split: bool) -> SchedulingProblem:
+def problems(draw: st.DrawFn, plan: PipelineShape, split: bool) -> SchedulingProblem:
     """Problems without a limit of memory."""
     priced = replace(draw(costs(plan)), step=draw(st.integers(0, 4)))
     try:
@@ -231,9 +233,11 @@ def test_bytes_that_sums_round_are_as_many(saved: float) -> None:
         room = Sizes(saved=saved, tape=tape), 3 * saved
         like = Sizes(saved=1.0, tape=tape / saved), 3.0
         priced = Costs(F=2, I=2, W=2, send=0.1)
-        for shape in (Plan(4, 8), Plan(1, 5, 3), Plan(2, 5, 2)):
+        for shape in (PipelineShape(4, 8), PipelineShape(1, 5, 3), PipelineShape(2, 5, 2)):
             for seconds in (1e-9, 1.0):
-                one, other = (bound(shape, priced, *told, seconds=seconds) for told in (room, like))
+                one, other = (
+                    lower_bound(shape, priced, *told, seconds=seconds) for told in (room, like)
+                )
                 assert one.value == pytest.approx(other.value, rel=1e-9)
 
 
@@ -244,7 +248,15 @@ def test_bytes_that_sums_round_are_as_many(saved: float) -> None:
 @given(st.data())
 def test_no_order_at_all_is_shorter(data: st.DataObject) -> None:
     plan = data.draw(
-        st.sampled_from([Plan(2, 2), Plan(1, 3), Plan(1, 2, 2), Plan(3, 1), Plan(2, 3)])
+        st.sampled_from(
+            [
+                PipelineShape(2, 2),
+                PipelineShape(1, 3),
+                PipelineShape(1, 2, 2),
+                PipelineShape(3, 1),
+                PipelineShape(2, 3),
+            ]
+        )
     )
     problem = data.draw(problems(plan, data.draw(st.booleans())))
     room = [problem.least_room(r) + data.draw(st.integers(0, 4)) for r in range(plan.ranks)]
@@ -258,28 +270,28 @@ def test_no_order_at_all_is_shorter(data: st.DataObject) -> None:
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
 def test_it_is_often_exact(in_flight: int, objective: Objective) -> None:
     for priced in (Costs(), Costs(F=2, I=3, W=1, send=1), Costs(F=(3, 1), I=2, W=(0, 4))):
-        problem = problem_of(Plan(2, 3), priced, in_flight=in_flight, objective=objective)
+        problem = problem_of(PipelineShape(2, 3), priced, in_flight=in_flight, objective=objective)
         assert bound_of(problem).value == pytest.approx(shortest(problem))
 
 
 @pytest.mark.parametrize(
     ("plan", "priced", "given"),
     [
-        (Plan(1, 1), Costs(), {}),
-        (Plan(1, 5), Costs(W=0), {"in_flight": 1}),
-        (Plan(4, 1), Costs(send=1), {"in_flight": 1}),
-        (Plan(4, 9), Costs(F=(0, 0, 100, 0), I=0, W=0), {}),
-        (Plan(3, 4, 2, "vee"), Costs(F=0, I=0), {"in_flight": 4}),
-        (Plan(2, 3), Costs(), {"limit": float("inf"), "sizes": Sizes(saved=1)}),
-        (Plan(2, 3), Costs(), {"limit": 5.0, "sizes": Sizes(saved=0)}),
+        (PipelineShape(1, 1), Costs(), {}),
+        (PipelineShape(1, 5), Costs(W=0), {"in_flight": 1}),
+        (PipelineShape(4, 1), Costs(send=1), {"in_flight": 1}),
+        (PipelineShape(4, 9), Costs(F=(0, 0, 100, 0), I=0, W=0), {}),
+        (PipelineShape(3, 4, 2, "vee"), Costs(F=0, I=0), {"in_flight": 4}),
+        (PipelineShape(2, 3), Costs(), {"limit": float("inf"), "sizes": Sizes(saved=1)}),
+        (PipelineShape(2, 3), Costs(), {"limit": 5.0, "sizes": Sizes(saved=0)}),
     ],
 )
 @pytest.mark.parametrize("split", [True, False])
 def test_what_is_strange_has_a_bound(
-    plan: Plan, priced: Costs, given: dict[str, Any], split: bool
+    plan: PipelineShape, priced: Costs, given: dict[str, Any], split: bool
 ) -> None:
-    least = bound(plan, priced, **given, split=split)
-    made = schedir.greedy(plan, "FIW" if split else "BF", len(plan.stages_of[0]), priced)
+    least = lower_bound(plan, priced, **given, split=split)
+    made = schedir.greedy_schedule(plan, "FIW" if split else "BF", len(plan.stages_of[0]), priced)
     assert 0 < least.value <= simulate(made, priced).span
     assert least.why
 
@@ -289,7 +301,7 @@ def test_what_is_strange_has_a_bound(
 
 def test_of_a_program_at_its_memory() -> None:
     """1F1B is as short as any with whole backwards at its memory; to split them gains."""
-    plan, priced = Plan(4, 8), Costs()
+    plan, priced = PipelineShape(4, 8), Costs()
     program = schedir.compile(schedules.one_f_one_b, plan)
     span = simulate(program, priced).span
     least, split = (bound_of_program(program, priced, split=split) for split in (None, True))
@@ -300,26 +312,28 @@ def test_of_a_program_at_its_memory() -> None:
 
 
 def test_in_bytes_a_program_has_what_it_holds() -> None:
-    program = schedir.compile(schedules.zb_h1, Plan(4, 8))
+    program = schedir.compile(schedules.zb_h1, PipelineShape(4, 8))
     in_bytes = bound_of_program(program, sizes=Sizes(saved=2e9, tape=2e9, weights=(3e9, 0, 0, 0)))
     assert in_bytes is not None
-    counted = bound(Plan(4, 8), in_flight=lambda rank: 4 if rank == 0 else 5)
+    counted = lower_bound(PipelineShape(4, 8), in_flight=lambda rank: 4 if rank == 0 else 5)
     assert in_bytes.value == counted.value
 
 
 def test_costs_of_microbatches_count_as_the_least() -> None:
-    program = schedir.compile(schedules.zb_h1, Plan(2, 3))
+    program = schedir.compile(schedules.zb_h1, PipelineShape(2, 3))
     uneven = bound_of_program(program, Costs(F=((1, 2, 5),)))
     assert uneven == bound_of_program(program, Costs(F=1))
 
 
 def test_nothing_is_said_of_what_is_not_known() -> None:
     zb, chimera = schedules.zb_h1, schedules.chimera
-    assert bound_of_program(schedir.compile(zb, Plan(4, 8), frozen=1)) is None
-    assert bound_of_program(schedir.compile(zb, Plan(4, 8), recompute="all")) is None
-    assert bound_of_program(schedir.compile(chimera, Plan(4, 8, placement="mirror"))) is None
-    assert bound_of_program(schedir.compile(schedules.forward_only, Plan(4, 8))) is None
-    assert bound_of_program(schedir.compile(zb, Plan(4, 8)), Costs(F=0, I=0, W=0)) is None
-    paired = schedir.compile(schedules.dualpipe_v, Plan(2, 8, 2, "vee"))
+    assert bound_of_program(schedir.compile(zb, PipelineShape(4, 8), frozen=1)) is None
+    assert bound_of_program(schedir.compile(zb, PipelineShape(4, 8), recompute="all")) is None
+    assert (
+        bound_of_program(schedir.compile(chimera, PipelineShape(4, 8, placement="mirror"))) is None
+    )
+    assert bound_of_program(schedir.compile(schedules.forward_only, PipelineShape(4, 8))) is None
+    assert bound_of_program(schedir.compile(zb, PipelineShape(4, 8)), Costs(F=0, I=0, W=0)) is None
+    paired = schedir.compile(schedules.dualpipe_v, PipelineShape(2, 8, 2, "vee"))
     assert bound_of_program(paired, Costs()) is not None
     assert bound_of_program(paired, Costs(FB=2)) is None

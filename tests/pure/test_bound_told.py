@@ -13,14 +13,14 @@ import pytest
 from matplotlib.lines import Line2D
 
 import schedir
-from schedir import Costs, Plan, Sizes, Timeline, load_timeline
+from schedir import Costs, PipelineShape, Sizes, Timeline, load_timeline
 from schedir.compiler.compile import compile
 from schedir.errors import UsageError
 from schedir.predict.calibrate import calibrate, completed
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
 from schedir.schedule_search.bounds.program_bound import bound_of_program
-from schedir.schedule_search.search import search
+from schedir.schedule_search.search import search_schedule
 from schedir.schedules import built_in
 from schedir.schedules.schedule_algebra import delay_for, placed_for, takes_v
 from schedir.viz import compare, gantt
@@ -35,7 +35,7 @@ def run_of(name: str, costs: Costs | None = None, v: int | None = None) -> Timel
     schedule = built_in()[name]
     placement, fixed = placed_for(schedule)
     v = v or fixed or (2 if takes_v(schedule) else 1)
-    program = compile(schedule, Plan(4, 8, v, placement or "loop"), costs=costs)
+    program = compile(schedule, PipelineShape(4, 8, v, placement or "loop"), costs=costs)
     return simulate(program, costs)
 
 
@@ -110,13 +110,13 @@ def test_bytes_are_the_memory_where_they_are_said(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1"])
 def test_what_messages_take_is_memory_that_others_may_use(name: str) -> None:
     """What is found in the memory that is told of a run is no shorter than is told of it."""
-    plan = Plan(ranks=2, microbatches=7)
+    plan = PipelineShape(ranks=2, microbatches=7)
     costs = Costs(F=(1.7, 1.65), I=(0.94, 0.73), W=1)
     sizes = Sizes(activation=0.1, saved=1, tape=0.5, weights=(0, 0.2))
     run = simulate(compile(built_in()[name], plan), costs, sizes=sizes)
     bound = bound_of_program(run.program, costs, sizes, split=True)
     limit = float(run.peak_memory.max())
-    found = search(plan, costs, sizes, limit, evaluations=60)
+    found = search_schedule(plan, costs, sizes, limit, evaluations=60)
     assert bound is not None and bound.value <= found.span * (1 + 1e-9) < run.span
 
 

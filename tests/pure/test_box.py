@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir import Plan, compile, schedules
+from schedir import PipelineShape, compile, schedules
 from schedir.analysis.dependency_graph import Graph
 from schedir.hang_diagnosis.stall_cause import ProcessLayout, StalledRun, StallKind
 from schedir.io.black_box import (
@@ -92,7 +92,10 @@ def _came(graph: Graph, need: int, stands: list[int]) -> bool:
 def test_who_is_stuck_is_blamed(schedule: str, stuck: int, where: float, clip: bool) -> None:
     v = 2 if schedule == "interleaved" else 1
     program = compile(
-        getattr(schedules, schedule), Plan(4, 4, stages_per_rank=v), model="edge", clip=clip
+        getattr(schedules, schedule),
+        PipelineShape(4, 4, stages_per_rank=v),
+        model="edge",
+        clip=clip,
     )
     at = int(where * len(program.streams[stuck]))
     found = StalledRun(standstill(program, stuck, at), ProcessLayout(4, 1, 1), program).blame()
@@ -103,7 +106,7 @@ def test_who_is_stuck_is_blamed(schedule: str, stuck: int, where: float, clip: b
     assert f"in step 3 at #{at} {program.streams[stuck][at]}" in found.fact
 
 
-PROGRAM = compile(schedules.one_f_one_b, Plan(4, 4), model="edge", clip=True)
+PROGRAM = compile(schedules.one_f_one_b, PipelineShape(4, 4), model="edge", clip=True)
 
 
 @pytest.mark.parametrize(("since", "slow"), [(0.6, True), (2.9, False)])
@@ -146,7 +149,7 @@ def test_who_has_said_why_is_blamed_and_not_who_left_because_of_it() -> None:
 
 
 def test_of_tensor_parallel_processes_the_one_in_no_collective_is_blamed() -> None:
-    program = compile(schedules.one_f_one_b, Plan(2, 4), model="edge", tp=2, clip=True)
+    program = compile(schedules.one_f_one_b, PipelineShape(2, 4), model="edge", tp=2, clip=True)
     stands = standstill(program, 1, 4)
     all_of = {2 * r + t: seen(2 * r + t, stands[r][AT]) for r in range(2) for t in range(2)}
     all_of[2] = seen(2, stands[1][AT], waits=True)

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, Plan, Program, Timeline
+from schedir import Costs, PipelineShape, Program, Timeline
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import lower
 from schedir.ir.isa.instructions import SPLIT_CHANGES, TRANSFERS, Lane
 from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.predict.bubble_causes import IdleCause, by_cause, exposed, idleness, ready_gaps
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
-from tests.strategies import costs, drafts
+from tests.strategies import compute_programs, costs
 
 WAITS = (IdleCause.WARMUP, IdleCause.COOLDOWN, IdleCause.PEER, IdleCause.IMBALANCE)
 
@@ -44,7 +44,7 @@ def program_of(draft: Program, how: str) -> Program:
 HOW = st.sampled_from(["lowered", "grouped"])
 
 
-@given(drafts(), st.data(), st.sampled_from(MODELS), HOW)
+@given(compute_programs(), st.data(), st.sampled_from(MODELS), HOW)
 def test_intervals_are_all_the_idle_time(
     draft: Program, data: st.DataObject, model: Model, how: str
 ) -> None:
@@ -74,7 +74,7 @@ def test_intervals_are_all_the_idle_time(
     assert (by_cause(idle, timeline.ranks)[:, IdleCause.IMBALANCE] <= spare).all()
 
 
-@given(drafts(), st.data(), st.sampled_from(MODELS))
+@given(compute_programs(), st.data(), st.sampled_from(MODELS))
 def test_measured_times_that_nothing_explains(
     draft: Program, data: st.DataObject, model: Model
 ) -> None:
@@ -97,7 +97,7 @@ def causes(timeline: Timeline) -> dict[IdleCause, list[float]]:
 
 def test_an_even_pipeline_fills_and_drains() -> None:
     """1F1B: (P-1)(F+B) on every rank; the fill is what comes before the first backward."""
-    timeline = schedir.simulate(schedir.compile(one_f_one_b, Plan(4, 8)), Costs(F=1, B=2))
+    timeline = schedir.simulate(schedir.compile(one_f_one_b, PipelineShape(4, 8)), Costs(F=1, B=2))
     assert causes(timeline) == {IdleCause.WARMUP: [6, 5, 4, 3], IdleCause.COOLDOWN: [3, 4, 5, 6]}
 
 
@@ -106,12 +106,12 @@ def test_what_a_slow_stage_costs_the_others(
     schedule: schedir.schedules.schedule_algebra.Schedule,
 ) -> None:
     slow = Costs(F=(1, 1, 1.5, 1), B=(2, 2, 3, 2))
-    timeline = schedir.simulate(schedir.compile(schedule, Plan(4, 8)), slow)
+    timeline = schedir.simulate(schedir.compile(schedule, PipelineShape(4, 8)), slow)
     assert causes(timeline)[IdleCause.IMBALANCE] == [12, 12, 0, 12]
 
 
 def test_messages_reductions_and_steps() -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 2), dp=2, clip=True)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), dp=2, clip=True)
     costs = Costs(F=1, B=2, send=0.25, reduce_grads=4, reduce_norm=0.5, step=1)
     found = causes(schedir.simulate(program, costs))
     # Rank 1 waits for the first activation, then computes; rank 0 for each gradient.
@@ -123,17 +123,17 @@ def test_messages_reductions_and_steps() -> None:
 
 def test_sums_of_pieces_and_of_shared_sequences() -> None:
     """A sum that a piece waits for is no message; what is summed over the sequence is reduced."""
-    program = schedir.compile(gpipe, Plan(1, 2), tp=2, cut="fg")
+    program = schedir.compile(gpipe, PipelineShape(1, 2), tp=2, cut="fg")
     timeline = schedir.simulate(program, Costs(sum=1.5))
     assert causes(timeline) == {IdleCause.SUM: [2 * 2 * 1.5]}
     covers(timeline)
-    program = schedir.compile(one_f_one_b, Plan(1, 2), tp=2, sequence=True)
+    program = schedir.compile(one_f_one_b, PipelineShape(1, 2), tp=2, sequence=True)
     timeline = schedir.simulate(program, Costs(reduce_sequence=3))
     assert causes(timeline) == {IdleCause.REDUCTION: [3]}
 
 
 def test_a_gather_is_part_of_the_message() -> None:
-    program = schedir.compile(interleaved, Plan(2, 2, 2), tp=2)
+    program = schedir.compile(interleaved, PipelineShape(2, 2, 2), tp=2)
     timeline = schedir.simulate(program, Costs(gather=1, scatter=1))
     idle = idleness(timeline)
     ops = timeline.spans["op"][idle["awaits"][idle["cause"] == IdleCause.MESSAGE]]
@@ -142,18 +142,18 @@ def test_a_gather_is_part_of_the_message() -> None:
 
 
 def test_pairs_run_together() -> None:
-    program = schedir.compile(dualpipe_v, Plan(4, 10, 2, "vee"))
+    program = schedir.compile(dualpipe_v, PipelineShape(4, 10, 2, "vee"))
     covers(schedir.simulate(program, Costs(F=1, I=1, W=1, FB=2, send=0.5)))
 
 
 def test_nothing_is_idle_alone() -> None:
-    assert not len(idleness(schedir.simulate(schedir.compile(gpipe, Plan(1, 3)))))
+    assert not len(idleness(schedir.simulate(schedir.compile(gpipe, PipelineShape(1, 3)))))
 
 
 # ---------------------------------------------------------------- what a run is judged by
 
 
-@given(drafts(), st.data(), st.sampled_from(MODELS), HOW)
+@given(compute_programs(), st.data(), st.sampled_from(MODELS), HOW)
 def test_a_prediction_has_no_gap_where_nothing_is_missing(
     draft: Program, data: st.DataObject, model: Model, how: str
 ) -> None:
@@ -164,7 +164,7 @@ def test_a_prediction_has_no_gap_where_nothing_is_missing(
 
 
 def test_gaps_are_those_for_which_nothing_is_missing() -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 2), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), model="edge")
     timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.5), model="edge")
     spans = timeline.spans.copy()
     for instr, late in (("F 0.1", 0.25), ("B 1.1", 0.5)):  # and all that comes after
@@ -179,11 +179,11 @@ def test_gaps_are_those_for_which_nothing_is_missing() -> None:
 
 
 def test_exposed_transfers_are_those_of_the_steady_phase() -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 3), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), model="edge")
     timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.5), model="edge")
     # Rank 0 is steady from 5 to 8 and never waits there; rank 1 from 2.5 to 9.5, and waits for
     # its third forward from 7.5 on: of which half a unit the message is under way.
     assert exposed(timeline) == pytest.approx(0.5 / (3 + 7))
     assert exposed(schedir.simulate(program, Costs(F=1, B=2), model="edge")) == 0
-    none = schedir.compile(gpipe, Plan(2, 3), model="edge")
+    none = schedir.compile(gpipe, PipelineShape(2, 3), model="edge")
     assert exposed(schedir.simulate(none, Costs(send=0.5), model="edge")) == 0

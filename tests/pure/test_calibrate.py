@@ -10,24 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, Plan, Program
+from schedir import Costs, PipelineShape, Program
 from schedir.compiler.compile import lower
 from schedir.ir.cost.per_stage_values import grid
 from schedir.ir.isa.instructions import SENDS
 from schedir.predict.calibrate import calibrate, format_bubbles, unexplained
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
-from schedir.schedules.schedule_algebra import B, F, I, Schedule, W, Word
+from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, Schedule, W
 from tests.laws import TWO_WAY, ZOO, least, plan_of
 from tests.measuring import measured
-from tests.strategies import costs, drafts
+from tests.strategies import compute_programs, costs
 
 
-def split(r: int, P: int, m: int) -> Word:
+def split(r: int, P: int, m: int) -> RankSchedule:
     return m * F + m * (I + W)
 
 
-def whole(r: int, P: int, m: int) -> Word:
+def whole(r: int, P: int, m: int) -> RankSchedule:
     return m * (F + B)
 
 
@@ -37,7 +37,7 @@ GIVEN = Costs(
 
 
 def test_simulated_costs_come_back() -> None:
-    program = schedir.compile(interleaved, Plan(2, 4, 2), tp=2, clip=True, model="edge")
+    program = schedir.compile(interleaved, PipelineShape(2, 4, 2), tp=2, clip=True, model="edge")
     timeline = schedir.simulate(program, GIVEN, model="edge")
     found = calibrate(timeline)
     for name in ("F", "B", "step", "reduce_grads", "scatter", "gather", "reduce_norm"):
@@ -50,7 +50,7 @@ def test_simulated_costs_come_back() -> None:
 def test_a_step_costs_each_rank_its_own_time() -> None:
     """Of ranks with different steps none is predicted to take the mean of them."""
     given = replace(GIVEN, step=(1, 2, 5, 5))
-    for schedule, plan in ((gpipe, Plan(4, 4)), (interleaved, Plan(2, 4, 2))):
+    for schedule, plan in ((gpipe, PipelineShape(4, 4)), (interleaved, PipelineShape(2, 4, 2))):
         program = schedir.compile(schedule, plan)
         timeline = schedir.simulate(program, given)
         found = calibrate(timeline)
@@ -60,7 +60,7 @@ def test_a_step_costs_each_rank_its_own_time() -> None:
 
 
 def test_what_is_not_there_costs_nothing() -> None:
-    plan = Plan(4, 4)
+    plan = PipelineShape(4, 4)
     found = calibrate(schedir.simulate(schedir.compile(split, plan), Costs(I=2, W=3)))
     assert found.I == (2.0,) * 4 and found.W == (3.0,) * 4
     assert found.B == found.gather == found.step == 0.0
@@ -71,21 +71,21 @@ def test_what_is_not_there_costs_nothing() -> None:
 def test_nothing_costs_less_than_it_took() -> None:
     """Though its messages took much less than most, what they are for did not."""
     given = Costs(F=1, B=2, send=(1, 50, 50, 50))
-    program = schedir.compile(one_f_one_b, Plan(4, 8))
+    program = schedir.compile(one_f_one_b, PipelineShape(4, 8))
     found = calibrate(schedir.simulate(program, given, model="edge"))
     assert (grid(found.told["F"]) >= 1).all() and (grid(found.told["B"]) >= 2).all()
 
 
 def test_a_pipeline_of_one() -> None:
-    found = calibrate(schedir.simulate(schedir.compile(whole, Plan(1, 2)), Costs(F=2)))
+    found = calibrate(schedir.simulate(schedir.compile(whole, PipelineShape(1, 2)), Costs(F=2)))
     assert found.F == (2.0,) and found.send == 0.0
 
 
 def test_stages_may_differ_in_how_they_run_backward() -> None:
-    def mixed(r: int, P: int, m: int) -> Word:
+    def mixed(r: int, P: int, m: int) -> RankSchedule:
         return m * F + (m * (I + W) if r else m * B)
 
-    program = schedir.compile(mixed, Plan(2, 3))
+    program = schedir.compile(mixed, PipelineShape(2, 3))
     found = calibrate(schedir.simulate(program, Costs(B=5, I=2, W=3)))
     assert (found.B, found.I, found.W) == ((5.0, 0.0), (0.0, 2.0), (0.0, 3.0))
 
@@ -100,12 +100,12 @@ def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
     """Programs of the zoo and random ones, at uneven costs, with messages from none to long."""
     tp, clip = draw(st.sampled_from([1, 2])), draw(st.booleans())
     if draw(st.booleans()):
-        draft = draw(drafts())
+        draft = draw(compute_programs())
     else:
         schedule, ranks = draw(st.sampled_from([*ZOO.values()])), draw(st.sampled_from([2, 4]))
         few = least(schedule, ranks)
         plan = plan_of(schedule, ranks, ranks * draw(st.integers(-(-few // ranks), 5)))
-        draft, tp = schedir.draft(schedule, plan), 1 if schedule in TWO_WAY else tp
+        draft, tp = schedir.expand_schedule(schedule, plan), 1 if schedule in TWO_WAY else tp
     # With a time of its own, a pair takes the same with whatever backward it has.
     pair = tuple(map(float, draw(st.lists(st.integers(2, 9), min_size=1)))) * draft.plan.stages
     given = replace(
@@ -162,7 +162,7 @@ def test_hosts_that_wait_themselves(schedule: Schedule, tp: int, send: float) ->
 
 def test_messages_that_nobody_waits_for_cost_nothing() -> None:
     """Stages 0 and 2 on one rank, which is never without work, as on two processes."""
-    plan = Plan(2, 8, placement=(0, 1, 0))
+    plan = PipelineShape(2, 8, placement=(0, 1, 0))
     program = schedir.compile(looped_bfs, plan, model="edge")
     given = Costs(F=(2, 2, 3), B=(4, 4, 5), send=0.05, step=1)
     run = measured(program, given, host=0.02)
@@ -174,7 +174,7 @@ def test_messages_that_nobody_waits_for_cost_nothing() -> None:
 
 def test_one_late_message_does_not_make_all_late() -> None:
     """What it took longer is counted with the instruction that waited for it."""
-    program = schedir.compile(one_f_one_b, Plan(3, 8), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(3, 8), model="edge")
     given = Costs(F=2, B=4, send=0.5)
     run = measured(program, given)
     spans = run.spans.copy()
@@ -186,7 +186,7 @@ def test_one_late_message_does_not_make_all_late() -> None:
 
 
 def test_a_bubble_is_called_predicted_where_the_step_was() -> None:
-    program = schedir.compile(gpipe, Plan(2, 4))
+    program = schedir.compile(gpipe, PipelineShape(2, 4))
     step, slow = (schedir.simulate(program, Costs(F=f)) for f in (1.0, 2.0))
     assert format_bubbles(step, step) == "bubble 20.0%, predicted 20.0%"
     told = "bubble 20.0%, not predicted: at its mean times it takes 33% more"
@@ -196,7 +196,7 @@ def test_a_bubble_is_called_predicted_where_the_step_was() -> None:
 
 def test_what_a_prediction_counts_as_work_is_said() -> None:
     """A host that takes a tenth of each compute: the bubble is larger than the predicted one."""
-    program = schedir.compile(gpipe, Plan(2, 4))
+    program = schedir.compile(gpipe, PipelineShape(2, 4))
     run = measured(program, Costs(F=10, B=10), "device", host=1.0)
     predicted = again(run)
     lost = unexplained(predicted, run)
@@ -210,7 +210,9 @@ def test_what_a_prediction_counts_as_work_is_said() -> None:
 def test_what_a_prediction_hides_costs_what_it_costs() -> None:
     """Nobody waits for these copies nor messages, and where there are more of them somebody may."""
     costs = Costs(F=1, B=2, send=0.125, offload=0.875, reload=0.75, spill=0.5, fetch=0.25)
-    program = schedir.compile(one_f_one_b, Plan(4, 8), costs=costs, offload="all", spill="half")
+    program = schedir.compile(
+        one_f_one_b, PipelineShape(4, 8), costs=costs, offload="all", spill="half"
+    )
     told = calibrate(schedir.simulate(program, costs)).told
     for name in ("F", "B", "send", "offload", "reload", "spill", "fetch"):
         assert np.allclose(told[name], costs.told[name])

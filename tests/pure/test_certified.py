@@ -7,7 +7,7 @@ import pytest
 
 from schedir.schedule_search.bounds.lower_bound import bound_of
 from schedir.schedule_search.cp_sat import EXACT
-from schedir.schedule_search.search import search
+from schedir.schedule_search.search import search_schedule
 from tests.certified import Case, cases
 
 
@@ -35,7 +35,7 @@ def test_seven_in_ten_bounds_are_exact() -> None:
 @pytest.mark.parametrize("case", [c for c in cases() if c.cells <= 72][::8], ids=str)
 def test_a_search_finds_the_optimum(case: Case) -> None:
     """As orders are counted: in a simulation messages queue, and may make it longer."""
-    found = search(
+    found = search_schedule(
         case.plan, case.costs, case.sizes, case.limit, in_flight=case.in_flight,
         objective=case.objective, split=case.split, seconds=100, evaluations=400_000,
     )  # fmt: skip

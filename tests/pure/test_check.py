@@ -24,33 +24,33 @@ from schedir.errors import (
 )
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import COMPUTE, RECEIVES, SENDS
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream, pack
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.schedules import dualpipe, gpipe, interleaved, one_f_one_b, pipedream_2bw
-from schedir.schedules.draft import draft
-from schedir.schedules.schedule_algebra import B, F, I, W, Word, overlap
+from schedir.schedules.draft import expand_schedule
+from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, overlapped_pair
 from schedir.verify.check import check, check_draft
 from tests.edits import written
 
 
-def zb(r: int, P: int, m: int) -> Word:
+def zb(r: int, P: int, m: int) -> RankSchedule:
     lead = min(P - 1 - r, m)
     return lead * F + (m - lead) * (F + I + W) + lead * (I + W)
 
 
 def edited(program: Program, *edits: tuple[str, str]) -> Program:
     """The program with its flat text edited: each pattern must be there."""
-    text = show(program, folded=False)
+    text = to_text(program, folded=False)
     for old, new in edits:
         assert re.search(old, text, re.M), old
         text = re.sub(old, new, text, count=1, flags=re.M)
-    return parse(text)
+    return from_text(text)
 
 
-WHOLE = compile(one_f_one_b, Plan(2, 4), tied=True, clip=True)
-SPLIT = compile(zb, Plan(2, 4))
-SHARDED = compile(one_f_one_b, Plan(2, 2), tp=2)
+WHOLE = compile(one_f_one_b, PipelineShape(2, 4), tied=True, clip=True)
+SPLIT = compile(zb, PipelineShape(2, 4))
+SHARDED = compile(one_f_one_b, PipelineShape(2, 2), tp=2)
 
 REFUSED = {
     # name: (program, edits, error)
@@ -132,8 +132,16 @@ def test_a_wrong_size_is_refused_before_anything_is_made() -> None:
     one = Stream(pack(0, 0, 0))
     many = Stream(np.zeros(100_000, np.int64))
     for plan, stream, fact in (
-        (Plan(1, 2**20), one, "1 instructions are far too few for 1 stages x 1048576 microbatches"),
-        (Plan(1, 8), many, "100000 instructions are far too many for 1 stages x 8 microbatches"),
+        (
+            PipelineShape(1, 2**20),
+            one,
+            "1 instructions are far too few for 1 stages x 1048576 microbatches",
+        ),
+        (
+            PipelineShape(1, 8),
+            many,
+            "100000 instructions are far too many for 1 stages x 8 microbatches",
+        ),
     ):
         tracemalloc.start()
         with pytest.raises(CompletenessError, match=fact):
@@ -144,9 +152,9 @@ def test_a_wrong_size_is_refused_before_anything_is_made() -> None:
 
 def test_a_plan_has_room_for_its_programs() -> None:
     for schedule, plan in (
-        (zb, Plan(4, 6)),
-        (dualpipe, Plan(4, 16, placement="mirror")),
-        (pipedream_2bw, Plan(4, 16, updates=4, delay=1)),
+        (zb, PipelineShape(4, 6)),
+        (dualpipe, PipelineShape(4, 16, placement="mirror")),
+        (pipedream_2bw, PipelineShape(4, 16, updates=4, delay=1)),
     ):
         program = compile(schedule, plan, tp=2, dp=2, tied=True, clip=True)
         assert plan.stages * plan.microbatches < len(program) < plan.room
@@ -154,18 +162,18 @@ def test_a_plan_has_room_for_its_programs() -> None:
 
 def test_draft_is_refused_where_a_program_is_needed() -> None:
     with pytest.raises(LoweringLevelError):
-        check(draft(one_f_one_b, Plan(2, 4)))
+        check(expand_schedule(one_f_one_b, PipelineShape(2, 4)))
     with pytest.raises(CompletenessError):
         check_draft(WHOLE)
 
 
 def test_deadlock_names_the_cycle() -> None:
-    def wrong(r: int, P: int, m: int) -> Word:
+    def wrong(r: int, P: int, m: int) -> RankSchedule:
         lead = min(r, m)
         return lead * F + (m - lead) * (F + B) + lead * B
 
     with pytest.raises(DeadlockError) as caught:
-        compile(wrong, Plan(4, 8))
+        compile(wrong, PipelineShape(4, 8))
     cycle = caught.value.cycle
     assert [(w.rank, w.index, str(w.instr)) for w in cycle] == [(0, 1, "B 0.0"), (1, 1, "F 1.1")]
     assert [(w.needs_rank, str(w.needs)) for w in cycle] == [(1, "B 1.0"), (0, "F 0.1")]
@@ -235,7 +243,7 @@ rank 1
 
 def test_who_lacks_something_does_not_wait_for_who_is_first() -> None:
     """Sides of one message, each in a group that has not all it needs, do not make a cycle."""
-    steps = chain(parse(LACKING.strip() + "\n"), device_waits=True)
+    steps = chain(from_text(LACKING.strip() + "\n"), device_waits=True)
     assert "send_grad 2.0 < recv_grad 1.0" not in steps and len(steps) > 2
 
 
@@ -261,7 +269,7 @@ def naive(program: Program) -> Program:
 
 def test_naive_1f1b_passes_edge_and_hangs_elsewhere() -> None:
     for ranks, m in ((2, 4), (4, 8), (8, 16)):
-        program = naive(draft(one_f_one_b, Plan(ranks, m)))
+        program = naive(expand_schedule(one_f_one_b, PipelineShape(ranks, m)))
         check(program, "edge")
         for model in ("pair", "device", "serial"):
             with pytest.raises(DeadlockError) as caught:
@@ -271,7 +279,7 @@ def test_naive_1f1b_passes_edge_and_hangs_elsewhere() -> None:
 
 
 def test_receives_swapped_on_one_edge_are_a_deadlock() -> None:
-    program = compile(gpipe, Plan(2, 3))
+    program = compile(gpipe, PipelineShape(2, 3))
     wrong = _swap(program)
     for model in MODELS:
         with pytest.raises(DeadlockError):
@@ -288,7 +296,7 @@ def _swap(program: Program) -> Program:
 def test_two_ranks_with_both_neighbours_the_same() -> None:
     """P=2, v=2: the previous and the next rank are one peer; messages are told apart."""
     for model in MODELS:
-        check(compile(interleaved, Plan(2, 4, 2), model=model), model)
+        check(compile(interleaved, PipelineShape(2, 4, 2), model=model), model)
 
 
 def test_ring_of_groups_is_legal() -> None:
@@ -310,32 +318,32 @@ rank 2
   send_act 2.1; F 2.2; recv_act 5.0; F 5.0; send_act 2.2
   recv_act 5.1; F 5.1; recv_act 5.2; F 5.2
 """
-    program = parse(text)
+    program = from_text(text)
     for model in MODELS:
         check(program, model)
-    ungrouped = parse(text.replace(" & ", "; "))
+    ungrouped = from_text(text.replace(" & ", "; "))
     check(ungrouped, "edge")
     with pytest.raises(DeadlockError):
         check(ungrouped, "serial")
 
 
 def test_overlapped_pair_is_one_node() -> None:
-    def cell(r: int, P: int, m: int) -> Word:
-        return F + (m - 1) * overlap(F, B) + B
+    def cell(r: int, P: int, m: int) -> RankSchedule:
+        return F + (m - 1) * overlapped_pair(F, B) + B
 
-    check(compile(cell, Plan(1, 4), debug=True))
+    check(compile(cell, PipelineShape(1, 4), debug=True))
 
 
 def test_forward_only_needs_no_reductions() -> None:
-    program = compile(lambda r, P, m: m * F, Plan(3, 4), tied=True, clip=True)
+    program = compile(lambda r, P, m: m * F, PipelineShape(3, 4), tied=True, clip=True)
     assert not program.trains
     assert {i.op.name for s in program.streams for i in s} == {"Forward", "SendAct", "RecvAct"}
 
 
 def test_words_that_are_no_instructions() -> None:
-    plan = Plan(1, 1)
+    plan = PipelineShape(1, 1)
     for word in (-1, 99 << 48, 1 << 60, int(pack(15, 3, 0)[0]), int(pack(12, 0, 5)[0])):
         with pytest.raises(CompletenessError):
             check(Program("junk", plan, (Stream(pack(0, 0, 0) * 0 + word),)))
     with pytest.raises(CompletenessError):
-        check(Program("short", Plan(2, 1), (Stream(pack(0, 0, 0)),)))
+        check(Program("short", PipelineShape(2, 1), (Stream(pack(0, 0, 0)),)))

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from schedir import (
     Costs,
-    Plan,
+    PipelineShape,
     check,
     compile,
-    forwards,
-    in_pieces,
-    parse,
+    evaluation_program,
+    from_text,
     schedules,
-    show,
     simulate,
+    split_costs,
+    to_text,
 )
 from schedir.errors import CompletenessError, OrderError, PlanError, ProgramError, UsageError
 from schedir.ir.cost.sizes import Sizes
@@ -43,11 +43,11 @@ def test_whole_zoo_in_chunks(schedule: Any) -> None:
         pytest.skip("not for this plan")
     program = compile(schedule, plan, tp=2, cut=3, chunks=2)
     assert check(program, "serial") and verdict(program, "edge").kind == "ok"
-    assert parse(show(program)) == program and len(program) > len(whole)
+    assert from_text(to_text(program)) == program and len(program) > len(whole)
     assert program.ascending == whole.ascending
     before, after = (
         simulate(
-            one, in_pieces(costs, 3, plan, chunks=n), sizes=in_pieces(sizes, 3, plan, chunks=n)
+            one, split_costs(costs, 3, plan, chunks=n), sizes=split_costs(sizes, 3, plan, chunks=n)
         )
         for one, n in ((whole, 1), (program, 2))
     )
@@ -61,50 +61,52 @@ def test_a_product_beside_its_own_sum(n: int, g: int, s: int, back: bool) -> Non
     a row, each of n equal jobs, so g/n + (n - 1) max(g, s)/n + s/n.  T3 (arXiv 2401.16677) has them
     so beside each other; of ever more chunks it is max(g, s)."""
     schedule = schedules.gpipe if back else schedules.forward_only
-    program = compile(schedule, Plan(1, 1), tp=2, cut="f" if back else "g", chunks=n)
+    program = compile(schedule, PipelineShape(1, 1), tp=2, cut="f" if back else "g", chunks=n)
     of_a_chunk = Costs(F=0, B=(0, g), sum=s) if back else Costs(F=(g, 0), sum=s)
     assert simulate(program, of_a_chunk).span == g + (n - 1) * max(g, s) + s
-    parts = in_pieces(of_a_chunk, 1, Plan(1, 1, 2), chunks=n)  # of g and s of the whole
+    parts = split_costs(of_a_chunk, 1, PipelineShape(1, 1, 2), chunks=n)  # of g and s of the whole
     span = simulate(program, parts).span
     assert span == pytest.approx(g / n + (n - 1) * max(g, s) / n + s / n, rel=1e-12)
 
 
 def test_chunks_go_through_a_piece_in_turn() -> None:
-    program = compile(schedules.zb_h1, Plan(1, 2), tp=2, cut="g", chunks=2)
+    program = compile(schedules.zb_h1, PipelineShape(1, 2), tp=2, cut="g", chunks=2)
     found = [str(i) for i in program.streams[0] if i.op not in between_segments(sequence=False)]
     assert found[:8] == ["F 0.0", "F 0.1", "F 1.0", "F 1.1", "I 1.0", "I 1.1", "I 0.0", "I 0.1"]
     assert found[8:12] == ["W 1.0", "W 1.1", "W 0.0", "W 0.1"]
     assert program.plan.microbatches == 4 and program.plan.stages == 2
-    alone = compile(schedules.one_f_one_b, Plan(2, 3), chunks=2)
-    assert alone.plan == Plan(2, 6) and [str(i) for i in alone.streams[1] if i.op in (0, 1)] == [
-        f"{op} 1.{2 * mb + k}" for mb in range(3) for op in "FB" for k in range(2)
-    ]
-    assert compile(schedules.gpipe, Plan(2, 2), chunks=1) == compile(schedules.gpipe, Plan(2, 2))
+    alone = compile(schedules.one_f_one_b, PipelineShape(2, 3), chunks=2)
+    assert alone.plan == PipelineShape(2, 6) and [
+        str(i) for i in alone.streams[1] if i.op in (0, 1)
+    ] == [f"{op} 1.{2 * mb + k}" for mb in range(3) for op in "FB" for k in range(2)]
+    assert compile(schedules.gpipe, PipelineShape(2, 2), chunks=1) == compile(
+        schedules.gpipe, PipelineShape(2, 2)
+    )
 
 
 def test_of_pieces_that_somebody_drafts() -> None:
-    drafted = compile(schedules.one_f_one_b, Plan(1, 4), tp=2, cut="gf", chunks=2)
+    drafted = compile(schedules.one_f_one_b, PipelineShape(1, 4), tp=2, cut="gf", chunks=2)
     text = "F 0.0; F 0.1; F 1.0; F 1.1; B 1.0; B 1.1; B 0.0; B 0.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
-    draft = parse(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
+    draft = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
     assert compile(draft, chunks=3).meets == "g" and drafted.meets == "gf"
 
 
 def test_updates_rows_and_segments() -> None:
     """A chunk is of the update, the row of holders and the sequence that its microbatch is of."""
     program = compile(
-        schedules.pipedream_2bw, Plan(2, 4, updates=2, delay=1), tp=2, cut=3, chunks=3
+        schedules.pipedream_2bw, PipelineShape(2, 4, updates=2, delay=1), tp=2, cut=3, chunks=3
     )
     assert program.plan.updates == 2 and program.plan.per_update == 6
-    program = compile(schedules.chimera, Plan(2, 4, 2, "mirror"), tp=2, cut=3, chunks=2)
+    program = compile(schedules.chimera, PipelineShape(2, 4, 2, "mirror"), tp=2, cut=3, chunks=2)
     assert program.plan.parts == (0, 4, 8)
-    plan = Plan(2, 4, segments=2)
+    plan = PipelineShape(2, 4, segments=2)
     text = "F 0.0; F 0.1; F 0.2; F 0.3; B 0.1; B 0.0; B 0.3; B 0.2"
     header = "stages_per_rank 1 placement 0 segments 2"
-    draft = parse(f"schedir 1\nprogram p\nranks 1 microbatches 4 {header}\nrank 0\n  {text}")
+    draft = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 4 {header}\nrank 0\n  {text}")
     found = [i.mb for i in compile(draft, chunks=2).streams[0] if str(i)[0] in "FB"]
     assert found == [0, 2, 1, 3, 4, 6, 5, 7, 1, 3, 0, 2, 5, 7, 4, 6]
-    costs = in_pieces(Costs(F=((1, 2, 3, 4),), B=2), 1, plan, chunks=2)
+    costs = split_costs(Costs(F=((1, 2, 3, 4),), B=2), 1, plan, chunks=2)
     assert costs.F == ((0.5, 1.0, 0.5, 1.0, 1.5, 2.0, 1.5, 2.0),) and costs.B == 1
 
 
@@ -140,21 +142,21 @@ def test_what_is_ranked_holds_whole_microbatches(
 
 def test_refusals() -> None:
     def of(chunks: Any) -> Any:
-        return lambda: compile(schedules.gpipe, Plan(2, 2), tp=2, cut="g", chunks=chunks)
+        return lambda: compile(schedules.gpipe, PipelineShape(2, 2), tp=2, cut="g", chunks=chunks)
 
     for wrong in (0, 2.5, True, "x", (1, 2)):
         refused(of(wrong), PlanError, "chunks")
     refused(of(2**20), PlanError, "microbatches must be from 1 to")
-    odd = Plan(2, 3, 2, "mirror")
+    odd = PipelineShape(2, 3, 2, "mirror")
     refused(
         lambda: compile(schedules.chimera, odd, chunks=2),
         UsageError, "holders of a stage share 3", "[2, 3]", "[3, 6]",
     )  # fmt: skip
-    refused(lambda: in_pieces(Costs(), 1, odd, chunks=0), PlanError, "chunks must be from 1")
+    refused(lambda: split_costs(Costs(), 1, odd, chunks=0), PlanError, "chunks must be from 1")
 
 
 def test_checker_demands_all_chunks() -> None:
-    program = compile(schedules.one_f_one_b, Plan(1, 1), tp=2, cut="g", chunks=2)
+    program = compile(schedules.one_f_one_b, PipelineShape(1, 1), tp=2, cut="g", chunks=2)
     for one, missing in {
         "  F 0.1\n": "F 0.1 is missing on rank 0",
         "  sum_act 1.1\n": "sum_act 1.1 is missing on rank 0",
@@ -168,13 +170,13 @@ def test_checker_demands_all_chunks() -> None:
 
 # ---------------------------------------------------------------- skips, holders, evaluation
 
-WITH_SKIPS: dict[Any, tuple[Plan, tuple[tuple[int, int], ...]]] = {
-    schedules.one_f_one_b: (Plan(3, 4), ((0, 2),)),
-    schedules.zb_v: (Plan(2, 4, 2, "vee"), ((0, 3),)),
-    schedules.interleaved: (Plan(2, 4, 3), ((0, 5), (1, 4))),
-    schedules.dualpipe: (Plan(4, 8, 2, "mirror"), ((0, 2), (1, 3))),
-    schedules.pipedream_2bw: (Plan(3, 6, updates=2, delay=1), ((0, 2),)),
-    schedules.forward_only: (Plan(3, 2), ((0, 2),)),
+WITH_SKIPS: dict[Any, tuple[PipelineShape, tuple[tuple[int, int], ...]]] = {
+    schedules.one_f_one_b: (PipelineShape(3, 4), ((0, 2),)),
+    schedules.zb_v: (PipelineShape(2, 4, 2, "vee"), ((0, 3),)),
+    schedules.interleaved: (PipelineShape(2, 4, 3), ((0, 5), (1, 4))),
+    schedules.dualpipe: (PipelineShape(4, 8, 2, "mirror"), ((0, 2), (1, 3))),
+    schedules.pipedream_2bw: (PipelineShape(3, 6, updates=2, delay=1), ((0, 2),)),
+    schedules.forward_only: (PipelineShape(3, 2), ((0, 2),)),
 }
 
 
@@ -193,9 +195,11 @@ def test_with_skips_holders_and_evaluation(
     whole = compile(schedule, plan, **how)
     program = compile(schedule, plan, chunks=chunks, overlap=overlap, **how)
     assert len(program.skips) == len(whole.skips) == len(skips) * skipping
-    for one in (program, forwards(program)):
+    for one in (program, evaluation_program(program)):
         assert check(one, "edge") and verdict(one, "edge").kind == "ok"
-    for found, own in zip((program, forwards(program)), (whole, forwards(whole)), strict=True):
+    for found, own in zip(
+        (program, evaluation_program(program)), (whole, evaluation_program(whole)), strict=True
+    ):
         for rank, stream in enumerate(own.streams):
             want = computes(stream, 1, 0)
             for chunk in range(chunks):

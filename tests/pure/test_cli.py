@@ -16,10 +16,10 @@ from schedir.__main__ import main
 from schedir.analysis.progress_models import MODELS
 from schedir.commands import check
 from schedir.compiler.compile import compile
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.text_format import parse, show
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.text_format import from_text, to_text
 from schedir.schedules import built_in, gpipe, one_f_one_b
-from schedir.schedules.draft import draft
+from schedir.schedules.draft import expand_schedule
 from tests.commands import ENV, command, refused, said
 
 IN_PAIRS = """
@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Every test starts in a folder of its own, with a schedule file and a program in it."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(IN_PAIRS)
-    Path("f.sched").write_text(show(compile(one_f_one_b, Plan(4, 8), tp=2, clip=True)))
+    Path("f.sched").write_text(to_text(compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip=True)))
     return tmp_path
 
 
@@ -59,8 +59,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_command_itself() -> None:
     done = command("show", "mine.py:in_pairs", "--ranks", "4", "--microbatches", "8")
     assert (done.returncode, done.stderr) == (0, "")
-    program = parse(done.stdout)
-    assert (program.name, program.plan) == ("in_pairs", Plan(4, 8))
+    program = from_text(done.stdout)
+    assert (program.name, program.plan) == ("in_pairs", PipelineShape(4, 8))
     refusal = command("show", "gpip")
     assert (refusal.returncode, refusal.stdout) == (2, "")
     assert refusal.stderr == (
@@ -171,18 +171,21 @@ def test_colour_is_for_terminals(no_color: str) -> None:
         assert child.wait(60) == 0
     out = raw.decode().replace("\r\n", "\n")
     assert ("\x1b[" in out) == (not no_color)
-    assert parse(re.sub(r"\x1b\[[\d;]*m", "", out)) == compile(gpipe, Plan(4, 8))
+    assert from_text(re.sub(r"\x1b\[[\d;]*m", "", out)) == compile(gpipe, PipelineShape(4, 8))
 
 
 # ---------------------------------------------------------------- show
 
 
 def test_show_forms(capsys: pytest.CaptureFixture[str]) -> None:
-    program, compute = compile(gpipe, Plan(2, 4)), draft(gpipe, Plan(2, 4))
+    program, compute = (
+        compile(gpipe, PipelineShape(2, 4)),
+        expand_schedule(gpipe, PipelineShape(2, 4)),
+    )
     shape = ["--ranks", "2", "--microbatches", "4"]
-    assert said(capsys, "show", "gpipe", *shape) == show(program)
-    assert said(capsys, "show", "gpipe", *shape, "--flat") == show(program, folded=False)
-    assert said(capsys, "show", "gpipe", *shape, "--draft") == show(compute)
+    assert said(capsys, "show", "gpipe", *shape) == to_text(program)
+    assert said(capsys, "show", "gpipe", *shape, "--flat") == to_text(program, folded=False)
+    assert said(capsys, "show", "gpipe", *shape, "--draft") == to_text(compute)
 
 
 def test_show_writes_what_it_reads(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -190,12 +193,12 @@ def test_show_writes_what_it_reads(capsys: pytest.CaptureFixture[str], folder: P
     assert said(capsys, "show", "interleaved", *options.split(), "-o", "x.sched") == (
         "wrote x.sched\n"
     )
-    program = parse((folder / "x.sched").read_text())
+    program = from_text((folder / "x.sched").read_text())
     assert (program.tp, program.dp, program.tied, program.clip) == (2, 3, ((0, 7),), True)
-    assert program.plan == Plan(4, 8, 2)
-    assert said(capsys, "show", "x.sched") == show(program)
+    assert program.plan == PipelineShape(4, 8, 2)
+    assert said(capsys, "show", "x.sched") == to_text(program)
     again = "--stages-per-rank 2 --tp 2 --tied --ranks 4 --placement loop"
-    assert said(capsys, "show", "x.sched", *again.split()) == show(program)
+    assert said(capsys, "show", "x.sched", *again.split()) == to_text(program)
 
 
 def test_every_built_in_shows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,7 +228,7 @@ def test_a_file_finds_its_neighbours(capsys: pytest.CaptureFixture[str], folder:
         "from helper import PAIR\ndef f(r, P, m):\n    return m * PAIR\n"
     )
     before = list(sys.path)
-    assert parse(said(capsys, "show", "sub/random.py:f", "--ranks", "1")).name == "f"
+    assert from_text(said(capsys, "show", "sub/random.py:f", "--ranks", "1")).name == "f"
     assert sys.path == before
 
 
@@ -247,7 +250,7 @@ def test_a_narrow_terminal_cuts_no_number(
 
 
 def test_check_says_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
-    n = len(compile(one_f_one_b, Plan(4, 8)))
+    n = len(compile(one_f_one_b, PipelineShape(4, 8)))
     assert said(capsys, "check", "one_f_one_b") == (
         f"one_f_one_b: {n} instructions on 4 ranks are complete and in order, and finish under "
         "edge, pair, direction, device, torch and serial\n"
@@ -307,7 +310,7 @@ def test_check_says_what_lives_through_a_wait_for_the_device(
 
 
 def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
-    program = parse(Path("f.sched").read_text())
+    program = from_text(Path("f.sched").read_text())
     assert json.loads(said(capsys, "check", "f.sched", "--json")) == {
         "program": "one_f_one_b", "digest": program.digest, "ranks": 4,
         "stages_per_rank": 1, "instructions": len(program), "models": [*MODELS],

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from schedir import (
     Cluster,
     Costs,
-    Plan,
+    PipelineShape,
     Sizes,
     compile,
     load_cluster,
@@ -121,7 +121,7 @@ def test_groups_are_processes_of_the_cluster(processes: Any) -> None:
 
 def test_links_are_those_of_the_nodes_that_processes_are_on() -> None:
     """Of four ranks on two nodes stage 1 sends to the other node, and stage 2 back."""
-    costs = cluster(2, 2).costs(Plan(4, 8), SIZES, Costs(F=1, B=2))
+    costs = cluster(2, 2).costs(PipelineShape(4, 8), SIZES, Costs(F=1, B=2))
     near, far = 1e-5 + 60e6 / 300e9, 1e-5 + 60e6 / 20e9
     assert costs.send == pytest.approx((near, far, far, near))
     assert costs.step == pytest.approx((2 * 2e9 + 4e9 + 2 * 12e9) / 2e12)
@@ -133,12 +133,12 @@ def test_links_are_those_of_the_nodes_that_processes_are_on() -> None:
 def test_slices_and_replicas() -> None:
     """Slices stand side by side, then ranks, then replicas: so a replica is on a node each."""
     of = cluster(3, 8)
-    costs = of.costs(Plan(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
+    costs = of.costs(PipelineShape(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
     assert costs.send == pytest.approx(1e-5 + 30e6 / 300e9)
     assert costs.gather == pytest.approx(of.all_gather(60e6, 2))
     assert costs.scatter == pytest.approx(2 * 30e6 / 2e12)
     assert costs.reduce_grads == pytest.approx(of.all_reduce(4e9, range(0, 24, 8)))
-    beside = cluster(4, 6).costs(Plan(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
+    beside = cluster(4, 6).costs(PipelineShape(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
     assert beside.reduce_grads == pytest.approx(cluster(4, 6).all_reduce(4e9, [0, 8, 16]))
     assert beside.send == pytest.approx(1e-5 + 30e6 / 20e9)  # each crosses in some replica
 
@@ -147,19 +147,19 @@ def test_a_mesh_says_where_processes_are() -> None:
     """Replicas side by side, and then ranks, as Megatron-LM has them."""
     of, told = cluster(2, 4), Costs(F=1, I=1, W=1)
     mesh = np.arange(8).reshape(2, 4, 1).swapaxes(0, 1)  # by replica, rank and slice
-    costs = of.costs(Plan(2, 8), SIZES, told, dp=4, mesh=mesh)
+    costs = of.costs(PipelineShape(2, 8), SIZES, told, dp=4, mesh=mesh)
     assert costs.reduce_grads == pytest.approx(of.all_reduce(4e9, 4))
     assert costs.send == pytest.approx(1e-5 + 60e6 / 20e9)
-    usual = of.costs(Plan(2, 8), SIZES, told, dp=4)
+    usual = of.costs(PipelineShape(2, 8), SIZES, told, dp=4)
     assert usual.reduce_grads == pytest.approx(of.all_reduce(4e9, [0, 2, 4, 6]))
     assert usual.send == pytest.approx(1e-5 + 60e6 / 300e9)
     with pytest.raises(UsageError):
-        of.costs(Plan(2, 8), SIZES, told, dp=4, mesh=mesh.T)
+        of.costs(PipelineShape(2, 8), SIZES, told, dp=4, mesh=mesh.T)
 
 
 def test_bytes_of_each_stage_and_microbatch() -> None:
     sizes = replace(SIZES, activation=((3e6, 6e6), (9e6, 3e6), (0, 0)), grads=(1e9, 2e9, 0))
-    costs = cluster(1, 6, latency=0).costs(Plan(3, 2), sizes, Costs(F=1, B=1), dp=2)
+    costs = cluster(1, 6, latency=0).costs(PipelineShape(3, 2), sizes, Costs(F=1, B=1), dp=2)
     us = np.array(costs.send) * 1e6
     assert us.tolist() == pytest.approx(np.array([[10, 20], [30, 20], [30, 10]]))
     assert costs.reduce_grads == pytest.approx((1e9 / 300e9, 2e9 / 300e9, 0))
@@ -167,10 +167,10 @@ def test_bytes_of_each_stage_and_microbatch() -> None:
 
 def test_holders_and_stages_beside_each_other() -> None:
     """What stays on a rank sends nothing; a stage with two holders sums over both."""
-    near = cluster(1, 2).costs(Plan(2, 4, placement=(0, 0, 1)), SIZES, Costs(F=1, B=1))
+    near = cluster(1, 2).costs(PipelineShape(2, 4, placement=(0, 0, 1)), SIZES, Costs(F=1, B=1))
     assert near.send == pytest.approx((0, 1e-5 + 60e6 / 300e9, 1e-5 + 60e6 / 300e9))
     assert near.step == pytest.approx((0.032, 0.016, 0.016))
-    mirror = Plan(2, 4, placement="mirror")
+    mirror = PipelineShape(2, 4, placement="mirror")
     assert cluster(2, 1).costs(mirror, SIZES, Costs(F=1, B=1)).reduce_holders == pytest.approx(
         cluster(2, 1).all_reduce(4e9, 2)
     )
@@ -179,7 +179,7 @@ def test_holders_and_stages_beside_each_other() -> None:
 @given(st.sets(st.sampled_from(["send", "step", "reduce_grads", "reduce_norm", "gather"])))
 def test_what_is_told_stays(names: set[str]) -> None:
     told = Costs(F=1, I=2, W=3, **dict.fromkeys(names, 0.0))
-    found = cluster(2, 4).costs(Plan(2, 4), SIZES, told, tp=2, dp=2)
+    found = cluster(2, 4).costs(PipelineShape(2, 4), SIZES, told, tp=2, dp=2)
     for name, cost in told.told.items():
         assert getattr(found, name) == cost
     assert found.reduce_tied is None and found.B is None  # nobody knows; I + W
@@ -189,7 +189,7 @@ def test_what_is_told_stays(names: set[str]) -> None:
 
 
 def test_only_what_is_filled_needs_bytes() -> None:
-    of, plan = cluster(2, 4), Plan(2, 4)
+    of, plan = cluster(2, 4), PipelineShape(2, 4)
     told = {"send": 0, "scatter": 0, "gather": 0, "reduce_grads": 0, "step": 0}
     for name, sizes in [("send", {"activation"}), ("scatter", {"activation"}),
                         ("gather", {"activation"}), ("reduce_grads", {"grads"}),
@@ -207,13 +207,13 @@ def test_only_what_is_filled_needs_bytes() -> None:
 def test_compute_must_be_told(told: set[str]) -> None:
     """A cost of 1 that nobody told would be a second."""
     with pytest.raises(CostsError):
-        cluster(1, 2).costs(Plan(2, 4), SIZES, Costs(**dict.fromkeys(told, 1.0)))
+        cluster(1, 2).costs(PipelineShape(2, 4), SIZES, Costs(**dict.fromkeys(told, 1.0)))
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (3, 2), (8, 2)])
 def test_gpus_are_the_product(tp: int, dp: int) -> None:
     with pytest.raises(UsageError) as caught:
-        cluster(2, 8).costs(Plan(4, 4), SIZES, Costs(F=1, B=1), tp=tp, dp=dp)
+        cluster(2, 8).costs(PipelineShape(4, 4), SIZES, Costs(F=1, B=1), tp=tp, dp=dp)
     assert {"nodes", "gpus_per_node", "tp", "dp"} <= {*caught.value.fields}
 
 
@@ -287,7 +287,7 @@ def _shape(command: str) -> list[str]:
 def test_commands_say_what_is_filled(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In words and, where there are any, in numbers; and it is what they predict by."""
     of = load_cluster(ROOT / "examples" / "selene.toml")
-    costs = of.costs(Plan(4, 4), SIZES, Costs(F=0.01, B=0.02, send=1e-3), tp=2, dp=2)
+    costs = of.costs(PipelineShape(4, 4), SIZES, Costs(F=0.01, B=0.02, send=1e-3), tp=2, dp=2)
     told = "--costs=F=0.01,B=0.02,send=1e-3"
     line = said(capsys, *_shape(command), told).partition("the cluster fills, in seconds: ")[2]
     assert "I=" in line and "reduce_grads=" in line and "send" not in line
@@ -296,7 +296,7 @@ def test_commands_say_what_is_filled(command: str, capsys: pytest.CaptureFixture
         found = found[-1] if command == "compare" else found
         assert found["filled"]["reduce_grads"] == costs.reduce_grads
         assert found["unit"] == "s" and "send" not in found["filled"]
-        program = compile(schedules.zb_h1, Plan(4, 4), tp=2, dp=2, costs=costs)
+        program = compile(schedules.zb_h1, PipelineShape(4, 4), tp=2, dp=2, costs=costs)
         assert found["span"] == simulate(program, costs).span
 
 
@@ -334,7 +334,7 @@ def test_what_a_person_is_told(
     Path("less.toml").write_text(text.replace("network", "# network"))
     Path("negative.toml").write_text(text.replace('"80GB"', "-80e9"))
     Path("broken.toml").write_text("nodes = \n")
-    save_timeline(simulate(compile(schedules.gpipe, Plan(4, 4))), "run.timeline")
+    save_timeline(simulate(compile(schedules.gpipe, PipelineShape(4, 4))), "run.timeline")
     command, message = told.strip().split("\n", 1)
     assert main(command.removeprefix("$ schedir ").split()) == 2
     assert capsys.readouterr().err == message + "\n"

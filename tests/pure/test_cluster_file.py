@@ -54,7 +54,7 @@ def test_what_is_written_is_read(cluster: Cluster) -> None:
 
 
 def test_known_clusters_have_short_numbers(tmp_path: Path) -> None:
-    save_cluster(planner.cluster("a100"), tmp_path / "a100.toml", notes={"flops": "of 312"})
+    save_cluster(planner.cluster_preset("a100"), tmp_path / "a100.toml", notes={"flops": "of 312"})
     assert 'flops = "252TFLOP/s"  # of 312\n' in (tmp_path / "a100.toml").read_text()
 
 
@@ -62,12 +62,12 @@ def test_what_cannot_be_written_leaves_what_is_there(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("nodes = 1\n")
     with pytest.raises(UsageError, match="no 'hmb'"):
-        save_cluster(planner.cluster("a100"), path, notes={"hmb": "?"})
+        save_cluster(planner.cluster_preset("a100"), path, notes={"hmb": "?"})
     assert path.read_text() == "nodes = 1\n"
     with pytest.raises(UsageError, match="cannot write"):
-        save_cluster(planner.cluster("a100"), tmp_path / "none" / "cluster.toml")
+        save_cluster(planner.cluster_preset("a100"), tmp_path / "none" / "cluster.toml")
     with pytest.raises(UsageError, match="no ordinary file"):
-        save_cluster(planner.cluster("a100"), tmp_path)
+        save_cluster(planner.cluster_preset("a100"), tmp_path)
     a_dict: Any = {"nodes": 1}
     with pytest.raises(UsageError, match="load_cluster"):
         save_cluster(a_dict, path)
@@ -84,11 +84,11 @@ def here(**more: Any) -> Cluster:
 
 def test_processors_do_one_thing_after_the_other() -> None:
     """What they compute, fetch and issue adds up, and no sum is hidden by anything."""
-    model = planner.Model(layers=1, hidden=64, heads=4, vocab=128, sequence=32)
-    choice = planner.Choice(t=2, b=1, attention="flash")
-    gpus, cpus = (planner.layer(model, here(processors=n), choice) for n in (None, 2))
+    model = planner.TransformerSpec(layers=1, hidden=64, heads=4, vocab=128, sequence=32)
+    choice = planner.ParallelPlan(t=2, b=1, attention="flash")
+    gpus, cpus = (planner.layer_time(model, here(processors=n), choice) for n in (None, 2))
     faster: list[dict[str, float]] = [{"flops": 1e30}, {"hbm": 1e30}, {"kernel_us": 0}]
-    without = [planner.layer(model, here(processors=2, **more), choice) for more in faster]
+    without = [planner.layer_time(model, here(processors=2, **more), choice) for more in faster]
     parts = [cpus.compute.F - one.compute.F for one in without]
     assert pytest.approx(sum(parts)) == cpus.compute.F
     assert min(parts) > 0
@@ -100,10 +100,10 @@ def test_a_process_alone_is_faster_where_processors_are_shared() -> None:
 
 
 def test_numbers_of_32_bits_take_twice_the_bytes() -> None:
-    model = planner.Model(layers=1, hidden=64, heads=4, vocab=128, sequence=32)
-    choice = planner.Choice(t=2, b=1, attention="flash")
+    model = planner.TransformerSpec(layers=1, hidden=64, heads=4, vocab=128, sequence=32)
+    choice = planner.ParallelPlan(t=2, b=1, attention="flash")
     short, long = (
-        planner.layer(model, here(itemsize=n, kernel_us=0, flops=1e30), choice) for n in (2, 4)
+        planner.layer_time(model, here(itemsize=n, kernel_us=0, flops=1e30), choice) for n in (2, 4)
     )
     for a, b in ((short.tensor.F, long.tensor.F), (short.compute.F, long.compute.F)):
         assert pytest.approx(2 * a) == b

@@ -55,7 +55,7 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
 def test_a_file_is_read(tmp_path: Path) -> None:
     config = read(write(tmp_path, FULL))
     assert config.model == GPTConfig(layers=4, heads=4)
-    assert config.pipeline.plan == schedir.Plan(2, 8, 2)
+    assert config.pipeline.plan == schedir.PipelineShape(2, 8, 2)
     assert config.world == 8
     assert config.data.source == ("a.txt", "b/*.txt")
     assert config.train.lr == 1.0 and isinstance(config.train.lr, float)
@@ -77,7 +77,7 @@ def test_sets_come_on_top(tmp_path: Path) -> None:
         "model.tied=false",
     ]
     config = read(write(tmp_path, FULL), sets)
-    assert config.pipeline.plan == schedir.Plan(2, 4)
+    assert config.pipeline.plan == schedir.PipelineShape(2, 4)
     assert config.pipeline.schedule == "gpipe" and config.pipeline.division == (1, 3)
     assert config.output.folder == "a b" and not config.model.tied
 
@@ -91,14 +91,14 @@ def test_lists_of_numbers_need_no_brackets(tmp_path: Path) -> None:
 
 def test_a_schedule_brings_its_placement(tmp_path: Path) -> None:
     vee = write(tmp_path, "[pipeline]\nschedule = 'v_half'\nranks = 2")
-    assert read(vee).pipeline.plan == schedir.Plan(2, 8, 2, "vee")
+    assert read(vee).pipeline.plan == schedir.PipelineShape(2, 8, 2, "vee")
     # What is said stands, though the schedule may refuse it later.
     assert read(vee, ["pipeline.placement=0,1,1,0"]).pipeline.placement == (0, 1, 1, 0)
     assert read(vee, ["pipeline.stages_per_rank=4", "model.layers=8"]).pipeline.plan.stages == 8
     partly = read(vee, ["pipeline.schedule=interleaved(group=2)"]).pipeline
     assert (partly.placement, partly.stages_per_rank) == ("loop", 2)
     mapped = read(vee, ["pipeline.schedule=interleaved", "pipeline.placement=0,1"]).pipeline
-    assert mapped.plan == schedir.Plan(2, 8, placement=(0, 1))
+    assert mapped.plan == schedir.PipelineShape(2, 8, placement=(0, 1))
     told = read(vee, ["pipeline.schedule=interleaved", "pipeline.stages_per_rank=1"]).pipeline
     assert told.stages_per_rank == 1
 
@@ -120,7 +120,9 @@ def test_options_and_overlap_reach_the_program(tmp_path: Path) -> None:
         program("pipeline.slots=few")
     assert program("pipeline.schedule=interleaved", "pipeline.slots=own") == plain
     draft = tmp_path / "draft.sched"
-    draft.write_text(schedir.show(schedir.draft(schedir.schedules.interleaved, plain.plan)))
+    draft.write_text(
+        schedir.to_text(schedir.expand_schedule(schedir.schedules.interleaved, plain.plan))
+    )
     same = program_of(read(write(tmp_path, f"[pipeline]\nschedule = '{draft}'\noverlap = true\n")))
     assert same.digest == plain.digest
 
@@ -136,7 +138,7 @@ def test_on_gpus_values_share_slots_unless_told(tmp_path: Path) -> None:
     assert program(gpu) == program("pipeline.slots=enough") not in (own, few)
     assert program(gpu, "pipeline.slots=own") == own and not own.slots
     for said, there in ((own, program(gpu)), (few, few)):  # a file's own numbers stay
-        file.write_text(schedir.show(said))
+        file.write_text(schedir.to_text(said))
         assert program(gpu, f"pipeline.schedule={file}").slots == there.slots
 
 
@@ -251,14 +253,14 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     path = tmp_path / "mine.sched"
-    plan = schedir.Plan(ranks=4, microbatches=6, placement=(0, 1, 2, 3))
-    path.write_text(schedir.show(schedir.compile(schedir.schedules.gpipe, plan, tp=2)))
+    plan = schedir.PipelineShape(ranks=4, microbatches=6, placement=(0, 1, 2, 3))
+    path.write_text(schedir.to_text(schedir.compile(schedir.schedules.gpipe, plan, tp=2)))
     return path
 
 
 def test_a_program_brings_its_shape(tmp_path: Path, program: Path) -> None:
     config = read(write(tmp_path, f"[pipeline]\nschedule = '{program}'\nranks = 4"))
-    assert config.pipeline.plan == schedir.Plan(4, 6, placement=(0, 1, 2, 3))
+    assert config.pipeline.plan == schedir.PipelineShape(4, 6, placement=(0, 1, 2, 3))
     assert config.pipeline.tp == 2 and config.world == 8
 
 
@@ -277,15 +279,21 @@ def test_a_lowered_program_has_no_overlap_to_choose(tmp_path: Path, program: Pat
 
 def test_a_draft_takes_tp_and_dp(tmp_path: Path) -> None:
     path = tmp_path / "draft.sched"
-    path.write_text(schedir.show(schedir.draft(schedir.schedules.gpipe, schedir.Plan(2, 4))))
+    path.write_text(
+        schedir.to_text(
+            schedir.expand_schedule(schedir.schedules.gpipe, schedir.PipelineShape(2, 4))
+        )
+    )
     config = read(write(tmp_path, f"[pipeline]\nschedule = '{path}'\ntp = 2"))
     assert (config.pipeline.ranks, config.pipeline.tp) == (2, 2)
 
 
 def test_a_draft_brings_its_traits_unless_a_setting_says_another(tmp_path: Path) -> None:
-    drafted = replace(schedir.draft(schedir.schedules.gpipe, schedir.Plan(2, 4)), tp=2)
+    drafted = replace(
+        schedir.expand_schedule(schedir.schedules.gpipe, schedir.PipelineShape(2, 4)), tp=2
+    )
     path = tmp_path / "draft.sched"
-    path.write_text(schedir.show(drafted))
+    path.write_text(schedir.to_text(drafted))
     text = f"[pipeline]\nschedule = '{path}'\n"
     assert read(write(tmp_path, text)).pipeline.tp == 2
     assert read(write(tmp_path, text + "tp = 1")).pipeline.tp == 1

@@ -11,17 +11,17 @@ import pytest
 
 from schedir import (
     Costs,
-    Plan,
+    PipelineShape,
     Program,
     Sizes,
     check,
     compile,
-    forwards,
-    in_pieces,
-    parse,
+    evaluation_program,
+    from_text,
     schedules,
-    show,
     simulate,
+    split_costs,
+    to_text,
 )
 from schedir.compiler.relower import compute_of, options_of
 from schedir.errors import (
@@ -44,9 +44,9 @@ WHOLE = Costs(F=5, B=10, I=5, W=5, send=0.5)
 NAMES = [schedule.__name__ for schedule in known()]
 
 
-def plan_of(schedule: Any, ranks: int = 2, microbatches: int = 4) -> Plan:
+def plan_of(schedule: Any, ranks: int = 2, microbatches: int = 4) -> PipelineShape:
     placement, v = getattr(schedule, "placed", ("loop", None))
-    return Plan(ranks, microbatches, v or 1, placement)
+    return PipelineShape(ranks, microbatches, v or 1, placement)
 
 
 @pytest.mark.parametrize("schedule", known(), ids=NAMES)
@@ -60,17 +60,19 @@ def test_whole_zoo_in_pieces(schedule: Any) -> None:
         pytest.skip("not for this plan")
     program = compile(schedule, plan, tp=2, cut=3)
     assert check(program, "serial") and verdict(program, "edge").kind == "ok"
-    assert parse(show(program)) == program and program.plan.stages == 3 * plan.stages
+    assert from_text(to_text(program)) == program and program.plan.stages == 3 * plan.stages
     number = plan.stages * plan.microbatches
     trains = 1 + uncut.trains
     assert sum(program.op == Opcode.SumAct) + sum(program.op == Opcode.SumGrad) == number * trains
     if not uncut.joined.any():
-        span = simulate(program, in_pieces(WHOLE, 3, plan, (1, 3, 1))).span
+        span = simulate(program, split_costs(WHOLE, 3, plan, (1, 3, 1))).span
         assert span == pytest.approx(simulate(uncut, WHOLE).span)
 
 
 def test_pieces_of_a_stage_are_its_neighbours() -> None:
-    program = compile(schedules.zb_h1, Plan(2, 2, segments=1), tp=2, cut=(2, "gf"), clip=True)
+    program = compile(
+        schedules.zb_h1, PipelineShape(2, 2, segments=1), tp=2, cut=(2, "gf"), clip=True
+    )
     assert program.plan.rank_of.tolist() == [0, 0, 1, 1, 1] and program.meets == "f-gf"
     last = [str(i) for i in program.streams[1] if i.op in {*COMPUTE, *_SUMS}]
     assert last[:5] == ["F 2.0", "sum_act 3.0", "F 3.0", "F 4.0", "I 4.0"]
@@ -79,10 +81,10 @@ def test_pieces_of_a_stage_are_its_neighbours() -> None:
 
 
 def test_traits_are_of_pieces() -> None:
-    plan = Plan(4, 8, updates=2, delay=(3, 2, 1, 0))
+    plan = PipelineShape(4, 8, updates=2, delay=(3, 2, 1, 0))
     program = compile(schedules.one_f_one_b, plan, tp=2, cut=(1, 2, 1, 3), tied=True)
     assert program.plan.delay == (3, 2, 2, 1, 0, 0, 0) and program.tied == ((0, 6),)
-    program = compile(schedules.gpipe, Plan(4, 4), tp=2, cut=3, skips=[(0, 2)], frozen=2)
+    program = compile(schedules.gpipe, PipelineShape(4, 4), tp=2, cut=3, skips=[(0, 2)], frozen=2)
     assert program.skips == ((2, 6),) and program.frozen == 6
     grads = {i.stage for own in program.streams for i in own if i.op is Opcode.SumGrad}
     assert grads == {6, 9}, "nothing is summed for what is frozen"
@@ -90,19 +92,19 @@ def test_traits_are_of_pieces() -> None:
 
 
 def test_one_rank_meets_nobody() -> None:
-    program = compile(schedules.gpipe, Plan(2, 2), cut=5)
+    program = compile(schedules.gpipe, PipelineShape(2, 2), cut=5)
     assert program.plan.stages == 10 and program.ops.isdisjoint(_SUMS)
     assert program.meets == "....-...." and program.pieces == (5, 5)
-    assert compile(schedules.gpipe, Plan(2, 2), tp=2, cut=1) == compile(
-        schedules.gpipe, Plan(2, 2), tp=2
+    assert compile(schedules.gpipe, PipelineShape(2, 2), tp=2, cut=1) == compile(
+        schedules.gpipe, PipelineShape(2, 2), tp=2
     )
 
 
 def test_lowered_again_it_is_the_same() -> None:
-    program = compile(schedules.one_f_one_b, Plan(2, 4), tp=2, cut="fg")
+    program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tp=2, cut="fg")
     draft = compute_of(program)
     assert compile(draft, **options_of(program, "device", draft)) == program
-    told = forwards(program)
+    told = evaluation_program(program)
     assert told.meets == program.meets and (told.op == Opcode.SumAct).any()
 
 
@@ -110,7 +112,7 @@ def test_lowered_again_it_is_the_same() -> None:
     ("pieces", "after"), [("g", Costs(F=2, B=2, sum=3)), ("f", Costs(F=2, B=2, sum=3))]
 )
 def test_sums_take_their_time(pieces: str, after: Costs) -> None:
-    program = compile(schedules.gpipe, Plan(1, 2), tp=2, cut=pieces)
+    program = compile(schedules.gpipe, PipelineShape(1, 2), tp=2, cut=pieces)
     for blocks in (False, True):
         assert simulate(program, after, blocks=blocks).span == 2 * (2 * 2 + 2 * 2) + 2 * 3
 
@@ -119,7 +121,7 @@ def test_host_goes_on_while_ranks_meet() -> None:
     """What stands between a sum and its taker runs meanwhile, on hosts that block, too."""
     text = "F 0.0; sum_act 1.0; F 0.1; sum_act 1.1; F 1.0; F 1.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
-    program = parse(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
+    program = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
     for blocks in (False, True):
         assert simulate(program, Costs(F=2, sum=2), blocks=blocks).span == 8
 
@@ -158,9 +160,9 @@ def test_a_file_tells_whole_stages(
     commands.said(capsys, "show", name, *shape, f"--cut={of_stages}", "-o", file)
     program = load(file)
     assert isinstance(program, Program) and program.chunked == 2
-    assert program.whole == Plan(2, 4, stages // 2, program.whole.placement)
+    assert program.whole == PipelineShape(2, 4, stages // 2, program.whole.placement)
     assert program.pieces == pieces_of(of_stages, program.whole)
-    assert parse(show(program)) == program and compute_of(program).whole == program.whole
+    assert from_text(to_text(program)) == program and compute_of(program).whole == program.whole
     told = [commands.said(capsys, "compare", file, *how)]
     told += [commands.said(capsys, "compare", name, *shape, f"--cut={cut}", *how)]
     own, live = (json.loads(one)[0] for one in told)
@@ -218,14 +220,14 @@ def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]
 
 
 def test_shares_of_pieces() -> None:
-    plan = Plan(2, 2)
-    costs = in_pieces(Costs(F=(6, 12), B=12, send=1, step=(7, 8)), 3, plan, (1, 4, 1))
+    plan = PipelineShape(2, 2)
+    costs = split_costs(Costs(F=(6, 12), B=12, send=1, step=(7, 8)), 3, plan, (1, 4, 1))
     assert costs.F == (1, 4, 1, 2, 8, 2) and costs.send == 1 and costs.step == (7, 8, 8, 8, 8, 8)
-    sizes = in_pieces(Sizes(activation=3, saved=10, params=4), (1, 2), plan)
+    sizes = split_costs(Sizes(activation=3, saved=10, params=4), (1, 2), plan)
     assert sizes.saved == (10, 5, 5) and sizes.activation == 3 and sizes.params == (4, 2, 2)
     program = compile(schedules.one_f_one_b, plan, tp=2, cut=3)
     whole = simulate(compile(schedules.one_f_one_b, plan, tp=2), sizes=Sizes(saved=90.0))
-    parts = simulate(program, sizes=in_pieces(Sizes(saved=90.0), 3, plan))
+    parts = simulate(program, sizes=split_costs(Sizes(saved=90.0), 3, plan))
     assert parts.peak_memory.tolist() == whole.peak_memory.tolist()
 
 
@@ -236,7 +238,7 @@ def refused(say: Any, kind: type[ProgramError], *words: str) -> None:
 
 
 def test_refusals() -> None:
-    plan = Plan(2, 2)
+    plan = PipelineShape(2, 2)
 
     def cut(pieces: Any, **more: Any) -> Any:
         return lambda: compile(schedules.gpipe, plan, tp=2, cut=pieces, **more)
@@ -245,7 +247,7 @@ def test_refusals() -> None:
     for wrong in nothing:
         refused(cut(wrong), UsageError, "cut")
     refused(
-        lambda: compile(schedules.gpipe, Plan(3, 2), tp=2, cut=3, tied=[(0, 1)]),
+        lambda: compile(schedules.gpipe, PipelineShape(3, 2), tp=2, cut=3, tied=[(0, 1)]),
         UsageError, "stages 0, 1 share a weight", "stage 1",
     )  # fmt: skip
     program = compile(schedules.gpipe, plan, tp=2, cut=3)
@@ -256,10 +258,10 @@ def test_refusals() -> None:
     refused(lambda: replace(program, meets="fxxfg"), PlanError, "fgfg-fgfg")
     refused(lambda: compile(compute_of(program), cut=2), UsageError, "of pieces already")
     for form in ("torch", "torch-2.13"):
-        refused(lambda f=form: torch_csv.show(program, f), UsageError, "sums what pieces")
-        assert torch_csv.show(compile(schedules.gpipe, plan, cut=3), form)
+        refused(lambda f=form: torch_csv.to_csv(program, f), UsageError, "sums what pieces")
+        assert torch_csv.to_csv(compile(schedules.gpipe, plan, cut=3), form)
     for shares, words in ((1, -1, 1), "not negative"), ((1, 1), "2 shares"), ((0, 0, 0), "all 0"):
-        refused(lambda s=shares: in_pieces(WHOLE, 3, plan, s), UsageError, words)
+        refused(lambda s=shares: split_costs(WHOLE, 3, plan, s), UsageError, words)
 
 
 @pytest.mark.parametrize(
@@ -274,13 +276,13 @@ def test_what_the_command_line_takes(
 
 
 def edited(program: Program, old: str, new: str) -> Program:
-    text = show(program, folded=False)
+    text = to_text(program, folded=False)
     assert text.count(old) == 1
-    return parse(text.replace(old, new))
+    return from_text(text.replace(old, new))
 
 
 def test_checker_demands_sums() -> None:
-    program = compile(schedules.one_f_one_b, Plan(1, 1), tp=2, cut="gf")
+    program = compile(schedules.one_f_one_b, PipelineShape(1, 1), tp=2, cut="gf")
     for sums in ("  sum_act 1.0\n", "  sum_grad 1.0\n"):
         refused(
             lambda s=sums: check(edited(program, s, "")), CompletenessError, "missing", sums.strip()

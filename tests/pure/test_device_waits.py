@@ -10,7 +10,7 @@ from schedir import check, compile, schedules
 from schedir.errors import DeadlockError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import ROWS
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.communication.transfer_overlap import early_gathers, early_receives
 from tests.edits import written
@@ -19,8 +19,8 @@ from tests.oracle import Machine
 from tests.strategies import with_slots
 
 CASES = {
-    "one_f_one_b": Plan(4, 8), "gpipe": Plan(4, 8), "zb_h1": Plan(4, 8),
-    "interleaved": Plan(4, 8, 2), "dualpipe": Plan(4, 8, 2, "mirror"),
+    "one_f_one_b": PipelineShape(4, 8), "gpipe": PipelineShape(4, 8), "zb_h1": PipelineShape(4, 8),
+    "interleaved": PipelineShape(4, 8, 2), "dualpipe": PipelineShape(4, 8, 2, "mirror"),
 }  # fmt: skip
 
 

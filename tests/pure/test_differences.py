@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, Plan, Program
+from schedir import Costs, PipelineShape, Program
 from schedir.commands.common.schedule_options import read_costs
 from schedir.compiler.compile import lower
 from schedir.errors import UsageError
@@ -20,12 +20,12 @@ from schedir.predict.calibrate import calibrate, completed, format_costs
 from schedir.predict.timeline_diff import differences
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
 from tests.commands import refused, said
-from tests.strategies import costs, drafts
+from tests.strategies import compute_programs, costs
 
-PROGRAM = schedir.compile(one_f_one_b, Plan(3, 4))
+PROGRAM = schedir.compile(one_f_one_b, PipelineShape(3, 4))
 
 
-@given(drafts(), st.data())
+@given(compute_programs(), st.data())
 def test_differences_of_a_rank_are_that_of_the_spans(draft: Program, data: st.DataObject) -> None:
     program = lower(draft)
     one, other = (schedir.simulate(program, data.draw(costs(draft.plan))) for _ in range(2))
@@ -46,7 +46,7 @@ def test_the_largest_difference_comes_first() -> None:
 def test_runs_that_cannot_be_compared() -> None:
     one = schedir.simulate(PROGRAM)
     with pytest.raises(UsageError, match="different programs"):
-        differences(one, schedir.simulate(schedir.compile(gpipe, Plan(3, 4))))
+        differences(one, schedir.simulate(schedir.compile(gpipe, PipelineShape(3, 4))))
     with pytest.raises(UsageError, match="costs' units and s"):
         differences(one, replace(one, unit="s"))
 
@@ -55,7 +55,7 @@ def test_the_hosts_time_counts_with_what_it_delays() -> None:
     """A run whose instructions each begin a little after all is there takes as long again."""
     given = Costs(F=1, B=2, send=0.5, step=1)
     late = Costs(F=1.25, B=2.25, send=0.5, step=1.25)
-    program = schedir.compile(interleaved, Plan(2, 4, 2))
+    program = schedir.compile(interleaved, PipelineShape(2, 4, 2))
     timeline = schedir.simulate(program, late)
     spans = timeline.spans.copy()
     spans["start"] += np.where(spans["lane"] == 0, 0.25, 0)
@@ -67,7 +67,7 @@ def test_the_hosts_time_counts_with_what_it_delays() -> None:
 
 
 def test_pairs_have_a_cost_of_their_own() -> None:
-    program = schedir.compile(dualpipe_v, Plan(4, 10, 2, "vee"))
+    program = schedir.compile(dualpipe_v, PipelineShape(4, 10, 2, "vee"))
     given = Costs(F=1, I=1, W=1, FB=2.5, send=0.25)
     timeline = schedir.simulate(program, given)
     found = calibrate(timeline)

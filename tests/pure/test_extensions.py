@@ -37,8 +37,8 @@ EXTENSIONS = {
 """)],
         """
 import schedir
-program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(2, 2), zero=2)
-assert "zero 2" in schedir.show(program) and schedir.parse(schedir.show(program)) == program
+program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(2, 2), zero=2)
+assert "zero 2" in schedir.to_text(program) and schedir.from_text(schedir.to_text(program)) == program
 """,
     ),
     "a pass": Extension(
@@ -70,7 +70,7 @@ assert "program marked" in open("x.sched").read()
         """
 import schedir
 from schedir.__main__ import main
-program = schedir.compile(schedir.schedules.interleaved, schedir.Plan(4, 8, 2), model="way")
+program = schedir.compile(schedir.schedules.interleaved, schedir.PipelineShape(4, 8, 2), model="way")
 spans = [schedir.simulate(program, schedir.Costs(send=0.5), model=model).span
          for model in ("edge", "way", "device")]
 assert spans == sorted(spans) and spans[0] < spans[2]
@@ -97,10 +97,10 @@ assert main(["check", "in_pairs", "--microbatches", "4"]) == 0
         [("transports/slow.py", "", """\
 from time import sleep
 
-from schedir.transports.gloo import Gloo
+from schedir.transports.gloo import GlooTransport
 
 
-class Slow(Gloo):
+class Slow(GlooTransport):
     def send(self, tensor, peer, lane):
         sleep(0.001)
         return super().send(tensor, peer, lane)
@@ -113,7 +113,7 @@ from schedir.training.config.config_file import read
 from schedir.transports.registry import choose
 open("x.toml", "w").write("[train]\\ntransport = 'slow'\\n")
 assert read("x.toml").train.transport == "slow"
-program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(1, 1))
+program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(1, 1))
 assert choose("slow", "cpu", program).__name__ == "Slow"
 """,
     ),
@@ -153,7 +153,7 @@ assert main(["ranks", "gpipe", "--ranks", "3"]) == 0
         """
 import schedir, torch
 from schedir.transports.in_process.mailbox import mailboxes
-program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(3, 3))
+program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(3, 3))
 outs = [torch.zeros(1) for _ in range(3)]
 for rank, mail in enumerate(mailboxes(program, "edge", False, [])):
     mail.collective("most", "model", outs[rank], torch.tensor([float(rank)]))
@@ -167,8 +167,8 @@ def _instruction(tree: Path) -> str:
     new_rows.copy(tree, "stash")
     return """
 import schedir
-program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 4), stash=True)
-assert "stash 0.0" in schedir.show(program, folded=False)
+program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4), stash=True)
+assert "stash 0.0" in schedir.to_text(program, folded=False)
 """
 
 

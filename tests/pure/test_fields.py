@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from schedir.errors import ConfigError, ParseError, PlanError, ProgramError
-from schedir.ir.input_trust import trusting
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.input_trust import input_limits
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import HEADER, Program
-from schedir.ir.text_format import parse
+from schedir.ir.text_format import from_text
 from schedir.training.config.config_file import read
 from schedir.training.config.run_config import Config, MemoryConfig, PipelineConfig
 
@@ -48,13 +48,13 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_a_plan_that_cannot_be_names_its_fields(plan: dict[str, Any], blamed: list[str]) -> None:
     with pytest.raises(PlanError) as caught:
-        Plan(**{"ranks": 2, "microbatches": 8} | plan)
+        PipelineShape(**{"ranks": 2, "microbatches": 8} | plan)
     assert [*caught.value.fields][: len(blamed)] == blamed
 
 
 def test_a_plan_that_is_too_large_names_its_fields() -> None:
-    with trusting(instructions=10**8), pytest.raises(PlanError) as caught:
-        Plan(ranks=2**10, microbatches=2**20)
+    with input_limits(instructions=10**8), pytest.raises(PlanError) as caught:
+        PipelineShape(ranks=2**10, microbatches=2**20)
     assert [*caught.value.fields][:2] == ["microbatches", "ranks"]
 
 
@@ -66,7 +66,7 @@ def test_a_plan_that_is_too_large_names_its_fields() -> None:
 )  # fmt: skip
 def test_a_program_that_cannot_be_names_its_fields(wrong: dict[str, Any]) -> None:
     with pytest.raises(ProgramError) as caught:
-        Program(**{"name": "x", "plan": Plan(2, 4), "streams": ()} | wrong)  # type: ignore[arg-type]
+        Program(**{"name": "x", "plan": PipelineShape(2, 4), "streams": ()} | wrong)  # type: ignore[arg-type]
     assert caught.value.fields == (*wrong,)
 
 
@@ -102,7 +102,7 @@ def test_a_name_in_a_value_is_not_to_blame() -> None:
     """The words of a message hold what a person wrote, which may be the name of another field."""
     text = "schedir 1\nprogram x\ndp 1\nranks 2  microbatches 2  placement dp\nrank 0\nrank 1\n"
     with pytest.raises(ParseError) as caught:
-        parse(text)
+        from_text(text)
     assert (caught.value.line, caught.value.column) == (4, 36)
 
 

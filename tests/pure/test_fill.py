@@ -9,16 +9,16 @@ import pytest
 
 from schedir import (
     Costs,
-    Plan,
+    PipelineShape,
     Program,
     Sizes,
     Timeline,
     check,
     compile,
-    in_pieces,
-    parse,
+    from_text,
     schedules,
     simulate,
+    split_costs,
 )
 from schedir.errors import ProgramError, UsageError
 from schedir.ir.isa.instructions import LATE
@@ -29,12 +29,12 @@ PIECES = 5
 SHARES = (0.2, 1, 0.2, 1, 0.2)
 
 
-def costs_of(plan: Plan, sum: float = 0.6) -> Costs:
+def costs_of(plan: PipelineShape, sum: float = 0.6) -> Costs:
     """Of pieces, of a stage of which a forward takes 2."""
-    return in_pieces(Costs(F=2, B=4, I=2, W=2, send=0.1, sum=sum), PIECES, plan, SHARES)
+    return split_costs(Costs(F=2, B=4, I=2, W=2, send=0.1, sum=sum), PIECES, plan, SHARES)
 
 
-def made(schedule: Any, plan: Plan, fill: str | None, **more: Any) -> Timeline:
+def made(schedule: Any, plan: PipelineShape, fill: str | None, **more: Any) -> Timeline:
     costs = costs_of(plan)
     program = compile(schedule, plan, tp=2, cut=PIECES, costs=costs, fill=fill, **more)
     return simulate(program, costs)
@@ -45,7 +45,7 @@ def test_whole_zoo_filled(schedule: Any) -> None:
     """The same work in another order, which is right, no longer, adds in the same order, and holds
     no more forwards at once."""
     placement, v = getattr(schedule, "placed", ("loop", None))
-    plan = Plan(2, 4, v or 1, placement)
+    plan = PipelineShape(2, 4, v or 1, placement)
     try:
         plain = made(schedule, plan, None)
     except ProgramError:
@@ -68,18 +68,18 @@ def test_whole_zoo_filled(schedule: Any) -> None:
     ("schedule", "plan", "frozen", "costs"),
     [
         (
-            schedules.interleaved, Plan(1, 4, 2), 0,
+            schedules.interleaved, PipelineShape(1, 4, 2), 0,
             Costs(F=(0.5, 2, 3, 0.5), B=(1, 3, 2, 3), send=0.1, sum=1),
         ),
         (
-            schedules.interleaved, Plan(2, 4, 2), 2,
+            schedules.interleaved, PipelineShape(2, 4, 2), 2,
             Costs(F=(0.5, 3, 0.5, 2, 1, 2, 2, 0.5), B=(0.5, 0.5, 0.5, 0.5, 2, 1, 2, 0.5), send=0.1,
                   sum=2),
         ),
     ],
 )  # fmt: skip
 def test_several_that_fill_one_wait_hold_no_more(
-    schedule: Any, plan: Plan, frozen: int, costs: Costs
+    schedule: Any, plan: PipelineShape, frozen: int, costs: Costs
 ) -> None:
     """One forward behind the other before a backward; and those of frozen stages hold nothing."""
     peaks = []
@@ -92,7 +92,7 @@ def test_several_that_fill_one_wait_hold_no_more(
 def test_weight_gradients_run_under_sums() -> None:
     """Of I, whose W nobody waits for: each W that fits runs while a gradient is summed, and all
     others stay in their order."""
-    plan = Plan(1, 4)
+    plan = PipelineShape(1, 4)
     plain, filled = (made(schedules.zb_h1, plan, fill) for fill in (None, "W"))
     assert filled.span < plain.span - 3
 
@@ -105,11 +105,11 @@ def test_weight_gradients_run_under_sums() -> None:
 def test_what_it_wins() -> None:
     """All sums of a rank that has other microbatches run beside what computes, but for the first
     and the last."""
-    plan = Plan(1, 8)
+    plan = PipelineShape(1, 8)
     plain = made(schedules.gpipe, plan, None)
     assert plain.span == pytest.approx(8 * (2 + 4) + 8 * 4 * 0.6)
     assert made(schedules.gpipe, plan, "all").span < 8 * (2 + 4) + 4 * 0.6 + 1e-9
-    two = Plan(4, 8, 2)
+    two = PipelineShape(4, 8, 2)
     assert made(schedules.interleaved, two, "F").span < 0.95 * made(
         schedules.interleaved, two, None
     ).span  # fmt: skip
@@ -117,8 +117,8 @@ def test_what_it_wins() -> None:
 
 def test_within_a_limit() -> None:
     """With a limit more forwards may be held at once, and never more bytes than it says."""
-    plan, costs = Plan(4, 16), costs_of(Plan(4, 16))
-    sizes = in_pieces(Sizes(activation=1.0, saved=100.0), PIECES, plan, SHARES)
+    plan, costs = PipelineShape(4, 16), costs_of(PipelineShape(4, 16))
+    sizes = split_costs(Sizes(activation=1.0, saved=100.0), PIECES, plan, SHARES)
     spans = []
     for limit in (460.0, 1800.0):
         program = compile(
@@ -134,7 +134,7 @@ def test_within_a_limit() -> None:
 
 def test_refusals() -> None:
     def of(**more: Any) -> Any:
-        plan = Plan(2, 4)
+        plan = PipelineShape(2, 4)
         how: dict[str, Any] = {"tp": 2, "cut": PIECES, "costs": costs_of(plan), "fill": "W"} | more
         return compile(schedules.zb_h1, plan, **how)
 
@@ -149,6 +149,6 @@ def test_refusals() -> None:
     assert of(tp=1) == of(tp=1, fill=None), "one rank meets nobody"
     text = "F 0.0; F 1.0; B 1.0; F 0.1 & B 0.0; F 1.1; B 1.1; B 0.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
-    pair = parse(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
+    pair = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
     with pytest.raises(UsageError, match="some of a stage that is not cut run together"):
         compile(pair, costs=Costs(sum=1), fill="all")

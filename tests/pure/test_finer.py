@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from schedir import Plan, compile, schedules, show
+from schedir import PipelineShape, compile, schedules, to_text
 from schedir.compiler.relower import compute_of
 from schedir.errors import ConfigError
 from schedir.ir.isa.instructions import between_segments
 from schedir.passes.splitting.stage_segmentation import cut
-from schedir.schedules.draft import draft
+from schedir.schedules.draft import expand_schedule
 from schedir.training.config.config_file import read
 from schedir.training.config.run_config import Config
 from schedir.training.config.segmentation import StageSegmentation
@@ -42,10 +42,10 @@ def path(tmp_path: Path) -> str:
 
 def sched(path: str, frozen: int | None, tp: int = 2) -> str:
     """A file of a program in pieces of two stages of two layers."""
-    own = cut(replace(draft(schedules.one_f_one_b, Plan(2, 4)), tp=tp), 9)
+    own = cut(replace(expand_schedule(schedules.one_f_one_b, PipelineShape(2, 4)), tp=tp), 9)
     tied = frozen is None
     (file := Path(path).with_name("x.sched")).write_text(
-        show(compile(own, clip=True, tied=tied, frozen=frozen or 0))
+        to_text(compile(own, clip=True, tied=tied, frozen=frozen or 0))
     )
     return f"pipeline.schedule={file}"
 
@@ -96,7 +96,7 @@ def test_a_file_of_pieces_where_nobody_meets(path: str) -> None:
     config = read(path, [alone, "pipeline.tp=1"])
     assert config.finer.pieces == (9, 9) and not program_of(config).ops & _SUMS
     file = Path(path).with_name("x.sched")
-    file.write_text(show(compute_of(program_of(config))))
+    file.write_text(to_text(compute_of(program_of(config))))
     assert program_of(read(path, [alone, "pipeline.tp=1"])).tp == 1
     with pytest.raises(ConfigError, match=r"with 'fgfgfgfg' between them, and not '\.{8}'"):
         read(path, [alone, "pipeline.tp=2"])

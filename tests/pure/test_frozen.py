@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir import Costs, Plan, Sizes, compile, draft, greedy, parse, schedules, show, simulate
+from schedir import (
+    Costs,
+    PipelineShape,
+    Sizes,
+    compile,
+    expand_schedule,
+    from_text,
+    greedy_schedule,
+    schedules,
+    simulate,
+    to_text,
+)
 from schedir.__main__ import main
 from schedir.analysis.memory.footprint import held, peak_in_flight, peak_versions
 from schedir.analysis.progress_models import MODELS
@@ -29,25 +40,25 @@ from schedir.ir.isa.instructions import OF_TRAINED, STEPS, Opcode
 from schedir.ir.program import Program
 from schedir.passes.splitting.frozen_stages import without_backwards
 from schedir.schedules import one_f_one_b, pipedream_2bw
-from schedir.schedules.schedule_algebra import B, F, Word, overlap
-from schedir.testing import drafts, plans
+from schedir.schedules.schedule_algebra import B, F, RankSchedule, overlapped_pair
+from schedir.testing import compute_programs, shapes
 from schedir.verify.check import check, check_draft
 from tests.mutants import known
 from tests.strategies import costs
 from tests.threads import verdict
 
 O = Opcode
-TWO_OF_FOUR = Plan(4, 8)
+TWO_OF_FOUR = PipelineShape(4, 8)
 
 
-def lowered(source: Any, plan: Plan | None = None, **traits: Any) -> Program | None:
+def lowered(source: Any, plan: PipelineShape | None = None, **traits: Any) -> Program | None:
     """What compiles; a schedule need not know every plan."""
     try:
         return compile(source, plan, **traits)
     except ProgramError:
         assert not isinstance(source, Program)
         with pytest.raises(ProgramError):
-            check_draft(draft(source, plan or TWO_OF_FOUR))
+            check_draft(expand_schedule(source, plan or TWO_OF_FOUR))
         return None
 
 
@@ -63,12 +74,14 @@ def compute(program: Program) -> list[list[str]]:
 @given(st.data())
 def test_only_what_is_of_backwards_goes(data: st.DataObject) -> None:
     """Of any schedule or draft, under every model; the rest of the compute keeps its order."""
-    source: Any = data.draw(drafts() if data.draw(st.booleans()) else st.sampled_from(known()))
+    source: Any = data.draw(
+        compute_programs() if data.draw(st.booleans()) else st.sampled_from(known())
+    )
     if isinstance(source, Program):
         plan = source.plan
     else:
         where, v = getattr(source, "placed", ("loop", None))
-        plan = Plan(
+        plan = PipelineShape(
             2 * data.draw(st.integers(1, 2)), 2 * data.draw(st.integers(1, 3)), v or 1, where
         )
     frozen = data.draw(st.integers(0, plan.stages - 1))
@@ -85,7 +98,7 @@ def test_only_what_is_of_backwards_goes(data: st.DataObject) -> None:
     assert compute(program) == [
         [i for i in own if i.split(".")[0] not in gone] for own in compute(whole)
     ]
-    assert parse(show(program)) == program
+    assert from_text(to_text(program)) == program
     assert (program.digest == whole.digest) == (frozen == 0)
 
 
@@ -117,7 +130,7 @@ def test_every_rank_steps_and_meets_at_the_norm() -> None:
 @pytest.mark.parametrize("schedule", [pipedream_2bw, one_f_one_b])
 def test_several_updates(schedule: Any, frozen: int, clip: bool) -> None:
     """Frozen weights have one version, and a forward with them waits for no step."""
-    plan = Plan(4, 12, updates=3, delay=1)
+    plan = PipelineShape(4, 12, updates=3, delay=1)
     program = compile(schedule, plan, frozen=frozen, clip=clip)
     for model in MODELS:
         check(program, model)
@@ -134,17 +147,19 @@ def test_several_updates(schedule: Any, frozen: int, clip: bool) -> None:
 
 def test_without_a_delay_a_flush_is_still_needed() -> None:
     with pytest.raises(ProgramError, match="needs the weights"):
-        compile(one_f_one_b, Plan(4, 8, updates=2), frozen=1)
-    compile(one_f_one_b, Plan(4, 8, updates=2), frozen=3)  # the last stage alone is trained
+        compile(one_f_one_b, PipelineShape(4, 8, updates=2), frozen=1)
+    compile(
+        one_f_one_b, PipelineShape(4, 8, updates=2), frozen=3
+    )  # the last stage alone is trained
 
 
-def ahead(rank: int, ranks: int, m: int, v: int) -> Word:
+def ahead(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
     """All forwards of a frozen stage, and then one after the other of a trained one."""
     return m * F[0] + m * (F[1] + B[1])
 
 
 def test_frozen_forwards_wait_for_no_step_of_their_rank() -> None:
-    plan = Plan(1, 4, 2, updates=2)
+    plan = PipelineShape(1, 4, 2, updates=2)
     compile(ahead, plan, frozen=1)
     with pytest.raises(ProgramError):
         compile(lambda r, P, m, v: m * F[0] + m * (F[1] + B[1] + B[0]), plan)
@@ -155,9 +170,9 @@ def test_frozen_forwards_wait_for_no_step_of_their_rank() -> None:
 
 def edited(program: Program, a: str, b: str) -> Program:
     """The program with another text."""
-    text = show(program, folded=False)
+    text = to_text(program, folded=False)
     assert a in text
-    return parse(text.replace(a, b, 1))
+    return from_text(text.replace(a, b, 1))
 
 
 @pytest.mark.parametrize("order", [(2, 3, 0, 1), (0, 2, 3, 1), (3, 0, 1, 2)])
@@ -167,12 +182,12 @@ def test_a_rank_that_only_runs_forwards_ends_its_updates_in_turn(
 ) -> None:
     """In its own Stream, too: it may be through with the first one only at its end."""
 
-    def mine(rank: int, ranks: int, microbatches: int) -> Word:
+    def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         if rank < frozen:
             return sum((F.at(mb) for mb in order), 0 * F) + microbatches * B
         return microbatches * (F + B)
 
-    program = compile(mine, Plan(3, 4, updates=2, delay=1), frozen=frozen)
+    program = compile(mine, PipelineShape(3, 4, updates=2, delay=1), frozen=frozen)
     for rank, stream in enumerate(program.streams):
         steps = [(at, i.mb) for at, i in enumerate(stream) if i.op in STEPS]
         assert [update for _, update in steps] == [0, 1]
@@ -220,24 +235,34 @@ def test_torch_has_no_such_schedule() -> None:
     program = compile(one_f_one_b, TWO_OF_FOUR, frozen=2)
     for form in torch_csv.FORMS:
         with pytest.raises(UsageError, match="frozen"):
-            torch_csv.show(program, form)
+            torch_csv.to_csv(program, form)
 
 
 # ---------------------------------------------------------------- drafts
 
 
-def behind(r: int, P: int, m: int, v: int) -> Word:
+def behind(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Forwards of the second stage that run together with a backward of the first, behind it."""
-    return m * F[0] + F[1] + B[1] + overlap((m - 1) * B[0], (m - 1) * F[1]) + (m - 1) * B[1] + B[0]
+    return (
+        m * F[0]
+        + F[1]
+        + B[1]
+        + overlapped_pair((m - 1) * B[0], (m - 1) * F[1])
+        + (m - 1) * B[1]
+        + B[0]
+    )
 
 
 @pytest.mark.parametrize(
     ("schedule", "plan"),
-    [(schedules.dualpipe_v, Plan(2, 8, placement="vee")), (behind, Plan(1, 3, 2))],
+    [
+        (schedules.dualpipe_v, PipelineShape(2, 8, placement="vee")),
+        (behind, PipelineShape(1, 3, 2)),
+    ],
 )
-def test_a_draft_may_say_what_is_left_out(schedule: Any, plan: Plan) -> None:
+def test_a_draft_may_say_what_is_left_out(schedule: Any, plan: PipelineShape) -> None:
     """And what is joined to it then runs alone."""
-    whole = draft(schedule, plan)
+    whole = expand_schedule(schedule, plan)
     assert any(stream.joined.any() for stream in whole.streams)
     said = check_draft(replace(whole, frozen=plan.stages // 2))
     less = without_backwards(said)
@@ -255,11 +280,11 @@ def test_a_draft_may_say_what_is_left_out(schedule: Any, plan: Plan) -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_greedy_knows_of_it(data: st.DataObject) -> None:
-    plan = data.draw(plans())
+    plan = data.draw(shapes())
     frozen, priced = data.draw(st.integers(0, plan.stages - 1)), data.draw(costs(plan))
     prefer = data.draw(st.sampled_from(["BF", "FB", "FIW", "IFW", "WIF"]))
     limits = [sum(s >= frozen for s in own) for own in plan.stages_of]
-    found = greedy(plan, prefer, limits.__getitem__, priced, frozen=frozen)
+    found = greedy_schedule(plan, prefer, limits.__getitem__, priced, frozen=frozen)
     program = compile(found, costs=priced)
     assert program.frozen == frozen and check_draft(found) == without_backwards(found)
     check(program, "serial")
@@ -270,8 +295,8 @@ def test_greedy_knows_of_it(data: st.DataObject) -> None:
 @pytest.mark.parametrize("priced", [Costs(F=1, B=2), Costs(F=(3, 1, 1, 1), B=2), Costs(send=0.5)])
 def test_a_greedy_order_that_knows_is_not_worse(frozen: int, priced: Costs) -> None:
     room = [4 - r for r in range(4)]
-    told = greedy(TWO_OF_FOUR, "BF", room.__getitem__, priced, frozen=frozen)
-    untold = greedy(TWO_OF_FOUR, "BF", room.__getitem__, priced)
+    told = greedy_schedule(TWO_OF_FOUR, "BF", room.__getitem__, priced, frozen=frozen)
+    untold = greedy_schedule(TWO_OF_FOUR, "BF", room.__getitem__, priced)
     spans = [
         simulate(compile(source, None if isinstance(source, Program) else TWO_OF_FOUR,
                          costs=priced, frozen=frozen), priced).span
@@ -287,7 +312,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--ranks", "4", "--microbatches", "8"]
     file = str(tmp_path / "frozen.sched")
     assert main(["show", "one_f_one_b", *shape, "--frozen", "2", "-o", file]) == 0
-    assert parse(Path(file).read_text()) == compile(one_f_one_b, TWO_OF_FOUR, frozen=2)
+    assert from_text(Path(file).read_text()) == compile(one_f_one_b, TWO_OF_FOUR, frozen=2)
     assert main(["check", file]) == 0
     assert main(["explain", file, "--costs", "F=1,B=2"]) == 0
     assert main(["compare", file, "one_f_one_b", *shape, "--frozen", "2"]) == 0
@@ -300,7 +325,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_compared_schedules_freeze_the_same_part_of_the_model(tmp_path: Path) -> None:
     """In however many stages they cut it."""
     file = tmp_path / "frozen.sched"
-    file.write_text(show(compile(one_f_one_b, TWO_OF_FOUR, frozen=2)))
+    file.write_text(to_text(compile(one_f_one_b, TWO_OF_FOUR, frozen=2)))
     said = {"ranks": 4, "microbatches": 8, "frozen": 2}
     for name in ("one_f_one_b", "interleaved", "dualpipe", "chimera", str(file)):
         program = Request(Source(name), said, usual={}, share=True).program

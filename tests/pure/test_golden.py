@@ -18,7 +18,7 @@ import schedir
 from schedir.__main__ import main
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import ProgramError
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.verify.check import check
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -31,14 +31,14 @@ def test_program(path: Path) -> None:
     text = path.read_text()
     call, body = text.split("\n", 1)
     program = eval(call.removeprefix("# "), dict(NAMES))
-    assert show(program) == body
-    assert parse(text) == program
+    assert to_text(program) == body
+    assert from_text(text) == program
     for model in MODELS:
-        check(parse(text), model)
+        check(from_text(text), model)
 
 
 def test_digests() -> None:
-    programs = {path.stem: parse(path.read_text()) for path in sorted(GOLDEN.glob("*.sched"))}
+    programs = {path.stem: from_text(path.read_text()) for path in sorted(GOLDEN.glob("*.sched"))}
     said = "".join(f"{program.digest} {name}\n" for name, program in programs.items())
     assert said == (GOLDEN / "digests.txt").read_text()
 
@@ -47,7 +47,7 @@ def test_digests() -> None:
 def test_refused(path: Path) -> None:
     text, message = re.split(r"^-+\n", path.read_text(), maxsplit=1, flags=re.M)
     with pytest.raises(ProgramError) as caught:
-        check(parse(text))
+        check(from_text(text))
     assert str(caught.value) + "\n" == message
 
 

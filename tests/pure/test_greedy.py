@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir import greedy
+from schedir import greedy_schedule
 from schedir.analysis.memory.footprint import peak_in_flight
 from schedir.compiler.compile import lower
 from schedir.errors import ScheduleError
 from schedir.ir.cost.costs import Costs
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.schedules.draft import draft
-from schedir.testing import plans
+from schedir.schedules.draft import expand_schedule
+from schedir.testing import shapes
 from schedir.verify.check import check
 from tests.strategies import costs
 
@@ -24,52 +24,54 @@ from tests.strategies import costs
 @pytest.mark.parametrize("P", range(1, 7))
 def test_1f1b_and_gpipe_come_out(P: int, priced: Costs) -> None:
     for m in (1, P - 1 or 1, P, 2 * P + 1):
-        plan = Plan(P, m)
-        found = greedy(plan, "BF", lambda rank: P - rank, priced)
-        assert found.streams == draft(one_f_one_b, plan).streams
-        found = greedy(plan, "FB", lambda rank: 99, priced)
-        assert found.streams == draft(gpipe, plan).streams
+        plan = PipelineShape(P, m)
+        found = greedy_schedule(plan, "BF", lambda rank: P - rank, priced)
+        assert found.streams == expand_schedule(one_f_one_b, plan).streams
+        found = greedy_schedule(plan, "FB", lambda rank: 99, priced)
+        assert found.streams == expand_schedule(gpipe, plan).streams
 
 
 def test_time_decides() -> None:
     """A rank that waits for its next forward does a backward meanwhile, whatever it prefers."""
-    plan = Plan(2, 4)
+    plan = PipelineShape(2, 4)
     slow = Costs(F=(3, 1), B=2)
-    found = greedy(plan, "FB", lambda rank: 4, slow)
-    assert found.streams != draft(gpipe, plan).streams
-    assert simulate(found, slow).span < simulate(draft(gpipe, plan), slow).span
+    found = greedy_schedule(plan, "FB", lambda rank: 4, slow)
+    assert found.streams != expand_schedule(gpipe, plan).streams
+    assert simulate(found, slow).span < simulate(expand_schedule(gpipe, plan), slow).span
 
 
 @settings(max_examples=150)
 @given(st.data())
 def test_whatever_comes_out_is_legal(data: st.DataObject) -> None:
-    plan = data.draw(plans())
+    plan = data.draw(shapes())
     priced = data.draw(costs(plan))
     prefer = data.draw(st.sampled_from(["BF", "FB", "FIW", "FWI", "IFW", "IWF", "WFI", "WIF"]))
     limits = [data.draw(st.integers(len(own), len(own) + 4)) for own in plan.stages_of]
-    found = greedy(plan, prefer, limits.__getitem__, priced)
+    found = greedy_schedule(plan, prefer, limits.__getitem__, priced)
     check(lower(found, priced), "serial")
     assert (peak_in_flight(found) <= limits).all()
-    again = greedy(plan, prefer, limits.__getitem__, priced)
+    again = greedy_schedule(plan, prefer, limits.__getitem__, priced)
     assert found == again
 
 
 def test_weights_fill_what_1f1b_leaves() -> None:
     priced = Costs(F=(1, 3, 2, 1), I=2, W=1, send=0.5)
-    filled = simulate(greedy(Plan(4, 9), "IFW", lambda rank: 4, priced), priced)
-    assert filled.span < simulate(draft(one_f_one_b, Plan(4, 9)), priced).span
+    filled = simulate(greedy_schedule(PipelineShape(4, 9), "IFW", lambda rank: 4, priced), priced)
+    assert filled.span < simulate(expand_schedule(one_f_one_b, PipelineShape(4, 9)), priced).span
 
 
 @pytest.mark.parametrize("prefer", ["", "F", "BB", "FBW", "FI", "fb"])
 def test_bad_preferences(prefer: str) -> None:
     with pytest.raises(ScheduleError):
-        greedy(Plan(2, 2), prefer, lambda rank: 2)
+        greedy_schedule(PipelineShape(2, 2), prefer, lambda rank: 2)
 
 
 def test_too_little_room() -> None:
     with pytest.raises(ScheduleError, match="rank 1"):
-        greedy(Plan(2, 2, 2), "FB", lambda rank: 2 - rank)
+        greedy_schedule(PipelineShape(2, 2, 2), "FB", lambda rank: 2 - rank)
 
 
 def test_room_may_be_a_number() -> None:
-    assert greedy(Plan(3, 5), "BF", 2) == greedy(Plan(3, 5), "BF", lambda rank: 2)
+    assert greedy_schedule(PipelineShape(3, 5), "BF", 2) == greedy_schedule(
+        PipelineShape(3, 5), "BF", lambda rank: 2
+    )

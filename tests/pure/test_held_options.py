@@ -10,13 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir import Costs, Plan, Sizes, Timeline, compile, draft, schedules, simulate
+from schedir import (
+    Costs,
+    PipelineShape,
+    Sizes,
+    Timeline,
+    compile,
+    expand_schedule,
+    schedules,
+    simulate,
+)
 from schedir.compiler.relower import Lowering
 from schedir.predict.calibrate import repriced
 from schedir.predict.what_if import SimulatedChange, advise
 from tests.commands import said
 
-PLAN = Plan(2, 6, 3)
+PLAN = PipelineShape(2, 6, 3)
 COSTS = Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.5, reduce_grads=1, step=2)
 SIZES = Sizes(activation=1e7, saved=1e8, params=1e9, grads=1e9, optimizer=6e9)
 
@@ -89,19 +98,19 @@ def test_without_sizes_it_is_time_that_is_compared() -> None:
 @given(st.floats(0.1, 100), st.floats(0, 100), st.sampled_from([2, 3, 64]), st.integers(1, 3))
 def test_an_all_reduce_is_two_halves(whole: float, step: float, dp: int, zero: int) -> None:
     """arXiv 1910.02054, section 7.1; there and back."""
-    program = compile(schedules.gpipe, Plan(2, 2), dp=dp)
+    program = compile(schedules.gpipe, PipelineShape(2, 2), dp=dp)
     plain = Costs(F=1, B=2, reduce_grads=whole, step=step)
     costs = repriced(plain, program, zero)
     assert costs.reduce_scatter == costs.unshard == pytest.approx(whole / 2)
     assert costs.step == pytest.approx(step / dp)
     there = replace(costs, reduce_grads=None)
-    back = repriced(there, compile(schedules.gpipe, Plan(2, 2), dp=dp, zero=zero), 0)
+    back = repriced(there, compile(schedules.gpipe, PipelineShape(2, 2), dp=dp, zero=zero), 0)
     assert back.reduce_grads == pytest.approx(whole) and back.step == pytest.approx(step)
     assert repriced(plain, program, 0) == plain
 
 
 def test_what_is_told_stays_and_bytes_say_the_rest() -> None:
-    program = compile(schedules.gpipe, Plan(2, 2), dp=2)
+    program = compile(schedules.gpipe, PipelineShape(2, 2), dp=2)
     plain = Costs(F=1, B=2, reduce_grads=(4, 8), reduce_scatter=3)
     costs = repriced(plain, program, 1, Sizes(params=(1e9, 2e9), grads=4e9))
     assert costs.reduce_scatter == 3 and costs.unshard == (0.5, 2.0)
@@ -115,7 +124,7 @@ def test_other_plans_keep_no_more_stages_whole_than_they_have() -> None:
     program = compile(schedules.interleaved, PLAN, dp=2, zero=3, active=2)
     lowering = Lowering(program, "device")
     assert lowering.options["active"] == 2
-    other = lowering.of(draft(schedules.one_f_one_b, Plan(2, 6)), COSTS)
+    other = lowering.of(expand_schedule(schedules.one_f_one_b, PipelineShape(2, 6)), COSTS)
     assert other.zero == 3 and [slots.full for slots in other.slots] == [1, 1]
 
 

@@ -15,11 +15,11 @@ from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import compile, lower
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import tied_stages
 from schedir.ir.program import Program, Stream
 from schedir.schedules import chimera, dualpipe
-from schedir.schedules.greedy import greedy
+from schedir.schedules.greedy import greedy_schedule
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import check
 from tests.laws import plan_of
@@ -58,10 +58,10 @@ def test_one_of_two_sums_is_hidden(P: int, schedule: Schedule) -> None:
 
 def mirrored(ranks: int, units: int, schedule: Schedule | str, costs: Costs, tied: bool) -> Program:
     """A program of two directions."""
-    plan = Plan(ranks, 2 * units * ranks, placement="mirror")
+    plan = PipelineShape(ranks, 2 * units * ranks, placement="mirror")
     if not isinstance(schedule, str):
         return compile(schedule, plan, costs=costs, tied=tied)
-    found = greedy(plan, schedule, lambda rank: 2 + (ranks + rank) // 2, costs)
+    found = greedy_schedule(plan, schedule, lambda rank: 2 + (ranks + rank) // 2, costs)
     return lower(replace(found, tied=tied_stages(tied, plan)), costs)
 
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Cluster, Costs, Plan, Program, Sizes
+from schedir import Cluster, Costs, PipelineShape, Program, Sizes
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import (
     CompletenessError,
@@ -34,14 +34,14 @@ from schedir.schedules import (
     pipedream_2bw,
 )
 from schedir.schedules.schedule_algebra import B, F
-from schedir.testing import plans
-from schedir.testing.strategies import random_draft
+from schedir.testing import shapes
+from schedir.testing.strategies import random_compute_program
 
 ROWS = (Opcode.OffloadGrads, Opcode.StepHost, Opcode.ReloadWeights)
-PLAN = Plan(2, 4, 3)
+PLAN = PipelineShape(2, 4, 3)
 
 
-def lowered(schedule: Any = interleaved, plan: Plan = PLAN, **how: Any) -> Program:
+def lowered(schedule: Any = interleaved, plan: PipelineShape = PLAN, **how: Any) -> Program:
     return schedir.compile(schedule, plan, states="cpu", **how)
 
 
@@ -73,16 +73,16 @@ def test_gradients_go_behind_their_reduction_where_nobody_else_adds() -> None:
     assert stream[-9:-6] == ["reduce_tied 5", "offload_grads 5", "step_host 3"]
 
 
-@given(plans(), st.integers(0, 2**32 - 1), st.booleans(), st.integers(0, 3), st.integers(1, 2))
+@given(shapes(), st.integers(0, 2**32 - 1), st.booleans(), st.integers(0, 3), st.integers(1, 2))
 def test_any_draft_has_them_once_and_is_legal(
-    plan: Plan, seed: int, clip: bool, zero: int, dp: int
+    plan: PipelineShape, seed: int, clip: bool, zero: int, dp: int
 ) -> None:
-    draft = random_draft(plan, random.Random(seed))
+    draft = random_compute_program(plan, random.Random(seed))
     how: dict[str, Any] = {"clip": clip, "zero": zero, "dp": dp, "tied": plan.stages > 1}
     program = lowered(draft, plan, **how)
     for model in MODELS:
         schedir.check(program, model, blocks=True)
-    assert schedir.parse(schedir.show(program)) == program
+    assert schedir.from_text(schedir.to_text(program)) == program
     for op in ROWS:
         assert np.count_nonzero(program.op == op) == plan.holders.size
     plain = schedir.compile(draft, plan, **how)
@@ -92,8 +92,8 @@ def test_any_draft_has_them_once_and_is_legal(
 
 def test_what_is_frozen_or_does_not_step_has_none() -> None:
     assert len(names(lowered(frozen=3), 0)) == 3
-    assert not lowered(forward_only, Plan(2, 4)).ops & {*ROWS}
-    both = lowered(dualpipe, Plan(2, 4, placement="mirror"))  # each holder has its own
+    assert not lowered(forward_only, PipelineShape(2, 4)).ops & {*ROWS}
+    both = lowered(dualpipe, PipelineShape(2, 4, placement="mirror"))  # each holder has its own
     assert len(names(both, 0)) == len(names(both, 1)) == 6
 
 
@@ -108,7 +108,7 @@ def moved(text: str, what: str, before: str) -> Program:
     if before:
         assert text.count(f"  {before}\n") == 1, before
         text = text.replace(f"  {before}\n", f"  {what}\n  {before}\n")
-    return schedir.parse(f"{first}\nrank 1\n{text}")
+    return schedir.from_text(f"{first}\nrank 1\n{text}")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def moved(text: str, what: str, before: str) -> Program:
 )
 def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
     """A gradient that is not all of it, a step before all is there, weights that are not new."""
-    text = schedir.show(lowered(clip=True, tied=True), folded=False)
+    text = schedir.to_text(lowered(clip=True, tied=True), folded=False)
     program = moved(text, what, before)
     if error is None:
         schedir.check(program, blocks=True)
@@ -140,25 +140,25 @@ def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str)
 
 @pytest.mark.parametrize("op", ["offload_grads", "step_host", "reload_weights"])
 def test_twice_or_not_asked_for_is_refused(op: str) -> None:
-    text = schedir.show(lowered(), folded=False)
+    text = schedir.to_text(lowered(), folded=False)
     with pytest.raises(ProgramError):
-        schedir.check(schedir.parse(text.replace(f"  {op} 3\n", f"  {op} 3\n  {op} 3\n")))
+        schedir.check(schedir.from_text(text.replace(f"  {op} 3\n", f"  {op} 3\n  {op} 3\n")))
     for said in ("", "states device\n", "states host\n"):
         with pytest.raises(CompletenessError, match=r"states (device|host)|load_state"):
-            schedir.check(schedir.parse(text.replace("states cpu\n", said)))
+            schedir.check(schedir.from_text(text.replace("states cpu\n", said)))
 
 
 def test_a_host_that_waits_for_a_sum_may_wait_for_ever() -> None:
     """Where a gradient goes the host waits for all sums before it; so what another rank needs to
     come to its side of a sum must not stand behind."""
-    program = lowered(dualpipe, Plan(2, 4, placement="mirror"))
-    first, rest = schedir.show(program, folded=False).split("rank 1", 1)
+    program = lowered(dualpipe, PipelineShape(2, 4, placement="mirror"))
+    first, rest = schedir.to_text(program, folded=False).split("rank 1", 1)
     gone, goes, message = "  reduce_holders 1\n", "  offload_grads 1\n", "  send_grad 1.0\n"
     assert all(rest.count(line) == 1 for line in (gone, goes, message))
     rest = rest.replace(message, "").replace(gone, gone + message)
-    schedir.check(schedir.parse(f"{first}rank 1{rest}"), blocks=True)
+    schedir.check(schedir.from_text(f"{first}rank 1{rest}"), blocks=True)
     rest = rest.replace(goes, "").replace(message, goes + message)
-    late = schedir.parse(f"{first}rank 1{rest}")
+    late = schedir.from_text(f"{first}rank 1{rest}")
     schedir.check(late)
     with pytest.raises(DeadlockError):
         schedir.check(late, blocks=True)
@@ -166,7 +166,7 @@ def test_a_host_that_waits_for_a_sum_may_wait_for_ever() -> None:
 
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(OrderError, match="needs the weights"):  # without a flush
-        lowered(one_f_one_b, Plan(2, 4, updates=2))
+        lowered(one_f_one_b, PipelineShape(2, 4, updates=2))
     with pytest.raises(PlanError, match="validate is 'after'"):
         lowered(clip=True, validate="after")
     with pytest.raises(UsageError, match="states lie on the host"):
@@ -193,7 +193,7 @@ def test_bytes_are_told_by_tier(zero: int) -> None:
 
 def test_a_limit_of_the_host_counts_what_it_has() -> None:
     sizes = Sizes(saved=10, optimizer=100, params=10, grads=10)
-    plan = Plan(2, 4, 4)
+    plan = PipelineShape(2, 4, 4)
     lowered(plan=plan, sizes=sizes, host_limit=480, limit=170)
     with pytest.raises(MemoryLimitError, match=r"(?s)480 B on the host.*states='device'"):
         lowered(plan=plan, sizes=sizes, host_limit=479)
@@ -204,16 +204,16 @@ def test_a_step_is_a_pipeline_of_three(times: tuple[float, float, float]) -> Non
     """All gradients come before any stage is stepped, for these may not be finite."""
     away, step, back = times
     costs = Costs(F=0, B=0, offload_grads=away, step_host=step, reload_weights=back)
-    span = schedir.simulate(lowered(looped_bfs, Plan(1, 2, 3)), costs).span
+    span = schedir.simulate(lowered(looped_bfs, PipelineShape(1, 2, 3)), costs).span
     assert span == pytest.approx(3 * away + step + back + 2 * max(step, back))
 
 
 def test_gradients_go_under_backwards_and_hosts_step_beside_other_ranks() -> None:
     costs = Costs(F=1, B=2, offload_grads=1, step_host=1, reload_weights=0.5)
-    program = lowered(looped_bfs, Plan(1, 4, 4))
-    alone = schedir.simulate(schedir.compile(looped_bfs, Plan(1, 4, 4)), costs).span
+    program = lowered(looped_bfs, PipelineShape(1, 4, 4))
+    alone = schedir.simulate(schedir.compile(looped_bfs, PipelineShape(1, 4, 4)), costs).span
     assert schedir.simulate(program, costs).span == alone + 1 + 4 + 0.5
-    plan = Plan(4, 8)  # the last rank's host steps while the first rank computes
+    plan = PipelineShape(4, 8)  # the last rank's host steps while the first rank computes
     spans = [
         schedir.simulate(schedir.compile(one_f_one_b, plan, states=states), costs).span
         for states in ("device", "cpu")
@@ -230,7 +230,7 @@ def test_a_cluster_prices_them() -> None:
     }  # fmt: skip
     node = Cluster(**made | {"dram": "100GB/s"})
     sizes = Sizes(activation=1, params=2e9, grads=4e9, optimizer=12e9)
-    costs, plan = Costs(F=1, B=2), Plan(2, 4)
+    costs, plan = Costs(F=1, B=2), PipelineShape(2, 4)
     for zero, part in ((0, 1), (1, 2)):
         found = node.costs(plan, sizes, costs, dp=2, zero=zero, states="cpu")
         assert found.offload_grads == pytest.approx(4e9 / 20e9 / part)
@@ -247,7 +247,7 @@ def test_a_cluster_prices_them() -> None:
 
 def late(P: int = 2, n: int = 3, updates: int = 3, **how: Any) -> Program:
     """An update of n microbatches is stepped while the next is computed."""
-    return lowered(pipedream_2bw, Plan(P, n * updates, updates=updates, delay=1), **how)
+    return lowered(pipedream_2bw, PipelineShape(P, n * updates, updates=updates, delay=1), **how)
 
 
 def test_an_update_is_stepped_under_the_next_and_awaited_by_the_one_behind() -> None:
@@ -263,7 +263,7 @@ def test_an_update_is_stepped_under_the_next_and_awaited_by_the_one_behind() -> 
     ahead = [str(i) for i in late(clip=True).streams[0] if str(i)[:4] not in ("recv", "send")]
     at = ahead.index("step")  # F of the third update stands ahead of the last B of the second
     assert ahead[at - 2 : at + 2] == ["B 0.4", "reload_weights 0", "step", "F 0.6"]
-    flush = lowered(lambda r, P, m: m // 2 * (2 * F + 2 * B), Plan(1, 4, updates=2))
+    flush = lowered(lambda r, P, m: m // 2 * (2 * F + 2 * B), PipelineShape(1, 4, updates=2))
     assert [str(i) for i in flush.streams[0]][5:10] == [  # no delay: nothing goes on meanwhile
         "offload_grads 0", "release_grads", "step_host 0", "reload_weights 0", "step",
     ]  # fmt: skip
@@ -283,22 +283,22 @@ def test_an_update_is_stepped_under_the_next_and_awaited_by_the_one_behind() -> 
     ],
 )
 def test_updates_that_would_mix_are_refused(what: str, before: str, says: str) -> None:
-    program = moved(schedir.show(late(clip=True), folded=False), what, before)
+    program = moved(schedir.to_text(late(clip=True), folded=False), what, before)
     with pytest.raises(ProgramError, match=says):
         schedir.check(program, blocks=True)
 
 
 def test_one_update_releases_nothing() -> None:
-    text = schedir.show(lowered(), folded=False).replace(
+    text = schedir.to_text(lowered(), folded=False).replace(
         "  step_host 3\n", "  release_grads\n  step_host 3\n"
     )
     with pytest.raises(CompletenessError, match="no next update to add to them"):
-        schedir.check(schedir.parse(text))
-    text = schedir.show(
-        schedir.compile(pipedream_2bw, Plan(2, 4, updates=2, delay=1)), folded=False
+        schedir.check(schedir.from_text(text))
+    text = schedir.to_text(
+        schedir.compile(pipedream_2bw, PipelineShape(2, 4, updates=2, delay=1)), folded=False
     )
     with pytest.raises(CompletenessError, match="states device"):
-        schedir.check(schedir.parse(text.replace("  step\n", "  release_grads\n  step\n")))
+        schedir.check(schedir.from_text(text.replace("  step\n", "  release_grads\n  step\n")))
 
 
 @given(
@@ -308,8 +308,8 @@ def test_one_update_releases_nothing() -> None:
 def test_a_program_of_several_updates_is_legal_with_the_host_where_it_is_without(
     P: int, v: int, each: int, updates: int, delay: int, seed: int, clip: bool, tied: bool
 ) -> None:
-    plan = Plan(P, each * updates, v, updates=updates, delay=delay)
-    draft = random_draft(plan, random.Random(seed))
+    plan = PipelineShape(P, each * updates, v, updates=updates, delay=delay)
+    draft = random_compute_program(plan, random.Random(seed))
     how: dict[str, Any] = {"clip": clip, "tied": tied and plan.stages > 1}
     try:
         plain = schedir.compile(draft, plan, **how)
@@ -322,7 +322,7 @@ def test_a_program_of_several_updates_is_legal_with_the_host_where_it_is_without
         except ProgramError:  # ranks that meet, where all is one queue
             continue
         schedir.check(program, model, blocks=True)
-    assert schedir.parse(schedir.show(program)) == program
+    assert schedir.from_text(schedir.to_text(program)) == program
     added = np.isin(program.op, (*ROWS, Opcode.ReleaseGrads))
     stay = program.op[~added] != Opcode.OptimizerStep
     words = program.words[~added][stay]
@@ -344,5 +344,5 @@ def test_what_the_host_does_is_hidden_under_the_next_update() -> None:
 @pytest.mark.parametrize("states", ["host", "disk"])
 def test_what_the_device_steps_is_stepped_in_one_update(states: str) -> None:
     with pytest.raises(PlanError, match="2 updates") as told:
-        schedir.compile(pipedream_2bw, Plan(2, 4, updates=2, delay=1), states=states)
+        schedir.compile(pipedream_2bw, PipelineShape(2, 4, updates=2, delay=1), states=states)
     assert "states='cpu'" in told.value.hint

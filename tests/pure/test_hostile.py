@@ -24,7 +24,7 @@ from schedir.io.black_box import BlackBoxSnapshot, boxes
 from schedir.ir.input_trust import MOST
 from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import F
-from schedir.testing import drafts
+from schedir.testing import compute_programs
 from schedir.training.config.config_file import read
 from tests.confined import Said, confined
 
@@ -214,15 +214,15 @@ def test_an_option_raises_the_limit(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_program_that_code_builds_has_the_limit_that_trusting_sets() -> None:
-    assert schedir.Plan(1000, 3 * MOST // 1000).stages == 1000
-    with schedir.trusting(instructions=2 * MOST):
-        assert schedir.Plan(1000, MOST // 999).stages == 1000
-        with schedir.trusting(code=False), pytest.raises(PlanError):
-            schedir.Plan(1000, 3 * MOST // 1000)
+    assert schedir.PipelineShape(1000, 3 * MOST // 1000).stages == 1000
+    with schedir.input_limits(instructions=2 * MOST):
+        assert schedir.PipelineShape(1000, MOST // 999).stages == 1000
+        with schedir.input_limits(code=False), pytest.raises(PlanError):
+            schedir.PipelineShape(1000, 3 * MOST // 1000)
         with pytest.raises(ValueError, match=f"{2 * MOST} instructions"):
             (2 * MOST + 1) * F
     assert len((2 * MOST + 1) * F) == 2 * MOST + 1
-    with pytest.raises(UsageError), schedir.trusting(instructions=0):
+    with pytest.raises(UsageError), schedir.input_limits(instructions=0):
         pass
 
 
@@ -256,7 +256,7 @@ def test_a_file_has_the_limit_in_python_too(tmp_path: Path) -> None:
     text = unfolds_to(32)
     tracemalloc.start()
     with pytest.raises(ParseError) as caught:
-        schedir.parse(text)
+        schedir.from_text(text)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**20 and "--most-instructions" in caught.value.hint
@@ -264,17 +264,17 @@ def test_a_file_has_the_limit_in_python_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as wrong:
         read(str(tmp_path / "a.toml"))
     assert "--most-instructions" in wrong.value.hint and wrong.value.line == 3
-    with schedir.trusting(instructions=10**9):
+    with schedir.input_limits(instructions=10**9):
         assert read(str(tmp_path / "a.toml")).pipeline.microbatches == 1000000
 
 
-@given(drafts(), st.integers(0, 2))
+@given(compute_programs(), st.integers(0, 2))
 def test_no_program_is_refused_for_more_instructions_than_it_has(
     draft: Program, frozen: int
 ) -> None:
     frozen = min(frozen, draft.plan.stages - 1)
     program = schedir.compile(replace(draft, frozen=frozen))
-    with schedir.trusting(instructions=len(program)):
+    with schedir.input_limits(instructions=len(program)):
         schedir.compile(replace(draft, frozen=frozen))
         program.plan.require_room_lowered(trains=program.trains, frozen=program.frozen)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import schedir
-from schedir import Costs, Plan, compile, planner, schedules, simulate
+from schedir import Costs, PipelineShape, compile, planner, schedules, simulate
 from schedir.__main__ import main
 from schedir.errors import CostsError, ProgramError, TraceError, UsageError, said
 from schedir.ir.cost.cluster import Cluster
@@ -84,12 +84,12 @@ def test_an_error_shows_no_number_of_many_digits() -> None:
     refused: dict[str, Callable[[], object]] = {
         "cluster": lambda: Cluster(huge, 1, 1e14, 8e10, 2e12, 3e11, 2e10),
         "rate": lambda: Cluster(1, 1, huge, 8e10, 2e12, 3e11, 2e10),
-        "model": lambda: planner.Model(huge, 64, 4, 128, 32),
-        "choice": lambda: planner.Choice(p=huge),
-        "layers_of": lambda: planner.Choice(layers_of=(huge,)),
+        "model": lambda: planner.TransformerSpec(huge, 64, 4, 128, 32),
+        "choice": lambda: planner.ParallelPlan(p=huge),
+        "layers_of": lambda: planner.ParallelPlan(layers_of=(huge,)),
         "costs": lambda: Costs(F=huge),
         "sizes": lambda: Sizes(saved=huge),
-        "plan": lambda: Plan(huge, 1),
+        "plan": lambda: PipelineShape(huge, 1),
     }
     for what, make in refused.items():
         with pytest.raises(ProgramError) as caught:
@@ -103,7 +103,7 @@ def test_sizes_have_a_limit() -> None:
 
 
 def test_costs_that_add_up_to_more_than_a_run_can_take() -> None:
-    program = compile(schedules.gpipe, Plan(2, 8))
+    program = compile(schedules.gpipe, PipelineShape(2, 8))
     with pytest.raises(CostsError, match=r"add up to more than 1e\+300"):
         simulate(program, Costs(F=1e300, B=0))
     simulate(program, Costs(F=1e298, B=0)).idle.sum()
@@ -119,7 +119,7 @@ def test_a_run_that_ends_very_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    run = simulate(compile(schedules.one_f_one_b, Plan(2, 3)))
+    run = simulate(compile(schedules.one_f_one_b, PipelineShape(2, 3)))
     schedir.save_timeline(run, "right.timeline")
     with ZipFile("right.timeline") as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
@@ -137,7 +137,7 @@ def test_a_run_that_ends_very_late(
 
 
 def test_a_clock_error_of_many_digits(tmp_path: Path) -> None:
-    run = simulate(compile(schedules.one_f_one_b, Plan(2, 3)))
+    run = simulate(compile(schedules.one_f_one_b, PipelineShape(2, 3)))
     schedir.save_timeline(run, tmp_path / "right.timeline")
     with ZipFile(tmp_path / "right.timeline") as archive:
         members = {name: archive.read(name) for name in archive.namelist()}

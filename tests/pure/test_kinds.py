@@ -14,32 +14,32 @@ import pytest
 from schedir import (
     Costs,
     F,
-    Plan,
+    PipelineShape,
     Sizes,
-    Ties,
+    TiedWeights,
     check,
     compile,
-    draft,
+    expand_schedule,
+    find_tied_weights,
     perfetto,
     save_timeline,
-    show,
     simulate,
-    ties,
+    to_text,
     torch_csv,
 )
 from schedir.errors import ProgramError
 from schedir.ir.program import SlotCounts
-from schedir.ir.text_format import parse
+from schedir.ir.text_format import from_text
 from schedir.predict.bubble_causes import idleness
 from schedir.predict.calibrate import calibrate
 from schedir.predict.what_if import advise
 from schedir.schedules import one_f_one_b
-from schedir.schedules.greedy import greedy
-from schedir.schedules.schedule_algebra import B, join, overlap, weave
+from schedir.schedules.greedy import greedy_schedule
+from schedir.schedules.schedule_algebra import B, concat, overlapped_pair, weave
 from schedir.viz import gantt, save, save_html
 from schedir.viz.figures import gantt_chart
 
-PLAN = Plan(2, 4)
+PLAN = PipelineShape(2, 4)
 PROGRAM = compile(one_f_one_b, PLAN)
 RUN = simulate(PROGRAM)
 KINDS: list[Any] = [
@@ -48,7 +48,7 @@ KINDS: list[Any] = [
     {},
     [1],
     np.arange(3),
-    Plan,
+    PipelineShape,
     PLAN,
     one_f_one_b,
     PROGRAM,
@@ -58,16 +58,16 @@ KINDS: list[Any] = [
     "x",
 ]
 TAKES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
-    "compile": (lambda v: compile(one_f_one_b, v), (Plan,)),
+    "compile": (lambda v: compile(one_f_one_b, v), (PipelineShape,)),
     "compile for": (lambda v: compile(one_f_one_b, PLAN, model=v), ()),
     "check": (check, ()),
     "check under": (lambda v: check(PROGRAM, v), ()),
     "simulate": (lambda v: simulate(v), ()),
     "simulate under": (lambda v: simulate(PROGRAM, model=v), ()),
-    "draft": (lambda v: draft(one_f_one_b, v), (Plan,)),
-    "show": (show, ()),
-    "parse": (parse, ()),
-    "torch_csv.parse": (torch_csv.parse, ()),
+    "draft": (lambda v: expand_schedule(one_f_one_b, v), (PipelineShape,)),
+    "show": (to_text, ()),
+    "parse": (from_text, ()),
+    "torch_csv.parse": (torch_csv.from_csv, ()),
     "compile at": (lambda v: compile(one_f_one_b, PLAN, costs=v), (Costs, NoneType)),
     "compile of": (lambda v: compile(one_f_one_b, PLAN, sizes=v), (Sizes, NoneType)),
     "compile, clipping": (lambda v: compile(one_f_one_b, PLAN, clip=v), (NoneType,)),
@@ -81,17 +81,17 @@ TAKES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
     "simulate, unchecked": (lambda v: simulate(PROGRAM, unchecked=v), ()),
     "simulate at": (lambda v: simulate(PROGRAM, v), (Costs, NoneType)),
     "simulate of": (lambda v: simulate(PROGRAM, sizes=v), (Sizes, NoneType)),
-    "greedy": (lambda v: greedy(v, "BF", 4), (Plan,)),
-    "greedy, preferring": (lambda v: greedy(PLAN, v, 4), ()),
-    "greedy, holding": (lambda v: greedy(PLAN, "BF", lambda rank: v), (int,)),
-    "greedy at": (lambda v: greedy(PLAN, "BF", 4, v), (Costs, NoneType)),
-    "ties": (ties, (dict,)),
-    "Ties": (Ties, (dict,)),
+    "greedy": (lambda v: greedy_schedule(v, "BF", 4), (PipelineShape,)),
+    "greedy, preferring": (lambda v: greedy_schedule(PLAN, v, 4), ()),
+    "greedy, holding": (lambda v: greedy_schedule(PLAN, "BF", lambda rank: v), (int,)),
+    "greedy at": (lambda v: greedy_schedule(PLAN, "BF", 4, v), (Costs, NoneType)),
+    "ties": (find_tied_weights, (dict,)),
+    "Ties": (TiedWeights, (dict,)),
     "calibrate": (calibrate, ()),
     "idleness": (idleness, ()),
     "advise": (advise, ()),
     "perfetto": (perfetto.text, ()),
-    "rows": (lambda v: torch_csv.parse(torch_csv.show(PROGRAM), ranks=v), (NoneType,)),
+    "rows": (lambda v: torch_csv.from_csv(torch_csv.to_csv(PROGRAM), ranks=v), (NoneType,)),
     "a chart": (gantt, ()),
     "a title": (lambda v: gantt(RUN, title=v), (str, NoneType)),
     "titles": (lambda v: gantt_chart.compare([RUN, RUN], titles=v), (NoneType,)),
@@ -127,12 +127,12 @@ def test_a_wrong_kind_is_one_error(
 @pytest.mark.parametrize("value", [None, 3, [F], np.arange(3), PLAN, "F"], ids=str)
 def test_words_are_made_of_words(value: Any) -> None:
     calls: list[Callable[[], object]] = [
-        lambda: overlap(F, value),
-        lambda: overlap(value, F),
+        lambda: overlapped_pair(F, value),
+        lambda: overlapped_pair(value, F),
         lambda: weave(value, 4 * B, 1),
         lambda: weave(4 * F, value, 1),
         lambda: weave(4 * F, 4 * B, 1, value),
-        lambda: join([F, value]),
+        lambda: concat([F, value]),
     ]
     for call in calls:
         with pytest.raises(TypeError, match=r"takes words, as 3 \* F and F \+ B, not"):

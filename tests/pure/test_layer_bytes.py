@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir import layer_bytes
+from schedir import activation_bytes_per_layer
 from schedir.errors import UsageError
 from schedir.predict.activation_bytes import TERMS, layer_terms
 
@@ -32,7 +32,7 @@ SIZE = st.integers(1, 10**4)
 def test_the_table_of_the_paper(name: str, s: int, b: int, h: int, a: int, t: int) -> None:
     how = {"tp": t} | HOW[name]
     printed = eval(FORMULAS[name], {}, {"s": s, "b": b, "h": h, "a": a, "t": how["tp"]})
-    assert layer_bytes(s, b, h, a, **how) == pytest.approx(printed)
+    assert activation_bytes_per_layer(s, b, h, a, **how) == pytest.approx(printed)
     if how.get("recompute") != "full":
         assert len(layer_terms(s, b, h, a, **how)) == len(TERMS) - 3 * ("recompute" in how)
 
@@ -49,5 +49,5 @@ def test_the_table_has_all_rows() -> None:
 def test_what_is_no_size(name: str, value: Any) -> None:
     given: Any = {"sequence": 8, "microbatch": 1, "hidden": 8, "heads": 2}
     with pytest.raises(UsageError) as caught:
-        layer_bytes(**given | {name: value})
+        activation_bytes_per_layer(**given | {name: value})
     assert caught.value.fields == (name,)

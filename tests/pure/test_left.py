@@ -11,13 +11,13 @@ from time import monotonic_ns
 
 import pytest
 
-from schedir import Plan, compile, schedules, show
+from schedir import PipelineShape, compile, schedules, to_text
 from schedir.__main__ import main
 from schedir.hang_diagnosis.post_mortem import leave_verdict
 from schedir.io.black_box import AT, FOLDER, PROGRAM, BlackBox, BlackBoxField, ProcessPhase, run_of
 from tests.commands import refused
 
-PROGRAM_RUN = compile(schedules.one_f_one_b, Plan(2, 2), model="edge")
+PROGRAM_RUN = compile(schedules.one_f_one_b, PipelineShape(2, 2), model="edge")
 LONG = 5 * 10**9
 Capture = pytest.CaptureFixture[str]
 Change = Callable[[memoryview], None]
@@ -26,7 +26,7 @@ Change = Callable[[memoryview], None]
 def leave(folder: Path, process: int, at: int, *changes: Change, ago: int = LONG) -> BlackBox:
     """A box of one of two processes that stands in step 3, or what is made of that."""
     box = BlackBox(folder / FOLDER / str(process), process=process, world=2)
-    (folder / FOLDER / PROGRAM).write_text(show(PROGRAM_RUN))
+    (folder / FOLDER / PROGRAM).write_text(to_text(PROGRAM_RUN))
     box.enter(ProcessPhase.STEP, 3)
     box.words[AT], box.words[BlackBoxField.ENTERED] = at, monotonic_ns() - ago
     box.words[BlackBoxField.SINCE] = monotonic_ns() - ago

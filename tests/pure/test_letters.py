@@ -19,16 +19,16 @@ from schedir.compiler.compile import compile, lower
 from schedir.errors import UsageError
 from schedir.io.terminal import painted
 from schedir.ir.cost.costs import Costs
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import dualpipe_v, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
-from schedir.testing import drafts
+from schedir.testing import compute_programs
 from schedir.viz.palette import colour, written
-from schedir.viz.text_chart import letters
+from schedir.viz.text_chart import text_chart
 from tests.strategies import costs
 
 STUCK = """schedir 1
@@ -44,14 +44,14 @@ def timeline(
     schedule: Schedule = one_f_one_b, ranks: int = 4, m: int = 8, v: int = 1, **cost: float
 ) -> Timeline:
     priced = Costs(**cost)
-    return simulate(compile(schedule, Plan(ranks, m, v), costs=priced), priced)
+    return simulate(compile(schedule, PipelineShape(ranks, m, v), costs=priced), priced)
 
 
 # ---------------------------------------------------------------- on a terminal
 
 
 def test_a_chart_in_letters() -> None:
-    assert painted(letters(timeline(ranks=2, m=3, B=2), 60)) == (
+    assert painted(text_chart(timeline(ranks=2, m=3, B=2), 60)) == (
         "one_f_one_b, predicted: span 12, bubble 25.0%\n"
         "                                              idle  held\n"
         "rank 0 F0 F1 ......B0--- F2 B1--- ...B2---   25.0%     2\n"
@@ -60,16 +60,16 @@ def test_a_chart_in_letters() -> None:
 
 
 def test_uneven_boxes_fill_the_width() -> None:
-    first = painted(letters(timeline(ranks=2, m=3, B=2, send=0.1), 60)).splitlines()[2]
+    first = painted(text_chart(timeline(ranks=2, m=3, B=2, send=0.1), 60)).splitlines()[2]
     assert len(first) == 60
 
 
-@given(drafts(), st.data(), st.integers(20, 200))
+@given(compute_programs(), st.data(), st.integers(20, 200))
 def test_no_line_is_wider_than_the_terminal(
     draft: Program, data: st.DataObject, width: int
 ) -> None:
     t = simulate(lower(draft), data.draw(costs(draft.plan)))
-    lines = painted(letters(t, width)).splitlines()
+    lines = painted(text_chart(t, width)).splitlines()
     rows = [line for line in lines if line.startswith("rank ")]
     assert all(len(row) <= max(width, 32) for row in rows)
     assert len(rows) % t.ranks == 0 and len(lines) <= 70
@@ -77,34 +77,34 @@ def test_no_line_is_wider_than_the_terminal(
 
 def test_no_short_box_is_cut() -> None:
     for width in range(30, 140):
-        chart = painted(letters(timeline(), width))
+        chart = painted(text_chart(timeline(), width))
         assert "mixed" in chart or all(chart.count(f"F{k}") == 4 for k in range(8)), width
 
 
 def test_a_long_run_is_cut_and_a_longer_one_mixed() -> None:
-    one = painted(letters(timeline(), 130))
+    one = painted(text_chart(timeline(), 130))
     assert one.count("rank 0 ") == 1 and "B7" in one
-    some = painted(letters(timeline(), 60))
+    some = painted(text_chart(timeline(), 60))
     assert some.count("rank 0 ") == 3 and all(f"F{k}" in some for k in range(8))
-    most = painted(letters(timeline(ranks=16, m=200), 80))
+    most = painted(text_chart(timeline(ranks=16, m=200), 80))
     assert most.count("rank 0 ") == 1 and "mixed" in most and "F0" not in most
-    assert "one rank in 3 of 100" in painted(letters(timeline(ranks=100, m=3), 80))
+    assert "one rank in 3 of 100" in painted(text_chart(timeline(ranks=100, m=3), 80))
 
 
 def test_boxes_are_where_they_are() -> None:
     t = timeline(B=2)
-    row = painted(letters(t, 33 * 4 + 7 + 13)).splitlines()[2]
+    row = painted(text_chart(t, 33 * 4 + 7 + 13)).splitlines()[2]
     for s in t.spans[(t.spans["rank"] == 0) & (t.spans["end"] > t.spans["start"])]:
         at = 7 + 4 * int(s["start"])
         assert row[at : at + 2] == f"{'FB'[s['op']]}{s['mb']}"
-    stages = painted(letters(timeline(interleaved, v=2), 300))
+    stages = painted(text_chart(timeline(interleaved, v=2), 300))
     assert "F0' " in stages or "F0'-" in stages
-    pairs = simulate(compile(dualpipe_v, Plan(4, 10, 2, "vee")))
-    assert painted(letters(pairs, 300)).count("F9") >= 4
+    pairs = simulate(compile(dualpipe_v, PipelineShape(4, 10, 2, "vee")))
+    assert painted(text_chart(pairs, 300)).count("F9") >= 4
 
 
 def test_runs_without_time_have_a_chart_too() -> None:
-    assert "rank 1" in painted(letters(timeline(ranks=2, m=2, F=0, I=0, W=0), 80))
+    assert "rank 1" in painted(text_chart(timeline(ranks=2, m=2, F=0, I=0, W=0), 80))
 
 
 def test_draw_without_a_file_draws_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,20 +119,20 @@ def test_show_draws_on_a_terminal_only(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    program = compile(one_f_one_b, Plan(4, 8))
+    program = compile(one_f_one_b, PipelineShape(4, 8))
     assert main(["show", "one_f_one_b"]) == 0
     text = capsys.readouterr().out
-    assert parse(text) == program and "idle" not in text
+    assert from_text(text) == program and "idle" not in text
     Path("stuck.sched").write_text(STUCK)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("NO_COLOR", "1")
     assert main(["show", "one_f_one_b"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(text) and "# one_f_one_b, predicted: span" in out and "\x1b" not in out
-    assert parse(out) == program
+    assert from_text(out) == program
     # What cannot run is shown all the same.
     assert main(["show", "stuck.sched"]) == 0
-    assert capsys.readouterr().out == show(parse(STUCK))
+    assert capsys.readouterr().out == to_text(from_text(STUCK))
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "xterm-256color")
     assert main(["draw", "one_f_one_b"]) == 0
@@ -180,22 +180,22 @@ def test_what_is_mixed_has_its_colours_where_they_are() -> None:
 
 
 def test_any_program_has_a_face() -> None:
-    stuck = parse(STUCK)
+    stuck = from_text(STUCK)
     assert "B 0.0" in stuck._repr_html_() and not pictures(stuck._repr_html_())
-    named = Program("<b>&", stuck.plan, compile(one_f_one_b, Plan(1, 1)).streams)
+    named = Program("<b>&", stuck.plan, compile(one_f_one_b, PipelineShape(1, 1)).streams)
     (picture,) = pictures(named._repr_html_())
     assert picture.find("{http://www.w3.org/2000/svg}title") is not None
     assert not [e for e in picture.iter() if e.tag.endswith("}b")]
-    empty = parse("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
+    empty = from_text("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
     assert "none" in empty._repr_html_()
     assert pictures(timeline(ranks=1, m=1, F=0, I=0, W=0)._repr_html_())
 
 
 def test_all_that_draws_says_what_it_takes(tmp_path: Path) -> None:
     """And again, when its module is loaded."""
-    program = compile(one_f_one_b, Plan(2, 2))
-    one: list[Any] = [viz.gantt, viz.idle_map, viz.html, viz.letters, viz.letters]
-    several: list[Any] = [viz.compare, viz.tradeoff]
+    program = compile(one_f_one_b, PipelineShape(2, 2))
+    one: list[Any] = [viz.gantt, viz.idle_map, viz.html, viz.text_chart, viz.text_chart]
+    several: list[Any] = [viz.compare, viz.bubble_vs_memory]
     for draw in one:
         with pytest.raises(UsageError, match="takes a Timeline, not <program"):
             draw(program)
@@ -212,7 +212,7 @@ def test_neither_loads_matplotlib() -> None:
         "import sys, schedir\n"
         "from schedir import Plan\n"
         "p = schedir.compile(schedir.schedules.gpipe, Plan(ranks=2, microbatches=2))\n"
-        "p._repr_html_(); schedir.viz.letters(schedir.simulate(p)); schedir.viz.html"
+        "p._repr_html_(); schedir.viz.text_chart(schedir.simulate(p)); schedir.viz.html"
         "(schedir.simulate(p))\n"
         "assert 'matplotlib' not in sys.modules and 'torch' not in sys.modules"
     )

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from schedir import Costs, Plan, compile, schedules, simulate
+from schedir import Costs, PipelineShape, compile, schedules, simulate
 from schedir.analysis import numba_jit
 from schedir.analysis.critical_path import longest_path
 from schedir.analysis.critical_path.level_sweep import by_frontiers
@@ -22,7 +22,7 @@ from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.errors import UsageError
 from schedir.ir.program import Program
-from schedir.testing import drafts
+from schedir.testing import compute_programs
 from tests.mutants import mutate
 from tests.strategies import with_slots
 
@@ -41,7 +41,7 @@ def agree(problem: LongestPathProblem) -> bool:
     return bool((turn > 0)[problem.node_mask].all())
 
 
-def odd(plan: Plan, rng: random.Random) -> Costs:
+def odd(plan: PipelineShape, rng: random.Random) -> Costs:
     """Costs whose sums are rounded."""
 
     def per_stage() -> tuple[float, ...]:
@@ -55,7 +55,7 @@ def known(program: Program, rng: random.Random) -> np.ndarray[tuple[int], np.dty
     return np.array([rng.random() * 9 if rng.random() < 0.3 else np.nan for _ in program.words])
 
 
-@given(drafts(), st.integers(0, 2**32))
+@given(compute_programs(), st.integers(0, 2**32))
 @settings(deadline=None)
 def test_of_drafts(draft: Program, seed: int) -> None:
     rng = random.Random(seed)
@@ -152,7 +152,7 @@ def test_one_that_many_wait_for() -> None:
 
 def test_of_a_large_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that walks once walks by frontiers; whoever asks for it, by what is numba_jit."""
-    program = compile(schedules.interleaved, Plan(8, 64, 2), costs=Costs(send=0.1))
+    program = compile(schedules.interleaved, PipelineShape(8, 64, 2), costs=Costs(send=0.1))
     assert agree(problem_of(Graph(program), Costs(F=1.1, send=0.3)))
     spans = simulate(program, Costs(F=1.1, send=0.3)).spans
     monkeypatch.setattr(longest_path, "FEW", 0)
@@ -167,10 +167,10 @@ def run(code: str) -> list[str]:
 
 WALK = """
 import sys
-from schedir import Plan, compile, schedules, simulate
+from schedir import PipelineShape, compile, schedules, simulate
 from schedir.analysis import numba_jit
 def times():
-    return simulate(compile(schedules.one_f_one_b, Plan(16, 256))).span
+    return simulate(compile(schedules.one_f_one_b, PipelineShape(16, 256))).span
 """
 
 

@@ -9,11 +9,11 @@ import pytest
 from schedir.compiler.compile import compile
 from schedir.errors import UnmatchedTransferError
 from schedir.ir.instruction_index import InstructionIndex
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.schedules import dualpipe_v, one_f_one_b
-from schedir.testing import random_draft
+from schedir.testing import random_compute_program
 from schedir.verify.communication import meetings
 from schedir.verify.inspector import Inspector
 
@@ -23,16 +23,16 @@ def met(program: Program) -> None:
 
 
 def without(program: Program, rank: int, what: str) -> Program:
-    head, *ranks = show(program, folded=False).split("\nrank ")
+    head, *ranks = to_text(program, folded=False).split("\nrank ")
     assert ranks[rank].count(f"  {what}\n") == 1
     ranks[rank] = ranks[rank].replace(f"  {what}\n", "")
-    return parse("\nrank ".join([head, *ranks]))
+    return from_text("\nrank ".join([head, *ranks]))
 
 
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("update", range(2))
 def test_one_of_all_ranks_is_missing(rank: int, update: int) -> None:
-    plan = Plan(3, 4, updates=2, delay=1)
+    plan = PipelineShape(3, 4, updates=2, delay=1)
     program = compile(one_f_one_b, plan, clip=True)
     met(program)
     what = "reduce_norm" + " 1" * update
@@ -46,8 +46,8 @@ def test_one_of_all_ranks_is_missing(rank: int, update: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("side", range(2))
 def test_one_of_two_holders_is_missing(stage: int, side: int) -> None:
-    plan = Plan(4, 4, placement="mirror")
-    program = compile(random_draft(plan, random.Random(1)))
+    plan = PipelineShape(4, 4, placement="mirror")
+    program = compile(random_compute_program(plan, random.Random(1)))
     met(program)
     rank, other = plan.holders[side, stage], plan.holders[1 - side, stage]
     with pytest.raises(UnmatchedTransferError, match=f"meets no other on rank {rank}") as caught:
@@ -57,4 +57,4 @@ def test_one_of_two_holders_is_missing(stage: int, side: int) -> None:
 
 
 def test_programs_without_meetings() -> None:
-    met(compile(dualpipe_v, Plan(2, 4, 2, "vee")))
+    met(compile(dualpipe_v, PipelineShape(2, 4, 2, "vee")))

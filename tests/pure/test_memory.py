@@ -17,20 +17,20 @@ from schedir.errors import MemoryLimitError, UsageError, in_bytes
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes, bytes_of
 from schedir.ir.isa.instructions import ROWS, SENDS, Instr, Opcode, Token
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, SlotCounts
 from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.schedules.schedule_algebra import F, I, W
-from schedir.testing import drafts
+from schedir.testing import compute_programs
 from tests.commands import refused, said
 from tests.oracle import Machine
 from tests.strategies import costs, with_slots
 
 
 @st.composite
-def sizes(draw: st.DrawFn, plan: Plan) -> Sizes:
+def sizes(draw: st.DrawFn, plan: PipelineShape) -> Sizes:
     """Whole sizes, so that sums are exact."""
 
     def some() -> float | tuple[float, ...]:
@@ -115,7 +115,7 @@ def slots_by_hand(machine: Machine, rank: int) -> dict[tuple[str, int, int], int
 
 
 @settings(max_examples=60)
-@given(drafts(), st.data(), st.randoms(use_true_random=False))
+@given(compute_programs(), st.data(), st.randoms(use_true_random=False))
 def test_peaks_are_those_counted_by_hand(
     draft: Program, data: st.DataObject, rng: random.Random
 ) -> None:
@@ -149,7 +149,7 @@ def test_peaks_are_those_counted_by_hand(
 
 
 def test_without_sizes_it_is_in_activations() -> None:
-    for schedule, plan in ((zb_h1, Plan(3, 6)), (interleaved, Plan(2, 4, 2))):
+    for schedule, plan in ((zb_h1, PipelineShape(3, 6)), (interleaved, PipelineShape(2, 4, 2))):
         timeline = simulate(compile(schedule, plan))
         assert timeline.peak_memory.tolist() == timeline.peak_in_flight.tolist()
         assert [c.held.max() for c in timeline.memory] == timeline.peak_in_flight.tolist()
@@ -157,7 +157,7 @@ def test_without_sizes_it_is_in_activations() -> None:
 
 def test_what_is_kept_is_there_from_a_start_to_an_end() -> None:
     timeline = simulate(
-        compile(gpipe, Plan(1, 2)), Costs(F=1, B=2), sizes=Sizes(saved=5, weights=1)
+        compile(gpipe, PipelineShape(1, 2)), Costs(F=1, B=2), sizes=Sizes(saved=5, weights=1)
     )
     curve = timeline.memory[0]
     assert curve.times.tolist() == [0, 0, 1, 4, 6]
@@ -165,7 +165,7 @@ def test_what_is_kept_is_there_from_a_start_to_an_end() -> None:
 
 
 def test_what_does_not_train_keeps_nothing() -> None:
-    program = compile(lambda r, P, m: m * F, Plan(2, 4), slots="fewest")
+    program = compile(lambda r, P, m: m * F, PipelineShape(2, 4), slots="fewest")
     given = Sizes(activation=3, saved=100, weights=10)
     assert simulate(program, sizes=given).peak_memory.tolist() == [13, 13]
     assert simulate(program).peak_memory.tolist() == [0, 0]
@@ -177,7 +177,7 @@ def test_what_does_not_train_keeps_nothing() -> None:
 def test_the_message_says_who_when_and_what() -> None:
     given = Sizes(activation=32e6, saved=1.2e9, weights=8e9)
     with pytest.raises(MemoryLimitError) as caught:
-        compile(gpipe, Plan(4, 16), sizes=given, limit=27.5e9)
+        compile(gpipe, PipelineShape(4, 16), sizes=given, limit=27.5e9)
     assert (
         str(caught.value)
         == """\
@@ -189,16 +189,18 @@ gpipe: rank 0 would hold 28.22 GB, and may hold 27.5 GB
     grad_in  16    512 MB
   hint: with the fewest slots no rank holds more than 27.33 GB"""
     )
-    compile(gpipe, Plan(4, 16), slots="fewest", sizes=given, limit=27.5e9)
+    compile(gpipe, PipelineShape(4, 16), slots="fewest", sizes=given, limit=27.5e9)
     with pytest.raises(MemoryLimitError) as caught:
-        compile(gpipe, Plan(4, 16), slots="fewest", sizes=given, limit=27e9)
+        compile(gpipe, PipelineShape(4, 16), slots="fewest", sizes=given, limit=27e9)
     assert caught.value.hint.startswith("19.2 GB of it is what forwards saved: offload='fit'")
 
 
 def test_a_split_backward_holds_no_more_than_a_whole_one_unless_told() -> None:
     """ZB-H1 has the peaks of 1F1B where a tape is a part of what was saved, as in its paper."""
     small = Sizes(saved=10, tape=4)
-    whole, split = (simulate(compile(s, Plan(3, 8)), sizes=small) for s in (one_f_one_b, zb_h1))
+    whole, split = (
+        simulate(compile(s, PipelineShape(3, 8)), sizes=small) for s in (one_f_one_b, zb_h1)
+    )
     assert whole.peak_memory.tolist() == [30, 20, 10]
     assert split.peak_memory[0] == 30
     curve = split.memory[0]
@@ -207,7 +209,7 @@ def test_a_split_backward_holds_no_more_than_a_whole_one_unless_told() -> None:
 
 def test_what_is_handed_over_on_a_rank_has_no_slot() -> None:
     """The last rank of a V has the turn of every microbatch, one way and the other."""
-    program = compile(zb_v, Plan(2, 8, placement="vee"))
+    program = compile(zb_v, PipelineShape(2, 8, placement="vee"))
     assert counts(program)[1, KINDS.index(Token.ACT_OUT)] == 16
     curve = simulate(program, sizes=Sizes(activation=1)).memory[1]
     assert curve.kinds["act_out"].max() == 8  # what its second stage sends
@@ -215,13 +217,13 @@ def test_what_is_handed_over_on_a_rank_has_no_slot() -> None:
 
 
 def test_what_is_scattered_is_whole_only_before() -> None:
-    program = compile(one_f_one_b, Plan(2, 8), tp=4, slots="fewest")
+    program = compile(one_f_one_b, PipelineShape(2, 8), tp=4, slots="fewest")
     curve = simulate(program, sizes=Sizes(activation=1)).memory[0]
     assert {kind: part.max() for kind, part in curve.kinds.items() if part.any()} == {
         "act_out": 0.25, "grad_in": 1, "handed_over": 1
     }  # fmt: skip
 
-    program = compile(lambda r, P, m: F + I + W, Plan(1, 1))
+    program = compile(lambda r, P, m: F + I + W, PipelineShape(1, 1))
     told = Sizes(saved=10, tape=4, both=12)
     curve = simulate(program, Costs(), sizes=told).memory[0]
     assert [part.tolist() for part in (curve.times, curve.held)] == [
@@ -288,7 +290,7 @@ def test_sizes_that_cannot_be(wrong: dict[str, float]) -> None:
 
 def test_sizes_of_too_few_stages() -> None:
     with pytest.raises(UsageError, match="2 numbers for 3 stages"):
-        assert simulate(compile(gpipe, Plan(3, 3)), sizes=Sizes(saved=(1, 2))).memory
+        assert simulate(compile(gpipe, PipelineShape(3, 3)), sizes=Sizes(saved=(1, 2))).memory
 
 
 def test_slots_cost_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,7 +327,7 @@ def test_commands_refuse(
     assert names in refused(capsys, "check", "gpipe", *options)
 
 
-@given(drafts(), st.data())
+@given(compute_programs(), st.data())
 def test_what_ranks_hold_together_is_the_sum_at_one_time(
     draft: Program, data: st.DataObject
 ) -> None:
@@ -343,7 +345,7 @@ def test_what_ranks_hold_together_is_the_sum_at_one_time(
 
 
 def test_memory_of_what_is_not_known_is_refused() -> None:
-    run = simulate(compile(one_f_one_b, Plan(2, 4)))
+    run = simulate(compile(one_f_one_b, PipelineShape(2, 4)))
     for tier in ("device", "host", "attic"):
         with pytest.raises(UsageError):
             run.memory_on(tier)

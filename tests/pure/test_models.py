@@ -20,9 +20,9 @@ from schedir.errors import ChannelMismatchError, DeadlockError, ProgramError, Us
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import EagerMessages, Sizes
 from schedir.ir.isa.instructions import Opcode as O
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Proof
-from schedir.ir.text_format import show
+from schedir.ir.text_format import to_text
 from schedir.passes.communication.transfer_overlap import early_receives
 from schedir.predict.simulate import simulate
 from schedir.schedules import interleaved, one_f_one_b
@@ -116,8 +116,8 @@ def test_a_message_whose_ends_are_on_two_communicators_never_meets() -> None:
 
 
 def test_torch_has_the_communicators_of_pairs_where_nothing_is_grouped() -> None:
-    plan = Plan(4, 8, 2)
-    for program in (compile(interleaved, plan), compile(one_f_one_b, Plan(4, 8))):
+    plan = PipelineShape(4, 8, 2)
+    for program in (compile(interleaved, plan), compile(one_f_one_b, PipelineShape(4, 8))):
         one, other = (simulate(program, Costs(send=0.5), model=m) for m in ("torch", "pair"))
         assert (one.spans == other.spans).all()
 
@@ -239,7 +239,7 @@ def test_a_gradient_is_as_large_as_what_the_stage_before_puts_out() -> None:
         ("equal", 2): [], ("equal", 3): both, ("equal", 8): both, ("equal", 9): both,
         ("own", 2): [], ("own", 3): act, ("own", 8): act, ("own", 9): both,
     }  # fmt: skip
-    sliced = compile(one_f_one_b, Plan(2, 1), tp=4)
+    sliced = compile(one_f_one_b, PipelineShape(2, 1), tp=4)
     for limit, number in ((24, 0), (25, 2)):
         graph = Graph(sliced, eager=EagerMessages(limit, Sizes(activation=100.0)))
         assert len(graph.waits_for_nobody) == number
@@ -279,7 +279,7 @@ def test_a_limit_goes_with_the_sizes_of_messages(sizes: Sizes | None) -> None:
 
 
 def test_sizes_are_of_the_stages_that_there_are() -> None:
-    right = compile(one_f_one_b, Plan(2, 2))
+    right = compile(one_f_one_b, PipelineShape(2, 2))
     for sizes in (Sizes(activation=(1, 2, 3)), Sizes(activation=1, gradient=(1, 2, 3))):
         for eager in (None, 1):
             with pytest.raises(UsageError, match="3"):
@@ -380,7 +380,7 @@ def test_check_says_from_which_size_on_a_program_hangs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "x.sched")
-    Path(path).write_text(show(CROSSED))
+    Path(path).write_text(to_text(CROSSED))
     assert "no message waits for its receiver" in refuses(capsys, "check", path)
     argv = ["check", path, "--sizes", "activation=16MB"]
     assert "where messages of 16 MB wait for nobody" in refuses(capsys, *argv)

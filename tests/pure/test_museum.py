@@ -8,7 +8,7 @@ import pytest
 
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import DeadlockError
-from schedir.ir.text_format import parse
+from schedir.ir.text_format import from_text
 from schedir.verify.check import check
 from tests.museum.cases import HERE, Case, cases, verdict
 from tests.sequences import verdict as in_turn
@@ -45,7 +45,7 @@ def test_small_messages(case: Case) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.mended], ids=lambda case: case.name)
 def test_what_is_mended_is_right(case: Case) -> None:
     for model in MODELS:
-        check(parse(case.mended), model)
+        check(from_text(case.mended), model)
 
 
 # The machine has room for everything.

@@ -20,9 +20,9 @@ from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.schedules import built_in, forward_only, gpipe, interleaved, one_f_one_b
 from schedir.verify.check import check
@@ -38,7 +38,7 @@ def moved(program: Program, op: Opcode = Opcode.Offload) -> list[list[tuple[int,
     return [[(i.stage, i.mb) for i in stream if i.op is op] for stream in program.streams]
 
 
-def of(schedule: Any, P: int = 4, m: int = 8) -> Plan:
+def of(schedule: Any, P: int = 4, m: int = 8) -> PipelineShape:
     return plan_of(schedule, P, max(m, least(schedule, P)))
 
 
@@ -51,7 +51,7 @@ def test_all_that_fits_on_the_lanes_costs_nothing(schedule: Any) -> None:
     plain = simulate(compile(schedule, plan, costs=costs), costs, sizes=SIZES)
     for how in ("all", "half"):
         program = compile(schedule, plan, costs=costs, offload=how, debug=True)
-        assert parse(show(program)) == program == check(program)
+        assert from_text(to_text(program)) == program == check(program)
         run = simulate(program, costs, sizes=SIZES)
         assert run.span <= plain.span * (1 + 1e-9)
         assert (run.peak_memory <= plain.peak_memory).all()
@@ -65,7 +65,7 @@ def test_memory_is_that_counted_by_hand() -> None:
     """GPipe's forwards keep two: one goes while the next is made; the last rank's come back so."""
     how: list[dict[str, Any]] = [{}, {"offload": "all"}, {"offload": "half"}]
     runs = [
-        simulate(compile(gpipe, Plan(2, 8), costs=COSTS, **each), COSTS, sizes=SIZES)
+        simulate(compile(gpipe, PipelineShape(2, 8), costs=COSTS, **each), COSTS, sizes=SIZES)
         for each in how
     ]
     assert [run.span for run in runs] == [27, 27, 27]
@@ -76,7 +76,7 @@ def test_memory_is_that_counted_by_hand() -> None:
 
 def test_what_comes_back_ends_as_late_as_it_may() -> None:
     """Each Reload of GPipe ends as its B starts, or a slot is short and it ends earlier still."""
-    program = compile(gpipe, Plan(1, 4), costs=COSTS, offload="all")
+    program = compile(gpipe, PipelineShape(1, 4), costs=COSTS, offload="all")
     spans = simulate(program, COSTS).spans
     back = {s["mb"]: s["end"] for s in spans if s["op"] == Opcode.Reload}
     used = {s["mb"]: s["start"] for s in spans if s["op"] == Opcode.Backward}
@@ -85,18 +85,20 @@ def test_what_comes_back_ends_as_late_as_it_may() -> None:
 
 
 def test_nothing_goes_that_is_needed_at_once() -> None:
-    program = compile(one_f_one_b, Plan(4, 8), costs=COSTS, offload="all")
+    program = compile(one_f_one_b, PipelineShape(4, 8), costs=COSTS, offload="all")
     assert [len(own) for own in moved(program)] == [8, 8, 8, 0]
     slow = Costs(F=1, B=2, offload=4, reload=4)
-    program = compile(one_f_one_b, Plan(4, 8), costs=slow, offload="all")
+    program = compile(one_f_one_b, PipelineShape(4, 8), costs=slow, offload="all")
     assert [len(own) for own in moved(program)] == [8, 0, 0, 0] or moved(program)[2] == []
     with pytest.warns(UserWarning, match="names 3.0, of which nothing moves"):
-        named = compile(one_f_one_b, Plan(4, 8), costs=slow, offload=[2, (3, 0)])
+        named = compile(one_f_one_b, PipelineShape(4, 8), costs=slow, offload=[2, (3, 0)])
     assert [len(own) for own in moved(named)] == [0, 0, 8, 0]
 
 
 def test_spilled_goes_on_and_comes_back_through_the_host() -> None:
-    program = compile(gpipe, Plan(2, 8), costs=COSTS, offload="all", spill="half", debug=True)
+    program = compile(
+        gpipe, PipelineShape(2, 8), costs=COSTS, offload="all", spill="half", debug=True
+    )
     assert moved(program, Opcode.Spill) == moved(program, Opcode.Fetch)
     assert {mb for own in moved(program, Opcode.Spill) for _, mb in own} == {0, 2, 4, 6}
     run = simulate(program, COSTS, sizes=SIZES)
@@ -105,7 +107,9 @@ def test_spilled_goes_on_and_comes_back_through_the_host() -> None:
 
 
 def test_what_is_recomputed_moves_its_checkpoint() -> None:
-    program = compile(gpipe, Plan(2, 4), costs=COSTS, offload="all", recompute="all", debug=True)
+    program = compile(
+        gpipe, PipelineShape(2, 4), costs=COSTS, offload="all", recompute="all", debug=True
+    )
     run = simulate(program, COSTS, sizes=SIZES)
     assert max(run.memory_on("host")[0].held) <= 4 * 1
     order = [i.op.name for i in program.streams[0] if i.mb == 1 and i.op.name != "SendAct"]
@@ -113,10 +117,10 @@ def test_what_is_recomputed_moves_its_checkpoint() -> None:
 
 
 def test_moves_that_nobody_prices_are_planned_as_if_they_took_time() -> None:
-    program = compile(gpipe, Plan(1, 8), offload="all")
+    program = compile(gpipe, PipelineShape(1, 8), offload="all")
     assert program.slots[0].saved == 3
     late = simulate(program, Costs(F=1, B=2, offload=0.5, reload=0.5))
-    assert late.span == simulate(compile(gpipe, Plan(1, 8)), Costs(F=1, B=2)).span
+    assert late.span == simulate(compile(gpipe, PipelineShape(1, 8)), Costs(F=1, B=2)).span
 
 
 # ---------------------------------------------------------------- limits
@@ -125,7 +129,7 @@ def test_moves_that_nobody_prices_are_planned_as_if_they_took_time() -> None:
 def test_a_limit_that_only_offload_holds() -> None:
     """Plain 1F1B holds 40, and recomputed 13: three checkpoints, and what one is made to.  Offload
     holds 20; and both one checkpoint beside what another is made to."""
-    plan = Plan(4, 16)
+    plan = PipelineShape(4, 16)
     for limit, how in ((30, {}), (12, {"recompute": "all"}), (15, {"offload": "all"})):
         more: dict[str, Any] = how
         with pytest.raises(MemoryLimitError):
@@ -136,7 +140,7 @@ def test_a_limit_that_only_offload_holds() -> None:
 
 
 def test_as_few_as_fit_and_no_longer() -> None:
-    plan = Plan(4, 16)
+    plan = PipelineShape(4, 16)
     plain = simulate(compile(one_f_one_b, plan, costs=COSTS), COSTS)
     number = []
     for limit in (40, 30, 20):
@@ -152,7 +156,7 @@ def test_as_few_as_fit_and_no_longer() -> None:
 @pytest.mark.parametrize(("move", "limit"), [(1, 12), (2, 20), (4, 32)])
 def test_with_both_the_step_is_as_short_as_with_either(move: int, limit: int) -> None:
     """And what neither fits into, both do: 12 where each alone needs more."""
-    costs, plan = Costs(F=1, B=2, offload=move, reload=move), Plan(4, 8)
+    costs, plan = Costs(F=1, B=2, offload=move, reload=move), PipelineShape(4, 8)
     spans = []
     for how in ({"recompute": "fit"}, {"offload": "fit"}, {"recompute": "fit", "offload": "fit"}):
         more: dict[str, Any] = {"costs": costs, "sizes": SIZES, "limit": limit, **how}
@@ -167,7 +171,7 @@ def test_with_both_the_step_is_as_short_as_with_either(move: int, limit: int) ->
 @pytest.mark.parametrize(("schedule", "limit"), [(gpipe, 20), (one_f_one_b, 20)])
 def test_no_choice_of_the_same_kind_is_much_better(schedule: Any, limit: int) -> None:
     """Of all sets of a small program's values: "fit" is at most 10 % longer than the best."""
-    plan, costs = Plan(2, 3), Costs(F=1, B=2, offload=1, reload=1)
+    plan, costs = PipelineShape(2, 3), Costs(F=1, B=2, offload=1, reload=1)
     how: dict[str, Any] = {"costs": costs, "sizes": SIZES}
     there = [one for own in moved(compile(schedule, plan, **how, offload="all")) for one in own]
     best = np.inf
@@ -192,17 +196,17 @@ NODE = Cluster(1, 2, flops=1e12, memory=80e9, hbm=1e12, nvlink=1e11, network=1e1
 def test_a_cluster_prices_moves_by_their_bytes() -> None:
     sizes = Sizes(activation=1e6, saved=(1e9, 2e9), params=1, grads=1, checkpoint=1e8)
     told = Costs(F=0.1, B=0.2)
-    found = NODE.costs(Plan(2, 4), sizes, told, offload=True, spill=True)
+    found = NODE.costs(PipelineShape(2, 4), sizes, told, offload=True, spill=True)
     assert found.offload == found.reload == (0.101, 0.201)
     assert found.spill == found.fetch == (1.001, 2.001)
-    again = NODE.costs(Plan(2, 2), sizes, told, offload=True, recomputed=[(0, 1)])
+    again = NODE.costs(PipelineShape(2, 2), sizes, told, offload=True, recomputed=[(0, 1)])
     assert again.offload == ((0.101, 0.011), (0.201, 0.201)) and again.spill is None
-    own = NODE.costs(Plan(2, 4), sizes, replace(told, offload=3.0), offload=True)
+    own = NODE.costs(PipelineShape(2, 4), sizes, replace(told, offload=3.0), offload=True)
     assert own.offload == 3.0 and own.reload == (0.101, 0.201)
     with pytest.raises(UsageError, match="bytes of saved, which nobody tells"):
-        NODE.costs(Plan(2, 4), replace(sizes, saved=0.0), told, offload=True)
+        NODE.costs(PipelineShape(2, 4), replace(sizes, saved=0.0), told, offload=True)
     with pytest.raises(UsageError, match="nobody tells disk"):
-        replace(NODE, disk=None).costs(Plan(2, 4), sizes, told, offload=True, spill=True)
+        replace(NODE, disk=None).costs(PipelineShape(2, 4), sizes, told, offload=True, spill=True)
     with pytest.raises(UsageError, match="host"):
         replace(NODE, host=0)
 
@@ -242,7 +246,7 @@ def test_limits_hold_whatever_takes_how_long(
         program = compile(schedule, plan, costs=COSTS, **how, host_limit=host)
     except MemoryLimitError:
         return
-    assert parse(show(program)) == program
+    assert from_text(to_text(program)) == program
     for _ in range(3):
         names = ("F", "I", "W", "send", "offload", "reload", "spill", "fetch")
         costs = Costs(**{name: data.draw(TIMES, label=name) for name in names})
@@ -270,7 +274,7 @@ def peaks(program: Program, tier: str) -> list[float]:
 )
 def test_what_says_nothing_is_refused(how: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        compile(one_f_one_b, Plan(4, 8), **how)
+        compile(one_f_one_b, PipelineShape(4, 8), **how)
 
 
 @pytest.mark.parametrize(
@@ -287,18 +291,20 @@ def test_what_says_nothing_is_refused(how: Any, error: type[Exception], says: st
 )
 def test_who_chooses_is_told_by_what(how: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        compile(one_f_one_b, Plan(4, 8), **how)
+        compile(one_f_one_b, PipelineShape(4, 8), **how)
 
 
 def test_what_the_host_cannot_hold_is_refused_by_rank() -> None:
     with pytest.raises(MemoryLimitError, match="rank 0 would hold 40 B on the host") as caught:
-        compile(one_f_one_b, Plan(4, 8), costs=COSTS, offload="all", sizes=SIZES, host_limit=5)
+        compile(
+            one_f_one_b, PipelineShape(4, 8), costs=COSTS, offload="all", sizes=SIZES, host_limit=5
+        )
     assert caught.value.tier == "host" and caught.value.holds[0][0] == "saved"
     assert "spill" in caught.value.hint
 
 
 def test_slots_of_which_too_few_are_said_are_refused() -> None:
-    program = compile(gpipe, Plan(2, 8), offload="all", sizes=SIZES, host_limit=80)
+    program = compile(gpipe, PipelineShape(2, 8), offload="all", sizes=SIZES, host_limit=80)
     for name in ("saved", "host"):
         slots = tuple(own._replace(**{name: 1}) for own in program.slots)
         with pytest.raises(SlotError, match=f"rank . has 1 {name} slot, and .* needs one more"):
@@ -307,13 +313,13 @@ def test_slots_of_which_too_few_are_said_are_refused() -> None:
 
 def test_forwards_alone_save_nothing() -> None:
     with pytest.raises(PlanError, match="no backward"):
-        compile(forward_only, Plan(2, 4), offload="all")
+        compile(forward_only, PipelineShape(2, 4), offload="all")
 
 
 def test_a_program_says_what_it_was_lowered_with() -> None:
     from schedir.compiler.relower import compute_of, options_of
 
-    program = compile(interleaved, Plan(2, 4, 2), costs=COSTS, offload="half", spill=[0])
+    program = compile(interleaved, PipelineShape(2, 4, 2), costs=COSTS, offload="half", spill=[0])
     again = compile(compute_of(program), costs=COSTS, **options_of(program, "device"))
     assert moved(again) == moved(program)
     assert moved(again, Opcode.Fetch) == moved(program, Opcode.Fetch)
@@ -322,7 +328,7 @@ def test_a_program_says_what_it_was_lowered_with() -> None:
 
 def test_what_cannot_finish_is_refused_as_without() -> None:
     """A second update whose forwards need the weights of the first: no time tells when to move."""
-    for plan in (Plan(4, 8, updates=2), Plan(2, 4, updates=2)):
+    for plan in (PipelineShape(4, 8, updates=2), PipelineShape(2, 4, updates=2)):
         texts = []
         for how in ({}, {"offload": "all"}, {"offload": "fit", "limit": 30, "sizes": SIZES}):
             with pytest.raises(OrderError) as caught:
@@ -333,29 +339,31 @@ def test_what_cannot_finish_is_refused_as_without() -> None:
 
 def test_what_is_said_in_other_forms_is_the_same() -> None:
     shape: dict[str, Any] = {"costs": COSTS, "sizes": SIZES, "limit": 30}
-    told = compile(one_f_one_b, Plan(4, 8), **shape, offload="fit")
-    text = compile(one_f_one_b, Plan(4, 8), **(shape | {"limit": "30B"}), offload="fit")
+    told = compile(one_f_one_b, PipelineShape(4, 8), **shape, offload="fit")
+    text = compile(one_f_one_b, PipelineShape(4, 8), **(shape | {"limit": "30B"}), offload="fit")
     assert text == told
-    once = compile(one_f_one_b, Plan(4, 8), costs=COSTS, offload=iter([0]), spill=iter([0]))
-    assert once == compile(one_f_one_b, Plan(4, 8), costs=COSTS, offload=[0], spill=[0])
+    once = compile(
+        one_f_one_b, PipelineShape(4, 8), costs=COSTS, offload=iter([0]), spill=iter([0])
+    )
+    assert once == compile(one_f_one_b, PipelineShape(4, 8), costs=COSTS, offload=[0], spill=[0])
     assert len(moved(once, Opcode.Spill)[0]) == 8
     for which in ([1.5], [True], [(0, 1.5)], b"all"):
         with pytest.raises(UsageError, match="offload is"):
-            compile(one_f_one_b, Plan(4, 8), offload=which)
+            compile(one_f_one_b, PipelineShape(4, 8), offload=which)
 
 
 def test_torch_has_no_moves() -> None:
     """Its file would say less, and its run hold what this program moves away."""
-    program = compile(one_f_one_b, Plan(2, 4), costs=COSTS, offload="all")
+    program = compile(one_f_one_b, PipelineShape(2, 4), costs=COSTS, offload="all")
     for form in torch_csv.FORMS:
         with pytest.raises(UsageError, match="offloads what forwards saved"):
-            torch_csv.show(program, form)
+            torch_csv.to_csv(program, form)
 
 
 @pytest.mark.parametrize("most", [1.0, 1e290])
 def test_what_takes_no_time_and_what_takes_all(most: float) -> None:
     """Where a move ends as the last compute ends, which takes nothing, or nothing beside it."""
     for costs in (Costs(F=1, B=(0, 0), offload=1, reload=(0, most)), Costs(offload=most, reload=1)):
-        program = compile(gpipe, Plan(2, 4), costs=costs, offload=[0, 1])
+        program = compile(gpipe, PipelineShape(2, 4), costs=costs, offload=[0, 1])
         assert sum(map(len, moved(program))) == 8
         assert simulate(program, costs).span >= 4

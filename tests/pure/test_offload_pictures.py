@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from schedir import Costs, Plan, Sizes, Timeline, check, compile, schedules, simulate, viz
+from schedir import Costs, PipelineShape, Sizes, Timeline, check, compile, schedules, simulate, viz
 from schedir.errors import UsageError
 from schedir.io import perfetto
 from schedir.ir.isa.instructions import LANES, Lane, Opcode
@@ -22,7 +22,7 @@ MOVES = (Opcode.Offload, Opcode.Reload, Opcode.Spill, Opcode.Fetch)
 
 @cache
 def run(*, spilled: bool = False, ranks: int = 4) -> Timeline:
-    program = compile(schedules.one_f_one_b, Plan(ranks, 8))
+    program = compile(schedules.one_f_one_b, PipelineShape(ranks, 8))
     return simulate(
         check(offloaded(program, spilled=spilled)), COSTS, sizes=Sizes(activation=1e6, saved=1e7)
     )
@@ -83,7 +83,9 @@ def test_limits_are_lines_on_the_tiers_that_they_are_of() -> None:
 
 
 def test_without_moves_there_is_neither() -> None:
-    plain = simulate(compile(schedules.one_f_one_b, Plan(4, 8)), COSTS, sizes=Sizes(saved=1))
+    plain = simulate(
+        compile(schedules.one_f_one_b, PipelineShape(4, 8)), COSTS, sizes=Sizes(saved=1)
+    )
     axes = viz.gantt(plain, show="lanes,memory").axes[0]
     assert not {"d2h", "h2d", "disk", "host\n≤ 0 B"} & {t.get_text() for t in axes.texts}
     bare = simulate(run().program, COSTS)  # without sizes no bytes are known
@@ -91,7 +93,7 @@ def test_without_moves_there_is_neither() -> None:
 
 
 def test_letters_count_what_is_elsewhere() -> None:
-    lines = ["".join(t for t, _ in line) for line in viz.letters(run(spilled=True), 300)]
+    lines = ["".join(t for t, _ in line) for line in viz.text_chart(run(spilled=True), 300)]
     assert lines[1].split() == ["idle", "held", "host", "disk"]
     for rank, line in enumerate(lines[2:]):
         held = [f"{4 - rank}"]
@@ -99,7 +101,7 @@ def test_letters_count_what_is_elsewhere() -> None:
             held.append(f"{max(run(spilled=True).memory_on(tier)[rank].held) / 1e7:.0f}")
         assert line.split()[-3:] == held
     assert max(map(len, lines)) <= 300
-    narrow = ["".join(t for t, _ in line) for line in viz.letters(run(spilled=True), 70)]
+    narrow = ["".join(t for t, _ in line) for line in viz.text_chart(run(spilled=True), 70)]
     assert max(map(len, narrow)) <= 70
 
 

@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schedir import Costs, Plan, Sizes, Timeline, check, compile, parse, schedules, show, simulate
+from schedir import (
+    Costs,
+    PipelineShape,
+    Sizes,
+    Timeline,
+    check,
+    compile,
+    from_text,
+    schedules,
+    simulate,
+    to_text,
+)
 from schedir.__main__ import main
 from schedir.errors import MemoryLimitError
 from schedir.ir.isa.instructions import Opcode
@@ -20,7 +31,7 @@ from tests.offloaded import offloaded
 
 
 def run(costs: Costs, *, spilled: bool = False, **options: object) -> Timeline:
-    plain = compile(schedules.one_f_one_b, Plan(1, 3), **options)  # type: ignore[arg-type]
+    plain = compile(schedules.one_f_one_b, PipelineShape(1, 3), **options)  # type: ignore[arg-type]
     return simulate(check(offloaded(plain, spilled=spilled)), costs)
 
 
@@ -55,10 +66,10 @@ def test_snapshots_on_the_same_lane_are_none_of_them() -> None:
 
 
 def test_a_forward_that_waits_for_room_waits_for_the_offload_that_leaves_it() -> None:
-    text = show(offloaded(compile(schedules.gpipe, Plan(1, 4))), folded=False).replace(
+    text = to_text(offloaded(compile(schedules.gpipe, PipelineShape(1, 4))), folded=False).replace(
         "\nrank 0\n", "\nrank 0  saved 1\n"
     )
-    found = simulate(check(parse(text)), Costs(F=1, B=2, offload=0.5, reload=0.25))
+    found = simulate(check(from_text(text)), Costs(F=1, B=2, offload=0.5, reload=0.25))
     assert causes(found) == {IdleCause.OFFLOAD: 4 * 0.75}
     assert found.span == 4 * 3.75
 
@@ -81,7 +92,7 @@ SIZES = Sizes(saved=10, checkpoint=1)
 
 
 def advice_of(costs: Costs, limit: float | None = None, **options: Any) -> Advice:
-    program = compile(schedules.gpipe, Plan(2, 8), costs=costs, **options)
+    program = compile(schedules.gpipe, PipelineShape(2, 8), costs=costs, **options)
     return advise(simulate(program, costs, sizes=SIZES), costs, limit=limit)
 
 
@@ -92,7 +103,7 @@ def test_offload_is_proposed_if_it_takes_no_time() -> None:
     assert best.memory["device"] < advice.now.memory["device"] and best.memory["host"] > 0
     for change in advice.held:  # each is what compile makes of its options
         options = {k: v for k, v in change.row.options.items() if v is not None}
-        program = compile(schedules.gpipe, Plan(2, 8), costs=PRICED, **options)
+        program = compile(schedules.gpipe, PipelineShape(2, 8), costs=PRICED, **options)
         assert program == change.run.program
 
 
@@ -118,7 +129,7 @@ def test_within_a_limit_is_proposed_what_fits() -> None:
 
 
 def test_nothing_is_claimed_of_copies_without_costs_or_sizes() -> None:
-    program, free = compile(schedules.gpipe, Plan(2, 8)), Costs(F=1, B=2)
+    program, free = compile(schedules.gpipe, PipelineShape(2, 8)), Costs(F=1, B=2)
     held = advise(simulate(program, free, sizes=SIZES), free).held
     assert not any("offload" in change.what for change in held)
     assert advise(simulate(program, PRICED), PRICED).held == []  # no sizes
@@ -164,7 +175,7 @@ def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[s
 )
 def test_what_is_named_for_nothing_is_told(how: dict[str, Any], told: str) -> None:
     with pytest.warns(UserWarning, match=told):
-        program = compile(schedules.one_f_one_b, Plan(4, 8), **how)
+        program = compile(schedules.one_f_one_b, PipelineShape(4, 8), **how)
     assert Opcode.Offload in program.ops and Opcode.Spill not in program.ops
 
 
@@ -184,7 +195,7 @@ def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_limit_says_what_moving_would_spare() -> None:
-    plan, sizes = Plan(4, 8), Sizes(saved=10, weights=7)
+    plan, sizes = PipelineShape(4, 8), Sizes(saved=10, weights=7)
     costs = Costs(F=1, B=2, offload=1, reload=1)
     with pytest.raises(MemoryLimitError) as caught:
         compile(schedules.one_f_one_b, plan, sizes=sizes, limit=40)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir import Costs, Plan, Timeline, compile, schedules, simulate
+from schedir import Costs, PipelineShape, Timeline, compile, schedules, simulate
 from schedir.analysis.dependency_graph import Graph
 from schedir.compiler.compile import lower
 from schedir.errors import CostsError, UsageError
@@ -25,7 +25,7 @@ PROCESSORS = st.sampled_from([0.5, 1, 1.5, 2, 3, 7])
 @st.composite
 def priced(draw: st.DrawFn) -> tuple[Program, Costs]:
     """A lowered program, and whole costs."""
-    draft = draw(strategies.drafts())
+    draft = draw(strategies.compute_programs())
     costs = draw(strategies.costs(draft.plan))
     return lower(draft, costs, "edge"), costs
 
@@ -76,7 +76,7 @@ def test_enough_processors_are_no_limit(data: st.DataObject) -> None:
 
 def test_other_ranks_go_faster_while_one_waits() -> None:
     """Two ranks of one processor: a rank has half of it while both compute."""
-    program = compile(schedules.one_f_one_b, Plan(2, 2))
+    program = compile(schedules.one_f_one_b, PipelineShape(2, 2))
     timeline = on_processors(program, Costs(F=1, B=2), 1)
     assert timeline.span == 2 * 2 * 3  # nobody idles
     forwards = [i for i in timeline.spans[timeline.spans["rank"] == 0] if i["op"] == FORWARD]
@@ -86,12 +86,12 @@ def test_other_ranks_go_faster_while_one_waits() -> None:
 
 @pytest.mark.parametrize("processors", [0, -1, float("inf"), float("nan"), True, "2"])
 def test_what_is_no_number_of_processors(processors: Any) -> None:
-    program = compile(schedules.gpipe, Plan(2, 2))
+    program = compile(schedules.gpipe, PipelineShape(2, 2))
     with pytest.raises(UsageError, match="above 0"):
         on_processors(program, Costs(F=1, B=2), processors)
 
 
 def test_costs_that_are_too_large() -> None:
-    program = compile(schedules.gpipe, Plan(2, 8))
+    program = compile(schedules.gpipe, PipelineShape(2, 8))
     with pytest.raises(CostsError, match="add up to more than"):
         on_processors(program, Costs(F=1e308, B=1e308), 1)

@@ -35,9 +35,9 @@ def mine(rank, ranks, microbatches):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MINE)
-    vee = schedir.Plan(2, 4, placement="vee")
+    vee = schedir.PipelineShape(2, 4, placement="vee")
     program = schedir.compile(schedir.schedules.zb_v, vee, model="edge", overlap=True)
-    Path("f.sched").write_text(schedir.show(program))
+    Path("f.sched").write_text(schedir.to_text(program))
     return tmp_path
 
 
@@ -121,10 +121,10 @@ def test_index_flow_and_graph_are_made_once(monkeypatch: pytest.MonkeyPatch) -> 
             _init(self, *args, **options)
 
         monkeypatch.setattr(kind, "__init__", counted)
-    program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(4, 8))
+    program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
     assert made == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}
     schedir.check(program)
     run = schedir.simulate(program, sizes=schedir.Sizes(activation=1, saved=1))
     assert run.peak_memory.size and run.critical_path.size and run.peak_in_flight.size
-    assert schedir.viz.letters(run, 80) and schedir.show(program)
+    assert schedir.viz.text_chart(run, 80) and schedir.to_text(program)
     assert made == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}

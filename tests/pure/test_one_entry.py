@@ -67,15 +67,15 @@ from schedir.schedules import one_f_one_b
 from schedir.training.config.section_schema import settings
 from schedir.training.config.config_file import read
 
-plain = schedir.compile(one_f_one_b, schedir.Plan(2, 4))
-assert plain.digest == sys.argv[1] and "echo" not in schedir.show(plain)
+plain = schedir.compile(one_f_one_b, schedir.PipelineShape(2, 4))
+assert plain.digest == sys.argv[1] and "echo" not in schedir.to_text(plain)
 program = replace(plain, echo=2)
-text = schedir.show(program)
+text = schedir.to_text(program)
 assert "clip no\\necho 2\\n" in text
-assert schedir.compile(one_f_one_b, schedir.Plan(2, 4), echo=2).digest == program.digest
-assert schedir.parse(text) == program and program.digest != plain.digest
+assert schedir.compile(one_f_one_b, schedir.PipelineShape(2, 4), echo=2).digest == program.digest
+assert schedir.from_text(text) == program and program.digest != plain.digest
 try:
-    schedir.parse(text.replace("echo 2", "echo 4"))
+    schedir.from_text(text.replace("echo 2", "echo 4"))
 except ParseError as error:
     assert (error.line, error.column) == (5, 6) and "from 0 to 3" in error.fact
 else:
@@ -111,7 +111,7 @@ def test_a_trait_is_one_entry(copy: Path) -> None:
     text = path.read_text()
     assert text.count(before) == 1
     path.write_text(text.replace(before, before + TRAIT))
-    plain = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 4))
+    plain = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
     code, said = ran(copy, "-c", USE, plain.digest)
     assert code == 0, said
 
@@ -197,7 +197,7 @@ def test_a_command_is_a_row_and_a_file(copy: Path, file: str) -> None:
     listed = re.findall(r"^    (\w+)(?:\s|$)", said, re.M)
     assert code == 0 and listed[-3:] == ["import", "checkpoint", name]
     assert "say how many instructions a program has" in said
-    program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(4, 8))
+    program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(4, 8))
     assert ran(copy, "-m", "schedir", name, "gpipe") == (0, f"{len(program)}\n")
     assert "--microbatches" in ran(copy, "-m", "schedir", name, "--help")[1]
 

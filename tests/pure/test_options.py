@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import schedir
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.schedules import gpipe, interleaved, zb_v
 from tests.commands import refused, said
 
@@ -18,7 +18,9 @@ def test_a_run_is_checked_under_the_model_that_it_ran_under(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    program = schedir.compile(zb_v, Plan(2, 8, placement="vee"), model="edge", overlap=True)
+    program = schedir.compile(
+        zb_v, PipelineShape(2, 8, placement="vee"), model="edge", overlap=True
+    )
     schedir.save_timeline(schedir.simulate(program, model="edge"), "x.timeline")
     assert "finish under edge, but not under pair" in said(capsys, "check", "x.timeline")
     assert "wait for each other" in refused(capsys, "check", "x.timeline", "--model=device")
@@ -69,7 +71,7 @@ def test_no_option_is_left_unread(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     said(capsys, "show", "gpipe", "--draft", "--tp=2", "--clip", "-o", "d.sched")
-    draft = schedir.parse(Path("d.sched").read_text())
+    draft = schedir.from_text(Path("d.sched").read_text())
     assert draft.is_draft and (draft.tp, draft.clip) == (2, True)
     assert "no size 'nonsense'" in refused(capsys, "show", "d.sched", "--sizes=nonsense=1")
 
@@ -80,7 +82,7 @@ def test_why_on_hosts_that_block(
     """There a gather holds up what comes behind it, and so `--blocks` tells of another start."""
     monkeypatch.chdir(tmp_path)
     costs = schedir.Costs(send=0.5, gather=0.3)
-    program = schedir.compile(gpipe, Plan(4, 8), tp=2, costs=costs)
+    program = schedir.compile(gpipe, PipelineShape(4, 8), tp=2, costs=costs)
     last = len(program.streams[3]) - 1
     argv = "--tp=2", "--costs=send=0.5,gather=0.3", f"--why=3:{last}"
     starts = []
@@ -103,7 +105,7 @@ def test_why_on_hosts_that_block(
 def test_an_option_that_compile_does_not_have(option: str, hint: str) -> None:
     given: dict[str, Any] = {option: True}
     with pytest.raises(schedir.errors.UsageError) as error:
-        schedir.compile(interleaved, Plan(2, 2), **given)
+        schedir.compile(interleaved, PipelineShape(2, 2), **given)
     assert error.value.fields == (option,) and error.value.hint.startswith(hint)
 
 

@@ -16,7 +16,7 @@ from schedir.passes.communication.transfer_overlap import (
     early_receives,
     group_opposites,
 )
-from schedir.testing import drafts
+from schedir.testing import compute_programs
 from tests.edits import written
 
 O = Opcode
@@ -47,7 +47,7 @@ def around(program: Program) -> Iterator[tuple[int, int, int, list[int]]]:
 
 
 @settings(max_examples=100)
-@given(drafts(), st.booleans(), st.integers(1, 3))
+@given(compute_programs(), st.booleans(), st.integers(1, 3))
 def test_a_gather_begins_some_computes_ahead(draft: Program, grouped: bool, ahead: int) -> None:
     """Between a gather and its consumer are `ahead` computes, or all that follow its receive."""
     program = lower(replace(draft, tp=2))

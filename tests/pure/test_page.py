@@ -25,20 +25,20 @@ from schedir.io.timeline_file import save_timeline
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.predict.bubble_causes import idleness
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, spans_of
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
-from schedir.testing import drafts
+from schedir.testing import compute_programs
 from schedir.viz import html, save_html
 from tests.strategies import costs
 
 
 def timeline(ranks: int = 4, m: int = 8, **cost: float) -> Timeline:
     priced = Costs(**cost)
-    return simulate(compile(one_f_one_b, Plan(ranks, m), costs=priced), priced)
+    return simulate(compile(one_f_one_b, PipelineShape(ranks, m), costs=priced), priced)
 
 
 def measured(t: Timeline, seed: int = 0) -> Timeline:
@@ -134,7 +134,7 @@ def test_a_name_is_only_text(name: str, twice: bool) -> None:
     assert name in unescape(text)
 
 
-@given(drafts(), st.data())
+@given(compute_programs(), st.data())
 def test_the_numbers_arrive(draft: Program, data: st.DataObject) -> None:
     t = simulate(lower(draft), data.draw(costs(draft.plan)))
     run = data_of(html(t))["runs"][0]
@@ -182,7 +182,7 @@ def test_memory_has_a_curve_where_sizes_are_given() -> None:
 
 
 def test_a_pair_is_two_halves() -> None:
-    p = compile(dualpipe_v, Plan(4, 12, 2, "vee"))
+    p = compile(dualpipe_v, PipelineShape(4, 12, 2, "vee"))
     half = column(data_of(html(simulate(p)))["runs"][0], "half")
     second = np.concatenate([s.joined for s in p.streams]) & (p.words >> 48 & 0xFF <= 3)
     assert second.any() and ((half == 2) == second).all() and ((half == 1)[:-1] == second[1:]).all()
@@ -194,7 +194,7 @@ def test_two_runs_share_an_axis_and_are_told_apart() -> None:
     assert (one["label"], two["label"]) == ("predicted", "measured")
     assert one["scale"] == 1
     assert two["scale"] * real.busy.mean() == pytest.approx(predicted.busy.mean())
-    other = simulate(compile(gpipe, Plan(4, 8)))
+    other = simulate(compile(gpipe, PipelineShape(4, 8)))
     labels = [run["label"] for run in data_of(html(predicted, other))["runs"]]
     assert labels == ["one_f_one_b", "gpipe"]
     assert [r["label"] for r in data_of(html(other, other))["runs"]] == ["first", "second"]
@@ -219,9 +219,9 @@ def test_100_000_spans_take_less_than_4_mb() -> None:
 
 def test_runs_without_time_or_instructions_are_pages_too() -> None:
     html(timeline(2, 2, F=0, I=0, W=0))
-    from schedir.ir.text_format import parse
+    from schedir.ir.text_format import from_text
 
-    empty = parse("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
+    empty = from_text("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
     none = np.empty(0)
     data = data_of(html(Timeline(empty, spans_of(empty, none, none))))
     assert data["runs"][0]["count"] == 0
@@ -253,7 +253,7 @@ def test_draw_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_measured_run_stands_beside_what_its_own_hosts_would_do(tmp_path: Path) -> None:
     """A host that waits itself, as on CPUs, is late for slow messages, in the prediction too."""
     given = Costs(send=3)
-    program = compile(gpipe, Plan(2, 4), model="edge")
+    program = compile(gpipe, PipelineShape(2, 4), model="edge")
     spans = [simulate(program, given, model="edge", blocks=blocks).span for blocks in (False, True)]
     run = simulate(program, given, model="edge", blocks=True)
     save_timeline(replace(run, kind="measured"), tmp_path / "run.timeline")

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, Plan
+from schedir import Costs, PipelineShape
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import lower
 from schedir.errors import UsageError
@@ -28,7 +28,7 @@ from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
 from tests.commands import refused, said
-from tests.strategies import costs, drafts
+from tests.strategies import compute_programs, costs
 
 Event = dict[str, Any]
 # What "Trace Event Format" asks of each phase, beside `ph`.
@@ -79,7 +79,7 @@ def _flows(events: list[Event], tracks: dict[tuple[int, int], list[tuple[int, in
         assert pair[0]["pid"] != pair[1]["pid"]
 
 
-@given(drafts(), st.data(), st.sampled_from(MODELS), st.booleans(), st.booleans())
+@given(compute_programs(), st.data(), st.sampled_from(MODELS), st.booleans(), st.booleans())
 def test_any_run_keeps_the_rules(
     draft: Program, data: st.DataObject, model: Model, grouped: bool, measured: bool
 ) -> None:
@@ -100,7 +100,7 @@ def test_any_run_keeps_the_rules(
 
 
 def test_it_says_what_the_run_was() -> None:
-    program = schedir.compile(one_f_one_b, Plan(3, 4), clip=True)
+    program = schedir.compile(one_f_one_b, PipelineShape(3, 4), clip=True)
     timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.25))
     events = read(perfetto.text(timeline))
     slices = [e for e in events if e["ph"] == "X"]
@@ -127,14 +127,14 @@ def _peaks(events: list[Event], name: str, ranks: int) -> list[float]:
 
 
 def test_memory_is_a_counter() -> None:
-    program = schedir.compile(one_f_one_b, Plan(3, 4))
+    program = schedir.compile(one_f_one_b, PipelineShape(3, 4))
     timeline = schedir.simulate(program, sizes=Sizes(activation=3, saved=5, weights=7))
     events = read(perfetto.text(timeline))
     assert _peaks(events, "bytes", 3) == timeline.peak_memory.tolist()
 
 
 def test_a_pair_run_together_is_one_slice() -> None:
-    program = schedir.compile(dualpipe_v, Plan(4, 10, 2, "vee"))
+    program = schedir.compile(dualpipe_v, PipelineShape(4, 10, 2, "vee"))
     timeline = schedir.simulate(program, Costs(send=0.5))
     events = read(perfetto.text(timeline))
     pairs = sum(int((s.joined & np.isin(s.op, COMPUTE)).sum()) for s in program.streams)
@@ -143,7 +143,7 @@ def test_a_pair_run_together_is_one_slice() -> None:
 
 def test_messages_that_overlap_have_threads_of_their_own() -> None:
     """With two ranks and several stages each, two activations may travel the same way at once."""
-    spread = Plan(3, 4, placement=(0, 1, 0, 2, 0))
+    spread = PipelineShape(3, 4, placement=(0, 1, 0, 2, 0))
     timeline = schedir.simulate(
         schedir.compile(gpipe_of_all, spread, model="edge"), Costs(F=1, B=1, send=9), model="edge"
     )
@@ -151,21 +151,21 @@ def test_messages_that_overlap_have_threads_of_their_own() -> None:
     assert "act out 2" in {e["args"]["name"] for e in events if e["name"] == "thread_name"}
 
 
-def gpipe_of_all(rank: int, ranks: int, microbatches: int, v: int) -> schedir.Word:
+def gpipe_of_all(rank: int, ranks: int, microbatches: int, v: int) -> schedir.RankSchedule:
     own = v if rank == 0 else 1
     forward = sum((microbatches * schedir.F[j] for j in range(own)), schedir.EMPTY)
     return sum((microbatches * schedir.B[j] for j in reversed(range(own))), forward)
 
 
 def test_a_name_is_only_text() -> None:
-    program = replace(schedir.compile(gpipe, Plan(2, 2)), name='</script>"\\é')
+    program = replace(schedir.compile(gpipe, PipelineShape(2, 2)), name='</script>"\\é')
     trace = perfetto.text(schedir.simulate(program))
     assert json.loads(trace)["otherData"]["program"] == program.name
     assert trace.isascii()
 
 
 def test_a_run_too_long_is_refused() -> None:
-    timeline = schedir.simulate(schedir.compile(gpipe, Plan(2, 2)), Costs(F=1e200))
+    timeline = schedir.simulate(schedir.compile(gpipe, PipelineShape(2, 2)), Costs(F=1e200))
     with pytest.raises(UsageError, match="too long"):
         perfetto.text(timeline)
 

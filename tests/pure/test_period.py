@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir import Costs, Plan, compile, schedules, simulate
+from schedir import Costs, PipelineShape, compile, schedules, simulate
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import UsageError
 from schedir.ir.program import Program
 from schedir.predict.step_period import period
-from schedir.testing import drafts
+from schedir.testing import compute_programs
 
 TIMES = st.floats(0.0, 4.0)
 ZERO_BUBBLE = [
-    (schedules.zb_h1, Plan(4, 12)),
-    (schedules.zb_h2, Plan(4, 12)),
-    (schedules.zb_v, Plan(4, 12, placement="vee")),
+    (schedules.zb_h1, PipelineShape(4, 12)),
+    (schedules.zb_h2, PipelineShape(4, 12)),
+    (schedules.zb_v, PipelineShape(4, 12, placement="vee")),
 ]
 
 
-def both(source: Any, plan: Plan | None = None) -> tuple[Program, Program]:
+def both(source: Any, plan: PipelineShape | None = None) -> tuple[Program, Program]:
     one = compile(source, plan, clip=True)
     return one, compile(source, plan, clip=True, validate="after")
 
@@ -32,7 +32,7 @@ def both(source: Any, plan: Plan | None = None) -> tuple[Program, Program]:
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(("schedule", "plan"), ZERO_BUBBLE)
 def test_own_span_is_a_gain_where_nobody_waits_for_the_norm(
-    schedule: Any, plan: Plan, blocks: bool, slow: float
+    schedule: Any, plan: PipelineShape, blocks: bool, slow: float
 ) -> None:
     """A step takes as long as the longest own span, the papers' measure, and not the whole span."""
     each = (1.0,) * (plan.stages - 1) + (slow,)
@@ -46,7 +46,7 @@ def test_own_span_is_a_gain_where_nobody_waits_for_the_norm(
 
 
 @settings(max_examples=20, deadline=None)
-@given(drafts(), st.builds(Costs, F=TIMES, I=TIMES, W=TIMES, send=TIMES, step=TIMES))
+@given(compute_programs(), st.builds(Costs, F=TIMES, I=TIMES, W=TIMES, send=TIMES, step=TIMES))
 def test_it_is_never_longer_without_the_wait(draft: Any, at: Costs) -> None:
     if draft.plan.updates > 1 or not draft.trains:
         return
@@ -60,11 +60,11 @@ def test_it_is_never_longer_without_the_wait(draft: Any, at: Costs) -> None:
 
 def test_a_norm_that_takes_long_is_waited_for_a_step_later() -> None:
     """It is no part of a step, until it takes longer than one."""
-    _, after = both(schedules.zb_h2, Plan(4, 12))
+    _, after = both(schedules.zb_h2, PipelineShape(4, 12))
     told = [period(after, Costs(validate=cost)) for cost in (0.0, 30.0, 60.0)]
     assert told[:2] == [36.0, 36.0] and told[2] == 60.0
 
 
 def test_one_step_has_no_period() -> None:
     with pytest.raises(UsageError, match="2 steps"):
-        period(both(schedules.gpipe, Plan(2, 2))[0], steps=1)
+        period(both(schedules.gpipe, PipelineShape(2, 2))[0], steps=1)

@@ -18,33 +18,33 @@ from schedir.errors import UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import SENDS, Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.schedules.schedule_algebra import Schedule
-from schedir.testing import drafts
-from schedir.viz import compare, gantt, idle_map, save, tradeoff
+from schedir.testing import compute_programs
+from schedir.viz import bubble_vs_memory, compare, gantt, idle_map, save
 from schedir.viz.figures.overlays import OVERLAYS, messages, phase_times
 from schedir.viz.palette import ACCENT
 from schedir.viz.time_bins import in_flight, memory, shares
 from tests.strategies import costs
 
-PAIRED = simulate(compile(dualpipe_v, Plan(4, 10, 2, "vee")))
+PAIRED = simulate(compile(dualpipe_v, PipelineShape(4, 10, 2, "vee")))
 
 
 def timeline(
     schedule: Schedule = one_f_one_b, ranks: int = 4, m: int = 8, v: int = 1, **cost: float
 ) -> Timeline:
     priced = Costs(**cost)
-    return simulate(compile(schedule, Plan(ranks, m, v), costs=priced), priced)
+    return simulate(compile(schedule, PipelineShape(ranks, m, v), costs=priced), priced)
 
 
 # ---------------------------------------------------------------- densities
 
 
-@given(drafts(), st.data(), st.integers(1, 40))
+@given(compute_programs(), st.data(), st.integers(1, 40))
 def test_shares_are_the_parts_of_time(draft: Program, data: st.DataObject, columns: int) -> None:
     t = simulate(lower(draft), data.draw(costs(draft.plan)))
     kind = t.spans["op"].astype(np.int64)
@@ -161,7 +161,7 @@ def test_curves_rise_to_the_peaks() -> None:
         assert values.max() == peak
     figure = gantt(sized, show=("in_flight", "memory"))
     assert len(lines_of(figure)) == 2 and "GB" in figure.axes[0].get_title("right")
-    assert "GB" in tradeoff([sized]).axes[0].get_xlabel()
+    assert "GB" in bubble_vs_memory([sized]).axes[0].get_xlabel()
     (curves,) = lines_of(gantt(t, show=("in_flight",)))
     high = [np.ptp(np.asarray(path.vertices)[:, 1]) for path in curves.get_paths()]
     assert np.allclose(np.array(high) / high[0], t.peak_in_flight / t.peak_in_flight[0])
@@ -172,7 +172,7 @@ def test_curves_rise_to_the_peaks() -> None:
 
 def test_bubble_against_memory() -> None:
     runs = [timeline(gpipe), timeline(), timeline(zb_h1), timeline(interleaved, v=2, F=0.5, B=0.5)]
-    (axes,) = tradeoff(runs).axes
+    (axes,) = bubble_vs_memory(runs).axes
     points = np.asarray(axes.collections[0].get_offsets())
     assert points.tolist() == [[t.peak_activations, t.bubble] for t in runs]
     assert [t.peak_activations for t in runs] == [8, 4, 4, 5.5]
@@ -180,8 +180,8 @@ def test_bubble_against_memory() -> None:
     best = np.asarray(axes.lines[0].get_ydata())
     assert (np.diff(best) <= 0).all() and min(t.bubble for t in runs) in best
     with pytest.raises(UsageError):
-        tradeoff([])
-    tradeoff([timeline(ranks=1, m=1)] * 12)  # all in one spot
+        bubble_vs_memory([])
+    bubble_vs_memory([timeline(ranks=1, m=1)] * 12)  # all in one spot
 
 
 def test_the_map_of_idle_time_adds_up(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
 from schedir.errors import CompletenessError, PlanError, ProgramError
 from schedir.ir.isa.instructions import BACKWARD, FORWARD, Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import PLACEMENTS, show_placement
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.schedules import dualpipe
-from schedir.schedules.draft import draft
-from schedir.schedules.schedule_algebra import B, F, Word
-from schedir.testing.strategies import plans, random_draft
+from schedir.schedules.draft import expand_schedule
+from schedir.schedules.schedule_algebra import B, F, RankSchedule
+from schedir.testing.strategies import random_compute_program, shapes
 from schedir.verify.check import check
 
 
@@ -32,12 +32,14 @@ def test_names_are_rows() -> None:
         "mirror": [[0, 1, 2, 3], [3, 2, 1, 0]],
         "mirror-vee": [[0, 1, 2, 3, 3, 2, 1, 0], [3, 2, 1, 0, 0, 1, 2, 3]],
     }.items():
-        named = Plan(4, 6, placement=name)
-        given = Plan(4, 6, placement=tuple(map(tuple, rows)))
+        named = PipelineShape(4, 6, placement=name)
+        given = PipelineShape(4, 6, placement=tuple(map(tuple, rows)))
         assert named.holders.tolist() == given.holders.tolist() == rows
         assert named.stages_of == given.stages_of
         assert named.stages_per_rank == given.stages_per_rank == PLACEMENTS[name].stages_per_rank
-        programs = [compile(random_draft(plan, random.Random(1))) for plan in (named, given)]
+        programs = [
+            compile(random_compute_program(plan, random.Random(1))) for plan in (named, given)
+        ]
         assert programs[0].digest == programs[1].digest
 
 
@@ -46,7 +48,7 @@ def test_names_are_rows() -> None:
     [(1, 5, (0, 5)), (2, 5, (0, 3, 5)), (3, 5, (0, 2, 4, 5)), (3, 7, (0, 3, 5, 7))],
 )
 def test_parts_are_as_even_as_can_be(rows: int, m: int, parts: tuple[int, ...]) -> None:
-    plan = Plan(3, m, placement=tuple((k, (k + 1) % 3, (k + 2) % 3) for k in range(rows)))
+    plan = PipelineShape(3, m, placement=tuple((k, (k + 1) % 3, (k + 2) % 3) for k in range(rows)))
     assert plan.parts == parts and plan.rows == rows
     for stage in range(3):
         on = [(stage + k) % 3 for k in range(rows) for _ in range(parts[k], parts[k + 1])]
@@ -56,11 +58,11 @@ def test_parts_are_as_even_as_can_be(rows: int, m: int, parts: tuple[int, ...]) 
 @pytest.mark.parametrize("text", ["loop", "mirror-vee", "0,1,1", "0,1,2,3/3,2,1,0", "0,1/1,2/2,0"])
 def test_a_placement_is_a_text(text: str) -> None:
     ranks = 4 if text[0] in "lm" or "3" in text else 2 + ("2" in text)
-    plan = Plan(ranks, 6, placement=text)
+    plan = PipelineShape(ranks, 6, placement=text)
     assert show_placement(plan.placement) == text
-    program = compile(random_draft(plan, random.Random(0)))
-    assert f"placement {text}\n" in show(program)
-    assert parse(show(program)) == program
+    program = compile(random_compute_program(plan, random.Random(0)))
+    assert f"placement {text}\n" in to_text(program)
+    assert from_text(to_text(program)) == program
 
 
 @pytest.mark.parametrize(
@@ -85,18 +87,18 @@ def test_a_placement_is_a_text(text: str) -> None:
 )
 def test_what_is_no_placement(plan: dict[str, Any], fact: str) -> None:
     with pytest.raises(PlanError) as caught:
-        Plan(**{"ranks": 2, "microbatches": 8} | plan)
+        PipelineShape(**{"ranks": 2, "microbatches": 8} | plan)
     assert fact in str(caught.value) and set(caught.value.fields) >= {*plan} - {"ranks"}
 
 
 def test_an_own_stage_may_have_two_names() -> None:
     """Stage 1 is `F[1]` of rank 0, and `F[0]` of rank 1."""
-    plan = Plan(3, 4, placement=((0, 0), (2, 1)))
+    plan = PipelineShape(3, 4, placement=((0, 0), (2, 1)))
     assert plan.stages_of == ((0, 1), (1,), (0,))
     assert plan.local_of(1, [0, 1]).tolist() == [1, 0]
     words = [2 * (F[0] + F[1] + B[1] + B[0]), 2 * (F + B), 2 * (F + B)]
 
-    def mine(rank: int, ranks: int, microbatches: int) -> Word:
+    def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         return words[rank]
 
     program = compile(mine, plan)
@@ -106,11 +108,13 @@ def test_an_own_stage_may_have_two_names() -> None:
 
 
 @settings(max_examples=25)
-@given(plans(placements=["rows"]), st.randoms(use_true_random=False), st.booleans())
-def test_any_holders(plan: Plan, rng: random.Random, tied: bool) -> None:
+@given(shapes(placements=["rows"]), st.randoms(use_true_random=False), st.booleans())
+def test_any_holders(plan: PipelineShape, rng: random.Random, tied: bool) -> None:
     """Each holder runs its part, reduces, and meets the others of its stage, under all models."""
     for model in MODELS:
-        program = compile(random_draft(plan, rng), model=model, tied=tied and plan.stages > 1)
+        program = compile(
+            random_compute_program(plan, rng), model=model, tied=tied and plan.stages > 1
+        )
         check(program, model)
     for rank, stream in enumerate(program.streams):
         for op, s, mb in stream:
@@ -124,25 +128,25 @@ def test_any_holders(plan: Plan, rng: random.Random, tied: bool) -> None:
 
 def test_each_holder_is_missed() -> None:
     """Of three, whichever is not there when the others sum."""
-    plan = Plan(3, 3, placement=((0, 1), (1, 2), (2, 0)))
-    text = show(compile(random_draft(plan, random.Random(0))), folded=False)
+    plan = PipelineShape(3, 3, placement=((0, 1), (1, 2), (2, 0)))
+    text = to_text(compile(random_compute_program(plan, random.Random(0))), folded=False)
     for k in range(text.count("\n  reduce_holders 1\n")):
         head, *parts = text.split("\n  reduce_holders 1\n")
         without = "\n  reduce_holders 1\n".join([head, *parts[:k]]) + "\n" * (k < len(parts))
         whole = without + "\n  reduce_holders 1\n".join(parts[k:])
         with pytest.raises(ProgramError, match=f"reduce_holders 1 is missing on rank {k}"):
-            check(parse(whole))
+            check(from_text(whole))
 
 
 def test_a_microbatch_of_another_holder() -> None:
-    def greedy(rank: int, ranks: int, microbatches: int) -> Word:
+    def greedy(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         return F[0].at(2) + F[0].at(0)
 
     with pytest.raises(CompletenessError, match="runs microbatch 2 on rank 1, not on rank 0"):
-        compile(greedy, Plan(2, 4, placement=((0, 1), (1, 0))))
+        compile(greedy, PipelineShape(2, 4, placement=((0, 1), (1, 0))))
 
 
 def test_a_draft_of_named_rows_is_that_of_their_name() -> None:
     rows = ((0, 1, 2, 3), (3, 2, 1, 0))
-    one, other = (draft(dualpipe, Plan(4, 8, 2, p)) for p in ("mirror", rows))
+    one, other = (expand_schedule(dualpipe, PipelineShape(4, 8, 2, p)) for p in ("mirror", rows))
     assert [*one.streams] == [*other.streams]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from schedir import parse
+from schedir import from_text
 from schedir.commands.common.plan_report import in_words
 from schedir.commands.common.plan_request import PlanRequest, with_gpus
 from schedir.errors import UsageError
-from schedir.planner import Memory, Parts, Priced, cluster
+from schedir.planner import GpuMemory, PlanEstimate, StepBreakdown, cluster_preset
 from schedir.planner.bottleneck import alone
 from schedir.planner.transformer.model_presets import MODELS, load_model
 from tests.commands import refused, said
@@ -24,20 +24,22 @@ from tests.tutorial import blocks
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan.txt"
 TINY = ("--layers=8", "--hidden=256", "--heads=8", "--vocab=256", "--sequence=128")
 AT = ("plan", *TINY, "--cluster=a100", "--gpus=4", "--batch=32", "--no-exact")
-PARTS = Parts(20, 4, 2, 1, 5, 0.5, 0.25)
-PLAN = Priced(
+PARTS = StepBreakdown(20, 4, 2, 1, 5, 0.5, 0.25)
+PLAN = PlanEstimate(
     p=8, t=8, d=16, m=96, v=2, schedule="interleaved", recompute="selective", zero=1,
-    step=sum(PARTS), parts=PARTS, memory=Memory(5e9, 6e9, 7e9, 20e9, 3e9), flops=150e12, mfu=0.48,
+    step=sum(PARTS), parts=PARTS, memory=GpuMemory(5e9, 6e9, 7e9, 20e9, 3e9), flops=150e12, mfu=0.48,
     bound="memory", why="memory: the next faster plan takes 31.2 s, and does not fit by 4.1 GB",
 )  # fmt: skip
 
 
 def test_plans_in_words() -> None:
     """All that is told, of plans that are written down here."""
-    asked = PlanRequest(MODELS["gpt-175b"][0], cluster("a100", 128), 1536, ("gpt-175b", "a100"), {})
+    asked = PlanRequest(
+        MODELS["gpt-175b"][0], cluster_preset("a100", 128), 1536, ("gpt-175b", "a100"), {}
+    )
     uneven = replace(PLAN, layers_of=(5, *[6] * 14, 7), t=16, d=8, sequence_parallel=True)
     plain = replace(PLAN, schedule="one_f_one_b", v=1, step=40.0, zero=0, recompute="none")
-    plain = replace(plain, exact=True, why="", parts=Parts(0.04, 0, 0, 0, 0, 0, 0))
+    plain = replace(plain, exact=True, why="", parts=StepBreakdown(0.04, 0, 0, 0, 0, 0, 0))
     text = in_words(asked, [uneven, plain], 1, 300e9)
     text += in_words(asked, [plain], 1, None)
     assert text == GOLDEN.read_text()
@@ -46,7 +48,7 @@ def test_plans_in_words() -> None:
 def test_one_of_a_kind_is_told_as_one() -> None:
     one = replace(PLAN, p=1, t=1, d=1, m=1)
     asked = PlanRequest(
-        MODELS["gpt-175b"][0], with_gpus(cluster("a100", 1), 1), 2, ("gpt", "a100"), {}
+        MODELS["gpt-175b"][0], with_gpus(cluster_preset("a100", 1), 1), 2, ("gpt", "a100"), {}
     )
     text = in_words(asked, [one], 1, None)
     assert "; 1 GPU of a100 " in text and ", 1 microbatch of 1" in text
@@ -132,7 +134,7 @@ def test_shapes_are_as_large_as_their_names() -> None:
 
 
 def test_gpus_are_whole_nodes_or_a_part_of_one() -> None:
-    node = cluster("a100")
+    node = cluster_preset("a100")
     assert with_gpus(node, 3072).nodes == 384
     assert (with_gpus(node, 4).nodes, with_gpus(node, 4).gpus_per_node) == (1, 4)
     with pytest.raises(UsageError):
@@ -179,7 +181,7 @@ def test_the_plan_is_written_and_drawn(
     assert found["pipeline"]["ranks"] == second["p"] and found["pipeline"]["tp"] == second["t"]
     assert found["data"]["microbatch_size"] == second["b"]
     said(capsys, *plain, "-o", "best.sched", "--picture", "all.png", "--tradeoff")
-    program = parse(Path("best.sched").read_text())
+    program = from_text(Path("best.sched").read_text())
     first = json.loads(said(capsys, *plain, "--json"))["plans"][0]
     assert (program.plan.ranks, program.plan.microbatches) == (first["p"], first["m"])
     assert {path.suffix for path in tmp_path.iterdir()} == {".toml", ".svg", ".sched", ".png"}
@@ -197,7 +199,7 @@ def test_a_search_finds_a_shorter_schedule(
         said(capsys, *at, "--search", "--seconds=0.5", "-o", "best.sched", "--json")
     )["plans"]
     assert found["schedule"] == "search" and found["step"] < plain["step"]
-    program = parse(Path("best.sched").read_text())
+    program = from_text(Path("best.sched").read_text())
     assert program.name == "search" and program.plan.microbatches == found["m"]
     told = refused(capsys, *at, "--search", "--seconds=0.5", "-o", "best.toml")
     assert "a schedule that was searched is a program" in told and not Path("best.toml").exists()

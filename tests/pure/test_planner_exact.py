@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from schedir import Cluster, Costs, planner, simulate
 from schedir.errors import UsageError
 from schedir.ir.isa.instructions import Opcode
-from schedir.planner.config_export import plan_of, program
+from schedir.planner.config_export import plan_of, plan_program
 from schedir.planner.estimate import closed_form
 from schedir.planner.estimate.instruction_costs import costs_of, times_of
-from schedir.planner.estimate.simulated_estimate import exact
+from schedir.planner.estimate.simulated_estimate import simulate_plan
 from schedir.planner.plan_table import PlanColumns
-from schedir.planner.schedule_improvement import shorter
-from schedir.planner.transformer.layer_division_search import balanced, cut
+from schedir.planner.schedule_improvement import improve_schedule
+from schedir.planner.transformer.layer_division_search import balanced, optimize_layer_division
 from schedir.planner.transformer.memory_estimate import ADAM, layer_numbers
 from schedir.predict.activation_bytes import Recompute
 
-MODEL = planner.Model(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
+MODEL = planner.TransformerSpec(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
 NODE = Cluster(nodes=1, gpus_per_node=8, flops=250e12, memory=80e9, hbm=1.7e12,
                nvlink=230e9, network=25e9, latency=5e-6, kernel_us=2)  # fmt: skip
 SCHEDULES = {"one_f_one_b": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2}
@@ -37,7 +37,7 @@ def cluster(gpus: int, **more: Any) -> Cluster:
 
 
 @st.composite
-def choices(draw: st.DrawFn) -> tuple[planner.Choice, planner.Model]:
+def choices(draw: st.DrawFn) -> tuple[planner.ParallelPlan, planner.TransformerSpec]:
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
     p, t, d = (draw(st.sampled_from([1, 2, 4])) for _ in range(3))
     v = SCHEDULES[schedule]
@@ -49,7 +49,7 @@ def choices(draw: st.DrawFn) -> tuple[planner.Choice, planner.Model]:
     stages = p * v
     layers = np.array(draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages)))
     b = draw(st.sampled_from([1, 2]))
-    choice = planner.Choice(p=p, t=t, d=d, v=v, b=b, m=m, schedule=schedule, zero=zero,
+    choice = planner.ParallelPlan(p=p, t=t, d=d, v=v, b=b, m=m, schedule=schedule, zero=zero,
                             recompute=recompute, sequence_parallel=cut_too,
                             layers_of=tuple(layers.tolist()))  # fmt: skip
     return choice, replace(MODEL, layers=int(layers.sum()), tied=draw(st.booleans()))
@@ -57,27 +57,31 @@ def choices(draw: st.DrawFn) -> tuple[planner.Choice, planner.Model]:
 
 @settings(max_examples=40, deadline=None)
 @given(choices())
-def test_parts_add_up_and_work_is_a_bound(case: tuple[planner.Choice, planner.Model]) -> None:
+def test_parts_add_up_and_work_is_a_bound(
+    case: tuple[planner.ParallelPlan, planner.TransformerSpec],
+) -> None:
     choice, model = case
     where = cluster(choice.gpus)
-    found = exact(model, where, choice)
+    found = simulate_plan(model, where, choice)
     assert found.exact
     assert sum(found.parts) == pytest.approx(found.step, rel=1e-9)
     assert min(found.parts) >= 0
     # The busiest rank computes all of its layers, and nothing makes it faster.
     times = times_of(model, where, choice)
-    own = program(choice, tied=model.tied).plan.stages_of
+    own = plan_program(choice, tied=model.tied).plan.stages_of
     work = [sum(sum(times[s].total) for s in stages) * choice.m for stages in own]
     assert found.step >= max(work) * (1 - 1e-9)
     busy = found.parts.compute + found.parts.recompute + found.parts.tensor
     assert min(abs(busy - each) for each in work) <= 1e-9 * busy
 
 
-def alike(p: int, m: int, **more: Any) -> tuple[planner.Model, Cluster, planner.Choice]:
+def alike(
+    p: int, m: int, **more: Any
+) -> tuple[planner.TransformerSpec, Cluster, planner.ParallelPlan]:
     """A choice whose stages all take the same, and whose messages take nothing."""
     free = cluster(p, nvlink=1e30, network=1e30, latency=0.0)
-    model = planner.Model(layers=2 * p, hidden=256, heads=4, vocab=1, sequence=64)
-    return model, free, planner.Choice(p=p, m=m, **more)
+    model = planner.TransformerSpec(layers=2 * p, hidden=256, heads=4, vocab=1, sequence=64)
+    return model, free, planner.ParallelPlan(p=p, m=m, **more)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 13), (8, 32)])
@@ -88,11 +92,11 @@ def test_balanced_flush_is_the_closed_formula(
 ) -> None:
     """(m + p - 1)(F + B): SC21, section 2.2.1, with what runs again in B."""
     model, free, choice = alike(p, m, schedule=schedule, recompute=recompute)
-    inner = planner.stage(model, free, choice, 2)
+    inner = planner.stage_time(model, free, choice, 2)
     monkeypatch.setattr(
         import_module("schedir.planner.estimate.instruction_costs"), "stage", lambda *args: inner
     )
-    found = exact(model, free, choice)
+    found = simulate_plan(model, free, choice)
     one = sum(inner.total)
     step = found.parts.optimizer + found.parts.data
     assert found.step - step == pytest.approx((m + p - 1) * one, rel=1e-12)
@@ -133,16 +137,16 @@ def test_balanced_against_all_divisions(data: st.DataObject) -> None:
 def test_cut_against_all_divisions(p: int, v: int, schedule: str, layers: int) -> None:
     """Of small models all divisions are simulated: none is much shorter, and none so of the even
     one, with a head that takes as long as some layers."""
-    model = planner.Model(layers=layers, hidden=512, heads=8, vocab=16384, sequence=256)
-    choice = planner.Choice(p=p, v=v, m=4 * p, schedule=schedule)
+    model = planner.TransformerSpec(layers=layers, hidden=512, heads=8, vocab=16384, sequence=256)
+    choice = planner.ParallelPlan(p=p, v=v, m=4 * p, schedule=schedule)
     stages = p * v
     least = [0, *[1] * (stages - 2), 0]
     steps = {
-        each: exact(model, cluster(p), replace(choice, layers_of=each)).step
+        each: simulate_plan(model, cluster(p), replace(choice, layers_of=each)).step
         for each in compositions(layers, stages, least)
         if max(each) - min(each) <= 4
     }
-    found = cut(model, cluster(p), choice)
+    found = optimize_layer_division(model, cluster(p), choice)
     assert steps[found] <= min(steps.values()) * 1.02
     if layers % stages == 0:
         assert steps[found] <= steps[(layers // stages,) * stages]
@@ -150,25 +154,29 @@ def test_cut_against_all_divisions(p: int, v: int, schedule: str, layers: int) -
 
 def test_cut_keeps_to_memory() -> None:
     """The first rank of 1F1B holds most: with less memory it gets fewer layers."""
-    model = planner.Model(layers=12, hidden=2048, heads=16, vocab=1024, sequence=2048)
-    choice = planner.Choice(p=4, m=16, b=4)
-    wide = cut(model, cluster(4), choice)
-    fullest = exact(model, cluster(4), replace(choice, layers_of=wide)).memory.total
+    model = planner.TransformerSpec(layers=12, hidden=2048, heads=16, vocab=1024, sequence=2048)
+    choice = planner.ParallelPlan(p=4, m=16, b=4)
+    wide = optimize_layer_division(model, cluster(4), choice)
+    fullest = simulate_plan(model, cluster(4), replace(choice, layers_of=wide)).memory.total
     less = cluster(4, memory=0.95 * fullest)
-    found = exact(model, less, replace(choice, layers_of=cut(model, less, choice)))
+    found = simulate_plan(
+        model, less, replace(choice, layers_of=optimize_layer_division(model, less, choice))
+    )
     assert found.fits and found.layers_of[0] < wide[0]
     with pytest.raises(UsageError):
-        cut(model, cluster(4, memory="1MB"), choice)
+        optimize_layer_division(model, cluster(4, memory="1MB"), choice)
 
 
 # ---------------------------------------------------------------- a schedule of its own
 
 
 def test_a_shorter_schedule_is_found_within_memory() -> None:
-    choice = planner.Choice(p=2, v=2, d=2, m=8, schedule="interleaved", zero=1, recompute="full")
-    own = exact(MODEL, cluster(choice.gpus), choice)
+    choice = planner.ParallelPlan(
+        p=2, v=2, d=2, m=8, schedule="interleaved", zero=1, recompute="full"
+    )
+    own = simulate_plan(MODEL, cluster(choice.gpus), choice)
     tight = cluster(choice.gpus, memory=1.02 * own.memory.total)
-    found = shorter(MODEL, tight, choice, seconds=60, evaluations=150)
+    found = improve_schedule(MODEL, tight, choice, seconds=60, evaluations=150)
     told = found.priced
     assert told.step <= own.step
     assert found.bound <= told.step and told.fits
@@ -178,24 +186,24 @@ def test_a_shorter_schedule_is_found_within_memory() -> None:
     assert (run.program.dp, run.program.zero) == (choice.d, choice.zero)
 
 
-MIXED = planner.Model(layers=16, hidden=2048, heads=16, kv_heads=8, vocab=32000, sequence=2048,
+MIXED = planner.TransformerSpec(layers=16, hidden=2048, heads=16, kv_heads=8, vocab=32000, sequence=2048,
                       ffn=4096, gated=True, experts=8, active=2, tied=False)  # fmt: skip
-DENSE = planner.Model(layers=16, hidden=4096, heads=32, vocab=32000, sequence=2048)
+DENSE = planner.TransformerSpec(layers=16, hidden=4096, heads=32, vocab=32000, sequence=2048)
 
 
 @pytest.mark.parametrize(("model", "choice"), [
-    (DENSE, planner.Choice(p=4, t=2, d=2, m=16, recompute="full")),
-    (DENSE, planner.Choice(p=4, t=2, d=4, m=16, order="tdp", zero=1, sequence_parallel=True)),
-    (DENSE, planner.Choice(p=2, t=2, d=2, c=2, v=2, m=16, schedule="interleaved", zero=1)),
-    (MIXED, planner.Choice(p=2, t=2, d=4, e=4, m=16)),
-    (MIXED, planner.Choice(p=2, t=2, d=4, e=2, v=2, m=16, schedule="interleaved", zero=1)),
-    (MIXED, planner.Choice(p=1, d=8, e=4, v=4, m=4, schedule="looped_bfs", zero=3)),
+    (DENSE, planner.ParallelPlan(p=4, t=2, d=2, m=16, recompute="full")),
+    (DENSE, planner.ParallelPlan(p=4, t=2, d=4, m=16, order="tdp", zero=1, sequence_parallel=True)),
+    (DENSE, planner.ParallelPlan(p=2, t=2, d=2, c=2, v=2, m=16, schedule="interleaved", zero=1)),
+    (MIXED, planner.ParallelPlan(p=2, t=2, d=4, e=4, m=16)),
+    (MIXED, planner.ParallelPlan(p=2, t=2, d=4, e=2, v=2, m=16, schedule="interleaved", zero=1)),
+    (MIXED, planner.ParallelPlan(p=1, d=8, e=4, v=4, m=4, schedule="looped_bfs", zero=3)),
 ])  # fmt: skip
-def test_near_the_closed_form(model: planner.Model, choice: planner.Choice) -> None:
+def test_near_the_closed_form(model: planner.TransformerSpec, choice: planner.ParallelPlan) -> None:
     """Two ways to the same, of which neither knows the other."""
     where = replace(cluster(4), nodes=choice.gpus // 4)
-    one = exact(model, where, choice)
-    other = planner.step(model, where, choice, exact=False)
+    one = simulate_plan(model, where, choice)
+    other = planner.estimate_step(model, where, choice, exact=False)
     assert one.step == pytest.approx(other.step, rel=0.05)
     assert one.memory.total == pytest.approx(other.memory.total, rel=0.05)
     assert one.parts.data == pytest.approx(other.parts.data, abs=0.05 * one.step)
@@ -205,11 +213,11 @@ def test_near_the_closed_form(model: planner.Model, choice: planner.Choice) -> N
 @pytest.mark.parametrize(("model", "e"), [(DENSE, 1), (MIXED, 1), (MIXED, 2)])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_what_slices_sum_of_a_shared_sequence_is_priced(
-    model: planner.Model, zero: int, e: int
+    model: planner.TransformerSpec, zero: int, e: int
 ) -> None:
     """By the bytes that more slices do not make fewer, as any other sum of theirs; the closed form
     says the same, and nobody pays who does not share."""
-    choice = planner.Choice(p=2, t=4, d=2, v=2, m=4, schedule="interleaved", zero=zero,
+    choice = planner.ParallelPlan(p=2, t=4, d=2, v=2, m=4, schedule="interleaved", zero=zero,
                             sequence_parallel=True, e=e)  # fmt: skip
     where = replace(cluster(8), nodes=2)
     one, two = (np.array(layer_numbers(model, t, e)) for t in (1, 2))
@@ -217,9 +225,9 @@ def test_what_slices_sum_of_a_shared_sequence_is_priced(
     whole += of_experts * (e if zero else 1)  # which e of the replicas have in as many fewer parts
     numbers = [whole + model.sequence * model.hidden, whole, whole, whole + 2 * model.hidden]
 
-    def costs(choice: planner.Choice) -> Costs:
+    def costs(choice: planner.ParallelPlan) -> Costs:
         times = times_of(model, where, choice)
-        return costs_of(model, where, choice, plan_of(choice), times, planner.Constants())
+        return costs_of(model, where, choice, plan_of(choice), times, planner.SoftwareConstants())
 
     sizes = [2 * number / (2 if zero else 1) for number in numbers]
     ring = [where.all_reduce(size, 4) for size in sizes]
@@ -227,7 +235,7 @@ def test_what_slices_sum_of_a_shared_sequence_is_priced(
     found: Any = costs(choice).reduce_sequence
     assert found == pytest.approx(tuple(map(min, ring, tree)), rel=1e-9)
     assert costs(replace(choice, sequence_parallel=False)).reduce_sequence is None
-    assert Opcode.ReduceSequence in program(choice, tied=model.tied).ops
+    assert Opcode.ReduceSequence in plan_program(choice, tied=model.tied).ops
     plans = PlanColumns.of(choice)
     told = closed_form._sequence(model, where, plans, plans.shares(model), ADAM)
     assert told == pytest.approx([max(found[0] + found[2], found[1] + found[3])], rel=1e-9)

@@ -6,27 +6,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir import Costs, Plan, compile, schedules, simulate
+from schedir import Costs, PipelineShape, compile, schedules, simulate
 from schedir.analysis.memory.footprint import peak_in_flight
 from schedir.errors import UsageError
 from schedir.ir.isa.instructions import Opcode
-from schedir.planner import Model
+from schedir.planner import TransformerSpec
 from schedir.planner.estimate.schedule_formulas import FAMILIES, ScheduleFormulas, family, gathers
-from schedir.planner.parallel_plan import Choice
+from schedir.planner.parallel_plan import ParallelPlan
 from schedir.planner.transformer.layer_division import even, layers_of, shares
 
 ALL = [pytest.param(each, id=name) for name, each in FAMILIES.items()]
 
 
-def plan(each: ScheduleFormulas, P: int, v: int, turns: int) -> Plan:
+def plan(each: ScheduleFormulas, P: int, v: int, turns: int) -> PipelineShape:
     """A plan with a few microbatches more than the family takes."""
     stages = {"one": 1, "two": 2, "many": v}[each.stages]
     least = int(each.least(P))
     m = P * turns if each.grouped else max(least, P) + turns
-    return Plan(P, m, stages, "vee" if each.vee else "loop")
+    return PipelineShape(P, m, stages, "vee" if each.vee else "loop")
 
 
-def span(each: ScheduleFormulas, of: Plan, **costs: float) -> float:
+def span(each: ScheduleFormulas, of: PipelineShape, **costs: float) -> float:
     made = compile(getattr(schedules, each.name), of, costs=Costs(**costs))
     return simulate(made, Costs(**costs)).span
 
@@ -61,7 +61,7 @@ def test_held_is_what_the_program_holds(each: ScheduleFormulas, P: int, v: int, 
 @settings(max_examples=12)
 def test_gathers_are_those_of_the_program(P: int, v: int, groups: int) -> None:
     for name in ("looped_bfs", "interleaved", "interleaved_zb"):
-        made = compile(getattr(schedules, name), Plan(P, P * groups, v), dp=2, zero=3)
+        made = compile(getattr(schedules, name), PipelineShape(P, P * groups, v), dp=2, zero=3)
         found = {int((stream.op == Opcode.Unshard).sum()) for stream in made.streams}
         assert found == {int(gathers(name, P, v, P * groups))}, (name, P, v, groups)
 
@@ -75,18 +75,18 @@ def test_layers_divide_as_evenly_as_can_be(layers: int, stages: int) -> None:
 
 
 def test_shares_have_all_layers_once() -> None:
-    model = Model(layers=10, hidden=8, heads=2, vocab=16, sequence=4)
-    choice = Choice(p=2, v=2, m=4, schedule="zb_v", layers_of=(1, 2, 3, 4))
+    model = TransformerSpec(layers=10, hidden=8, heads=2, vocab=16, sequence=4)
+    choice = ParallelPlan(p=2, v=2, m=4, schedule="zb_v", layers_of=(1, 2, 3, 4))
     assert [share[2:] for share in shares(model, choice)] == [(5, True, True), (5, False, False)]
-    choice = Choice(p=4, m=4, layers_of=(2, 3, 3, 2))
+    choice = ParallelPlan(p=4, m=4, layers_of=(2, 3, 3, 2))
     assert [share[:3] for share in shares(model, choice)] == [(1, 0, 2), (2, 1, 3), (1, 3, 2)]
 
 
 def test_refusals() -> None:
-    model = Model(layers=10, hidden=8, heads=2, vocab=16, sequence=4)
+    model = TransformerSpec(layers=10, hidden=8, heads=2, vocab=16, sequence=4)
     with pytest.raises(UsageError, match=r"10 layers do not divide into p 4 x v 1 = 4 stages"):
-        layers_of(model, Choice(p=4))
+        layers_of(model, ParallelPlan(p=4))
     with pytest.raises(UsageError, match="divides 9 layers into 2 stages, and there are 10"):
-        layers_of(model, Choice(p=2, layers_of=(4, 5)))
+        layers_of(model, ParallelPlan(p=2, layers_of=(4, 5)))
     with pytest.raises(UsageError, match="did you mean interleaved"):
         family("interleave")

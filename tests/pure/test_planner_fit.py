@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from schedir import Cluster, planner
 from schedir.errors import UsageError
-from schedir.planner import Choice, Model
+from schedir.planner import ParallelPlan, TransformerSpec
 from schedir.planner.hardware.cluster_fit import (
     MachineMeasurements,
     MeasuredAllReduce,
@@ -33,9 +33,9 @@ NODE = replace(
 
 def block(cluster: Cluster, hidden: int, sequence: int, b: int) -> MeasuredLayer:
     """A layer that takes as long as the cluster says."""
-    model = Model(layers=1, hidden=hidden, heads=1, vocab=2, sequence=sequence)
-    choice = Choice(b=b, attention="flash")
-    told = planner.layer(model, cluster, choice).total
+    model = TransformerSpec(layers=1, hidden=hidden, heads=1, vocab=2, sequence=sequence)
+    choice = ParallelPlan(b=b, attention="flash")
+    told = planner.layer_time(model, cluster, choice).total
     return MeasuredLayer(model, choice, told.F + told.B)
 
 

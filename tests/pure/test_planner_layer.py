@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from schedir import planner
 from schedir.errors import UsageError
 from schedir.ir.cost.cluster import Cluster
-from schedir.planner import Choice, Constants, Model
+from schedir.planner import ParallelPlan, SoftwareConstants, TransformerSpec
 from schedir.planner.transformer.layer_ops import Gemm, head_pieces, layer_pieces
 from schedir.planner.transformer.op_time import OpTimes
 from tests import published_runs
 
-NODE = planner.cluster("a100")
-GPT = Model(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
+NODE = planner.cluster_preset("a100")
+GPT = TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Model:
+def models(draw: st.DrawFn) -> TransformerSpec:
     heads = 8 * draw(st.integers(1, 4))
     experts = draw(st.sampled_from([1, 1, 4, 8]))
-    return Model(
+    return TransformerSpec(
         layers=draw(st.integers(1, 9)),
         hidden=heads * draw(st.sampled_from([32, 64, 128])),
         heads=heads,
@@ -40,8 +40,8 @@ def models(draw: st.DrawFn) -> Model:
 
 
 @st.composite
-def choices(draw: st.DrawFn) -> Choice:
-    return Choice(
+def choices(draw: st.DrawFn) -> ParallelPlan:
+    return ParallelPlan(
         p=2,
         t=draw(st.sampled_from([1, 2, 4, 8])),
         b=draw(st.integers(1, 8)),
@@ -55,7 +55,7 @@ def choices(draw: st.DrawFn) -> Choice:
 
 
 @given(models(), choices())
-def test_products_do_what_the_model_asks_for(model: Model, choice: Choice) -> None:
+def test_products_do_what_the_model_asks_for(model: TransformerSpec, choice: ParallelPlan) -> None:
     per_layer, ends = (
         sum(3 * gemm.flops for gemm in pieces(model, choice).gemms if gemm.what != "router")
         for pieces in (layer_pieces, head_pieces)
@@ -70,23 +70,23 @@ def test_products_do_what_the_model_asks_for(model: Model, choice: Choice) -> No
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        (Choice(t=5), "heads 64 cannot be divided among t 5"),
-        (Choice(c=3), "sequence 2048 cannot be divided among c 3"),
-        (Choice(t=64, c=64, sequence_parallel=True), "sequence 2048 cannot be divided"),
-        (Choice(d=2, e=2), "experts 1 cannot be divided among e 2"),
-        (Choice(t=16), "a group has different processes of 0 to 7"),
+        (ParallelPlan(t=5), "heads 64 cannot be divided among t 5"),
+        (ParallelPlan(c=3), "sequence 2048 cannot be divided among c 3"),
+        (ParallelPlan(t=64, c=64, sequence_parallel=True), "sequence 2048 cannot be divided"),
+        (ParallelPlan(d=2, e=2), "experts 1 cannot be divided among e 2"),
+        (ParallelPlan(t=16), "a group has different processes of 0 to 7"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(choice: Choice, words: str) -> None:
+def test_what_cannot_be_divided_is_refused(choice: ParallelPlan, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        planner.layer(GPT, NODE, choice)
+        planner.layer_time(GPT, NODE, choice)
 
 
 @given(models(), choices())
-def test_what_runs_again_is_the_forward(model: Model, choice: Choice) -> None:
+def test_what_runs_again_is_the_forward(model: TransformerSpec, choice: ParallelPlan) -> None:
     cluster = replace(NODE, nodes=4)
     none, core, full = (
-        planner.layer(model, cluster, replace(choice, recompute=r))
+        planner.layer_time(model, cluster, replace(choice, recompute=r))
         for r in ("none", "selective", "full")
     )
     assert none.total.R == 0
@@ -96,20 +96,21 @@ def test_what_runs_again_is_the_forward(model: Model, choice: Choice) -> None:
 
 
 @given(models(), choices())
-def test_more_sequences_take_longer(model: Model, choice: Choice) -> None:
+def test_more_sequences_take_longer(model: TransformerSpec, choice: ParallelPlan) -> None:
     cluster = replace(NODE, nodes=4)
     one, two = (
-        planner.layer(model, cluster, replace(choice, b=choice.b + more)).total for more in (0, 1)
+        planner.layer_time(model, cluster, replace(choice, b=choice.b + more)).total
+        for more in (0, 1)
     )
     assert two.F >= one.F * (1 - 1e-9)
     assert two.B >= one.B * (1 - 1e-9)
 
 
 @given(models(), choices())
-def test_slices_share_the_work_and_no_more(model: Model, choice: Choice) -> None:
+def test_slices_share_the_work_and_no_more(model: TransformerSpec, choice: ParallelPlan) -> None:
     cluster = replace(NODE, nodes=4, kernel_us=0)
     whole, cut = (
-        planner.layer(model, cluster, replace(choice, t=t, sequence_parallel=cuts)).compute
+        planner.layer_time(model, cluster, replace(choice, t=t, sequence_parallel=cuts)).compute
         for t, cuts in ((1, False), (choice.t, choice.sequence_parallel))
     )
     for one, part in zip(whole, cut, strict=True):
@@ -117,30 +118,37 @@ def test_slices_share_the_work_and_no_more(model: Model, choice: Choice) -> None
 
 
 @given(models(), choices())
-def test_a_stage_takes_no_longer_than_its_parts(model: Model, choice: Choice) -> None:
+def test_a_stage_takes_no_longer_than_its_parts(
+    model: TransformerSpec, choice: ParallelPlan
+) -> None:
     cluster = replace(NODE, nodes=4)
-    parts = planner.layer(model, cluster, choice)
-    ends = [planner.embedding(model, cluster, choice), planner.head(model, cluster, choice)]
+    parts = planner.layer_time(model, cluster, choice)
+    ends = [
+        planner.embedding_time(model, cluster, choice),
+        planner.head_time(model, cluster, choice),
+    ]
     every = ends[0].plus(ends[1]).plus(parts, 3).total
-    whole = planner.stage(model, cluster, choice, 3, True, True).total
+    whole = planner.stage_time(model, cluster, choice, 3, True, True).total
     assert whole.F <= every.F * (1 + 1e-9)
     assert whole.B <= every.B * (1 + 1e-9)
 
 
 def test_a_small_layer_waits_for_its_host() -> None:
-    small = Model(layers=4, hidden=256, heads=4, vocab=1000, sequence=64)
-    slow, fast = (planner.layer(small, replace(NODE, kernel_us=us), Choice()) for us in (20, 10))
+    small = TransformerSpec(layers=4, hidden=256, heads=4, vocab=1000, sequence=64)
+    slow, fast = (
+        planner.layer_time(small, replace(NODE, kernel_us=us), ParallelPlan()) for us in (20, 10)
+    )
     assert pytest.approx(2 * fast.total.F) == slow.total.F
     assert pytest.approx(2 * fast.total.B) == slow.total.B
-    assert planner.layer(GPT, replace(NODE, kernel_us=20), Choice(b=8)) == planner.layer(
-        GPT, replace(NODE, kernel_us=10), Choice(b=8)
-    )
+    assert planner.layer_time(
+        GPT, replace(NODE, kernel_us=20), ParallelPlan(b=8)
+    ) == planner.layer_time(GPT, replace(NODE, kernel_us=10), ParallelPlan(b=8))
 
 
 def test_a_layer_of_22_billion_takes_what_was_published() -> None:
     """Printed to 0.1 ms: to 2 %, each forward and each backward."""
     for row in published_runs.layer_times():
-        times = planner.layer(row.model, NODE, row.choice).total
+        times = planner.layer_time(row.model, NODE, row.choice).total
         assert pytest.approx(row.seconds, rel=0.02) == (times.F, times.B), row.name
 
 
@@ -148,27 +156,27 @@ def test_stages_of_another_paper_take_what_was_published() -> None:
     """None of it was fitted: to 8 %, a microbatch in an inner stage."""
     for row in published_runs.stage_times():
         cluster = replace(NODE, nodes=row.choice.p // 8)
-        times = planner.stage(row.model, cluster, row.choice, row.layers).total
+        times = planner.stage_time(row.model, cluster, row.choice, row.layers).total
         assert sum(times) == pytest.approx(sum(row.seconds), rel=0.08), row.name
 
 
 def test_sums_hide_under_whole_backwards_only() -> None:
-    choice = Choice(t=8, b=4)
+    choice = ParallelPlan(t=8, b=4)
     whole, split, bare = (
-        planner.layer(GPT, NODE, replace(choice, schedule=schedule), constants).tensor
+        planner.layer_time(GPT, NODE, replace(choice, schedule=schedule), constants).tensor
         for schedule, constants in (
-            ("one_f_one_b", Constants()),
-            ("zb_h1", Constants()),
-            ("one_f_one_b", Constants(tensor_hidden=0)),
+            ("one_f_one_b", SoftwareConstants()),
+            ("zb_h1", SoftwareConstants()),
+            ("one_f_one_b", SoftwareConstants(tensor_hidden=0)),
         )
     )
-    assert pytest.approx((1 - Constants().tensor_hidden) * split.I) == whole.I
+    assert pytest.approx((1 - SoftwareConstants().tensor_hidden) * split.I) == whole.I
     assert split == bare and whole.F == split.F > 0
 
 
 def test_products_are_made_of_whole_tiles_in_whole_waves() -> None:
     one = replace(NODE, flops=108e12, peak=None, hbm=1e18)  # a multiprocessor does 1e12
-    prices = OpTimes(one, Choice(), Constants(most_splits=1), True)
+    prices = OpTimes(one, ParallelPlan(), SoftwareConstants(most_splits=1), True)
     tile = 2 * 128 * 256 * 4096 / 1e12
 
     def product(m: int, n: int) -> float:
@@ -177,62 +185,64 @@ def test_products_are_made_of_whole_tiles_in_whole_waves() -> None:
     assert product(128, 256) == product(256, 128) == product(1, 1) == pytest.approx(tile)
     assert product(128 * 108, 256) == pytest.approx(tile)
     assert product(128 * 108 + 1, 256) == pytest.approx(2 * tile)
-    fine = OpTimes(replace(one, sms=None), Choice(), Constants(), True)
+    fine = OpTimes(replace(one, sms=None), ParallelPlan(), SoftwareConstants(), True)
     assert pytest.approx(2 * 4096 / 108e12) == fine.gemm(Gemm("one", 1, 1, 4096)).F
-    split = OpTimes(one, Choice(), Constants(), True)
+    split = OpTimes(one, ParallelPlan(), SoftwareConstants(), True)
     assert pytest.approx(tile / 8) == split.gemm(Gemm("one", 128, 256, 4096)).F
 
 
 def test_experts_and_parts_of_a_sequence_talk() -> None:
     many = replace(GPT, experts=8, active=2)
-    here = planner.layer(many, NODE, Choice(b=4))
-    near = planner.layer(many, NODE, Choice(b=4, d=8, e=8))
-    far = planner.layer(many, replace(NODE, nodes=8), Choice(b=4, d=8, p=8, e=8))
-    by_replicas = planner.layer(
-        many, replace(NODE, nodes=8), Choice(b=4, d=8, p=8, e=8, order="tdp")
+    here = planner.layer_time(many, NODE, ParallelPlan(b=4))
+    near = planner.layer_time(many, NODE, ParallelPlan(b=4, d=8, e=8))
+    far = planner.layer_time(many, replace(NODE, nodes=8), ParallelPlan(b=4, d=8, p=8, e=8))
+    by_replicas = planner.layer_time(
+        many, replace(NODE, nodes=8), ParallelPlan(b=4, d=8, p=8, e=8, order="tdp")
     )
     assert here.tensor.F == 0 < near.tensor.F < far.tensor.F
     assert by_replicas == near
     size = 2.0 * 4 * 2048 * 6144 * 2
     assert pytest.approx(2 * NODE.all_to_all(size, 8)) == near.tensor.F
     slow = replace(NODE, nodes=2, network=1e9)
-    parts = planner.layer(GPT, slow, Choice(c=16, b=4)).tensor
+    parts = planner.layer_time(GPT, slow, ParallelPlan(c=16, b=4)).tensor
     keys = 2 * 2.0 * 4 * 2048 * 6144
     assert 0 < parts.F < slow.all_gather(keys, 16)  # some of it under attention
-    assert planner.layer(GPT, NODE, Choice(c=2, b=4)).tensor.F == 0  # all of it
+    assert planner.layer_time(GPT, NODE, ParallelPlan(c=2, b=4)).tensor.F == 0  # all of it
 
 
 def test_flash_attention_saves_what_scores_take() -> None:
     softmax, flash = (
-        planner.layer(GPT, NODE, Choice(t=8, b=4, attention=attention, recompute="selective"))
+        planner.layer_time(
+            GPT, NODE, ParallelPlan(t=8, b=4, attention=attention, recompute="selective")
+        )
         for attention in ("softmax", "flash")
     )
     assert flash.total.F < softmax.total.F and flash.total.R < softmax.total.R / 4
     # Two products on half of the scores; five of as much in the backward.
     product = 2.0 * 4 * 2048**2 * 6144 / 8 / NODE.flops
-    constants = Constants()
+    constants = SoftwareConstants()
     assert pytest.approx(product / constants.flash_forward) == flash.compute.R
-    prices = OpTimes(NODE, Choice(), constants, True)
-    gemms = layer_pieces(GPT, Choice(t=8, b=4, attention="flash")).gemms
+    prices = OpTimes(NODE, ParallelPlan(), constants, True)
+    gemms = layer_pieces(GPT, ParallelPlan(t=8, b=4, attention="flash")).gemms
     backward = sum(prices.gemm(gemm).I for gemm in gemms if gemm.flash)
     assert pytest.approx(2.5 * product / constants.flash_backward) == backward
 
 
 def test_constants_are_bounded() -> None:
-    for one in Constants().each():
+    for one in SoftwareConstants().each():
         assert one.least <= one.value <= one.most and one.meaning and one.source
         for beyond in (one.least - 1, one.most + 1, float("nan"), "many"):
             with pytest.raises(UsageError, match=one.name):
-                Constants(**{one.name: beyond})  # type: ignore[arg-type]
+                SoftwareConstants(**{one.name: beyond})  # type: ignore[arg-type]
 
 
 def test_clusters_that_are_known() -> None:
-    for name in planner.clusters():
-        known = planner.cluster(name, nodes=3)
+    for name in planner.cluster_presets():
+        known = planner.cluster_preset(name, nodes=3)
         assert known.nodes == 3 and known.peak is not None and known.flops < known.peak
         assert known.sms is not None and known.kernel_us > 0
     with pytest.raises(UsageError, match="nobody knows a cluster 'a10'"):
-        planner.cluster("a10")
+        planner.cluster_preset("a10")
 
 
 def test_peak_is_not_below_what_is_reached() -> None:

@@ -11,20 +11,30 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from schedir import Cluster, Plan, Program, check, compile, parse, planner, schedules, simulate
+from schedir import (
+    Cluster,
+    PipelineShape,
+    Program,
+    check,
+    compile,
+    from_text,
+    planner,
+    schedules,
+    simulate,
+)
 from schedir.commands.common.schedule_options import read_costs
 from schedir.errors import MemoryLimitError, UsageError
 from schedir.ir.cost.sizes import ample
 from schedir.ir.isa.instructions import Opcode
-from schedir.planner.config_export import program
+from schedir.planner.config_export import plan_program
 from schedir.planner.estimate.instruction_costs import costs_of, times_of
-from schedir.planner.hardware.software_constants import Constants
+from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.plan_table import simulated_only
 from schedir.planner.transformer.stage_bytes import sizes
 from schedir.predict.activation_bytes import Recompute
 from tests.commands import refused, said
 
-MODEL = planner.Model(layers=8, hidden=2048, heads=16, vocab=8192, sequence=1024)
+MODEL = planner.TransformerSpec(layers=8, hidden=2048, heads=16, vocab=8192, sequence=1024)
 NODE = Cluster(nodes=1, gpus_per_node=4, flops=250e12, memory=8e9, hbm=1.7e12, nvlink=230e9,
                network=25e9, latency=5e-6, kernel_us=2, host=240e9, host_memory=60e9)  # fmt: skip
 CLOSE = 1e-9
@@ -35,7 +45,7 @@ def cluster(gpus: int, **more: Any) -> Cluster:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[planner.Choice, Cluster]:
+def cases(draw: st.DrawFn) -> tuple[planner.ParallelPlan, Cluster]:
     """A choice that offloads, on GPUs that have less than it would hold."""
     schedule = draw(st.sampled_from(["one_f_one_b", "gpipe", "interleaved", "zb_h1"]))
     p, t, d = (
@@ -44,7 +54,7 @@ def cases(draw: st.DrawFn) -> tuple[planner.Choice, Cluster]:
         draw(st.integers(1, 2)),
     )
     v = 2 if schedule == "interleaved" else 1
-    choice = planner.Choice(
+    choice = planner.ParallelPlan(
         p=p, t=t, d=d, v=v, b=draw(st.sampled_from([1, 4])), m=p * draw(st.integers(1, 3)),
         schedule=schedule, zero=draw(st.integers(0, 3 if d > 1 else 0)),
         recompute=draw(st.sampled_from(get_args(Recompute))),
@@ -53,23 +63,23 @@ def cases(draw: st.DrawFn) -> tuple[planner.Choice, Cluster]:
         offload=draw(st.sampled_from(["none", "fit"])),
     )  # fmt: skip
     assume(choice.moves)
-    plain = planner.exact(MODEL, cluster(p * t * d), on_device(choice)).memory
+    plain = planner.simulate_plan(MODEL, cluster(p * t * d), on_device(choice)).memory
     share = draw(st.floats(0.5, 1.0))
     return choice, cluster(p * t * d, memory=max(share * plain.total, 1.1e9))
 
 
-def on_device(choice: planner.Choice) -> planner.Choice:
+def on_device(choice: planner.ParallelPlan) -> planner.ParallelPlan:
     return replace(choice, offload="none", states="device")
 
 
 @settings(max_examples=15, deadline=None)
 @given(cases())
-def test_what_offloads_adds_up(case: tuple[planner.Choice, Cluster]) -> None:
+def test_what_offloads_adds_up(case: tuple[planner.ParallelPlan, Cluster]) -> None:
     """Parts are the step, what is held is what its program holds, and copies only cost time."""
     choice, where = case
-    plain = planner.exact(MODEL, where, on_device(choice))
+    plain = planner.simulate_plan(MODEL, where, on_device(choice))
     try:
-        found = planner.exact(MODEL, where, choice)
+        found = planner.simulate_plan(MODEL, where, choice)
     except MemoryLimitError:
         assert choice.offload == "fit" and not plain.fits
         return
@@ -78,8 +88,8 @@ def test_what_offloads_adds_up(case: tuple[planner.Choice, Cluster]) -> None:
     if choice.offload == "fit":
         assert found.memory.total <= ample(where.memory)
     # The same program, made, checked and simulated by hand.
-    whole = check(planner.program_for(MODEL, where, choice))
-    constants = Constants()
+    whole = check(planner.simulated_program(MODEL, where, choice))
+    constants = SoftwareConstants()
     times = times_of(MODEL, where, choice)
     costs = costs_of(MODEL, where, choice, whole.plan, times, constants)
     held = sizes(MODEL, choice, whole.plan, constants)
@@ -87,7 +97,7 @@ def test_what_offloads_adds_up(case: tuple[planner.Choice, Cluster]) -> None:
     assert run.span == pytest.approx(found.step, rel=CLOSE)
     # Costs say in which order messages go, too: the program beside it is lowered with them as well.
     lowered: dict[str, Any] = {} if choice.offload == "none" else {"costs": costs}
-    alike = simulate(program(on_device(choice), **lowered), costs, model="edge")
+    alike = simulate(plan_program(on_device(choice), **lowered), costs, model="edge")
     assert found.step >= alike.span * (1 - CLOSE)
     most = run.peak_memory.max() * (1 + constants.allocator_share) + constants.reserved
     assert most == pytest.approx(found.memory.total, rel=CLOSE)
@@ -103,33 +113,40 @@ def test_what_offloads_adds_up(case: tuple[planner.Choice, Cluster]) -> None:
 
 def test_states_of_one_stage_come_and_go_behind_all_else() -> None:
     """By hand: of one stage nothing runs beside the load and the store of its states."""
-    choice = planner.Choice(m=4, states="host")
+    choice = planner.ParallelPlan(m=4, states="host")
     where = cluster(1, memory=80e9)
-    plain, found = (planner.exact(MODEL, where, each) for each in (on_device(choice), choice))
+    plain, found = (
+        planner.simulate_plan(MODEL, where, each) for each in (on_device(choice), choice)
+    )
     assert NODE.host is not None
     once = NODE.latency + plain.memory.optimizer / NODE.host
     assert found.parts.host == pytest.approx(2 * once, rel=CLOSE)
     assert found.step == pytest.approx(plain.step + 2 * once, rel=CLOSE)
-    assert found.host == planner.Host(optimizer=plain.memory.optimizer)
+    assert found.host == planner.HostMemory(optimizer=plain.memory.optimizer)
 
 
 @pytest.mark.parametrize("recompute", get_args(Recompute))
 def test_what_is_saved_takes_its_bytes_over_the_link(recompute: Recompute) -> None:
     """By hand: each copy is of what a stage saved; and over a slower link the step is longer."""
-    tight = planner.Choice(p=4, m=8, b=4, recompute=recompute, offload="fit")
-    least = planner.exact(MODEL, cluster(4, memory=80e9), on_device(tight)).memory.total
+    tight = planner.ParallelPlan(p=4, m=8, b=4, recompute=recompute, offload="fit")
+    least = planner.simulate_plan(MODEL, cluster(4, memory=80e9), on_device(tight)).memory.total
     where = cluster(4, memory=0.9 * least)
-    whole = program(on_device(tight))
-    costs = costs_of(MODEL, where, tight, whole.plan, times_of(MODEL, where, tight), Constants())
+    whole = plan_program(on_device(tight))
+    costs = costs_of(
+        MODEL, where, tight, whole.plan, times_of(MODEL, where, tight), SoftwareConstants()
+    )
     saved = sizes(MODEL, tight, whole.plan).of("saved", tight.stages)
     assert NODE.host is not None and costs.offload == costs.reload
     for stage in range(tight.stages):
         told = costs.of(Opcode.Offload, whole.plan)[stage]
         assert told == pytest.approx(NODE.latency + saved[stage] / NODE.host, rel=CLOSE)
     if recompute == "none":
-        found, moved = planner.exact(MODEL, where, tight), planner.program_for(MODEL, where, tight)
+        found, moved = (
+            planner.simulate_plan(MODEL, where, tight),
+            planner.simulated_program(MODEL, where, tight),
+        )
         far, times = replace(where, host=1e9), times_of(MODEL, where, tight)
-        slow = costs_of(MODEL, far, tight, whole.plan, times, Constants())
+        slow = costs_of(MODEL, far, tight, whole.plan, times, SoftwareConstants())
         assert found.fits and found.host.activations > 0
         assert simulate(moved, slow, model="edge").span > 2 * found.step
 
@@ -152,10 +169,10 @@ def test_what_does_not_fit_gets_a_plan() -> None:
 
 def everything(where: Cluster, batch: int, how: dict[str, Any]) -> list[float]:
     """The steps of all plans that fit with states on the host alone."""
-    plans = planner.every(MODEL, where, batch, offload=True, **how).plans
+    plans = planner.all_plans(MODEL, where, batch, offload=True, **how).plans
     steps = []
     for at in range(len(plans)):
-        one = planner.exact(MODEL, where, replace(plans.choice(MODEL, at), states="host"))
+        one = planner.simulate_plan(MODEL, where, replace(plans.choice(MODEL, at), states="host"))
         steps += [one.step] * one.fits
     return steps
 
@@ -185,62 +202,64 @@ def test_hosts_are_told(fact: str) -> None:
         planner.plan(MODEL, where, 8, offload=True)
     for way in ({"offload": "fit"}, {"states": "host"}):
         with pytest.raises(UsageError, match=fact):
-            planner.exact(MODEL, where, planner.Choice(p=4, m=8, **way))  # type: ignore[arg-type]
+            planner.simulate_plan(MODEL, where, planner.ParallelPlan(p=4, m=8, **way))  # type: ignore[arg-type]
 
 
 def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
-    one, where = planner.Choice(p=4, m=8, offload="fit"), cluster(4)
+    one, where = planner.ParallelPlan(p=4, m=8, offload="fit"), cluster(4)
     closed = simulated_only().fact
     with pytest.raises(UsageError, match=closed):
         planner.plan(MODEL, where, 8, offload=True, exact=False)
     with pytest.raises(UsageError, match=closed):
-        planner.step(MODEL, where, one, exact=False)
+        planner.estimate_step(MODEL, where, one, exact=False)
     with pytest.raises(UsageError, match=closed):
-        planner.memory(MODEL, where, one)
-    for knows_nothing in (planner.cut, planner.shorter):
+        planner.peak_memory(MODEL, where, one)
+    for knows_nothing in (planner.optimize_layer_division, planner.improve_schedule):
         with pytest.raises(UsageError, match="knows nothing of copies to the host"):
             knows_nothing(MODEL, where, one)
     with pytest.raises(UsageError, match="which microbatches are offloaded a program says"):
-        planner.config(MODEL, one)
+        planner.train_config(MODEL, one)
     with pytest.raises(UsageError, match="needs sizes and a limit"):
-        program(one)
+        plan_program(one)
     tight, small = said_choice(where)
-    moves = planner.program_for(MODEL, small, tight)
-    told = tomllib.loads(planner.config(MODEL, tight, moves=moves))["memory"]["offload"]
-    again = compile(schedules.one_f_one_b, Plan(4, 8), offload=told)
+    moves = planner.simulated_program(MODEL, small, tight)
+    told = tomllib.loads(planner.train_config(MODEL, tight, moves=moves))["memory"]["offload"]
+    again = compile(schedules.one_f_one_b, PipelineShape(4, 8), offload=told)
     assert offloaded(again) == offloaded(moves) != set()
-    told = tomllib.loads(planner.config(MODEL, replace(one, offload="none", states="host")))
+    told = tomllib.loads(planner.train_config(MODEL, replace(one, offload="none", states="host")))
     assert told["memory"] == {"states": "host"}
     moved = tmp_path / "own.sched"
     moved.write_text(said_program(where), encoding="utf-8")
     file = replace(one, schedule=str(moved), offload="none")
     with pytest.raises(UsageError, match="offloads, and what its copies take nobody has planned"):
-        planner.exact(MODEL, where, file)
+        planner.simulate_plan(MODEL, where, file)
     with pytest.raises(UsageError, match="is a program, which says itself what it offloads"):
-        program(replace(file, states="host"))
+        plan_program(replace(file, states="host"))
     with pytest.raises(UsageError, match="states of experts"):
         experts = replace(MODEL, experts=4, active=2)
-        planner.exact(experts, where, planner.Choice(d=4, e=2, m=8, zero=1, states="host"))
+        planner.simulate_plan(
+            experts, where, planner.ParallelPlan(d=4, e=2, m=8, zero=1, states="host")
+        )
 
 
 def offloaded(whole: Program) -> set[tuple[int, int]]:
     return {(s, mb) for stream in whole.streams for op, s, mb in stream if op == Opcode.Offload}
 
 
-def said_choice(where: Cluster) -> tuple[planner.Choice, Cluster]:
+def said_choice(where: Cluster) -> tuple[planner.ParallelPlan, Cluster]:
     """A choice that offloads some of its microbatches, and where it does."""
-    tight = planner.Choice(p=4, m=8, b=4, offload="fit")
-    least = planner.exact(MODEL, replace(where, memory=80e9), on_device(tight)).memory.total
+    tight = planner.ParallelPlan(p=4, m=8, b=4, offload="fit")
+    least = planner.simulate_plan(MODEL, replace(where, memory=80e9), on_device(tight)).memory.total
     return tight, replace(where, memory=0.9 * least)
 
 
 def said_program(where: Cluster) -> str:
-    from schedir import show
+    from schedir import to_text
 
     tight, small = said_choice(where)
-    whole = planner.program_for(MODEL, small, tight)
+    whole = planner.simulated_program(MODEL, small, tight)
     assert Opcode.Offload in whole.ops
-    return show(whole)
+    return to_text(whole)
 
 
 SHAPE = ("--layers=8", "--hidden=2048", "--heads=16", "--vocab=8192", "--sequence=1024")
@@ -257,7 +276,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for words in ("host copies", " of 60 GB", "states on the host", "offload: no plan fits without",
                   " states ", "bound by "):  # fmt: skip
         assert words in text, text
-    whole = check(parse(out.read_text(encoding="utf-8")))
+    whole = check(from_text(out.read_text(encoding="utf-8")))
     assert Opcode.LoadState in whole.ops
     (told,) = [line for line in out.read_text(encoding="utf-8").splitlines() if "--costs" in line]
     costs = told.partition("--costs ")[2]

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from matplotlib.axes import Axes
 
 from schedir.errors import UsageError
-from schedir.planner import Memory, Parts, Priced
+from schedir.planner import GpuMemory, PlanEstimate, StepBreakdown
 from schedir.viz import plan_memory, plan_scaling, plan_times, save
 
-PARTS = Parts(20, 4, 2, 1, 5, 0.25, 0.125, 0.375)
-PLAN = Priced(
+PARTS = StepBreakdown(20, 4, 2, 1, 5, 0.25, 0.125, 0.375)
+PLAN = PlanEstimate(
     p=8, t=8, d=16, m=96, v=2, schedule="interleaved", recompute="selective", zero=1,
-    step=sum(PARTS), parts=PARTS, memory=Memory(5e9, 6e9, 7e9, 20e9, 3e9), flops=150e12, mfu=0.48,
+    step=sum(PARTS), parts=PARTS, memory=GpuMemory(5e9, 6e9, 7e9, 20e9, 3e9), flops=150e12, mfu=0.48,
 )  # fmt: skip
 
 
-def plan(step: float, held: float, **other: object) -> Priced:
-    parts, memory = Parts(step, 0, 0, 0, 0, 0, 0), Memory(held, 0, 0, 0, 0)
+def plan(step: float, held: float, **other: object) -> PlanEstimate:
+    parts, memory = StepBreakdown(step, 0, 0, 0, 0, 0, 0), GpuMemory(held, 0, 0, 0, 0)
     return replace(PLAN, step=step, parts=parts, memory=memory, **other)  # type: ignore[arg-type]
 
 

@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir import Cluster, layer_bytes, model_states
+from schedir import Cluster, activation_bytes_per_layer, zero_model_states
 from schedir.errors import UsageError
-from schedir.planner import Choice, Constants, Model, memory, plan, step
+from schedir.planner import (
+    ParallelPlan,
+    SoftwareConstants,
+    TransformerSpec,
+    estimate_step,
+    peak_memory,
+    plan,
+)
 from schedir.planner.estimate.link_time import mesh, places_of, rings, ways
 from schedir.planner.estimate.schedule_formulas import FAMILIES
 from schedir.planner.plan_enumeration import asked, choices
@@ -28,7 +35,7 @@ from schedir.planner.transformer.memory_estimate import (
     layer_numbers,
 )
 
-SMALL = Model(layers=12, hidden=1024, heads=16, vocab=51200, sequence=1024)
+SMALL = TransformerSpec(layers=12, hidden=1024, heads=16, vocab=51200, sequence=1024)
 NODE: dict[str, Any] = {
     "gpus_per_node": 8, "flops": "250TFLOP/s", "memory": "80GB", "hbm": "1.7TB/s",
     "nvlink": "230GB/s", "network": "20GB/s", "latency": "5us", "kernel_us": 8,
@@ -40,7 +47,7 @@ def machine(nodes: int = 1, **other: Any) -> Cluster:
 
 
 models = st.builds(
-    lambda heads, width, layers, kv, gated, experts, tied: Model(
+    lambda heads, width, layers, kv, gated, experts, tied: TransformerSpec(
         layers=layers, hidden=heads * width, heads=heads, vocab=50304, sequence=1024,
         kv_heads=heads // kv, gated=gated, experts=experts, active=min(experts, 2), tied=tied,
     ),
@@ -56,19 +63,22 @@ EVERY = tuple(FAMILIES)
     st.sampled_from(["tpd", "tdp"]), st.sampled_from(["softmax", "flash"]), st.data(),
 )  # fmt: skip
 def test_all_plans_at_once_cost_what_each_does_alone(
-    model: Model, nodes: int, batch: int, order: Any, attention: Any, data: Any
+    model: TransformerSpec, nodes: int, batch: int, order: Any, attention: Any, data: Any
 ) -> None:
     cluster = machine(nodes)
     e = data.draw(st.sampled_from([1, 2])) if model.experts > 1 else 1
     c = data.draw(st.sampled_from([1, 2]))
     want = asked(schedules=EVERY, order=order, attention=attention, c=c, e=e)
     plans = choices(model, cluster, batch, want)
-    found = closed_form(model, cluster, plans, Constants(), ADAM)
+    found = closed_form(model, cluster, plans, SoftwareConstants(), ADAM)
     for i in data.draw(st.lists(st.integers(0, len(plans) - 1), min_size=8, max_size=8)):
         choice = plans.choice(model, i)
         assert (choice.gpus, choice.batch) == (cluster.gpus, batch)
         assert sum(layers_of(model, choice)) == model.layers
-        alone, among = step(model, cluster, choice, exact=False), found.at(model, cluster, i)
+        alone, among = (
+            estimate_step(model, cluster, choice, exact=False),
+            found.at(model, cluster, i),
+        )
         assert among.step == pytest.approx(alone.step, rel=1e-12)
         assert among.parts == pytest.approx(alone.parts, rel=1e-9, abs=1e-12)
         assert among.memory == pytest.approx(alone.memory, rel=1e-12)
@@ -92,9 +102,11 @@ def test_the_closed_form_is_near_to_the_program() -> None:
     cluster = machine(2)
     off: list[list[float]] = []
     for shape in shapes:
-        choice = Choice(b=4, **{"d": 16 // shape["p"], **shape})
+        choice = ParallelPlan(b=4, **{"d": 16 // shape["p"], **shape})
         room = cluster if choice.gpus == 16 else machine(1, gpus_per_node=15)
-        closed, simulated = (step(SMALL, room, choice, exact=exact) for exact in (False, True))
+        closed, simulated = (
+            estimate_step(SMALL, room, choice, exact=exact) for exact in (False, True)
+        )
         off.append([closed.step / simulated.step - 1,
                     closed.memory.total / simulated.memory.total - 1])  # fmt: skip
     steps, memories = np.abs(off).T
@@ -107,8 +119,10 @@ def test_sums_over_a_slow_network_are_near_to_the_program(tied: bool) -> None:
     """Those of replicas, and that of a tied embedding, which are most of these steps."""
     model, cluster = replace(SMALL, tied=tied), machine(2, network="1GB/s")
     for t, d, zero in ((1, 8, 0), (1, 8, 1), (8, 1, 0)):
-        choice = Choice(p=2, t=t, d=d, zero=zero, m=16)
-        closed, exact = (step(model, cluster, choice, exact=exact) for exact in (False, True))
+        choice = ParallelPlan(p=2, t=t, d=d, zero=zero, m=16)
+        closed, exact = (
+            estimate_step(model, cluster, choice, exact=exact) for exact in (False, True)
+        )
         assert closed.step == pytest.approx(exact.step, rel=0.03)
         if not choice.zero:  # for gathers at the head another rank may wait than the busiest
             assert closed.parts.data == pytest.approx(exact.parts.data, rel=0.02)
@@ -121,9 +135,9 @@ def test_the_best_are_simulated_and_ranked_again() -> None:
     steps = [one.step for one in found]
     assert steps == sorted(steps) and all(one.exact and one.fits for one in found)
     for one in found:
-        assert one.step == pytest.approx(step(SMALL, cluster, plain(one)).step)
+        assert one.step == pytest.approx(estimate_step(SMALL, cluster, plain(one)).step)
         assert one.step == pytest.approx(sum(one.parts)) and one.why
-    assert steps[0] <= min(step(SMALL, cluster, plain(one)).step for one in closed)
+    assert steps[0] <= min(estimate_step(SMALL, cluster, plain(one)).step for one in closed)
 
 
 @settings(max_examples=4)
@@ -166,28 +180,30 @@ def test_memory_is_the_bound_where_only_memory_is_in_the_way() -> None:
 def test_layers_keep_what_the_paper_says() -> None:
     """arXiv 2205.05198, Table 2, of a plain GPT; 2307.08691 keeps no scores."""
     for t, recompute, cut in [(1, "none", False), (8, "none", True), (8, "selective", False)]:
-        choice = Choice(t=t, b=2, recompute=recompute, sequence_parallel=cut)  # type: ignore[arg-type]
+        choice = ParallelPlan(t=t, b=2, recompute=recompute, sequence_parallel=cut)  # type: ignore[arg-type]
         kept, again = layer_kept(SMALL, choice)
         of: dict[str, Any] = {"sequence": 1024, "microbatch": 2, "hidden": 1024, "heads": 16}
         of["tp"] = t
-        whole = layer_bytes(**of, sequence_parallel=cut)
-        assert kept == layer_bytes(**of, recompute=choice.recompute, sequence_parallel=cut)
+        whole = activation_bytes_per_layer(**of, sequence_parallel=cut)
+        assert kept == activation_bytes_per_layer(
+            **of, recompute=choice.recompute, sequence_parallel=cut
+        )
         assert kept + again == whole
         # In 32 bits all but masks of a byte is twice as large.
         masks = 2 * 1024 * 1024 * 2 / (t if cut else 1)
         masks += (recompute == "none") * 16 * 1024**2 * 2 / t
         assert layer_kept(SMALL, choice, 4)[0] == pytest.approx(2 * kept - masks)
-    grouped, _ = layer_kept(replace(SMALL, kv_heads=4), Choice(t=8, b=2))
+    grouped, _ = layer_kept(replace(SMALL, kv_heads=4), ParallelPlan(t=8, b=2))
     tokens = 1024 * 2 * 1024 / 8  # of queries; of keys and values there are a quarter
-    assert layer_kept(SMALL, Choice(t=8, b=2))[0] - grouped == 2 * 2 * 3 / 4 * tokens
-    gated, _ = layer_kept(replace(SMALL, gated=True, ffn=2048), Choice(t=8, b=2))
-    assert layer_kept(SMALL, Choice(t=8, b=2))[0] - gated == (4 * 4 - 6 * 2) * tokens
-    flash, _ = layer_kept(SMALL, Choice(t=8, b=2, attention="flash"))
-    assert flash == layer_bytes(**of, recompute="selective") + 4 * 16 * 1024 * 2 / 8
+    assert layer_kept(SMALL, ParallelPlan(t=8, b=2))[0] - grouped == 2 * 2 * 3 / 4 * tokens
+    gated, _ = layer_kept(replace(SMALL, gated=True, ffn=2048), ParallelPlan(t=8, b=2))
+    assert layer_kept(SMALL, ParallelPlan(t=8, b=2))[0] - gated == (4 * 4 - 6 * 2) * tokens
+    flash, _ = layer_kept(SMALL, ParallelPlan(t=8, b=2, attention="flash"))
+    assert flash == activation_bytes_per_layer(**of, recompute="selective") + 4 * 16 * 1024 * 2 / 8
 
 
 def test_activations_have_the_bytes_of_the_type_that_trains() -> None:
-    """In closed form, as programs, and by `memory`, with and without recomputation."""
+    """In closed form, as programs, and by `peak_memory`, with and without recomputation."""
     cluster = machine(1, itemsize=4)
     for how in (
         {},
@@ -195,19 +211,21 @@ def test_activations_have_the_bytes_of_the_type_that_trains() -> None:
         {"schedule": "zb_h1"},
         {"t": 2, "p": 4, "sequence_parallel": True},
     ):
-        choice = Choice(**({"p": 8, "m": 8, "attention": "flash"} | how))  # type: ignore[arg-type]
+        choice = ParallelPlan(**({"p": 8, "m": 8, "attention": "flash"} | how))  # type: ignore[arg-type]
         model = replace(SMALL, layers=16)
-        half, whole = (step(model, c, choice, exact=False).memory for c in (machine(1), cluster))
-        assert whole == memory(model, cluster, choice)
+        half, whole = (
+            estimate_step(model, c, choice, exact=False).memory for c in (machine(1), cluster)
+        )
+        assert whole == peak_memory(model, cluster, choice)
         assert 1.1 < whole.activations / half.activations <= 2  # logits are in 32 bits anyway
-        program = step(model, cluster, choice).memory
+        program = estimate_step(model, cluster, choice).memory
         assert whole.activations == pytest.approx(program.activations, rel=0.02)
         assert whole.weights == program.weights == 2 * half.weights
 
 
 def test_where_closed_forms_say_that_it_fits_and_programs_do_not_others_are_taken() -> None:
     """Interleaved, rank 0 holds a little more as a program, of the head's messages."""
-    model = Model(layers=32, hidden=6144, heads=48, vocab=128256, sequence=4096)
+    model = TransformerSpec(layers=32, hidden=6144, heads=48, vocab=128256, sequence=4096)
     how: dict[str, Any] = {"schedules": "interleaved", "p": 2, "t": 1, "b": 1, "zero": 1, "v": 4}
     how["recompute"] = "selective"
     large = machine(1, memory="1TB")
@@ -223,12 +241,14 @@ def test_where_closed_forms_say_that_it_fits_and_programs_do_not_others_are_take
 def test_states_are_those_of_zero() -> None:
     """arXiv 1910.02054, table 1: parts of 1/d, where weights of two of 96 stages are whole beside
     theirs, one of them with the embedding, and the gradient of one."""
-    model = Model(layers=96, hidden=1024, heads=16, vocab=1024, sequence=1024)
+    model = TransformerSpec(layers=96, hidden=1024, heads=16, vocab=1024, sequence=1024)
     numbers, one = model.params, layer_numbers(model)[0] + 2048 * 1024
     for zero in range(4):
         v, schedule = (96, "looped_bfs") if zero > 1 else (1, "one_f_one_b")
-        of = memory(model, machine(2), Choice(d=16, v=v, m=1, zero=zero, schedule=schedule))
-        law = model_states(2 * numbers, 2 * numbers, 12 * numbers, zero, 16)
+        of = peak_memory(
+            model, machine(2), ParallelPlan(d=16, v=v, m=1, zero=zero, schedule=schedule)
+        )
+        law = zero_model_states(2 * numbers, 2 * numbers, 12 * numbers, zero, 16)
         assert of.optimizer == pytest.approx(law.optimizer)
         assert of.weights == pytest.approx(
             law.params + (zero == 3) * 2 * (one + layer_numbers(model)[0])
@@ -294,7 +314,7 @@ def test_slices_that_leave_the_node_are_warned_of() -> None:
         found = plan(SMALL, machine(2), 16, t=16, exact=False)
     assert found[0].t == 16
     with pytest.warns(UserWarning, match="t 16 leaves the node of 8 GPUs") as told:
-        step(SMALL, machine(2), Choice(t=16), exact=False)
+        estimate_step(SMALL, machine(2), ParallelPlan(t=16), exact=False)
     assert told[0].filename == __file__
     with pytest.raises(UsageError, match="8 GPUs are no product of t 16"):
         plan(SMALL, machine(1), 16, t=16)
@@ -303,26 +323,29 @@ def test_slices_that_leave_the_node_are_warned_of() -> None:
 
 def test_one_choice_is_priced_also_where_it_does_not_fit() -> None:
     cluster = machine(1, memory="2GB")
-    choice = Choice(p=4, t=2, m=8)
-    found = step(SMALL, cluster, choice, exact=False)
+    choice = ParallelPlan(p=4, t=2, m=8)
+    found = estimate_step(SMALL, cluster, choice, exact=False)
     assert not found.fits and found.bound == "memory" and "does not fit by" in found.why
-    assert step(SMALL, machine(1), choice, exact=False).bound in found.parts._fields
+    assert estimate_step(SMALL, machine(1), choice, exact=False).bound in found.parts._fields
 
 
 @pytest.mark.parametrize(
     ("choice", "fact"),
     [
-        (Choice(p=4), "p 4 x t 1 x d 1 x c 1 = 4 are not the 8 GPUs of 1 x 8"),
-        (Choice(p=8, m=8), "12 layers do not divide into p 8 x v 1 = 8 stages"),
-        (Choice(p=2, d=4, v=2), "one_f_one_b has v 1, not 2"),
-        (Choice(p=4, d=2, v=3, m=6, schedule="interleaved"), "takes a multiple of p 4"),
-        (Choice(p=4, d=2, m=6, schedule="zb_h2"), "zb_h2 takes at least 7 microbatches, not m 6"),
-        (Choice(t=8, d=1, schedule="zb"), "knows no schedule 'zb'"),
+        (ParallelPlan(p=4), "p 4 x t 1 x d 1 x c 1 = 4 are not the 8 GPUs of 1 x 8"),
+        (ParallelPlan(p=8, m=8), "12 layers do not divide into p 8 x v 1 = 8 stages"),
+        (ParallelPlan(p=2, d=4, v=2), "one_f_one_b has v 1, not 2"),
+        (ParallelPlan(p=4, d=2, v=3, m=6, schedule="interleaved"), "takes a multiple of p 4"),
+        (
+            ParallelPlan(p=4, d=2, m=6, schedule="zb_h2"),
+            "zb_h2 takes at least 7 microbatches, not m 6",
+        ),
+        (ParallelPlan(t=8, d=1, schedule="zb"), "knows no schedule 'zb'"),
     ],
 )
-def test_choices_that_cannot_be_are_refused(choice: Choice, fact: str) -> None:
+def test_choices_that_cannot_be_are_refused(choice: ParallelPlan, fact: str) -> None:
     with pytest.raises(UsageError) as refused:
-        step(SMALL, machine(1), choice, exact=False)
+        estimate_step(SMALL, machine(1), choice, exact=False)
     assert fact in refused.value.fact
 
 
@@ -337,7 +360,7 @@ def test_choices_that_cannot_be_are_refused(choice: Choice, fact: str) -> None:
 )
 def test_what_is_no_choice_is_refused(fields: dict[str, Any], fact: str) -> None:
     with pytest.raises(UsageError) as refused:
-        Choice(**fields)
+        ParallelPlan(**fields)
     assert fact in refused.value.fact
 
 
@@ -354,17 +377,17 @@ def test_what_is_no_model_and_no_cluster_is_refused() -> None:
         with pytest.raises(UsageError, match="this takes a"):
             plan(model, cluster, 8)
         with pytest.raises(UsageError, match="this takes a"):
-            step(model, cluster, Choice(t=8))
+            estimate_step(model, cluster, ParallelPlan(t=8))
     with pytest.raises(UsageError, match="heads 16 cannot be divided among t 3"):
-        memory(SMALL, machine(), Choice(t=3))
+        peak_memory(SMALL, machine(), ParallelPlan(t=3))
     with pytest.raises(UsageError, match="knows no schedule 'zz'"):
-        memory(SMALL, machine(), Choice(schedule="zz"))
+        peak_memory(SMALL, machine(), ParallelPlan(schedule="zz"))
 
 
 def test_links_are_those_that_processes_cross() -> None:
     """Beside `Cluster.send` and `Cluster.all_reduce` between the processes themselves."""
     for t, p, d, order in product((1, 2, 4), (2, 3, 4), (1, 2, 3), ("tpd", "tdp")):
-        choice = Choice(p=p, t=t, d=d, order=order)  # type: ignore[arg-type]
+        choice = ParallelPlan(p=p, t=t, d=d, order=order)  # type: ignore[arg-type]
         strides = (p * t, t) if order == "tpd" else (t, d * t)
         for at in np.ndindex(d, p, t):
             assert mesh(choice)[at] == at[0] * strides[0] + at[1] * strides[1] + at[2]

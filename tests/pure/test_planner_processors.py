@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from schedir import Cluster, planner
-from schedir.planner import Choice
+from schedir.planner import ParallelPlan
 
-MODEL = planner.Model(layers=8, hidden=256, heads=8, vocab=256, sequence=128)
+MODEL = planner.TransformerSpec(layers=8, hidden=256, heads=8, vocab=256, sequence=128)
 HERE = Cluster(
     1, 4, flops=50e9, memory=6e9, hbm=6e9, nvlink=1e9, network=1e9, latency=200e-6, kernel_us=25,
     itemsize=4, processors=2,
 )  # fmt: skip
 PLANS = [
-    Choice(p=p, t=t, d=d, b=b, m=16 // (d * b), v=v, schedule=schedule, attention="flash")
+    ParallelPlan(p=p, t=t, d=d, b=b, m=16 // (d * b), v=v, schedule=schedule, attention="flash")
     for p, t, d in ((4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4))
     for b in (1, 2)
     for schedule, v in (("one_f_one_b", 1), ("interleaved", 2), ("zb_h1", 1))
@@ -24,19 +24,19 @@ PLANS = [
 ]
 
 
-def price(choice: Choice, *, exact: bool, **more: Any) -> planner.Priced:
-    return planner.step(MODEL, replace(HERE, **more), choice, exact=exact)
+def price(choice: ParallelPlan, *, exact: bool, **more: Any) -> planner.PlanEstimate:
+    return planner.estimate_step(MODEL, replace(HERE, **more), choice, exact=exact)
 
 
 @pytest.mark.parametrize("choice", PLANS, ids=lambda c: f"{c.p}{c.t}{c.d} b{c.b} {c.schedule}")
-def test_the_closed_form_is_near_the_program(choice: Choice) -> None:
+def test_the_closed_form_is_near_the_program(choice: ParallelPlan) -> None:
     told, exact = (price(choice, exact=e) for e in (False, True))
     assert told.step == pytest.approx(exact.step, rel=0.12)
 
 
 def test_two_of_four_keep_two_processors_busy() -> None:
     """Of 2 ranks x 2 replicas two processes compute while the pipeline fills."""
-    two = Choice(p=2, d=2, b=1, m=8, attention="flash")
+    two = ParallelPlan(p=2, d=2, b=1, m=8, attention="flash")
     assert price(two, exact=False).parts.bubble == 0
     assert price(two, exact=False, processors=4).parts.bubble > 0
 
@@ -44,15 +44,15 @@ def test_two_of_four_keep_two_processors_busy() -> None:
 @pytest.mark.parametrize("exact", [False, True])
 def test_nothing_is_shorter_than_its_work(exact: bool) -> None:
     """With one processor for all, every pipeline takes what its ranks work, one after the other."""
-    alone = price(Choice(p=1, d=4, b=1, m=4, attention="flash"), exact=exact, processors=1)
-    piped = price(Choice(p=4, b=1, m=16, attention="flash"), exact=exact, processors=1)
+    alone = price(ParallelPlan(p=1, d=4, b=1, m=4, attention="flash"), exact=exact, processors=1)
+    piped = price(ParallelPlan(p=4, b=1, m=16, attention="flash"), exact=exact, processors=1)
     work = alone.parts.compute
     assert piped.step >= 0.97 * work
     assert piped.parts.bubble < 0.2 * work
 
 
 def test_as_many_processors_as_processes_are_those_of_gpus_that_wait() -> None:
-    choice = Choice(p=4, b=1, m=16, attention="flash")
+    choice = ParallelPlan(p=4, b=1, m=16, attention="flash")
     many, more = (price(choice, exact=True, processors=n) for n in (4, 8))
     assert many.step == more.step
     assert many.step > price(choice, exact=True).step

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schedir import planner, show
+from schedir import planner, to_text
 from schedir.__main__ import main
 from schedir.errors import UsageError
-from schedir.planner.config_export import config, program
-from schedir.planner.launch_options import options
+from schedir.planner.config_export import plan_program, train_config
+from schedir.planner.launch_options import launcher_options
 from schedir.predict.activation_bytes import Recompute
 from schedir.training.config import config_file
 
 RECOMPUTE: Final[tuple[Recompute, ...]] = get_args(Recompute)
-MODEL = planner.Model(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
+MODEL = planner.TransformerSpec(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
 
 
 # ---------------------------------------------------------------- as others are told
@@ -61,8 +61,8 @@ def test_options_say_the_division(data: st.DataObject) -> None:
     parts[0], parts[-1] = ends
     model = replace(MODEL, layers=sum(parts))
     schedule = "interleaved" if v > 1 else "one_f_one_b"
-    choice = planner.Choice(p=p, v=v, m=p, schedule=schedule, layers_of=tuple(parts))
-    said = options(model, choice)
+    choice = planner.ParallelPlan(p=p, v=v, m=p, schedule=schedule, layers_of=tuple(parts))
+    said = launcher_options(model, choice)
     if "layout" in said["megatron"]:
         assert stages_of_layout(said["megatron"]) == choice.layers_of
     else:
@@ -87,18 +87,18 @@ def test_options_say_the_division(data: st.DataObject) -> None:
 
 
 def test_what_others_cannot_be_told_is_said() -> None:
-    model, choice = MODEL, planner.Choice(p=2, v=2, m=4, schedule="zb_v")
-    assert options(model, choice)["megatron"].startswith("# ")
-    assert options(model, choice)["torchtitan"].startswith("pipeline_parallel_degree")
+    model, choice = MODEL, planner.ParallelPlan(p=2, v=2, m=4, schedule="zb_v")
+    assert launcher_options(model, choice)["megatron"].startswith("# ")
+    assert launcher_options(model, choice)["torchtitan"].startswith("pipeline_parallel_degree")
 
 
 # ---------------------------------------------------------------- for our trainer
 
 
 def test_config_says_the_choice() -> None:
-    choice = planner.Choice(p=2, t=2, d=2, v=2, b=3, m=8, schedule="interleaved", zero=2,
+    choice = planner.ParallelPlan(p=2, t=2, d=2, v=2, b=3, m=8, schedule="interleaved", zero=2,
                             recompute="full", layers_of=(3, 3, 4, 2))  # fmt: skip
-    said = tomllib.loads(config(MODEL, choice, steps=7))
+    said = tomllib.loads(train_config(MODEL, choice, steps=7))
     assert said["pipeline"] == {
         "schedule": "interleaved", "ranks": 2, "microbatches": 8, "stages_per_rank": 2,
         "tp": 2, "dp": 2, "division": [3, 3, 4, 2], "zero": 2,
@@ -109,14 +109,14 @@ def test_config_says_the_choice() -> None:
 
 
 @st.composite
-def choices(draw: st.DrawFn) -> planner.Choice:
+def choices(draw: st.DrawFn) -> planner.ParallelPlan:
     schedule, v = draw(st.sampled_from([
         ("one_f_one_b", 1), ("gpipe", 1), ("zb_h1", 1), ("zb_v", 2), ("interleaved", 2),
         ("interleaved", 3), ("looped_bfs", 4),
     ]))  # fmt: skip
     p, t, d = draw(st.sampled_from([1, 2, 3])), *(draw(st.sampled_from([1, 2])) for _ in range(2))
     parts = draw(st.lists(st.integers(1, 3), min_size=p * v, max_size=p * v))
-    return planner.Choice(
+    return planner.ParallelPlan(
         p=p, t=t, d=d, v=v, b=draw(st.integers(1, 3)), m=p * draw(st.integers(2, 3)),
         schedule=schedule, layers_of=tuple(parts), zero=draw(st.integers(0, 3)) if d > 1 else 0,
         recompute=draw(st.sampled_from([RECOMPUTE[0], RECOMPUTE[2]])),
@@ -128,14 +128,14 @@ def choices(draw: st.DrawFn) -> planner.Choice:
 )
 @given(choices(), st.booleans(), st.sampled_from(["cpu", "cuda"]))
 def test_the_trainer_makes_the_program_of_the_choice(
-    tmp_path: Path, choice: planner.Choice, tied: bool, device: str
+    tmp_path: Path, choice: planner.ParallelPlan, tied: bool, device: str
 ) -> None:
     model = replace(MODEL, layers=sum(choice.layers_of), tied=tied)
     file = tmp_path / "plan.toml"
-    file.write_text(config(model, choice, device=device, clip=1.0))
+    file.write_text(train_config(model, choice, device=device, clip=1.0))
     read = config_file.read(str(file))
     own = read.request.program
-    assert own.digest == program(choice, tied=tied, overlap=True, slots=read.slots).digest
+    assert own.digest == plan_program(choice, tied=tied, overlap=True, slots=read.slots).digest
     assert (read.pipeline.division or choice.layers_of) == choice.layers_of
     assert (read.world, read.data.microbatch_size) == (choice.gpus, choice.b)
     assert (read.model.layers, read.model.hidden, read.model.heads, read.model.vocab,
@@ -145,13 +145,13 @@ def test_the_trainer_makes_the_program_of_the_choice(
 def test_a_choice_is_exported(tmp_path: Path) -> None:
     """As a program file, which is a schedule again, and from there to torch."""
     file, table = tmp_path / "plan.sched", tmp_path / "plan.csv"
-    choice = planner.Choice(p=4, d=2, v=2, m=8, schedule="interleaved", zero=1)
-    file.write_text(show(program(choice)))
+    choice = planner.ParallelPlan(p=4, d=2, v=2, m=8, schedule="interleaved", zero=1)
+    file.write_text(to_text(plan_program(choice)))
     assert main(["export", str(file), "--to", "torch", "-o", str(table)]) == 0
     assert table.read_text().count("\n") == 4
-    assert program(replace(choice, schedule=str(file))).digest == program(choice).digest
+    assert plan_program(replace(choice, schedule=str(file))).digest == plan_program(choice).digest
     with pytest.raises(UsageError) as refused:
-        program(replace(choice, schedule=str(file), d=3))
+        plan_program(replace(choice, schedule=str(file), d=3))
     assert refused.value.fields == ("dp",)
 
 
@@ -165,16 +165,16 @@ def test_what_the_trainer_cannot_do_is_refused(
     model: dict[str, Any], choice: dict[str, Any]
 ) -> None:
     with pytest.raises(UsageError) as refused:
-        config(replace(MODEL, **model), planner.Choice(**choice))
+        train_config(replace(MODEL, **model), planner.ParallelPlan(**choice))
     assert {*refused.value.fields} & {*model, *choice}
 
 
 @pytest.mark.parametrize(("choice", "field"), [
-    (planner.Choice(p=2, m=4, v=2), "v"),
-    (planner.Choice(p=2, m=4, v=3, schedule="zb_v"), "v"),
-    (planner.Choice(p=2, m=4, schedule="zb_v"), "v"),
+    (planner.ParallelPlan(p=2, m=4, v=2), "v"),
+    (planner.ParallelPlan(p=2, m=4, v=3, schedule="zb_v"), "v"),
+    (planner.ParallelPlan(p=2, m=4, schedule="zb_v"), "v"),
 ])  # fmt: skip
-def test_a_schedule_with_other_stages_is_refused(choice: planner.Choice, field: str) -> None:
+def test_a_schedule_with_other_stages_is_refused(choice: planner.ParallelPlan, field: str) -> None:
     with pytest.raises(UsageError) as refused:
-        program(choice)
+        plan_program(choice)
     assert field in refused.value.fields

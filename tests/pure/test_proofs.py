@@ -33,14 +33,14 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.dataflow import Dataflow
 from schedir.ir.instruction_index import InstructionIndex
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Proof, SlotCounts
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.schedules import forward_only, interleaved, one_f_one_b, zb_h1
-from schedir.schedules.draft import draft
-from schedir.schedules.greedy import greedy
-from schedir.testing import drafts
+from schedir.schedules.draft import expand_schedule
+from schedir.schedules.greedy import greedy_schedule
+from schedir.testing import compute_programs
 from schedir.verify.check import check
 from tests.mutants import MUTATIONS, lowered, mutate, updating
 from tests.pure.test_check import naive
@@ -63,7 +63,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
 
 
 def test_a_proof_stays_until_the_program_changes(looks: list[Program]) -> None:
-    program = parse(show(compile(one_f_one_b, Plan(3, 6))))
+    program = from_text(to_text(compile(one_f_one_b, PipelineShape(3, 6))))
     looks.clear()
     for _ in range(2):
         simulate(check(program))
@@ -78,7 +78,7 @@ def test_a_proof_stays_until_the_program_changes(looks: list[Program]) -> None:
 
 @pytest.mark.parametrize("copied", [copy, deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
 def test_a_copy_has_no_proof_and_cannot_be_written_to(copied: Callable[[Program], Program]) -> None:
-    program = compile(zb_h1, Plan(2, 4), slots="fewest")
+    program = compile(zb_h1, PipelineShape(2, 4), slots="fewest")
     other = copied(program)
     assert other == program and other.digest == program.digest and not other.proofs
     assert other.order.keys() == program.order.keys()
@@ -89,7 +89,7 @@ def test_a_copy_has_no_proof_and_cannot_be_written_to(copied: Callable[[Program]
 
 
 def test_what_holds_where_hosts_block_holds_elsewhere(looks: list[Program]) -> None:
-    program = parse(show(compile(one_f_one_b, Plan(3, 6))))
+    program = from_text(to_text(compile(one_f_one_b, PipelineShape(3, 6))))
     looks.clear()
     check(program, "edge", blocks=True)
     simulate(program, model="edge")
@@ -98,7 +98,7 @@ def test_what_holds_where_hosts_block_holds_elsewhere(looks: list[Program]) -> N
     assert Proof("serial", blocks=True) not in program.proofs
     assert len(looks) == 1  # it is complete under every model
     hosts = ((False, False), (True, False), (True, True))
-    ordered = compile(one_f_one_b, Plan(3, 6)).proofs
+    ordered = compile(one_f_one_b, PipelineShape(3, 6)).proofs
     assert ordered == {Proof(model, *host) for model in MODELS for host in hosts}
 
 
@@ -116,7 +116,7 @@ def test_each_proof_holds_by_itself(seed: int) -> None:
 
 
 def test_no_proof_of_what_is_refused() -> None:
-    program = naive(draft(one_f_one_b, Plan(2, 4)))
+    program = naive(expand_schedule(one_f_one_b, PipelineShape(2, 4)))
     check(program, "edge")
     for model in ("device", "serial"):
         for _ in range(2):
@@ -162,9 +162,9 @@ def test_what_is_simulated_is_what_is_right(seed: int, name: str, model: Model) 
 
 def test_unchecked_for_what_finishes_but_is_wrong() -> None:
     """A reduction in a queue of its own finishes wherever its host issues it."""
-    program = compile(zb_h1, Plan(2, 4))
-    text = show(program, folded=False)
-    wrong = parse(
+    program = compile(zb_h1, PipelineShape(2, 4))
+    text = to_text(program, folded=False)
+    wrong = from_text(
         text.replace("  reduce_grads 1\n", "").replace("rank 1\n", "rank 1\n  reduce_grads 1\n")
     )
     with pytest.raises(OrderError):
@@ -174,14 +174,16 @@ def test_unchecked_for_what_finishes_but_is_wrong() -> None:
 
 
 def test_evaluation_on_one_rank_is_whole_as_it_is() -> None:
-    program = replace(compile(forward_only, Plan(1, 2, 2)), slots=(SlotCounts(0, 0, 0, 0),))
+    program = replace(
+        compile(forward_only, PipelineShape(1, 2, 2)), slots=(SlotCounts(0, 0, 0, 0),)
+    )
     for proven in (check, simulate):
         with pytest.raises(SlotError):
             proven(program)
 
 
 def test_a_slot_that_only_its_own_filler_frees() -> None:
-    program = compile(interleaved, Plan(1, 1, 3))
+    program = compile(interleaved, PipelineShape(1, 1, 3))
     program = replace(program, slots=(SlotCounts(0, 1, 0, 2),))
     with pytest.raises(SlotError):
         simulate(program)
@@ -194,7 +196,7 @@ def test_a_slot_that_only_its_own_filler_frees() -> None:
 # ---------------------------------------------------------------- drafts
 
 
-@given(drafts(), st.data(), st.sampled_from(MODELS))
+@given(compute_programs(), st.data(), st.sampled_from(MODELS))
 def test_a_draft_is_its_program(given: Program, data: st.DataObject, model: Model) -> None:
     priced = data.draw(costs(given.plan))
     program = compile(given, costs=priced, model=model)
@@ -203,25 +205,25 @@ def test_a_draft_is_its_program(given: Program, data: st.DataObject, model: Mode
 
 
 def test_drafts_of_any_kind_are_compiled() -> None:
-    plan = Plan(4, 8)
+    plan = PipelineShape(4, 8)
     program = compile(one_f_one_b, plan)
-    listed = greedy(plan, "BF", lambda rank: plan.ranks - rank)
-    imported = torch_csv.parse(torch_csv.show(program, "torch"))
-    for each in (draft(one_f_one_b, plan), listed, imported, parse(show(listed))):
+    listed = greedy_schedule(plan, "BF", lambda rank: plan.ranks - rank)
+    imported = torch_csv.from_csv(torch_csv.to_csv(program, "torch"))
+    for each in (expand_schedule(one_f_one_b, plan), listed, imported, from_text(to_text(listed))):
         assert compile(each).streams == compile(each, plan).streams == program.streams
     assert compile(listed, costs=Costs(send=5)).order.keys() == program.order.keys()
 
 
 def test_a_draft_brings_its_traits() -> None:
-    given = replace(draft(one_f_one_b, Plan(2, 4)), tp=2, clip=True)
-    assert compile(given) == replace(compile(one_f_one_b, Plan(2, 4), 2, clip=True))
-    assert compile(given, tp=1, clip=False) == compile(one_f_one_b, Plan(2, 4))
+    given = replace(expand_schedule(one_f_one_b, PipelineShape(2, 4)), tp=2, clip=True)
+    assert compile(given) == replace(compile(one_f_one_b, PipelineShape(2, 4), 2, clip=True))
+    assert compile(given, tp=1, clip=False) == compile(one_f_one_b, PipelineShape(2, 4))
 
 
 def test_what_cannot_be_compiled() -> None:
-    given = draft(one_f_one_b, Plan(2, 4))
+    given = expand_schedule(one_f_one_b, PipelineShape(2, 4))
     with pytest.raises(UsageError, match="its own plan"):
-        compile(given, Plan(2, 8))
+        compile(given, PipelineShape(2, 8))
     with pytest.raises(LoweringLevelError, match="lowered already"):
         compile(compile(given))
     with pytest.raises(UsageError, match="a Plan"):
@@ -236,7 +238,7 @@ def test_what_is_derived_of_a_program_goes_with_it() -> None:
     gc.collect()
     gc.disable()
     try:
-        program = compile(one_f_one_b, Plan(2, 4))
+        program = compile(one_f_one_b, PipelineShape(2, 4))
         index, flow, graph = InstructionIndex.of(program), Dataflow.of(program), Graph.of(program)
         timeline = simulate(program)
         assert timeline.graph is graph and graph.flow is flow and flow.index is index
@@ -263,18 +265,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_index_and_flow_are_made_once_for_a_program(made: list[object]) -> None:
-    program = compile(one_f_one_b, Plan(2, 4), slots="fewest")
+    program = compile(one_f_one_b, PipelineShape(2, 4), slots="fewest")
     made.clear()
     timeline = simulate(program, sizes=Sizes(activation=1, saved=10))
     assert timeline.peak_memory.any() and timeline.critical_path.size and timeline.idle.any()
     assert not made
     check(program, "edge")
     assert not made
-    slots = compile(one_f_one_b, Plan(2, 4)).with_slots(program.slots)
+    slots = compile(one_f_one_b, PipelineShape(2, 4)).with_slots(program.slots)
     made.clear()
     check(slots)
     assert [type(each) for each in made] == [Graph]
-    check(parse(show(program)))
+    check(from_text(to_text(program)))
     assert sorted(type(each).__name__ for each in made[1:]) == [
         "Dataflow",
         "Graph",
@@ -283,7 +285,7 @@ def test_index_and_flow_are_made_once_for_a_program(made: list[object]) -> None:
 
 
 def test_large_programs_keep_nothing(made: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    program = parse(show(compile(one_f_one_b, Plan(2, 4), slots="fewest")))
+    program = from_text(to_text(compile(one_f_one_b, PipelineShape(2, 4), slots="fewest")))
     monkeypatch.setattr("schedir.ir.program._LARGE", 10)
     made.clear()
     check(program)  # once to see that it is complete, and once for its graph

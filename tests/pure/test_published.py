@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from schedir import search
+from schedir import search_schedule
 from tests.published import PRINTED, Row, rows
 
 SMALL = [row for row in rows() if row.plan.ranks == 8]
@@ -12,14 +12,16 @@ SMALL = [row for row in rows() if row.plan.ranks == 8]
 
 @pytest.mark.parametrize("row", SMALL, ids=lambda row: f"{row.model}-{row.plan.microbatches}")
 def test_zb_1p_is_proved_shortest(row: Row) -> None:
-    found = search(row.plan, row.costs, row.sizes, row.plan.ranks, objective="own", evaluations=500)
+    found = search_schedule(
+        row.plan, row.costs, row.sizes, row.plan.ranks, objective="own", evaluations=500
+    )
     assert found.stopped == "proved" and found.gap < 1e-9
     assert row.rate(found.span) == pytest.approx(row.rates["rate_ZB_1p"], abs=PRINTED / 2)
 
 
 def test_twice_the_memory_is_used_at_least_as_well() -> None:
     row = SMALL[0]  # of the others the paper's schedules are longer than what is found in seconds
-    found = search(
+    found = search_schedule(
         row.plan, row.costs, row.sizes, 2 * row.plan.ranks, objective="own", evaluations=2000
     )
     assert row.rate(found.span) <= row.rates["rate_ZB_2p"] + PRINTED / 2

@@ -41,7 +41,7 @@ def test_page_of_a_reader(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     Path("examples").symlink_to(ROOT / "examples")
-    program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(4, 8))
+    program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
     schedir.save_timeline(schedir.simulate(program), "run.timeline")  # what a reader has
     ran = 0
     for step in steps(page):

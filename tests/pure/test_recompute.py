@@ -25,16 +25,16 @@ from schedir.io import torch_csv
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import FORWARD, RECOMPUTE
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
 from schedir.schedules import built_in, gpipe, interleaved, one_f_one_b, zb_h1
-from schedir.schedules.draft import draft
-from schedir.schedules.greedy import greedy
-from schedir.schedules.schedule_algebra import B, F, I, R, W, Word
-from schedir.testing import drafts
+from schedir.schedules.draft import expand_schedule
+from schedir.schedules.greedy import greedy_schedule
+from schedir.schedules.schedule_algebra import B, F, I, R, RankSchedule, W
+from schedir.testing import compute_programs
 from schedir.verify.check import check
 from tests.laws import ZOO, least, plan_of
 
@@ -47,7 +47,7 @@ def again(program: Program) -> list[list[str]]:
 
 
 def flat(program: Program) -> str:
-    return show(program, folded=False)
+    return to_text(program, folded=False)
 
 
 # ---------------------------------------------------------------- words
@@ -65,28 +65,28 @@ def flat(program: Program) -> str:
         (2 * F + R + I + W + R + I + W, "F0 F1 R0 I0 W0 R1 I1 W1"),
     ],
 )
-def test_r_is_of_the_next_backward_that_has_none(word: Word, spelled: str) -> None:
-    program = draft(lambda r, P, m: word, Plan(1, word.letters.size and 3))
+def test_r_is_of_the_next_backward_that_has_none(word: RankSchedule, spelled: str) -> None:
+    program = expand_schedule(lambda r, P, m: word, PipelineShape(1, word.letters.size and 3))
     assert [f"{i}".replace(" 0.", "") for i in program.streams[0]] == spelled.split()
 
 
 def test_own_stages_count_apart() -> None:
     word = F[0] + F[0] + F[1] + F[1] + R[1] + B[1] + R[0] + R[1] + B[1] + B[0] + R[0] + B[0]
-    program = draft(lambda r, P, m, v: word, Plan(1, 2, 2))
+    program = expand_schedule(lambda r, P, m, v: word, PipelineShape(1, 2, 2))
     found = [str(i) for i in program.streams[0] if i.op is RECOMPUTE]
     assert found == ["R 1.0", "R 0.0", "R 1.1", "R 0.1"]
 
 
 def test_r_without_a_backward_behind_it() -> None:
     with pytest.raises(ScheduleError, match="letter #3") as caught:
-        draft(lambda r, P, m: F + R + B + R, Plan(1, 1))
+        expand_schedule(lambda r, P, m: F + R + B + R, PipelineShape(1, 1))
     assert "F + R + B" in caught.value.hint
 
 
 def test_a_program_with_r_is_written_and_read() -> None:
-    program = compile(interleaved, Plan(2, 4, 2), recompute="all")
+    program = compile(interleaved, PipelineShape(2, 4, 2), recompute="all")
     assert RECOMPUTE in program.ops
-    assert parse(show(program)) == program == check(program)
+    assert from_text(to_text(program)) == program == check(program)
 
 
 # ---------------------------------------------------------------- memory and time
@@ -95,8 +95,8 @@ def test_a_program_with_r_is_written_and_read() -> None:
 def test_memory_is_that_counted_by_hand() -> None:
     """Of two in flight one is a checkpoint; of five, four."""
     for schedule, plan, whole, less in (
-        (one_f_one_b, Plan(2, 4), [20, 10], [11, 10]),
-        (interleaved, Plan(2, 4, 2), [50, 30], [14, 12]),
+        (one_f_one_b, PipelineShape(2, 4), [20, 10], [11, 10]),
+        (interleaved, PipelineShape(2, 4, 2), [50, 30], [14, 12]),
     ):
         plain, program = compile(schedule, plan), compile(schedule, plan, recompute="all")
         runs = [simulate(p, sizes=SIZES) for p in (plain, program)]
@@ -111,7 +111,7 @@ def test_a_checkpoint_is_the_activation_of_the_stage_before() -> None:
 
 
 def test_an_r_costs_as_much_as_its_f_unless_told() -> None:
-    program = compile(one_f_one_b, Plan(2, 4), recompute="all")
+    program = compile(one_f_one_b, PipelineShape(2, 4), recompute="all")
     assert simulate(program, Costs(F=1, B=2)).busy.tolist() == [4 * 3 + 4, 4 * 3]
     assert simulate(program, Costs(F=1, B=2, R=0.5)).busy.tolist() == [4 * 3 + 2, 4 * 3]
 
@@ -119,18 +119,18 @@ def test_an_r_costs_as_much_as_its_f_unless_told() -> None:
 def test_r_runs_while_the_gradient_is_on_its_way() -> None:
     """GPipe's first R fits into the time that the first rank waits; within B it would not."""
     costs = Costs(F=1, B=2)
-    program = compile(gpipe, Plan(4, 4), recompute=lambda stage, mb: mb == 0, costs=costs)
+    program = compile(gpipe, PipelineShape(4, 4), recompute=lambda stage, mb: mb == 0, costs=costs)
     assert sum(map(len, again(program))) == 4
-    plain = simulate(compile(gpipe, Plan(4, 4)), costs).span
+    plain = simulate(compile(gpipe, PipelineShape(4, 4)), costs).span
     assert simulate(program, costs).span == plain + 1  # that of the last rank, which never waits
     inside = Costs(F=1, B=((3, 2, 2, 2),))
-    assert simulate(compile(gpipe, Plan(4, 4)), inside).span == plain + 4
+    assert simulate(compile(gpipe, PipelineShape(4, 4)), inside).span == plain + 4
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 def test_hidden_is_no_longer_and_holds_no_more(schedule: Any) -> None:
     if schedule is built_in()["forward_only"]:
-        assert RECOMPUTE not in compile(schedule, Plan(4, 8), recompute="all").ops
+        assert RECOMPUTE not in compile(schedule, PipelineShape(4, 8), recompute="all").ops
         return
     plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
     for costs in (Costs(F=1, I=1, W=1), Costs(F=2, I=3, W=1, send=0.5, R=1)):
@@ -150,13 +150,13 @@ def test_hidden_is_no_longer_and_holds_no_more(schedule: Any) -> None:
 def test_an_r_goes_before_a_forward_that_waits() -> None:
     """The second rank waits for its second F as long as an R takes, and then nobody waits for R."""
 
-    def schedule(rank: int, ranks: int, microbatches: int) -> Word:
+    def schedule(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         return 3 * F + 3 * B if rank == 0 else F.at(0) + F.at(1) + B.at(0) + F.at(2) + B + B
 
     costs = Costs(F=(4, 1), B=(1, 1), R=1)
     where = {(1, 0), (1, 1)}
     late, early = (
-        compile(schedule, Plan(2, 3), costs=costs, recompute=where, recompute_at=at)
+        compile(schedule, PipelineShape(2, 3), costs=costs, recompute=where, recompute_at=at)
         for at in ("late", "early")
     )
     assert again(late) == again(early)
@@ -166,7 +166,7 @@ def test_an_r_goes_before_a_forward_that_waits() -> None:
 
 
 @settings(max_examples=40)
-@given(drafts(), st.sets(st.integers(0, 30)), st.booleans())
+@given(compute_programs(), st.sets(st.integers(0, 30)), st.booleans())
 def test_of_any_draft(program: Program, some: set[int], late: bool) -> None:
     how: dict[str, Any] = {"recompute_at": "late"} if late else {}
     lowered = compile(program, recompute=lambda s, m: 5 * s + m in some, debug=True, **how)
@@ -176,7 +176,7 @@ def test_of_any_draft(program: Program, some: set[int], late: bool) -> None:
 
 
 def test_what_is_said_is_recomputed() -> None:
-    plan = Plan(2, 3)
+    plan = PipelineShape(2, 3)
     found = {
         how: again(compile(one_f_one_b, plan, recompute=how)) for how in ("0.1", "0", "1", "all")
     }
@@ -190,15 +190,15 @@ def test_what_is_said_is_recomputed() -> None:
 
 
 def test_what_has_r_already_keeps_it() -> None:
-    def schedule(rank: int, ranks: int, microbatches: int) -> Word:
+    def schedule(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         return 2 * F + R + B + B
 
-    program = compile(schedule, Plan(1, 2), recompute="all")
+    program = compile(schedule, PipelineShape(1, 2), recompute="all")
     assert again(program) == [["R 0.0", "R 0.1"]]
 
 
 def test_greedy_drafts_are_recomputed() -> None:
-    found = greedy(Plan(3, 6), "BF", 3)
+    found = greedy_schedule(PipelineShape(3, 6), "BF", 3)
     program = compile(found, recompute="all")
     assert (
         simulate(program, sizes=SIZES).peak_memory.max()
@@ -210,24 +210,29 @@ def test_greedy_drafts_are_recomputed() -> None:
 
 
 def test_nothing_where_all_fits() -> None:
-    program = compile(one_f_one_b, Plan(4, 8), recompute="fit", sizes=SIZES, limit=40)
-    assert program == compile(one_f_one_b, Plan(4, 8))
+    program = compile(one_f_one_b, PipelineShape(4, 8), recompute="fit", sizes=SIZES, limit=40)
+    assert program == compile(one_f_one_b, PipelineShape(4, 8))
 
 
 @pytest.mark.parametrize("limit", [39, 31, 25, 22, 13])
 @pytest.mark.parametrize("slots", [None, "fewest"])
 def test_what_fits_is_within_the_limit(limit: float, slots: Any) -> None:
     program = compile(
-        one_f_one_b, Plan(4, 8), recompute="fit", sizes=SIZES, limit=limit, slots=slots
+        one_f_one_b, PipelineShape(4, 8), recompute="fit", sizes=SIZES, limit=limit, slots=slots
     )
     assert simulate(program, sizes=SIZES).peak_memory.max() <= limit
     assert not again(program)[3]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan"), [(gpipe, Plan(2, 4)), (one_f_one_b, Plan(3, 5)), (zb_h1, Plan(2, 4))]
+    ("schedule", "plan"),
+    [
+        (gpipe, PipelineShape(2, 4)),
+        (one_f_one_b, PipelineShape(3, 5)),
+        (zb_h1, PipelineShape(2, 4)),
+    ],
 )
-def test_no_fewer_would_do(schedule: Any, plan: Plan) -> None:
+def test_no_fewer_would_do(schedule: Any, plan: PipelineShape) -> None:
     """By trying all smaller sets of a rank."""
     whole = compile(schedule, plan, recompute="all", recompute_at="late")
     for limit in (31, 22, 21, 13):
@@ -245,14 +250,14 @@ def test_no_fewer_would_do(schedule: Any, plan: Plan) -> None:
 
 def test_what_never_fits_is_refused() -> None:
     with pytest.raises(MemoryLimitError) as caught:
-        compile(one_f_one_b, Plan(4, 8), recompute="fit", sizes=SIZES, limit=9)
+        compile(one_f_one_b, PipelineShape(4, 8), recompute="fit", sizes=SIZES, limit=9)
     assert caught.value.needs == 13
 
 
 @pytest.mark.parametrize("given", [{}, {"sizes": SIZES}])
 def test_what_fits_needs_a_limit(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
-        compile(one_f_one_b, Plan(4, 8), recompute="fit", **given)
+        compile(one_f_one_b, PipelineShape(4, 8), recompute="fit", **given)
     assert "recompute" in caught.value.fields
 
 
@@ -261,8 +266,8 @@ def test_what_fits_needs_a_limit(given: dict[str, Any]) -> None:
 
 def test_recomputing_and_keeping_are_simulated() -> None:
     costs = Costs(F=1, B=2)
-    kept = compile(one_f_one_b, Plan(4, 8), costs=costs)
-    again = compile(one_f_one_b, Plan(4, 8), recompute="all", costs=costs)
+    kept = compile(one_f_one_b, PipelineShape(4, 8), costs=costs)
+    again = compile(one_f_one_b, PipelineShape(4, 8), recompute="all", costs=costs)
     for program, what, other in ((kept, 'recompute="all"', again), (again, "all kept", kept)):
         assert not advise(simulate(program, costs), costs).held  # without sizes
         (change,) = advise(simulate(program, costs, sizes=SIZES), costs).held
@@ -291,11 +296,11 @@ def test_commands_say_what_was_chosen(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_other_orders_are_advised_with_as_much_recomputed() -> None:
     """What holds no more must not keep what the program does not."""
-    program, costs = compile(gpipe, Plan(4, 8), recompute="all"), Costs(F=1, B=2)
+    program, costs = compile(gpipe, PipelineShape(4, 8), recompute="all"), Costs(F=1, B=2)
     for change in advise(simulate(program, costs), costs).changes:
         assert RECOMPUTE in change.run.program.ops
     lowering = Lowering(program, "device")
-    assert RECOMPUTE in lowering.of(draft(one_f_one_b, Plan(4, 8)), costs).ops
+    assert RECOMPUTE in lowering.of(expand_schedule(one_f_one_b, PipelineShape(4, 8)), costs).ops
 
 
 # ---------------------------------------------------------------- what is refused
@@ -306,18 +311,18 @@ def test_other_orders_are_advised_with_as_much_recomputed() -> None:
 )
 def test_what_says_nothing(how: Any) -> None:
     with pytest.raises(UsageError) as caught:
-        compile(one_f_one_b, Plan(4, 8), recompute=how)
+        compile(one_f_one_b, PipelineShape(4, 8), recompute=how)
     assert "recompute" in caught.value.fields
 
 
 def test_when_is_early_or_late() -> None:
     with pytest.raises(UsageError, match="early or late"):
-        compile(one_f_one_b, Plan(4, 8), recompute="all", recompute_at="soon")
+        compile(one_f_one_b, PipelineShape(4, 8), recompute="all", recompute_at="soon")
 
 
 def refused(text: str, kind: type[ProgramError], *names: str) -> None:
     with pytest.raises(kind) as caught:
-        check(parse(text))
+        check(from_text(text))
     assert [str(site.instr) for site in caught.value.sites] == [*names]
 
 
@@ -327,34 +332,36 @@ def moved(text: str, what: str, before: str) -> str:
 
 
 def test_r_stands_between_its_f_and_its_backward() -> None:
-    text = flat(compile(one_f_one_b, Plan(2, 4), recompute="all"))
+    text = flat(compile(one_f_one_b, PipelineShape(2, 4), recompute="all"))
     refused(moved(text, "R 0.0", "F 0.0"), OrderError, "R 0.0", "F 0.0")
     refused(moved(text, "R 0.0", "B 0.1"), OrderError, "B 0.0", "R 0.0")
     twice = text.replace("  R 0.0\n", "  R 0.0\n  R 0.0\n")
     refused(twice, CompletenessError, "R 0.0", "R 0.0")
     wrong = text.replace("  R 0.0\n", "  R 1.0\n", 1)
     refused(wrong, CompletenessError, "R 1.0")
-    check(parse(text.replace("  R 0.0\n", "")))  # what is not recomputed is kept
+    check(from_text(text.replace("  R 0.0\n", "")))  # what is not recomputed is kept
 
 
 def test_nothing_is_recomputed_where_there_is_no_backward() -> None:
     for text in (
         "schedir 1\nprogram x\nranks 1  microbatches 1\n\nrank 0\n  F 0.0; R 0.0\n",
-        flat(compile(one_f_one_b, Plan(2, 2), frozen=1)).replace("  F 0.0\n", "  F 0.0\n  R 0.0\n"),
+        flat(compile(one_f_one_b, PipelineShape(2, 2), frozen=1)).replace(
+            "  F 0.0\n", "  F 0.0\n  R 0.0\n"
+        ),
     ):
         refused(text, CompletenessError, "R 0.0")
 
 
 def test_torch_has_no_word_for_it() -> None:
-    program = compile(one_f_one_b, Plan(2, 4), recompute="all")
+    program = compile(one_f_one_b, PipelineShape(2, 4), recompute="all")
     for form in torch_csv.FORMS:
         with pytest.raises(UsageError, match="within backwards only"):
-            torch_csv.show(program, form)
+            torch_csv.to_csv(program, form)
 
 
 def test_curves_of_memory_never_hold_more_than_predicted() -> None:
     """Where R stands early it makes whole at its start, and its backward frees at its end."""
-    program = compile(interleaved, Plan(2, 4, 2), recompute="all")
+    program = compile(interleaved, PipelineShape(2, 4, 2), recompute="all")
     run = simulate(program, Costs(F=1, B=2, send=0.25), sizes=SIZES)
     for rank, curve in enumerate(run.memory):
         spans = run.spans[run.spans["rank"] == rank]

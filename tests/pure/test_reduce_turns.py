@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
 from schedir.ir.isa.instructions import ADDS, Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.schedules import dualpipe, interleaved_zb, looped_bfs
-from schedir.schedules.schedule_algebra import B, F, Word, overlap
-from schedir.testing import plans
-from schedir.testing.strategies import random_draft
+from schedir.schedules.schedule_algebra import B, F, RankSchedule, overlapped_pair
+from schedir.testing import shapes
+from schedir.testing.strategies import random_compute_program
 from schedir.verify.check import check
 
 Events = list[tuple[str, set[int]]]
@@ -53,32 +53,34 @@ def only_what_is_added_to_is_whole(program: Program) -> None:
         assert reductions == sum(map(len, runs))
 
 
-@given(plans(), st.integers(0, 2**32 - 1), st.integers(1, 2))
-def test_of_gradients_those_are_whole_that_are_added_to(plan: Plan, seed: int, dp: int) -> None:
-    draft = random_draft(plan, random.Random(seed))
+@given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 2))
+def test_of_gradients_those_are_whole_that_are_added_to(
+    plan: PipelineShape, seed: int, dp: int
+) -> None:
+    draft = random_compute_program(plan, random.Random(seed))
     program = compile(draft, dp=dp, zero=2, reduce="turn", clip=True, tied=plan.stages > 1)
     only_what_is_added_to_is_whole(program)
     for model in MODELS:
         check(program, model, blocks=True)
-    assert parse(show(program)) == program
+    assert from_text(to_text(program)) == program
 
 
 def test_what_runs_as_one_is_one_turn() -> None:
-    def both(rank: int, ranks: int, m: int, v: int) -> Word:
-        return m * (F[0] + F[1]) + B[1] + (m - 1) * overlap(B[1], B[0]) + B[0]
+    def both(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
+        return m * (F[0] + F[1]) + B[1] + (m - 1) * overlapped_pair(B[1], B[0]) + B[0]
 
-    program = compile(both, Plan(1, 5, 2), dp=2, zero=2, reduce="turn")
+    program = compile(both, PipelineShape(1, 5, 2), dp=2, zero=2, reduce="turn")
     only_what_is_added_to_is_whole(program)
     reduced = [i.stage for i in program.streams[0] if i.op is Opcode.ReduceScatter]
     assert reduced == [1, 0, 1, 0]
     only_what_is_added_to_is_whole(
-        compile(dualpipe, Plan(4, 8, 2, "mirror"), dp=2, zero=3, reduce="turn")
+        compile(dualpipe, PipelineShape(4, 8, 2, "mirror"), dp=2, zero=3, reduce="turn")
     )
 
 
 def test_breadth_first_reduces_once_and_late_w_often() -> None:
     """Where each stage's backwards are one run, turns are the end."""
-    plan = Plan(4, 16, 4)
+    plan = PipelineShape(4, 16, 4)
     end, turn = (compile(looped_bfs, plan, dp=2, zero=2, reduce=how) for how in ("end", "turn"))
     assert turn.streams == end.streams
     late = compile(interleaved_zb, plan, dp=2, zero=2, reduce="turn")

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from schedir.compiler.compile import compile
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.text_format import show
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.text_format import to_text
 from schedir.schedules import one_f_one_b
 from tests.commands import refused
 
 MINE = """
 from schedir import B, F
-from schedir.schedules.schedule_algebra import delayed
+from schedir.schedules.schedule_algebra import with_weight_delay
 
 ANSWER = 42
 
@@ -40,7 +40,7 @@ def stuck(rank, ranks, microbatches):
 def named(rank, ranks, microbatches, file="x"):
     return microbatches * (F + B)
 
-@delayed([1, 0])
+@with_weight_delay([1, 0])
 def staggered(rank, ranks, microbatches):
     return microbatches * (F + B)
 
@@ -56,7 +56,7 @@ def odd(rank, ranks, microbatches):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test starts in a folder of its own, with good and bad files in it."""
     monkeypatch.chdir(tmp_path)
-    Path("f.sched").write_text(show(compile(one_f_one_b, Plan(4, 8), tp=2, clip=True)))
+    Path("f.sched").write_text(to_text(compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip=True)))
     Path("mine.py").write_text(MINE)
     Path("folder.sched").mkdir()
     Path("binary.sched").write_bytes(b"\xff\xfe\x00")

@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir.errors import UsageError
-from schedir.planner import regret
+from schedir.planner import prediction_regret
 
 SECONDS = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=9)
 
 
 @given(SECONDS, st.floats(0.1, 10))
 def test_an_error_that_all_share_costs_nothing(measured: list[float], off: float) -> None:
-    assert regret([off * each for each in measured], measured) < 1e-9
+    assert prediction_regret([off * each for each in measured], measured) < 1e-9
 
 
 def test_the_slowest_of_those_alike_counts() -> None:
-    assert regret([1, 1, 2], [3, 4, 2]) == 1.0
-    assert regret([2, 1], [3, 4]) == pytest.approx(1 / 3)
+    assert prediction_regret([1, 1, 2], [3, 4, 2]) == 1.0
+    assert prediction_regret([2, 1], [3, 4]) == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -32,5 +32,5 @@ def test_the_slowest_of_those_alike_counts() -> None:
 )  # fmt: skip
 def test_what_are_no_seconds(predicted: Any, measured: Any, field: str) -> None:
     with pytest.raises(UsageError) as caught:
-        regret(predicted, measured)
+        prediction_regret(predicted, measured)
     assert field in caught.value.fields

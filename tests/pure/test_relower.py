@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, Plan, Program, Timeline
+from schedir import Costs, PipelineShape, Program, Timeline
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.commands.common.schedule_options import read_costs
@@ -42,7 +42,7 @@ AT = "--costs=F=1,B=2,send=0.1"
 def theirs() -> Program:
     """Interleaved1F1B of 4 ranks, 8 stages and 8 microbatches, as torch 2.13 lowers it."""
     text = (GOLDEN / "torch_interleaved_1f1b.csv").read_text()
-    return finish(torch_csv.parse(text, "torch_interleaved_1f1b"))
+    return finish(torch_csv.from_csv(text, "torch_interleaved_1f1b"))
 
 
 def in_file(path: str) -> Program:
@@ -76,13 +76,13 @@ def words_of(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a program and of a run, under each model: each command as it is told, with its span."""
-    odd = compile(zb_v, Plan(4, 8, 2, "vee"), costs=Costs(F=1, I=3, W=0.1))
+    odd = compile(zb_v, PipelineShape(4, 8, 2, "vee"), costs=Costs(F=1, I=3, W=0.1))
     orders = set()
     cases: list[tuple[Program, Model]] = [
         (theirs(), "device"), (theirs(), "serial"), (odd, "device"),
     ]  # fmt: skip
     for program, model in cases:
-        Path("theirs.sched").write_text(schedir.show(program))
+        Path("theirs.sched").write_text(schedir.to_text(program))
         run = schedir.simulate(program, COSTS, model=model)
         seconds = replace(run, kind="measured", unit="s")
         schedir.save_timeline(seconds, f"{model}.timeline")
@@ -104,7 +104,10 @@ def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixtur
                     continue
                 words = shlex.split(lines[at + 2].partition("schedir ")[2].partition(", and")[0])
                 said(capsys, *words)
-                other, own = in_file("other.sched"), torch_csv.parse(Path("other.csv").read_text())
+                other, own = (
+                    in_file("other.sched"),
+                    torch_csv.from_csv(Path("other.csv").read_text()),
+                )
                 assert finish(own).streams == other.streams
                 assert compute_of(other).streams == compute_of(program).streams
     assert orders == {False, True}
@@ -158,8 +161,8 @@ def test_what_is_said_is_simulated_and_right(
 
 def test_what_is_no_better_is_not_said() -> None:
     """Of a program that is lowered so, of one without messages, and where messages are free."""
-    run = schedir.simulate(compile(interleaved, Plan(4, 8, 2)))
-    alone = schedir.simulate(compile(gpipe, Plan(1, 4)), COSTS)
+    run = schedir.simulate(compile(interleaved, PipelineShape(4, 8, 2)))
+    alone = schedir.simulate(compile(gpipe, PipelineShape(1, 4)), COSTS)
     for changes in (advise(run).changes, advise(alone, COSTS).changes):
         kinds = ("transfers", "grouped", "queues")
         assert all(change.saves <= 1e-9 for change in changes if change.row.kind in kinds)
@@ -170,7 +173,7 @@ def test_what_is_grouped_is_told_only_where_that_is_of_worth() -> None:
         return {c.row.kind for c in advise(run, COSTS).changes} & {"transfers", "grouped"}
 
     assert told(schedir.simulate(theirs(), COSTS)) == {"transfers"}
-    program = compile(zb_v, Plan(4, 8, 2, "vee"), costs=COSTS)
+    program = compile(zb_v, PipelineShape(4, 8, 2, "vee"), costs=COSTS)
     assert told(schedir.simulate(program, COSTS, model="serial")) == {"transfers", "grouped"}
 
 
@@ -210,8 +213,8 @@ def test_what_was_said_of_the_source_is_said_again(
 ) -> None:
     """The command gives the program of the claim: its shape, its traits and its model."""
     monkeypatch.chdir(tmp_path)
-    mine = compile(interleaved, Plan(4, 8, 2), tp=2)
-    Path("mine.sched").write_text(schedir.show(mine))
+    mine = compile(interleaved, PipelineShape(4, 8, 2), tp=2)
+    Path("mine.sched").write_text(schedir.to_text(mine))
     schedir.save_timeline(schedir.simulate(theirs(), COSTS, model="serial"), "mine.timeline")
     how = [] if "timeline" in argv else ["--costs=send=1", "--model=serial"]
     text = said(capsys, "explain", *shlex.split(argv), *how).splitlines()
@@ -241,25 +244,25 @@ def test_costs_as_they_are_said() -> None:
 @pytest.mark.parametrize(
     ("schedule", "plan"),
     [
-        (one_f_one_b, Plan(4, 8)),
-        (zb_v, Plan(2, 5, 2, "vee")),
-        (dualpipe_v, Plan(3, 7, 2, "vee")),
-        (chimera, Plan(4, 4, 2, "mirror")),
+        (one_f_one_b, PipelineShape(4, 8)),
+        (zb_v, PipelineShape(2, 5, 2, "vee")),
+        (dualpipe_v, PipelineShape(3, 7, 2, "vee")),
+        (chimera, PipelineShape(4, 4, 2, "mirror")),
     ],
 )
 def test_a_program_lowered_anew_is_itself(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     schedule: Schedule,
-    plan: Plan,
+    plan: PipelineShape,
     slots: Choice | None,
 ) -> None:
     """How it was lowered is read off it: what nobody says stays."""
     program = compile(schedule, plan, tp=2, dp=2, clip=True, boundary="sharded", slots=slots)
-    drafted = replace(schedir.draft(schedule, plan), tp=2, dp=2, clip=True)
+    drafted = replace(schedir.expand_schedule(schedule, plan), tp=2, dp=2, clip=True)
     assert compute_of(program) == drafted
     own, again = tmp_path / "own.sched", tmp_path / "again.sched"
-    own.write_text(schedir.show(program))
+    own.write_text(schedir.to_text(program))
     said(capsys, "show", str(own), "--relower", "-o", str(again))
     assert again.read_text() == own.read_text()
 

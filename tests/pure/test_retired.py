@@ -3,7 +3,7 @@
 import pytest
 
 import schedir
-from schedir import Plan
+from schedir import PipelineShape
 from schedir.errors import ParseError, ProgramError, UsageError
 from schedir.retired_names import RETIRED
 
@@ -15,12 +15,12 @@ def hint(error: ProgramError) -> str:
 
 def test_an_option_of_compile() -> None:
     with pytest.raises(UsageError) as refused:
-        schedir.compile(schedir.schedules.gpipe, Plan(2, 2), open=True)
+        schedir.compile(schedir.schedules.gpipe, PipelineShape(2, 2), open=True)
     assert "more microbatches" in hint(refused.value)
 
 
 def test_a_key_of_a_program() -> None:
-    text = schedir.show(schedir.compile(schedir.schedules.gpipe, Plan(2, 2)))
+    text = schedir.to_text(schedir.compile(schedir.schedules.gpipe, PipelineShape(2, 2)))
     with pytest.raises(ParseError) as refused:
-        schedir.parse(text.replace("ranks 2", "ranks 2  open yes"))
+        schedir.from_text(text.replace("ranks 2", "ranks 2  open yes"))
     assert "more microbatches" in hint(refused.value)

@@ -13,7 +13,7 @@ from schedir.compiler.compile import compile
 from schedir.errors import ScheduleError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 
@@ -26,11 +26,14 @@ UNIT = Costs(F=1, B=2)
 @pytest.mark.parametrize("priced", [UNIT, Costs(F=3, B=5), Costs(F=2, B=2)])
 def test_bubble_of_gpipe_and_1f1b(schedule, ranks: int, priced: Costs) -> None:  # type: ignore[no-untyped-def]
     for m in (1, 2, 3, ranks, 2 * ranks + 1, 32):
-        program = compile(schedule, Plan(ranks, m), costs=priced)
+        program = compile(schedule, PipelineShape(ranks, m), costs=priced)
         for model in MODELS:
             timeline = simulate(program, priced, model=model)
             assert timeline.bubble_over_ideal == pytest.approx((ranks - 1) / m, abs=1e-12)
-            f, b = (priced.of(op, Plan(1, 1)).item() for op in (Opcode.Forward, Opcode.Backward))
+            f, b = (
+                priced.of(op, PipelineShape(1, 1)).item()
+                for op in (Opcode.Forward, Opcode.Backward)
+            )
             assert timeline.span == (m + ranks - 1) * (f + b)
 
 
@@ -40,7 +43,7 @@ def test_bubble_of_interleaved(ranks: int, v: int) -> None:
     for priced in (UNIT, Costs(F=3, B=5)):
         for groups in (1, 2, 4):
             m = groups * ranks
-            program = compile(interleaved, Plan(ranks, m, v), costs=priced)
+            program = compile(interleaved, PipelineShape(ranks, m, v), costs=priced)
             for model in MODELS:
                 timeline = simulate(program, priced, model=model)
                 assert timeline.bubble_over_ideal == pytest.approx((ranks - 1) / (v * m), abs=1e-12)
@@ -48,7 +51,7 @@ def test_bubble_of_interleaved(ranks: int, v: int) -> None:
 
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_activations_in_flight(ranks: int, m: int) -> None:
-    plan = Plan(ranks, m)
+    plan = PipelineShape(ranks, m)
     peak = simulate(compile(gpipe, plan)).peak_in_flight
     assert peak.tolist() == [m] * ranks
     peak = simulate(compile(one_f_one_b, plan)).peak_in_flight
@@ -58,14 +61,14 @@ def test_activations_in_flight(ranks: int, m: int) -> None:
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(1, 4))
 def test_activations_in_flight_of_interleaved(ranks: int, v: int, groups: int) -> None:
     m = groups * ranks
-    peak = simulate(compile(interleaved, Plan(ranks, m, v))).peak_in_flight
+    peak = simulate(compile(interleaved, PipelineShape(ranks, m, v))).peak_in_flight
     bound = [2 * (ranks - 1 - r) + (v - 1) * ranks + 1 for r in range(ranks)]
     assert peak.tolist() == [min(b, v * m) for b in bound]
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 20))
 def test_interleaved_takes_any_number_of_microbatches(ranks: int, v: int, m: int) -> None:
-    program = compile(interleaved, Plan(ranks, m, v), costs=UNIT)
+    program = compile(interleaved, PipelineShape(ranks, m, v), costs=UNIT)
     timeline = simulate(program, UNIT)
     # Uneven groups cost nothing: the fill of P ranks, or of all stages where m cannot fill them.
     assert timeline.span == 3 * (v * max(m, ranks) + min(m, ranks) - 1)
@@ -74,7 +77,7 @@ def test_interleaved_takes_any_number_of_microbatches(ranks: int, v: int, m: int
 
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(1, 20))
 def test_group_size_is_megatrons(ranks: int, m: int, group: int) -> None:
-    schedule, plan = partial(interleaved, group=group), Plan(ranks, m, 2)
+    schedule, plan = partial(interleaved, group=group), PipelineShape(ranks, m, 2)
     if ranks <= group <= m and (m % group == 0 or m % group >= ranks):
         compile(schedule, plan)
     else:
@@ -85,7 +88,11 @@ def test_group_size_is_megatrons(ranks: int, m: int, group: int) -> None:
 def test_group_size_trades_memory_for_slack() -> None:
     """FIELD: p=4, v=2, m=16, peak of rank 0 for groups of 4, 6 and 8."""
     peaks = [
-        int(simulate(compile(partial(interleaved, group=g), Plan(4, 16, 2))).peak_in_flight[0])
+        int(
+            simulate(
+                compile(partial(interleaved, group=g), PipelineShape(4, 16, 2))
+            ).peak_in_flight[0]
+        )
         for g in (4, 6, 8)
     ]
     assert peaks == [11, 13, 15]
@@ -93,6 +100,6 @@ def test_group_size_trades_memory_for_slack() -> None:
 
 def test_both_bubbles_differ() -> None:
     """1F1B's last rank never idles in its own span, and waits P-1 slots for the others."""
-    timeline = simulate(compile(one_f_one_b, Plan(4, 8), costs=UNIT), UNIT)
+    timeline = simulate(compile(one_f_one_b, PipelineShape(4, 8), costs=UNIT), UNIT)
     assert timeline.idle.tolist() == [9.0] * 4
     assert timeline.idle_in_own_span.tolist() == [9.0, 6.0, 3.0, 0.0]

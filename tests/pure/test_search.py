@@ -15,7 +15,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir import Costs, Plan, Sizes, bound, check, compile, schedules, search, show, simulate
+from schedir import (
+    Costs,
+    PipelineShape,
+    Sizes,
+    check,
+    compile,
+    lower_bound,
+    schedules,
+    search_schedule,
+    simulate,
+    to_text,
+)
 from schedir.analysis.numba_jit import FIRST_USE, within
 from schedir.compiler.compile import check_memory
 from schedir.errors import CostsError, MemoryLimitError, ProgramError, UsageError
@@ -32,33 +43,45 @@ EVEN = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
 
 
 def test_what_is_found_is_a_program() -> None:
-    found = search(Plan(4, 12), EVEN, in_flight=6, evaluations=3000)
+    found = search_schedule(PipelineShape(4, 12), EVEN, in_flight=6, evaluations=3000)
     assert found.timeline.peak_in_flight.max() <= 6
     for model in ("device", "serial", "edge"):
         check(found.program, model)
     assert simulate(found.program, EVEN).span == found.span >= found.bound
     assert found.trail[-1].span == pytest.approx(found.span)
-    assert found.span <= simulate(compile(schedules.zb_h1, Plan(4, 12), costs=EVEN), EVEN).span
+    assert (
+        found.span
+        <= simulate(compile(schedules.zb_h1, PipelineShape(4, 12), costs=EVEN), EVEN).span
+    )
 
 
 def test_a_limit_in_bytes_holds_messages_and_weights() -> None:
     sizes = Sizes(activation=2e6, saved=10e6, tape=4e6, both=12e6, weights=100e6)
-    found = search(Plan(4, 12), EVEN, sizes, 160e6, evaluations=3000)
+    found = search_schedule(PipelineShape(4, 12), EVEN, sizes, 160e6, evaluations=3000)
     assert found.timeline.peak_memory.max() <= 160e6
-    assert found.span < search(Plan(4, 12), EVEN, sizes, 140e6, evaluations=3000).span
+    assert (
+        found.span
+        < search_schedule(PipelineShape(4, 12), EVEN, sizes, 140e6, evaluations=3000).span
+    )
 
 
 def test_the_seed_and_the_evaluations_say_what_is_found() -> None:
     one, other = (
-        search(Plan(4, 8), Costs(F=3, I=(4, 5, 6, 5), W=2), in_flight=3, evaluations=5000, seed=7)
+        search_schedule(
+            PipelineShape(4, 8),
+            Costs(F=3, I=(4, 5, 6, 5), W=2),
+            in_flight=3,
+            evaluations=5000,
+            seed=7,
+        )
         for _ in "12"
     )
-    assert show(one.program) == show(other.program)
+    assert to_text(one.program) == to_text(other.program)
     assert one.tried == other.tried <= 5000
 
 
 def test_nothing_is_moved_when_the_seconds_are_over() -> None:
-    problem = problem_of(Plan(4, 8), Costs(F=2, I=2, W=1), in_flight=3)
+    problem = problem_of(PipelineShape(4, 8), Costs(F=2, I=2, W=1), in_flight=3)
     order = codes_of(compile(schedules.zb_h1, problem.plan), split=True)
     hunt = LocalSearch(
         problem, 0.0, begin=perf_counter(), seconds=1e-9, evaluations=None, seed=0,
@@ -73,27 +96,30 @@ def test_nothing_is_moved_when_the_seconds_are_over() -> None:
 def test_the_least_room_is_enough_where_no_policy_comes_through() -> None:
     costs = Costs(F=(3, 1, 1, 1), I=(3, 2, 2, 3), W=(3, 1, 1, 2), send=(2, 1, 1, 2))
     sizes = Sizes(saved=(2, 4, 4, 2), tape=(3, 2, 1, 1), both=(3, 6, 4, 3), weights=(6, 9, 2, 5))
-    found = search(Plan(2, 4, 2), costs, sizes, 21, evaluations=3000)
+    found = search_schedule(PipelineShape(2, 4, 2), costs, sizes, 21, evaluations=3000)
     assert found.timeline.peak_memory.max() <= 21
 
 
 @pytest.mark.parametrize("saved", [6883729793.34318, 6098687129.154504, 26666666667 / 3])
 def test_a_limit_of_some_times_what_is_saved_holds_as_many(saved: float) -> None:
     """Though sums of sizes are rounded; what is too much by a byte is too much."""
-    plan, sizes = Plan(4, 7), Sizes(saved=saved)
-    one = search(plan, EVEN, sizes, 4 * saved, evaluations=400)
-    assert one.span == search(plan, EVEN, in_flight=4, evaluations=400).span
+    plan, sizes = PipelineShape(4, 7), Sizes(saved=saved)
+    one = search_schedule(plan, EVEN, sizes, 4 * saved, evaluations=400)
+    assert one.span == search_schedule(plan, EVEN, in_flight=4, evaluations=400).span
     check_memory(one.program, sizes, 4 * saved)
     with pytest.raises(MemoryLimitError):
         check_memory(one.program, sizes, 4 * saved - 1)
-    less = search(plan, EVEN, sizes, 4 * saved - 1, evaluations=400)
-    assert less.span == search(plan, EVEN, in_flight=3, evaluations=400).span
+    less = search_schedule(plan, EVEN, sizes, 4 * saved - 1, evaluations=400)
+    assert less.span == search_schedule(plan, EVEN, in_flight=3, evaluations=400).span
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), 1e308])
 def test_a_search_without_an_end_ends_with_a_proof_or_an_interrupt(seconds: float) -> None:
     uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
-    assert search(Plan(4, 8), uneven, in_flight=3, seconds=seconds).stopped == "proved"
+    assert (
+        search_schedule(PipelineShape(4, 8), uneven, in_flight=3, seconds=seconds).stopped
+        == "proved"
+    )
 
 
 def test_what_is_found_is_kept_where_it_is_interrupted_as_it_is_compiled(
@@ -109,20 +135,20 @@ def test_what_is_found_is_kept_where_it_is_interrupted_as_it_is_compiled(
 
     monkeypatch.setattr("schedir.schedule_search.heuristics.program_builder.compile", interrupted)
     uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
-    found = search(Plan(4, 8), uneven, in_flight=3, evaluations=300)
+    found = search_schedule(PipelineShape(4, 8), uneven, in_flight=3, evaluations=300)
     assert found.stopped == "interrupted" and found.span == found.trail[-1].span
 
 
 def test_numbers_may_be_of_numpy() -> None:
-    sizes, plan = Sizes(saved=10.0), Plan(2, 3)
-    plain = search(plan, EVEN, sizes, 20, seed=3, seconds=9, evaluations=50)
-    found = search(
+    sizes, plan = Sizes(saved=10.0), PipelineShape(2, 3)
+    plain = search_schedule(plan, EVEN, sizes, 20, seed=3, seconds=9, evaluations=50)
+    found = search_schedule(
         plan, EVEN, sizes, np.int64(20), seed=np.int64(3), seconds=np.float32(9),  # type: ignore[arg-type]
         evaluations=np.int64(50),  # type: ignore[arg-type]
     )  # fmt: skip
-    assert show(found.program) == show(plain.program)
+    assert to_text(found.program) == to_text(plain.program)
     room: Any = np.float32(20)
-    assert bound(plan, EVEN, sizes, room) == bound(plan, EVEN, sizes, 20)
+    assert lower_bound(plan, EVEN, sizes, room) == lower_bound(plan, EVEN, sizes, 20)
 
 
 @pytest.mark.parametrize(
@@ -134,82 +160,87 @@ def test_numbers_may_be_of_numpy() -> None:
 )  # fmt: skip
 def test_what_is_no_such_number_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        search(Plan(2, 3), EVEN, Sizes(saved=10.0), **wrong)
+        search_schedule(PipelineShape(2, 3), EVEN, Sizes(saved=10.0), **wrong)
     for seconds in (0, -1, float("nan"), "1", None):
         with pytest.raises(UsageError):
-            bound(Plan(2, 3), EVEN, seconds=seconds)  # type: ignore[arg-type]
+            lower_bound(PipelineShape(2, 3), EVEN, seconds=seconds)  # type: ignore[arg-type]
 
 
 def test_more_in_flight_than_a_float_can_say_are_no_limit() -> None:
-    assert bound(Plan(2, 3), EVEN, in_flight=10**400) == bound(Plan(2, 3), EVEN)
+    assert lower_bound(PipelineShape(2, 3), EVEN, in_flight=10**400) == lower_bound(
+        PipelineShape(2, 3), EVEN
+    )
 
 
 @pytest.mark.parametrize("plan, costs, in_flight", [
-    (Plan(6, 7, 2, "vee"), Costs(send=2), 12),
-    (Plan(4, 12), Costs(F=(0.7, 1.3, 1, 0.9), send=2), 4),
-    (Plan(4, 8), Costs(send=1000), None),
+    (PipelineShape(6, 7, 2, "vee"), Costs(send=2), 12),
+    (PipelineShape(4, 12), Costs(F=(0.7, 1.3, 1, 0.9), send=2), 4),
+    (PipelineShape(4, 8), Costs(send=1000), None),
 ])  # fmt: skip
 def test_nothing_that_it_begins_with_is_shorter(
-    plan: Plan, costs: Costs, in_flight: int | None
+    plan: PipelineShape, costs: Costs, in_flight: int | None
 ) -> None:
     """As programs, in which messages of a rank wait for each other, and not by their orders."""
-    found = search(plan, costs, in_flight=in_flight, evaluations=50)
+    found = search_schedule(plan, costs, in_flight=in_flight, evaluations=50)
     assert found.tried <= 50 + len(built_in())
     for schedule in built_in().values():
         try:
             run = simulate(compile(schedule, plan, costs=costs), costs)
         except ProgramError:  # it is for other plans
             continue
-        split = "I" in show(run.program)
+        split = "I" in to_text(run.program)
         if split and (in_flight is None or run.peak_in_flight.max() <= in_flight):
             assert found.span <= run.span * (1 + 1e-9), run.program.name
 
 
 @pytest.mark.parametrize("F", [1e300, 1e308])
 def test_costs_that_no_number_can_hold_are_refused(F: float) -> None:
-    for take in (bound, search):
+    for take in (lower_bound, search_schedule):
         with pytest.raises(CostsError, match="more than a search can count"):
-            take(Plan(4, 8), Costs(F=F))
-    program = compile(schedules.zb_h1, Plan(4, 8))
+            take(PipelineShape(4, 8), Costs(F=F))
+    program = compile(schedules.zb_h1, PipelineShape(4, 8))
     assert bound_of_program(program, Costs(F=F)) is None
 
 
 def test_pairs_that_save_time_are_not_searched() -> None:
     """Nor is anything said of schedules at such costs: one with pairs may be shorter."""
-    costs, plan = Costs(F=2, I=2, W=1, FB=2.5), Plan(4, 8, placement="vee")
+    costs, plan = Costs(F=2, I=2, W=1, FB=2.5), PipelineShape(4, 8, placement="vee")
     program = compile(schedules.zb_v, plan, costs=costs)
-    for refused in (search, bound):
+    for refused in (search_schedule, lower_bound):
         with pytest.raises(CostsError):
             refused(plan, costs)
     assert bound_of_program(program, costs) is None
     same = replace(costs, FB=5)
-    assert bound(plan, same) == bound(plan, replace(same, FB=None))
+    assert lower_bound(plan, same) == lower_bound(plan, replace(same, FB=None))
     assert bound_of_program(program, same) == bound_of_program(program, replace(same, FB=None))
 
 
 @pytest.mark.parametrize(
     "start",
     [
-        compile(schedules.gpipe, Plan(4, 8), recompute="all"),
-        compile(schedules.zb_h1, Plan(4, 8), frozen=1),
-        compile(schedules.forward_only, Plan(4, 8)),
+        compile(schedules.gpipe, PipelineShape(4, 8), recompute="all"),
+        compile(schedules.zb_h1, PipelineShape(4, 8), frozen=1),
+        compile(schedules.forward_only, PipelineShape(4, 8)),
     ],
 )
 def test_a_start_that_does_other_work_is_refused(start: Program) -> None:
     with pytest.raises(UsageError) as caught:
-        search(Plan(4, 8), EVEN, start=[start], evaluations=30)
+        search_schedule(PipelineShape(4, 8), EVEN, start=[start], evaluations=30)
     assert caught.value.fields == ("start",)
 
 
 def test_costs_of_whole_backwards_are_not_split() -> None:
     with pytest.raises(CostsError, match="not its parts, I and W"):
-        search(Plan(2, 4), Costs(F=10, B=20))
-    assert search(Plan(2, 4), Costs(F=10, B=20), split=False, evaluations=99).span == 150
+        search_schedule(PipelineShape(2, 4), Costs(F=10, B=20))
+    assert (
+        search_schedule(PipelineShape(2, 4), Costs(F=10, B=20), split=False, evaluations=99).span
+        == 150
+    )
 
 
 def test_machine_code_and_lists_have_the_same_bits() -> None:
     problem = problem_of(
-        Plan(4, 8, 2), Costs(F=(1, 2, 1, 3, 1, 2, 2, 2), I=2, W=1.1, send=0.3), in_flight=5
+        PipelineShape(4, 8, 2), Costs(F=(1, 2, 1, 3, 1, 2, 2, 2), I=2, W=1.1, send=0.3), in_flight=5
     )
     loops, _ = within(LOOPS, 60)
     if loops is None:
@@ -245,7 +276,7 @@ policy = st.builds(
 def test_any_policy_ends_and_fits(policy, placement, room, split, seed) -> None:  # type: ignore[no-untyped-def]
     """And so does all that comes of it by moving work; both loops agree with plain evaluation."""
     costs = Costs(F=(1, 2, 1, 3, 1, 2), I=2, W=1.1, send=0.3)
-    problem = problem_of(Plan(3, 5, 2, placement), costs, in_flight=room, split=split)
+    problem = problem_of(PipelineShape(3, 5, 2, placement), costs, in_flight=room, split=split)
     machine = OrderEvaluator(problem)
     takes = machine.run(policy)
     moving = machine.annealing(machine.made, 2.0, 0.99, seed)
@@ -278,9 +309,9 @@ LITTLE = """
 import sys
 if sys.argv[2] == "hide":
     sys.modules["numba"] = None
-from schedir import Costs, Plan, search
+from schedir import Costs, PipelineShape, search_schedule
 uneven = Costs(F=(1.1, 0.7, 1.3, 0.9, 1.2, 0.8), I=(0.9, 1.2, 0.7, 1.1, 0.8, 1.3), W=1.05, send=0.1)
-found = search(Plan(6, 12), uneven, in_flight=3, evaluations=900, seconds=float(sys.argv[1]))
+found = search_schedule(PipelineShape(6, 12), uneven, in_flight=3, evaluations=900, seconds=float(sys.argv[1]))
 print(found.numba, found.span, found.tried)
 """
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import schedir
-from schedir import Costs, Plan, load_timeline, parse, schedules, simulate
+from schedir import Costs, PipelineShape, from_text, load_timeline, schedules, simulate
 from schedir.__main__ import main
 from schedir.commands.common.schedule_options import read_costs
 from schedir.compiler.compile import compile
@@ -29,7 +29,7 @@ from tests.commands import ENV, refused, said
 
 RUN = Path(__file__).parents[2] / "examples" / "traced.timeline"
 AT = ("--ranks=4", "--microbatches=8", "--costs=F=2,I=2,W=1,send=0.1", "--evaluations=40")
-COSTS, PLAN = Costs(F=2, I=2, W=1, send=0.1), Plan(4, 8)
+COSTS, PLAN = Costs(F=2, I=2, W=1, send=0.1), PipelineShape(4, 8)
 
 
 def test_the_file_is_a_program_and_says_of_what_it_is_the_shortest(
@@ -44,10 +44,10 @@ def test_the_file_is_a_program_and_says_of_what_it_is_the_shortest(
     assert comments[0] == f"# schedir {shlex.join(argv)}"
     keys = [line.split(":")[0].removeprefix("# ") for line in comments[1:]]
     assert keys == ["plan", "costs", "limit", "span", "bound", "seed"]
-    found = simulate(parse(text), COSTS)
+    found = simulate(from_text(text), COSTS)
     assert (found.peak_in_flight <= 4).all()
     assert f"span {found.span:.6g}," in told and f"span: {found.span:.6g};" in text
-    least = schedir.bound(PLAN, COSTS, in_flight=4)
+    least = schedir.lower_bound(PLAN, COSTS, in_flight=4)
     assert f"is shorter than {least.value:.6g}:" in told and f"bound: {least.value:.6g};" in text
     assert least.why in told and least.why in text
     assert "zb_h1 " in told and "zb_h2 (7 in flight)" in told
@@ -86,16 +86,16 @@ def test_every_command_takes_the_file(
     for model in ("serial", "edge", "pair", "direction"):
         said(capsys, "check", "best.sched", f"--model={model}")
     span = json.loads(said(capsys, "simulate", "best.sched", costs, "--json"))["span"]
-    assert span == simulate(parse(Path("best.sched").read_text()), COSTS).span
+    assert span == simulate(from_text(Path("best.sched").read_text()), COSTS).span
     said(capsys, "explain", "best.sched", costs)
     said(capsys, "show", "best.sched", "-o", "shown.sched")
-    assert parse(Path("shown.sched").read_text()) == parse(Path("best.sched").read_text())
+    assert from_text(Path("shown.sched").read_text()) == from_text(Path("best.sched").read_text())
     said(capsys, "draw", "best.sched", costs)
     said(capsys, "draw", "best.sched", costs, "-o", "best.svg")
     said(capsys, "compare", "best.sched", "zb_h1", "--ranks=4", "--microbatches=8", costs)
     for form in ("torch", "torch-2.13"):
         said(capsys, "export", "best.sched", "--to", form, "-o", "best.csv")
-        program = schedir.torch_csv.parse(Path("best.csv").read_text())
+        program = schedir.torch_csv.from_csv(Path("best.csv").read_text())
         assert program.plan == PLAN
     said(capsys, "search", *AT, "--in-flight=4", "--start", "best.sched", "zb_h1")
 
@@ -105,8 +105,8 @@ def test_beside_is_the_zoo_on_the_same_plan_at_the_same_costs(
 ) -> None:
     for shape, plan in (
         ((), PLAN),
-        (("--stages-per-rank=2",), Plan(4, 8, 2)),
-        (("--placement=vee",), Plan(4, 8, placement="vee")),
+        (("--stages-per-rank=2",), PipelineShape(4, 8, 2)),
+        (("--placement=vee",), PipelineShape(4, 8, placement="vee")),
     ):
         row = json.loads(said(capsys, "search", *AT, *shape, "--in-flight=9", "--json"))
         assert row["beside"] and {one["program"] for one in row["beside"]}.isdisjoint(row["over"])
@@ -140,7 +140,7 @@ def test_whole_backwards_and_the_own_span(
 ) -> None:
     file = str(tmp_path / "x.sched")
     told = said(capsys, "search", *AT, "--whole", "--objective=own", "-o", file)
-    program = parse(Path(file).read_text())
+    program = from_text(Path(file).read_text())
     assert BACKWARD_INPUT not in program.ops
     own = simulate(program, COSTS).own_span.max()
     assert f"longest own span {own:.6g}," in told and "with whole backwards is shorter" in told
@@ -152,7 +152,7 @@ def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     run, file = load_timeline(RUN), str(tmp_path / "x.sched")
     at = ("--costs-from", str(RUN), "--evaluations=40", "--in-flight=12")
     told = said(capsys, "search", *at, "-o", file)
-    program = parse(Path(file).read_text())
+    program = from_text(Path(file).read_text())
     assert program.plan == run.program.plan
     costs = completed(calibrate(run), run.program)
     found = simulate(program, costs)
@@ -185,7 +185,7 @@ def test_a_run_of_more_than_a_search_knows(
     told = said(capsys, "search", "--costs-from", run, "--evaluations=40", "-o", best)
     assert "without --tp 2 --clip of that run, which schedir show FILE --relower" in told
     said(capsys, "show", best, "--relower", "--tp=2", "--clip", "-o", best)
-    assert parse(Path(best).read_text()).clip
+    assert from_text(Path(best).read_text()).clip
 
 
 def test_nothing_is_searched_for_a_file_that_cannot_be(
@@ -243,7 +243,7 @@ def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) ->
 def test_python_is_told_as_well(wrong: dict[str, Any], names: str) -> None:
     given: dict[str, Any] = {"plan": PLAN, "evaluations": 5} | wrong
     with pytest.raises(ProgramError, match=names):
-        schedir.search(**given)
+        schedir.search_schedule(**given)
 
 
 def test_a_solver_that_is_not_there(
@@ -287,6 +287,6 @@ def test_what_is_found_is_kept_when_it_is_interrupted(tmp_path: Path) -> None:
     assert shown.endswith(b"\r\x1b[K")
     text = (tmp_path / "best.sched").read_text()
     assert "interrupted" in text.split("\nschedir 1\n")[0]
-    found = simulate(parse(text), read_costs(costs))
+    found = simulate(from_text(text), read_costs(costs))
     assert f"search: span {found.span:.6g}," in told and found.peak_in_flight.max() <= 6
     assert [path.name for path in tmp_path.iterdir()] == ["best.sched"]

@@ -12,7 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir import EMPTY, B, Costs, F, I, Instr, Plan, W, Word, check, compile, draft, parse, show
+from schedir import (
+    EMPTY,
+    B,
+    Costs,
+    F,
+    I,
+    Instr,
+    PipelineShape,
+    RankSchedule,
+    W,
+    check,
+    compile,
+    expand_schedule,
+    from_text,
+    to_text,
+)
 from schedir.analysis.memory.footprint import peak_in_flight
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import OrderError, ProgramError, ScheduleError
@@ -25,10 +40,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @st.composite
-def orders(draw: st.DrawFn) -> tuple[Plan, list[tuple[str, int, int]]]:
+def orders(draw: st.DrawFn) -> tuple[PipelineShape, list[tuple[str, int, int]]]:
     """A plan of one rank, and what it computes, each value after it was made."""
     segments, sequences, stages = (draw(st.integers(1, n)) for n in (3, 2, 2))
-    plan = Plan(1, segments * sequences, stages, segments=segments)
+    plan = PipelineShape(1, segments * sequences, stages, segments=segments)
     split = draw(st.booleans())
     ahead: dict[tuple[str, int, int], list[tuple[str, int, int]]] = {}
     for mb in range(plan.microbatches):
@@ -49,7 +64,7 @@ def orders(draw: st.DrawFn) -> tuple[Plan, list[tuple[str, int, int]]]:
     return plan, done
 
 
-def in_turn(done: list[tuple[str, int, int]], plan: Plan) -> tuple[str, int, int] | None:
+def in_turn(done: list[tuple[str, int, int]], plan: PipelineShape) -> tuple[str, int, int] | None:
     """The first that runs before another of its sequence that it should come after; None if all
     that have come are in turn."""
     for k, (op, s, mb) in enumerate(done):
@@ -63,18 +78,20 @@ def in_turn(done: list[tuple[str, int, int]], plan: Plan) -> tuple[str, int, int
 
 
 @given(orders())
-def test_what_is_out_of_turn_is_refused(given: tuple[Plan, list[tuple[str, int, int]]]) -> None:
+def test_what_is_out_of_turn_is_refused(
+    given: tuple[PipelineShape, list[tuple[str, int, int]]],
+) -> None:
     plan, done = given
     letters = {"F": F, "B": B, "I": I, "W": W}
 
-    def mine(rank: int, ranks: int, microbatches: int) -> Word:
+    def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         return sum((letters[op][s].at(mb) for op, s, mb in done), EMPTY)
 
-    drafted = draft(mine, plan)
+    drafted = expand_schedule(mine, plan)
     wrong = in_turn(done, plan)
     if wrong is None:
         program = compile(drafted)
-        assert parse(show(program)) == program and program.plan.segments == plan.segments
+        assert from_text(to_text(program)) == program and program.plan.segments == plan.segments
         return
     with pytest.raises(OrderError) as caught:
         compile(drafted)
@@ -84,26 +101,28 @@ def test_what_is_out_of_turn_is_refused(given: tuple[Plan, list[tuple[str, int, 
     assert (early.mb > late.mb) is (str(early)[0] == "F")
     spot = [f"{op} {s}.{mb}" for op, s, mb in done]
     assert spot.index(str(early)) < spot.index(str(late))
-    assert compile(draft(mine, Plan(1, plan.microbatches, plan.stages)))  # no segments, no rule
+    assert compile(
+        expand_schedule(mine, PipelineShape(1, plan.microbatches, plan.stages))
+    )  # no segments, no rule
 
 
 def test_schedules_are_told_the_segments() -> None:
     seen = set()
 
-    def told(rank: int, ranks: int, microbatches: int, segments: int) -> Word:
+    def told(rank: int, ranks: int, microbatches: int, segments: int) -> RankSchedule:
         seen.add(segments)
         return microbatches * F
 
-    draft(told, Plan(2, 6, segments=3))
-    draft(told, Plan(2, 6))
+    expand_schedule(told, PipelineShape(2, 6, segments=3))
+    expand_schedule(told, PipelineShape(2, 6))
     assert seen == {3, 1}
 
 
 def test_programs_of_other_segments_are_other_programs() -> None:
-    three, none = (compile(forward_only, Plan(2, 6, segments=n)) for n in (3, 1))
-    assert three.digest != none.digest and "segments" not in show(none)
-    assert "segments 3" in show(three)
-    assert check(parse(show(three))).plan == Plan(2, 6, segments=3)
+    three, none = (compile(forward_only, PipelineShape(2, 6, segments=n)) for n in (3, 1))
+    assert three.digest != none.digest and "segments" not in to_text(none)
+    assert "segments 3" in to_text(three)
+    assert check(from_text(to_text(three))).plan == PipelineShape(2, 6, segments=3)
 
 
 def test_no_advice_is_out_of_turn() -> None:
@@ -114,27 +133,29 @@ def test_no_advice_is_out_of_turn() -> None:
         for first in range(0, microbatches, 2):
             yield B.at(first + 1) + B.at(first)
 
-    run = simulate(compile(late, Plan(2, 6, segments=2)), Costs(F=(1, 2), B=(2, 4)))
+    run = simulate(compile(late, PipelineShape(2, 6, segments=2)), Costs(F=(1, 2), B=(2, 4)))
     for change in advise(run, Costs(F=(1, 2), B=(2, 4)), late).changes:
         assert "GPipe" not in change.what and "one_f_one_b" not in change.what
         assert change.run.program.plan.segments == 2
     with pytest.raises(ProgramError):
-        compile(one_f_one_b, Plan(2, 6, segments=2))
+        compile(one_f_one_b, PipelineShape(2, 6, segments=2))
 
 
 def test_a_training_run_takes_whole_sequences(tmp_path: Path) -> None:
-    (tmp_path / "p.sched").write_text(show(compile(forward_only, Plan(1, 4, segments=2))))
+    (tmp_path / "p.sched").write_text(
+        to_text(compile(forward_only, PipelineShape(1, 4, segments=2)))
+    )
     (tmp_path / "c.toml").write_text(f'[pipeline]\nschedule = "{tmp_path}/p.sched"\n')
     with pytest.raises(ProgramError, match="cuts each sequence into 2 segments"):
         read(str(tmp_path / "c.toml"))
 
 
 def test_segments_are_those_of_a_plan() -> None:
-    def bound(rank: int, ranks: int, microbatches: int, segments: int, more: int) -> Word:
+    def bound(rank: int, ranks: int, microbatches: int, segments: int, more: int) -> RankSchedule:
         return EMPTY
 
     with pytest.raises(ScheduleError, match="takes"):
-        draft(bound, Plan(1, 2, segments=2))
+        expand_schedule(bound, PipelineShape(1, 2, segments=2))
 
 
 def test_seq1f1b_as_a_stranger_writes_it() -> None:
@@ -142,7 +163,7 @@ def test_seq1f1b_as_a_stranger_writes_it() -> None:
     example = run_path(str(ROOT / "examples/seq1f1b.py"))
     for ranks in (1, 2, 3, 4):
         for segments in (1, 2, 3):
-            plan = Plan(ranks, 4 * segments, segments=segments)
+            plan = PipelineShape(ranks, 4 * segments, segments=segments)
             program = compile(example["seq1f1b"], plan)
             for model in MODELS:
                 check(program, model)

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from schedir import Plan, check_sequence, compile, save_timeline, schedules, simulate
+from schedir import (
+    PipelineShape,
+    check_program_sequence,
+    compile,
+    save_timeline,
+    schedules,
+    simulate,
+)
 from schedir.__main__ import main
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import lower
@@ -24,8 +31,8 @@ from schedir.errors import (
     UsageError,
 )
 from schedir.ir.program import Program
-from schedir.ir.text_format import parse, show
-from schedir.testing import random_draft
+from schedir.ir.text_format import from_text, to_text
+from schedir.testing import random_compute_program
 from schedir.verify.check import check
 from tests.commands import refused, said
 from tests.edits import written
@@ -34,10 +41,10 @@ from tests.sequences import verdict
 
 Runs = list[list[Program]]
 
-TRAIN = compile(schedules.one_f_one_b, Plan(3, 4), clip=True)
-EVALUATE = compile(schedules.forward_only, Plan(3, 4))
-THERE = compile(schedules.forward_only, Plan(2, 1))
-BACK = parse(
+TRAIN = compile(schedules.one_f_one_b, PipelineShape(3, 4), clip=True)
+EVALUATE = compile(schedules.forward_only, PipelineShape(3, 4))
+THERE = compile(schedules.forward_only, PipelineShape(2, 1))
+BACK = from_text(
     "schedir 1\nprogram back\nranks 2  microbatches 1  stages_per_rank 1  placement 1,0\n"
     "rank 0\n  recv_act 1.0; F 1.0\nrank 1\n  F 0.0; send_act 0.0\n"
 )
@@ -45,7 +52,7 @@ BACK = parse(
 
 def refusal(runs: Runs, model: Model = "device") -> ProgramSequenceError:
     with pytest.raises(ProgramSequenceError) as caught:
-        check_sequence(runs, model)
+        check_program_sequence(runs, model)
     assert caught.value.model == model
     return caught.value
 
@@ -56,8 +63,8 @@ def where(error: ProgramSequenceError) -> list[tuple[int, int, str]]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_same_steps_everywhere(model: Model) -> None:
-    check_sequence([[TRAIN, EVALUATE, TRAIN]] * 3, model)
-    check_sequence([[]] * 3, model)
+    check_program_sequence([[TRAIN, EVALUATE, TRAIN]] * 3, model)
+    check_program_sequence([[]] * 3, model)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -79,7 +86,7 @@ def test_a_message_that_nobody_takes() -> None:
 def test_opposite_ways_may_wait_for_each_other() -> None:
     """Nothing crosses here, and with a queue for both ways both ranks wait with their send."""
     runs = [[THERE, BACK], [BACK, THERE]]
-    check_sequence(runs, "edge")
+    check_program_sequence(runs, "edge")
     for model in ("pair", "device", "serial"):
         assert where(refusal(runs, model)) == [
             (0, 1, "send_act 0.0, step 1, forward_only, waits"),
@@ -90,11 +97,11 @@ def test_opposite_ways_may_wait_for_each_other() -> None:
 def test_what_a_step_leaves_out_is_in_order_all_the_same() -> None:
     """The second step has no message between ranks 0 and 1, whose messages keep their queue."""
     there, beside, back = (
-        compile(schedules.forward_only, Plan(3, 1, placement=placement))
+        compile(schedules.forward_only, PipelineShape(3, 1, placement=placement))
         for placement in ((0, 1, 2), (0, 2, 1), (2, 1, 0))
     )
     runs = [[there, beside, back], [back, beside, there], [back, beside, there]]
-    check_sequence(runs, "edge")
+    check_program_sequence(runs, "edge")
     assert verdict(runs, "edge", 0).kind == "ok"
     assert "wait" in refusal(runs, "pair").fact
     assert verdict(runs, "pair", 0).kind == "hang"
@@ -103,7 +110,7 @@ def test_what_a_step_leaves_out_is_in_order_all_the_same() -> None:
 def test_two_steps_that_train_the_other_way_round() -> None:
     """Messages of the two go opposite ways, so they do not meet; their norms would."""
     one, other = (
-        compile(schedules.gpipe, Plan(2, 1, placement=placement), clip=True)
+        compile(schedules.gpipe, PipelineShape(2, 1, placement=placement), clip=True)
         for placement in ((0, 1), (1, 0))
     )
     runs = [[one, other], [other, one]]
@@ -112,24 +119,24 @@ def test_two_steps_that_train_the_other_way_round() -> None:
 
 
 def test_a_program_that_is_wrong_by_itself() -> None:
-    late = parse(
+    late = from_text(
         "schedir 1\nprogram late\nranks 2  microbatches 1  stages_per_rank 1  placement loop\n"
         "rank 0\n  F 0.0; send_act 0.0\nrank 1\n  F 1.0; recv_act 1.0\n"
     )
     with pytest.raises(ProgramError, match=r"late: F 1\.0 needs"):
-        check_sequence([[late], [late]])
+        check_program_sequence([[late], [late]])
 
 
 def test_misuse() -> None:
     with pytest.raises(UsageError, match="of 3 ranks"):
-        check_sequence([[TRAIN], [TRAIN]])
+        check_program_sequence([[TRAIN], [TRAIN]])
     with pytest.raises(UsageError, match="takes a Program"):
-        check_sequence([["train"]])  # type: ignore[list-item]
+        check_program_sequence([["train"]])  # type: ignore[list-item]
     for runs in (TRAIN, [TRAIN, EVALUATE], [], None, 3):
         with pytest.raises(UsageError, match="a list of programs for each rank"):
-            check_sequence(runs)  # type: ignore[arg-type]
+            check_program_sequence(runs)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="model must be"):
-        check_sequence([[TRAIN]] * 3, "tcp")  # type: ignore[arg-type]
+        check_program_sequence([[TRAIN]] * 3, "tcp")  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- from the shell
@@ -143,7 +150,7 @@ def test_what_the_shell_is_told(
     for program in (TRAIN, EVALUATE, THERE, BACK):
         name = {"one_f_one_b": "train", "forward_only": "evaluate"}.get(program.name, program.name)
         name = "there" if program is THERE else name
-        Path(f"{name}.sched").write_text(show(replace(program, name=name)))
+        Path(f"{name}.sched").write_text(to_text(replace(program, name=name)))
     golden = (Path(__file__).parents[1] / "golden" / "steps.txt").read_text()
     said = ""
     for command in re.findall(r"^\$ schedir (.*)$", golden, re.MULTILINE):
@@ -165,7 +172,7 @@ def test_the_shell_asks_for_the_model_of_runs(
         "recv_act 3.1; F 3.1",
         microbatches=2, header="stages_per_rank 2",
     )  # fmt: skip
-    Path("late.sched").write_text(show(late))
+    Path("late.sched").write_text(to_text(late))
     save_timeline(simulate(late, model="edge"), "late.timeline")
     assert "hint: they finish under edge" in refused(capsys, "check", "late.sched", "late.sched")
     steps = ("late.timeline", "late.timeline")
@@ -176,12 +183,12 @@ def test_the_shell_asks_for_the_model_of_runs(
 # ---------------------------------------------------------------- beside execution
 
 
-def some(plan: Plan, rng: random.Random) -> Program:
+def some(plan: PipelineShape, rng: random.Random) -> Program:
     """A program on a plan's ranks that is legal under `edge` at least."""
     stages = rng.randint(1, 2)
     placement = tuple(rng.sample([*range(plan.ranks)] * stages, plan.ranks * stages))
     plan = replace(plan, microbatches=rng.randint(1, 3), placement=placement)
-    draft = random_draft(plan, rng, split=rng.choice([0, 1]))
+    draft = random_compute_program(plan, rng, split=rng.choice([0, 1]))
     program = lower(replace(draft, clip=rng.random() < 0.5, tied=ties(plan, rng)))
     if rng.random() < 0.5:
         program = MUTATIONS["evaluate"](program, rng) or program
@@ -213,7 +220,7 @@ def legal(programs: list[Program], model: Model) -> bool:
 @given(st.integers(0, 2**32), st.booleans())
 def test_execution_agrees(seed: int, alike: bool) -> None:
     rng = random.Random(seed)
-    plan = Plan(rng.choice([2, 2, 3]), 2)
+    plan = PipelineShape(rng.choice([2, 2, 3]), 2)
     programs = [some(plan, rng) for _ in range(rng.randint(1, 2))]
     steps = [rng.choice(programs) for _ in range(rng.randint(1, 4))]
     runs = [[*steps] for _ in range(plan.ranks)]
@@ -226,7 +233,7 @@ def test_execution_agrees(seed: int, alike: bool) -> None:
             continue
         ran = verdict(runs, model, rng.randrange(2**32))
         try:
-            check_sequence(runs, model)
+            check_program_sequence(runs, model)
         except ProgramSequenceError as error:
             event("they wait" if "across" in error.fact else "they cross")
             assert not alike and ran.kind != "ok", error

@@ -22,13 +22,13 @@ from schedir.compiler.relower import compute_of, options_of
 from schedir.errors import PlanError, UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import Opcode, Token
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.schedules.schedule_algebra import Schedule
-from schedir.testing import plans
-from schedir.testing.strategies import random_draft, ties
+from schedir.testing import shapes
+from schedir.testing.strategies import random_compute_program, tied_weights
 from schedir.training.config.config_file import read
 from schedir.training.train import program_of
 from schedir.verify.check import check
@@ -45,17 +45,17 @@ def gathers(program: Program) -> list[int]:
 @pytest.mark.parametrize(
     ("schedule", "plan", "fewest"),
     [
-        (schedules.one_f_one_b, Plan(4, 8), 1),
-        (schedules.looped_bfs, Plan(4, 16, 4), 6),
-        (schedules.looped_bfs, Plan(1, 4, 6), 10),
-        (schedules.interleaved, Plan(4, 16, 4), 18),
-        (schedules.zb_v, Plan(4, 8, 2, "vee"), 2),
-        (schedules.dualpipe, Plan(4, 8, 1, "mirror"), 2),
-        (schedules.dualpipe_v, Plan(4, 8, 2, "vee"), 2),
+        (schedules.one_f_one_b, PipelineShape(4, 8), 1),
+        (schedules.looped_bfs, PipelineShape(4, 16, 4), 6),
+        (schedules.looped_bfs, PipelineShape(1, 4, 6), 10),
+        (schedules.interleaved, PipelineShape(4, 16, 4), 18),
+        (schedules.zb_v, PipelineShape(4, 8, 2, "vee"), 2),
+        (schedules.dualpipe, PipelineShape(4, 8, 1, "mirror"), 2),
+        (schedules.dualpipe_v, PipelineShape(4, 8, 2, "vee"), 2),
     ],
 )
 def test_stages_are_whole_where_they_are_used(
-    schedule: Schedule, plan: Plan, fewest: int, zero: int
+    schedule: Schedule, plan: PipelineShape, fewest: int, zero: int
 ) -> None:
     program = compile(schedule, plan, dp=2, zero=zero, clip=True)
     own = [len(stages) for stages in plan.stages_of]
@@ -70,15 +70,17 @@ def test_stages_are_whole_where_they_are_used(
         assert minimum_slots(program)[:, FULL].tolist() == [s.full for s in program.slots] == room
 
 
-@given(plans(), st.integers(0, 2**32 - 1), st.data())
-def test_every_draft_is_lowered_for_every_level(plan: Plan, seed: int, data: st.DataObject) -> None:
+@given(shapes(), st.integers(0, 2**32 - 1), st.data())
+def test_every_draft_is_lowered_for_every_level(
+    plan: PipelineShape, seed: int, data: st.DataObject
+) -> None:
     zero = data.draw(st.integers(1, 3))
-    frozen, tied = data.draw(st.integers(0, plan.stages - 1)), data.draw(ties(plan))
+    frozen, tied = data.draw(st.integers(0, plan.stages - 1)), data.draw(tied_weights(plan))
     if any(stages[0] < frozen <= stages[-1] for stages in tied):
         frozen = 0
     model, overlap = data.draw(st.sampled_from(MODELS)), data.draw(st.booleans())
     program = compile(
-        random_draft(plan, random.Random(seed)),
+        random_compute_program(plan, random.Random(seed)),
         model=model,
         zero=zero,
         reduce=data.draw(st.sampled_from(["end", "turn"][: max(1, zero)])) if zero > 1 else "end",
@@ -93,7 +95,7 @@ def test_every_draft_is_lowered_for_every_level(plan: Plan, seed: int, data: st.
     )
     for each in (model,) if overlap else MODELS:
         check(program, each, blocks=True)
-    assert parse(show(program)) == program
+    assert from_text(to_text(program)) == program
     if zero == 3:
         full = [slots.full for slots in program.slots]
         assert (minimum_slots(program)[:, FULL] == full).all()
@@ -154,7 +156,7 @@ def test_there_are_no_fewer_gathers_than_by_beladys_rule(
 def test_a_gather_hides_behind_the_run_before() -> None:
     """With one ahead; none ahead gathers less often, and later."""
     few, early = (
-        compile(schedules.interleaved, Plan(4, 16, 4), dp=2, zero=3, ahead=ahead)
+        compile(schedules.interleaved, PipelineShape(4, 16, 4), dp=2, zero=3, ahead=ahead)
         for ahead in (0, 1)
     )
     assert (gathers(few), gathers(early)) == ([18] * 4, [20] * 4)
@@ -179,22 +181,28 @@ def test_a_gather_hides_behind_the_run_before() -> None:
 )
 def test_what_cannot_be_is_refused(how: dict[str, Any], fields: tuple[str, ...]) -> None:
     with pytest.raises((UsageError, PlanError)) as caught:
-        compile(schedules.looped_bfs, Plan(2, 4, 2), dp=2, **how)
+        compile(schedules.looped_bfs, PipelineShape(2, 4, 2), dp=2, **how)
     assert caught.value.fields == fields
 
 
 def test_pairs_that_run_as_one_need_both() -> None:
     with pytest.raises(PlanError, match="at once") as caught:
-        compile(schedules.dualpipe, Plan(4, 8, 1, "mirror"), dp=2, zero=3, active=1)
+        compile(schedules.dualpipe, PipelineShape(4, 8, 1, "mirror"), dp=2, zero=3, active=1)
     assert caught.value.fields == ("active",)
 
 
-@given(plans(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(0, 3))
-def test_options_are_read_off_a_program(plan: Plan, seed: int, active: int, ahead: int) -> None:
+@given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(0, 3))
+def test_options_are_read_off_a_program(
+    plan: PipelineShape, seed: int, active: int, ahead: int
+) -> None:
     """So that it is lowered anew as it is."""
     most = max(map(len, plan.stages_of))
     program = compile(
-        random_draft(plan, random.Random(seed)), zero=3, dp=2, active=min(active, most), ahead=ahead
+        random_compute_program(plan, random.Random(seed)),
+        zero=3,
+        dp=2,
+        active=min(active, most),
+        ahead=ahead,
     )
     assert compile(compute_of(program), **options_of(program, "device")) == program
 

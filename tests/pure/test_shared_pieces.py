@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from schedir import (
     Costs,
-    Plan,
+    PipelineShape,
     Program,
     Sizes,
     check,
     compile,
-    forwards,
-    in_pieces,
-    parse,
+    evaluation_program,
+    from_text,
     schedules,
-    show,
     simulate,
+    split_costs,
+    to_text,
 )
 from schedir.commands.simulate import volume
 from schedir.compiler.relower import compute_of, options_of
@@ -41,13 +41,13 @@ O = Opcode
 MET = (O.Gather, O.SumAct, O.GatherGrad, O.SumGrad)
 
 
-def of(schedule: Any, plan: Plan, cut: Any = 3, **how: Any) -> Program:
+def of(schedule: Any, plan: PipelineShape, cut: Any = 3, **how: Any) -> Program:
     return compile(schedule, plan, tp=2, cut=cut, sequence=True, **how)
 
 
-def plan_of(schedule: Any) -> Plan:
+def plan_of(schedule: Any) -> PipelineShape:
     placement, v = getattr(schedule, "placed", ("loop", None))
-    return Plan(2, 4, v or 1, placement)
+    return PipelineShape(2, 4, v or 1, placement)
 
 
 @pytest.mark.parametrize("schedule", known(), ids=lambda schedule: schedule.__name__)
@@ -61,7 +61,7 @@ def test_whole_zoo(schedule: Any) -> None:
         pytest.skip("not for this plan")
     program = of(schedule, plan)
     assert check(program, "serial") and verdict(program, "edge").kind == "ok"
-    assert parse(show(program)) == program
+    assert from_text(to_text(program)) == program
     costs = Costs(F=1, B=2, I=1, W=1, send=0.5, sum=0.75, gather=0.25)
     machine = Machine(program, "edge", costs)
     assert machine.run() and max(machine.ended.values()) == pytest.approx(
@@ -72,7 +72,7 @@ def test_whole_zoo(schedule: Any) -> None:
         assert each == [way * plan.stages * plan.microbatches] * 2
     if not uncut.joined.any():
         whole = Costs(F=5, B=10, I=5, W=5, send=0.5)
-        span = simulate(program, in_pieces(whole, 3, plan, (1, 3, 1))).span
+        span = simulate(program, split_costs(whole, 3, plan, (1, 3, 1))).span
         assert span == pytest.approx(simulate(uncut, whole).span)
 
 
@@ -86,7 +86,7 @@ def test_where_ranks_meet(data: st.DataObject) -> None:
     cut = [data.draw(letters) or 1 for _ in range(ranks)]
     frozen = data.draw(st.integers(0, ranks - 1))
     schedule = data.draw(st.sampled_from([schedules.one_f_one_b, schedules.zb_h1]))
-    program = of(schedule, Plan(ranks, m), cut, frozen=frozen)
+    program = of(schedule, PipelineShape(ranks, m), cut, frozen=frozen)
     for own in program.streams:
         for before, i in pairwise([None, *(j for j in own if j.op in (*MET, *COMPUTE))]):
             assert i is not None
@@ -122,7 +122,7 @@ def test_where_ranks_meet(data: st.DataObject) -> None:
 
 
 def test_what_stands_where() -> None:
-    program = of(schedules.one_f_one_b, Plan(1, 1), frozen=0)
+    program = of(schedules.one_f_one_b, PipelineShape(1, 1), frozen=0)
     assert [str(i) for i in program.streams[0]][:12] == [
         "F 0.0", "gather 1.0", "F 1.0", "sum_act 2.0", "F 2.0", "B 2.0", "reduce_grads 2",
         "gather_grad 1.0", "B 1.0", "reduce_grads 1", "sum_grad 0.0", "B 0.0",
@@ -130,19 +130,19 @@ def test_what_stands_where() -> None:
     assert [str(i) for i in program.streams[0] if i.op is O.ReduceSequence] == [
         f"reduce_sequence {s}" for s in range(3)
     ]
-    behind = of(schedules.gpipe, Plan(2, 1), frozen=1)
+    behind = of(schedules.gpipe, PipelineShape(2, 1), frozen=1)
     said = [str(i) for own in behind.streams for i in own if i.op in MET]
     assert said == ["gather 1.0", "sum_act 2.0", "gather 4.0", "sum_act 5.0", "gather_grad 4.0",
                     "sum_grad 3.0"]  # fmt: skip
 
 
 def test_lowered_again_it_is_the_same() -> None:
-    program = of(schedules.one_f_one_b, Plan(2, 4), "fg", clip=True)
+    program = of(schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip=True)
     drafted = compute_of(program)
     assert compile(drafted, **options_of(program, "device", drafted)) == program
-    told = forwards(program)
+    told = evaluation_program(program)
     assert told.sequence and {*told.ops} & {*MET} == {O.Gather, O.SumAct}
-    grouped = of(schedules.one_f_one_b, Plan(2, 4), "fg", clip=True, overlap=True)
+    grouped = of(schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip=True, overlap=True)
     assert sorted(map(str, grouped.streams[0])) == sorted(map(str, program.streams[0]))
 
 
@@ -152,28 +152,28 @@ def test_lowered_again_it_is_the_same() -> None:
 ])  # fmt: skip
 def test_they_take_their_time(cut: str, costs: Costs) -> None:
     """On hosts that block, too, who go on meanwhile."""
-    program = of(schedules.gpipe, Plan(1, 1), cut)
+    program = of(schedules.gpipe, PipelineShape(1, 1), cut)
     own = 3 if len(cut) == 1 else 2 * 1.5
     for blocks in (False, True):
         assert simulate(program, costs, blocks=blocks).span == 4 * (len(cut) + 1) + own
     text = "F 0.0; gather 1.0; F 0.1; gather 1.1; F 1.0; F 1.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets f sequence yes"
-    two = parse(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
+    two = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
     for blocks in (False, True):
         assert simulate(two, Costs(F=2, gather=2), blocks=blocks).span == 8
 
 
 def test_checker_demands_gathers() -> None:
-    program = of(schedules.one_f_one_b, Plan(1, 1), "fg")
+    program = of(schedules.one_f_one_b, PipelineShape(1, 1), "fg")
     for line in ("  gather 1.0\n", "  gather_grad 1.0\n", "  sum_act 2.0\n"):
-        text = show(program, folded=False)
+        text = to_text(program, folded=False)
         assert text.count(line) == 1
         with pytest.raises(CompletenessError, match=rf"{line.strip()} is missing"):
-            check(parse(text.replace(line, "")))
+            check(from_text(text.replace(line, "")))
         with pytest.raises(CompletenessError, match="is there twice"):
-            check(parse(text.replace(line, 2 * line)))
-    more = parse(
-        show(program, folded=False).replace("  gather 1.0\n", "  gather 1.0\n  gather 2.0\n")
+            check(from_text(text.replace(line, 2 * line)))
+    more = from_text(
+        to_text(program, folded=False).replace("  gather 1.0\n", "  gather 1.0\n  gather 2.0\n")
     )
     with pytest.raises(CompletenessError, match=r"gather 2\.0 has nothing to do: .* ranks meet"):
         check(more)
@@ -186,13 +186,13 @@ def test_checker_demands_gathers() -> None:
 def test_gathers_are_filled_priced_and_told_of() -> None:
     """Also where only they take time: weight gradients run under them, and they are sums of pieces,
     and no messages, in what is said of waits."""
-    plan, shares = Plan(2, 6), (0.2, 1, 0.2, 1, 0.2)
-    two = in_pieces(Costs(F=2, I=2, W=2, gather=0.6), 5, plan, shares)
+    plan, shares = PipelineShape(2, 6), (0.2, 1, 0.2, 1, 0.2)
+    two = split_costs(Costs(F=2, I=2, W=2, gather=0.6), 5, plan, shares)
     unfilled, filled = (
         simulate(of(schedules.zb_h1, plan, 5, costs=two, fill=fill), two) for fill in (None, "W")
     )
     assert filled.span < unfilled.span - 4 * 0.6
-    plan, costs = Plan(1, 4), Costs(F=2, I=2, W=2, gather=0.6)
+    plan, costs = PipelineShape(1, 4), Costs(F=2, I=2, W=2, gather=0.6)
     plain = simulate(of(schedules.zb_h1, plan, 5), costs)
     idle = by_cause(idleness(plain), 1)[0]
     assert {*np.flatnonzero(idle).tolist()} == {IdleCause.SUM}
@@ -208,7 +208,7 @@ def test_gathers_are_filled_priced_and_told_of() -> None:
 def test_half_the_bytes_go_around_each_time() -> None:
     """A sum that leaves each its part, and a gather, send as much together as a whole sum; of
     sizes that have both, all tokens and a rank's own."""
-    plan = Plan(1, 2)
+    plan = PipelineShape(1, 2)
     whole = compile(schedules.gpipe, plan, tp=2, cut="fg")
     sent = [
         volume(p, Sizes(activation=size))[Lane.TP][0]

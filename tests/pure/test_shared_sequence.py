@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from schedir import (
     Costs,
-    Plan,
+    PipelineShape,
     Program,
     check,
     compile,
-    forwards,
-    parse,
+    evaluation_program,
+    from_text,
     planner,
     schedules,
-    show,
     simulate,
+    to_text,
 )
 from schedir.errors import PlanError, ProgramError, ReductionError, UsageError
 from schedir.ir.isa.instructions import SPLIT_CHANGES, Opcode
@@ -35,10 +35,10 @@ from tests.edits import Edit, move, op, pull, push
 O = Opcode
 
 
-PLAN = Plan(2, 4)
+PLAN = PipelineShape(2, 4)
 
 
-def made(schedule: Any = one_f_one_b, plan: Plan = PLAN, **how: Any) -> Program:
+def made(schedule: Any = one_f_one_b, plan: PipelineShape = PLAN, **how: Any) -> Program:
     return compile(schedule, plan, tp=2, dp=2, sequence=True, **how)
 
 
@@ -54,7 +54,7 @@ def made(schedule: Any = one_f_one_b, plan: Plan = PLAN, **how: Any) -> Program:
 def test_each_trained_stage_is_summed_once_behind_all_else(
     schedule: Any, ranks: int, frozen: int, zero: int, turn: bool, tied: bool, clip: bool
 ) -> None:
-    plan = Plan(ranks, 2 * ranks, 2 if schedule is interleaved else 1)
+    plan = PipelineShape(ranks, 2 * ranks, 2 if schedule is interleaved else 1)
     frozen = min(frozen, plan.stages - 1)
     how: dict[str, Any] = {"reduce": "turn"} if turn and zero > 1 else {}
     tied = tied and not frozen
@@ -74,9 +74,9 @@ def test_each_trained_stage_is_summed_once_behind_all_else(
 
 def test_the_header_says_it_and_the_digest_has_it() -> None:
     program = made()
-    assert "sequence yes" in show(program) and parse(show(program)) == program
-    assert "sequence" not in show(compile(one_f_one_b, Plan(2, 4), tp=2))
-    assert parse(show(program)).digest == program.digest
+    assert "sequence yes" in to_text(program) and from_text(to_text(program)) == program
+    assert "sequence" not in to_text(compile(one_f_one_b, PipelineShape(2, 4), tp=2))
+    assert from_text(to_text(program)).digest == program.digest
     assert replace(program, sequence=False).digest != program.digest
 
 
@@ -121,7 +121,7 @@ def test_it_stands_between_the_other_sums_and_who_uses_them(tied: bool, clip: bo
 
 def test_copies_of_a_weight_are_summed_before_what_each_rank_has_seen_of_them() -> None:
     """One reduce_tied stands for both copies of a rank: neither is summed before it."""
-    program = made(schedules.zb_v, Plan(2, 4, 2, "vee"), tied=True)
+    program = made(schedules.zb_v, PipelineShape(2, 4, 2, "vee"), tied=True)
     own = [str(i) for i in program.streams[0]]
     for moved in ("reduce_sequence 0", "reduce_sequence 3"):
         e = Edit.of(program, Random(0))
@@ -140,7 +140,7 @@ def test_what_is_a_part_is_not_cut_again() -> None:
     with pytest.raises(UsageError, match="each one's part of it") as refused:
         made(boundary="replicated")
     assert refused.value.fields == ("boundary", "sequence")
-    program = compile(one_f_one_b, Plan(2, 1), tp=2)  # with a scatter and its gather
+    program = compile(one_f_one_b, PipelineShape(2, 1), tp=2)  # with a scatter and its gather
     with pytest.raises(ProgramError, match="is a part already"):
         check(replace(program, sequence=True))
 
@@ -148,18 +148,18 @@ def test_what_is_a_part_is_not_cut_again() -> None:
 def test_it_takes_several_to_share_a_sequence() -> None:
     for dp in (1, 2):
         with pytest.raises(PlanError, match="tp is 1") as refused:
-            compile(one_f_one_b, Plan(2, 4), dp=dp, sequence=True)
+            compile(one_f_one_b, PipelineShape(2, 4), dp=dp, sequence=True)
         assert refused.value.fields == ("sequence", "tp")
 
 
 def test_what_evaluates_has_none() -> None:
-    for program in (forwards(made()), made(schedules.forward_only)):
+    for program in (evaluation_program(made()), made(schedules.forward_only)):
         assert program.sequence and O.ReduceSequence not in program.ops
         assert program.ops.isdisjoint(SPLIT_CHANGES)
 
 
 def test_it_runs_beside_what_computes_and_costs_what_is_said() -> None:
-    program = made(one_f_one_b, Plan(1, 2))
+    program = made(one_f_one_b, PipelineShape(1, 2))
     spans = [simulate(program, Costs(F=1, B=2, reduce_sequence=c)).span for c in (0, 0.5)]
     assert spans == [6, 6.5]
 
@@ -176,10 +176,10 @@ def test_a_training_run_says_it() -> None:
 
 
 def test_a_plan_that_cuts_the_sequence_is_one_to_train(tmp_path: Any) -> None:
-    choice = planner.Choice(p=2, t=2, m=4, sequence_parallel=True)
-    model = planner.Model(layers=4, hidden=64, heads=4, vocab=256, sequence=64)
+    choice = planner.ParallelPlan(p=2, t=2, m=4, sequence_parallel=True)
+    model = planner.TransformerSpec(layers=4, hidden=64, heads=4, vocab=256, sequence=64)
     file = tmp_path / "plan.toml"
-    file.write_text(planner.config(model, choice))
+    file.write_text(planner.train_config(model, choice))
     assert "sequence = true" in file.read_text()
-    assert read(str(file)).request.program.sequence and planner.program(choice).sequence
-    assert not planner.program(replace(choice, t=1)).sequence
+    assert read(str(file)).request.program.sequence and planner.plan_program(choice).sequence
+    assert not planner.plan_program(replace(choice, t=1)).sequence

@@ -12,7 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir import Costs, Plan, Sizes, check, compile, parse, schedules, show, simulate
+from schedir import (
+    Costs,
+    PipelineShape,
+    Sizes,
+    check,
+    compile,
+    from_text,
+    schedules,
+    simulate,
+    to_text,
+)
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.memory.buffer_slots import KINDS, minimum_slots
 from schedir.analysis.memory.footprint import held
@@ -24,30 +34,30 @@ from schedir.ir.isa.instructions import ROWS, Opcode, PeerRule, Token
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.ir.program import Program, Stream
 from schedir.ir.stream import OP
-from schedir.ir.text_format import parse as read
+from schedir.ir.text_format import from_text as read
 from schedir.schedules.schedule_algebra import Schedule
-from schedir.testing import random_draft
+from schedir.testing import random_compute_program
 from tests.mutants import refusal
 from tests.oracle import Machine
 from tests.threads import verdict
 
 OF_SKIPS = (Opcode.SendSkip, Opcode.RecvSkip, Opcode.SendSkipGrad, Opcode.RecvSkipGrad)
-SMALL: list[tuple[Schedule, Plan, Skips]] = [
-    (schedules.one_f_one_b, Plan(3, 3), ((0, 2),)),
-    (schedules.zb_h1, Plan(4, 4), ((0, 3),)),
-    (schedules.interleaved, Plan(2, 2, 2), ((0, 3),)),
-    (schedules.zb_v, Plan(2, 3, 2, "vee"), ((0, 2), (1, 3))),
-    (schedules.dualpipe, Plan(4, 8, 2, "mirror"), ((0, 2), (1, 3))),
-    (schedules.forward_only, Plan(3, 2), ((0, 2),)),
+SMALL: list[tuple[Schedule, PipelineShape, Skips]] = [
+    (schedules.one_f_one_b, PipelineShape(3, 3), ((0, 2),)),
+    (schedules.zb_h1, PipelineShape(4, 4), ((0, 3),)),
+    (schedules.interleaved, PipelineShape(2, 2, 2), ((0, 3),)),
+    (schedules.zb_v, PipelineShape(2, 3, 2, "vee"), ((0, 2), (1, 3))),
+    (schedules.dualpipe, PipelineShape(4, 8, 2, "mirror"), ((0, 2), (1, 3))),
+    (schedules.forward_only, PipelineShape(3, 2), ((0, 2),)),
 ]
 NAMES = [schedule.__name__ for schedule, _, _ in SMALL]
 
 
 @pytest.mark.parametrize(("schedule", "plan", "skips"), SMALL, ids=NAMES)
-def test_legal_under_every_model(schedule: Schedule, plan: Plan, skips: Skips) -> None:
+def test_legal_under_every_model(schedule: Schedule, plan: PipelineShape, skips: Skips) -> None:
     program = compile(schedule, plan, skips=skips)
     for model in MODELS:
-        check(parse(show(program)), model, blocks=True)
+        check(from_text(to_text(program)), model, blocks=True)
         assert verdict(program, model, 1).kind == "ok"
     stages = {(i.op, i.stage) for stream in program.streams for i in stream if i.op in OF_SKIPS}
     crossing = {
@@ -72,7 +82,9 @@ def changed(program: Program, rank: int, words: list[int]) -> Program:
 
 
 @pytest.mark.parametrize(("schedule", "plan", "skips"), SMALL, ids=NAMES)
-def test_every_change_is_refused_or_harmless(schedule: Schedule, plan: Plan, skips: Skips) -> None:
+def test_every_change_is_refused_or_harmless(
+    schedule: Schedule, plan: PipelineShape, skips: Skips
+) -> None:
     """Each instruction of a skip dropped, doubled, swapped with its neighbour, or made another."""
     program = compile(schedule, plan, skips=skips)
     refused = 0
@@ -100,14 +112,14 @@ def test_every_change_is_refused_or_harmless(schedule: Schedule, plan: Plan, ski
                         verdict(changed(program, rank, mutant), model, k),
                     )
                     error = refusal(one, model)
-                    assert bool(error) == (said.kind != "ok"), (show(one), model, error, said)
+                    assert bool(error) == (said.kind != "ok"), (to_text(one), model, error, said)
                     refused += bool(error)
     assert refused
 
 
 def test_what_is_said_of_it() -> None:
-    program = compile(schedules.one_f_one_b, Plan(3, 2), skips=((0, 2),))
-    text = show(program, folded=False)
+    program = compile(schedules.one_f_one_b, PipelineShape(3, 2), skips=((0, 2),))
+    text = to_text(program, folded=False)
     for lost, kept, where in (
         ("send_skip 0.1", "recv_skip 2.1", "rank 2"),
         ("recv_skip_grad 0.0", "send_skip_grad 2.0", "rank 2"),
@@ -126,10 +138,12 @@ def test_times_are_those_of_a_plain_machine(seed: int, model: Any, slots: Any) -
     """Any draft, with a skip over any stages: as the oracle says, which reads no table."""
     rng = np.random.default_rng(seed)
     ranks, v = int(rng.integers(2, 5)), int(rng.integers(1, 3))
-    plan = Plan(ranks, int(rng.integers(1, 5)), v, rng.choice(["loop", "vee"]) if v > 1 else "loop")
+    plan = PipelineShape(
+        ranks, int(rng.integers(1, 5)), v, rng.choice(["loop", "vee"]) if v > 1 else "loop"
+    )
     ends = sorted(rng.permutation(plan.stages)[:2].tolist())
     skips = [(ends[0], ends[1])] if ends[1] > ends[0] + 1 else []
-    draft = random_draft(plan, random.Random(seed))
+    draft = random_compute_program(plan, random.Random(seed))
     program = compile(draft, skips=skips, slots=slots or None)
     costs = Costs(F=1, I=1.5, W=0.5, B=2, send=0.25)
     machine = Machine(program, model, costs)
@@ -141,7 +155,7 @@ def test_times_are_those_of_a_plain_machine(seed: int, model: Any, slots: Any) -
 
 
 def test_memory_counts_it_on_both_ranks() -> None:
-    plan, skip = Plan(3, 4), 10.0
+    plan, skip = PipelineShape(3, 4), 10.0
     program = compile(schedules.one_f_one_b, plan, skips=((0, 2),), slots="fewest")
     least = dict(zip(KINDS, minimum_slots(program).T.tolist(), strict=True))
     # Rank 0 keeps its skip until it is sent, rank 2 from when it comes until F takes it.
@@ -155,25 +169,25 @@ def test_memory_counts_it_on_both_ranks() -> None:
     own = compile(schedules.one_f_one_b, plan, skips=((0, 2),))
     assert simulate(own, sizes=sizes).peak_memory.tolist() == [2 * 4 * skip, 0, 2 * 4 * skip]
     # On one rank it is handed over, and lies where it was made until it is used.
-    vee = compile(schedules.zb_v, Plan(2, 3, 2, "vee"), skips=((0, 3),))
+    vee = compile(schedules.zb_v, PipelineShape(2, 3, 2, "vee"), skips=((0, 3),))
     assert vee.ops.isdisjoint(OF_SKIPS)
     (here, there) = held(vee, Sizes(skip=(skip, 0, 0, 0)))
     assert here.bytes.max() >= skip and here.bytes[-1] == 0 and not there.bytes.any()
 
 
 def test_programs_without_stay_as_they_are() -> None:
-    program = compile(schedules.zb_h1, Plan(4, 8))
-    assert "skips" not in show(program) and len(Dataflow.of(program).needs) == 2
+    program = compile(schedules.zb_h1, PipelineShape(4, 8))
+    assert "skips" not in to_text(program) and len(Dataflow.of(program).needs) == 2
     assert not any(program.has(ROWS[op].needs[0]) for op in (Opcode.SendSkip, Opcode.SendSkipGrad))
-    assert compile(schedules.zb_h1, Plan(4, 8), skips=()).digest == program.digest
-    other = compile(schedules.zb_h1, Plan(4, 8), skips=[(0, 2)])
+    assert compile(schedules.zb_h1, PipelineShape(4, 8), skips=()).digest == program.digest
+    other = compile(schedules.zb_h1, PipelineShape(4, 8), skips=[(0, 2)])
     assert replace(program, skips=((0, 2),)).digest not in (program.digest, other.digest)
     assert len(Dataflow.of(other).needs) == 3
-    assert parse(show(other)) == other and parse(show(other)).skips == ((0, 2),)
+    assert from_text(to_text(other)) == other and from_text(to_text(other)).skips == ((0, 2),)
 
 
 def test_the_stages_beside() -> None:
-    program = compile(schedules.gpipe, Plan(4, 1), skips=((0, 2), (1, 3)))
+    program = compile(schedules.gpipe, PipelineShape(4, 1), skips=((0, 2), (1, 3)))
     assert program.beside(PeerRule.NEXT).tolist() == [1, 2, 3, -1]
     assert program.beside(PeerRule.PREVIOUS).tolist() == [-1, 0, 1, 2]
     assert program.beside(PeerRule.SKIP_TO).tolist() == [2, 3, -1, -1]
@@ -203,19 +217,19 @@ REFUSED: list[tuple[object, str, str]] = [
 @pytest.mark.parametrize(("skips", "fact", "hint"), REFUSED, ids=str)
 def test_what_skips_are_not(skips: Any, fact: str, hint: str) -> None:
     with pytest.raises(PlanError) as caught:
-        compile(schedules.gpipe, Plan(5, 4), skips=skips)
+        compile(schedules.gpipe, PipelineShape(5, 4), skips=skips)
     assert fact in caught.value.fact and hint in caught.value.hint
     assert [*caught.value.fields] == ["skips"]
 
 
 def test_torch_has_none() -> None:
     with pytest.raises(UsageError, match="has skips, and stages of torch"):
-        torch_csv.show(compile(schedules.gpipe, Plan(3, 3), skips=((0, 2),)))
+        torch_csv.to_csv(compile(schedules.gpipe, PipelineShape(3, 3), skips=((0, 2),)))
 
 
 def test_small_messages_are_told_with_the_size_of_a_skip() -> None:
     """One of which nobody says how large it is, is not small."""
-    program = compile(schedules.gpipe, Plan(3, 2), skips=((0, 2),))
+    program = compile(schedules.gpipe, PipelineShape(3, 2), skips=((0, 2),))
     for sizes in (Sizes(activation=16e6), Sizes(skip=16e6)):
         with pytest.raises(UsageError) as caught:
             check(program, eager=512e3, sizes=sizes)
@@ -224,7 +238,7 @@ def test_small_messages_are_told_with_the_size_of_a_skip() -> None:
     check(program, eager=512e3, sizes=Sizes(activation=16e6, skip=1e3))
 
     # Rank 0 sends its skip first, and rank 2 takes its activation first.
-    hangs = show(program, folded=False)
+    hangs = to_text(program, folded=False)
     for here, there in (
         ("send_act 0.0\n  send_skip 0.0", "send_skip 0.0\n  send_act 0.0"),
         (
@@ -235,8 +249,8 @@ def test_small_messages_are_told_with_the_size_of_a_skip() -> None:
         assert here in hangs
         hangs = hangs.replace(here, there)
     with pytest.raises(DeadlockError) as stuck:
-        check(parse(hangs), "device", sizes=Sizes(activation=16e6))
+        check(from_text(hangs), "device", sizes=Sizes(activation=16e6))
     assert stuck.value.eager is None and "finishes" not in stuck.value.hint
     with pytest.raises(DeadlockError) as stuck:
-        check(parse(hangs), "device", sizes=Sizes(activation=16e6, skip=1e3))
+        check(from_text(hangs), "device", sizes=Sizes(activation=16e6, skip=1e3))
     assert stuck.value.eager == 1e3

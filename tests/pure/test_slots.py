@@ -22,9 +22,9 @@ from schedir.errors import ParseError, PlanError, SlotError, UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import BOUNDARY, ROWS, Token
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, SlotCounts
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.passes.communication.transfer_overlap import (
     early_gathers,
     early_receives,
@@ -34,9 +34,9 @@ from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.passes.pass_types import Choice
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.schedules.draft import draft
+from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import Schedule
-from schedir.testing import drafts
+from schedir.testing import compute_programs
 from schedir.verify.check import check
 from tests.commands import said
 from tests.laws import ZOO, least, plan_of
@@ -59,7 +59,7 @@ def varied(draft: Program, data: st.DataObject, model: Model) -> Program:
 
 
 @settings(max_examples=200)
-@given(drafts(), models, st.data(), st.randoms(use_true_random=False))
+@given(compute_programs(), models, st.data(), st.randoms(use_true_random=False))
 def test_no_two_values_share_a_slot_at_once(
     draft: Program, model: Model, data: st.DataObject, rng: random.Random
 ) -> None:
@@ -104,7 +104,7 @@ def test_no_two_values_share_a_slot_at_once(
 
 
 @settings(max_examples=200)
-@given(drafts(), models, st.data())
+@given(compute_programs(), models, st.data())
 def test_the_fewest_are_the_most_that_overlap(
     draft: Program, model: Model, data: st.DataObject
 ) -> None:
@@ -127,7 +127,7 @@ def test_the_fewest_are_the_most_that_overlap(
 
 
 @settings(max_examples=100)
-@given(drafts(), models, st.data())
+@given(compute_programs(), models, st.data())
 def test_one_fewer_is_refused(draft: Program, model: Model, data: st.DataObject) -> None:
     program = share_slots(varied(draft, data, model), "fewest")
     check(program, model)
@@ -146,7 +146,7 @@ def test_one_fewer_is_refused(draft: Program, model: Model, data: st.DataObject)
 
 
 @settings(max_examples=150)
-@given(drafts(), models, st.data())
+@given(compute_programs(), models, st.data())
 def test_enough_keeps_the_predicted_time(draft: Program, model: Model, data: st.DataObject) -> None:
     program = varied(draft, data, model)
     priced = data.draw(costs(draft.plan))
@@ -173,7 +173,7 @@ def test_the_fewest_finish_under_every_model(schedule: Schedule, overlap: bool) 
 
 def test_gpipe_pays_for_the_fewest() -> None:
     """A second slot hides a message behind a forward; one makes both ranks wait for it."""
-    plan, priced = Plan(4, 16), Costs(F=1, B=2, send=0.1)
+    plan, priced = PipelineShape(4, 16), Costs(F=1, B=2, send=0.1)
 
     def span(slots: Choice | None, costs: Costs | None = None) -> float:
         program = compile(gpipe, plan, model="edge", costs=costs, slots=slots)
@@ -198,7 +198,7 @@ def test_enough_at_free_messages_is_enough_for_others(schedule: Schedule) -> Non
 def test_enough_is_as_few_as_can_be() -> None:
     """Of GPipe's slots none can be spared: whatever rank and kind is given one less loses time."""
     priced = Costs(F=1, B=2, send=0.1)
-    program = compile(gpipe, Plan(4, 16), model="edge", costs=priced, slots="enough")
+    program = compile(gpipe, PipelineShape(4, 16), model="edge", costs=priced, slots="enough")
     span = simulate(program, priced, model="edge").span
     assert program.slots == (
         SlotCounts(0, 2, 2, 0), SlotCounts(2, 2, 2, 2),
@@ -215,14 +215,14 @@ def test_enough_is_as_few_as_can_be() -> None:
 def test_slow_stages_need_no_more_than_fast_ones() -> None:
     """A slow stage holds its neighbours up, and no time is lost: its input needs no long queue."""
     priced = Costs(F=(1, 1, 1, 2), B=(2, 2, 2, 4), send=0.1)
-    program = compile(one_f_one_b, Plan(4, 32), model="edge", costs=priced, slots="enough")
+    program = compile(one_f_one_b, PipelineShape(4, 32), model="edge", costs=priced, slots="enough")
     assert max(max(counts[:4]) for counts in program.slots) <= 3
 
 
 def test_slots_are_part_of_a_program() -> None:
-    program = compile(one_f_one_b, Plan(3, 6), slots="fewest")
-    assert parse(show(program)) == program == parse(show(program, folded=False))
-    assert "rank 1  act_in 1  act_out 1  grad_in 1  grad_out 1\n" in show(program)
+    program = compile(one_f_one_b, PipelineShape(3, 6), slots="fewest")
+    assert from_text(to_text(program)) == program == from_text(to_text(program, folded=False))
+    assert "rank 1  act_in 1  act_out 1  grad_in 1  grad_out 1\n" in to_text(program)
     own = replace(program, slots=())
     assert own != program and own.digest != program.digest
     assert replace(own, slots=program.slots).digest == program.digest
@@ -234,21 +234,21 @@ def test_slots_are_part_of_a_program() -> None:
      "rank 0  act_out 1  act_in 1  grad_in 1  grad_out 1"],
 )  # fmt: skip
 def test_text_of_slots_that_is_none(head: str) -> None:
-    text = show(compile(one_f_one_b, Plan(2, 2)))
+    text = to_text(compile(one_f_one_b, PipelineShape(2, 2)))
     with pytest.raises(ParseError) as caught:
-        parse(text.replace("rank 0", head))
+        from_text(text.replace("rank 0", head))
     assert caught.value.line == 6
 
 
 def test_slots_are_said_of_all_ranks_or_of_none() -> None:
-    text = show(compile(one_f_one_b, Plan(2, 2), slots="fewest"))
+    text = to_text(compile(one_f_one_b, PipelineShape(2, 2), slots="fewest"))
     for line in [x for x in text.splitlines() if x.startswith("rank ") and "act_in" in x]:
         with pytest.raises(ParseError, match="all ranks or of none"):
-            parse(text.replace(line, line[:6]))
+            from_text(text.replace(line, line[:6]))
 
 
 def test_counts_that_cannot_be() -> None:
-    program = compile(one_f_one_b, Plan(2, 2))
+    program = compile(one_f_one_b, PipelineShape(2, 2))
     for slots in [(SlotCounts(1, 1, 1, 1),), (SlotCounts(1, 1, 1, -1),) * 2]:
         with pytest.raises(PlanError):
             replace(program, slots=slots)
@@ -270,7 +270,7 @@ rank 1  act_in 1  act_out 0  grad_in 0  grad_out 0
 
 def test_waiting_for_a_slot_can_be_why() -> None:
     """With one slot each, the second message waits until the first has been used."""
-    program = check(parse(CROSSED), "edge")
+    program = check(from_text(CROSSED), "edge")
     priced = Costs(F=(1, 5), send=1)
     timeline = simulate(program, priced, model="edge")
     own = simulate(replace(program, slots=()), priced, model="edge")
@@ -294,14 +294,14 @@ rank 1  act_in 2  act_out 0  grad_in 0  grad_out 0
 
 
 def test_a_group_waits_for_the_slots_of_all() -> None:
-    program = check(parse(GROUPED), "edge")
+    program = check(from_text(GROUPED), "edge")
     priced = Costs(F=(1, 5), send=1)
     assert simulate(program, priced, model="edge").span == 24
     assert simulate(replace(program, slots=()), priced, model="edge").span == 23
 
 
 @settings(max_examples=100)
-@given(drafts(), models, st.data(), st.randoms(use_true_random=False))
+@given(compute_programs(), models, st.data(), st.randoms(use_true_random=False))
 def test_what_remains_is_known(
     draft: Program, model: Model, data: st.DataObject, rng: random.Random
 ) -> None:
@@ -316,9 +316,9 @@ def test_what_remains_is_known(
 
 
 def test_a_draft_takes_nothing_in() -> None:
-    program = draft(one_f_one_b, Plan(3, 4))
+    program = expand_schedule(one_f_one_b, PipelineShape(3, 4))
     assert not minimum_slots(program)[:, :4].any()
-    looped = minimum_slots(draft(interleaved, Plan(1, 4, 2)))
+    looped = minimum_slots(expand_schedule(interleaved, PipelineShape(1, 4, 2)))
     assert looped[0, BOUNDARY.index(Token.ACT_OUT)] > 0
 
 

@@ -15,12 +15,12 @@ from schedir.compiler.compile import compile
 from schedir.errors import UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.simulate import simulate
 from schedir.schedule_search.cp_sat import CLOSED, EXACT, SolverResult, solve
 from schedir.schedule_search.problem import OBJECTIVES, SchedulingProblem, problem_of
 from schedir.schedule_search.rank_order import draft_of, length, one_by_one, peaks
-from schedir.schedule_search.search import search
+from schedir.schedule_search.search import search_schedule
 from schedir.schedule_search.search_results import LowerBound
 from tests.certified import Case, cases
 from tests.interleavings import shortest
@@ -73,7 +73,7 @@ SHAPES += [(1, 2, 2, False), (1, 1, 2, True), (2, 1, 2, True), (3, 3, 1, False)]
 def tiny(draw: st.DrawFn) -> SchedulingProblem:
     """Problems of which every order can be tried; all work takes time."""
     ranks, microbatches, v, split = draw(st.sampled_from(SHAPES))
-    plan = Plan(ranks, microbatches, v, draw(st.sampled_from(["loop", "vee"][:v])))
+    plan = PipelineShape(ranks, microbatches, v, draw(st.sampled_from(["loop", "vee"][:v])))
     one = draw(st.sampled_from([st.integers(1, 6).map(float), st.floats(0.5, 2.0)]))
 
     def row(each: st.SearchStrategy[float]) -> tuple[float, ...]:
@@ -107,7 +107,7 @@ def test_the_solver_finds_what_trying_every_order_finds(problem: SchedulingProbl
 
 
 def test_a_known_bound_closes_it_at_once() -> None:
-    problem = problem_of(Plan(ranks=2, microbatches=4), in_flight=2)
+    problem = problem_of(PipelineShape(ranks=2, microbatches=4), in_flight=2)
     order = solved(problem).order
     known = LowerBound(13.0, "rank 0 ends last")
     found = solved(problem, hint=order, closed=known)
@@ -116,13 +116,13 @@ def test_a_known_bound_closes_it_at_once() -> None:
 
 
 def test_without_a_known_bound_cp_sat_says_why() -> None:
-    problem = problem_of(Plan(ranks=2, microbatches=4), in_flight=2)
+    problem = problem_of(PipelineShape(ranks=2, microbatches=4), in_flight=2)
     assert solved(problem).bound == LowerBound(13.0, CLOSED)
 
 
 def test_costs_that_are_no_decimals_are_rounded_down_for_the_bound() -> None:
     costs = Costs(F=(1 / 3, 2 / 7), I=(0.1 + 0.2, 3**0.5), W=(2 / 3, 5**0.5))
-    problem = problem_of(Plan(ranks=2, microbatches=3), costs, in_flight=2)
+    problem = problem_of(PipelineShape(ranks=2, microbatches=3), costs, in_flight=2)
     best = shortest(problem)
     found = solved(problem)
     assert best * (1 - EXACT) <= found.bound.value <= best <= found.value <= best * (1 + EXACT)
@@ -130,7 +130,9 @@ def test_costs_that_are_no_decimals_are_rounded_down_for_the_bound() -> None:
 
 def test_it_tells_how_far_it_is() -> None:
     told: list[tuple[float, float]] = []
-    problem = problem_of(Plan(ranks=6, microbatches=12), Costs(F=3, I=4, W=2.5), in_flight=3)
+    problem = problem_of(
+        PipelineShape(ranks=6, microbatches=12), Costs(F=3, I=4, W=2.5), in_flight=3
+    )
     found = solved(problem, report=lambda value, bound: told.append((value, bound)))
     values, bounds = zip(*told, strict=True)
     assert list(values) == sorted(values, reverse=True) and list(bounds) == sorted(bounds)
@@ -141,20 +143,20 @@ def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     monkeypatch.setitem(sys.modules, "ortools", None)
     with pytest.raises(UsageError) as caught:
-        solve(problem_of(Plan(ranks=2, microbatches=2)), 1)
+        solve(problem_of(PipelineShape(ranks=2, microbatches=2)), 1)
     assert caught.value.hint == "pip install 'schedir[solver]'"
     with pytest.raises(UsageError) as caught:
-        search(Plan(ranks=2, microbatches=2), prove="solver")
+        search_schedule(PipelineShape(ranks=2, microbatches=2), prove="solver")
     assert caught.value.fields == ("prove",)
 
 
 def test_a_search_goes_on_with_the_solver() -> None:
     pytest.importorskip("ortools")
-    plan = Plan(ranks=2, microbatches=6, stages_per_rank=2, placement="vee")
+    plan = PipelineShape(ranks=2, microbatches=6, stages_per_rank=2, placement="vee")
     costs = Costs(F=4, I=4, W=9, send=2)
     told: list[float] = []
-    closed = search(plan, costs, in_flight=3, evaluations=50)
-    found = search(
+    closed = search_schedule(plan, costs, in_flight=3, evaluations=50)
+    found = search_schedule(
         plan, costs, in_flight=3, evaluations=50, seconds=60, prove="solver",
         report=lambda _, bound: told.append(bound),
     )  # fmt: skip
@@ -166,7 +168,7 @@ def test_a_search_goes_on_with_the_solver() -> None:
 def test_ctrl_c_keeps_what_there_is() -> None:
     rng = Random(0)
     costs = Costs(*(tuple(rng.uniform(0.7, 1.3) for _ in range(8)) for _ in range(3)))
-    problem = problem_of(Plan(ranks=8, microbatches=24), costs, in_flight=5)
+    problem = problem_of(PipelineShape(ranks=8, microbatches=24), costs, in_flight=5)
     order = one_by_one(problem)
     timer = Timer(1.0, os.kill, (os.getpid(), SIGINT))
     timer.start()

@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 
 from schedir.schedules import interleaved, one_f_one_b, zb_v
-from schedir.schedules.schedule_algebra import EMPTY, Schedule, Word, stages_per_rank_for
+from schedir.schedules.schedule_algebra import EMPTY, RankSchedule, Schedule, stages_per_rank_for
 from tests.commands import said
 
 
 def test_stages_per_rank_unless_told() -> None:
-    def mine(r: int, P: int, m: int, v: int = 3) -> Word:
+    def mine(r: int, P: int, m: int, v: int = 3) -> RankSchedule:
         return EMPTY
 
     wanted: dict[Schedule, int] = {

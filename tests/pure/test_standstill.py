@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from schedir.__main__ import main
 from schedir.compiler.compile import compile
 from schedir.errors import DeadlockError, GroupError, ProgramError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.schedules import gpipe
 from schedir.verify.check import check
 from schedir.viz.deadlock_diagram import standstill
@@ -93,9 +93,9 @@ def test_every_refusal_can_be_drawn(case: Case) -> None:
 
 
 def test_of_many_ranks_those_that_wait_are_shown() -> None:
-    text = show(compile(gpipe, Plan(12, 2)), folded=False)
+    text = to_text(compile(gpipe, PipelineShape(12, 2)), folded=False)
     early = text.replace("  recv_act 5.1\n", "")
-    program = parse(early.replace("  recv_act 5.0\n", "  recv_act 5.1\n  recv_act 5.0\n"))
+    program = from_text(early.replace("  recv_act 5.0\n", "  recv_act 5.1\n  recv_act 5.0\n"))
     with pytest.raises(DeadlockError) as caught:
         check(program)
     picture = drawn(program, caught.value)
@@ -118,7 +118,7 @@ def test_the_shell_writes_it(
     assert main(["check", "late.sched", "--model", "edge", "-o", "z.svg"]) == 0
     assert {path.name for path in Path().iterdir()} == {"late.sched", "x.svg"}
     capsys.readouterr()
-    less = show(case.made(), folded=False).replace("  F 3.1\n", "")
+    less = to_text(case.made(), folded=False).replace("  F 3.1\n", "")
     Path("less.sched").write_text(less)
     text = refused(capsys, "check", "less.sched", "-o", "z.svg")
     assert "F 3.1 is missing" in text and "wrote no z.svg" in text and not Path("z.svg").exists()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, Plan, Program, Sizes
+from schedir import Costs, PipelineShape, Program, Sizes
 from schedir.analysis.memory.footprint import held
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import (
@@ -25,16 +25,16 @@ from schedir.errors import (
 )
 from schedir.ir.isa.instructions import Opcode
 from schedir.schedules import dualpipe, forward_only, gpipe, interleaved, looped_bfs, one_f_one_b
-from schedir.testing import plans
-from schedir.testing.strategies import random_draft
+from schedir.testing import shapes
+from schedir.testing.strategies import random_compute_program
 
 ROWS = (Opcode.LoadState, Opcode.StepStage, Opcode.StoreState)
 
 
-PLAN = Plan(2, 4, 3)
+PLAN = PipelineShape(2, 4, 3)
 
 
-def lowered(schedule: Any = interleaved, plan: Plan = PLAN, **how: Any) -> Program:
+def lowered(schedule: Any = interleaved, plan: PipelineShape = PLAN, **how: Any) -> Program:
     return schedir.compile(schedule, plan, states="host", **how)
 
 
@@ -54,22 +54,24 @@ def test_loads_stand_ahead_by_the_slots() -> None:
     alone = names(lowered(state_slots=1), 1)
     assert alone == [f"{what} {s}" for s in (5, 3, 1) for what in _WORDS]
     assert {slots.said()["state"] for slots in lowered().slots} == {2}
-    assert not lowered(plan=Plan(2, 4, 2)).slots  # as many as there are stages: nobody waits
+    assert not lowered(
+        plan=PipelineShape(2, 4, 2)
+    ).slots  # as many as there are stages: nobody waits
 
 
 _WORDS = ("load_state", "step_stage", "store_state")
 
 
-@given(plans(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.booleans(), st.integers(0, 3))
+@given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.booleans(), st.integers(0, 3))
 def test_any_draft_has_them_once_and_is_legal(
-    plan: Plan, seed: int, slots: int, clip: bool, zero: int
+    plan: PipelineShape, seed: int, slots: int, clip: bool, zero: int
 ) -> None:
-    draft = random_draft(plan, random.Random(seed))
+    draft = random_compute_program(plan, random.Random(seed))
     how: dict[str, Any] = {"clip": clip, "zero": zero, "dp": 2, "tied": plan.stages > 1}
     program = lowered(draft, plan, state_slots=slots, **how)
     for model in MODELS:
         schedir.check(program, model, blocks=True)
-    assert schedir.parse(schedir.show(program)) == program
+    assert schedir.from_text(schedir.to_text(program)) == program
     for op in ROWS:
         assert np.count_nonzero(program.op == op) == plan.holders.size
     plain = schedir.compile(draft, plan, **how)
@@ -80,8 +82,8 @@ def test_any_draft_has_them_once_and_is_legal(
 
 def test_what_is_frozen_or_does_not_step_has_none() -> None:
     assert names(lowered(frozen=3), 0) == [f"{what} 4" for what in _WORDS]
-    assert not lowered(forward_only, Plan(2, 4)).ops & {*ROWS}
-    both = lowered(dualpipe, Plan(2, 4, placement="mirror"))  # each holder has its own
+    assert not lowered(forward_only, PipelineShape(2, 4)).ops & {*ROWS}
+    both = lowered(dualpipe, PipelineShape(2, 4, placement="mirror"))  # each holder has its own
     assert len(names(both, 0)) == len(names(both, 1)) == 6
 
 
@@ -96,7 +98,7 @@ def moved(text: str, what: str, before: str) -> Program:
     if before:
         assert text.count(f"  {before}\n") == 1, before
         text = text.replace(f"  {before}\n", f"  {what}\n  {before}\n")
-    return schedir.parse(f"{first}rank 1{text}")
+    return schedir.from_text(f"{first}rank 1{text}")
 
 
 @pytest.mark.parametrize(
@@ -116,35 +118,35 @@ def moved(text: str, what: str, before: str) -> Program:
     ],
 )
 def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
-    text = schedir.show(lowered(clip=True), folded=False)
+    text = schedir.to_text(lowered(clip=True), folded=False)
     with pytest.raises(error, match=says):
         schedir.check(moved(text, what, before), blocks=True)
 
 
 def test_a_step_waits_for_all_gradients_of_its_rank() -> None:
     """Without a norm, too: whether they are finite is judged before anything is stepped."""
-    text = schedir.show(lowered(clip=False), folded=False)
+    text = schedir.to_text(lowered(clip=False), folded=False)
     with pytest.raises(OrderError, match="step_stage 5 needs the reduced gradient"):
         schedir.check(moved(text, "reduce_grads 1", "load_state 1"))
 
 
 @pytest.mark.parametrize("op", _WORDS)
 def test_twice_or_not_asked_for_is_refused(op: str) -> None:
-    text = schedir.show(lowered(), folded=False)
+    text = schedir.to_text(lowered(), folded=False)
     with pytest.raises(ProgramError):
-        schedir.check(schedir.parse(text.replace(f"  {op} 3\n", f"  {op} 3\n  {op} 3\n")))
+        schedir.check(schedir.from_text(text.replace(f"  {op} 3\n", f"  {op} 3\n  {op} 3\n")))
     for said in ("", "states device\n"):
         with pytest.raises(CompletenessError, match="states device"):
-            schedir.check(schedir.parse(text.replace("states host\n", said)))
+            schedir.check(schedir.from_text(text.replace("states host\n", said)))
 
 
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(PlanError, match="2 updates"):
-        lowered(one_f_one_b, Plan(2, 4, updates=2))
+        lowered(one_f_one_b, PipelineShape(2, 4, updates=2))
     with pytest.raises(PlanError, match="validate is 'after'"):
         lowered(clip=True, validate="after")
     with pytest.raises(PlanError, match="'disk' or 'cpu'"):
-        schedir.compile(gpipe, Plan(2, 4), states="nvme")
+        schedir.compile(gpipe, PipelineShape(2, 4), states="nvme")
     with pytest.raises(PlanError, match="state_slots"):
         lowered(state_slots=0)
     with pytest.raises(UsageError, match="optimizer of a stage lies on the host"):
@@ -174,7 +176,7 @@ def test_bytes_are_told_by_tier(zero: int, slots: int) -> None:
         most = max(sum(each[k : k + slots]) for k in range(3))
         assert curve.kinds["state"].max() == most
         assert curve.kinds["state"][0] == curve.kinds["state"][-1] == 0
-    plain = schedir.compile(interleaved, Plan(2, 4, 3), dp=dp, zero=zero)
+    plain = schedir.compile(interleaved, PipelineShape(2, 4, 3), dp=dp, zero=zero)
     before = schedir.simulate(plain, costs, sizes=sizes)
     rest = {"optimizer in parts" if zero else "optimizer"}
     assert rest <= before.memory[0].kinds.keys()
@@ -185,12 +187,14 @@ def test_bytes_are_told_by_tier(zero: int, slots: int) -> None:
     st.integers(1, 3),
     st.integers(0, 2**32 - 1),
     st.lists(st.floats(0, 9), min_size=5, max_size=5),
-    plans(),
+    shapes(),
 )
 def test_a_limit_holds_whatever_takes_how_long(
-    slots: int, seed: int, times: Sequence[float], plan: Plan
+    slots: int, seed: int, times: Sequence[float], plan: PipelineShape
 ) -> None:
-    program = lowered(random_draft(plan, random.Random(seed)), plan, state_slots=slots, dp=2)
+    program = lowered(
+        random_compute_program(plan, random.Random(seed)), plan, state_slots=slots, dp=2
+    )
     names = ("load_state", "step_stage", "store_state", "reduce_grads", "send")
     costs = Costs(F=1, B=2, **dict(zip(names, times, strict=True)))
     sizes = Sizes(saved=7, optimizer=tuple(range(1, plan.stages + 1)), params=1, grads=1)
@@ -201,7 +205,7 @@ def test_a_limit_holds_whatever_takes_how_long(
 
 def test_a_program_fits_where_one_with_its_states_does_not() -> None:
     sizes = Sizes(saved=10, optimizer=100, params=10, grads=10)
-    plan, limit = Plan(2, 4, 4), 360
+    plan, limit = PipelineShape(2, 4, 4), 360
     with pytest.raises(MemoryLimitError):
         schedir.compile(interleaved, plan, sizes=sizes, limit=limit)
     lowered(plan=plan, sizes=sizes, limit=limit)
@@ -231,7 +235,7 @@ def pipeline(stages: int, slots: int, load: float, step: float, store: float) ->
 @pytest.mark.parametrize("times", [(1, 1, 1), (3, 1, 2), (1, 4, 1), (0.5, 0.25, 5), (2, 0, 0)])
 def test_a_step_is_a_pipeline_of_three(stages: int, slots: int, times: Any) -> None:
     load, step, store = times
-    program = lowered(looped_bfs, Plan(1, 2, stages), state_slots=slots)
+    program = lowered(looped_bfs, PipelineShape(1, 2, stages), state_slots=slots)
     costs = Costs(F=0, B=0, load_state=load, step_stage=step, store_state=store)
     span = schedir.simulate(program, costs).span
     assert span == pytest.approx(pipeline(stages, slots, *times))
@@ -243,7 +247,10 @@ def test_a_step_is_a_pipeline_of_three(stages: int, slots: int, times: Any) -> N
 
 def test_loads_run_under_backwards() -> None:
     """Of all stages but the first, which the last backwards are of."""
-    plan, costs = Plan(1, 4, 4), Costs(F=1, B=2, load_state=2, step_stage=0.5, store_state=0.25)
+    plan, costs = (
+        PipelineShape(1, 4, 4),
+        Costs(F=1, B=2, load_state=2, step_stage=0.5, store_state=0.25),
+    )
     alone = schedir.simulate(schedir.compile(looped_bfs, plan), costs).span
     for slots, late in ((4, 2 + 0.5 + 0.25), (1, 3 * (2 + 0.5 + 0.25) + 0.5 + 0.25)):
         program = lowered(looped_bfs, plan, state_slots=slots)

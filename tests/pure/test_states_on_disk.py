@@ -12,23 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Cluster, Costs, Plan, Program, Sizes
+from schedir import Cluster, Costs, PipelineShape, Program, Sizes
 from schedir.analysis.memory.footprint import held
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import CompletenessError, MemoryLimitError, OrderError, SlotError, UsageError
 from schedir.ir.isa.instructions import Opcode
 from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
 from schedir.schedules import interleaved, looped_bfs
-from schedir.testing import plans
-from schedir.testing.strategies import random_draft
+from schedir.testing import shapes
+from schedir.testing.strategies import random_compute_program
 from schedir.training.config.run_config import MemoryConfig
 
 OF_DISK = (Opcode.FetchState, Opcode.SpillState)
 ROWS = (*OF_DISK, Opcode.LoadState, Opcode.StepStage, Opcode.StoreState)
-PLAN = Plan(2, 4, 3)
+PLAN = PipelineShape(2, 4, 3)
 
 
-def lowered(schedule: Any = interleaved, plan: Plan = PLAN, **how: Any) -> Program:
+def lowered(schedule: Any = interleaved, plan: PipelineShape = PLAN, **how: Any) -> Program:
     return schedir.compile(schedule, plan, states="disk", **how)
 
 
@@ -46,9 +46,11 @@ def test_fetches_stand_ahead_by_the_rooms() -> None:
     order = ("fetch_state", "load_state", "step_stage", "store_state", "spill_state")
     assert alone == [f"{what} {s}" for s in (5, 3, 1) for what in order]
     for rooms in (1, 2, 3):
-        (said,) = lowered(looped_bfs, Plan(1, 2, 4), state_rooms=rooms).slots
+        (said,) = lowered(looped_bfs, PipelineShape(1, 2, 4), state_rooms=rooms).slots
         assert said.said() == {"state": 2, "state_host": rooms}
-        few = lowered(looped_bfs, Plan(1, 2, 4), state_rooms=rooms, slots="fewest").slots[0]
+        few = lowered(looped_bfs, PipelineShape(1, 2, 4), state_rooms=rooms, slots="fewest").slots[
+            0
+        ]
         assert few.state_host == rooms
 
 
@@ -61,10 +63,10 @@ def test_few_stages_pass_through_as_many_rooms_as_told() -> None:
         for slots in (1, 2, 3):
             for rooms in (1, 2, 3):
                 program = lowered(
-                    looped_bfs, Plan(1, 2, stages), state_slots=slots, state_rooms=rooms
+                    looped_bfs, PipelineShape(1, 2, stages), state_slots=slots, state_rooms=rooms
                 )
                 assert program.slots[0].state_host == min(stages, rooms)
-    two = [lowered(looped_bfs, Plan(1, 2, 2), state_rooms=rooms) for rooms in (1, 2)]
+    two = [lowered(looped_bfs, PipelineShape(1, 2, 2), state_rooms=rooms) for rooms in (1, 2)]
     spans = [schedir.simulate(program, costs).span for program in two]
     ends = 12 + 0.1 + 0.8  # of the first store: forwards and backwards hide what comes before
     assert spans[1] == pytest.approx(ends + 2 + 2)
@@ -73,23 +75,23 @@ def test_few_stages_pass_through_as_many_rooms_as_told() -> None:
 
 def test_a_chart_tells_tiers_of_what_forwards_saved() -> None:
     """States are none of it: beside them it would say that nothing lies there."""
-    (*_, head, _, _) = schedir.viz.letters(schedir.simulate(lowered()))
+    (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(lowered()))
     assert "held" in head[0][0] and "host" not in head[0][0] and "disk" not in head[0][0]
     moved = schedir.compile(interleaved, PLAN, states="disk", offload=[0])
-    (*_, head, _, _) = schedir.viz.letters(schedir.simulate(moved))
+    (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(moved))
     assert "host" in head[0][0] and "disk" not in head[0][0]
 
 
-@given(plans(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3))
+@given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3))
 def test_any_draft_has_them_once_and_is_legal(
-    plan: Plan, seed: int, slots: int, rooms: int, zero: int
+    plan: PipelineShape, seed: int, slots: int, rooms: int, zero: int
 ) -> None:
-    draft = random_draft(plan, random.Random(seed))
+    draft = random_compute_program(plan, random.Random(seed))
     how: dict[str, Any] = {"clip": True, "zero": zero, "dp": 2, "tied": plan.stages > 1}
     program = lowered(draft, plan, state_slots=slots, state_rooms=rooms, **how)
     for model in MODELS:
         schedir.check(program, model, blocks=True)
-    assert schedir.parse(schedir.show(program)) == program
+    assert schedir.from_text(schedir.to_text(program)) == program
     for op in ROWS:
         assert np.count_nonzero(program.op == op) == plan.holders.size
     host = schedir.compile(draft, plan, states="host", state_slots=slots, **how)
@@ -110,7 +112,7 @@ def moved(text: str, what: str, before: str) -> Program:
     if before:
         assert text.count(f"  {before}\n") == 1, before
         text = text.replace(f"  {before}\n", f"  {what}\n  {before}\n")
-    return schedir.parse(f"{first}rank 1{text}")
+    return schedir.from_text(f"{first}rank 1{text}")
 
 
 @pytest.mark.parametrize(
@@ -126,15 +128,15 @@ def moved(text: str, what: str, before: str) -> Program:
 )
 def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
     rooms = 1 if error is SlotError else 2
-    text = schedir.show(lowered(clip=True, state_rooms=rooms), folded=False)
+    text = schedir.to_text(lowered(clip=True, state_rooms=rooms), folded=False)
     with pytest.raises(error, match=says):
         schedir.check(moved(text, what, before), blocks=True)
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    text = schedir.show(lowered(), folded=False)
+    text = schedir.to_text(lowered(), folded=False)
     with pytest.raises((CompletenessError, OrderError)):
-        schedir.check(schedir.parse(text.replace("states disk\n", "states host\n")))
+        schedir.check(schedir.from_text(text.replace("states disk\n", "states host\n")))
     with pytest.raises(UsageError, match="state_rooms is 2, and the optimizer's states lie on the"):
         schedir.compile(interleaved, PLAN, states="host", state_rooms=2)
     with pytest.raises(UsageError, match="stay on the device"):
@@ -179,12 +181,12 @@ def test_bytes_are_told_by_tier(zero: int, rooms: int) -> None:
     st.integers(1, 3),
     st.integers(0, 2**32 - 1),
     st.lists(st.floats(0, 9), min_size=6, max_size=6),
-    plans(),
+    shapes(),
 )
 def test_no_tier_ever_holds_more_than_it_may(
-    slots: int, rooms: int, seed: int, times: Sequence[float], plan: Plan
+    slots: int, rooms: int, seed: int, times: Sequence[float], plan: PipelineShape
 ) -> None:
-    draft = random_draft(plan, random.Random(seed))
+    draft = random_compute_program(plan, random.Random(seed))
     program = lowered(draft, plan, state_slots=slots, state_rooms=rooms, dp=2)
     names = ("fetch_state", "load_state", "step_stage", "store_state", "spill_state", "send")
     costs = Costs(F=1, B=2, **dict(zip(names, times, strict=True)))
@@ -221,7 +223,7 @@ def pipeline(order: Sequence[str], slots: int, rooms: int, times: dict[str, floa
     "times", [(1, 1, 1, 1, 1), (4, 1, 0.5, 1, 5), (1, 3, 1, 2, 1), (2, 0, 0, 0, 3)]
 )
 def test_a_step_is_a_pipeline_of_four_lanes(slots: int, rooms: int, times: Any) -> None:
-    program = lowered(looped_bfs, Plan(1, 2, 5), state_slots=slots, state_rooms=rooms)
+    program = lowered(looped_bfs, PipelineShape(1, 2, 5), state_slots=slots, state_rooms=rooms)
     each = dict(zip(("fetch", "load", "step", "store", "spill"), times, strict=True))
     words = {name + ("_stage" if name == "step" else "_state"): t for name, t in each.items()}
     span = schedir.simulate(program, Costs(F=0, B=0, **words)).span

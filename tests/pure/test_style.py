@@ -15,19 +15,19 @@ from schedir.compiler.compile import compile
 from schedir.errors import UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.schedules.schedule_algebra import Schedule
-from schedir.viz import compare, gantt, tradeoff
+from schedir.viz import bubble_vs_memory, compare, gantt
 from schedir.viz.palette import DAY, IDLE, PALETTES, colour, lightness, recoloured, written
 from tests.commands import refused, said
 
 
 def timeline(schedule: Schedule = one_f_one_b, m: int = 8, **cost: float) -> Timeline:
     costs = Costs(**cost)
-    return simulate(compile(schedule, Plan(4, m), costs=costs), costs)
+    return simulate(compile(schedule, PipelineShape(4, m), costs=costs), costs)
 
 
 def faces(figure: Figure) -> set[str]:
@@ -136,7 +136,7 @@ def test_a_style_that_cannot_be(style: Any) -> None:
 
 def test_shares_of_a_tradeoff_are_what_they_stand_at() -> None:
     for m in (8, 16, 64):
-        figure = tradeoff([timeline(m=m), timeline(zb_h1, m=m)])
+        figure = bubble_vs_memory([timeline(m=m), timeline(zb_h1, m=m)])
         figure.canvas.draw()
         axes = figure.axes[0]
         for at, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True):

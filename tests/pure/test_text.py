@@ -13,24 +13,24 @@ from hypothesis import strategies as st
 
 from schedir.compiler.compile import compile, lower
 from schedir.errors import CompletenessError, ParseError, PlanError, ProgramError
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.testing import drafts, ties
+from schedir.testing import compute_programs, tied_weights
 from schedir.verify.check import check
 
 
-@given(drafts(), st.booleans(), st.booleans(), st.data())
+@given(compute_programs(), st.booleans(), st.booleans(), st.data())
 def test_what_prints_parses(
     draft: Program, lowered: bool, grouped: bool, data: st.DataObject
 ) -> None:
-    program = replace(draft, tp=2, tied=data.draw(ties(draft.plan)), clip=grouped)
+    program = replace(draft, tp=2, tied=data.draw(tied_weights(draft.plan)), clip=grouped)
     program = lower(program) if lowered else program
     program = group_opposites(program) if grouped else program
     for folded in (True, False):
-        again = parse(show(program, folded))
+        again = from_text(to_text(program, folded))
         assert again == program
         assert again.digest == program.digest
 
@@ -46,22 +46,24 @@ def test_any_words_survive(words: list[int], period: int) -> None:
         per = ROWS[op].per
         stage, mb = (0 if per is Scope.RANK else stage), (mb if per is Scope.MICROBATCH else 0)
         kept.append(op << 48 | stage << 32 | mb | (word & 1 << 56 if kept else 0))
-    program = Program("any", Plan(1, 1), (Stream(np.array(kept, np.int64)),))
+    program = Program("any", PipelineShape(1, 1), (Stream(np.array(kept, np.int64)),))
     for folded in (True, False):
-        assert parse(show(program, folded)) == program
+        assert from_text(to_text(program, folded)) == program
 
 
 def test_text_grows_with_the_idea() -> None:
     def lines(m: int) -> int:
-        return show(compile(one_f_one_b, Plan(4, m))).count("\n")
+        return to_text(compile(one_f_one_b, PipelineShape(4, m))).count("\n")
 
     assert lines(4000) == lines(40)
-    program = compile(interleaved, Plan(4, 64, 2))
-    assert show(program).count("\n") == show(compile(interleaved, Plan(4, 640, 2))).count("\n")
+    program = compile(interleaved, PipelineShape(4, 64, 2))
+    assert to_text(program).count("\n") == to_text(
+        compile(interleaved, PipelineShape(4, 640, 2))
+    ).count("\n")
 
 
 def test_comments_blank_lines_and_steps() -> None:
-    program = parse(
+    program = from_text(
         "schedir 1  # format\nprogram mine\nranks 1\nmicrobatches 4   placement loop\n\n"
         "rank 0\n  2 x  F 0.0+2; F 0.1+2   # pairs\n  # nothing\n  4 x B 0.3-\n"
     )
@@ -118,59 +120,59 @@ HEAD = "schedir 1\nprogram x\nranks 1  microbatches 2\n"
 )
 def test_parse_errors_say_where(text: str, line: int, column: int) -> None:
     with pytest.raises(ParseError) as caught:
-        parse(text)
+        from_text(text)
     assert (caught.value.line, caught.value.column) == (line, column)
 
 
 @given(st.data())
 def test_mangled_text_is_refused_or_a_program(data: st.DataObject) -> None:
-    text = show(compile(one_f_one_b, Plan(2, 4), tied=True))
+    text = to_text(compile(one_f_one_b, PipelineShape(2, 4), tied=True))
     at = data.draw(st.integers(0, len(text)))
     cut = data.draw(st.integers(0, 4))
     junk = data.draw(st.text("0123456789.;&x+- \nFBWIrankstep#é\t", max_size=4))
     try:
-        program = parse(text[:at] + junk + text[at + cut :])
+        program = from_text(text[:at] + junk + text[at + cut :])
     except ProgramError:
         return
-    assert parse(show(program)) == program
+    assert from_text(to_text(program)) == program
 
 
 @pytest.mark.parametrize("value", ["-1", "0", "99999999", "9" * 20, "9" * 5000])
 def test_numbers_out_of_range_are_whole_numbers(value: str) -> None:
     with pytest.raises(ParseError) as caught:
-        parse(f"schedir 1\nprogram x\nranks {value}  microbatches 2\n")
+        from_text(f"schedir 1\nprogram x\nranks {value}  microbatches 2\n")
     assert "whole number" not in caught.value.fact and len(caught.value.fact) < 80
 
 
 @given(st.text(st.characters(), max_size=8))
 def test_any_name_survives_or_is_refused(name: str) -> None:
     try:
-        program = Program(name, Plan(1, 1), (Stream(np.zeros(1, np.int64)),))
+        program = Program(name, PipelineShape(1, 1), (Stream(np.zeros(1, np.int64)),))
     except PlanError:
         return
-    assert parse(show(program).encode().decode()).name == name
+    assert from_text(to_text(program).encode().decode()).name == name
 
 
 @pytest.mark.parametrize("bad", ["", " x", "x ", "a#b", "a\nb", "a\x85b", "a\u2028b", "\ud800", 3])
 def test_names_that_no_text_can_have(bad: Any) -> None:
     with pytest.raises(PlanError):
-        Program(bad, Plan(1, 1), ())
+        Program(bad, PipelineShape(1, 1), ())
 
 
 def test_a_byte_order_mark_is_read_over() -> None:
-    program = compile(one_f_one_b, Plan(2, 4))
-    assert parse("\ufeff" + show(program)) == program
+    program = compile(one_f_one_b, PipelineShape(2, 4))
+    assert from_text("\ufeff" + to_text(program)) == program
 
 
 def test_digest_is_of_what_runs() -> None:
-    plan = Plan(2, 4)
+    plan = PipelineShape(2, 4)
     one = compile(one_f_one_b, plan)
     assert one.digest == replace(one, name="other").digest
     others = [
         compile(gpipe, plan),
         compile(one_f_one_b, plan, tp=2),
         compile(one_f_one_b, plan, dp=2),
-        compile(one_f_one_b, Plan(2, 5)),
+        compile(one_f_one_b, PipelineShape(2, 5)),
         compile(partial(interleaved, v=1), plan),
         group_opposites(one),
     ]
@@ -179,8 +181,8 @@ def test_digest_is_of_what_runs() -> None:
 
 def test_a_program_with_a_stream_too_many_is_shown() -> None:
     """So that whoever made it can see what `check` refuses."""
-    program = compile(one_f_one_b, Plan(2, 4), slots="fewest")
+    program = compile(one_f_one_b, PipelineShape(2, 4), slots="fewest")
     more = replace(program, streams=(*program.streams, program.streams[1]))
-    assert "rank 2\n" in show(more) and "rank 2  act_in" not in show(more)
+    assert "rank 2\n" in to_text(more) and "rank 2  act_in" not in to_text(more)
     with pytest.raises(CompletenessError, match="3 Streams for 2 ranks"):
         check(more)

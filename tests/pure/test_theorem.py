@@ -17,7 +17,7 @@ from schedir.compiler.compile import compile, lower
 from schedir.errors import DeadlockError, ProgramError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import Opcode as O
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream, pack
 from schedir.passes.communication.transfer_overlap import (
     early_gathers,
@@ -27,7 +27,7 @@ from schedir.passes.communication.transfer_overlap import (
 from schedir.predict.simulate import simulate
 from schedir.schedules import interleaved, interleaved_zb
 from schedir.schedules.schedule_algebra import Schedule
-from schedir.testing import drafts, ties
+from schedir.testing import compute_programs, tied_weights
 from schedir.verify.check import check
 from tests.mutants import mutate
 from tests.oracle import Machine
@@ -41,14 +41,14 @@ REORDER = ("run_order", "swap_neighbours", "swap_any", "move_anywhere", "swap_re
 def programs(draw: st.DataObject, draft: Program) -> tuple[Program, Costs]:
     """A lowered program with random traits, and costs."""
     tp, clip = draw.draw(st.integers(1, 2)), draw.draw(st.booleans())
-    tied = draw.draw(ties(draft.plan))
+    tied = draw.draw(tied_weights(draft.plan))
     draft = replace(draft, tp=tp, tied=tied, clip=clip)
     priced = draw.draw(costs(draft.plan))
     return lower(draft, draw.draw(st.sampled_from([None, priced]))), priced
 
 
 @settings(max_examples=200)
-@given(drafts(), st.data())
+@given(compute_programs(), st.data())
 def test_what_can_be_walked_is_legal_under_every_model(draft: Program, data: st.DataObject) -> None:
     program, _ = programs(data, draft)
     for model in MODELS:
@@ -56,7 +56,7 @@ def test_what_can_be_walked_is_legal_under_every_model(draft: Program, data: st.
 
 
 @settings(max_examples=100)
-@given(drafts(), st.data(), models, st.integers(1, 3))
+@given(compute_programs(), st.data(), models, st.integers(1, 3))
 def test_overlap_keeps_programs_legal(
     draft: Program, data: st.DataObject, model: Model, ahead: int
 ) -> None:
@@ -99,7 +99,7 @@ def test_nobody_trusts_the_order_that_a_program_brings(
 @pytest.mark.parametrize("schedule", [interleaved, interleaved_zb])
 def test_no_message_waits_for_a_ring_of_others(schedule: Schedule) -> None:
     """Lowered as if messages were free, where they are not: one queue costs little more."""
-    program = compile(schedule, Plan(ranks=16, microbatches=32, stages_per_rank=2))
+    program = compile(schedule, PipelineShape(ranks=16, microbatches=32, stages_per_rank=2))
     priced = Costs(send=0.1)
     edge, device = (simulate(program, priced, model=model).span for model in ("edge", "device"))
     assert device < 1.03 * edge
@@ -122,7 +122,7 @@ def agrees(program: Program, model: Model, priced: Costs) -> None:
 
 
 @settings(max_examples=100)
-@given(drafts(ranks=3, microbatches=4), st.data(), models)
+@given(compute_programs(ranks=3, microbatches=4), st.data(), models)
 def test_graph_equals_the_machine(draft: Program, data: st.DataObject, model: Model) -> None:
     program, priced = programs(data, draft)
     if data.draw(st.booleans()):
@@ -135,7 +135,7 @@ def test_graph_equals_the_machine(draft: Program, data: st.DataObject, model: Mo
 
 
 @settings(max_examples=200)
-@given(drafts(ranks=3, microbatches=3), st.data(), models)
+@given(compute_programs(ranks=3, microbatches=3), st.data(), models)
 def test_graph_equals_the_machine_on_shuffled_programs(
     draft: Program, data: st.DataObject, model: Model
 ) -> None:
@@ -158,7 +158,9 @@ def test_queues_of_very_many_ranks_are_told_apart(ranks: int) -> None:
     ops = (O.Forward, O.ReduceGrads, O.SendAct, O.RecvGrad, O.RecvAct, O.SendGrad)
     words = np.stack([pack(op, np.arange(ranks), 0) for op in ops], 1)
     ends = Stream(words[0, :4]), Stream(words[-1, [0, 1, 4, 5]])
-    program = Program("many", Plan(ranks, 1), (ends[0], *map(Stream, words[1:-1]), ends[1]))
+    program = Program(
+        "many", PipelineShape(ranks, 1), (ends[0], *map(Stream, words[1:-1]), ends[1])
+    )
     queue = Graph(program, "edge").queue
     rank = np.repeat(np.arange(ranks), np.diff(program.offsets))
     # Compute, reductions, and a queue for each neighbour and direction.

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile, lower
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import Schedule, name_of
-from schedir.testing import drafts
+from schedir.testing import compute_programs
 from tests.edits import written
 from tests.mutants import MUTATIONS, known, trial
 from tests.threads import verdict
@@ -29,7 +29,7 @@ def test_every_schedule_runs(schedule: Schedule, overlap: bool) -> None:
     v = v or (2 if "v" in inspect.signature(schedule).parameters else 1)
     for model in MODELS:
         right = compile(
-            schedule, Plan(4, 8, v, placement), tp=2, tied=True, clip=True,
+            schedule, PipelineShape(4, 8, v, placement), tp=2, tied=True, clip=True,
             model=model, overlap=overlap,
         )  # fmt: skip
         assert verdict(right, model).kind == "ok"
@@ -84,7 +84,7 @@ def test_the_order_of_threads_does_not_matter(seed: int, name: str, model: str, 
         assert verdict(mutant, model).kind == verdict(mutant, model, order).kind
 
 
-@given(drafts(), seeds)
+@given(compute_programs(), seeds)
 def test_any_run_is_a_program(draft: Program, seed: int) -> None:
     """The order in which a run under `edge` ended is legal everywhere: one order for all."""
     run = MUTATIONS["run_order"](lower(draft), random.Random(seed))

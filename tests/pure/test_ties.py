@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import schedir
-from schedir import Plan, Ties, parse, show
+from schedir import PipelineShape, TiedWeights, from_text, to_text
 from schedir.__main__ import main
 from schedir.errors import ParseError, PlanError, ReductionError, UsageError
 from schedir.ir.isa.instructions import Opcode
@@ -41,25 +41,25 @@ MODEL = Module(a=A, wte=BOTH, lm_head=BOTH, one=FROZEN, other=FROZEN)
 
 def test_of_stages() -> None:
     stages = [Module(w=BOTH, x=FROZEN), Module(a=A), Module(v=BOTH, u=BOTH, x=FROZEN)]
-    ties = schedir.ties(stages)
-    assert ties == Ties((((0, "w"), (2, "v")),)) and ties.stages == ((0, 2),)
-    assert schedir.ties(dict(enumerate(stages))) == ties
-    assert not schedir.ties(stages[:2])
+    ties = schedir.find_tied_weights(stages)
+    assert ties == TiedWeights((((0, "w"), (2, "v")),)) and ties.stages == ((0, 2),)
+    assert schedir.find_tied_weights(dict(enumerate(stages))) == ties
+    assert not schedir.find_tied_weights(stages[:2])
 
 
 def test_of_a_model_by_object_and_by_name() -> None:
-    ties = schedir.ties(MODEL)
+    ties = schedir.find_tied_weights(MODEL)
     assert ties.names == (("wte", "lm_head"),)
     shared = [Module(w=BOTH), Module(a=A), Module(v=BOTH)]
-    assert ties.among(shared) == Ties((((0, "w"), (2, "v")),))
+    assert ties.among(shared) == TiedWeights((((0, "w"), (2, "v")),))
     copies = [Module(wte=Weight()), Module(a=Weight()), Module(lm_head=Weight())]
-    assert ties.among(copies) == Ties((((0, "wte"), (2, "lm_head")),))
+    assert ties.among(copies) == TiedWeights((((0, "wte"), (2, "lm_head")),))
     one = Weight()
     assert not ties.among([Module(a=A), Module(wte=one, lm_head=one)])
 
 
 def test_what_is_lost_is_refused() -> None:
-    ties = schedir.ties(MODEL)
+    ties = schedir.find_tied_weights(MODEL)
     with pytest.raises(UsageError, match="no stage has lm_head"):
         ties.among([Module(wte=Weight()), Module(head=Weight())])
     with pytest.raises(UsageError, match="one weight in the model, and two in stage 0"):
@@ -67,23 +67,23 @@ def test_what_is_lost_is_refused() -> None:
 
 
 def test_true_is_first_and_last() -> None:
-    plan = Plan(4, 4)
+    plan = PipelineShape(4, 4)
     programs = [
         schedir.compile(one_f_one_b, plan, tied=tied)
-        for tied in (True, ((3, 0),), Ties((((0, "w"), (3, "v")), ((0, "b"), (3, "c")))))
+        for tied in (True, ((3, 0),), TiedWeights((((0, "w"), (3, "v")), ((0, "b"), (3, "c")))))
     ]
     assert {p.digest for p in programs} == {programs[0].digest}
-    assert all(p.tied == ((0, 3),) and "tied yes" in show(p) for p in programs)
-    assert schedir.compile(one_f_one_b, Plan(1, 2), tied=True).tied == ()
+    assert all(p.tied == ((0, 3),) and "tied yes" in to_text(p) for p in programs)
+    assert schedir.compile(one_f_one_b, PipelineShape(1, 2), tied=True).tied == ()
 
 
 def test_others_are_text() -> None:
-    program = schedir.compile(one_f_one_b, Plan(6, 6), tied=((4, 1), (0, 2, 3)))
-    assert "tied 0=2=3,1=4  clip no" in show(program)
-    assert parse(show(program)) == program
+    program = schedir.compile(one_f_one_b, PipelineShape(6, 6), tied=((4, 1), (0, 2, 3)))
+    assert "tied 0=2=3,1=4  clip no" in to_text(program)
+    assert from_text(to_text(program)) == program
     at = [str(i) for s in program.streams for i in s if i.op is Opcode.ReduceTied]
     assert at == [f"reduce_tied {s}" for s in range(5)]
-    no = schedir.compile(one_f_one_b, Plan(6, 6))
+    no = schedir.compile(one_f_one_b, PipelineShape(6, 6))
     assert len({program.digest, no.digest, replace(program, tied=((1, 4),)).digest}) == 3
 
 
@@ -97,9 +97,11 @@ def test_others_are_text() -> None:
     ],
 )
 def test_a_text_that_ties_wrongly(said: str, told: str) -> None:
-    text = show(schedir.compile(one_f_one_b, Plan(6, 6))).replace("tied no", f"tied {said}")
+    text = to_text(schedir.compile(one_f_one_b, PipelineShape(6, 6))).replace(
+        "tied no", f"tied {said}"
+    )
     with pytest.raises(ParseError) as caught:
-        parse(text)
+        from_text(text)
     line = text.splitlines()[caught.value.line - 1]
     assert caught.value.fact == told and line[caught.value.column - 1 :].startswith(said)
 
@@ -107,22 +109,22 @@ def test_a_text_that_ties_wrongly(said: str, told: str) -> None:
 @pytest.mark.parametrize("tied", [(0, 3), "ends", 3, ((0,),), ((0, 4),), ((-1, 2),)])
 def test_what_is_no_tie(tied: Any) -> None:
     with pytest.raises(PlanError):
-        schedir.compile(one_f_one_b, Plan(4, 4), tied=tied)
+        schedir.compile(one_f_one_b, PipelineShape(4, 4), tied=tied)
 
 
 @pytest.mark.parametrize(
     ("plan", "tied", "party"),
     [
-        (Plan(4, 4), ((0, 3),), [0, 1, 2, 0]),
-        (Plan(4, 4), ((0, 1), (2, 3)), [0, 0, 2, 2]),
-        (Plan(4, 4), ((0, 1), (1, 2)), [0, 0, 0, 3]),
-        (Plan(2, 4, 2, "vee"), ((0, 3), (1, 2)), [0, 1]),
-        (Plan(2, 4, 2, "vee"), ((0, 3), (1, 3)), [0, 0]),
-        (Plan(4, 8, placement="mirror"), ((0, 3),), [0, 1, 2, 3]),
-        (Plan(4, 8, placement="mirror"), ((0, 1),), [0, 0, 0, 0]),
+        (PipelineShape(4, 4), ((0, 3),), [0, 1, 2, 0]),
+        (PipelineShape(4, 4), ((0, 1), (2, 3)), [0, 0, 2, 2]),
+        (PipelineShape(4, 4), ((0, 1), (1, 2)), [0, 0, 0, 3]),
+        (PipelineShape(2, 4, 2, "vee"), ((0, 3), (1, 2)), [0, 1]),
+        (PipelineShape(2, 4, 2, "vee"), ((0, 3), (1, 3)), [0, 0]),
+        (PipelineShape(4, 8, placement="mirror"), ((0, 3),), [0, 1, 2, 3]),
+        (PipelineShape(4, 8, placement="mirror"), ((0, 1),), [0, 0, 0, 0]),
     ],
 )
-def test_who_meets(plan: Plan, tied: Any, party: list[int]) -> None:
+def test_who_meets(plan: PipelineShape, tied: Any, party: list[int]) -> None:
     assert parties(tied, plan) == party
     schedule = {"vee": zb_v, "mirror": dualpipe}.get(str(plan.placement), one_f_one_b)
     program = schedir.compile(schedule, plan, tied=tied)
@@ -138,15 +140,15 @@ def test_who_meets(plan: Plan, tied: Any, party: list[int]) -> None:
 
 
 def test_what_is_missing_is_told() -> None:
-    program = schedir.compile(one_f_one_b, Plan(4, 4), tied=((1, 2),))
+    program = schedir.compile(one_f_one_b, PipelineShape(4, 4), tied=((1, 2),))
     with pytest.raises(ReductionError, match="reduce_tied 1 is missing on rank 1"):
-        schedir.check(parse(show(program).replace("  reduce_tied 1\n", "")))
+        schedir.check(from_text(to_text(program).replace("  reduce_tied 1\n", "")))
 
 
 def test_commands_tie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "one_f_one_b", "--ties", "1=2"]) == 0
     text = capsys.readouterr().out
-    assert "tied 1=2" in text and parse(text).tied == ((1, 2),)
+    assert "tied 1=2" in text and from_text(text).tied == ((1, 2),)
     path = str(tmp_path / "one.sched")
     Path(path).write_text(text)
     assert main(["check", path, "--ties", "1=2"]) == 0 and "complete" in capsys.readouterr().out

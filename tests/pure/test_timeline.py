@@ -10,14 +10,14 @@ from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import compile, lower
 from schedir.ir.cost.costs import Costs
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.schedules.schedule_algebra import B, F, overlap
-from schedir.testing import drafts
+from schedir.schedules.schedule_algebra import B, F, overlapped_pair
+from schedir.testing import compute_programs
 from tests.strategies import costs
 
 
@@ -28,7 +28,7 @@ def no_gap(timeline: Timeline, path: np.ndarray) -> None:
     assert (spans["start"][1:] == spans["end"][:-1]).all()
 
 
-@given(drafts(), st.data(), st.sampled_from(MODELS))
+@given(compute_programs(), st.data(), st.sampled_from(MODELS))
 def test_the_critical_path_explains_every_start(
     draft: Program, data: st.DataObject, model: Model
 ) -> None:
@@ -42,7 +42,7 @@ def test_the_critical_path_explains_every_start(
     assert path[-1] == position
 
 
-@given(drafts(ranks=3, microbatches=3), st.data())
+@given(compute_programs(ranks=3, microbatches=3), st.data())
 def test_paths_through_groups_end(draft: Program, data: st.DataObject) -> None:
     timeline = simulate(group_opposites(lower(draft)), data.draw(costs(draft.plan)))
     path = timeline.critical_path
@@ -59,7 +59,7 @@ def waits_for(graph: Graph, position: int) -> list[int]:
     return sorted({*before[before >= 0].tolist()} - {*members.tolist()})
 
 
-@given(drafts(), st.data(), st.sampled_from(MODELS), st.booleans())
+@given(compute_programs(), st.data(), st.sampled_from(MODELS), st.booleans())
 def test_what_ended_last_is_told_of_every_instruction(
     draft: Program, data: st.DataObject, model: Model, grouped: bool
 ) -> None:
@@ -72,7 +72,7 @@ def test_what_ended_last_is_told_of_every_instruction(
 
 
 def test_1f1b_is_decided_by_its_fill_its_last_rank_and_its_drain() -> None:
-    timeline = simulate(compile(one_f_one_b, Plan(3, 4)), Costs(F=1, B=2))
+    timeline = simulate(compile(one_f_one_b, PipelineShape(3, 4)), Costs(F=1, B=2))
     said = [timeline.of(int(s["rank"]), 0)[0] for s in timeline.spans[timeline.critical_path][:1]]
     assert [str(i) for i in said] == ["F 0.0"]
     work = timeline.spans[timeline.critical_path]
@@ -81,7 +81,7 @@ def test_1f1b_is_decided_by_its_fill_its_last_rank_and_its_drain() -> None:
 
 
 def test_spans_follow_the_program() -> None:
-    program = compile(gpipe, Plan(2, 3), tp=2)
+    program = compile(gpipe, PipelineShape(2, 3), tp=2)
     timeline = simulate(program, Costs(send=0.5))
     assert len(timeline.spans) == len(program)
     for rank, stream in enumerate(program.streams):
@@ -91,7 +91,7 @@ def test_spans_follow_the_program() -> None:
 
 
 def test_in_flight_is_a_step_curve() -> None:
-    timeline = simulate(compile(one_f_one_b, Plan(2, 3)), Costs(F=1, B=2))
+    timeline = simulate(compile(one_f_one_b, PipelineShape(2, 3)), Costs(F=1, B=2))
     times, counts = timeline.in_flight(0)
     assert counts.tolist() == [1, 2, 1, 2, 1, 0]
     assert times.tolist() == sorted(times.tolist())
@@ -99,7 +99,7 @@ def test_in_flight_is_a_step_curve() -> None:
 
 
 def test_a_pair_run_together_is_busy_once() -> None:
-    program = compile(lambda r, P, m: F + (m - 1) * overlap(F, B) + B, Plan(1, 3))
+    program = compile(lambda r, P, m: F + (m - 1) * overlapped_pair(F, B) + B, PipelineShape(1, 3))
     timeline = simulate(program, Costs(F=1, B=2, FB=2))
     assert timeline.span == timeline.busy[0] == 1 + 2 * 2 + 2
     assert timeline.bubble == 0

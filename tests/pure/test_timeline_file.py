@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, Plan, Sizes, Timeline, load_timeline, save_timeline
+from schedir import Costs, PipelineShape, Sizes, Timeline, load_timeline, save_timeline
 from schedir.__main__ import main
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.compiler.compile import lower
@@ -24,7 +24,7 @@ from schedir.errors import ProgramError, TraceError, UsageError
 from schedir.ir.program import Program
 from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.schedules import dualpipe_v, one_f_one_b
-from schedir.testing import drafts
+from schedir.testing import compute_programs
 from tests.commands import refused, said
 from tests.strategies import costs
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 
 def timeline() -> Timeline:
-    program = schedir.compile(one_f_one_b, Plan(3, 4), tp=2, clip=True)
+    program = schedir.compile(one_f_one_b, PipelineShape(3, 4), tp=2, clip=True)
     return schedir.simulate(program, Costs(F=1, B=2, send=0.1, step=3))
 
 
@@ -48,7 +48,7 @@ def same(a: Timeline, b: Timeline) -> bool:
     return facts[0] == facts[1] and bool((a.spans == b.spans).all())
 
 
-@given(drafts(), st.data(), st.sampled_from(MODELS), st.booleans())
+@given(compute_programs(), st.data(), st.sampled_from(MODELS), st.booleans())
 def test_what_is_saved_comes_back(
     draft: Program, data: st.DataObject, model: Model, grouped: bool
 ) -> None:
@@ -69,7 +69,9 @@ def test_what_is_saved_comes_back(
 
 
 def test_a_pair_run_together_comes_back() -> None:
-    saved = schedir.simulate(schedir.compile(dualpipe_v, Plan(4, 10, 2, "vee")), Costs(FB=1.5))
+    saved = schedir.simulate(
+        schedir.compile(dualpipe_v, PipelineShape(4, 10, 2, "vee")), Costs(FB=1.5)
+    )
     save_timeline(saved, FILE)
     assert same(load_timeline(FILE), saved)
 
@@ -96,7 +98,7 @@ def test_others_read_it_without_schedir() -> None:
     save_timeline(timeline(), FILE)
     with np.load(FILE) as file:
         assert (file["end"] == timeline().spans["end"]).all()
-        assert schedir.parse(file["program.sched"].decode()) == timeline().program
+        assert schedir.from_text(file["program.sched"].decode()) == timeline().program
         assert json.loads(file["header.json"])["kind"] == "predicted"
 
 
@@ -153,8 +155,8 @@ EARLY = timeline().spans["rank"] == 1  # as if this rank's clock were late
 BEFORE, AFTER = (timeline().spans[name] - 4.0 * EARLY for name in ("start", "end"))
 HUGE = npy(END).replace(b"(%d,)" % len(END), b"(%d,)" % 10**12)
 NAN = np.where(np.arange(len(END)) == 5, np.nan, END)
-PROGRAM = schedir.show(timeline().program)
-OTHER = schedir.show(schedir.compile(one_f_one_b, Plan(3, 4)))
+PROGRAM = schedir.to_text(timeline().program)
+OTHER = schedir.to_text(schedir.compile(one_f_one_b, PipelineShape(3, 4)))
 UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  99999999 x F 0.0\n"
 
 
@@ -236,7 +238,7 @@ def test_other_packings_are_refused() -> None:
 
 def test_a_program_that_cannot_finish_is_refused() -> None:
     words = PROGRAM.replace("F 0.0", "F 0.1")
-    forge(program_sched=words.encode(), header_json=header(digest=schedir.parse(words).digest))
+    forge(program_sched=words.encode(), header_json=header(digest=schedir.from_text(words).digest))
     with pytest.raises(ProgramError, match=r"F 0\.|0\.0"):
         load_timeline(FILE)
 
@@ -279,7 +281,7 @@ def test_commands_take_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
 def test_effects_before_causes_are_told_by_every_view(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    right = schedir.simulate(schedir.compile(one_f_one_b, Plan(3, 4)), Costs(send=0.1))
+    right = schedir.simulate(schedir.compile(one_f_one_b, PipelineShape(3, 4)), Costs(send=0.1))
     spans, late = right.spans.copy(), right.spans["rank"] == 1
     spans["start"], spans["end"] = ((spans[at] - 4 * late) * 1e-3 for at in ("start", "end"))
     wrong = replace(right, spans=spans, kind="measured", unit="s")

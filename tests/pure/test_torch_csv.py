@@ -26,14 +26,14 @@ from schedir.errors import (
 )
 from schedir.io import torch_csv
 from schedir.ir.isa.instructions import COMPUTE
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.schedules import chimera, dualpipe_v, forward_only, gpipe, interleaved, one_f_one_b
-from schedir.schedules.draft import draft
-from schedir.schedules.schedule_algebra import B, F, Word, overlap
-from schedir.testing import drafts
+from schedir.schedules.draft import expand_schedule
+from schedir.schedules.schedule_algebra import B, F, RankSchedule, overlapped_pair
+from schedir.testing import compute_programs
 from schedir.verify.check import check
 from tests.commands import refused, said
 
@@ -44,14 +44,14 @@ def compute(program: Program) -> list[list[int]]:
     return [s.words[np.isin(s.op, COMPUTE)].tolist() for s in program.streams]
 
 
-@given(drafts().filter(lambda d: d.plan.rows == 1), st.sampled_from(torch_csv.FORMS))
+@given(compute_programs().filter(lambda d: d.plan.rows == 1), st.sampled_from(torch_csv.FORMS))
 def test_what_is_exported_imports(draft: Program, form: str) -> None:
     assume(draft.plan.rows == 1)
     lowered = lower(draft)
-    again = torch_csv.parse(torch_csv.show(lowered, form), draft.name)
+    again = torch_csv.from_csv(torch_csv.to_csv(lowered, form), draft.name)
     if again.is_draft:
         assert again.digest == draft.digest
-        assert torch_csv.show(again) == torch_csv.show(draft)
+        assert torch_csv.to_csv(again) == torch_csv.to_csv(draft)
         again = lower(again)
     else:
         again = finish(again)
@@ -59,7 +59,7 @@ def test_what_is_exported_imports(draft: Program, form: str) -> None:
 
 
 @given(
-    drafts(stages_per_rank=4).filter(lambda d: d.plan.rows == 1),
+    compute_programs(stages_per_rank=4).filter(lambda d: d.plan.rows == 1),
     st.integers(1, 3),
     st.integers(1, 4),
 )
@@ -70,11 +70,11 @@ def test_what_is_in_parts_is_exported_and_imports(draft: Program, zero: int, act
         {"active": min(active, max(map(len, draft.plan.stages_of)))} if zero == 3 else {}
     )
     lowered = compile(draft, dp=2, zero=zero, **most)
-    text = torch_csv.show(lowered, "torch-2.13")
-    again = check(finish(replace(torch_csv.parse(text, draft.name, zero=zero), dp=2)))
+    text = torch_csv.to_csv(lowered, "torch-2.13")
+    again = check(finish(replace(torch_csv.from_csv(text, draft.name, zero=zero), dp=2)))
     if zero < 3:
         assert again.streams == lowered.streams and "SHARD" not in text
-    assert compute(again) == compute(lowered) and torch_csv.show(again, "torch-2.13") == text
+    assert compute(again) == compute(lowered) and torch_csv.to_csv(again, "torch-2.13") == text
     before, after = gathers(lowered), gathers(again)
     assert all(a <= b for a, b in zip(after.whole, before.whole, strict=True))
     assert after.reductions == before.reductions
@@ -82,17 +82,19 @@ def test_what_is_in_parts_is_exported_and_imports(draft: Program, zero: int, act
 
 def test_torchs_own_shards_are_kept_where_they_are_asked_for() -> None:
     text = (GOLDEN / "torch_interleaved_1f1b.csv").read_text()
-    program = check(finish(torch_csv.parse(text, zero=3)))
+    program = check(finish(torch_csv.from_csv(text, zero=3)))
     assert gathers(program).times == [2] * 4 == [slots.full for slots in program.slots]
-    assert torch_csv.show(program, "torch-2.13") == text
-    assert "SHARD" not in torch_csv.show(finish(torch_csv.parse(text)), "torch-2.13")
+    assert torch_csv.to_csv(program, "torch-2.13") == text
+    assert "SHARD" not in torch_csv.to_csv(finish(torch_csv.from_csv(text)), "torch-2.13")
 
 
 def test_turns_are_not_exported() -> None:
-    program = compile(interleaved, Plan(2, 4, 2), dp=2, zero=2, reduce="turn")
-    assert torch_csv.show(program) == torch_csv.show(draft(interleaved, Plan(2, 4, 2)))
+    program = compile(interleaved, PipelineShape(2, 4, 2), dp=2, zero=2, reduce="turn")
+    assert torch_csv.to_csv(program) == torch_csv.to_csv(
+        expand_schedule(interleaved, PipelineShape(2, 4, 2))
+    )
     with pytest.raises(UsageError, match="in turns"):
-        torch_csv.show(program, "torch-2.13")
+        torch_csv.to_csv(program, "torch-2.13")
 
 
 def test_an_import_says_what_it_reads_over(
@@ -108,19 +110,19 @@ def test_an_import_says_what_it_reads_over(
 
 @pytest.mark.parametrize("form", torch_csv.FORMS)
 def test_cells_that_run_as_one(form: str) -> None:
-    program = compile(dualpipe_v, Plan(3, 7, placement="vee"))
-    text = torch_csv.show(program, form)
+    program = compile(dualpipe_v, PipelineShape(3, 7, placement="vee"))
+    text = torch_csv.to_csv(program, form)
     assert text.count(")OVERLAP_F_B") == sum(int(s.joined.sum()) for s in program.streams) > 0
-    again = torch_csv.parse(text)
+    again = torch_csv.from_csv(text)
     assert again.plan == program.plan and compute(again) == compute(program)
     again = lower(again) if again.is_draft else finish(again)
     assert again.streams == program.streams
 
 
 def test_the_forms_are_torchs() -> None:
-    program = compile(one_f_one_b, Plan(2, 2))
-    assert torch_csv.show(program) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
-    assert torch_csv.show(program, "torch-2.13") == (
+    program = compile(one_f_one_b, PipelineShape(2, 2))
+    assert torch_csv.to_csv(program) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    assert torch_csv.to_csv(program, "torch-2.13") == (
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD\n"
         "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1REDUCE_GRAD,1SEND_B1\n"
     )
@@ -129,16 +131,19 @@ def test_the_forms_are_torchs() -> None:
 @pytest.mark.parametrize(
     ("text", "plan"),
     [
-        ("0F0,0B0\n1F0,1B0\n", Plan(2, 1)),
-        ("0F0,2F0,2B0,0B0\r\n1F0,3F0,3B0,1B0\r\n", Plan(2, 1, 2)),
-        ("0F0,,,3F0,3B0,,,0B0\n,1F0,2F0,,,2B0,1B0,\n\n,,\n", Plan(2, 1, 2, "vee")),
-        ("1F0,1B0\n0F0,0B0\n", Plan(2, 1, placement=(1, 0))),
-        ('\ufeff"0F0", 1F0 ,1B0,0B0', Plan(1, 1, 2)),
-        ("0UNSHARD,0F0,0WAIT_SEND_F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD", Plan(1, 1)),
+        ("0F0,0B0\n1F0,1B0\n", PipelineShape(2, 1)),
+        ("0F0,2F0,2B0,0B0\r\n1F0,3F0,3B0,1B0\r\n", PipelineShape(2, 1, 2)),
+        ("0F0,,,3F0,3B0,,,0B0\n,1F0,2F0,,,2B0,1B0,\n\n,,\n", PipelineShape(2, 1, 2, "vee")),
+        ("1F0,1B0\n0F0,0B0\n", PipelineShape(2, 1, placement=(1, 0))),
+        ('\ufeff"0F0", 1F0 ,1B0,0B0', PipelineShape(1, 1, 2)),
+        (
+            "0UNSHARD,0F0,0WAIT_SEND_F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD",
+            PipelineShape(1, 1),
+        ),
     ],
 )
-def test_the_plan_is_inferred(text: str, plan: Plan) -> None:
-    program = torch_csv.parse(text)
+def test_the_plan_is_inferred(text: str, plan: PipelineShape) -> None:
+    program = torch_csv.from_csv(text)
     assert program.plan == plan and program.is_draft
 
 
@@ -176,7 +181,7 @@ def test_the_plan_is_inferred(text: str, plan: Plan) -> None:
 )
 def test_bad_cells_are_named(text: str, row: int, column: int, says: str) -> None:
     with pytest.raises(CsvCellError) as caught:
-        torch_csv.parse(text)
+        torch_csv.from_csv(text)
     error = caught.value
     assert (error.line, error.column) == (row, column)
     assert says in str(error) and len(str(error)) < 400
@@ -187,71 +192,73 @@ def test_bad_cells_are_named(text: str, row: int, column: int, says: str) -> Non
 @pytest.mark.parametrize(
     "program",
     [
-        compile(one_f_one_b, Plan(3, 4)),
-        compile(interleaved, Plan(3, 6, 2)),
-        compile(dualpipe_v, Plan(3, 7, placement="vee")),
+        compile(one_f_one_b, PipelineShape(3, 4)),
+        compile(interleaved, PipelineShape(3, 6, 2)),
+        compile(dualpipe_v, PipelineShape(3, 7, placement="vee")),
     ],
     ids=lambda p: p.name,
 )
 def test_a_file_that_lacks_rows_is_refused(program: Program, form: str) -> None:
-    rows = torch_csv.show(program, form).splitlines(keepends=True)
-    assert torch_csv.parse("".join(rows), ranks=3).plan == program.plan
+    rows = torch_csv.to_csv(program, form).splitlines(keepends=True)
+    assert torch_csv.from_csv("".join(rows), ranks=3).plan == program.plan
     for kept in (rows[:2], rows[:1], rows[:1] + rows[2:], rows[1:]):
         cut = "".join(kept)
         with pytest.raises(CsvCellError, match=f"for 3 ranks: rank {len(kept)} has none"):
-            torch_csv.parse(cut, ranks=3)
+            torch_csv.from_csv(cut, ranks=3)
         if form != "torch" or program.plan.stages > 3 or kept not in (rows[:2], rows[:1]):
             with pytest.raises(CsvCellError, match=r"no row has(?s:.*)missing|on rank"):
-                torch_csv.parse(cut)
+                torch_csv.from_csv(cut)
     with pytest.raises(CsvCellError, match="3 rows for 2 ranks: row 3 is of no rank"):
-        torch_csv.parse("".join(rows), ranks=2)
+        torch_csv.from_csv("".join(rows), ranks=2)
 
 
 @given(st.data())
 def test_mangled_files_are_refused_or_programs(data: st.DataObject) -> None:
-    text = torch_csv.show(compile(dualpipe_v, Plan(2, 4, placement="vee")), "torch-2.13")
+    text = torch_csv.to_csv(compile(dualpipe_v, PipelineShape(2, 4, placement="vee")), "torch-2.13")
     at = data.draw(st.integers(0, len(text)))
     cut = data.draw(st.integers(0, 6))
     junk = data.draw(st.text('0123456789FBIW,;()"\nSEND_Fé\0', max_size=4))
     try:
-        program = torch_csv.parse(text[:at] + junk + text[at + cut :])
+        program = torch_csv.from_csv(text[:at] + junk + text[at + cut :])
     except ProgramError:
         return
     assert program.plan.stages * program.plan.microbatches <= len(program)
 
 
 def test_what_torch_has_no_word_for_is_not_exported() -> None:
-    plan = Plan(2, 4)
+    plan = PipelineShape(2, 4)
     with pytest.raises(CompletenessError):
-        torch_csv.show(compile(forward_only, plan))
+        torch_csv.to_csv(compile(forward_only, plan))
     with pytest.raises(LoweringLevelError):
-        torch_csv.show(draft(gpipe, plan), "torch-2.13")
+        torch_csv.to_csv(expand_schedule(gpipe, plan), "torch-2.13")
     with pytest.raises(UsageError):
-        torch_csv.show(compile(chimera, Plan(2, 4, placement="mirror")))
+        torch_csv.to_csv(compile(chimera, PipelineShape(2, 4, placement="mirror")))
     grouped = group_opposites(compile(one_f_one_b, plan))
-    assert torch_csv.show(grouped) == torch_csv.show(compile(one_f_one_b, plan))
+    assert torch_csv.to_csv(grouped) == torch_csv.to_csv(compile(one_f_one_b, plan))
     with pytest.raises(GroupError) as caught:
-        torch_csv.show(grouped, "torch-2.13")
+        torch_csv.to_csv(grouped, "torch-2.13")
     assert len(caught.value.sites) == 2 and "send" in str(caught.value)
 
-    def two_forwards(r: int, P: int, m: int) -> Word:
-        return overlap(F, F) + 2 * B
+    def two_forwards(r: int, P: int, m: int) -> RankSchedule:
+        return overlapped_pair(F, F) + 2 * B
 
     with pytest.raises(GroupError):
-        torch_csv.show(draft(two_forwards, Plan(1, 2)))
-    three = draft(gpipe, Plan(1, 2)).streams[0].words | np.array([0, 0, 1 << 56, 1 << 56])
+        torch_csv.to_csv(expand_schedule(two_forwards, PipelineShape(1, 2)))
+    three = expand_schedule(gpipe, PipelineShape(1, 2)).streams[0].words | np.array(
+        [0, 0, 1 << 56, 1 << 56]
+    )
     with pytest.raises(GroupError):
-        torch_csv.show(Program("three", Plan(1, 2), (Stream(three),)))
+        torch_csv.to_csv(Program("three", PipelineShape(1, 2), (Stream(three),)))
 
 
 def test_reductions_are_theirs_or_ours() -> None:
     """Without REDUCE_GRAD torch does not scale a gradient, and does not say so."""
-    program = compile(one_f_one_b, Plan(2, 4))
-    text = torch_csv.show(program, "torch-2.13")
-    one_is_missing = finish(torch_csv.parse(text.replace(",1REDUCE_GRAD", "")))
+    program = compile(one_f_one_b, PipelineShape(2, 4))
+    text = torch_csv.to_csv(program, "torch-2.13")
+    one_is_missing = finish(torch_csv.from_csv(text.replace(",1REDUCE_GRAD", "")))
     with pytest.raises(ReductionError):
         check(one_is_missing)
-    none_are_there = torch_csv.parse(re.sub(r",\dREDUCE_GRAD", "", text))
+    none_are_there = torch_csv.from_csv(re.sub(r",\dREDUCE_GRAD", "", text))
     assert check(finish(none_are_there)).streams == program.streams
 
 
@@ -269,10 +276,10 @@ def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -
     shape = ["--ranks", "4", "--microbatches", "8", "--stages-per-rank", "2"]
     out = said(capsys, "export", "interleaved", *shape, "--to", form, "-o", "my plan.csv")
     assert out == "wrote my plan.csv\n"
-    program = compile(interleaved, Plan(4, 8, 2), tp=2, clip=True)
+    program = compile(interleaved, PipelineShape(4, 8, 2), tp=2, clip=True)
     how = ["--tp", "2", "--clip", "--slots", "fewest"]
     out = said(capsys, "import", "my plan.csv", "-o", "x.sched", *how)
-    again = parse((folder / "x.sched").read_text())
+    again = from_text((folder / "x.sched").read_text())
     assert out.startswith("wrote x.sched: 4 ranks, 8 stages, 8 microbatches, ")
     assert again.name == "my_plan" and again.plan == program.plan and again.clip
     assert len(again.slots) == 4
@@ -292,7 +299,7 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     (folder / "half.csv").write_text("0F0,0B0\n1F0\n")
     (folder / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     (folder / "zip.csv").write_bytes(b"PK\x03\x04\xff")
-    (folder / "d.sched").write_text(show(draft(gpipe, Plan(2, 2))))
+    (folder / "d.sched").write_text(to_text(expand_schedule(gpipe, PipelineShape(2, 2))))
     before = sorted(os.listdir())
     for argv, says in [
         ("import missing.csv -o x.sched", "missing.csv"),

@@ -20,7 +20,7 @@ from schedir.compiler.compile import compile
 from schedir.errors import ProgramError, TraceError, UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import COMPUTE, SENDS
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
@@ -44,18 +44,18 @@ def run_of(program: Program, seed: int, send: float = 1.0) -> Timeline:
 
 
 PROGRAMS = [
-    compile(schedules.one_f_one_b, Plan(3, 5)),
-    compile(schedules.gpipe, Plan(2, 3)),
-    compile(schedules.interleaved, Plan(2, 4, 2)),
-    compile(schedules.zb_v, Plan(2, 4, 2, "vee")),
-    compile(schedules.dualpipe_v, Plan(2, 4, 2, "vee")),
-    compile(schedules.zb_h1, Plan(4, 4)),
+    compile(schedules.one_f_one_b, PipelineShape(3, 5)),
+    compile(schedules.gpipe, PipelineShape(2, 3)),
+    compile(schedules.interleaved, PipelineShape(2, 4, 2)),
+    compile(schedules.zb_v, PipelineShape(2, 4, 2, "vee")),
+    compile(schedules.dualpipe_v, PipelineShape(2, 4, 2, "vee")),
+    compile(schedules.zb_h1, PipelineShape(4, 4)),
 ]
 
 OVERLAPPED = [
-    compile(schedules.one_f_one_b, Plan(3, 5), overlap=True),
-    compile(schedules.interleaved, Plan(2, 4, 2), overlap=True),
-    compile(schedules.dualpipe_v, Plan(2, 4, 2, "vee"), overlap=True),
+    compile(schedules.one_f_one_b, PipelineShape(3, 5), overlap=True),
+    compile(schedules.interleaved, PipelineShape(2, 4, 2), overlap=True),
+    compile(schedules.dualpipe_v, PipelineShape(2, 4, 2, "vee"), overlap=True),
 ]
 
 
@@ -143,7 +143,7 @@ def test_offsets_are_within_what_is_said(hosts: int, seed: int) -> None:
 @pytest.fixture
 def traces(tmp_path: Path) -> Path:
     """A folder with the traces of one step of 1F1B on two ranks."""
-    program = compile(schedules.one_f_one_b, Plan(2, 3))
+    program = compile(schedules.one_f_one_b, PipelineShape(2, 3))
     kineto.write(tmp_path, [run_of(program, 1)], 1, unit=UNIT)
     return tmp_path
 
@@ -236,7 +236,7 @@ def _without_messages(content: dict[str, Any]) -> None:
 
 def test_a_step_that_runs_its_schedule_twice(traces: Path) -> None:
     """Marks that come again are another time; the last is read."""
-    program = compile(schedules.one_f_one_b, Plan(2, 3))
+    program = compile(schedules.one_f_one_b, PipelineShape(2, 3))
     runs = [run_of(program, seed) for seed in (3, 4)]
     for path in traces.iterdir():
         path.unlink()

@@ -24,7 +24,7 @@ from schedir.errors import (
     ProgramError,
 )
 from schedir.ir.cost.costs import Costs
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
 from schedir.predict.simulate import simulate
 from schedir.schedules import one_f_one_b
@@ -258,14 +258,14 @@ def test_a_gradient_that_nobody_made() -> None:
 
 
 def test_costs_that_add_up_to_infinity_are_no_deadlock() -> None:
-    program = compile(one_f_one_b, Plan(2, 4), costs=Costs(F=1e308))
+    program = compile(one_f_one_b, PipelineShape(2, 4), costs=Costs(F=1e308))
     with pytest.raises(CostsError, match="add up"):
         simulate(program, Costs(F=1e308))
 
 
 def test_a_walk_ends_where_an_instruction_is_there_twice() -> None:
     """Whoever walks without asking first whether a program is complete."""
-    program = compile(one_f_one_b, Plan(2, 4))
+    program = compile(one_f_one_b, PipelineShape(2, 4))
     one, two = program.streams
     twice = replace(program, streams=(Stream(np.concatenate([one.words, one.words])), two))
     for model in MODELS:

@@ -13,9 +13,9 @@ from schedir.io.timeline_file import load_timeline, save_timeline
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, SlotCounts
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
 from schedir.schedules import interleaved
@@ -60,8 +60,8 @@ def moved(what: str, before: str) -> str:
 
 
 def test_turns_are_numbered_in_the_text() -> None:
-    program = check(parse(TEXT))
-    assert parse(show(program)) == program and show(program, folded=False) == TEXT
+    program = check(from_text(TEXT))
+    assert from_text(to_text(program)) == program and to_text(program, folded=False) == TEXT
     turns = [i for i in program.streams[0] if i.op is Opcode.Unshard]
     assert [i[1:] for i in turns] == [(0, 0), (1, 0), (2, 0), (1, 1), (0, 1)]
 
@@ -69,7 +69,9 @@ def test_turns_are_numbered_in_the_text() -> None:
 @pytest.mark.parametrize("time", [0.0, 0.25, 9.0])
 def test_a_gather_waits_for_the_slot_that_is_let_go(time: float) -> None:
     """Never more than two stages are whole, however soon they could be."""
-    run = simulate(parse(TEXT), Costs(F=1, B=2, unshard=time), sizes=Sizes(params=100, saved=10))
+    run = simulate(
+        from_text(TEXT), Costs(F=1, B=2, unshard=time), sizes=Sizes(params=100, saved=10)
+    )
     sides = {Opcode.Unshard: ("start", 1), Opcode.Reshard: ("end", -1)}
     found = [(s[side[0]], side[1]) for s in run.spans if (side := sides.get(Opcode(s["op"])))]
     now = 0
@@ -97,14 +99,14 @@ def test_what_is_refused(
     what: str, before: str, error: type[ProgramError], sites: list[str] | None
 ) -> None:
     with pytest.raises(error) as caught:
-        check(parse(moved(what, before)))
+        check(from_text(moved(what, before)))
     assert type(caught.value) is error
     assert sites is None or [str(site.instr) for site in caught.value.sites] == sites
 
 
 def test_what_is_made_again_waits_for_who_has_let_go() -> None:
     """There is one place for the weights of a stage, however many slots there are."""
-    program = parse(TEXT.replace("rank 0  full 2\n", "rank 0\n"))
+    program = from_text(TEXT.replace("rank 0  full 2\n", "rank 0\n"))
     run = simulate(program, Costs(F=10, B=20))
     when = {str(i): run.spans[k] for k, i in enumerate(program.streams[0])}
     for stage, turn in ((0, 1), (1, 1)):
@@ -115,20 +117,20 @@ def test_what_is_made_again_waits_for_who_has_let_go() -> None:
 
 def lowered() -> Program:
     """As a pass places them, with two slots."""
-    program = compile(interleaved, Plan(2, 4, 2), zero=3, dp=2, clip=True, debug=True)
+    program = compile(interleaved, PipelineShape(2, 4, 2), zero=3, dp=2, clip=True, debug=True)
     return replace(program, slots=(SlotCounts.unsaid()._replace(full=2),) * 2)
 
 
 def test_everybody_reads_them(tmp_path: object) -> None:
     """Text, pictures, files, and what explains a run."""
     program, costs = lowered(), Costs(F=2, B=3, unshard=0.5, reduce_scatter=0.5)
-    assert parse(show(program)) == program == check(program)
+    assert from_text(to_text(program)) == program == check(program)
     run = simulate(program, costs, sizes=Sizes(params=100, saved=10))
-    plain = simulate(compile(interleaved, Plan(2, 4, 2)), costs)
+    plain = simulate(compile(interleaved, PipelineShape(2, 4, 2)), costs)
     assert run.peak_in_flight.tolist() == plain.peak_in_flight.tolist()
     assert '"unshard 0"' in perfetto.text(run) and "unshard" in html(run)
     save_timeline(run, f"{tmp_path}/x.timeline")
     assert load_timeline(f"{tmp_path}/x.timeline").program == program
-    assert torch_csv.show(program).startswith("0F0")
+    assert torch_csv.to_csv(program).startswith("0F0")
     advise(run, costs)
     assert run.idle is not None and run.critical_path.size

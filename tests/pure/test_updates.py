@@ -29,9 +29,9 @@ from schedir.errors import (
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.ir.text_format import parse, show
+from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.schedules import (
     gpipe,
@@ -43,22 +43,27 @@ from schedir.schedules import (
     zb_h1,
     zb_h2,
 )
-from schedir.schedules.draft import draft
-from schedir.schedules.schedule_algebra import Schedule, Word, delayed, overlap
-from schedir.testing import random_draft
+from schedir.schedules.draft import expand_schedule
+from schedir.schedules.schedule_algebra import (
+    RankSchedule,
+    Schedule,
+    overlapped_pair,
+    with_weight_delay,
+)
+from schedir.testing import random_compute_program
 from schedir.verify.check import check
 from tests.commands import refused
 from tests.laws import TRIPLES, run
 from tests.oracle import Machine
 
 
-def two_buffers(P: int, n: int, updates: int) -> Plan:
-    return Plan(P, n * updates, updates=updates, delay=1)
+def two_buffers(P: int, n: int, updates: int) -> PipelineShape:
+    return PipelineShape(P, n * updates, updates=updates, delay=1)
 
 
-def pipedream(P: int, m: int) -> Plan:
+def pipedream(P: int, m: int) -> PipelineShape:
     """An update for every microbatch, each stage on the weights that it has at hand."""
-    return Plan(P, m, updates=m, delay=tuple(P - 1 - s for s in range(P)))
+    return PipelineShape(P, m, updates=m, delay=tuple(P - 1 - s for s in range(P)))
 
 
 @pytest.mark.parametrize("P", [2, 3, 5])
@@ -86,13 +91,13 @@ def test_memory_counts_versions() -> None:
     for plan, copies in ((two_buffers(3, 4, 3), [2, 2, 2]), (pipedream(3, 6), [3, 2, 1])):
         for own, n in zip(held(compile(one_f_one_b, plan), sizes), copies, strict=True):
             assert own.fixed["versions"] == (n, 10.0 * n)
-    assert "versions" not in held(compile(gpipe, Plan(2, 4)), sizes)[0].fixed
+    assert "versions" not in held(compile(gpipe, PipelineShape(2, 4)), sizes)[0].fixed
     (own,) = held(compile(one_f_one_b, two_buffers(1, 2, 2)), Sizes(params=10.0))
     assert own.fixed["versions"] == (2, 20.0)  # unless told, a version is as large as parameters
 
 
 def test_one_update_has_one_version() -> None:
-    assert peak_versions(compile(gpipe, Plan(3, 6))).tolist() == [1, 1, 1]
+    assert peak_versions(compile(gpipe, PipelineShape(3, 6))).tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("P", [3, 4, 6])
@@ -102,19 +107,19 @@ def test_weights_must_be_there_in_time(P: int) -> None:
     needs, gives = caught.value.sites
     assert (needs.rank, str(needs.instr)[:4], str(gives.instr)[:4]) == (0, "F 0.", "step")
     with pytest.raises(OrderError, match="needs the weights"):
-        compile(one_f_one_b, Plan(P, 4 * P, updates=4))  # no delay, and no flush
+        compile(one_f_one_b, PipelineShape(P, 4 * P, updates=4))  # no delay, and no flush
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
 @pytest.mark.parametrize("updates", [2, 4, 8])
 def test_what_delay_would_do_is_said_and_is_the_least(schedule: Schedule, updates: int) -> None:
     with pytest.raises(OrderError) as caught:
-        compile(schedule, Plan(4, 8, updates=updates))
+        compile(schedule, PipelineShape(4, 8, updates=updates))
     said = {int(d) for d in re.findall(r"delay ?=? ?(\d+)", caught.value.hint)}
     (least,) = said
-    compile(schedule, Plan(4, 8, updates=updates, delay=least))
+    compile(schedule, PipelineShape(4, 8, updates=updates, delay=least))
     with pytest.raises(OrderError, match="needs the weights"):
-        compile(schedule, Plan(4, 8, updates=updates, delay=least - 1))
+        compile(schedule, PipelineShape(4, 8, updates=updates, delay=least - 1))
 
 
 @pytest.mark.parametrize("schedule", [zb_h1, zb_h2, interleaved_zb])
@@ -122,7 +127,7 @@ def test_an_input_gradient_of_the_next_update_waits_for_the_step(schedule: Sched
     """It adds what is not split, and a rank has one sum of gradients: no delay helps."""
     for delay in (0, 3):
         with pytest.raises(OrderError) as caught:
-            compile(schedule, Plan(4, 16, updates=4, delay=delay))
+            compile(schedule, PipelineShape(4, 16, updates=4, delay=delay))
         early, late, step = caught.value.sites
         assert (str(early.instr), early.rank, str(step.instr)) == ("I 1.4", 1, "step")
         assert str(late.instr).startswith("W 1.") and early.index < late.index < step.index
@@ -147,7 +152,7 @@ PROGRAMS = [
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: str(p.plan.updates))
 def test_programs_of_several_updates(program: Program) -> None:
     for folded in (True, False):
-        assert parse(show(program, folded)) == program
+        assert from_text(to_text(program, folded)) == program
     costs = Costs(step=0.5, reduce_grads=0.25, send=0.125)
     for model in MODELS:
         if program.clip and model == "serial":
@@ -160,9 +165,9 @@ def test_programs_of_several_updates(program: Program) -> None:
 
 
 def test_delay_is_in_the_digest() -> None:
-    text = show(PROGRAMS[0])
+    text = to_text(PROGRAMS[0])
     assert "updates 3  delay 1  #" in text
-    other = parse(text.replace("delay 1 ", "delay 2 "))
+    other = from_text(text.replace("delay 1 ", "delay 2 "))
     assert check(other).digest != PROGRAMS[0].digest
 
 
@@ -187,12 +192,12 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     program = PROGRAMS[0]
-    text = show(program, folded=False)
+    text = to_text(program, folded=False)
     for old, new in REFUSED[name]:
         assert re.search(old, text), old
         text = re.sub(old, new, text, count=1)
     with pytest.raises(ProgramError) as caught:
-        check(parse(text.replace("X", "9")))
+        check(from_text(text.replace("X", "9")))
     few = ("no", "two", "twice", "many")
     kind = (ReductionError, CompletenessError) if any(w in name for w in few) else OrderError
     assert isinstance(caught.value, kind)
@@ -210,48 +215,51 @@ def test_refused(name: str) -> None:
 )  # fmt: skip
 def test_plans_that_cannot_be(wrong: dict[str, object]) -> None:
     with pytest.raises(PlanError):
-        Plan(2, 8, **wrong)  # type: ignore[arg-type]
+        PipelineShape(2, 8, **wrong)  # type: ignore[arg-type]
 
 
 def test_a_mark_may_have_a_delay_for_each_stage() -> None:
-    @delayed([1, 0])
-    def mine(r: int, P: int, m: int) -> Word:
+    @with_weight_delay([1, 0])
+    def mine(r: int, P: int, m: int) -> RankSchedule:
         return gpipe(r, P, m)
 
-    plan = Plan(2, 4, updates=2, delay=(1, 0))
-    assert draft(mine, plan).plan == plan
-    draft(mine, Plan(2, 4))  # of one update it says nothing
+    plan = PipelineShape(2, 4, updates=2, delay=(1, 0))
+    assert expand_schedule(mine, plan).plan == plan
+    expand_schedule(mine, PipelineShape(2, 4))  # of one update it says nothing
     with pytest.raises(ScheduleError, match=r"delay of \(1, 0\), not of 1"):
-        draft(mine, Plan(2, 4, updates=2, delay=1))
-    same = delayed((1, 1))(mine)
-    draft(same, Plan(2, 4, updates=2, delay=1))
+        expand_schedule(mine, PipelineShape(2, 4, updates=2, delay=1))
+    same = with_weight_delay((1, 1))(mine)
+    expand_schedule(same, PipelineShape(2, 4, updates=2, delay=1))
 
 
 def test_one_delay_is_written_in_one_way() -> None:
     for delay, text in ((2, "delay 2 "), ((2,), "delay 2 ")):
-        plan = Plan(1, 4, updates=4, delay=delay)
-        assert plan == Plan(1, 4, updates=4, delay=2)
-        program = draft(pipedream_2bw, Plan(1, 4, updates=4, delay=1))
+        plan = PipelineShape(1, 4, updates=4, delay=delay)
+        assert plan == PipelineShape(1, 4, updates=4, delay=2)
+        program = expand_schedule(pipedream_2bw, PipelineShape(1, 4, updates=4, delay=1))
         again = replace(program, plan=plan)
-        assert text in show(again) and parse(show(again)) == again
+        assert text in to_text(again) and from_text(to_text(again)) == again
 
 
 def test_2bw_is_for_a_delay_of_one() -> None:
     with pytest.raises(ScheduleError, match="delay of 1, not of 0"):
-        draft(pipedream_2bw, Plan(2, 8, updates=4))
-    assert draft(pipedream_2bw, Plan(2, 8)).streams == draft(one_f_one_b, Plan(2, 8)).streams
+        expand_schedule(pipedream_2bw, PipelineShape(2, 8, updates=4))
+    assert (
+        expand_schedule(pipedream_2bw, PipelineShape(2, 8)).streams
+        == expand_schedule(one_f_one_b, PipelineShape(2, 8)).streams
+    )
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--ranks", "2", "--microbatches", "6", "--updates", "3"]
     assert main(["show", "pipedream_2bw", *shape]) == 0
-    program = parse(capsys.readouterr().out)
+    program = from_text(capsys.readouterr().out)
     assert (program.plan.updates, program.plan.delay) == (3, 1)
     assert main(["check", "one_f_one_b", *shape]) == 2
     assert "--delay 1" in capsys.readouterr().err
     for delay, means in (("1", 1), ("1,0", (1, 0))):
         assert main(["show", "one_f_one_b", *shape, "--delay", delay]) == 0
-        assert parse(capsys.readouterr().out).plan.delay == means
+        assert from_text(capsys.readouterr().out).plan.delay == means
 
 
 @pytest.mark.parametrize("wrong", ["x", "", "-1", "1,", "1.5", "1,1,1", "\u0661"])
@@ -264,7 +272,7 @@ def test_a_delay_that_a_file_contradicts(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "x.sched"
-    path.write_text(show(compile(one_f_one_b, two_buffers(2, 2, 3))))
+    path.write_text(to_text(compile(one_f_one_b, two_buffers(2, 2, 3))))
     assert "--delay" in refused(capsys, "check", str(path), "--delay", "2")
     assert main(["check", str(path), "--delay", "1"]) == 0
 
@@ -286,7 +294,7 @@ SHARED = {"tp": 2, "sequence": True}
 )
 def test_ranks_that_meet_at_the_end_of_an_update_do_not_wait_for_each_other(told: Any) -> None:
     """Rank 0 forwards the next update's first microbatches before rank 2 ends the one before."""
-    plan = Plan(3, 6, 2, updates=2, delay=1)
+    plan = PipelineShape(3, 6, 2, updates=2, delay=1)
     program = compile(looped_dfs, plan, **told)
     for model in MODELS:
         check(program, model, blocks=True)
@@ -300,9 +308,9 @@ def test_what_runs_alone_runs_where_ranks_meet(seed: int) -> None:
     ranks, updates = rng.choice([2, 3, 4]), rng.choice([2, 3])
     stages = [*range(ranks), *rng.choices(range(ranks), k=rng.randint(0, 3))]
     rng.shuffle(stages)
-    plan = Plan(ranks, rng.randint(1, 3) * updates, placement=tuple(stages), updates=updates,
+    plan = PipelineShape(ranks, rng.randint(1, 3) * updates, placement=tuple(stages), updates=updates,
                 delay=rng.choice([0, 1, 1, 2]))  # fmt: skip
-    drafted = random_draft(plan, rng, split=rng.choice([0.0, 0.5, 1.0]))
+    drafted = random_compute_program(plan, rng, split=rng.choice([0.0, 0.5, 1.0]))
     costs = Costs(F=rng.choice([1, 2]), send=rng.choice([0, 1, 3]))
     try:
         compile(drafted, costs=costs)
@@ -316,15 +324,15 @@ def test_what_runs_alone_runs_where_ranks_meet(seed: int) -> None:
 def test_an_update_ends_behind_a_pair_and_not_within_it(told: Any) -> None:
     """The pair's backward ends an update, and its forward begins the next."""
 
-    def paired(r: int, P: int, m: int) -> Iterator[Word]:
+    def paired(r: int, P: int, m: int) -> Iterator[RankSchedule]:
         yield (P - r) * schedule_algebra.F
         for _ in range(m - P + r):
-            yield overlap(schedule_algebra.B, schedule_algebra.F)
+            yield overlapped_pair(schedule_algebra.B, schedule_algebra.F)
         yield (P - r) * schedule_algebra.B
 
     for P, per_update in product((1, 2, 3), (2, 3, 4)):
         delay = -(-P // per_update)
-        plan = Plan(P, 3 * per_update, updates=3, delay=delay)
+        plan = PipelineShape(P, 3 * per_update, updates=3, delay=delay)
         program = compile(paired, plan, **told)
         assert program.joined.sum() == sum(plan.microbatches - P + r for r in range(P))
         check(program, "serial", blocks=True)

@@ -9,19 +9,29 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from schedir import Costs, Plan, Sizes, compile, draft, parse, schedules, show, simulate
+from schedir import (
+    Costs,
+    PipelineShape,
+    Sizes,
+    compile,
+    expand_schedule,
+    from_text,
+    schedules,
+    simulate,
+    to_text,
+)
 from schedir.__main__ import main
 from schedir.analysis.memory.footprint import held
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.relower import Lowering
 from schedir.errors import PlanError, UsageError
 from schedir.ir.isa.instructions import Opcode
-from schedir.testing import drafts
+from schedir.testing import compute_programs
 from schedir.training.config.run_config import Config, PipelineConfig
 from schedir.verify.check import check
 
 O = Opcode
-PLAN = Plan(4, 8)
+PLAN = PipelineShape(4, 8)
 
 
 def program(validate: str, **how: Any) -> Any:
@@ -35,7 +45,7 @@ def test_every_rank_validates_behind_its_step() -> None:
 
 
 @settings(max_examples=10)
-@given(drafts())
+@given(compute_programs())
 def test_it_is_legal_wherever_the_norm_is(drawn: Any) -> None:
     """Under every progress model, on hosts that block, too; and its text says the same."""
     if drawn.plan.updates > 1 or not drawn.trains:
@@ -44,7 +54,7 @@ def test_it_is_legal_wherever_the_norm_is(drawn: Any) -> None:
     for model in MODELS:
         check(lowered, model)
         check(lowered, model, blocks=True)
-    again = parse(show(lowered))
+    again = from_text(to_text(lowered))
     assert (again.validate, again.digest) == ("after", lowered.digest)
     assert lowered.digest != compile(drawn, clip=True).digest
 
@@ -92,14 +102,14 @@ def test_what_is_refused(how: dict[str, Any], fields: tuple[str, ...] | None) ->
 
 def test_several_updates_are_refused() -> None:
     with pytest.raises(PlanError, match="2 updates") as error:
-        compile(schedules.gpipe, Plan(2, 4, updates=2), clip=True, validate="after")
+        compile(schedules.gpipe, PipelineShape(2, 4, updates=2), clip=True, validate="after")
     assert tuple(error.value.fields) == ("validate", "updates")
 
 
 def test_advice_is_of_programs_of_its_kind() -> None:
     """What another schedule would gain is simulated without a wait for the norm, too."""
     costs = Costs(F=(1, 1, 1, 2))
-    other = draft(schedules.zb_h1, PLAN)
+    other = expand_schedule(schedules.zb_h1, PLAN)
     assert Lowering(program("after"), "device").of(other, costs).validate == "after"
 
 
@@ -115,7 +125,7 @@ def test_from_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_training_run_validates_before(tmp_path: Path) -> None:
     """It looks at each step's numbers: a program of the other kind is refused."""
     file = tmp_path / "ahead.sched"
-    file.write_text(show(program("after", tied=True)))
+    file.write_text(to_text(program("after", tied=True)))
     config = Config(pipeline=PipelineConfig(ranks=4, microbatches=8, schedule=str(file)))
     with pytest.raises(UsageError, match="validates updates after they are made"):
         config.request.program  # noqa: B018

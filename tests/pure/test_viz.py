@@ -14,13 +14,13 @@ from schedir.compiler.compile import compile
 from schedir.errors import UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import Lane, Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.ir.text_format import parse
+from schedir.ir.text_format import from_text
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, spans_of
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.schedules.schedule_algebra import B, F, I, Schedule, W, Word, overlap
+from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, Schedule, W, overlapped_pair
 from schedir.viz import compare, gantt, save
 from schedir.viz.layout import ChartRectangles
 from schedir.viz.palette import TONES, at_lightness, ink, lightness, linear, luminance, shade
@@ -33,16 +33,16 @@ def timeline(
     schedule: Schedule = one_f_one_b, ranks: int = 4, m: int = 8, v: int = 1, **cost: float
 ) -> Timeline:
     costs = Costs(**cost)
-    return simulate(compile(schedule, Plan(ranks, m, v), costs=costs), costs)
+    return simulate(compile(schedule, PipelineShape(ranks, m, v), costs=costs), costs)
 
 
-def split(r: int, P: int, m: int) -> Word:
+def split(r: int, P: int, m: int) -> RankSchedule:
     return m * F + m * (I + W)
 
 
-def cells(r: int, P: int, m: int) -> Word:
+def cells(r: int, P: int, m: int) -> RankSchedule:
     lead = P - 1 - r
-    return (lead + 1) * F + (m - lead - 1) * overlap(B, F) + (lead + 1) * B
+    return (lead + 1) * F + (m - lead - 1) * overlapped_pair(B, F) + (lead + 1) * B
 
 
 def measured(t: Timeline, second: float = 1e-3) -> Timeline:
@@ -136,7 +136,7 @@ def test_lanes_are_there_when_they_take_time() -> None:
 
 def test_receives_and_sends_of_a_lane_do_not_hide_each_other() -> None:
     costs = Costs(send=0.5)
-    program = compile(one_f_one_b, Plan(4, 8), costs=costs, model="edge")
+    program = compile(one_f_one_b, PipelineShape(4, 8), costs=costs, model="edge")
     sheet = ChartRectangles(simulate(program, costs, model="edge"))
     talk = sheet.talk[np.lexsort((sheet.left[sheet.talk], sheet.top[sheet.talk]))]
     for a, b in pairwise(talk.tolist()):
@@ -153,7 +153,7 @@ def test_nothing_leaves_its_row() -> None:
 
 def test_a_program_without_time_or_instructions_is_a_picture_too(tmp_path: Path) -> None:
     free = timeline(F=0, I=0, W=0)
-    empty: Program = parse("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
+    empty: Program = from_text("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
     none = np.empty(0)
     for k, t in enumerate([free, Timeline(empty, spans_of(empty, none, none))]):
         save(gantt(t), tmp_path / f"{k}.png")
@@ -170,10 +170,10 @@ def test_many_boxes_make_a_picture_of_bounded_size(tmp_path: Path) -> None:
 
 def test_any_name_can_be_a_title(tmp_path: Path) -> None:
     text = "schedir 1\nprogram $\\bad${}_^%流水\nranks 1 microbatches 1\nrank 0\n F 0.0\n"
-    figure = gantt(simulate(parse(text)))
+    figure = gantt(simulate(from_text(text)))
     assert "$\\bad${}_^%流水" in figure.axes[0].get_title("left")
     save(figure, tmp_path / "x.png")  # the font need not have all letters
-    long = simulate(parse(text.replace("$\\bad${}_^%流水", "n" * 300)))
+    long = simulate(from_text(text.replace("$\\bad${}_^%流水", "n" * 300)))
     assert len(gantt(long).axes[0].get_title("left")) < 80
 
 

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 import schedir
-from schedir import Costs, Plan, Timeline, Word
+from schedir import Costs, PipelineShape, RankSchedule, Timeline
 from schedir.ir.isa.instructions import COMPUTE
 from schedir.predict.what_if import Advice, advise
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw, zb_h1, zb_v
 from tests.commands import refused, said
 from tests.measuring import slow_at_the_end
 
-PLAN = Plan(4, 8)
+PLAN = PipelineShape(4, 8)
 COSTS = Costs(F=(1, 1, 1, 1.5), B=(2, 2, 2, 3), send=0.25, reduce_grads=2)
 
 
 def run_of(
-    schedule: schedir.schedules.schedule_algebra.Schedule, costs: Costs, plan: Plan = PLAN
+    schedule: schedir.schedules.schedule_algebra.Schedule, costs: Costs, plan: PipelineShape = PLAN
 ) -> Timeline:
     return schedir.simulate(schedir.compile(schedule, plan, costs=costs), costs)
 
@@ -45,13 +45,13 @@ def test_claims_are_simulations() -> None:
     assert saves(advice, "reductions") == saved(replace(COSTS, reduce_grads=0))
     even = saves(advice, "stage 3 on rank 3 takes 1.33x")
     assert even == pytest.approx(saved(Costs(F=1.125, B=2.25, send=0.25, reduce_grads=2)))
-    twice = run_of(one_f_one_b, COSTS, Plan(4, 16))
+    twice = run_of(one_f_one_b, COSTS, PipelineShape(4, 16))
     assert saves(advice, "twice") == pytest.approx(1 - twice.span / timeline.span / 2)
     assert [c.saves for c in advice.changes] == sorted(c.saves for c in advice.changes)[::-1]
 
 
 def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
-    plan, costs = Plan(2, 4), Costs(F=1, I=1, W=1, sum=0.9)
+    plan, costs = PipelineShape(2, 4), Costs(F=1, I=1, W=1, sum=0.9)
 
     def of(costs: Costs, **more: Any) -> float:
         program = schedir.compile(zb_h1, plan, tp=2, cut=3, costs=costs, **more)
@@ -63,7 +63,7 @@ def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
     assert saves(advice, "sums of pieces") == pytest.approx(1 - of(replace(costs, sum=0)) / base)
     best = min(of(costs, fill=which) for which in ("W", "F", "all"))
     assert saves(advice, "fill=") == pytest.approx(1 - best / base) and best < base
-    pair = schedir.compile(schedir.schedules.dualpipe_v, Plan(2, 4, 2, "vee"), tp=2)
+    pair = schedir.compile(schedir.schedules.dualpipe_v, PipelineShape(2, 4, 2, "vee"), tp=2)
     assert not any("fill" in c.what for c in advise(schedir.simulate(pair)).changes)
 
 
@@ -71,16 +71,16 @@ def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
 def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
     """Other schedules and more microbatches are those of whole stages and microbatches, cut as the
     run is; and stages that are even are whole ones."""
-    plan, costs = Plan(2, 4), Costs(F=1, B=2, I=1, W=1, sum=0.3, send=0.1)
+    plan, costs = PipelineShape(2, 4), Costs(F=1, B=2, I=1, W=1, sum=0.3, send=0.1)
 
-    def of(schedule: Any, plan: Plan = plan, costs: Costs = costs) -> Timeline:
+    def of(schedule: Any, plan: PipelineShape = plan, costs: Costs = costs) -> Timeline:
         program = schedir.compile(schedule, plan, tp=2, cut=cut, chunks=chunks, costs=costs)
         return schedir.simulate(program, costs)
 
     base = of(one_f_one_b)
     for schedule in (None, one_f_one_b):  # which is found by its name, or told
         advice = advise(base, costs, schedule)
-        twice = of(one_f_one_b, Plan(2, 8)).span
+        twice = of(one_f_one_b, PipelineShape(2, 8)).span
         assert saves(advice, "twice") == pytest.approx(1 - twice / base.span / 2)
     other = next((c for c in advice.changes if "with 1 stage per rank" in c.what), None)
     if other is not None:
@@ -96,7 +96,7 @@ def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
 def test_other_schedules_hold_no_more() -> None:
     """1F1B has m activations of GPipe's at most P: GPipe is no advice for it, ZB-H1 is."""
     plain = Costs(F=1, B=2)
-    whats = [c.what for c in advise(run_of(one_f_one_b, plain, Plan(2, 4)), plain).changes]
+    whats = [c.what for c in advise(run_of(one_f_one_b, plain, PipelineShape(2, 4)), plain).changes]
     assert any("holds no more activations; I and W each half of B" in what for what in whats)
     timeline = run_of(zb_h1, Costs())
     whats = [c.what for c in advise(timeline, Costs()).changes]
@@ -106,7 +106,7 @@ def test_other_schedules_hold_no_more() -> None:
 def test_one_more_activation_is_tried_where_there_is_one_and_its_order_alone_before() -> None:
     """GPipe holds all there are; what a greedy order saves of it with as many, order saves."""
     uneven = Costs(F=(2, 1), B=(3, 4))
-    whats = [c.what for c in advise(run_of(gpipe, uneven, Plan(2, 4)), uneven).changes]
+    whats = [c.what for c in advise(run_of(gpipe, uneven, PipelineShape(2, 4)), uneven).changes]
     assert "a greedy order, which holds no more activations" in whats
     assert not any("one more activation" in what for what in whats)
     far = Costs(F=1, B=2, send=0.5)
@@ -114,7 +114,7 @@ def test_one_more_activation_is_tried_where_there_is_one_and_its_order_alone_bef
     assert any("one more activation" in what for what in whats)
 
 
-def mine(rank: int, ranks: int, microbatches: int) -> Word:
+def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
     return microbatches * schedir.F + microbatches * schedir.B
 
 
@@ -144,7 +144,7 @@ def test_changed_programs_are_lowered_as_the_program_was(
     costs = Costs(F=1, B=2, send=0.5, scatter=0.25, gather=0.25)
 
     def run(microbatches: int) -> Timeline:
-        program = schedir.compile(schedule, Plan(4, microbatches), costs=costs, **how)
+        program = schedir.compile(schedule, PipelineShape(4, microbatches), costs=costs, **how)
         return schedir.simulate(program, costs)
 
     timeline, twice = run(8), run(16)
@@ -155,7 +155,7 @@ def test_changed_programs_are_lowered_as_the_program_was(
 def test_updates_stay() -> None:
     """Fewer updates of larger batches would be another training, and no advice."""
     costs = Costs(F=1, B=2)
-    timeline = run_of(pipedream_2bw, costs, Plan(4, 16, updates=4, delay=1))
+    timeline = run_of(pipedream_2bw, costs, PipelineShape(4, 16, updates=4, delay=1))
     whats = [change.what for change in advise(timeline, costs).changes]
     assert any("twice" in what for what in whats)
     assert not any("gpipe" in what or "zb_v" in what for what in whats)
@@ -187,7 +187,7 @@ def test_a_run_that_its_means_miss_is_no_ground_for_advice(
 def test_what_is_less_than_a_simulation_misses_is_not_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = schedir.compile(zb_v, Plan(4, 8, 2, "vee"), model="edge")
+    program = schedir.compile(zb_v, PipelineShape(4, 8, 2, "vee"), model="edge")
     for slow, told in ((1.2, "2.9%  twice as many"), (2.0, "nothing that was tried saves 8.9%")):
         run = slow_at_the_end(program, slow)
         assert advise(run).given
@@ -197,8 +197,8 @@ def test_what_is_less_than_a_simulation_misses_is_not_told(
 
 
 def test_a_draft_and_a_single_rank() -> None:
-    assert advise(schedir.simulate(schedir.draft(gpipe, PLAN))).changes
-    alone = advise(run_of(gpipe, Costs(), Plan(1, 4)), Costs())
+    assert advise(schedir.simulate(schedir.expand_schedule(gpipe, PLAN))).changes
+    alone = advise(run_of(gpipe, Costs(), PipelineShape(1, 4)), Costs())
     assert all(abs(c.saves) < 1e-9 for c in alone.changes)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from schedir import Plan, Program, check, compile, parse, schedules
+from schedir import PipelineShape, Program, check, compile, from_text, schedules
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.errors import DeadlockError, ProgramError, UsageError
@@ -24,12 +24,12 @@ from tests.museum.cases import cases
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PROGRAMS = {
-    "gpipe": Plan(3, 4),
-    "one_f_one_b": Plan(4, 6),
-    "interleaved": Plan(2, 4, stages_per_rank=2),
-    "zb_h1": Plan(3, 5),
-    "zb_v": Plan(2, 6, stages_per_rank=2, placement="vee"),
-    "dualpipe": Plan(4, 8, placement="mirror"),
+    "gpipe": PipelineShape(3, 4),
+    "one_f_one_b": PipelineShape(4, 6),
+    "interleaved": PipelineShape(2, 4, stages_per_rank=2),
+    "zb_h1": PipelineShape(3, 5),
+    "zb_v": PipelineShape(2, 6, stages_per_rank=2, placement="vee"),
+    "dualpipe": PipelineShape(4, 8, placement="mirror"),
 }
 
 
@@ -180,7 +180,7 @@ def test_a_ring_that_has_lost_its_beginning(tmp_path: Path, overlap: bool) -> No
 
 def test_where_only_counters_tell_the_place_in_a_step(tmp_path: Path) -> None:
     """Of a first rank that has sent, and sends: any place among its sends would fit."""
-    program = compile(schedules.gpipe, Plan(2, 8))
+    program = compile(schedules.gpipe, PipelineShape(2, 8))
     graph = Graph(program, "device", blocks=True)
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.6")
     recorders = record(stopped(graph, at, True), before=5)
@@ -201,7 +201,7 @@ def test_where_only_counters_tell_the_place_in_a_step(tmp_path: Path) -> None:
 
 def test_a_process_group_that_is_not_used_yet_is_of_this_step(tmp_path: Path) -> None:
     """All activations are there, and no gradient yet: not a whole step, but half of one."""
-    program = compile(schedules.gpipe, Plan(2, 4))
+    program = compile(schedules.gpipe, PipelineShape(2, 4))
     graph = Graph(program, "edge", blocks=True)
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 1.0")
     recorders = record(stopped(graph, at, True), layout=a_group_each(range(2)))
@@ -234,7 +234,9 @@ def test_of_one_queue_what_is_behind_does_not_end_first(tmp_path: Path) -> None:
 
 def test_another_order_of_computes_is_another_program(tmp_path: Path) -> None:
     """Each channel alone would fit: on two ranks GPipe and 1F1B send the same in the same order."""
-    gpipe, other = (compile(s, Plan(2, 4)) for s in (schedules.gpipe, schedules.one_f_one_b))
+    gpipe, other = (
+        compile(s, PipelineShape(2, 4)) for s in (schedules.gpipe, schedules.one_f_one_b)
+    )
     job = job_of(tmp_path, record(stopped(Graph.of(gpipe), None, False)))
     with pytest.raises(UsageError) as caught:
         match(job, other)
@@ -324,7 +326,7 @@ rank 1
 
 def test_a_receive_that_is_posted_early_is_no_deadlock(tmp_path: Path) -> None:
     """Rank 0 has posted a receive and computes what rank 1 waits for.  Only a program can tell."""
-    program = check(parse(POSTED_EARLY), "edge", blocks=True)
+    program = check(from_text(POSTED_EARLY), "edge", blocks=True)
     graph = Graph(program, "edge", blocks=True)
     assert str(graph.index.locate(3)[2]) == "F 0.1"
     job = job_of(tmp_path, record(stopped(graph, 3, True)))
@@ -351,8 +353,8 @@ def test_dumps_of_another_program(tmp_path: Path) -> None:
     program = program_of("one_f_one_b")
     job = job_of(tmp_path, record(stopped(Graph(program), None, False)))
     for other, fields in (
-        (compile(schedules.gpipe, Plan(4, 6)), ("program",)),
-        (compile(schedules.one_f_one_b, Plan(3, 6)), ("ranks",)),
+        (compile(schedules.gpipe, PipelineShape(4, 6)), ("program",)),
+        (compile(schedules.one_f_one_b, PipelineShape(3, 6)), ("ranks",)),
     ):
         with pytest.raises(UsageError) as caught:
             verdicts_of(job, other)
@@ -367,4 +369,4 @@ def test_only_collectives_place_no_program(tmp_path: Path) -> None:
         recorder.group("0", (0, 1), "default_pg")
         recorder.collective("0", "all_reduce", recorder.rank == 0)
     with pytest.raises(UsageError):
-        verdicts_of(job_of(tmp_path, ends), compile(schedules.gpipe, Plan(2, 4)))
+        verdicts_of(job_of(tmp_path, ends), compile(schedules.gpipe, PipelineShape(2, 4)))

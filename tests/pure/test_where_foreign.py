@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from schedir import Plan, compile, schedules
+from schedir import PipelineShape, compile, schedules
 from schedir.analysis.dependency_graph import Graph
 from schedir.errors import UsageError
 from schedir.hang_diagnosis.program_matching import match
@@ -19,17 +19,17 @@ def test_more_messages_than_the_program_has(
     tmp_path: Path, layout: Callable[[Sequence[int]], Layout]
 ) -> None:
     """Each process group alone would go round: six activations are a step of four, and half one."""
-    graph = Graph(compile(schedules.gpipe, Plan(2, 8)), "edge", blocks=True)
+    graph = Graph(compile(schedules.gpipe, PipelineShape(2, 8)), "edge", blocks=True)
     at = next(k for k in range(len(graph)) if str(graph.index.locate(k)[2]) == "F 1.6")
     job = job_of(tmp_path, record(stopped(graph, at, True), layout=layout(range(2))))
     with pytest.raises(UsageError) as caught:
-        match(job, compile(schedules.gpipe, Plan(2, 4)))
+        match(job, compile(schedules.gpipe, PipelineShape(2, 4)))
     assert "messages of the step before" in caught.value.fact or layout is one_group
 
 
 def test_two_tensors_of_a_stage(tmp_path: Path) -> None:
     """Twice the messages have no names by their numbers."""
-    program = compile(schedules.gpipe, Plan(3, 4))
+    program = compile(schedules.gpipe, PipelineShape(3, 4))
     graph = Graph(program, "edge", blocks=True)
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.2")
     recorders = record(stopped(graph, at, True))
@@ -42,7 +42,7 @@ def test_two_tensors_of_a_stage(tmp_path: Path) -> None:
 
 
 def test_only_whole_numbers_place_no_program(tmp_path: Path) -> None:
-    program = compile(schedules.gpipe, Plan(2, 4))
+    program = compile(schedules.gpipe, PipelineShape(2, 4))
     recorders = record(stopped(Graph(program), None, False))
     for recorder in recorders:
         recorder.entries = [entry | {"input_dtypes": ["Byte"]} for entry in recorder.entries]

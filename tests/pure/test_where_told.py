@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from schedir import Plan, Program, check, compile, schedules
+from schedir import PipelineShape, Program, check, compile, schedules
 from schedir.analysis.dependency_graph import Graph
 from schedir.errors import UsageError
 from schedir.hang_diagnosis.flight_recorder import read_dumps
@@ -136,7 +136,7 @@ def test_a_message_in_a_batch_and_alone_may_never_meet(tmp_path: Path) -> None:
 def _stage(folder: Path, name: str) -> list[str]:
     """The dumps of a golden text, and the rest of its command."""
     if name.startswith("late"):
-        program = compile(schedules.one_f_one_b, Plan(4, 6))
+        program = compile(schedules.one_f_one_b, PipelineShape(4, 6))
         program = received_when_needed(program) if "other" in name else program
         graph = Graph(program, "edge" if "other" in name else "device", blocks=True)
         at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 2.0")
@@ -207,7 +207,7 @@ def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_rank_that_computes_behind_an_open_receive_may_be_the_cause(tmp_path: Path) -> None:
     """On NCCL a receive waits for kernels that were issued before it; its sender has done all."""
-    program = compile(schedules.gpipe, Plan(3, 4))
+    program = compile(schedules.gpipe, PipelineShape(3, 4))
     graph = Graph(program)
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 2.2")
     recorders = record(stopped(graph, at, False, kernels=True))
@@ -225,7 +225,7 @@ def test_a_rank_that_computes_behind_an_open_receive_may_be_the_cause(tmp_path: 
 
 def test_the_kernels_of_the_last_step_may_still_run(tmp_path: Path) -> None:
     """Both sides of a step's first message wait: the sender's compute, or the receiver's last."""
-    program = compile(schedules.one_f_one_b, Plan(2, 4))
+    program = compile(schedules.one_f_one_b, PipelineShape(2, 4))
     for before, may in ((0, False), (2, True)):
         job = job_of(tmp_path, record(stopped(Graph(program), 0, False), before=before))
         lines = program_lines(job, judge(program, match(job, program)))
@@ -235,7 +235,7 @@ def test_the_kernels_of_the_last_step_may_still_run(tmp_path: Path) -> None:
 
 def test_dumps_of_different_moments(tmp_path: Path) -> None:
     """Rank 2 has written its dump before the others have received what it has not issued in it."""
-    program = compile(schedules.one_f_one_b, Plan(4, 6))
+    program = compile(schedules.one_f_one_b, PipelineShape(4, 6))
     graph = Graph(program, blocks=True)
     early, late = (
         record(stopped(graph, int(program.offsets[rank]) + at, True))
@@ -255,7 +255,7 @@ def test_dumps_of_different_moments(tmp_path: Path) -> None:
 
 
 def test_a_buffer_that_may_have_lost_where_its_rank_stands(tmp_path: Path) -> None:
-    program = compile(schedules.gpipe, Plan(2, 6))
+    program = compile(schedules.gpipe, PipelineShape(2, 6))
     graph = Graph(program)
     job = job_of(tmp_path, record(stopped(graph, 0, False), before=2), last=4)
     assert any("where it stands may be lost" in line for line in job_lines(job))

@@ -192,7 +192,7 @@ def test_refused(given: dict[str, Any], fields: list[str]) -> None:
 def test_a_picture_has_each_tile() -> None:
     causal = tiles(300, 64, 16, q_tile=32, kv_tile=16, causal=True)
     plane = tiles((12, 8), (5, 4), (1, 4), q_tile=(4, 4), kv_tile=(4, 2))
-    figure = viz.visited(causal, plane)
+    figure = viz.window_tiles(causal, plane)
     for axes, found in zip(figure.axes, (causal, plane), strict=True):
         (shown,) = axes.images
         kinds = np.asarray(shown.get_array())
@@ -202,4 +202,4 @@ def test_a_picture_has_each_tile() -> None:
     large = tiles(10**4, 64, q_tile=1, kv_tile=1)
     for wrong in ((), (causal, large)):
         with pytest.raises(UsageError):
-            viz.visited(*wrong)
+            viz.window_tiles(*wrong)

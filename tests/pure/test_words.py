@@ -18,20 +18,30 @@ from schedir.errors import CostsError, PlanError, ScheduleError, UsageError
 from schedir.io import torch_csv
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.input_trust import trusting
+from schedir.ir.input_trust import input_limits
 from schedir.ir.isa.instructions import ROWS, Opcode, Scope
-from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, Plan
-from schedir.ir.text_format import show
+from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, PipelineShape
+from schedir.ir.text_format import to_text
 from schedir.predict.simulate import simulate
 from schedir.schedules import one_f_one_b
-from schedir.schedules.draft import draft
-from schedir.schedules.schedule_algebra import EMPTY, B, F, I, W, Word, delayed, overlap, weave
+from schedir.schedules.draft import expand_schedule
+from schedir.schedules.schedule_algebra import (
+    EMPTY,
+    B,
+    F,
+    I,
+    RankSchedule,
+    W,
+    overlapped_pair,
+    weave,
+    with_weight_delay,
+)
 from schedir.verify.check import check
 
 
-def spelled(word: Word, plan: Plan | None = None) -> str:
-    plan = plan or Plan(1, 9, 2)
-    return " ".join(map(str, draft(lambda r, P, m: word, plan).streams[0]))
+def spelled(word: RankSchedule, plan: PipelineShape | None = None) -> str:
+    plan = plan or PipelineShape(1, 9, 2)
+    return " ".join(map(str, expand_schedule(lambda r, P, m: word, plan).streams[0]))
 
 
 def test_microbatches_number_themselves() -> None:
@@ -48,7 +58,7 @@ def test_microbatches_number_themselves() -> None:
 @pytest.mark.parametrize("three", [np.int64(3), np.uint8(3), np.array(3), 3])
 def test_whole_numbers_of_numpy_are_whole_numbers(three: Any) -> None:
     for word in (three * F, F * three):
-        assert isinstance(word, Word) and spelled(word) == "F 0.0 F 0.1 F 0.2"
+        assert isinstance(word, RankSchedule) and spelled(word) == "F 0.0 F 0.1 F 0.2"
     assert spelled(F[np.int64(1)].at(three)) == "F 1.3"
 
 
@@ -75,7 +85,7 @@ def test_what_is_no_whole_number(n: Any) -> None:
 def test_weights_finish_inputs_first_in_first_out() -> None:
     assert spelled(I.at(3) + I[1] + 2 * W) == "I 0.3 I 1.0 W 0.3 W 1.0"
     assert spelled(I.at(3) + I[1].at(2) + W[1] + W[0]) == "I 0.3 I 1.2 W 1.2 W 0.3"
-    assert spelled(I + W.at(0), Plan(1, 1)) == "I 0.0 W 0.0"
+    assert spelled(I + W.at(0), PipelineShape(1, 1)) == "I 0.0 W 0.0"
     with pytest.raises(ScheduleError):
         spelled(I + I + W + W[0])
     with pytest.raises(ScheduleError):
@@ -85,33 +95,35 @@ def test_weights_finish_inputs_first_in_first_out() -> None:
 def test_weave_and_overlap() -> None:
     assert spelled(weave(3 * F, 3 * B, 1)) == "F 0.0 F 0.1 B 0.0 F 0.2 B 0.1 B 0.2"
     assert spelled(weave(2 * F, 2 * B, 9)) == "F 0.0 F 0.1 B 0.0 B 0.1"
-    cell = draft(lambda r, P, m: F + overlap(F, B) + B, Plan(1, 2)).streams[0]
+    cell = expand_schedule(
+        lambda r, P, m: F + overlapped_pair(F, B) + B, PipelineShape(1, 2)
+    ).streams[0]
     assert cell.joined.tolist() == [False, False, True, False]
     with pytest.raises(ValueError, match="pairs"):
-        overlap(F, 2 * B)
+        overlapped_pair(F, 2 * B)
 
 
 def test_generators_and_options() -> None:
-    def pairs(r: int, P: int, m: int, size: int = 2) -> Iterator[Word]:
+    def pairs(r: int, P: int, m: int, size: int = 2) -> Iterator[RankSchedule]:
         for _ in range(m // size):
             yield size * F
             yield size * B
 
-    def stages(r: int, P: int, m: int, v: int) -> Word:
+    def stages(r: int, P: int, m: int, v: int) -> RankSchedule:
         return sum(((F[j] + B[j]) for j in range(v)), EMPTY)
 
-    assert draft(partial(pairs, size=1), Plan(1, 2)).name == "pairs"
-    assert len(draft(pairs, Plan(1, 4)).streams[0]) == 8
-    assert len(draft(stages, Plan(1, 1, 3)).streams[0]) == 6
-    assert len(draft(partial(stages, v=2), Plan(1, 1, 3)).streams[0]) == 4
+    assert expand_schedule(partial(pairs, size=1), PipelineShape(1, 2)).name == "pairs"
+    assert len(expand_schedule(pairs, PipelineShape(1, 4)).streams[0]) == 8
+    assert len(expand_schedule(stages, PipelineShape(1, 1, 3)).streams[0]) == 6
+    assert len(expand_schedule(partial(stages, v=2), PipelineShape(1, 1, 3)).streams[0]) == 4
 
 
-def endless(r: int, P: int, m: int) -> Iterator[Word]:
+def endless(r: int, P: int, m: int) -> Iterator[RankSchedule]:
     while True:
         yield F
 
 
-def silent(r: int, P: int, m: int) -> Iterator[Word]:
+def silent(r: int, P: int, m: int) -> Iterator[RankSchedule]:
     while True:
         yield EMPTY
 
@@ -122,15 +134,15 @@ def returns_and_yields(r: int, P: int, m: int) -> Any:
     yield m * F + m * B
 
 
-async def later(r: int, P: int, m: int) -> Word:
+async def later(r: int, P: int, m: int) -> RankSchedule:
     return m * F + m * B
 
 
-async def one_by_one(r: int, P: int, m: int) -> AsyncIterator[Word]:
+async def one_by_one(r: int, P: int, m: int) -> AsyncIterator[RankSchedule]:
     yield m * F + m * B
 
 
-def raises(r: int, P: int, m: int) -> Word:
+def raises(r: int, P: int, m: int) -> RankSchedule:
     raise ZeroDivisionError("no")
 
 
@@ -159,52 +171,52 @@ def raises(r: int, P: int, m: int) -> Word:
 )
 def test_bad_schedules_are_refused(schedule: object) -> None:
     with pytest.raises(ScheduleError) as caught:
-        draft(schedule, Plan(2, 2))  # type: ignore[arg-type]
+        expand_schedule(schedule, PipelineShape(2, 2))  # type: ignore[arg-type]
     assert "\n" not in caught.value.fact
 
 
 @given(st.integers(1, 6), st.integers(1, 4))
 def test_placements(ranks: int, v: int) -> None:
-    loop, vee = Plan(ranks, 1, v), Plan(ranks, 1, 2 * v, "vee")
+    loop, vee = PipelineShape(ranks, 1, v), PipelineShape(ranks, 1, 2 * v, "vee")
     assert loop.rank_of.tolist() == [*range(ranks)] * v
     assert vee.rank_of.tolist() == [*range(ranks), *reversed(range(ranks))] * v
-    for plan in (loop, vee, Plan(ranks, 1, placement=tuple(vee.rank_of.tolist()))):
+    for plan in (loop, vee, PipelineShape(ranks, 1, placement=tuple(vee.rank_of.tolist()))):
         for rank, own in enumerate(plan.stages_of):
             assert list(own) == sorted(own)
             assert (plan.rank_of[list(own)] == rank).all()
 
 
 def test_uneven_placement() -> None:
-    plan = Plan(2, 1, placement=[0, 1, 1])  # type: ignore[arg-type]
+    plan = PipelineShape(2, 1, placement=[0, 1, 1])  # type: ignore[arg-type]
     assert (plan.stages, plan.stages_per_rank, plan.stages_of) == (3, 2, ((0,), (1, 2)))
-    assert Plan(3, 1, placement="vee").stages == 6
+    assert PipelineShape(3, 1, placement="vee").stages == 6
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "4", None, True, MAX_MICROBATCHES + 1, 10**30])
 @pytest.mark.parametrize("field", ["ranks", "microbatches", "stages_per_rank"])
 def test_bad_numbers_in_plans(bad: object, field: str) -> None:
     with pytest.raises(PlanError) as caught:
-        Plan(**{"ranks": 2, "microbatches": 4, field: bad})  # type: ignore[arg-type]
+        PipelineShape(**{"ranks": 2, "microbatches": 4, field: bad})  # type: ignore[arg-type]
     assert field in caught.value.fact
 
 
 @pytest.mark.parametrize("bad", ["ring", (0, 2), (0, 0), (0, 1, -1), 7, (0, "x"), ()])
 def test_bad_placements(bad: object) -> None:
     with pytest.raises(PlanError):
-        Plan(2, 4, placement=bad)  # type: ignore[arg-type]
+        PipelineShape(2, 4, placement=bad)  # type: ignore[arg-type]
     with pytest.raises(PlanError):
-        Plan(2, 4, 3, placement=(0, 1, 1))
+        PipelineShape(2, 4, 3, placement=(0, 1, 1))
 
 
 def test_plans_too_large_are_refused_before_anything_is_built() -> None:
     """Where there is a limit; a program that Python code builds has none by default."""
-    with trusting(instructions=10**8), pytest.raises(PlanError):
-        Plan(2**14, MAX_MICROBATCHES)
+    with input_limits(instructions=10**8), pytest.raises(PlanError):
+        PipelineShape(2**14, MAX_MICROBATCHES)
 
 
 def test_costs() -> None:
     costs = Costs(F=2, I=(1, 2), W=1.5, send=(0.1, 0.2))
-    table = {op: costs.of(op, Plan(1, 4, 2))[:, 0] for op in Opcode}
+    table = {op: costs.of(op, PipelineShape(1, 4, 2))[:, 0] for op in Opcode}
     assert table[Opcode.Backward].tolist() == [2.5, 3.5]
     assert table[Opcode.SendAct].tolist() == table[Opcode.SendGrad].tolist() == [0.1, 0.2]
     assert not table[Opcode.RecvAct].any() and not table[Opcode.OptimizerStep].any()
@@ -213,25 +225,27 @@ def test_costs() -> None:
             Costs(F=bad)  # type: ignore[arg-type]
         assert "cost F" in caught.value.fact
     with pytest.raises(CostsError):
-        Costs(F=(1, 2)).of(Opcode.Forward, Plan(1, 1, 3))
+        Costs(F=(1, 2)).of(Opcode.Forward, PipelineShape(1, 1, 3))
 
 
 def test_cells_cost_what_they_are_told() -> None:
-    program = draft(lambda r, P, m: F + overlap(F, B) + B, Plan(1, 2))
+    program = expand_schedule(lambda r, P, m: F + overlapped_pair(F, B) + B, PipelineShape(1, 2))
     assert walk(Graph(program), Costs(F=1, B=2)).end.max() == 6
     assert walk(Graph(program), Costs(F=1, B=2, FB=2.5)).end.max() == 5.5
-    program = draft(lambda r, P, m: F + overlap(I, F) + I + 2 * W, Plan(1, 2))
+    program = expand_schedule(
+        lambda r, P, m: F + overlapped_pair(I, F) + I + 2 * W, PipelineShape(1, 2)
+    )
     assert walk(Graph(program), Costs(FB=1.25)).end.max() == 1 + 1.25 + 1 + 2
 
 
 def test_only_a_forward_with_a_backward_costs_less() -> None:
     priced, plain = Costs(F=1, B=2, FB=0.5), Costs(F=1, B=2)
     for schedule in (
-        lambda r, P, m: overlap(F, F) + overlap(B, B),
-        lambda r, P, m: 2 * F + I + overlap(I, W) + W,
-        lambda r, P, m: F + I + overlap(W, F) + I + W,
+        lambda r, P, m: overlapped_pair(F, F) + overlapped_pair(B, B),
+        lambda r, P, m: 2 * F + I + overlapped_pair(I, W) + W,
+        lambda r, P, m: F + I + overlapped_pair(W, F) + I + W,
     ):
-        program = draft(schedule, Plan(1, 2))
+        program = expand_schedule(schedule, PipelineShape(1, 2))
         assert walk(Graph(program), priced).end.max() == walk(Graph(program), plain).end.max()
 
 
@@ -246,36 +260,38 @@ def test_the_table_numbers_its_rows() -> None:
 
 
 def test_ascending() -> None:
-    plan = Plan(1, 2)
+    plan = PipelineShape(1, 2)
     assert compile(one_f_one_b, plan).ascending
-    assert not draft(lambda r, P, m: 2 * F + B.at(1) + B.at(0), plan).ascending
-    assert not draft(lambda r, P, m: 2 * F + 2 * I + W.at(1) + W.at(0), plan).ascending
-    assert draft(lambda r, P, m: 2 * F + I + W + B, plan).ascending
-    assert not draft(lambda r, P, m: 2 * F + I + B + W, plan).ascending  # W 0.0 after B 0.1
+    assert not expand_schedule(lambda r, P, m: 2 * F + B.at(1) + B.at(0), plan).ascending
+    assert not expand_schedule(lambda r, P, m: 2 * F + 2 * I + W.at(1) + W.at(0), plan).ascending
+    assert expand_schedule(lambda r, P, m: 2 * F + I + W + B, plan).ascending
+    assert not expand_schedule(
+        lambda r, P, m: 2 * F + I + B + W, plan
+    ).ascending  # W 0.0 after B 0.1
 
 
 def test_bad_options() -> None:
     with pytest.raises(UsageError):
-        compile(one_f_one_b, Plan(1, 1), model="ring")  # type: ignore[arg-type]
+        compile(one_f_one_b, PipelineShape(1, 1), model="ring")  # type: ignore[arg-type]
     with pytest.raises(UsageError):
-        compile(one_f_one_b, Plan(1, 1), boundary="split")  # type: ignore[arg-type]
+        compile(one_f_one_b, PipelineShape(1, 1), boundary="split")  # type: ignore[arg-type]
     for bad in (0, -1, 1.5, True):
         with pytest.raises(PlanError):
-            compile(one_f_one_b, Plan(1, 1), tp=bad)  # type: ignore[arg-type]
+            compile(one_f_one_b, PipelineShape(1, 1), tp=bad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: compile("gpipe", Plan(1, 1)),  # type: ignore[arg-type]
-        lambda: compile(one_f_one_b(0, 1, 1), Plan(1, 1)),  # type: ignore[arg-type]
-        lambda: torch_csv.show(one_f_one_b),  # type: ignore[arg-type]
+        lambda: compile("gpipe", PipelineShape(1, 1)),  # type: ignore[arg-type]
+        lambda: compile(one_f_one_b(0, 1, 1), PipelineShape(1, 1)),  # type: ignore[arg-type]
+        lambda: torch_csv.to_csv(one_f_one_b),  # type: ignore[arg-type]
         lambda: compile(one_f_one_b, 1, 1),  # type: ignore[arg-type]
-        lambda: compile(one_f_one_b, Plan(1, 1), costs={"F": 1}),  # type: ignore[arg-type]
-        lambda: simulate(compile(one_f_one_b, Plan(1, 1)), {"F": 1}),  # type: ignore[arg-type]
+        lambda: compile(one_f_one_b, PipelineShape(1, 1), costs={"F": 1}),  # type: ignore[arg-type]
+        lambda: simulate(compile(one_f_one_b, PipelineShape(1, 1)), {"F": 1}),  # type: ignore[arg-type]
         lambda: simulate(one_f_one_b),  # type: ignore[arg-type]
         lambda: check(one_f_one_b),  # type: ignore[arg-type]
-        lambda: show(one_f_one_b),  # type: ignore[arg-type]
+        lambda: to_text(one_f_one_b),  # type: ignore[arg-type]
     ],
 )
 def test_values_of_another_kind(call: Any) -> None:
@@ -285,7 +301,7 @@ def test_values_of_another_kind(call: Any) -> None:
 
 
 def test_words_are_immutable() -> None:
-    program = draft(one_f_one_b, Plan(2, 2))
+    program = expand_schedule(one_f_one_b, PipelineShape(2, 2))
     with pytest.raises(ValueError, match="read-only"):
         program.streams[0].words[0] = 1
     assert isinstance(program.streams[0][1:], type(program.streams[0]))
@@ -300,8 +316,8 @@ def test_what_has_no_order_is_no_number_per_stage(bad: Any) -> None:
     with pytest.raises(UsageError, match="a number or one per stage"):
         Sizes(saved=bad)
     with pytest.raises(PlanError, match="placement must be"):
-        Plan(2, 4, placement=bad)
+        PipelineShape(2, 4, placement=bad)
     with pytest.raises(PlanError, match="delay must be"):
-        Plan(2, 4, updates=2, delay=bad)
+        PipelineShape(2, 4, updates=2, delay=bad)
     with pytest.raises(TypeError, match="@delayed takes"):
-        delayed(bad)
+        with_weight_delay(bad)

@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir import Cluster, Costs, Plan, Program, Sizes, Timeline, compile, schedules, simulate
+from schedir import (
+    Cluster,
+    Costs,
+    PipelineShape,
+    Program,
+    Sizes,
+    Timeline,
+    compile,
+    schedules,
+    simulate,
+)
 from schedir.analysis.progress_models import MODELS, Model
 from schedir.commands.simulate import volume
 from schedir.errors import UsageError
@@ -24,8 +34,8 @@ from tests.commands import said
 
 SIZES = Sizes(activation=60e6, params=2e9, grads=4e9, optimizer=12e9)
 ZOO = {
-    "one_f_one_b": Plan(3, 6), "interleaved": Plan(2, 4, 3), "looped_bfs": Plan(2, 4, 3),
-    "zb_h1": Plan(3, 6), "chimera": Plan(2, 4, 1, "mirror"), "dualpipe": Plan(2, 4, 1, "mirror"),
+    "one_f_one_b": PipelineShape(3, 6), "interleaved": PipelineShape(2, 4, 3), "looped_bfs": PipelineShape(2, 4, 3),
+    "zb_h1": PipelineShape(3, 6), "chimera": PipelineShape(2, 4, 1, "mirror"), "dualpipe": PipelineShape(2, 4, 1, "mirror"),
 }  # fmt: skip
 
 
@@ -52,7 +62,7 @@ def test_volumes_of_the_paper(dp: int) -> None:
     each = (2e9, 2e9, 2e9, 0, 0, 0)
     sizes = Sizes(params=each, grads=each)
     for zero, times in enumerate((2, 2, 2, 3)):
-        program = compile(schedules.looped_bfs, Plan(1, 4, 6), dp=dp, zero=zero)
+        program = compile(schedules.looped_bfs, PipelineShape(1, 4, 6), dp=dp, zero=zero)
         sent = sum(each[0] for each in volume(program, sizes).values())
         assert sent == pytest.approx(times * psi * (dp - 1) / dp)
 
@@ -102,7 +112,7 @@ def test_simulate_says_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
 def test_gathers_and_reductions_take_half_of_an_all_reduce() -> None:
     """Of replicas within a node, and on a node each: the link that their ring crosses."""
     for nodes, each, link in ((1, 8, 300e9), (2, 4, 20e9)):
-        near, plan = cluster(nodes, each, 1e-5), Plan(4, 8)
+        near, plan = cluster(nodes, each, 1e-5), PipelineShape(4, 8)
         plain = near.costs(plan, SIZES, Costs(F=1, B=2), dp=2)
         assert plain.unshard is None and plain.reduce_scatter is None
         assert plain.reduce_grads == pytest.approx(2 * (1e-5 + 4e9 / 2 / link))
@@ -116,7 +126,7 @@ def test_gathers_and_reductions_take_half_of_an_all_reduce() -> None:
 
 def test_each_stage_costs_what_its_weights_take() -> None:
     sizes = replace(SIZES, params=(1e9, 2e9), grads=(0, 4e9))
-    costs = cluster().costs(Plan(2, 4), sizes, Costs(F=1, B=2), dp=2, zero=3)
+    costs = cluster().costs(PipelineShape(2, 4), sizes, Costs(F=1, B=2), dp=2, zero=3)
     assert costs.unshard == pytest.approx((0.5 / 300, 1 / 300))
     assert costs.reduce_scatter == pytest.approx((0, 2 / 300))
 
@@ -127,12 +137,12 @@ def test_each_stage_costs_what_its_weights_take() -> None:
 def test_bytes_are_asked_for(name: str, sizes: set[str]) -> None:
     told = dict.fromkeys({"unshard", "reduce_scatter", "send", "step"} - {name}, 0.0)
     with pytest.raises(UsageError) as caught:
-        cluster().costs(Plan(2, 4), None, Costs(F=1, B=2, **told), dp=2, zero=2)
+        cluster().costs(PipelineShape(2, 4), None, Costs(F=1, B=2, **told), dp=2, zero=2)
     assert {*caught.value.fields} == sizes
 
 
 def test_holders_sum_parts() -> None:
-    plan = Plan(2, 4, placement="mirror")
+    plan = PipelineShape(2, 4, placement="mirror")
     for zero, parts in ((0, 1), (3, 2)):
         costs = cluster().costs(plan, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
         assert costs.reduce_holders == pytest.approx(4e9 / parts / 300e9)
@@ -193,7 +203,7 @@ def test_a_step_begins_with_its_gathers() -> None:
 
 def test_waits_for_weights_have_a_cause() -> None:
     """One rank: its first gather is waited for, and no other is longer than what runs meanwhile."""
-    program = compile(schedules.looped_bfs, Plan(1, 4, 4), dp=2, zero=3)
+    program = compile(schedules.looped_bfs, PipelineShape(1, 4, 4), dp=2, zero=3)
     found = simulate(program, Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.25))
     table = by_cause(idleness(found), 1)
     assert table[0, IdleCause.WEIGHTS] == 0.5 and table[0, IdleCause.REDUCTION] == 0.25
@@ -215,7 +225,7 @@ def test_a_measured_run_tells_what_its_gathers_cost(name: str) -> None:
 
 
 def test_gathers_that_take_no_time_are_tried() -> None:
-    program = compile(schedules.looped_bfs, Plan(1, 4, 4), dp=2, zero=3)
+    program = compile(schedules.looped_bfs, PipelineShape(1, 4, 4), dp=2, zero=3)
     run = simulate(program, Costs(F=1, B=2, unshard=7))
     best = {change.what: change.saves for change in advise(run, Costs(F=1, B=2, unshard=7)).changes}
     assert best["gathers of weights that take no time"] == pytest.approx(1 - 48 / run.span)
@@ -223,7 +233,7 @@ def test_gathers_that_take_no_time_are_tried() -> None:
 
 def test_advice_keeps_what_replicas_hold() -> None:
     """A schedule that is tried in its place is lowered with the same level, and pays for it."""
-    program = compile(schedules.gpipe, Plan(2, 4), dp=2, zero=3)
+    program = compile(schedules.gpipe, PipelineShape(2, 4), dp=2, zero=3)
     costs = Costs(F=1, B=2, unshard=100)
     changes = advise(simulate(program, costs), costs).changes
     other = max(c.saves for c in changes if "gathers of weights" not in c.what)

@@ -10,9 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, Plan, Program, check, compile, parse, schedules, show, simulate
+from schedir import (
+    Costs,
+    PipelineShape,
+    Program,
+    check,
+    compile,
+    from_text,
+    schedules,
+    simulate,
+    to_text,
+)
 from schedir.errors import UsageError
-from schedir.planner import Choice, Model
+from schedir.planner import ParallelPlan, TransformerSpec
 from schedir.planner.transformer.layer_ops import layer_pieces
 from schedir.predict import zero_infinity as zi
 
@@ -72,14 +82,14 @@ def test_bytes_and_operations_are_those_of_other_tables(
     layers: int, hidden: int, sequence: int, batch: int
 ) -> None:
     """Of a layer's checkpoint (2205.05198), of its states (1910.02054), and of the planner's."""
-    one = schedir.layer_bytes(sequence, batch, hidden, 1, recompute="full")
+    one = schedir.activation_bytes_per_layer(sequence, batch, hidden, 1, recompute="full")
     assert zi.checkpoints(layers, hidden, sequence, batch) == layers * one
     psi = zi.parameters(layers, hidden)
-    states = schedir.model_states(2 * psi, 2 * psi, 16 * psi, zero=0, dp=1)
+    states = schedir.zero_model_states(2 * psi, 2 * psi, 16 * psi, zero=0, dp=1)
     assert zi.model_states(layers, hidden) == pytest.approx(states.bytes)
     width = 64 * min(hidden, 2**16)  # the feed-forward network is at most 2**24 wide
-    model = Model(layers=1, hidden=width, heads=1, vocab=2, sequence=sequence)
-    weights = [g for g in layer_pieces(model, Choice(b=batch)).gemms if g.weight]
+    model = TransformerSpec(layers=1, hidden=width, heads=1, vocab=2, sequence=sequence)
+    weights = [g for g in layer_pieces(model, ParallelPlan(b=batch)).gemms if g.weight]
     forward = sum(g.flops for g in weights)  # attention's scores are left out
     assert zi.operations(1, width, sequence, batch) == pytest.approx(4 * forward)
     assert zi.parameters(1, width) == sum(g.n * g.k for g in weights)
@@ -124,8 +134,10 @@ def program(microbatches: int, lead: int, slots: int, *, disk: bool = False) -> 
         text += back.format(k + ahead) if k + ahead < microbatches else ""
         text += f"  R 0.{k}\n  B 0.{k}\n"
         text += out.format(lead + k) if lead + k < microbatches else ""
-    head, _, _ = show(compile(schedules.gpipe, Plan(1, microbatches))).partition("\nrank 0")
-    return check(parse(f"{head}\nrank 0  saved {slots}\n{text}  reduce_grads 0\n  step\n"))
+    head, _, _ = to_text(compile(schedules.gpipe, PipelineShape(1, microbatches))).partition(
+        "\nrank 0"
+    )
+    return check(from_text(f"{head}\nrank 0  saved {slots}\n{text}  reduce_grads 0\n  step\n"))
 
 
 def measured(program: Program, hidden: int, bandwidth: float, *, disk: bool = False) -> float:

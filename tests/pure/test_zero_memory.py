@@ -18,11 +18,11 @@ from schedir.compiler.compile import check_memory, compile, lower
 from schedir.errors import MemoryLimitError, UsageError
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import ADDS, Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
-from schedir.testing import drafts
+from schedir.testing import compute_programs
 from tests.strategies import costs
 
 WEIGHTS, GRADIENT = "whole weights", "whole gradient"
@@ -83,7 +83,7 @@ def while_it_runs(program: Program, sizes: Sizes, name: str, rank: int) -> list[
 
 
 @settings(max_examples=80)
-@given(drafts(), st.sampled_from([2, 3]), st.randoms(use_true_random=False), st.data())
+@given(compute_programs(), st.sampled_from([2, 3]), st.randoms(use_true_random=False), st.data())
 def test_what_is_whole_is_counted_by_hand(
     draft: Program, zero: int, rng: random.Random, data: st.DataObject
 ) -> None:
@@ -138,7 +138,7 @@ SIZES = Sizes(saved=10, params=160, grads=160, optimizer=480)
 def test_each_level_holds_what_the_paper_says(zero: int, rest: float, most: float) -> None:
     """And, breadth first with the fewest slots, one whole gradient beside it, and the weights of
     the stage that computes and of the next one."""
-    program = compile(looped_bfs, Plan(2, 4, 2), dp=4, zero=zero, slots="fewest")
+    program = compile(looped_bfs, PipelineShape(2, 4, 2), dp=4, zero=zero, slots="fewest")
     owns = held(program, replace(SIZES, saved=0))
     assert [sum(size for _, size in own.fixed.values()) for own in owns] == [rest, rest]
     curves = simulate(program, sizes=replace(SIZES, saved=0)).memory
@@ -149,20 +149,22 @@ def test_each_turn_makes_room_for_the_next() -> None:
     """A whole gradient at a time where each turn is reduced, and all where that is at the end."""
     peaks = {}
     for when in ("end", "turn"):
-        program = compile(interleaved, Plan(2, 4, 2), dp=4, zero=2, reduce=when, slots="fewest")
+        program = compile(
+            interleaved, PipelineShape(2, 4, 2), dp=4, zero=2, reduce=when, slots="fewest"
+        )
         peaks[when] = [own.kept[GRADIENT][1].max() for own in held(program, SIZES)]
     assert peaks == {"end": [320, 320], "turn": [160, 160]}
 
 
 def test_what_is_there_all_the_time_takes_nothing_more() -> None:
     """At level 1 whole weights are where the parameters are, and so are gradients."""
-    program = compile(zb_h1, Plan(2, 4), dp=4, zero=1, slots="fewest")
+    program = compile(zb_h1, PipelineShape(2, 4), dp=4, zero=1, slots="fewest")
     assert all(not {WEIGHTS, GRADIENT} & {*own.kept, *own.fixed} for own in held(program, SIZES))
     assert "full" not in program.slots[0].said() and "wgrad" not in program.slots[0].said()
 
 
 def test_a_limit_names_parts_and_what_is_whole() -> None:
-    program = compile(looped_bfs, Plan(2, 4, 2), dp=4, zero=3, slots="fewest")
+    program = compile(looped_bfs, PipelineShape(2, 4, 2), dp=4, zero=3, slots="fewest")
     most = max(own.bytes.max() for own in held(program, SIZES, late=True))
     assert check_memory(program, SIZES, most) is program
     with pytest.raises(MemoryLimitError) as error:
@@ -174,7 +176,7 @@ def test_a_limit_names_parts_and_what_is_whole() -> None:
 
 
 def test_a_sum_of_all_cannot_be_cut() -> None:
-    program = compile(one_f_one_b, Plan(2, 4), dp=2, zero=1)
+    program = compile(one_f_one_b, PipelineShape(2, 4), dp=2, zero=1)
     with pytest.raises(UsageError) as error:
         held(program, Sizes(saved=1, weights=100))
     assert error.value.fields == ("weights", "zero")
@@ -187,7 +189,7 @@ def test_recomputation_fits_beside_what_is_whole() -> None:
     again = {}
     for zero in (0, 3):
         program = compile(
-            gpipe, Plan(2, 4), dp=4, zero=zero, sizes=sizes, limit=830, recompute="fit"
+            gpipe, PipelineShape(2, 4), dp=4, zero=zero, sizes=sizes, limit=830, recompute="fit"
         )
         again[zero] = int((program.op == Opcode.Recompute).sum())
     assert again[0] > again[3] == 0

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir import Costs, Plan, Timeline, compile, schedules, simulate, viz
+from schedir import Costs, PipelineShape, Timeline, compile, schedules, simulate, viz
 from schedir.io import perfetto
 from schedir.ir.isa.instructions import COMPUTE, Lane, Opcode
 from schedir.viz.time_bins import whole
 
 ZOO = {
-    "one_f_one_b": Plan(3, 6), "interleaved": Plan(2, 4, 3), "looped_bfs": Plan(1, 4, 4),
-    "zb_h1": Plan(3, 6), "dualpipe": Plan(2, 4, 1, "mirror"),
+    "one_f_one_b": PipelineShape(3, 6), "interleaved": PipelineShape(2, 4, 3), "looped_bfs": PipelineShape(1, 4, 4),
+    "zb_h1": PipelineShape(3, 6), "dualpipe": PipelineShape(2, 4, 1, "mirror"),
 }  # fmt: skip
 CASES = st.tuples(st.sampled_from(sorted(ZOO)), st.integers(1, 3))
 COST = st.sampled_from([0.0, 0.25, 1.0, 3.0])

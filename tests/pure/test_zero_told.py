@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from schedir import Plan, compile, schedules
+from schedir import PipelineShape, compile, schedules
 from schedir.__main__ import main
 from schedir.analysis.memory.unshard_counts import gathers, in_parts
-from schedir.ir.text_format import show
+from schedir.ir.text_format import to_text
 from tests.commands import said
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +22,8 @@ def test_what_a_person_is_told(
     told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    parts = compile(schedules.one_f_one_b, Plan(2, 2), dp=2, zero=3)
-    Path("parts.sched").write_text(show(parts))
+    parts = compile(schedules.one_f_one_b, PipelineShape(2, 2), dp=2, zero=3)
+    Path("parts.sched").write_text(to_text(parts))
     line, message = told.strip().split("\n", 1)
     assert main(line.removeprefix("$ schedir ").split()) == 2
     out, err = capsys.readouterr()
@@ -36,7 +36,7 @@ AT = ["--ranks=2", "--microbatches=4", "--stages-per-rank=4"]
 @pytest.mark.parametrize("command", ["check", "simulate"])
 def test_gathers_are_said(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As often as the text has them, and nothing where there is no ZeRO."""
-    program = compile(schedules.looped_bfs, Plan(2, 4, 4), dp=2, zero=3)
+    program = compile(schedules.looped_bfs, PipelineShape(2, 4, 4), dp=2, zero=3)
     (number,) = {[i.op.name for i in stream].count("Unshard") for stream in program.streams}
     out = said(capsys, command, "looped_bfs", *AT, "--dp=2", "--zero=3")
     assert f"each rank gathers weights {number} times a step" in out
@@ -60,7 +60,9 @@ def test_compare_has_a_column_of_gathers(capsys: pytest.CaptureFixture[str]) -> 
     heads, _, *rows = said(capsys, *argv, "--zero=3").splitlines()
     assert heads.endswith("gathers")
     for name, row in zip(("looped_bfs", "interleaved"), rows, strict=True):
-        times = gathers(compile(getattr(schedules, name), Plan(2, 4, 4), dp=2, zero=3)).times
+        times = gathers(
+            compile(getattr(schedules, name), PipelineShape(2, 4, 4), dp=2, zero=3)
+        ).times
         assert row.endswith(f"  {min(times)} to {max(times)}") or row.endswith(f"  {times[0]}")
     assert "gathers" not in said(capsys, *argv)
 
@@ -70,12 +72,15 @@ def test_best_ranks_the_whole_zoo(how: str, capsys: pytest.CaptureFixture[str]) 
     """With schedules that run forward only, and reduce nothing."""
     out = said(capsys, "best", "--ranks=2", "--microbatches=4", "--dp=2", "--zero=2", how)
     assert "dualpipe  " in out and "not dualpipe" not in out
-    program = compile(schedules.forward_only, Plan(2, 4), dp=2, zero=2, reduce=how[9:])
+    program = compile(schedules.forward_only, PipelineShape(2, 4), dp=2, zero=2, reduce=how[9:])
     assert gathers(program).reductions == [0, 0]
 
 
 def test_levels_name_what_they_cut() -> None:
-    of = [in_parts(compile(schedules.gpipe, Plan(2, 4), dp=4, zero=zero)) for zero in range(4)]
+    of = [
+        in_parts(compile(schedules.gpipe, PipelineShape(2, 4), dp=4, zero=zero))
+        for zero in range(4)
+    ]
     assert of[0] == ""
     assert of[1].startswith("zero 1: the optimizer's state in 4 parts")
     assert of[2].startswith("zero 2: gradients and the optimizer's state in 4 parts")
@@ -89,7 +94,7 @@ def test_whole_stages_are_those_between_unshard_and_reshard(name: str, zero: int
     schedule = getattr(schedules, name)
     v = {"interleaved": 2, "looped_bfs": 2, "zb_v": 2}.get(name, 1)
     placement = {"zb_v": "vee", "chimera": "mirror"}.get(name, "loop")
-    program = compile(schedule, Plan(2, 4, v, placement), dp=2, zero=zero)
+    program = compile(schedule, PipelineShape(2, 4, v, placement), dp=2, zero=zero)
     for stream, most in zip(program.streams, gathers(program).whole, strict=True):
         whole, peak = set[int](), 0
         for i in stream:
@@ -107,7 +112,7 @@ def test_what_no_longer_says_anything_is_no_more_said(
     """Of a program that is lowered anew at another level."""
     path = str(tmp_path / "one.sched")
     (tmp_path / "one.sched").write_text(
-        show(compile(schedules.interleaved, Plan(2, 4, 2), dp=2, zero=3, active=1))
+        to_text(compile(schedules.interleaved, PipelineShape(2, 4, 2), dp=2, zero=3, active=1))
     )
     assert "at most 1 of their 2 stages" in said(capsys, "check", path, "--relower")
     assert "at most 2 of its 2 stages" in said(capsys, "check", path, "--relower", "--zero=1")
@@ -159,7 +164,9 @@ def test_a_cost_that_one_of_several_reads_is_not_told(
 ) -> None:
     files = [tmp_path / f"{zero}.sched" for zero in (0, 3)]
     for zero, file in zip((0, 3), files, strict=True):
-        file.write_text(show(compile(schedules.one_f_one_b, Plan(2, 4), dp=2, zero=zero)))
+        file.write_text(
+            to_text(compile(schedules.one_f_one_b, PipelineShape(2, 4), dp=2, zero=zero))
+        )
     costs = "--costs=F=1,B=2,reduce_grads=2,unshard=1,reduce_scatter=1"
     assert "nobody reads" not in said(capsys, "compare", *map(str, files), costs)
     assert "nobody reads" in said(capsys, "compare", str(files[0]), costs)

@@ -16,7 +16,7 @@ from schedir.compiler.compile import compile
 from schedir.errors import PlanError, ScheduleError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import ROWS, Opcode
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import JOINED
 from schedir.predict.simulate import simulate
 from schedir.schedules import (
@@ -39,8 +39,8 @@ from schedir.schedules import (
     zb_h2,
     zb_v,
 )
-from schedir.schedules.draft import draft
-from schedir.schedules.schedule_algebra import Schedule, Word
+from schedir.schedules.draft import expand_schedule
+from schedir.schedules.schedule_algebra import RankSchedule, Schedule
 from tests.laws import TRIPLES, TWO_WAY, ZOO, cases, least, plan_of, run
 from tests.published import PRINTED, Row, rows
 
@@ -60,7 +60,7 @@ def test_1f1b(schedule: Schedule) -> None:
 @pytest.mark.parametrize("send", [0.25, 1.0, 1.5])
 def test_eager_1f1b_hides_messages(send: float) -> None:
     """1F1B waits for each message once up and once down in P microbatches, eager 1F1B for none."""
-    costs, few, many = Costs(F=1, B=2, send=send), Plan(4, 12), Plan(4, 32)
+    costs, few, many = Costs(F=1, B=2, send=send), PipelineShape(4, 12), PipelineShape(4, 32)
 
     def each(schedule: Schedule) -> float:
         return (run(schedule, many, costs).span - run(schedule, few, costs).span) / 20
@@ -71,9 +71,11 @@ def test_eager_1f1b_hides_messages(send: float) -> None:
 
 def test_eager_1f1b_is_interleaved_with_one_stage() -> None:
     for P, m in ((1, 1), (4, 8), (4, 3), (3, 6)):
-        plan = Plan(P, m)
-        assert draft(eager_1f1b, plan).streams == draft(interleaved, plan).streams
-        assert draft(zb_h1, plan).streams == draft(interleaved_zb, plan).streams
+        plan = PipelineShape(P, m)
+        assert (
+            expand_schedule(eager_1f1b, plan).streams == expand_schedule(interleaved, plan).streams
+        )
+        assert expand_schedule(zb_h1, plan).streams == expand_schedule(interleaved_zb, plan).streams
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])
@@ -106,11 +108,11 @@ def test_wave(w: int) -> None:
 def test_forward_only(P: int) -> None:
     for placement, v, idle in (("loop", 1, P - 1), ("loop", 3, P - 1), ("vee", 2, 2 * (P - 1))):
         for m in (P, 2 * P + 1):
-            timeline = run(forward_only, Plan(P, m, v, placement), Costs(F=3))
+            timeline = run(forward_only, PipelineShape(P, m, v, placement), Costs(F=3))
             assert timeline.idle.tolist() == [3 * idle] * P
             assert not timeline.program.trains
-    ragged = Plan(3, 4, placement=(2, 0, 1, 1, 0, 2, 1))
-    assert len(draft(forward_only, ragged)) == 7 * 4
+    ragged = PipelineShape(3, 4, placement=(2, 0, 1, 1, 0, 2, 1))
+    assert len(expand_schedule(forward_only, ragged)) == 7 * 4
     compile(forward_only, ragged, model="serial")
 
 
@@ -164,7 +166,7 @@ def test_dualpipe_v() -> None:
     for c in cases(dualpipe_v, lambda P: [2 * P], when=lambda F, I, W: W <= F < I):
         assert c.idle <= (c.P - 1) * (c.F + 2 * c.I - c.W)
     for together in (4, 5, 6):  # ranks have different numbers of pairs, so only one idles most
-        timeline = run(dualpipe_v, Plan(4, 9, 2, "vee"), Costs(F=2, I=2, W=2, FB=together))
+        timeline = run(dualpipe_v, PipelineShape(4, 9, 2, "vee"), Costs(F=2, I=2, W=2, FB=together))
         assert max(timeline.idle) == 3 * (together + 4 - 3 * 2)
 
 
@@ -186,8 +188,8 @@ def test_dualpipe() -> None:
 
 @pytest.mark.parametrize("schedule", [dualpipe, dualpipe_v])
 def test_pairs_whose_halves_hand_on_their_results_apart(schedule: Schedule) -> None:
-    def halves(r: int, P: int, m: int) -> Word:
-        return Word(schedule(r, P, m).letters & ~JOINED)  # type: ignore[union-attr]
+    def halves(r: int, P: int, m: int) -> RankSchedule:
+        return RankSchedule(schedule(r, P, m).letters & ~JOINED)  # type: ignore[union-attr]
 
     for P, m in ((2, 8), (4, 10), (8, 20)):
         steps = (P // 2 if schedule is dualpipe else P) - 1
@@ -200,7 +202,7 @@ def test_both_ways_are_alike() -> None:
     """A rank's mirror image does the same to the other half of the microbatches."""
     for schedule in (dualpipe, chimera, bitpipe):
         for P, m in ((2, 4), (4, 8), (6, 14)):
-            program = draft(schedule, plan_of(schedule, P, m))
+            program = expand_schedule(schedule, plan_of(schedule, P, m))
             for r, stream in enumerate(program.streams):
                 mirrored = [(op, s, (mb + m // 2) % m) for op, s, mb in stream]
                 assert mirrored == [*program.streams[P - 1 - r]]
@@ -225,7 +227,7 @@ def test_bitpipe() -> None:
         assert timeline.bubble == pytest.approx((P - 2) / (3 * P + P - 2))
     for m, span in ((4, 28), (8, 54)):  # of the second their drawing has 53
         assert run(bitpipe, plan_of(bitpipe, 4, m), Costs(F=1, B=2)).span == span
-    program = draft(bitpipe, plan_of(bitpipe, 4, 4))
+    program = expand_schedule(bitpipe, plan_of(bitpipe, 4, 4))
     drawn = {  # their microbatches count from 1, and chunks have colours
         0: "F1 F2 F3 F3 F4 F4 F1 B1 F2 B2 B3 B3 B4 B4 B1 B2",
         1: "F1 F3 F2 F4 F3 F1 F4 F2 B1 B3 B2 B4 B3 B1 B4 B2",
@@ -270,7 +272,9 @@ def test_unequal_costs_stall_v_half_and_v_min(P: int) -> None:
         costs = Costs(F=F, I=I, W=W)
 
         def growth(schedule: Schedule, costs: Costs = costs) -> float:
-            idle = [run(schedule, Plan(P, m, 2, "vee"), costs).idle[0] for m in (few, many)]
+            idle = [
+                run(schedule, PipelineShape(P, m, 2, "vee"), costs).idle[0] for m in (few, many)
+            ]
             return float(idle[1] - idle[0]) / (many - few)
 
         assert growth(v_half) == max(0, 2 * F - W - 2 * I, 2 * I - W - 2 * F)
@@ -317,21 +321,25 @@ def test_any_number_of_microbatches(name: str, ranks: int, m: int, v: int) -> No
         ranks, m = 2 * ranks, m + 1 + (schedule is dualpipe and m % 2 == 0)
     plan = plan_of(schedule, ranks, m, 2 * v if schedule is wave else v)
     if m >= least(schedule, ranks):
-        simulate(draft(schedule, plan))
+        simulate(expand_schedule(schedule, plan))
     else:
         with pytest.raises(ScheduleError, match=f"{least(schedule, ranks)}"):
-            draft(schedule, plan)
+            expand_schedule(schedule, plan)
 
 
 def test_two_ways_need_even_numbers() -> None:
     with pytest.raises(ScheduleError, match="9 is not even"):
-        draft(dualpipe, Plan(4, 9, placement="mirror"))
+        expand_schedule(dualpipe, PipelineShape(4, 9, placement="mirror"))
     for schedule in TWO_WAY:
         with pytest.raises(PlanError, match="ranks must be even, not 3"):
-            draft(schedule, Plan(3, 8))
-        for plan in (Plan(4, 8), Plan(4, 8, placement="vee"), Plan(4, 8, 4, "mirror")):
+            expand_schedule(schedule, PipelineShape(3, 8))
+        for plan in (
+            PipelineShape(4, 8),
+            PipelineShape(4, 8, placement="vee"),
+            PipelineShape(4, 8, 4, "mirror"),
+        ):
             with pytest.raises(ScheduleError, match="is for placement 'mirror"):
-                draft(schedule, plan)
+                expand_schedule(schedule, plan)
 
 
 VEE = [s for s in ZOO.values() if getattr(s, "placed", ("loop",))[0] == "vee"]
@@ -339,12 +347,17 @@ VEE = [s for s in ZOO.values() if getattr(s, "placed", ("loop",))[0] == "vee"]
 
 @pytest.mark.parametrize("schedule", VEE)
 def test_other_placements_are_refused(schedule: Schedule) -> None:
-    for plan in (Plan(3, 9), Plan(3, 9, 2), Plan(3, 9, 3, "vee"), Plan(3, 9, placement=(0, 1, 2))):
+    for plan in (
+        PipelineShape(3, 9),
+        PipelineShape(3, 9, 2),
+        PipelineShape(3, 9, 3, "vee"),
+        PipelineShape(3, 9, placement=(0, 1, 2)),
+    ):
         with pytest.raises(ScheduleError):
-            draft(schedule, plan)
+            expand_schedule(schedule, plan)
     vee = plan_of(schedule, 3, 9)
-    same = Plan(3, 9, placement=tuple(vee.rank_of.tolist()))
-    assert draft(schedule, same).streams == draft(schedule, vee).streams
+    same = PipelineShape(3, 9, placement=tuple(vee.rank_of.tolist()))
+    assert expand_schedule(schedule, same).streams == expand_schedule(schedule, vee).streams
 
 
 def test_commands_know_where_a_schedule_lies(capsys: pytest.CaptureFixture[str]) -> None:
@@ -360,12 +373,12 @@ def test_commands_know_where_a_schedule_lies(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("schedule", [interleaved, interleaved_zb])
 def test_interleaved_is_for_loops(schedule: Schedule) -> None:
     with pytest.raises(ScheduleError, match="placement 'loop'"):
-        draft(schedule, Plan(3, 9, 2, "vee"))
+        expand_schedule(schedule, PipelineShape(3, 9, 2, "vee"))
 
 
 def test_gpipe_is_the_longest_and_keeps_most() -> None:
     """What the others are measured by."""
-    plan = Plan(4, 8)
+    plan = PipelineShape(4, 8)
     last = run(gpipe, plan, Costs())
     for schedule in (one_f_one_b, eager_1f1b, zb_h1, zb_h2):
         timeline = run(schedule, plan, Costs())

@@ -45,13 +45,13 @@ def gantt(
     one box cut in two.  Hatching is idle time.
 
     `title` stands for name and kind; "" leaves out the whole line above the chart.  `bound` is the
-    least span that a schedule can have (`schedir.bound`), in the run's unit: a line marks it, and
+    least span that a schedule can have (`schedir.lower_bound`), in the run's unit: a line marks it, and
     the most that could be gained is told above.  `style` is
     any of `schedir.viz.Style`.  Boxes too small to be seen are mixed to the colour that
     they have from afar, without their lanes and arrows.
 
     >>> import schedir
-    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(4, 8))
+    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
     >>> run = schedir.simulate(program, schedir.Costs(F=1, B=2))
     >>> figure = schedir.viz.gantt(run, show="arrows,path", palette="grey")
     >>> figure.axes[0].get_title("left"), figure.axes[0].get_title("right")
@@ -81,7 +81,7 @@ def compare(
     be.
 
     >>> import schedir
-    >>> plan = schedir.Plan(ranks=4, microbatches=8)
+    >>> plan = schedir.PipelineShape(ranks=4, microbatches=8)
     >>> schedules = schedir.schedules.gpipe, schedir.schedules.zb_h1
     >>> runs = [schedir.simulate(schedir.compile(schedule, plan)) for schedule in schedules]
     >>> figure = schedir.viz.compare(runs)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError, said
 from schedir.ir.isa.instructions import FORWARD, Lane
-from schedir.planner.parallel_plan import Parts, Priced
+from schedir.planner.parallel_plan import PlanEstimate, StepBreakdown
 from schedir.viz.palette import ACCENT, DAY, IDLE, RGB, TONES, WIRES, at_lightness, ink
 
 _BLUE: Final = TONES[FORWARD].hue
@@ -43,7 +43,7 @@ _AGAIN: Final = {"none": "#0072b2", "selective": "#e6ab02", "full": "#d55e00"}
 _STRONG, _WEAK = "#0072b2", "#d55e00"
 
 
-def plan_times(plans: Sequence[Priced]) -> Figure:
+def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
     """Where the time of a step goes: a bar per plan, cut into parts, the first plan on top.
 
     Left of it stands what the plan is, and right of it its step, the model's operations of a GPU in
@@ -53,9 +53,9 @@ def plan_times(plans: Sequence[Priced]) -> Figure:
     Raises UsageError for no plans.
 
     >>> import schedir
-    >>> from schedir.planner import Memory, Parts, Priced
-    >>> plan = Priced(p=8, t=8, d=16, m=96, step=30.0, parts=Parts(24, 0, 2, 0, 3, 1, 0),
-    ...               memory=Memory(5e9, 5e9, 30e9, 20e9, 3e9), flops=150e12, mfu=0.48)
+    >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
+    >>> plan = PlanEstimate(p=8, t=8, d=16, m=96, step=30.0, parts=StepBreakdown(24, 0, 2, 0, 3, 1, 0),
+    ...               memory=GpuMemory(5e9, 5e9, 30e9, 20e9, 3e9), flops=150e12, mfu=0.48)
     >>> figure = schedir.viz.plan_times([plan])
     >>> [text.get_text() for text in figure.axes[0].texts if "%" in text.get_text()]
     ['80%', '7%', '10%', '3%']
@@ -84,7 +84,9 @@ def plan_times(plans: Sequence[Priced]) -> Figure:
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    there = [name for name in Parts._fields if any(getattr(p.parts, name) > 0 for p in plans)]
+    there = [
+        name for name in StepBreakdown._fields if any(getattr(p.parts, name) > 0 for p in plans)
+    ]
     figure.legend(
         [_patch(name) for name in there], [PARTS[name][0] for name in there],
         loc="lower left", bbox_to_anchor=(left / size[0], 0.06 / size[1]), ncols=len(there),
@@ -94,9 +96,9 @@ def plan_times(plans: Sequence[Priced]) -> Figure:
     return figure
 
 
-def _some(plans: Sequence[Priced]) -> Sequence[Priced]:
+def _some(plans: Sequence[PlanEstimate]) -> Sequence[PlanEstimate]:
     """The plans; UsageError if there are none, or if they are something else."""
-    if not plans or not all(isinstance(plan, Priced) for plan in plans):
+    if not plans or not all(isinstance(plan, PlanEstimate) for plan in plans):
         raise UsageError(f"this draws plans, one at least, not {said(plans)}",
                          hint="schedir.planner.plan(model, cluster, batch)")  # fmt: skip
     return plans
@@ -114,10 +116,10 @@ def _patch(name: str) -> Patch:
     return Patch(facecolor=colour, hatch=hatch, edgecolor=edge, linewidth=0.4)
 
 
-def _bar(axes: Axes, row: int, plan: Priced, one: float) -> None:
+def _bar(axes: Axes, row: int, plan: PlanEstimate, one: float) -> None:
     """The parts of a step, beside each other; those wide enough bear their share."""
     begin, scale = 0.0, _WIDE / axes.get_xlim()[1]
-    for name, seconds in zip(Parts._fields, plan.parts, strict=True):
+    for name, seconds in zip(StepBreakdown._fields, plan.parts, strict=True):
         wide, (_, colour, hatch) = seconds / one, PARTS[name]
         if wide <= 0:
             continue
@@ -136,7 +138,7 @@ def _bar(axes: Axes, row: int, plan: Priced, one: float) -> None:
         begin += wide
 
 
-def _told(axes: Axes, row: int, plan: Priced) -> None:
+def _told(axes: Axes, row: int, plan: PlanEstimate) -> None:
     """What the plan is, and what it comes to."""
     cells = [
         str(row + 1), *(str(n) for n in (plan.p, plan.t, plan.d, plan.v, plan.b)),
@@ -188,7 +190,7 @@ def _seconds(time: float) -> str:
 
 
 def plan_memory(
-    plans: Sequence[Priced], limit: float | None = None, best: Priced | None = None
+    plans: Sequence[PlanEstimate], limit: float | None = None, best: PlanEstimate | None = None
 ) -> Figure:
     """Memory against the time of a step, a point per plan; the best for each memory are joined.
 
@@ -198,10 +200,10 @@ def plan_memory(
     Raises UsageError for no plans.
 
     >>> import schedir
-    >>> from schedir.planner import Memory, Parts, Priced
+    >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
     >>> plans = [
-    ...     Priced(p=p, t=8, d=128 // p, m=p, step=40 - p, parts=Parts(40 - p, 0, 0, 0, 0, 0, 0),
-    ...            memory=Memory(320e9 / p, 0, 0, 0, 0), flops=1e14, mfu=0.4, fits=p > 4)
+    ...     PlanEstimate(p=p, t=8, d=128 // p, m=p, step=40 - p, parts=StepBreakdown(40 - p, 0, 0, 0, 0, 0, 0),
+    ...            memory=GpuMemory(320e9 / p, 0, 0, 0, 0), flops=1e14, mfu=0.4, fits=p > 4)
     ...     for p in (4, 8, 16)
     ... ]
     >>> figure = schedir.viz.plan_memory(plans, limit=80e9)
@@ -275,7 +277,7 @@ def _window(
     axes.set_ylim(low / 1.25, min(float(seen.max()), 12 * low) * 1.25)
 
 
-def _mark(axes: Axes, best: Priced, one: float) -> None:
+def _mark(axes: Axes, best: PlanEstimate, one: float) -> None:
     """The plan that is chosen."""
     x, y = best.memory.total / 1e9, best.step / one
     axes.scatter(
@@ -288,12 +290,12 @@ def _mark(axes: Axes, best: Priced, one: float) -> None:
     )  # fmt: skip
 
 
-def name_of(plan: Priced) -> str:
+def name_of(plan: PlanEstimate) -> str:
     """A plan in a few words.
 
-    >>> from schedir.planner import Memory, Parts, Priced
-    >>> name_of(Priced(p=8, t=4, v=2, step=1.0, parts=Parts(1, 0, 0, 0, 0, 0, 0),
-    ...                memory=Memory(0, 0, 0, 0, 0), flops=1e14, mfu=0.4))
+    >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
+    >>> name_of(PlanEstimate(p=8, t=4, v=2, step=1.0, parts=StepBreakdown(1, 0, 0, 0, 0, 0, 0),
+    ...                memory=GpuMemory(0, 0, 0, 0, 0), flops=1e14, mfu=0.4))
     'p 8, t 4, d 1, v 2, b 1, one_f_one_b'
     """
     v = f", v {plan.v}" if plan.v > 1 else ""
@@ -331,7 +333,7 @@ def _frame(axes: Axes) -> None:
 # ---------------------------------------------------------------- over the number of GPUs
 
 
-def plan_scaling(strong: Sequence[Priced], weak: Sequence[Priced] = ()) -> Figure:
+def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = ()) -> Figure:
     """The best plans over the number of GPUs: their steps on the left, and on the right what a GPU
     does of the model's operations in a second.
 
@@ -342,10 +344,10 @@ def plan_scaling(strong: Sequence[Priced], weak: Sequence[Priced] = ()) -> Figur
     Raises UsageError for no plans.
 
     >>> import schedir
-    >>> from schedir.planner import Memory, Parts, Priced
+    >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
     >>> plans = [
-    ...     Priced(p=8, d=d, m=64 // d, step=32 / d, parts=Parts(32 / d, 0, 0, 0, 0, 0, 0),
-    ...            memory=Memory(1e9, 0, 0, 0, 0), flops=1e14, mfu=0.4)
+    ...     PlanEstimate(p=8, d=d, m=64 // d, step=32 / d, parts=StepBreakdown(32 / d, 0, 0, 0, 0, 0, 0),
+    ...            memory=GpuMemory(1e9, 0, 0, 0, 0), flops=1e14, mfu=0.4)
     ...     for d in (1, 2, 4)
     ... ]
     >>> figure = schedir.viz.plan_scaling(plans)

@@ -25,7 +25,7 @@ _CELL: Final = (0.95, 0.26, 11.0)  # inches: width and height of a cell, and mos
 _SMALLEST: Final = 4.5  # points, of a number in a cell
 
 
-def tradeoff(timelines: Sequence[Timeline]) -> Figure:
+def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
     """Bubble against memory, a point per Timeline; the best for each memory are joined.
 
     Memory is the most that a rank holds: GB, or where sizes are not given, activations of a
@@ -34,9 +34,9 @@ def tradeoff(timelines: Sequence[Timeline]) -> Figure:
     Raises UsageError for no Timelines.
 
     >>> import schedir
-    >>> plan = schedir.Plan(ranks=4, microbatches=8)
+    >>> plan = schedir.PipelineShape(ranks=4, microbatches=8)
     >>> schedules = schedir.schedules.gpipe, schedir.schedules.one_f_one_b, schedir.schedules.zb_h1
-    >>> figure = schedir.viz.tradeoff(
+    >>> figure = schedir.viz.bubble_vs_memory(
     ...     [schedir.simulate(schedir.compile(schedule, plan)) for schedule in schedules]
     ... )
     >>> [text.get_text() for text in figure.axes[0].texts]
@@ -64,7 +64,7 @@ def tradeoff(timelines: Sequence[Timeline]) -> Figure:
     return figure
 
 
-def frontier(frontier: MemoryFrontier) -> Figure:
+def memory_frontier(frontier: MemoryFrontier) -> Figure:
     """Bubble against memory: what a search finds at each limit, and below what no schedule is.
 
     A point is a run that others have made.  A line shows the shortest of what is found within each
@@ -73,8 +73,8 @@ def frontier(frontier: MemoryFrontier) -> Figure:
     far above all points is not shown.
 
     >>> import schedir
-    >>> plan, costs = schedir.Plan(ranks=4, microbatches=8), schedir.Costs(F=1, I=1, W=1)
-    >>> figure = schedir.viz.frontier(schedir.frontier(plan, costs, evaluations=500))
+    >>> plan, costs = schedir.PipelineShape(ranks=4, microbatches=8), schedir.Costs(F=1, I=1, W=1)
+    >>> figure = schedir.viz.memory_frontier(schedir.memory_frontier(plan, costs, evaluations=500))
     >>> [text.get_text() for text in figure.axes[0].texts]
     ['zb_h1', 'zb_h2', 'one_f_one_b', 'eager_1f1b', 'gpipe']
     """
@@ -181,7 +181,7 @@ def idle_map(timeline: Timeline) -> Figure:
     is the sum, the last row the mean of all ranks.
 
     >>> import schedir
-    >>> run = schedir.simulate(schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(4, 8)))
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8)))
     >>> figure = schedir.viz.idle_map(run)
     >>> [label.get_text() for label in figure.axes[0].get_xticklabels()]
     ['warmup', 'cooldown', 'all']

@@ -24,7 +24,7 @@ _MOST: Final = 2**22  # tiles of a panel: more are no picture
 _PANEL: Final = 2.6  # inches
 
 
-def visited(*found: Tiles) -> Figure:
+def window_tiles(*found: Tiles) -> Figure:
     """The tiles that each of these computes, and skips: query tiles by key tiles, in a panel each.
 
     Tiles of several dimensions lie in row-major order.  Raises UsageError for none, and for more
@@ -33,7 +33,7 @@ def visited(*found: Tiles) -> Figure:
     >>> import schedir
     >>> from schedir.predict.window_tiles import tiles
     >>> strided = tiles(1024, 256, 64, q_tile=64, kv_tile=64, causal=True)
-    >>> figure = schedir.viz.visited(strided)
+    >>> figure = schedir.viz.window_tiles(strided)
     >>> print(figure.axes[0].get_title())
     window 256, stride 64
     58 of 136 tiles: 2.34 x

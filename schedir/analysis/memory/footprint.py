@@ -35,7 +35,7 @@ from schedir.analysis.memory.buffer_slots import (
 from schedir.analysis.memory.value_lifetimes import ValueLifetimes, kept_of, moved_sizes
 from schedir.errors import InstructionSite, MemoryLimitError, UsageError
 from schedir.ir.cost.sizes import AT_REST, Sizes, ample
-from schedir.ir.cost.zero_states import IN_PARTS, WHOLE, ModelStates, is_cut, model_states
+from schedir.ir.cost.zero_states import IN_PARTS, WHOLE, ModelStates, is_cut, zero_model_states
 from schedir.ir.dataflow import Dataflow
 from schedir.ir.instruction_index import InstructionIndex, Positions
 from schedir.ir.isa.instructions import (
@@ -246,7 +246,7 @@ def at_rest(program: Program, sizes: Sizes, tier: str = "device") -> dict[str, N
         )
     each = {name: sizes.of(name, plan.stages) for name in sizes.at_rest}
     params, grads, optimizer = (sizes.of(name, plan.stages) for name in ModelStates._fields)
-    parts = model_states(params, grads, optimizer, zero, program.dp)
+    parts = zero_model_states(params, grads, optimizer, zero, program.dp)
     for name, size in parts._asdict().items():
         if name in each and is_cut(name, zero):
             each[IN_PARTS[name]] = np.where(np.arange(plan.stages) < program.frozen, 0.0, size)
@@ -272,8 +272,8 @@ def tiers_of(program: Program) -> tuple[str, ...]:
     """Where a program holds anything: on the device, where its instructions move something, and
     where something lies.
 
-    >>> from schedir import Plan, compile, schedules
-    >>> tiers_of(compile(schedules.one_f_one_b, Plan(2, 4)))
+    >>> from schedir import PipelineShape, compile, schedules
+    >>> tiers_of(compile(schedules.one_f_one_b, PipelineShape(2, 4)))
     ('device',)
     """
     changes = [change for op in program.ops for change in ROWS[op].changes]

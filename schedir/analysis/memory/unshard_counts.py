@@ -46,8 +46,8 @@ def gathers(program: Program) -> UnshardCounts:
 def in_parts(program: Program) -> str:
     """What ZeRO cuts in a program, and how often that is gathered, in words; nothing without it.
 
-    >>> from schedir import Plan, compile, schedules
-    >>> plan = Plan(ranks=1, microbatches=4, stages_per_rank=6)
+    >>> from schedir import PipelineShape, compile, schedules
+    >>> plan = PipelineShape(ranks=1, microbatches=4, stages_per_rank=6)
     >>> in_parts(compile(schedules.looped_bfs, plan, dp=2, zero=1))
     "zero 1: the optimizer's state in 2 parts, one on each replica; each rank gathers weights \
 6 times a step, and holds at most 6 of its 6 stages whole"

@@ -82,9 +82,9 @@ def in_letters(timeline: Timeline, before: str = "") -> str:
     from shutil import get_terminal_size
 
     from schedir.io.terminal import painted
-    from schedir.viz.text_chart import letters
+    from schedir.viz.text_chart import text_chart
 
-    lines = letters(timeline, get_terminal_size().columns - len(before))
+    lines = text_chart(timeline, get_terminal_size().columns - len(before))
     return painted([[(before, ""), *line] for line in lines])
 
 

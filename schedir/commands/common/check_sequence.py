@@ -104,10 +104,10 @@ def _runs(args: argparse.Namespace) -> tuple[list[list[Program]], set[Model]]:
 
 
 def _refusal(runs: Sequence[Sequence[Program]], model: Model) -> ProgramError | None:
-    from schedir.verify.program_sequence import check_sequence
+    from schedir.verify.program_sequence import check_program_sequence
 
     try:
-        check_sequence(runs, model)
+        check_program_sequence(runs, model)
     except ProgramError as error:
         return error
     return None

@@ -9,7 +9,7 @@ from schedir.commands.common.progress_line import ProgressLine
 from schedir.errors import UsageError, in_bytes
 from schedir.io.files import expect_writable
 from schedir.io.terminal import as_json, table
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.possible_saving import gain_of, percent
 from schedir.schedule_search.search_results import numba_in_words
 
@@ -31,7 +31,7 @@ _ONE_LIMIT = ("limit", "in_flight")
 class FrontierRequest:
     """Of what the frontier is."""
 
-    plan: Plan
+    plan: PipelineShape
     costs: Costs | None
     sizes: Sizes | None
     start: Sequence[Schedule | Program]
@@ -62,15 +62,15 @@ def told(args: argparse.Namespace, asked: FrontierRequest) -> tuple[str, bool]:
         expect_writable(args.output)
     found = _found(args, asked)
     if args.output is not None:
-        from schedir.viz import frontier, save
+        from schedir.viz import memory_frontier, save
 
-        save(frontier(found), args.output)
+        save(memory_frontier(found), args.output)
     said = _json(found) if args.json else _text(args, found, asked.unit)
     return said, found.complete
 
 
 def _found(args: argparse.Namespace, asked: FrontierRequest) -> MemoryFrontier:
-    from schedir.schedule_search.memory_frontier import frontier
+    from schedir.schedule_search.memory_frontier import memory_frontier
 
     progress, say = ProgressLine(), in_bytes if asked.sizes is not None else _count
 
@@ -81,7 +81,7 @@ def _found(args: argparse.Namespace, asked: FrontierRequest) -> MemoryFrontier:
         )
 
     try:
-        return frontier(
+        return memory_frontier(
             asked.plan, asked.costs, asked.sizes,
             split=not args.whole,
             seconds=args.seconds,

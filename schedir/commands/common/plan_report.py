@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from schedir.errors import in_bytes
 from schedir.io.terminal import as_json, table
-from schedir.planner.parallel_plan import Memory, Parts
+from schedir.planner.parallel_plan import GpuMemory, StepBreakdown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from schedir.commands.common.plan_request import PlanRequest
     from schedir.ir.cost.cluster import Cluster
-    from schedir.planner import Priced
+    from schedir.planner import PlanEstimate
 
 # What the parts of a step and of a GPU's memory are called here.
 _PARTS: Final = dict(
     zip(
-        Parts._fields,
+        StepBreakdown._fields,
         (
             "compute",
             "recompute",
@@ -35,7 +35,11 @@ _PARTS: Final = dict(
     )
 )
 _MEMORY: Final = dict(
-    zip(Memory._fields, ("weights", "gradients", "optimizer", "activations", "other"), strict=True)
+    zip(
+        GpuMemory._fields,
+        ("weights", "gradients", "optimizer", "activations", "other"),
+        strict=True,
+    )
 )
 # Columns that are there where plans differ from what is usual: heading, field, and the usual.
 _SELDOM: Final = (("cp", "c", 1), ("ep", "e", 1), ("SP", "sequence_parallel", False))
@@ -57,7 +61,7 @@ def seconds(time: float) -> str:
     return f"{1e6 * time:.3g} us"
 
 
-def name_of(plan: Priced) -> str:
+def name_of(plan: PlanEstimate) -> str:
     """What a plan is, in a sentence."""
     parts = [f"{plan.p} pipeline rank{'s' * (plan.p > 1)}"]
     parts += [f"{plan.t} tensor-parallel slices"] * (plan.t > 1)
@@ -74,7 +78,9 @@ def name_of(plan: Priced) -> str:
     return what + ", states on the host" * (plan.states != "device")
 
 
-def in_words(asked: PlanRequest, plans: Sequence[Priced], take: int, tokens: float | None) -> str:
+def in_words(
+    asked: PlanRequest, plans: Sequence[PlanEstimate], take: int, tokens: float | None
+) -> str:
     """The table of plans, and all of the one that is taken."""
     model, cluster = asked.model, asked.cluster
     taken = plans[take - 1]
@@ -100,7 +106,7 @@ def in_words(asked: PlanRequest, plans: Sequence[Priced], take: int, tokens: flo
     return "".join(lines)
 
 
-def _table(plans: Sequence[Priced], limit: float) -> str:
+def _table(plans: Sequence[PlanEstimate], limit: float) -> str:
     seldom, last = (
         [(name, field) for name, field, usual in columns
          if any(getattr(plan, field) != usual for plan in plans)]
@@ -127,19 +133,19 @@ def _cell(value: int | str) -> str:
     return ("yes" if value else "-") if isinstance(value, bool) else str(value)
 
 
-def _times(plan: Priced) -> list[str]:
+def _times(plan: PlanEstimate) -> list[str]:
     """A line for each part of the step, the longest first."""
     rows = _rows(plan.parts._asdict(), _PARTS, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")))
     return [f"step {seconds(plan.step)}{', simulated' * plan.exact}", *rows]
 
 
-def _held(plan: Priced, limit: float) -> list[str]:
+def _held(plan: PlanEstimate, limit: float) -> list[str]:
     """A line for each part of what the fullest GPU holds, the largest first."""
     rows = _rows(plan.memory._asdict(), _MEMORY, _BYTES)
     return [f"memory {in_bytes(plan.memory.total)} of {in_bytes(limit)}", *rows]
 
 
-def _on_host(plan: Priced, cluster: Cluster) -> Iterator[str]:
+def _on_host(plan: PlanEstimate, cluster: Cluster) -> Iterator[str]:
     """The same of what a GPU has on its host, if anything."""
     if plan.host.total:
         yield f"host {in_bytes(plan.host.total)} of {in_bytes(cluster.host_memory or 0.0)}"
@@ -166,7 +172,7 @@ def _beside(left: list[str], right: list[str]) -> Iterator[str]:
         yield f"  {one:<{wide}}{other}".rstrip() + "\n"
 
 
-def _layers(asked: PlanRequest, plan: Priced) -> Iterator[str]:
+def _layers(asked: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
     """The layers of each stage where they are uneven, and how other trainers are told."""
     if not (told := _options(asked, plan)):
         return
@@ -177,11 +183,11 @@ def _layers(asked: PlanRequest, plan: Priced) -> Iterator[str]:
             yield f"    {line}" if len(line) <= _LONGEST else f"    {line[:_LONGEST]}... (--json)"
 
 
-def _options(asked: PlanRequest, plan: Priced) -> dict[str, str]:
+def _options(asked: PlanRequest, plan: PlanEstimate) -> dict[str, str]:
     """How other trainers are told its layers; nothing of those that are divided evenly."""
-    from schedir.planner import options
+    from schedir.planner import launcher_options
 
-    return options(asked.model, plan) if len({*plan.layers_of}) > 1 else {}
+    return launcher_options(asked.model, plan) if len({*plan.layers_of}) > 1 else {}
 
 
 def _runs(numbers: Sequence[int]) -> str:
@@ -194,7 +200,7 @@ def _runs(numbers: Sequence[int]) -> str:
     return ", ".join(f"{n} x {number}" if n > 1 else f"{number}" for number, n in runs)
 
 
-def _notes(asked: PlanRequest, plan: Priced) -> Iterator[str]:
+def _notes(asked: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
     """What is to be known of a plan beside its numbers."""
     if plan.t > asked.cluster.gpus_per_node:
         yield (
@@ -214,7 +220,7 @@ def _count(number: float) -> str:
     return f"{number / one:.4g} {name}".strip()
 
 
-def as_told(asked: PlanRequest, plans: Sequence[Priced]) -> str:
+def as_told(asked: PlanRequest, plans: Sequence[PlanEstimate]) -> str:
     """The same for a program to read."""
     return as_json(
         {
@@ -226,7 +232,7 @@ def as_told(asked: PlanRequest, plans: Sequence[Priced]) -> str:
     )
 
 
-def facts(plan: Priced) -> dict[str, Any]:
+def facts(plan: PlanEstimate) -> dict[str, Any]:
     """All that is known of a plan; parts are told by name."""
     told = asdict(plan)
     told["parts"] = plan.parts._asdict()

@@ -15,7 +15,7 @@ from schedir.errors import ProgramError, UsageError
 if TYPE_CHECKING:
     from schedir.ir.cost.cluster import Cluster
     from schedir.ir.program import Program
-    from schedir.planner import Model, Priced
+    from schedir.planner import PlanEstimate, TransformerSpec
 
 _SEARCHED: Final = 3  # plans for which a shorter schedule is searched
 _CELLS: Final = 60  # of a picture, in which time or memory grows by a factor e
@@ -40,7 +40,7 @@ WORDS: Final = (
 class PlanRequest:
     """For what is planned; `named` is what a person calls the model, and the machines."""
 
-    model: Model
+    model: TransformerSpec
     cluster: Cluster
     batch: int
     named: tuple[str, str]
@@ -76,16 +76,16 @@ def asked_of(args: argparse.Namespace) -> PlanRequest:
 def _cluster(args: argparse.Namespace) -> Cluster:
     """The machines: those of a name or of a file, as many as are said."""
     from schedir.io.cluster_file import load_cluster
-    from schedir.planner import cluster, clusters
+    from schedir.planner import cluster_preset, cluster_presets
 
     if args.cluster is None:
         raise UsageError(
             "nobody says on which machines",
             fields=["cluster"],
-            hint=f"--cluster {clusters()[0]} --nodes 4, or a FILE.toml of your own",
+            hint=f"--cluster {cluster_presets()[0]} --nodes 4, or a FILE.toml of your own",
         )
-    named = args.cluster in clusters()
-    found = cluster(args.cluster) if named or not args.cluster.endswith(".toml") else None
+    named = args.cluster in cluster_presets()
+    found = cluster_preset(args.cluster) if named or not args.cluster.endswith(".toml") else None
     found = load_cluster(args.cluster) if found is None else found
     if named and args.nodes is None and args.gpus is None and args.scale is None:
         raise UsageError(f"nobody says how many nodes of {args.cluster}", hint="--nodes 128",
@@ -110,7 +110,7 @@ def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
     return replace(cluster, nodes=gpus // each)
 
 
-def planned(asked: PlanRequest, top: int) -> list[Priced]:
+def planned(asked: PlanRequest, top: int) -> list[PlanEstimate]:
     """The best plans, the shortest step first."""
     from schedir.planner import plan
 
@@ -124,8 +124,8 @@ def planned(asked: PlanRequest, top: int) -> list[Priced]:
 
 
 def searched(
-    asked: PlanRequest, plans: list[Priced], seconds: float
-) -> tuple[list[Priced], dict[Priced, Program], str]:
+    asked: PlanRequest, plans: list[PlanEstimate], seconds: float
+) -> tuple[list[PlanEstimate], dict[PlanEstimate, Program], str]:
     """Search shorter schedules for the first plans.
 
     Args:
@@ -137,7 +137,7 @@ def searched(
         The plans, the programs of those that a search made shorter, and a line that says how the
         searches used numba, which is empty without a search.
     """
-    from schedir.planner import shorter
+    from schedir.planner import improve_schedule
     from schedir.schedule_search.search_results import combined, numba_in_words
 
     found, programs, progress = [*plans], dict[Any, Any](), ProgressLine()
@@ -145,7 +145,7 @@ def searched(
     for k, plan in enumerate(plans[: _SEARCHED if seconds else 0]):
         progress.show(f"searching a shorter schedule for plan {k + 1}")
         with suppress(ProgramError):  # some leave no room for what a search knows of
-            new = shorter(asked.model, asked.cluster, plan, seconds=seconds)
+            new = improve_schedule(asked.model, asked.cluster, plan, seconds=seconds)
             uses.append(new.numba)
             if new.priced.step < plan.step:
                 found[k] = replace(new.priced, bound=plan.bound, why=plan.why)
@@ -155,18 +155,18 @@ def searched(
     return sorted(found, key=lambda plan: plan.step), programs, note
 
 
-def divided(asked: PlanRequest, plans: list[Priced]) -> list[Priced]:
+def divided(asked: PlanRequest, plans: list[PlanEstimate]) -> list[PlanEstimate]:
     """The plans with layers divided so that a step is shorter, of the first ones, where that is."""
-    from schedir.planner import cut, exact
+    from schedir.planner import optimize_layer_division, simulate_plan
     from schedir.planner.plan_estimate import plain
 
     found, progress = [*plans], ProgressLine()
     for k, plan in enumerate(plans[:_SEARCHED]):
         progress.show(f"dividing the layers of plan {k + 1}")
         with suppress(UsageError):  # no division holds little enough
-            layers = cut(asked.model, asked.cluster, plain(plan))
+            layers = optimize_layer_division(asked.model, asked.cluster, plain(plan))
             even, new = (
-                exact(asked.model, asked.cluster, replace(plain(plan), layers_of=which))
+                simulate_plan(asked.model, asked.cluster, replace(plain(plan), layers_of=which))
                 for which in (plan.layers_of, layers)
             )
             if new.step < even.step:
@@ -175,15 +175,15 @@ def divided(asked: PlanRequest, plans: list[Priced]) -> list[Priced]:
     return sorted(found, key=lambda plan: plan.step)
 
 
-def everything(asked: PlanRequest) -> list[Priced]:
+def everything(asked: PlanRequest) -> list[PlanEstimate]:
     """All plans by their closed form, also those that do not fit; of those that a picture cannot
     tell apart, one."""
     import numpy as np
 
-    from schedir.planner import every
+    from schedir.planner import all_plans
 
     how = {name: value for name, value in asked.how.items() if name not in ("exact", "offload")}
-    found = every(asked.model, asked.cluster, asked.batch, **how)
+    found = all_plans(asked.model, asked.cluster, asked.batch, **how)
     where = np.rint(_CELLS * np.log([found.step, found.total]))
     first = np.unique([*where, found.plans.recompute], axis=1, return_index=True)[1]
     return [found.at(asked.model, asked.cluster, number) for number in first.tolist()]

@@ -15,7 +15,7 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.number_parsing import MOST_GPUS
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.units import number_of
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.process_mesh import mesh_of
 
 Processes = NDArray[np.int64]
@@ -257,7 +257,7 @@ class Cluster:
 
     def costs(
         self,
-        plan: Plan,
+        plan: PipelineShape,
         sizes: Sizes | None = None,
         costs: Costs | None = None,
         *,
@@ -311,17 +311,17 @@ class Cluster:
         Raises UsageError where plan.ranks x tp x dp is not the number of GPUs, and for sizes that
         are needed and not told; CostsError where F, or backwards, are not told.
 
-        >>> from schedir import Cluster, Costs, Plan, Sizes
+        >>> from schedir import Cluster, Costs, PipelineShape, Sizes
         >>> node = Cluster(nodes=1, gpus_per_node=4, flops="312TFLOP/s", memory="80GB",
         ...                hbm="2TB/s", nvlink="300GB/s", network="25GB/s", latency="10us")
         >>> sizes = Sizes(activation=3e6, params=2e9, grads=2e9, optimizer=12e9)
-        >>> filled = node.costs(Plan(4, 8), sizes, Costs(F=0.01, I=0.01, W=0.01))
+        >>> filled = node.costs(PipelineShape(4, 8), sizes, Costs(F=0.01, I=0.01, W=0.01))
         >>> filled.send, filled.step
         (2e-05, 0.015)
         """
         costs = Costs() if costs is None else costs
         sizes = Sizes() if sizes is None else sizes
-        expect(plan, Plan, "Plan(ranks=4, microbatches=8)")
+        expect(plan, PipelineShape, "Plan(ranks=4, microbatches=8)")
         expect(sizes, Sizes, "Sizes(activation=16e6)")
         expect(costs, Costs, "Costs(F=0.012, B=0.024)")
         processes = plan.ranks * tp * dp

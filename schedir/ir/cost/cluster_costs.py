@@ -26,7 +26,7 @@ from schedir.ir.isa.instructions import (
     PeerRule,
     Traffic,
 )
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
 Floats = NDArray[np.float64]
 # What moves and sums a stage's weights and gradients; and what of that a program does not have,
@@ -79,7 +79,7 @@ class ClusterPrices(Protocol):
 
 def filled(
     cluster: ClusterPrices,
-    plan: Plan,
+    plan: PipelineShape,
     sizes: Sizes,
     costs: Costs,
     mesh: Processes,
@@ -101,7 +101,7 @@ def filled(
 
 def moves(
     cluster: ClusterPrices,
-    plan: Plan,
+    plan: PipelineShape,
     sizes: Sizes,
     costs: Costs,
     to: str,
@@ -147,7 +147,7 @@ class _CostFiller:
     """What a cluster makes costs of a plan, by bytes; each as `grid` has numbers."""
 
     def __init__(
-        self, cluster: ClusterPrices, plan: Plan, sizes: Sizes, mesh: Processes, zero: int
+        self, cluster: ClusterPrices, plan: PipelineShape, sizes: Sizes, mesh: Processes, zero: int
     ) -> None:
         self.cluster, self.plan, self.sizes = cluster, plan, sizes
         self.mesh, self.zero = mesh, zero

@@ -26,7 +26,7 @@ from schedir.ir.isa.instructions import (
 
 if TYPE_CHECKING:
     from schedir.ir.instruction_index import InstructionIndex
-    from schedir.ir.pipeline.pipeline_shape import Plan
+    from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
 Cost = PerStage
 
@@ -60,8 +60,8 @@ class Costs(CostFields):
 
     Raises CostsError for a cost that is negative or not finite, and for rows of different lengths.
 
-    >>> from schedir import Costs, Plan, compile, schedules, simulate
-    >>> program = compile(schedules.gpipe, Plan(ranks=2, microbatches=4))
+    >>> from schedir import Costs, PipelineShape, compile, schedules, simulate
+    >>> program = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4))
     >>> simulate(program, Costs(F=1, B=2)).span
     15.0
     >>> simulate(program, Costs(F=1, B=2, send=0.5)).span
@@ -91,7 +91,7 @@ class Costs(CostFields):
         """The same, with F, I and W told: 1 where nobody tells them."""
         return replace(self, **(_USUAL | self.told))
 
-    def of(self, op: Opcode, plan: Plan) -> NDArray[np.float64]:
+    def of(self, op: Opcode, plan: PipelineShape) -> NDArray[np.float64]:
         """What an instruction costs: shape (stages, microbatches), or (stages, 1) where it is the
         same for all microbatches.
 
@@ -103,11 +103,11 @@ class Costs(CostFields):
             return self.of(FORWARD, plan)
         return self._each(FIELD.get(op), plan)
 
-    def together(self, plan: Plan) -> NDArray[np.float64] | None:
+    def together(self, plan: PipelineShape) -> NDArray[np.float64] | None:
         """What a forward run together with a backward costs, as `of` says it, if that is given."""
         return None if self.FB is None else self._each("FB", plan)
 
-    def pairs_save(self, plan: Plan) -> bool:
+    def pairs_save(self, plan: PipelineShape) -> bool:
         """Whether any forward and backward take less together than one after the other."""
         together = self.together(plan)
         if together is None:
@@ -133,7 +133,7 @@ class Costs(CostFields):
         cell[late] = begin[late] + column
         return np.concatenate([table.reshape(-1) for table in tables]), cell
 
-    def _each(self, name: str | None, plan: Plan) -> NDArray[np.float64]:
+    def _each(self, name: str | None, plan: PipelineShape) -> NDArray[np.float64]:
         value = getattr(self, name) if name else None
         value = _USUAL.get(name or "", 0.0) if value is None else value
         return by_stage(f"cost {name}", value, plan.stages, CostsError, plan.microbatches)

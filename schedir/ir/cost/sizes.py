@@ -14,7 +14,7 @@ from schedir.ir.cost.per_stage_values import PerStage, by_stage, grid, per_stage
 from schedir.ir.isa.instructions import FORMS, ROWS, TIERS, TOKENS, Scope
 
 if TYPE_CHECKING:
-    from schedir.ir.pipeline.pipeline_shape import Plan
+    from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
 Size = PerStage
 
@@ -87,8 +87,8 @@ class Sizes:
     lengths or of what is not of a microbatch, for a `both` that is less than one of the two or more
     than their sum, and for `weights` beside what it is the sum of.
 
-    >>> from schedir import Plan, Sizes, compile, schedules, simulate
-    >>> program = compile(schedules.one_f_one_b, Plan(ranks=2, microbatches=8), slots="fewest")
+    >>> from schedir import PipelineShape, Sizes, compile, schedules, simulate
+    >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=8), slots="fewest")
     >>> sizes = Sizes(activation=10e6, saved=100e6, weights=1e9)
     >>> simulate(program, sizes=sizes).peak_memory / 1e6  # MB on each rank
     array([1220., 1120.])
@@ -161,7 +161,7 @@ class Sizes:
         """The size of that name for each stage, shape (stages,): of the largest microbatch."""
         return np.asarray(self._each(name, stages, None).max(1))
 
-    def each(self, name: str, plan: Plan) -> NDArray[np.float64]:
+    def each(self, name: str, plan: PipelineShape) -> NDArray[np.float64]:
         """The size of that name, shape (stages, microbatches), or (stages, 1) where it is the same
         for all microbatches.
 
@@ -169,7 +169,7 @@ class Sizes:
         """
         return self._each(name, plan.stages, plan.microbatches)
 
-    def require(self, plan: Plan) -> None:
+    def require(self, plan: PipelineShape) -> None:
         """Raise UsageError for numbers of other stages or microbatches than the plan's, whether
         anybody asks for that size or not."""
         for f in fields(self):

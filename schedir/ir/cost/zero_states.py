@@ -40,7 +40,7 @@ class ModelStates(NamedTuple):
         return self.params + self.grads + self.optimizer
 
 
-def model_states(
+def zero_model_states(
     params: ArrayLike,
     grads: ArrayLike,
     optimizer: ArrayLike,
@@ -64,10 +64,10 @@ def model_states(
     Raises UsageError for another level, for less than one replica, and for what is negative or not
     finite.
 
-    >>> from schedir import model_states
-    >>> [round(model_states(15, 15, 90, zero, 64).bytes, 2) for zero in range(4)]  # GB; 7.5B
+    >>> from schedir import zero_model_states
+    >>> [round(zero_model_states(15, 15, 90, zero, 64).bytes, 2) for zero in range(4)]  # GB; 7.5B
     [120.0, 31.41, 16.64, 1.88]
-    >>> model_states(20, 20, 120, 3, 4, numbers=10)  # 3 parameters in each part
+    >>> zero_model_states(20, 20, 120, 3, 4, numbers=10)  # 3 parameters in each part
     ModelStates(params=6.0, grads=6.0, optimizer=36.0)
     """
     if _whole(zero, 0) is None or zero >= LEVELS:

@@ -59,8 +59,8 @@ class Lane(IntEnum):
 class Opcode(IntEnum):
     """The instructions, by number; the number is the row in `ROWS`.
 
-    >>> from schedir import Opcode, Plan, compile, schedules
-    >>> program = compile(schedules.gpipe, Plan(ranks=2, microbatches=4))
+    >>> from schedir import Opcode, PipelineShape, compile, schedules
+    >>> program = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4))
     >>> [instr.mb for instr in program.streams[0] if instr.op is Opcode.SendAct]
     [0, 1, 2, 3]
     """

@@ -82,7 +82,7 @@ _SEGMENTS = setting(
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class PipelineShape:
     """The shape of the pipeline.
 
     `placement` is "loop" (rank r holds j*ranks + r), "vee" (r and 2*ranks-1-r; it has two
@@ -111,17 +111,17 @@ class Plan:
 
     Raises PlanError for anything that no pipeline can have, before anything is built.
 
-    >>> from schedir import Plan
-    >>> Plan(ranks=2, microbatches=8, stages_per_rank=2).stages_of
+    >>> from schedir import PipelineShape
+    >>> PipelineShape(ranks=2, microbatches=8, stages_per_rank=2).stages_of
     ((0, 2), (1, 3))
-    >>> Plan(ranks=2, microbatches=8, placement="vee").stages_of
+    >>> PipelineShape(ranks=2, microbatches=8, placement="vee").stages_of
     ((0, 3), (1, 2))
-    >>> Plan(ranks=2, microbatches=8, placement=(0, 1, 1)).stages_of
+    >>> PipelineShape(ranks=2, microbatches=8, placement=(0, 1, 1)).stages_of
     ((0,), (1, 2))
-    >>> Plan(ranks=3, microbatches=8, placement=((0, 1), (2, 0))).holders
+    >>> PipelineShape(ranks=3, microbatches=8, placement=((0, 1), (2, 0))).holders
     array([[0, 1],
            [2, 0]])
-    >>> Plan(ranks=2, microbatches=0)
+    >>> PipelineShape(ranks=2, microbatches=0)
     Traceback (most recent call last):
         ...
     schedir.errors.PlanError: microbatches must be from 1 to 1048576, not 0
@@ -381,4 +381,4 @@ class Plan:
         return np.asarray(self._locals[self.row_of(stage, rank), np.asarray(stage)])
 
 
-PLAN: Final = fields_of(Plan, of_plan=True)
+PLAN: Final = fields_of(PipelineShape, of_plan=True)

@@ -17,7 +17,7 @@ from schedir.ir.pipeline.field_schema import (
     setting,
     whole_number,
 )
-from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES, Plan
+from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES, PipelineShape
 from schedir.ir.pipeline.skip_connections import SKIPS as SKIPS_KIND
 from schedir.ir.pipeline.stage_segments import MEETS as MEETS_KIND
 from schedir.ir.pipeline.stage_segments import ranks_meet
@@ -25,13 +25,13 @@ from schedir.ir.pipeline.tied_weights import TIED as TIED_KIND
 from schedir.ir.pipeline.tied_weights import Tied, show_tie, tied_stages
 
 
-def _digest_of_ties(tied: Tied, plan: Plan) -> tuple[object, ...]:
+def _digest_of_ties(tied: Tied, plan: PipelineShape) -> tuple[object, ...]:
     """First and last stage are one case, however many stages there are."""
     ends = {tied_stages(True, plan): True, (): False}  # one stage is tied to nothing
     return (ends.get(tied, tied),)
 
 
-def _settled_frozen(name: str, value: Any, plan: Plan) -> int:
+def _settled_frozen(name: str, value: Any, plan: PipelineShape) -> int:
     """How many of the first stages are frozen; of all of them nothing would be trained."""
     frozen: int = _NUMBER.settle(name, value, plan)
     if frozen >= plan.stages:
@@ -43,7 +43,7 @@ def _settled_frozen(name: str, value: Any, plan: Plan) -> int:
     return frozen
 
 
-def _settled_chunked(name: str, value: Any, plan: Plan) -> int:
+def _settled_chunked(name: str, value: Any, plan: PipelineShape) -> int:
     """Into how many chunks each microbatch is cut: those of each update, and of each row of
     holders, are whole ones."""
     chunked: int = CHUNKS.settle(name, value, plan)
@@ -60,7 +60,7 @@ def _one_of(*words: str) -> FieldType:
     """One of a few words."""
     takes = f"is {', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
 
-    def settle(name: str, value: Any, _: Plan) -> str:
+    def settle(name: str, value: Any, _: PipelineShape) -> str:
         if value not in words:
             raise PlanError(f"{name} {takes}, not {said(value)}", fields=[name])
         return str(value)
@@ -74,7 +74,7 @@ def _one_of(*words: str) -> FieldType:
 
 
 def require_together(
-    plan: Plan,
+    plan: PipelineShape,
     *,
     tied: Tied,
     clip: bool,

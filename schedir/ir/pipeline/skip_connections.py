@@ -20,12 +20,12 @@ from schedir.errors import PlanError
 from schedir.ir.cost.number_parsing import NO_NUMBERS
 from schedir.ir.isa.table_schema import PeerRule
 from schedir.ir.pipeline.field_schema import FieldType
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
 Skips = tuple[tuple[int, int], ...]  # from and to, ascending
 
 
-def skips_of(given: object, plan: Plan) -> Skips:
+def skips_of(given: object, plan: PipelineShape) -> Skips:
     """What `Program.skips` is, from pairs of stages.
 
     Raises PlanError for what is none, names stages that the plan has not, or says what skips are

@@ -16,7 +16,7 @@ import numpy as np
 
 from schedir.errors import PlanError, said
 from schedir.ir.pipeline.field_schema import FieldType
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
 ENDS: Final = "-"  # of a whole stage
 ENTERS, LEAVES, NOBODY = "f", "g", "."
@@ -51,15 +51,15 @@ class UnsegmentedShape(NamedTuple):
     """A plan of whole stages and microbatches, in how many pieces each of these stages is, and in
     how many chunks each microbatch."""
 
-    plan: Plan
+    plan: PipelineShape
     pieces: tuple[int, ...]
     chunks: int
 
 
-def whole_of(plan: Plan, meets: str, chunked: int) -> UnsegmentedShape:
+def whole_of(plan: PipelineShape, meets: str, chunked: int) -> UnsegmentedShape:
     """Of which whole stages and microbatches those of a plan are the pieces and the chunks.
 
-    >>> whole_of(Plan(2, 8, placement=(0, 0, 1)), "g-", 4)
+    >>> whole_of(PipelineShape(2, 8, placement=(0, 0, 1)), "g-", 4)
     Whole(plan=Plan(ranks=2, microbatches=2, placement=(0, 1)), pieces=(2, 1), chunks=4)
     """
     pieces = pieces_in(meets, plan.stages)
@@ -76,7 +76,7 @@ def whole_of(plan: Plan, meets: str, chunked: int) -> UnsegmentedShape:
     return UnsegmentedShape(plan, pieces, chunked)
 
 
-def _settle(name: str, value: object, plan: Plan) -> str:
+def _settle(name: str, value: object, plan: PipelineShape) -> str:
     """A letter for each boundary, or "" where all stages are whole."""
     if not isinstance(value, str) or not {*value} <= _ALL:
         raise PlanError(f"{name} {_TAKES}, not {said(value)}", fields=[name])

@@ -3,7 +3,7 @@
 A program knows stages alone: `tied` is `((0, 3),)` where stages 0 and 3 share weights.  A model
 knows parameters by name, and while it is whole, which names are one object:
 
-    ties = schedir.ties(model)                     # lm_head.weight is transformer.wte.weight
+    ties = schedir.find_tied_weights(model)                     # lm_head.weight is transformer.wte.weight
     ties = ties.among(stages)                      # of the model's stages, shared or copied
     program = schedir.compile(schedule, plan, tied=ties)
 
@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol, overload
 
 from schedir.errors import PlanError, UsageError, said
 from schedir.ir.pipeline.field_schema import FieldType
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
 Tied = tuple[tuple[int, ...], ...]  # ascending stages that share weights, each set once, sorted
 Place = tuple[int, str]  # a stage, and what a parameter is called there
@@ -33,14 +33,14 @@ class ModuleLike(Protocol):
 
 
 @dataclass(frozen=True)
-class Ties:
+class TiedWeights:
     """Weights that several stages hold: the places of each, stages ascending.
 
-    `schedir.ties(stages)` finds them; where a process makes its own stages alone, they are said.
+    `schedir.find_tied_weights(stages)` finds them; where a process makes its own stages alone, they are said.
     Raises UsageError for what is no such places.
 
-    >>> from schedir import Ties
-    >>> ties = Ties((((0, "embedding.weight"), (3, "head.weight")),))
+    >>> from schedir import TiedWeights
+    >>> ties = TiedWeights((((0, "embedding.weight"), (3, "head.weight")),))
     >>> ties.stages
     ((0, 3),)
     """
@@ -86,7 +86,7 @@ class ModelTies:
     def __bool__(self) -> bool:
         return bool(self.names)
 
-    def among(self, stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> Ties:
+    def among(self, stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> TiedWeights:
         """Where these weights are in all the stages of the model.
 
         They are found as objects, or, in stages that are copies, by their names in the model.
@@ -112,17 +112,19 @@ class ModelTies:
                 raise UsageError(
                     f"the model ties {' and '.join(names)}, and no stage has "
                     f"{' or '.join(sorted(missed))}",
-                    hint="schedir.ties(stages), before they are copied, finds ties by any name",
+                    hint="schedir.find_tied_weights(stages), before they are copied, finds ties by any name",
                 )
             weights += [tuple(places)] if len(places) > 1 else []
-        return Ties(tuple(weights))
+        return TiedWeights(tuple(weights))
 
 
 @overload
-def ties(model: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> Ties: ...
+def find_tied_weights(model: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> TiedWeights: ...
 @overload
-def ties(model: ModuleLike) -> ModelTies: ...
-def ties(model: ModuleLike | Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> Ties | ModelTies:
+def find_tied_weights(model: ModuleLike) -> ModelTies: ...
+def find_tied_weights(
+    model: ModuleLike | Sequence[ModuleLike] | Mapping[int, ModuleLike],
+) -> TiedWeights | ModelTies:
     """The trained weights that are one object in several places, before anything is copied.
 
     Of all the stages of a model, in order, the places of each: `compile` and the executor take
@@ -135,7 +137,7 @@ def ties(model: ModuleLike | Sequence[ModuleLike] | Mapping[int, ModuleLike]) ->
     ...     def named_parameters(self, *, remove_duplicate=True):
     ...         return iter(self.parameters.items())
     >>> weight = object()
-    >>> schedir.ties([Stage(embedding=weight), Stage(layer=object()), Stage(head=weight)])
+    >>> schedir.find_tied_weights([Stage(embedding=weight), Stage(layer=object()), Stage(head=weight)])
     Ties(weights=(((0, 'embedding'), (2, 'head')),))
     """
     if hasattr(model, "named_parameters"):
@@ -145,7 +147,7 @@ def ties(model: ModuleLike | Sequence[ModuleLike] | Mapping[int, ModuleLike]) ->
             tuple(weight for _, weight in found),
         )
     shared = (dict(reversed(places)) for _, places in _shared(_all(model)))  # its first name
-    return Ties(tuple(tuple(sorted(one.items())) for one in shared if len(one) > 1))
+    return TiedWeights(tuple(tuple(sorted(one.items())) for one in shared if len(one) > 1))
 
 
 def _all(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> list[ModuleLike]:
@@ -165,7 +167,7 @@ def _all(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> list[Module
         if not hasattr(stage, "named_parameters"):
             raise UsageError(
                 f"ties are found in a model, or among its stages in order, not in {said(stage)}",
-                hint="schedir.ties(stages)",
+                hint="schedir.find_tied_weights(stages)",
             )
     return found
 
@@ -183,7 +185,7 @@ def _shared(modules: Iterable[ModuleLike]) -> list[tuple[Any, list[Place]]]:
 # ------------------------------------------------------------ of a program
 
 
-def tied_stages(tied: object, plan: Plan) -> Tied:
+def tied_stages(tied: object, plan: PipelineShape) -> Tied:
     """What `Program.tied` is, from a bool (first and last stage), Ties, or sets of stages.
 
     Raises PlanError for what is none of these, or names stages that the plan has not.
@@ -193,15 +195,15 @@ def tied_stages(tied: object, plan: Plan) -> Tied:
     if isinstance(tied, ModelTies):
         raise PlanError(
             "ties of a whole model do not say which stages have the weights",
-            hint="schedir.ties(model).among(stages)",
+            hint="schedir.find_tied_weights(model).among(stages)",
             fields=["tied"],
         )
-    sets: Any = tied.stages if isinstance(tied, Ties) else tied
+    sets: Any = tied.stages if isinstance(tied, TiedWeights) else tied
     try:
         found = {tuple(sorted({index(stage) for stage in one})) for one in sets}
     except TypeError:
         raise PlanError(
-            f"tied is a bool, schedir.ties(stages), or stages like ((0, 3), (1, 2)), not "
+            f"tied is a bool, schedir.find_tied_weights(stages), or stages like ((0, 3), (1, 2)), not "
             f"{tied!r:.60}",
             fields=["tied"],
         ) from None
@@ -221,7 +223,7 @@ def show_tie(stages: Iterable[int]) -> str:
     return "=".join(map(str, stages))
 
 
-def show_tied(tied: Tied, plan: Plan) -> str:
+def show_tied(tied: Tied, plan: PipelineShape) -> str:
     """What is tied, as text has it: yes for first and last stage, no, or `0=3,1=2`."""
     if tied in ((), tied_stages(True, plan)):
         return "yes" if tied else "no"
@@ -246,17 +248,17 @@ TIED: Final = FieldType(
 )
 
 
-def ranks_of(stages: Iterable[int], plan: Plan) -> tuple[int, ...]:
+def ranks_of(stages: Iterable[int], plan: PipelineShape) -> tuple[int, ...]:
     """The ranks that hold a copy of what these stages share, ascending."""
     return tuple(sorted({int(rank) for s in stages for rank in plan.holders[:, s]}))
 
 
-def meets(stages: tuple[int, ...], plan: Plan) -> bool:
+def meets(stages: tuple[int, ...], plan: PipelineShape) -> bool:
     """Whether ranks must meet to sum what these stages share: not where each holds all copies."""
     return any(not {*stages} <= {*plan.stages_of[rank]} for rank in ranks_of(stages, plan))
 
 
-def groups_of(tied: Tied, plan: Plan) -> list[tuple[int, ...]]:
+def groups_of(tied: Tied, plan: PipelineShape) -> list[tuple[int, ...]]:
     """The ranks that sum gradients with each other, each set of them once.
 
     They are the holders of a stage, where it has several, and those of copies of a tied weight.
@@ -266,7 +268,7 @@ def groups_of(tied: Tied, plan: Plan) -> list[tuple[int, ...]]:
     return [*dict.fromkeys(ranks_of(one, plan) for one in [*([s] for s in stages), *apart])]
 
 
-def parties(tied: Tied, plan: Plan) -> list[int]:
+def parties(tied: Tied, plan: PipelineShape) -> list[int]:
     """For each rank a number, the same for ranks that one `reduce_tied` brings together.
 
     Two ranks meet that sum a weight, or that both meet a third.

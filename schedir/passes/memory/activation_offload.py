@@ -76,10 +76,10 @@ def offload(program: Program, options: Options) -> Program:
     Raises UsageError for what says nothing, for stages that save nothing, and for "fit" without a
     limit; PlanError for a program that does not train.
 
-    >>> from schedir import Costs, Plan, Sizes, compile, schedules, simulate
+    >>> from schedir import Costs, PipelineShape, Sizes, compile, schedules, simulate
     >>> costs, sizes = Costs(F=1, B=2, offload=1, reload=1), Sizes(saved=10)
     >>> runs = [
-    ...     simulate(compile(schedules.gpipe, Plan(2, 8), costs=costs, **how), costs, sizes=sizes)
+    ...     simulate(compile(schedules.gpipe, PipelineShape(2, 8), costs=costs, **how), costs, sizes=sizes)
     ...     for how in ({}, {"offload": "all"}, {"offload": "fit", "limit": 60, "sizes": sizes})
     ... ]
     >>> [(run.span, float(run.peak_memory.max())) for run in runs]

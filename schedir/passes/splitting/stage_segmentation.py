@@ -27,7 +27,7 @@ from schedir.ir.cost.per_stage_values import by_stage, from_grid
 from schedir.ir.cost.sizes import AT_REST, OF_A_MICROBATCH, Sizes
 from schedir.ir.isa.instructions import BACKWARDS, FORWARDS, LATE, ROWS, Opcode, Scope
 from schedir.ir.pipeline.field_schema import FieldType
-from schedir.ir.pipeline.pipeline_shape import MAX_STAGES, Plan
+from schedir.ir.pipeline.pipeline_shape import MAX_STAGES, PipelineShape
 from schedir.ir.pipeline.program_attributes import CHUNKS
 from schedir.ir.pipeline.stage_segments import ENDS, ENTERS, LEAVES, LETTERS, NOBODY, letters_in
 from schedir.ir.program import ADDRESS, JOINED, OP, STAGE, Program, Stream, Words, is_op
@@ -40,14 +40,14 @@ _DOWN: Final = (*BACKWARDS, *LATE)  # from the last piece on
 # ---------------------------------------------------------------- what is said
 
 
-def letters_of(given: Pieces, plan: Plan) -> tuple[str, ...]:
+def letters_of(given: Pieces, plan: PipelineShape) -> tuple[str, ...]:
     """The letters between the pieces of each stage (`ir/pipeline/stage_segments.py`): of as many as
     `cut` says.
 
     A number of pieces is that of layers as in Megatron-LM, whose ranks enter and leave a region in
     turn: "fgfg" for 5.  Raises UsageError for what says no pieces.
 
-    >>> letters_of(3, Plan(ranks=2, microbatches=2)), letters_of([1, "g."], Plan(2, 2))
+    >>> letters_of(3, PipelineShape(ranks=2, microbatches=2)), letters_of([1, "g."], PipelineShape(2, 2))
     (('fg', 'fg'), ('', 'g.'))
     """
     if isinstance(given, str):
@@ -94,7 +94,7 @@ _TAKES: Final = (
 PIECES: Final = FieldType(_TAKES, _read, int | str | tuple[int | str, ...], metavar="PIECES")
 
 
-def pieces_of(given: Pieces, plan: Plan) -> tuple[int, ...]:
+def pieces_of(given: Pieces, plan: PipelineShape) -> tuple[int, ...]:
     """How many pieces each stage of a plan has."""
     return tuple(len(letters) + 1 for letters in letters_of(given, plan))
 
@@ -109,7 +109,7 @@ def over_stages(given: Pieces, ranks: int, stages: int) -> tuple[str | int, ...]
     (('fgfg', 'fgfg', 'fgfg', 'fgfg'), ('fgfg', 'fgfg'))
     """
     found, v = list[str | int](), stages // ranks
-    for own in letters_of(given, Plan(ranks, 1)):
+    for own in letters_of(given, PipelineShape(ranks, 1)):
         one = own[: len(own) // v]
         if one * v != own or ranks * v != stages:
             raise PlanError(
@@ -196,7 +196,7 @@ def _pieces(own: Stream, segments: int, number: Words, first: Words, chunks: int
     return found
 
 
-def _plan(plan: Plan, number: Words, chunks: int) -> Plan:
+def _plan(plan: PipelineShape, number: Words, chunks: int) -> PipelineShape:
     parts, more = plan.parts, plan.microbatches * chunks
     if (number > 1).any():
         rows = tuple(tuple(np.repeat(row, number).tolist()) for row in plan.holders)
@@ -235,10 +235,10 @@ SHARED: Final = (*OF_A_STAGE, "saved", "tape", "both", "weights", "version", *AT
 _Each = TypeVar("_Each", Costs, Sizes)
 
 
-def in_pieces(
+def split_costs(
     each: _Each,
     cut: Pieces,
-    plan: Plan,
+    plan: PipelineShape,
     shares: Iterable[float] | None = None,
     chunks: int = 1,
 ) -> _Each:
@@ -255,10 +255,10 @@ def in_pieces(
 
     Raises UsageError for another number of shares, or one that is negative.
 
-    >>> from schedir import Costs, Plan, in_pieces
-    >>> in_pieces(Costs(F=8, B=16, send=1, sum=0.5), "fg", Plan(2, 4), shares=(1, 6, 1)).told["F"]
+    >>> from schedir import Costs, PipelineShape, split_costs
+    >>> split_costs(Costs(F=8, B=16, send=1, sum=0.5), "fg", PipelineShape(2, 4), shares=(1, 6, 1)).told["F"]
     (1.0, 6.0, 1.0, 1.0, 6.0, 1.0)
-    >>> in_pieces(Costs(F=8, sum=0.5), "g", Plan(2, 4), chunks=4).told
+    >>> split_costs(Costs(F=8, sum=0.5), "g", PipelineShape(2, 4), chunks=4).told
     {'F': 1.0, 'sum': 0.125}
     """
     number, chunks = pieces_of(cut, plan), CHUNKS.settle("chunks", chunks, None)

@@ -15,8 +15,8 @@ from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.cluster_costs import stepped
 from schedir.planner.estimate.link_time import NodePlacement, places_of, rings, ways
 from schedir.planner.estimate.schedule_formulas import FAMILIES, gathers
-from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Parts, PhaseTimes
+from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.parallel_plan import PhaseTimes, StepBreakdown
 from schedir.planner.plan_table import NAMES, RECOMPUTES, Floats, PlanColumns, RankGroupShares
 from schedir.planner.transformer.layer_time import GpuWork, work_of
 from schedir.planner.transformer.memory_estimate import (
@@ -26,7 +26,7 @@ from schedir.planner.transformer.memory_estimate import (
     whole_numbers,
 )
 from schedir.planner.transformer.op_time import slowest, summed
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 _PARTS: Final = ("layer", "embedding", "head")
 
@@ -47,15 +47,15 @@ class RankTimes(NamedTuple):
 
 
 def parts(
-    model: Model,
+    model: TransformerSpec,
     cluster: Cluster,
     plans: PlanColumns,
     shares: RankGroupShares,
     held: MemoryTable,
-    constants: Constants,
+    constants: SoftwareConstants,
     states: StateBytes,
 ) -> Floats:
-    """The parts of a step of each plan, a row for each of the fields of `Parts`: they add up to it.
+    """The parts of a step of each plan, a row for each of the fields of `StepBreakdown`: they add up to it.
 
     `held` says what weights ranks have.
     """
@@ -100,7 +100,7 @@ def parts(
         optimizer=optimizer,
         host=0 * optimizer,
     )
-    return np.stack([found[name] for name in Parts._fields])
+    return np.stack([found[name] for name in StepBreakdown._fields])
 
 
 def _idle(cluster: Cluster, plans: PlanColumns) -> Floats:
@@ -120,11 +120,11 @@ def _idle(cluster: Cluster, plans: PlanColumns) -> Floats:
 
 
 def ranks(
-    model: Model,
+    model: TransformerSpec,
     cluster: Cluster,
     plans: PlanColumns,
     shares: RankGroupShares,
-    constants: Constants,
+    constants: SoftwareConstants,
 ) -> RankTimes:
     """What a microbatch takes on each rank: its stages one by one, as `layer.stage` has them."""
     layer, embedding, head = _works(model, cluster, plans, constants)
@@ -151,7 +151,7 @@ def _sum(*terms: tuple[GpuWork, Any]) -> GpuWork:
 
 
 def _works(
-    model: Model, cluster: Cluster, plans: PlanColumns, constants: Constants
+    model: TransformerSpec, cluster: Cluster, plans: PlanColumns, constants: SoftwareConstants
 ) -> Iterator[GpuWork]:
     """The work of a layer, of the embedding and of the head in each plan, columns: plans differ in
     it by few combinations of their fields."""
@@ -174,7 +174,7 @@ def _works(
 
 
 def _families(
-    plans: PlanColumns, shares: RankGroupShares, rank: RankTimes, constants: Constants
+    plans: PlanColumns, shares: RankGroupShares, rank: RankTimes, constants: SoftwareConstants
 ) -> tuple[Floats, Floats, Floats]:
     """How long the others wait for each share, how many messages nothing hides, and of these how
     many are each microbatch's.  For what may run again while its gradient is on its way nobody
@@ -192,12 +192,12 @@ def _families(
 
 
 def _data(
-    model: Model,
+    model: TransformerSpec,
     cluster: Cluster,
     plans: PlanColumns,
     shares: RankGroupShares,
     held: MemoryTable,
-    constants: Constants,
+    constants: SoftwareConstants,
     states: StateBytes,
     rank: RankTimes,
     where: NodePlacement,
@@ -259,7 +259,11 @@ def _turns(plans: PlanColumns) -> Any:
 
 
 def _tied(
-    model: Model, cluster: Cluster, plans: PlanColumns, states: StateBytes, where: NodePlacement
+    model: TransformerSpec,
+    cluster: Cluster,
+    plans: PlanColumns,
+    states: StateBytes,
+    where: NodePlacement,
 ) -> Any:
     """The sum of the gradients of a tied embedding, of the first rank and the last (SC21, arXiv
     2104.04473, section 3; arXiv 1909.08053, appendix): a ring of two."""
@@ -272,7 +276,11 @@ def _tied(
 
 
 def _sequence(
-    model: Model, cluster: Cluster, plans: PlanColumns, shares: RankGroupShares, states: StateBytes
+    model: TransformerSpec,
+    cluster: Cluster,
+    plans: PlanColumns,
+    shares: RankGroupShares,
+    states: StateBytes,
 ) -> Floats:
     """The sums over slices that share the sequence, of the rank on which they take longest."""
     e, t, v, zero = (getattr(plans, name)[:, None] for name in ("e", "t", "v", "zero"))

@@ -13,21 +13,24 @@ from schedir.ir.cost.cluster_costs import stepped
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.per_stage_values import from_grid, grid
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.planner.estimate.link_time import mesh
-from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Choice, StageTimes
+from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.parallel_plan import ParallelPlan, StageTimes
 from schedir.planner.trainer_profile import trainer_for
 from schedir.planner.transformer.layer_division import layers_of
-from schedir.planner.transformer.layer_time import stage
+from schedir.planner.transformer.layer_time import stage_time
 from schedir.planner.transformer.memory_estimate import ADAM, StateBytes, ends_numbers
 from schedir.planner.transformer.op_time import slowest, summed
 from schedir.planner.transformer.stage_bytes import StageParameters, numbers_of, seen_in_parts
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 def times_of(
-    model: Model, cluster: Cluster, choice: Choice, constants: Constants | None = None
+    model: TransformerSpec,
+    cluster: Cluster,
+    choice: ParallelPlan,
+    constants: SoftwareConstants | None = None,
 ) -> list[StageTimes]:
     """What a microbatch takes in each stage."""
     each = layers_of(model, choice)
@@ -36,18 +39,18 @@ def times_of(
     for number, layers in enumerate(each):
         kind = (layers, number == 0, number == len(each) - 1)
         if kind not in known:
-            known[kind] = stage(model, cluster, choice, *kind, constants)
+            known[kind] = stage_time(model, cluster, choice, *kind, constants)
         found.append(known[kind])
     return found
 
 
 def costs_of(
-    model: Model,
+    model: TransformerSpec,
     cluster: Cluster,
-    choice: Choice,
-    plan: Plan,
+    choice: ParallelPlan,
+    plan: PipelineShape,
     times: list[StageTimes],
-    constants: Constants,
+    constants: SoftwareConstants,
     states: StateBytes = ADAM,
 ) -> Costs:
     """The costs of a choice's program, in seconds: those of stages, and all that bytes decide.
@@ -96,8 +99,8 @@ def costs_of(
 
 def _of_experts(
     cluster: Cluster,
-    choice: Choice,
-    plan: Plan,
+    choice: ParallelPlan,
+    plan: PipelineShape,
     where: NDArray[np.int64],
     numbers: StageParameters,
     states: StateBytes,
@@ -127,7 +130,7 @@ def _of_experts(
 
 
 def _sequence(
-    model: Model, cluster: Cluster, choice: Choice, states: StateBytes
+    model: TransformerSpec, cluster: Cluster, choice: ParallelPlan, states: StateBytes
 ) -> tuple[float, ...]:
     """The sum over slices, each of which has seen its own tokens with what all have whole; of what
     replicas have in parts it is the part (arXiv 2205.05198, section 4.2.2)."""
@@ -138,7 +141,11 @@ def _sequence(
 
 
 def _tied(
-    model: Model, cluster: Cluster, plan: Plan, where: NDArray[np.int64], states: StateBytes
+    model: TransformerSpec,
+    cluster: Cluster,
+    plan: PipelineShape,
+    where: NDArray[np.int64],
+    states: StateBytes,
 ) -> float:
     """The sum of the gradients of a tied embedding, of the first rank and the last."""
     first, last = int(plan.holders[0, 0]), int(plan.holders[0, -1])

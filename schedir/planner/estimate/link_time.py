@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from schedir.ir.cost.cluster import Cluster
-from schedir.planner.parallel_plan import Choice
+from schedir.planner.parallel_plan import ParallelPlan
 from schedir.planner.plan_table import Floats, Ints, PlanColumns
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class LinkTimes(NamedTuple):
@@ -21,7 +21,9 @@ class LinkTimes(NamedTuple):
     around: Floats
 
 
-def ways(model: Model, cluster: Cluster, plans: PlanColumns, where: NodePlacement) -> LinkTimes:
+def ways(
+    model: TransformerSpec, cluster: Cluster, plans: PlanColumns, where: NodePlacement
+) -> LinkTimes:
     """What a microbatch's boundary takes from rank to rank.
 
     Of a boundary each of t slices sends all, or 1/t, which the others then gather (SC21, arXiv
@@ -47,13 +49,13 @@ def ways(model: Model, cluster: Cluster, plans: PlanColumns, where: NodePlacemen
     return LinkTimes(np.where(plans.p > 1, borders, 0.0), np.where(plans.p > 1, around, 0.0))
 
 
-def mesh(choice: Choice) -> Ints:
+def mesh(choice: ParallelPlan) -> Ints:
     """Which process is where: shape (d c, p, t), as `Cluster.costs` takes it.
 
     Slices stand side by side, then parts of a sequence, and then what `order` says.
 
-    >>> from schedir.planner import Choice
-    >>> mesh(Choice(p=2, d=2)).tolist(), mesh(Choice(p=2, d=2, order="tdp")).tolist()
+    >>> from schedir.planner import ParallelPlan
+    >>> mesh(ParallelPlan(p=2, d=2)).tolist(), mesh(ParallelPlan(p=2, d=2, order="tdp")).tolist()
     ([[[0], [1]], [[2], [3]]], [[[0], [2]], [[1], [3]]])
     """
     p, t, d, c = choice.p, choice.t, choice.d, choice.c
@@ -77,7 +79,7 @@ class NodePlacement(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def places(cluster: Cluster, choice: Choice) -> NodePlacement:
+def places(cluster: Cluster, choice: ParallelPlan) -> NodePlacement:
     """Those of a choice's p, t, d, c, e and order."""
     where = mesh(choice)
     nodes = where // cluster.gpus_per_node
@@ -99,7 +101,7 @@ def places_of(cluster: Cluster, plans: PlanColumns) -> NodePlacement:
     each = []
     for i in first.tolist():
         p, t, d, c, e = (int(getattr(plans, name)[i]) for name in ("p", "t", "d", "c", "e"))
-        each.append(places(cluster, Choice(p=p, t=t, d=d, c=c, e=e, order=plans.order)))
+        each.append(places(cluster, ParallelPlan(p=p, t=t, d=d, c=c, e=e, order=plans.order)))
     columns: list[Any] = [np.array(column)[which] for column in zip(*each, strict=True)]
     return NodePlacement(*columns)
 

@@ -13,12 +13,12 @@ from schedir.errors import MemoryLimitError, UsageError, in_bytes
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.zero_states import CUT_FROM
 from schedir.planner.bottleneck import alone, in_short
-from schedir.planner.estimate.simulated_estimate import exact
-from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Choice, Lies, Offload, Priced
+from schedir.planner.estimate.simulated_estimate import simulate_plan
+from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.parallel_plan import Lies, Offload, ParallelPlan, PlanEstimate
 from schedir.planner.plan_space import PlanTable
 from schedir.planner.transformer.memory_estimate import StateBytes, kept_by_layer
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 SIMULATED: Final = 24  # plans that offload, as long as any of them fits
 _TRIED: Final = 96
@@ -41,24 +41,24 @@ WAYS: Final = (
 
 
 def offloaded(
-    model: Model,
+    model: TransformerSpec,
     cluster: Cluster,
     found: PlanTable,
     top: int,
-    constants: Constants,
+    constants: SoftwareConstants,
     states: StateBytes,
     known: list[float],
-) -> list[Priced]:
+) -> list[PlanEstimate]:
     """The plans that offload, simulated, as far as they are likely to be among the `top`: steps of
     plans that do not are `known`."""
-    best, steps = list[Priced](), sorted(known)
+    best, steps = list[PlanEstimate](), sorted(known)
     for tries, (guess, at, way) in enumerate(_likely(model, cluster, found, constants, states)):
         worst = steps[top - 1] if len(steps) >= top else np.inf
         if guess >= worst or len(best) >= SIMULATED or tries >= _TRIED:
             break
         choice = replace(found.plans.choice(model, at), **way._asdict())
         try:
-            one = exact(model, cluster, choice, constants, states=states)
+            one = simulate_plan(model, cluster, choice, constants, states=states)
         except MemoryLimitError:
             continue
         if one.fits:
@@ -75,7 +75,11 @@ def for_states_alone(found: PlanTable) -> NDArray[np.bool_]:
 
 
 def _likely(
-    model: Model, cluster: Cluster, found: PlanTable, constants: Constants, states: StateBytes
+    model: TransformerSpec,
+    cluster: Cluster,
+    found: PlanTable,
+    constants: SoftwareConstants,
+    states: StateBytes,
 ) -> Iterator[tuple[float, int, OffloadOption]]:
     """Plans that do not fit, with a way in which they may, in order of about how long they take.
 
@@ -114,7 +118,7 @@ def _likely(
         yield guess, at, WAYS[way_number]
 
 
-def beside(plans: list[Priced], least: Priced) -> list[Priced]:
+def beside(plans: list[PlanEstimate], least: PlanEstimate) -> list[PlanEstimate]:
     """The plans, the fastest first, with what offload is worth: each that offloads beside the best
     one that does not, and the first beside the best that does; where none fits without, `least`
     holds the least."""
@@ -135,13 +139,13 @@ def beside(plans: list[Priced], least: Priced) -> list[Priced]:
     return found
 
 
-def _beside(one: Priced, other: Priced, what: str) -> str:
+def _beside(one: PlanEstimate, other: PlanEstimate, what: str) -> str:
     change = one.step / other.step - 1
     more = f"{abs(change):.1%} {'more' if change > 0 else 'less'}"
     return f"{more} than {what}, {in_short(other)}, which takes {other.step:.4g} s"
 
 
-def refuse_offload(choice: Choice, who: str) -> None:
+def refuse_offload(choice: ParallelPlan, who: str) -> None:
     """Raise UsageError for a choice that offloads, of what knows nothing of copies."""
     if choice.moves:
         raise UsageError(

@@ -34,36 +34,36 @@ from schedir.ir.isa.instructions import (
     producers,
 )
 from schedir.ir.program import Program
-from schedir.planner.config_export import plan_of, program
+from schedir.planner.config_export import plan_of, plan_program
 from schedir.planner.estimate.instruction_costs import costs_of, times_of
-from schedir.planner.hardware.software_constants import Constants
+from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import (
-    Choice,
-    Host,
-    Memory,
-    Parts,
+    GpuMemory,
+    HostMemory,
+    ParallelPlan,
     PhaseTimes,
-    Priced,
+    PlanEstimate,
     StageTimes,
+    StepBreakdown,
 )
 from schedir.planner.plan_estimate import priced
 from schedir.planner.trainer_profile import Trainer, trainer_for
 from schedir.planner.transformer.memory_estimate import StateBytes
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.bubble_causes import IdleCause, idleness
 from schedir.predict.cpu_contention import WORK, on_processors
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 
 
-def exact(
-    model: Model,
+def simulate_plan(
+    model: TransformerSpec,
     cluster: Cluster,
-    choice: Choice,
-    constants: Constants | None = None,
+    choice: ParallelPlan,
+    constants: SoftwareConstants | None = None,
     *,
     states: StateBytes | None = None,
-) -> Priced:
+) -> PlanEstimate:
     """The choice with the time of its step and its memory, from simulating its program.
 
     Each stage has its own times, by its layers and by the embedding or the head; messages, sums,
@@ -74,13 +74,13 @@ def exact(
     Copies to the host and back are instructions of the program, which take what the cluster's
     `host` makes of their bytes, each way on a lane of its own.
 
-    Raises UsageError for what does not go together, and what `program` raises; MemoryLimitError
+    Raises UsageError for what does not go together, and what `plan_program` raises; MemoryLimitError
     where what `offload` "fit" can move is not enough.
 
     >>> from schedir import planner
-    >>> gpt = planner.Model(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
-    >>> node = planner.cluster("a100", nodes=1)
-    >>> found = planner.exact(gpt, node, planner.Choice(p=4, t=2, b=2, m=16))
+    >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
+    >>> node = planner.cluster_preset("a100", nodes=1)
+    >>> found = planner.simulate_plan(gpt, node, planner.ParallelPlan(p=4, t=2, b=2, m=16))
     >>> found.exact, found.step == sum(found.parts), found.fits
     (True, True, True)
     """
@@ -96,28 +96,30 @@ def exact(
     return simulated(model, cluster, choice, whole, times, of)
 
 
-def program_for(
-    model: Model,
+def simulated_program(
+    model: TransformerSpec,
     cluster: Cluster,
-    choice: Choice,
-    constants: Constants | None = None,
+    choice: ParallelPlan,
+    constants: SoftwareConstants | None = None,
     *,
     states: StateBytes | None = None,
 ) -> Program:
-    """The program that `exact` simulates for a choice: `program`, and of one that offloads as much
-    as its memory asks for.  Raises what `exact` does.
+    """The program that `simulate_plan` simulates for a choice: `plan_program`, and of one that offloads as much
+    as its memory asks for.  Raises what `simulate_plan` does.
 
     >>> import schedir
     >>> from schedir import planner
-    >>> gpt, node = planner.load_model("gpt-22b"), planner.cluster("a100")
-    >>> one = planner.Choice(p=8, m=16, offload="fit", states="host")
-    >>> "offload 0.1" in schedir.show(planner.program_for(gpt, node, one), folded=False)
+    >>> gpt, node = planner.load_model("gpt-22b"), planner.cluster_preset("a100")
+    >>> one = planner.ParallelPlan(p=8, m=16, offload="fit", states="host")
+    >>> "offload 0.1" in schedir.to_text(planner.simulated_program(gpt, node, one), folded=False)
     True
     """
     return program_of(model, cluster, choice, trainer_for(cluster, constants, states))
 
 
-def program_of(model: Model, cluster: Cluster, choice: Choice, of: Trainer) -> Program:
+def program_of(
+    model: TransformerSpec, cluster: Cluster, choice: ParallelPlan, of: Trainer
+) -> Program:
     """The program of a choice, with what its memory asks to be offloaded.
 
     The limit is what the allocator and the process leave of a GPU's memory.
@@ -125,7 +127,7 @@ def program_of(model: Model, cluster: Cluster, choice: Choice, of: Trainer) -> P
     if choice.offload == "none":
         if choice.moves:
             require_host(cluster, choice)
-        whole = program(choice, tied=model.tied, **of.options)
+        whole = plan_program(choice, tied=model.tied, **of.options)
         if not choice.moves and len(tiers_of(whole)) > 1:
             raise UsageError(
                 f"{choice.schedule} offloads, and what its copies take nobody has planned",
@@ -135,7 +137,7 @@ def program_of(model: Model, cluster: Cluster, choice: Choice, of: Trainer) -> P
     require_host(cluster, choice)
     plan, constants = plan_of(choice), of.constants
     times = times_of(model, cluster, choice, constants)
-    return program(
+    return plan_program(
         choice,
         tied=model.tied,
         costs=costs_of(model, cluster, choice, plan, times, constants, of.states),
@@ -146,7 +148,7 @@ def program_of(model: Model, cluster: Cluster, choice: Choice, of: Trainer) -> P
     )
 
 
-def require_host(cluster: Cluster, choice: Choice | None = None) -> None:
+def require_host(cluster: Cluster, choice: ParallelPlan | None = None) -> None:
     """Raise UsageError for machines whose host nobody tells, and what is not planned there."""
     if cluster.processors is not None:
         raise UsageError(
@@ -169,13 +171,13 @@ def require_host(cluster: Cluster, choice: Choice | None = None) -> None:
 
 
 def simulated(
-    model: Model,
+    model: TransformerSpec,
     cluster: Cluster,
-    choice: Choice,
+    choice: ParallelPlan,
     whole: Program,
     times: list[StageTimes],
     of: Trainer,
-) -> Priced:
+) -> PlanEstimate:
     """The choice with what its program takes, if a microbatch takes so long in each stage."""
     constants, states = of.constants, of.states
     costs = costs_of(model, cluster, choice, whole.plan, times, constants, states)
@@ -186,7 +188,7 @@ def simulated(
     return priced(model, cluster, choice, found, memory, exact=True, host=host_of(run))
 
 
-def run_of(cluster: Cluster, choice: Choice, whole: Program, costs: Costs) -> Timeline:
+def run_of(cluster: Cluster, choice: ParallelPlan, whole: Program, costs: Costs) -> Timeline:
     """The predicted run of a choice's program."""
     if cluster.processors is None:
         return simulate(whole, costs, model="edge")
@@ -202,7 +204,7 @@ def run_of(cluster: Cluster, choice: Choice, whole: Program, costs: Costs) -> Ti
 # ---------------------------------------------------------------- what a run says
 
 
-def parts_of(run: Timeline, times: list[StageTimes], *, ahead: float = 0.0) -> Parts:
+def parts_of(run: Timeline, times: list[StageTimes], *, ahead: float = 0.0) -> StepBreakdown:
     """Where the time of the busiest rank goes, from the first instruction of all to the last.
 
     What it computes is told apart by `times`, of whose R a share may run `ahead` of its backward;
@@ -225,7 +227,7 @@ def parts_of(run: Timeline, times: list[StageTimes], *, ahead: float = 0.0) -> P
     norm = (waits["awaits"] >= 0) & np.isin(run.spans["op"][waits["awaits"]], producers(Token.NORM))
     data = np.isin(cause, (IdleCause.REDUCTION, IdleCause.WEIGHTS)) & ~norm
     message, host = cause == IdleCause.MESSAGE, cause == IdleCause.OFFLOAD
-    return Parts(
+    return StepBreakdown(
         compute=compute,
         recompute=again,
         tensor=tensor,
@@ -262,20 +264,20 @@ _PHASES: Final[dict[Opcode, list[int]]] = {  # those of `PhaseTimes` that an ins
 }
 
 
-def memory_of(run: Timeline, constants: Constants) -> Memory:
+def memory_of(run: Timeline, constants: SoftwareConstants) -> GpuMemory:
     """What the fullest rank holds when it holds most, with what the allocator and the process take
     beside it."""
     rank = int(run.peak_memory.argmax())
     curve = run.memory[rank]
     at = int(curve.held.argmax())
-    found = dict.fromkeys(Memory._fields, 0.0)
+    found = dict.fromkeys(GpuMemory._fields, 0.0)
     for kind, size in curve.kinds.items():
         found[_HELD.get(kind, "activations")] += float(size[at])
     found["other"] += constants.allocator_share * sum(found.values()) + constants.reserved
-    return Memory(**found)
+    return GpuMemory(**found)
 
 
-def host_of(run: Timeline) -> Host:
+def host_of(run: Timeline) -> HostMemory:
     """What the rank has on its host that has most there, at the peak of it."""
     curves = run.memory_on(TIERS[1]) if len(tiers_of(run.program)) > 1 else ()
     most, kinds = 0.0, dict[str, float]()
@@ -284,7 +286,7 @@ def host_of(run: Timeline) -> Host:
         if curve.held[at] > most:
             most, kinds = float(curve.held[at]), {k: float(v[at]) for k, v in curve.kinds.items()}
     states = sum(size for kind, size in kinds.items() if _HELD.get(kind) == "optimizer")
-    return Host(states, most - states)
+    return HostMemory(states, most - states)
 
 
 _HELD: Final = {

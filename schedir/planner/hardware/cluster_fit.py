@@ -12,9 +12,9 @@ import numpy as np
 
 from schedir.errors import UsageError
 from schedir.ir.cost.cluster import Cluster
-from schedir.planner.parallel_plan import Choice
-from schedir.planner.transformer.layer_time import layer
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.parallel_plan import ParallelPlan
+from schedir.planner.transformer.layer_time import layer_time
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 _FREE: Final = 1e30  # of a rate that takes no time
 
@@ -36,8 +36,8 @@ class MeasuredGemm(NamedTuple):
 class MeasuredLayer(NamedTuple):
     """A layer of `model`, forward and backward of one microbatch of `choice`, in seconds."""
 
-    model: Model
-    choice: Choice
+    model: TransformerSpec
+    choice: ParallelPlan
     seconds: float
 
 
@@ -96,8 +96,8 @@ def fitted(measured: MachineMeasurements) -> Cluster:
     >>> from schedir.planner.hardware.cluster_fit import (
     ...     MachineMeasurements, MeasuredAllReduce, MeasuredGemm, MeasuredLayer, fitted
     ... )
-    >>> model = planner.Model(layers=1, hidden=64, heads=4, vocab=64, sequence=32)
-    >>> one = MeasuredLayer(model, planner.Choice(attention="flash"), 1e-3)
+    >>> model = planner.TransformerSpec(layers=1, hidden=64, heads=4, vocab=64, sequence=32)
+    >>> one = MeasuredLayer(model, planner.ParallelPlan(attention="flash"), 1e-3)
     >>> sums = [MeasuredAllReduce(2, 1e6, 1.02e-3), MeasuredAllReduce(2, 2e6, 2.02e-3)]
     >>> here = fitted(MachineMeasurements(2, 4, 8e9, [MeasuredGemm(64, 64, 64, 1e-3)], 1e10,
     ...                                   [one], [one], sums, processors=2))
@@ -135,8 +135,8 @@ def rows(cluster: Cluster, measured: MachineMeasurements) -> Iterator[FitRow]:
         yield FitRow(what, seconds, cluster.all_reduce(size, group))
 
 
-def _told(cluster: Cluster, model: Model, choice: Choice) -> float:
-    found = layer(model, cluster, choice).total
+def _told(cluster: Cluster, model: TransformerSpec, choice: ParallelPlan) -> float:
+    found = layer_time(model, cluster, choice).total
     return found.F + found.B
 
 

@@ -25,13 +25,13 @@ def _of(value: float, meaning: str, least: float, most: float, source: str) -> A
 
 
 @dataclass(frozen=True)
-class Constants:
+class SoftwareConstants:
     """What is of the software that trains, and not of its machines, which are a Cluster's.
 
     Raises UsageError for a number that is beyond its bounds: it would not mean what it says.
 
-    >>> from schedir.planner import Constants
-    >>> for one in Constants().each():
+    >>> from schedir.planner import SoftwareConstants
+    >>> for one in SoftwareConstants().each():
     ...     if one.name == "tensor_hidden":
     ...         print(one.value, "of", one.least, "to", one.most)
     0.67 of 0.0 to 1.0

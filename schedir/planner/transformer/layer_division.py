@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from schedir.errors import UsageError
 from schedir.planner.estimate.schedule_formulas import family
-from schedir.planner.parallel_plan import Choice
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.parallel_plan import ParallelPlan
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class RankGroupShare(NamedTuple):
@@ -36,15 +36,15 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(each + (stage in turns) for stage in range(stages))
 
 
-def layers_of(model: Model, choice: Choice) -> tuple[int, ...]:
+def layers_of(model: TransformerSpec, choice: ParallelPlan) -> tuple[int, ...]:
     """Layers of each stage of a choice, in the order of stages.
 
     Raises UsageError where they do not divide evenly and the choice says nothing, or something that
     is no division.
 
-    >>> from schedir.planner import Model
-    >>> model = Model(layers=6, hidden=64, heads=4, vocab=256, sequence=32)
-    >>> layers_of(model, Choice(p=3)), layers_of(model, Choice(p=2, layers_of=(2, 4)))
+    >>> from schedir.planner import TransformerSpec
+    >>> model = TransformerSpec(layers=6, hidden=64, heads=4, vocab=256, sequence=32)
+    >>> layers_of(model, ParallelPlan(p=3)), layers_of(model, ParallelPlan(p=2, layers_of=(2, 4)))
     ((2, 2, 2), (2, 4))
     """
     stages, given = choice.stages, choice.layers_of
@@ -66,7 +66,9 @@ def layers_of(model: Model, choice: Choice) -> tuple[int, ...]:
     return given
 
 
-def shares(model: Model, choice: Choice, *, alike: bool = True) -> tuple[RankGroupShare, ...]:
+def shares(
+    model: TransformerSpec, choice: ParallelPlan, *, alike: bool = True
+) -> tuple[RankGroupShare, ...]:
     """What the ranks of a choice have, those that are `alike` as one."""
     layers, vee = layers_of(model, choice), family(choice.schedule).vee
     return _shares(layers, choice.p, vee, alike)

@@ -12,20 +12,20 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError
 from schedir.ir.cost.cluster import Cluster
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.planner.config_export import program
+from schedir.planner.config_export import plan_program
 from schedir.planner.estimate.instruction_costs import costs_of, times_of
 from schedir.planner.estimate.offload_plans import refuse_offload
 from schedir.planner.estimate.simulated_estimate import run_of
-from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Choice
+from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.parallel_plan import ParallelPlan
 from schedir.planner.plan_estimate import plain
 from schedir.planner.trainer_profile import Trainer, trainer_for
 from schedir.planner.transformer.layer_division import even
-from schedir.planner.transformer.layer_time import stage
+from schedir.planner.transformer.layer_time import stage_time
 from schedir.planner.transformer.memory_estimate import StateBytes
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.simulate import simulate
 
 Floats = NDArray[np.float64]
@@ -68,11 +68,11 @@ def balanced(seconds: Floats) -> Division:
     return tuple(found)
 
 
-def cut(
-    model: Model,
+def optimize_layer_division(
+    model: TransformerSpec,
     cluster: Cluster,
-    choice: Choice,
-    constants: Constants | None = None,
+    choice: ParallelPlan,
+    constants: SoftwareConstants | None = None,
     *,
     states: StateBytes | None = None,
 ) -> Division:
@@ -86,9 +86,9 @@ def cut(
     Raises UsageError where no division fits the memory.
 
     >>> from schedir import planner
-    >>> gpt = planner.Model(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
-    >>> node = planner.cluster("a100", nodes=1)
-    >>> planner.cut(gpt, node, planner.Choice(p=4, t=2, b=2, m=16))
+    >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
+    >>> node = planner.cluster_preset("a100", nodes=1)
+    >>> planner.optimize_layer_division(gpt, node, planner.ParallelPlan(p=4, t=2, b=2, m=16))
     (6, 7, 6, 5)
     """
     return _DivisionSearch(
@@ -101,17 +101,17 @@ class _DivisionSearch:
 
     def __init__(
         self,
-        model: Model,
+        model: TransformerSpec,
         cluster: Cluster,
-        choice: Choice,
+        choice: ParallelPlan,
         of: Trainer,
     ) -> None:
         refuse_offload(choice, "a cut of layers")
         self.model, self.cluster, self.of = model, cluster, of
         self.constants, self.states = of.constants, of.states
         self.choice = replace(plain(choice), layers_of=())
-        self.program: Program = program(self.choice, tied=model.tied, **of.options)
-        self.plan: Plan = self.program.plan
+        self.program: Program = plan_program(self.choice, tied=model.tied, **of.options)
+        self.plan: PipelineShape = self.program.plan
         if self.plan.stages > model.layers + 2:
             raise UsageError(
                 f"{model.layers} layers do not fill {self.plan.stages} stages",
@@ -164,7 +164,7 @@ class _DivisionSearch:
         return seconds
 
     def _time(self, layers: int, first: bool, last: bool) -> tuple[float, ...]:
-        return stage(
+        return stage_time(
             self.model, self.cluster, self.choice, layers, first, last, self.constants
         ).total
 

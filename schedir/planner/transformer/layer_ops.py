@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from schedir.errors import UsageError
-from schedir.planner.parallel_plan import Choice
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.parallel_plan import ParallelPlan
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 Group = Literal["tensor", "context", "expert"]
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange"]
@@ -88,7 +88,7 @@ class LayerOps(NamedTuple):
         )
 
 
-def refuse_uneven(model: Model, choice: Choice) -> None:
+def refuse_uneven(model: TransformerSpec, choice: ParallelPlan) -> None:
     """Raise UsageError where slices, parts of a sequence, or experts do not come out even."""
     t, c, kv = choice.t, choice.c, model.kv_heads
     rows = [
@@ -108,24 +108,26 @@ def refuse_uneven(model: Model, choice: Choice) -> None:
             )
 
 
-def layer_pieces(model: Model, choice: Choice) -> LayerOps:
+def layer_pieces(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
     """One layer: attention and a feed-forward network, each behind a norm, beside a residual."""
     refuse_uneven(model, choice)
     return _attention(model, choice).and_(_experts(model, choice))
 
 
-def tokens(model: Model, choice: Choice) -> int:
+def tokens(model: TransformerSpec, choice: ParallelPlan) -> int:
     """Of a microbatch, on one GPU, where its slices do not cut the sequence."""
     return choice.b * model.sequence // choice.c
 
 
-def _wide(model: Model, choice: Choice) -> float:
+def _wide(model: TransformerSpec, choice: ParallelPlan) -> float:
     """Numbers of an activation as wide as the model, on one GPU, where norms and dropout are."""
     cut = choice.t if choice.sequence_parallel else 1
     return tokens(model, choice) * model.hidden / cut
 
 
-def _in_out(model: Model, choice: Choice, first: str, last: str) -> tuple[CollectiveOp, ...]:
+def _in_out(
+    model: TransformerSpec, choice: ParallelPlan, first: str, last: str
+) -> tuple[CollectiveOp, ...]:
     """What stands around products that are cut by columns, then by rows.
 
     arXiv 1909.08053, section 3: f and g are all-reduces, one in the forward and one in the
@@ -150,21 +152,21 @@ def _in_out(model: Model, choice: Choice, first: str, last: str) -> tuple[Collec
     )
 
 
-def _norm(what: str, model: Model, choice: Choice) -> MemoryPass:
+def _norm(what: str, model: TransformerSpec, choice: ParallelPlan) -> MemoryPass:
     """Reads x and writes y; backwards reads x and dy, writes dx, and adds it to the residual's;
     for gain and shift it reads x and dy once more."""
     wide = _wide(model, choice)
     return MemoryPass(what, 4 * wide, (6 + 6) * wide, 4 * wide, (1, 2, 2))
 
 
-def _dropout_add(what: str, model: Model, choice: Choice) -> MemoryPass:
+def _dropout_add(what: str, model: TransformerSpec, choice: ParallelPlan) -> MemoryPass:
     """Adds bias and residual around a dropout: reads two, writes one and a mask of a byte;
     backwards reads the gradient and the mask, writes one, and sums it for the bias."""
     wide = _wide(model, choice)
     return MemoryPass(what, 7 * wide, 5 * wide, 2 * wide, (1, 1, 2))
 
 
-def _attention(model: Model, choice: Choice) -> LayerOps:
+def _attention(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
     t, s, flash = choice.t, model.sequence, choice.attention == "flash"
     rows, width = tokens(model, choice), model.hidden // model.heads
     heads, kv = model.heads // t, max(model.kv_heads // t, 1)
@@ -203,7 +205,7 @@ def _attention(model: Model, choice: Choice) -> LayerOps:
     return LayerOps(gemms, passes, _in_out(model, choice, "qkv", "projection") + exchange)
 
 
-def _experts(model: Model, choice: Choice) -> LayerOps:
+def _experts(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
     """The feed-forward network, or those that a token is sent to, spread over `e` replicas."""
     rows, ffn = tokens(model, choice), model.ffn // choice.t
     into = 2 * ffn if model.gated else ffn
@@ -243,7 +245,7 @@ def _experts(model: Model, choice: Choice) -> LayerOps:
     )
 
 
-def embedding_pieces(model: Model, choice: Choice) -> LayerOps:
+def embedding_pieces(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
     """Rows of a matrix that is cut by rows over t, those of positions, and a dropout.
 
     Before them come tokens, targets and masks: small kernels, which only the host feels.  Kernels
@@ -274,7 +276,7 @@ def embedding_pieces(model: Model, choice: Choice) -> LayerOps:
     ))  # fmt: skip
 
 
-def head_pieces(model: Model, choice: Choice) -> LayerOps:
+def head_pieces(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
     """The last norm, logits of a vocabulary that is cut over t, and their loss.
 
     The loss is Megatron-LM's (core/tensor_parallel/cross_entropy.py), a kernel for each of its

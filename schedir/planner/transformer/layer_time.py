@@ -10,11 +10,11 @@ import numpy as np
 
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.estimate.schedule_formulas import FAMILIES
-from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Choice, PhaseTimes, StageTimes
+from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.parallel_plan import ParallelPlan, PhaseTimes, StageTimes
 from schedir.planner.transformer.layer_ops import embedding_pieces, head_pieces, layer_pieces
 from schedir.planner.transformer.op_time import OpTimes
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class GpuWork(NamedTuple):
@@ -46,8 +46,11 @@ class GpuWork(NamedTuple):
         return StageTimes(gpu.plus(waits), tensor)
 
 
-def layer(
-    model: Model, cluster: Cluster, choice: Choice, constants: Constants | None = None
+def layer_time(
+    model: TransformerSpec,
+    cluster: Cluster,
+    choice: ParallelPlan,
+    constants: SoftwareConstants | None = None,
 ) -> StageTimes:
     """Seconds of one microbatch in one layer, on one GPU.
 
@@ -59,10 +62,10 @@ def layer(
     Raises UsageError where the layer cannot be divided so.
 
     >>> from schedir import planner
-    >>> gpt = planner.Model(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
-    >>> node = planner.cluster("a100")
+    >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
+    >>> node = planner.cluster_preset("a100")
     >>> for t in (1, 8):
-    ...     times = planner.layer(gpt, node, planner.Choice(t=t, b=4))
+    ...     times = planner.layer_time(gpt, node, planner.ParallelPlan(t=t, b=4))
     ...     print(f"t {t}: {times.compute.F * 1e3:4.1f} ms, {times.tensor.F * 1e3:.1f} in sums")
     t 1: 41.8 ms, 0.0 in sums
     t 8:  6.0 ms, 1.7 in sums
@@ -70,43 +73,49 @@ def layer(
     return _plain(work_of("layer", model, cluster, choice, constants))
 
 
-def embedding(
-    model: Model, cluster: Cluster, choice: Choice, constants: Constants | None = None
+def embedding_time(
+    model: TransformerSpec,
+    cluster: Cluster,
+    choice: ParallelPlan,
+    constants: SoftwareConstants | None = None,
 ) -> StageTimes:
     """The same of the embedding: rows of tokens and positions, a dropout, and their gradients.
 
     >>> from schedir import planner
-    >>> gpt = planner.Model(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
-    >>> taken = planner.embedding(gpt, planner.cluster("a100"), planner.Choice(b=4)).total
+    >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
+    >>> taken = planner.embedding_time(gpt, planner.cluster_preset("a100"), planner.ParallelPlan(b=4)).total
     >>> f"{taken.F * 1e3:.1f} ms forward, {taken.B * 1e3:.1f} ms backward"
     '0.6 ms forward, 2.5 ms backward'
     """
     return _plain(work_of("embedding", model, cluster, choice, constants))
 
 
-def head(
-    model: Model, cluster: Cluster, choice: Choice, constants: Constants | None = None
+def head_time(
+    model: TransformerSpec,
+    cluster: Cluster,
+    choice: ParallelPlan,
+    constants: SoftwareConstants | None = None,
 ) -> StageTimes:
     """The same of what is behind the last layer: a norm, logits, and the loss.
 
     >>> from schedir import planner
-    >>> gpt = planner.Model(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
-    >>> node, choice = planner.cluster("a100"), planner.Choice(t=8, b=4)
-    >>> head, layer = (part(gpt, node, choice).total for part in (planner.head, planner.layer))
+    >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
+    >>> node, choice = planner.cluster_preset("a100"), planner.ParallelPlan(t=8, b=4)
+    >>> head, layer = (part(gpt, node, choice).total for part in (planner.head_time, planner.layer_time))
     >>> f"as long as {(head.F + head.B) / (layer.F + layer.B):.1f} layers"
     'as long as 0.5 layers'
     """
     return _plain(work_of("head", model, cluster, choice, constants))
 
 
-def stage(
-    model: Model,
+def stage_time(
+    model: TransformerSpec,
     cluster: Cluster,
-    choice: Choice,
+    choice: ParallelPlan,
     layers: int,
     first: bool = False,
     last: bool = False,
-    constants: Constants | None = None,
+    constants: SoftwareConstants | None = None,
 ) -> StageTimes:
     """The same of a stage of so many layers; the first has the embedding, the last the head.
 
@@ -114,10 +123,10 @@ def stage(
     less than its layers one by one.
 
     >>> from schedir import planner
-    >>> gpt = planner.Model(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
-    >>> node, choice = planner.cluster("a100"), planner.Choice(p=12, t=8, b=4, recompute="full")
+    >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
+    >>> node, choice = planner.cluster_preset("a100"), planner.ParallelPlan(p=12, t=8, b=4, recompute="full")
     >>> for ends in ({}, {"first": True}, {"last": True}):
-    ...     F, I, W, R = (1e3 * each for each in planner.stage(gpt, node, choice, 4, **ends).total)
+    ...     F, I, W, R = (1e3 * each for each in planner.stage_time(gpt, node, choice, 4, **ends).total)
     ...     print(f"F {F:.1f}  I {I:.1f}  W {W:.1f}  again {R:.1f} ms", *ends)
     F 30.8  I 30.1  W 17.8  again 30.8 ms
     F 32.1  I 30.3  W 18.3  again 30.8 ms first
@@ -139,21 +148,30 @@ def _plain(work: GpuWork) -> StageTimes:
 
 
 def work_of(
-    part: str, model: Model, cluster: Cluster, choice: Choice, constants: Constants | None
+    part: str,
+    model: TransformerSpec,
+    cluster: Cluster,
+    choice: ParallelPlan,
+    constants: SoftwareConstants | None,
 ) -> GpuWork:
     """The work of a part, which many choices share."""
     whole = choice.schedule not in FAMILIES or not FAMILIES[choice.schedule].split
-    few = Choice(
+    few = ParallelPlan(
         p=choice.p if choice.e > 1 else 1, t=choice.t, d=choice.e, b=choice.b,
         recompute=choice.recompute, sequence_parallel=choice.sequence_parallel, c=choice.c,
         e=choice.e, attention=choice.attention, order=choice.order,
     )  # fmt: skip
-    return _known(part, model, cluster, few, constants or Constants(), whole)
+    return _known(part, model, cluster, few, constants or SoftwareConstants(), whole)
 
 
 @lru_cache(maxsize=4096)
 def _known(
-    part: str, model: Model, cluster: Cluster, choice: Choice, constants: Constants, whole: bool
+    part: str,
+    model: TransformerSpec,
+    cluster: Cluster,
+    choice: ParallelPlan,
+    constants: SoftwareConstants,
+    whole: bool,
 ) -> GpuWork:
     """Seconds of all phases: of layers, some of it again."""
     gemms, passes, collectives = pieces = _PIECES[part](model, choice)

@@ -9,11 +9,11 @@ import numpy as np
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.zero_states import CUT_FROM
 from schedir.planner.estimate.schedule_formulas import FAMILIES, family
-from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Choice, Memory
+from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.parallel_plan import GpuMemory, ParallelPlan
 from schedir.planner.plan_table import NAMES, Floats, PlanColumns, RankGroupShares
 from schedir.planner.transformer.layer_ops import refuse_uneven
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.activation_bytes import layer_terms
 
 
@@ -40,7 +40,7 @@ def states_for(cluster: Cluster) -> StateBytes:
     return ADAM_32 if cluster.itemsize >= 4 else ADAM
 
 
-def layer_numbers(model: Model, t: Any = 1, e: Any = 1) -> tuple[Any, Any]:
+def layer_numbers(model: TransformerSpec, t: Any = 1, e: Any = 1) -> tuple[Any, Any]:
     """Numbers of a layer on one of `t` slices: those that all replicas have, and those of its
     experts, of which `e` replicas have a part each.
 
@@ -58,11 +58,11 @@ def layer_numbers(model: Model, t: Any = 1, e: Any = 1) -> tuple[Any, Any]:
     return attention + whole, network * model.experts / e + of_experts
 
 
-def whole_numbers(model: Model, e: Any = 1) -> tuple[Any, Any]:
+def whole_numbers(model: TransformerSpec, e: Any = 1) -> tuple[Any, Any]:
     """Numbers of a layer that each slice has whole, those of all replicas and those of experts:
     norms, what is added to whole outputs, and what sends tokens to experts.
 
-    >>> whole_numbers(Model(layers=2, hidden=64, heads=4, vocab=256, sequence=32))
+    >>> whole_numbers(TransformerSpec(layers=2, hidden=64, heads=4, vocab=256, sequence=32))
     (384, 0)
     """
     norms, added = 4 * model.hidden, model.hidden
@@ -71,14 +71,16 @@ def whole_numbers(model: Model, e: Any = 1) -> tuple[Any, Any]:
     return norms + added + model.hidden * model.experts, added * model.experts / e
 
 
-def ends_numbers(model: Model, t: Any = 1) -> tuple[Any, Any, Any]:
+def ends_numbers(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]:
     """Numbers on one of `t` slices of the embedding with its positions; of the head's norm; and of
     its matrix, which a tied one shares with the embedding where both are on one rank."""
     table = -(-model.vocab // t) * model.hidden
     return table + model.sequence * model.hidden, 2 * model.hidden + 0 * table, table
 
 
-def layer_kept(model: Model, choice: Choice, itemsize: float = 2) -> tuple[float, float]:
+def layer_kept(
+    model: TransformerSpec, choice: ParallelPlan, itemsize: float = 2
+) -> tuple[float, float]:
     """Bytes that a layer keeps of a microbatch, and that it holds more while it runs again what it
     did not keep: `layer_terms` of arXiv 2205.05198, of this model.
 
@@ -101,7 +103,9 @@ _SQUARE: Final = (
 )  # fmt: skip
 
 
-def _terms(model: Model, choice: Choice, recompute: Any, itemsize: float) -> dict[str, float]:
+def _terms(
+    model: TransformerSpec, choice: ParallelPlan, recompute: Any, itemsize: float
+) -> dict[str, float]:
     tokens = model.sequence // choice.c
     terms = layer_terms(
         tokens, choice.b, model.hidden, model.heads, choice.t,
@@ -130,7 +134,7 @@ def _terms(model: Model, choice: Choice, recompute: Any, itemsize: float) -> dic
 
 class MemoryTable(NamedTuple):
     """What ranks hold, arrays of a row for each plan and a column for each share: bytes, by the
-    fields of `Memory` first; and the numbers of weights that ranks have, whole, those that all
+    fields of `GpuMemory` first; and the numbers of weights that ranks have, whole, those that all
     replicas have, and of experts."""
 
     memory: Floats
@@ -140,10 +144,10 @@ class MemoryTable(NamedTuple):
 
 
 def held(
-    model: Model,
+    model: TransformerSpec,
     plans: PlanColumns,
     shares: RankGroupShares,
-    constants: Constants,
+    constants: SoftwareConstants,
     states: StateBytes = ADAM,
 ) -> MemoryTable:
     """What each share of many plans holds."""
@@ -208,7 +212,9 @@ def held(
     return MemoryTable(memory, numbers, experts, inner + before + np.where(v > 1, 0, behind))
 
 
-def kept_by_layer(model: Model, plans: PlanColumns, itemsize: float) -> tuple[Floats, Floats]:
+def kept_by_layer(
+    model: TransformerSpec, plans: PlanColumns, itemsize: float
+) -> tuple[Floats, Floats]:
     """`layer_kept` of each plan, a column each."""
     first, which = plans.distinct("t", "b", "recompute", "sequence_parallel", "c")
     each = [layer_kept(model, plans.choice(model, i), itemsize) for i in first.tolist()]
@@ -229,14 +235,14 @@ def _in_flight(plans: PlanColumns, shares: RankGroupShares) -> tuple[Floats, Flo
     return stages, ends, waiting
 
 
-def memory(
-    model: Model,
+def peak_memory(
+    model: TransformerSpec,
     cluster: Cluster,
-    choice: Choice,
-    constants: Constants | None = None,
+    choice: ParallelPlan,
+    constants: SoftwareConstants | None = None,
     *,
     states: StateBytes | None = None,
-) -> Memory:
+) -> GpuMemory:
     """Bytes that the fullest rank of a choice holds at its peak.
 
     Activations are those of arXiv 2205.05198 (equations 1 to 6) of as many microbatches as the
@@ -247,9 +253,9 @@ def memory(
     else that does not divide.
 
     >>> from schedir import planner
-    >>> gpt3 = planner.Model(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
-    >>> node = planner.cluster("a100", nodes=8)
-    >>> one = planner.memory(gpt3, node, planner.Choice(p=8, t=8, m=64, sequence_parallel=True))
+    >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+    >>> node = planner.cluster_preset("a100", nodes=8)
+    >>> one = planner.peak_memory(gpt3, node, planner.ParallelPlan(p=8, t=8, m=64, sequence_parallel=True))
     >>> f"{one.optimizer / one.weights:.1f} {one.activations / 1e9:.1f} GB"
     '6.0 34.5 GB'
     """
@@ -257,18 +263,18 @@ def memory(
 
 
 def by_rank(
-    model: Model,
+    model: TransformerSpec,
     cluster: Cluster,
-    choice: Choice,
-    constants: Constants | None = None,
+    choice: ParallelPlan,
+    constants: SoftwareConstants | None = None,
     *,
     states: StateBytes | None = None,
-) -> tuple[Memory, ...]:
+) -> tuple[GpuMemory, ...]:
     """The same of each rank of the pipeline."""
     family(choice.schedule)
     refuse_uneven(model, choice)
     states = states or states_for(cluster)
     plans = PlanColumns.of(choice)
     shares = plans.shares(model, alike=False)
-    found = held(model, plans, shares, constants or Constants(), states).memory
-    return tuple(Memory(*rank) for rank in found[:, 0].T.tolist())
+    found = held(model, plans, shares, constants or SoftwareConstants(), states).memory
+    return tuple(GpuMemory(*rank) for rank in found[:, 0].T.tolist())

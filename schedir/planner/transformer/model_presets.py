@@ -10,21 +10,23 @@ from typing import Any, Final
 from schedir.errors import ConfigError, UsageError, said
 from schedir.io.files import path_of, read_text
 from schedir.io.toml_tables import MOST_BYTES, tables_of
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
-def _gpt(layers: int, hidden: int, heads: int) -> Model:
+def _gpt(layers: int, hidden: int, heads: int) -> TransformerSpec:
     """As Megatron-LM trains it."""
-    return Model(layers, hidden, heads, vocab=51200, sequence=2048)
+    return TransformerSpec(layers, hidden, heads, vocab=51200, sequence=2048)
 
 
-def _llama(layers: int, hidden: int, heads: int, ffn: int) -> Model:
-    return Model(layers, hidden, heads, vocab=32000, sequence=2048, ffn=ffn, gated=True, tied=False)
+def _llama(layers: int, hidden: int, heads: int, ffn: int) -> TransformerSpec:
+    return TransformerSpec(
+        layers, hidden, heads, vocab=32000, sequence=2048, ffn=ffn, gated=True, tied=False
+    )
 
 
 _LLAMA: Final = "arXiv 2302.13971, Table 2; ffn: 2/3 of 4 hidden (section 2.2), in whole 256"
 # Shapes, and where they are printed.
-MODELS: Final[dict[str, tuple[Model, str]]] = {
+MODELS: Final[dict[str, tuple[TransformerSpec, str]]] = {
     "gpt-22b": (_gpt(48, 6144, 64), "arXiv 2205.05198, Table 3"),
     "gpt-175b": (_gpt(96, 12288, 96), "GPT-3: arXiv 2205.05198, Table 3"),
     "gpt-530b": (_gpt(105, 20480, 128), "MT-NLG: arXiv 2205.05198, Table 3"),
@@ -32,7 +34,7 @@ MODELS: Final[dict[str, tuple[Model, str]]] = {
     "llama-7b": (_llama(32, 4096, 32, 11008), _LLAMA),
     "llama-65b": (_llama(80, 8192, 64, 22016), _LLAMA),
 }
-FIELDS: Final = {f.name: f for f in fields(Model)}
+FIELDS: Final = {f.name: f for f in fields(TransformerSpec)}
 # What configurations of `schedir train` call otherwise, and what of theirs says nothing here.
 _OTHERWISE: Final = {"context": "sequence"}
 _IGNORED: Final = ("seed", "dropout", "window", "stride")
@@ -83,11 +85,11 @@ def shape_of(name: str | Path) -> dict[str, Any]:
     return found
 
 
-def load_model(name: str | Path, **other: Any) -> Model:
+def load_model(name: str | Path, **other: Any) -> TransformerSpec:
     """A model that is known by its name, or that a TOML file tells, with other values for some of
     its fields.
 
-    Raises what `shape_of` and `Model` do, and UsageError for fields that nobody tells.
+    Raises what `shape_of` and `TransformerSpec` do, and UsageError for fields that nobody tells.
 
     >>> from schedir.planner import load_model
     >>> load_model("gpt-175b", sequence=8192).sequence
@@ -96,8 +98,8 @@ def load_model(name: str | Path, **other: Any) -> Model:
     return model_of({**shape_of(name), **other}, str(name))
 
 
-def model_of(shape: dict[str, Any], where: str = "") -> Model:
-    """The model of such fields.  Raises what `Model` does, and UsageError, which says whose they
+def model_of(shape: dict[str, Any], where: str = "") -> TransformerSpec:
+    """The model of such fields.  Raises what `TransformerSpec` does, and UsageError, which says whose they
     are, for fields that nobody tells."""
     missing = [name for name, f in FIELDS.items() if f.default is MISSING and name not in shape]
     if missing:
@@ -106,4 +108,4 @@ def model_of(shape: dict[str, Any], where: str = "") -> Model:
             f"{', '.join(missing)}",
             fields=missing,
         )
-    return Model(**shape)
+    return TransformerSpec(**shape)

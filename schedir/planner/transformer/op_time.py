@@ -6,8 +6,8 @@ from functools import lru_cache
 from math import ceil, lcm
 
 from schedir.ir.cost.cluster import Cluster
-from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Choice, PhaseTimes
+from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.parallel_plan import ParallelPlan, PhaseTimes
 from schedir.planner.transformer.layer_ops import CollectiveOp, Gemm, MemoryPass
 
 _HALF_OF_SCORES = 0.5  # tokens see none behind them, and flash attention skips blocks of these
@@ -17,7 +17,9 @@ class OpTimes:
     """Seconds of pieces on a cluster, for choices that differ in what `whole` is: whether a
     backward is one piece, in which collectives run beside products."""
 
-    def __init__(self, cluster: Cluster, choice: Choice, constants: Constants, whole: bool) -> None:
+    def __init__(
+        self, cluster: Cluster, choice: ParallelPlan, constants: SoftwareConstants, whole: bool
+    ) -> None:
         self.cluster, self.choice, self.constants, self.whole = cluster, choice, constants, whole
         self.beside = cluster.processors is None  # where something else carries collectives
         self.scale = cluster.itemsize / 2  # pieces count numbers of 16 bits
@@ -134,7 +136,7 @@ def slowest(cluster: Cluster, stride: int, size: int) -> tuple[int, ...]:
     """Of the groups of `size` processes, each `stride` behind the last, one with the slowest links.
 
     >>> from schedir import planner
-    >>> slowest(planner.cluster("a100", nodes=3), 1, 6)
+    >>> slowest(planner.cluster_preset("a100", nodes=3), 1, 6)
     (6, 7, 8, 9, 10, 11)
     """
     block = stride * size

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.zero_states import is_cut
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.planner.hardware.software_constants import Constants
-from schedir.planner.parallel_plan import Choice
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.parallel_plan import ParallelPlan
 from schedir.planner.transformer.layer_division import layers_of
 from schedir.planner.transformer.memory_estimate import (
     ADAM,
@@ -21,7 +21,7 @@ from schedir.planner.transformer.memory_estimate import (
     layer_numbers,
     whole_numbers,
 )
-from schedir.planner.transformer.transformer_spec import Model
+from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 Floats = NDArray[np.float64]
 
@@ -39,7 +39,9 @@ class StageParameters(NamedTuple):
         return self.common + self.experts
 
 
-def numbers_of(model: Model, choice: Choice, plan: Plan) -> StageParameters:
+def numbers_of(
+    model: TransformerSpec, choice: ParallelPlan, plan: PipelineShape
+) -> StageParameters:
     """The numbers of each stage's weights, by `layer_numbers` and `ends_numbers`."""
     layers = np.array(layers_of(model, choice), float)
     common, experts = (layers * each for each in layer_numbers(model, choice.t, choice.e))
@@ -50,7 +52,7 @@ def numbers_of(model: Model, choice: Choice, plan: Plan) -> StageParameters:
     return StageParameters(common, experts)
 
 
-def seen_in_parts(model: Model, choice: Choice) -> StageParameters:
+def seen_in_parts(model: TransformerSpec, choice: ParallelPlan) -> StageParameters:
     """Of `numbers_of`, those that each slice has whole, and sees its own part of a sequence with
     where slices share that: `whole_numbers` of layers, positions, and the head's norm."""
     layers = np.array(layers_of(model, choice), float)
@@ -61,10 +63,10 @@ def seen_in_parts(model: Model, choice: Choice) -> StageParameters:
 
 
 def sizes(
-    model: Model,
-    choice: Choice,
-    plan: Plan,
-    constants: Constants | None = None,
+    model: TransformerSpec,
+    choice: ParallelPlan,
+    plan: PipelineShape,
+    constants: SoftwareConstants | None = None,
     states: StateBytes = ADAM,
 ) -> Sizes:
     """What each stage of a choice holds, and what it sends: bytes of one GPU, of one microbatch.
@@ -73,10 +75,10 @@ def sizes(
     the inputs of its norm and of the logits, and these in 32 bits, or their gradient, in the bits
     of activations, once that is made (arXiv 2205.05198, section 4.3).  What a layer holds while it
     runs again is there once for each rank, as a buffer, unless stages run again ahead of their
-    backwards (`Constants.recompute_ahead`): then they keep their inputs until they do, and all
+    backwards (`SoftwareConstants.recompute_ahead`): then they keep their inputs until they do, and all
     behind that.
     """
-    constants = constants or Constants()
+    constants = constants or SoftwareConstants()
     layers = np.array(layers_of(model, choice), float)
     item = states.params  # bytes of an activation
     kept, again = layer_kept(model, choice, item)

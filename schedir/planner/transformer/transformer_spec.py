@@ -9,7 +9,7 @@ from schedir.ir.cost.number_parsing import MOST_LAYERS, MOST_WIDTH
 
 
 @dataclass(frozen=True)
-class Model:
+class TransformerSpec:
     """Layers of attention and a feed-forward network, an embedding before and a head behind them.
 
     `layers` of width `hidden` have `heads` of attention over a `sequence` of tokens, of `vocab`
@@ -21,8 +21,8 @@ class Model:
 
     Raises UsageError for sizes that are no whole numbers from 1 on, or do not fit.
 
-    >>> from schedir.planner import Model
-    >>> gpt3 = Model(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+    >>> from schedir.planner import TransformerSpec
+    >>> gpt3 = TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
     >>> f"{gpt3.params / 1e9:.1f} billion"
     '174.6 billion'
     """
@@ -111,8 +111,8 @@ class Model:
         72 B l s h^2 (1 + s/6h + V/12lh) of a plain GPT: arXiv 2205.05198, equation 7, which SC21's
         equation 3 is without its recomputation.
 
-        >>> from schedir.planner import Model
-        >>> m = Model(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+        >>> from schedir.planner import TransformerSpec
+        >>> m = TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
         >>> b, l, s, h, v = 1536, m.layers, m.sequence, m.hidden, m.vocab
         >>> paper = 72 * b * l * s * h**2 * (1 + s / (6 * h) + v / (12 * l * h))
         >>> abs(m.flops(b) / paper - 1) < 1e-12

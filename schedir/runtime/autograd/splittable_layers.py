@@ -34,11 +34,11 @@ Forward = Callable[[Any, Tensor], Tensor]
 _MOST = 6  # layers that a warning names
 
 
-def split_linears(module: nn.Module, *also: type[nn.Module]) -> nn.Module:
+def make_backward_splittable(module: nn.Module, *also: type[nn.Module]) -> nn.Module:
     """Make linear layers within a module splittable, and others whose types are known, in place.
 
     These are `nn.Linear`, `nn.Embedding`, the `Conv1D` of Hugging Face's transformers, and what
-    `register_split` has been told.  Returns the module.  Layers of a subclass are left alone, and
+    `register_splittable_layer` has been told.  Returns the module.  Layers of a subclass are left alone, and
     embeddings with a norm, sparse or scaled gradients.  A weight gets its gradient in I where it
     is used otherwise, as by `nn.MultiheadAttention`, or is computed (pruned, parametrized), or has
     hooks.  Under `torch.compile` nothing may be split: the executor then refuses.
@@ -53,13 +53,13 @@ def split_linears(module: nn.Module, *also: type[nn.Module]) -> nn.Module:
     >>> from copy import deepcopy
     >>> import schedir, torch
     >>> from torch import nn
-    >>> from schedir.runtime import InProcess, reference, split_linears
-    >>> program = schedir.compile(schedir.schedules.zb_h1, schedir.Plan(ranks=2, microbatches=4))
+    >>> from schedir.runtime import InProcessExecutor, run_sequential, make_backward_splittable
+    >>> program = schedir.compile(schedir.schedules.zb_h1, schedir.PipelineShape(ranks=2, microbatches=4))
     >>> plain = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
-    >>> stages = [split_linears(deepcopy(stage)) for stage in plain]
+    >>> stages = [make_backward_splittable(deepcopy(stage)) for stage in plain]
     >>> x, loss = torch.ones(4, 2, 8), nn.functional.mse_loss
-    >>> total = InProcess(program, stages, loss=loss, boundary=(2, 8)).step(x, x)
-    >>> bool(total == reference(plain, x, x, loss=loss))
+    >>> total = InProcessExecutor(program, stages, loss=loss, boundary=(2, 8)).step(x, x)
+    >>> bool(total == run_sequential(plain, x, x, loss=loss))
     True
     >>> torch.equal(stages[0][0].weight.grad, plain[0][0].weight.grad)  # which W has computed
     True
@@ -104,7 +104,7 @@ def _computed(layer: nn.Module, how: SplitLayer) -> bool:
     )
 
 
-def register_split(
+def register_splittable_layer(
     kind: type[nn.Module],
     *,
     input: LayerRule,
@@ -112,7 +112,7 @@ def register_split(
     now: Mapping[str, LayerRule] | None = None,
     forward: Callable[[Any, Tensor], tuple[Tensor, ...]] | None = None,
 ) -> None:
-    """Teach `split_linears` layers of a type, which take one tensor and give one.
+    """Teach `make_backward_splittable` layers of a type, which take one tensor and give one.
 
     `input(layer, x, dy)` is the gradient of x, where x is what the layer was given and dy the
     gradient of what it gave.  `later` has such a rule for each parameter, by name, whose gradient
@@ -121,24 +121,24 @@ def register_split(
     layer's own forward gives; a `forward(layer, x)` gives (y, a, b, ...) instead, and then rules
     are called as `rule(layer, a, b, ..., dy)`: what it keeps must hold what they need.
 
-    `check_split` compares the rules with autograd.  Under autocast a taught layer is not split, nor
+    `check_splittable_layer` compares the rules with autograd.  Under autocast a taught layer is not split, nor
     where it is given more than a tensor.
     Raises UsageError for what is no type of module.
 
     >>> import torch
-    >>> from schedir.runtime import check_split, register_split
+    >>> from schedir.runtime import check_splittable_layer, register_splittable_layer
     >>> class Scale(torch.nn.Module):
     ...     def __init__(self, n):
     ...         super().__init__()
     ...         self.weight = torch.nn.Parameter(torch.ones(n))
     ...     def forward(self, x):
     ...         return x * self.weight
-    >>> register_split(
+    >>> register_splittable_layer(
     ...     Scale,
     ...     input=lambda layer, x, dy: dy * layer.weight,
     ...     later={"weight": lambda layer, x, dy: (x * dy).flatten(0, -2).sum(0)},
     ... )
-    >>> check_split(Scale(8), torch.randn(4, 8))
+    >>> check_splittable_layer(Scale(8), torch.randn(4, 8))
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise UsageError(
@@ -161,20 +161,20 @@ def register_split(
     _SPLIT[kind] = _subclass(kind, run)
 
 
-def check_split(layer: nn.Module, x: Tensor) -> None:
+def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
     """Compare how a layer is split with what autograd gives for the layer as it is.
 
     Raises ModelError that says which gradient is off: by more than 1 % of its norm in types of 16
     bits, else by more than 0.01 %; UsageError for a layer of a type that is not known.
 
     >>> import torch
-    >>> from schedir.runtime import check_split
-    >>> check_split(torch.nn.Linear(8, 8), torch.randn(4, 8))
+    >>> from schedir.runtime import check_splittable_layer
+    >>> check_splittable_layer(torch.nn.Linear(8, 8), torch.randn(4, 8))
     """
     expect(layer, nn.Module, "nn.Linear(8, 8)")
     expect(x, Tensor, "torch.randn(2, 8)")
     kind = _whole_type(layer)
-    whole, split = deepcopy(layer), split_linears(deepcopy(layer), *_ASKED_FOR & {kind})
+    whole, split = deepcopy(layer), make_backward_splittable(deepcopy(layer), *_ASKED_FOR & {kind})
     whole.__class__ = kind
     if not hasattr(split, "split_later"):
         raise _unknown(kind)
@@ -308,7 +308,7 @@ def _norm_gradient(
     return gradients[k]
 
 
-register_split(
+register_splittable_layer(
     nn.LayerNorm,
     forward=_norm,
     input=partial(_norm_gradient, 0),
@@ -359,8 +359,12 @@ def left_whole(module: nn.Module, came: set[str], split: bool) -> str:
     names[_MOST:] = [f"and {len(names) - _MOST} more"] * (len(names) > _MOST)
     kinds = {kind for kind in layers.values() if not hasattr(kind, "split_later")} - _ASKED_FOR
     known = sorted(kind.__name__ for kind in kinds if _split_type(kind))
-    hints = [f"; schedir.runtime.split_linears(stage) splits {' and '.join(known)}"] * bool(known)
-    hints += ["; schedir.runtime.register_split teaches a type"] * (len(known) < len(kinds))
+    hints = [
+        f"; schedir.runtime.make_backward_splittable(stage) splits {' and '.join(known)}"
+    ] * bool(known)
+    hints += ["; schedir.runtime.register_splittable_layer teaches a type"] * (
+        len(known) < len(kinds)
+    )
     return f"{', '.join(names)}: I runs their whole backward{''.join(hints)}"
 
 

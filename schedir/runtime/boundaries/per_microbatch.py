@@ -74,7 +74,7 @@ _LENGTHS = "PerMicrobatch([(length, 64) for length in lengths])"
 
 
 @dataclass(frozen=True)
-class PerMicrobatch:
+class PerMicrobatchBoundary:
     """The boundaries of each microbatch, if microbatches have different shapes.
 
     Examples are packed data, a last batch that is smaller, and segments of a sequence.  `each[mb]`
@@ -85,13 +85,13 @@ class PerMicrobatch:
 
     >>> import schedir, torch
     >>> from torch import nn
-    >>> from schedir.runtime import InProcess, PerMicrobatch
-    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 3))
+    >>> from schedir.runtime import InProcessExecutor, PerMicrobatchBoundary
+    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 3))
     >>> stages, loss = [nn.Linear(8, 8), nn.Linear(8, 1)], nn.functional.mse_loss
     >>> lengths = 4, 4, 1
-    >>> boundary = PerMicrobatch([(n, 8) for n in lengths])
+    >>> boundary = PerMicrobatchBoundary([(n, 8) for n in lengths])
     >>> x, y = [torch.ones(n, 8) for n in lengths], [torch.ones(n, 1) for n in lengths]
-    >>> InProcess(program, stages, loss=loss, boundary=boundary).step(x, y).shape
+    >>> InProcessExecutor(program, stages, loss=loss, boundary=boundary).step(x, y).shape
     torch.Size([])
     """
 
@@ -114,7 +114,7 @@ class BoundaryTable:
     @classmethod
     def of(
         cls,
-        given: Given | Edges | ModelBoundaries | PerMicrobatch | BoundaryTable,
+        given: Given | Edges | ModelBoundaries | PerMicrobatchBoundary | BoundaryTable,
         program: Program,
     ) -> BoundaryTable:
         """Return the boundaries of a program from what a user has given.
@@ -127,12 +127,12 @@ class BoundaryTable:
             it.
         """
         stages, parts, skips = program.plan.stages, program.tp, program.skips
-        several = isinstance(given, PerMicrobatch)
+        several = isinstance(given, PerMicrobatchBoundary)
         if isinstance(given, BoundaryTable):
             each: Sequence[Given | Edges | ModelBoundaries] = given.rows
             several = len(each) > 1
         else:
-            each = given.each if isinstance(given, PerMicrobatch) else (given,)
+            each = given.each if isinstance(given, PerMicrobatchBoundary) else (given,)
         if several and len(each) != program.plan.microbatches:
             raise ModelError(
                 f"boundaries are given of {len(each)} microbatches, for "

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import ModelError, in_words, said
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.cost.zero_states import ModelStates, model_states
+from schedir.ir.cost.zero_states import ModelStates, zero_model_states
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.runtime.arguments import loss_of, model_of, one_number
 from schedir.runtime.autograd.module_buffers import restored
@@ -31,7 +31,7 @@ from schedir.runtime.boundaries.boundary import (
     passed_on,
     with_skip,
 )
-from schedir.runtime.boundaries.per_microbatch import PerMicrobatch
+from schedir.runtime.boundaries.per_microbatch import PerMicrobatchBoundary
 from schedir.runtime.model_checks.tensor_fingerprint import same_bits, sums_of
 from schedir.runtime.parameters.buckets import ShardSpec, buckets_of
 from schedir.runtime.parameters.mixed_precision import innermost
@@ -57,7 +57,7 @@ def states_of(
 ) -> ModelStates:
     """Bytes of a stage's parameters that are trained, of their gradients and the optimizer's state.
 
-    All are whole, as `sizes_of` tells them; `parts` are those of which the one with most counts.
+    All are whole, as `measure_sizes` tells them; `parts` are those of which the one with most counts.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     storages = {x.data_ptr(): x.nbytes() for x in (p.untyped_storage() for p in trained)}
@@ -117,7 +117,7 @@ def _state(trained: Sequence[nn.Parameter], state: float | State) -> float:
     return float(sum(x.untyped_storage().nbytes() for x in tensors.values()))
 
 
-def sizes_of(
+def measure_sizes(
     stages: Sequence[nn.Module | None],
     input: Tensor | Sequence[Tensor],
     target: Any,
@@ -161,9 +161,9 @@ def sizes_of(
 
     >>> import torch
     >>> from torch import nn
-    >>> from schedir.runtime import sizes_of
+    >>> from schedir.runtime import measure_sizes
     >>> stages, x = [nn.Linear(64, 64), nn.Linear(64, 64)], torch.ones(8, 64)
-    >>> sizes = sizes_of(stages, x, x, loss=nn.functional.mse_loss, boundary=(8, 64))
+    >>> sizes = measure_sizes(stages, x, x, loss=nn.functional.mse_loss, boundary=(8, 64))
     >>> sizes.activation, sizes.saved, sizes.params  # bytes; of saved and params for each stage
     (2048.0, (0.0, 4096.0), (16640.0, 16640.0))
     >>> sizes.of("weights", 2)  # with gradients and the optimizer's state
@@ -176,13 +176,13 @@ def sizes_of(
     stages = model_of(stages, holes=True)
     named = boundary if isinstance(boundary, Mapping) else ()
     skips = tuple(sorted(edge for edge in named if isinstance(edge, tuple)))
-    if isinstance(boundary, PerMicrobatch):
+    if isinstance(boundary, PerMicrobatchBoundary):
         raise ModelError(
             f"boundaries are given of {len(boundary.each)} microbatches, and one is measured",
             hint="sizes_of for each microbatch with its own boundary",
         )
     boundaries = ModelBoundaries.of(boundary, len(stages), skips=skips)
-    model_states(0, 0, 0, zero, dp)  # which says what levels and numbers of replicas there are
+    zero_model_states(0, 0, 0, zero, dp)  # which says what levels and numbers of replicas there are
     if replica is not None and replica not in range(dp):
         raise ModelError(f"there are replicas 0 to {dp - 1}, not {said(replica)}")
     parts = range(dp) if replica is None else range(replica, replica + 1)
@@ -211,7 +211,7 @@ def sizes_of(
     )
 
 
-def boundaries_of(
+def infer_boundaries(
     stages: Sequence[nn.Module],
     input: Tensor | Sequence[Tensor],
     *,
@@ -234,8 +234,8 @@ def boundaries_of(
 
     >>> import torch
     >>> from torch import nn
-    >>> from schedir.runtime import boundaries_of
-    >>> found = boundaries_of([nn.Embedding(50, 32), nn.Linear(32, 50)], torch.ones(4, 8).long())
+    >>> from schedir.runtime import infer_boundaries
+    >>> found = infer_boundaries([nn.Embedding(50, 32), nn.Linear(32, 50)], torch.ones(4, 8).long())
     >>> print(*found[0])
     [4, 8, 32] of torch.float32
     """

@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from schedir.errors import ModelError
-from schedir.ir.pipeline.tied_weights import Ties
+from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.per_microbatch import BoundaryTable
 from schedir.runtime.model_checks.memory_overlap import expect_no_views
@@ -39,7 +39,7 @@ def agreed(
     max_norm: float,
     loss_scale: LossScale | None,
     seed: int | None,
-    tied: Ties | None,
+    tied: TiedWeights | None,
     *,
     alike: bool,
     adds: bool,

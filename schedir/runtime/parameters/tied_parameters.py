@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from schedir.errors import ModelError, expect
-from schedir.ir.pipeline.pipeline_shape import Plan
-from schedir.ir.pipeline.tied_weights import Place, Tied, Ties, meets, ranks_of, show_tie
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.pipeline.tied_weights import Place, Tied, TiedWeights, meets, ranks_of, show_tie
 from schedir.ir.program import Program
 from schedir.runtime.parameters.mixed_precision import options_of
 from schedir.runtime.parameters.parameter_copies import like
 from schedir.transports.transport import ChainedWork, Transport, Work
 
 SAMPLE = 4096  # numbers of a parameter that are compared
-HOW = "ties = schedir.ties(stages), for compile(..., tied=ties) and the executor's tied=ties"
+HOW = "ties = schedir.find_tied_weights(stages), for compile(..., tied=ties) and the executor's tied=ties"
 
 
 class ParameterFingerprint(NamedTuple):
@@ -99,9 +99,13 @@ class ParameterTable:
     together.  A place has the first of its names.  Raises ModelError for a contradiction.
     """
 
-    def __init__(self, told: Sequence[Told], tied: Ties | None, sets: Tied) -> None:
+    def __init__(self, told: Sequence[Told], tied: TiedWeights | None, sets: Tied) -> None:
         if tied is not None:
-            expect(tied, Ties, "schedir.ties(stages), or schedir.ties(model).among(stages)")
+            expect(
+                tied,
+                TiedWeights,
+                "schedir.find_tied_weights(stages), or schedir.find_tied_weights(model).among(stages)",
+            )
         self.prints: dict[Place, ParameterFingerprint] = {}
         first: dict[Place, Place] = {}
         for own in told:
@@ -123,7 +127,7 @@ class ParameterTable:
                 if any(place in self.of for place in shared):
                     raise ModelError(
                         f"{where(shared)} are one Parameter, and `tied` says otherwise",
-                        hint="schedir.ties(stages) finds all that is tied",
+                        hint="schedir.find_tied_weights(stages) finds all that is tied",
                     )
                 self._add(shared)
         named = dict(place for place, p in self.prints.items() if p.named and place not in self.of)
@@ -190,7 +194,7 @@ class ParameterTable:
                 if other[0] != one[0] and self.of.get(one, one) != self.of.get(other, other):
                     raise ModelError(
                         f"{where([one, other])} are equal, and not said to be one weight",
-                        hint="ties = schedir.ties(stages) before they are copied, for compile(..., "
+                        hint="ties = schedir.find_tied_weights(stages) before they are copied, for compile(..., "
                         "tied=ties) and the executor's tied=ties; its alike=True lets pass what "
                         "was only seeded alike",
                     )
@@ -244,7 +248,7 @@ def weights_of(
     program: Program,
     stages: Mapping[int, nn.Module],
     told: Sequence[Told],
-    tied: Ties | None,
+    tied: TiedWeights | None,
     *,
     alike: bool,
 ) -> list[TiedWeight]:
@@ -273,7 +277,7 @@ def weights_of(
     return weights
 
 
-def is_apart(weight: TiedWeight, plan: Plan) -> bool:
+def is_apart(weight: TiedWeight, plan: PipelineShape) -> bool:
     """Whether copies of a weight are in several memories, and each is stepped by itself."""
     return meets(weight.stages, plan) or len({p.data_ptr() for p in weight.own.values()}) > 1
 
@@ -345,7 +349,7 @@ def spread(*sums: Tensor, into: Sequence[Tensor] | None = None) -> None:
 
 def summing(
     weight: TiedWeight,
-    plan: Plan,
+    plan: PipelineShape,
     rank: int,
     transport: Transport,
     under_way: list[Work],

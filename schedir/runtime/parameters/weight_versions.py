@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import COMPUTE, Instr
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.autograd.node_hooks import observe
 from schedir.runtime.model_checks.tensor_fingerprint import local_of, sum_of_bits
 from schedir.runtime.parameters.parameter_copies import expect_no_node_hooks, like
@@ -24,7 +24,9 @@ from schedir.runtime.parameters.parameter_copies import expect_no_node_hooks, li
 class WeightVersions:
     """Copies of a stage's trained weights, by the number of updates after which they were."""
 
-    def __init__(self, module: nn.Module, plan: Plan, instrs: Iterable[tuple[int, Instr]]) -> None:
+    def __init__(
+        self, module: nn.Module, plan: PipelineShape, instrs: Iterable[tuple[int, Instr]]
+    ) -> None:
         """`instrs` are those of the stage with their indices in the Stream, in order: they say how
         long a version is of use."""
         self.stage = -1

@@ -1,4 +1,4 @@
-"""`bound`: the best lower bound on the time of any schedule."""
+"""`lower_bound`: the best lower bound on the time of any schedule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.possible_saving import ROUNDING
 from schedir.schedule_search.bounds.closed_form_bounds import closed_bound
 from schedir.schedule_search.bounds.earliest_start import earliest_bound, known_of
@@ -20,8 +20,8 @@ from schedir.schedule_search.search_results import LowerBound
 _EARLIEST: Final = 4e-6
 
 
-def bound(
-    plan: Plan,
+def lower_bound(
+    plan: PipelineShape,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
     limit: float | None = None,
@@ -40,8 +40,8 @@ def bound(
 
     Raises what `search` raises for a plan, costs, sizes or a limit that it does not take.
 
-    >>> from schedir import Costs, Plan, bound
-    >>> least = bound(Plan(ranks=4, microbatches=8), Costs(F=1, I=1, W=1), in_flight=4)
+    >>> from schedir import Costs, PipelineShape, lower_bound
+    >>> least = lower_bound(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1), in_flight=4)
     >>> least.value
     27.0
     >>> print(least.why)

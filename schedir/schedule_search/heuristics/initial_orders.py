@@ -11,7 +11,7 @@ from schedir.ir.program import Program
 from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import Order, codes_of
 from schedir.schedules import built_in
-from schedir.schedules.draft import draft
+from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import Schedule, takes_v
 
 
@@ -20,7 +20,7 @@ def starts(
 ) -> Iterator[tuple[str, Order]]:
     """The orders of what is given, and of built-in schedules for this plan, that fit."""
     for each in given:
-        program = each if isinstance(each, Program) else draft(each, problem.plan)
+        program = each if isinstance(each, Program) else expand_schedule(each, problem.plan)
         if how := unlike(program):
             raise UsageError(f"{program.name} {how}", fields=["start"])
         if program.plan != problem.plan:
@@ -30,7 +30,7 @@ def starts(
         yield from _complete(problem, program)
     for schedule in sorted(built_in().values(), key=takes_v):  # the plainest name of each first
         try:
-            program = draft(schedule, problem.plan)
+            program = expand_schedule(schedule, problem.plan)
         except ProgramError:  # it is for other plans
             continue
         yield from _complete(problem, program)

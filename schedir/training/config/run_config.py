@@ -12,7 +12,7 @@ from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.cost.sizes import Sizes, bytes_of
 from schedir.ir.pipeline.field_schema import Field, FieldType
-from schedir.ir.pipeline.pipeline_shape import PLAN, Plan
+from schedir.ir.pipeline.pipeline_shape import PLAN, PipelineShape
 from schedir.ir.pipeline.placement import Placement
 from schedir.ir.pipeline.stage_segments import NOBODY
 from schedir.ir.program import HEADER, TRAITS, Program
@@ -117,9 +117,9 @@ class PipelineConfig:
                 f.kind.settle(f.name, getattr(self, f.name), self.plan)  # refuses what cannot be
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> PipelineShape:
         """The shape of the pipeline; raises PlanError if there is none such."""
-        return Plan(**{f.name: getattr(self, f.name) for f in PLAN if f.in_config})
+        return PipelineShape(**{f.name: getattr(self, f.name) for f in PLAN if f.in_config})
 
 
 def _with_memory(section: _Section) -> _Section:
@@ -156,7 +156,7 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         for f in TRAITS:
             if f.in_config and f.section == "memory":
-                f.kind.settle(f.name, getattr(self, f.name), Plan(1, 1))
+                f.kind.settle(f.name, getattr(self, f.name), PipelineShape(1, 1))
         for name, does in (("recompute", "recomputes"), ("offload", "offloads")):
             if self.bytes is None and getattr(self, name) == "fit":
                 raise UsageError(

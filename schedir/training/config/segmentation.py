@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from schedir.errors import UsageError, said
-from schedir.ir.pipeline.pipeline_shape import Plan
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.program_attributes import CHUNKS
 from schedir.ir.pipeline.stage_segments import letters_in
 from schedir.models.partitioning import split_layers
@@ -41,7 +41,7 @@ class StageSegmentation:
 
 def finer(
     layers: int,
-    plan: Plan,
+    plan: PipelineShape,
     division: Sequence[int] | None,
     *,
     size: int,
@@ -61,7 +61,7 @@ def finer(
 
     Raises UsageError for pieces that are not those of the layers, and what else cannot be.
 
-    >>> finer(4, Plan(2, 8), None, size=4, layer="fgfg", cut="layers", chunks=2)
+    >>> finer(4, PipelineShape(2, 8), None, size=4, layer="fgfg", cut="layers", chunks=2)
     Finer(division=(2, 2), pieces=(9, 9), size=2)
     """
     chunks = 1 if chunks is None else CHUNKS.settle("chunks", chunks, None)

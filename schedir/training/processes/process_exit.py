@@ -73,12 +73,12 @@ class RunMember:
 
     def runs(self, program: Program) -> None:
         """Know what is run, and leave it for who reads the boxes."""
-        from schedir.ir.text_format import show
+        from schedir.ir.text_format import to_text
 
         self.program = program
         if os.environ.get("LOCAL_RANK", "0") == "0":
             with suppress(OSError):
-                (self.folder / PROGRAM).write_text(show(program))
+                (self.folder / PROGRAM).write_text(to_text(program))
 
     def seen(self) -> dict[int, BlackBoxSnapshot]:
         """The boxes on this machine."""
