@@ -47,7 +47,12 @@ from benchmarks.harness import head, line, parse
 from schedir import Cluster, load_cluster, planner
 from schedir.analysis.numba_jit import is_installed
 from schedir.errors import UsageError
-from schedir.planner import ParallelPlan, SoftwareConstants, TransformerSpec, prediction_regret
+from schedir.planner import (
+    ParallelPlan,
+    SoftwareConstants,
+    TransformerSpec,
+    prediction_regret,
+)
 from schedir.planner.config_export import train_config as written
 from schedir.planner.estimate.simulated_estimate import simulate_plan
 from schedir.planner.parallel_plan import PlanEstimate, StepBreakdown
@@ -310,7 +315,8 @@ def memory() -> None:
 LARGE = [
     *(
         (f"MT-NLG 530B, {nodes} nodes", TransformerSpec(105, 20480, 128, 51200, 2048), 1920, nodes,
-         ParallelPlan(p=35, t=8, d=nodes // 35, b=1, m=1920 * 35 // nodes, recompute="full", order="tdp"))
+         ParallelPlan(p=35, t=8, d=nodes // 35, b=1, m=1920 * 35 // nodes, recompute="full",
+                      order="tdp"))
         for nodes in (280, 350, 420)
     ),
     ("a trillion, 384 nodes", TransformerSpec(128, 25600, 160, 51200, 2048), 3072, 384,

@@ -55,8 +55,8 @@ from schedir.schedule_search.problem import Objective, SchedulingProblem
 from schedir.schedule_search.rank_order import Order, codes_of, length, peaks
 from schedir.schedule_search.search_results import SearchStep
 from schedir.schedules import built_in
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import placed_for
+from schedir.schedules.schedule_expansion import expand_schedule
 from tests.certified import FILE, Case, Row, cases, read
 from tests.laws import ZOO
 from tests.published import PRINTED, rows

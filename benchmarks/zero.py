@@ -62,8 +62,8 @@ from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
 from schedir.runtime.rank_state import Call
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import placed_for, takes_v
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run as run_in
 

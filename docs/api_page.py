@@ -35,38 +35,47 @@ GROUPS = {
     "Write": (
         "A schedule is a function of (rank, ranks, microbatches) that says words. "
         "[The tutorial](tutorial.md) writes one; [the built-in ones](schedules.md) are drawn.",
-        ["Plan", "F, B, I, W, R, EMPTY", "Word", "weave", "overlap", "schedule_algebra.join",
-         "schedule_algebra.placed", "schedule_algebra.delayed", "greedy", "schedules", "draft"],
+        ["PipelineShape", "F, B, I, W, R, EMPTY", "RankSchedule", "weave", "overlapped_pair",
+         "schedule_algebra.concat",
+         "schedule_algebra.with_placement", "schedule_algebra.with_weight_delay", "greedy_schedule",
+         "schedules", "expand_schedule"],
     ),
     "Compile and check": (
         "[The instructions](ir.md) has the table, the progress models and the text form; "
         "[the design](design.md) says how it is found out what is right.",
-        ["compile", "forwards", "check", "check_sequence", "errors", "Program", "Stream", "Instr",
-         "Opcode", "show", "parse", "trusting", "ties", "Ties",
-         "torch_csv.show", "torch_csv.parse"],
+        ["compile", "evaluation_program", "check", "check_program_sequence", "errors", "Program",
+         "Stream", "Instr",
+         "Opcode", "to_text", "from_text", "input_limits", "find_tied_weights", "TiedWeights",
+         "torch_csv.to_csv", "torch_csv.from_csv"],
     ),
     "Predict": (
         "Predicted and measured runs are one type. [Traces](traces.md) tells of runs as files, why "
         "ranks are idle, and what would shorten a step.",
-        ["Costs", "Sizes", "in_pieces", "Cluster", "load_cluster", "save_cluster", "model_states",
-         "layer_bytes", "simulate", "Timeline",
+        ["Costs", "Sizes", "split_costs", "Cluster", "load_cluster", "save_cluster",
+         "zero_model_states",
+         "activation_bytes_per_layer", "simulate", "Timeline",
          "save_timeline", "load_timeline", "traces.read_run", "traces.ImportedRun"],
     ),
     "Find": (
         "The shortest schedule that a search finds within a limit of memory, and below what none "
         "can be.",
-        ["search", "bound", "frontier"],
+        ["search_schedule", "lower_bound", "memory_frontier"],
     ),
-    "Plan": (
+    "PipelineShape": (
         "From a model and a cluster to layouts, and what a step of each takes and holds: "
         "[how many GPUs, and how](planner.md).",
-        ["planner.plan", "planner.step", "planner.Model", "planner.load_model", "planner.Choice",
-         "planner.Priced", "planner.Parts", "planner.Memory", "planner.cluster",
-         "planner.clusters",
-         "planner.Constants", "planner.Host", "planner.config", "planner.cut", "planner.embedding",
-         "planner.every", "planner.exact", "planner.head", "planner.layer", "planner.memory",
-         "planner.options", "planner.program", "planner.program_for", "planner.regret",
-         "planner.shorter", "planner.stage"],
+        ["planner.plan", "planner.estimate_step", "planner.TransformerSpec", "planner.load_model",
+         "planner.ParallelPlan",
+         "planner.PlanEstimate", "planner.StepBreakdown", "planner.GpuMemory",
+         "planner.cluster_preset",
+         "planner.cluster_presets",
+         "planner.SoftwareConstants", "planner.HostMemory", "planner.train_config",
+         "planner.optimize_layer_division", "planner.embedding_time",
+         "planner.all_plans", "planner.simulate_plan", "planner.head_time", "planner.layer_time",
+         "planner.peak_memory",
+         "planner.launcher_options", "planner.plan_program", "planner.simulated_program",
+         "planner.prediction_regret",
+         "planner.improve_schedule", "planner.stage_time"],
     ),
     "See other trainers": (
         "Runs of torch's own pipelining, Megatron-LM and DeepSpeed, as Timelines: "
@@ -75,18 +84,19 @@ GROUPS = {
     ),
     "Draw": (
         "[Pictures](pictures.md) has every way to look at a run, from the shell and from Python.",
-        ["viz.gantt", "viz.compare", "viz.Style", "viz.idle_map", "viz.tradeoff",
-         "viz.frontier", "viz.plan_times", "viz.plan_memory", "viz.plan_scaling",
-         "viz.visited", "viz.save", "viz.letters", "viz.html", "viz.save_html"],
+        ["viz.gantt", "viz.compare", "viz.Style", "viz.idle_map", "viz.bubble_vs_memory",
+         "viz.memory_frontier", "viz.plan_times", "viz.plan_memory", "viz.plan_scaling",
+         "viz.window_tiles", "viz.save", "viz.text_chart", "viz.html", "viz.save_html"],
     ),
     "Run": (
         "[Your own nn.Module](own-model.md) on one process and on four; [what has the bits of a "
         "plain loop](same-bits.md); [split backwards](splitting.md).",
-        ["runtime.InProcess", "runtime.Executor", "runtime.Boundary",
-         "runtime.PerMicrobatch",
-         "runtime.boundaries_of", "runtime.reference", "runtime.sizes_of",
-         "runtime.split_linears", "runtime.register_split", "runtime.check_split",
-         "runtime.Gloo", "runtime.Shared", "runtime.nccl"],
+        ["runtime.InProcessExecutor", "runtime.Executor", "runtime.Boundary",
+         "runtime.PerMicrobatchBoundary",
+         "runtime.infer_boundaries", "runtime.run_sequential", "runtime.measure_sizes",
+         "runtime.make_backward_splittable", "runtime.register_splittable_layer",
+         "runtime.check_splittable_layer",
+         "runtime.GlooTransport", "runtime.SharedMemoryTransport", "runtime.nccl_transport"],
     ),
     "Save": (
         "[Checkpoints](checkpoints.md) that any layout of ranks reads.",
@@ -96,8 +106,8 @@ GROUPS = {
         "[A schedule of your own](testing.md#a-schedule) is tested in ten lines, and so are "
         "[the gradients of any pipeline](gradients.md).",
         ["testing.assert_schedule", "testing.assert_same_gradients",
-         "testing.plans_of", "testing.plans", "testing.drafts",
-         "testing.programs", "testing.ties", "testing.random_draft"],
+         "testing.shapes_for", "testing.shapes", "testing.compute_programs",
+         "testing.programs", "testing.tied_weights", "testing.random_compute_program"],
     ),
 }  # fmt: skip
 

@@ -5,7 +5,8 @@
     python examples/seq1f1b_run.py               # with a model, on four processes
 
 A later segment sees the keys and values of the earlier ones, so a stage runs the segments of a
-sequence forward from the first on, and backward from the last on.  `PipelineShape(segments=4)` says so, and
+sequence forward from the first on, and backward from the last on.  `PipelineShape(segments=4)` says
+so, and
 `check` refuses what does not.
 """
 

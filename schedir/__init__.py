@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from schedir.schedule_search.bounds.lower_bound import lower_bound
     from schedir.schedule_search.memory_frontier import memory_frontier
     from schedir.schedule_search.search import search_schedule
-    from schedir.schedules.draft import expand_schedule
     from schedir.schedules.greedy import greedy_schedule
     from schedir.schedules.schedule_algebra import (
         EMPTY,
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
         overlapped_pair,
         weave,
     )
+    from schedir.schedules.schedule_expansion import expand_schedule
     from schedir.verify.check import check
     from schedir.verify.program_sequence import check_program_sequence
 
@@ -89,7 +89,7 @@ _HOME: Final = {
     "check_program_sequence": "verify.program_sequence:check_program_sequence",
     "checkpoints": "checkpoints",
     "compile": "compiler.compile:compile",
-    "expand_schedule": "schedules.draft:expand_schedule",
+    "expand_schedule": "schedules.schedule_expansion:expand_schedule",
     "errors": "errors",
     "evaluation_program": "compiler.evaluation_program:evaluation_program",
     "memory_frontier": "schedule_search.memory_frontier:memory_frontier",

@@ -82,7 +82,8 @@ class ProgramError(Exception):
 
     `fact` is one sentence, `program` the name of the program, `sites` the instructions
     concerned, `hint` what would be right, given only where that is sure.  `fields` are the settings
-    that do not fit, by their names in `Plan`, `Program` or a configuration, the likeliest first.
+    that do not fit, by their names in `PipelineShape`, `Program` or a configuration, the likeliest
+    first.
     """
 
     def __init__(

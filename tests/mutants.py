@@ -32,7 +32,7 @@ from schedir.passes.communication.transfer_overlap import (
 from schedir.passes.memory.checkpoint_snapshots import snapshots
 from schedir.passes.pass_order import LOWERING
 from schedir.schedules import schedule_algebra
-from schedir.schedules.draft import expand_schedule as drafted
+from schedir.schedules.schedule_expansion import expand_schedule as drafted
 from schedir.testing import random_compute_program
 from schedir.verify.check import check, check_draft
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)

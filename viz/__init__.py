@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from schedir.viz.figures.window_chart import window_tiles
     from schedir.viz.html_page import html, save_html
     from schedir.viz.style import Style
-    from schedir.viz.text_chart import text_chart
+    from schedir.viz.terminal_chart import text_chart
 
 _HOME: Final = {
     "Style": "style",
@@ -23,7 +23,7 @@ _HOME: Final = {
     "gantt": "figures.gantt_chart",
     "html": "html_page",
     "idle_map": "figures.summary_charts",
-    "text_chart": "text_chart",
+    "text_chart": "terminal_chart",
     "plan_memory": "figures.plan_charts",
     "plan_scaling": "figures.plan_charts",
     "plan_times": "figures.plan_charts",

@@ -56,7 +56,8 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
     Raises UsageError for two runs of different numbers of ranks.
 
     >>> import schedir
-    >>> run = schedir.simulate(schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(2, 4)))
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.gpipe,
+    ...     schedir.PipelineShape(2, 4)))
     >>> schedir.viz.html(run).splitlines()[0]
     '<!doctype html>'
     """
@@ -99,7 +100,8 @@ def save_html(path: str | Path, timeline: Timeline, other: Timeline | None = Non
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
     >>> import schedir
-    >>> run = schedir.simulate(schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(2, 4)))
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.gpipe,
+    ...     schedir.PipelineShape(2, 4)))
     >>> with TemporaryDirectory() as folder:
     ...     schedir.viz.save_html(f"{folder}/gpipe.html", run)
     ...     print(*[path.name for path in Path(folder).iterdir()])

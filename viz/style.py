@@ -42,7 +42,8 @@ class Style(TypedDict, total=False):
 
     >>> import schedir
     >>> paper = schedir.viz.Style(width="column", palette="grey", show="path", axis="time in ms")
-    >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1, schedir.PipelineShape(4, 8)))
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1,
+    ...     schedir.PipelineShape(4, 8)))
     >>> f"{schedir.viz.gantt(run, **paper).get_figwidth():g} inches"
     '3.35 inches'
     """

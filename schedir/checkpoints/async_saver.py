@@ -82,7 +82,8 @@ class Saver:
         self.ranks = executor.ranks if isinstance(executor, InProcessExecutor) else [executor]
         if not all(isinstance(rank, Executor) for rank in self.ranks):
             raise UsageError(
-                f"a Saver is of an Executor or an InProcess, which copies, not {said(executor)}",
+                "a Saver is of an Executor or an InProcessExecutor, which copies, not "
+                f"{said(executor)}",
                 hint="save(schedule, folder, step=..., optimizer=...)",
             )
         program = self.ranks[0].program

@@ -39,8 +39,8 @@ def kept_of(run: object) -> tuple[CheckpointGroup, CheckpointState]:
     kept = getattr(run, "kept", None)
     if kept is None or isinstance(run, type):
         raise UsageError(
-            "an Executor, an InProcess or a schedir.torch_pipelining.Schedule is saved and loaded, "
-            f"not {said(run)}"
+            "an Executor, an InProcessExecutor or a schedir.torch_pipelining.Schedule is saved "
+            f"and loaded, not {said(run)}"
         )
     found: CheckpointState = kept()
     return CheckpointGroup(found.group, alone=found.alone), found

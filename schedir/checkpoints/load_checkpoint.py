@@ -50,7 +50,8 @@ def load(
     >>> import schedir, tempfile, torch
     >>> from schedir.checkpoints import load
     >>> from schedir.runtime import InProcessExecutor
-    >>> program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(ranks=2, microbatches=4))
+    >>> program = schedir.compile(schedir.schedules.gpipe,
+    ...     schedir.PipelineShape(ranks=2, microbatches=4))
     >>> stages = [torch.nn.Linear(8, 8) for _ in range(2)]
     >>> how = dict(loss=torch.nn.functional.mse_loss, boundary=(2, 8))
     >>> run = InProcessExecutor(program, stages, optimizer=torch.optim.AdamW, **how)

@@ -46,7 +46,8 @@ def save(
     """Write what a run is after `step` steps to a folder of its own in `folder`, and return that;
     all processes call this, between steps.
 
-    A run is an Executor, an InProcess, or a `schedir.torch_pipelining.Schedule`, which is told the
+    A run is an Executor, an InProcessExecutor, or a `schedir.torch_pipelining.Schedule`, which is
+    told the
     `optimizer` of this process's stages: one, several in a list, or None for weights alone.
 
     Saved are weights, float32 copies of a MainOptimizer, what optimizers keep of each weight,

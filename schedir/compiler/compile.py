@@ -33,8 +33,8 @@ from schedir.passes.memory.offload_placement import DISK, HOST
 from schedir.passes.pass_order import LOWERING, OPTIONS
 from schedir.passes.pass_types import Boundary, Choice, Options, Pass
 from schedir.retired_names import RETIRED
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import Schedule
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check, check_draft
 
 SIZES = "Sizes(activation=16e6, saved=1.2e9)"  # an example
@@ -150,7 +150,7 @@ def compile(
 def _drafted(schedule: Schedule | Program, plan: PipelineShape | None) -> Program:
     """The draft of a schedule, or a draft itself."""
     if not isinstance(schedule, Program):
-        expect(plan, PipelineShape, "Plan(ranks=4, microbatches=8)")
+        expect(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
         assert plan is not None
         return expand_schedule(schedule, plan)
     if plan not in (None, schedule.plan):

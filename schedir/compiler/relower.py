@@ -19,8 +19,8 @@ from schedir.ir.program import JOINED, TRAITS, Program, Stream
 from schedir.passes.pass_order import LOWERING
 from schedir.passes.splitting.stage_segmentation import cut_like
 from schedir.schedules import built_in
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import Schedule
+from schedir.schedules.schedule_expansion import expand_schedule
 
 
 def compute_of(program: Program) -> Program:
@@ -38,8 +38,8 @@ def compute_of(program: Program) -> Program:
 def options_of(program: Program, model: Model, draft: Program | None = None) -> dict[str, Any]:
     """Return the options of `compile` with which a program was lowered.
 
-    Only options that leave a trace in the program can be found.  If there is a `expand_schedule`, options
-    that do not apply to its traits are left out.
+    Only options that leave a trace in the program can be found.  If there is a `expand_schedule`,
+    options that do not apply to its traits are left out.
     """
     options: dict[str, Any] = {}
     for each in LOWERING:

@@ -32,7 +32,6 @@ from schedir.predict.calibrate import calibrate, completed
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import built_in
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import (
     Schedule,
     delay_for,
@@ -40,6 +39,7 @@ from schedir.schedules.schedule_algebra import (
     stages_per_rank_for,
     takes_v,
 )
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check
 
 

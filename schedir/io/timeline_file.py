@@ -108,7 +108,8 @@ def load_timeline(path: str | Path) -> Timeline:
     program, and UsageError for a file that cannot be read.
 
     >>> from tempfile import TemporaryDirectory
-    >>> from schedir import PipelineShape, compile, load_timeline, save_timeline, schedules, simulate
+    >>> from schedir import PipelineShape, compile, schedules, simulate
+    >>> from schedir import load_timeline, save_timeline
     >>> run = simulate(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4)))
     >>> with TemporaryDirectory() as folder:
     ...     save_timeline(run, f"{folder}/gpipe.timeline")

@@ -100,7 +100,8 @@ def to_csv(program: Program, to: str = "torch") -> str:
     holders, several updates, or frozen stages, with R, or with gradients reduced in turns.
 
     >>> from schedir import PipelineShape, compile, schedules, torch_csv
-    >>> print(torch_csv.to_csv(compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=2))), end="")
+    >>> print(torch_csv.to_csv(compile(schedules.one_f_one_b,
+    ...     PipelineShape(ranks=2, microbatches=2))), end="")
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1
     """
@@ -118,8 +119,8 @@ def to_csv(program: Program, to: str = "torch") -> str:
 
 
 def cells(program: Program, to: str = "torch") -> list[list[str]]:
-    """The cells of each rank's row, as `to_csv` has them; also of a program without a backward, which
-    torch's runtime runs, though it does not load it.  Raises what `to_csv` does."""
+    """The cells of each rank's row, as `to_csv` has them; also of a program without a backward,
+    which torch's runtime runs, though it does not load it.  Raises what `to_csv` does."""
     if to not in FORMS:
         raise UsageError(f"no form {to!r} to export to", hint=f"there are {', '.join(FORMS)}")
     if to != "torch" and program.is_draft and program.plan.ranks > 1:

@@ -13,7 +13,7 @@ from schedir.planner.parallel_plan import (
     StepBreakdown,
 )
 from schedir.planner.plan_search import all_plans, estimate_step, plan
-from schedir.planner.prediction_regret import prediction_regret
+from schedir.planner.regret import prediction_regret
 from schedir.planner.schedule_improvement import improve_schedule
 from schedir.planner.transformer.layer_division_search import optimize_layer_division
 from schedir.planner.transformer.layer_time import embedding_time, head_time, layer_time, stage_time

@@ -18,8 +18,8 @@ from schedir.passes.selection import stages_of
 from schedir.planner.parallel_plan import ParallelPlan
 from schedir.planner.transformer.layer_division import layers_of
 from schedir.planner.transformer.transformer_spec import TransformerSpec
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import placed_for, takes_v
+from schedir.schedules.schedule_expansion import expand_schedule
 
 _KEPT: Final = 16  # programs that are kept: choices differ in sizes more often than in these
 _LARGE: Final = 2**18  # instructions of one that is not
@@ -35,7 +35,7 @@ def plan_of(choice: ParallelPlan) -> PipelineShape:
 
     >>> from schedir.planner import ParallelPlan
     >>> plan_of(ParallelPlan(p=4, m=8, v=2, schedule="zb_v"))
-    Plan(ranks=4, microbatches=8, stages_per_rank=2, placement='vee')
+    PipelineShape(ranks=4, microbatches=8, stages_per_rank=2, placement='vee')
     """
     source = Source(choice.schedule)
     if isinstance(source.found, Program):

@@ -29,7 +29,8 @@ def launcher_options(model: TransformerSpec, choice: ParallelPlan) -> dict[str, 
 
     >>> from schedir.planner import ParallelPlan, TransformerSpec, launcher_options
     >>> model = TransformerSpec(layers=7, hidden=64, heads=4, vocab=256, sequence=64)
-    >>> for trainer, text in launcher_options(model, ParallelPlan(p=3, m=6, layers_of=(2, 3, 2))).items():
+    >>> for trainer, text in launcher_options(model, ParallelPlan(p=3, m=6, layers_of=(2, 3,
+    ...     2))).items():
     ...     print(f"{trainer}:", text, sep="\\n")
     megatron:
     --pipeline-model-parallel-size 3

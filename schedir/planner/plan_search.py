@@ -44,7 +44,8 @@ def estimate_step(
     Raises UsageError for a choice that is none of this model on this cluster.
 
     >>> from schedir import planner
-    >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+    >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200,
+    ...     sequence=2048)
     >>> cluster = planner.cluster_preset("a100", nodes=128)
     >>> one = planner.ParallelPlan(p=8, t=8, d=16, m=96, recompute="full")
     >>> found = planner.estimate_step(gpt3, cluster, one, exact=False)
@@ -92,14 +93,16 @@ def plan(
     A degree, a level or a word, or several of them, leave only plans that have one of these.
 
     With `offload` there are also plans that do not fit but with the memory of their hosts, to which
-    activations, the optimizer's states, or both go meanwhile (`ParallelPlan.offload`, `ParallelPlan.states`).
-    These are simulated, the likeliest ones; `PlanEstimate.beside` tells what that is worth.
+    activations, the optimizer's states, or both go meanwhile (`ParallelPlan.offload`,
+    `ParallelPlan.states`). These are simulated, the likeliest ones; `PlanEstimate.beside` tells
+    what that is worth.
 
     Raises UsageError where there is no plan, or none fits; with `offload` also where the cluster
     does not tell `host` and `host_memory`, and without `exact`.
 
     >>> from schedir import planner
-    >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+    >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200,
+    ...     sequence=2048)
     >>> cluster = planner.cluster_preset("a100", nodes=128)
     >>> best, *_ = planner.plan(gpt3, cluster, 1536, t=8, exact=False)
     >>> best.gpus, best.batch, best.fits

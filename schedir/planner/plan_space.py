@@ -31,7 +31,8 @@ class PlanTable(NamedTuple):
         """One of them."""
         return priced(
             model, cluster, self.plans.choice(model, number),
-            StepBreakdown(*self.parts[:, number].tolist()), GpuMemory(*self.memory[:, number].tolist()),
+            StepBreakdown(*self.parts[:, number].tolist()), GpuMemory(*self.memory[:,
+                                                                                   number].tolist()),
         )  # fmt: skip
 
     def take(self, which: NDArray[np.bool_]) -> PlanTable:

@@ -35,7 +35,8 @@ class RankGroupShares(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PlanColumns:
-    """A column of whole numbers for each field of a choice, as `ParallelPlan` has them; `schedule` and
+    """A column of whole numbers for each field of a choice, as `ParallelPlan` has them; `schedule`
+    and
     `recompute` are numbers of `NAMES` and `RECOMPUTES`, and `sequence_parallel` is 0 or 1.
 
     What all plans have alike is said once.  Layers are divided as evenly as can be (`even`), unless

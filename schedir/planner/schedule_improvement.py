@@ -57,10 +57,11 @@ def improve_schedule(
 ) -> ImprovedPlan:
     """Search for a shorter schedule of a choice, in the memory that its states leave on each rank.
 
-    `schedir.search_schedule` looks for it, at the times of this choice's stages and messages, half of the
+    `schedir.search_schedule` looks for it, at the times of this choice's stages and messages, half
+    of the
     `seconds` among schedules with whole backwards, and half among those with W apart.  What is
-    found is priced as `simulate_plan` prices the choice, of which it has all but the schedule, whose name
-    then is "search"; where nothing shorter is found it is the choice as it is.
+    found is priced as `simulate_plan` prices the choice, of which it has all but the schedule,
+    whose name then is "search"; where nothing shorter is found it is the choice as it is.
 
     To train it, write `schedir.to_text(program)` into a FILE.sched, which is the schedule of
     `config(model, replace(choice, schedule="FILE.sched"))`.
@@ -72,7 +73,8 @@ def improve_schedule(
     >>> node = planner.cluster_preset("a100", nodes=1)
     >>> one = planner.ParallelPlan(p=4, t=2, b=2, m=8)
     >>> found = planner.improve_schedule(gpt, node, one, seconds=60, evaluations=50)
-    >>> found.priced.step <= planner.simulate_plan(gpt, node, one).step, found.bound <= found.priced.step
+    >>> found.priced.step <= planner.simulate_plan(gpt, node,
+    ...     one).step, found.bound <= found.priced.step
     (True, True)
     """
     refuse_offload(choice, "a search")

@@ -46,8 +46,8 @@ def own_sizes(
     what the paper leaves out: two numbers per norm, and one per head in place of its scores (arXiv
     2307.08691, section 3.1.2).  The head saves the input of its norm and its own, the logits, and
     which of them is right.  The tape of a split backward has the input of each linear layer and the
-    gradient of its output.  `sizes_of` measures the same (tests/cpu/test_own_sizes.py); with ZeRO
-    it also counts the padding of buckets.
+    gradient of its output.  `measure_sizes` measures the same (tests/cpu/test_own_sizes.py); with
+    ZeRO it also counts the padding of buckets.
     """
     layers, t = np.array(layers_of(model, choice), float), choice.t
     tokens = float(choice.b * model.sequence)

@@ -91,13 +91,14 @@ def activation_bytes_per_layer(
     It is the paper's layer.  That of `schedir.training` keeps other things where its operations are
     others: no as^2b of attention, which is one operation that keeps 4abs bytes, and no masks where
     nothing is dropped; and each norm keeps 2 numbers for each token, which the paper leaves out.
-    What a layer does keep `sizes_of` measures.  Attention is to all tokens, and no windows.
+    What a layer does keep `measure_sizes` measures.  Attention is to all tokens, and no windows.
 
     Raises UsageError for sizes that are no numbers from 1 on, and another `recompute`.
 
     >>> from schedir import activation_bytes_per_layer
     >>> gpt3 = {"sequence": 2048, "microbatch": 1, "hidden": 12288, "heads": 96}
-    >>> [f"{activation_bytes_per_layer(**gpt3, tp=8, recompute=r) / 1e6:.0f} MB" for r in ("none", "selective")]
+    >>> [f"{activation_bytes_per_layer(**gpt3, tp=8, recompute=r) / 1e6:.0f} MB" for r in ("none",
+    ...     "selective")]
     ['579 MB', '327 MB']
     """
     return sum(

@@ -40,9 +40,9 @@ from schedir.predict.calibrate import MISSED, calibrate, completed, missed_by, r
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.schedules import built_in, looped_bfs
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.greedy import greedy_schedule
 from schedir.schedules.schedule_algebra import Schedule, delay_for, placed_for
+from schedir.schedules.schedule_expansion import expand_schedule
 
 LEAST: Final = 0.005  # share of a time or of bytes: smaller differences are not reported
 LARGE: Final = 100_000  # instructions: of a longer program no changed program is compiled

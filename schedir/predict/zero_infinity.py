@@ -35,12 +35,12 @@ def parameters(layers: int, hidden: int) -> float:
     return 12.0 * layers * hidden**2
 
 
-def model_states(layers: int, hidden: int) -> float:
+def zero_model_states(layers: int, hidden: int) -> float:
     """Bytes of parameters, gradients and the optimizer's state: 240 nl hd^2 (equation 2).
 
     20 for each parameter: `schedir.zero_model_states` counts 16, without the gradient in 32 bits.
 
-    >>> f"{model_states(128, 25 * 1024) / 2**40:.2f} TiB"  # of 10^12 parameters: Figure 2a
+    >>> f"{zero_model_states(128, 25 * 1024) / 2**40:.2f} TiB"  # of 10^12 parameters: Figure 2a
     '18.31 TiB'
     """
     return (PARAMETER + GRADIENT + OPTIMIZER) * parameters(layers, hidden)

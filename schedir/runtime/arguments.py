@@ -16,7 +16,7 @@ from schedir.ir.program import Program
 from schedir.runtime.parameters.mixed_precision import LossScale
 
 _T = TypeVar("_T")
-_PROGRAM = "schedir.compile(schedule, Plan(ranks=2, microbatches=4))"
+_PROGRAM = "schedir.compile(schedule, PipelineShape(ranks=2, microbatches=4))"
 
 
 def shape_of(given: object) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ def loss_scale_of(given: LossScale | None) -> LossScale | None:
 def transport_of(given: _T) -> _T:
     """A transport.  Raises ModelError for anything else."""
     if not hasattr(given, "agree"):
-        raise ModelError(f"{said(given)} is no transport", hint="Gloo(program)")
+        raise ModelError(f"{said(given)} is no transport", hint="GlooTransport(program)")
     return given
 
 

@@ -83,7 +83,7 @@ class CheckpointState:
 
 
 class Checkpointable(Protocol):
-    """What is saved and loaded: an Executor, an InProcess, or a
+    """What is saved and loaded: an Executor, an InProcessExecutor, or a
     `schedir.torch_pipelining.Schedule`."""
 
     def kept(self) -> CheckpointState:

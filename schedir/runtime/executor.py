@@ -77,7 +77,7 @@ class Executor(ProgramRunner):
     What others take and give, a tensor or a tuple of them, is `boundary`: a Boundary or a shape;
     several Boundaries for several tensors; or, where edges differ, a mapping from each stage but
     the last to what it gives; or, where microbatches differ, PerMicrobatch of these.
-    `boundaries_of` finds it for a microbatch.  A tensor with a gradient depends on what
+    `infer_boundaries` finds it for a microbatch.  A tensor with a gradient depends on what
     is trained, or on what came in with one; one without is passed on detached.  What a stage does
     not use has a gradient of zeros.
 
@@ -90,11 +90,11 @@ class Executor(ProgramRunner):
     nothing.  torch's own fused optimizers are told on the device; for any other, and for one with
     hooks on its step, the host reads it, and on a GPU waits.
 
-    `tied` says which parameters are copies of one weight: `schedir.find_tied_weights(stages)`, made of all the
-    stages, the same in every process.  It may be left out where a process sees it, as its stages
-    have one Parameter, and where modules name their copy, in an attribute `tied_weight`.  Each
-    copy keeps a gradient of its own; these are added once, in the order of stages, all copies get
-    the sum, and norm and optimizer count the weight once.  Processes compare their parameters:
+    `tied` says which parameters are copies of one weight: `schedir.find_tied_weights(stages)`, made
+    of all the stages, the same in every process.  It may be left out where a process sees it, as
+    its stages have one Parameter, and where modules name their copy, in an attribute `tied_weight`.
+    Each copy keeps a gradient of its own; these are added once, in the order of stages, all copies
+    get the sum, and norm and optimizer count the weight once.  Processes compare their parameters:
     trained ones of different stages that are equal, not constant and not tied are refused, unless
     `alike` says that stages may have been seeded alike.  Between steps a Parameter that stages
     share is in all of them; within a step all but the first compute with one that stands in.
@@ -113,7 +113,8 @@ class Executor(ProgramRunner):
 
     Under tensor parallelism, a parameter of which each rank holds a slice has an attribute
     `shard_dim`, the dimension along which it is cut; others are held whole by all, and the global
-    norm counts them once.  `copies` is an InProcess's, in which ranks share Parameters, and so is
+    norm counts them once.  `copies` is an InProcessExecutor's, in which ranks share Parameters, and
+    so is
     `others`: the stages of its other ranks, which may have the same buffers.
 
     What is trained is settled when the executor is made.  A step after a change to that, by
@@ -150,7 +151,8 @@ class Executor(ProgramRunner):
     >>> stages, loss = [nn.Linear(8, 8), nn.Linear(8, 1)], nn.functional.mse_loss
     >>> sgd = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=0.01)
     >>> how = dict(loss=loss, boundary=(2, 8), optimizer=sgd)
-    >>> rank = Executor(program, 0, stages, GlooTransport(program), **how)  # of several, each makes its own
+    >>> rank = Executor(program, 0, stages, GlooTransport(program),
+    ...     **how)  # of several, each makes its own
     >>> x, y = torch.ones(4, 2, 8), torch.ones(4, 2, 1)  # of each microbatch two samples
     >>> bool(rank.step(x, y) > rank.step(x, y))  # it has learned
     True

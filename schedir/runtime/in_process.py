@@ -1,4 +1,4 @@
-"""InProcess: run all ranks of a program in one process, in any legal order.
+"""InProcessExecutor: run all ranks of a program in one process, in any legal order.
 
 For property tests and for looking at a schedule on one machine: what the dependency graph
 allows is what happens, in an order that a seed decides.

@@ -63,7 +63,7 @@ class StageReplica:
                 f"{name} of stage {self.stage} has changed between steps. The stage has several "
                 "holders, whose copies follow Parameters, buffers, modes, numbers and strings only",
                 program=program.name,
-                hint="change it before InProcess is made, or make InProcess anew",
+                hint="change it before InProcessExecutor is made, or make InProcessExecutor anew",
             )
         for mine, theirs in zip(self.copy.modules(), self.module.modules(), strict=True):
             for name, value in vars(theirs).items():
@@ -162,8 +162,9 @@ def copies_of(
                 f"{where(of.values())} are one Parameter on {len(of)} ranks, and ZeRO level "
                 f"{program.zero} would shard it on each of them",
                 program=program.name,
-                hint="ties = schedir.find_tied_weights(stages), then copies: stages = [deepcopy(stage) for "
-                "stage in stages], and tied=ties for the ranks; or zero=0",
+                hint="ties = schedir.find_tied_weights(stages), then copies: "
+                "stages = [deepcopy(stage) for stage in stages], and tied=ties for the ranks; "
+                "or zero=0",
             )
         if others and program.trains:
             expect_no_node_hooks(p, where(of.values()))

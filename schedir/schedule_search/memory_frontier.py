@@ -95,7 +95,8 @@ def memory_frontier(
     Raises what `search_schedule` raises.
 
     >>> from schedir import Costs, PipelineShape, memory_frontier
-    >>> found = memory_frontier(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1), evaluations=2000)
+    >>> found = memory_frontier(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1),
+    ...     evaluations=2000)
     >>> [(level.limit, level.run.span, level.bound) for level in found.levels]
     [(1.0, 72.0, 72.0), (2.0, 41.0, 40.0), (3.0, 32.0, 31.0), (4.0, 27.0, 27.0)]
     """

@@ -138,7 +138,7 @@ def problem_of(
     `FB` that saves time; UsageError for a limit that is none, and for one within which no schedule
     works.
     """
-    expect(plan, PipelineShape, "Plan(ranks=4, microbatches=8)")
+    expect(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
     costs = Costs() if costs is None else costs
     expect(costs, Costs, "Costs(F=1, B=2)")
     if objective not in OBJECTIVES:

@@ -75,7 +75,8 @@ def search_schedule(
     are looked at; and what `compile` raises.
 
     >>> from schedir import Costs, PipelineShape, search_schedule
-    >>> found = search_schedule(PipelineShape(ranks=4, microbatches=8), Costs(F=2, I=2, W=1), in_flight=4)
+    >>> found = search_schedule(PipelineShape(ranks=4, microbatches=8), Costs(F=2, I=2, W=1),
+    ...     in_flight=4)
     >>> found.span
     49.0
     >>> found.timeline

@@ -55,7 +55,7 @@ def greedy_schedule(
     >>> found.streams == expand_schedule(schedules.one_f_one_b, plan).streams
     True
     """
-    expect(plan, PipelineShape, "Plan(ranks=2, microbatches=4)")
+    expect(plan, PipelineShape, "PipelineShape(ranks=2, microbatches=4)")
     costs = Costs() if costs is None else costs
     expect(costs, Costs, "Costs(F=1, B=2)")
     if not isinstance(prefer, str) or sorted(prefer) not in (["B", "F"], ["F", "I", "W"]):

@@ -7,9 +7,9 @@ not.
 
 >>> from schedir import EMPTY, B, F, I, W
 >>> 2 * F + (F + B) + 2 * B
-<Word F F F B B B>
+<RankSchedule F F F B B B>
 >>> I + W + 0 * F, EMPTY
-(<Word I W>, <Word>)
+(<RankSchedule I W>, <RankSchedule>)
 
 `R` runs a forward again, on what it has kept of its input, and so stands before the backward whose
 microbatch it is of: `F + R + B`.
@@ -66,7 +66,8 @@ class RankSchedule:
     >>> from schedir import B, F, PipelineShape, expand_schedule
     >>> def back_to_front(rank, ranks, microbatches):
     ...     return 2 * F + B.at(1) + B.at(0)
-    >>> [str(instr) for instr in expand_schedule(back_to_front, PipelineShape(ranks=1, microbatches=2)).streams[0]]
+    >>> [str(instr) for instr in expand_schedule(back_to_front,
+    ...     PipelineShape(ranks=1, microbatches=2)).streams[0]]
     ['F 0.0', 'F 0.1', 'B 0.1', 'B 0.0']
     """
 
@@ -120,7 +121,7 @@ class RankSchedule:
 
     def __repr__(self) -> str:
         names = [ROWS[w >> OP & 0xFF].text for w in self.letters[:20].tolist()]
-        return f"<{' '.join(['Word', *names])}{' ...' if len(self) > 20 else ''}>"
+        return f"<{' '.join(['RankSchedule', *names])}{' ...' if len(self) > 20 else ''}>"
 
 
 def _whole(what: str, value: SupportsIndex) -> int:
@@ -152,7 +153,7 @@ def concat(words: Iterable[RankSchedule]) -> RankSchedule:
 
     >>> from schedir.schedule_algebra import F, concat
     >>> concat(F[j] for j in range(3))
-    <Word F F F>
+    <RankSchedule F F F>
     """
     return RankSchedule(
         np.concatenate([EMPTY.letters, *(_letters("join", word) for word in words)])
@@ -179,7 +180,7 @@ def weave(
 
     >>> from schedir import B, F, weave
     >>> weave(4 * F, 4 * B, lead=2)
-    <Word F F F B F B B B>
+    <RankSchedule F F F B F B B B>
     """
     words = [_letters("weave", word) for word in (forwards, backwards, weights)]
     lead, late = _whole("the lead of weave", lead), _whole("the late of weave", late)
@@ -194,7 +195,8 @@ def overlapped_pair(first: RankSchedule, second: RankSchedule) -> RankSchedule:
     >>> from schedir import B, F, PipelineShape, expand_schedule, overlapped_pair, to_text
     >>> def cells(rank, ranks, microbatches):
     ...     return F + (microbatches - 1) * overlapped_pair(F, B) + B
-    >>> for line in to_text(expand_schedule(cells, PipelineShape(ranks=1, microbatches=4))).splitlines()[-3:]:
+    >>> for line in to_text(expand_schedule(cells, PipelineShape(ranks=1,
+    ...     microbatches=4))).splitlines()[-3:]:
     ...     print(line)
       F 0.0
       3 x  F 0.1+ & B 0.0+
@@ -241,7 +243,8 @@ def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S],
 def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
     """Mark a schedule as one whose updates take this delay, where a plan has several.
 
-    A number, or one per stage, as in `Plan`.  As with `with_placement`: `draft` reads it, as
+    A number, or one per stage, as in `PipelineShape`.  As with `with_placement`: `draft` reads it,
+    as
     `schedule.delay`, and refuses other plans.  Raises TypeError for anything else.
 
     >>> from schedir import B, F, PipelineShape, expand_schedule

@@ -69,7 +69,8 @@ def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
     >>> from schedir import PipelineShape, RankSchedule, expand_schedule, simulate
     >>> from schedir.ir.program import JOINED
     >>> def halves(r, P, m): return RankSchedule(dualpipe_v(r, P, m).letters & ~JOINED)
-    >>> [simulate(expand_schedule(s, PipelineShape(4, 10, placement="vee"))).span for s in (dualpipe_v, halves)]
+    >>> [simulate(expand_schedule(s, PipelineShape(4, 10,
+    ...     placement="vee"))).span for s in (dualpipe_v, halves)]
     [66.0, 63.0]
     """
     _enough(m, 2 * P)

@@ -16,7 +16,7 @@ from schedir.schedules.schedule_algebra import Schedule, name_of
 from schedir.testing.strategies import shapes_for
 from schedir.verify.check import check
 
-_PLANS = "plans=[Plan(ranks=2, microbatches=4)]"
+_PLANS = "plans=[PipelineShape(ranks=2, microbatches=4)]"
 
 
 def assert_schedule(

@@ -33,7 +33,8 @@ def shapes_for(
 
     >>> from schedir.testing import shapes_for
     >>> shapes_for(lambda rank, ranks, microbatches: None, ranks=2, microbatches=2)[1:]
-    [Plan(ranks=1, microbatches=2), Plan(ranks=2, microbatches=1), Plan(ranks=2, microbatches=2)]
+    [PipelineShape(ranks=1, microbatches=2), PipelineShape(ranks=2, microbatches=1),
+    PipelineShape(ranks=2, microbatches=2)]
     """
     placement, v = placed_for(schedule)
     if placement is None:

@@ -69,11 +69,11 @@ class Schedule(CheckedRuntime):
     DistributedDataParallel; gradients are reduced once in a step, after all that adds to them,
     halves of backwards included.
 
-    `tied` says which parameters are copies of one weight: `schedir.find_tied_weights(stages)` of all stages, the
-    same on every rank.  It may be left out where a rank sees it, as its stages have one Parameter,
-    and where modules name their `tied_weight`.  Gradients of copies are summed once in a step, in
-    the order of stages.  Trained parameters of different stages that are equal, not constant and
-    not tied are refused, unless `alike`.
+    `tied` says which parameters are copies of one weight: `schedir.find_tied_weights(stages)` of
+    all stages, the same on every rank.  It may be left out where a rank sees it, as its stages have
+    one Parameter, and where modules name their `tied_weight`.  Gradients of copies are summed once
+    in a step, in the order of stages.  Trained parameters of different stages that are equal, not
+    constant and not tied are refused, unless `alike`.
 
     All ranks of a pipeline make theirs together.  Raises whatever `check` does for a program that
     is not proven, ModelError for ties that do not go with the stages, and UsageError for anything

@@ -274,10 +274,12 @@ class GlooTransport(ProcessTransport):
     >>> from torch import distributed
     >>> from schedir.runtime import GlooTransport
     >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    >>> one = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(ranks=1, microbatches=4))
+    >>> one = schedir.compile(schedir.schedules.gpipe,
+    ...     schedir.PipelineShape(ranks=1, microbatches=4))
     >>> GlooTransport(one).model
     'edge'
-    >>> GlooTransport(schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(ranks=4, microbatches=4), dp=2))
+    >>> GlooTransport(schedir.compile(schedir.schedules.gpipe,
+    ...     schedir.PipelineShape(ranks=4, microbatches=4), dp=2))
     Traceback (most recent call last):
         ...
     schedir.errors.ModelError: gpipe: 1 processes do not make pp 4 x tp 1 x dp 2 = 8

@@ -216,7 +216,8 @@ def nccl_transport(
 
     >>> import schedir, torch
     >>> from schedir.runtime import nccl_transport
-    >>> program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(ranks=2, microbatches=4))
+    >>> program = schedir.compile(schedir.schedules.gpipe,
+    ...     schedir.PipelineShape(ranks=2, microbatches=4))
     >>> nccl_transport(program, torch.device("cpu"))
     Traceback (most recent call last):
         ...

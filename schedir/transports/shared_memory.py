@@ -314,7 +314,8 @@ class SharedMemoryTransport(ProcessTransport):
     >>> from schedir.runtime import GlooTransport, SharedMemoryTransport
     >>> from schedir.transports.shared_memory import can_share
     >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    >>> program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(ranks=1, microbatches=4))
+    >>> program = schedir.compile(schedir.schedules.gpipe,
+    ...     schedir.PipelineShape(ranks=1, microbatches=4))
     >>> transport = SharedMemoryTransport(program) if can_share() else GlooTransport(program)
     >>> transport.model
     'edge'

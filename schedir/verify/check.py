@@ -134,7 +134,8 @@ def check(
     `eager` without the sizes of messages.
 
     >>> from schedir import PipelineShape, check, compile, from_text, schedules, to_text
-    >>> text = to_text(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2)), folded=False)
+    >>> text = to_text(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2)),
+    ...     folded=False)
     >>> check(from_text(text), model="edge")
     <program gpipe: 2 ranks, 20 instructions>
     >>> check(from_text(text.replace("recv_grad 0.1", "")))

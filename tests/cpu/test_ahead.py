@@ -246,7 +246,8 @@ def test_a_loss_scale_is_led_by_the_right_updates() -> None:
         for stage in stages:
             float32_gradients(stage)
         return InProcessExecutor(
-            compile(schedules.one_f_one_b, PipelineShape(3, 4), clip=True, validate=validate), stages,
+            compile(schedules.one_f_one_b, PipelineShape(3, 4), clip=True, validate=validate),
+            stages,
             loss=gpt.loss, boundary=Boundary(BOUNDARY.shape, torch.float16), loss_scale=scale,
             optimizer=lambda ps: MainOptimizer(ps, ADAMW), max_norm=math.inf,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
-from schedir.schedules.draft import expand_schedule as draft_of
+from schedir.schedules.schedule_expansion import expand_schedule as draft_of
 from schedir.testing import compute_programs
 from tests.cpu.layouts import Layout, Model, in_process, same, steps, whole
 

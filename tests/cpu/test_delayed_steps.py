@@ -190,7 +190,8 @@ def _processes(rank: int) -> Any:
         program = schedir.compile(schedule, plan, clip=True, dp=1, states=states)
         stages = {s: m for s, m in enumerate(tiny_stages(plan.stages)) if s in plan.stages_of[rank]}
         executor = Executor(
-            program, rank, stages, GlooTransport(program), loss=loss, boundary=BOUNDARY, max_norm=0.5,
+            program, rank, stages, GlooTransport(program), loss=loss, boundary=BOUNDARY,
+            max_norm=0.5,
             optimizer=adam([p for m in stages.values() for p in m.parameters()]),
         )  # fmt: skip
         if states == "cpu":

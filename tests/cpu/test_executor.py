@@ -306,7 +306,7 @@ def test_split_layers_leave_their_gradients_to_w() -> None:
         compile(zb, PipelineShape(2, 4)), _blocks(), loss=_squares, boundary=BOUNDARY
     )
     with pytest.warns(
-        UserWarning, match=r"stage [01].*layers\.0 \(Linear\), layers\.2.*split_linears"
+        UserWarning, match=r"stage [01].*layers\.0 \(Linear\), layers\.2.*make_backward_splittable"
     ):
         plain.step(x, x + 1)
 

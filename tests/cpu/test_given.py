@@ -134,15 +134,27 @@ WRONG: dict[str, Callable[[], object]] = {
     "a reference's loss": lambda: run_sequential(modules(), X, X, loss=nn.MSELoss),  # type: ignore[arg-type]
     "a reference's inputs": lambda: run_sequential(modules(), X[:3], X, loss=squares),
     "a reference's program": lambda: run_sequential(
-        modules(), X, X, loss=squares, program=one_f_one_b
-    ),  # type: ignore[arg-type]
+        modules(),
+        X,
+        X,
+        loss=squares,
+        program=one_f_one_b,  # type: ignore[arg-type]
+    ),
     "sizes of inputs": lambda: measure_sizes(
-        modules(), {"x": X}, X[0], loss=squares, boundary=(2, 3)
-    ),  # type: ignore[arg-type]
+        modules(),
+        {"x": X},  # type: ignore[arg-type]
+        X[0],
+        loss=squares,
+        boundary=(2, 3),
+    ),
     "sizes of numbers": lambda: measure_sizes([1, 2], X[0], X[0], loss=squares, boundary=(2, 3)),  # type: ignore[list-item]
     "sizes without a loss": lambda: measure_sizes(
-        modules(), X[0], X[0], loss=None, boundary=(2, 3)
-    ),  # type: ignore[arg-type]
+        modules(),
+        X[0],
+        X[0],
+        loss=None,  # type: ignore[arg-type]
+        boundary=(2, 3),
+    ),
     "splits of stages": lambda: make_backward_splittable(modules()),  # type: ignore[arg-type]
 }
 

@@ -21,7 +21,7 @@ from schedir.models import gpt
 from schedir.predict.simulate import simulate
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import built_in
-from schedir.schedules.draft import expand_schedule
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.training.config.config_file import read
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run

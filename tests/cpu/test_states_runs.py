@@ -75,7 +75,8 @@ def _processes(rank: int, folder: str) -> Any:
         train(
             rank,
             Case(
-                looped_bfs, PipelineShape(1, 3, 3), half=half, options={"states": states, "clip": clip},
+                looped_bfs, PipelineShape(1, 3, 3), half=half, options={"states": states,
+                                                                        "clip": clip},
                 folder=folder,
             ),
             zero,

@@ -17,8 +17,8 @@ from schedir.analysis.progress_models import MODELS
 from schedir.errors import DeadlockError, ProgramError, ScheduleError, UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, weave
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import (
     assert_schedule,
     compute_programs,
@@ -98,7 +98,7 @@ def test_a_strategy_shows_the_smallest_that_fails() -> None:
             return m * F + (m if least > m else m - 1) * B
 
         shown = str(caught(few, plans=shapes(2, 6, 1, ("loop",))))
-        assert f"Plan(ranks=1, microbatches={least})" in shown
+        assert f"PipelineShape(ranks=1, microbatches={least})" in shown
 
 
 def caught(schedule: Any, **options: Any) -> AssertionError:
@@ -114,7 +114,7 @@ def test_a_deadlock_is_caught() -> None:
 
     error = caught(impatient)
     assert isinstance(error.__cause__, DeadlockError)
-    assert "Plan(ranks=2, microbatches=2)" in str(error)
+    assert "PipelineShape(ranks=2, microbatches=2)" in str(error)
     assert str(error.__cause__) in str(error)
 
 
@@ -124,14 +124,14 @@ def test_what_is_incomplete_is_caught() -> None:
 
     error = caught(forgetful)
     assert isinstance(error.__cause__, ProgramError)
-    assert "Plan(ranks=1, microbatches=4)" in str(error)
+    assert "PipelineShape(ranks=1, microbatches=4)" in str(error)
 
 
 def test_a_schedule_that_raises_is_caught() -> None:
     def needy(r: int, P: int, m: int) -> RankSchedule:
         return weave(m * F, m * B, lead=8 // (3 - P))
 
-    assert "Plan(ranks=3, microbatches=1)" in str(caught(needy))
+    assert "PipelineShape(ranks=3, microbatches=1)" in str(caught(needy))
     assert_schedule(needy, plans=shapes(ranks=2, stages_per_rank=1), examples=10)
 
 

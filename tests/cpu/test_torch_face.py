@@ -96,7 +96,7 @@ def test_a_stage_that_would_not_be_trained_is_refused() -> None:
 
 
 def schedules_draft() -> Any:
-    from schedir.schedules.draft import expand_schedule
+    from schedir.schedules.schedule_expansion import expand_schedule
 
     return expand_schedule(schedules.zb_h1, PipelineShape(2, MB))
 

@@ -21,7 +21,7 @@ from schedir.errors import DeadlockError, ProgramError
 from schedir.io.torch_csv import to_csv
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
-from schedir.schedules.draft import expand_schedule
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.torch_pipelining import Schedule
 from schedir.torch_pipelining.program_selection import model_of
 from schedir.verify.check import check

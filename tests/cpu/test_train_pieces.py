@@ -42,7 +42,8 @@ def test_pieces_train_what_whole_stages_do(config: str, tmp_path: Path) -> None:
     assert evaluated(tmp_path / "whole").startswith(evaluated(tmp_path / "half"))
     more: dict[str, Any] = {"tied": True, "clip": True, "snapshots": True}
     program = compile(
-        schedules.one_f_one_b, PipelineShape(2, 3), tp=2, cut=5, fill="F", blocks=True, model="edge",
+        schedules.one_f_one_b, PipelineShape(2, 3), tp=2, cut=5, fill="F", blocks=True,
+        model="edge",
         costs=Costs(F=1, B=2, sum=0.5), **more,
     )  # fmt: skip
     (file := tmp_path / "filled.sched").write_text(to_text(program))

@@ -208,7 +208,8 @@ def test_a_reference_to_a_weight_that_has_versions_is_refused() -> None:
     inputs, targets = batch(4)
     stages: list[nn.Module] = [Beside(True), Beside(True)]
     ranks = InProcessExecutor(
-        compile(_in_turns, PipelineShape(2, 4, updates=2, delay=1)), stages, loss=loss, boundary=BOUNDARY,
+        compile(_in_turns, PipelineShape(2, 4, updates=2, delay=1)), stages, loss=loss,
+        boundary=BOUNDARY,
         optimizer=sgd,
     )  # fmt: skip
     with pytest.raises(ExecutionError, match=r"layer\.weight is used beside its module"):

@@ -110,8 +110,10 @@ COPIES: dict[str, Callable[[str], InProcessExecutor]] = {
     "two holders": lambda how: run_of(
         chimera, PipelineShape(4, 4, 2, "mirror"), stages_of(how, False, 4)
     ),
-    "tied on two ranks": lambda how: run_of(one_f_one_b, PipelineShape(2, 4), stages_of(how, True, 2)),
-    "tied on one rank": lambda how: run_of(looped_bfs, PipelineShape(1, 4, 2), stages_of(how, True, 2)),
+    "tied on two ranks": lambda how: run_of(one_f_one_b, PipelineShape(2, 4), stages_of(how, True,
+                                                                                        2)),
+    "tied on one rank": lambda how: run_of(looped_bfs, PipelineShape(1, 4, 2), stages_of(how, True,
+                                                                                         2)),
     "updates": lambda how: run_of(
         pipedream_2bw, PipelineShape(2, 4, updates=2, delay=1), stages_of(how, False, 2)
     ),

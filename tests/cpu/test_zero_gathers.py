@@ -22,7 +22,7 @@ from schedir.compiler.compile import compile
 from schedir.io.torch_csv import cells
 from schedir.ir.isa.instructions import BACKWARD_WEIGHT, ROWS
 from schedir.ir.program import Program
-from schedir.schedules.draft import expand_schedule
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.torch_pipelining.fsdp_stages import require_whole, with_shards
 from tests.laws import LOOPED, ZOO, least, plan_of

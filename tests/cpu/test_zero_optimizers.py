@@ -128,7 +128,8 @@ def test_hooks_on_a_step_would_see_pieces(zero: int, everywhere: bool) -> None:
         return made[-1]
 
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), zero=zero)
-    ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=Boundary((3, WIDTH)),
+    ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=Boundary((3,
+                                                                                               WIDTH)),
                       optimizer=optimizer)  # fmt: skip
     register: Any = (
         register_optimizer_step_pre_hook if everywhere else made[0].register_step_pre_hook

@@ -97,7 +97,8 @@ def main(names: str) -> None:
     rows = names.split(",")
     options: dict[str, Any] = {{"verdict": "judge"}.get(name, name): True for name in rows}
     options |= {"recompute": "all"} if "recompute" in rows else {}
-    cases = [(one_f_one_b, PipelineShape(3, 4)), (zb_h1, PipelineShape(2, 4)), (interleaved, PipelineShape(2, 4, 2)),
+    cases = [(one_f_one_b, PipelineShape(3, 4)), (zb_h1, PipelineShape(2, 4)),
+             (interleaved, PipelineShape(2, 4, 2)),
              (dualpipe_v, PipelineShape(2, 4, 2, "vee"))]  # fmt: skip
     for schedule, plan in cases:
         for slots in (None, "fewest"):

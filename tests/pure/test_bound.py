@@ -25,7 +25,7 @@ from schedir.schedule_search.bounds.program_bound import bound_of_program
 from schedir.schedule_search.bounds.round_trip import options_of
 from schedir.schedule_search.problem import OBJECTIVES, Objective, SchedulingProblem, problem_of
 from schedir.schedule_search.rank_order import KINDS, F, I, W, codes_of, length, peaks, starts_of
-from schedir.schedules.draft import expand_schedule
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs, shapes_for
 from tests.interleavings import shortest
 from tests.strategies import costs

@@ -28,8 +28,8 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream, pack
 from schedir.ir.text_format import from_text, to_text
 from schedir.schedules import dualpipe, gpipe, interleaved, one_f_one_b, pipedream_2bw
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, overlapped_pair
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check, check_draft
 from tests.edits import written
 

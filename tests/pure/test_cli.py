@@ -19,7 +19,7 @@ from schedir.compiler.compile import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.text_format import from_text, to_text
 from schedir.schedules import built_in, gpipe, one_f_one_b
-from schedir.schedules.draft import expand_schedule
+from schedir.schedules.schedule_expansion import expand_schedule
 from tests.commands import ENV, command, refused, said
 
 IN_PAIRS = """

@@ -38,7 +38,8 @@ EXTENSIONS = {
         """
 import schedir
 program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(2, 2), zero=2)
-assert "zero 2" in schedir.to_text(program) and schedir.from_text(schedir.to_text(program)) == program
+text = schedir.to_text(program)
+assert "zero 2" in text and schedir.from_text(text) == program
 """,
     ),
     "a pass": Extension(
@@ -70,7 +71,8 @@ assert "program marked" in open("x.sched").read()
         """
 import schedir
 from schedir.__main__ import main
-program = schedir.compile(schedir.schedules.interleaved, schedir.PipelineShape(4, 8, 2), model="way")
+program = schedir.compile(schedir.schedules.interleaved, schedir.PipelineShape(4, 8, 2),
+                          model="way")
 spans = [schedir.simulate(program, schedir.Costs(send=0.5), model=model).span
          for model in ("edge", "way", "device")]
 assert spans == sorted(spans) and spans[0] < spans[2]

@@ -12,7 +12,7 @@ from schedir.compiler.relower import compute_of
 from schedir.errors import ConfigError
 from schedir.ir.isa.instructions import between_segments
 from schedir.passes.splitting.stage_segmentation import cut
-from schedir.schedules.draft import expand_schedule
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.training.config.config_file import read
 from schedir.training.config.run_config import Config
 from schedir.training.config.segmentation import StageSegmentation

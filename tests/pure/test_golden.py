@@ -64,7 +64,9 @@ def test_mistake(
     code, message = re.split(r"^-+\n", mistake, maxsplit=1, flags=re.M)
     name = re.findall(r"def (\w+)", code)[0]
     monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text("from schedir import EMPTY, B, F, I, R, W, overlap, weave\n" + code)
+    Path("mine.py").write_text(
+        "from schedir import EMPTY, B, F, I, R, W, overlapped_pair, weave\n" + code
+    )
     shape = ["--ranks", "2", "--microbatches", "4"]
     assert main(["check", f"mine.py:{name}", *shape]) == 2
     assert capsys.readouterr().err.replace(f"{tmp_path}/", "") == message

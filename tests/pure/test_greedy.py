@@ -14,7 +14,7 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.schedules.draft import expand_schedule
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import shapes
 from schedir.verify.check import check
 from tests.strategies import costs

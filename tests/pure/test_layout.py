@@ -260,7 +260,8 @@ def test_packages_are_the_folders() -> None:
         "import schedir",
         """
 import schedir
-program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(ranks=4, microbatches=8))
+program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(ranks=4,
+                                                                               microbatches=8))
 schedir.simulate(schedir.check(program, model="device"), schedir.Costs())
 assert schedir.from_text(schedir.to_text(program)) == program
 """,

@@ -28,7 +28,7 @@ from schedir.schedules import dualpipe_v, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import compute_programs
 from schedir.viz.palette import colour, written
-from schedir.viz.text_chart import text_chart
+from schedir.viz.terminal_chart import text_chart
 from tests.strategies import costs
 
 STUCK = """schedir 1
@@ -211,7 +211,7 @@ def test_neither_loads_matplotlib() -> None:
     code = (
         "import sys, schedir\n"
         "from schedir import Plan\n"
-        "p = schedir.compile(schedir.schedules.gpipe, Plan(ranks=2, microbatches=2))\n"
+        "p = schedir.compile(schedir.schedules.gpipe, PipelineShape(ranks=2, microbatches=2))\n"
         "p._repr_html_(); schedir.viz.text_chart(schedir.simulate(p)); schedir.viz.html"
         "(schedir.simulate(p))\n"
         "assert 'matplotlib' not in sys.modules and 'torch' not in sys.modules"

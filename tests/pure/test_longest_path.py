@@ -199,7 +199,7 @@ def test_small_programs_pay_rent_too() -> None:
     code = """
 numba_jit.PRICE = 1e-9
 for _ in range(2):
-    simulate(compile(schedules.gpipe, Plan(2, 4)))
+    simulate(compile(schedules.gpipe, PipelineShape(2, 4)))
 print("numba" in sys.modules)
 """
     assert run(WALK + code) == ["True"]

@@ -19,8 +19,8 @@ from schedir.ir.pipeline.placement import PLACEMENTS, show_placement
 from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.schedules import dualpipe
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import B, F, RankSchedule
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing.strategies import random_compute_program, shapes
 from schedir.verify.check import check
 

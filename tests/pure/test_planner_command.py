@@ -27,7 +27,8 @@ AT = ("plan", *TINY, "--cluster=a100", "--gpus=4", "--batch=32", "--no-exact")
 PARTS = StepBreakdown(20, 4, 2, 1, 5, 0.5, 0.25)
 PLAN = PlanEstimate(
     p=8, t=8, d=16, m=96, v=2, schedule="interleaved", recompute="selective", zero=1,
-    step=sum(PARTS), parts=PARTS, memory=GpuMemory(5e9, 6e9, 7e9, 20e9, 3e9), flops=150e12, mfu=0.48,
+    step=sum(PARTS), parts=PARTS, memory=GpuMemory(5e9, 6e9, 7e9, 20e9, 3e9), flops=150e12,
+    mfu=0.48,
     bound="memory", why="memory: the next faster plan takes 31.2 s, and does not fit by 4.1 GB",
 )  # fmt: skip
 

@@ -186,7 +186,8 @@ def test_a_shorter_schedule_is_found_within_memory() -> None:
     assert (run.program.dp, run.program.zero) == (choice.d, choice.zero)
 
 
-MIXED = planner.TransformerSpec(layers=16, hidden=2048, heads=16, kv_heads=8, vocab=32000, sequence=2048,
+MIXED = planner.TransformerSpec(layers=16, hidden=2048, heads=16, kv_heads=8, vocab=32000,
+                                sequence=2048,
                       ffn=4096, gated=True, experts=8, active=2, tied=False)  # fmt: skip
 DENSE = planner.TransformerSpec(layers=16, hidden=4096, heads=32, vocab=32000, sequence=2048)
 

@@ -18,7 +18,8 @@ from schedir.viz import plan_memory, plan_scaling, plan_times, save
 PARTS = StepBreakdown(20, 4, 2, 1, 5, 0.25, 0.125, 0.375)
 PLAN = PlanEstimate(
     p=8, t=8, d=16, m=96, v=2, schedule="interleaved", recompute="selective", zero=1,
-    step=sum(PARTS), parts=PARTS, memory=GpuMemory(5e9, 6e9, 7e9, 20e9, 3e9), flops=150e12, mfu=0.48,
+    step=sum(PARTS), parts=PARTS, memory=GpuMemory(5e9, 6e9, 7e9, 20e9, 3e9), flops=150e12,
+    mfu=0.48,
 )  # fmt: skip
 
 

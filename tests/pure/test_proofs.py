@@ -38,8 +38,8 @@ from schedir.ir.program import Program, Proof, SlotCounts
 from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.schedules import forward_only, interleaved, one_f_one_b, zb_h1
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.greedy import greedy_schedule
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
 from tests.mutants import MUTATIONS, lowered, mutate, updating

@@ -31,9 +31,9 @@ from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
 from schedir.schedules import built_in, gpipe, interleaved, one_f_one_b, zb_h1
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.greedy import greedy_schedule
 from schedir.schedules.schedule_algebra import B, F, I, R, RankSchedule, W
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
 from tests.laws import ZOO, least, plan_of

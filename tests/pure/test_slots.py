@@ -34,8 +34,8 @@ from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.passes.pass_types import Choice
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import Schedule
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
 from tests.commands import said

@@ -31,8 +31,8 @@ from schedir.ir.program import Program, Stream
 from schedir.ir.text_format import from_text, to_text
 from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.schedules import chimera, dualpipe_v, forward_only, gpipe, interleaved, one_f_one_b
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import B, F, RankSchedule, overlapped_pair
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
 from tests.commands import refused, said

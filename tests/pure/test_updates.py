@@ -43,13 +43,13 @@ from schedir.schedules import (
     zb_h1,
     zb_h2,
 )
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import (
     RankSchedule,
     Schedule,
     overlapped_pair,
     with_weight_delay,
 )
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import random_compute_program
 from schedir.verify.check import check
 from tests.commands import refused
@@ -308,7 +308,8 @@ def test_what_runs_alone_runs_where_ranks_meet(seed: int) -> None:
     ranks, updates = rng.choice([2, 3, 4]), rng.choice([2, 3])
     stages = [*range(ranks), *rng.choices(range(ranks), k=rng.randint(0, 3))]
     rng.shuffle(stages)
-    plan = PipelineShape(ranks, rng.randint(1, 3) * updates, placement=tuple(stages), updates=updates,
+    plan = PipelineShape(ranks, rng.randint(1, 3) * updates, placement=tuple(stages),
+                         updates=updates,
                 delay=rng.choice([0, 1, 1, 2]))  # fmt: skip
     drafted = random_compute_program(plan, rng, split=rng.choice([0.0, 0.5, 1.0]))
     costs = Costs(F=rng.choice([1, 2]), send=rng.choice([0, 1, 3]))

@@ -24,7 +24,6 @@ from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, PipelineShape
 from schedir.ir.text_format import to_text
 from schedir.predict.simulate import simulate
 from schedir.schedules import one_f_one_b
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import (
     EMPTY,
     B,
@@ -36,6 +35,7 @@ from schedir.schedules.schedule_algebra import (
     weave,
     with_weight_delay,
 )
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check
 
 

@@ -34,8 +34,10 @@ from tests.commands import said
 
 SIZES = Sizes(activation=60e6, params=2e9, grads=4e9, optimizer=12e9)
 ZOO = {
-    "one_f_one_b": PipelineShape(3, 6), "interleaved": PipelineShape(2, 4, 3), "looped_bfs": PipelineShape(2, 4, 3),
-    "zb_h1": PipelineShape(3, 6), "chimera": PipelineShape(2, 4, 1, "mirror"), "dualpipe": PipelineShape(2, 4, 1, "mirror"),
+    "one_f_one_b": PipelineShape(3, 6), "interleaved": PipelineShape(2, 4, 3),
+    "looped_bfs": PipelineShape(2, 4, 3),
+    "zb_h1": PipelineShape(3, 6), "chimera": PipelineShape(2, 4, 1, "mirror"),
+    "dualpipe": PipelineShape(2, 4, 1, "mirror"),
 }  # fmt: skip
 
 

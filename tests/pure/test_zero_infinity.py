@@ -45,7 +45,7 @@ RATE = st.floats(1e6, 1e15)
 def test_figure_2a(model: tuple[int, int, int], told: tuple[float | None, ...]) -> None:
     layers, hidden, heads = model
     found = (
-        zi.model_states(layers, hidden) / TiB,
+        zi.zero_model_states(layers, hidden) / TiB,
         zi.checkpoints(layers, hidden, K, 32) / TiB,
         zi.largest_operator(hidden) / GiB,
         zi.between_checkpoints(hidden, heads, K, 4) / GiB,
@@ -61,7 +61,7 @@ def test_the_equations_as_they_are_printed(
     ait = zi.intensity_of_checkpoints(hd, ci)
     printed = {
         12 * nl * hd**2: zi.parameters(nl, hd),
-        240 * nl * hd**2: zi.model_states(nl, hd),
+        240 * nl * hd**2: zi.zero_model_states(nl, hd),
         2 * bsz * seq * hd * nl / ci: zi.checkpoints(nl, hd, seq, bsz, ci),
         4 * hd * 4 * hd: zi.largest_operator(hd),
         bsz * seq * ci * (16 * hd + 2 * heads * seq): zi.between_checkpoints(
@@ -86,7 +86,7 @@ def test_bytes_and_operations_are_those_of_other_tables(
     assert zi.checkpoints(layers, hidden, sequence, batch) == layers * one
     psi = zi.parameters(layers, hidden)
     states = schedir.zero_model_states(2 * psi, 2 * psi, 16 * psi, zero=0, dp=1)
-    assert zi.model_states(layers, hidden) == pytest.approx(states.bytes)
+    assert zi.zero_model_states(layers, hidden) == pytest.approx(states.bytes)
     width = 64 * min(hidden, 2**16)  # the feed-forward network is at most 2**24 wide
     model = TransformerSpec(layers=1, hidden=width, heads=1, vocab=2, sequence=sequence)
     weights = [g for g in layer_pieces(model, ParallelPlan(b=batch)).gemms if g.weight]
@@ -193,7 +193,7 @@ def test_lanes_of_both_ways_are_as_one_of_twice_the_bandwidth(
     ("call", "field"),
     [
         (lambda: zi.parameters(0, 8), "layers"),
-        (lambda: zi.model_states(2, 2.5), "hidden"),  # type: ignore[arg-type]
+        (lambda: zi.zero_model_states(2, 2.5), "hidden"),  # type: ignore[arg-type]
         (lambda: zi.checkpoints(2, 8, 8, True), "batch"),
         (lambda: zi.checkpoints(2, 8, 8, 1, 0), "every"),
         (lambda: zi.between_checkpoints(8, -1, 8, 8), "heads"),

@@ -16,7 +16,8 @@ from schedir.ir.isa.instructions import COMPUTE, Lane, Opcode
 from schedir.viz.time_bins import whole
 
 ZOO = {
-    "one_f_one_b": PipelineShape(3, 6), "interleaved": PipelineShape(2, 4, 3), "looped_bfs": PipelineShape(1, 4, 4),
+    "one_f_one_b": PipelineShape(3, 6), "interleaved": PipelineShape(2, 4, 3),
+    "looped_bfs": PipelineShape(1, 4, 4),
     "zb_h1": PipelineShape(3, 6), "dualpipe": PipelineShape(2, 4, 1, "mirror"),
 }  # fmt: skip
 CASES = st.tuples(st.sampled_from(sorted(ZOO)), st.integers(1, 3))

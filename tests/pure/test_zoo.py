@@ -39,8 +39,8 @@ from schedir.schedules import (
     zb_h2,
     zb_v,
 )
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import RankSchedule, Schedule
+from schedir.schedules.schedule_expansion import expand_schedule
 from tests.laws import TRIPLES, TWO_WAY, ZOO, cases, least, plan_of, run
 from tests.published import PRINTED, Row, rows
 

@@ -44,7 +44,8 @@ def save(figure: Figure, path: str | Path) -> None:
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
     >>> import schedir
-    >>> run = schedir.simulate(schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(2, 4)))
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.gpipe,
+    ...     schedir.PipelineShape(2, 4)))
     >>> with TemporaryDirectory() as folder:
     ...     schedir.viz.save(schedir.viz.gantt(run), f"{folder}/gpipe.svg")
     ...     print(*[path.name for path in Path(folder).iterdir()])

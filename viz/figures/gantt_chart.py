@@ -45,10 +45,10 @@ def gantt(
     one box cut in two.  Hatching is idle time.
 
     `title` stands for name and kind; "" leaves out the whole line above the chart.  `bound` is the
-    least span that a schedule can have (`schedir.lower_bound`), in the run's unit: a line marks it, and
-    the most that could be gained is told above.  `style` is
-    any of `schedir.viz.Style`.  Boxes too small to be seen are mixed to the colour that
-    they have from afar, without their lanes and arrows.
+    least span that a schedule can have (`schedir.lower_bound`), in the run's unit: a line marks it,
+    and the most that could be gained is told above.  `style` is any of `schedir.viz.Style`.  Boxes
+    too small to be seen are mixed to the colour that they have from afar, without their lanes and
+    arrows.
 
     >>> import schedir
     >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))

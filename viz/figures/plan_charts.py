@@ -54,7 +54,8 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
 
     >>> import schedir
     >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
-    >>> plan = PlanEstimate(p=8, t=8, d=16, m=96, step=30.0, parts=StepBreakdown(24, 0, 2, 0, 3, 1, 0),
+    >>> plan = PlanEstimate(p=8, t=8, d=16, m=96, step=30.0,
+    ...     parts=StepBreakdown(24, 0, 2, 0, 3, 1, 0),
     ...               memory=GpuMemory(5e9, 5e9, 30e9, 20e9, 3e9), flops=150e12, mfu=0.48)
     >>> figure = schedir.viz.plan_times([plan])
     >>> [text.get_text() for text in figure.axes[0].texts if "%" in text.get_text()]
@@ -202,7 +203,8 @@ def plan_memory(
     >>> import schedir
     >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
     >>> plans = [
-    ...     PlanEstimate(p=p, t=8, d=128 // p, m=p, step=40 - p, parts=StepBreakdown(40 - p, 0, 0, 0, 0, 0, 0),
+    ...     PlanEstimate(p=p, t=8, d=128 // p, m=p, step=40 - p,
+    ...     parts=StepBreakdown(40 - p, 0, 0, 0, 0, 0, 0),
     ...            memory=GpuMemory(320e9 / p, 0, 0, 0, 0), flops=1e14, mfu=0.4, fits=p > 4)
     ...     for p in (4, 8, 16)
     ... ]
@@ -346,7 +348,8 @@ def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = 
     >>> import schedir
     >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
     >>> plans = [
-    ...     PlanEstimate(p=8, d=d, m=64 // d, step=32 / d, parts=StepBreakdown(32 / d, 0, 0, 0, 0, 0, 0),
+    ...     PlanEstimate(p=8, d=d, m=64 // d, step=32 / d,
+    ...     parts=StepBreakdown(32 / d, 0, 0, 0, 0, 0, 0),
     ...            memory=GpuMemory(1e9, 0, 0, 0, 0), flops=1e14, mfu=0.4)
     ...     for d in (1, 2, 4)
     ... ]

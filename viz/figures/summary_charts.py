@@ -181,7 +181,8 @@ def idle_map(timeline: Timeline) -> Figure:
     is the sum, the last row the mean of all ranks.
 
     >>> import schedir
-    >>> run = schedir.simulate(schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8)))
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.one_f_one_b,
+    ...     schedir.PipelineShape(4, 8)))
     >>> figure = schedir.viz.idle_map(run)
     >>> [label.get_text() for label in figure.axes[0].get_xticklabels()]
     ['warmup', 'cooldown', 'all']

@@ -82,7 +82,7 @@ def in_letters(timeline: Timeline, before: str = "") -> str:
     from shutil import get_terminal_size
 
     from schedir.io.terminal import painted
-    from schedir.viz.text_chart import text_chart
+    from schedir.viz.terminal_chart import text_chart
 
     lines = text_chart(timeline, get_terminal_size().columns - len(before))
     return painted([[(before, ""), *line] for line in lines])

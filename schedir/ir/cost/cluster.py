@@ -321,7 +321,7 @@ class Cluster:
         """
         costs = Costs() if costs is None else costs
         sizes = Sizes() if sizes is None else sizes
-        expect(plan, PipelineShape, "Plan(ranks=4, microbatches=8)")
+        expect(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
         expect(sizes, Sizes, "Sizes(activation=16e6)")
         expect(costs, Costs, "Costs(F=0.012, B=0.024)")
         processes = plan.ranks * tp * dp

@@ -71,7 +71,7 @@ class Sizes:
     gradients of outputs; by default as much.  `both` is the most that there is of the two at
     once, while a BackwardInput makes a tape of what was saved.  What they share counts once, and
     what was saved goes as the tape comes: unless told it is the larger of the two, which is the
-    least that it can be, as in arXiv 2401.10241, where M_W <= M_B.  `sizes_of` measures it.
+    least that it can be, as in arXiv 2401.10241, where M_W <= M_B.  `measure_sizes` measures it.
     `checkpoint` is what a Forward keeps until a Recompute, where there is one, makes `saved` of it:
     the stage's inputs; unless told, the activation of the stage before, and nothing in the first,
     whose inputs are there all the time.
@@ -88,7 +88,8 @@ class Sizes:
     than their sum, and for `weights` beside what it is the sum of.
 
     >>> from schedir import PipelineShape, Sizes, compile, schedules, simulate
-    >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=8), slots="fewest")
+    >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=8),
+    ...     slots="fewest")
     >>> sizes = Sizes(activation=10e6, saved=100e6, weights=1e9)
     >>> simulate(program, sizes=sizes).peak_memory / 1e6  # MB on each rank
     array([1220., 1120.])

@@ -1,8 +1,9 @@
 """How the fields of a program are parsed, printed and offered as options.
 
-`Plan` and `Program` declare a field and, with `setting`, how it is said.  The header of the text,
-the digest, the options of the command line, the settings of a configuration, and the refusal of
-what contradicts a file are all made from these records, `HEADER` in `schedir/ir/program.py`.
+`PipelineShape` and `Program` declare a field and, with `setting`, how it is said.  The header of
+the text, the digest, the options of the command line, the settings of a configuration, and the
+refusal of what contradicts a file are all made from these records, `HEADER` in
+`schedir/ir/program.py`.
 """
 
 from __future__ import annotations

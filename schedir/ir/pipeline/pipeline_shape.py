@@ -169,7 +169,7 @@ class PipelineShape:
         said = {f.name: getattr(self, f.name) for f in fields(self)}
         usual = {f.name: f.default for f in fields(self)}
         told = (f"{name}={value!r}" for name, value in said.items() if value != usual[name])
-        return f"Plan({', '.join(told)})"
+        return f"PipelineShape({', '.join(told)})"
 
     def _read_name(self, name: str) -> None:
         named = named_of(name)

@@ -3,9 +3,9 @@
 A program knows stages alone: `tied` is `((0, 3),)` where stages 0 and 3 share weights.  A model
 knows parameters by name, and while it is whole, which names are one object:
 
-    ties = schedir.find_tied_weights(model)                     # lm_head.weight is transformer.wte.weight
-    ties = ties.among(stages)                      # of the model's stages, shared or copied
-    program = schedir.compile(schedule, plan, tied=ties)
+    ties = schedir.find_tied_weights(model)                     # lm_head.weight is
+    transformer.wte.weight ties = ties.among(stages)                      # of the model's stages,
+    shared or copied program = schedir.compile(schedule, plan, tied=ties)
 
 Nothing here imports torch: a module is what has `named_parameters`.
 """
@@ -36,8 +36,8 @@ class ModuleLike(Protocol):
 class TiedWeights:
     """Weights that several stages hold: the places of each, stages ascending.
 
-    `schedir.find_tied_weights(stages)` finds them; where a process makes its own stages alone, they are said.
-    Raises UsageError for what is no such places.
+    `schedir.find_tied_weights(stages)` finds them; where a process makes its own stages alone, they
+    are said. Raises UsageError for what is no such places.
 
     >>> from schedir import TiedWeights
     >>> ties = TiedWeights((((0, "embedding.weight"), (3, "head.weight")),))
@@ -57,7 +57,7 @@ class TiedWeights:
             raise UsageError(
                 f"of each tied weight the places are said, a stage and a name each, not "
                 f"{said(self.weights)}",
-                hint="Ties((((0, 'embedding.weight'), (3, 'head.weight')),))",
+                hint="TiedWeights((((0, 'embedding.weight'), (3, 'head.weight')),))",
             ) from None
         object.__setattr__(self, "weights", weights)
 
@@ -112,7 +112,8 @@ class ModelTies:
                 raise UsageError(
                     f"the model ties {' and '.join(names)}, and no stage has "
                     f"{' or '.join(sorted(missed))}",
-                    hint="schedir.find_tied_weights(stages), before they are copied, finds ties by any name",
+                    hint="schedir.find_tied_weights(stages), before they are copied, finds ties by "
+                    "any name",
                 )
             weights += [tuple(places)] if len(places) > 1 else []
         return TiedWeights(tuple(weights))
@@ -137,8 +138,9 @@ def find_tied_weights(
     ...     def named_parameters(self, *, remove_duplicate=True):
     ...         return iter(self.parameters.items())
     >>> weight = object()
-    >>> schedir.find_tied_weights([Stage(embedding=weight), Stage(layer=object()), Stage(head=weight)])
-    Ties(weights=(((0, 'embedding'), (2, 'head')),))
+    >>> schedir.find_tied_weights([Stage(embedding=weight), Stage(layer=object()),
+    ...     Stage(head=weight)])
+    TiedWeights(weights=(((0, 'embedding'), (2, 'head')),))
     """
     if hasattr(model, "named_parameters"):
         found = [(names, weight) for weight, names in _shared([model]) if len(names) > 1]
@@ -157,7 +159,8 @@ def _all(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> list[Module
         if {*stages} != {*range(len(stages))}:
             raise UsageError(
                 f"ties are found among all stages of a model, not {said([*stages])} alone",
-                hint="Ties((((0, 'embedding.weight'), (3, 'head.weight')),)) says what is tied",
+                hint="TiedWeights((((0, 'embedding.weight'), (3, 'head.weight')),)) says what "
+                "is tied",
             )
         found = [stages[s] for s in range(len(stages))]
     else:
@@ -203,8 +206,8 @@ def tied_stages(tied: object, plan: PipelineShape) -> Tied:
         found = {tuple(sorted({index(stage) for stage in one})) for one in sets}
     except TypeError:
         raise PlanError(
-            f"tied is a bool, schedir.find_tied_weights(stages), or stages like ((0, 3), (1, 2)), not "
-            f"{tied!r:.60}",
+            "tied is a bool, schedir.find_tied_weights(stages), or stages like ((0, 3), (1, 2)), "
+            f"not {tied!r:.60}",
             fields=["tied"],
         ) from None
     for one in found:

@@ -79,7 +79,8 @@ def offload(program: Program, options: Options) -> Program:
     >>> from schedir import Costs, PipelineShape, Sizes, compile, schedules, simulate
     >>> costs, sizes = Costs(F=1, B=2, offload=1, reload=1), Sizes(saved=10)
     >>> runs = [
-    ...     simulate(compile(schedules.gpipe, PipelineShape(2, 8), costs=costs, **how), costs, sizes=sizes)
+    ...     simulate(compile(schedules.gpipe, PipelineShape(2, 8), costs=costs, **how), costs,
+    ...     sizes=sizes)
     ...     for how in ({}, {"offload": "all"}, {"offload": "fit", "limit": 60, "sizes": sizes})
     ... ]
     >>> [(run.span, float(run.peak_memory.max())) for run in runs]

@@ -47,7 +47,8 @@ def letters_of(given: Pieces, plan: PipelineShape) -> tuple[str, ...]:
     A number of pieces is that of layers as in Megatron-LM, whose ranks enter and leave a region in
     turn: "fgfg" for 5.  Raises UsageError for what says no pieces.
 
-    >>> letters_of(3, PipelineShape(ranks=2, microbatches=2)), letters_of([1, "g."], PipelineShape(2, 2))
+    >>> letters_of(3, PipelineShape(ranks=2, microbatches=2)), letters_of([1, "g."],
+    ...     PipelineShape(2, 2))
     (('fg', 'fg'), ('', 'g.'))
     """
     if isinstance(given, str):
@@ -256,7 +257,8 @@ def split_costs(
     Raises UsageError for another number of shares, or one that is negative.
 
     >>> from schedir import Costs, PipelineShape, split_costs
-    >>> split_costs(Costs(F=8, B=16, send=1, sum=0.5), "fg", PipelineShape(2, 4), shares=(1, 6, 1)).told["F"]
+    >>> split_costs(Costs(F=8, B=16, send=1, sum=0.5), "fg", PipelineShape(2, 4),
+    ...     shares=(1, 6, 1)).told["F"]
     (1.0, 6.0, 1.0, 1.0, 6.0, 1.0)
     >>> split_costs(Costs(F=8, sum=0.5), "g", PipelineShape(2, 4), chunks=4).told
     {'F': 1.0, 'sum': 0.125}

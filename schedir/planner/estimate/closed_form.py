@@ -55,7 +55,8 @@ def parts(
     constants: SoftwareConstants,
     states: StateBytes,
 ) -> Floats:
-    """The parts of a step of each plan, a row for each of the fields of `StepBreakdown`: they add up to it.
+    """The parts of a step of each plan, a row for each of the fields of `StepBreakdown`: they add
+    up to it.
 
     `held` says what weights ranks have.
     """

@@ -74,8 +74,8 @@ def simulate_plan(
     Copies to the host and back are instructions of the program, which take what the cluster's
     `host` makes of their bytes, each way on a lane of its own.
 
-    Raises UsageError for what does not go together, and what `plan_program` raises; MemoryLimitError
-    where what `offload` "fit" can move is not enough.
+    Raises UsageError for what does not go together, and what `plan_program` raises;
+    MemoryLimitError where what `offload` "fit" can move is not enough.
 
     >>> from schedir import planner
     >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
@@ -104,8 +104,8 @@ def simulated_program(
     *,
     states: StateBytes | None = None,
 ) -> Program:
-    """The program that `simulate_plan` simulates for a choice: `plan_program`, and of one that offloads as much
-    as its memory asks for.  Raises what `simulate_plan` does.
+    """The program that `simulate_plan` simulates for a choice: `plan_program`, and of one that
+    offloads as much as its memory asks for.  Raises what `simulate_plan` does.
 
     >>> import schedir
     >>> from schedir import planner

@@ -83,7 +83,8 @@ def embedding_time(
 
     >>> from schedir import planner
     >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
-    >>> taken = planner.embedding_time(gpt, planner.cluster_preset("a100"), planner.ParallelPlan(b=4)).total
+    >>> taken = planner.embedding_time(gpt, planner.cluster_preset("a100"),
+    ...     planner.ParallelPlan(b=4)).total
     >>> f"{taken.F * 1e3:.1f} ms forward, {taken.B * 1e3:.1f} ms backward"
     '0.6 ms forward, 2.5 ms backward'
     """
@@ -101,7 +102,8 @@ def head_time(
     >>> from schedir import planner
     >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
     >>> node, choice = planner.cluster_preset("a100"), planner.ParallelPlan(t=8, b=4)
-    >>> head, layer = (part(gpt, node, choice).total for part in (planner.head_time, planner.layer_time))
+    >>> head, layer = (part(gpt, node, choice).total for part in (planner.head_time,
+    ...     planner.layer_time))
     >>> f"as long as {(head.F + head.B) / (layer.F + layer.B):.1f} layers"
     'as long as 0.5 layers'
     """
@@ -124,9 +126,11 @@ def stage_time(
 
     >>> from schedir import planner
     >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
-    >>> node, choice = planner.cluster_preset("a100"), planner.ParallelPlan(p=12, t=8, b=4, recompute="full")
+    >>> node, choice = planner.cluster_preset("a100"), planner.ParallelPlan(p=12, t=8, b=4,
+    ...     recompute="full")
     >>> for ends in ({}, {"first": True}, {"last": True}):
-    ...     F, I, W, R = (1e3 * each for each in planner.stage_time(gpt, node, choice, 4, **ends).total)
+    ...     F, I, W, R = (1e3 * each for each in planner.stage_time(gpt, node, choice, 4,
+    ...     **ends).total)
     ...     print(f"F {F:.1f}  I {I:.1f}  W {W:.1f}  again {R:.1f} ms", *ends)
     F 30.8  I 30.1  W 17.8  again 30.8 ms
     F 32.1  I 30.3  W 18.3  again 30.8 ms first

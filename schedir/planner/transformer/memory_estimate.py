@@ -253,9 +253,11 @@ def peak_memory(
     else that does not divide.
 
     >>> from schedir import planner
-    >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+    >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200,
+    ...     sequence=2048)
     >>> node = planner.cluster_preset("a100", nodes=8)
-    >>> one = planner.peak_memory(gpt3, node, planner.ParallelPlan(p=8, t=8, m=64, sequence_parallel=True))
+    >>> one = planner.peak_memory(gpt3, node, planner.ParallelPlan(p=8, t=8, m=64,
+    ...     sequence_parallel=True))
     >>> f"{one.optimizer / one.weights:.1f} {one.activations / 1e9:.1f} GB"
     '6.0 34.5 GB'
     """

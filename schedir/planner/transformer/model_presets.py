@@ -99,8 +99,8 @@ def load_model(name: str | Path, **other: Any) -> TransformerSpec:
 
 
 def model_of(shape: dict[str, Any], where: str = "") -> TransformerSpec:
-    """The model of such fields.  Raises what `TransformerSpec` does, and UsageError, which says whose they
-    are, for fields that nobody tells."""
+    """The model of such fields.  Raises what `TransformerSpec` does, and UsageError, which says
+    whose they are, for fields that nobody tells."""
     missing = [name for name, f in FIELDS.items() if f.default is MISSING and name not in shape]
     if missing:
         raise UsageError(

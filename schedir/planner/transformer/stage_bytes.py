@@ -75,8 +75,8 @@ def sizes(
     the inputs of its norm and of the logits, and these in 32 bits, or their gradient, in the bits
     of activations, once that is made (arXiv 2205.05198, section 4.3).  What a layer holds while it
     runs again is there once for each rank, as a buffer, unless stages run again ahead of their
-    backwards (`SoftwareConstants.recompute_ahead`): then they keep their inputs until they do, and all
-    behind that.
+    backwards (`SoftwareConstants.recompute_ahead`): then they keep their inputs until they do, and
+    all behind that.
     """
     constants = constants or SoftwareConstants()
     layers = np.array(layers_of(model, choice), float)

@@ -17,7 +17,7 @@ half, unless it is asked for. The gradients are those of the whole backward bit 
 as the tapes of one weight run in the order in which their backward passes did; those of a weight
 that is used otherwise, too, are rounded otherwise: autograd adds its part in the first half.
 
-`split_linears` puts these functions in the place of the forwards of a module's layers.
+`make_backward_splittable` puts these functions in the place of the forwards of a module's layers.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ LayerRule = Callable[..., Tensor]  # layer, what the forward has kept, dy -> a g
 
 @dataclass(frozen=True)
 class SplitLayer:
-    """How a layer computes: see `register_split`, which makes it."""
+    """How a layer computes: see `register_splittable_layer`, which makes it."""
 
     forward: Callable[[Any, Tensor], tuple[Tensor, ...]]  # y, and what is to be kept
     input: LayerRule

@@ -38,10 +38,11 @@ def make_backward_splittable(module: nn.Module, *also: type[nn.Module]) -> nn.Mo
     """Make linear layers within a module splittable, and others whose types are known, in place.
 
     These are `nn.Linear`, `nn.Embedding`, the `Conv1D` of Hugging Face's transformers, and what
-    `register_splittable_layer` has been told.  Returns the module.  Layers of a subclass are left alone, and
-    embeddings with a norm, sparse or scaled gradients.  A weight gets its gradient in I where it
-    is used otherwise, as by `nn.MultiheadAttention`, or is computed (pruned, parametrized), or has
-    hooks.  Under `torch.compile` nothing may be split: the executor then refuses.
+    `register_splittable_layer` has been told.  Returns the module.  Layers of a subclass are left
+    alone, and embeddings with a norm, sparse or scaled gradients.  A weight gets its gradient in I
+    where it is used otherwise, as by `nn.MultiheadAttention`, or is computed (pruned,
+    parametrized), or has hooks.  Under `torch.compile` nothing may be split: the executor then
+    refuses.
 
     `also` are types that are known and split only where asked for.  That is `nn.LayerNorm`: its
     weights' gradients take a thousandth of the time of a transformer layer's products, and to
@@ -54,7 +55,8 @@ def make_backward_splittable(module: nn.Module, *also: type[nn.Module]) -> nn.Mo
     >>> import schedir, torch
     >>> from torch import nn
     >>> from schedir.runtime import InProcessExecutor, run_sequential, make_backward_splittable
-    >>> program = schedir.compile(schedir.schedules.zb_h1, schedir.PipelineShape(ranks=2, microbatches=4))
+    >>> program = schedir.compile(schedir.schedules.zb_h1,
+    ...     schedir.PipelineShape(ranks=2, microbatches=4))
     >>> plain = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
     >>> stages = [make_backward_splittable(deepcopy(stage)) for stage in plain]
     >>> x, loss = torch.ones(4, 2, 8), nn.functional.mse_loss
@@ -64,7 +66,7 @@ def make_backward_splittable(module: nn.Module, *also: type[nn.Module]) -> nn.Mo
     >>> torch.equal(stages[0][0].weight.grad, plain[0][0].weight.grad)  # which W has computed
     True
     """
-    expect(module, nn.Module, "split_linears(stage), of one stage")
+    expect(module, nn.Module, "make_backward_splittable(stage), of one stage")
     for kind in also:
         expect(kind, type, "nn.LayerNorm")
         if _split_type(kind) is None:
@@ -121,9 +123,9 @@ def register_splittable_layer(
     layer's own forward gives; a `forward(layer, x)` gives (y, a, b, ...) instead, and then rules
     are called as `rule(layer, a, b, ..., dy)`: what it keeps must hold what they need.
 
-    `check_splittable_layer` compares the rules with autograd.  Under autocast a taught layer is not split, nor
-    where it is given more than a tensor.
-    Raises UsageError for what is no type of module.
+    `check_splittable_layer` compares the rules with autograd.  Under autocast a taught layer is not
+    split, nor where it is given more than a tensor. Raises UsageError for what is no type of
+    module.
 
     >>> import torch
     >>> from schedir.runtime import check_splittable_layer, register_splittable_layer
@@ -143,7 +145,7 @@ def register_splittable_layer(
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise UsageError(
             f"what is split is a type of nn.Module, not {kind!r:.60}",
-            hint="register_split(nn.Conv2d, ...)",
+            hint="register_splittable_layer(nn.Conv2d, ...)",
         )
     how = SplitLayer(forward or partial(_own, kind), input, dict(later), dict(now or {}))
     _TAUGHT[kind] = how
@@ -279,7 +281,9 @@ def _remade(kind: type[nn.Module]) -> nn.Module:
 
 def _unknown(kind: type[nn.Module]) -> UsageError:
     name = kind.__name__
-    return UsageError(f"how {name} is split is not known", hint=f"register_split({name}, ...)")
+    return UsageError(
+        f"how {name} is split is not known", hint=f"register_splittable_layer({name}, ...)"
+    )
 
 
 def _odd(layer: Any) -> bool:

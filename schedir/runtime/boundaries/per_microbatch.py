@@ -70,7 +70,7 @@ def _taken(one: Boundary, stage: int, program: Program) -> tuple[int, ...]:
 # ---------------------------------------------------------------- boundaries by microbatch
 
 
-_LENGTHS = "PerMicrobatch([(length, 64) for length in lengths])"
+_LENGTHS = "PerMicrobatchBoundary([(length, 64) for length in lengths])"
 
 
 @dataclass(frozen=True)

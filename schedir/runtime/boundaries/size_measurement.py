@@ -57,7 +57,8 @@ def states_of(
 ) -> ModelStates:
     """Bytes of a stage's parameters that are trained, of their gradients and the optimizer's state.
 
-    All are whole, as `measure_sizes` tells them; `parts` are those of which the one with most counts.
+    All are whole, as `measure_sizes` tells them; `parts` are those of which the one with most
+    counts.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     storages = {x.data_ptr(): x.nbytes() for x in (p.untyped_storage() for p in trained)}

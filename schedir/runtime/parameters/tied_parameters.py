@@ -27,7 +27,10 @@ from schedir.runtime.parameters.parameter_copies import like
 from schedir.transports.transport import ChainedWork, Transport, Work
 
 SAMPLE = 4096  # numbers of a parameter that are compared
-HOW = "ties = schedir.find_tied_weights(stages), for compile(..., tied=ties) and the executor's tied=ties"
+HOW = (
+    "ties = schedir.find_tied_weights(stages), for compile(..., tied=ties) "
+    "and the executor's tied=ties"
+)
 
 
 class ParameterFingerprint(NamedTuple):
@@ -104,7 +107,8 @@ class ParameterTable:
             expect(
                 tied,
                 TiedWeights,
-                "schedir.find_tied_weights(stages), or schedir.find_tied_weights(model).among(stages)",
+                "schedir.find_tied_weights(stages), or "
+                "schedir.find_tied_weights(model).among(stages)",
             )
         self.prints: dict[Place, ParameterFingerprint] = {}
         first: dict[Place, Place] = {}
@@ -194,9 +198,9 @@ class ParameterTable:
                 if other[0] != one[0] and self.of.get(one, one) != self.of.get(other, other):
                     raise ModelError(
                         f"{where([one, other])} are equal, and not said to be one weight",
-                        hint="ties = schedir.find_tied_weights(stages) before they are copied, for compile(..., "
-                        "tied=ties) and the executor's tied=ties; its alike=True lets pass what "
-                        "was only seeded alike",
+                        hint="ties = schedir.find_tied_weights(stages) before they are copied, "
+                        "for compile(..., tied=ties) and the executor's tied=ties; its "
+                        "alike=True lets pass what was only seeded alike",
                     )
 
     def _fit_copies(self, one: Place, other: Place) -> None:

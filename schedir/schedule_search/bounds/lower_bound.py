@@ -41,7 +41,8 @@ def lower_bound(
     Raises what `search` raises for a plan, costs, sizes or a limit that it does not take.
 
     >>> from schedir import Costs, PipelineShape, lower_bound
-    >>> least = lower_bound(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1), in_flight=4)
+    >>> least = lower_bound(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1),
+    ...     in_flight=4)
     >>> least.value
     27.0
     >>> print(least.why)

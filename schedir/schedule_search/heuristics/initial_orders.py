@@ -11,8 +11,8 @@ from schedir.ir.program import Program
 from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import Order, codes_of
 from schedir.schedules import built_in
-from schedir.schedules.draft import expand_schedule
 from schedir.schedules.schedule_algebra import Schedule, takes_v
+from schedir.schedules.schedule_expansion import expand_schedule
 
 
 def starts(

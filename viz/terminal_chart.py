@@ -36,7 +36,8 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[Line]:
     some of it there.
 
     >>> import schedir
-    >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1, schedir.PipelineShape(2, 4)))
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1,
+    ...     schedir.PipelineShape(2, 4)))
     >>> for line in schedir.viz.text_chart(run, width=60):
     ...     print("".join(text for text, style in line))
     zb_h1, predicted: span 13, bubble 7.7%

@@ -57,7 +57,7 @@ def expand_schedule(schedule: Schedule, plan: PipelineShape) -> Program:
     rank 1
       4 x  F 1.0+; B 1.0+
     """
-    expect(plan, PipelineShape, "Plan(ranks=4, microbatches=8)")
+    expect(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
     name = name_of(schedule)
     try:
         signature = inspect.signature(schedule)
@@ -162,7 +162,9 @@ def _called(call: Schedule, name: str, rank: int, plan: PipelineShape) -> Words:
         raise ScheduleError(
             f"{what} raised {in_words(error)}",
             program=name,
-            hint=_ALGEBRA if isinstance(error, TypeError) and "'Word'" in str(error) else "",
+            hint=_ALGEBRA
+            if isinstance(error, TypeError) and "'RankSchedule'" in str(error)
+            else "",
         ) from error
     return np.concatenate(words)
 
