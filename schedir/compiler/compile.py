@@ -26,6 +26,7 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes, ample, bytes_of
 from schedir.ir.isa.instructions import RECOMPUTE
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.pipeline.placement import Placement
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import TRAITS, Program
 from schedir.passes.memory.buffer_sharing import share_slots
@@ -33,6 +34,7 @@ from schedir.passes.memory.offload_placement import DISK, HOST
 from schedir.passes.pass_order import LOWERING, OPTIONS
 from schedir.passes.pass_types import Boundary, Choice, Options, Pass
 from schedir.retired_names import RETIRED
+from schedir.schedules import find_schedule
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check, check_draft
@@ -41,13 +43,20 @@ SIZES = "Sizes(activation=16e6, saved=1.2e9)"  # an example
 
 
 def compile(
-    schedule: Schedule | Program,
-    plan: PipelineShape | None = None,
+    schedule: str | Schedule | Program,
+    shape: PipelineShape | None = None,
     tp: int | None = None,
     dp: int | None = None,
     model: Model = "device",
     costs: Costs | None = None,
     *,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    stages_per_rank: int | None = None,
+    placement: Placement | None = None,
+    updates: int | None = None,
+    delay: int | tuple[int, ...] | None = None,
+    segments: int | None = None,
     tied: bool | TiedWeights | Sequence[Sequence[int]] | None = None,
     clip: bool | None = None,
     skips: Sequence[tuple[int, int]] | None = None,
@@ -60,10 +69,15 @@ def compile(
     debug: bool = False,
     **more: Any,
 ) -> Program:
-    """Draft a schedule on a plan, lower it in the order of these costs, and check it.
+    """Compile a schedule into a program, and check it.
 
-    A draft, as of `greedy` or of a CSV, is lowered as it is: on its own plan, and with its own
-    `tp`, `dp`, `tied`, `clip`, `frozen` and `skips` where none are given here.
+    `schedule` is the name of a built-in schedule, a schedule function, or a draft.  `shape` is the
+    shape of the pipeline; its fields can be given as keywords instead:
+    `compile("interleaved", ranks=4, microbatches=8)`.  What is not given is what the schedule is
+    made for: two stages per rank for `interleaved`, the placement "vee" for `zb_v`.
+
+    A draft, as of `greedy_schedule` or of a CSV, is lowered as it is: on its own shape, and with
+    its own `tp`, `dp`, `tied`, `clip`, `frozen` and `skips` where none are given here.
 
     `tp` and `dp` are the sizes of the tensor- and data-parallel groups, by default 1.  `tied` says
     which stages hold copies of one weight: `schedir.find_tied_weights(stages)`, or stages like
@@ -98,8 +112,8 @@ def compile(
     trained, and whatever the schedule says of their backwards is left out.
 
     Raises a ProgramError if the schedule is wrong: LoweringLevelError for a program that is lowered
-    already, UsageError for a plan that is missing or not the draft's.  The result finishes under
-    `model`, as `check` says.
+    already, UsageError for a shape that is missing or not the draft's, and for an unknown name.
+    The result finishes under `model`, as `check` says.
 
     >>> from schedir import B, F, PipelineShape, compile, to_text
     >>> def mine(rank, ranks, microbatches):
@@ -132,7 +146,13 @@ def compile(
         expect(costs, Costs, "Costs(F=1, B=2)")
     if sizes is not None:
         expect(sizes, Sizes, SIZES)
-    program = _drafted(schedule, plan)
+    fields = {
+        "ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank,
+        "placement": placement, "updates": updates, "delay": delay, "segments": segments,
+    }  # fmt: skip
+    program = _drafted(
+        schedule, _shape_of(shape, {k: v for k, v in fields.items() if v is not None})
+    )
     traits: dict[str, Any] = {"tp": tp, "dp": dp, "tied": tied, "clip": clip, "skips": skips}
     traits |= {f.name: more.pop(f.name) for f in TRAITS if f.name in more}
     program = replace(program, **{k: v for k, v in traits.items() if v is not None})
@@ -147,14 +167,36 @@ def compile(
     return program if limit is None else check_memory(program, sizes, limit)
 
 
-def _drafted(schedule: Schedule | Program, plan: PipelineShape | None) -> Program:
-    """The draft of a schedule, or a draft itself."""
+def _shape_of(shape: PipelineShape | None, fields: dict[str, Any]) -> PipelineShape | None:
+    """Return the shape that is given, as one object or as its fields."""
+    if not fields:
+        return shape
+    if shape is not None:
+        raise UsageError(
+            f"a shape is given, and {', '.join(fields)} beside it",
+            hint=f"{shape} has all fields, or none is given and all are keywords",
+            fields=[*fields],
+        )
+    missing = [name for name in ("ranks", "microbatches") if name not in fields]
+    if missing:
+        raise UsageError(
+            f"compile needs {' and '.join(missing)} beside {', '.join(fields)}",
+            hint='compile("one_f_one_b", ranks=4, microbatches=8)',
+            fields=missing,
+        )
+    return PipelineShape(**fields)
+
+
+def _drafted(schedule: str | Schedule | Program, shape: PipelineShape | None) -> Program:
+    """Return the draft of a schedule, or a draft itself."""
+    if isinstance(schedule, str):
+        schedule = find_schedule(schedule)
     if not isinstance(schedule, Program):
-        expect(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
-        assert plan is not None
-        return expand_schedule(schedule, plan)
-    if plan not in (None, schedule.plan):
-        raise UsageError(f"a draft has its own plan, {schedule.plan}, and is not for {plan}")
+        expect(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+        assert shape is not None
+        return expand_schedule(schedule, shape)
+    if shape not in (None, schedule.plan):
+        raise UsageError(f"a draft has its own shape, {schedule.plan}, and is not for {shape}")
     if not schedule.is_draft:
         raise LoweringLevelError(
             "this is lowered already: it says more than F, B, I, W and R",

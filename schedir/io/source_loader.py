@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import sys
-from difflib import get_close_matches
 from functools import cached_property, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
@@ -20,7 +19,7 @@ from schedir.ir.input_trust import require_trust
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text
 from schedir.predict.timeline import Timeline
-from schedir.schedules import built_in
+from schedir.schedules import built_in, nearest_schedules
 from schedir.schedules.schedule_algebra import Schedule
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def load(source: str) -> Schedule | Program:
             f"no built-in schedule {source!r}, and it names no file.py:function and no file.sched",
             hint=f"schedir import {source} makes a program of torch's CSV"
             if source.endswith(".csv")
-            else _near(source, known),
+            else nearest_schedules(source, [*known]),
         )
     return known[source]
 
@@ -109,7 +108,7 @@ def _with_options(source: str) -> Schedule:
         ) from None
     takes = list(signature(schedule).parameters)[3:]  # rank, ranks and microbatches come first
     if wrong := [option for option in given if option not in takes]:
-        hint = _near(wrong[0], takes) if takes else "it has none"
+        hint = nearest_schedules(wrong[0], takes) if takes else "it has none"
         raise UsageError(f"{name} has no option {wrong[0]!r}", hint=hint)
     return partial(schedule, **given)
 
@@ -144,7 +143,8 @@ def _function(path: str, name: str) -> Schedule:
     if not callable(value):
         own = [k for k, v in vars(module).items() if isinstance(v, FunctionType)]
         raise UsageError(
-            f"{path} has no function {name!r}", hint=_near(name, own) if own else "it has none"
+            f"{path} has no function {name!r}",
+            hint=nearest_schedules(name, own) if own else "it has none",
         )
     schedule: Schedule = value
     return schedule
@@ -169,14 +169,6 @@ def _module(path: str) -> ModuleType:
     finally:
         sys.path.pop(0)
     return module
-
-
-def _near(name: str, known: dict[str, Schedule] | list[str]) -> str:
-    spelled = name.lower().replace("-", "_").removeprefix("schedule")  # as torch's classes begin
-    names = {"1f1b": "one_f_one_b", "vzerobubble": "_v", "zerobubble": "_zb"}
-    others = [spelled, *(spelled.replace(one, ours) for one, ours in names.items())]
-    near = [near for each in others for near in get_close_matches(each, list(known), 1)]
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
 
 
 def origin(error: BaseException) -> str:

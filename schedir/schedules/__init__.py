@@ -18,6 +18,10 @@ one_f_one_b: 27.3% idle, peak 4
 zb_h1: 11.1% idle, peak 4
 """
 
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from schedir.errors import UsageError, said
 from schedir.schedules.bidirectional import bitpipe, chimera, dualpipe
 from schedir.schedules.building_blocks import v_half, v_min, wave
 from schedir.schedules.interleaved_schedules import (
@@ -56,5 +60,35 @@ __all__ = [
 
 
 def built_in() -> dict[str, Schedule]:
-    """The schedules that come with schedir, by name."""
+    """Return the built-in schedules by name."""
     return {name: globals()[name] for name in __all__}
+
+
+def find_schedule(name: str) -> Schedule:
+    """Return the built-in schedule of this name.
+
+    Args:
+        name: A name such as `"zb_v"`.
+
+    Raises:
+        UsageError: No built-in schedule has this name.  The hint has the nearest one.
+
+    Example:
+        >>> find_schedule("gpipe").__name__
+        'gpipe'
+    """
+    known = built_in()
+    if name not in known:
+        raise UsageError(
+            f"no built-in schedule {said(name)}", hint=nearest_schedules(name, [*known])
+        )
+    return known[name]
+
+
+def nearest_schedules(name: str, known: Sequence[str]) -> str:
+    """Return a hint with the name of `known` that is nearest to `name`, or with all of them."""
+    spelled = name.lower().replace("-", "_").removeprefix("schedule")  # as torch's classes begin
+    names = {"1f1b": "one_f_one_b", "vzerobubble": "_v", "zerobubble": "_zb"}
+    others = [spelled, *(spelled.replace(one, ours) for one, ours in names.items())]
+    near = [near for each in others for near in get_close_matches(each, known, 1)]
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
-from typing import SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from schedir.ir.isa.instructions import (
     RECOMPUTE,
     ROWS,
 )
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import Placement
 from schedir.ir.program import JOINED, OP, STAGE, Words, pack
 
@@ -322,6 +323,38 @@ def placed_for(schedule: Schedule) -> tuple[Placement | None, int | None]:
     """The placement and the stages per rank that a schedule is marked for; None where it is not."""
     mark: tuple[Placement | None, int | None] = getattr(_function(schedule), "placed", (None, None))
     return mark
+
+
+def shape_for(schedule: Schedule, shape: PipelineShape) -> PipelineShape:
+    """Return a shape with what a schedule is made for in the fields that were not given.
+
+    Args:
+        schedule: A schedule function.
+        shape: The shape that a user gave.
+
+    Returns:
+        The shape with the placement, stages per rank and weight delay of the schedule, where
+        `shape.defaulted` has these fields; else `shape` itself.
+
+    Example:
+        >>> from schedir import PipelineShape, schedules
+        >>> shape_for(schedules.zb_v, PipelineShape(ranks=4, microbatches=8))
+        PipelineShape(ranks=4, microbatches=8, stages_per_rank=2, placement='vee')
+        >>> shape_for(schedules.interleaved, PipelineShape(4, 8, stages_per_rank=1))
+        PipelineShape(ranks=4, microbatches=8)
+    """
+    changes: dict[str, Any] = {}
+    placement = placed_for(schedule)[0]
+    if "placement" in shape.defaulted and placement is not None:
+        changes["placement"] = placement
+    named = isinstance(changes.get("placement", shape.placement), str)
+    if "stages_per_rank" in shape.defaulted and named:
+        changes["stages_per_rank"] = stages_per_rank_for(schedule)
+    delay = delay_for(schedule)
+    if "delay" in shape.defaulted and shape.updates > 1 and delay is not None:
+        changes["delay"] = delay
+    changes = {name: value for name, value in changes.items() if getattr(shape, name) != value}
+    return replace(shape, **changes) if changes else shape
 
 
 def delay_for(schedule: Schedule) -> int | tuple[int, ...] | None:

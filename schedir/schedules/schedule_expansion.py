@@ -22,6 +22,7 @@ from schedir.schedules.schedule_algebra import (
     delay_for,
     name_of,
     placed_for,
+    shape_for,
     takes,
 )
 
@@ -58,6 +59,7 @@ def expand_schedule(schedule: Schedule, plan: PipelineShape) -> Program:
       4 x  F 1.0+; B 1.0+
     """
     expect(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+    plan = shape_for(schedule, plan)
     name = name_of(schedule)
     try:
         signature = inspect.signature(schedule)

@@ -283,7 +283,6 @@ def test_bad_options() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: compile("gpipe", PipelineShape(1, 1)),  # type: ignore[arg-type]
         lambda: compile(one_f_one_b(0, 1, 1), PipelineShape(1, 1)),  # type: ignore[arg-type]
         lambda: torch_csv.to_csv(one_f_one_b),  # type: ignore[arg-type]
         lambda: compile(one_f_one_b, 1, 1),  # type: ignore[arg-type]

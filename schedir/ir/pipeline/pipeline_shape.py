@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import index
-from typing import Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -81,15 +81,28 @@ _SEGMENTS = setting(
 )
 
 
+class _DefaultNumber(int):
+    """A default that a schedule may replace: equal to the number, but of a type of its own."""
+
+
+class _DefaultName(str):
+    """A default that a schedule may replace: equal to the text, but of a type of its own."""
+
+
+_DEFAULTS: Final[Mapping[type, Callable[[Any], object]]] = {_DefaultNumber: int, _DefaultName: str}
+
+
 @dataclass(frozen=True, repr=False)
 class PipelineShape:
     """The shape of the pipeline.
 
     `placement` is "loop" (rank r holds j*ranks + r), "vee" (r and 2*ranks-1-r; it has two
     stages per rank unless told otherwise), or the rank of each stage in turn; from such a map
-    `stages_per_rank` is read off as the most stages that a rank holds.  A Plan knows no schedule:
-    with "loop" there is one stage per rank unless told, also for one with a parameter `v`, to which
-    commands and configurations then give its default of `v`, or two.
+    `stages_per_rank` is read off as the most stages that a rank holds.
+
+    Where `stages_per_rank`, `placement` or `delay` is not given, `compile` takes what the schedule
+    is made for: two stages per rank for `interleaved`, the placement "vee" for `zb_v`.  `defaulted`
+    has the names of these fields.
 
     A stage may have several holders: a placement of several such maps, `rows`, puts each stage on
     as many ranks.  The first of as many parts of the microbatches, the larger ones first, goes from
@@ -129,16 +142,22 @@ class PipelineShape:
 
     ranks: int = field(metadata=_RANKS)
     microbatches: int = field(metadata=_MICROBATCHES)
-    stages_per_rank: int = field(default=1, metadata=_STAGES_PER_RANK)
-    placement: Placement = field(default="loop", metadata=_PLACEMENT)
+    stages_per_rank: int = field(default=_DefaultNumber(1), metadata=_STAGES_PER_RANK)
+    placement: Placement = field(default=_DefaultName("loop"), metadata=_PLACEMENT)
     updates: int = field(default=1, metadata=_UPDATES)
-    delay: int | tuple[int, ...] = field(default=0, metadata=_DELAY)
+    delay: int | tuple[int, ...] = field(default=_DefaultNumber(0), metadata=_DELAY)
     segments: int = field(default=1, metadata=_SEGMENTS)
+    # Names of the fields that were not given.  It is no field: equal shapes may differ in it.
+    defaulted: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
+        values = {f.name: getattr(self, f.name) for f in PLAN}
+        own = frozenset(name for name, value in values.items() if type(value) in _DEFAULTS)
+        object.__setattr__(self, "defaulted", own)
         for f in PLAN:
-            value = f.kind.settle(f.name, getattr(self, f.name), None)
-            object.__setattr__(self, f.name, value)
+            value = values[f.name]
+            plain = _DEFAULTS[type(value)](value) if f.name in own else value
+            object.__setattr__(self, f.name, f.kind.settle(f.name, plain, None))
         if isinstance(self.placement, str):
             self._read_name(self.placement)
         else:
