@@ -1,7 +1,7 @@
-"""The map of rooms in docs/design.md, read off the tree: see `generate.py`.
+"""The table of packages in docs/design.md, generated from the source tree: see `generate.py`.
 
-A room says in the first sentence of its docstring what it is.  On which floor it stands, the layout
-test says.
+The layers are those of the layout test.  A package describes itself in the first sentence of its
+docstring.
 """
 
 from __future__ import annotations
@@ -11,30 +11,29 @@ from pathlib import Path
 
 from docs.pages import ROOT, first_sentence, table
 
-BEGIN, END = "<!-- rooms: made by docs/generate.py -->", "<!-- end of rooms -->"
+BEGIN, END = "<!-- packages: made by docs/generate.py -->", "<!-- end of packages -->"
 
 
-def floors() -> list[list[str]]:
-    """The rooms of each floor, the lowest floor first, without the public face and the command."""
+def layers() -> list[list[str]]:
+    """Return the packages of each layer, the lowest layer first, without `__init__`, `__main__`."""
     layout = ast.parse((ROOT / "tests" / "pure" / "test_layout.py").read_text())
-    (told,) = (
+    (found,) = (
         ast.literal_eval(node.value)
         for node in layout.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS"
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS"
     )
-    named = [sorted(name for name in rooms if not name.startswith("__")) for rooms in told]
-    return [rooms for rooms in named if rooms]
+    named = [sorted(name for name in layer if not name.startswith("__")) for layer in found]
+    return [layer for layer in named if layer]
 
 
-def home(room: str) -> Path:
-    """The folder of a room, or its file."""
-    folders = (ROOT / room, ROOT / "schedir" / room, ROOT / "schedir" / f"{room}.py")
+def path_of(package: str) -> Path:
+    """Return the folder of a package, or its file."""
+    folders = (ROOT / package, ROOT / "schedir" / package, ROOT / "schedir" / f"{package}.py")
     return next(path for path in folders if path.exists())
 
 
-def about(room: str) -> str:
-    """The first sentence of a room about itself."""
-    path = home(room)
+def description(path: Path) -> str:
+    """Return the first sentence of a package or module about itself."""
     if path.is_file():
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
     elif (path / "__init__.py").exists():
@@ -44,31 +43,36 @@ def about(room: str) -> str:
     return first_sentence(text)
 
 
-def picture(rooms: list[list[str]]) -> str:
-    """The floors, highest on top: a room imports from those below it."""
-    lines = ["    ".join(f"{room}/" if home(room).is_dir() else room for room in floor)
-             for floor in reversed(rooms)]  # fmt: skip
+def diagram(packages: list[list[str]]) -> str:
+    """Draw the layers, the highest on top."""
+    lines = [
+        "    ".join(f"{one}/" if path_of(one).is_dir() else one for one in layer)
+        for layer in reversed(packages)
+    ]
     return "\n".join(["```", *lines, "```"])
 
 
-def listed(rooms: list[list[str]]) -> str:
-    """A row for each room, with what it is."""
+def listing(packages: list[list[str]]) -> str:
+    """Return a row for each package and sub-package, with its description."""
     rows = []
-    for room in (room for floor in rooms for room in floor):
-        path = home(room)
-        link = f"../{path.relative_to(ROOT)}"
-        title = f"{room}/" if path.is_dir() else room
-        rows.append([f"[`{title}`]({link})", about(room)])
-    return table(["room", "what it is"], rows)
+    for package in (package for layer in packages for package in layer):
+        top = path_of(package)
+        inner = sorted(p.parent for p in top.glob("*/__init__.py")) if top.is_dir() else []
+        for path in (top, *inner):
+            relative = path.relative_to(ROOT)
+            title = str(relative).removeprefix("schedir/").removesuffix(".py")
+            title += "/" if path.is_dir() else ""
+            rows.append([f"[`{title}`](../{relative})", description(path)])
+    return table(["package", "what it does"], rows)
 
 
 def page() -> str:
-    """docs/design.md with the rooms as they are."""
-    text, rooms = (ROOT / "docs" / "design.md").read_text(), floors()
+    """Return docs/design.md with the current packages."""
+    text, packages = (ROOT / "docs" / "design.md").read_text(), layers()
     before, _, rest = text.partition(BEGIN)
     _, found, after = rest.partition(END)
     assert found, f"docs/design.md has no part between {BEGIN} and {END}"
-    return f"{before}{BEGIN}\n{picture(rooms)}\n\n{listed(rooms)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{diagram(packages)}\n\n{listing(packages)}\n{END}{after}"
 
 
 PAGES = {"design.md": page}

@@ -1,1 +1,1 @@
-"""What holds for a program: who waits for whom, how long that takes, and what is held meanwhile."""
+"""Facts about a program: which instruction waits for which, earliest starts, deadlocks, memory."""

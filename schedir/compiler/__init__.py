@@ -1,1 +1,1 @@
-"""A schedule in, a checked program out: the passes in their order, and the proof."""
+"""Compile a schedule into a checked program."""

@@ -1,1 +1,1 @@
-"""Data: text and tokens of files, as windows in an order that needs no memory.  Needs no torch."""
+"""Read text and tokens from files, and cut them into training windows."""

@@ -1,1 +1,1 @@
-"""Dumps of runs that stand still: where each rank stands, and who waits for whom."""
+"""Diagnose a job that hangs, from flight-recorder dumps and black boxes."""

@@ -1,1 +1,1 @@
-"""Other people's trainers: what makes their steps visible here."""
+"""Mark the instructions of other trainers as profiler ranges."""

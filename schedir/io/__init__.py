@@ -1,1 +1,1 @@
-"""Files and terminals: what programs and runs are read from and written to."""
+"""Read and write files: programs, timelines, clusters, traces, and the terminal."""

@@ -1,1 +1,1 @@
-"""The language: what a program is, and how it is written down."""
+"""The intermediate representation: programs, instructions, values, shapes, costs and sizes."""

@@ -1,1 +1,1 @@
-"""What a run will be, or was: Timelines, why ranks are idle, and what would shorten a step."""
+"""Simulate programs, find the causes of idle time, and simulate changes that shorten a step."""

@@ -19,27 +19,28 @@ Beside = Program | tuple[Program, Given | Edges | PerMicrobatchBoundary | Bounda
 _TRAINED = ("tied", "clip", "frozen", "validate", "reduce", "states")  # alike in all that train
 
 
-class _ProgramRun(NamedTuple):
+class _ScheduledRun(NamedTuple):
     program: Program
     passing: BoundaryTable
 
 
 def beside_of(
     more: Sequence[Beside], program: Program, passing: BoundaryTable
-) -> list[_ProgramRun]:
+) -> list[_ScheduledRun]:
     """The programs beside one, each with what passes between its stages.
 
     Raises ModelError for one that cannot run on the same stages, and as `BoundaryTable.of`.
     """
     if not isinstance(more, Sequence):
         raise ModelError(f"`more` is a list of programs, not {said(more)}", program=program.name)
-    runs: list[_ProgramRun] = []
+    runs: list[_ScheduledRun] = []
     for one in more:
         pair = one if _is_pair(one) else (one, None)
         other = program_of(pair[0])
         _require_beside(program, other)
         if any(
-            other.digest == known.program.digest for known in (_ProgramRun(program, passing), *runs)
+            other.digest == known.program.digest
+            for known in (_ScheduledRun(program, passing), *runs)
         ):
             raise ModelError(
                 "the program is there twice", program=other.name, hint="an executor has it once"
@@ -54,7 +55,7 @@ def beside_of(
                     hint="more=[(program, boundary)]",
                 )
             given = BoundaryTable(passing.rows[:1])
-        runs.append(_ProgramRun(other, BoundaryTable.of(given, other)))
+        runs.append(_ScheduledRun(other, BoundaryTable.of(given, other)))
     return runs
 
 

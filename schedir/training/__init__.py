@@ -1,1 +1,1 @@
-"""Training a GPT: configuration, model, data, the loop and its processes."""
+"""Train a GPT from a configuration: processes, data, steps, evaluation and checkpoints."""

@@ -1,1 +1,1 @@
-"""What moves tensors between ranks: processes, GPUs, or virtual ranks of one process."""
+"""Move tensors between ranks: processes, GPUs, or virtual ranks of one process."""

@@ -1,1 +1,1 @@
-"""What is refused, and why: missing work, values used too early, ranks that wait for ever."""
+"""Checks that refuse a program: missing work, values used too early, deadlocks."""

@@ -1,4 +1,4 @@
-"""What the tree promises: floors, packages, file sizes, and who may import what."""
+"""The rules of the source tree: layers, packages, file sizes and imports."""
 
 import ast
 import re
@@ -17,10 +17,11 @@ from tests.lines_of_code import code_lines
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "schedir"
 
-# A room is a folder of schedir, or a file that lies beside them.  It imports from rooms further up
-# this list only; inside a room, files import each other, but never in a circle.  `__init__` is the
-# public face and `__main__` the command: they may import everything, and nothing imports them.
-FLOORS = (
+# The packages of schedir by layer, the lowest first.  A package is a folder of schedir or a file
+# beside them.  It imports from lower layers only.  Files inside a package import each other, but
+# never in a cycle.  `__init__` is the public API and `__main__` the command line: they may import
+# everything, and nothing imports them.
+LAYERS = (
     {"errors"},
     {"extras", "retired_names"},
     {"ir"},
@@ -41,15 +42,15 @@ FLOORS = (
     {"commands"},
     {"schedule_algebra", "__init__", "__main__"},
 )
-# Wings use the core, which is all below them.  No wing needs another one, but for `TIES`, and only
-# these rooms above them import a wing.
-WINGS = {"planner", "schedule_search", "viz", "traces", "hang_diagnosis"}
-USE_WINGS = {
+# Leaf packages use the core below them.  Except for `ALLOWED`, no leaf imports another one, and
+# only the packages of `USERS_OF_LEAVES` import a leaf.
+LEAVES = {"planner", "schedule_search", "viz", "traces", "hang_diagnosis"}
+USERS_OF_LEAVES = {
     "commands", "training", "torch_pipelining", "instrumentation", "testing", "schedule_algebra",
     "__init__", "__main__",
 }  # fmt: skip
-# (who, what): imports allowed on one floor, and why.
-TIES = {
+# (importer, imported): imports that are allowed within one layer, with the reason.
+ALLOWED = {
     ("__main__", "__init__"): "the version",
     ("planner", "schedule_search"): "it searches for a shorter schedule of a plan",
     ("viz", "planner"): "it draws plans",
@@ -57,8 +58,8 @@ TIES = {
 }
 HEAVY = ("torch", "triton", "matplotlib", "networkx", "numba", "ortools")
 
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-TORCH_FROM = FLOOR["kernels"]
+LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
+TORCH_FROM = LAYER_OF["kernels"]
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -104,10 +105,10 @@ def module_imports(name: str) -> frozenset[str]:
     return frozenset(imports(path, package))
 
 
-def room(name: str) -> str:
+def package_of(name: str) -> str:
     """schedir.passes.communication.transfers -> passes; schedir and its attributes -> __init__."""
     second = [*name.split("."), ""][1]
-    return second if second in FLOOR or f"schedir.{second}" in MODULES else "__init__"
+    return second if second in LAYER_OF or f"schedir.{second}" in MODULES else "__init__"
 
 
 def own(names: frozenset[str]) -> set[str]:
@@ -120,32 +121,34 @@ def test_modules_are_found() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_go_down(name: str) -> None:
-    here = room(name)
-    assert here in FLOOR, f"{name} stands on no floor: add it to FLOORS"
+    here = package_of(name)
+    assert here in LAYER_OF, f"{name} belongs to no layer: add it to LAYERS"
     for target in own(module_imports(name)):
-        there = room(target)
-        assert here == there != "__init__" or FLOOR[there] < FLOOR[here] or (here, there) in TIES, (
-            f"{name} (floor {FLOOR[here]}) imports {target} (floor {FLOOR[there]})"
-        )
+        there = package_of(target)
+        assert (
+            here == there != "__init__"
+            or LAYER_OF[there] < LAYER_OF[here]
+            or (here, there) in ALLOWED
+        ), f"{name} (layer {LAYER_OF[here]}) imports {target} (layer {LAYER_OF[there]})"
 
 
-def test_only_faces_import_wings() -> None:
+def test_only_some_packages_import_leaves() -> None:
     """What is drawn, planned, searched or diagnosed can be left out of the core and the runtime."""
     found = {
-        (room(name), room(target))
+        (package_of(name), package_of(target))
         for name in MODULES
         for target in own(module_imports(name))
-        if room(target) in WINGS and room(name) not in WINGS
+        if package_of(target) in LEAVES and package_of(name) not in LEAVES
     }
-    assert {here for here, _ in found} <= USE_WINGS
+    assert {here for here, _ in found} <= USERS_OF_LEAVES
     assert {there for here, there in found if here == "runtime"} <= {"hang_diagnosis"}
 
 
 def test_nothing_runs_on_the_tests_of_users() -> None:
     users = {
-        room(name)
+        package_of(name)
         for name in MODULES
-        if any(room(t) == "testing" for t in own(module_imports(name)))
+        if any(package_of(t) == "testing" for t in own(module_imports(name)))
     }
     assert users <= {"testing", "__init__"}
 
@@ -162,8 +165,8 @@ def test_imports_have_no_cycle() -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_heavy_imports_stay_home(name: str) -> None:
     roots = {target.split(".")[0] for target in module_imports(name)}
-    assert "torch" not in roots or FLOOR[room(name)] >= TORCH_FROM
-    assert "matplotlib" not in roots or room(name) == "viz"
+    assert "torch" not in roots or LAYER_OF[package_of(name)] >= TORCH_FROM
+    assert "matplotlib" not in roots or package_of(name) == "viz"
     assert "numba" not in roots or name == "schedir.analysis.numba_jit"
     assert "ortools" not in roots or name == "schedir.schedule_search.cp_sat"
     assert "triton" not in roots or name.endswith("_triton")
@@ -177,7 +180,7 @@ def test_pure_tests_use_no_torch(path: Path) -> None:
 PYTHON = python_files("schedir", "kernels", "viz", "tests", "examples", "docs")
 
 
-def test_nothing_lies_outside_of_the_rooms() -> None:
+def test_top_level_modules() -> None:
     files = {f.stem for f in SOURCE.glob("*.py")}
     assert files == {
         "__init__",
@@ -222,7 +225,7 @@ def test_instructions_are_named_by_the_table_passes_and_handlers() -> None:
     counted = {
         name: names_of_opcodes(path)
         for name, path in MODULES.items()
-        if name not in TABLE and room(name) != "passes" and not name.endswith("_handlers")
+        if name not in TABLE and package_of(name) != "passes" and not name.endswith("_handlers")
     }
     assert {name: n for name, n in counted.items() if n} == {k: n for k, (n, _) in NAMED.items()}
 

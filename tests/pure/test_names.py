@@ -1,0 +1,120 @@
+"""The rules of names: what a module or a class may be called, and how many files a folder may have.
+
+`docs/glossary.md` has the terms.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+import schedir
+from tests.pure.test_layout import MODULES, ROOT
+
+# A folder fits on a screen.
+MAX_MODULES = 15
+
+# Words that say nothing about a thing without a noun: participles, adverbs, prepositions, bare
+# adjectives, and nouns that had several private meanings.
+_VAGUE = """
+about after again ahead alone anew apart around aside asked away before behind beside best
+blame box built cut cuttable done drawn due early ends every exact fast faster fill finer finite
+forwards found frozen gain gathered given guard halves held hunt in into kept known lags late
+left lender lent living long look looked looking made maker many marks matched meets more moves
+moved none of on one open opened others own part parts passed passing piece pieces placed plain
+print printed put refuted rest room said same seen several shared short shorter small spent
+split stale standing stands starts stored stop taken tied tiny told trip turns unchanged undone
+up wanted way ways where which whole why with words
+"""
+VAGUE = frozenset(_VAGUE.split())
+# Names that would be refused, with the reason why they are right.
+GOOD_NAMES = {
+    "commands/best": "a command's file has the name of the command",
+    "commands/where": "a command's file has the name of the command",
+}
+# File names that occur twice, with the reason.
+TWICE = {
+    "schedule_algebra": "the public module re-exports the one of schedules/",
+    **dict.fromkeys(
+        ("calibrate", "check", "search", "simulate", "train"),
+        "a command's file has the name of the command, and the function that it calls another",
+    ),
+}
+# Class names that occur twice, with the reason.
+CLASSES_TWICE = {
+    "Layer": "each model has its own, as in its paper",
+    "Stage": "each model has its own, as in its paper",
+}
+
+
+def modules() -> dict[str, Path]:
+    """Return the modules of the product, by their path without `schedir/` and suffix."""
+    paths = {path: path.relative_to(ROOT).with_suffix("") for path in MODULES.values()}
+    named = {str(rel).removeprefix("schedir/"): path for path, rel in paths.items()}
+    return {name: path for name, path in named.items() if not name.endswith("__init__")}
+
+
+FILES = modules()
+
+
+def classes() -> dict[str, list[str]]:
+    """Return the modules that define each top-level class."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, path in FILES.items():
+        for node in ast.parse(path.read_bytes()).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(name)
+    return found
+
+
+CLASSES = classes()
+
+
+def exported(package: Path) -> set[str]:
+    """Return the names in the `__all__` of a package."""
+    for node in ast.parse(package.read_bytes()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def test_a_folder_fits_on_a_screen() -> None:
+    counted = Counter(name.rpartition("/")[0] for name in FILES)
+    assert not {folder: n for folder, n in counted.items() if n > MAX_MODULES}
+
+
+def test_a_file_name_occurs_once() -> None:
+    counted = Counter(name.rpartition("/")[2] for name in FILES)
+    assert {name for name, n in counted.items() if n > 1} == set(TWICE)
+
+
+def test_module_names_are_nouns() -> None:
+    vague = {name for name in FILES if name.rpartition("/")[2].strip("_") in VAGUE}
+    assert vague == set(GOOD_NAMES)
+
+
+def test_class_names_are_nouns() -> None:
+    assert not [name for name in CLASSES if name.strip("_").lower() in VAGUE]
+
+
+def test_a_class_name_means_one_class() -> None:
+    twice = {name for name, where in CLASSES.items() if len(where) > 1}
+    assert twice == set(CLASSES_TWICE)
+
+
+PACKAGES = sorted(name for name, path in MODULES.items() if path.name == "__init__.py")
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_module_does_not_hide_a_function(name: str) -> None:
+    """The import of a module would replace a function of the same name in its package."""
+    folder = MODULES[name].parent
+    inside = {path.stem for path in folder.glob("*.py")}
+    inside |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    functions = exported(MODULES[name]) & inside
+    if name == "schedir":  # it exports modules, too
+        functions = {each for each in functions if ":" in schedir._HOME[each]}
+    assert not functions
