@@ -37,7 +37,7 @@ TREE: dict[str, dict[str, list[str]]] = {
             "Names of Python </docs/api>",
             "Instructions and models </docs/ir>",
             "Settings of a training run </docs/config>",
-            "Words </docs/naming>",
+            "Glossary </docs/glossary>",
         ],
         "Behind it": ["/docs/design", "/docs/results/README", "/CONTRIBUTING", "/CHANGELOG"],
     },

@@ -126,7 +126,7 @@ import time
 
 if os.environ.get("RANK") == "1":
     box = os.environ["BEGUN"]
-    while not os.path.exists(box) or not open(box, "rb").read()[{phase}]:
+    while not os.path.exists(box) or not open(box, "rb").read()[{phase}:{phase} + 1].strip(b"\\0"):
         time.sleep(0.05)
     {what}
 """

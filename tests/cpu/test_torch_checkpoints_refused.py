@@ -223,5 +223,5 @@ def test_an_executor_has_its_own_optimizer(tmp_path: Path) -> None:
     ranks = InProcessExecutor(program, stages, loss=mse_loss, boundary=(1, 4), optimizer=SGD)
     with pytest.raises(ProgramError, match="has an optimizer of its own"):
         save(ranks, tmp_path, step=1, optimizer=SGD(stages[0].parameters()))
-    with pytest.raises(UsageError, match=r"an InProcessExecutor or a schedir\.torch\.Schedule"):
+    with pytest.raises(UsageError, match="an InProcessExecutor or a schedir"):
         save(stages[0], tmp_path, step=1)  # type: ignore[arg-type]
