@@ -60,14 +60,14 @@ def plans() -> Iterator[tuple[int, int]]:
 
 
 def measured() -> Iterator[Cell]:
-    """All schedules of all plans, as `schedir best` has them."""
+    """All schedules of all plans, as `schedir recommend` has them."""
     odd = [(ODD[0], m, SENDS[1]) for m in ODD[1]]
     for P, m, send in [*((*plan, send) for plan in plans() for send in SENDS), *odd]:
         yield from asked(P, m, send)
 
 
 def asked(P: int, m: int, send: float) -> Iterator[Cell]:
-    """All schedules of a plan, as `schedir best` has them."""
+    """All schedules of a plan, as `schedir recommend` has them."""
     command = f"best --ranks {P} --microbatches {m} --costs F=1,B=2,I=1,W=1,send={send}"
     with redirect_stdout(StringIO()) as out:
         assert main(shlex.split(f"{command} --model edge --json")) == 0

@@ -1,6 +1,6 @@
 """The page that says which schedule is the shortest for a plan: see `generate.py`.
 
-Its tables are made of what `which_schedule.py` has simulated by `schedir best`: what the page says,
+Its tables are made of what `which_schedule.py` has simulated by `schedir recommend`: what the page says,
 a reader can ask for.
 """
 

@@ -1,7 +1,7 @@
 """Seq1F1B (arXiv 2406.03488): each sequence goes through the pipeline in causal segments.
 
     python examples/seq1f1b.py                   # beside 1F1B: span, bubble, memory
-    schedir check examples/seq1f1b.py:seq1f1b --segments 4 --microbatches 32
+    schedir check examples/seq1f1b.py:seq1f1b -O segments=4 --microbatches 32
     python examples/seq1f1b_run.py               # with a model, on four processes
 
 A later segment sees the keys and values of the earlier ones, so a stage runs the segments of a

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -104,21 +105,47 @@ def _say(text: str) -> int:
 
 class _Parser(argparse.ArgumentParser):
     more: Callable[[], str] | None = None  # returns help that takes long to make
+    examples = ""  # lines that follow the options
 
     def format_help(self) -> str:
-        return super().format_help() + (self.more() if self.more else "")
+        examples = f"\nexamples:\n{self.examples}" if self.examples else ""
+        return super().format_help() + examples + (self.more() if self.more else "")
+
+    command: _Parser | None = None  # of the command that was typed
 
     def error(self, message: str) -> NoReturn:
+        parser = self.command or self
         words = message.removeprefix("unrecognized arguments: ").split()
-        retired = [RETIRED[name] for word in words if (name := word.partition("=")[0]) in RETIRED]
-        raise UsageError(message, hint=(*retired, f"see {self.prog} --help")[0])
+        names = [word.partition("=")[0] for word in words]
+        hints = [hint for name in names if (hint := parser.hint(name))]
+        raise UsageError(message, hint=(*hints, f"see {parser.prog} --help")[0])
+
+    def hint(self, name: str) -> str:
+        """Return what to write instead of an option that there is not, or an empty string."""
+        if not name.startswith("--"):
+            return ""
+        own = self._option_string_actions
+        if "-O" in own:
+            from schedir.commands.common.program_options import ALL
+
+            if (field := name[2:].replace("-", "_")) in ALL and name not in own:
+                value = f"={kind.metavar}" if (kind := ALL[field].kind).metavar else ""
+                return f"{name} is now -O {field}{value}"
+        if name in RETIRED:
+            return RETIRED[name]
+        near = get_close_matches(name, own, 1)
+        return f"did you mean {near[0]}?" if near else ""
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> _Parser:
     parser = _Parser(prog="schedir", description=_ABOUT, epilog=_EXIT, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"schedir {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     asked = argv[0] if argv else ""
+    if not asked.startswith("-") and asked not in ("", *COMMANDS):
+        near = get_close_matches(asked, COMMANDS, 1)
+        hint = f"did you mean schedir {near[0]}?" if near else "schedir --help lists them"
+        raise UsageError(f"no command {asked!r}", hint=RETIRED.get(f"schedir {asked}", hint))
     for name, about in COMMANDS.items():
         sub = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)
         if name == asked:  # to import all commands would take longer than most commands run
@@ -127,6 +154,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             command.arguments(sub)
             add_trust(sub)
             sub.more = getattr(command, "more", None)
+            sub.examples = getattr(command, "EXAMPLES", "")
+            parser.command = sub
     return parser
 
 

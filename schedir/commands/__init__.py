@@ -3,9 +3,10 @@
     def arguments(parser: ArgumentParser) -> None     adds the options
     def run(args: Namespace) -> str | int             returns output, exit code, or both in a tuple
 
-and, if --help shows a text after the options,
+and, for what --help shows after the options,
 
-    def more() -> str                                 returns that text
+    EXAMPLES = "..."                                  lines with a command and what it does
+    def more() -> str                                 returns a text that takes long to make
 
 `args.typed` has the words that a person typed.  The file's name is the command's, with a `_`
 where that is a word of Python.  Only the file of the command that runs is imported.
@@ -20,14 +21,15 @@ from typing import Final
 
 # The one-line help of each command, in the order of --help.
 COMMANDS: Final = {
-    "show": "print a program's text, or write it to a file",
+    "compile": "compile a schedule into a program, and write it to a file",
+    "print": "print the text of a program",
     "check": "prove that a program is complete and finishes",
     "simulate": "predict when each rank works, and how much it holds",
     "explain": "explain why ranks are idle, and simulate changes that shorten the step",
     "draw": "draw runs on the terminal, as a picture, or as an interactive page",
-    "where": "find where a job hangs, from its flight recorder dumps or black boxes",
+    "diagnose": "find where a job hangs, from its flight recorder dumps or black boxes",
     "compare": "compare schedules of one model side by side",
-    "best": "rank all built-in schedules, and yours, for one model and plan",
+    "recommend": "rank all built-in schedules, and yours, for one model and plan",
     "plan": "plan a training run: the layout, schedule and options with the shortest step",
     "search": "search for the shortest schedule within a memory limit, and prove a bound",
     "train": "train a model from a configuration file",
@@ -35,6 +37,7 @@ COMMANDS: Final = {
     "export": "write a program or a run in the form that another system reads",
     "import": "read a CSV of torch.distributed.pipelining, or torch.profiler's traces of a run",
     "checkpoint": "inspect checkpoints, or export a model from one for other tools",
+    "options": "list the options of how a schedule is compiled (-O NAME=VALUE)",
 }
 
 

@@ -33,22 +33,33 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, or several as steps, and whose start to explain."""
     add_source(parser, several=True)
     check_sequence.arguments(parser)
-    parser.add_argument("--why", metavar="RANK:INDEX", help="what decides when this one starts")
     parser.add_argument(
-        "--blocks", action="store_true", help="on hosts that wait themselves, as those of CPUs do"
+        "--explain-start",
+        dest="why",
+        metavar="RANK:INDEX",
+        help="what decides when this one starts",
     )
     parser.add_argument(
-        "--device-waits",
+        "--blocking-hosts",
+        dest="blocks",
+        action="store_true",
+        help="on hosts that wait themselves, as those of CPUs do",
+    )
+    parser.add_argument(
+        "--host-device-sync",
+        dest="device_waits",
         action="store_true",
         help="on hosts that wait for all they have issued, as for memory in a step on a GPU",
     )
     parser.add_argument(
-        "--lazy",
+        "--lazy-communicators",
+        dest="lazy",
         action="store_true",
         help="where each communicator is made at its first use, for which hosts meet",
     )
     parser.add_argument(
-        "--eager",
+        "--eager-limit",
+        dest="eager",
         type=read_bytes,
         metavar="BYTES",
         help="messages of at most so many bytes, by --sizes, wait for nobody, like 512KB",

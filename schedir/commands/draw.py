@@ -25,7 +25,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "without it, letters on the terminal",
     )  # fmt: skip
     add_picture(parser)
-    parser.add_argument("--idle", action="store_true", help="why which rank is idle, in a map")
+    parser.add_argument(
+        "--idle-map", dest="idle", action="store_true", help="why which rank is idle, in a map"
+    )
     add_shape(parser)
 
 

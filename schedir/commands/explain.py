@@ -151,7 +151,7 @@ def _how(change: SimulatedChange, args: argparse.Namespace, request: Request) ->
     own = "device" if request.run is None else request.run.model
     if (model := args.model or own) != "device":
         words += ["--model", model]
-    command = f"schedir show {shlex.join(words)}"
+    command = f"schedir print {shlex.join(words)}"
     if costs is not None and request.run is not None and request.given is None:
         command += f' --costs "$(schedir calibrate {shlex.quote(args.source)})"'
     elif costs is not None:

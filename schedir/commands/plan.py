@@ -1,6 +1,6 @@
 """The command `plan`: find the parallel plans of a model on a cluster with the shortest steps.
 
-`--scale` plans for several numbers of GPUs, and `--measure` measures this machine instead.
+`--gpu-counts` plans for several numbers of GPUs, and `--measure` measures this machine instead.
 """
 
 from __future__ import annotations
@@ -195,20 +195,21 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="how many are to be trained on, as 300e9: says how many days",
     )
     parser.add_argument(
-        "--no-exact",
+        "--closed-form-only",
+        dest="no_exact",
         action="store_true",
         help="by closed forms alone; else the best are simulated as programs",
     )
     parser.add_argument("--offload", action="store_true",
                         help="plans, too, that move activations, or the optimizer's states, to the "
                         "host: these are simulated")  # fmt: skip
-    parser.add_argument("--cut", action="store_true",
+    parser.add_argument("--optimize-division", dest="cut", action="store_true",
                         help="divide the layers of the best three as is shortest")  # fmt: skip
-    parser.add_argument("--search", action="store_true",
+    parser.add_argument("--improve-schedules", dest="search", action="store_true",
                         help="search shorter schedules for the best three")  # fmt: skip
-    parser.add_argument("--seconds", type=number, default=10.0, metavar="S",
+    parser.add_argument("--time-limit", dest="seconds", type=number, default=10.0, metavar="S",
                         help="how long for each (10)")  # fmt: skip
-    parser.add_argument("--scale", type=_counts, metavar="GPUS",
+    parser.add_argument("--gpu-counts", dest="scale", type=_counts, metavar="GPUS",
                         help="plan for each of these numbers of GPUs, as 256,512,1024: the same "
                         "batch (strong scaling), and one that grows with them (weak)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="for a program to read")
@@ -228,7 +229,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--attention", metavar="HOW",
                        help="softmax, which keeps all scores (default), or flash")  # fmt: skip
     group.add_argument(
-        "--order", metavar="ORDER",
+        "--rank-order", dest="order", metavar="ORDER",
         help="how GPUs are numbered, the nearest first: tpd (default) or tdp",
     )  # fmt: skip
 
@@ -239,7 +240,8 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         help="write the first plan: FILE.toml for schedir train, or its program, FILE.sched",
     )  # fmt: skip
     group.add_argument(
-        "--take",
+        "--select",
+        dest="take",
         type=count,
         default=1,
         metavar="N",
@@ -412,7 +414,7 @@ def _simulated(asked: PlanRequest, plan: PlanEstimate, own: Program | None) -> s
     times = times_of(model, cluster, plan, of.constants)
     shape = plan_of(plan) if own is None else own.plan
     costs = costs_of(model, cluster, plan, shape, times, of.constants, of.states)
-    return f"# in seconds: schedir simulate FILE --model edge --costs {format_costs(costs)}\n"
+    return f"# in seconds: schedir simulate FILE --progress-model edge --costs {format_costs(costs)}\n"
 
 
 def _draw(

@@ -15,7 +15,6 @@ from schedir.commands.common.run_report import facts
 from schedir.commands.common.schedule_options import (
     PER_RANK,
     RANKS,
-    add_later,
     add_problem,
     count,
     number,
@@ -76,7 +75,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                       help="instead of --costs the mean times of this run, and its plan unless "
                       "another is said")  # fmt: skip
     what.add_argument(
-        "--in-flight", type=_counts, metavar="N",
+        "--max-in-flight", dest="in_flight", type=_counts, metavar="N",
         help="instead of --limit: how many (stage, microbatch) a rank may hold, from F to W, or B; "
         "8:8:7 per rank",
     )  # fmt: skip
@@ -84,20 +83,23 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--objective", default="span", metavar="WHAT",
                      help="what is to be short: span, that of the whole run (default), or own, the "
                      "longest from a rank's first work to its last")  # fmt: skip
-    how.add_argument("--whole", action="store_true", help="none that splits backwards in I and W")
-    how.add_argument("--seconds", type=number, default=10.0, metavar="S",
+    how.add_argument(
+        "--no-split-backward",
+        dest="whole",
+        action="store_true",
+        help="none that splits backwards in I and W",
+    )
+    how.add_argument("--time-limit", dest="seconds", type=number, default=10.0, metavar="S",
                      help="how long at most (10)")  # fmt: skip
-    how.add_argument("--evaluations", type=count, metavar="N",
+    how.add_argument("--max-evaluations", dest="evaluations", type=count, metavar="N",
                      help="how many schedules at most, after those it begins with: the same ones, "
                      "and so the same file, on any machine")  # fmt: skip
     how.add_argument("--seed", type=count, default=0, metavar="N", help="of what is random in it")
-    how.add_argument("--start", nargs="+", default=[], metavar="SCHEDULE",
+    how.add_argument("--initial-schedules", dest="start", nargs="+", default=[], metavar="SCHEDULE",
                      help="begin with these, too: names, FILE.sched or FILE.timeline")  # fmt: skip
-    how.add_argument("--prove", default="closed", metavar="HOW",
+    how.add_argument("--bound", dest="prove", default="closed", metavar="HOW",
                      help="how a bound is proven: closed, by formulas (default), or solver, which "
                      "needs schedir[solver], for small ones")  # fmt: skip
-
-    add_later(parser)
 
 
 def _counts(text: str) -> int | tuple[int, ...]:
@@ -212,7 +214,7 @@ def _costs_of(source: str, *, whole: bool) -> tuple[Timeline, Costs, list[str]]:
         note += "; its backwards are whole, and I and W are taken for half of one each"
     notes = [note, *filter(None, [run.doubt])]
     if words := " ".join(shape_of(program, told=TRAITS)):
-        notes.append(f"without {words} of that run, which schedir show FILE --relower {words} adds")
+        notes.append(f"without {words} of that run, which schedir print FILE --relower {words} adds")
     return run, costs, notes
 
 

@@ -5,7 +5,7 @@
   their words, as `schedir.instrument` does;
 - `PP:(0SEND_F1;0RECV_B0)BATCH_P2P`: messages issued as one, and `PP:1WAIT_RECV_F3`: where one that
   was posted earlier is waited for;
-- `PP:` and an instruction as `schedir show` writes it: what torch has no word for;
+- `PP:` and an instruction as `schedir print` writes it: what torch has no word for;
 - `Forward 3`, `Backward 3`: torch's ScheduleGPipe, which has one stage on each rank.
 """
 

@@ -14,6 +14,7 @@ from schedir.analysis.progress_models import MODELS, Model, require_model
 from schedir.compiler.compile import check_memory, compile
 from schedir.compiler.relower import compute_of, fitting, options_of
 from schedir.errors import PlanError, UsageError
+from schedir.io.command_line import option_name
 from schedir.io.source_loader import Source
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.costs import Costs
@@ -289,18 +290,18 @@ class Request:
         if not (self.lowers or self.relower):
             own = [name for name in ("draft", "overlap", "slots") if getattr(self, name)]
             for name in (*own, *self.more):
-                option = name.replace("_", "-")
+                option = "--compute-only" if name == "draft" else option_name(name)
                 raise UsageError(
-                    f"{self.source} is a program: --{option} is for schedules", fields=[name]
+                    f"{self.source} is a program: {option} is for schedules", fields=[name]
                 )
 
     def _require_compute(self) -> None:
         """Refuse, of a draft, what says how it is lowered."""
         for name in (*(n for n in ("overlap", "slots") if getattr(self, n)), *self.more):
             raise UsageError(
-                f"a draft is what is computed, before it is lowered: --{name.replace('_', '-')} is "
+                f"a draft is what is computed, before it is lowered: {option_name(name)} is "
                 "for what is lowered",
-                hint="leave out --draft",
+                hint="leave out --compute-only",
                 fields=[name],
             )
 

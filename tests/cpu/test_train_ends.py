@@ -122,7 +122,7 @@ def test_all_end_together(
 
 
 def where(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
-    """What `schedir where` says of a run."""
+    """What `schedir diagnose` says of a run."""
     assert main(["where", str(folder)]) == 0
     return capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""`schedir best`, and the page of which schedule is the shortest, which is made of what it says."""
+"""`schedir recommend`, and the page of which schedule is the shortest, which is made of what it says."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_help_loads_little() -> None:
 
 
 def test_a_closed_pipe_is_silent() -> None:
-    line = f"{sys.executable} -m schedir show gpipe --microbatches 5000 --flat | head -1"
+    line = f"{sys.executable} -m schedir print gpipe --microbatches 5000 --no-repeat | head -1"
     script = ["bash", "-o", "pipefail", "-c", line]
     done = subprocess.run(script, capture_output=True, text=True, env=ENV, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "schedir 1\n", "")
@@ -119,7 +119,7 @@ def test_nobody_listens(argv: str) -> None:
     assert subprocess.run(["bash", "-c", line], env=ENV).returncode == 0
     if argv.endswith(".svg"):
         assert Path("x.svg").read_text().startswith("<?xml")
-    line = f"{sys.executable} -m schedir show nothing >&- 2>&-"
+    line = f"{sys.executable} -m schedir print nothing >&- 2>&-"
     assert subprocess.run(["bash", "-c", line], env=ENV).returncode == 2
 
 

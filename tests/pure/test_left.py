@@ -1,4 +1,4 @@
-"""What `schedir where` says of the black boxes in a run's folder."""
+"""What `schedir diagnose` says of the black boxes in a run's folder."""
 
 from __future__ import annotations
 

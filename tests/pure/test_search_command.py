@@ -183,7 +183,7 @@ def test_a_run_of_more_than_a_search_knows(
         refused(capsys, "search", "--costs-from", run)
     said(capsys, "simulate", "gpipe", "--tp=2", "--clip", "-o", run)
     told = said(capsys, "search", "--costs-from", run, "--evaluations=40", "-o", best)
-    assert "without --tp 2 --clip of that run, which schedir show FILE --relower" in told
+    assert "without --tp 2 --clip of that run, which schedir print FILE --relower" in told
     said(capsys, "show", best, "--relower", "--tp=2", "--clip", "-o", best)
     assert from_text(Path(best).read_text()).clip
 

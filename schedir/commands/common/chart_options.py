@@ -36,12 +36,18 @@ def add_picture(parser: argparse.ArgumentParser) -> None:
         help="plain (holds for colour-blind readers and in grey), grey, or bright",
     )  # fmt: skip
     parser.add_argument(
-        "--colours", metavar="COLOURS", type=_colours,
+        "--colors", dest="colours", metavar="COLOURS", type=_colours,
         help="F=skyblue,B=#4b3b8f: of F, B, I, W, R, act, grad, tp, dp, params, step",
     )  # fmt: skip
-    parser.add_argument("--axis", metavar="TEXT", help="under the time axis; none for no axis")
     parser.add_argument(
-        "--time", metavar="FROM:TO", type=_times, help="the part that is drawn, in the run's unit"
+        "--axis-label", dest="axis", metavar="TEXT", help="under the time axis; none for no axis"
+    )
+    parser.add_argument(
+        "--time-range",
+        dest="time",
+        metavar="FROM:TO",
+        type=_times,
+        help="the part that is drawn, in the run's unit",
     )
 
 

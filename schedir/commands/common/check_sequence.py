@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What single ranks run instead."""
     parser.add_argument(
-        "--on",
+        "--rank-programs",
+        dest="on",
         action="append",
         metavar="RANK:STEPS",
         default=[],

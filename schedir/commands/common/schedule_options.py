@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
 from schedir.analysis.progress_models import MODELS
+from schedir.commands.common.program_options import ALL, add_program_options
 from schedir.errors import PlanError, ProgramError, UsageError
 from schedir.io.cluster_file import load_cluster
+from schedir.io.command_line import FLAGS, option_name, option_words
 from schedir.io.files import read_text
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.number_parsing import decimal, whole
 from schedir.ir.cost.sizes import Sizes, bytes_of
-from schedir.ir.pipeline.field_schema import Field, FieldType, Option
-from schedir.ir.pipeline.pipeline_shape import PLAN
-from schedir.ir.program import HEADER, TRAITS, Program
+from schedir.ir.pipeline.field_schema import Field, FieldType
+from schedir.ir.program import HEADER, Program
 from schedir.passes.pass_order import OPTIONS
 
 SOURCE = (
@@ -41,98 +42,70 @@ def add_source(parser: argparse.ArgumentParser, *, several: bool = False) -> Non
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    """The options by which a schedule is compiled; None where a FILE.sched may say it."""
+    """Add the options by which a schedule is compiled; None where a FILE.sched may say it."""
     group = parser.add_argument_group("how a schedule is compiled; a FILE.sched has its shape")
-    _add_plan(group)
-    _add_lowering(group)
+    _add_flags(group)
+    _add_lowering(group, shape=True)
 
 
 def add_problem(parser: argparse.ArgumentParser, *, costs: str) -> argparse._ArgumentGroup:
-    """The options that say for what a schedule is searched, and their group."""
+    """Add the options that say for what a schedule is searched, and return their group."""
     group = parser.add_argument_group("for what")
-    _add_plan(group)
+    _add_flags(group)
     _add_costs(group, costs)
     _add_memory(group)
+    add_program_options(group, _require_shape, shape=True)
     return group
 
 
-def _add_plan(group: argparse._ArgumentGroup) -> None:
-    for f in PLAN:
-        said = [o._replace(help=o.help.format(ranks=RANKS, per_rank=PER_RANK)) for o in f.options]
-        _add_field(group, f.name, f.kind, said)
-
-
 def add_lowering(parser: argparse.ArgumentParser) -> None:
-    """The options by which a draft is lowered, for sources that have their shape."""
-    _add_lowering(parser.add_argument_group("how it is lowered"))
+    """Add the options by which a draft is lowered, for sources that have their shape."""
+    _add_lowering(parser.add_argument_group("how it is lowered"), shape=False)
 
 
-class _LoweringOption(argparse.Action):
-    """An option of how a program is lowered, for a command that orders computes."""
+def _add_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the options of the shape that most people need."""
+    for name in FLAGS:
+        option = ALL[name]
+        group.add_argument(
+            "--" + name.replace("_", "-"), dest=name, type=_value_of(option.kind), default=None,
+            metavar=option.kind.metavar, help=option.help.format(ranks=RANKS, per_rank=PER_RANK),
+        )  # fmt: skip
 
-    def __call__(self, *said: Any) -> None:
-        *_, value, option = said
-        words = [option, *([value] if isinstance(value, str) else value)]
+
+def _require_shape(name: str, text: str) -> None:
+    """Refuse an option of the lowering, for a command that orders computes."""
+    if not ALL[name].of_shape:
         raise UsageError(
-            f"a search orders computes, and {option} says how they are lowered",
-            hint=f"search ... -o found.sched, and then: simulate found.sched --relower "
-            f"{shlex.join(words)}",
-            fields=[self.dest],
+            f"a search orders computes, and -O {name} says how they are lowered",
+            hint="search ... -o found.sched, and then: simulate found.sched --relower -O "
+            + shlex.quote(text),
+            fields=[name],
         )
 
 
-def add_later(parser: argparse.ArgumentParser) -> None:
-    """The options of `add_lowering` that say a field, none in the help: each is refused, and told
-    where it is for."""
-    fields = [(f.name, option) for f in TRAITS for option in f.options]
-    fields += [(name, Option(name, kind.metavar, "")) for name, (kind, _) in OPTIONS.items()]
-    for field, option in fields:
-        name, takes = "--" + option.name.replace("_", "-"), None if option.metavar else 0
-        parser.add_argument(
-            name, action=_LoweringOption, dest=field, nargs=takes, help=argparse.SUPPRESS
-        )
+def _add_lowering(group: argparse._ArgumentGroup, *, shape: bool) -> None:
+    def accept(name: str, text: str) -> None:
+        if ALL[name].of_shape and not shape:
+            raise UsageError(f"what is read has its shape, and {name} with it", fields=[name])
 
-
-def _add_field(
-    parser: argparse._ArgumentGroup, field: str, kind: FieldType, options: Sequence[Option]
-) -> None:
-    """The options that say a field of a program, or how it is lowered."""
-    group: Any = parser.add_mutually_exclusive_group() if len(options) > 1 else parser
-    for option in options:
-        name = "--" + option.name.replace("_", "-")
-        how: dict[str, Any] = {"dest": field, "default": None, "help": option.help}
-        if option.metavar:
-            group.add_argument(name, type=_value_of(kind), metavar=option.metavar, **how)
-        else:
-            group.add_argument(name, action="store_true", **how)
-
-
-def _add_lowering(group: argparse._ArgumentGroup) -> None:
-    for f in TRAITS:
-        _add_field(group, f.name, f.kind, f.options)
-    for name, (kind, help) in OPTIONS.items():
-        _add_field(group, name, kind, [Option(name, kind.metavar, help)])
-    group.add_argument(
-        "--overlap",
-        action="store_true",
-        help="group opposite transfers, begin gathers and post receives early",
-    )
+    add_program_options(group, accept, shape=shape)
     group.add_argument(
         "--relower",
         action="store_true",
         help="of a program in a file keep the compute alone, and lower it anew",
     )
     models = [f"{model} (default)" if model == "device" else model for model in MODELS]
-    group.add_argument("--model", metavar="MODEL", help=f"{', '.join(models[:-1])} or {models[-1]}")
+    group.add_argument(
+        "--progress-model", dest="model", metavar="MODEL",
+        help=f"what the transport promises: {', '.join(models[:-1])} or {models[-1]}",
+    )  # fmt: skip
     _add_costs(group, COSTS)
     group.add_argument(
         "--cluster", metavar="FILE.toml",
-        help="fill costs of messages, reductions and steps that are not told, by --sizes and what "
+        help="fill costs of messages, reductions and steps that are not given, by --sizes and what "
         "these machines do in a second; costs are in seconds, then",
     )  # fmt: skip
-    group.add_argument(
-        "--slots", metavar="HOW", help="share static buffers: fewest, or enough to lose no time"
-    )
     _add_memory(group)
 
 
@@ -148,8 +121,9 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
         help="activation=16MB,saved=1.2GB; saved=1GB:2GB per stage, saved=1GB/2GB per microbatch",
     )
     group.add_argument(
-        "--limit", type=read_bytes, metavar="BYTES", help="what a rank may hold, like 40GB or 40GiB"
-    )
+        "--memory-limit", dest="limit", type=read_bytes, metavar="BYTES",
+        help="what a rank may hold, like 40GB or 40GiB",
+    )  # fmt: skip
 
 
 def _value_of(kind: FieldType) -> Callable[[str], Any]:
@@ -276,19 +250,16 @@ def shape_of(
     """
     words = []
     for f in told:
-        if not f.is_default(program) or (f.name in said and f.options[0].metavar):
-            option = next((option for option in f.options if option.metavar), f.options[0])
-            words.append("--" + option.name.replace("_", "-"))
-            if option.metavar:
-                words.append(f.kind.show(f.of(program), program.plan))
+        flag = not f.kind.metavar
+        if not f.is_default(program) or (f.name in said and not flag):
+            words += option_words(f.name, f.kind.show(f.of(program), program.plan))
     return words
 
 
 def _contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
-    option = field.options[0].name.replace("_", "-")
     return UsageError(
         f"{source} has {field.name} {has}, not {said}",
-        hint=f"leave out --{option}",
+        hint=f"leave out {option_name(field.name)}",
         fields=[field.name],
     )
 

@@ -12,7 +12,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     """What a command's input may ask for, and whether it may run."""
     group = parser.add_argument_group("how far what is read is trusted")
     group.add_argument(
-        "--most-instructions", type=_count, metavar="N",
+        "--max-instructions", dest="most_instructions", type=_count, metavar="N",
         help=f"that a program may have ({MOST}); each takes some 30 to 100 bytes of memory",
     )  # fmt: skip
     group.add_argument(

@@ -9,10 +9,10 @@ refusal of what contradicts a file are all made from these records, `HEADER` in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 from schedir.errors import PlanError, flag, said
 from schedir.ir.cost.number_parsing import whole
@@ -89,14 +89,6 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(whole, text.split(",")))
 
 
-class Option(NamedTuple):
-    """An option of the command line: --NAME VALUE, or --NAME alone where it has no `metavar`."""
-
-    name: str
-    metavar: str
-    help: str
-
-
 # What the digest has of a field with a value in a plan: nothing, or one thing or several.
 Digest = Callable[[Any, Any], tuple[Any, ...]]
 
@@ -108,9 +100,9 @@ def itself(value: Any, _: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a Plan or a Program: its name, its kind, and where it is said.
+    """A field of a PipelineShape or a Program: its name, its type, and where it is said.
 
-    `options` are those of the command line that say it.  The text's header has it `always`, or
+    `help` describes it on the command line.  The text's header has it `always`, or
     where the field `beside` it, or without one it itself, is not the default.  The digest has what
     `digest` makes of it; without that, the field where it is not the default, so that a new one
     changes no digest of a program that is there.  `in_config` says whether it is a setting of a
@@ -121,7 +113,7 @@ class Field:
     kind: FieldType
     of_plan: bool
     default: Any
-    options: tuple[Option, ...]
+    help: str
     always: bool
     beside: str
     digest: Digest | None
@@ -150,7 +142,6 @@ def setting(
     kind: FieldType,
     help: str,
     *,
-    options: Sequence[Option] = (),
     always: bool = False,
     beside: str = "",
     digest: Digest | None = None,
@@ -159,8 +150,8 @@ def setting(
 ) -> Mapping[str, Any]:
     """The metadata of a dataclass's field that is a setting of programs; see `Field`."""
     return {
-        "kind": kind, "help": help, "options": options, "always": always, "beside": beside,
-        "digest": digest, "in_config": in_config, "section": section,
+        "kind": kind, "help": help, "always": always, "beside": beside, "digest": digest,
+        "in_config": in_config, "section": section,
     }  # fmt: skip
 
 
@@ -169,8 +160,5 @@ def fields_of(owner: type, *, of_plan: bool) -> tuple[Field, ...]:
     found = []
     for f in dataclasses.fields(owner):
         if "kind" in f.metadata:
-            given = dict(f.metadata)
-            one = Option(f.name, given["kind"].metavar, given.pop("help"))
-            given["options"] = tuple(given["options"]) or (one,)
-            found.append(Field(f.name, of_plan=of_plan, default=f.default, **given))
+            found.append(Field(f.name, of_plan=of_plan, default=f.default, **f.metadata))
     return tuple(found)

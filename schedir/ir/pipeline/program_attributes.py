@@ -12,7 +12,6 @@ from schedir.ir.isa.table_schema import TIERS
 from schedir.ir.pipeline.field_schema import (
     YES_OR_NO,
     FieldType,
-    Option,
     itself,
     setting,
     whole_number,
@@ -178,11 +177,7 @@ DP: Final = setting(
 )
 TIED: Final = setting(
     TIED_KIND,
-    "stages that share weights",
-    options=[
-        Option("tied", "", "a tied embedding"),
-        Option("ties", "STAGES", "stages that share weights: 0=2,1=3"),
-    ],
+    "stages that share weights: yes for the first and the last (a tied embedding), or 0=2,1=3",
     always=True,
     digest=_digest_of_ties,
     in_config=False,  # it is the model's there
@@ -226,11 +221,11 @@ SKIPS: Final = setting(
 MEETS: Final = setting(
     MEETS_KIND,
     "which stages are pieces of one, and where tensor-parallel ranks meet between them: fgfg-fgfg "
-    "(--cut says it)",
+    "(-O cut sets it)",
     in_config=False,  # a cut says it there
 )
 CHUNKED: Final = setting(
     _CHUNKED,
-    "how many of the microbatches are chunks of one (--chunks says it)",
+    "how many of the microbatches are chunks of one (-O chunks sets it)",
     in_config=False,  # chunks say it there
 )

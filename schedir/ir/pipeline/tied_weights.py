@@ -248,6 +248,7 @@ TIED: Final = FieldType(
     bool,
     show=show_tied,
     settle=lambda _, value, plan: tied_stages(value, plan),
+    metavar="STAGES",
 )
 
 

@@ -341,10 +341,10 @@ PASSES: Final = (
         },
         abouts={
             "offload": "move what forwards saved to the host until it is used: all, half (every "
-            "other microbatch), fit (as few as --limit asks for), stages 0,1 or microbatches of "
-            "stages 0.3,0.4",
-            "spill": "of what is offloaded, what goes on to the disk: said as --offload, and fit "
-            "is as few as --host-limit asks for",
+            "other microbatch), fit (as few as --memory-limit asks for), stages 0,1 or "
+            "microbatches of stages 0.3,0.4",
+            "spill": "of what is offloaded, what goes on to the disk: given like offload, and fit "
+            "is as few as host_limit asks for",
             "host_limit": "the most that ranks may have on the host of what is offloaded",
         },
     ),

@@ -283,8 +283,8 @@ PASSES: Final = (
         kinds={"recompute": WHICH, "recompute_at": AT},
         abouts={
             "recompute": "keep inputs only, and run forwards again: all, half (every other "
-            "microbatch), fit (as few as --limit asks for), stages 0,1 or microbatches of stages "
-            "0.3,0.4",
+            "microbatch), fit (as few as --memory-limit asks for), stages 0,1 or microbatches of "
+            "stages 0.3,0.4",
             "recompute_at": "early: where it is hidden (default), or late: just before backwards",
         },
     ),

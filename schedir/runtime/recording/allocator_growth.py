@@ -27,5 +27,5 @@ def warning(processes: int, of: int) -> str:
     return (
         f"memory: {processes} of {of} processes asked their GPU for memory after the first step; "
         "a step that does may wait for ever beside receives that are posted early, unless its "
-        "program lives through it (schedir check --device-waits)"
+        "program lives through it (schedir check --host-device-sync)"
     )

@@ -34,13 +34,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("source", metavar="SCHEDULE", nargs="*", help=f"ranked, too: {SOURCE}")
     parser.add_argument(
-        "--activations",
+        "--max-activations",
+        dest="activations",
         type=number,
         metavar="N",
         help="what a rank may hold, in activations of a whole rank: 1F1B holds one per rank",
     )
     parser.add_argument(
-        "--whole", action="store_true", help="none that splits backwards in I and W"
+        "--no-split-backward",
+        dest="whole",
+        action="store_true",
+        help="none that splits backwards in I and W",
     )
     parser.add_argument("--json", action="store_true", help="for a program to read")
     add_shape(parser)

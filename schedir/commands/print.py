@@ -1,4 +1,4 @@
-"""The command `show`: print the text of a program."""
+"""The command `print`: print the text of a program, or write it to a file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from schedir.errors import ProgramError, UsageError
 from schedir.io.files import atomic_write
 from schedir.io.program_request import Request
 from schedir.io.terminal import coloured
+from schedir.ir.program import Program
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, and how to print it."""
     add_source(parser)
-    parser.add_argument("--flat", action="store_true", help="one line per instruction")
-    parser.add_argument("--draft", action="store_true", help="compute only, before the lowering")
+    parser.add_argument(
+        "--no-repeat", dest="flat", action="store_true", help="one line per instruction"
+    )
+    parser.add_argument(
+        "--compute-only",
+        dest="draft",
+        action="store_true",
+        help="compute only, before the lowering",
+    )
     parser.add_argument("-o", dest="output", metavar="FILE.sched", help="write it there")
     add_shape(parser)
 
@@ -27,14 +35,20 @@ def run(args: argparse.Namespace) -> str:
     from schedir.ir.text_format import to_text
 
     request = request_of(args, args.source)
-    text = to_text(request.program, folded=not args.flat)
     if args.output is None:
-        return coloured(text) + _drawn(request)
-    if not args.output.endswith(".sched"):
-        raise UsageError(f"a program's file ends in .sched: {args.output} does not")
-    with atomic_write(args.output) as path:
-        path.write_text(text, encoding="utf-8")
-    return f"wrote {args.output}\n"
+        return coloured(to_text(request.program, folded=not args.flat)) + _drawn(request)
+    return write(request.program, args.output, folded=not args.flat)
+
+
+def write(program: Program, output: str, *, folded: bool = True) -> str:
+    """Write the text of a program to a `.sched` file, and return the line that says so."""
+    from schedir.ir.text_format import to_text
+
+    if not output.endswith(".sched"):
+        raise UsageError(f"a program's file ends in .sched: {output} does not")
+    with atomic_write(output) as path:
+        path.write_text(to_text(program, folded=folded), encoding="utf-8")
+    return f"wrote {output}\n"
 
 
 def _drawn(request: Request) -> str:

@@ -1,0 +1,197 @@
+"""`-O NAME=VALUE` and `--config FILE.toml`: the options of how a schedule is compiled.
+
+The names are those of `schedir.compile`, of a configuration and of the text of a program.
+`schedir options` lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any, Final, NamedTuple
+
+from schedir.errors import UsageError, said
+from schedir.io.command_line import FLAGS, option_name
+from schedir.io.files import read_text
+from schedir.io.toml_tables import tables_of
+from schedir.ir.pipeline.field_schema import YES_OR_NO, FieldType
+from schedir.ir.program import HEADER
+from schedir.passes.pass_order import OPTIONS, SECTION_OF
+from schedir.retired_names import RETIRED
+
+
+def _sharing(text: str) -> str:
+    if text not in ("fewest", "enough"):
+        raise ValueError("must be fewest or enough")
+    return text
+
+
+class ProgramOption(NamedTuple):
+    """An option of how a schedule is compiled.
+
+    Attributes:
+        kind: The type of its values.
+        help: What it does.
+        setting: Its name in a configuration, such as `"pipeline.zero"`; empty if it has none.
+        of_shape: Whether it belongs to the shape, and not to the lowering.
+    """
+
+    kind: FieldType
+    help: str
+    setting: str
+    of_shape: bool = False
+
+
+def _table() -> Iterator[tuple[str, ProgramOption]]:
+    for field in HEADER:
+        setting = f"{field.section}.{field.name}" if field.in_config else ""
+        yield field.name, ProgramOption(field.kind, field.help, setting, field.of_plan)
+    yield (
+        "overlap",
+        ProgramOption(
+            YES_OR_NO,
+            "group opposite transfers, begin gathers and post receives early",
+            "pipeline.overlap",
+        ),
+    )
+    sharing = FieldType("is fewest or enough", _sharing, str, metavar="HOW")
+    yield (
+        "slots",
+        ProgramOption(
+            sharing, "share static buffers: fewest, or enough to lose no time", "pipeline.slots"
+        ),
+    )
+    for name, (kind, about) in OPTIONS.items():
+        section = SECTION_OF[name]
+        yield name, ProgramOption(kind, about, f"{section}.{name}" if section else "")
+
+
+# All options by name, those with a flag of their own (`--ranks`) among them.
+ALL: Final[Mapping[str, ProgramOption]] = dict(_table())
+
+
+def unknown(name: str) -> UsageError:
+    """Return the error of a name that is no option, with the nearest names."""
+    near = get_close_matches(name, ALL, 1)
+    hint = f"did you mean {option_name(near[0])}?" if near else "schedir options lists them"
+    return UsageError(f"-O: no option {name!r}", hint=RETIRED.get(name, hint))
+
+
+def parse(text: str) -> tuple[str, Any]:
+    """Parse `NAME=VALUE`, or `NAME` of an option that is on or off.
+
+    Raises:
+        UsageError: There is no such option, or it does not take the value.
+
+    Example:
+        >>> parse("zero=3"), parse("overlap")
+        (('zero', 3), ('overlap', True))
+    """
+    name, equals, value = text.partition("=")
+    name = name.strip().replace("-", "_")
+    if name not in ALL:
+        raise unknown(name)
+    if name in FLAGS:
+        raise UsageError(f"{name} has an option of its own", hint=f"{option_name(name)} {value}")
+    kind = ALL[name].kind
+    if not equals:
+        if kind.metavar and name != "tied":
+            raise UsageError(f"-O {name} needs a value", hint=f"-O {name}={kind.metavar}")
+        return name, True
+    return name, _read(f"-O {name}", name, value)
+
+
+def _read(where: str, name: str, text: str) -> Any:
+    kind = ALL[name].kind
+    try:
+        value = kind.read(text)
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}", fields=[name]) from None
+    if kind.least is not None and kind.most is not None and not kind.least <= value <= kind.most:
+        raise UsageError(
+            f"{where}: must be a whole number from {kind.least} to {kind.most}, not {text!r}",
+            fields=[name],
+        )
+    return value
+
+
+class _Given(argparse.Action):
+    """`-O NAME=VALUE`: sets the attribute NAME of the namespace, which `accepts` it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        name, value = parse(values)
+        self.const(name, values)
+        given = {*(getattr(namespace, self.dest, None) or ())}
+        if name in given:
+            raise UsageError(f"-O {name} is given twice", fields=[name])
+        setattr(namespace, name, value)
+        setattr(namespace, self.dest, {*given, name})
+
+
+class _Config(argparse.Action):
+    """`--config FILE.toml`: sets what the options before and after it do not."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        for name, value in read_config(values).items():
+            self.const(name, f"{name}={value}")
+            if getattr(namespace, name, None) in (None, False):
+                setattr(namespace, name, value)
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Read the options of the sections [pipeline] and [memory] of a configuration.
+
+    Args:
+        path: A file that `schedir train` reads, too.
+
+    Raises:
+        UsageError: The file cannot be read, or an option does not take its value.
+    """
+    found = tables_of(read_text(path), path)
+    values: dict[str, Any] = {}
+    for name, option in ALL.items():
+        section, _, key = option.setting.partition(".")
+        table = found.get(section, {}) if key else {}
+        if not isinstance(table, dict):
+            raise UsageError(f"{path}: {section} is {said(table)}, and no section")
+        value = table.get(key)
+        if value is not None and (name, value) not in (("slots", "auto"), ("slots", "own")):
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            plain = isinstance(value, bool)
+            values[name] = value if plain else _read(f"{path}: {option.setting}", name, text)
+    return values
+
+
+def add_program_options(group: argparse._ArgumentGroup, accepts: Any, *, shape: bool) -> None:
+    """Add `-O` and `--config`.
+
+    Args:
+        group: The group of the help.
+        accepts: Called with the name of each option and its text; raises what refuses it.
+        shape: Whether the shape has an option here, too.
+    """
+    names = [name for name, option in ALL.items() if shape or not option.of_shape]
+    group.add_argument(
+        "-O", dest="program_options", metavar="NAME=VALUE", action=_Given, const=accepts,
+        help="how the schedule is compiled: -O zero=3, -O overlap, -O recompute=fit; "
+        "`schedir options` lists all",
+    )  # fmt: skip
+    group.add_argument(
+        "--config", metavar="FILE.toml", action=_Config, const=accepts,
+        help="take these options from [pipeline] and [memory] of a configuration",
+    )  # fmt: skip
+    defaults = {name: None for name in names if name not in FLAGS}
+    group.set_defaults(**{**defaults, "overlap": False})

@@ -1,0 +1,29 @@
+"""The command `compile`: compile a schedule into a program, and write it to a file."""
+
+from __future__ import annotations
+
+import argparse
+
+from schedir.commands.common.schedule_options import add_shape, add_source, request_of
+from schedir.commands.print import write
+
+EXAMPLES = """\
+  schedir compile interleaved --ranks 4 --microbatches 8 -o interleaved.sched
+  schedir compile zb_v -O zero=1 -O dp=2 -O overlap -o zb_v.sched
+  schedir compile mine.py:my_schedule --config run.toml -o mine.sched
+"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a source, and the file."""
+    add_source(parser)
+    parser.add_argument(
+        "-o", dest="output", metavar="FILE.sched", required=True, help="write the program there"
+    )
+    parser.set_defaults(draft=False, flat=False)
+    add_shape(parser)
+
+
+def run(args: argparse.Namespace) -> str:
+    """Return what was written."""
+    return write(request_of(args, args.source).program, args.output)
