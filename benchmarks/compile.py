@@ -123,7 +123,7 @@ def ours(
     if text:
         timed(got, "memory", lambda: timeline.peak_in_flight)
         if n < MOST_TEXT:
-            timed(got, "parse", schedir.from_text, timed(got, "show", schedir.to_text, program))
+            timed(got, "parse", schedir.from_text, timed(got, "print", schedir.to_text, program))
     got |= {"instructions": n, "B/instr": compiled - base, "with Timeline": simulated - base}
     return {key: value / n if key in ("B/instr", "with Timeline") else value
             for key, value in got.items()}  # fmt: skip

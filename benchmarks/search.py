@@ -114,7 +114,7 @@ def best_of_zoo(plan: PipelineShape, costs: Costs, room: int) -> float:
 
 def uneven(options: Options) -> None:
     """How far the best of the zoo, and what is found, are over the bound."""
-    head("p x m", "in flight", "costs", "best of the zoo", "found", "stopped", "s")
+    head("p x m", "in flight", "costs", "recommend of the zoo", "found", "stopped", "s")
     over, zoo = [], []
     for p, m in SHAPES[:1] if options.smoke else SHAPES:
         for room in (p, p * 3 // 2):
@@ -453,7 +453,9 @@ MAKES = "certify"  # which is no table of a search
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES))
-    parser.add_argument("--seconds", type=float, help="of each search, or of CP-SAT for `certify`")
+    parser.add_argument(
+        "--time-limit", type=float, help="of each search, or of CP-SAT for `certify`"
+    )
     parser.add_argument("--cells", type=int, default=10**6, help="of `certified`: at most S*m")
     parser.add_argument("--every", type=int, default=1, help="of `certified`: each n-th case")
     parser.add_argument("--certify", action="store_true", help="of `below`: ask CP-SAT, 60 s each")

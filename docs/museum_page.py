@@ -107,9 +107,10 @@ def under(case: Case, model: Model) -> str:
             f"This is `{model}` with `--lazy`, where each communicator is made at its first use; "
             "otherwise it finishes under every model."
         )
-    lazily = " with `--lazy`, where each communicator is made at its first use"
+    lazily = " with `--lazy-communicators`, where each communicator is made at its first use"
     lazily *= model in case.lazy
-    sized = f" With `--eager {in_bytes(case.activation).replace(' ', '')}` it finishes everywhere."
+    limit = in_bytes(case.activation).replace(" ", "")
+    sized = f" With `--eager-limit {limit}` it finishes everywhere."
     return (
         f"This is `{model}`{lazily}; {'otherwise ' * bool(lazily)}it is refused under "
         f"{listed(refused)}, and finishes under {listed(fine)}.{sized * bool(case.activation)}"

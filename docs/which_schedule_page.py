@@ -1,7 +1,7 @@
 """The page that says which schedule is the shortest for a plan: see `generate.py`.
 
-Its tables are made of what `which_schedule.py` has simulated by `schedir recommend`: what the page says,
-a reader can ask for.
+Its tables are made of what `which_schedule.py` has simulated by `schedir recommend`: what the page
+says, a reader can ask for.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def odd(send: float) -> str:
         own = {(cell.name, cell.v): cell for cell in known()[P, m, send]}
         names = [("one_f_one_b", 1), ("interleaved", 2), ("zb_h1", 1), ("interleaved_zb", 2)]
         rows.append([*row, *(f"{own[each].bubble:.1%}" for each in names)])
-    heads = ["best in 1F1B's memory", "with whole backwards", "`one_f_one_b`", "`interleaved` x 2",
+    heads = ["recommend in 1F1B's memory", "with whole backwards", "`one_f_one_b`",
+             "`interleaved` x 2",
              "`zb_h1`", "`interleaved_zb` x 2"]  # fmt: skip
     return table(["m", *heads], rows)
 

@@ -22,7 +22,7 @@ MOST_MEGABYTES = 250  # of a whole environment, pip included
 SHAPE = "--ranks 4 --microbatches 8"
 # Commands that work without torch, and the file that each writes.
 WORKS = (
-    (f"show one_f_one_b {SHAPE} -o x.sched", "x.sched"),
+    (f"print one_f_one_b {SHAPE} -o x.sched", "x.sched"),
     ("check x.sched", None),
     ("simulate x.sched --costs F=1,B=2 -o x.timeline", "x.timeline"),
     ("calibrate x.timeline", None),
@@ -32,13 +32,13 @@ WORKS = (
     ("draw x.sched -o x.svg", "x.svg"),
     ("draw x.sched -o x.html", "x.html"),
     (f"compare one_f_one_b interleaved {SHAPE}", None),
-    (f"best {SHAPE}", None),
-    ("search --ranks 2 --microbatches 4 --seconds 1", None),
+    (f"recommend {SHAPE}", None),
+    ("search --ranks 2 --microbatches 4 --time-limit 1", None),
     ("plan --model gpt-175b --cluster a100 --nodes 16 --batch 256", None),
     (f"export interleaved {SHAPE} --to torch -o x.csv", "x.csv"),
     ("import x.csv -o y.sched", "y.sched"),
     ("import traces -o run.timeline", "run.timeline"),
-    ("where dumps", None),
+    ("diagnose dumps", None),
     ("train --help", None),
 )
 # Arguments of python that must fail and name the extra that installs torch.

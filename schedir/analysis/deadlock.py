@@ -118,7 +118,7 @@ def _delay(graph: Graph) -> str:
     least = int((index.update(at) - stepped[at]).max(initial=0))
     return (
         f"weights that are older by {least} would be there: "
-        f"--delay {least}, pipeline.delay = {least} or PipelineShape(delay={least})"
+        f"-O delay={least}, pipeline.delay = {least} or PipelineShape(delay={least})"
     )
 
 

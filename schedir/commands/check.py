@@ -82,10 +82,12 @@ def run(args: argparse.Namespace) -> str:
         return check_sequence.run(args)
     if args.why is not None:
         if args.device_waits:
-            raise UsageError("--why tells of hosts that do not wait for their device")
+            raise UsageError("--explain-start tells of hosts that do not wait for their device")
         if args.lazy or args.eager is not None:
-            option = "lazy" if args.lazy else "eager"
-            raise UsageError(f"--why tells of predicted runs, for which there is no --{option}")
+            option = "--lazy-communicators" if args.lazy else "--eager-limit"
+            raise UsageError(
+                f"--explain-start tells of predicted runs, for which there is no {option}"
+            )
         return _why(args)
     if args.output is not None and not args.output.endswith(".svg"):
         raise UsageError(f"a picture of where ranks stand ends in .svg: {args.output} does not")
@@ -133,7 +135,7 @@ def run(args: argparse.Namespace) -> str:
         but += BLOCKS
     elif on_cpus != models:
         only = f"only under {listed(on_cpus)}" if on_cpus else "under none"
-        but += f"; on hosts that block, as CPUs do, {only} (--blocks says why)"
+        but += f"; on hosts that block, as CPUs do, {only} (--blocking-hosts says why)"
     plan = program.plan
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
     ranks += f" ({plan.held_by_a_rank})" * (plan.stages_per_rank > 1)
@@ -152,12 +154,16 @@ def _why(args: argparse.Namespace) -> str:
     rank, _, index = args.why.partition(":")
     streams = timeline.program.streams
     if not all(part.isascii() and part.isdecimal() for part in (rank, index)):
-        raise UsageError(f"--why takes RANK:INDEX, not {args.why!r}")
+        raise UsageError(f"--explain-start takes RANK:INDEX, not {args.why!r}")
     if len(rank) > 9 or int(rank) >= len(streams):
-        raise UsageError(f"--why: there is no rank {rank}: they are 0 to {len(streams) - 1}")
+        raise UsageError(
+            f"--explain-start: there is no rank {rank}: they are 0 to {len(streams) - 1}"
+        )
     if len(index) > 9 or int(index) >= len(streams[int(rank)]):
         most = len(streams[int(rank)]) - 1
-        raise UsageError(f"--why: rank {rank} has no #{index}: its Stream ends at #{most}")
+        raise UsageError(
+            f"--explain-start: rank {rank} has no #{index}: its Stream ends at #{most}"
+        )
     offsets = timeline.program.offsets
     chain = timeline.path_to(int(offsets[int(rank)]) + int(index)).tolist()
     shown = []

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from schedir.commands.common.run_report import facts, filled_facts, said_of_costs
 from schedir.commands.common.schedule_options import add_shape, add_source, request_of, shape_of
 from schedir.errors import ProgramError, in_bytes
+from schedir.io.command_line import option_words
 from schedir.io.terminal import as_json
 from schedir.predict.possible_saving import at_most, gain_of
 
@@ -145,12 +146,12 @@ def _how(change: SimulatedChange, args: argparse.Namespace, request: Request) ->
     if request.said or not of_file:
         again += shape_of(program, request.said)
     if args.slots is not None:
-        again += ["--slots", args.slots]
-    words = [args.source, *again] + ["--overlap"] * overlap
+        again += option_words("slots", args.slots)
+    words = [args.source, *again] + option_words("overlap") * overlap
     # A program's file says no model: whoever goes on from other.sched must know under which it is.
     own = "device" if request.run is None else request.run.model
     if (model := args.model or own) != "device":
-        words += ["--model", model]
+        words += ["--progress-model", model]
     command = f"schedir print {shlex.join(words)}"
     if costs is not None and request.run is not None and request.given is None:
         command += f' --costs "$(schedir calibrate {shlex.quote(args.source)})"'

@@ -69,7 +69,7 @@ def _csv(args: argparse.Namespace, source: str) -> str:
     program = replace(program, **request.traits)
     if not program.is_draft:
         if args.overlap and not args.relower:
-            raise UsageError(f"{source} has its transfers: --overlap is for what has none")
+            raise UsageError(f"{source} has its transfers: -O overlap is for what has none")
         program = finish(program)
     program = replace(request, source=Source.of(program, source)).program
     with atomic_write(args.output) as path:
@@ -88,7 +88,7 @@ def _read_over(text: str, zero: int) -> str:
 
     if not (number := text.count(UNSHARD)) or zero:
         return ""
-    return f"read over {number} {UNSHARD}, as stages need not be sharded: --zero 3 keeps them\n"
+    return f"read over {number} {UNSHARD}, as stages need not be sharded: -O zero=3 keeps them\n"
 
 
 def _traces(args: argparse.Namespace) -> str:

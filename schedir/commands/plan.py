@@ -49,12 +49,12 @@ _MEANT = {"strong": "the same batch", "weak": "a batch that grows with the GPUs"
 def _scaled(args: argparse.Namespace) -> str:
     """Return a table for strong and one for weak scaling, and write the picture."""
     excluded = (
-        (args.output, "-o"), (args.tradeoff, "--tradeoff"), (args.search, "--search"),
+        (args.output, "-o"), (args.tradeoff, "--tradeoff"), (args.search, "--improve-schedules"),
         (args.gpus is not None, "--gpus"),
     )  # fmt: skip
     for option, name in excluded:
         if option:
-            raise UsageError(f"{name} is of one number of GPUs, and --scale says several")
+            raise UsageError(f"{name} is of one number of GPUs, and --gpu-counts says several")
     asked, refused = asked_of(args), list[str]()
     found = {way: _plans(asked, args.scale, way, refused) for way in _MEANT}
     if args.picture is not None:
@@ -249,7 +249,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--picture", metavar="FILE",
-        help="draw where the time of each plan goes; with --scale, steps over numbers of GPUs",
+        help="draw where the time of each plan goes; with --gpu-counts, steps over numbers of GPUs",
     )  # fmt: skip
     group.add_argument("--tradeoff", action="store_true",
                        help="draw memory against time of all plans instead")  # fmt: skip
@@ -329,7 +329,11 @@ def run(args: argparse.Namespace) -> str:
         raise UsageError(f"--tokens are those that are trained on, not {args.tokens:g}")
     if not 0 < args.seconds < inf:
         raise UsageError(f"a search takes seconds, more than 0, not {args.seconds:g}")
-    others = (("--tradeoff", args.tradeoff), ("--cut", args.cut), ("--search", args.search))
+    others = (
+        ("--tradeoff", args.tradeoff),
+        ("--optimize-division", args.cut),
+        ("--improve-schedules", args.search),
+    )
     if args.offload and (option := next((name for name, there in others if there), None)):
         raise UsageError(f"{option} knows nothing of copies to the host: it goes without --offload",
                          fields=["offload"])  # fmt: skip
@@ -414,7 +418,9 @@ def _simulated(asked: PlanRequest, plan: PlanEstimate, own: Program | None) -> s
     times = times_of(model, cluster, plan, of.constants)
     shape = plan_of(plan) if own is None else own.plan
     costs = costs_of(model, cluster, plan, shape, times, of.constants, of.states)
-    return f"# in seconds: schedir simulate FILE --progress-model edge --costs {format_costs(costs)}\n"
+    return (
+        f"# in seconds: schedir simulate FILE --progress-model edge --costs {format_costs(costs)}\n"
+    )
 
 
 def _draw(

@@ -76,7 +76,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                       "another is said")  # fmt: skip
     what.add_argument(
         "--max-in-flight", dest="in_flight", type=_counts, metavar="N",
-        help="instead of --limit: how many (stage, microbatch) a rank may hold, from F to W, or B; "
+        help="instead of --memory-limit: how many (stage, microbatch) a rank may hold, from F to W, or B; "
         "8:8:7 per rank",
     )  # fmt: skip
     how = parser.add_argument_group("how")
@@ -174,7 +174,7 @@ def _asked(args: argparse.Namespace) -> _SearchRequest:
     plan = PipelineShape(**(usual | said))
     if isinstance(args.in_flight, tuple) and len(args.in_flight) != plan.ranks:
         raise UsageError(
-            f"--in-flight has {len(args.in_flight)} numbers for {plan.ranks} ranks",
+            f"--max-in-flight has {len(args.in_flight)} numbers for {plan.ranks} ranks",
             fields=["in_flight"],
         )
     shape = {f.name: getattr(plan, f.name) for f in PLAN}
@@ -214,7 +214,9 @@ def _costs_of(source: str, *, whole: bool) -> tuple[Timeline, Costs, list[str]]:
         note += "; its backwards are whole, and I and W are taken for half of one each"
     notes = [note, *filter(None, [run.doubt])]
     if words := " ".join(shape_of(program, told=TRAITS)):
-        notes.append(f"without {words} of that run, which schedir print FILE --relower {words} adds")
+        notes.append(
+            f"without {words} of that run, which schedir print FILE --relower {words} adds"
+        )
     return run, costs, notes
 
 

@@ -235,7 +235,7 @@ def _with_fewer(request: Request) -> str:
     if most >= timeline.peak_memory.max():
         return ""
     return (
-        "each value has a slot of its own; with --slots enough no rank holds more than "
+        "each value has a slot of its own; with -O slots=enough no rank holds more than "
         f"{in_bytes(most)}\n"
     )
 

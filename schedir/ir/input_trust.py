@@ -17,7 +17,7 @@ from typing import Final
 from schedir.errors import PlanError, UsageError
 
 MOST: Final = 10**7  # instructions of a program of a file or a command: 1 GB, and some seconds
-RAISED: Final = "--most-instructions N, or `with schedir.input_limits(instructions=N)`, allows more"
+RAISED: Final = "--max-instructions N, or `with schedir.input_limits(instructions=N)`, allows more"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def input_limits(*, instructions: int | None = None, code: bool | None = None) -
 def words_of_now() -> list[str]:
     """The words by which another `schedir` is told to trust its input as this process does."""
     differs = _now.instructions not in (None, MOST)
-    words = [f"--most-instructions={_now.instructions}"] if differs else []
+    words = [f"--max-instructions={_now.instructions}"] if differs else []
     return words if _now.code else [*words, "--no-code"]
 
 

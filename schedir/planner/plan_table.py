@@ -116,7 +116,7 @@ def simulated_only() -> UsageError:
     """The refusal to tell without a simulation what offloads."""
     return UsageError(
         "closed forms know nothing of copies to the host and back: plans that offload are "
-        "simulated, which exact=False, or --no-exact, leaves out",
+        "simulated, which exact=False, or --closed-form-only, leaves out",
         fields=["offload", "exact"],
     )
 

@@ -148,7 +148,7 @@ def problem_of(
     if split and "B" in costs.told and not {"I", "W"} & costs.told.keys():
         raise CostsError(
             "the costs say how long a whole backward takes, B, and not its parts, I and W",
-            hint="say I=...,W=..., or search for whole backwards: --whole, split=False",
+            hint="say I=...,W=..., or search for whole backwards: --no-split-backward, split=False",
         )
     if costs.pairs_save(plan):
         raise CostsError(

@@ -100,11 +100,11 @@ COMMANDS = {
     "png": "draw gpipe -o a.png",
     "pdf": "draw gpipe -o a.pdf",
     "page": "draw gpipe -o a.html",
-    "program": "show gpipe --flat --microbatches 300 -o a.sched",
+    "program": "print gpipe --no-repeat --microbatches 300 -o a.sched",
     "run": "simulate gpipe --microbatches 300 -o a.timeline",
     "trace": "export gpipe --to perfetto --microbatches 300 -o a.json",
     "packed": "export gpipe --to perfetto --microbatches 3000 -o a.json.gz",
-    "frontier": "search --frontier --seconds 1 -o a.svg",
+    "frontier": "search --frontier --time-limit 1 -o a.svg",
     "plan": "plan --layers 4 --hidden 64 --heads 4 --vocab 128 --sequence 32 --cluster a100 "
     "--gpus 8 --batch 8 --picture a.svg",
 }

@@ -107,8 +107,8 @@ def test_the_trainer_takes_the_file(config: str, tmp_path: Path) -> None:
     file, tied = str(tmp_path / "best.sched"), str(tmp_path / "tied.sched")
     costs = "--costs=F=1:1.2,I=1.3:0.9,W=0.8:1.1,send=0.05"
     at = ("--ranks=2", "--microbatches=3", costs)
-    assert main(["search", *at, "--in-flight=2", "--evaluations=30", "-o", file]) == 0
-    assert main(["show", file, "--relower", "--tied", "--clip", costs, "-o", tied]) == 0
+    assert main(["search", *at, "--max-in-flight=2", "--max-evaluations=30", "-o", file]) == 0
+    assert main(["print", file, "--relower", "-O", "tied", "-O", "clip", costs, "-o", tied]) == 0
     programs = [from_text(Path(name).read_text()) for name in (file, tied)]
     priced = Costs(F=(1, 1.2), I=(1.3, 0.9), W=(0.8, 1.1), send=0.05)
     assert simulate(programs[0], priced).span == simulate(programs[1], priced).span

@@ -109,7 +109,7 @@ def test_every_command_takes_it(
     folder, _ = runs
     out = str(folder / f"{name}-all.timeline")
     said(capsys, "import", str(folder / name), "-o", out)
-    assert "finish under device" in said(capsys, "check", out, "--model", "device")
+    assert "finish under device" in said(capsys, "check", out, "--progress-model", "device")
     costs = said(capsys, "calibrate", out).strip()
     predicted = str(folder / "predicted.timeline")
     said(capsys, "simulate", out, "--costs", costs, "-o", predicted)
@@ -119,7 +119,7 @@ def test_every_command_takes_it(
         ["compare", predicted, out],
         ["draw", out, "-o", str(folder / "run.svg")],
         ["export", out, "--to", "torch-2.13", "-o", str(folder / "run.csv")],
-        ["show", out],
+        ["print", out],
     ):
         assert said(capsys, *argv)
 

@@ -123,7 +123,7 @@ def test_all_end_together(
 
 def where(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
     """What `schedir diagnose` says of a run."""
-    assert main(["where", str(folder)]) == 0
+    assert main(["diagnose", str(folder)]) == 0
     return capsys.readouterr().out
 
 

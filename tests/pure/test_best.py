@@ -1,4 +1,4 @@
-"""`schedir recommend`, and the page of which schedule is the shortest, which is made of what it says."""
+"""`schedir recommend`, and the page of which schedule is the shortest, which uses its output."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def run_of(name: str, v: int, P: int, m: int, send: float) -> Timeline:
 
 
 def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(said(capsys, "best", *argv, "--json"))
+    found: list[dict[str, Any]] = json.loads(said(capsys, "recommend", *argv, "--json"))
     return found
 
 
 @pytest.mark.parametrize(("P", "m"), [(4, 8), (4, 3), (3, 7), (2, 1)])
 def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m: int) -> None:
     """Whatever compiles and trains is there once, the shortest first."""
-    plan = (f"--ranks={P}", f"--microbatches={m}", "--model=edge", AT)
+    plan = (f"--ranks={P}", f"--microbatches={m}", "--progress-model=edge", AT)
     found = rows(capsys, *plan)
     keys = [(float(f"{row['span']:.9g}"), row["peak_activations"]) for row in found]
     assert keys == sorted(keys)
@@ -62,11 +62,11 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
         assert row["peak_activations"] == run.peak_activations
         assert row["split_backwards"] == (BACKWARD_INPUT in program.ops)
         assert row["parameters_held"] == program.plan.rows
-    whole = rows(capsys, *plan, "--whole", "--activations=2.5")
+    whole = rows(capsys, *plan, "--no-split-backward", "--max-activations=2.5")
     assert whole == [
         row for row in found if not row["split_backwards"] and row["peak_activations"] <= 2.5
     ]
-    text = said(capsys, "best", *plan, "--whole", "--activations=2.5")
+    text = said(capsys, "recommend", *plan, "--no-split-backward", "--max-activations=2.5")
     over = [r for r in found if r["peak_activations"] > 2.5 and not r["split_backwards"]]
     assert ("over the limit: " in text) == bool(over)
     assert ("not zb_v" in text or ", zb_v:" in text) == (m < 2 * P - 1)
@@ -74,7 +74,7 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
 
 def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> None:
     sizes, limit = Sizes(activation=16e6, saved=1e9, weights=8e9), 14e9
-    given = ("--sizes=activation=16MB,saved=1GB,weights=8GB", "--limit=14GB", "--ranks=4")
+    given = ("--sizes=activation=16MB,saved=1GB,weights=8GB", "--memory-limit=14GB", "--ranks=4")
     names = {row["program"] for row in rows(capsys, *given) if row["stages_per_rank"] == 1}
     for name, schedule in built_in().items():
         if not takes_v(schedule) and placed_for(schedule) == (None, None):
@@ -85,7 +85,7 @@ def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> Non
             else:
                 assert name in names or name == "forward_only" or delay_for(schedule) is not None
     assert names
-    none = said(capsys, "best", *given[::2], "--sizes=saved=1GB", "--limit=1MB")
+    none = said(capsys, "recommend", *given[::2], "--sizes=saved=1GB", "--memory-limit=1MB")
     assert none.startswith("none")
     assert "wave x 2, wave x 4" in none and "wave x 1" not in none  # a vee has two at least
 
@@ -97,7 +97,7 @@ def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     )
     found = rows(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
     assert "slow" not in [row["program"] for row in found]  # it is gpipe, which is said
-    told = said(capsys, "best", f"{file}:slow", "--ranks=2", "--microbatches=4")
+    told = said(capsys, "recommend", f"{file}:slow", "--ranks=2", "--microbatches=4")
     assert f"the same program as gpipe: {file}:slow\n" in told
     file.write_text(
         "from schedir import B, F\n\n\ndef slow(rank, ranks, m):\n    return m * (F + B)\n"
@@ -112,19 +112,19 @@ def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     found = rows(capsys, f"{file}:looped", "--ranks=2", "--microbatches=4")
     stages = {row["stages_per_rank"] for row in found if row["program"] == "looped"}
     assert stages == {2, 4}  # of one it is gpipe
-    told = said(capsys, "best", f"{file}:looped", "--ranks=2", "--microbatches=4")
+    told = said(capsys, "recommend", f"{file}:looped", "--ranks=2", "--microbatches=4")
     assert f"the same program as gpipe: {file}:looped x 1\n" in told
 
 
 def test_what_fits_nowhere_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
-    refused(capsys, "best", "--ranks=2", "--costs=F=1,send=1:2:3:4:5")
-    refused(capsys, "best", "--ranks=2", "--model=none")
-    refused(capsys, "best", "--activations=few")
+    refused(capsys, "recommend", "--ranks=2", "--costs=F=1,send=1:2:3:4:5")
+    refused(capsys, "recommend", "--ranks=2", "--progress-model=none")
+    refused(capsys, "recommend", "--max-activations=few")
 
 
 def test_costs_of_stages_are_spread(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of a run's four stages, for schedules of 8 and 16."""
-    plan = ("--ranks=4", "--microbatches=8", "--model=edge")
+    plan = ("--ranks=4", "--microbatches=8", "--progress-model=edge")
     by_rank = rows(capsys, *plan, "--costs=F=1,B=2,send=0.1")
     assert by_rank == rows(capsys, *plan, "--costs=F=1:1:1:1,B=2:2:2:2,send=0.1")
     uneven = rows(capsys, *plan, "--costs=F=1:1:1:2,B=2:2:2:4")

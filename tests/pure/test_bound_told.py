@@ -94,10 +94,10 @@ def test_tables_have_a_column(capsys: pytest.CaptureFixture[str]) -> None:
         assert cells[6] == ("-" if gain is None else f"{gain:.1%}" if gain > 1e-9 else "none")
     half = bound_of_program(run_of("zb_v").program, Costs(F=0.5, I=0.5, W=0.5))
     assert half is not None and rows[1]["bound"] == half.value  # of half a rank
-    for row in facts(capsys, "best", "--ranks=4", "--microbatches=8", SAID):
+    for row in facts(capsys, "recommend", "--ranks=4", "--microbatches=8", SAID):
         assert (row["bound"] is None) == (row["parameters_held"] > 1)
         assert row["bound"] is None or row["bound"] <= row["span"] * (1 + 1e-9)
-    assert " to gain " in said(capsys, "best", "--ranks=4").splitlines()[0]
+    assert " to gain " in said(capsys, "recommend", "--ranks=4").splitlines()[0]
 
 
 def test_bytes_are_the_memory_where_they_are_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,13 +116,14 @@ def test_what_is_ranked_holds_whole_microbatches(
     """A chunk is a part of what `--activations` counts, and so it is in tables, and where bubble is
     drawn against memory."""
     for argv in (
-        ("compare", "gpipe", "one_f_one_b"), ("best", "--activations=2", "--stages-per-rank=1"),
+        ("compare", "gpipe", "one_f_one_b"), ("recommend", "--max-activations=2",
+                                              "--stages-per-rank=1"),
     ):  # fmt: skip
         rows = {
             chunks: json.loads(
                 said(
-                    capsys, *argv, "--ranks=2", "--microbatches=4", "--cut=3", "--tp=2",
-                    "--costs=F=1,B=2,sum=1", f"--chunks={chunks}", "--json",
+                    capsys, *argv, "--ranks=2", "--microbatches=4", "-O", "cut=3", "-O", "tp=2",
+                    "--costs=F=1,B=2,sum=1", "-O", f"chunks={chunks}", "--json",
                 )
             )
             for chunks in (1, 2)
@@ -134,8 +135,9 @@ def test_what_is_ranked_holds_whole_microbatches(
     monkeypatch.setattr("schedir.viz.save", lambda figure, path: drawn.append(figure.axes[0]))
     for chunks in (1, 2):
         said(
-            capsys, "compare", "gpipe", "one_f_one_b", "--ranks=2", "--microbatches=4", "--cut=3",
-            "--tp=2", f"--chunks={chunks}", "--tradeoff", "-o", "x.png",
+            capsys, "compare", "gpipe", "one_f_one_b", "--ranks=2", "--microbatches=4", "-O",
+            "cut=3",
+            "-O", "tp=2", "-O", f"chunks={chunks}", "--tradeoff", "-o", "x.png",
         )  # fmt: skip
     assert [a.collections[-1].get_offsets()[:, 0].tolist() for a in drawn] == 2 * [[4, 2]]
 

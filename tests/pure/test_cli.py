@@ -57,11 +57,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_command_itself() -> None:
-    done = command("show", "mine.py:in_pairs", "--ranks", "4", "--microbatches", "8")
+    done = command("print", "mine.py:in_pairs", "--ranks", "4", "--microbatches", "8")
     assert (done.returncode, done.stderr) == (0, "")
     program = from_text(done.stdout)
     assert (program.name, program.plan) == ("in_pairs", PipelineShape(4, 8))
-    refusal = command("show", "gpip")
+    refusal = command("print", "gpip")
     assert (refusal.returncode, refusal.stdout) == (2, "")
     assert refusal.stderr == (
         "UsageError: no built-in schedule 'gpip', and it names no file.py:function and no "
@@ -74,8 +74,8 @@ def test_the_command_itself() -> None:
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "--help")
-    assert all(word in out for word in ["show", "check", "simulate", "draw", "train", "compare"])
-    assert "--microbatches" in said(capsys, "show", "--help")
+    assert all(word in out for word in ["print", "check", "simulate", "draw", "train", "compare"])
+    assert "--microbatches" in said(capsys, "print", "--help")
 
 
 def test_help_of_train_tells_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +103,7 @@ def test_a_closed_pipe_is_silent() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "schedir 1\n", "")
 
 
-@pytest.mark.parametrize("command", ["show", "simulate"])  # text, and a table
+@pytest.mark.parametrize("command", ["print", "simulate"])  # text, and a table
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_is_said(command: str) -> None:
     with open("/dev/full", "w") as full:
@@ -112,7 +112,7 @@ def test_a_full_disk_is_said(command: str) -> None:
     assert done.returncode == 2 and done.stderr.startswith("UsageError: cannot write to standard")
 
 
-@pytest.mark.parametrize("argv", ["show gpipe", "simulate gpipe", "draw gpipe -o x.svg"])
+@pytest.mark.parametrize("argv", ["print gpipe", "simulate gpipe", "draw gpipe -o x.svg"])
 def test_nobody_listens(argv: str) -> None:
     """Standard output and error are closed from the start: nothing is lost but what they get."""
     line = f"{sys.executable} -m schedir {argv} >&- 2>&-"
@@ -131,7 +131,7 @@ def test_interrupt_ends_with_130() -> None:
     Path("slow.py").write_text(
         "import sys, time\ndef f(r, P, m):\n    print('here', flush=True)\n    time.sleep(60)\n"
     )
-    argv = [sys.executable, "-m", "schedir", "show", "slow.py:f"]
+    argv = [sys.executable, "-m", "schedir", "print", "slow.py:f"]
     with subprocess.Popen(
         argv,
         stdout=subprocess.PIPE,
@@ -158,7 +158,7 @@ def test_a_bug_of_ours_says_so(
 @pytest.mark.parametrize("no_color", ["", "1"])
 def test_colour_is_for_terminals(no_color: str) -> None:
     ours, theirs = pty.openpty()
-    argv = [sys.executable, "-m", "schedir", "show", "gpipe"]
+    argv = [sys.executable, "-m", "schedir", "print", "gpipe"]
     env = ENV | {"TERM": "xterm", "NO_COLOR": no_color}
     with subprocess.Popen(argv, stdout=theirs, env=env) as child:
         os.close(theirs)
@@ -183,22 +183,25 @@ def test_show_forms(capsys: pytest.CaptureFixture[str]) -> None:
         expand_schedule(gpipe, PipelineShape(2, 4)),
     )
     shape = ["--ranks", "2", "--microbatches", "4"]
-    assert said(capsys, "show", "gpipe", *shape) == to_text(program)
-    assert said(capsys, "show", "gpipe", *shape, "--flat") == to_text(program, folded=False)
-    assert said(capsys, "show", "gpipe", *shape, "--draft") == to_text(compute)
+    assert said(capsys, "print", "gpipe", *shape) == to_text(program)
+    assert said(capsys, "print", "gpipe", *shape, "--no-repeat") == to_text(program, folded=False)
+    assert said(capsys, "print", "gpipe", *shape, "--compute-only") == to_text(compute)
 
 
 def test_show_writes_what_it_reads(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    options = "--stages-per-rank 2 --tp 2 --dp 3 --tied --clip --model serial --costs F=1,B=3"
-    assert said(capsys, "show", "interleaved", *options.split(), "-o", "x.sched") == (
+    options = (
+        "--stages-per-rank 2 -O tp=2 -O dp=3 -O tied -O clip --progress-model serial "
+        "--costs F=1,B=3"
+    )
+    assert said(capsys, "print", "interleaved", *options.split(), "-o", "x.sched") == (
         "wrote x.sched\n"
     )
     program = from_text((folder / "x.sched").read_text())
     assert (program.tp, program.dp, program.tied, program.clip) == (2, 3, ((0, 7),), True)
     assert program.plan == PipelineShape(4, 8, 2)
-    assert said(capsys, "show", "x.sched") == to_text(program)
-    again = "--stages-per-rank 2 --tp 2 --tied --ranks 4 --placement loop"
-    assert said(capsys, "show", "x.sched", *again.split()) == to_text(program)
+    assert said(capsys, "print", "x.sched") == to_text(program)
+    again = "--stages-per-rank 2 -O tp=2 -O tied --ranks 4 --placement loop"
+    assert said(capsys, "print", "x.sched", *again.split()) == to_text(program)
 
 
 def test_every_built_in_shows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,12 +215,12 @@ def test_placement(capsys: pytest.CaptureFixture[str], where: str) -> None:
         "from schedir import B, F\ndef f(r, P, m):\n    return m * (F[0] + F[1] + B[1] + B[0])\n"
     )
     argv = ["vee.py:f", "--ranks", "2", "--microbatches", "2", "--placement", where]
-    assert f"placement {where}" in said(capsys, "show", *argv, "--draft")
+    assert f"placement {where}" in said(capsys, "print", *argv, "--compute-only")
 
 
 def test_a_run_is_a_program_too(capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, "simulate", "f.sched", "-o", "x.timeline")
-    assert said(capsys, "show", "x.timeline") == Path("f.sched").read_text()
+    assert said(capsys, "print", "x.timeline") == Path("f.sched").read_text()
     assert said(capsys, "check", "x.timeline") == said(capsys, "check", "f.sched")
 
 
@@ -228,7 +231,7 @@ def test_a_file_finds_its_neighbours(capsys: pytest.CaptureFixture[str], folder:
         "from helper import PAIR\ndef f(r, P, m):\n    return m * PAIR\n"
     )
     before = list(sys.path)
-    assert from_text(said(capsys, "show", "sub/random.py:f", "--ranks", "1")).name == "f"
+    assert from_text(said(capsys, "print", "sub/random.py:f", "--ranks", "1")).name == "f"
     assert sys.path == before
 
 
@@ -255,7 +258,7 @@ def test_check_says_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
         f"one_f_one_b: {n} instructions on 4 ranks are complete and in order, and finish under "
         "edge, pair, direction, device, torch and serial\n"
     )
-    out = said(capsys, "check", "f.sched", "--model", "pair")
+    out = said(capsys, "check", "f.sched", "--progress-model", "pair")
     assert out.endswith("finish under pair\n")
 
 
@@ -268,7 +271,9 @@ def test_check_of_a_file_names_the_models_that_hold(capsys: pytest.CaptureFixtur
     Path("narrow.sched").write_text(NARROW)
     err = refused(capsys, "check", "narrow.sched")
     assert "DeadlockError" in err and "hint: it finishes under edge and direction; it" in err
-    assert said(capsys, "check", "narrow.sched", "--model", "edge").endswith("under edge\n")
+    assert said(capsys, "check", "narrow.sched", "--progress-model", "edge").endswith(
+        "under edge\n"
+    )
     for argv in (["simulate"], ["draw", "-o", "x.png"], ["compare"]):
         assert "DeadlockError" in refused(capsys, argv[0], "narrow.sched", *argv[1:])
 
@@ -290,23 +295,23 @@ rank 1
 def test_check_says_what_cpus_finish(capsys: pytest.CaptureFixture[str]) -> None:
     Path("late.sched").write_text(LATE)
     Path("narrow.sched").write_text(NARROW)
-    argv = ["check", "late.sched", "--model", "edge"]
+    argv = ["check", "late.sched", "--progress-model", "edge"]
     assert "under edge; on hosts that block, as CPUs do, under none" in said(capsys, *argv)
     assert json.loads(said(capsys, *argv, "--json"))["models_where_hosts_block"] == []
-    assert "issues nothing meanwhile" in refused(capsys, *argv, "--blocks")
-    out = said(capsys, "check", "narrow.sched", "--model", "edge", "--blocks")
+    assert "issues nothing meanwhile" in refused(capsys, *argv, "--blocking-hosts")
+    out = said(capsys, "check", "narrow.sched", "--progress-model", "edge", "--blocking-hosts")
     assert out.endswith("under edge, on hosts that block, as CPUs do\n")
 
 
 def test_check_says_what_lives_through_a_wait_for_the_device(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    argv = ["check", "gpipe", "--ranks", "3", "--model", "edge", "--device-waits"]
+    argv = ["check", "gpipe", "--ranks", "3", "--progress-model", "edge", "--host-device-sync"]
     assert said(capsys, *argv).endswith("under edge, where hosts wait for their whole device\n")
-    assert "whole device" in refused(capsys, *argv, "--overlap")
+    assert "whole device" in refused(capsys, *argv, "-O", "overlap")
     facts = json.loads(said(capsys, *argv, "--json"))
     assert facts["models_where_hosts_wait_for_their_device"] == ["edge"]
-    assert "--why" in refused(capsys, *argv, "--why", "0:1")
+    assert "--explain-start" in refused(capsys, *argv, "--explain-start", "0:1")
 
 
 def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,7 +349,7 @@ def test_draw(capsys: pytest.CaptureFixture[str], folder: Path, name: str) -> No
 
 
 def test_a_draft_in_a_file_can_be_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    said(capsys, "show", "gpipe", "--draft", "-o", "d.sched")
+    said(capsys, "print", "gpipe", "--compute-only", "-o", "d.sched")
     assert json.loads(said(capsys, "simulate", "d.sched", "--json"))["span"] == 33
     assert "LoweringLevelError" in refused(capsys, "check", "d.sched")
 
@@ -364,21 +369,21 @@ def test_compare_is_fair(capsys: pytest.CaptureFixture[str], folder: Path) -> No
 
 def test_check_why(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["check", "one_f_one_b", "--ranks", "3", "--microbatches", "2", "--costs", "send=1"]
-    chain = json.loads(said(capsys, *words, "--why", "2:1", "--json"))
+    chain = json.loads(said(capsys, *words, "--explain-start", "2:1", "--json"))
     assert [(link["instruction"], link["start"]) for link in chain] == [
         ("F 0.0", 0), ("recv_act 1.0", 1), ("F 1.0", 2), ("recv_act 2.0", 3), ("F 2.0", 4),
     ]  # fmt: skip
-    assert "starts at 4 under device" in said(capsys, *words, "--why", "2:1")
+    assert "starts at 4 under device" in said(capsys, *words, "--explain-start", "2:1")
     for wrong in ("3:0", "0:999", "x", "0", "0:-1", "99999999999:0"):
-        assert "--why" in refused(capsys, *words, "--why", wrong)
+        assert "--explain-start" in refused(capsys, *words, "--explain-start", wrong)
 
 
 def test_options_of_a_schedule_and_overlap(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ("--ranks", "2", "--stages-per-rank", "2", "--microbatches", "8")
-    plain = said(capsys, "show", "interleaved", *shape)
-    assert said(capsys, "show", "interleaved(group = None)", *shape) == plain
-    assert said(capsys, "show", "interleaved(group=4)", *shape) != plain
-    assert said(capsys, "show", "interleaved", *shape, "--overlap") != plain
+    plain = said(capsys, "print", "interleaved", *shape)
+    assert said(capsys, "print", "interleaved(group = None)", *shape) == plain
+    assert said(capsys, "print", "interleaved(group=4)", *shape) != plain
+    assert said(capsys, "print", "interleaved", *shape, "-O", "overlap") != plain
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,7 @@ def test_a_file_says_where(line: str, name: str, tmp_path: Path) -> None:
 
 def _shape(command: str) -> list[str]:
     sources = {"compare": ["gpipe", "zb_h1"], "best": []}.get(command, ["zb_h1"])
-    shape = ["--ranks=4", "--microbatches=4", "--tp=2", "--dp=2", OPTION]
+    shape = ["--ranks=4", "--microbatches=4", "-O", "tp=2", "-O", "dp=2", OPTION]
     return [command, *sources, *shape, f"--cluster={ROOT}/examples/selene.toml"]
 
 
@@ -306,7 +306,7 @@ def test_a_program_in_a_file_brings_its_groups(
     """tp and dp, which nobody says beside it."""
     told = "--costs=F=0.01,B=0.02"
     file, shape = str(tmp_path / "zb_h1.sched"), _shape("simulate")
-    said(capsys, "show", "zb_h1", *shape[2:6], "-o", file)
+    said(capsys, "print", "zb_h1", *shape[2:6], "-o", file)
     by_file = said(capsys, "simulate", file, *shape[6:], told, "--json")
     of_both = [json.loads(text) for text in (by_file, said(capsys, *shape, told, "--json"))]
     assert of_both[0]["filled"] == of_both[1]["filled"]
@@ -314,9 +314,11 @@ def test_a_program_in_a_file_brings_its_groups(
 
 
 def test_what_stays_free_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    told = [*_shape("simulate"), "--costs=F=0.01,B=0.02", "--tied"]
+    told = [*_shape("simulate"), "--costs=F=0.01,B=0.02", "-O", "tied"]
     assert "reduce_tied" in said(capsys, *told)
-    assert "reduce_tied" not in said(capsys, *told[:-2], told[-2] + ",reduce_tied=0.001", "--tied")
+    assert "reduce_tied" not in said(
+        capsys, *told[:-2], told[-2] + ",reduce_tied=0.001", "-O", "tied"
+    )
 
 
 REFUSED = (ROOT / "tests" / "golden" / "cluster.txt").read_text().split("\n\n")

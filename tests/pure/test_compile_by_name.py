@@ -30,7 +30,7 @@ def test_defaults_are_those_of_the_command_line(name: str, tmp_path: Path) -> No
     file = tmp_path / "x.sched"
     size = {"ranks": 4, "microbatches": 8} | ({"updates": 2} if name == "pipedream_2bw" else {})
     options = [part for key, value in size.items() for part in (f"--{key}", str(value))]
-    assert main(["show", name, *options, "-o", str(file)]) == 0
+    assert main(["print", name, *options, "-o", str(file)]) == 0
     assert schedir.from_text(file.read_text()) == schedir.compile(name, **size)  # type: ignore[arg-type]
 
 

@@ -128,18 +128,18 @@ def test_host_goes_on_while_ranks_meet() -> None:
 
 def test_schedules_of_one_model_have_as_many_sums(capsys: pytest.CaptureFixture[str]) -> None:
     """A cut is that of what a rank has, where schedules are compared, and its stages share it."""
-    how = ("--ranks=2", "--microbatches=4", "--tp=2", "--costs=F=8,B=16,sum=1", "--json")
+    how = ("--ranks=2", "--microbatches=4", "-O", "tp=2", "--costs=F=8,B=16,sum=1", "--json")
     names = ("one_f_one_b", "interleaved", "zb_v", "dualpipe")
-    rows = json.loads(commands.said(capsys, "compare", *names, "--cut=9", *how))
+    rows = json.loads(commands.said(capsys, "compare", *names, "-O", "cut=9", *how))
     assert [row["stages"] for row in rows] == [18, 20, 20, 18]
-    found = json.loads(commands.said(capsys, "best", "--cut=5", *how))
+    found = json.loads(commands.said(capsys, "recommend", "-O", "cut=5", *how))
     each = {(row["program"], row["stages_per_rank"]) for row in found}
     assert {v for name, v in each if name == "interleaved"} == {2}  # of 4 stages none has a g
     for wrong in ("3", "fgg"):
-        argv = ("compare", "interleaved", f"--cut={wrong}", *how)
+        argv = ("compare", "interleaved", "-O", f"cut={wrong}", *how)
         assert "which its 2 stages cannot share alike" in commands.refused(capsys, *argv)
     for cut in ("9", "9,5", "1,9"):  # and holds as much, in however many pieces
-        rows = json.loads(commands.said(capsys, "compare", *names, f"--cut={cut}", *how))
+        rows = json.loads(commands.said(capsys, "compare", *names, "-O", f"cut={cut}", *how))
         assert [row["peak_activations"] for row in rows] == [2, 2.5, 2, 3]
 
 
@@ -154,17 +154,17 @@ def test_a_file_tells_whole_stages(
     if name == "interleaved" and "." in cut:
         pytest.skip("two stages cannot share g.g alike")
     file, stages = str(tmp_path / "x.sched"), 4 if name == "interleaved" else 2
-    shape = ("--ranks=2", "--microbatches=4", f"--tp={tp}", "--chunks=2")
+    shape = ("--ranks=2", "--microbatches=4", "-O", f"tp={tp}", "-O", "chunks=2")
     how = ("--costs=F=8,B=16,I=8,W=8,sum=1", "--sizes=saved=40,activation=2", "--json")
     of_stages = ",".join(str(one) for one in over_stages(cut, 2, stages))
-    commands.said(capsys, "show", name, *shape, f"--cut={of_stages}", "-o", file)
+    commands.said(capsys, "print", name, *shape, "-O", f"cut={of_stages}", "-o", file)
     program = load(file)
     assert isinstance(program, Program) and program.chunked == 2
     assert program.whole == PipelineShape(2, 4, stages // 2, program.whole.placement)
     assert program.pieces == pieces_of(of_stages, program.whole)
     assert from_text(to_text(program)) == program and compute_of(program).whole == program.whole
     told = [commands.said(capsys, "compare", file, *how)]
-    told += [commands.said(capsys, "compare", name, *shape, f"--cut={cut}", *how)]
+    told += [commands.said(capsys, "compare", name, *shape, "-O", f"cut={cut}", *how)]
     own, live = (json.loads(one)[0] for one in told)
     live["digest"] = own["digest"]  # costs decide where it has its transfers
     assert own == live and own["peak_activations"] < 4
@@ -178,7 +178,18 @@ def test_beside_a_file_of_pieces_whole_ones_are_said(
     file, costs = str(tmp_path / "x.sched"), "--costs=F=8,B=16,sum=1"
     shape = ("--ranks=2", "--microbatches=4")
     commands.said(
-        capsys, "show", "one_f_one_b", *shape, "--tp=2", "--cut=fgfg,g", "--chunks=2", "-o", file
+        capsys,
+        "print",
+        "one_f_one_b",
+        *shape,
+        "-O",
+        "tp=2",
+        "-O",
+        "cut=fgfg,g",
+        "-O",
+        "chunks=2",
+        "-o",
+        file,
     )
 
     def compared(*words: str) -> list[dict[str, Any]]:
@@ -187,24 +198,26 @@ def test_beside_a_file_of_pieces_whole_ones_are_said(
     assert [row["microbatches"] for row in compared(file, "gpipe", *shape)] == [8, 4]
     for words, told in (
         ("--microbatches=8", "has microbatches 4, not 8"),
-        ("--frozen=1", "has frozen 0, not 1"),
-        ("--relower --cut=5", "pieces already"),
+        ("-O frozen=1", "has frozen 0, not 1"),
+        ("--relower -O cut=5", "pieces already"),
     ):
         assert told in commands.refused(capsys, "compare", file, *words.split(), costs)
-    (own,) = compared(file, "--relower", "--frozen=1")
-    live = compared("one_f_one_b", *shape, "--tp=2", "--cut=fgfg,g", "--chunks=2", "--frozen=1")[0]
+    (own,) = compared(file, "--relower", "-O", "frozen=1")
+    live = compared(
+        "one_f_one_b", *shape, "-O", "tp=2", "-O", "cut=fgfg,g", "-O", "chunks=2", "-O", "frozen=1"
+    )[0]
     assert (own["span"], own["peak_activations"]) == (live["span"], live["peak_activations"])
 
 
 def test_a_search_has_no_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """So a run of pieces that are summed is not of what is searched; one where nobody meets is."""
     file, costs = str(tmp_path / "x.timeline"), "--costs=F=1,B=2,sum=0.5"
-    shape = ("--ranks=2", "--microbatches=2", "--cut=3")
-    commands.said(capsys, "simulate", "one_f_one_b", *shape, "--tp=2", costs, "-o", file)
-    how = ("search", f"--costs-from={file}", "--evaluations=5")
+    shape = ("--ranks=2", "--microbatches=2", "-O", "cut=3")
+    commands.said(capsys, "simulate", "one_f_one_b", *shape, "-O", "tp=2", costs, "-o", file)
+    how = ("search", f"--costs-from={file}", "--max-evaluations=5")
     assert "sums between pieces of stages" in commands.refused(capsys, *how)
     commands.said(capsys, "simulate", "one_f_one_b", *shape, costs, "-o", file)
-    assert "--meets ..-.." in commands.said(capsys, *how)
+    assert "-O meets=..-.." in commands.said(capsys, *how)
 
 
 def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,11 +225,11 @@ def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]
     how = ("compare", "gpipe", "--ranks=2")
     spans = [
         json.loads(commands.said(capsys, *how, *words.split(), "--costs=F=8,B=16", "--json"))[0]
-        for words in ("--microbatches=2 --chunks=2", "--microbatches=4 --chunked=2")
+        for words in ("--microbatches=2 -O chunks=2", "--microbatches=4 -O chunked=2")
     ]
     assert [row["span"] for row in spans] == [60, 60]
     cluster = "--cluster=examples/selene.toml"
-    assert "and these are cut" in commands.refused(capsys, *how, "--chunked=2", cluster)
+    assert "and these are cut" in commands.refused(capsys, *how, "-O", "chunked=2", cluster)
 
 
 def test_shares_of_pieces() -> None:
@@ -271,7 +284,7 @@ def test_refusals() -> None:
 def test_what_the_command_line_takes(
     option: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = commands.refused(capsys, "check", "gpipe", "--tp", "2", f"--{option}", "X")
+    told = commands.refused(capsys, "check", "gpipe", "-O", "tp=2", f"--{option}", "X")
     assert f"argument --{option}: {said}" in told and "not 'X'" in told
 
 

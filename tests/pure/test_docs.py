@@ -46,7 +46,7 @@ def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     lines = [line.split() for _, body in BLOCKS for line in body.splitlines()]
     commands = [words[1:] for words in lines if words[:1] == ["schedir"] and words[1] != "train"]
     assert {words[0] for words in commands} == {
-        "show", "check", "simulate", "explain", "draw", "compare",
+        "print", "check", "simulate", "explain", "draw", "compare",
     }  # fmt: skip
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)

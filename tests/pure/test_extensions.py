@@ -76,7 +76,7 @@ program = schedir.compile(schedir.schedules.interleaved, schedir.PipelineShape(4
 spans = [schedir.simulate(program, schedir.Costs(send=0.5), model=model).span
          for model in ("edge", "way", "device")]
 assert spans == sorted(spans) and spans[0] < spans[2]
-assert main(["check", "gpipe", "--model", "way"]) == 0
+assert main(["check", "gpipe", "--progress-model", "way"]) == 0
 """,
     ),
     "a schedule": Extension(

@@ -130,7 +130,7 @@ def test_the_picture_shows_it(found: MemoryFrontier) -> None:
     assert ("GB" in axes.get_xlabel()) == found.in_bytes
 
 
-AT = ("search", "--ranks=4", "--microbatches=8", "--costs=F=2,I=2,W=1", "--evaluations=300")
+AT = ("search", "--ranks=4", "--microbatches=8", "--costs=F=2,I=2,W=1", "--max-evaluations=300")
 
 
 def test_the_command_tells_and_draws_it(
@@ -149,10 +149,10 @@ def test_the_command_tells_and_draws_it(
     sized = said(capsys, *AT, "--frontier", "--sizes=saved=1GB,tape=0.4GB")
     assert "1 GB" in sized and "in flight" not in sized
     for wrong in (
-        ("--limit=4GB", "--sizes=saved=1GB"),
-        ("--in-flight=4",),
+        ("--memory-limit=4GB", "--sizes=saved=1GB"),
+        ("--max-in-flight=4",),
         ("--objective=own",),
-        ("--prove=solver",),
+        ("--bound=solver",),
         ("-o", "x.sched"),
     ):
         refused(capsys, *AT, "--frontier", *wrong)

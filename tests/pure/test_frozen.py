@@ -311,14 +311,14 @@ def test_a_greedy_order_that_knows_is_not_worse(frozen: int, priced: Costs) -> N
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--ranks", "4", "--microbatches", "8"]
     file = str(tmp_path / "frozen.sched")
-    assert main(["show", "one_f_one_b", *shape, "--frozen", "2", "-o", file]) == 0
+    assert main(["print", "one_f_one_b", *shape, "-O", "frozen=2", "-o", file]) == 0
     assert from_text(Path(file).read_text()) == compile(one_f_one_b, TWO_OF_FOUR, frozen=2)
     assert main(["check", file]) == 0
     assert main(["explain", file, "--costs", "F=1,B=2"]) == 0
-    assert main(["compare", file, "one_f_one_b", *shape, "--frozen", "2"]) == 0
-    assert main(["check", file, "--frozen", "1"]) == 2
+    assert main(["compare", file, "one_f_one_b", *shape, "-O", "frozen=2"]) == 0
+    assert main(["check", file, "-O", "frozen=1"]) == 2
     capsys.readouterr()
-    assert main(["check", "one_f_one_b", *shape, "--frozen", "4"]) == 2
+    assert main(["check", "one_f_one_b", *shape, "-O", "frozen=4"]) == 2
     assert "nothing would be trained" in capsys.readouterr().err
 
 

@@ -128,19 +128,29 @@ def test_other_plans_keep_no_more_stages_whole_than_they_have() -> None:
     assert other.zero == 3 and [slots.full for slots in other.slots] == [1, 1]
 
 
-@pytest.mark.parametrize("command", ["best", "compare one_f_one_b interleaved"])
+@pytest.mark.parametrize("command", ["recommend", "compare one_f_one_b interleaved"])
 def test_schedules_with_fewer_stages_are_ranked_beside_others(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With `--active 2`, of those with one stage per rank that one is whole."""
-    shape = ["--ranks=2", "--microbatches=4", "--dp=2", "--zero=3", "--active=2", "--json"]
+    """With `-O active=2`, of those with one stage per rank that one is whole."""
+    shape = [
+        "--ranks=2",
+        "--microbatches=4",
+        "-O",
+        "dp=2",
+        "-O",
+        "zero=3",
+        "-O",
+        "active=2",
+        "--json",
+    ]
     found = {row["program"]: row for row in json.loads(said(capsys, *command.split(), *shape))}
     assert {"one_f_one_b", "interleaved"} <= found.keys()
 
 
 def test_the_command_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["explain", "interleaved", "--ranks=2", "--microbatches=6", "--stages-per-rank=3",
-             "--dp=4", "--zero=3", "--active=1",
+             "-O", "dp=4", "-O", "zero=3", "-O", "active=1",
              "--costs=F=1,B=2,unshard=0.5,reduce_scatter=0.5,reduce_grads=1,step=2",
              "--sizes=activation=10MB,saved=100MB,params=1GB,grads=1GB,optimizer=6GB"]  # fmt: skip
     assert SAID in said(capsys, *shape)

@@ -40,7 +40,7 @@ WAYS = {
     "cluster": ("simulate gpipe --sizes activation=1 --cluster {}", ".toml"),
     "csv": ("import {} -o out.sched", ".csv"),
     "trace": ("import {} -o out.timeline", ".json"),
-    "dump": ("where {}", "_0"),
+    "dump": ("diagnose {}", "_0"),
     "configuration": ("train {}", ".toml"),
 }
 
@@ -180,7 +180,7 @@ def test_a_run_without_times_is_refused_before_its_program_unfolds(tmp_path: Pat
         archive.writestr("program.sched", head + rows)
         archive.writestr("start.npy", b"")
         archive.writestr("end.npy", b"")
-    commands = [["explain", "a.timeline"], ["explain", "a.timeline", "--most-instructions=1000"]]
+    commands = [["explain", "a.timeline"], ["explain", "a.timeline", "--max-instructions=1000"]]
     small, many = confined(commands, tmp_path)
     assert refused(small) and "start.npy cannot have 0 bytes" in small.text
     assert refused(many) and "8388608 instructions, and a program may have 1000" in many.text
@@ -199,18 +199,18 @@ def test_a_box_is_an_ordinary_file(tmp_path: Path) -> None:
 
 def test_an_option_raises_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--ranks", "4", "--microbatches", "30"]
-    assert main(["check", "gpipe", *shape, "--most-instructions", "100"]) == 2
+    assert main(["check", "gpipe", *shape, "--max-instructions", "100"]) == 2
     said = capsys.readouterr().err
     assert "4 stages x 30 microbatches are at least 120" in said and "may have 100" in said
-    assert main(["check", "gpipe", *shape, "--most-instructions", "130"]) == 2
+    assert main(["check", "gpipe", *shape, "--max-instructions", "130"]) == 2
     assert "may have 130" in capsys.readouterr().err  # a draft has 240
-    assert main(["show", "gpipe", *shape, "--draft", "--most-instructions", "240"]) == 0
-    assert main(["check", "gpipe", *shape, "--most-instructions", "599"]) == 2
-    assert main(["check", "gpipe", *shape, "--most-instructions", "600"]) == 0
+    assert main(["print", "gpipe", *shape, "--compute-only", "--max-instructions", "240"]) == 0
+    assert main(["check", "gpipe", *shape, "--max-instructions", "599"]) == 2
+    assert main(["check", "gpipe", *shape, "--max-instructions", "600"]) == 0
     path = tmp_path / "a.sched"
-    assert main(["show", "gpipe", *shape, "-o", str(path)]) == 0
-    assert main(["check", str(path), "--most-instructions", "200"]) == 2
-    assert main(["check", str(path), "--most-instructions", "10000"]) == 0
+    assert main(["print", "gpipe", *shape, "-o", str(path)]) == 0
+    assert main(["check", str(path), "--max-instructions", "200"]) == 2
+    assert main(["check", str(path), "--max-instructions", "10000"]) == 0
 
 
 def test_a_program_that_code_builds_has_the_limit_that_trusting_sets() -> None:
@@ -248,8 +248,8 @@ def test_a_small_file_with_many_instructions_is_refused_before_they_are_made(
 def test_a_schedule_without_backwards_is_counted_without_them() -> None:
     """With backwards it would have more than the limit."""
     schedule = ["forward_only", "--ranks=8", "--microbatches=120"]
-    assert main(["check", *schedule, "--most-instructions=5520"]) == 0
-    assert main(["check", *schedule, "--most-instructions=5519"]) == 2
+    assert main(["check", *schedule, "--max-instructions=5520"]) == 0
+    assert main(["check", *schedule, "--max-instructions=5519"]) == 2
 
 
 def test_a_file_has_the_limit_in_python_too(tmp_path: Path) -> None:
@@ -289,9 +289,10 @@ Path("ran").touch()
 @pytest.mark.parametrize(
     "words",
     [
-        "show {}", "check {}", "simulate {}", "draw {} -o a.svg", "compare gpipe {}",
-        "explain {}", "best {}", "export {} --to torch -o a.csv", "where dump_0 --program {}",
-        "search {}", "check {} --on 1:{}", "train a.toml", "train b.toml",
+        "print {}", "check {}", "simulate {}", "draw {} -o a.svg", "compare gpipe {}",
+        "explain {}", "recommend {}", "export {} --to torch -o a.csv",
+        "diagnose dump_0 --program {}",
+        "search {}", "check {} --rank-programs 1:{}", "train a.toml", "train b.toml",
         "train c.toml --set pipeline.schedule={}",
     ],
 )  # fmt: skip
@@ -308,7 +309,7 @@ def test_no_code_of_a_file_is_run(
     main([*argv, "--no-code"])
     assert not Path("ran").exists()
     said = capsys.readouterr().err
-    if argv[0] not in ("best", "search"):  # which take no schedule of a file
+    if argv[0] not in ("recommend", "search"):  # which take no schedule of a file
         assert "stranger.py is code" in said
     assert main(["check", "stranger.py:mine"]) == 0 and Path("ran").exists()
 

@@ -110,7 +110,7 @@ def test_costs_that_add_up_to_more_than_a_run_can_take() -> None:
 
 
 def test_costs_of_parts_that_overflow(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "finite" in refusal(["best", "--costs", "B=1e300/1e308"], capsys)
+    assert "finite" in refusal(["recommend", "--costs", "B=1e300/1e308"], capsys)
 
 
 @pytest.mark.parametrize("command", [[], ["-o", "a.svg"]])

@@ -41,7 +41,7 @@ def gone(words: memoryview) -> None:
 
 
 def where(capsys: Capture, *given: str) -> list[str]:
-    assert main(["where", *given]) == 0
+    assert main(["diagnose", *given]) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -60,7 +60,7 @@ def test_of_a_run_that_stands_the_cause_and_who_waits(tmp_path: Path, capsys: Ca
     facts = json.loads("\n".join(where(capsys, str(tmp_path), "--json")))
     assert facts["cause"] == {"process": 1, "kind": "busy", "sure": True}
     assert [one["at"] for one in facts["processes"]] == [at, 1] and facts["no_box"] == []
-    assert "leave out --program" in refused(capsys, "where", str(tmp_path), "--program", "gpipe")
+    assert "leave out --program" in refused(capsys, "diagnose", str(tmp_path), "--program", "gpipe")
 
 
 def test_a_run_that_goes_on_has_no_cause(tmp_path: Path, capsys: Capture) -> None:
@@ -131,4 +131,4 @@ def test_boxes_of_no_run_are_refused(
         words[word] = value
 
     leave(tmp_path, 0, 3, odd)
-    assert "are of no run of " in refused(capsys, "where", str(tmp_path))
+    assert "are of no run of " in refused(capsys, "diagnose", str(tmp_path))

@@ -112,7 +112,7 @@ def test_draw_without_a_file_draws_here(capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert out.startswith("gpipe, predicted: span 33") and "\none_f_one_b, predicted" in out
     assert "\x1b" not in out
-    assert main(["draw", "gpipe", "--idle"]) == 2
+    assert main(["draw", "gpipe", "--idle-map"]) == 2
 
 
 def test_show_draws_on_a_terminal_only(
@@ -120,18 +120,18 @@ def test_show_draws_on_a_terminal_only(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     program = compile(one_f_one_b, PipelineShape(4, 8))
-    assert main(["show", "one_f_one_b"]) == 0
+    assert main(["print", "one_f_one_b"]) == 0
     text = capsys.readouterr().out
     assert from_text(text) == program and "idle" not in text
     Path("stuck.sched").write_text(STUCK)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert main(["show", "one_f_one_b"]) == 0
+    assert main(["print", "one_f_one_b"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(text) and "# one_f_one_b, predicted: span" in out and "\x1b" not in out
     assert from_text(out) == program
     # What cannot run is shown all the same.
-    assert main(["show", "stuck.sched"]) == 0
+    assert main(["print", "stuck.sched"]) == 0
     assert capsys.readouterr().out == to_text(from_text(STUCK))
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "xterm-256color")

@@ -294,31 +294,31 @@ def test_sizes_of_too_few_stages() -> None:
 
 
 def test_slots_cost_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ("simulate", "gpipe", "--microbatches", "16", "--model", "edge",
+    argv = ("simulate", "gpipe", "--microbatches", "16", "--progress-model", "edge",
             "--costs", "F=1,B=2,send=0.1")  # fmt: skip
-    out = said(capsys, *argv, "--slots", "fewest", "--sizes", "activation=32MB,saved=1.2GB")
+    out = said(capsys, *argv, "-O", "slots=fewest", "--sizes", "activation=32MB,saved=1.2GB")
     assert "span 60.6" in out and "the span would be 57.6, 5.0% less" in out
     assert "19.33 GB" in out
-    assert "the span would be 57.6, the same" in said(capsys, *argv, "--slots", "enough")
+    assert "the span would be 57.6, the same" in said(capsys, *argv, "-O", "slots=enough")
 
 
 def test_what_sharing_slots_would_save_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("simulate", "gpipe", "--microbatches", "16", "--sizes", "activation=32MB")
-    hint = "with --slots enough no rank holds more than "
+    hint = "with -O slots=enough no rank holds more than "
     assert f"{hint}192 MB" in said(capsys, *argv)
-    assert "192 MB" in (shared := said(capsys, *argv, "--slots", "enough")) and hint not in shared
+    assert "192 MB" in (shared := said(capsys, *argv, "-O", "slots=enough")) and hint not in shared
     assert hint not in said(capsys, "simulate", "gpipe", "--microbatches", "1", *argv[4:])
 
 
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        (("--slots", "few"), "'few'"),
-        (("--limit", "4G"), "'4G'"),
-        (("--limit", "4GB"), "sizes"),
+        (("-O", "slots=few"), "'few'"),
+        (("--memory-limit", "4G"), "'4G'"),
+        (("--memory-limit", "4GB"), "sizes"),
         (("--sizes", "saved=1G"), "saved=1GB"),
         (("--sizes", "sved=1GB"), "'saved'"),
-        (("--sizes", "saved=1GB", "--limit", "4GB"), "rank 0 #14  F 0.7"),
+        (("--sizes", "saved=1GB", "--memory-limit", "4GB"), "rank 0 #14  F 0.7"),
     ],
 )
 def test_commands_refuse(

@@ -383,17 +383,23 @@ def test_check_says_from_which_size_on_a_program_hangs(
     Path(path).write_text(to_text(CROSSED))
     assert "no message waits for its receiver" in refuses(capsys, "check", path)
     argv = ["check", path, "--sizes", "activation=16MB"]
-    assert "where messages of 16 MB wait for nobody" in refuses(capsys, *argv)
-    assert "16 MB wait" in refuses(capsys, *argv, "--eager", "15MB")
-    assert said(capsys, *argv, "--eager", "16000KB").endswith("at most 16 MB wait for nobody\n")
-    assert "--sizes activation=16MB" in refuses(capsys, "check", path, "--eager", "1")
-    assert "no --eager" in refuses(capsys, *argv, "--eager", "1", "--why", "0:1")
+    assert "diagnose messages of 16 MB wait for nobody" in refuses(capsys, *argv)
+    assert "16 MB wait" in refuses(capsys, *argv, "--eager-limit", "15MB")
+    assert said(capsys, *argv, "--eager-limit", "16000KB").endswith(
+        "at most 16 MB wait for nobody\n"
+    )
+    assert "--sizes activation=16MB" in refuses(capsys, "check", path, "--eager-limit", "1")
+    assert "no --eager-limit" in refuses(
+        capsys, *argv, "--eager-limit", "1", "--explain-start", "0:1"
+    )
 
 
 def test_check_says_where_communicators_are_made(capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, "check", "gpipe", "--ranks", "3", "--lazy")
+    out = said(capsys, "check", "gpipe", "--ranks", "3", "--lazy-communicators")
     assert out.endswith("and serial, where each communicator is made at its first use\n")
-    assert "hosts do not block" in refuses(capsys, "check", "gpipe", "--lazy", "--blocks")
-    for option, known in (("--lazy", False), ("--device-waits", True)):
+    assert "hosts do not block" in refuses(
+        capsys, "check", "gpipe", "--lazy-communicators", "--blocking-hosts"
+    )
+    for option, known in (("--lazy-communicators", False), ("--host-device-sync", True)):
         facts = json.loads(said(capsys, "check", "gpipe", "--json", option))
         assert ("models_where_hosts_block" in facts) == known

@@ -213,15 +213,15 @@ def test_a_cluster_prices_moves_by_their_bytes() -> None:
 
 def test_the_command_says_what_is_free(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["simulate", "gpipe", "--ranks", "2", "--microbatches", "8", "--sizes", "saved=10"]
-    assert main([*shape, "--offload", "all"]) == 0
+    assert main([*shape, "-O", "offload=all"]) == 0
     assert "nobody tells what offload, reload cost" in capsys.readouterr().out
-    fits = ["--offload", "fit", "--limit", "40", "--spill", "fit", "--host-limit", "40"]
+    fits = ["-O", "offload=fit", "--memory-limit", "40", "-O", "spill=fit", "-O", "host_limit=40"]
     costs = "F=1,B=2,offload=1,reload=1,spill=0.5,fetch=0.5"
     assert main([*shape, *fits, "--costs", costs]) == 0
     assert "nobody tells" not in capsys.readouterr().out
-    assert main([*shape, "--offload", "all", "--host-limit", "30"]) == 2
+    assert main([*shape, "-O", "offload=all", "-O", "host_limit=30"]) == 2
     assert "rank 0 would hold 80 B on the host" in capsys.readouterr().err
-    assert main([*shape, "--offload", "all", "--host-limit", "none"]) == 2
+    assert main([*shape, "-O", "offload=all", "-O", "host_limit=none"]) == 2
 
 
 SHAPES = st.tuples(

@@ -137,14 +137,14 @@ def test_nothing_is_claimed_of_copies_without_costs_or_sizes() -> None:
 
 def test_explain_says_what_could_be_held(capsys: pytest.CaptureFixture[str]) -> None:
     head = "explain gpipe --ranks 2 --microbatches 8 --sizes saved=10MB --costs F=1,B=2"
-    assert main(f"{head},offload=4,reload=4 --offload 0,1".split()) == 0
+    assert main(f"{head},offload=4,reload=4 -O offload=0,1".split()) == 0
     told = capsys.readouterr().out
     assert "what would take less time or memory, by simulation:\n" in told and "all kept" in told
-    assert main(f"{head},offload=1,reload=1 --limit 40MB".split()) == 0
+    assert main(f"{head},offload=1,reload=1 --memory-limit 40MB".split()) == 0
     assert "what is held does not fit into 40 MB: span " in capsys.readouterr().out
-    assert main(f"{head},offload=1,reload=1 --limit 5MB".split()) == 0
+    assert main(f"{head},offload=1,reload=1 --memory-limit 5MB".split()) == 0
     assert capsys.readouterr().out.endswith("nothing that was tried does\n")
-    assert main(f"{head},offload=1,reload=1 --limit 40MB --json".split()) == 0
+    assert main(f"{head},offload=1,reload=1 --memory-limit 40MB --json".split()) == 0
     facts = json.loads(capsys.readouterr().out)
     assert not facts["fits"] and facts["held"]["memory"]["device"] > 40e6
     assert all(change["memory"]["device"] <= 40e6 for change in facts["could_be_held"])
@@ -153,7 +153,7 @@ def test_explain_says_what_could_be_held(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[str]) -> None:
     shape = "gpipe --ranks 2 --microbatches 4 --sizes saved=10MB,checkpoint=1MB --costs F=1,B=2"
-    moved = f"{shape},offload=0.5,reload=0.5,spill=0.5,fetch=0.5 --offload all --spill 0.1,0.2"
+    moved = f"{shape},offload=0.5,reload=0.5,spill=0.5,fetch=0.5 -O offload=all -O spill=0.1,0.2"
     assert main(f"simulate {moved} --json".split()) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["peak_on_disk"] == [20e6, 0] and len(facts["peak_on_host"]) == 2
@@ -188,7 +188,9 @@ def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         monkeypatch.setattr(warnings, "showwarning", shown)
-        assert main(["check", "one_f_one_b", "--ranks=4", "--microbatches=8", "--offload=3"]) == 0
+        assert (
+            main(["check", "one_f_one_b", "--ranks=4", "--microbatches=8", "-O", "offload=3"]) == 0
+        )
     (own,) = told
     assert own.startswith("warning: offload names 3, of which nothing moves: ")
     assert own.endswith("its use\n")
@@ -209,7 +211,7 @@ def test_a_limit_says_what_moving_would_spare() -> None:
 def test_what_the_host_does_for_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Its steps are not free, and how to say what they take is told, also of explain."""
     for command in ("simulate", "explain"):
-        at = [command, "one_f_one_b", "--ranks=2", "--microbatches=2", "--states=cpu"]
+        at = [command, "one_f_one_b", "--ranks=2", "--microbatches=2", "-O", "states=cpu"]
         assert not main([*at, "--costs=F=1,B=2,offload_grads=1"])
         (line,) = [one for one in capsys.readouterr().out.splitlines() if "nobody tells" in one]
         assert "what reload_weights, step_host cost" in line

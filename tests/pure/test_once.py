@@ -47,7 +47,7 @@ def proven(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 COMMANDS = (
-    "show mine.py:mine", "check mine.py:mine", "check mine.py:mine --why 1:1",
+    "print mine.py:mine", "check mine.py:mine", "check mine.py:mine --explain-start 1:1",
     "simulate mine.py:mine --costs F=1,B=2", "draw mine.py:mine", "draw mine.py:mine -o x.svg",
     "compare mine.py:mine", "export mine.py:mine --to torch -o x.csv",
     "export mine.py:mine --to perfetto -o x.json", "simulate mine.py:mine -o x.timeline",
@@ -65,16 +65,17 @@ def test_a_command_checks_once(
 
 @pytest.mark.parametrize(
     "argv",
-    ["simulate f.sched --model edge", "draw f.sched --model edge", "show f.sched",
-     "export f.sched --model edge --to torch -o x.csv",
-     "simulate f.sched --model edge --sizes saved=1 --limit 1GB"],
+    ["simulate f.sched --progress-model edge", "draw f.sched --progress-model edge",
+     "print f.sched",
+     "export f.sched --progress-model edge --to torch -o x.csv",
+     "simulate f.sched --progress-model edge --sizes saved=1 --memory-limit 1GB"],
 )  # fmt: skip
 def test_a_program_in_a_file_is_checked_once(
     argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
 ) -> None:
     said(capsys, *argv.split())
     once = [("complete", "zb_v"), ("proof", "zb_v")]
-    assert proven == ([] if argv.startswith("show") else once)
+    assert proven == ([] if argv.startswith("print") else once)
 
 
 def test_explain_loads_a_file_once(capsys: pytest.CaptureFixture[str]) -> None:

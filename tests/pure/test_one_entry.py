@@ -118,13 +118,13 @@ def test_a_trait_is_one_entry(copy: Path) -> None:
     def command(*argv: str) -> tuple[int, str]:
         return ran(copy, "-m", "schedir", *argv)
 
-    assert "--echo N" in command("show", "--help")[1]
-    code, said = command("show", "gpipe", "--echo", "2")
+    assert "--echo N" in command("print", "--help")[1]
+    code, said = command("print", "gpipe", "--echo", "2")
     assert code == 0 and "\necho 2\n" in said
-    assert command("show", "x.sched", "--echo", "2")[0] == 0
-    code, said = command("show", "x.sched", "--echo", "1")
+    assert command("print", "x.sched", "--echo", "2")[0] == 0
+    code, said = command("print", "x.sched", "--echo", "1")
     assert code == 2 and "has echo 2, not 1\n  hint: leave out --echo" in said
-    code, said = command("show", "gpipe", "--echo", "4")
+    code, said = command("print", "gpipe", "--echo", "4")
     assert code == 2 and "--echo: must be a whole number from 0 to 3" in said
 
 
@@ -154,13 +154,13 @@ def test_options_of_a_pass_are_options_of_all_commands_and_settings(copy: Path) 
     def command(*argv: str) -> tuple[int, str]:
         return ran(copy, "-m", "schedir", *argv)
 
-    out = command("show", "--help")[1]
+    out = command("print", "--help")[1]
     assert "--mark-by N" in out and "a number behind the name" in out and "--doubtful " in out
-    assert "program gpipe0\n" in command("show", "gpipe", "--mark-by", "0")[1]
-    assert "program gpipe\n" in command("show", "gpipe", "--doubtful")[1]
-    assert "from 0 to 9" in command("show", "gpipe", "--mark-by", "10")[1]
-    assert command("show", "gpipe", "--mark-by", "1", "-o", "x.sched")[0] == 0
-    code, said = command("show", "x.sched", "--mark-by", "0")
+    assert "program gpipe0\n" in command("print", "gpipe", "--mark-by", "0")[1]
+    assert "program gpipe\n" in command("print", "gpipe", "--doubtful")[1]
+    assert "from 0 to 9" in command("print", "gpipe", "--mark-by", "10")[1]
+    assert command("print", "gpipe", "--mark-by", "1", "-o", "x.sched")[0] == 0
+    code, said = command("print", "x.sched", "--mark-by", "0")
     assert code == 2 and "--mark-by is for schedules" in said
     code, said = ran(
         copy,

@@ -23,12 +23,14 @@ def test_a_run_is_checked_under_the_model_that_it_ran_under(
     )
     schedir.save_timeline(schedir.simulate(program, model="edge"), "x.timeline")
     assert "finish under edge, but not under pair" in said(capsys, "check", "x.timeline")
-    assert "wait for each other" in refused(capsys, "check", "x.timeline", "--model=device")
+    assert "wait for each other" in refused(
+        capsys, "check", "x.timeline", "--progress-model=device"
+    )
     said(capsys, "export", "x.timeline", "--to", "torch", "-o", "x.csv")
 
 
 def test_ties_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    for both in (("--tied", "--ties=0=1"), ("--ties=0=1", "--tied")):
+    for both in (("-O", "tied", "-O", "tied=0=1"), ("-O", "tied=0=1", "-O", "tied")):
         assert "not allowed with" in refused(capsys, "check", "one_f_one_b", *both)
 
 
@@ -38,14 +40,14 @@ def test_reductions_of_a_rank_are_shared_out_to_its_stages(
     """Costs that `compare` takes are a rank's: a stage of half the weights reduces half as long."""
     costs = "--costs=F=1,B=2,reduce_grads=4"
     alone, compared = (
-        json.loads(said(capsys, *argv, "--dp=2", "--json"))
+        json.loads(said(capsys, *argv, "-O", "dp=2", "--json"))
         for argv in (
             ("simulate", "interleaved", "--costs=F=0.5,B=1,reduce_grads=2"),
             ("compare", "interleaved", "one_f_one_b", costs),
         )
     )
     assert compared[0]["span"] == alone["span"]
-    whole = json.loads(said(capsys, "simulate", "one_f_one_b", costs, "--dp=2", "--json"))
+    whole = json.loads(said(capsys, "simulate", "one_f_one_b", costs, "-O", "dp=2", "--json"))
     assert compared[1]["span"] == whole["span"]
 
 
@@ -70,24 +72,24 @@ def test_no_option_is_left_unread(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    said(capsys, "show", "gpipe", "--draft", "--tp=2", "--clip", "-o", "d.sched")
+    said(capsys, "print", "gpipe", "--compute-only", "-O", "tp=2", "-O", "clip", "-o", "d.sched")
     draft = schedir.from_text(Path("d.sched").read_text())
     assert draft.is_draft and (draft.tp, draft.clip) == (2, True)
-    assert "no size 'nonsense'" in refused(capsys, "show", "d.sched", "--sizes=nonsense=1")
+    assert "no size 'nonsense'" in refused(capsys, "print", "d.sched", "--sizes=nonsense=1")
 
 
 def test_why_on_hosts_that_block(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There a gather holds up what comes behind it, and so `--blocks` tells of another start."""
+    """There a gather holds up what comes behind it: `--blocking-hosts` tells of another start."""
     monkeypatch.chdir(tmp_path)
     costs = schedir.Costs(send=0.5, gather=0.3)
     program = schedir.compile(gpipe, PipelineShape(4, 8), tp=2, costs=costs)
     last = len(program.streams[3]) - 1
-    argv = "--tp=2", "--costs=send=0.5,gather=0.3", f"--why=3:{last}"
+    argv = "-O", "tp=2", "--costs=send=0.5,gather=0.3", f"--explain-start=3:{last}"
     starts = []
     for blocks in (False, True):
-        asked = ["check", "gpipe", *argv, *["--blocks"] * blocks]
+        asked = ["check", "gpipe", *argv, *["--blocking-hosts"] * blocks]
         chain = json.loads(said(capsys, *asked, "--json"))
         run = schedir.simulate(program, costs, blocks=blocks)
         assert chain[-1]["start"] == run.spans["start"][-1]
@@ -95,7 +97,9 @@ def test_why_on_hosts_that_block(
         starts.append(chain[-1]["start"])
     assert starts[0] < starts[1]
     schedir.save_timeline(schedir.simulate(program), "x.timeline")
-    assert "do not block" in refused(capsys, "check", "x.timeline", "--why=0:1", "--blocks")
+    assert "do not block" in refused(
+        capsys, "check", "x.timeline", "--explain-start=0:1", "--blocking-hosts"
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,5 +114,5 @@ def test_an_option_that_compile_does_not_have(option: str, hint: str) -> None:
 
 
 def test_a_draft_is_not_lowered(capsys: pytest.CaptureFixture[str]) -> None:
-    cut = refused(capsys, "show", "gpipe", "--tp", "2", "--cut", "5", "--draft")
-    assert "--cut is for what is lowered" in cut
+    cut = refused(capsys, "print", "gpipe", "-O", "tp=2", "-O", "cut=5", "--compute-only")
+    assert "-O cut=is for what is lowered" in cut

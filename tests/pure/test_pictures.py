@@ -209,7 +209,7 @@ def test_plain_options_reach_all_of_it(tmp_path: Path, monkeypatch: pytest.Monke
     for argv in (
         ["draw", "one_f_one_b", *marks],
         ["draw", "gpipe", "one_f_one_b", "--show", "none", "--width", "6.5"],
-        ["draw", "gpipe", "--idle"],
+        ["draw", "gpipe", "--idle-map"],
         ["compare", "gpipe", "one_f_one_b", "zb_h1", "--tradeoff"],
         ["compare", "gpipe", "one_f_one_b", "--show", "path"],
     ):
@@ -219,8 +219,8 @@ def test_plain_options_reach_all_of_it(tmp_path: Path, monkeypatch: pytest.Monke
         ["draw", "gpipe", "--show", "colour"],
         ["draw", "gpipe", "--width", "poster"],
         ["draw", "gpipe", "--width", "0"],
-        ["draw", "gpipe", "gpipe", "--idle"],
-        ["draw", "gpipe", "--idle", "--show", "path"],
+        ["draw", "gpipe", "gpipe", "--idle-map"],
+        ["draw", "gpipe", "--idle-map", "--show", "path"],
         ["compare", "gpipe", "--tradeoff", "--width", "column"],
     ):
         assert main([*argv, "-o", "x.pdf"]) == 2, argv
@@ -228,7 +228,7 @@ def test_plain_options_reach_all_of_it(tmp_path: Path, monkeypatch: pytest.Monke
     for argv in (  # what would have no effect is refused
         ["draw", "gpipe", "--show", "path"],
         ["draw", "gpipe", "--width", "7", "-o", "x.html"],
-        ["draw", "gpipe", "--idle", "-o", "x.html"],
+        ["draw", "gpipe", "--idle-map", "-o", "x.html"],
         ["compare", "gpipe", "--tradeoff"],
         ["compare", "gpipe", "--show", "path"],
     ):

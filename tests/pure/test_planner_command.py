@@ -23,7 +23,7 @@ from tests.tutorial import blocks
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan.txt"
 TINY = ("--layers=8", "--hidden=256", "--heads=8", "--vocab=256", "--sequence=128")
-AT = ("plan", *TINY, "--cluster=a100", "--gpus=4", "--batch=32", "--no-exact")
+AT = ("plan", *TINY, "--cluster=a100", "--gpus=4", "--batch=32", "--closed-form-only")
 PARTS = StepBreakdown(20, 4, 2, 1, 5, 0.5, 0.25)
 PLAN = PlanEstimate(
     p=8, t=8, d=16, m=96, v=2, schedule="interleaved", recompute="selective", zero=1,
@@ -80,13 +80,13 @@ REFUSED = {
     "among d 8 replicas\n  hint: the nearest that do: 8",
     ("--model=gpt-175b", "--batch=8", "--cluster=a100", "--gpus=8"): "plans fits into 80 GB a GPU: "
     "the least holds",
-    (*AT[1:], "--take=99"): "there is no plan 99: they are 1 to 10",
+    (*AT[1:], "--select=99"): "there is no plan 99: they are 1 to 10",
     (
         "--model=llama-7b",
         "--batch=16",
         "--cluster=a100",
         "--gpus=8",
-        "--no-exact",
+        "--closed-form-only",
         "-o",
         "x.toml",
     ): "schedir train cannot run ffn 11008: a GPT's feed-forward network is 4 x 4096 wide\n"
@@ -96,9 +96,9 @@ REFUSED = {
     ("--tradeoff",): "memory against time is a picture\n  hint: --picture FILE.svg",
     ("--top=0",): "--top says how many plans are told, from 1 on, not 0",
     ("--tokens=-1",): "--tokens are those that are trained on, not -1",
-    ("--search", "--seconds=0"): "a search takes seconds, more than 0, not 0",
-    ("--scale=4,8", "-o", "x.toml"): "-o is of one number of GPUs, and --scale says several",
-    ("--scale=1,2", "--gpus=1"): "--gpus is of one number of GPUs, and --scale says several",
+    ("--improve-schedules", "--time-limit=0"): "a search takes seconds, more than 0, not 0",
+    ("--gpu-counts=4,8", "-o", "x.toml"): "-o is of one number of GPUs, and --scale says several",
+    ("--gpu-counts=1,2", "--gpus=1"): "--gpus is of one number of GPUs, and --scale says several",
 }
 
 
@@ -170,10 +170,10 @@ def test_the_plan_is_written_and_drawn(
     monkeypatch.chdir(tmp_path)
     plain = (*AT, "--top=4", "--recompute=none,full")
     second = json.loads(said(capsys, *plain, "--json"))["plans"][1]
-    told = said(capsys, *plain, "--take=2", "-o", "best.toml", "--picture", "plans.svg")
+    told = said(capsys, *plain, "--select=2", "-o", "best.toml", "--picture", "plans.svg")
     assert told.endswith("wrote best.toml\nwrote plans.svg\n") and "\nplan 2: " in told
     text = Path("best.toml").read_text()
-    more = ("--take=2", "-o", "best.toml", "--picture", "plans.svg")
+    more = ("--select=2", "-o", "best.toml", "--picture", "plans.svg")
     assert text.startswith(
         f"# schedir {shlex.join([*plain, *more])}\n# {second['p']} pipeline rank"
     )
@@ -197,12 +197,12 @@ def test_a_search_finds_a_shorter_schedule(
           "--pp=4", "--tp=4", "--schedules=one_f_one_b", "--recompute=full")  # fmt: skip
     (plain,) = json.loads(said(capsys, *at, "--json"))["plans"]
     (found,) = json.loads(
-        said(capsys, *at, "--search", "--seconds=0.5", "-o", "best.sched", "--json")
+        said(capsys, *at, "--improve-schedules", "--time-limit=0.5", "-o", "best.sched", "--json")
     )["plans"]
     assert found["schedule"] == "search" and found["step"] < plain["step"]
     program = from_text(Path("best.sched").read_text())
     assert program.name == "search" and program.plan.microbatches == found["m"]
-    told = refused(capsys, *at, "--search", "--seconds=0.5", "-o", "best.toml")
+    told = refused(capsys, *at, "--improve-schedules", "--time-limit=0.5", "-o", "best.toml")
     assert "a schedule that was searched is a program" in told and not Path("best.toml").exists()
 
 
@@ -214,7 +214,9 @@ def test_layers_are_divided_so_that_a_step_is_shorter(
           "--sequence=2048", "--cluster=a100", "--nodes=1", "--pp=4", "--tp=1", "--top=1",
           "--schedules=one_f_one_b", "--recompute=none", "--json")  # fmt: skip
     (even,) = json.loads(said(capsys, *at))["plans"]
-    (found,) = json.loads(said(capsys, *at, "--cut", "-o", str(tmp_path / "best.toml")))["plans"]
+    (found,) = json.loads(
+        said(capsys, *at, "--optimize-division", "-o", str(tmp_path / "best.toml"))
+    )["plans"]
     layers = found["layers_of"]
     assert found["step"] < 0.85 * even["step"]
     assert sum(layers) == 24 and layers[-1] < min(layers[:-1])
@@ -241,14 +243,22 @@ def test_the_page_can_be_followed(
 def test_over_numbers_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same batch on each, and one that grows; a number that has no plan is told, and why."""
     picture = tmp_path / "scale.svg"
-    at = ("plan", *TINY, "--cluster=a100", "--batch=12", "--no-exact", "--scale=8,2,4", "--tp=1,2")
+    at = (
+        "plan",
+        *TINY,
+        "--cluster=a100",
+        "--batch=12",
+        "--closed-form-only",
+        "--gpu-counts=8,2,4",
+        "--tp=1,2",
+    )
     told = json.loads(said(capsys, *at, "--picture", str(picture), "--json"))
     assert [plan["p"] * plan["t"] * plan["d"] for plan in told["strong"]] == [2, 4, 8]
     assert [plan["d"] * plan["m"] * plan["b"] for plan in told["strong"]] == [12, 12, 12]
     assert [plan["d"] * plan["m"] * plan["b"] for plan in told["weak"]] == [3, 6, 12]
     assert told["refused"] == [] and picture.exists()
-    table = said(capsys, *at, "--scale=8,2,3")
+    table = said(capsys, *at, "--gpu-counts=8,2,3")
     assert table.startswith("strong: the same batch\n") and "\nweak: a batch that grows" in table
     assert table.endswith("not 3 GPUs, weak: 4.50 sequences are no batch\n")
-    one = refused(capsys, *at, "--tp=8", "--scale=2,4")
+    one = refused(capsys, *at, "--tp=8", "--gpu-counts=2,4")
     assert "8" in one

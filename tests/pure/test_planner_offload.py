@@ -285,12 +285,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert step == pytest.approx(best.step, rel=1e-3)
     alone, *_ = planner.plan(MODEL, cluster(2, memory=4e9), 8, p=1, top=1, offload=True)
     assert alone == best
-    for option in ("--tradeoff", "--cut", "--search"):
+    for option in ("--tradeoff", "--optimize-division", "--improve-schedules"):
         more = ("--picture", str(tmp_path / "x.svg")) if option == "--tradeoff" else ()
         assert f"{option} knows nothing of copies" in refused(
             capsys, *asked, "--offload", option, *more
         )
-    assert "--no-exact, leaves out" in refused(capsys, *asked, "--offload", "--no-exact")
+    assert "--no-exact, leaves out" in refused(capsys, *asked, "--offload", "--closed-form-only")
     bare = [line for line in lines if not line.startswith("host")]
     node.write_text("\n".join(bare), encoding="utf-8")
     assert "host and host_memory say, which nobody tells" in refused(capsys, *asked, "--offload")

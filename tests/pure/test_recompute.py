@@ -278,16 +278,16 @@ def test_recomputing_and_keeping_are_simulated() -> None:
 
 
 def test_commands_show_what_is_recomputed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "one_f_one_b", "--recompute", "0.1,1"]) == 0
+    assert main(["print", "one_f_one_b", "-O", "recompute=0.1,1"]) == 0
     assert "  R 0.1\n" in capsys.readouterr().out
-    assert main(["draw", "one_f_one_b", "--recompute", "all"]) == 0
+    assert main(["draw", "one_f_one_b", "-O", "recompute=all"]) == 0
     assert "R7" in capsys.readouterr().out
 
 
 def test_commands_say_what_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     fits = ["gpipe", "--ranks", "2", "--microbatches", "4", "--sizes", "saved=10,checkpoint=1"]
     for command in ("check", "simulate"):
-        assert main([command, *fits, "--limit", "25", "--recompute", "fit"]) == 0
+        assert main([command, *fits, "--memory-limit", "25", "-O", "recompute=fit"]) == 0
         said = "recomputed: 4 of 8 forwards: of stage 0 2-3, of stage 1 2-3\n"
         assert said in capsys.readouterr().out
         assert main([command, *fits]) == 0

@@ -86,7 +86,7 @@ def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixtur
         run = schedir.simulate(program, COSTS, model=model)
         seconds = replace(run, kind="measured", unit="s")
         schedir.save_timeline(seconds, f"{model}.timeline")
-        for argv in (["theirs.sched", AT, f"--model={model}"], [f"{model}.timeline"]):
+        for argv in (["theirs.sched", AT, f"--progress-model={model}"], [f"{model}.timeline"]):
             lines = said(capsys, "explain", *argv).splitlines()
             claims = [k for k, line in enumerate(lines) if "the same compute" in line]
             assert claims
@@ -94,10 +94,12 @@ def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixtur
                 found = re.search(r": span ([\d.]+)( s)?, bubble", lines[at])
                 assert found and (found[2] is None) == (len(argv) > 1)
                 words = words_of(lines[at + 1], capsys)
-                assert words[:1] == ["show"]
+                assert words[:1] == ["print"]
                 orders.add("--costs" in words)
                 said(capsys, *words)
-                again = said(capsys, "simulate", "other.sched", AT, f"--model={model}", "--json")
+                again = said(
+                    capsys, "simulate", "other.sched", AT, f"--progress-model={model}", "--json"
+                )
                 assert json.loads(again)["span"] == pytest.approx(float(found[1]), rel=1e-3)
                 if "grouped" in lines[at]:
                     assert "torch" not in lines[at + 2]
@@ -177,7 +179,9 @@ def test_what_is_grouped_is_told_only_where_that_is_of_worth() -> None:
     assert told(schedir.simulate(program, COSTS, model="serial")) == {"transfers", "grouped"}
 
 
-@pytest.mark.parametrize("options", ["", "--tied --clip --dp=2 --slots=enough", "--placement=vee"])
+@pytest.mark.parametrize(
+    "options", ["", "-O tied -O clip -O dp=2 -O slots=enough", "--placement=vee"]
+)
 def test_a_schedule_is_told_how_to_compile_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -185,7 +189,7 @@ def test_a_schedule_is_told_how_to_compile_it(
     options: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    at = ("--costs=send=0.5", "--model=serial")
+    at = ("--costs=send=0.5", "--progress-model=serial")
     text = said(capsys, "explain", "zb_v", *at, *options.split()).splitlines()
     (line,) = (k for k, each in enumerate(text) if "opposite ones grouped" in each)
     words = shlex.split(text[line + 1])
@@ -193,15 +197,15 @@ def test_a_schedule_is_told_how_to_compile_it(
     found = re.search(r"grouped: span ([\d.]+)", text[line])
     span = json.loads(said(capsys, "simulate", "other.sched", *at, "--json"))["span"]
     assert found and span == pytest.approx(float(found[1]), rel=1e-3)
-    assert bool(in_file("other.sched").slots) == ("--slots=enough" in options)
+    assert bool(in_file("other.sched").slots) == ("slots=enough" in options)
 
 
 @pytest.mark.parametrize(
     "argv",
     [
-        "interleaved --stages-per-rank=1 --tp=2",  # which has two unless told
-        "mine.sched --relower --tp=1",  # which has tp = 2
-        "mine.sched --relower --slots=enough",
+        "interleaved --stages-per-rank=1 -O tp=2",  # which has two unless told
+        "mine.sched --relower -O tp=1",  # which has tp = 2
+        "mine.sched --relower -O slots=enough",
         "mine.timeline",  # which ran under serial, where a program's file says no model
     ],
 )
@@ -216,15 +220,15 @@ def test_what_was_said_of_the_source_is_said_again(
     mine = compile(interleaved, PipelineShape(4, 8, 2), tp=2)
     Path("mine.sched").write_text(schedir.to_text(mine))
     schedir.save_timeline(schedir.simulate(theirs(), COSTS, model="serial"), "mine.timeline")
-    how = [] if "timeline" in argv else ["--costs=send=1", "--model=serial"]
+    how = [] if "timeline" in argv else ["--costs=send=1", "--progress-model=serial"]
     text = said(capsys, "explain", *shlex.split(argv), *how).splitlines()
     claims = [k for k, line in enumerate(text) if "the same compute" in line]
     assert claims
     for k in claims:
         words = words_of(text[k + 1], capsys)
         said(capsys, *words)
-        assert words[words.index("--model") + 1] == "serial"
-        again = how or [AT, "--model=serial"]
+        assert words[words.index("--progress-model") + 1] == "serial"
+        again = how or [AT, "--progress-model=serial"]
         found = re.search(r": span ([\d.]+)", text[k])
         span = json.loads(said(capsys, "simulate", "other.sched", *again, "--json"))["span"]
         assert found and span == pytest.approx(float(found[1]), rel=1e-3)
@@ -263,18 +267,18 @@ def test_a_program_lowered_anew_is_itself(
     assert compute_of(program) == drafted
     own, again = tmp_path / "own.sched", tmp_path / "again.sched"
     own.write_text(schedir.to_text(program))
-    said(capsys, "show", str(own), "--relower", "-o", str(again))
+    said(capsys, "print", str(own), "--relower", "-o", str(again))
     assert again.read_text() == own.read_text()
 
 
 def test_a_program_in_a_file_takes_the_options_of_lowering_with_it_alone(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--overlap", "--dp=2", "--clip", "--slots=fewest")
+    options = ("-O", "overlap", "-O", "dp=2", "-O", "clip", "-O", "slots=fewest")
     for option in options:
-        refused(capsys, "show", "theirs.sched", option)
-    refused(capsys, "show", "theirs.sched", "--relower", "--ranks=3")
-    said(capsys, "show", "theirs.sched", "--relower", *options, "-o", "ours.sched")
+        refused(capsys, "print", "theirs.sched", option)
+    refused(capsys, "print", "theirs.sched", "--relower", "--ranks=3")
+    said(capsys, "print", "theirs.sched", "--relower", *options, "-o", "ours.sched")
     draft = compute_of(theirs())
     ours = compile(draft, dp=2, clip=True, overlap=True, slots="fewest")
     assert load("ours.sched") == replace(ours, name=draft.name)
@@ -284,8 +288,8 @@ def test_torchs_file_is_lowered_anew_as_it_is_read(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = str(GOLDEN / "torch_interleaved_1f1b.csv")
-    refused(capsys, "import", text, "--overlap", "-o", "ours.sched")
-    said(capsys, "import", text, "--relower", "--overlap", "-o", "ours.sched")
+    refused(capsys, "import", text, "-O", "overlap", "-o", "ours.sched")
+    said(capsys, "import", text, "--relower", "-O", "overlap", "-o", "ours.sched")
     assert load("ours.sched") == compile(compute_of(theirs()), overlap=True)
 
 
@@ -301,7 +305,7 @@ def test_a_run_that_is_lowered_anew_is_predicted_at_its_means(
     assert (facts["kind"], facts["unit"]) == ("predicted", "s")
     assert facts["span"] == pytest.approx(expected)
     schedir.save_timeline(replace(run, model="edge"), "edge.timeline")
-    said(capsys, "show", "edge.timeline", "--relower", "--overlap", "-o", "edge.sched")
+    said(capsys, "print", "edge.timeline", "--relower", "-O", "overlap", "-o", "edge.sched")
     made = [compile(compute_of(theirs()), model=each, overlap=True) for each in ("edge", "serial")]
     assert in_file("edge.sched") == made[0] != made[1]
     slow = json.loads(said(capsys, "simulate", "x.timeline", "--relower", AT, "--json"))

@@ -28,7 +28,7 @@ from schedir.schedule_search.search_results import numba_in_words
 from tests.commands import ENV, refused, said
 
 RUN = Path(__file__).parents[2] / "examples" / "traced.timeline"
-AT = ("--ranks=4", "--microbatches=8", "--costs=F=2,I=2,W=1,send=0.1", "--evaluations=40")
+AT = ("--ranks=4", "--microbatches=8", "--costs=F=2,I=2,W=1,send=0.1", "--max-evaluations=40")
 COSTS, PLAN = Costs(F=2, I=2, W=1, send=0.1), PipelineShape(4, 8)
 
 
@@ -36,7 +36,7 @@ def test_the_file_is_a_program_and_says_of_what_it_is_the_shortest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    argv = ("search", *AT, "--in-flight=4", "-o", "best.sched")
+    argv = ("search", *AT, "--max-in-flight=4", "-o", "best.sched")
     told = said(capsys, *argv)
     text = Path("best.sched").read_text()
     comments = [line for line in text.splitlines() if line.startswith("# ")]
@@ -58,7 +58,7 @@ def test_the_file_is_a_program_and_says_of_what_it_is_the_shortest(
 def test_whole_backwards_that_take_less_than_their_halves_are_not_spoken_of(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shape = ("search", "--ranks=4", "--microbatches=8", "--in-flight=4", "--evaluations=40")
+    shape = ("search", "--ranks=4", "--microbatches=8", "--max-in-flight=4", "--max-evaluations=40")
     told = said(capsys, *shape, "--costs=F=1,B=1,I=1,W=1")
     assert "with split backwards within this memory is shorter than 27" in told
     assert "one_f_one_b 22" in told
@@ -69,7 +69,7 @@ def test_the_same_search_writes_the_same_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    argv = ("search", *AT, "--in-flight=3", "--seed=7", "-o", "best.sched")
+    argv = ("search", *AT, "--max-in-flight=3", "--seed=7", "-o", "best.sched")
     said(capsys, *argv)
     first = Path("best.sched").read_bytes()
     said(capsys, *argv)
@@ -80,15 +80,15 @@ def test_every_command_takes_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    said(capsys, "search", *AT, "--in-flight=4", "-o", "best.sched")
+    said(capsys, "search", *AT, "--max-in-flight=4", "-o", "best.sched")
     costs = AT[2]
     assert "search" in said(capsys, "check", "best.sched")
     for model in ("serial", "edge", "pair", "direction"):
-        said(capsys, "check", "best.sched", f"--model={model}")
+        said(capsys, "check", "best.sched", f"--progress-model={model}")
     span = json.loads(said(capsys, "simulate", "best.sched", costs, "--json"))["span"]
     assert span == simulate(from_text(Path("best.sched").read_text()), COSTS).span
     said(capsys, "explain", "best.sched", costs)
-    said(capsys, "show", "best.sched", "-o", "shown.sched")
+    said(capsys, "print", "best.sched", "-o", "shown.sched")
     assert from_text(Path("shown.sched").read_text()) == from_text(Path("best.sched").read_text())
     said(capsys, "draw", "best.sched", costs)
     said(capsys, "draw", "best.sched", costs, "-o", "best.svg")
@@ -97,7 +97,7 @@ def test_every_command_takes_the_file(
         said(capsys, "export", "best.sched", "--to", form, "-o", "best.csv")
         program = schedir.torch_csv.from_csv(Path("best.csv").read_text())
         assert program.plan == PLAN
-    said(capsys, "search", *AT, "--in-flight=4", "--start", "best.sched", "zb_h1")
+    said(capsys, "search", *AT, "--max-in-flight=4", "--initial-schedules", "best.sched", "zb_h1")
 
 
 def test_beside_is_the_zoo_on_the_same_plan_at_the_same_costs(
@@ -108,7 +108,7 @@ def test_beside_is_the_zoo_on_the_same_plan_at_the_same_costs(
         (("--stages-per-rank=2",), PipelineShape(4, 8, 2)),
         (("--placement=vee",), PipelineShape(4, 8, placement="vee")),
     ):
-        row = json.loads(said(capsys, "search", *AT, *shape, "--in-flight=9", "--json"))
+        row = json.loads(said(capsys, "search", *AT, *shape, "--max-in-flight=9", "--json"))
         assert row["beside"] and {one["program"] for one in row["beside"]}.isdisjoint(row["over"])
         lengths = [one["length"] for one in row["beside"]]
         assert lengths == sorted(lengths)
@@ -123,7 +123,7 @@ def test_beside_is_the_zoo_on_the_same_plan_at_the_same_costs(
 
 
 def test_a_limit_in_bytes_is_that_of_compile(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--sizes=activation=1MB,saved=1GB,tape=0.5GB,weights=2GB", "--limit=7GB")
+    given = ("--sizes=activation=1MB,saved=1GB,tape=0.5GB,weights=2GB", "--memory-limit=7GB")
     sizes = Sizes(activation=1e6, saved=1e9, tape=0.5e9, weights=2e9)
     row = json.loads(said(capsys, "search", *AT, *given, "--json"))
     fit = {one["program"] for one in row["beside"]}
@@ -139,7 +139,7 @@ def test_whole_backwards_and_the_own_span(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(tmp_path / "x.sched")
-    told = said(capsys, "search", *AT, "--whole", "--objective=own", "-o", file)
+    told = said(capsys, "search", *AT, "--no-split-backward", "--objective=own", "-o", file)
     program = from_text(Path(file).read_text())
     assert BACKWARD_INPUT not in program.ops
     own = simulate(program, COSTS).own_span.max()
@@ -150,7 +150,7 @@ def test_whole_backwards_and_the_own_span(
 def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its plan, its mean times and its unit; and its own program is set beside what is found."""
     run, file = load_timeline(RUN), str(tmp_path / "x.sched")
-    at = ("--costs-from", str(RUN), "--evaluations=40", "--in-flight=12")
+    at = ("--costs-from", str(RUN), "--max-evaluations=40", "--max-in-flight=12")
     told = said(capsys, "search", *at, "-o", file)
     program = from_text(Path(file).read_text())
     assert program.plan == run.program.plan
@@ -167,7 +167,7 @@ def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"which holds {run.peak_in_flight.max()} in flight; " in told
     assert f"takes {again.span:.6g} s by simulation under edge, 1.7% less than it took" in told
     assert "I and W are taken for half" in told
-    assert "taken for half" not in said(capsys, "search", *at, "--whole")
+    assert "taken for half" not in said(capsys, "search", *at, "--no-split-backward")
     row = json.loads(said(capsys, "search", *at, "--microbatches=12", "--json"))
     assert "traced" not in [one["program"] for one in row["beside"]]
 
@@ -177,14 +177,15 @@ def test_a_run_of_more_than_a_search_knows(
 ) -> None:
     """What it cannot leave out is refused, and what it leaves out is said."""
     run, best = str(tmp_path / "x.timeline"), str(tmp_path / "x.sched")
-    for source in (["one_f_one_b", "--frozen=2"], ["one_f_one_b", "--recompute=all"],
-                   ["forward_only"], ["dualpipe"], ["pipedream_2bw", "--updates=2"]):  # fmt: skip
+    for source in (["one_f_one_b", "-O", "frozen=2"], ["one_f_one_b", "-O", "recompute=all"],
+                   ["forward_only"], ["dualpipe"], ["pipedream_2bw", "-O",
+                                                    "updates=2"]):  # fmt: skip
         said(capsys, "simulate", *source, "-o", run)
         refused(capsys, "search", "--costs-from", run)
-    said(capsys, "simulate", "gpipe", "--tp=2", "--clip", "-o", run)
-    told = said(capsys, "search", "--costs-from", run, "--evaluations=40", "-o", best)
-    assert "without --tp 2 --clip of that run, which schedir print FILE --relower" in told
-    said(capsys, "show", best, "--relower", "--tp=2", "--clip", "-o", best)
+    said(capsys, "simulate", "gpipe", "-O", "tp=2", "-O", "clip", "-o", run)
+    told = said(capsys, "search", "--costs-from", run, "--max-evaluations=40", "-o", best)
+    assert "without -O tp=2 -O clip of that run, which schedir print FILE --relower" in told
+    said(capsys, "print", best, "--relower", "-O", "tp=2", "-O", "clip", "-o", best)
     assert from_text(Path(best).read_text()).clip
 
 
@@ -194,9 +195,9 @@ def test_nothing_is_searched_for_a_file_that_cannot_be(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.sched").mkdir()
     for name in ("no/such/x.sched", "x.csv", "folder.sched"):
-        assert name in refused(capsys, "search", *AT, "--seconds=500", "-o", name)
+        assert name in refused(capsys, "search", *AT, "--time-limit=500", "-o", name)
     (tmp_path / "old.sched").write_text("old")
-    refused(capsys, "search", *AT, "--in-flight=0", "-o", "old.sched")
+    refused(capsys, "search", *AT, "--max-in-flight=0", "-o", "old.sched")
     assert (tmp_path / "old.sched").read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} == {"folder.sched", "old.sched"}
 
@@ -252,7 +253,7 @@ def test_a_solver_that_is_not_there(
     for name in [name for name in sys.modules if name.partition(".")[0] == "ortools"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ortools", None)  # so python says that it is not installed
-    assert "schedir[solver]" in refused(capsys, "search", *AT, "--prove=solver")
+    assert "schedir[solver]" in refused(capsys, "search", *AT, "--bound=solver")
 
 
 # ---------------------------------------------------------------- a person looks on, and stops it
@@ -263,7 +264,7 @@ def test_what_is_found_is_kept_when_it_is_interrupted(tmp_path: Path) -> None:
     """On a terminal, after the first line of progress; the file is the best so far."""
     costs = "F=1:1.2:0.9:1.4:0.8:1.1:1:1.3,I=1:1.1:0.9:1.2:1.3:0.8:1:0.7,W=0.7,send=0.05"
     argv = [sys.executable, "-m", "schedir", "search", "--ranks=8", "--microbatches=48"]
-    argv += [f"--costs={costs}", "--in-flight=6", "--seconds=300", "-o", "best.sched"]
+    argv += [f"--costs={costs}", "--max-in-flight=6", "--time-limit=300", "-o", "best.sched"]
     ours, theirs = os.openpty()
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, cwd=tmp_path, env=ENV, stdout=pipe, stderr=theirs) as process:

@@ -177,7 +177,7 @@ def test_the_shell_asks_for_the_model_of_runs(
     assert "hint: they finish under edge" in refused(capsys, "check", "late.sched", "late.sched")
     steps = ("late.timeline", "late.timeline")
     assert "finish them under edge, but not under pair" in said(capsys, "check", *steps)
-    assert "DeadlockError" in refused(capsys, "check", *steps, "--model", "device")
+    assert "DeadlockError" in refused(capsys, "check", *steps, "--progress-model", "device")
 
 
 # ---------------------------------------------------------------- beside execution

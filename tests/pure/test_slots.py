@@ -322,11 +322,11 @@ def test_a_draft_takes_nothing_in() -> None:
     assert looped[0, BOUNDARY.index(Token.ACT_OUT)] > 0
 
 
-@pytest.mark.parametrize("skips", [[], ["--skips", "0=3"]])
+@pytest.mark.parametrize("skips", [[], ["-O", "skips=0=3"]])
 def test_simulate_tells_the_slots_that_there_are(
     capsys: pytest.CaptureFixture[str], skips: list[str]
 ) -> None:
-    argv = ["simulate", "gpipe", "--slots", "fewest", *skips]
+    argv = ["simulate", "gpipe", "-O", "slots=fewest", *skips]
     kinds = ["act_in", "act_out", "grad_in", "grad_out"]
     kinds += ["skip_in", "skip_out", "skip_grad_in", "skip_grad_out"] * bool(skips)
     line = next(line for line in said(capsys, *argv).splitlines() if line.startswith("slots"))

@@ -34,8 +34,8 @@ def test_a_schedule_for_several_stages_has_several(capsys: pytest.CaptureFixture
         one = said(capsys, name, "interleaved", "--stages-per-rank=1")
         assert two not in one.split("\n")[0]
         assert "3 stages per rank" in said(capsys, name, "interleaved(v=3)")
-    assert "stages_per_rank 2" in said(capsys, "show", "interleaved")
-    assert "stages_per_rank 1" in said(capsys, "show", "interleaved", "--placement=0,1,2,3")
+    assert "stages_per_rank 2" in said(capsys, "print", "interleaved")
+    assert "stages_per_rank 1" in said(capsys, "print", "interleaved", "--placement=0,1,2,3")
     facts = json.loads(said(capsys, "compare", "one_f_one_b", "interleaved", "zb_v", "--json"))
     assert [fact["stages_per_rank"] for fact in facts] == [1, 2, 2]
     assert [fact["stages"] for fact in facts] == [4, 8, 8]

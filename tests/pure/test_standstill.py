@@ -115,7 +115,7 @@ def test_the_shell_writes_it(
     assert Path("x.svg").read_text() == standstill(case.made(), error)
     assert ".svg" in refused(capsys, "check", "late.sched", "-o", "x.png")
     assert "-o" in refused(capsys, "check", "late.sched", "late.sched", "-o", "y.svg")
-    assert main(["check", "late.sched", "--model", "edge", "-o", "z.svg"]) == 0
+    assert main(["check", "late.sched", "--progress-model", "edge", "-o", "z.svg"]) == 0
     assert {path.name for path in Path().iterdir()} == {"late.sched", "x.svg"}
     capsys.readouterr()
     less = to_text(case.made(), folded=False).replace("  F 3.1\n", "")

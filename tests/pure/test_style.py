@@ -145,14 +145,35 @@ def test_shares_of_a_tradeoff_are_what_they_stand_at() -> None:
 
 def test_the_same_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "x.svg"
-    look = ["--title", "mine", "--palette", "grey", "--colours", "F=#ff8800", "--axis", "in µs"]
-    said(capsys, "draw", "gpipe", *look, "--time", "3:9", "-o", str(file))
+    look = [
+        "--title",
+        "mine",
+        "--palette",
+        "grey",
+        "--colors",
+        "F=#ff8800",
+        "--axis-label",
+        "in µs",
+    ]
+    said(capsys, "draw", "gpipe", *look, "--time-range", "3:9", "-o", str(file))
     text = file.read_text()
     assert ">mine</text>" in text and ">in µs</text>" in text and "#ff8800" in text
     said(capsys, "compare", "gpipe", "zb_h1", "--title=a", "--title=", "-o", str(file))
     assert ">a</text>" in file.read_text() and "zb_h1" not in file.read_text()
-    for wrong in ("--colours=F", "--time=5", "--time=٣:9", "--time=9:3", "--palette=x"):
+    for wrong in (
+        "--colors=F",
+        "--time-range=5",
+        "--time-range=٣:9",
+        "--time-range=9:3",
+        "--palette=x",
+    ):
         assert wrong.partition("=")[0][2:] in refused(capsys, "draw", "gpipe", wrong, "-o", "x.svg")
-    for option in ("--title=x", "--palette=grey", "--colours=F=red", "--axis=x", "--time=1:2"):
+    for option in (
+        "--title=x",
+        "--palette=grey",
+        "--colors=F=red",
+        "--axis-label=x",
+        "--time-range=1:2",
+    ):
         name = option.split("=")[0]
         assert f"{name} is for Gantt charts" in refused(capsys, "draw", "gpipe", option)

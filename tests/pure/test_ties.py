@@ -146,13 +146,13 @@ def test_what_is_missing_is_told() -> None:
 
 
 def test_commands_tie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "one_f_one_b", "--ties", "1=2"]) == 0
+    assert main(["print", "one_f_one_b", "-O", "tied=1=2"]) == 0
     text = capsys.readouterr().out
     assert "tied 1=2" in text and from_text(text).tied == ((1, 2),)
     path = str(tmp_path / "one.sched")
     Path(path).write_text(text)
-    assert main(["check", path, "--ties", "1=2"]) == 0 and "complete" in capsys.readouterr().out
-    assert "has tied 1=2, not yes" in refused(capsys, "check", path, "--tied")
-    assert "has tied 1=2, not 0=1" in refused(capsys, "check", path, "--ties", "0=1")
-    assert "are like 0=2,1=3, not '0'" in refused(capsys, "show", "gpipe", "--ties", "0")
-    assert "stages 0=9 are tied" in refused(capsys, "show", "gpipe", "--ties", "0=9")
+    assert main(["check", path, "-O", "tied=1=2"]) == 0 and "complete" in capsys.readouterr().out
+    assert "has tied 1=2, not yes" in refused(capsys, "check", path, "-O", "tied")
+    assert "has tied 1=2, not 0=1" in refused(capsys, "check", path, "-O", "tied=0=1")
+    assert "are like 0=2,1=3, not '0'" in refused(capsys, "print", "gpipe", "-O", "tied=0")
+    assert "stages 0=9 are tied" in refused(capsys, "print", "gpipe", "-O", "tied=0=9")

@@ -273,7 +273,7 @@ def test_commands_take_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "draw", str(FILE), "-o", "x.svg")
     assert "leave out --ranks" in refused(capsys, "simulate", str(FILE), "--ranks=4")
     assert "predicted" in said(capsys, "simulate", str(FILE), "--costs=F=1")
-    assert "under device" in refused(capsys, "simulate", str(FILE), "--model=edge")
+    assert "under device" in refused(capsys, "simulate", str(FILE), "--progress-model=edge")
     FILE.write_text("schedir 1\n")
     assert "no Timeline" in refused(capsys, "draw", str(FILE), "-o", "x.svg")
 
@@ -299,7 +299,7 @@ def test_effects_before_causes_are_told_by_every_view(
         assert says in said(capsys, command, str(FILE))
     assert says in said(capsys, "compare", str(FILE), str(FILE))
     assert json.loads(said(capsys, "simulate", str(FILE), "--json"))["doubt"] == says
-    for options in ("", "--width=column", "--idle", "html"):
+    for options in ("", "--width=column", "--idle-map", "html"):
         page = options == "html"
         picture = tmp_path / ("x.html" if page else "x.svg")
         argv = [str(FILE), "-o", str(picture), *([options] if options and not page else [])]

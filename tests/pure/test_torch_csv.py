@@ -104,7 +104,7 @@ def test_an_import_says_what_it_reads_over(
     argv = ["import", str(GOLDEN / "torch_interleaved_1f1b.csv"), "-o", "x.sched"]
     assert "read over 8 UNSHARD" in said(capsys, *argv)
     assert "unshard" not in Path("x.sched").read_text()
-    assert "read over" not in said(capsys, *argv, "--zero=3", "--dp=2")
+    assert "read over" not in said(capsys, *argv, "-O", "zero=3", "-O", "dp=2")
     assert "unshard 4" in Path("x.sched").read_text()
 
 
@@ -277,7 +277,7 @@ def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -
     out = said(capsys, "export", "interleaved", *shape, "--to", form, "-o", "my plan.csv")
     assert out == "wrote my plan.csv\n"
     program = compile(interleaved, PipelineShape(4, 8, 2), tp=2, clip=True)
-    how = ["--tp", "2", "--clip", "--slots", "fewest"]
+    how = ["-O", "tp=2", "-O", "clip", "-O", "slots=fewest"]
     out = said(capsys, "import", "my plan.csv", "-o", "x.sched", *how)
     again = from_text((folder / "x.sched").read_text())
     assert out.startswith("wrote x.sched: 4 ranks, 8 stages, 8 microbatches, ")
@@ -311,9 +311,9 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         ("import stuck.csv -o x.sched", "DeadlockError"),
         ("import zip.csv -o x.sched", "UTF-8"),
         ("import good.csv -o x.sched --costs F=1:2:3", "2 stages"),
-        ("import good.csv -o x.sched --slots few", "fewest"),
-        ("import good.csv -o x.sched --limit 1GB", "sizes"),
-        ("import sends.csv -o x.sched --overlap", "has its transfers"),
+        ("import good.csv -o x.sched -O slots=few", "fewest"),
+        ("import good.csv -o x.sched --memory-limit 1GB", "sizes"),
+        ("import sends.csv -o x.sched -O overlap", "has its transfers"),
         ("export gpipe -o x.csv", "--to"),
         ("export gpipe --to tourch -o x.csv", "torch-2.13"),
         ("export gpipe --to torch -o x.txt", "x.txt"),

@@ -251,20 +251,20 @@ def test_2bw_is_for_a_delay_of_one() -> None:
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = ["--ranks", "2", "--microbatches", "6", "--updates", "3"]
-    assert main(["show", "pipedream_2bw", *shape]) == 0
+    shape = ["--ranks", "2", "--microbatches", "6", "-O", "updates=3"]
+    assert main(["print", "pipedream_2bw", *shape]) == 0
     program = from_text(capsys.readouterr().out)
     assert (program.plan.updates, program.plan.delay) == (3, 1)
     assert main(["check", "one_f_one_b", *shape]) == 2
-    assert "--delay 1" in capsys.readouterr().err
+    assert "-O delay=1" in capsys.readouterr().err
     for delay, means in (("1", 1), ("1,0", (1, 0))):
-        assert main(["show", "one_f_one_b", *shape, "--delay", delay]) == 0
+        assert main(["print", "one_f_one_b", *shape, "-O", f"delay={delay}"]) == 0
         assert from_text(capsys.readouterr().out).plan.delay == means
 
 
 @pytest.mark.parametrize("wrong", ["x", "", "-1", "1,", "1.5", "1,1,1", "\u0661"])
 def test_a_delay_that_cannot_be(capsys: pytest.CaptureFixture[str], wrong: str) -> None:
-    shape = ["--ranks", "2", "--microbatches", "6", "--updates", "3", f"--delay={wrong}"]
+    shape = ["--ranks", "2", "--microbatches", "6", "-O", "updates=3", "-O", f"delay={wrong}"]
     assert "delay" in refused(capsys, "check", "one_f_one_b", *shape)
 
 
@@ -273,8 +273,8 @@ def test_a_delay_that_a_file_contradicts(
 ) -> None:
     path = tmp_path / "x.sched"
     path.write_text(to_text(compile(one_f_one_b, two_buffers(2, 2, 3))))
-    assert "--delay" in refused(capsys, "check", str(path), "--delay", "2")
-    assert main(["check", str(path), "--delay", "1"]) == 0
+    assert "--delay" in refused(capsys, "check", str(path), "-O", "delay=2")
+    assert main(["check", str(path), "-O", "delay=1"]) == 0
 
 
 def test_a_step_stands_between_two_updates() -> None:

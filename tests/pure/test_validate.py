@@ -115,10 +115,10 @@ def test_advice_is_of_programs_of_its_kind() -> None:
 
 def test_from_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ahead.sched"
-    assert main(["show", "zb_h1", "--clip", "--validate", "after", "-o", str(file)]) == 0
+    assert main(["print", "zb_h1", "-O", "clip", "-O", "validate=after", "-o", str(file)]) == 0
     assert "validate after" in file.read_text()
     assert main(["check", str(file)]) == 0
-    assert main(["check", str(file), "--validate", "before"]) != 0
+    assert main(["check", str(file), "-O", "validate=before"]) != 0
     assert "validate" in capsys.readouterr().err
 
 

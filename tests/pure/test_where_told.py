@@ -177,8 +177,8 @@ def test_the_page_shows_what_is_told() -> None:
 def test_told(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = _stage(tmp_path, name)
     pattern = str(tmp_path / "nccl_*")
-    assert said(capsys, "where", pattern, *more) == TEXTS[name]
-    facts: dict[str, Any] = json.loads(said(capsys, "where", pattern, *more, "--json"))
+    assert said(capsys, "diagnose", pattern, *more) == TEXTS[name]
+    facts: dict[str, Any] = json.loads(said(capsys, "diagnose", pattern, *more, "--json"))
     assert len(facts["standing"]) == len([*tmp_path.glob("nccl_*")])
     if "program" in name:
         said_of = [copy["deadlock"] for copy in facts["copies"]]
@@ -196,13 +196,13 @@ def test_of_many_ranks_who_matters_is_told(tmp_path: Path) -> None:
 
 
 def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no file whose name ends in a rank" in refused(capsys, "where", str(tmp_path))
+    assert "no file whose name ends in a rank" in refused(capsys, "diagnose", str(tmp_path))
     _stage(tmp_path, "late, program")
     assert "not of gpipe" in refused(
-        capsys, "where", str(tmp_path), "--program", "gpipe", "--microbatches", "6"
+        capsys, "diagnose", str(tmp_path), "--program", "gpipe", "--microbatches", "6"
     )
     (tmp_path / "nccl_trace_rank_1").write_bytes(b"\x80\x02cos\nsystem\n.")
-    assert "TraceError" in refused(capsys, "where", str(tmp_path))
+    assert "TraceError" in refused(capsys, "diagnose", str(tmp_path))
 
 
 def test_a_rank_that_computes_behind_an_open_receive_may_be_the_cause(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_buffer_that_may_have_lost_where_its_rank_stands(tmp_path: Path) -> No
     program = compile(schedules.gpipe, PipelineShape(2, 6))
     graph = Graph(program)
     job = job_of(tmp_path, record(stopped(graph, 0, False), before=2), last=4)
-    assert any("where it stands may be lost" in line for line in job_lines(job))
+    assert any("diagnose it stands may be lost" in line for line in job_lines(job))
     assert not any("is the cause" in line for line in job_lines(job))
     with pytest.raises(UsageError) as caught:
         match(job, program)

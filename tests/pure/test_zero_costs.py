@@ -101,7 +101,7 @@ def test_reducing_each_turn_sends_as_often_as_there_are_turns() -> None:
 
 def test_simulate_says_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["simulate", "looped_bfs", "--ranks=1", "--microbatches=4", "--stages-per-rank=4",
-             "--dp=2", "--zero=3", "--sizes=params=2GB,grads=4GB"]  # fmt: skip
+             "-O", "dp=2", "-O", "zero=3", "--sizes=params=2GB,grads=4GB"]  # fmt: skip
     assert "a process sends, at most: dp 8 GB, params 6 GB\n" in said(capsys, *shape)
     found = json.loads(said(capsys, *shape, "--json"))
     assert found["sent"] == {"dp": [8e9], "params": [6e9]}
@@ -151,7 +151,8 @@ def test_holders_sum_parts() -> None:
 
 
 def test_the_command_fills_them(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = ["simulate", "zb_h1", "--ranks=4", "--microbatches=4", "--tp=2", "--dp=2", "--zero=3",
+    shape = ["simulate", "zb_h1", "--ranks=4", "--microbatches=4", "-O", "tp=2", "-O", "dp=2", "-O",
+             "zero=3",
              "--sizes=activation=60MB,params=2GB,grads=4GB,optimizer=12GB",
              "--cluster=examples/selene.toml", "--costs=F=0.01,B=0.02", "--json"]  # fmt: skip
     filled = json.loads(said(capsys, *shape))["filled"]

@@ -197,8 +197,8 @@ def test_recomputation_fits_beside_what_is_whole() -> None:
 
 def test_commands_say_it(capsys: pytest.CaptureFixture[str]) -> None:
     """Columns of parts, and of the most that is whole beside them."""
-    command = ["simulate", "interleaved", "--ranks", "2", "--microbatches", "4", "--dp", "4"]
-    command += ["--stages-per-rank", "2", "--zero", "3", "--json", "--sizes"]
+    command = ["simulate", "interleaved", "--ranks", "2", "--microbatches", "4", "-O", "dp=4"]
+    command += ["--stages-per-rank", "2", "-O", "zero=3", "--json", "--sizes"]
     assert main([*command, "saved=10,params=160,grads=160,optimizer=480:480:80:80"]) == 0
     told = json.loads(capsys.readouterr().out)
     names = ("weights_in_parts", "gradient_in_parts", "optimizer_in_parts")

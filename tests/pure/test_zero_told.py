@@ -38,12 +38,14 @@ def test_gathers_are_said(command: str, capsys: pytest.CaptureFixture[str]) -> N
     """As often as the text has them, and nothing where there is no ZeRO."""
     program = compile(schedules.looped_bfs, PipelineShape(2, 4, 4), dp=2, zero=3)
     (number,) = {[i.op.name for i in stream].count("Unshard") for stream in program.streams}
-    out = said(capsys, command, "looped_bfs", *AT, "--dp=2", "--zero=3")
+    out = said(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3")
     assert f"each rank gathers weights {number} times a step" in out
-    told = json.loads(said(capsys, command, "looped_bfs", *AT, "--dp=2", "--zero=3", "--json"))
+    told = json.loads(
+        said(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3", "--json")
+    )
     assert (told["zero"], told["gathers"]) == (3, [number, number])
-    assert "gathers" not in said(capsys, command, "looped_bfs", *AT, "--dp=2")
-    assert "gathers" not in said(capsys, command, "looped_bfs", *AT, "--dp=2", "--json")
+    assert "gathers" not in said(capsys, command, "looped_bfs", *AT, "-O", "dp=2")
+    assert "gathers" not in said(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "--json")
 
 
 @pytest.mark.parametrize("command", ["check", "simulate"])
@@ -51,13 +53,13 @@ def test_gathers_are_said(command: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_one_replica_saves_nothing_and_is_told(
     zero: int, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = said(capsys, command, "looped_bfs", *AT, f"--zero={zero}")
+    out = said(capsys, command, "looped_bfs", *AT, "-O", f"zero={zero}")
     assert f"zero {zero} saves nothing here: there is one replica" in out
 
 
 def test_compare_has_a_column_of_gathers(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["compare", "looped_bfs", "interleaved", *AT, "--dp=2"]
-    heads, _, *rows = said(capsys, *argv, "--zero=3").splitlines()
+    argv = ["compare", "looped_bfs", "interleaved", *AT, "-O", "dp=2"]
+    heads, _, *rows = said(capsys, *argv, "-O", "zero=3").splitlines()
     assert heads.endswith("gathers")
     for name, row in zip(("looped_bfs", "interleaved"), rows, strict=True):
         times = gathers(
@@ -67,10 +69,12 @@ def test_compare_has_a_column_of_gathers(capsys: pytest.CaptureFixture[str]) -> 
     assert "gathers" not in said(capsys, *argv)
 
 
-@pytest.mark.parametrize("how", ["--reduce=end", "--reduce=turn"])
+@pytest.mark.parametrize("how", ["-O", "reduce=end", "-O", "reduce=turn"])
 def test_best_ranks_the_whole_zoo(how: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With schedules that run forward only, and reduce nothing."""
-    out = said(capsys, "best", "--ranks=2", "--microbatches=4", "--dp=2", "--zero=2", how)
+    out = said(
+        capsys, "recommend", "--ranks=2", "--microbatches=4", "-O", "dp=2", "-O", "zero=2", how
+    )
     assert "dualpipe  " in out and "not dualpipe" not in out
     program = compile(schedules.forward_only, PipelineShape(2, 4), dp=2, zero=2, reduce=how[9:])
     assert gathers(program).reductions == [0, 0]
@@ -115,12 +119,23 @@ def test_what_no_longer_says_anything_is_no_more_said(
         to_text(compile(schedules.interleaved, PipelineShape(2, 4, 2), dp=2, zero=3, active=1))
     )
     assert "at most 1 of their 2 stages" in said(capsys, "check", path, "--relower")
-    assert "at most 2 of its 2 stages" in said(capsys, "check", path, "--relower", "--zero=1")
-    assert "zero" not in said(capsys, "check", path, "--relower", "--zero=0")
+    assert "at most 2 of its 2 stages" in said(capsys, "check", path, "--relower", "-O", "zero=1")
+    assert "zero" not in said(capsys, "check", path, "--relower", "-O", "zero=0")
 
 
 def test_best_passes_over_what_cannot_keep_so_few_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, "best", "--ranks=2", "--microbatches=4", "--dp=2", "--zero=3", "--active=1")
+    out = said(
+        capsys,
+        "recommend",
+        "--ranks=2",
+        "--microbatches=4",
+        "-O",
+        "dp=2",
+        "-O",
+        "zero=3",
+        "-O",
+        "active=1",
+    )
     assert "not dualpipe, dualpipe_v: active is 1, and what runs as one uses 2 stages" in out
 
 
@@ -129,9 +144,9 @@ def test_what_a_search_finds_is_lowered_with_zero(
 ) -> None:
     """As the message that refuses `search --zero` says."""
     monkeypatch.chdir(tmp_path)
-    shape = ("--ranks=2", "--microbatches=4", "--evaluations=1")
+    shape = ("--ranks=2", "--microbatches=4", "--max-evaluations=1")
     said(capsys, "search", *shape, "-o", "found.sched")
-    words = ("--relower", "--dp=2", "--zero=3")
+    words = ("--relower", "-O", "dp=2", "-O", "zero=3")
     told = json.loads(said(capsys, "simulate", "found.sched", *words, "--json"))
     assert (told["zero"], told["gathers"]) == (3, [1, 1])
 
@@ -150,7 +165,7 @@ def test_what_a_search_finds_is_lowered_with_zero(
 def test_costs_that_nobody_reads_are_told(
     zero: int, costs: str, names: list[str], command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shape = ("--ranks=2", "--microbatches=4", "--dp=2", f"--zero={zero}")
+    shape = ("--ranks=2", "--microbatches=4", "-O", "dp=2", "-O", f"zero={zero}")
     out = said(capsys, command, "one_f_one_b", *shape, f"--costs=F=1,B=2,{costs}")
     line = f"nobody reads the cost of {' and '.join(names)}: with zero {zero} there is "
     assert line in out if names else "nobody reads" not in out

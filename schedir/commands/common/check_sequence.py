@@ -92,13 +92,17 @@ def _runs(args: argparse.Namespace) -> tuple[list[list[Program]], set[Model]]:
     for each in args.on:
         rank, colon, sources = each.partition(":")
         if not colon or not (rank.isascii() and rank.isdecimal()) or len(rank) > 9:
-            raise UsageError(f"--on takes RANK:STEPS, as 1:{args.source[0]}, not {each!r}")
+            raise UsageError(
+                f"--rank-programs takes RANK:STEPS, as 1:{args.source[0]}, not {each!r}"
+            )
         if int(rank) >= len(runs):
-            raise UsageError(f"--on: there is no rank {rank}: they are 0 to {len(runs) - 1}")
+            raise UsageError(
+                f"--rank-programs: there is no rank {rank}: they are 0 to {len(runs) - 1}"
+            )
         if runs[int(rank)] is not steps:
             raise UsageError(
-                f"--on says twice what rank {int(rank)} runs",
-                hint=f"--on {int(rank)}:{'+'.join(args.source)} for one after the other",
+                f"--rank-programs says twice what rank {int(rank)} runs",
+                hint=f"--rank-programs {int(rank)}:{'+'.join(args.source)} for one after the other",
             )
         runs[int(rank)] = [program(source) for source in sources.split("+") if source]
     return runs, own

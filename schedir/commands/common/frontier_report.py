@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from schedir.schedule_search.search_results import SearchStep
     from schedir.schedules.schedule_algebra import Schedule
 
-_ONE_LIMIT = ("limit", "in_flight")
+_ONE_LIMIT = {"limit": "--memory-limit", "in_flight": "--max-in-flight"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def require(args: argparse.Namespace) -> None:
     for name in _ONE_LIMIT:
         if getattr(args, name) is not None:
             raise UsageError(
-                f"--frontier is of all limits, and --{name.replace('_', '-')} says one",
+                f"--frontier is of all limits, and {_ONE_LIMIT[name]} says one",
                 fields=[name],
             )
     if args.objective == "own":

@@ -378,7 +378,7 @@ def contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
     fact, hint = f"{source} has {field.name} {has}, not {said}", f"leave out {field.name}"
     if field.name == "validate":
         fact = f"{source} validates updates {has} they are made; a training run looks at each step"
-        hint = "compile it without --validate after"
+        hint = "compile it without -O validate=after"
     if own := {"tied": "model.tied = {}", "clip": "train.clip = {:.1f}"}.get(field.name):
         fact = f"{source} has {field.name} {has}, the configuration {said}"
         right = own.format(json.dumps(has != "no") if field.name == "tied" else has != "no")
