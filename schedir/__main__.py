@@ -115,7 +115,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         parser = self.command or self
-        words = message.removeprefix("unrecognized arguments: ").split()
+        unknown = message.startswith("unrecognized arguments: ")
+        words = message.partition(": ")[2].split() if unknown else []
         names = [word.partition("=")[0] for word in words]
         hints = [hint for name in names if (hint := parser.hint(name))]
         raise UsageError(message, hint=(*hints, f"see {parser.prog} --help")[0])

@@ -76,8 +76,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                       "another is said")  # fmt: skip
     what.add_argument(
         "--max-in-flight", dest="in_flight", type=_counts, metavar="N",
-        help="instead of --memory-limit: how many (stage, microbatch) a rank may hold, from F to W, or B; "
-        "8:8:7 per rank",
+        help="instead of --memory-limit: how many (stage, microbatch) a rank may hold, from F to "
+        "W, or B; 8:8:7 per rank",
     )  # fmt: skip
     how = parser.add_argument_group("how")
     how.add_argument("--objective", default="span", metavar="WHAT",

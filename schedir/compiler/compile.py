@@ -35,7 +35,7 @@ from schedir.passes.pass_order import LOWERING, OPTIONS
 from schedir.passes.pass_types import Boundary, Choice, Options, Pass
 from schedir.retired_names import RETIRED
 from schedir.schedules import find_schedule
-from schedir.schedules.schedule_algebra import Schedule
+from schedir.schedules.schedule_algebra import Schedule, shape_for
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check, check_draft
 
@@ -194,7 +194,7 @@ def _drafted(schedule: str | Schedule | Program, shape: PipelineShape | None) ->
     if not isinstance(schedule, Program):
         expect(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
         assert shape is not None
-        return expand_schedule(schedule, shape)
+        return expand_schedule(schedule, shape_for(schedule, shape))
     if shape not in (None, schedule.plan):
         raise UsageError(f"a draft has its own shape, {schedule.plan}, and is not for {shape}")
     if not schedule.is_draft:

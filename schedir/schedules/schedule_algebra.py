@@ -203,9 +203,9 @@ def overlapped_pair(first: RankSchedule, second: RankSchedule) -> RankSchedule:
       3 x  F 0.1+ & B 0.0+
       B 0.3
     """
-    one, other = _letters("overlap", first), _letters("overlap", second)
+    one, other = _letters("overlapped_pair", first), _letters("overlapped_pair", second)
     if len(one) != len(other):
-        raise ValueError(f"overlap pairs letters: {len(one)} do not go with {len(other)}")
+        raise ValueError(f"overlapped_pair pairs letters: {len(one)} do not go with {len(other)}")
     return RankSchedule(np.stack([one, other | JOINED], 1).reshape(-1))
 
 
@@ -232,7 +232,10 @@ def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S],
     schedir.errors.ScheduleError: valley: valley is for placement 'vee', not for 'loop' with 2
     """
     if not isinstance(placement, str | tuple):
-        raise TypeError(f"@placed takes a placement, as in @placed('loop'), not {placement!r:.60}")
+        raise TypeError(
+            "@with_placement takes a placement, as in @with_placement('loop'), not "
+            f"{placement!r:.60}"
+        )
 
     def mark(schedule: _S) -> _S:
         vars(schedule)["placed"] = (placement, v)
@@ -259,11 +262,13 @@ def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
     schedir.errors.ScheduleError: late: late is for updates with a delay of 1, not of 0
     """
     if isinstance(delay, NO_NUMBERS):
-        raise TypeError(f"@delayed takes a whole number or one per stage, not {delay!r:.60}")
+        raise TypeError(
+            f"@with_weight_delay takes a whole number or one per stage, not {delay!r:.60}"
+        )
     if isinstance(delay, Iterable):
-        delay = tuple(_whole("@delayed", each) for each in delay)
+        delay = tuple(_whole("@with_weight_delay", each) for each in delay)
     else:
-        delay = _whole("@delayed", delay)
+        delay = _whole("@with_weight_delay", delay)
 
     def mark(schedule: _S) -> _S:
         vars(schedule)["delay"] = delay

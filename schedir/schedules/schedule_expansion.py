@@ -22,7 +22,6 @@ from schedir.schedules.schedule_algebra import (
     delay_for,
     name_of,
     placed_for,
-    shape_for,
     takes,
 )
 
@@ -59,7 +58,6 @@ def expand_schedule(schedule: Schedule, plan: PipelineShape) -> Program:
       4 x  F 1.0+; B 1.0+
     """
     expect(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
-    plan = shape_for(schedule, plan)
     name = name_of(schedule)
     try:
         signature = inspect.signature(schedule)

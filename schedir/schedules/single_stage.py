@@ -55,7 +55,7 @@ def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
     return lead * F + (m - lead) * (F + B) + lead * B
 
 
-def forward_only(r: int, P: int, m: int, v: int) -> RankSchedule:
+def forward_only(r: int, P: int, m: int, v: int = 1) -> RankSchedule:
     """Evaluation: all microbatches through one own stage, then through the next.
 
     Legal under every placement, as stages come in ascending order everywhere.  Ranks idle (P-1)F

@@ -28,7 +28,7 @@ from schedir.errors import ConfigError, CostsError, UsageError
 from tests.commands import said
 
 ROOT = Path(__file__).parents[2]
-FIVE = ("simulate", "explain", "compare", "best", "draw")
+FIVE = ("simulate", "explain", "compare", "recommend", "draw")
 SIZES = Sizes(activation=60e6, params=2e9, grads=4e9, optimizer=12e9)
 OPTION = "--sizes=activation=60MB,params=2GB,grads=4GB,optimizer=12GB"
 
@@ -278,7 +278,7 @@ def test_a_file_says_where(line: str, name: str, tmp_path: Path) -> None:
 
 
 def _shape(command: str) -> list[str]:
-    sources = {"compare": ["gpipe", "zb_h1"], "best": []}.get(command, ["zb_h1"])
+    sources = {"compare": ["gpipe", "zb_h1"], "recommend": []}.get(command, ["zb_h1"])
     shape = ["--ranks=4", "--microbatches=4", "-O", "tp=2", "-O", "dp=2", OPTION]
     return [command, *sources, *shape, f"--cluster={ROOT}/examples/selene.toml"]
 

@@ -12,6 +12,7 @@ import schedir
 from schedir import PipelineShape, schedules
 from schedir.__main__ import main
 from schedir.errors import UsageError
+from schedir.io.command_line import option_words
 from schedir.schedules import built_in
 from schedir.schedules.schedule_algebra import shape_for
 
@@ -29,7 +30,7 @@ def test_a_name_is_its_function(name: str, ranks: int, microbatches: int) -> Non
 def test_defaults_are_those_of_the_command_line(name: str, tmp_path: Path) -> None:
     file = tmp_path / "x.sched"
     size = {"ranks": 4, "microbatches": 8} | ({"updates": 2} if name == "pipedream_2bw" else {})
-    options = [part for key, value in size.items() for part in (f"--{key}", str(value))]
+    options = [word for key, value in size.items() for word in option_words(key, str(value))]
     assert main(["print", name, *options, "-o", str(file)]) == 0
     assert schedir.from_text(file.read_text()) == schedir.compile(name, **size)  # type: ignore[arg-type]
 

@@ -284,8 +284,8 @@ def test_refusals() -> None:
 def test_what_the_command_line_takes(
     option: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = commands.refused(capsys, "check", "gpipe", "-O", "tp=2", f"--{option}", "X")
-    assert f"argument --{option}: {said}" in told and "not 'X'" in told
+    told = commands.refused(capsys, "check", "gpipe", "-O", "tp=2", "-O", f"{option}=X")
+    assert f"-O {option}: {said}" in told and "not 'X'" in told
 
 
 def edited(program: Program, old: str, new: str) -> Program:

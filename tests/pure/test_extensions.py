@@ -55,7 +55,7 @@ PASSES = (
 """)],
         """
 from schedir.__main__ import main
-assert main(["show", "gpipe", "--mark", "-o", "x.sched"]) == 0
+assert main(["print", "gpipe", "-O", "mark", "-o", "x.sched"]) == 0
 assert "program marked" in open("x.sched").read()
 """,
     ),

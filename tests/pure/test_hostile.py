@@ -242,7 +242,7 @@ def test_a_small_file_with_many_instructions_is_refused_before_they_are_made(
     asked = [["check", "a.sched"], ["train", "a.toml"]]
     asked += [["check", "interleaved", "--ranks=2", "--microbatches=1000000"]]
     for said in confined(asked, tmp_path):
-        assert refused(said) and str(MOST) in said.text and "--most-instructions" in said.text
+        assert refused(said) and str(MOST) in said.text and "--max-instructions" in said.text
 
 
 def test_a_schedule_without_backwards_is_counted_without_them() -> None:
@@ -259,11 +259,11 @@ def test_a_file_has_the_limit_in_python_too(tmp_path: Path) -> None:
         schedir.from_text(text)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 2**20 and "--most-instructions" in caught.value.hint
+    assert peak < 2**20 and "--max-instructions" in caught.value.hint
     (tmp_path / "a.toml").write_text("[pipeline]\nranks = 4\nmicrobatches = 1000000\n")
     with pytest.raises(ConfigError) as wrong:
         read(str(tmp_path / "a.toml"))
-    assert "--most-instructions" in wrong.value.hint and wrong.value.line == 3
+    assert "--max-instructions" in wrong.value.hint and wrong.value.line == 3
     with schedir.input_limits(instructions=10**9):
         assert read(str(tmp_path / "a.toml")).pipeline.microbatches == 1000000
 

@@ -210,7 +210,7 @@ def test_all_that_draws_says_what_it_takes(tmp_path: Path) -> None:
 def test_neither_loads_matplotlib() -> None:
     code = (
         "import sys, schedir\n"
-        "from schedir import Plan\n"
+        "from schedir import PipelineShape\n"
         "p = schedir.compile(schedir.schedules.gpipe, PipelineShape(ranks=2, microbatches=2))\n"
         "p._repr_html_(); schedir.viz.text_chart(schedir.simulate(p)); schedir.viz.html"
         "(schedir.simulate(p))\n"

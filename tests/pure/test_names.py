@@ -14,8 +14,9 @@ import pytest
 import schedir
 from tests.pure.test_layout import MODULES, ROOT
 
-# A folder fits on a screen.
+# A folder fits on a screen, with the exceptions and their reasons.
 MAX_MODULES = 15
+LARGE = {"commands": "a file per command"}
 
 # Words that say nothing about a thing without a noun: participles, adverbs, prepositions, bare
 # adjectives, and nouns that had several private meanings.
@@ -82,7 +83,9 @@ def exported(package: Path) -> set[str]:
 
 def test_a_folder_fits_on_a_screen() -> None:
     counted = Counter(name.rpartition("/")[0] for name in FILES)
-    assert not {folder: n for folder, n in counted.items() if n > MAX_MODULES}
+    assert not {
+        folder: n for folder, n in counted.items() if n > MAX_MODULES and folder not in LARGE
+    }
 
 
 def test_a_file_name_occurs_once() -> None:

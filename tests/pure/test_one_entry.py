@@ -118,14 +118,14 @@ def test_a_trait_is_one_entry(copy: Path) -> None:
     def command(*argv: str) -> tuple[int, str]:
         return ran(copy, "-m", "schedir", *argv)
 
-    assert "--echo N" in command("print", "--help")[1]
-    code, said = command("print", "gpipe", "--echo", "2")
+    assert "-O echo=N" in command("options")[1]
+    code, said = command("print", "gpipe", "-O", "echo=2")
     assert code == 0 and "\necho 2\n" in said
-    assert command("print", "x.sched", "--echo", "2")[0] == 0
-    code, said = command("print", "x.sched", "--echo", "1")
-    assert code == 2 and "has echo 2, not 1\n  hint: leave out --echo" in said
-    code, said = command("print", "gpipe", "--echo", "4")
-    assert code == 2 and "--echo: must be a whole number from 0 to 3" in said
+    assert command("print", "x.sched", "-O", "echo=2")[0] == 0
+    code, said = command("print", "x.sched", "-O", "echo=1")
+    assert code == 2 and "has echo 2, not 1\n  hint: leave out -O echo" in said
+    code, said = command("print", "gpipe", "-O", "echo=4")
+    assert code == 2 and "-O echo: must be a whole number from 0 to 3" in said
 
 
 PASS = """
@@ -154,14 +154,14 @@ def test_options_of_a_pass_are_options_of_all_commands_and_settings(copy: Path) 
     def command(*argv: str) -> tuple[int, str]:
         return ran(copy, "-m", "schedir", *argv)
 
-    out = command("print", "--help")[1]
-    assert "--mark-by N" in out and "a number behind the name" in out and "--doubtful " in out
-    assert "program gpipe0\n" in command("print", "gpipe", "--mark-by", "0")[1]
-    assert "program gpipe\n" in command("print", "gpipe", "--doubtful")[1]
-    assert "from 0 to 9" in command("print", "gpipe", "--mark-by", "10")[1]
-    assert command("print", "gpipe", "--mark-by", "1", "-o", "x.sched")[0] == 0
-    code, said = command("print", "x.sched", "--mark-by", "0")
-    assert code == 2 and "--mark-by is for schedules" in said
+    out = command("options")[1]
+    assert "-O mark_by=N" in out and "a number behind the name" in out and "-O doubtful " in out
+    assert "program gpipe0\n" in command("print", "gpipe", "-O", "mark_by=0")[1]
+    assert "program gpipe\n" in command("print", "gpipe", "-O", "doubtful")[1]
+    assert "from 0 to 9" in command("print", "gpipe", "-O", "mark_by=10")[1]
+    assert command("print", "gpipe", "-O", "mark_by=1", "-o", "x.sched")[0] == 0
+    code, said = command("print", "x.sched", "-O", "mark_by=0")
+    assert code == 2 and "-O mark_by is for schedules" in said
     code, said = ran(
         copy,
         "-c",
@@ -195,7 +195,7 @@ def test_a_command_is_a_row_and_a_file(copy: Path, file: str) -> None:
     (folder / "__init__.py").write_text(table.replace("}\n", row + "}\n", 1))
     code, said = ran(copy, "-m", "schedir", "--help")
     listed = re.findall(r"^    (\w+)(?:\s|$)", said, re.M)
-    assert code == 0 and listed[-3:] == ["import", "checkpoint", name]
+    assert code == 0 and listed[-3:] == ["checkpoint", "options", name]
     assert "say how many instructions a program has" in said
     program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(4, 8))
     assert ran(copy, "-m", "schedir", name, "gpipe") == (0, f"{len(program)}\n")

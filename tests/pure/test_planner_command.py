@@ -97,8 +97,15 @@ REFUSED = {
     ("--top=0",): "--top says how many plans are told, from 1 on, not 0",
     ("--tokens=-1",): "--tokens are those that are trained on, not -1",
     ("--improve-schedules", "--time-limit=0"): "a search takes seconds, more than 0, not 0",
-    ("--gpu-counts=4,8", "-o", "x.toml"): "-o is of one number of GPUs, and --scale says several",
-    ("--gpu-counts=1,2", "--gpus=1"): "--gpus is of one number of GPUs, and --scale says several",
+    (
+        "--gpu-counts=4,8",
+        "-o",
+        "x.toml",
+    ): "-o is of one number of GPUs, and --gpu-counts says several",
+    (
+        "--gpu-counts=1,2",
+        "--gpus=1",
+    ): "--gpus is of one number of GPUs, and --gpu-counts says several",
 }
 
 

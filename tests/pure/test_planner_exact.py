@@ -94,7 +94,9 @@ def test_balanced_flush_is_the_closed_formula(
     model, free, choice = alike(p, m, schedule=schedule, recompute=recompute)
     inner = planner.stage_time(model, free, choice, 2)
     monkeypatch.setattr(
-        import_module("schedir.planner.estimate.instruction_costs"), "stage", lambda *args: inner
+        import_module("schedir.planner.estimate.instruction_costs"),
+        "stage_time",
+        lambda *args: inner,
     )
     found = simulate_plan(model, free, choice)
     one = sum(inner.total)

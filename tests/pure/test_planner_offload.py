@@ -290,7 +290,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert f"{option} knows nothing of copies" in refused(
             capsys, *asked, "--offload", option, *more
         )
-    assert "--no-exact, leaves out" in refused(capsys, *asked, "--offload", "--closed-form-only")
+    assert "--closed-form-only, leaves out" in refused(
+        capsys, *asked, "--offload", "--closed-form-only"
+    )
     bare = [line for line in lines if not line.startswith("host")]
     node.write_text("\n".join(bare), encoding="utf-8")
     assert "host and host_memory say, which nobody tells" in refused(capsys, *asked, "--offload")

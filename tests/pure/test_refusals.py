@@ -69,8 +69,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("raises.py").write_text("\n1 / 0\n")
     Path("exits.py").write_text("raise SystemExit(3)\n")
     Path("quits.py").write_text("raise GeneratorExit\n")
-    for mark in ("delayed", "placed"):
-        Path(f"{mark}.py").write_text(
+    for file, mark in (("delayed", "with_weight_delay"), ("placed", "with_placement")):
+        Path(f"{file}.py").write_text(
             f"from schedir.schedules.schedule_algebra import {mark}\n"
             f"@{mark}\ndef f(r, P, m): pass\n"
         )
@@ -175,8 +175,8 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("print mine.py:named(file=a/b)", "no value"),
         ("print mine.py:named(file=/a)", "text stands in quotes"),
         ("print mine.py:named(file={[]:1})", "no value"),
-        ("print delayed.py:f", "@delayed takes a whole number"),
-        ("print placed.py:f", "@placed takes a placement"),
+        ("print delayed.py:f", "@with_weight_delay takes a whole number"),
+        ("print placed.py:f", "@with_placement takes a placement"),
         ("print quits.py:f", "quits.py:1: raise GeneratorExit"),
         ("print mine.py:staggered -O updates=2", "2 numbers for 4 stages"),
         ("print mine.py:odd", "raise Odd('bad')"),
@@ -192,7 +192,7 @@ def test_refusals(capsys: pytest.CaptureFixture[str], argv: str, names: str) -> 
 @pytest.mark.parametrize("name", ["x.sched", "x.png"])
 def test_what_is_no_file_is_not_replaced(capsys: pytest.CaptureFixture[str], name: str) -> None:
     os.mkfifo(name)
-    which = "show" if name.endswith("sched") else "draw"
+    which = "print" if name.endswith("sched") else "draw"
     assert name in refused(capsys, which, "gpipe", "-o", name)
     assert Path(name).is_fifo()
 

@@ -38,6 +38,7 @@ from schedir.schedule_search.heuristics.order_evaluator import LOOPS, DispatchPo
 from schedir.schedule_search.problem import problem_of
 from schedir.schedule_search.rank_order import codes_of, draft_of, length, peaks
 from schedir.schedules import built_in
+from schedir.schedules.schedule_expansion import expand_schedule
 
 EVEN = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
 
@@ -185,7 +186,7 @@ def test_nothing_that_it_begins_with_is_shorter(
     assert found.tried <= 50 + len(built_in())
     for schedule in built_in().values():
         try:
-            run = simulate(compile(schedule, plan, costs=costs), costs)
+            run = simulate(compile(expand_schedule(schedule, plan), costs=costs), costs)
         except ProgramError:  # it is for other plans
             continue
         split = "I" in to_text(run.program)

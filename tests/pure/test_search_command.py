@@ -235,7 +235,7 @@ def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) ->
         ({"limit": float("nan"), "sizes": Sizes(saved=1)}, "limit"),
         ({"sizes": 3, "limit": 4}, "Sizes"),
         ({"costs": 3}, "Costs"),
-        ({"plan": 3}, "Plan"),
+        ({"plan": 3}, "PipelineShape"),
         ({"objective": None}, "objective"),
         ({"split": "no"}, "split"),
         ({"prove": 3}, "prove"),

@@ -127,7 +127,7 @@ def test_an_input_gradient_of_the_next_update_waits_for_the_step(schedule: Sched
     """It adds what is not split, and a rank has one sum of gradients: no delay helps."""
     for delay in (0, 3):
         with pytest.raises(OrderError) as caught:
-            compile(schedule, PipelineShape(4, 16, updates=4, delay=delay))
+            compile(schedule, PipelineShape(4, 16, 1, updates=4, delay=delay))
         early, late, step = caught.value.sites
         assert (str(early.instr), early.rank, str(step.instr)) == ("I 1.4", 1, "step")
         assert str(late.instr).startswith("W 1.") and early.index < late.index < step.index
@@ -273,7 +273,7 @@ def test_a_delay_that_a_file_contradicts(
 ) -> None:
     path = tmp_path / "x.sched"
     path.write_text(to_text(compile(one_f_one_b, two_buffers(2, 2, 3))))
-    assert "--delay" in refused(capsys, "check", str(path), "-O", "delay=2")
+    assert "-O delay" in refused(capsys, "check", str(path), "-O", "delay=2")
     assert main(["check", str(path), "-O", "delay=1"]) == 0
 
 

@@ -258,7 +258,7 @@ def test_a_buffer_that_may_have_lost_where_its_rank_stands(tmp_path: Path) -> No
     program = compile(schedules.gpipe, PipelineShape(2, 6))
     graph = Graph(program)
     job = job_of(tmp_path, record(stopped(graph, 0, False), before=2), last=4)
-    assert any("diagnose it stands may be lost" in line for line in job_lines(job))
+    assert any("where it stands may be lost" in line for line in job_lines(job))
     assert not any("is the cause" in line for line in job_lines(job))
     with pytest.raises(UsageError) as caught:
         match(job, program)

@@ -318,5 +318,5 @@ def test_what_has_no_order_is_no_number_per_stage(bad: Any) -> None:
         PipelineShape(2, 4, placement=bad)
     with pytest.raises(PlanError, match="delay must be"):
         PipelineShape(2, 4, updates=2, delay=bad)
-    with pytest.raises(TypeError, match="@delayed takes"):
+    with pytest.raises(TypeError, match="@with_weight_delay takes"):
         with_weight_delay(bad)

@@ -23,7 +23,7 @@ from schedir.retired_names import RETIRED
 
 def _sharing(text: str) -> str:
     if text not in ("fewest", "enough"):
-        raise ValueError("must be fewest or enough")
+        raise ValueError(f"must be fewest or enough, not {text!r}")
     return text
 
 
@@ -107,16 +107,18 @@ def _read(where: str, name: str, text: str) -> Any:
     try:
         value = kind.read(text)
     except ValueError as error:
-        raise UsageError(f"{where}: {error}", fields=[name]) from None
+        hint = f"schedir options {name}"
+        raise UsageError(f"{where}: {error}", hint=hint, fields=[name]) from None
     if kind.least is not None and kind.most is not None and not kind.least <= value <= kind.most:
         raise UsageError(
             f"{where}: must be a whole number from {kind.least} to {kind.most}, not {text!r}",
+            hint=f"schedir options {name}",
             fields=[name],
         )
     return value
 
 
-class _Given(argparse.Action):
+class _ProgramOptionAction(argparse.Action):
     """`-O NAME=VALUE`: sets the attribute NAME of the namespace, which `accepts` it."""
 
     def __call__(
@@ -135,7 +137,7 @@ class _Given(argparse.Action):
         setattr(namespace, self.dest, {*given, name})
 
 
-class _Config(argparse.Action):
+class _ConfigAction(argparse.Action):
     """`--config FILE.toml`: sets what the options before and after it do not."""
 
     def __call__(
@@ -185,12 +187,13 @@ def add_program_options(group: argparse._ArgumentGroup, accepts: Any, *, shape: 
     """
     names = [name for name, option in ALL.items() if shape or not option.of_shape]
     group.add_argument(
-        "-O", dest="program_options", metavar="NAME=VALUE", action=_Given, const=accepts,
+        "-O", dest="program_options", metavar="NAME=VALUE", const=accepts,
+        action=_ProgramOptionAction,
         help="how the schedule is compiled: -O zero=3, -O overlap, -O recompute=fit; "
         "`schedir options` lists all",
     )  # fmt: skip
     group.add_argument(
-        "--config", metavar="FILE.toml", action=_Config, const=accepts,
+        "--config", metavar="FILE.toml", action=_ConfigAction, const=accepts,
         help="take these options from [pipeline] and [memory] of a configuration",
     )  # fmt: skip
     defaults = {name: None for name in names if name not in FLAGS}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import index
-from typing import Any, ClassVar, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -89,7 +89,7 @@ class _DefaultName(str):
     """A default that a schedule may replace: equal to the text, but of a type of its own."""
 
 
-_DEFAULTS: Final[Mapping[type, Callable[[Any], object]]] = {_DefaultNumber: int, _DefaultName: str}
+_DEFAULTS: Final = (_DefaultNumber, _DefaultName)
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,17 +147,12 @@ class PipelineShape:
     updates: int = field(default=1, metadata=_UPDATES)
     delay: int | tuple[int, ...] = field(default=_DefaultNumber(0), metadata=_DELAY)
     segments: int = field(default=1, metadata=_SEGMENTS)
-    # Names of the fields that were not given.  It is no field: equal shapes may differ in it.
-    defaulted: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
-        values = {f.name: getattr(self, f.name) for f in PLAN}
-        own = frozenset(name for name, value in values.items() if type(value) in _DEFAULTS)
-        object.__setattr__(self, "defaulted", own)
         for f in PLAN:
-            value = values[f.name]
-            plain = _DEFAULTS[type(value)](value) if f.name in own else value
-            object.__setattr__(self, f.name, f.kind.settle(f.name, plain, None))
+            value = getattr(self, f.name)
+            if not isinstance(value, _DEFAULTS):
+                object.__setattr__(self, f.name, f.kind.settle(f.name, value, None))
         if isinstance(self.placement, str):
             self._read_name(self.placement)
         else:
@@ -184,6 +179,11 @@ class PipelineShape:
                 fields=["segments", "microbatches"],
             )
 
+    @property
+    def defaulted(self) -> frozenset[str]:
+        """The names of the fields that were not given.  Equal shapes may differ in it."""
+        return frozenset(f.name for f in PLAN if isinstance(getattr(self, f.name), _DEFAULTS))
+
     def __repr__(self) -> str:
         said = {f.name: getattr(self, f.name) for f in fields(self)}
         usual = {f.name: f.default for f in fields(self)}
@@ -192,7 +192,7 @@ class PipelineShape:
 
     def _read_name(self, name: str) -> None:
         named = named_of(name)
-        if self.stages_per_rank == 1:
+        if self.stages_per_rank == 1 != named.stages_per_rank:
             object.__setattr__(self, "stages_per_rank", named.stages_per_rank)
         if len(named.rows) == 1:
             return
@@ -256,7 +256,8 @@ class PipelineShape:
                 f"delay is {delay}, but there is one update, with nothing to be behind",
                 fields=["delay", "updates"],
             )
-        object.__setattr__(self, "delay", delay)
+        if not isinstance(self.delay, _DEFAULTS):
+            object.__setattr__(self, "delay", delay)
 
     @property
     def per_update(self) -> int:
