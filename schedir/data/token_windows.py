@@ -44,7 +44,7 @@ class ConcatenatedWindows:
 
     Raises UsageError for a stream that is shorter than a window.
 
-    >>> Joined(10, 4).find(np.array([1])).at.tolist()
+    >>> ConcatenatedWindows(10, 4).find(np.array([1])).at.tolist()
     [[4, 5, 6, 7, 8]]
     """
 

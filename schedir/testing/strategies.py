@@ -29,12 +29,15 @@ def shapes_for(
 ) -> list[PipelineShape]:
     """All plans up to these sizes of the kind that a schedule is written for, smaller ones first.
 
-    As its mark says (`schedule_algebra.placed`); else any stages per rank if it takes `v`, or one.
+    As its mark says (`with_placement`); else any stages per rank if it takes `v`, or one.
 
     >>> from schedir.testing import shapes_for
-    >>> shapes_for(lambda rank, ranks, microbatches: None, ranks=2, microbatches=2)[1:]
-    [PipelineShape(ranks=1, microbatches=2), PipelineShape(ranks=2, microbatches=1),
-    PipelineShape(ranks=2, microbatches=2)]
+    >>> for shape in shapes_for(lambda rank, ranks, microbatches: None, ranks=2, microbatches=2):
+    ...     print(shape)
+    PipelineShape(ranks=1, microbatches=1)
+    PipelineShape(ranks=1, microbatches=2)
+    PipelineShape(ranks=2, microbatches=1)
+    PipelineShape(ranks=2, microbatches=2)
     """
     placement, v = placed_for(schedule)
     if placement is None:

@@ -306,8 +306,8 @@ def test_a_program_in_a_file_brings_its_groups(
     """tp and dp, which nobody says beside it."""
     told = "--costs=F=0.01,B=0.02"
     file, shape = str(tmp_path / "zb_h1.sched"), _shape("simulate")
-    said(capsys, "print", "zb_h1", *shape[2:6], "-o", file)
-    by_file = said(capsys, "simulate", file, *shape[6:], told, "--json")
+    said(capsys, "print", "zb_h1", *shape[2:8], "-o", file)
+    by_file = said(capsys, "simulate", file, *shape[8:], told, "--json")
     of_both = [json.loads(text) for text in (by_file, said(capsys, *shape, told, "--json"))]
     assert of_both[0]["filled"] == of_both[1]["filled"]
     assert of_both[0]["span"] == of_both[1]["span"]
@@ -317,7 +317,7 @@ def test_what_stays_free_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     told = [*_shape("simulate"), "--costs=F=0.01,B=0.02", "-O", "tied"]
     assert "reduce_tied" in said(capsys, *told)
     assert "reduce_tied" not in said(
-        capsys, *told[:-2], told[-2] + ",reduce_tied=0.001", "-O", "tied"
+        capsys, *told[:-3], told[-3] + ",reduce_tied=0.001", "-O", "tied"
     )
 
 

@@ -247,7 +247,7 @@ def test_a_small_file_with_many_instructions_is_refused_before_they_are_made(
 
 def test_a_schedule_without_backwards_is_counted_without_them() -> None:
     """With backwards it would have more than the limit."""
-    schedule = ["forward_only", "--ranks=8", "--microbatches=120"]
+    schedule = ["forward_only", "--ranks=8", "--microbatches=120", "--stages-per-rank=2"]
     assert main(["check", *schedule, "--max-instructions=5520"]) == 0
     assert main(["check", *schedule, "--max-instructions=5519"]) == 2
 

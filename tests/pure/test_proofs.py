@@ -226,7 +226,7 @@ def test_what_cannot_be_compiled() -> None:
         compile(given, PipelineShape(2, 8))
     with pytest.raises(LoweringLevelError, match="lowered already"):
         compile(compile(given))
-    with pytest.raises(UsageError, match="a Plan"):
+    with pytest.raises(UsageError, match="a PipelineShape"):
         compile(one_f_one_b)
     with pytest.raises(LoweringLevelError) as caught:
         check(given)

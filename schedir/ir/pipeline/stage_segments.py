@@ -59,9 +59,9 @@ class UnsegmentedShape(NamedTuple):
 def whole_of(plan: PipelineShape, meets: str, chunked: int) -> UnsegmentedShape:
     """Of which whole stages and microbatches those of a plan are the pieces and the chunks.
 
-    >>> whole_of(PipelineShape(2, 8, placement=(0, 0, 1)), "g-", 4)
-    UnsegmentedShape(plan=PipelineShape(ranks=2, microbatches=2, placement=(0, 1)), pieces=(2, 1),
-    chunks=4)
+    >>> found = whole_of(PipelineShape(2, 8, placement=(0, 0, 1)), "g-", 4)
+    >>> found.plan, found.pieces, found.chunks
+    (PipelineShape(ranks=2, microbatches=2, placement=(0, 1)), (2, 1), 4)
     """
     pieces = pieces_in(meets, plan.stages)
     plan = replace(plan, microbatches=plan.microbatches // chunked)

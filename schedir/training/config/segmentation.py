@@ -33,7 +33,7 @@ class StageSegmentation:
     def first(self) -> list[int]:
         """Of each whole stage its first piece, as a stage of the program; and how many there are.
 
-        >>> Finer((1, 2), (5, 9), 1).first
+        >>> StageSegmentation((1, 2), (5, 9), 1).first
         [0, 5, 14]
         """
         return [0, *accumulate(self.pieces)]
@@ -62,7 +62,7 @@ def finer(
     Raises UsageError for pieces that are not those of the layers, and what else cannot be.
 
     >>> finer(4, PipelineShape(2, 8), None, size=4, layer="fgfg", cut="layers", chunks=2)
-    Finer(division=(2, 2), pieces=(9, 9), size=2)
+    StageSegmentation(division=(2, 2), pieces=(9, 9), size=2)
     """
     chunks = 1 if chunks is None else CHUNKS.settle("chunks", chunks, None)
     if size % chunks:
