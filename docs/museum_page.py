@@ -104,7 +104,7 @@ def under(case: Case, model: Model) -> str:
         return "So under every model."
     if not refused:
         return (
-            f"This is `{model}` with `--lazy`, where each communicator is made at its first use; "
+            f"This is `{model}` with `--lazy-communicators`, where each communicator is made at its first use; "
             "otherwise it finishes under every model."
         )
     lazily = " with `--lazy-communicators`, where each communicator is made at its first use"

@@ -80,7 +80,8 @@ def only_charts(args: argparse.Namespace, what: str) -> None:
     """Refuse what `add_picture` takes where something else is drawn."""
     for name in ("title", *_STYLE):
         if getattr(args, name) is not None:
-            raise UsageError(f"--{name} is for Gantt charts, not for {what}")
+            option = {"colours": "colors", "axis": "axis-label", "time": "time-range"}
+            raise UsageError(f"--{option.get(name, name)} is for Gantt charts, not for {what}")
 
 
 def in_letters(timeline: Timeline, before: str = "") -> str:

@@ -44,9 +44,15 @@ def run(args: argparse.Namespace) -> str:
     """Under which models ranks come to the end of their steps."""
     from schedir.analysis.progress_models import MODELS
 
-    for option in ("why", "blocks", "device_waits", "lazy", "eager", "output"):
+    for option, name in (
+        ("why", "--explain-start"),
+        ("blocks", "--blocking-hosts"),
+        ("device_waits", "--host-device-sync"),
+        ("lazy", "--lazy-communicators"),
+        ("eager", "--eager-limit"),
+        ("output", "-o"),
+    ):
         if (said := getattr(args, option)) is not None and said is not False:
-            name = "-o" if option == "output" else f"--{option.replace('_', '-')}"
             raise UsageError(f"{name} goes with one program, not with steps")
     runs, own = _runs(args)
     first = own.pop() if len(own) == 1 else "device"

@@ -90,7 +90,7 @@ class PipelineConfig:
     or each its own, with 1 for one that stays whole. With `chunks` each microbatch is cut in as
     many, of `data.microbatch_size` / chunks samples. What `memory` names by stage and microbatch
     are pieces and chunks, then. An order in which something else runs meanwhile (`fill`) needs
-    costs: `schedir print ... -O cut=--fill W --costs ... -o x.sched` writes it, with the numbers of
+    costs: `schedir print ... -O cut=fgfg -O fill=W --costs ... -o x.sched` writes it, with the numbers of
     pieces, and schedule = "x.sched" trains it.
     """
 
