@@ -104,8 +104,8 @@ def under(case: Case, model: Model) -> str:
         return "So under every model."
     if not refused:
         return (
-            f"This is `{model}` with `--lazy-communicators`, where each communicator is made at its first use; "
-            "otherwise it finishes under every model."
+            f"This is `{model}` with `--lazy-communicators`, where each communicator is made at "
+            "its first use; otherwise it finishes under every model."
         )
     lazily = " with `--lazy-communicators`, where each communicator is made at its first use"
     lazily *= model in case.lazy

@@ -26,6 +26,17 @@ from schedir.ir.input_trust import MOST, input_limits
 from schedir.retired_names import RETIRED
 
 _ABOUT = "Pipeline schedules as programs: compile, check, predict, draw and run them."
+_START = f"""\
+{_ABOUT}
+
+  schedir check zb_v                    prove that a schedule is complete and finishes
+  schedir draw interleaved zb_v         draw schedules on the terminal
+  schedir recommend --costs F=1,B=2     rank all schedules for a model
+  schedir explain one_f_one_b           explain why ranks are idle
+  schedir train examples/demo.toml      train a model on this machine
+
+schedir --help lists all commands, and schedir COMMAND --help its options.
+"""
 _EXIT = (
     "exit code: 0 fine, 2 refused program or bad usage, 1 a bug of schedir or a rank that crashed, "
     "130 interrupted"
@@ -41,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         argv = sys.argv[1:] if argv is None else argv
+        if not argv:
+            return _say(_START)
         args = _parser(argv).parse_args(argv, argparse.Namespace(typed=argv))
         code_too = not args.no_code and None
         most = MOST if args.most_instructions is None else args.most_instructions

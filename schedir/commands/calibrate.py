@@ -7,6 +7,12 @@ import sys
 
 from schedir.errors import UsageError
 
+EXAMPLES = """\
+  schedir calibrate run.timeline
+
+The page docs/real-runs.md has more.
+"""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A run."""

@@ -28,6 +28,14 @@ LAZY = ", where each communicator is made at its first use"
 _REFUSED = (DeadlockError, GroupError, ChannelMismatchError)
 _LONGEST = 40  # links of a chain that are shown
 
+EXAMPLES = """\
+  schedir check interleaved --ranks 4 --microbatches 8
+  schedir check mine.py:my_schedule -O tp=2 -O overlap --progress-model edge
+  schedir check refused.sched -o deadlock.svg
+
+The page docs/progress-models.md has more.
+"""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, or several as steps, and whose start to explain."""

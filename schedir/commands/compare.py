@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
 MOST = 8  # differences that are told
 
+EXAMPLES = """\
+  schedir compare gpipe one_f_one_b zb_h1 --costs F=1,B=2
+  schedir compare gpipe zb_v --tradeoff -o tradeoff.svg
+
+The page docs/which-schedule.md has more.
+"""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Sources, and where a picture of all goes."""

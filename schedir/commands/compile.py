@@ -10,7 +10,9 @@ from schedir.commands.print import write
 EXAMPLES = """\
   schedir compile interleaved --ranks 4 --microbatches 8 -o interleaved.sched
   schedir compile zb_v -O zero=1 -O dp=2 -O overlap -o zb_v.sched
-  schedir compile mine.py:my_schedule --config run.toml -o mine.sched
+  schedir compile mine.py:my_schedule --config examples/demo.toml -o mine.sched
+
+The page docs/programs.md has more.
 """
 
 

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from schedir.hang_diagnosis.wait_graph import DistributedJob
     from schedir.ir.program import Program
 
+EXAMPLES = """\
+  schedir diagnose dumps
+  schedir diagnose dumps --program train.sched
+
+The page docs/hanging-run.md has more.
+"""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Dumps, and the program that the job runs."""

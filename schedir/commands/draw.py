@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from schedir.io.program_request import Request
     from schedir.predict.timeline import Timeline
 
+EXAMPLES = """\
+  schedir draw interleaved zb_v --ranks 4 --microbatches 8
+  schedir draw run.timeline -o run.html
+  schedir draw zb_h1 --show arrows,memory --sizes saved=1GB -o zb_h1.svg
+
+The page docs/pictures.md has more.
+"""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Sources, where the picture goes, and what it shows."""

@@ -26,6 +26,13 @@ SHOWN = 3  # changes that save time; more if commands for them are shown
 SHOWN_HELD = 5  # changes of what ranks hold
 TORCH = "torch-2.13"  # the form of its CSV that has transfers
 
+EXAMPLES = """\
+  schedir explain one_f_one_b --costs F=1,B=2,send=0.2
+  schedir explain run.timeline
+
+The page docs/slow-run.md has more.
+"""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source."""

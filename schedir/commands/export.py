@@ -47,6 +47,13 @@ FORMS = {
     "perfetto": ExportFormat(_perfetto, ".json", "the run, for ui.perfetto.dev; .json or .json.gz"),
 }
 
+EXAMPLES = """\
+  schedir export zb_v --ranks 4 --microbatches 8 --to torch -o zb_v.csv
+  schedir export run.timeline --to perfetto -o run.json
+
+The page docs/torch.md has more.
+"""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, the form, and where it goes."""

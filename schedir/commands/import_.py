@@ -11,6 +11,13 @@ from schedir.commands.common.schedule_options import add_lowering, count, reques
 from schedir.errors import ProgramError, UsageError
 from schedir.io.files import atomic_write, read_text
 
+EXAMPLES = """\
+  schedir import traces -o run.timeline
+  schedir import schedule.csv -o schedule.sched
+
+The page docs/traces.md has more.
+"""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Files, and where what they say goes."""

@@ -178,6 +178,12 @@ def measured(args: argparse.Namespace) -> str | None:
 
 # ---------------------------------------------------------------- options
 
+EXAMPLES = """\
+  schedir plan --model gpt-175b --cluster a100 --nodes 128 --batch 1536
+
+The page docs/planner.md has more.
+"""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options: the model, the machines, what is fixed, and the output."""

@@ -13,6 +13,13 @@ from schedir.io.program_request import Request
 from schedir.io.terminal import coloured
 from schedir.ir.program import Program
 
+EXAMPLES = """\
+  schedir print zb_h1 --ranks 4 --microbatches 8
+  schedir print one_f_one_b -O zero=3 -O dp=2 --no-repeat
+
+The page docs/programs.md has more.
+"""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, and how to print it."""

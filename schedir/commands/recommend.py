@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 EACH = (1, 2, 4)  # stages per rank that are tried of a schedule that takes v, unless some are said
 
+EXAMPLES = """\
+  schedir recommend --ranks 8 --microbatches 32 --costs F=1,B=2
+  schedir recommend --max-activations 4 --no-split-backward
+
+The page docs/which-schedule.md has more.
+"""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Further sources, and what may be held."""

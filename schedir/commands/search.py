@@ -51,6 +51,13 @@ _STOPPED = {
 }
 MOST = 3  # schedules of the zoo that are told beside
 
+EXAMPLES = """\
+  schedir search --ranks 4 --microbatches 8 --costs F=2,I=2,W=1 --max-in-flight 4 -o found.sched
+  schedir search --frontier -o frontier.svg
+
+The page docs/search.md has more.
+"""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What is searched, within which memory, how long, and where it goes."""

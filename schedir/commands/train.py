@@ -6,6 +6,13 @@ import argparse
 
 from schedir.extras import require
 
+EXAMPLES = """\
+  schedir train examples/demo.toml
+  schedir train run.toml --set train.steps=100 --set pipeline.schedule=zb_h1
+
+The page docs/training.md has more.
+"""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A configuration, and what to change in it."""

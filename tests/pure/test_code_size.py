@@ -15,7 +15,7 @@ BUDGET = {
     "schedir": 510,
     "schedir/analysis": 1_670,
     "schedir/checkpoints": 1_760,
-    "schedir/commands": 2_930,
+    "schedir/commands": 2_940,
     "schedir/compiler": 290,
     "schedir/data": 420,
     "schedir/hang_diagnosis": 1_750,

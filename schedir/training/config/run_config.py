@@ -90,8 +90,8 @@ class PipelineConfig:
     or each its own, with 1 for one that stays whole. With `chunks` each microbatch is cut in as
     many, of `data.microbatch_size` / chunks samples. What `memory` names by stage and microbatch
     are pieces and chunks, then. An order in which something else runs meanwhile (`fill`) needs
-    costs: `schedir print ... -O cut=fgfg -O fill=W --costs ... -o x.sched` writes it, with the numbers of
-    pieces, and schedule = "x.sched" trains it.
+    costs: `schedir compile ... -O cut=fgfg -O fill=W --costs ... -o x.sched` writes it, with the
+    numbers of pieces, and schedule = "x.sched" trains it.
     """
 
     schedule: str = "one_f_one_b"
@@ -268,7 +268,8 @@ class Config:
         if getattr(self.pipeline, "fill", None) is not None:
             raise UsageError(
                 "fill finds an order by costs, and a training run has none before it begins",
-                hint="schedir print ... -O fill=W --costs ... -o x.sched, then schedule = x.sched",
+                hint="schedir compile ... -O fill=W --costs ... -o x.sched, then schedule = "
+                "x.sched",
                 fields=["fill"],
             )
         if self.train.precision == "float16" and self.pipeline.updates > 1:

@@ -1,0 +1,145 @@
+"""`-O NAME=VALUE`, `--config`, examples in the help, and hints for names of the past."""
+
+from __future__ import annotations
+
+import shlex
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import schedir
+from schedir.__main__ import _parser, main
+from schedir.commands import COMMANDS, module_of
+from schedir.commands.common.program_options import ALL, parse, read_config
+from schedir.errors import UsageError
+from schedir.io.command_line import FLAGS
+from tests.commands import refused, said
+
+ROOT = Path(__file__).resolve().parents[2]
+# Values of some options, as text and as compile takes them.
+VALUES: dict[str, list[tuple[str, Any]]] = {
+    "tp": [("2", 2)],
+    "dp": [("2", 2), ("3", 3)],
+    "zero": [("0", 0), ("1", 1), ("3", 3)],
+    "tied": [("yes", True), ("no", False), ("0=3,1=2", ((0, 3), (1, 2)))],
+    "frozen": [("1", 1)],
+    "overlap": [("yes", True), ("no", False)],
+    "slots": [("fewest", "fewest"), ("enough", "enough")],
+    "recompute": [("all", "all"), ("half", "half")],
+    "offload": [("half", "half")],
+    "sequence": [("no", False)],
+}
+
+
+@st.composite
+def chosen(draw: st.DrawFn) -> dict[str, tuple[str, Any]]:
+    names = draw(st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=4))
+    return {name: draw(st.sampled_from(VALUES[name])) for name in names}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(chosen())
+def test_an_option_is_a_keyword_of_compile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, tuple[str, Any]]
+) -> None:
+    """The same program, or the same refusal."""
+    file = tmp_path / "x.sched"
+    words = [word for name, (text, _) in options.items() for word in ("-O", f"{name}={text}")]
+    shape = ["--ranks", "4", "--microbatches", "8"]
+    code = main(["compile", "one_f_one_b", *shape, *words, "-o", str(file)])
+    capsys.readouterr()
+    given_: dict[str, Any] = {name: value for name, (_, value) in options.items()}
+    try:
+        program = schedir.compile("one_f_one_b", ranks=4, microbatches=8, **given_)
+    except schedir.errors.ProgramError:
+        assert code == 2
+    else:
+        assert code == 0 and schedir.from_text(file.read_text()) == program
+
+
+def test_what_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    at = ("check", "gpipe")
+    assert "did you mean -O zero?" in refused(capsys, *at, "-O", "zeros=1")
+    assert "-O zero needs a value\n  hint: -O zero=N" in refused(capsys, *at, "-O", "zero")
+    assert "-O tp is given twice" in refused(capsys, *at, "-O", "tp=2", "-O", "tp=4")
+    assert "hint: --ranks 4" in refused(capsys, *at, "-O", "ranks=4")
+    assert "hint: schedir options zero" in refused(capsys, *at, "-O", "zero=4")
+    assert "has its shape" in refused(capsys, "import", "x.csv", "-o", "x.sched", "-O", "updates=2")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_option_is_described(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ALL[name].help and (name in FLAGS or f"-O {name}" in said(capsys, "options", name))
+    if not ALL[name].kind.metavar:
+        assert parse(name) == (name, True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("check gpipe --tp 2", "--tp is now -O tp=N"),
+        ("check gpipe --overlap", "--overlap is now -O overlap"),
+        ("check gpipe --limit 1GB", "--limit is now --memory-limit"),
+        ("check gpipe --model edge", "--model is now --progress-model"),
+        ("check gpipe --ties 0=3", "--ties is now -O tied=STAGES"),
+        ("check gpipe --cost F=1", "did you mean --costs?"),
+        ("check gpipe --xyz", "see schedir check --help"),
+        ("best", "it is now schedir recommend"),
+        ("where x", "it is now schedir diagnose"),
+        ("show gpipe", "it is now schedir print"),
+        ("simulat gpipe", "did you mean schedir simulate?"),
+    ],
+)
+def test_an_old_name_is_answered_with_the_new_one(
+    old: str, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert new in refused(capsys, *old.split())
+
+
+def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[pipeline]\ntp = 2\noverlap = true\n[memory]\nrecompute = "all"\n')
+    assert read_config(str(file)) == {"tp": 2, "overlap": True, "recompute": "all"}
+    shape = ("--ranks", "2", "--microbatches", "4")
+    by_file = said(capsys, "print", "gpipe", *shape, "--config", str(file))
+    words = ("-O", "tp=2", "-O", "overlap", "-O", "recompute=all")
+    assert by_file == said(capsys, "print", "gpipe", *shape, *words)
+    other = ("-O", "tp=4")  # what is typed goes before the file, wherever it stands
+    for both in ((*other, "--config", str(file)), ("--config", str(file), *other)):
+        assert "tp 4" in said(capsys, "print", "gpipe", *shape, *both)
+    file.write_text("[pipeline]\ntp = 0\n")
+    with pytest.raises(UsageError, match=r"pipeline\.tp: must be a whole number from 1"):
+        read_config(str(file))
+
+
+def test_without_a_command_the_first_steps_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys)
+    assert text.count("\n  schedir ") == 5 and "schedir --help" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_of_the_help_are_commands(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their options are there, and the page that they name."""
+    monkeypatch.chdir(ROOT)
+    if command == "checkpoint":  # its commands have their own help
+        return
+    examples = module_of(command).EXAMPLES
+    assert examples in said(capsys, command, "--help")
+    lines = [line.split("   ")[0] for line in examples.splitlines() if line.startswith("  ")]
+    assert lines
+    for line in lines:
+        words = shlex.split(line)
+        assert words[0] == "schedir"
+        _parser(words[1:]).parse_args(words[1:])
+    page = examples.rpartition("The page ")[2].split()[0]
+    assert (ROOT / page).is_file()
+
+
+def test_the_module_of_a_command_is_found() -> None:
+    assert import_module("schedir.commands.import_") is module_of("import")
