@@ -6,8 +6,7 @@
 
 A later segment sees the keys and values of the earlier ones, so a stage runs the segments of a
 sequence forward from the first on, and backward from the last on.  `PipelineShape(segments=4)` says
-so, and
-`check` refuses what does not.
+so, and `check` refuses what does not.
 """
 
 from collections.abc import Iterator

@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from schedir.ir.notebook_repr import register
+from schedir.retired_names import missing_attribute
 
 if TYPE_CHECKING:
     from schedir import errors, schedules
@@ -129,7 +130,7 @@ register(lambda shown: str(import_module("schedir.viz.notebook").of(shown)))
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'schedir' has no attribute {name!r}")
+        raise missing_attribute(__name__, name)
     module_name, _, attribute = _HOME[name].partition(":")
     module = import_module(f"schedir.{module_name}")
     value = getattr(module, attribute) if attribute else module

@@ -5,6 +5,7 @@ Why each feature was deleted: `docs/decisions/47-deleted-features.md`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -38,3 +39,54 @@ RETIRED: Final = MappingProxyType(
         "source = .jsonl": "Megatron-LM's tools/preprocess_data.py writes a .bin and an .idx of it",
     }
 )
+
+# Public names by module, and their successors.
+ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "schedir": {
+            "Plan": "PipelineShape", "Ties": "TiedWeights", "Word": "RankSchedule",
+            "bound": "lower_bound", "check_sequence": "check_program_sequence",
+            "draft": "expand_schedule", "forwards": "evaluation_program",
+            "frontier": "memory_frontier", "greedy": "greedy_schedule",
+            "in_pieces": "split_costs", "layer_bytes": "activation_bytes_per_layer",
+            "model_states": "zero_model_states", "overlap": "overlapped_pair",
+            "parse": "from_text", "search": "search_schedule", "show": "to_text",
+            "ties": "find_tied_weights", "trusting": "input_limits", "words": "schedule_algebra",
+        },
+        "schedir.runtime": {
+            "Gloo": "GlooTransport", "InProcess": "InProcessExecutor",
+            "PerMicrobatch": "PerMicrobatchBoundary", "Shared": "SharedMemoryTransport",
+            "boundaries_of": "infer_boundaries", "check_split": "check_splittable_layer",
+            "nccl": "nccl_transport", "reference": "run_sequential",
+            "register_split": "register_splittable_layer", "sizes_of": "measure_sizes",
+            "split_linears": "make_backward_splittable",
+        },
+        "schedir.planner": {
+            "Choice": "ParallelPlan", "Constants": "SoftwareConstants", "Host": "HostMemory",
+            "Memory": "GpuMemory", "Model": "TransformerSpec", "Parts": "StepBreakdown",
+            "Priced": "PlanEstimate", "cluster": "cluster_preset", "clusters": "cluster_presets",
+            "config": "train_config", "cut": "optimize_layer_division",
+            "embedding": "embedding_time", "every": "all_plans", "exact": "simulate_plan",
+            "head": "head_time", "layer": "layer_time", "memory": "peak_memory",
+            "options": "launcher_options", "program": "plan_program",
+            "program_for": "simulated_program",
+            "shorter": "improve_schedule", "stage": "stage_time", "step": "estimate_step",
+        },
+        "schedir.viz": {
+            "frontier": "memory_frontier", "letters": "text_chart",
+            "tradeoff": "bubble_vs_memory", "visited": "window_tiles",
+        },
+        "schedir.testing": {
+            "drafts": "compute_programs", "plans": "shapes", "plans_of": "shapes_for",
+            "random_draft": "random_compute_program", "ties": "tied_weights",
+        },
+    }
+)  # fmt: skip
+
+
+def missing_attribute(module: str, name: str) -> AttributeError:
+    """Return the error of a name that a module does not have, with its successor if it had one."""
+    text = f"module {module!r} has no attribute {name!r}"
+    if new := ATTRIBUTES.get(module, {}).get(name):
+        text += f": it is now {new}"
+    return AttributeError(text, name=name)

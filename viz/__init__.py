@@ -6,6 +6,8 @@ Importing this loads no matplotlib; the first use of a figure does, that of a pa
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
+from schedir.retired_names import missing_attribute
+
 if TYPE_CHECKING:
     from schedir.viz.figures.figure_files import save
     from schedir.viz.figures.gantt_chart import compare, gantt
@@ -52,5 +54,5 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing_attribute(__name__, name)
     return getattr(import_module(f"schedir.viz.{_HOME[name]}"), name)

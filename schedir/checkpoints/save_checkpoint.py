@@ -47,8 +47,8 @@ def save(
     all processes call this, between steps.
 
     A run is an Executor, an InProcessExecutor, or a `schedir.torch_pipelining.Schedule`, which is
-    told the
-    `optimizer` of this process's stages: one, several in a list, or None for weights alone.
+    told the `optimizer` of this process's stages: one, several in a list, or None for weights
+    alone.
 
     Saved are weights, float32 copies of a MainOptimizer, what optimizers keep of each weight,
     persistent buffers, the number of the next step, the scale of a loss, without a seed torch's

@@ -108,7 +108,7 @@ def compile(
     tensor-parallel ranks meet between them is "fgfg" then, as one may say, too
     (`ir/pipeline/stage_segments.py`). `chunks=4` cuts each microbatch into as many, which are
     microbatches of the program from then on.  Costs, sizes, and what other options name, are those
-    of pieces and chunks (`in_pieces`). `frozen=2` is such a trait: the first two stages are not
+    of pieces and chunks (`split_costs`). `frozen=2` is such a trait: the first two stages are not
     trained, and whatever the schedule says of their backwards is left out.
 
     Raises a ProgramError if the schedule is wrong: LoweringLevelError for a program that is lowered

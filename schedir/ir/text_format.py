@@ -190,7 +190,7 @@ def from_text(text: str, most: int | None = None) -> Program:
     """Return the Program of a text.
 
     The program may have at most `most` instructions after its repetitions are unfolded. The default
-    is 10^7, or the limit that `trusting` sets.
+    is 10^7, or the limit that `input_limits` sets.
 
     Raises ParseError with line and column where the text does not follow the grammar, or its
     plan cannot be; whether the program is right is for `check` to say.

@@ -20,6 +20,7 @@ from schedir.planner.transformer.layer_time import embedding_time, head_time, la
 from schedir.planner.transformer.memory_estimate import peak_memory
 from schedir.planner.transformer.model_presets import load_model
 from schedir.planner.transformer.transformer_spec import TransformerSpec
+from schedir.retired_names import missing_attribute
 
 __all__ = [
     "GpuMemory",
@@ -49,3 +50,7 @@ __all__ = [
     "stage_time",
     "train_config",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise missing_attribute(__name__, name)

@@ -36,8 +36,7 @@ class RankGroupShares(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class PlanColumns:
     """A column of whole numbers for each field of a choice, as `ParallelPlan` has them; `schedule`
-    and
-    `recompute` are numbers of `NAMES` and `RECOMPUTES`, and `sequence_parallel` is 0 or 1.
+    and `recompute` are numbers of `NAMES` and `RECOMPUTES`, and `sequence_parallel` is 0 or 1.
 
     What all plans have alike is said once.  Layers are divided as evenly as can be (`even`), unless
     `layers_of` is told.

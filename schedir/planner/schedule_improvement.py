@@ -58,9 +58,8 @@ def improve_schedule(
     """Search for a shorter schedule of a choice, in the memory that its states leave on each rank.
 
     `schedir.search_schedule` looks for it, at the times of this choice's stages and messages, half
-    of the
-    `seconds` among schedules with whole backwards, and half among those with W apart.  What is
-    found is priced as `simulate_plan` prices the choice, of which it has all but the schedule,
+    of the `seconds` among schedules with whole backwards, and half among those with W apart.  What
+    is found is priced as `simulate_plan` prices the choice, of which it has all but the schedule,
     whose name then is "search"; where nothing shorter is found it is the choice as it is.
 
     To train it, write `schedir.to_text(program)` into a FILE.sched, which is the schedule of

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from schedir.extras import require
+from schedir.retired_names import missing_attribute
 
 require("torch", "schedir.runtime")  # the imports below would fail without a hint
 
@@ -60,7 +61,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing_attribute(__name__, name)
     return getattr(import_module(f"schedir.{_HOME[name]}"), name)
 
 

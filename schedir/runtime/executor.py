@@ -114,8 +114,7 @@ class Executor(ProgramRunner):
     Under tensor parallelism, a parameter of which each rank holds a slice has an attribute
     `shard_dim`, the dimension along which it is cut; others are held whole by all, and the global
     norm counts them once.  `copies` is an InProcessExecutor's, in which ranks share Parameters, and
-    so is
-    `others`: the stages of its other ranks, which may have the same buffers.
+    so is `others`: the stages of its other ranks, which may have the same buffers.
 
     What is trained is settled when the executor is made.  A step after a change to that, by
     `requires_grad_` or by a new Parameter, is refused.

@@ -130,8 +130,8 @@ def problem_of(
     """The Problem of a plan, its costs, and what a rank may hold.
 
     `limit` is in bytes of `sizes`, what there is of weights included; `in_flight` is the count that
-    `greedy` takes, of (stage, mb) from their F to their W, or B.  Without either there is no limit.
-    Messages take no room here: a program that is found must fit with them.
+    `greedy_schedule` takes, of (stage, mb) from their F to their W, or B.  Without either there is
+    no limit. Messages take no room here: a program that is found must fit with them.
 
     Raises PlanError for a plan with several holders of a stage, updates or segments; CostsError for
     costs per microbatch, those that are all 0 or too large to add up, those of other stages, and

@@ -51,10 +51,10 @@ def search_schedule(
     """The shortest schedule that is found in some seconds, and a bound below which there is none.
 
     `costs` are of stages, and each rank holds at most `limit` bytes of `sizes`, or `in_flight`
-    (stage, mb) as `greedy` counts them; without either there is no limit.  What is short is the
-    span of the run, or with the objective "own" the longest time that any rank takes from its first
-    compute to its last.  Backwards are I and W, or with `split=False` whole; where a whole one is
-    told to take less than I and W together, the bound is of split ones alone.
+    (stage, mb) as `greedy_schedule` counts them; without either there is no limit.  What is short
+    is the span of the run, or with the objective "own" the longest time that any rank takes from
+    its first compute to its last.  Backwards are I and W, or with `split=False` whole; where a
+    whole one is told to take less than I and W together, the bound is of split ones alone.
 
     Built-in schedules that fit, and those of `start`, are looked at first, with their backwards
     split, or whole; nothing longer is found.  Then idle ranks decide by policies of many kinds, the

@@ -216,8 +216,9 @@ _S = TypeVar("_S", bound=Schedule)
 def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S], _S]:
     """Mark a schedule as one for this placement, and for `v` stages per rank where that is fixed.
 
-    A schedule sees numbers only, and so cannot tell: `draft` reads the mark, as `schedule.placed`,
-    and refuses plans whose stages lie elsewhere.  Raises TypeError for what is no placement.
+    A schedule sees numbers only, and so cannot tell: `expand_schedule` reads the mark, as
+    `schedule.placed`, and refuses plans whose stages lie elsewhere.  Raises TypeError for what is
+    no placement.
 
     >>> from schedir import B, F, PipelineShape, expand_schedule
     >>> from schedir.schedule_algebra import with_placement
@@ -247,9 +248,8 @@ def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S],
 def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
     """Mark a schedule as one whose updates take this delay, where a plan has several.
 
-    A number, or one per stage, as in `PipelineShape`.  As with `with_placement`: `draft` reads it,
-    as
-    `schedule.delay`, and refuses other plans.  Raises TypeError for anything else.
+    A number, or one per stage, as in `PipelineShape`.  As with `with_placement`: `expand_schedule`
+    reads it, as `schedule.delay`, and refuses other plans.  Raises TypeError for anything else.
 
     >>> from schedir import B, F, PipelineShape, expand_schedule
     >>> from schedir.schedule_algebra import with_weight_delay
@@ -298,7 +298,7 @@ def takes(name: str, schedule: Schedule, signature: inspect.Signature | None = N
     try:
         signature = signature or inspect.signature(schedule)
         return name in signature.parameters and name not in bound
-    except (TypeError, ValueError):  # no function: `draft` says so
+    except (TypeError, ValueError):  # no function: `expand_schedule` says so
         return False
 
 
@@ -317,7 +317,7 @@ def stages_per_rank_for(schedule: Schedule) -> int:
         return fixed
     try:
         v = inspect.signature(schedule).parameters.get("v")
-    except (TypeError, ValueError):  # no function: `draft` says so
+    except (TypeError, ValueError):  # no function: `expand_schedule` says so
         return 1
     if v is None:
         return 1

@@ -32,6 +32,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from schedir.extras import require
+from schedir.retired_names import missing_attribute
 
 if TYPE_CHECKING:
     from schedir.testing.gradient_assertion import assert_same_gradients
@@ -50,7 +51,7 @@ _LATER = {"assert_same_gradients": "gradient_assertion", "assert_schedule": "sch
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module 'schedir.testing' has no attribute {name!r}")
+        raise missing_attribute(__name__, name)
     require("torch" if name == "assert_same_gradients" else "hypothesis", f"schedir.testing.{name}")
     return getattr(import_module(f"schedir.testing.{_LATER.get(name, 'strategies')}"), name)
 

@@ -17,6 +17,7 @@ from schedir.commands import COMMANDS, module_of
 from schedir.commands.common.program_options import ALL, parse, read_config
 from schedir.errors import UsageError
 from schedir.io.command_line import FLAGS
+from schedir.retired_names import ATTRIBUTES
 from tests.commands import refused, said
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,3 +144,12 @@ def test_examples_of_the_help_are_commands(
 
 def test_the_module_of_a_command_is_found() -> None:
     assert import_module("schedir.commands.import_") is module_of("import")
+
+
+@pytest.mark.parametrize("module", sorted({*ATTRIBUTES} - {"schedir.runtime"}))
+def test_an_old_attribute_is_answered_with_the_new_one(module: str) -> None:
+    found = import_module(module)
+    for old, new in ATTRIBUTES[module].items():
+        assert old not in dir(found) and hasattr(found, new)
+        with pytest.raises(AttributeError, match=f"has no attribute '{old}': it is now {new}$"):
+            getattr(found, old)
