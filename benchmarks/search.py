@@ -453,9 +453,7 @@ MAKES = "certify"  # which is no table of a search
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES))
-    parser.add_argument(
-        "--time-limit", type=float, help="of each search, or of CP-SAT for `certify`"
-    )
+    parser.add_argument("--seconds", type=float, help="of each search, or of CP-SAT for `certify`")
     parser.add_argument("--cells", type=int, default=10**6, help="of `certified`: at most S*m")
     parser.add_argument("--every", type=int, default=1, help="of `certified`: each n-th case")
     parser.add_argument("--certify", action="store_true", help="of `below`: ask CP-SAT, 60 s each")

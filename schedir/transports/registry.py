@@ -60,12 +60,12 @@ _DEVICES: Final[tuple[DeviceRow, ...]] = (
 # Of each device the best first.
 _TRANSPORTS: Final[tuple[TransportRow, ...]] = (
     TransportRow(
-        "shared", "cpu", "edge", True, "shared_memory:Shared",
+        "shared", "cpu", "edge", True, "shared_memory:SharedMemoryTransport",
         "through memory that the processes of one machine share (a Linux on x86-64), for programs "
         "that share no slots",
     ),
     TransportRow(
-        "gloo", "cpu", "edge", True, "gloo:Gloo",
+        "gloo", "cpu", "edge", True, "gloo:GlooTransport",
         "by Gloo, on one machine or several",
     ),
     TransportRow(

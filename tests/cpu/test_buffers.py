@@ -293,7 +293,7 @@ def test_a_layout_is_the_same_whether_handed_over_or_sent(across: bool) -> None:
     right = [Turned(k, across) for k in range(4)]
     total = run_sequential(right, x, x, loss=squares)
     plans: list[tuple[Any, PipelineShape]] = [
-        (interleaved, PipelineShape(4, 3)),  # sent
+        (interleaved, PipelineShape(4, 3, 1)),  # sent
         (interleaved, PipelineShape(2, 3, 2)),
         (interleaved, PipelineShape(1, 3, 4)),  # handed over
         (zb_v, PipelineShape(2, 3, 2, "vee")),

@@ -65,7 +65,7 @@ def test_a_buffer_of_several_stages_is_said(schedule: Any, plan: PipelineShape, 
         assert f"stage {s} changes its buffer mean" in text
 
 
-@pytest.mark.parametrize("plan", [PipelineShape(2, 4), PipelineShape(1, 4, 2)])
+@pytest.mark.parametrize("plan", [PipelineShape(2, 4, 1), PipelineShape(1, 4, 2)])
 def test_a_buffer_of_several_stages_that_stays_as_it_is_is_fine(plan: PipelineShape) -> None:
     mean = torch.ones(WIDTH)
     with warnings.catch_warnings():

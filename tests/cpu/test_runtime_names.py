@@ -23,7 +23,7 @@ import schedir.runtime.executor
 from schedir.runtime.sequential_reference import run_sequential as own
 from schedir.runtime import *
 import schedir.runtime as runtime
-assert reference is own is runtime.run_sequential, reference
+assert run_sequential is own is runtime.run_sequential, run_sequential
 assert set(runtime.__all__) <= {*dir(runtime)} & {*globals()}
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

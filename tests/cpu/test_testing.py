@@ -80,7 +80,7 @@ def test_no_plan_is_no_test() -> None:
 
 @pytest.mark.parametrize("other", [3, [3], "x", PipelineShape, {"ranks": 2}])
 def test_plans_and_models_of_another_kind_are_refused(other: Any) -> None:
-    with pytest.raises(UsageError, match="this takes a Plan, not"):
+    with pytest.raises(UsageError, match="this takes a PipelineShape, not"):
         assert_schedule(schedules.gpipe, plans=other)
     with pytest.raises(UsageError, match="models are some of 'edge'"):
         assert_schedule(schedules.gpipe, models=other)

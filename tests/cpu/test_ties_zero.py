@@ -168,7 +168,7 @@ def test_two_processes_that_keep_parts() -> None:
 @pytest.mark.parametrize("zero", range(1, 4))
 def test_one_parameter_on_several_ranks_is_refused(zero: int) -> None:
     """The code of the hint trains like the unsplit model."""
-    stages, plan = albert(2), PipelineShape(2, 3)
+    stages, plan = albert(2), PipelineShape(2, 3, 1)
     ties = schedir.find_tied_weights(stages)
     program = schedir.compile(interleaved, plan, model="edge", zero=zero, tied=ties, clip=False)
     options: dict[str, Any] = {"loss": loss, "boundary": BOUNDARY, "optimizer": adam}
