@@ -1,11 +1,11 @@
 """Compile, check, simulate, draw and run pipeline schedules.
 
 >>> import schedir
->>> from schedir import B, F, Costs, PipelineShape
+>>> from schedir import B, F, Costs
 >>> def mine(rank, ranks, microbatches):
 ...     lead = min(ranks - 1 - rank, microbatches)
 ...     return lead * F + (microbatches - lead) * (F + B) + lead * B
->>> program = schedir.compile(mine, PipelineShape(ranks=4, microbatches=8))
+>>> program = schedir.compile(mine, ranks=4, microbatches=8)
 >>> timeline = schedir.simulate(program, Costs(F=1, B=2))
 >>> f"{timeline.span:g} units of time, {timeline.bubble:.1%} of it idle"
 '33 units of time, 27.3% of it idle'

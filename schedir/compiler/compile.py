@@ -71,73 +71,83 @@ def compile(
 ) -> Program:
     """Compile a schedule into a program, and check it.
 
-    `schedule` is the name of a built-in schedule, a schedule function, or a draft.  `shape` is the
-    shape of the pipeline; its fields can be given as keywords instead:
-    `compile("interleaved", ranks=4, microbatches=8)`.  What is not given is what the schedule is
-    made for: two stages per rank for `interleaved`, the placement "vee" for `zb_v`.
+    What is not given is what the schedule is made for: two stages per rank for `interleaved`, the
+    placement "vee" for `zb_v`.
 
-    A draft, as of `greedy_schedule` or of a CSV, is lowered as it is: on its own shape, and with
-    its own `tp`, `dp`, `tied`, `clip`, `frozen` and `skips` where none are given here.
+    Args:
+        schedule: The name of a built-in schedule, a schedule function, or a draft: a program of
+            computes only, as of `greedy_schedule` or of a CSV.  A draft has its own shape, and its
+            own attributes where none are given here.
+        shape: The shape of the pipeline.  Its fields can be given as keywords instead.
+        tp: Size of the tensor-parallel groups (1).
+        dp: Number of data-parallel replicas (1).
+        model: The progress model under which the program must finish; see `check`.
+        costs: Times of instructions.  The order of messages, and options such as `slots="enough"`
+            and `recompute="fit"`, depend on them.
+        ranks: Number of pipeline ranks, instead of `shape`; so are the next six.
+        microbatches: Number of microbatches of a step.
+        stages_per_rank: Number of stages on each rank.
+        placement: The rank of each stage: "loop", "vee", "mirror", "mirror-vee", or a map.
+        updates: Number of optimizer steps of the program, without a flush between them.
+        delay: By how many updates the weights that a microbatch uses are old.
+        segments: Number of segments of each sequence, each of which is a microbatch.
+        tied: Which stages hold copies of one weight: `schedir.find_tied_weights(stages)`, stages
+            like `((0, 3), (1, 2))`, or True for the first and the last.
+        clip: Whether gradients are clipped by their global norm.
+        skips: Skip connections, from which stage to which: `((0, 3), (1, 2))`.
+        boundary: How tensor-parallel ranks hold the activations between stages: "replicated" ones
+            are scattered before the send and gathered after it, "sharded" ones are sent as they
+            are.  The default is "sharded" with `sequence=True`, and else "replicated".
+        overlap: Whether opposite transfers are grouped, and other receives and gathers begin early.
+        slots: How values share static buffers: "fewest", or "enough" to lose no time at these
+            costs (where messages are free, at messages of half a forward).  By default each value
+            has a buffer of its own.
+        sizes: Bytes of values, for `limit`.
+        limit: The most bytes that a rank may hold.
+        blocks: Whether hosts wait themselves, as on CPUs.
+        debug: Whether the program is checked after every pass.
+        **more: Further attributes of the program (`zero`, `frozen`, `states`, ...), and options of
+            passes.  `schedir options` lists all of them.  `recompute` says which forwards save
+            their inputs only and run again: "all", "half", "fit" (as few as `limit` asks for),
+            stages, pairs of (stage, microbatch), or a function of the two.  `offload` and `spill`
+            say in the same way which saved activations move to the host, and on to the disk.
+            `cut` and `chunks` split stages into segments and microbatches into chunks, which are
+            stages and microbatches of the program from then on; costs and sizes are then those of
+            segments and chunks (`split_costs`).
 
-    `tp` and `dp` are the sizes of the tensor- and data-parallel groups, by default 1.  `tied` says
-    which stages hold copies of one weight: `schedir.find_tied_weights(stages)`, or stages like
-    `((0, 3), (1, 2))`, or True for first and last.  `clip` says that gradients are clipped by their
-    global norm.  `skips` says from which stage to which a second value passes: `((0, 3), (1, 2))`.
-    `boundary` is the layout of activations between stages within a tensor-parallel
-    group: "replicated" ones are scattered for the wire and gathered behind it, "sharded" ones
-    go as they are; by default the former, or the latter where the program says that ranks share the
-    `sequence`, so that what passes is a part already.  `overlap` groups opposite transfers, and
-    begins gathers and posts other receives early.
-    `slots` says how many static buffers values share: the "fewest" there can be, or "enough" to
-    lose no time at these costs, or, where they say that messages are free, at messages of half a
-    forward; by default each value has its own.  `limit` is the most bytes
-    that a rank may hold, and `sizes` says what takes how many.  `blocks` says that hosts wait
-    themselves, as on CPUs.  `debug` checks after every pass.
-    `more` are further traits of the program, and options that passes take (`Pass.options`).
-    `recompute` is such an option: which forwards keep their inputs only, and are run again (R):
-    "all", but where a backward follows its own forward at once; stages, or pairs of (stage,
-    microbatch), in a list; a function of the two that says it; or "fit", as few as the limit asks
-    for.  Each R stands just before its backward (`recompute_at="late"`) or, where that would be
-    late, before a forward that waits for as long.
-    `offload` says in the same words, and "half", every other microbatch of each stage, what
-    forwards saved is moved to the host meanwhile, and `spill` what of that goes on to the disk, at
-    costs `offload`, `reload`, `spill` and `fetch`; `host_limit` is the most bytes that a rank may
-    have on the host.  With "fit" for both `recompute` and `offload` the step is as short as with
-    either, or shorter, as far as was tried.
-    `cut=5` cuts each stage into so many pieces, which are stages of the program from then on; where
-    tensor-parallel ranks meet between them is "fgfg" then, as one may say, too
-    (`ir/pipeline/stage_segments.py`). `chunks=4` cuts each microbatch into as many, which are
-    microbatches of the program from then on.  Costs, sizes, and what other options name, are those
-    of pieces and chunks (`split_costs`). `frozen=2` is such a trait: the first two stages are not
-    trained, and whatever the schedule says of their backwards is left out.
+    Returns:
+        The program.  It is complete, and finishes under `model`.
 
-    Raises a ProgramError if the schedule is wrong: LoweringLevelError for a program that is lowered
-    already, UsageError for a shape that is missing or not the draft's, and for an unknown name.
-    The result finishes under `model`, as `check` says.
+    Raises:
+        ProgramError: The schedule is wrong.
+        LoweringLevelError: The program is lowered already.
+        UsageError: The shape is missing, or not the draft's; or a name or an option is unknown.
+        MemoryLimitError: A rank holds more than `limit`.
 
-    >>> from schedir import B, F, PipelineShape, compile, to_text
-    >>> def mine(rank, ranks, microbatches):
-    ...     return microbatches * F + microbatches * B
-    >>> program = compile(mine, PipelineShape(ranks=2, microbatches=4))
-    >>> print(to_text(program), end="")
-    schedir 1
-    program mine
-    ranks 2  microbatches 4  stages_per_rank 1  placement loop
-    tp 1  dp 1  tied no  clip no
-    <BLANKLINE>
-    rank 0
-      4 x  F 0.0+; send_act 0.0+
-      4 x  recv_grad 0.0+; B 0.0+
-      reduce_grads 0
-      step
-    <BLANKLINE>
-    rank 1
-      4 x  recv_act 1.0+; F 1.0+
-      3 x  B 1.0+; send_grad 1.0+
-      B 1.3
-      reduce_grads 1
-      send_grad 1.3
-      step
+    Example:
+        >>> from schedir import B, F, PipelineShape, compile, to_text
+        >>> def mine(rank, ranks, microbatches):
+        ...     return microbatches * F + microbatches * B
+        >>> program = compile(mine, PipelineShape(ranks=2, microbatches=4))
+        >>> print(to_text(program), end="")
+        schedir 1
+        program mine
+        ranks 2  microbatches 4  stages_per_rank 1  placement loop
+        tp 1  dp 1  tied no  clip no
+        <BLANKLINE>
+        rank 0
+          4 x  F 0.0+; send_act 0.0+
+          4 x  recv_grad 0.0+; B 0.0+
+          reduce_grads 0
+          step
+        <BLANKLINE>
+        rank 1
+          4 x  recv_act 1.0+; F 1.0+
+          3 x  B 1.0+; send_grad 1.0+
+          B 1.3
+          reduce_grads 1
+          send_grad 1.3
+          step
     """
     if boundary not in (None, "replicated", "sharded"):
         raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
