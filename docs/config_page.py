@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docs.pages import ROOT, page, table
-from schedir.training.config.section_schema import heading, settings
+from schedir.training.config.settings_table import heading, settings
 from schedir.transports.registry import TRANSPORTS
 
 

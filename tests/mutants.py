@@ -30,7 +30,7 @@ from schedir.passes.communication.transfer_overlap import (
     group_opposites,
 )
 from schedir.passes.memory.checkpoint_snapshots import snapshots
-from schedir.passes.pass_order import LOWERING
+from schedir.passes.pass_registry import LOWERING
 from schedir.schedules import schedule_algebra
 from schedir.schedules.schedule_expansion import expand_schedule as drafted
 from schedir.testing import random_compute_program

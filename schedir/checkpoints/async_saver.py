@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from schedir.checkpoints.checkpoint_group import CheckpointGroup, apart
-from schedir.checkpoints.global_state import kept_of, of_stages
 from schedir.checkpoints.local_state import Names, TensorPiece
 from schedir.checkpoints.save_checkpoint import SavePlan, take, write
+from schedir.checkpoints.state_exchange import kept_of, of_stages
 from schedir.errors import ModelError, UsageError, said
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor

@@ -17,10 +17,10 @@ from schedir.checkpoints.checkpoint_directory import (
     Manifest,
 )
 from schedir.checkpoints.checkpoint_group import CheckpointGroup
-from schedir.checkpoints.global_state import kept_of, known_of, of_stages, say
 from schedir.checkpoints.load_plan import LoadPlan
 from schedir.checkpoints.local_state import Names, generators
 from schedir.checkpoints.manifest import several
+from schedir.checkpoints.state_exchange import kept_of, known_of, of_stages, say
 from schedir.errors import CheckpointError, said
 from schedir.runtime.checkpoint_state import ITS_OWN, Checkpointable, RankCheckpointState
 

@@ -21,14 +21,14 @@ from schedir.checkpoints.checkpoint_directory import (
     TensorMeta,
 )
 from schedir.checkpoints.checkpoint_group import CheckpointGroup
-from schedir.checkpoints.global_state import (
+from schedir.checkpoints.local_state import LocalState, Names, TensorPiece, generators
+from schedir.checkpoints.state_exchange import (
     kept_of,
     known_of,
     of_stages,
     warn_of_buffers,
     warn_of_left,
 )
-from schedir.checkpoints.local_state import LocalState, Names, TensorPiece, generators
 from schedir.errors import CheckpointError, said
 from schedir.runtime.checkpoint_state import ITS_OWN, Checkpointable
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from schedir.commands.common.bound_report import bound_of_request, to_gain
 from schedir.commands.common.chart_options import add_picture, only_charts, save_chart
-from schedir.commands.common.run_report import facts, filled_facts, said_of_costs
 from schedir.commands.common.schedule_options import (
     add_shape,
     add_source,
     request_of,
     require_whole,
 )
+from schedir.commands.common.timeline_facts import facts, filled_facts, said_of_costs
 from schedir.errors import UsageError
 from schedir.io.terminal import as_json, table
 

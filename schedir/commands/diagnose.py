@@ -1,4 +1,4 @@
-"""The command `where`: find where a job hangs, from its flight-recorder dumps or black boxes."""
+"""The command `diagnose`: find where a job hangs, from its flight-recorder dumps or black boxes."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from schedir.commands.common.bound_report import bound_of_request, said_of
 from schedir.commands.common.chart_options import add_picture, in_letters, only_charts, save_chart
-from schedir.commands.common.run_report import said_of_costs
 from schedir.commands.common.schedule_options import add_shape, add_source, request_of
+from schedir.commands.common.timeline_facts import said_of_costs
 from schedir.errors import UsageError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import argparse
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands.common.run_report import facts, filled_facts, said_of_costs
 from schedir.commands.common.schedule_options import add_shape, add_source, request_of, shape_of
+from schedir.commands.common.timeline_facts import facts, filled_facts, said_of_costs
 from schedir.errors import ProgramError, in_bytes
 from schedir.io.command_line import option_words
 from schedir.io.terminal import as_json

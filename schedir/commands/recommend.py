@@ -1,4 +1,4 @@
-"""The command `best`: rank schedules by their step time within the available memory."""
+"""The command `recommend`: rank schedules by their step time within the available memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedir.commands.common.bound_report import bound_of_request, to_gain
-from schedir.commands.common.run_report import facts, filled_facts, said_of_costs
 from schedir.commands.common.schedule_options import (
     SOURCE,
     add_shape,
@@ -17,6 +16,7 @@ from schedir.commands.common.schedule_options import (
     require_whole,
 )
 from schedir.commands.common.schedule_ranking import ScheduleRanking, known, ranked
+from schedir.commands.common.timeline_facts import facts, filled_facts, said_of_costs
 from schedir.errors import in_bytes
 from schedir.io.terminal import as_json, table
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from schedir.commands.common.bound_report import in_words
 from schedir.commands.common.progress_line import ProgressLine
-from schedir.commands.common.run_report import facts
 from schedir.commands.common.schedule_options import (
     PER_RANK,
     RANKS,
@@ -21,6 +20,7 @@ from schedir.commands.common.schedule_options import (
     shape_of,
 )
 from schedir.commands.common.schedule_ranking import ScheduleRanking, on_the_plan, ranked
+from schedir.commands.common.timeline_facts import facts
 from schedir.errors import UsageError, in_bytes
 from schedir.io.files import atomic_write
 from schedir.io.terminal import as_json

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from schedir.analysis.memory.buffer_slots import message_sizes, whole_sizes
 from schedir.commands.common.bound_report import bound_of_request, said_of
-from schedir.commands.common.run_report import facts, filled_facts, said_of_costs
 from schedir.commands.common.schedule_options import add_shape, add_source, request_of
+from schedir.commands.common.timeline_facts import facts, filled_facts, said_of_costs
 from schedir.errors import UsageError, in_bytes
 from schedir.io.program_request import Request
 from schedir.io.terminal import as_json, table

@@ -29,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def more() -> str:
     """The settings, by section."""
-    from schedir.training.config.section_schema import heading, settings
+    from schedir.training.config.settings_table import heading, settings
 
     lines = ["\nsettings, what they take, and their defaults:\n"]
     for section, (_, own) in settings().items():

@@ -31,7 +31,7 @@ from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import TRAITS, Program
 from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.passes.memory.offload_placement import DISK, HOST
-from schedir.passes.pass_order import LOWERING, OPTIONS
+from schedir.passes.pass_registry import LOWERING, OPTIONS
 from schedir.passes.pass_types import Boundary, Choice, Options, Pass
 from schedir.retired_names import RETIRED
 from schedir.schedules import find_schedule

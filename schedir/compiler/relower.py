@@ -16,7 +16,7 @@ from schedir.ir.isa.instructions import COMPUTE, RECOMPUTE
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import show_tied, tied_stages
 from schedir.ir.program import JOINED, TRAITS, Program, Stream
-from schedir.passes.pass_order import LOWERING
+from schedir.passes.pass_registry import LOWERING
 from schedir.passes.splitting.stage_segmentation import cut_like
 from schedir.schedules import built_in
 from schedir.schedules.schedule_algebra import Schedule

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from schedir.data.data_sources import find, load, python_files
 from schedir.data.megatron_indexed_dataset import Documents
 from schedir.data.megatron_indexed_dataset import read as read_indexed
+from schedir.data.token_files import find, load, python_files
 from schedir.data.tokenizer import Bytes, Tokenizer
 from schedir.data.tokenizer import load as load_tokenizer
 from schedir.errors import UsageError

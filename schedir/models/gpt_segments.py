@@ -25,8 +25,8 @@ from schedir.errors import ModelError
 from schedir.ir.pipeline.stage_segments import ENTERS, LEAVES
 from schedir.models.gpt import Layer, Stage
 from schedir.models.gpt_config import LAYER
+from schedir.models.partial_module import part_of
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.tensor_parallel.submodule_view import part_of
 
 Given = tuple[Tensor, ...]
 

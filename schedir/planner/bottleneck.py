@@ -12,7 +12,7 @@ from schedir.errors import UsageError, in_bytes
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.estimate.schedule_formulas import family
 from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate, StepBreakdown
-from schedir.planner.plan_space import PlanTable
+from schedir.planner.plan_table import PlanTable
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 _LESS = 0.01  # of a step: what is less than that is no reason

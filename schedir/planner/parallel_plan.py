@@ -1,4 +1,4 @@
-"""Choice: a parallel plan of a model on a cluster, and its estimates of time and memory."""
+"""ParallelPlan: the layout of a model on a cluster, and its estimates of time and memory."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from schedir.ir.cost.number_parsing import MOST_SEQUENCES
 from schedir.ir.cost.zero_states import LEVELS
 from schedir.planner.estimate.schedule_formulas import FAMILIES, SCHEDULES, family
 from schedir.planner.parallel_plan import Attention, Order, ParallelPlan
-from schedir.planner.plan_table import COLUMNS, NAMES, RECOMPUTES, PlanColumns
+from schedir.planner.plan_columns import COLUMNS, NAMES, RECOMPUTES, PlanColumns
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 

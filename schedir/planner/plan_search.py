@@ -15,10 +15,10 @@ from schedir.planner.estimate.simulated_estimate import require_host
 from schedir.planner.estimate.simulated_estimate import simulate_plan as simulated
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import Attention, Order, ParallelPlan, PlanEstimate
+from schedir.planner.plan_columns import PlanColumns, simulated_only
 from schedir.planner.plan_enumeration import asked, choices, leaves_node
 from schedir.planner.plan_estimate import plain
-from schedir.planner.plan_space import PlanTable, closed_form
-from schedir.planner.plan_table import PlanColumns, simulated_only
+from schedir.planner.plan_table import PlanTable, closed_form
 from schedir.planner.transformer.layer_division import layers_of
 from schedir.planner.transformer.layer_ops import refuse_uneven
 from schedir.planner.transformer.memory_estimate import StateBytes, states_for

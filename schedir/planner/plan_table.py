@@ -1,124 +1,64 @@
-"""Many plans as a table: one column for each field of a plan."""
+"""Estimate the time and memory of all plans at once, in closed form."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, Final, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import UsageError
-from schedir.planner.estimate.schedule_formulas import FAMILIES
-from schedir.planner.parallel_plan import Attention, Order, ParallelPlan
-from schedir.planner.transformer.layer_division import RankGroupShare, even, shares
+from schedir.ir.cost.cluster import Cluster
+from schedir.planner.estimate.closed_form import parts
+from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.parallel_plan import GpuMemory, PlanEstimate, StepBreakdown
+from schedir.planner.plan_columns import Floats, PlanColumns
+from schedir.planner.plan_estimate import priced
+from schedir.planner.transformer.memory_estimate import StateBytes, held
 from schedir.planner.transformer.transformer_spec import TransformerSpec
-from schedir.predict.activation_bytes import Recompute
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
-NAMES: Final = tuple(FAMILIES)  # a schedule's number is its place here
-RECOMPUTES: Final[tuple[Recompute, ...]] = get_args(Recompute)
 
 
-class RankGroupShares(NamedTuple):
-    """The shares of all plans, each field of `RankGroupShare` as an array of a row for each plan
-    and a column for each share; where a plan has fewer, their `number` is 0."""
+class PlanTable(NamedTuple):
+    """What many plans take and hold: parts of their steps, and memory of the fullest rank, a row
+    for each field of `StepBreakdown` and `GpuMemory`; and the sums of these."""
 
-    number: Ints
-    rank: Ints
-    layers: Ints
-    first: NDArray[np.bool_]
-    last: NDArray[np.bool_]
+    plans: PlanColumns
+    parts: Floats
+    memory: Floats
+    step: Floats
+    total: Floats
 
+    def at(self, model: TransformerSpec, cluster: Cluster, number: int) -> PlanEstimate:
+        """One of them."""
+        return priced(
+            model, cluster, self.plans.choice(model, number),
+            StepBreakdown(*self.parts[:, number].tolist()), GpuMemory(*self.memory[:,
+                                                                                   number].tolist()),
+        )  # fmt: skip
 
-@dataclass(frozen=True, eq=False)
-class PlanColumns:
-    """A column of whole numbers for each field of a choice, as `ParallelPlan` has them; `schedule`
-    and `recompute` are numbers of `NAMES` and `RECOMPUTES`, and `sequence_parallel` is 0 or 1.
+    def take(self, which: NDArray[np.bool_]) -> PlanTable:
+        """Some of them."""
+        arrays = (each[..., which] for each in self[1:])
+        return PlanTable(self.plans.take(which), *arrays)
 
-    What all plans have alike is said once.  Layers are divided as evenly as can be (`even`), unless
-    `layers_of` is told.
-    """
-
-    p: Ints
-    t: Ints
-    d: Ints
-    v: Ints
-    b: Ints
-    m: Ints
-    schedule: Ints
-    recompute: Ints
-    zero: Ints
-    sequence_parallel: Ints
-    c: Ints
-    e: Ints
-    attention: Attention = "softmax"
-    order: Order = "tpd"
-    layers_of: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.p)
-
-    @classmethod
-    def of(cls, choice: ParallelPlan) -> PlanColumns:
-        """One choice alone.  Raises UsageError for one that has anything on the host, of whose
-        copies closed forms know nothing."""
-        if choice.moves:
-            raise simulated_only()
-        each = {f.name: getattr(choice, f.name) for f in fields(cls)}
-        each["schedule"] = NAMES.index(choice.schedule)
-        each["recompute"] = RECOMPUTES.index(choice.recompute)
-        each |= {name: np.array([int(each[name])]) for name in COLUMNS}
-        return cls(**each)
-
-    def take(self, which: Any) -> PlanColumns:
-        """Some of the plans, by number or by mask."""
-        return replace(self, **{name: getattr(self, name)[which] for name in COLUMNS})
-
-    def choice(self, model: TransformerSpec, number: int) -> ParallelPlan:
-        """One of them; one that does not divide evenly says its layers."""
-        each: dict[str, Any] = {name: int(getattr(self, name)[number]) for name in COLUMNS}
-        each["schedule"] = NAMES[each["schedule"]]
-        each["recompute"] = RECOMPUTES[each["recompute"]]
-        each["sequence_parallel"] = bool(each["sequence_parallel"])
-        each |= {name: getattr(self, name) for name in ALIKE}
-        if not self.layers_of and model.layers % (stages := each["p"] * each["v"]):
-            each["layers_of"] = even(model.layers, stages)
-        return ParallelPlan(**each)
-
-    def distinct(self, *names: str) -> tuple[Ints, Ints]:
-        """The first plan of each combination of these columns, and for each plan which it has."""
-        code = np.zeros(len(self), np.int64)
-        for name in names:
-            column = getattr(self, name)
-            code = code * (int(column.max(initial=0)) + 1) + column
-        _, first, which = np.unique(code, return_index=True, return_inverse=True)
-        return first, which
-
-    def shares(self, model: TransformerSpec, *, alike: bool = True) -> RankGroupShares:
-        """What ranks have: `shares` of each plan."""
-        vee = np.array([FAMILIES[name].vee for name in NAMES], np.int64)[self.schedule]
-        _, which = np.unique((self.p * 2**20 + self.v) * 2 + vee, return_inverse=True)
-        first = np.unique(which, return_index=True)[1]
-        each = [shares(model, self.choice(model, i), alike=alike) for i in first.tolist()]
-        most = max(map(len, each), default=0)
-        none = RankGroupShare(0, 0, 0, False, False)
-        table = np.array([[*own, *[none] * (most - len(own))] for own in each], np.int64)
-        columns = [table.reshape(len(each), most, -1)[which, :, k] for k in range(5)]
-        number, rank, layers, *ends = columns
-        return RankGroupShares(number, rank, layers, *(end.astype(bool) for end in ends))
+    def told(self, finalists: list[tuple[PlanEstimate, int]]) -> PlanTable:
+        """The same, with what simulations tell of some of them, each with its number."""
+        parts, memory = self.parts.copy(), self.memory.copy()
+        for one, at in finalists:
+            parts[:, at], memory[:, at] = one.parts, one.memory
+        return PlanTable(self.plans, parts, memory, parts.sum(axis=0), memory.sum(axis=0))
 
 
-def simulated_only() -> UsageError:
-    """The refusal to tell without a simulation what offloads."""
-    return UsageError(
-        "closed forms know nothing of copies to the host and back: plans that offload are "
-        "simulated, which exact=False, or --closed-form-only, leaves out",
-        fields=["offload", "exact"],
-    )
-
-
-ALIKE: Final = ("attention", "order", "layers_of")
-COLUMNS: Final = tuple(f.name for f in fields(PlanColumns) if f.name not in ALIKE)
+def closed_form(
+    model: TransformerSpec,
+    cluster: Cluster,
+    plans: PlanColumns,
+    constants: SoftwareConstants,
+    states: StateBytes,
+) -> PlanTable:
+    """The closed form of all plans."""
+    shares = plans.shares(model)
+    holds = held(model, plans, shares, constants, states)
+    found = parts(model, cluster, plans, shares, holds, constants, states)
+    fullest = holds.memory.sum(axis=0).argmax(axis=1)
+    memory = holds.memory[:, np.arange(len(plans)), fullest]
+    return PlanTable(plans, found, memory, found.sum(axis=0), memory.sum(axis=0))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         register_splittable_layer,
     )
     from schedir.runtime.boundaries.boundary import Boundary
-    from schedir.runtime.boundaries.per_microbatch import PerMicrobatchBoundary
+    from schedir.runtime.boundaries.boundary_table import PerMicrobatchBoundary
     from schedir.runtime.boundaries.size_measurement import infer_boundaries, measure_sizes
     from schedir.runtime.executor import Executor
     from schedir.runtime.in_process import InProcessExecutor
@@ -32,7 +32,7 @@ _HOME: Final = {
     "Executor": "runtime.executor",
     "GlooTransport": "transports.gloo",
     "InProcessExecutor": "runtime.in_process",
-    "PerMicrobatchBoundary": "runtime.boundaries.per_microbatch",
+    "PerMicrobatchBoundary": "runtime.boundaries.boundary_table",
     "SharedMemoryTransport": "transports.shared_memory",
     "infer_boundaries": "runtime.boundaries.size_measurement",
     "check_splittable_layer": "runtime.autograd.splittable_layers",

@@ -14,7 +14,7 @@ from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.runtime import arguments
 from schedir.runtime.boundaries.boundary import Edges, Given
-from schedir.runtime.boundaries.per_microbatch import BoundaryTable, PerMicrobatchBoundary
+from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobatchBoundary
 from schedir.runtime.checkpoint_state import CheckpointState, kept_of
 from schedir.runtime.extra_programs import Beside, ProgramOrder, beside_of
 from schedir.runtime.model_checks.rank_consistency import agreed

@@ -9,7 +9,7 @@ from schedir.errors import ModelError, ProgramSequenceError, said
 from schedir.ir.program import Program
 from schedir.runtime.arguments import program_of
 from schedir.runtime.boundaries.boundary import Edges, Given
-from schedir.runtime.boundaries.per_microbatch import BoundaryTable, PerMicrobatchBoundary
+from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobatchBoundary
 from schedir.transports.transport import Transport
 from schedir.verify.program_sequence import check_program_sequence
 

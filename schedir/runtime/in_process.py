@@ -27,18 +27,18 @@ from schedir.predict.recorded_timeline import timeline_of
 from schedir.predict.timeline import Timeline
 from schedir.runtime.arguments import maker_of, program_of, stages_of
 from schedir.runtime.boundaries.boundary import Edges, Given
-from schedir.runtime.boundaries.per_microbatch import BoundaryTable, PerMicrobatchBoundary
+from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobatchBoundary
 from schedir.runtime.checkpoint_state import CheckpointState, kept_of
 from schedir.runtime.evaluation_run import looking
 from schedir.runtime.executor import Executor
 from schedir.runtime.extra_programs import Beside
+from schedir.runtime.in_process_copies import StageReplica, copies_of, copy_of
 from schedir.runtime.model_checks.memory_overlap import expect_copyable, expect_ranks_apart
 from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
 from schedir.runtime.parameters.tied_parameters import prints
 from schedir.runtime.program_runner import ProgramRunner
 from schedir.runtime.rank_resources import Loss
 from schedir.runtime.recording.recorder import read
-from schedir.runtime.stage_replicas import StageReplica, copies_of, copy_of
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
 from schedir.transports.in_process.mailbox import mailboxes
 from schedir.verify.check import crossing

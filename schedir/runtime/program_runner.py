@@ -21,7 +21,7 @@ from schedir.io.black_box import AT, SINCE, BlackBox
 from schedir.io.profiler_range_names import marks_of
 from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import RandomStreams
-from schedir.runtime.boundaries.per_microbatch import BoundaryTable
+from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.evaluation_run import looking
 from schedir.runtime.handlers.handler_registry import linked
 from schedir.runtime.rank_resources import RankResources

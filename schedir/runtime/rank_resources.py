@@ -16,7 +16,7 @@ from schedir.errors import ModelError
 from schedir.ir.isa.instructions import BOUNDARY, RECEIVES, ROWS, Opcode, Token
 from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import RandomStreams
-from schedir.runtime.boundaries.per_microbatch import BoundaryTable
+from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.model_checks.parameter_guard import ParameterGuard
 from schedir.runtime.offload.copy_lanes import CopyLanes
 from schedir.runtime.offload.cpu_optimizer import CpuOptimizer

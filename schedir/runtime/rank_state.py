@@ -24,7 +24,7 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import OWN, Program
 from schedir.runtime.autograd.random_streams import numbers_of
-from schedir.runtime.boundaries.per_microbatch import BoundaryTable
+from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.model_checks.first_step_checks import OUTPUTS, FirstStepChecks
 from schedir.runtime.model_checks.memory_overlap import share_memory
 from schedir.runtime.model_checks.tensor_fingerprint import versions_of

@@ -31,7 +31,7 @@ Task = tuple[int, int, int]  # stage, kind, microbatch
 
 
 class SolverResult(NamedTuple):
-    """What CP-SAT says of a Problem.
+    """What CP-SAT says of a SchedulingProblem.
 
     `order` is the shortest that it found, None where it found none that was asked for, and `value`
     what that takes by `orders.length`.  No order takes less than `bound`; where shorter ones than
@@ -151,7 +151,7 @@ def _run(
 
 
 class _CpSatModel:
-    """The starts of all work of a Problem in whole numbers, as CP-SAT's variables."""
+    """The starts of all work of a SchedulingProblem in whole numbers, as CP-SAT's variables."""
 
     def __init__(self, cp_model: Any, problem: SchedulingProblem, least: int) -> None:
         self.problem, self.least = problem, least

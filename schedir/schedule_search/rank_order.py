@@ -2,7 +2,7 @@
 
 Microbatches are alike, so a rank loses nothing by doing each kind of work of a stage in ascending
 order: of any schedule, sort the starts of a kind, and the k-th F still follows the k-th F before
-it, and what is held depends on counts alone (design, "Microbatches are alike").
+it, and what is held depends on counts alone (docs/design.md, "Microbatches are alike").
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def starts_of(
 
 
 def length(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> float | None:
-    """What an order takes by the Problem's objective; None for one that never ends."""
+    """What an order takes by the SchedulingProblem's objective; None for one that never ends."""
     started = starts_of(problem, order)
     if started is None:
         return None

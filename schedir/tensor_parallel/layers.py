@@ -1,6 +1,6 @@
 """Linear layers shared by a tensor-parallel group (1909.08053, section 3), splittable into dI, dW.
 
-Each is made from the full weight, a tensor or one that is drawn by slice (`drawn.Drawn`), and keeps
+Each is made from the full weight, a tensor or one that is drawn by slice (`SlicedInit`), and keeps
 its slice: so what is computed does not depend on how many ranks share it.
 
 With `sequence` they share the tokens, too (2205.05198, section 4.2.2): "the same on all ranks" is

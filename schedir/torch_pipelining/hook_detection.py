@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from schedir.runtime.autograd.node_hooks import can_wait, has_hooks, registrations
+from schedir.runtime.autograd.node_hook_detection import can_wait, has_hooks, registrations
 
 
 class _Counter:

@@ -31,7 +31,7 @@ from schedir.ir.isa.instructions import (
     Scope,
 )
 from schedir.ir.program import FIELDS, Program, is_op
-from schedir.passes.pass_order import LOWERING
+from schedir.passes.pass_registry import LOWERING
 from schedir.passes.pass_types import ExpectedInstructions
 from schedir.verify.communication import forms, meetings, transfers
 from schedir.verify.inspector import Inspector

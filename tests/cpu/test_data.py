@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.data.data_sources import load, python_sources
+from schedir.data.token_files import load, python_sources
 from schedir.errors import ModelError, UsageError
 from schedir.models.gpt_config import GPTConfig
 from schedir.training.batches.samples import Batches

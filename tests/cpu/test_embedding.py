@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from schedir.kernels.embedding_gradient import row_sums
-from schedir.runtime.autograd.node_hooks import observe
+from schedir.runtime.autograd.node_hook_detection import observe
 from schedir.runtime.autograd.split_backward import DeferredGradients, embedding, linear, recording
 from tests.cpu.largest import Largest
 

@@ -18,11 +18,11 @@ from schedir import Costs, PipelineShape, compile, schedules
 from schedir.errors import ModelError
 from schedir.models import gpt
 from schedir.models.gpt_segments import boundaries, cut_of, pieces
+from schedir.models.partial_module import part_of
 from schedir.runtime import Boundary, Executor, GlooTransport, InProcessExecutor, measure_sizes
 from schedir.runtime.boundaries.boundary import ModelBoundaries
-from schedir.runtime.boundaries.per_microbatch import require_fit
+from schedir.runtime.boundaries.boundary_table import require_fit
 from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from schedir.tensor_parallel.submodule_view import part_of
 from tests.cpu.spawn import RankError, run
 
 CONFIG = gpt.GPTConfig(vocab=61, layers=4, hidden=32, heads=4, context=8, dropout=0.1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
-from schedir.runtime.autograd.node_hooks import has_hooks, leaf_has_hooks, registrations
+from schedir.runtime.autograd.node_hook_detection import has_hooks, leaf_has_hooks, registrations
 from schedir.runtime.autograd.split_backward import DeferredGradients, recording
 from schedir.runtime.autograd.splittable_layers import (
     could_wait,

@@ -19,7 +19,7 @@ from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.schedule_search.bounds.closed_form_bounds import closed_bound
 from schedir.schedule_search.bounds.lower_bound import bound_of
-from schedir.schedule_search.bounds.memory_lags import MemoryLags
+from schedir.schedule_search.bounds.memory_precedences import MemoryLags
 from schedir.schedule_search.bounds.microbatch_latency import MicrobatchLatency
 from schedir.schedule_search.bounds.program_bound import bound_of_program
 from schedir.schedule_search.bounds.round_trip import options_of

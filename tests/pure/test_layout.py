@@ -269,7 +269,7 @@ schedir.simulate(schedir.check(program, model="device"), schedir.Costs())
 assert schedir.from_text(schedir.to_text(program)) == program
 """,
         """
-from schedir.training.config.section_schema import settings
+from schedir.training.config.settings_table import settings
 from schedir.training.config.train_config import TrainConfig
 settings()
 assert TrainConfig(device="cuda", transport="grouped").model == "device"

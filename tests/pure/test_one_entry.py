@@ -64,7 +64,7 @@ from dataclasses import replace
 import schedir
 from schedir.errors import ConfigError, ParseError, PlanError
 from schedir.schedules import one_f_one_b
-from schedir.training.config.section_schema import settings
+from schedir.training.config.settings_table import settings
 from schedir.training.config.config_file import read
 
 plain = schedir.compile(one_f_one_b, schedir.PipelineShape(2, 4))

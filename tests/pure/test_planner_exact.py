@@ -20,7 +20,7 @@ from schedir.planner.config_export import plan_of, plan_program
 from schedir.planner.estimate import closed_form
 from schedir.planner.estimate.instruction_costs import costs_of, times_of
 from schedir.planner.estimate.simulated_estimate import simulate_plan
-from schedir.planner.plan_table import PlanColumns
+from schedir.planner.plan_columns import PlanColumns
 from schedir.planner.schedule_improvement import improve_schedule
 from schedir.planner.transformer.layer_division_search import balanced, optimize_layer_division
 from schedir.planner.transformer.memory_estimate import ADAM, layer_numbers

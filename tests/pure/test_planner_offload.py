@@ -29,7 +29,7 @@ from schedir.ir.isa.instructions import Opcode
 from schedir.planner.config_export import plan_program
 from schedir.planner.estimate.instruction_costs import costs_of, times_of
 from schedir.planner.hardware.software_constants import SoftwareConstants
-from schedir.planner.plan_table import simulated_only
+from schedir.planner.plan_columns import simulated_only
 from schedir.planner.transformer.stage_bytes import sizes
 from schedir.predict.activation_bytes import Recompute
 from tests.commands import refused, said

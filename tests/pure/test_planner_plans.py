@@ -22,10 +22,10 @@ from schedir.planner import (
 )
 from schedir.planner.estimate.link_time import mesh, places_of, rings, ways
 from schedir.planner.estimate.schedule_formulas import FAMILIES
+from schedir.planner.plan_columns import PlanColumns
 from schedir.planner.plan_enumeration import asked, choices
 from schedir.planner.plan_estimate import plain
-from schedir.planner.plan_space import closed_form
-from schedir.planner.plan_table import PlanColumns
+from schedir.planner.plan_table import closed_form
 from schedir.planner.transformer.layer_division import layers_of
 from schedir.planner.transformer.memory_estimate import (
     ADAM,

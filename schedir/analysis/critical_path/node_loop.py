@@ -110,7 +110,7 @@ def longest(
 ) -> None:
     """Fill `start` and `turn`, which come with zeros, as `ready`, which has room for all nodes.
 
-    The first four are the Problem's, the others as `successors` fills them.
+    The first four are the SchedulingProblem's, the others as `successors` fills them.
     """
     nodes, fixes, hops = len(cost), len(fixed) > 0, len(hop) > 0
     # First in, first out: so the last that a node waits for is of the latest turn.

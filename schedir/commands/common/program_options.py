@@ -17,7 +17,7 @@ from schedir.io.files import read_text
 from schedir.io.toml_tables import tables_of
 from schedir.ir.pipeline.field_schema import YES_OR_NO, FieldType
 from schedir.ir.program import HEADER
-from schedir.passes.pass_order import OPTIONS, SECTION_OF
+from schedir.passes.pass_registry import OPTIONS, SECTION_OF
 from schedir.retired_names import RETIRED
 
 

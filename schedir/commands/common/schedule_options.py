@@ -23,7 +23,7 @@ from schedir.ir.cost.number_parsing import decimal, whole
 from schedir.ir.cost.sizes import Sizes, bytes_of
 from schedir.ir.pipeline.field_schema import Field, FieldType
 from schedir.ir.program import HEADER, Program
-from schedir.passes.pass_order import OPTIONS
+from schedir.passes.pass_registry import OPTIONS
 
 SOURCE = (
     "a built-in schedule or file.py:function, with options in brackets if it has any "

@@ -1,7 +1,7 @@
 """Estimate the step times of many plans in closed form, without a program.
 
 The rank that works longest decides: its work, the time that it waits for all others, and what is
-not hidden of messages and sums.  `exact` simulates the program instead.
+not hidden of messages and sums.  `simulated_estimate` simulates the program instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from schedir.planner.estimate.link_time import NodePlacement, places_of, rings, 
 from schedir.planner.estimate.schedule_formulas import FAMILIES, gathers
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import PhaseTimes, StepBreakdown
-from schedir.planner.plan_table import NAMES, RECOMPUTES, Floats, PlanColumns, RankGroupShares
+from schedir.planner.plan_columns import NAMES, RECOMPUTES, Floats, PlanColumns, RankGroupShares
 from schedir.planner.transformer.layer_time import GpuWork, work_of
 from schedir.planner.transformer.memory_estimate import (
     MemoryTable,

@@ -9,7 +9,7 @@ import numpy as np
 
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.parallel_plan import ParallelPlan
-from schedir.planner.plan_table import Floats, Ints, PlanColumns
+from schedir.planner.plan_columns import Floats, Ints, PlanColumns
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 

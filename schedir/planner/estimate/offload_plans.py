@@ -16,7 +16,7 @@ from schedir.planner.bottleneck import alone, in_short
 from schedir.planner.estimate.simulated_estimate import simulate_plan
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import Lies, Offload, ParallelPlan, PlanEstimate
-from schedir.planner.plan_space import PlanTable
+from schedir.planner.plan_table import PlanTable
 from schedir.planner.transformer.memory_estimate import StateBytes, kept_by_layer
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 

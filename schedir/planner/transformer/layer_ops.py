@@ -1,7 +1,7 @@
 """List the GEMMs, memory passes and collectives of a layer, an embedding and a head.
 
 Products, kernels that read and write, and collectives, of a transformer as Megatron-LM cuts it
-(arXiv 1909.08053, section 3; 2205.05198, section 4).  What they take is for `layer` to say.
+(arXiv 1909.08053, section 3; 2205.05198, section 4).  `layer_time` computes their times.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from schedir.ir.cost.zero_states import CUT_FROM
 from schedir.planner.estimate.schedule_formulas import FAMILIES, family
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import GpuMemory, ParallelPlan
-from schedir.planner.plan_table import NAMES, Floats, PlanColumns, RankGroupShares
+from schedir.planner.plan_columns import NAMES, Floats, PlanColumns, RankGroupShares
 from schedir.planner.transformer.layer_ops import refuse_uneven
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.activation_bytes import layer_terms

@@ -35,7 +35,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from schedir.errors import ModelError
-from schedir.runtime.autograd.node_hooks import can_wait, has_hooks, leaf_has_hooks, registrations
+from schedir.runtime.autograd.node_hook_detection import (
+    can_wait,
+    has_hooks,
+    leaf_has_hooks,
+    registrations,
+)
 from schedir.runtime.autograd.weight_gradient_rules import (
     LookupRule,
     ProductRule,

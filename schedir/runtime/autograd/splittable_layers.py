@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from schedir.errors import ModelError, UsageError, expect
-from schedir.runtime.autograd.node_hooks import can_wait, leaf_has_hooks, observe
+from schedir.runtime.autograd.node_hook_detection import can_wait, leaf_has_hooks, observe
 from schedir.runtime.autograd.split_backward import (
     DeferredGradients,
     LayerRule,

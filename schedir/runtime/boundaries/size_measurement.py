@@ -31,7 +31,7 @@ from schedir.runtime.boundaries.boundary import (
     passed_on,
     with_skip,
 )
-from schedir.runtime.boundaries.per_microbatch import PerMicrobatchBoundary
+from schedir.runtime.boundaries.boundary_table import PerMicrobatchBoundary
 from schedir.runtime.model_checks.tensor_fingerprint import same_bits, sums_of
 from schedir.runtime.parameters.buckets import ShardSpec, buckets_of
 from schedir.runtime.parameters.mixed_precision import innermost

@@ -11,7 +11,7 @@ from torch import nn
 from schedir.errors import ModelError
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
-from schedir.runtime.boundaries.per_microbatch import BoundaryTable
+from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.model_checks.memory_overlap import expect_no_views
 from schedir.runtime.model_checks.parameter_guard import expect_kept
 from schedir.runtime.model_checks.sharding_requirements import require_cuttable

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import ADDS, ROWS, Instr, Token, producers
 from schedir.ir.program import Stream
-from schedir.runtime.autograd.node_hooks import observe
+from schedir.runtime.autograd.node_hook_detection import observe
 from schedir.runtime.autograd.split_backward import DeferredGradients
 from schedir.runtime.parameters.gradient_buffers import Copies, GradientBuffers
 from schedir.runtime.parameters.weight_versions import WeightVersions

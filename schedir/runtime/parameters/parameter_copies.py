@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from schedir.errors import ModelError
-from schedir.runtime.autograd.node_hooks import has_node_hooks
+from schedir.runtime.autograd.node_hook_detection import has_node_hooks
 
 
 def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import COMPUTE, Instr
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.runtime.autograd.node_hooks import observe
+from schedir.runtime.autograd.node_hook_detection import observe
 from schedir.runtime.model_checks.tensor_fingerprint import local_of, sum_of_bits
 from schedir.runtime.parameters.parameter_copies import expect_no_node_hooks, like
 

@@ -1,8 +1,8 @@
 """Measure the bytes that are alive on a rank during a step.
 
-It is what `analysis.memory.held` predicts: weights, gradients, the optimizer's state, slots, and
-what compute keeps for later compute.  What an instruction needs only while it runs is in neither,
-nor is what the step is given.
+It is what `analysis.memory.footprint` predicts: weights, gradients, the optimizer's state, slots,
+and what compute keeps for later compute.  What an instruction needs only while it runs is in
+neither, nor is what the step is given.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Find the instruction that first gave inf or NaN.
 
-The device alone decides that an update is not made (`precision.step_if`).  Who wants to know where
-it went wrong runs the step again: its weights are still there, and what it ran has been let go.
+The device alone decides that an update is not made (`mixed_precision.step_if`).  Who wants to know
+where it went wrong runs the step again: its weights are still there, and what it ran has been let
+go.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
-from schedir.schedule_search.bounds.memory_lags import MemoryLags, fit
+from schedir.schedule_search.bounds.memory_precedences import MemoryLags, fit
 from schedir.schedule_search.bounds.microbatch_latency import MicrobatchLatency
 from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.search_results import LowerBound
 
 
 def closed_bound(problem: SchedulingProblem) -> LowerBound:
-    """The largest closed bound of a Problem, over all ranks."""
+    """The largest closed bound of a SchedulingProblem, over all ranks."""
     paths, lags = MicrobatchLatency.of(problem), MemoryLags.of(problem)
     ranks = range(problem.plan.ranks)
     each = (bound for rank in ranks for bound in of_rank(problem, paths, lags, rank))

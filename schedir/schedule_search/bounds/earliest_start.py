@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from schedir.schedule_search.bounds.memory_lags import MemoryLags
+from schedir.schedule_search.bounds.memory_precedences import MemoryLags
 from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import KINDS, F, I, W
 from schedir.schedule_search.search_results import LowerBound

@@ -56,7 +56,8 @@ def lower_bound(
 
 
 def bound_of(problem: SchedulingProblem, seconds: float = 0.005) -> LowerBound:
-    """The largest bound of a Problem that is found in about so many seconds, as its size says.
+    """The largest bound of a SchedulingProblem that is found in about so many seconds, as its size
+    says.
 
     Without any time it is the closed one, which takes some milliseconds however large it is.
     """

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Final
 
 from schedir.schedule_search.bounds.closed_form_bounds import closed_bound, of_rank
-from schedir.schedule_search.bounds.memory_lags import MemoryLags
+from schedir.schedule_search.bounds.memory_precedences import MemoryLags
 from schedir.schedule_search.bounds.microbatch_latency import MicrobatchLatency
 from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.search_results import LowerBound

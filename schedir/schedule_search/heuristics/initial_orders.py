@@ -50,7 +50,7 @@ def unlike(program: Program) -> str:
 
 
 def _complete(problem: SchedulingProblem, program: Program) -> Iterator[tuple[str, Order]]:
-    """The order of a program that runs all of the Problem's work."""
+    """The order of a program that runs all of the SchedulingProblem's work."""
     order = codes_of(program, split=problem.split)
     whole = problem.microbatches * problem.kinds
     if all(len(codes) == len(own) * whole for codes, own in zip(order, problem.own, strict=True)):

@@ -31,7 +31,8 @@ class DispatchPolicy(NamedTuple):
 
 
 class OrderEvaluator:
-    """Runs policies and orders of one Problem, by Python over lists, or compiled over arrays.
+    """Runs policies and orders of one SchedulingProblem, by Python over lists, or compiled over
+    arrays.
 
     The results have the same bits.
     """
@@ -118,7 +119,8 @@ class OrderEvaluator:
         return self._cut(self._out)
 
     def length(self, order: Order) -> float:
-        """What an order takes, by the Problem's objective; infinite for one that never ends."""
+        """What an order takes, by the SchedulingProblem's objective; infinite for one that never
+        ends."""
         self.evaluations += 1
         return self._length(self._ints([code for codes in order for code in codes]))
 

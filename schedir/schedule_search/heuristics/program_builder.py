@@ -34,9 +34,10 @@ class BuiltProgram(NamedTuple):
 
 
 class ProgramBuilder:
-    """Makes programs of orders of a Problem.
+    """Makes programs of orders of a SchedulingProblem.
 
-    Messages take room beside what the Problem counts, in slots of which there may be more or fewer.
+    Messages take room beside what the SchedulingProblem counts, in slots of which there may be more
+    or fewer.
     """
 
     def __init__(

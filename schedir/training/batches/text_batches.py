@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from schedir.data.corpus import Source, read, split, tokenizer_of
-from schedir.data.data_sources import find
 from schedir.data.megatron_indexed_dataset import Documents
+from schedir.data.token_files import find
 from schedir.data.token_windows import PackedWindows
 from schedir.data.tokenizer import Tokenizer
 from schedir.errors import UsageError

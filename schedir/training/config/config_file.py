@@ -21,12 +21,12 @@ from schedir.io.toml_tables import MOST_BYTES, tables_of
 from schedir.ir.input_trust import most_of_a_file
 from schedir.ir.pipeline.pipeline_shape import PLAN
 from schedir.ir.program import HEADER, TRAITS, Program
-from schedir.passes.pass_order import OPTIONS, SECTION_OF
+from schedir.passes.pass_registry import OPTIONS, SECTION_OF
 from schedir.retired_names import RETIRED
 from schedir.training.config.model_kinds import KINDS
 from schedir.training.config.run_config import Config, PipelineConfig, contradicts
-from schedir.training.config.section_schema import SECTIONS, sections_of, types_of
 from schedir.training.config.setting_types import coerce, describe
+from schedir.training.config.settings_table import SECTIONS, sections_of, types_of
 
 
 class _SettingValue(NamedTuple):

@@ -18,7 +18,7 @@ from schedir.ir.pipeline.stage_segments import NOBODY
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.models.gpt_config import GPTConfig
 from schedir.models.partitioning import split_tokens
-from schedir.passes.pass_order import OPTIONS, SECTION_OF
+from schedir.passes.pass_registry import OPTIONS, SECTION_OF
 from schedir.passes.pass_types import Choice
 from schedir.training.config.model_kinds import KINDS, ModelConfig, kind_of
 from schedir.training.config.segmentation import StageSegmentation, finer

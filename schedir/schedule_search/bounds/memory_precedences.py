@@ -51,7 +51,7 @@ class MemoryLags(NamedTuple):
 
     @classmethod
     def of(cls, problem: SchedulingProblem) -> MemoryLags:
-        """Those of a Problem."""
+        """Those of a SchedulingProblem."""
         kinds: tuple[list[MemoryLag], ...] = ([], [], [])
         for rank in range(problem.plan.ranks):
             for found, lags in zip(kinds, _of_rank(problem, rank), strict=True):
