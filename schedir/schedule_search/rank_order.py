@@ -2,7 +2,7 @@
 
 Microbatches are alike, so a rank loses nothing by doing each kind of work of a stage in ascending
 order: of any schedule, sort the starts of a kind, and the k-th F still follows the k-th F before
-it, and what is held depends on counts alone (docs/design.md, "Microbatches are alike").
+it, and what is held depends on counts alone (docs/search.md).
 """
 
 from __future__ import annotations

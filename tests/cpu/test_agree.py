@@ -80,7 +80,7 @@ def _change(stage: nn.Module, how: str) -> None:
         ("max_norm", "max_norm: 1.0 and 2.0"),
         ("scale", "the loss scale: None and 8 (growth 2, backoff 0.5, interval 2000)"),
         ("seed", "the seed: 0 and 1"),
-        ("transport", "the transport: Gloo and Edge"),
+        ("transport", "the transport: GlooTransport and EdgeGroups"),
         ("hidden", "parameter 0 of stage 0, slice 0: positions [8, 16] of torch.float32, "),
         ("gradients", "of torch.bfloat16, gradients in torch.float32"),
         (
