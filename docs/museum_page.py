@@ -5,14 +5,20 @@ from __future__ import annotations
 from functools import partial
 
 from docs import pages
-from schedir.analysis.progress_models import MODELS, Model
-from schedir.errors import ChannelMismatchError, DeadlockError, GroupError, ProgramError, in_bytes
+from schedir.analysis.progress_models import MODELS, ProgressModel
+from schedir.errors import (
+    ChannelMismatchError,
+    DeadlockError,
+    GroupError,
+    ProgramError,
+    format_bytes,
+)
 from schedir.io.terminal import listed
 from schedir.viz.deadlock_diagram import standstill
 from tests.museum.cases import CHAPTERS, Case, cases
 
 
-def shown(case: Case) -> tuple[Model, ProgramError] | None:
+def shown(case: Case) -> tuple[ProgressModel, ProgramError] | None:
     """The refusal that the page shows: that of `device`, or of the first model that refuses.
 
     A case may say which, and of one that is about first uses it is that of such a use.
@@ -96,7 +102,7 @@ def block(summary: str, text: str) -> str:
     return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
 
 
-def under(case: Case, model: Model) -> str:
+def under(case: Case, model: ProgressModel) -> str:
     """Under which models a case is refused, and under which it finishes."""
     refused = [f"`{other}`" for other in MODELS if case.expected(other)]
     fine = [f"`{other}`" for other in MODELS if not case.expected(other)]
@@ -109,7 +115,7 @@ def under(case: Case, model: Model) -> str:
         )
     lazily = " with `--lazy-communicators`, where each communicator is made at its first use"
     lazily *= model in case.lazy
-    limit = in_bytes(case.activation).replace(" ", "")
+    limit = format_bytes(case.activation).replace(" ", "")
     sized = f" With `--eager-limit {limit}` it finishes everywhere."
     return (
         f"This is `{model}`{lazily}; {'otherwise ' * bool(lazily)}it is refused under "

@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from schedir.errors import ProgramError, in_bytes
+from schedir.errors import ProgramError, format_bytes
 from schedir.training.config.config_file import read
 from schedir.training.run_results import make_folder
 from schedir.training.train import run
@@ -47,7 +47,10 @@ def main() -> int:
         return code
     summary = json.loads((folder / "summary.json").read_text())
     (predicted,), (counted,) = (summary["memory"][name] for name in ("predicted", "counted"))
-    print(f"a replica held {in_bytes(counted)}, predicted {in_bytes(predicted)}, of {MEMORY.limit}")
+    print(
+        f"a replica held {format_bytes(counted)}, predicted {format_bytes(predicted)}, of "
+        f"{MEMORY.limit}"
+    )
     if max(predicted, counted) > (MEMORY.bytes or 0):
         wrong.append("the limit was exceeded")
     for fact in wrong:

@@ -26,10 +26,10 @@ from numbers import Real
 _WIDE = 160  # characters of a line that are shown
 
 
-def in_bytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     """A number of bytes for people to read, in powers of ten: `1.5 GB`.
 
-    >>> in_bytes(40e9), in_bytes(1234567), in_bytes(12)
+    >>> format_bytes(40e9), format_bytes(1234567), format_bytes(12)
     ('40 GB', '1.235 MB', '12 B')
     """
     units = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -120,10 +120,10 @@ class UsageError(ProgramError):
     """A command, an option, a configuration or a file name that cannot be used."""
 
 
-def said(value: object) -> str:
+def describe(value: object) -> str:
     """Return a value as a short text for an error message.
 
-    >>> said((2, 3)), said(int), said([0] * 99), said(said)
+    >>> describe((2, 3)), describe(int), describe([0] * 99), describe(describe)
     ('(2, 3)', 'the class int', 'a list', 'the function said')
     """
     if isinstance(value, type):
@@ -142,11 +142,11 @@ def said(value: object) -> str:
     return words if plain else f"a {type(value).__name__}"
 
 
-def expect(value: object, kind: type, example: str) -> None:
+def require_type(value: object, kind: type, example: str) -> None:
     """Raise UsageError for a value of another kind, with an expression that gives the right one."""
     if not isinstance(value, kind):
         raise UsageError(
-            f"this takes a {kind.__name__}, not {said(value)}", hint=f"such as {example}"
+            f"this takes a {kind.__name__}, not {describe(value)}", hint=f"such as {example}"
         )
 
 
@@ -162,11 +162,11 @@ def number(value: object) -> float | None:
     return None if isnan(found) else found
 
 
-def flag(value: object, what: str) -> bool:
+def require_bool(value: object, what: str) -> bool:
     """True or False, as numpy and 1 and 0 say it, too.  Raises UsageError for anything else."""
     if type(value).__name__ in ("bool", "bool_") or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
-    raise UsageError(f"{what} is True or False, not {said(value)}", fields=[what])
+    raise UsageError(f"{what} is True or False, not {describe(value)}", fields=[what])
 
 
 class ConfigError(UsageError):
@@ -291,8 +291,8 @@ class MemoryLimitError(ProgramError):
         hint: str = "",
         tier: str = "device",
     ) -> None:
-        more = in_bytes(needs) + f" on the {tier}" * (tier != "device")
-        fact = f"rank {site.rank} would hold {more}, and may hold {in_bytes(limit)}"
+        more = format_bytes(needs) + f" on the {tier}" * (tier != "device")
+        fact = f"rank {site.rank} would hold {more}, and may hold {format_bytes(limit)}"
         super().__init__(fact, program=program, sites=[site], hint=hint)
         self.limit, self.needs, self.tier, self.holds = limit, needs, tier, tuple(holds)
 
@@ -302,7 +302,7 @@ class MemoryLimitError(ProgramError):
         return [
             *super().lines(),
             *(
-                f"  {name:<{width}}  {number:>{most}}  {in_bytes(size):>8}"
+                f"  {name:<{width}}  {number:>{most}}  {format_bytes(size):>8}"
                 for name, number, size in self.holds
             ),
         ]

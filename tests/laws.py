@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from schedir import schedules
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.compiler.compile import compile
 from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -47,7 +47,9 @@ def least(schedule: Schedule, ranks: int) -> int:
     return fill.get(schedule, 1)
 
 
-def run(schedule: Schedule, plan: PipelineShape, costs: Costs, model: Model = "edge") -> Timeline:
+def run(
+    schedule: Schedule, plan: PipelineShape, costs: Costs, model: ProgressModel = "edge"
+) -> Timeline:
     return simulate(compile(schedule, plan, model=model, costs=costs), costs, model=model)
 
 
@@ -91,7 +93,7 @@ def cases(
     for P in ranks:
         for m in microbatches(P):
             for k, (F, I, W) in enumerate(t for t in TRIPLES if when(*t)):
-                model: Model = ("edge", "pair", "device")[k % 3]
+                model: ProgressModel = ("edge", "pair", "device")[k % 3]
                 costs = Costs(F=F, I=I, W=W)
                 plan = plan_of(schedule, P, m, v)
                 timeline = run(schedule, plan, costs, model)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import TRANSFERS, Lane
 from schedir.ir.program import Program
@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 def measured(
     program: Program,
     costs: Costs,
-    model: Model = "edge",
+    model: ProgressModel = "edge",
     *,
     host: float = 0.0,
     clocks: Floats | None = None,

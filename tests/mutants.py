@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import Any
 
 from schedir import schedules
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import lower
 from schedir.errors import ProgramError
 from schedir.ir.isa.instructions import OFF_COMPUTE, Token
@@ -296,7 +296,7 @@ def base(name: str, seed: int, again: int, mixed: bool) -> Program:
                  pieces=pieces)  # fmt: skip
 
 
-def trial(name: str, seed: int, models: Sequence[Model] = MODELS, share: int = 4) -> Trial:
+def trial(name: str, seed: int, models: Sequence[ProgressModel] = MODELS, share: int = 4) -> Trial:
     """Make a mutant of a legal program, and hear checker and oracle under some models."""
     rng = random.Random(seed)
     try:
@@ -323,7 +323,7 @@ def reordered(program: Program, rng: random.Random) -> Program:
     return program
 
 
-def refusal(program: Program, model: Model) -> str:
+def refusal(program: Program, model: ProgressModel) -> str:
     """What the checker says: "" if it accepts, else the error."""
     try:
         check(program, model)

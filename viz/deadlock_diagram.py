@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import DeadlockError, GroupError, ProgramError
 from schedir.ir.isa.instructions import RECEIVES, SENDS, Instr
 from schedir.ir.program import Program
@@ -85,7 +85,7 @@ def standstill(program: Program, error: ProgramError) -> str:
 
 def _ended(program: Program, error: DeadlockError) -> NDArray[np.bool_]:
     """What has ended; where hosts wait and messages would not, what these hosts have issued."""
-    graph = Graph.of(program, cast(Model, error.model))
+    graph = Graph.of(program, cast(ProgressModel, error.model))
     ended = walk(graph).done
     if ended.all():
         ended = np.zeros(len(program), bool)

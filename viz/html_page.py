@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import UsageError, in_bytes
+from schedir.errors import UsageError, format_bytes
 from schedir.io.files import atomic_write
 from schedir.ir.isa.instructions import COMPUTE, ROWS, SENDS, Lane, PeerRule
 from schedir.predict.bubble_causes import IdleCause, idleness
@@ -128,14 +128,14 @@ def in_words(timeline: Timeline) -> str:
         f"{plan.microbatches} microbatches, {len(timeline)} instructions in "
         f"{timeline.span:.6g} {unit}. Ranks are idle {timeline.bubble:.1%} of the time, {apart}. "
         f"Rank {int(peak.argmax())} has the most in flight, {int(peak.max())}."
-    ) + (f" No rank holds more than {in_bytes(_most(timeline))}{_below(timeline)}."
+    ) + (f" No rank holds more than {format_bytes(_most(timeline))}{_below(timeline)}."
          if timeline.sizes else "")  # fmt: skip
 
 
 def _below(timeline: Timeline) -> str:
     """What is held where else than on the device, in words."""
     most = {tier: float(peaks.max()) for tier, peaks in _peaks_below(timeline).items()}
-    return "".join(f", and {in_bytes(size)} on its {tier}" for tier, size in most.items())
+    return "".join(f", and {format_bytes(size)} on its {tier}" for tier, size in most.items())
 
 
 def _peaks_below(timeline: Timeline) -> dict[str, NDArray[np.float64]]:
@@ -230,7 +230,7 @@ def _run(run: Timeline, label: str, beside: Timeline) -> dict[str, Any]:
         "bubble": run.bubble,
         "idle": (run.idle / (run.span or 1.0)).tolist(),
         "peak": run.peak_in_flight.tolist(),
-        "held": in_bytes(_most(run)) if run.sizes else "",
+        "held": format_bytes(_most(run)) if run.sizes else "",
         "curves": curves,
         "bandRows": whole(run).rows,
         "gapsOf": np.searchsorted(idle["rank"], np.arange(run.ranks + 1)).tolist(),
@@ -315,7 +315,7 @@ def _table(run: Timeline, label: str) -> str:
     if run.sizes:
         on = {f"peak on {tier}": peaks for tier, peaks in _peaks_below(run).items()}
         sizes = {"peak memory": run.peak_memory} | on | run.at_rest
-        columns |= {name: [in_bytes(held) for held in each] for name, each in sizes.items()}
+        columns |= {name: [format_bytes(held) for held in each] for name, each in sizes.items()}
     head = "".join(f'<th scope="col">{name}</th>' for name in ("rank", *map(escape, columns)))
     rows = "".join(
         f'<tr><th scope="row">{rank}</th>{"".join(f"<td>{cell}</td>" for cell in row)}</tr>'

@@ -10,7 +10,7 @@ from typing import Final, TypedDict
 
 from matplotlib.colors import is_color_like, to_hex
 
-from schedir.errors import UsageError, expect, number, said
+from schedir.errors import UsageError, describe, number, require_type
 from schedir.ir.isa.instructions import TIERS
 from schedir.viz.figures.overlays import OVERLAYS
 from schedir.viz.palette import KINDS, PALETTES, Palette, recoloured
@@ -77,7 +77,7 @@ def look_of(style: Style) -> ResolvedStyle:
     """What a Style means.  Raises UsageError for one that cannot be."""
     axis = style.get("axis")
     if axis is not None:
-        expect(axis, str, '"time in ms"')
+        require_type(axis, str, '"time in ms"')
     return ResolvedStyle(
         _shown(style.get("show", "lanes")),
         _palette(style),
@@ -92,23 +92,23 @@ def _shown(show: str | Collection[str]) -> frozenset[str]:
     """The overlays that are asked for, between commas or in a collection."""
     if isinstance(show, str):
         show = [mark.strip() for mark in show.split(",") if mark.strip()]
-    expect(show, Collection, '"lanes,arrows"')
+    require_type(show, Collection, '"lanes,arrows"')
     for mark in show:
         if not isinstance(mark, str) or mark not in OVERLAYS:
-            raise UsageError(f"a chart shows {', '.join(OVERLAYS)}, not {said(mark)}")
+            raise UsageError(f"a chart shows {', '.join(OVERLAYS)}, not {describe(mark)}")
     return frozenset(show)
 
 
 def _limits(given: object) -> Mapping[str, float]:
     """The limits that are asked for, by tier."""
-    expect(given, Mapping, '{"device": 40e9}')
+    require_type(given, Mapping, '{"device": 40e9}')
     assert isinstance(given, Mapping)
     for tier, limit in given.items():
         if tier not in TIERS:
-            raise UsageError(f"limits are of {', '.join(TIERS)}, not {said(tier)}")
+            raise UsageError(f"limits are of {', '.join(TIERS)}, not {describe(tier)}")
         size = number(limit)
         if size is None or not 0 < size < inf:
-            raise UsageError(f"the limit of the {tier} is a number of bytes, not {said(limit)}")
+            raise UsageError(f"the limit of the {tier} is a number of bytes, not {describe(limit)}")
     return given
 
 
@@ -120,19 +120,19 @@ def _width(given: object) -> float | None:
         return None
     if isinstance(given, Real) and 0 < float(given) < inf:
         return float(given)
-    raise UsageError(f"a width is a number of inches, or {' or '.join(PAPER)}: {said(given)}")
+    raise UsageError(f"a width is a number of inches, or {' or '.join(PAPER)}: {describe(given)}")
 
 
 def _palette(style: Style) -> Palette:
     """The palette that is asked for, with colours of its own for some kinds."""
     name, given, colours = style.get("palette", "plain"), {}, style.get("colours", {})
     if not isinstance(name, str) or name not in PALETTES:
-        raise UsageError(f"a palette is {', '.join(PALETTES)}, not {said(name)}")
-    expect(colours, Mapping, '{"F": "skyblue"}')
+        raise UsageError(f"a palette is {', '.join(PALETTES)}, not {describe(name)}")
+    require_type(colours, Mapping, '{"F": "skyblue"}')
     for kind, colour in colours.items():
         if kind not in KINDS:
-            raise UsageError(f"what has a colour is {', '.join(KINDS)}, not {said(kind)}")
+            raise UsageError(f"what has a colour is {', '.join(KINDS)}, not {describe(kind)}")
         if not is_color_like(colour):
-            raise UsageError(f"{kind} has no colour {said(colour)}", hint="a name, or #4b3b8f")
+            raise UsageError(f"{kind} has no colour {describe(colour)}", hint="a name, or #4b3b8f")
         given[kind] = to_hex(colour)
     return recoloured(PALETTES[name], given)

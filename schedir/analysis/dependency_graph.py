@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from schedir.analysis.channels import apart, batched, queues
 from schedir.analysis.host_waits import host_waits
 from schedir.analysis.memory.buffer_slots import message_sizes, reuses, reuses_on_host
-from schedir.analysis.progress_models import Model, model_row
-from schedir.errors import expect
+from schedir.analysis.progress_models import ProgressModel, model_row
+from schedir.errors import require_type
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import EagerMessages
 from schedir.ir.dataflow import Dataflow
@@ -58,7 +58,7 @@ class Graph:
     def __init__(
         self,
         program: Program,
-        model: Model = "device",
+        model: ProgressModel = "device",
         *,
         blocks: bool = False,
         device_waits: bool = False,
@@ -75,7 +75,7 @@ class Graph:
     def of(
         cls,
         program: Program,
-        model: Model = "device",
+        model: ProgressModel = "device",
         *,
         blocks: bool = False,
         device_waits: bool = False,
@@ -201,7 +201,7 @@ class Graph:
 
     def costs(self, costs: Costs) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]]]:
         """Cost of each instruction, as a table and where in it each one looks."""
-        expect(costs, Costs, "Costs(F=1, B=2)")
+        require_type(costs, Costs, "Costs(F=1, B=2)")
         return costs.of_each(self.index)
 
     # ------------------------------------------------------------ as nodes and edges

@@ -9,7 +9,7 @@ import numpy as np
 from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.memory.buffer_slots import message_sizes
-from schedir.errors import in_bytes
+from schedir.errors import format_bytes
 from schedir.ir.cost.sizes import EagerMessages, Sizes, bytes_of
 from schedir.ir.isa.instructions import SENDS
 
@@ -43,7 +43,7 @@ def least_limit(graph: Graph, sizes: Sizes) -> float | None:
 
 def finishes_where(limit: float) -> str:
     """What is said of a program that hangs, but not with this limit; to the byte."""
-    text = in_bytes(limit)
+    text = format_bytes(limit)
     if bytes_of(text) != limit:
         text = f"{math.ceil(limit)} B"
     return f"it finishes where messages of {text} wait for nobody"

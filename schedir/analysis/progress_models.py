@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple, get_args
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 
-Model = Literal["edge", "pair", "direction", "device", "torch", "serial"]
+ProgressModel = Literal["edge", "pair", "direction", "device", "torch", "serial"]
 
 
 class ModelRow(NamedTuple):
@@ -22,7 +22,7 @@ class ModelRow(NamedTuple):
     `doc` says of transfers how they queue, `who` which transports behave so.
     """
 
-    name: Model
+    name: ProgressModel
     lanes: bool
     peers: bool
     kinds: bool
@@ -68,16 +68,16 @@ MODEL_ROWS: Final[tuple[ModelRow, ...]] = (
     ),
 )  # fmt: skip
 MODELS: Final = tuple(row.name for row in MODEL_ROWS)
-assert get_args(Model) == MODELS
+assert get_args(ProgressModel) == MODELS
 
 
-def require_model(model: Model) -> Model:
+def require_model(model: ProgressModel) -> ProgressModel:
     """The progress model, if it is one; raises UsageError if not."""
     if not isinstance(model, str) or model not in MODELS:
-        raise UsageError(f"model must be one of {', '.join(MODELS)}, not {said(model)}")
+        raise UsageError(f"model must be one of {', '.join(MODELS)}, not {describe(model)}")
     return model
 
 
-def model_row(model: Model) -> ModelRow:
+def model_row(model: ProgressModel) -> ModelRow:
     """What a model promises."""
     return MODEL_ROWS[MODELS.index(require_model(model))]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.program import Program
 
 Queues = tuple[int, int]
@@ -23,7 +23,12 @@ class SharedQueueGraph(Graph):
     """
 
     def __init__(
-        self, program: Program, model: Model, shared: Iterable[Queues], *, blocks: bool = False
+        self,
+        program: Program,
+        model: ProgressModel,
+        shared: Iterable[Queues],
+        *,
+        blocks: bool = False,
     ) -> None:
         super().__init__(program, model, blocks=blocks)
         self.shared = tuple(shared)

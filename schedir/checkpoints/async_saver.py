@@ -27,7 +27,7 @@ from schedir.checkpoints.checkpoint_group import CheckpointGroup, apart
 from schedir.checkpoints.local_state import Names, TensorPiece
 from schedir.checkpoints.save_checkpoint import SavePlan, take, write
 from schedir.checkpoints.state_exchange import kept_of, of_stages
-from schedir.errors import ModelError, UsageError, said
+from schedir.errors import ModelError, UsageError, describe
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.snapshot_copies import Pair, SnapshotCopy
@@ -83,7 +83,7 @@ class Saver:
         if not all(isinstance(rank, Executor) for rank in self.ranks):
             raise UsageError(
                 "a Saver is of an Executor or an InProcessExecutor, which copies, not "
-                f"{said(executor)}",
+                f"{describe(executor)}",
                 hint="save(schedule, folder, step=..., optimizer=...)",
             )
         program = self.ranks[0].program

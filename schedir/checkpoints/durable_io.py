@@ -15,7 +15,7 @@ from threading import Event
 from typing import BinaryIO, Final
 
 from schedir.checkpoints.manifest import IncompleteCheckpointError
-from schedir.errors import CheckpointError, in_bytes
+from schedir.errors import CheckpointError, format_bytes
 from schedir.io.files import is_disk_full, reason
 
 # Of what should be there.
@@ -97,8 +97,8 @@ def writes(
     except OSError as error:
         if not is_disk_full(error):
             raise CheckpointError(f"cannot {doing}: {reason(error)}", step=step) from None
-        facts = [] if needed is None else [f"this process writes {in_bytes(needed)}"]
-        facts += [] if free is None else [f"{in_bytes(free)} were free"]
+        facts = [] if needed is None else [f"this process writes {format_bytes(needed)}"]
+        facts += [] if free is None else [f"{format_bytes(free)} were free"]
         numbers = f": {' and '.join(facts)}" if facts else ""
         raise CheckpointError(
             f"cannot {doing}: {reason(error)}{numbers}",

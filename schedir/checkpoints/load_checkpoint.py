@@ -21,7 +21,7 @@ from schedir.checkpoints.load_plan import LoadPlan
 from schedir.checkpoints.local_state import Names, generators
 from schedir.checkpoints.manifest import several
 from schedir.checkpoints.state_exchange import kept_of, known_of, of_stages, say
-from schedir.errors import CheckpointError, said
+from schedir.errors import CheckpointError, describe
 from schedir.runtime.checkpoint_state import ITS_OWN, Checkpointable, RankCheckpointState
 
 
@@ -60,7 +60,7 @@ def load(
     None
     """
     place, (peers, kept) = CheckpointDirectory(folder), kept_of(run)
-    which = "the newest checkpoint" if step is None else f"step {said(step)}"
+    which = "the newest checkpoint" if step is None else f"step {describe(step)}"
     peers.expect_alike(lambda: f"loads {which}")
     found = _found(peers, place, step)
     for fact in found.passed:
@@ -140,7 +140,7 @@ def _expect_state(manifest: Manifest) -> None:
     state = manifest.state
     for key, is_sound in _STATE.items():
         if key not in state or not is_sound(state[key]):
-            what = said(state[key]) if key in state else "not there"
+            what = describe(state[key]) if key in state else "not there"
             raise CheckpointError(
                 f"the checkpoint of step {manifest.step} is none of a run: {key} of its state is "
                 f"{what}",

@@ -29,7 +29,7 @@ from schedir.checkpoints.manifest import (
     StoredSlice,
     TensorMeta,
 )
-from schedir.errors import CheckpointError, in_bytes, said
+from schedir.errors import CheckpointError, describe, format_bytes
 from schedir.io.files import begin_of
 
 FORMAT: Final = 1
@@ -94,7 +94,7 @@ def read(file: BinaryIO, what: str, *, tensors: bool = True) -> Manifest:
         if len(data) < length:
             raise _InvalidManifest("it is cut off")
         if len(data) > MOST_BYTES + length:
-            raise _InvalidManifest(f"it has more than {in_bytes(MOST_BYTES)}")
+            raise _InvalidManifest(f"it has more than {format_bytes(MOST_BYTES)}")
         lines, seal = data[:-length], data[-length:]
         digest = sha256(lines).hexdigest()
         if seal != _SEAL % digest.encode():
@@ -156,45 +156,45 @@ class _ManifestReader:
             raise _InvalidManifest("it begins as no manifest of a checkpoint does")
         if form != FORMAT:
             raise CheckpointError(
-                f"{self.what} is of format {said(form)}, and this schedir reads format {FORMAT}"
+                f"{self.what} is of format {describe(form)}, and this schedir reads format {FORMAT}"
             )
         _fields(value, "schedir_checkpoint", "step", "when", "facts", "state")
         for key in ("step", "when"):
             _require_whole(value[key], key)
         for key in ("facts", "state"):
             if type(value[key]) is not dict:
-                raise _InvalidManifest(f"{key} are an object, not {said(value[key])}")
+                raise _InvalidManifest(f"{key} are an object, not {describe(value[key])}")
             _require_plain(value[key])
         self.head = value
 
     def _file(self, value: dict[str, Any]) -> None:
         name, size, sha256 = _fields(value, "file", "size", "sha256")
         if not is_file_name(name):
-            raise _InvalidManifest(f"no file of a checkpoint is named {said(name)}")
+            raise _InvalidManifest(f"no file of a checkpoint is named {describe(name)}")
         if name in self.files:
-            raise _InvalidManifest(f"the file {said(name)} comes twice")
+            raise _InvalidManifest(f"the file {describe(name)} comes twice")
         if self.tensors:
             raise _InvalidManifest("files come before tensors")
         _require_whole(size, "size")
         if type(sha256) is not str or not _HEX.fullmatch(sha256):
-            raise _InvalidManifest(f"{said(sha256)} is no sha256")
+            raise _InvalidManifest(f"{describe(sha256)} is no sha256")
         self.files[name] = ManifestFile(size, sha256)
         self.sizes.append((name, size))
 
     def _tensor(self, value: dict[str, Any]) -> None:
         name, dtype, shape, boxes = _fields(value, "tensor", "dtype", "shape", "boxes")
         if type(name) is not str or not 0 < len(name) <= _LONGEST or not name.isprintable():
-            raise _InvalidManifest(f"no tensor is named {said(name)}")
+            raise _InvalidManifest(f"no tensor is named {describe(name)}")
         if name in self.tensors:
-            raise _InvalidManifest(f"the tensor {said(name)} comes twice")
+            raise _InvalidManifest(f"the tensor {describe(name)} comes twice")
         if type(dtype) is not str or dtype not in BYTES:
-            raise _InvalidManifest(f"no numbers of a tensor are {said(dtype)}")
+            raise _InvalidManifest(f"no numbers of a tensor are {describe(dtype)}")
         if type(shape) is not list or len(shape) > MOST_DIMENSIONS:
             raise _InvalidManifest(f"a shape is a list of at most {MOST_DIMENSIONS} numbers")
         for length in shape:
             _require_whole(length, "a length")
         if prod(shape) > _MOST_NUMBERS:
-            raise _InvalidManifest(f"{said(name)} has more than {_MOST_NUMBERS} numbers")
+            raise _InvalidManifest(f"{describe(name)} has more than {_MOST_NUMBERS} numbers")
         if type(boxes) is not list or len(boxes) << len(shape) > MOST_CORNERS:
             raise _InvalidManifest(f"boxes are a list of at most {MOST_CORNERS >> len(shape)}")
         kind = TensorMeta(tuple(shape), dtype)
@@ -202,35 +202,39 @@ class _ManifestReader:
         if not _cover(kind.shape, own):
             have, whole = sum(prod(box.size) for box in own), prod(shape)
             why = f"have {have} of its {whole} numbers" if have != whole else "overlap"
-            raise _InvalidManifest(f"the boxes of {said(name)} {why}")
+            raise _InvalidManifest(f"the boxes of {describe(name)} {why}")
         self.tensors[name] = kind
         self.boxes += own
 
     def _box(self, name: str, kind: TensorMeta, value: Any) -> StoredSlice:
         if type(value) is not list or len(value) != 5:
             raise _InvalidManifest(
-                f"a box is [file, begin, length, offset, size], not {said(value)}"
+                f"a box is [file, begin, length, offset, size], not {describe(value)}"
             )
         file, begin, length, offset, size = value
         dimensions = len(kind.shape)
         if type(file) is not int or not 0 <= file < len(self.sizes):
-            raise _InvalidManifest(f"a box of {said(name)} is in file {said(file)}: there is none")
+            raise _InvalidManifest(
+                f"a box of {describe(name)} is in file {describe(file)}: there is none"
+            )
         _require_whole(begin, "begin")
         _require_whole(length, "length")
         for corner in (offset, size):
             if type(corner) is not list or len(corner) != dimensions:
-                raise _InvalidManifest(f"a box of {said(name)} has not its {dimensions} dimensions")
+                raise _InvalidManifest(
+                    f"a box of {describe(name)} has not its {dimensions} dimensions"
+                )
         for at, long, whole in zip(offset, size, kind.shape, strict=True):
             _require_whole(at, "offset")
             _require_whole(long, "size")
             if not long or at + long > whole:
                 raise _InvalidManifest(
-                    f"a box of {said(name)} goes from {at} to {at + long} of {whole}"
+                    f"a box of {describe(name)} goes from {at} to {at + long} of {whole}"
                 )
         within, most = self.sizes[file]
         if begin + length > most or length < prod(size) * BYTES[kind.dtype]:
             raise _InvalidManifest(
-                f"a box of {said(name)} cannot be bytes {begin} to {begin + length} of {within}"
+                f"a box of {describe(name)} cannot be bytes {begin} to {begin + length} of {within}"
             )
         return StoredSlice(name, tuple(offset), tuple(size), within, begin, length)
 
@@ -273,7 +277,7 @@ def is_file_name(name: object) -> bool:
 def _object(line: bytes) -> dict[str, Any]:
     """What a line says.  Python's own reader takes NaN, and keys that come twice."""
     if len(line) > MOST_OF_A_LINE or not line.endswith(b"\n"):
-        raise _InvalidManifest(f"it has more than {in_bytes(MOST_OF_A_LINE)}, or no end")
+        raise _InvalidManifest(f"it has more than {format_bytes(MOST_OF_A_LINE)}, or no end")
     try:
         value = _JSON.decode(line.decode("utf-8", "strict"))
     except UnicodeDecodeError:
@@ -303,14 +307,14 @@ def _fields(value: Mapping[str, Any], *keys: str) -> list[Any]:
     """What an object has under these keys, which are all that it has."""
     if {*value} != {*keys}:
         raise _InvalidManifest(
-            f"it says {', '.join(map(said, [*value][:9]))}, and not {', '.join(keys)}"
+            f"it says {', '.join(map(describe, [*value][:9]))}, and not {', '.join(keys)}"
         )
     return [value[key] for key in keys]
 
 
 def _require_whole(value: object, what: str) -> None:
     if type(value) is not int or not 0 <= value <= _MOST_NUMBERS:
-        raise _InvalidManifest(f"{what} is a whole number, not {said(value)}")
+        raise _InvalidManifest(f"{what} is a whole number, not {describe(value)}")
 
 
 def _require_plain(value: object, depth: int = 0) -> None:
@@ -321,11 +325,11 @@ def _require_plain(value: object, depth: int = 0) -> None:
         raise _InvalidManifest(f"{value} is no number of JSON")
     if isinstance(value, Mapping):
         if other := [key for key in value if type(key) is not str]:
-            raise _InvalidManifest(f"keys are text, not {said(other[0])}")
+            raise _InvalidManifest(f"keys are text, not {describe(other[0])}")
         value = value.values()
     elif not isinstance(value, list | tuple):
         if not isinstance(value, str | int | float | None):
-            raise _InvalidManifest(f"{said(value)} is nothing that JSON has")
+            raise _InvalidManifest(f"{describe(value)} is nothing that JSON has")
         return
     for one in value:
         _require_plain(one, depth + 1)

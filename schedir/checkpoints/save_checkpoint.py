@@ -29,7 +29,7 @@ from schedir.checkpoints.state_exchange import (
     warn_of_buffers,
     warn_of_left,
 )
-from schedir.errors import CheckpointError, said
+from schedir.errors import CheckpointError, describe
 from schedir.runtime.checkpoint_state import ITS_OWN, Checkpointable
 
 
@@ -215,12 +215,12 @@ def _plain(peers: CheckpointGroup, step: int, extra: Mapping[str, Any] | None) -
 
     def plain() -> str:
         if not isinstance(extra, Mapping | None):
-            raise CheckpointError(f"extra is {said(extra)}, and no mapping")
+            raise CheckpointError(f"extra is {describe(extra)}, and no mapping")
         try:
             json.dumps(dict(extra or {}))
         except (TypeError, ValueError):
-            raise CheckpointError(f"extra is {said(extra)}, which JSON cannot say") from None
-        return f"saves step {said(step)}"
+            raise CheckpointError(f"extra is {describe(extra)}, which JSON cannot say") from None
+        return f"saves step {describe(step)}"
 
     peers.expect_alike(plain)
     return dict(extra or {})

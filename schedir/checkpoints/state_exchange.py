@@ -11,7 +11,7 @@ from schedir.checkpoints.checkpoint_group import CheckpointGroup
 from schedir.checkpoints.local_state import LocalState, Names, own_of, tied_names
 from schedir.checkpoints.manifest import several
 from schedir.checkpoints.save_requirements import expect_cut, expect_savable
-from schedir.errors import CheckpointError, UsageError, said
+from schedir.errors import CheckpointError, UsageError, describe
 from schedir.runtime.checkpoint_state import CheckpointState, RankCheckpointState
 from schedir.runtime.model_checks.tensor_fingerprint import sum_of_bits
 
@@ -40,7 +40,7 @@ def kept_of(run: object) -> tuple[CheckpointGroup, CheckpointState]:
     if kept is None or isinstance(run, type):
         raise UsageError(
             "an Executor, an InProcessExecutor or a schedir.torch_pipelining.Schedule is saved "
-            f"and loaded, not {said(run)}"
+            f"and loaded, not {describe(run)}"
         )
     found: CheckpointState = kept()
     return CheckpointGroup(found.group, alone=found.alone), found
@@ -59,7 +59,7 @@ def known_of(
     def name(stage: int, own: str) -> str:
         found = names(stage, own)
         if not isinstance(found, str):
-            raise CheckpointError(f"names({stage}, {own!r}) is {said(found)}, and no text")
+            raise CheckpointError(f"names({stage}, {own!r}) is {describe(found)}, and no text")
         return found
 
     def tied() -> Any:

@@ -14,12 +14,12 @@ from schedir.errors import (
     GroupError,
     ProgramError,
     UsageError,
-    in_bytes,
+    format_bytes,
 )
 from schedir.io.terminal import as_json, listed, table
 
 if TYPE_CHECKING:
-    from schedir.analysis.progress_models import Model
+    from schedir.analysis.progress_models import ProgressModel
     from schedir.ir.program import Program
 
 BLOCKS = ", on hosts that block, as CPUs do"
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> str:
     fails = [model for model in others if model not in models]
     but = f", but not under {listed(fails)}" if fails else ""
     if args.eager is not None:
-        but += f", where messages of at most {in_bytes(args.eager)} wait for nobody"
+        but += f", where messages of at most {format_bytes(args.eager)} wait for nobody"
     if args.lazy:
         but += LAZY
     elif args.device_waits:
@@ -198,7 +198,7 @@ def _why(args: argparse.Namespace) -> str:
 
 
 def _eager_hints(
-    program: Program, model: Model, error: DeadlockError, hosts: dict[str, bool]
+    program: Program, model: ProgressModel, error: DeadlockError, hosts: dict[str, bool]
 ) -> list[str]:
     """What is said of a program that hangs, but not where messages wait for nobody."""
     from schedir.analysis.eager_limit import finishes_where
@@ -224,11 +224,11 @@ def _draw(program: Program, error: ProgramError, output: str) -> None:
     error.add_note(f"wrote {output}")
 
 
-def _under(program: Program, models: Sequence[Model], **hosts: Any) -> list[Model]:
+def _under(program: Program, models: Sequence[ProgressModel], **hosts: Any) -> list[ProgressModel]:
     """Those of some models under which a program finishes."""
     from schedir.verify.check import check
 
-    def finishes(model: Model) -> bool:
+    def finishes(model: ProgressModel) -> bool:
         try:
             check(program, model, **hosts)
         except _REFUSED:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedir.commands.common.schedule_options import count
-from schedir.errors import CheckpointError, UsageError, in_bytes
+from schedir.errors import CheckpointError, UsageError, format_bytes
 from schedir.extras import require
 from schedir.io.files import atomic_write, reason
 from schedir.io.terminal import as_json, listed
@@ -99,7 +99,7 @@ def _export(args: argparse.Namespace) -> str:
     copies = any(one.stored.startswith("main/") for one in tensors)
     said = "".join(f"passed over: {why}\n" for why in passed)
     said += f"wrote {to}: step {manifest.step}, {len(tensors)} tensors of {types}, "
-    said += f"{in_bytes(size)}{', from the float32 copies' * copies}\n"
+    said += f"{format_bytes(size)}{', from the float32 copies' * copies}\n"
     if args.dtype is None and any(name.startswith("main/") for name in manifest.tensors):
         said += "the weights have float32 copies: --dtype float32 takes these\n"
     return said

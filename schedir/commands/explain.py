@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedir.commands.common.schedule_options import add_shape, add_source, request_of, shape_of
 from schedir.commands.common.timeline_facts import facts, filled_facts, said_of_costs
-from schedir.errors import ProgramError, in_bytes
+from schedir.errors import ProgramError, format_bytes
 from schedir.io.command_line import option_words
 from schedir.io.terminal import as_json
 from schedir.predict.possible_saving import at_most, gain_of
@@ -265,7 +265,7 @@ def _held(advice: Advice, limit: float | None) -> list[str]:
     """Return what ranks could hold instead, a line each."""
     now = advice.now
     if not advice.fits and limit is not None:
-        head = f"what is held does not fit into {in_bytes(limit)}: {now.in_words()}; "
+        head = f"what is held does not fit into {format_bytes(limit)}: {now.in_words()}; "
         head += "what does, by simulation:" if advice.held else "nothing that was tried does"
     elif advice.held:
         head = f"held now: {now.in_words()}; what would take less time or memory, by simulation:"

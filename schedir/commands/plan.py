@@ -386,14 +386,14 @@ def _file(
 ) -> str:
     """Return a plan as a configuration of `schedir train`, or as a program, with comments."""
     from schedir.commands.common.plan_report import name_of
-    from schedir.errors import in_bytes
+    from schedir.errors import format_bytes
     from schedir.ir.text_format import to_text
     from schedir.planner import simulated_program, train_config
 
     lines = [
         f"schedir {shlex.join(args.typed)}",
         f"{name_of(plan)}: a step takes {seconds(plan.step)} and holds "
-        f"{in_bytes(plan.memory.total)}, as planned",
+        f"{format_bytes(plan.memory.total)}, as planned",
     ]
     comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
     if str(args.output).endswith(".toml"):

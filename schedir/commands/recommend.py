@@ -17,7 +17,7 @@ from schedir.commands.common.schedule_options import (
 )
 from schedir.commands.common.schedule_ranking import ScheduleRanking, known, ranked
 from schedir.commands.common.timeline_facts import facts, filled_facts, said_of_costs
-from schedir.errors import in_bytes
+from schedir.errors import format_bytes
 from schedir.io.terminal import as_json, table
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _ranked(requests: list[Request]) -> str:
                 row["program"], str(row["stages_per_rank"]),
                 f"{row['span']:.6g} {row['unit']}".strip(),
                 f"{row['bubble']:.1%}", to_gain(row), f"{row['peak_activations']:.6g}",
-                *(in_bytes(row["peak_memory"]) for _ in sized),
+                *(format_bytes(row["peak_memory"]) for _ in sized),
                 " and ".join(
                     ["split backwards"] * row["split_backwards"]
                     + [_held(row["parameters_held"])] * (row["parameters_held"] > 1)

@@ -21,7 +21,7 @@ from schedir.commands.common.schedule_options import (
 )
 from schedir.commands.common.schedule_ranking import ScheduleRanking, on_the_plan, ranked
 from schedir.commands.common.timeline_facts import facts
-from schedir.errors import UsageError, in_bytes
+from schedir.errors import UsageError, format_bytes
 from schedir.io.files import atomic_write
 from schedir.io.terminal import as_json
 from schedir.ir.cost.costs import Costs
@@ -144,7 +144,7 @@ class _SearchRequest:
     def memory(self) -> str:
         """What a rank may hold."""
         if self.request.limit is not None:
-            return in_bytes(self.request.limit)
+            return format_bytes(self.request.limit)
         if self.in_flight is None:
             return "none"
         each = self.in_flight if isinstance(self.in_flight, tuple) else (self.in_flight,)
@@ -352,7 +352,7 @@ def _held(timeline: Timeline) -> str:
     """The most that a rank holds."""
     held = f"{int(timeline.peak_in_flight.max())} in flight"
     if timeline.sizes is not None:
-        held += f", {in_bytes(float(timeline.peak_memory.max()))}"
+        held += f", {format_bytes(float(timeline.peak_memory.max()))}"
     return held
 
 

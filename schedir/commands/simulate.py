@@ -12,7 +12,7 @@ from schedir.analysis.memory.buffer_slots import message_sizes, whole_sizes
 from schedir.commands.common.bound_report import bound_of_request, said_of
 from schedir.commands.common.schedule_options import add_shape, add_source, request_of
 from schedir.commands.common.timeline_facts import facts, filled_facts, said_of_costs
-from schedir.errors import UsageError, in_bytes
+from schedir.errors import UsageError, format_bytes
 from schedir.io.program_request import Request
 from schedir.io.terminal import as_json, table
 from schedir.ir.cost.sizes import Sizes
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> str:
         of_lanes = {"sent": {name: each.tolist() for name, each in sent.items()}} if sent else {}
         return as_json(found | of_lanes | facts_of_parts(timeline.program))
     for name in [*columns][4:]:
-        columns[name] = [in_bytes(size) for size in columns[name]]
+        columns[name] = [format_bytes(size) for size in columns[name]]
     unit = timeline.unit and f" {timeline.unit}"
     rows = enumerate(zip(*columns.values(), strict=True))
     return (
@@ -196,7 +196,7 @@ def _said_sent(timeline: Timeline, sent: dict[str, NDArray[np.float64]]) -> str:
     if not sent:
         return ""
     tied = " (without tied weights)" if timeline.program.tied else ""
-    each = ", ".join(f"{name} {in_bytes(float(size.max()))}" for name, size in sent.items())
+    each = ", ".join(f"{name} {format_bytes(float(size.max()))}" for name, size in sent.items())
     return f"a process sends, at most: {each}{tied}\n"
 
 
@@ -243,7 +243,7 @@ def _with_fewer(request: Request) -> str:
         return ""
     return (
         "each value has a slot of its own; with -O slots=enough no rank holds more than "
-        f"{in_bytes(most)}\n"
+        f"{format_bytes(most)}\n"
     )
 
 

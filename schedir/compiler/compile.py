@@ -10,17 +10,17 @@ from inspect import signature
 from typing import Any
 
 from schedir.analysis.memory.footprint import held, require_memory_limit
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import (
     CompletenessError,
     LoweringLevelError,
     MemoryLimitError,
     UsageError,
-    expect,
-    flag,
-    in_bytes,
+    describe,
+    format_bytes,
     number,
-    said,
+    require_bool,
+    require_type,
 )
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes, ample, bytes_of
@@ -32,7 +32,7 @@ from schedir.ir.program import TRAITS, Program
 from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.passes.memory.offload_placement import DISK, HOST
 from schedir.passes.pass_registry import LOWERING, OPTIONS
-from schedir.passes.pass_types import Boundary, Choice, Options, Pass
+from schedir.passes.pass_types import Boundary, BufferSharing, Options, Pass
 from schedir.retired_names import RETIRED
 from schedir.schedules import find_schedule
 from schedir.schedules.schedule_algebra import Schedule, shape_for
@@ -47,7 +47,7 @@ def compile(
     shape: PipelineShape | None = None,
     tp: int | None = None,
     dp: int | None = None,
-    model: Model = "device",
+    model: ProgressModel = "device",
     costs: Costs | None = None,
     *,
     ranks: int | None = None,
@@ -62,7 +62,7 @@ def compile(
     skips: Sequence[tuple[int, int]] | None = None,
     boundary: Boundary | None = None,
     overlap: bool = False,
-    slots: Choice | None = None,
+    slots: BufferSharing | None = None,
     sizes: Sizes | None = None,
     limit: float | None = None,
     blocks: bool = False,
@@ -151,11 +151,11 @@ def compile(
     """
     if boundary not in (None, "replicated", "sharded"):
         raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
-    overlap, debug = flag(overlap, "overlap"), flag(debug, "debug")
+    overlap, debug = require_bool(overlap, "overlap"), require_bool(debug, "debug")
     if costs is not None:
-        expect(costs, Costs, "Costs(F=1, B=2)")
+        require_type(costs, Costs, "Costs(F=1, B=2)")
     if sizes is not None:
-        expect(sizes, Sizes, SIZES)
+        require_type(sizes, Sizes, SIZES)
     fields = {
         "ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank,
         "placement": placement, "updates": updates, "delay": delay, "segments": segments,
@@ -202,7 +202,7 @@ def _drafted(schedule: str | Schedule | Program, shape: PipelineShape | None) ->
     if isinstance(schedule, str):
         schedule = find_schedule(schedule)
     if not isinstance(schedule, Program):
-        expect(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+        require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
         assert shape is not None
         return expand_schedule(schedule, shape_for(schedule, shape))
     if shape not in (None, schedule.plan):
@@ -244,7 +244,7 @@ def check_memory(
             "a limit in bytes needs the sizes of what is held",
             hint="--sizes activation=16MB,saved=1.2GB, or sizes=Sizes(...)",
         )
-    expect(sizes, Sizes, SIZES)
+    require_type(sizes, Sizes, SIZES)
     bytes_ = _bytes(limit, "limit" if tier == "device" else f"{tier}_limit")
     try:
         return require_memory_limit(program, sizes, bytes_, tier)
@@ -258,14 +258,15 @@ def check_memory(
         few = share_slots(program, "fewest")
         most = max(own.bytes.max(initial=0.0) for own in held(few, sizes, late=True))
         if most <= ample(bytes_):
-            error.hint = f"with the fewest slots no rank holds more than {in_bytes(most)}"
+            error.hint = f"with the fewest slots no rank holds more than {format_bytes(most)}"
         elif program.ops.isdisjoint((*HOST, RECOMPUTE)):
             # One of what it holds it needs there.
             number, size = next((own[1:] for own in error.holds if own[0] == "saved"), (0, 0.0))
             rest = size * (number - 1) / max(number, 1)
             if rest and error.needs - rest <= ample(bytes_):
                 error.hint = (
-                    f"{in_bytes(size)} of it is what forwards saved: offload='fit' moves that to "
+                    f"{format_bytes(size)} of it is what forwards saved: offload='fit' moves "
+                    "that to "
                     "the host, recompute='fit' runs it again"
                 )
         raise
@@ -279,7 +280,7 @@ def _bytes(limit: object, name: str) -> float:
         bytes_ = None
     if bytes_ is None or bytes_ < 0:
         raise UsageError(
-            f"a {name} is a number of bytes, not {said(limit)}", hint="40e9", fields=[name]
+            f"a {name} is a number of bytes, not {describe(limit)}", hint="40e9", fields=[name]
         )
     return bytes_
 
@@ -287,11 +288,11 @@ def _bytes(limit: object, name: str) -> float:
 def lower(
     program: Program,
     costs: Costs | None = None,
-    model: Model = "device",
+    model: ProgressModel = "device",
     *,
     boundary: Boundary | None = None,
     overlap: bool = False,
-    slots: Choice | None = None,
+    slots: BufferSharing | None = None,
     sizes: Sizes | None = None,
     limit: float | None = None,
     debug: bool = False,

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.compiler.compile import lower
-from schedir.errors import expect
+from schedir.errors import require_type
 from schedir.ir.isa.instructions import FORM_CHANGES, FORWARD
 from schedir.ir.program import FIELDS, Program, Stream, is_op
 from schedir.ir.stream import JOINED
-from schedir.passes.pass_types import Boundary, Choice
+from schedir.passes.pass_types import Boundary, BufferSharing
 
 
 def evaluation_program(
     program: Program,
-    model: Model = "device",
+    model: ProgressModel = "device",
     *,
     overlap: bool = False,
-    slots: Choice | None = None,
+    slots: BufferSharing | None = None,
 ) -> Program:
     """The forwards of a program in its order, whatever its placement is, with transfers of their
     own: an Executor that is made with it in `more` evaluates with it.
@@ -30,7 +30,7 @@ def evaluation_program(
     >>> evaluation_program(train)
     <program forwards of one_f_one_b: 2 ranks, 16 instructions>
     """
-    expect(program, Program, "schedir.compile(schedule, plan)")
+    require_type(program, Program, "schedir.compile(schedule, plan)")
     streams = []
     for stream in program.streams:
         words = stream.words[is_op(stream.words.view(FIELDS)["op"], (FORWARD,))]

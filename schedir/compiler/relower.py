@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.compiler.compile import compile
 from schedir.errors import PlanError, ProgramError
 from schedir.ir.cost.costs import Costs
@@ -35,7 +35,9 @@ def compute_of(program: Program) -> Program:
     return replace(program, streams=work, slots=(), order={})
 
 
-def options_of(program: Program, model: Model, draft: Program | None = None) -> dict[str, Any]:
+def options_of(
+    program: Program, model: ProgressModel, draft: Program | None = None
+) -> dict[str, Any]:
     """Return the options of `compile` with which a program was lowered.
 
     Only options that leave a trace in the program can be found.  If there is a `expand_schedule`,
@@ -86,7 +88,7 @@ def built_in_schedule_of(program: Program) -> Schedule | None:
 class Lowering:
     """Lowers drafts with the options with which a program was lowered."""
 
-    def __init__(self, program: Program, model: Model) -> None:
+    def __init__(self, program: Program, model: ProgressModel) -> None:
         self.like, self.model = program, model
         self.options = options_of(program, model)
 

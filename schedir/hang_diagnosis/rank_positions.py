@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.errors import ProgramError, UsageError
 from schedir.hang_diagnosis.program_matching import MatchedProgram
 from schedir.ir.instruction_index import NONE
@@ -305,7 +305,7 @@ class ProgramVerdict:
         return self.placed.matched
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ProgressModel:
         """The progress model."""
         return self.placed.graph.model
 
@@ -316,7 +316,7 @@ class ProgramVerdict:
 
 
 def judge(
-    program: Program, copies: Sequence[MatchedProgram], model: Model | None = None
+    program: Program, copies: Sequence[MatchedProgram], model: ProgressModel | None = None
 ) -> list[ProgramVerdict]:
     """A verdict on each copy of a program, of which all messages go as the program says.
 
@@ -327,7 +327,9 @@ def judge(
     return [_judge(program, matched, model) for matched in copies]
 
 
-def _judge(program: Program, matched: MatchedProgram, model: Model | None) -> ProgramVerdict:
+def _judge(
+    program: Program, matched: MatchedProgram, model: ProgressModel | None
+) -> ProgramVerdict:
     for one in (model,) if model else _USUAL:
         placed = PositionedRanks(complete(program, one), matched)
         wrong = placed.contradicts

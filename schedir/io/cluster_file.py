@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 
-from schedir.errors import ConfigError, UsageError, expect, said
+from schedir.errors import ConfigError, UsageError, describe, require_type
 from schedir.io.files import atomic_write, read_text
 from schedir.io.toml_tables import MOST_BYTES, tables_of
 from schedir.ir.cost.cluster import Cluster
@@ -40,11 +40,11 @@ def load_cluster(path: str | Path) -> Cluster:
         if name not in _NAMES:
             near = get_close_matches(name, _NAMES, 1)
             raise _refused(
-                f"a cluster has no {said(name)}", name, path, text,
+                f"a cluster has no {describe(name)}", name, path, text,
                 hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_NAMES)}",
             )  # fmt: skip
         if not isinstance(value, str | int | float) or isinstance(value, bool):
-            raise _refused(f"{name} is a number or a text, not {said(value)}", name, path, text)
+            raise _refused(f"{name} is a number or a text, not {describe(value)}", name, path, text)
     if missing := [name for name in _REQUIRED if name not in table]:
         raise _refused(f"says nothing of {', '.join(missing)}", missing[0], path, text)
     try:
@@ -79,9 +79,9 @@ def save_cluster(
     flops = "252TFLOP/s"  # of 312
     True
     """
-    expect(cluster, Cluster, "schedir.load_cluster(path)")
+    require_type(cluster, Cluster, "schedir.load_cluster(path)")
     if unknown := sorted({*notes} - {*_NAMES}):
-        raise UsageError(f"a cluster has no {said(unknown[0])}", fields=["notes"])
+        raise UsageError(f"a cluster has no {describe(unknown[0])}", fields=["notes"])
     lines = [f"# {line}".rstrip() for line in about.splitlines()]
     for f in fields(Cluster):
         value = getattr(cluster, f.name)

@@ -11,7 +11,7 @@ from glob import glob
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from schedir.errors import UsageError, in_bytes, said
+from schedir.errors import UsageError, describe, format_bytes
 
 MOST_BYTES: Final = 2**28  # of a text that is read whole
 _PIECE: Final = 2**20  # bytes that are read at a time
@@ -46,7 +46,7 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
     with opened(path) as file:
         large = os.fstat(file.fileno()).st_size > most
         if large or len(data := begin_of(file, most + 1)) > most:
-            raise UsageError(f"cannot read {path}: it has more than {in_bytes(most)}")
+            raise UsageError(f"cannot read {path}: it has more than {format_bytes(most)}")
     return data
 
 
@@ -74,7 +74,7 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
 def path_of(given: object) -> Path:
     """A path.  Raises UsageError for what names no file."""
     if not isinstance(given, str | os.PathLike):
-        raise UsageError(f"a file is named by a text or a Path, not {said(given)}")
+        raise UsageError(f"a file is named by a text or a Path, not {describe(given)}")
     if "\0" in str(given):
         raise UsageError(f"no file is named {str(given)!r:.80}: a name ends at a zero byte")
     return Path(given)

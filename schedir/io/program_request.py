@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from schedir.analysis.progress_models import MODELS, Model, require_model
+from schedir.analysis.progress_models import MODELS, ProgressModel, require_model
 from schedir.compiler.compile import check_memory, compile
 from schedir.compiler.relower import compute_of, fitting, options_of
 from schedir.errors import PlanError, UsageError
@@ -27,7 +27,7 @@ from schedir.ir.pipeline.stage_segments import UnsegmentedShape, whole_of
 from schedir.ir.program import FIELDS, HEADER, TRAITS, Program
 from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.passes.memory.offload_placement import DISK, HOST
-from schedir.passes.pass_types import Choice
+from schedir.passes.pass_types import BufferSharing
 from schedir.passes.splitting.stage_segmentation import SHARED, over_stages, split_costs
 from schedir.predict.calibrate import calibrate, completed
 from schedir.predict.simulate import simulate
@@ -78,10 +78,10 @@ class Request:
     costs: Costs | None = None
     cluster: Cluster | None = None
     sizes: Sizes | None = None
-    model: Model | None = None
+    model: ProgressModel | None = None
     blocks: bool = False
     overlap: bool = False
-    slots: Choice | None = None
+    slots: BufferSharing | None = None
     limit: float | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     draft: bool = False
@@ -246,13 +246,13 @@ class Request:
         return given
 
     @property
-    def _model(self) -> Model:
+    def _model(self) -> ProgressModel:
         """The progress model that is said, else that of a run that is lowered anew, or device."""
         own = self.run.model if self.relower and self.run is not None else "device"
         return self.model or own
 
     @property
-    def proven_model(self) -> Model:
+    def proven_model(self) -> ProgressModel:
         """The progress model that is said, else device, or that of a run whose program it is."""
         proven = {proof.model for proof in self.run.program.proofs} if self.run else {"device"}
         own = [model for model in MODELS if model in proven]

@@ -28,7 +28,7 @@ from schedir.errors import (
     CsvCellError,
     LoweringLevelError,
     UsageError,
-    expect,
+    require_type,
 )
 from schedir.io.torch_compatibility import require_pair, require_torch_has_it
 from schedir.io.torch_unshard import RESHARD, UNSHARD, for_torch
@@ -105,7 +105,7 @@ def to_csv(program: Program, to: str = "torch") -> str:
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1
     """
-    expect(program, Program, "schedir.compile(schedule, plan)")
+    require_type(program, Program, "schedir.compile(schedule, plan)")
     if not program.trains:
         raise CompletenessError("torch loads no schedule without a backward", program=program.name)
     if program.frozen:
@@ -188,9 +188,9 @@ def from_csv(
     >>> compile(draft)
     <program mine: 2 ranks, 20 instructions>
     """
-    expect(text, str, 'Path("mine.csv").read_text()')
+    require_type(text, str, 'Path("mine.csv").read_text()')
     if ranks is not None:
-        expect(ranks, Integral, "4")
+        require_type(ranks, Integral, "4")
     reader = _CsvReader(_PARTS if zero == CUT_FROM["params"] else _REDUCED if zero else {})
     rows = _rows(text)
     if ranks is not None and len(rows) != ranks:

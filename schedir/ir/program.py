@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import PlanError, said
+from schedir.errors import PlanError, describe
 from schedir.ir.cost.sizes import EagerMessages
 from schedir.ir.cost.zero_states import CUT_FROM, is_cut
 from schedir.ir.isa.instructions import (
@@ -174,7 +174,7 @@ class Program:
             slots = tuple(SlotCounts(*map(index, counts)) for counts in self.slots)
         except TypeError:
             raise PlanError(
-                f"slots are four whole numbers for each rank, not {said(self.slots)}",
+                f"slots are four whole numbers for each rank, not {describe(self.slots)}",
                 hint="Slots(act_in=2, act_out=1, grad_in=1, grad_out=1)",
                 fields=["slots"],
             ) from None

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedir.errors import ParseError, PlanError, expect
+from schedir.errors import ParseError, PlanError, require_type
 from schedir.ir.input_trust import RAISED, most_of_a_file
 from schedir.ir.isa.instructions import BETWEEN_NEIGHBOURS, BY_TEXT, ROWS, Scope
 from schedir.ir.pipeline.field_schema import Field
@@ -58,7 +58,7 @@ def to_text(program: Program, folded: bool = True) -> str:
       reduce_grads 0
       step
     """
-    expect(program, Program, "schedir.compile(schedule, plan)")
+    require_type(program, Program, "schedir.compile(schedule, plan)")
     lines = [f"schedir {FORMAT}", f"program {program.name}", *_header_lines(program)]
     period = 8 * program.plan.stages if folded else 0
     for rank, stream in enumerate(program.streams):
@@ -207,7 +207,7 @@ def from_text(text: str, most: int | None = None) -> Program:
                      ^
       hint: did you mean 'send_act'?
     """
-    expect(text, str, 'Path("mine.sched").read_text()')
+    require_type(text, str, 'Path("mine.sched").read_text()')
     lines = [
         _Line(number, kept)
         for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.ir.cost.number_parsing import MOST_LAYERS, MOST_WIDTH
 
 
@@ -16,9 +16,11 @@ def expect_positive(config: object, *names: str) -> None:
     for name in names:
         value, most = getattr(config, name), MOST_LAYERS if "layers" in name else MOST_WIDTH
         if value < 1:
-            raise UsageError(f"{name} is {said(value)}; it must be 1 or more", fields=[name])
+            raise UsageError(f"{name} is {describe(value)}; it must be 1 or more", fields=[name])
         if value > most:
-            raise UsageError(f"{name} is {said(value)}; it must be at most {most}", fields=[name])
+            raise UsageError(
+                f"{name} is {describe(value)}; it must be at most {most}", fields=[name]
+            )
 
 
 def split_layers(layers: int, stages: int, given: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 
 Each = int | tuple[int, ...]
 
@@ -36,7 +36,7 @@ def expect_windows(config: WindowedModelConfig) -> None:
             )
         if wrong := [one for one in each if type(one) is not int or one < least]:
             raise UsageError(
-                f"{name} is {said(wrong[0])}; it must be a whole number of {least} or more",
+                f"{name} is {describe(wrong[0])}; it must be a whole number of {least} or more",
                 fields=[name],
             )
     pairs = _pairs(config)
@@ -49,7 +49,7 @@ def expect_windows(config: WindowedModelConfig) -> None:
             )
     if not any(window for window, _ in pairs) and any(stride > 1 for _, stride in pairs):
         raise UsageError(
-            f"stride is {said(config.stride)}, and no layer has a window that it could move",
+            f"stride is {describe(config.stride)}, and no layer has a window that it could move",
             hint="window = 256",
             fields=["stride", "window"],
         )

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import Opcode
@@ -17,7 +17,7 @@ from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.program import Program
 
 Boundary = Literal["replicated", "sharded"]
-Choice = Literal["fewest", "enough"]
+BufferSharing = Literal["fewest", "enough"]
 Mask = NDArray[np.bool_]
 Part = Literal["draft", "messages", "ends", "memory", "better"]
 
@@ -34,10 +34,10 @@ class Options:
     """
 
     costs: Costs | None = None
-    model: Model = "device"
+    model: ProgressModel = "device"
     boundary: Boundary = "replicated"
     overlap: bool = False
-    slots: Choice | None = None
+    slots: BufferSharing | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     sizes: Sizes | None = None
     limit: float | None = None
@@ -63,7 +63,7 @@ def _nothing(program: Program, present: Present) -> Iterator[ExpectedInstruction
     return iter(())
 
 
-def _none(program: Program, model: Model) -> dict[str, Any]:
+def _none(program: Program, model: ProgressModel) -> dict[str, Any]:
     return {}
 
 
@@ -89,7 +89,7 @@ class Pass:
     lower: Callable[[Program, Options], Program]
     wanted: Callable[[Program, Options], bool] = lambda program, options: True
     expected: Callable[[Program, Present], Iterator[ExpectedInstructions]] = _nothing
-    read: Callable[[Program, Model], dict[str, Any]] = _none
+    read: Callable[[Program, ProgressModel], dict[str, Any]] = _none
     options: tuple[str, ...] = ()
     applies: Callable[[Program], bool] = lambda program: True
     kinds: Mapping[str, FieldType] = field(default_factory=dict)

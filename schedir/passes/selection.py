@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.ir.cost.number_parsing import whole
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -97,7 +97,7 @@ def stages_of(addresses: Words) -> tuple[Words, Words]:
 
 
 def _not_said(which: object, option: str) -> UsageError:
-    return UsageError(f"{option} is {_HOW}, not {said(which)}", fields=[option])
+    return UsageError(f"{option} is {_HOW}, not {describe(which)}", fields=[option])
 
 
 def read(text: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import UsageError, in_bytes
+from schedir.errors import UsageError, format_bytes
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.estimate.schedule_formulas import family
 from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate, StepBreakdown
@@ -45,9 +45,9 @@ def nothing_fits(
     `offload`, of those that do not."""
     least = found.at(model, cluster, int(found.total.argmin()))
     return UsageError(
-        f"none of {len(found.plans)} plans fits into {in_bytes(cluster.memory)} a GPU"
+        f"none of {len(found.plans)} plans fits into {format_bytes(cluster.memory)} a GPU"
         f"{', and none that offloads was found that does' * offload}: the least "
-        f"holds {in_bytes(least.memory.total)}{' without' * offload}",
+        f"holds {format_bytes(least.memory.total)}{' without' * offload}",
         hint=f"that is {in_short(least)}",
         fields=["memory"],
     )
@@ -57,7 +57,7 @@ def alone(cluster: Cluster, one: PlanEstimate) -> PlanEstimate:
     """A plan with its largest part beside what the model asks for, where no others are known."""
     over = one.memory.total - cluster.memory
     if over > 0:
-        return replace(one, bound="memory", why=f"memory: it does not fit by {in_bytes(over)}")
+        return replace(one, bound="memory", why=f"memory: it does not fit by {format_bytes(over)}")
     largest = max(StepBreakdown._fields[1:], key=lambda name: getattr(one.parts, name))
     part = getattr(one.parts, largest)
     if part <= 0:
@@ -86,7 +86,7 @@ def among(
             one,
             bound="memory",
             why=f"memory: the next faster plan, {in_short(other)}, takes {_takes(other, mine)} and "
-            f"does not fit by {in_bytes(other.memory.total - cluster.memory)}",
+            f"does not fit by {format_bytes(other.memory.total - cluster.memory)}",
         )
     for part in np.argsort(-own).tolist():
         less = fits & (found.parts[part] < own[part] - _LESS * mine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final, Literal, NamedTuple, get_args
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.ir.cost.number_parsing import MOST_LAYERS, MOST_SEQUENCES
 from schedir.ir.cost.zero_states import LEVELS
 from schedir.predict.activation_bytes import Recompute
@@ -67,7 +67,7 @@ class ParallelPlan:
         for name, words in ((name, get_args(kind)) for name, kind in words_of.items()):
             if getattr(self, name) not in words:
                 raise UsageError(
-                    f"choice: {name} is {' or '.join(words)}, not {said(getattr(self, name))}",
+                    f"choice: {name} is {' or '.join(words)}, not {describe(getattr(self, name))}",
                     fields=[name],
                 )
         for f in fields(ParallelPlan):
@@ -75,18 +75,18 @@ class ParallelPlan:
             if isinstance(f.default, bool):
                 if not isinstance(value, bool):
                     raise UsageError(
-                        f"choice: {name} is True or False, not {said(value)}", fields=[name]
+                        f"choice: {name} is True or False, not {describe(value)}", fields=[name]
                     )
             elif isinstance(f.default, int):
                 least = 0 if name == "zero" else 1
                 if not _whole(value, least):
                     raise UsageError(
-                        f"choice: {name} is a whole number from {least} on, not {said(value)}",
+                        f"choice: {name} is a whole number from {least} on, not {describe(value)}",
                         fields=[name],
                     )
                 if value > MOST_SEQUENCES:
                     raise UsageError(
-                        f"choice: {name} is {said(value)}; it must be at most {MOST_SEQUENCES}",
+                        f"choice: {name} is {describe(value)}; it must be at most {MOST_SEQUENCES}",
                         fields=[name],
                     )
         if self.zero >= LEVELS:
@@ -101,7 +101,7 @@ class ParallelPlan:
             _whole(each, 0) and each <= MOST_LAYERS for each in parts
         ):
             raise UsageError(
-                f"choice: layers_of are the layers of each stage, not {said(parts)}",
+                f"choice: layers_of are the layers of each stage, not {describe(parts)}",
                 hint="layers_of=(2, 3, 2)",
                 fields=["layers_of"],
             )

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.number_parsing import MOST_SEQUENCES
 from schedir.ir.cost.zero_states import LEVELS
@@ -68,13 +68,13 @@ def asked(**fields: Any) -> FieldFilter:
     for level in found.get("zero", ()):
         if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level < LEVELS:
             raise UsageError(
-                f"zero is a level of ZeRO, from 0 to {LEVELS - 1}, not {said(level)}",
+                f"zero is a level of ZeRO, from 0 to {LEVELS - 1}, not {describe(level)}",
                 fields=["zero"],
             )
     for value in found.get("sequence_parallel", ()):
         if not isinstance(value, bool):
             raise UsageError(
-                f"sequence_parallel is True or False, not {said(value)}",
+                f"sequence_parallel is True or False, not {describe(value)}",
                 fields=["sequence_parallel"],
             )
     for name in found.get("schedules", ()):
@@ -100,10 +100,10 @@ def choices(model: TransformerSpec, cluster: Cluster, batch: int, want: FieldFil
     product of what is asked for, and a batch that does not divide, with the nearest that do.
     """
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise UsageError(f"batch is a number of sequences, not {said(batch)}", fields=["batch"])
+        raise UsageError(f"batch is a number of sequences, not {describe(batch)}", fields=["batch"])
     if batch > MOST_SEQUENCES:
         raise UsageError(
-            f"batch is {said(batch)}; it must be at most {MOST_SEQUENCES}", fields=["batch"]
+            f"batch is {describe(batch)}; it must be at most {MOST_SEQUENCES}", fields=["batch"]
         )
     degrees = [*_degrees(model, cluster, want)]
     if not degrees:

@@ -6,7 +6,7 @@ from typing import Any, Final, get_args
 
 import numpy as np
 
-from schedir.errors import UsageError, expect, flag, said
+from schedir.errors import UsageError, describe, require_bool, require_type
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.bottleneck import alone, among, nothing_fits
 from schedir.planner.estimate.offload_plans import beside, for_states_alone, offloaded
@@ -109,9 +109,9 @@ def plan(
     (1024, 1536, True)
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
-        raise UsageError(f"top is a number of plans, not {said(top)}", fields=["top"])
+        raise UsageError(f"top is a number of plans, not {describe(top)}", fields=["top"])
     _expect(model, cluster)
-    if flag(offload, "offload"):
+    if require_bool(offload, "offload"):
         require_host(cluster)
         if not exact:
             raise simulated_only()
@@ -185,8 +185,8 @@ def all_plans(
 
 
 def _expect(model: TransformerSpec, cluster: Cluster) -> None:
-    expect(model, TransformerSpec, 'planner.load_model("gpt-22b")')
-    expect(cluster, Cluster, 'planner.cluster("a100", nodes=8)')
+    require_type(model, TransformerSpec, 'planner.load_model("gpt-22b")')
+    require_type(cluster, Cluster, 'planner.cluster("a100", nodes=8)')
 
 
 def _refuse(model: TransformerSpec, cluster: Cluster, choice: ParallelPlan) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple, get_args
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -54,10 +54,10 @@ def layer_terms(
     sizes = {"sequence": sequence, "microbatch": microbatch, "hidden": hidden, "heads": heads}
     for name, size in (sizes | {"tp": tp}).items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise UsageError(f"{name} is a number from 1 on, not {said(size)}", fields=[name])
+            raise UsageError(f"{name} is a number from 1 on, not {describe(size)}", fields=[name])
     if recompute not in get_args(Recompute):
         raise UsageError(
-            f"recompute is {', '.join(get_args(Recompute))}, not {said(recompute)}",
+            f"recompute is {', '.join(get_args(Recompute))}, not {describe(recompute)}",
             fields=["recompute"],
         )
     whole = {False: sequence * microbatch * hidden, True: heads * sequence**2 * microbatch}

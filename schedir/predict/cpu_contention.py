@@ -11,8 +11,8 @@ import numpy as np
 from schedir.analysis.critical_path.longest_path import problem_of
 from schedir.analysis.critical_path.node_loop import Times
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import Model
-from schedir.errors import UsageError, expect, said
+from schedir.analysis.progress_models import ProgressModel
+from schedir.errors import UsageError, describe, require_type
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.number_parsing import NO_NUMBERS
 from schedir.ir.isa.instructions import ROWS, Lane
@@ -29,7 +29,7 @@ def on_processors(
     costs: Costs,
     processors: float,
     *,
-    model: Model = "edge",
+    model: ProgressModel = "edge",
     blocks: bool = True,
 ) -> Timeline:
     """The Timeline of a lowered program on a machine whose ranks share `processors`.
@@ -51,12 +51,12 @@ def on_processors(
     >>> [on_processors(program, costs, n).span for n in (1, 2, 4)], 4 * 8 * 3
     ([96.0, 51.0, 33.0], 96)
     """
-    expect(program, Program, "schedir.compile(schedule, plan)")
-    expect(costs, Costs, "Costs(F=1, B=2)")
+    require_type(program, Program, "schedir.compile(schedule, plan)")
+    require_type(costs, Costs, "Costs(F=1, B=2)")
     bad = isinstance(processors, NO_NUMBERS) or not isinstance(processors, int | float)
     if bad or not 0 < processors < inf:
         raise UsageError(
-            f"processors are a number above 0, not {said(processors)}", fields=["processors"]
+            f"processors are a number above 0, not {describe(processors)}", fields=["processors"]
         )
     if program.is_draft:
         raise UsageError("a draft has no messages yet", hint="schedir.compile(schedule, plan)")

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.isa.instructions import Lane
 from schedir.ir.program import Program
 from schedir.predict.timeline import Timeline, spans_of
@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 
 
 def timeline_of(
-    program: Program, start: Floats, end: Floats, model: Model, *, blocks: bool = False
+    program: Program, start: Floats, end: Floats, model: ProgressModel, *, blocks: bool = False
 ) -> Timeline:
     """A measured Timeline from when each instruction was begun and ended on its own rank.
 

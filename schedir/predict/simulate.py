@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from schedir.analysis.critical_path.longest_path import Times, walk
 from schedir.analysis.deadlock import deadlock
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.compiler.compile import SIZES, lower
-from schedir.errors import CostsError, expect, flag
+from schedir.errors import CostsError, require_bool, require_type
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.program import Program
@@ -18,7 +18,7 @@ def simulate(
     program: Program,
     costs: Costs | None = None,
     *,
-    model: Model = "device",
+    model: ProgressModel = "device",
     blocks: bool = False,
     sizes: Sizes | None = None,
     unchecked: bool = False,
@@ -41,12 +41,12 @@ def simulate(
     >>> simulate(program, Costs(F=1, B=2, send=0.25), model="edge").span
     37.0
     """
-    expect(program, Program, "schedir.compile(schedule, plan)")
-    blocks, unchecked = flag(blocks, "blocks"), flag(unchecked, "unchecked")
+    require_type(program, Program, "schedir.compile(schedule, plan)")
+    blocks, unchecked = require_bool(blocks, "blocks"), require_bool(unchecked, "unchecked")
     if costs is not None:
-        expect(costs, Costs, "Costs(F=1, B=2)")
+        require_type(costs, Costs, "Costs(F=1, B=2)")
     if sizes is not None:
-        expect(sizes, Sizes, SIZES)
+        require_type(sizes, Sizes, SIZES)
         sizes.require(program.plan)
     if program.is_draft and (program.trains or program.plan.ranks > 1):  # else it is whole
         program = lower(check_draft(program), costs, model)

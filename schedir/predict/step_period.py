@@ -14,7 +14,7 @@ import numpy as np
 
 from schedir.analysis.critical_path.longest_path import problem_of, solve
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.instruction_index import Positions
@@ -30,7 +30,7 @@ def period(
     program: Program,
     costs: Costs | None = None,
     *,
-    model: Model = "device",
+    model: ProgressModel = "device",
     blocks: bool = False,
     steps: int = 32,
 ) -> float:

@@ -21,8 +21,8 @@ from schedir.analysis.memory.footprint import (
     peak_in_flight,
     peak_versions,
 )
-from schedir.analysis.progress_models import Model
-from schedir.errors import UsageError, expect
+from schedir.analysis.progress_models import ProgressModel
+from schedir.errors import UsageError, require_type
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.instruction_index import NONE, Positions
 from schedir.ir.isa.instructions import COMPUTE, RECEIVES, ROWS, TIERS, Instr, Lane
@@ -61,12 +61,12 @@ def spans_of(program: Program, start: NDArray[np.float64], end: NDArray[np.float
 def expect_runs(runs: object) -> None:
     """Raise UsageError for what is no sequence of Timelines, and for an empty one."""
     run = "schedir.simulate(program)"
-    expect(runs, Sequence, f"[{run}]")
+    require_type(runs, Sequence, f"[{run}]")
     assert isinstance(runs, Sequence)
     if not runs:
         raise UsageError("this takes a Timeline or more, not none")
     for each in runs:
-        expect(each, Timeline, run)
+        require_type(each, Timeline, run)
 
 
 class CausalityViolations(NamedTuple):
@@ -118,7 +118,7 @@ class Timeline:
     spans: Spans
     kind: Kind = "predicted"
     unit: str = ""
-    model: Model = "device"
+    model: ProgressModel = "device"
     clock_error: float = 0.0
     sizes: Sizes | None = None
     blocks: bool = False

@@ -16,9 +16,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from schedir.analysis.memory.footprint import require_memory_limit, tiers_of
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.compiler.relower import Lowering, built_in_schedule_of, compute_of, without_recompute
-from schedir.errors import MemoryLimitError, ProgramError, in_bytes
+from schedir.errors import MemoryLimitError, ProgramError, format_bytes
 from schedir.ir.cost.cost_fields import FIELD
 from schedir.ir.cost.costs import OF_A_STAGE, Cost, Costs
 from schedir.ir.cost.per_stage_values import cut, evened, from_grid, grid, is_array, of_whole
@@ -105,7 +105,7 @@ class ChangeRow(NamedTuple):
     draft: Program | None = None
     order: Costs | None = None
     options: Mapping[str, Any] = {}
-    model: Model | None = None
+    model: ProgressModel | None = None
     activations: float = np.inf
     beats: str = ""
 
@@ -145,7 +145,7 @@ class SimulatedChange:
         unit = self.run.unit and f" {self.run.unit}"
         words = [f"span {self.run.span:.4g}{unit}", f"bubble {self.run.bubble:.1%}"]
         for tier, most in self.memory.items():
-            words.append(f"{in_bytes(most)} on the fullest {tier}")
+            words.append(f"{format_bytes(most)} on the fullest {tier}")
         return ", ".join(words)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 
 Ints = NDArray[np.int64]
 Each = int | Sequence[int]
@@ -59,7 +59,9 @@ class Axis:
         for name in ("length", "window", "stride"):
             _require_number(name, getattr(self, name))
         if not isinstance(self.causal, bool):
-            raise UsageError(f"causal is True or False, not {said(self.causal)}", fields=["causal"])
+            raise UsageError(
+                f"causal is True or False, not {describe(self.causal)}", fields=["causal"]
+            )
         if self.stride > self.window:
             raise UsageError(
                 f"stride {self.stride} is longer than window {self.window}: keys between two "
@@ -303,4 +305,4 @@ def _each(name: str, value: Any, number: int | None) -> tuple[Any, ...]:
 
 def _require_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise UsageError(f"{name} is a number from 1 on, not {said(value)}", fields=[name])
+        raise UsageError(f"{name} is a number from 1 on, not {describe(value)}", fields=[name])

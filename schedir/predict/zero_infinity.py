@@ -14,7 +14,7 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-from schedir.errors import UsageError, number, said
+from schedir.errors import UsageError, describe, number
 
 # Bytes of a parameter: itself and its gradient in 16 bits, and in 32 bits Adam's two moments, the
 # parameter, and the gradient again.
@@ -117,7 +117,7 @@ def bandwidth_for(
     """
     (share,) = _rates(share=share)
     if share > 1 or (share == 1 and not overlapped):
-        raise UsageError(f"share is less than 1, not {said(share)}", fields=["share"])
+        raise UsageError(f"share is less than 1, not {describe(share)}", fields=["share"])
     ait, peak = _rates(intensity=intensity, peak=peak)
     return peak / ait * (share if overlapped else share / (1 - share))
 
@@ -165,7 +165,7 @@ def _whole(**numbers: object) -> list[int]:
     """Numbers from 1 on.  Raises UsageError for others."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name} is a number from 1 on, not {said(value)}", fields=[name])
+            raise UsageError(f"{name} is a number from 1 on, not {describe(value)}", fields=[name])
     return [value for value in numbers.values() if isinstance(value, int)]
 
 
@@ -175,6 +175,6 @@ def _rates(**numbers: object) -> list[float]:
     for name, value in numbers.items():
         rate = number(value)
         if rate is None or not 0 < rate < inf:
-            raise UsageError(f"{name} is a number above 0, not {said(value)}", fields=[name])
+            raise UsageError(f"{name} is a number above 0, not {describe(value)}", fields=[name])
         found.append(rate)
     return found

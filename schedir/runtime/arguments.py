@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from schedir.errors import ExecutionError, ModelError, expect, said
+from schedir.errors import ExecutionError, ModelError, describe, require_type
 from schedir.ir.program import Program
 from schedir.runtime.parameters.mixed_precision import LossScale
 
@@ -35,7 +35,7 @@ def shape_of(given: object) -> tuple[int, ...]:
             raise TypeError
     except TypeError:
         raise ModelError(
-            f"the shape of a boundary is whole numbers from 1 on, not {said(given)}",
+            f"the shape of a boundary is whole numbers from 1 on, not {describe(given)}",
             hint="Boundary((4, 128, 512)), or Boundary((4, 128, 512), torch.bfloat16)",
         ) from None
     return shape
@@ -43,7 +43,7 @@ def shape_of(given: object) -> tuple[int, ...]:
 
 def program_of(given: object) -> Program:
     """A Program.  Raises UsageError for anything else."""
-    expect(given, Program, _PROGRAM)
+    require_type(given, Program, _PROGRAM)
     assert isinstance(given, Program)
     return given
 
@@ -64,7 +64,7 @@ def stages_of(given: object, program: Program, rank: int | None = None) -> dict[
     if isinstance(given, Mapping):
         found = dict(given)
         if {*found} != {*own}:
-            raise refuse(f"{whose} stages {[*own]}, and is given {said([*found])}")
+            raise refuse(f"{whose} stages {[*own]}, and is given {describe([*found])}")
     elif isinstance(given, Sequence | nn.Sequential | nn.ModuleList) and not isinstance(given, str):
         if len(given) != len(every):
             raise refuse(f"{len(given)} stages are given, the program has {len(every)}")
@@ -73,7 +73,7 @@ def stages_of(given: object, program: Program, rank: int | None = None) -> dict[
         raise refuse(f"{type(given).__name__} is given for stages")
     for s, module in found.items():
         if not isinstance(module, nn.Module):
-            raise refuse(f"stage {s} is no nn.Module, but {said(module)}")
+            raise refuse(f"stage {s} is no nn.Module, but {describe(module)}")
     return found
 
 
@@ -88,7 +88,7 @@ def model_of(given: object, *, holes: bool = False) -> list[Any]:
         found = [*given]
     if not found or not all(isinstance(m, nn.Module) or (holes and m is None) for m in found):
         raise ModelError(
-            f"the stages of a model are modules, in order, not {said(given)}",
+            f"the stages of a model are modules, in order, not {describe(given)}",
             hint="[nn.Linear(8, 8), nn.Linear(8, 8)]",
         )
     return found
@@ -102,7 +102,7 @@ def number_of(given: object, what: str, program: Program | None = None) -> int:
         return len(given)  # type: ignore[arg-type]
     except TypeError:
         raise ExecutionError(
-            f"{what} are a tensor for each microbatch, and {said(given)} is given",
+            f"{what} are a tensor for each microbatch, and {describe(given)} is given",
             program=program.name if program else "",
         ) from None
 
@@ -119,7 +119,7 @@ def expect_all(given: object, what: str, program: Program, rank: int) -> None:
 def callable_of(given: _T, what: str, example: str) -> _T:
     """What can be called.  Raises ModelError for anything else."""
     if not callable(given):
-        raise ModelError(f"{what} is called, and {said(given)} cannot be", hint=example)
+        raise ModelError(f"{what} is called, and {describe(given)} cannot be", hint=example)
     return given
 
 
@@ -127,7 +127,7 @@ def loss_of(given: _T) -> _T:
     """A loss.  Raises ModelError for what cannot be called, and for a class that makes one."""
     example = "loss=lambda y, target: (y - target).square().sum()"
     if isinstance(given, type) and issubclass(given, nn.Module):
-        raise ModelError(f"the loss is {said(given)}, and not one of it", hint=example)
+        raise ModelError(f"the loss is {describe(given)}, and not one of it", hint=example)
     return callable_of(given, "the loss", example)
 
 
@@ -143,7 +143,7 @@ def optimizer_of(given: _T) -> _T:
     step = getattr(given, "step", None)
     if given is not None and (isinstance(given, type) or not callable(step)):
         raise ModelError(
-            f"an optimizer has a step(), and {said(given)} has none",
+            f"an optimizer has a step(), and {describe(given)} has none",
             hint="optimizer=torch.optim.AdamW(module.parameters())",
         )
     return given
@@ -154,7 +154,7 @@ def rank_of(given: int, program: Program) -> int:
     if given in range(program.plan.ranks):
         return given
     raise ModelError(
-        f"the ranks are 0 to {program.plan.ranks - 1}, and {said(given)} is none of them",
+        f"the ranks are 0 to {program.plan.ranks - 1}, and {describe(given)} is none of them",
         program=program.name,
     )
 
@@ -162,14 +162,14 @@ def rank_of(given: int, program: Program) -> int:
 def loss_scale_of(given: LossScale | None) -> LossScale | None:
     """A loss scale, or none.  Raises UsageError for anything else."""
     if given is not None:
-        expect(given, LossScale, "LossScale()")
+        require_type(given, LossScale, "LossScale()")
     return given
 
 
 def transport_of(given: _T) -> _T:
     """A transport.  Raises ModelError for anything else."""
     if not hasattr(given, "agree"):
-        raise ModelError(f"{said(given)} is no transport", hint="GlooTransport(program)")
+        raise ModelError(f"{describe(given)} is no transport", hint="GlooTransport(program)")
     return given
 
 
@@ -178,14 +178,14 @@ def seed_of(given: object) -> int:
     try:
         return index(given)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise ModelError(f"a seed is a whole number, not {said(given)}") from None
+        raise ModelError(f"a seed is a whole number, not {describe(given)}") from None
 
 
 def folder_of(given: object) -> Path | None:
     """A folder, or None.  Raises ModelError for what is no path."""
     if given is None or (isinstance(given, str | Path) and str(given)):
         return None if given is None else Path(given)
-    raise ModelError(f"folder is a path, not {said(given)}", hint="folder='/nvme'")
+    raise ModelError(f"folder is a path, not {describe(given)}", hint="folder='/nvme'")
 
 
 def max_norm_of(given: float | None, program: Program) -> float:
@@ -201,7 +201,7 @@ def max_norm_of(given: float | None, program: Program) -> float:
         number = math.nan
     if not number > 0 or isinstance(given, str):
         raise ModelError(
-            f"max_norm is a number above 0, not {said(given)}",
+            f"max_norm is a number above 0, not {describe(given)}",
             hint="math.inf takes the norm and clips nothing",
         )
     if not program.clip:
@@ -217,4 +217,6 @@ def one_number(loss: object) -> torch.Tensor:
     """A loss, 0-dim.  Raises ModelError for what is not one number."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss if not loss.dim() else loss.reshape(())
-    raise ModelError(f"the loss is {said(loss)}, and not a tensor of one number", hint="its .sum()")
+    raise ModelError(
+        f"the loss is {describe(loss)}, and not a tensor of one number", hint="its .sum()"
+    )

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 
-from schedir.errors import ModelError, flag
+from schedir.errors import ModelError, require_bool
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.runtime import arguments
@@ -192,8 +192,12 @@ class Executor(ProgramRunner):
             arguments.max_norm_of(max_norm, program),
             None if seed is None else arguments.seed_of(seed),
         )
-        alike, adds, record = flag(alike, "alike"), flag(adds, "adds"), flag(record, "record")
-        debug = flag(debug, "debug")
+        alike, adds, record = (
+            require_bool(alike, "alike"),
+            require_bool(adds, "adds"),
+            require_bool(record, "record"),
+        )
+        debug = require_bool(debug, "debug")
         transport, loss_scale = (
             arguments.transport_of(transport),
             arguments.loss_scale_of(loss_scale),

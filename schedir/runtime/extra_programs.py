@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
-from schedir.errors import ModelError, ProgramSequenceError, said
+from schedir.errors import ModelError, ProgramSequenceError, describe
 from schedir.ir.program import Program
 from schedir.runtime.arguments import program_of
 from schedir.runtime.boundaries.boundary import Edges, Given
@@ -32,7 +32,9 @@ def beside_of(
     Raises ModelError for one that cannot run on the same stages, and as `BoundaryTable.of`.
     """
     if not isinstance(more, Sequence):
-        raise ModelError(f"`more` is a list of programs, not {said(more)}", program=program.name)
+        raise ModelError(
+            f"`more` is a list of programs, not {describe(more)}", program=program.name
+        )
     runs: list[_ScheduledRun] = []
     for one in more:
         pair = one if _is_pair(one) else (one, None)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import ModelError
 from schedir.ir.instruction_index import NONE
 from schedir.ir.isa.instructions import COLLECTIVES, ROWS
@@ -81,7 +81,7 @@ class InProcessExecutor:
         *,
         loss: Loss,
         boundary: Given | Edges | PerMicrobatchBoundary,
-        model: Model = "edge",
+        model: ProgressModel = "edge",
         optimizer: Callable[[list[nn.Parameter]], OptimizerLike] | None = None,
         max_norm: float | None = None,
         loss_scale: Callable[[], LossScale] | None = None,
@@ -286,7 +286,7 @@ class ExecutionOrders:
     Raises ModelError for messages that pass each other.
     """
 
-    def __init__(self, program: Program, model: Model) -> None:
+    def __init__(self, program: Program, model: ProgressModel) -> None:
         self.graph = Graph.of(program, model)
         if cross := crossing(Graph.of(program, "edge")):  # which "torch" allows
             raise ModelError(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from schedir.errors import ExecutionError, ModelError, said
+from schedir.errors import ExecutionError, ModelError, describe
 from schedir.ir.program import Program
 from schedir.runtime.arguments import expect_all
 
@@ -51,7 +51,7 @@ def tensors_of(given: object, mb: int) -> tuple[Tensor, ...]:
     if isinstance(given, tuple | list) and all(isinstance(x, Tensor) for x in given):
         return tuple(given)
     raise ModelError(
-        f"inputs[{mb}] is {said(given)}, and no tensor or tuple of tensors",
+        f"inputs[{mb}] is {describe(given)}, and no tensor or tuple of tensors",
         hint="what a stage takes by name, or what is no tensor, goes into keywords",
     )
 
@@ -63,7 +63,7 @@ def expect_keywords(given: object, program: Program | None = None) -> None:
     if wrong:
         raise ExecutionError(
             "keywords are for each microbatch a mapping whose keys are names, and "
-            f"{said(wrong[0])} is given",
+            f"{describe(wrong[0])} is given",
             program=program.name if program else "",
             hint='keywords=[{"mask": mask} for mask in masks]',
         )

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from schedir.analysis.numba_jit import Numba
 from schedir.compiler.compile import compile
-from schedir.errors import MemoryLimitError, ProgramError, UsageError, said
+from schedir.errors import MemoryLimitError, ProgramError, UsageError, describe
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import BACKWARD, BACKWARD_INPUT
@@ -101,7 +101,7 @@ def memory_frontier(
     [(1.0, 72.0, 72.0), (2.0, 41.0, 40.0), (3.0, 32.0, 31.0), (4.0, 27.0, 27.0)]
     """
     if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:
-        raise UsageError(f"levels are a whole number above 0, not {said(levels)}")
+        raise UsageError(f"levels are a whole number above 0, not {describe(levels)}")
     seconds, evaluations = seconds_of(seconds), evaluations_of(evaluations)
     began, costs = perf_counter(), Costs() if costs is None else costs
     free = _problem(plan, costs, sizes, None, split=split)

@@ -11,7 +11,16 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 
-from schedir.errors import CostsError, PlanError, UsageError, expect, flag, in_bytes, number, said
+from schedir.errors import (
+    CostsError,
+    PlanError,
+    UsageError,
+    describe,
+    format_bytes,
+    number,
+    require_bool,
+    require_type,
+)
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes, ample
 from schedir.ir.isa.instructions import (
@@ -138,12 +147,12 @@ def problem_of(
     `FB` that saves time; UsageError for a limit that is none, and for one within which no schedule
     works.
     """
-    expect(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+    require_type(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
     costs = Costs() if costs is None else costs
-    expect(costs, Costs, "Costs(F=1, B=2)")
+    require_type(costs, Costs, "Costs(F=1, B=2)")
     if objective not in OBJECTIVES:
-        raise UsageError(f"objective is 'span' or 'own', not {said(objective)}")
-    split = flag(split, "split")
+        raise UsageError(f"objective is 'span' or 'own', not {describe(objective)}")
+    split = require_bool(split, "split")
     _require_plan(plan)
     if split and "B" in costs.told and not {"I", "W"} & costs.told.keys():
         raise CostsError(
@@ -239,10 +248,10 @@ def _held(
             "a limit in bytes needs the sizes of what is held",
             hint="--sizes saved=1.2GB,tape=0.5GB, or sizes=Sizes(...)",
         )
-    expect(sizes, Sizes, "Sizes(saved=1.2e9, tape=0.5e9)")
+    require_type(sizes, Sizes, "Sizes(saved=1.2e9, tape=0.5e9)")
     sizes.require(plan)
     if (most := number(limit)) is None or most == -inf:
-        raise UsageError(f"a limit is a number of bytes, not {said(limit)}", hint="40e9")
+        raise UsageError(f"a limit is a number of bytes, not {describe(limit)}", hint="40e9")
     each = {name: sizes.each(name, plan) for name in ("saved", "tape", "both")}
     if any(of_stage.shape[1] > 1 for of_stage in each.values()):
         raise UsageError("a search takes sizes that are the same for all microbatches")
@@ -260,7 +269,7 @@ def _count(given: object) -> float:
     except TypeError:
         raise UsageError(
             f"in_flight is a whole number, or a function of the rank that gives one, not "
-            f"{said(given)}"
+            f"{describe(given)}"
         ) from None
 
 
@@ -275,8 +284,8 @@ def _require_room(problem: SchedulingProblem, limit: float | None) -> None:
         if problem.fits(least, rank):
             continue
         weights = 0.0 if limit is None else limit - problem.room[rank]
-        say = in_bytes if limit is not None else _in_flight
-        of = f" and {in_bytes(weights)} of weights" * (weights > 0)
+        say = format_bytes if limit is not None else _in_flight
+        of = f" and {format_bytes(weights)} of weights" * (weights > 0)
         raise UsageError(
             f"no schedule fits: rank {rank} has {say(least)} of one microbatch{of}, and may have "
             f"{say(problem.room[rank] if limit is None else limit)}",

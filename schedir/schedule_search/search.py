@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Final, Literal, get_args
 
-from schedir.errors import UsageError, expect, said
+from schedir.errors import UsageError, describe, require_type
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -85,11 +85,11 @@ def search_schedule(
     seconds = seconds_of(seconds)
     evaluations = evaluations_of(evaluations)
     seed = whole_of(seed, "seed", "a seed is a whole number")
-    expect(start, Sequence, "[schedules.zb_h1]")
+    require_type(start, Sequence, "[schedules.zb_h1]")
     if report is not None and not callable(report):
-        raise UsageError(f"report is a function, not {said(report)}", fields=["report"])
+        raise UsageError(f"report is a function, not {describe(report)}", fields=["report"])
     if prove not in _PROVES:
-        raise UsageError(f"prove is 'closed' or 'solver', not {said(prove)}", fields=["prove"])
+        raise UsageError(f"prove is 'closed' or 'solver', not {describe(prove)}", fields=["prove"])
     begin = perf_counter()
     by_solver = prove == "solver"
     if by_solver:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import index
 
-from schedir.errors import UsageError, number, said
+from schedir.errors import UsageError, describe, number
 
 _EVALUATIONS = "evaluations are a whole number above 0"
 
@@ -13,7 +13,7 @@ def seconds_of(given: object) -> float:
     """A time, which may be without end.  Raises UsageError for what is none."""
     seconds = number(given)
     if seconds is None or seconds <= 0:
-        raise UsageError(f"seconds are a number above 0, not {said(given)}", fields=["seconds"])
+        raise UsageError(f"seconds are a number above 0, not {describe(given)}", fields=["seconds"])
     return seconds
 
 
@@ -33,4 +33,4 @@ def whole_of(given: object, field: str, what: str) -> int:
             raise TypeError
         return index(given)  # type: ignore[arg-type]
     except TypeError:
-        raise UsageError(f"{what}, not {said(given)}", fields=[field]) from None
+        raise UsageError(f"{what}, not {describe(given)}", fields=[field]) from None

@@ -21,7 +21,7 @@ zb_h1: 11.1% idle, peak 4
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.schedules.bidirectional import bitpipe, chimera, dualpipe
 from schedir.schedules.building_blocks import v_half, v_min, wave
 from schedir.schedules.interleaved_schedules import (
@@ -80,7 +80,7 @@ def find_schedule(name: str) -> Schedule:
     known = built_in()
     if name not in known:
         raise UsageError(
-            f"no built-in schedule {said(name)}", hint=nearest_schedules(name, [*known])
+            f"no built-in schedule {describe(name)}", hint=nearest_schedules(name, [*known])
         )
     return known[name]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from operator import index
 
-from schedir.errors import ScheduleError, expect, said
+from schedir.errors import ScheduleError, describe, require_type
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import (
     BACKWARD,
@@ -55,11 +55,11 @@ def greedy_schedule(
     >>> found.streams == expand_schedule(schedules.one_f_one_b, plan).streams
     True
     """
-    expect(plan, PipelineShape, "PipelineShape(ranks=2, microbatches=4)")
+    require_type(plan, PipelineShape, "PipelineShape(ranks=2, microbatches=4)")
     costs = Costs() if costs is None else costs
-    expect(costs, Costs, "Costs(F=1, B=2)")
+    require_type(costs, Costs, "Costs(F=1, B=2)")
     if not isinstance(prefer, str) or sorted(prefer) not in (["B", "F"], ["F", "I", "W"]):
-        raise ScheduleError(f"prefer orders the letters BF or FIW, not {said(prefer)}")
+        raise ScheduleError(f"prefer orders the letters BF or FIW, not {describe(prefer)}")
     drafted = Program(name, plan, (Stream.of([]),) * plan.ranks, frozen=frozen)
     run = _GreedyState(drafted, [BY_TEXT[letter] for letter in prefer], in_flight, costs)
     return replace(drafted, streams=tuple(run.streams()))
@@ -73,7 +73,7 @@ def _limit(given: object) -> int:
     except TypeError:
         raise ScheduleError(
             f"in_flight is a whole number, or a function of the rank that gives one, not "
-            f"{said(given)}"
+            f"{describe(given)}"
         ) from None
 
 

@@ -26,7 +26,7 @@ from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 
-from schedir.errors import said
+from schedir.errors import describe
 from schedir.ir.cost.number_parsing import NO_NUMBERS
 from schedir.ir.input_trust import trust
 from schedir.ir.isa.instructions import (
@@ -163,7 +163,7 @@ def concat(words: Iterable[RankSchedule]) -> RankSchedule:
 
 def _letters(what: str, word: object) -> Words:
     if not isinstance(word, RankSchedule):
-        raise TypeError(f"{what} takes words, as 3 * F and F + B, not {said(word)}")
+        raise TypeError(f"{what} takes words, as 3 * F and F + B, not {describe(word)}")
     return word.letters
 
 

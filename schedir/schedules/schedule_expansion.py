@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from schedir.errors import PlanError, ProgramError, ScheduleError, expect, in_words
+from schedir.errors import PlanError, ProgramError, ScheduleError, in_words, require_type
 from schedir.ir.input_trust import RAISED, trust
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, StreamSlices, Words
@@ -57,7 +57,7 @@ def expand_schedule(schedule: Schedule, plan: PipelineShape) -> Program:
     rank 1
       4 x  F 1.0+; B 1.0+
     """
-    expect(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+    require_type(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
     name = name_of(schedule)
     try:
         signature = inspect.signature(schedule)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from schedir.errors import ExecutionError, UsageError, said
+from schedir.errors import ExecutionError, UsageError, describe
 from schedir.runtime.arguments import callable_of, loss_of
 from schedir.testing.gradient_comparison import GradientDump, compare
 from schedir.testing.unpipelined_model import UnpipelinedModel, cut, dense, names_of, own_copy
@@ -102,7 +102,7 @@ def assert_same_gradients(
     if tolerance is not None:
         _not_negative("tolerance", tolerance)
     if start not in (None, "fork", "spawn"):
-        raise UsageError(f"start is 'fork' or 'spawn', not {said(start)}", fields=["start"])
+        raise UsageError(f"start is 'fork' or 'spawn', not {describe(start)}", fields=["start"])
     loop = UnpipelinedModel(own_copy(whole), several, loss_fn, divisor)
     how = start or ("spawn" if _forks_are_unsafe() else "fork")
     with _one_thread(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
@@ -119,7 +119,7 @@ def _whole(model: Any) -> nn.Module:
     if isinstance(model, list | tuple) and all(isinstance(part, nn.Module) for part in model):
         model = nn.Sequential(*model)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"a model is an nn.Module, or its stages in order, not {said(model)}")
+        raise UsageError(f"a model is an nn.Module, or its stages in order, not {describe(model)}")
     if any(map(is_lazy, model.parameters())):
         raise UsageError("the model has no weights before its first forward", hint="run it once")
     devices = {str(p.device) for p in model.parameters()}
@@ -141,7 +141,7 @@ def _divisor(reduction: object, microbatches: int) -> float:
         return reduction
     raise UsageError(
         f"losses are reduced to their 'mean', their 'sum', or the sum divided by a number, not "
-        f"{said(reduction)}",
+        f"{describe(reduction)}",
         fields=["reduction"],
     )
 
@@ -150,7 +150,7 @@ def _numbers(ranks: object, replicas: object, microbatches: int) -> None:
     """Check the numbers of ranks and replicas."""
     for name, number in (("ranks", ranks), ("replicas", replicas)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise UsageError(f"{name} is a number from 1 on, not {said(number)}", fields=[name])
+            raise UsageError(f"{name} is a number from 1 on, not {describe(number)}", fields=[name])
     assert isinstance(replicas, int)
     if microbatches % replicas:
         raise UsageError(
@@ -162,7 +162,7 @@ def _numbers(ranks: object, replicas: object, microbatches: int) -> None:
 
 def _not_negative(name: str, number: object) -> None:
     if not isinstance(number, int | float) or isinstance(number, bool) or not number >= 0:
-        raise UsageError(f"{name} is a number from 0 on, not {said(number)}", fields=[name])
+        raise UsageError(f"{name} is a number from 0 on, not {describe(number)}", fields=[name])
 
 
 def _forks_are_unsafe() -> bool:
@@ -227,7 +227,7 @@ def _left(rank: int, step: Step, ranks: int, model: nn.Module, batch: Any) -> Gr
     with torch.enable_grad(), _torchs_stages() as made:
         given = step(rank, ranks, model, batch)
     if given is not None and not isinstance(given, Mapping):
-        return f"a step returns nothing, or {{name: gradient}}, and not {said(given)}"
+        return f"a step returns nothing, or {{name: gradient}}, and not {describe(given)}"
     owned = _named_now(modules, known)
     for p, names in owned.items():
         if type(p) is nn.Parameter and not torch.equal(p, before[names[0]]):

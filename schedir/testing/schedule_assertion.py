@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile
-from schedir.errors import ProgramError, UsageError, expect, said
+from schedir.errors import ProgramError, UsageError, describe, require_type
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import Schedule, name_of
@@ -23,7 +23,7 @@ def assert_schedule(
     schedule: Schedule,
     *,
     plans: st.SearchStrategy[PipelineShape] | Iterable[PipelineShape] | None = None,
-    models: Sequence[Model] = MODELS,
+    models: Sequence[ProgressModel] = MODELS,
     exact: bool | None = None,
     examples: int = 50,
 ) -> None:
@@ -62,27 +62,29 @@ def assert_schedule(
         settings(max_examples=examples, deadline=None, phases=phases, database=None)(tried)()
         return
     if plans is not None and not isinstance(plans, Iterable):
-        expect(plans, PipelineShape, _PLANS)  # one alone is several with one
+        require_type(plans, PipelineShape, _PLANS)  # one alone is several with one
     several = shapes_for(schedule) if plans is None else plans
     several = [several] if isinstance(several, PipelineShape) else list(several)
     if not several:
         raise UsageError("there is no plan to try the schedule on")
     for plan in several:
-        expect(plan, PipelineShape, _PLANS)
+        require_type(plan, PipelineShape, _PLANS)
     for seed, plan in enumerate(several):
         holds(plan, seed)
 
 
-def _models(given: object) -> tuple[Model, ...]:
+def _models(given: object) -> tuple[ProgressModel, ...]:
     """Progress models, of which there is one at least; one alone is meant as one of one."""
     each: object = [given] if isinstance(given, str) else given
     found = tuple(each) if isinstance(each, Iterable) else (each,)
     if not found or any(model not in MODELS for model in found):
-        raise UsageError(f"models are some of {', '.join(map(repr, MODELS))}, not {said(given)}")
+        raise UsageError(
+            f"models are some of {', '.join(map(repr, MODELS))}, not {describe(given)}"
+        )
     return found
 
 
-def _legal(schedule: Schedule, plan: PipelineShape, models: Sequence[Model]) -> Program:
+def _legal(schedule: Schedule, plan: PipelineShape, models: Sequence[ProgressModel]) -> Program:
     """The program of a schedule, complete and free of deadlock under every model."""
     model = models[0]
     try:
@@ -97,7 +99,7 @@ def _legal(schedule: Schedule, plan: PipelineShape, models: Sequence[Model]) -> 
     return program
 
 
-def _difference(program: Program, model: Model, seed: int, exact: bool | None) -> str:
+def _difference(program: Program, model: ProgressModel, seed: int, exact: bool | None) -> str:
     """How a run differs from the reference, in words; "" if it does not."""
     import torch
 

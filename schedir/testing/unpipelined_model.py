@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from schedir.errors import UsageError, in_words, said
+from schedir.errors import UsageError, describe, in_words
 
 Batch = Any  # a tensor, or a tuple or dict of such; a list of microbatches if it is already cut
 Loss = Callable[..., Tensor] | None
@@ -126,7 +126,7 @@ def loss_of(model: nn.Module, batch: Batch, loss_fn: Loss) -> Tensor:
     loss = loss_fn(output, targets) if loss_fn else getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         gave = "loss_fn gives" if loss_fn else "without a loss_fn the model's output is the loss:"
-        raise UsageError(f"a loss is one number, and {gave} {said(loss)}", fields=["loss_fn"])
+        raise UsageError(f"a loss is one number, and {gave} {describe(loss)}", fields=["loss_fn"])
     return loss.reshape(())
 
 
@@ -148,7 +148,7 @@ def cut(batch: Batch, microbatches: int | None, loss_fn: Loss) -> list[Batch]:
     else:
         if not isinstance(microbatches, int) or microbatches < 1:
             raise UsageError(
-                f"a batch is cut into a number of microbatches, not {said(microbatches)}",
+                f"a batch is cut into a number of microbatches, not {describe(microbatches)}",
                 fields=["microbatches"],
                 hint="a list is a batch that is already cut",
             )
@@ -159,7 +159,7 @@ def cut(batch: Batch, microbatches: int | None, loss_fn: Loss) -> list[Batch]:
         raise UsageError("a batch of no microbatches has no gradients", fields=["batch"])
     for one in several:
         if loss_fn and not (isinstance(one, tuple) and len(one) == 2):
-            raise UsageError(f"{pair}, not {said(one)}", fields=["batch"])
+            raise UsageError(f"{pair}, not {describe(one)}", fields=["batch"])
     return several
 
 

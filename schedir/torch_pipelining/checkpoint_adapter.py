@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from schedir.errors import CheckpointError, ExecutionError, ProgramError, said
+from schedir.errors import CheckpointError, ExecutionError, ProgramError, describe
 from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.checkpoint_state import (
@@ -145,7 +145,7 @@ def _optimizer(optimizer: Any, program: Program) -> Any:
     for one in optimizer if several else [] if optimizer is None else [optimizer]:
         if callable(one) or not any(hasattr(each, "param_groups") for each in all_within(one)):
             raise CheckpointError(
-                f"{said(one)} is no optimizer",
+                f"{describe(one)} is no optimizer",
                 hint="the one of this process's stages, or a list of several",
             )
     return OptimizerList(tuple(optimizer)) if several else optimizer

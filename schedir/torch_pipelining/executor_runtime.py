@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as Replicated
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.torch_pipelining import gradients
@@ -122,15 +122,15 @@ class ExecutorRuntime:
         """What of a step's arguments is wrong, in words; other ranks wait to hear of it."""
         for what, given in (("arg_mbs", args), ("kwarg_mbs", kwargs), ("target_mbs", targets)):
             if given is not None and not isinstance(given, list):
-                return f"{what} is {said(given)}, and no list"
+                return f"{what} is {describe(given)}, and no list"
             if isinstance(given, list) and len(given) != n:
                 return f"{what} has {len(given)} of {n} microbatches"
         for what, given, kind in (("arg_mbs", args, tuple | list), ("kwarg_mbs", kwargs, Mapping)):
             for each in given if isinstance(given, list) else ():
                 if not isinstance(each, kind):
-                    return f"{what} has {said(each)} for a microbatch, and no tuple or mapping"
+                    return f"{what} has {describe(each)} for a microbatch, and no tuple or mapping"
         if losses is not None and not isinstance(losses, list):
-            return f"losses is {said(losses)}, and no list"
+            return f"losses is {describe(losses)}, and no list"
         takes = self.last is not None and self.loss_fn is not None
         if takes and targets is None and (trains or losses is not None):
             return "a loss is taken, and no target is given"

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.compiler.compile import compile, finish
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.io import torch_csv
 from schedir.io.files import read_text
 from schedir.io.source_loader import load
@@ -44,7 +44,7 @@ def loaded(schedule: Schedule | str | None, program: Given | None) -> Schedule |
         found = load(schedule) if isinstance(schedule, str) else schedule
         if not callable(found) and not isinstance(found, Program):
             raise UsageError(
-                f"a schedule is a function or the name of one, not {said(schedule)}",
+                f"a schedule is a function or the name of one, not {describe(schedule)}",
                 hint=ONE,
                 fields=["schedule"],
             )
@@ -57,7 +57,8 @@ def loaded(schedule: Schedule | str | None, program: Given | None) -> Schedule |
             return load(path)
     if not isinstance(program, Program):
         raise UsageError(
-            f"a program is a Program, or the path of a .sched or .csv file, not {said(program)}",
+            "a program is a Program, or the path of a .sched or .csv file, not "
+            f"{describe(program)}",
             hint=ONE,
             fields=["program"],
         )
@@ -125,7 +126,7 @@ def plan_of(held: Sequence[Sequence[int]], stages: int, microbatches: int) -> Pi
     return torch_csv.placed(len(held), microbatches, [rank_of[s] for s in range(stages)])
 
 
-def model_of(group: Any, device: torch.device) -> tuple[Model, bool]:
+def model_of(group: Any, device: torch.device) -> tuple[ProgressModel, bool]:
     """What a process group promises to what torch's runtime sends through it, and whether hosts
     wait for messages.
 

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
 from schedir.compiler.evaluation_program import evaluation_program
-from schedir.errors import ExecutionError, UsageError, flag, said
+from schedir.errors import ExecutionError, UsageError, describe, require_bool
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.runtime.checkpoint_state import CheckpointState
@@ -105,7 +105,7 @@ class Schedule(CheckedRuntime):
             require_runnable(held, n_microbatches, loss_fn, active)
             if runtime not in get_args(Runtime):
                 raise UsageError(
-                    f"runtime is 'torch' or 'schedir', not {said(runtime)}", fields=["runtime"]
+                    f"runtime is 'torch' or 'schedir', not {describe(runtime)}", fields=["runtime"]
                 )
             program_selection.loaded(schedule, program)
             return {
@@ -114,8 +114,8 @@ class Schedule(CheckedRuntime):
                 "n_microbatches": n_microbatches,
                 "runtime": runtime,
                 "loss_fn": "None" if loss_fn is None else "a function",
-                "scale_grads": flag(scale_grads, "scale_grads"),
-                "alike": flag(alike, "alike"),
+                "scale_grads": require_bool(scale_grads, "scale_grads"),
+                "alike": require_bool(alike, "alike"),
                 "active": active,
                 "tied": tied,
                 "the progress model": program_selection.model_of(

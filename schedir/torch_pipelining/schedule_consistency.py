@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from schedir import errors
-from schedir.errors import InstructionSite, ProgramError, UsageError, said
+from schedir.errors import InstructionSite, ProgramError, UsageError, describe
 from schedir.transports.json_collectives import Kinds, encoded, gather
 
 _T = TypeVar("_T")
@@ -66,5 +66,5 @@ def require_same(what: str, each: Sequence[object], hint: str = "") -> None:
     """Raise UsageError where ranks were given different things."""
     for rank, other in enumerate(each):
         if other != each[0]:
-            one, two = (v if isinstance(v, str) else said(v) for v in (each[0], other))
+            one, two = (v if isinstance(v, str) else describe(v) for v in (each[0], other))
             raise UsageError(f"{what} is {one} on rank 0, and {two} on rank {rank}", hint=hint)

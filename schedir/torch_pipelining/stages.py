@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
-from schedir.errors import ModelError, UsageError, said
+from schedir.errors import ModelError, UsageError, describe
 from schedir.ir.pipeline.tied_weights import Tied, TiedWeights
 from schedir.ir.program import Program
 from schedir.runtime.arguments import loss_of
@@ -35,7 +35,7 @@ def stages_of(given: object) -> list[Any]:
     for stage in found:
         if not isinstance(stage, _PipelineStageBase):
             raise UsageError(
-                f"stages are torch's PipelineStages, not {said(stage)}",
+                f"stages are torch's PipelineStages, not {describe(stage)}",
                 hint=EXAMPLE,
                 fields=["stages"],
             )
@@ -53,13 +53,13 @@ def require_runnable(
             one, other = getattr(stages[0], what), getattr(stage, what)
             if one != other:
                 raise UsageError(
-                    f"stage {stages[0].stage_index} has {what} {said(one)}, and stage "
-                    f"{stage.stage_index} of the same rank {said(other)}",
+                    f"stage {stages[0].stage_index} has {what} {describe(one)}, and stage "
+                    f"{stage.stage_index} of the same rank {describe(other)}",
                     fields=["stages"],
                 )
     for name, number in (("n_microbatches", microbatches), ("active", active)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise UsageError(f"{name} is a number from 1 on, not {said(number)}", fields=[name])
+            raise UsageError(f"{name} is a number from 1 on, not {describe(number)}", fields=[name])
     if loss_fn is not None:
         loss_of(loss_fn)
     require_wrapped_whole(stages)

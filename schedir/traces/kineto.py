@@ -23,7 +23,7 @@ from typing import IO, Any, Final, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import TraceError, UsageError, in_bytes, said
+from schedir.errors import TraceError, UsageError, describe, format_bytes
 from schedir.io.files import opened
 from schedir.io.profiler_range_names import is_pp, marks
 
@@ -130,7 +130,7 @@ class _TraceFile:
         if self.most is not None and self.seen > self.most:
             raise TraceError(
                 f"{self.path} is no trace of torch.profiler: it has no traceEvents in its first "
-                f"{in_bytes(self.most)}"
+                f"{format_bytes(self.most)}"
             )
         return data
 
@@ -241,7 +241,8 @@ class _TraceReader:
             return
         if not (-_MOST < ts < _MOST and 0 <= dur < _MOST):
             raise TraceError(
-                f"{self.trace.path} has {said(name)} at {ts:g} us for {dur:g} us: no clock says so"
+                f"{self.trace.path} has {describe(name)} at {ts:g} us for {dur:g} us: no clock "
+                "says so"
             )
         start = self.base + round(1e3 * ts)
         end = max(start, self.base + round(1e3 * (ts + dur)))

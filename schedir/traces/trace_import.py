@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.compiler.compile import finish, lower
 from schedir.errors import (
     CompletenessError,
@@ -40,8 +40,8 @@ Floats = NDArray[np.float64]
 _STEP: Final = BY_TEXT["step"]
 # The models under which a run may have finished, the strictest first: it did finish.  Of those of
 # torch only where none of the others will do: a trace does not say who made which communicators.
-_ON_GPUS: Final[tuple[Model, ...]] = ("device", "direction", "pair", "edge", "torch")
-_ON_CPUS: Final[tuple[Model, ...]] = ("edge",)
+_ON_GPUS: Final[tuple[ProgressModel, ...]] = ("device", "direction", "pair", "edge", "torch")
+_ON_CPUS: Final[tuple[ProgressModel, ...]] = ("edge",)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def read_run(
     sources: Sequence[str | Path],
     *,
     step: int | None = None,
-    model: Model | None = None,
+    model: ProgressModel | None = None,
     name: str = "imported",
     traits: Mapping[str, Any] | None = None,
     seen: Callable[[Path], object] | None = None,
@@ -166,7 +166,7 @@ def _unread(count: int, of: int, why: str) -> list[str]:
 
 
 def _timeline(
-    ranks: list[ScheduleRun], name: str, traits: Mapping[str, Any], model: Model | None
+    ranks: list[ScheduleRun], name: str, traits: Mapping[str, Any], model: ProgressModel | None
 ) -> tuple[Timeline, list[str]]:
     """The run of a schedule once, and what is to be told of it."""
     notes = []
@@ -251,7 +251,9 @@ def _marked(ranks: list[ScheduleRun], name: str) -> Program:
     return Program(name, plan, streams)
 
 
-def _checked(program: Program, models: Sequence[Model], gpu: bool) -> tuple[Program, Model]:
+def _checked(
+    program: Program, models: Sequence[ProgressModel], gpu: bool
+) -> tuple[Program, ProgressModel]:
     """The program, and the first of these models under which it finishes."""
     error: ProgramError | None = None
     for model in models:

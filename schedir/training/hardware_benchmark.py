@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from schedir.errors import UsageError, in_bytes
+from schedir.errors import UsageError, format_bytes
 from schedir.ir.cost.cluster import Cluster
 from schedir.models import gpt
 from schedir.models.gpt_config import GPTConfig
@@ -370,7 +370,7 @@ def _taken(
         f"{rates[-1] / 1e9:.4g} GFLOP/s; what each process reaches while all compute",
         "memory": "of the machine, a process's part" if shared else "of the device",
         "hbm": f"as {len(measured.layers)} layers show; a copy reaches "
-        f"{in_bytes(measured.copied)}/s",
+        f"{format_bytes(measured.copied)}/s",
         "nvlink": f"{len(sums)} all-reduces" if sums else "not measured: nobody to send to",
         "network": "not measured: one machine",
         "latency": "the same",

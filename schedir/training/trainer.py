@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from schedir.analysis.memory.footprint import held, tiers_of
 from schedir.analysis.memory.unshard_counts import in_parts
-from schedir.errors import ExecutionError, in_bytes, in_words
+from schedir.errors import ExecutionError, format_bytes, in_words
 from schedir.io.black_box import ProcessPhase
 from schedir.ir.cost.sizes import AT_REST, Sizes
 from schedir.ir.program import Program
@@ -284,10 +284,10 @@ class _Trainer:
         if not dist.get_rank():
             if parts := in_parts(self.program):
                 print(parts, flush=True)
-            said = ", ".join(map(in_bytes, most))
+            said = ", ".join(map(format_bytes, most))
             for tier in tiers_of(self.program)[1:]:
                 there = (rank.bytes.max() for rank in held(self.program, self.sizes, tier))
-                said += f"; on the {tier}: {', '.join(map(in_bytes, there))}"
+                said += f"; on the {tier}: {', '.join(map(format_bytes, there))}"
             print(f"memory held, predicted for each rank: {said}", flush=True)
         return most
 
@@ -296,7 +296,7 @@ class _Trainer:
         says it."""
         lived = tuple(np.array(gather(most))[self.transport.mesh].max((0, 2)).tolist())
         if not dist.get_rank():
-            print(f"memory held, counted for each rank: {', '.join(map(in_bytes, lived))}")
+            print(f"memory held, counted for each rank: {', '.join(map(format_bytes, lived))}")
         return lived
 
     def _take(self, prefetch: Prefetch, step: int) -> TrainingBatch:

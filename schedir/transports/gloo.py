@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import Lane
 from schedir.ir.pipeline.process_mesh import mesh_of
@@ -64,7 +64,7 @@ class ProcessTransport:
     One that `schedir train` may choose has a row in `registry`.
     """
 
-    model: Model
+    model: ProgressModel
     grouped = False
     blocks = True
     has_pipeline = False  # whether messages go through a group of the pipeline's ranks
@@ -286,7 +286,7 @@ class GlooTransport(ProcessTransport):
     >>> distributed.destroy_process_group()
     """
 
-    model: Model = "edge"
+    model: ProgressModel = "edge"
     has_pipeline = True
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.errors import ModelError, said
+from schedir.errors import ModelError, describe
 
 MOST: Final = 2**28  # bytes that a process may tell
 Kinds = Sequence[type]  # NamedTuples, dataclasses and Enums
@@ -131,7 +131,7 @@ def _tagged(value: object, kinds: Kinds) -> Any:
         return {"dict": [[_tagged(k, kinds), _tagged(v, kinds)] for k, v in value.items()]}
     if isinstance(value, list):
         return [_tagged(part, kinds) for part in value]
-    raise TypeError(f"{said(value)} is no plain value")
+    raise TypeError(f"{describe(value)} is no plain value")
 
 
 def _parts(value: Any) -> list[object]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from schedir.analysis.progress_models import Model, model_row
+from schedir.analysis.progress_models import ProgressModel, model_row
 from schedir.errors import ModelError, UsageError
 from schedir.ir.program import Program
 from schedir.transports.gloo import rows_of
@@ -36,7 +36,7 @@ UNSET: Final = 8  # the default of CUDA
 
 
 def streams_of(
-    program: Program, rank: int, model: Model, more: Sequence[Program] = ()
+    program: Program, rank: int, model: ProgressModel, more: Sequence[Program] = ()
 ) -> dict[str, int]:
     """How many streams have work in a step of a rank over NCCL, by what they are for.
 
@@ -67,7 +67,7 @@ def streams_of(
 
 def require_queues(
     program: Program,
-    model: Model,
+    model: ProgressModel,
     environ: Mapping[str, str] = os.environ,
     more: Sequence[Program] = (),
 ) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.isa.instructions import ROWS, SENDS, Lane
 from schedir.ir.program import Program
 from schedir.transports import process_groups
@@ -79,7 +79,7 @@ class EdgeGroups(ProcessTransport):
     Over NCCL each takes few multiprocessors, as many as its messages need.  Raises as Processes.
     """
 
-    model: Model = "edge"
+    model: ProgressModel = "edge"
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class GroupedMessages(ProcessTransport):
     library that fuses must find both sides fused in the same way.  Raises as Processes.
     """
 
-    model: Model = "device"
+    model: ProgressModel = "device"
     grouped = True
     has_pipeline = True
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.program import Program
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class TransportRow(NamedTuple):
 
     name: str
     device: Device
-    model: Model
+    model: ProgressModel
     blocks: bool
     home: str
     doc: str

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from schedir.analysis.memory.buffer_slots import assign
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import ModelError
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import RECEIVES, ROWS, SPLIT_CHANGES, Lane, Token, changes
@@ -322,7 +322,7 @@ class SharedMemoryTransport(ProcessTransport):
     >>> distributed.destroy_process_group()
     """
 
-    model: Model = "edge"
+    model: ProgressModel = "edge"
 
     @classmethod
     def fits(cls, program: Program, group: dist.ProcessGroup | None = None) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.isa.instructions import Lane, Token
 from schedir.ir.program import Program
 from schedir.transports.collectives import Group, Kind
@@ -44,7 +44,7 @@ class Transport(Protocol):
     `start_group` and `end_group`, and are issued as one.
     """
 
-    model: Model
+    model: ProgressModel
     blocks: bool
     grouped: bool
     static: bool

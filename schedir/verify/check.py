@@ -15,7 +15,7 @@ from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.eager_limit import finishes_where, least_limit
 from schedir.analysis.lazy_communicators import first_uses
 from schedir.analysis.memory.buffer_slots import groups, minimum_slots, on_host
-from schedir.analysis.progress_models import MODELS, Model, require_model
+from schedir.analysis.progress_models import MODELS, ProgressModel, require_model
 from schedir.errors import (
     ChannelMismatchError,
     CompletenessError,
@@ -25,9 +25,9 @@ from schedir.errors import (
     OrderError,
     SlotError,
     UsageError,
-    expect,
-    flag,
-    said,
+    describe,
+    require_bool,
+    require_type,
 )
 from schedir.ir.cost.sizes import EagerMessages, Sizes
 from schedir.ir.dataflow import FREERS
@@ -101,7 +101,7 @@ _HOSTS = ((False, False), (True, False), (True, True))
 
 def check(
     program: Program,
-    model: Model = "device",
+    model: ProgressModel = "device",
     *,
     blocks: bool = False,
     device_waits: bool = False,
@@ -144,9 +144,9 @@ def check(
     schedir.errors.UnmatchedTransferError: gpipe: send_grad 1.1 has no recv_grad 0.1 on rank 0
       rank 1 #8   send_grad 1.1
     """
-    expect(program, Program, "schedir.compile(schedule, plan)")
-    device_waits = flag(device_waits, "device_waits")
-    blocks, lazy = flag(blocks, "blocks") or device_waits, flag(lazy, "lazy")
+    require_type(program, Program, "schedir.compile(schedule, plan)")
+    device_waits = require_bool(device_waits, "device_waits")
+    blocks, lazy = require_bool(blocks, "blocks") or device_waits, require_bool(lazy, "lazy")
     small = eager_of(eager, sizes, program)
     if sizes is not None:
         sizes.require(program.plan)
@@ -185,12 +185,12 @@ def eager_of(limit: object, sizes: Sizes | None, program: Program) -> EagerMessa
     """What `check` is told of messages that wait for nobody; raises UsageError if that is nothing
     that can be meant."""
     if sizes is not None:
-        expect(sizes, Sizes, "Sizes(activation=16e6)")
+        require_type(sizes, Sizes, "Sizes(activation=16e6)")
     if limit is None:
         return None
     if isinstance(limit, bool) or not isinstance(limit, Real) or not 0 <= float(limit) < math.inf:
         raise UsageError(
-            f"eager is a number of bytes, such as 512e3, not {said(limit)}", fields=["eager"]
+            f"eager is a number of bytes, such as 512e3, not {describe(limit)}", fields=["eager"]
         )
     if sizes is None or not _sized(program, sizes):
         named = ["activation", *["skip"] * bool(program.skips)]
@@ -210,7 +210,7 @@ def _sized(program: Program, sizes: Sizes) -> bool:
 
 def complete(
     program: Program,
-    model: Model,
+    model: ProgressModel,
     *,
     blocks: bool = False,
     device_waits: bool = False,
@@ -258,7 +258,7 @@ def check_draft(program: Program) -> Program:
 
     It may say backwards of frozen stages, which the lowering leaves out.
     """
-    expect(program, Program, "schedir.compile(schedule, plan)")
+    require_type(program, Program, "schedir.compile(schedule, plan)")
     completeness(without_backwards(program), draft=True)
     return program
 

@@ -12,7 +12,7 @@ from schedir.errors import (
     GroupError,
     LoweringLevelError,
     ReductionError,
-    expect,
+    require_type,
 )
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import (
@@ -49,7 +49,7 @@ def completeness(program: Program, *, draft: bool) -> InstructionIndex:
     those that look further.  Raises CompletenessError or one of its kinds, GroupError, or
     LoweringLevelError.
     """
-    expect(program, Program, "schedir.compile(schedule, plan)")
+    require_type(program, Program, "schedir.compile(schedule, plan)")
     _size(program)
     _words(program)
     index = InstructionIndex.of(program)

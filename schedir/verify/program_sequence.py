@@ -20,8 +20,8 @@ from schedir.analysis.channels import channels, queues
 from schedir.analysis.critical_path.longest_path import solve
 from schedir.analysis.critical_path.node_loop import LongestPathProblem
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import Model, require_model
-from schedir.errors import InstructionSite, ProgramSequenceError, UsageError, expect, said
+from schedir.analysis.progress_models import ProgressModel, require_model
+from schedir.errors import InstructionSite, ProgramSequenceError, UsageError, describe, require_type
 from schedir.ir.instruction_index import Positions
 from schedir.ir.program import Program
 from schedir.verify.check import check
@@ -47,7 +47,9 @@ class _SequenceStep(NamedTuple):
     first: int  # position of its first instruction there
 
 
-def check_program_sequence(runs: Sequence[Sequence[Program]], model: Model = "device") -> None:
+def check_program_sequence(
+    runs: Sequence[Sequence[Program]], model: ProgressModel = "device"
+) -> None:
     """Check programs that each rank runs one after the other: `runs` has a list for each rank.
 
     The n-th run of a program on one rank belongs to the n-th run of it on every other.  Where
@@ -82,7 +84,7 @@ def check_program_sequence(runs: Sequence[Sequence[Program]], model: Model = "de
 class _ProgramSequence:
     """The steps of all ranks, under a progress model."""
 
-    def __init__(self, runs: Sequence[Sequence[Program]], model: Model) -> None:
+    def __init__(self, runs: Sequence[Sequence[Program]], model: ProgressModel) -> None:
         self.model = model
         self.programs: list[Program] = []
         known: dict[str, int] = {}
@@ -90,13 +92,13 @@ class _ProgramSequence:
         for some in (runs, *(runs if isinstance(runs, Sequence) else ())):
             if not isinstance(some, Sequence) or not runs:
                 raise UsageError(
-                    f"this takes a list of programs for each rank, not {said(some)}",
+                    f"this takes a list of programs for each rank, not {describe(some)}",
                     hint="such as [[train, evaluate, train]] * ranks",
                 )
         for row in runs:
             steps, counted = [], Counter[int]()
             for program in row:
-                expect(program, Program, "schedir.compile(schedule, plan)")
+                require_type(program, Program, "schedir.compile(schedule, plan)")
                 if program.plan.ranks != len(runs):
                     raise UsageError(
                         f"{program.name} is of {program.plan.ranks} ranks, and there are the steps "

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir import compile, expand_schedule
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import DeadlockError
 from schedir.ir.isa.instructions import SENDS, Lane
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.passes.pass_types import Choice
+from schedir.passes.pass_types import BufferSharing
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.transports import process_groups
 from schedir.transports.gloo import ProcessTransport
@@ -44,7 +44,7 @@ def _step(transport: ProcessTransport, program: Program) -> Any:
 
 
 def one_rank(rank: int, kind: str, schedule: Any, plan: PipelineShape, tp: int) -> Any:
-    model: Model = TRANSPORTS[kind].model
+    model: ProgressModel = TRANSPORTS[kind].model
     program = compile(schedule, plan, tp=tp, model=model, tied=True, overlap=True)
     return _step(TRANSPORTS[kind](program), program)
 
@@ -102,7 +102,9 @@ class Static(EdgeGroups):
         return super().send(tensor, peer, lane)
 
 
-def addresses(rank: int, schedule: Any, plan: PipelineShape, tp: int, slots: Choice | None) -> Any:
+def addresses(
+    rank: int, schedule: Any, plan: PipelineShape, tp: int, slots: BufferSharing | None
+) -> Any:
     """Whether what is sent lies in the same places in each of two steps, how many, also in those
     that warm up, and bits."""
     program = compile(schedule, plan, tp=tp, tied=True, slots=slots)
@@ -118,7 +120,7 @@ def addresses(rank: int, schedule: Any, plan: PipelineShape, tp: int, slots: Cho
     ("schedule", "plan"), [(zb, PipelineShape(2, 4)), (interleaved, PipelineShape(2, 4, 2))]
 )
 def test_what_is_sent_lies_in_static_memory(
-    schedule: Any, plan: PipelineShape, slots: Choice | None
+    schedule: Any, plan: PipelineShape, slots: BufferSharing | None
 ) -> None:
     _, right = expected(plan)
     results = run(addresses, plan.ranks, schedule, plan, 1, slots)

@@ -18,7 +18,7 @@ from schedir.analysis.dependency_graph import Graph
 from schedir.ir.isa.instructions import TRANSFERS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
-from schedir.passes.pass_types import Choice
+from schedir.passes.pass_types import BufferSharing
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import ExecutionOrders, InProcessExecutor
@@ -41,7 +41,7 @@ PLANS = [
     (zb, PipelineShape(2, 4)),
     (interleaved, PipelineShape(2, 4, 2)),
 ]
-SLOTS: list[Choice | None] = [None, "fewest"]
+SLOTS: list[BufferSharing | None] = [None, "fewest"]
 
 
 class Late(GlooTransport):
@@ -170,7 +170,7 @@ class Sliced(StreamMailbox):
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved])
 @pytest.mark.parametrize("slots", [None, "fewest"])
 def test_gathers_run_beside_computes_as_predicted(
-    schedule: Schedule, slots: Choice | None, monkeypatch: pytest.MonkeyPatch
+    schedule: Schedule, slots: BufferSharing | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25, gather=0.75)
     plan = plan_of(schedule, 4, 5)

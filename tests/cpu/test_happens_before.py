@@ -11,7 +11,7 @@ import torch
 from schedir import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
-from schedir.passes.pass_types import Choice
+from schedir.passes.pass_types import BufferSharing
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import chimera, interleaved, one_f_one_b
 from schedir.transports.in_process import cuda_streams
@@ -34,7 +34,7 @@ def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
 
 
 def run(
-    schedule: Any, plan: PipelineShape, slots: Choice | None = None, record: bool = False
+    schedule: Any, plan: PipelineShape, slots: BufferSharing | None = None, record: bool = False
 ) -> Any:
     program = compile(schedule, plan, model="edge", overlap=True, tied=True, clip=True, slots=slots)
     stages = gpt_stages(plan.stages)
@@ -54,7 +54,7 @@ def run(
 def test_nothing_races(
     schedule: Any,
     plan: PipelineShape,
-    slots: Choice | None,
+    slots: BufferSharing | None,
     static: bool,
     races: Races,
     monkeypatch: pytest.MonkeyPatch,

@@ -14,7 +14,7 @@ import torch
 from schedir import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.passes.pass_types import Choice
+from schedir.passes.pass_types import BufferSharing
 from schedir.runtime.parameters import overlapped_reduction
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
@@ -40,7 +40,7 @@ class Case(NamedTuple):
     plan: PipelineShape
     tp: int = 1
     dp: int = 1
-    slots: Choice | None = None
+    slots: BufferSharing | None = None
     record: bool = False
     clip: bool = True
 

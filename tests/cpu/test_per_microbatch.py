@@ -20,7 +20,7 @@ from schedir.compiler.compile import compile, lower
 from schedir.errors import ProgramError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.passes.pass_types import Choice
+from schedir.passes.pass_types import BufferSharing
 from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.boundary_table import PerMicrobatchBoundary
@@ -96,7 +96,7 @@ LENGTHS = [(3, 1), (5, 2), (1, 1), (4, 3)]
 def test_a_slot_has_room_for_the_largest_that_it_holds() -> None:
     x, y, boundary = batch([(300, 1), (500, 2), (100, 1), (400, 3)])
     each = [300, 500, 100, 400]
-    choices: list[tuple[Choice | None, list[int]]] = [("fewest", [max(each)]), (None, each)]
+    choices: list[tuple[BufferSharing | None, list[int]]] = [("fewest", [max(each)]), (None, each)]
     for slots, expected in choices:
         program = compile(gpipe, PipelineShape(2, 4), slots=slots)
         ranks = InProcessExecutor(program, model(2), loss=loss, boundary=boundary)

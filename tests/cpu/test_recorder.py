@@ -16,7 +16,7 @@ from schedir import Costs, PipelineShape, Timeline
 from schedir.analysis.dependency_graph import Graph
 from schedir.ir.isa.instructions import SENDS, TRANSFERS, Lane, Opcode
 from schedir.ir.program import JOINED, Program, Stream
-from schedir.passes.pass_types import Choice
+from schedir.passes.pass_types import BufferSharing
 from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
 from schedir.predict.calibrate import calibrate
 from schedir.runtime import in_process
@@ -110,7 +110,7 @@ def programs(draw: st.DrawFn) -> tuple[Program, Costs]:
         )
 
     costs = Costs(F=per_stage(), I=per_stage(), W=per_stage(), send=float(draw(st.integers(0, 3))))
-    slots: Choice | None = draw(st.sampled_from([None, "fewest"]))
+    slots: BufferSharing | None = draw(st.sampled_from([None, "fewest"]))
     return schedir.compile(schedule, plan, model="edge", costs=costs, slots=slots), costs
 
 

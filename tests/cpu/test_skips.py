@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from schedir import schedules
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -157,7 +157,7 @@ def test_any_skips_in_any_order(program: Program, seed: int, order: int) -> None
     as_in(with_slots(program, random.Random(seed)), seed, order)
 
 
-def _process(rank: int, transport: str, name: str, model_of: Model) -> list[Any]:
+def _process(rank: int, transport: str, name: str, model_of: ProgressModel) -> list[Any]:
     schedule, plan, skips = SCHEDULES[name]
     slots: Any = None if transport == "shared" else "fewest"
     program = compile(schedule, plan, model=model_of, skips=skips, slots=slots, blocks=True)
@@ -180,7 +180,7 @@ def _process(rank: int, transport: str, name: str, model_of: Model) -> list[Any]
     ("transport", "name", "model_of"),
     [("gloo", "zb_v", "device"), ("shared", "1f1b", "edge"), ("edge", "interleaved", "edge")],
 )
-def test_processes(transport: str, name: str, model_of: Model) -> None:
+def test_processes(transport: str, name: str, model_of: ProgressModel) -> None:
     schedule, plan, skips = SCHEDULES[name]
     told = run(_process, plan.ranks, transport, name, model_of)
     plain = model(plan.stages, skips)

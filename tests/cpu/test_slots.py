@@ -14,7 +14,7 @@ from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
 from schedir.ir.isa.instructions import Opcode, Token
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.passes.pass_types import Choice
+from schedir.passes.pass_types import BufferSharing
 from schedir.runtime.autograd.split_backward import linear
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
@@ -51,7 +51,7 @@ def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
     plan = plan_of(schedule, 4, max(6, least(schedule, 4)))
     stages = tiny_model.tiny_stages(plan.stages)
     inputs, targets = tiny_model.batch(plan.microbatches)
-    choices: list[Choice | None] = [None, "fewest", "enough"]
+    choices: list[BufferSharing | None] = [None, "fewest", "enough"]
     for overlap in (False, True):
         results: list[tuple[Tensor, list[dict[str, Tensor]]]] = []
         for choice in choices:

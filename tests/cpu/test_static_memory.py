@@ -16,7 +16,7 @@ from schedir.compiler.compile import compile, lower
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, SlotCounts
-from schedir.passes.pass_types import Choice
+from schedir.passes.pass_types import BufferSharing
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.handlers.handler_registry import HANDLERS
@@ -70,7 +70,7 @@ def as_predicted(program: Program) -> None:
 @pytest.mark.parametrize("tp", [1, 8])
 def test_of_every_schedule(schedule: Schedule, tp: int) -> None:
     plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
-    choices: list[Choice | None] = [None, "enough", "fewest"]
+    choices: list[BufferSharing | None] = [None, "enough", "fewest"]
     for slots in choices:
         as_predicted(compile(schedule, plan, tp=tp, model="edge", overlap=True, slots=slots))
 

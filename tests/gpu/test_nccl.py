@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir import compile
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.passes.pass_types import Choice
+from schedir.passes.pass_types import BufferSharing
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
 from schedir.runtime.recording.measured_timeline import measured
@@ -35,7 +35,7 @@ Gradients = dict[int, dict[str, Tensor]]
 
 
 def _program(
-    schedule: Any, plan: PipelineShape, model: Model, slots: Choice | None = None
+    schedule: Any, plan: PipelineShape, model: ProgressModel, slots: BufferSharing | None = None
 ) -> Program:
     return compile(schedule, plan, tp=2, model=model, tied=True, overlap=True, slots=slots)
 
@@ -53,7 +53,12 @@ def on_cpu(rank: int, schedule: Any, plan: PipelineShape) -> Gradients:
 
 
 def made(
-    rank: int, folder: str, kind: Kind, schedule: Any, plan: PipelineShape, slots: Choice | None
+    rank: int,
+    folder: str,
+    kind: Kind,
+    schedule: Any,
+    plan: PipelineShape,
+    slots: BufferSharing | None,
 ) -> tuple[Executor, tuple[Tensor, Tensor, float]]:
     """An executor on the GPU, and its batch."""
     device = share_gpu(rank, folder)
@@ -80,7 +85,7 @@ WAYS = [("edge", None), ("edge", "fewest"), ("grouped", None)]
 @pytest.mark.parametrize(("kind", "slots"), WAYS)
 @pytest.mark.parametrize(("schedule", "plan"), PLANS)
 def test_eager_gradients_are_those_of_the_cpu(
-    kind: Kind, slots: Choice | None, schedule: Any, plan: PipelineShape, tmp_path: Path
+    kind: Kind, slots: BufferSharing | None, schedule: Any, plan: PipelineShape, tmp_path: Path
 ) -> None:
     want = run(on_cpu, 4, schedule, plan)
     results = run(eager, 4, str(tmp_path), kind, schedule, plan, slots, limit=250)

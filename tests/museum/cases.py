@@ -39,7 +39,7 @@ from typing import Any, Literal
 
 import schedir
 from schedir import Program, Sizes, check, check_program_sequence, from_text
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.errors import DeadlockError, ProgramError
 
 HERE = Path(__file__).parent
@@ -75,7 +75,7 @@ class Case:
     mended: str = ""
     steps: dict[str, str] = field(default_factory=dict)
     runs: list[list[str]] = field(default_factory=list)
-    show: Literal["", Model] = ""
+    show: Literal["", ProgressModel] = ""
     activation: float = 0.0
     refused: dict[str, list[str]] = field(default_factory=dict)
     lazy: dict[str, list[str]] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Case:
         assert isinstance(made, Program)
         return made
 
-    def refusal(self, model: Model, **how: Any) -> ProgramError | None:
+    def refusal(self, model: ProgressModel, **how: Any) -> ProgramError | None:
         """What `check` says under a model, None if it accepts."""
         if self.activation:
             how["sizes"] = Sizes(activation=self.activation)
@@ -108,7 +108,7 @@ class Case:
             return error
         return None
 
-    def expected(self, model: Model) -> list[str]:
+    def expected(self, model: ProgressModel) -> list[str]:
         """What must be said under a model; empty if the program must be accepted."""
         return self.refused.get("every", self.refused.get(model, []))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, PipelineShape, Program, Timeline
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import lower
 from schedir.ir.isa.instructions import SPLIT_CHANGES, TRANSFERS, Lane
 from schedir.passes.communication.transfer_overlap import group_opposites
@@ -46,7 +46,7 @@ HOW = st.sampled_from(["lowered", "grouped"])
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), HOW)
 def test_intervals_are_all_the_idle_time(
-    draft: Program, data: st.DataObject, model: Model, how: str
+    draft: Program, data: st.DataObject, model: ProgressModel, how: str
 ) -> None:
     model = "edge" if how == "grouped" else model
     timeline = schedir.simulate(program_of(draft, how), data.draw(costs(draft.plan)), model=model)
@@ -76,7 +76,7 @@ def test_intervals_are_all_the_idle_time(
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS))
 def test_measured_times_that_nothing_explains(
-    draft: Program, data: st.DataObject, model: Model
+    draft: Program, data: st.DataObject, model: ProgressModel
 ) -> None:
     """Work that ends early, and clocks that differ: what is left over is the host's."""
     timeline = schedir.simulate(lower(draft), data.draw(costs(draft.plan)), model=model)
@@ -155,7 +155,7 @@ def test_nothing_is_idle_alone() -> None:
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), HOW)
 def test_a_prediction_has_no_gap_where_nothing_is_missing(
-    draft: Program, data: st.DataObject, model: Model, how: str
+    draft: Program, data: st.DataObject, model: ProgressModel, how: str
 ) -> None:
     model = "edge" if how == "grouped" else model
     timeline = schedir.simulate(program_of(draft, how), data.draw(costs(draft.plan)), model=model)

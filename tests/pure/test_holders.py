@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile, lower
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import Opcode
@@ -24,7 +24,11 @@ from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import check
 from tests.laws import plan_of
 
-APART: tuple[Model, ...] = ("edge", "pair", "device")  # reductions have a queue of their own
+APART: tuple[ProgressModel, ...] = (
+    "edge",
+    "pair",
+    "device",
+)  # reductions have a queue of their own
 
 
 def at_the_end(program: Program) -> Program:
@@ -38,7 +42,7 @@ def at_the_end(program: Program) -> Program:
     return replace(program, streams=tuple(streams))
 
 
-def span(program: Program, costs: Costs, model: Model, *, blocks: bool) -> float:
+def span(program: Program, costs: Costs, model: ProgressModel, *, blocks: bool) -> float:
     check(program, model, blocks=blocks)
     return float(walk(Graph(program, model, blocks=blocks), costs).end.max())
 

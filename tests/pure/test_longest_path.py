@@ -19,7 +19,7 @@ from schedir.analysis.critical_path.level_sweep import by_frontiers
 from schedir.analysis.critical_path.longest_path import problem_of
 from schedir.analysis.critical_path.node_loop import LOOPS, LongestPathProblem, by_loop
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.errors import UsageError
 from schedir.ir.program import Program
 from schedir.testing import compute_programs
@@ -68,7 +68,7 @@ CHANGES = ("swap_any", "move_anywhere", "join_computes", "join_transfers", "join
 
 @given(st.sampled_from(CHANGES), st.sampled_from(MODELS), st.booleans(), st.integers(0, 2**32))
 @settings(deadline=None)
-def test_of_programs(change: str, model: Model, blocks: bool, seed: int) -> None:
+def test_of_programs(change: str, model: ProgressModel, blocks: bool, seed: int) -> None:
     rng = random.Random(seed)
     for program in mutate(change, seed):
         program = with_slots(program, rng)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from schedir.analysis.memory.buffer_slots import KINDS, counts
 from schedir.compiler.compile import check_memory, compile, lower
-from schedir.errors import MemoryLimitError, UsageError, in_bytes
+from schedir.errors import MemoryLimitError, UsageError, format_bytes
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes, bytes_of
 from schedir.ir.isa.instructions import ROWS, SENDS, Instr, Opcode, Token
@@ -275,7 +275,7 @@ def test_what_are_no_bytes(text: str) -> None:
 
 
 def test_bytes_are_said() -> None:
-    assert [in_bytes(b) for b in (0, 999, 1000, 1.5e9, 2.25e16)] == [
+    assert [format_bytes(b) for b in (0, 999, 1000, 1.5e9, 2.25e16)] == [
         "0 B", "999 B", "1 kB", "1.5 GB", "22.5 PB"
     ]  # fmt: skip
 

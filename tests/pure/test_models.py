@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile
 from schedir.errors import ChannelMismatchError, DeadlockError, ProgramError, UsageError
 from schedir.ir.cost.costs import Costs
@@ -76,7 +76,7 @@ BATCHES = written(
 )
 
 
-def refused(program: Program, model: Model = "device", **how: object) -> ProgramError:
+def refused(program: Program, model: ProgressModel = "device", **how: object) -> ProgramError:
     with pytest.raises(ProgramError) as caught:
         check(program, model, **how)  # type: ignore[arg-type]
     return caught.value
@@ -135,7 +135,7 @@ def test_groups_of_both_ways_are_apart_from_what_goes_alone() -> None:
 
 @settings(max_examples=150)
 @given(seeds, st.sampled_from(REORDER), models)
-def test_times_of_any_groups(seed: int, name: str, model: Model) -> None:
+def test_times_of_any_groups(seed: int, name: str, model: ProgressModel) -> None:
     """The graph and the machine of turns agree on who starts when, however transfers are joined."""
     _, program = mutate(name, seed)
     _agrees(with_slots(program, random.Random(seed)), model, None, seed)
@@ -144,7 +144,7 @@ def test_times_of_any_groups(seed: int, name: str, model: Model) -> None:
 # ---------------------------------------------------------------- messages that wait for nobody
 
 
-def _agrees(program: Program, model: Model, eager: EagerMessages | None, seed: int) -> None:
+def _agrees(program: Program, model: ProgressModel, eager: EagerMessages | None, seed: int) -> None:
     """Whether all end, and when: by the graph, and by a machine that has none."""
     rng = random.Random(seed)
     priced = Costs(**{name: float(rng.randint(0, 4)) for name in ("F", "B", "I", "W", "send")})
@@ -170,7 +170,7 @@ def _agrees(program: Program, model: Model, eager: EagerMessages | None, seed: i
 @settings(max_examples=150)
 @given(seeds, st.sampled_from(REORDER), models, st.sampled_from([0.0, 1.0, 2.0, 4.0]))
 def test_times_where_small_messages_wait_for_nobody(
-    seed: int, name: str, model: Model, limit: float
+    seed: int, name: str, model: ProgressModel, limit: float
 ) -> None:
     _, program = mutate(name, seed)
     eager = EagerMessages(limit, Sizes(activation=2.0, gradient=4.0, skip=1.0))
@@ -180,7 +180,7 @@ def test_times_where_small_messages_wait_for_nobody(
 @settings(max_examples=300)
 @given(seeds, st.sampled_from(REORDER), models, st.integers(0, 4), st.data())
 def test_small_messages_by_execution(
-    seed: int, name: str, model: Model, limit: int, data: st.DataObject
+    seed: int, name: str, model: ProgressModel, limit: int, data: st.DataObject
 ) -> None:
     """The checker accepts what runs right where small messages are left behind, and no more."""
     _, program = mutate(name, seed)
@@ -200,7 +200,7 @@ def test_small_messages_by_execution(
 @settings(max_examples=100)
 @given(seeds, st.sampled_from(REORDER), models, st.data())
 def test_the_least_limit_is_the_least(
-    seed: int, name: str, model: Model, data: st.DataObject
+    seed: int, name: str, model: ProgressModel, data: st.DataObject
 ) -> None:
     """With what a DeadlockError says a program finishes, and with any less it does not."""
     _, program = mutate(name, seed)
@@ -333,7 +333,7 @@ def _past_first_uses(program: Program, model: str, seed: int) -> bool:
 
 @settings(max_examples=200)
 @given(seeds, models)
-def test_hosts_meet_where_communicators_are_made(seed: int, model: Model) -> None:
+def test_hosts_meet_where_communicators_are_made(seed: int, model: ProgressModel) -> None:
     rng = random.Random(seed)
     program = legal(rng)
     if rng.random() < 0.7:

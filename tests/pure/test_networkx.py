@@ -13,7 +13,7 @@ import networkx as nx
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.errors import (
     ChannelMismatchError,
     CompletenessError,
@@ -37,7 +37,7 @@ NAMES = (
 )  # fmt: skip
 
 
-def explicit(program: Program, model: Model, costs: Costs) -> nx.DiGraph:
+def explicit(program: Program, model: ProgressModel, costs: Costs) -> nx.DiGraph:
     """Each group is posted and complete; between lies its cost, or messages that two share."""
     machine = Machine(program, model, costs)
     machine.run()
@@ -89,7 +89,7 @@ def whole_costs(rng: random.Random, stages: int) -> Costs:
 @example(2296, "swap_neighbours", "serial")
 @example(568612525, "reduce_early", "device")
 @given(st.integers(0, 2**32), st.sampled_from(NAMES), st.sampled_from(MODELS))
-def test_networkx_says_the_same(seed: int, name: str, model: Model) -> None:
+def test_networkx_says_the_same(seed: int, name: str, model: ProgressModel) -> None:
     _, program = mutate(name, seed)
     program = with_slots(program, random.Random(seed))
     priced = whole_costs(random.Random(seed), program.plan.stages)

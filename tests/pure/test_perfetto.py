@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, PipelineShape
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import lower
 from schedir.errors import UsageError
 from schedir.io import perfetto
@@ -81,7 +81,7 @@ def _flows(events: list[Event], tracks: dict[tuple[int, int], list[tuple[int, in
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), st.booleans(), st.booleans())
 def test_any_run_keeps_the_rules(
-    draft: Program, data: st.DataObject, model: Model, grouped: bool, measured: bool
+    draft: Program, data: st.DataObject, model: ProgressModel, grouped: bool, measured: bool
 ) -> None:
     program = group_opposites(lower(draft)) if grouped else lower(draft)
     timeline = schedir.simulate(

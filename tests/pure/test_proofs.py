@@ -18,7 +18,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile
 from schedir.errors import (
     DeadlockError,
@@ -141,7 +141,7 @@ def said(call: object, *args: object, **options: object) -> str:
 
 @settings(max_examples=200)
 @given(st.integers(0, 2**32), st.sampled_from([*MUTATIONS]), st.sampled_from(MODELS))
-def test_what_is_simulated_is_what_is_right(seed: int, name: str, model: Model) -> None:
+def test_what_is_simulated_is_what_is_right(seed: int, name: str, model: ProgressModel) -> None:
     try:
         program, mutant = mutate(name, seed)
     except ProgramError:
@@ -197,7 +197,7 @@ def test_a_slot_that_only_its_own_filler_frees() -> None:
 
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS))
-def test_a_draft_is_its_program(given: Program, data: st.DataObject, model: Model) -> None:
+def test_a_draft_is_its_program(given: Program, data: st.DataObject, model: ProgressModel) -> None:
     priced = data.draw(costs(given.plan))
     program = compile(given, costs=priced, model=model)
     one, other = simulate(given, priced, model=model), simulate(program, priced, model=model)

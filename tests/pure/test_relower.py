@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import schedir
 from schedir import Costs, PipelineShape, Program, Timeline
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.commands.common.schedule_options import read_costs
 from schedir.compiler.compile import compile, finish
 from schedir.compiler.relower import compute_of, options_of
@@ -24,7 +24,7 @@ from schedir.errors import ProgramError
 from schedir.io import torch_csv
 from schedir.io.source_loader import load
 from schedir.ir.program import JOINED, StreamSlices
-from schedir.passes.pass_types import Choice
+from schedir.passes.pass_types import BufferSharing
 from schedir.predict.calibrate import completed, format_costs, rounded
 from schedir.predict.what_if import advise
 from schedir.schedules import chimera, dualpipe_v, gpipe, interleaved, one_f_one_b, zb_v
@@ -78,7 +78,7 @@ def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixtur
     """Of a program and of a run, under each model: each command as it is told, with its span."""
     odd = compile(zb_v, PipelineShape(4, 8, 2, "vee"), costs=Costs(F=1, I=3, W=0.1))
     orders = set()
-    cases: list[tuple[Program, Model]] = [
+    cases: list[tuple[Program, ProgressModel]] = [
         (theirs(), "device"), (theirs(), "serial"), (odd, "device"),
     ]  # fmt: skip
     for program, model in cases:
@@ -131,7 +131,7 @@ def in_another_order(program: Program, seed: int) -> Program:
 
 @given(programs(), st.data(), st.sampled_from(MODELS), st.booleans(), st.integers(0, 2**32 - 1))
 def test_what_is_said_is_simulated_and_right(
-    program: Program, data: st.DataObject, model: Model, blocks: bool, seed: int
+    program: Program, data: st.DataObject, model: ProgressModel, blocks: bool, seed: int
 ) -> None:
     """Of any order of the transfers: the compute stays, and what is said of it comes out."""
     costs = data.draw(any_costs(program.plan))
@@ -259,7 +259,7 @@ def test_a_program_lowered_anew_is_itself(
     capsys: pytest.CaptureFixture[str],
     schedule: Schedule,
     plan: PipelineShape,
-    slots: Choice | None,
+    slots: BufferSharing | None,
 ) -> None:
     """How it was lowered is read off it: what nobody says stays."""
     program = compile(schedule, plan, tp=2, dp=2, clip=True, boundary="sharded", slots=slots)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.compiler.compile import compile
 from schedir.errors import ScheduleError
 from schedir.ir.cost.costs import Costs
@@ -17,7 +17,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 
-MODELS: tuple[Model, ...] = ("edge", "pair", "device")
+MODELS: tuple[ProgressModel, ...] = ("edge", "pair", "device")
 UNIT = Costs(F=1, B=2)
 
 

@@ -20,7 +20,7 @@ from schedir import (
     simulate,
 )
 from schedir.__main__ import main
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import lower
 from schedir.errors import (
     ChannelMismatchError,
@@ -50,7 +50,7 @@ BACK = from_text(
 )
 
 
-def refusal(runs: Runs, model: Model = "device") -> ProgramSequenceError:
+def refusal(runs: Runs, model: ProgressModel = "device") -> ProgramSequenceError:
     with pytest.raises(ProgramSequenceError) as caught:
         check_program_sequence(runs, model)
     assert caught.value.model == model
@@ -62,13 +62,13 @@ def where(error: ProgramSequenceError) -> list[tuple[int, int, str]]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_same_steps_everywhere(model: Model) -> None:
+def test_the_same_steps_everywhere(model: ProgressModel) -> None:
     check_program_sequence([[TRAIN, EVALUATE, TRAIN]] * 3, model)
     check_program_sequence([[]] * 3, model)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_another_steps_message(model: Model) -> None:
+def test_another_steps_message(model: ProgressModel) -> None:
     error = refusal([[TRAIN, EVALUATE], [TRAIN, EVALUATE], [TRAIN, TRAIN]], model)
     assert where(error) == [
         (1, 3, "send_act 1.0, step 2, forward_only"),
@@ -207,7 +207,7 @@ def changed(steps: list[Program], rng: random.Random) -> list[Program]:
     return steps
 
 
-def legal(programs: list[Program], model: Model) -> bool:
+def legal(programs: list[Program], model: ProgressModel) -> bool:
     try:
         for program in programs:
             check(program, model)

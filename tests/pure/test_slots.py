@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from schedir.analysis.critical_path.longest_path import remaining
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.memory.buffer_slots import KINDS, assign, minimum_slots, reuses
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ParseError, PlanError, SlotError, UsageError
 from schedir.ir.cost.costs import Costs
@@ -31,7 +31,7 @@ from schedir.passes.communication.transfer_overlap import (
     group_opposites,
 )
 from schedir.passes.memory.buffer_sharing import share_slots
-from schedir.passes.pass_types import Choice
+from schedir.passes.pass_types import BufferSharing
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
@@ -46,7 +46,7 @@ from tests.strategies import costs, with_slots
 models = st.sampled_from(MODELS)
 
 
-def varied(draft: Program, data: st.DataObject, model: Model) -> Program:
+def varied(draft: Program, data: st.DataObject, model: ProgressModel) -> Program:
     """A lowered program, perhaps with groups, tensor-parallel ranks, early gathers and receives."""
     program = lower(replace(draft, tp=data.draw(st.integers(1, 2))))
     if data.draw(st.booleans()):
@@ -61,7 +61,7 @@ def varied(draft: Program, data: st.DataObject, model: Model) -> Program:
 @settings(max_examples=200)
 @given(compute_programs(), models, st.data(), st.randoms(use_true_random=False))
 def test_no_two_values_share_a_slot_at_once(
-    draft: Program, model: Model, data: st.DataObject, rng: random.Random
+    draft: Program, model: ProgressModel, data: st.DataObject, rng: random.Random
 ) -> None:
     """Each value gets one slot of those there are; a slot's next value waits for its last reader.
 
@@ -106,7 +106,7 @@ def test_no_two_values_share_a_slot_at_once(
 @settings(max_examples=200)
 @given(compute_programs(), models, st.data())
 def test_the_fewest_are_the_most_that_overlap(
-    draft: Program, model: Model, data: st.DataObject
+    draft: Program, model: ProgressModel, data: st.DataObject
 ) -> None:
     program = varied(draft, data, model)
     machine = Machine(program, model, Costs())
@@ -128,7 +128,7 @@ def test_the_fewest_are_the_most_that_overlap(
 
 @settings(max_examples=100)
 @given(compute_programs(), models, st.data())
-def test_one_fewer_is_refused(draft: Program, model: Model, data: st.DataObject) -> None:
+def test_one_fewer_is_refused(draft: Program, model: ProgressModel, data: st.DataObject) -> None:
     program = share_slots(varied(draft, data, model), "fewest")
     check(program, model)
     some = [(r, k) for r, counts in enumerate(program.slots) for k in range(4) if counts[k]]
@@ -147,7 +147,9 @@ def test_one_fewer_is_refused(draft: Program, model: Model, data: st.DataObject)
 
 @settings(max_examples=150)
 @given(compute_programs(), models, st.data())
-def test_enough_keeps_the_predicted_time(draft: Program, model: Model, data: st.DataObject) -> None:
+def test_enough_keeps_the_predicted_time(
+    draft: Program, model: ProgressModel, data: st.DataObject
+) -> None:
     program = varied(draft, data, model)
     priced = data.draw(costs(draft.plan))
     shared = check(share_slots(program, "enough", priced, model), model)
@@ -175,7 +177,7 @@ def test_gpipe_pays_for_the_fewest() -> None:
     """A second slot hides a message behind a forward; one makes both ranks wait for it."""
     plan, priced = PipelineShape(4, 16), Costs(F=1, B=2, send=0.1)
 
-    def span(slots: Choice | None, costs: Costs | None = None) -> float:
+    def span(slots: BufferSharing | None, costs: Costs | None = None) -> float:
         program = compile(gpipe, plan, model="edge", costs=costs, slots=slots)
         return round(simulate(program, priced, model="edge").span, 9)
 
@@ -303,7 +305,7 @@ def test_a_group_waits_for_the_slots_of_all() -> None:
 @settings(max_examples=100)
 @given(compute_programs(), models, st.data(), st.randoms(use_true_random=False))
 def test_what_remains_is_known(
-    draft: Program, model: Model, data: st.DataObject, rng: random.Random
+    draft: Program, model: ProgressModel, data: st.DataObject, rng: random.Random
 ) -> None:
     """Nothing starts with less left than the longest path behind it; on the critical path, just."""
     program = with_slots(varied(draft, data, model), rng)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile, lower
 from schedir.errors import DeadlockError, ProgramError
 from schedir.ir.cost.costs import Costs
@@ -58,7 +58,7 @@ def test_what_can_be_walked_is_legal_under_every_model(draft: Program, data: st.
 @settings(max_examples=100)
 @given(compute_programs(), st.data(), models, st.integers(1, 3))
 def test_overlap_keeps_programs_legal(
-    draft: Program, data: st.DataObject, model: Model, ahead: int
+    draft: Program, data: st.DataObject, model: ProgressModel, ahead: int
 ) -> None:
     program, _ = programs(data, draft)
     grouped = group_opposites(program)
@@ -75,7 +75,7 @@ def test_overlap_keeps_programs_legal(
 @settings(max_examples=200)
 @given(st.integers(0, 2**32), models, st.booleans())
 def test_nobody_trusts_the_order_that_a_program_brings(
-    seed: int, model: Model, made_up: bool
+    seed: int, model: ProgressModel, made_up: bool
 ) -> None:
     """That of the program before it was changed, or any order, finishes nothing that hangs."""
     rng = random.Random(seed)
@@ -105,7 +105,7 @@ def test_no_message_waits_for_a_ring_of_others(schedule: Schedule) -> None:
     assert device < 1.03 * edge
 
 
-def agrees(program: Program, model: Model, priced: Costs) -> None:
+def agrees(program: Program, model: ProgressModel, priced: Costs) -> None:
     machine = Machine(program, model, priced)
     finishes = machine.run()
     if not finishes:
@@ -123,7 +123,9 @@ def agrees(program: Program, model: Model, priced: Costs) -> None:
 
 @settings(max_examples=100)
 @given(compute_programs(ranks=3, microbatches=4), st.data(), models)
-def test_graph_equals_the_machine(draft: Program, data: st.DataObject, model: Model) -> None:
+def test_graph_equals_the_machine(
+    draft: Program, data: st.DataObject, model: ProgressModel
+) -> None:
     program, priced = programs(data, draft)
     if data.draw(st.booleans()):
         program = group_opposites(program)
@@ -137,7 +139,7 @@ def test_graph_equals_the_machine(draft: Program, data: st.DataObject, model: Mo
 @settings(max_examples=200)
 @given(compute_programs(ranks=3, microbatches=3), st.data(), models)
 def test_graph_equals_the_machine_on_shuffled_programs(
-    draft: Program, data: st.DataObject, model: Model
+    draft: Program, data: st.DataObject, model: ProgressModel
 ) -> None:
     """Many of these are stuck: verdicts must agree too."""
     program, priced = programs(data, draft)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile, lower
 from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -30,7 +30,7 @@ def no_gap(timeline: Timeline, path: np.ndarray) -> None:
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS))
 def test_the_critical_path_explains_every_start(
-    draft: Program, data: st.DataObject, model: Model
+    draft: Program, data: st.DataObject, model: ProgressModel
 ) -> None:
     program = lower(draft)
     timeline = simulate(program, data.draw(costs(draft.plan)), model=model)
@@ -61,7 +61,7 @@ def waits_for(graph: Graph, position: int) -> list[int]:
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), st.booleans())
 def test_what_ended_last_is_told_of_every_instruction(
-    draft: Program, data: st.DataObject, model: Model, grouped: bool
+    draft: Program, data: st.DataObject, model: ProgressModel, grouped: bool
 ) -> None:
     program = group_opposites(lower(draft)) if grouped else lower(draft)
     timeline = simulate(program, data.draw(costs(draft.plan)), model="edge" if grouped else model)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import schedir
 from schedir import Costs, PipelineShape, Sizes, Timeline, load_timeline, save_timeline
 from schedir.__main__ import main
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import lower
 from schedir.errors import ProgramError, TraceError, UsageError
 from schedir.ir.program import Program
@@ -50,7 +50,7 @@ def same(a: Timeline, b: Timeline) -> bool:
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), st.booleans())
 def test_what_is_saved_comes_back(
-    draft: Program, data: st.DataObject, model: Model, grouped: bool
+    draft: Program, data: st.DataObject, model: ProgressModel, grouped: bool
 ) -> None:
     program = lower(draft)
     if grouped:

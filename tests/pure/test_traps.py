@@ -12,7 +12,7 @@ import pytest
 
 from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile
 from schedir.errors import (
     ChannelMismatchError,
@@ -50,7 +50,7 @@ def accepted(program: Program) -> list[str]:
     return models
 
 
-def refused(program: Program, model: Model = "device") -> ProgramError:
+def refused(program: Program, model: ProgressModel = "device") -> ProgramError:
     assert verdict(program, model).kind != "ok"
     with pytest.raises(ProgramError) as caught:
         check(program, model)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from schedir import PipelineShape, Program, check, compile, from_text, schedules
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.errors import DeadlockError, ProgramError, UsageError
 from schedir.hang_diagnosis.hang_report import job_lines, program_lines
 from schedir.hang_diagnosis.program_matching import match
@@ -38,7 +38,7 @@ def program_of(name: str, overlap: bool = False) -> Program:
 
 
 def verdicts_of(
-    job: DistributedJob, program: Program, model: Model | None = None
+    job: DistributedJob, program: Program, model: ProgressModel | None = None
 ) -> list[ProgramVerdict]:
     return judge(program, match(job, program), model)
 
@@ -54,7 +54,7 @@ def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> No
     """Under any model, hosts that block or run ahead, in any step, and any process groups."""
     program = program_of(data.draw(st.sampled_from([*PROGRAMS])), data.draw(st.booleans()))
     groups = data.draw(st.sampled_from([one_group, a_group_each]))
-    model: Model = data.draw(st.sampled_from(MODELS)) if groups is one_group else "edge"
+    model: ProgressModel = data.draw(st.sampled_from(MODELS)) if groups is one_group else "edge"
     blocks = data.draw(st.booleans())
     graph = Graph(program, model, blocks=blocks)
     at = data.draw(st.integers(0, len(program) - 1))
@@ -128,7 +128,7 @@ DEADLOCKS = [
 
 
 @pytest.mark.parametrize(("name", "model"), DEADLOCKS)
-def test_the_deadlocks_of_the_museum(name: str, model: Model, tmp_path: Path) -> None:
+def test_the_deadlocks_of_the_museum(name: str, model: ProgressModel, tmp_path: Path) -> None:
     """Their circle is that of `check`, and its text, without a program the same ranks."""
     program = CASES[name].made()
     graph = Graph(program, model)

@@ -22,7 +22,7 @@ from schedir import (
     schedules,
     simulate,
 )
-from schedir.analysis.progress_models import MODELS, Model
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.commands.simulate import volume
 from schedir.errors import UsageError
 from schedir.ir.isa.instructions import Lane, Opcode
@@ -166,14 +166,14 @@ COST = st.sampled_from([0.0, 0.25, 1.0, 3.0])
 CASES = st.tuples(st.sampled_from(sorted(ZOO)), st.sampled_from(MODELS), st.booleans())
 
 
-def ran(program: Program, costs: Costs, model: Model, *, blocks: bool) -> Timeline:
+def ran(program: Program, costs: Costs, model: ProgressModel, *, blocks: bool) -> Timeline:
     model = "serial" if blocks else model
     return simulate(program, costs, model=model, blocks=blocks)
 
 
 @given(CASES, st.integers(1, 3), COST, COST)
 def test_free_gathers_and_reductions_are_plain_data_parallelism(
-    case: tuple[str, Model, bool], zero: int, step: float, send: float
+    case: tuple[str, ProgressModel, bool], zero: int, step: float, send: float
 ) -> None:
     name, model, blocks = case
     costs = Costs(F=1, B=2, step=step, send=send)
@@ -183,7 +183,7 @@ def test_free_gathers_and_reductions_are_plain_data_parallelism(
 
 @given(CASES, st.integers(1, 3), st.sampled_from(["unshard", "reduce_scatter"]), COST, COST)
 def test_what_costs_more_never_takes_less(
-    case: tuple[str, Model, bool], zero: int, which: str, first: float, second: float
+    case: tuple[str, ProgressModel, bool], zero: int, which: str, first: float, second: float
 ) -> None:
     name, model, blocks = case
     program = of(name, dp=2, zero=zero)

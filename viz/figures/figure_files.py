@@ -10,7 +10,7 @@ from typing import Any, Final
 import matplotlib
 from matplotlib.figure import Figure
 
-from schedir.errors import UsageError, expect
+from schedir.errors import UsageError, require_type
 from schedir.io.files import atomic_write, path_of
 
 # By suffix, the metadata that would make two equal pictures differ, left out.
@@ -51,7 +51,7 @@ def save(figure: Figure, path: str | Path) -> None:
     ...     print(*[path.name for path in Path(folder).iterdir()])
     gpipe.svg
     """
-    expect(figure, Figure, "schedir.viz.gantt(timeline)")
+    require_type(figure, Figure, "schedir.viz.gantt(timeline)")
     suffix = suffix_of(path)
     # Figures are first written to memory: on a full disk, matplotlib's PDF writer hides the OSError
     # behind errors of its own.

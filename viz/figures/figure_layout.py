@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.predict.timeline import Timeline
 from schedir.viz.figures.overlays import BOUND, CURVES, LIMIT, PHASES
 from schedir.viz.figures.render import entries
@@ -158,7 +158,7 @@ def _part(given: object, longest: float) -> tuple[float, float]:
         begin = end = nan
     if not 0 <= begin < min(end, longest) or end == inf:
         raise UsageError(
-            f"the time that is drawn is like (0, {longest:.6g}), all of it, not {said(given)}"
+            f"the time that is drawn is like (0, {longest:.6g}), all of it, not {describe(given)}"
         )
     return begin, end
 

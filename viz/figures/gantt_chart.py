@@ -16,7 +16,7 @@ from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from schedir.errors import UsageError, in_bytes, said
+from schedir.errors import UsageError, describe, format_bytes
 from schedir.ir.isa.instructions import TIERS
 from schedir.predict.possible_saving import at_most, gain_of
 from schedir.predict.timeline import Timeline, expect_runs
@@ -100,7 +100,7 @@ def _titles(given: object, charts: int) -> Sequence[str | None]:
         return [None] * charts
     titles = [given] if isinstance(given, str) else given
     if not isinstance(titles, Sequence) or not all(isinstance(title, str) for title in titles):
-        raise UsageError(f"titles are texts, one for each chart, not {said(given)}")
+        raise UsageError(f"titles are texts, one for each chart, not {describe(given)}")
     if len(titles) != charts:
         raise UsageError(f"there are {len(titles)} titles for {charts} charts")
     return titles
@@ -120,7 +120,7 @@ def _bound(given: object) -> float | None:
     """The least span that there can be, if it is known."""
     if given is None or (isinstance(given, Real) and 0 < float(given) < inf):
         return None if given is None else float(given)
-    raise UsageError(f"a bound is a positive number, the least span, not {said(given)}")
+    raise UsageError(f"a bound is a positive number, the least span, not {describe(given)}")
 
 
 def _drawn(paper: FigureLayout, look: ResolvedStyle) -> Figure:
@@ -219,7 +219,7 @@ def _head(axes: Axes, chart: ChartLayout, inches: float) -> None:
     most = timeline.peak_activations
     peak = f"{most:.4g} activation{'s' * (most != 1)}"
     if timeline.sizes is not None:
-        peak = in_bytes(float(timeline.peak_memory.max()))
+        peak = format_bytes(float(timeline.peak_memory.max()))
     facts = [f"bubble {timeline.bubble:.1%}", f"peak {peak}"]
     facts += [] if slim else [f"span {timeline.span / one:.4g} {timeline.unit and unit}".rstrip()]
     if chart.bound is not None:

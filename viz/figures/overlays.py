@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
 from numpy.typing import NDArray
 
-from schedir.errors import in_bytes
+from schedir.errors import format_bytes
 from schedir.ir.isa.instructions import COMPUTE, FORWARDS, OF_GRADIENTS, SENDS, STEPS, Lane
 from schedir.predict.bubble_causes import steady
 from schedir.predict.timeline import Timeline
@@ -154,7 +154,7 @@ def curve(
         lines.append(np.stack([x, y], 1))
         fills.append(np.concatenate([lines[-1], [[span, foot], [0, foot]]]))
         if points * CURVE >= _TEXT:
-            peak = in_bytes(peaks[rank]) if held.unit else f"{peaks[rank]:g}"
+            peak = format_bytes(peaks[rank]) if held.unit else f"{peaks[rank]:g}"
             axes.annotate(
                 f"{held.name}\n≤ {peak}", (0, foot - CURVE / 2), (-4, 0), ha="right",
                 xycoords=("axes fraction", "data"), va="center", textcoords="offset points",

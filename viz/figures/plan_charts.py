@@ -13,7 +13,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.ir.isa.instructions import FORWARD, Lane
 from schedir.planner.parallel_plan import PlanEstimate, StepBreakdown
 from schedir.viz.palette import ACCENT, DAY, IDLE, RGB, TONES, WIRES, at_lightness, ink
@@ -100,7 +100,7 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
 def _some(plans: Sequence[PlanEstimate]) -> Sequence[PlanEstimate]:
     """The plans; UsageError if there are none, or if they are something else."""
     if not plans or not all(isinstance(plan, PlanEstimate) for plan in plans):
-        raise UsageError(f"this draws plans, one at least, not {said(plans)}",
+        raise UsageError(f"this draws plans, one at least, not {describe(plans)}",
                          hint="schedir.planner.plan(model, cluster, batch)")  # fmt: skip
     return plans
 

@@ -18,7 +18,7 @@ from schedir.errors import (
 from schedir.io.terminal import as_json, listed
 
 if TYPE_CHECKING:
-    from schedir.analysis.progress_models import Model
+    from schedir.analysis.progress_models import ProgressModel
     from schedir.ir.program import Program
 
 
@@ -81,10 +81,10 @@ def run(args: argparse.Namespace) -> str:
     )
 
 
-def _runs(args: argparse.Namespace) -> tuple[list[list[Program]], set[Model]]:
+def _runs(args: argparse.Namespace) -> tuple[list[list[Program]], set[ProgressModel]]:
     """What each rank runs, and the models under which the programs are checked alone."""
     known: dict[str, Program] = {}
-    own: set[Model] = set()
+    own: set[ProgressModel] = set()
 
     def program(source: str) -> Program:
         if source not in known:
@@ -114,7 +114,7 @@ def _runs(args: argparse.Namespace) -> tuple[list[list[Program]], set[Model]]:
     return runs, own
 
 
-def _refusal(runs: Sequence[Sequence[Program]], model: Model) -> ProgramError | None:
+def _refusal(runs: Sequence[Sequence[Program]], model: ProgressModel) -> ProgramError | None:
     from schedir.verify.program_sequence import check_program_sequence
 
     try:

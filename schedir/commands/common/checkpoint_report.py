@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.checkpoints.manifest import Manifest, TensorMeta
-from schedir.errors import CheckpointError, in_bytes
+from schedir.errors import CheckpointError, format_bytes
 from schedir.io.terminal import table
 
 _GROUPS: Final = {
@@ -78,7 +78,7 @@ def in_words(checkpoints: Sequence[CheckpointEntry], verified: bool) -> str:
     rows = [
         [
             str(one.step),
-            in_bytes(one.manifest.bytes) if one.manifest else "-",
+            format_bytes(one.manifest.bytes) if one.manifest else "-",
             _when(one.manifest),
             "no" if one.why else "yes" if verified else "by its sizes",
         ]
@@ -97,12 +97,12 @@ def _one(manifest: Manifest) -> str:
     said = f"step {manifest.step}\n"
     said += "".join(f"  {name}: {value}\n" for name, value in _told(manifest))
     said += "\n" + table(["tensor", "shape", "type", "bytes", "float32 copy", "optimizer"], [
-        [plain(name), "x".join(map(str, kind.shape)) or "one", kind.dtype, in_bytes(kind.bytes),
-         *(in_bytes(size) if size else "-" for size in beside)]
+        [plain(name), "x".join(map(str, kind.shape)) or "one", kind.dtype, format_bytes(kind.bytes),
+         *(format_bytes(size) if size else "-" for size in beside)]
         for name, kind, beside in _rows(manifest)
     ])  # fmt: skip
     totals = [
-        [name, f"{total.tensors:,}", f"{total.numbers:,}", in_bytes(total.bytes)]
+        [name, f"{total.tensors:,}", f"{total.numbers:,}", format_bytes(total.bytes)]
         for name, total in _totals(manifest).items()
     ]
     return f"{said}\n{table(['in all', 'tensors', 'numbers', 'bytes'], totals)}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from schedir.commands.common.progress_line import ProgressLine
-from schedir.errors import UsageError, in_bytes
+from schedir.errors import UsageError, format_bytes
 from schedir.io.files import expect_writable
 from schedir.io.terminal import as_json, table
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -72,7 +72,7 @@ def told(args: argparse.Namespace, asked: FrontierRequest) -> tuple[str, bool]:
 def _found(args: argparse.Namespace, asked: FrontierRequest) -> MemoryFrontier:
     from schedir.schedule_search.memory_frontier import memory_frontier
 
-    progress, say = ProgressLine(), in_bytes if asked.sizes is not None else _count
+    progress, say = ProgressLine(), format_bytes if asked.sizes is not None else _count
 
     def report(limit: float, step: SearchStep, bound: float) -> None:
         progress.show(
@@ -99,7 +99,7 @@ def _count(limit: float) -> str:
 
 
 def _text(args: argparse.Namespace, found: MemoryFrontier, unit: str) -> str:
-    say, unit = in_bytes if found.in_bytes else _count, unit and f" {unit}"
+    say, unit = format_bytes if found.in_bytes else _count, unit and f" {unit}"
     lines = table(
         ["a rank may hold", "span", "bubble", "none is shorter than", "to gain"],
         [

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
-from schedir.errors import in_bytes
+from schedir.errors import format_bytes
 from schedir.io.terminal import as_json, table
 from schedir.planner.parallel_plan import GpuMemory, StepBreakdown
 
@@ -142,13 +142,13 @@ def _times(plan: PlanEstimate) -> list[str]:
 def _held(plan: PlanEstimate, limit: float) -> list[str]:
     """A line for each part of what the fullest GPU holds, the largest first."""
     rows = _rows(plan.memory._asdict(), _MEMORY, _BYTES)
-    return [f"memory {in_bytes(plan.memory.total)} of {in_bytes(limit)}", *rows]
+    return [f"memory {format_bytes(plan.memory.total)} of {format_bytes(limit)}", *rows]
 
 
 def _on_host(plan: PlanEstimate, cluster: Cluster) -> Iterator[str]:
     """The same of what a GPU has on its host, if anything."""
     if plan.host.total:
-        yield f"host {in_bytes(plan.host.total)} of {in_bytes(cluster.host_memory or 0.0)}"
+        yield f"host {format_bytes(plan.host.total)} of {format_bytes(cluster.host_memory or 0.0)}"
         yield from _rows(plan.host._asdict(), _MEMORY, _BYTES)
 
 

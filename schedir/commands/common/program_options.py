@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.io.command_line import FLAGS, option_name
 from schedir.io.files import read_text
 from schedir.io.toml_tables import tables_of
@@ -168,7 +168,7 @@ def read_config(path: str) -> dict[str, Any]:
         section, _, key = option.setting.partition(".")
         table = found.get(section, {}) if key else {}
         if not isinstance(table, dict):
-            raise UsageError(f"{path}: {section} is {said(table)}, and no section")
+            raise UsageError(f"{path}: {section} is {describe(table)}, and no section")
         value = table.get(key)
         if value is not None and (name, value) not in (("slots", "auto"), ("slots", "own")):
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)

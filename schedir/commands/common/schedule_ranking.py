@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from schedir.errors import MemoryLimitError, ProgramError, UsageError, in_bytes
+from schedir.errors import MemoryLimitError, ProgramError, UsageError, format_bytes
 from schedir.ir.isa.instructions import BACKWARD_INPUT
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def ranked(
         except UsageError:
             raise
         except MemoryLimitError as error:
-            found.over[name] = in_bytes(error.needs)
+            found.over[name] = format_bytes(error.needs)
             continue
         except ProgramError as error:
             found.refused[name] = error

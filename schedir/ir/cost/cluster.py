@@ -9,7 +9,7 @@ from math import ceil, inf, log2
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import UsageError, expect, said
+from schedir.errors import UsageError, describe, require_type
 from schedir.ir.cost.cluster_costs import filled, moves
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.number_parsing import MOST_GPUS
@@ -85,7 +85,8 @@ class Cluster:
             if f.name in ("nodes", "gpus_per_node", "sms", "itemsize", "processors"):
                 if number != int(number):
                     raise UsageError(
-                        f"cluster: {f.name} is a whole number, not {said(value)}", fields=[f.name]
+                        f"cluster: {f.name} is a whole number, not {describe(value)}",
+                        fields=[f.name],
                     )
                 number = int(number)
                 if number > MOST_GPUS:
@@ -143,7 +144,8 @@ class Cluster:
         everyone = range(self.gpus)
         if not 0 < sum(process in everyone for process in {*group.tolist()}) == len(group):
             raise UsageError(
-                f"a group has different processes of 0 to {self.gpus - 1}, not {said(processes)}",
+                f"a group has different processes of 0 to {self.gpus - 1}, not "
+                f"{describe(processes)}",
                 fields=["processes"],
             )
         return group
@@ -321,9 +323,9 @@ class Cluster:
         """
         costs = Costs() if costs is None else costs
         sizes = Sizes() if sizes is None else sizes
-        expect(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
-        expect(sizes, Sizes, "Sizes(activation=16e6)")
-        expect(costs, Costs, "Costs(F=0.012, B=0.024)")
+        require_type(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+        require_type(sizes, Sizes, "Sizes(activation=16e6)")
+        require_type(costs, Costs, "Costs(F=0.012, B=0.024)")
         processes = plan.ranks * tp * dp
         if processes != self.gpus:
             raise UsageError(
@@ -347,5 +349,5 @@ class Cluster:
 
 def _message(size: float, latency: float, bandwidth: float) -> float:
     if not 0 <= size < inf:
-        raise UsageError(f"a message has bytes, from 0 on, not {said(size)}", fields=["size"])
+        raise UsageError(f"a message has bytes, from 0 on, not {describe(size)}", fields=["size"])
     return latency + size / bandwidth if bandwidth < inf and size else 0.0

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import ProgramError, said
+from schedir.errors import ProgramError, describe
 from schedir.ir.cost.number_parsing import NO_NUMBERS
 
 Row = tuple[float, ...]
@@ -38,7 +38,9 @@ def per_stage(
         each = _numbers(value, 1 + arrays)
     except (TypeError, ValueError):
         also = ", or an array of (stages, microbatches)" * arrays
-        raise error(f"{what} must be a number or one per stage{also}, not {said(value)}") from None
+        raise error(
+            f"{what} must be a number or one per stage{also}, not {describe(value)}"
+        ) from None
     if is_array(each) and len(lengths := sorted({len(row) for row in each})) > 1:
         raise error(
             f"{what} has rows of {lengths[0]} and of {lengths[-1]} numbers: each row of an array "

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any, Final, NamedTuple
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.ir.cost.number_parsing import LARGEST_RATE, NO_NUMBERS, SMALLEST_RATE, decimal
 from schedir.ir.cost.sizes import bytes_of
 
@@ -75,15 +75,15 @@ def number_of(name: str, value: Any) -> float:
         number = inf
     except (TypeError, ValueError):
         raise UsageError(
-            f"cluster: {name} is a number like {unit.example}, not {said(value)}", fields=[name]
+            f"cluster: {name} is a number like {unit.example}, not {describe(value)}", fields=[name]
         ) from None
     if not (number > 0 or (unit.zero and number == 0)):
         above = "0 or more" if unit.zero else "more than 0"
-        raise UsageError(f"cluster: {name} must be {above}, not {said(value)}", fields=[name])
+        raise UsageError(f"cluster: {name} must be {above}, not {describe(value)}", fields=[name])
     if number and not SMALLEST_RATE <= number <= LARGEST_RATE:
         raise UsageError(
             f"cluster: {name} must be from {SMALLEST_RATE:g} to {LARGEST_RATE:g}, not "
-            f"{said(value)}",
+            f"{describe(value)}",
             fields=[name],
         )
     return number

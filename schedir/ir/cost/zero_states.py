@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.ir.cost.per_stage_values import per_stage
 
 # From which level on each replica has its part only: none, P_os, P_os+g, P_os+g+p.
@@ -72,10 +72,11 @@ def zero_model_states(
     """
     if _whole(zero, 0) is None or zero >= LEVELS:
         raise UsageError(
-            f"zero is a level of ZeRO, from 0 to {LEVELS - 1}, not {said(zero)}", fields=["zero"]
+            f"zero is a level of ZeRO, from 0 to {LEVELS - 1}, not {describe(zero)}",
+            fields=["zero"],
         )
     if _whole(dp, 1) is None:
-        raise UsageError(f"dp is a number of replicas, not {said(dp)}", fields=["dp"])
+        raise UsageError(f"dp is a number of replicas, not {describe(dp)}", fields=["dp"])
     parts: NDArray[np.float64] | float = float(dp)  # of what size: a whole one is so many
     if numbers is not None:
         each = _bytes("numbers", numbers)

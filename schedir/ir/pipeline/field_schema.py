@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass
 from operator import index
 from typing import Any
 
-from schedir.errors import PlanError, flag, said
+from schedir.errors import PlanError, describe, require_bool
 from schedir.ir.cost.number_parsing import whole
 
 
@@ -61,7 +61,7 @@ def whole_number(least: int, most: int) -> FieldType:
             ) from None
         if not least <= number <= most:
             raise PlanError(
-                f"{name} must be from {least} to {most}, not {said(number)}", fields=[name]
+                f"{name} must be from {least} to {most}, not {describe(number)}", fields=[name]
             )
         return number
 
@@ -79,7 +79,7 @@ YES_OR_NO = FieldType(
     _yes_or_no,
     bool,
     show=lambda value, _: "yes" if value else "no",
-    settle=lambda name, value, _: flag(value, name),
+    settle=lambda name, value, _: require_bool(value, name),
     metavar="",
 )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any, Final
 
-from schedir.errors import PlanError, said
+from schedir.errors import PlanError, describe
 from schedir.ir.cost.zero_states import CUT_FROM, LEVELS
 from schedir.ir.isa.table_schema import TIERS
 from schedir.ir.pipeline.field_schema import (
@@ -61,7 +61,7 @@ def _one_of(*words: str) -> FieldType:
 
     def settle(name: str, value: Any, _: PipelineShape) -> str:
         if value not in words:
-            raise PlanError(f"{name} {takes}, not {said(value)}", fields=[name])
+            raise PlanError(f"{name} {takes}, not {describe(value)}", fields=[name])
         return str(value)
 
     def read(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from schedir.errors import PlanError, said
+from schedir.errors import PlanError, describe
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
@@ -80,7 +80,7 @@ def whole_of(plan: PipelineShape, meets: str, chunked: int) -> UnsegmentedShape:
 def _settle(name: str, value: object, plan: PipelineShape) -> str:
     """A letter for each boundary, or "" where all stages are whole."""
     if not isinstance(value, str) or not {*value} <= _ALL:
-        raise PlanError(f"{name} {_TAKES}, not {said(value)}", fields=[name])
+        raise PlanError(f"{name} {_TAKES}, not {describe(value)}", fields=[name])
     if not value.strip(ENDS):
         return ""
     if len(value) != plan.stages - 1:
@@ -105,7 +105,7 @@ def _read(text: str) -> str:
     if text == "no":
         return ""
     if not text or not {*text} <= _ALL:
-        raise ValueError(f"{_TAKES}, not {said(text)}")
+        raise ValueError(f"{_TAKES}, not {describe(text)}")
     return text
 
 

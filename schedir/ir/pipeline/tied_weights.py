@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Final, Protocol, overload
 
-from schedir.errors import PlanError, UsageError, said
+from schedir.errors import PlanError, UsageError, describe
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
@@ -56,7 +56,7 @@ class TiedWeights:
         except (TypeError, ValueError):
             raise UsageError(
                 f"of each tied weight the places are said, a stage and a name each, not "
-                f"{said(self.weights)}",
+                f"{describe(self.weights)}",
                 hint="TiedWeights((((0, 'embedding.weight'), (3, 'head.weight')),))",
             ) from None
         object.__setattr__(self, "weights", weights)
@@ -158,7 +158,7 @@ def _all(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> list[Module
     if isinstance(stages, Mapping):
         if {*stages} != {*range(len(stages))}:
             raise UsageError(
-                f"ties are found among all stages of a model, not {said([*stages])} alone",
+                f"ties are found among all stages of a model, not {describe([*stages])} alone",
                 hint="TiedWeights((((0, 'embedding.weight'), (3, 'head.weight')),)) says what "
                 "is tied",
             )
@@ -169,7 +169,8 @@ def _all(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> list[Module
     for stage in found:
         if not hasattr(stage, "named_parameters"):
             raise UsageError(
-                f"ties are found in a model, or among its stages in order, not in {said(stage)}",
+                "ties are found in a model, or among its stages in order, not in "
+                f"{describe(stage)}",
                 hint="schedir.find_tied_weights(stages)",
             )
     return found

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.isa.instructions import (
     FORM_CHANGES,
     ROWS,
@@ -76,7 +76,7 @@ def _later_changes(program: Program, change: Opcode) -> tuple[Opcode, ...]:
     return tuple(op for op in changed[changed.index(change) + 1 :] if op in program.ops)
 
 
-def _read(program: Program, model: Model) -> dict[str, Any]:
+def _read(program: Program, model: ProgressModel) -> dict[str, Any]:
     if program.sequence:
         return {}
     whole = program.tp == 1 or not program.ops.isdisjoint(_SHARDING)

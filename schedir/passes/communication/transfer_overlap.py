@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.instruction_index import InstructionIndex, Positions
 from schedir.ir.isa.instructions import COMPUTE, GATHERS, RECEIVES, SENDS, TRANSFERS
 from schedir.ir.program import JOINED, Program, StreamSlices, Words
 from schedir.passes.pass_types import Options, Pass
 
 
-def early_receives(program: Program, model: Model = "device", ahead: int = 1) -> Program:
+def early_receives(program: Program, model: ProgressModel = "device", ahead: int = 1) -> Program:
     """Post each receive up to `ahead` computes earlier, so that its buffer waits, not its rank.
 
     A receive never passes an instruction of its own queue under `model`, and compute has no
@@ -110,7 +110,7 @@ def group_opposites(program: Program) -> Program:
     return _with(program, words)
 
 
-def _read(program: Program, model: Model) -> dict[str, Any]:
+def _read(program: Program, model: ProgressModel) -> dict[str, Any]:
     return {"overlap": bool((program.joined & np.isin(program.op, TRANSFERS)).any())}
 
 

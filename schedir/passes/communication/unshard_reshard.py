@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from schedir.analysis.memory.unshard_residency import AHEAD, whole
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import PlanError, UsageError
 from schedir.ir.cost.zero_states import CUT_FROM
 from schedir.ir.isa.instructions import ROWS, Opcode, Token
@@ -125,7 +125,7 @@ def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
         yield ExpectedInstructions(op, once, why, hint, other)
 
 
-def _read(program: Program, model: Model) -> dict[str, Any]:
+def _read(program: Program, model: ProgressModel) -> dict[str, Any]:
     """What gives the same stays: of `active` the slots, of `ahead` the first that does."""
     rooms = [slots.full for slots in program.slots if slots.full != OWN]
     if program.zero < CUT_FROM["params"] or not any(rooms):

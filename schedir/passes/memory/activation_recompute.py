@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.memory.footprint import Footprint, held
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.ir.cost.per_stage_values import look_up
 from schedir.ir.cost.sizes import Sizes, ample
 from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, FORWARDS, RECOMPUTE
@@ -41,7 +41,7 @@ def recompute(program: Program, options: Options) -> Program:
     which, when = options.more["recompute"], options.more.get("recompute_at")
     if when not in (None, *_WHEN):
         raise UsageError(
-            f"recompute_at is early or late, not {said(when)}", fields=["recompute_at"]
+            f"recompute_at is early or late, not {describe(when)}", fields=["recompute_at"]
         )
     candidates = _candidates(program)
     if fits(which) and fits(options.more.get("offload")):

@@ -15,20 +15,23 @@ from numpy.typing import NDArray
 from schedir.analysis.critical_path.longest_path import Times, remaining, walk
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.memory.buffer_slots import counts, minimum_slots
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.dataflow import Dataflow
 from schedir.ir.isa.instructions import BETWEEN_NEIGHBOURS, BOUNDARY, FORWARD, SENDS, SLOTTED
 from schedir.ir.program import OWN, Program, SlotCounts
-from schedir.passes.pass_types import Choice, Options, Pass
+from schedir.passes.pass_types import BufferSharing, Options, Pass
 
 MESSAGE: Final = 0.5  # of a forward: what a message takes where costs say that it takes no time
 _PARTS = 16  # how finely ranks and kinds are divided to try fewer on each part
 
 
 def share_slots(
-    program: Program, choice: Choice, costs: Costs | None = None, model: Model = "device"
+    program: Program,
+    choice: BufferSharing,
+    costs: Costs | None = None,
+    model: ProgressModel = "device",
 ) -> Program:
     """A lowered program with a number of slots for each rank and kind.
 
@@ -161,7 +164,7 @@ def _lower(program: Program, options: Options) -> Program:
     return share_slots(program, options.slots, options.costs, options.model)
 
 
-def _read(program: Program, model: Model) -> dict[str, Any]:
+def _read(program: Program, model: ProgressModel) -> dict[str, Any]:
     if not program.shares_slots:
         return {"slots": None}
     few = share_slots(program, "fewest").slots

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import PlanError, UsageError
 from schedir.ir.cost.sizes import ample, bytes_of
 from schedir.ir.isa.instructions import COMPUTE
@@ -305,7 +305,7 @@ def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     )
 
 
-def _read(program: Program, model: Model) -> dict[str, Any]:
+def _read(program: Program, model: ProgressModel) -> dict[str, Any]:
     """What is moved, as pairs."""
     found = {}
     for option, trip in (("offload", HOST), ("spill", DISK)):

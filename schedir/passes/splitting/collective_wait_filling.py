@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from schedir.analysis.critical_path.longest_path import remaining
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.memory.footprint import held
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.ir.cost.sizes import ample
 from schedir.ir.instruction_index import NONE
 from schedir.ir.isa.instructions import (
@@ -68,7 +68,7 @@ def fill(program: Program, options: Options) -> Program:
     """
     which = options.more["fill"]
     if which not in _FILLS:
-        raise UsageError(f"fill {_TAKES}, not {said(which)}", fields=["fill"])
+        raise UsageError(f"fill {_TAKES}, not {describe(which)}", fields=["fill"])
     if options.costs is None:
         raise UsageError(
             "fill puts work where a simulation has time for it, and needs costs",
@@ -357,7 +357,7 @@ class _ProgramSimulation:
 
 def _read(text: str) -> str:
     if text not in _FILLS:
-        raise ValueError(f"{_TAKES}, not {said(text)}")
+        raise ValueError(f"{_TAKES}, not {describe(text)}")
     return text
 
 

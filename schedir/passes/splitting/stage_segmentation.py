@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import CostsError, PlanError, UsageError, said
+from schedir.errors import CostsError, PlanError, UsageError, describe
 from schedir.ir.cost.costs import OF_A_STAGE, Costs
 from schedir.ir.cost.number_parsing import NO_NUMBERS, whole
 from schedir.ir.cost.per_stage_values import by_stage, from_grid
@@ -68,7 +68,7 @@ def _letters(one: object) -> str:
         if isinstance(one, NO_NUMBERS) or not 1 <= (number := index(one)) <= MAX_STAGES:  # type: ignore[arg-type]
             raise TypeError
     except TypeError:
-        raise UsageError(f"cut {_TAKES}, not {said(one)}", fields=["cut"]) from None
+        raise UsageError(f"cut {_TAKES}, not {describe(one)}", fields=["cut"]) from None
     return ((ENTERS + LEAVES) * number)[: number - 1]
 
 
@@ -77,7 +77,7 @@ def _read(text: str) -> Any:
     try:
         each = [one if one and {*one} <= {*LETTERS} else whole(one) for one in text.split(",")]
     except ValueError:
-        raise ValueError(f"{_TAKES}, not {said(text)}") from None
+        raise ValueError(f"{_TAKES}, not {describe(text)}") from None
     return each[0] if len(each) == 1 else tuple(each)
 
 
@@ -114,7 +114,8 @@ def over_stages(given: Pieces, ranks: int, stages: int) -> tuple[str | int, ...]
         one = own[: len(own) // v]
         if one * v != own or ranks * v != stages:
             raise PlanError(
-                f"ranks meet at {said(own)} in what a rank has of the model, which its {v} stages "
+                f"ranks meet at {describe(own)} in what a rank has of the model, which its {v} "
+                "stages "
                 "cannot share alike",
                 hint=f"cut={2 * v + 1}, for a rank with one stage",
                 fields=["cut", "stages_per_rank"],
@@ -209,8 +210,9 @@ def _plan(plan: PipelineShape, number: Words, chunks: int) -> PipelineShape:
     plan = replace(plan, microbatches=more)
     if plan.parts != tuple(chunks * end for end in parts):
         raise UsageError(
-            f"holders of a stage share {more // chunks} microbatches as {said([*parts[1:]])}, and "
-            f"{more} chunks as {said([*plan.parts[1:]])}",
+            f"holders of a stage share {more // chunks} microbatches as "
+            f"{describe([*parts[1:]])}, and "
+            f"{more} chunks as {describe([*plan.parts[1:]])}",
             hint="as many microbatches for each holder",
             fields=["chunks", "microbatches"],
         )
@@ -306,7 +308,7 @@ def _shares(shares: Iterable[float] | None, number: tuple[int, ...]) -> list[NDA
         found = [told] * len(number)
     else:
         raise UsageError(
-            f"there are {len(told)} shares for stages of {said([*number])} pieces",
+            f"there are {len(told)} shares for stages of {describe([*number])} pieces",
             fields=["shares", "cut"],
         )
     if any(not own.sum() > 0 for own in found):

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import MemoryLimitError, UsageError, in_bytes
+from schedir.errors import MemoryLimitError, UsageError, format_bytes
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.zero_states import CUT_FROM
 from schedir.planner.bottleneck import alone, in_short
@@ -128,7 +128,7 @@ def beside(plans: list[PlanEstimate], least: PlanEstimate) -> list[PlanEstimate]
     for one in plans:
         said = ""
         if one.moves and plain is None:
-            said = f"no plan fits without: the least holds {in_bytes(least.memory.total)}, "
+            said = f"no plan fits without: the least holds {format_bytes(least.memory.total)}, "
             said += in_short(least)
         elif one.moves and plain is not None:
             said = _beside(one, plain, "the best plan without")

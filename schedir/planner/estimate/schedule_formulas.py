@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 
 Wait = Callable[[Any, Any, Any], Any]  # of F, I and W
 Count = Callable[[Any, Any, Any], Any]  # of P, v and m
@@ -134,7 +134,9 @@ def family(name: object) -> ScheduleFormulas:
         return FAMILIES[name]
     near = get_close_matches(name, FAMILIES, 1) if isinstance(name, str) else []
     hint = f"did you mean {near[0]}?" if near else f"it knows {', '.join(FAMILIES)}"
-    raise UsageError(f"the planner knows no schedule {said(name)}", hint=hint, fields=["schedule"])
+    raise UsageError(
+        f"the planner knows no schedule {describe(name)}", hint=hint, fields=["schedule"]
+    )
 
 
 def gathers(name: str, P: Any, v: Any, m: Any) -> Any:

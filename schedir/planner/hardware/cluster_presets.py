@@ -6,7 +6,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.io.cluster_file import load_cluster
 from schedir.ir.cost.cluster import Cluster
 
@@ -35,7 +35,7 @@ def cluster_preset(name: str, nodes: int = 1) -> Cluster:
     if name not in cluster_presets():
         near = get_close_matches(str(name), cluster_presets(), 1)
         raise UsageError(
-            f"nobody knows a cluster {said(name)}",
+            f"nobody knows a cluster {describe(name)}",
             hint=f"did you mean {near[0]!r}?"
             if near
             else f"there are {', '.join(cluster_presets())}; load_cluster reads a file of your own",

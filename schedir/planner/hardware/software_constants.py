@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from schedir.errors import UsageError, number, said
+from schedir.errors import UsageError, describe, number
 
 
 class SoftwareConstant(NamedTuple):
@@ -95,7 +95,7 @@ class SoftwareConstants:
             if value is None or not least <= value <= most:
                 raise UsageError(
                     f"constants: {f.name} is {f.metadata['meaning']}, from {least:g} to {most:g}, "
-                    f"not {said(getattr(self, f.name))}",
+                    f"not {describe(getattr(self, f.name))}",
                     fields=[f.name],
                 )
             object.__setattr__(self, f.name, value)

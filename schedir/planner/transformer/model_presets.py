@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-from schedir.errors import ConfigError, UsageError, said
+from schedir.errors import ConfigError, UsageError, describe
 from schedir.io.files import path_of, read_text
 from schedir.io.toml_tables import MOST_BYTES, tables_of
 from schedir.planner.transformer.transformer_spec import TransformerSpec
@@ -57,7 +57,7 @@ def shape_of(name: str | Path) -> dict[str, Any]:
     if path.suffix != ".toml":
         near = get_close_matches(str(name), MODELS, 1)
         raise UsageError(
-            f"nobody knows a model {said(str(name))}",
+            f"nobody knows a model {describe(str(name))}",
             hint=f"did you mean {near[0]!r}?" if near
             else f"there are {', '.join(MODELS)}, and a file of your own ends in .toml",
             fields=["model"],
@@ -72,14 +72,14 @@ def shape_of(name: str | Path) -> dict[str, Any]:
         elif key == "window" and value != 0:
             raise ConfigError(
                 "the planner knows attention over the whole sequence only, and window "
-                f"{said(value)} would take less time and memory than it says",
+                f"{describe(value)} would take less time and memory than it says",
                 where=str(path),
                 fields=[key],
             )
         elif key not in _IGNORED:
             near = get_close_matches(key, FIELDS, 1)
             raise ConfigError(
-                f"a model has no {said(key)}", where=str(path), fields=[key],
+                f"a model has no {describe(key)}", where=str(path), fields=[key],
                 hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(FIELDS)}",
             )  # fmt: skip
     return found

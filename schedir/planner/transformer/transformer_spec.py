@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.ir.cost.number_parsing import MOST_LAYERS, MOST_WIDTH
 
 
@@ -48,16 +48,17 @@ class TransformerSpec:
             value = getattr(self, f.name)
             if isinstance(f.default, bool):
                 if not isinstance(value, bool):
-                    raise UsageError(f"model: {f.name} is True or False, not {said(value)}",
+                    raise UsageError(f"model: {f.name} is True or False, not {describe(value)}",
                                      fields=[f.name])  # fmt: skip
             elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(
-                    f"model: {f.name} is a whole number from 1 on, not {said(value)}",
+                    f"model: {f.name} is a whole number from 1 on, not {describe(value)}",
                     fields=[f.name],
                 )
             elif value > (most := MOST_LAYERS if f.name == "layers" else MOST_WIDTH):
                 raise UsageError(
-                    f"model: {f.name} is {said(value)}; it must be at most {most}", fields=[f.name]
+                    f"model: {f.name} is {describe(value)}; it must be at most {most}",
+                    fields=[f.name],
                 )
         for whole, part in (("hidden", "heads"), ("heads", "kv_heads")):
             if getattr(self, whole) % getattr(self, part):

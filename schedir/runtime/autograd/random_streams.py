@@ -22,7 +22,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from schedir.errors import ModelError, said
+from schedir.errors import ModelError, describe
 
 _ALL: Final = 2**64 - 1
 
@@ -169,7 +169,9 @@ def _small(number: int) -> int:
             return small
     except TypeError:
         pass
-    raise ModelError(f"layers and slices are numbered from 0 to 2**32 - 1, not by {said(number)}")
+    raise ModelError(
+        f"layers and slices are numbered from 0 to 2**32 - 1, not by {describe(number)}"
+    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from schedir.errors import ModelError, UsageError, expect
+from schedir.errors import ModelError, UsageError, require_type
 from schedir.runtime.autograd.node_hook_detection import can_wait, leaf_has_hooks, observe
 from schedir.runtime.autograd.split_backward import (
     DeferredGradients,
@@ -66,9 +66,9 @@ def make_backward_splittable(module: nn.Module, *also: type[nn.Module]) -> nn.Mo
     >>> torch.equal(stages[0][0].weight.grad, plain[0][0].weight.grad)  # which W has computed
     True
     """
-    expect(module, nn.Module, "make_backward_splittable(stage), of one stage")
+    require_type(module, nn.Module, "make_backward_splittable(stage), of one stage")
     for kind in also:
-        expect(kind, type, "nn.LayerNorm")
+        require_type(kind, type, "nn.LayerNorm")
         if _split_type(kind) is None:
             raise _unknown(kind)
     for layer in module.modules():
@@ -173,8 +173,8 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
     >>> from schedir.runtime import check_splittable_layer
     >>> check_splittable_layer(torch.nn.Linear(8, 8), torch.randn(4, 8))
     """
-    expect(layer, nn.Module, "nn.Linear(8, 8)")
-    expect(x, Tensor, "torch.randn(2, 8)")
+    require_type(layer, nn.Module, "nn.Linear(8, 8)")
+    require_type(x, Tensor, "torch.randn(2, 8)")
     kind = _whole_type(layer)
     whole, split = deepcopy(layer), make_backward_splittable(deepcopy(layer), *_ASKED_FOR & {kind})
     whole.__class__ = kind

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from schedir.errors import ModelError, said
+from schedir.errors import ModelError, describe
 from schedir.ir.isa.instructions import TOKENS, TRAINING_VALUES, PeerRule, Token
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.runtime.arguments import shape_of
@@ -62,7 +62,7 @@ class Boundary:
             )
         can = self.dtype.is_floating_point or self.dtype.is_complex
         if self.grad is not None and not isinstance(self.grad, bool):
-            raise ModelError(f"grad of a boundary is True or False, not {said(self.grad)}")
+            raise ModelError(f"grad of a boundary is True or False, not {describe(self.grad)}")
         if self.grad and not can:
             raise ModelError(
                 f"a tensor of {self.dtype} has no gradient", hint="Boundary(shape, dtype)"
@@ -295,11 +295,12 @@ class ModelBoundaries:
         if {*each} != {*range(stages - 1), *skips}:
             along, more = "", ""
             if skips:
-                along = f", and skips lead along {said([*skips])}"
+                along = f", and skips lead along {describe([*skips])}"
                 more = f", {skips[0]}: Boundary((8, 64))"
             raise ModelError(
-                f"stages {said([*range(stages - 1)])} pass something on{along}, and boundaries are "
-                f"given for {said([*each])}",
+                f"stages {describe([*range(stages - 1)])} pass something on{along}, and "
+                "boundaries are "
+                f"given for {describe([*each])}",
                 hint="{0: Boundary((8, 64)), 1: (Boundary((8, 64)), Boundary((8,), torch.int64))"
                 f"{more}}}",
             )

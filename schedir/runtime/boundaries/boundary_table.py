@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from schedir.errors import ModelError, said
+from schedir.errors import ModelError, describe
 from schedir.ir.pipeline.stage_segments import ENTERS, LEAVES
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary, Edges, Given, ModelBoundaries
@@ -100,7 +100,7 @@ class PerMicrobatchBoundary:
     def __post_init__(self) -> None:
         if not isinstance(self.each, tuple | list):
             raise ModelError(
-                f"PerMicrobatch takes a list, and {said(self.each)} is none", hint=_LENGTHS
+                f"PerMicrobatch takes a list, and {describe(self.each)} is none", hint=_LENGTHS
             )
         object.__setattr__(self, "each", tuple(self.each))
 

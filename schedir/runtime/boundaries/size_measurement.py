@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from schedir.errors import ModelError, in_words, said
+from schedir.errors import ModelError, describe, in_words
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.zero_states import ModelStates, zero_model_states
 from schedir.ir.pipeline.skip_connections import Skips
@@ -172,7 +172,7 @@ def measure_sizes(
     """
     loss = loss_of(loss)
     if not isinstance(target, Tensor):
-        raise ModelError(f"target is a microbatch, one tensor, not {said(target)}")
+        raise ModelError(f"target is a microbatch, one tensor, not {describe(target)}")
     xs = _microbatch(input)
     stages = model_of(stages, holes=True)
     named = boundary if isinstance(boundary, Mapping) else ()
@@ -185,7 +185,7 @@ def measure_sizes(
     boundaries = ModelBoundaries.of(boundary, len(stages), skips=skips)
     zero_model_states(0, 0, 0, zero, dp)  # which says what levels and numbers of replicas there are
     if replica is not None and replica not in range(dp):
-        raise ModelError(f"there are replicas 0 to {dp - 1}, not {said(replica)}")
+        raise ModelError(f"there are replicas 0 to {dp - 1}, not {describe(replica)}")
     parts = range(dp) if replica is None else range(replica, replica + 1)
     share = ShardSpec(dp, parts[0], zero)
     given = _StageInputs(xs, target, keywords, loss, boundaries, state, frozen, share, parts)
@@ -303,7 +303,7 @@ def _microbatch(given: object) -> tuple[Tensor, ...]:
         return tensors_of(given, 0)
     except ModelError:
         raise ModelError(
-            f"input is a microbatch, one tensor or a tuple of them, not {said(given)}"
+            f"input is a microbatch, one tensor or a tuple of them, not {describe(given)}"
         ) from None
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from schedir.errors import ModelError, expect
+from schedir.errors import ModelError, require_type
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import Place, Tied, TiedWeights, meets, ranks_of, show_tie
 from schedir.ir.program import Program
@@ -104,7 +104,7 @@ class ParameterTable:
 
     def __init__(self, told: Sequence[Told], tied: TiedWeights | None, sets: Tied) -> None:
         if tied is not None:
-            expect(
+            require_type(
                 tied,
                 TiedWeights,
                 "schedir.find_tied_weights(stages), or "

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import RECEIVES, SENDS, Lane
 from schedir.ir.program import Program
@@ -173,7 +173,9 @@ class EventTimestamps(Timestamps):
     microseconds a message, and the GPU a wait and an event beside the lane.
     """
 
-    def __init__(self, program: Program, rank: int, model: Model, device: torch.device) -> None:
+    def __init__(
+        self, program: Program, rank: int, model: ProgressModel, device: torch.device
+    ) -> None:
         super().__init__()
         self.device, stream = device, torch.cuda.current_stream(device)
         self.began, self.ended = (
@@ -255,7 +257,9 @@ class EventTimestamps(Timestamps):
         return InstructionTimes(began, ended)
 
 
-def stamps_of(program: Program, rank: int, model: Model, device: torch.device) -> Timestamps:
+def stamps_of(
+    program: Program, rank: int, model: ProgressModel, device: torch.device
+) -> Timestamps:
     """The stamps of a rank whose stages are on a device."""
     if device.type == "cuda":
         return EventTimestamps(program, rank, model, device)

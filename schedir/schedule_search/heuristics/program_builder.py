@@ -16,14 +16,14 @@ from schedir.errors import MemoryLimitError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes, ample
 from schedir.ir.program import Program
-from schedir.passes.pass_types import Choice
+from schedir.passes.pass_types import BufferSharing
 from schedir.predict.possible_saving import ROUNDING
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedule_search.problem import Objective, SchedulingProblem
 from schedir.schedule_search.rank_order import Order, draft_of, one_by_one, peaks
 
-_SLOTS: tuple[Choice | None, ...] = (None, "enough", "fewest")
+_SLOTS: tuple[BufferSharing | None, ...] = (None, "enough", "fewest")
 
 
 class BuiltProgram(NamedTuple):

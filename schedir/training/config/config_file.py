@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from schedir.errors import ConfigError, PlanError, ProgramError, said
+from schedir.errors import ConfigError, PlanError, ProgramError, describe
 from schedir.io.files import read_text
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
@@ -25,7 +25,7 @@ from schedir.passes.pass_registry import OPTIONS, SECTION_OF
 from schedir.retired_names import RETIRED
 from schedir.training.config.model_kinds import KINDS
 from schedir.training.config.run_config import Config, PipelineConfig, contradicts
-from schedir.training.config.setting_types import coerce, describe
+from schedir.training.config.setting_types import coerce, describe_type
 from schedir.training.config.settings_table import SECTIONS, sections_of, types_of
 
 
@@ -68,7 +68,7 @@ def read(path: str, sets: Sequence[str] = ()) -> Config:
             values[section, name] = coerce(setting.value, kind)
         except TypeError:
             raise setting.error(
-                f"{section}.{name} must be {describe(kind)}, not {said(setting.value)}"
+                f"{section}.{name} must be {describe_type(kind)}, not {describe(setting.value)}"
             ) from None
     values.pop(_KIND, None)
     with _blaming(path, given):
@@ -92,7 +92,7 @@ def _of_file(path: str) -> Iterator[tuple[tuple[str, str], _SettingValue]]:
         at = _SettingValue(table, path, *_find(text, section))
         _known(section, SECTIONS, "section", at)
         if not isinstance(table, dict):
-            raise at.error(f"{section} is a section, not {said(table)}", f"[{section}]")
+            raise at.error(f"{section} is a section, not {describe(table)}", f"[{section}]")
         for name, value in table.items():
             setting = _SettingValue(value, path, *_find(text, section, name))
             yield (section, name), setting

@@ -19,9 +19,9 @@ from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.models.gpt_config import GPTConfig
 from schedir.models.partitioning import split_tokens
 from schedir.passes.pass_registry import OPTIONS, SECTION_OF
-from schedir.passes.pass_types import Choice
+from schedir.passes.pass_types import BufferSharing
 from schedir.training.config.model_kinds import KINDS, ModelConfig, kind_of
-from schedir.training.config.segmentation import StageSegmentation, finer
+from schedir.training.config.segmentation import StageSegmentation, segmentation_of
 from schedir.training.config.setting_types import NumberRange
 from schedir.training.config.train_config import Count, Share, TrainConfig
 from schedir.transports.registry import AUTO, DEVICES
@@ -334,7 +334,7 @@ class Config:
         if pipeline.schedule.endswith((".sched", ".timeline")):
             found = Source(pipeline.schedule).found
         meets, layer = found.meets if isinstance(found, Program) else "", KINDS[name].layer
-        return finer(
+        return segmentation_of(
             self.model.layers,
             pipeline.plan,
             pipeline.division,
@@ -349,14 +349,14 @@ class Config:
         )
 
     @property
-    def slots(self) -> Choice | None:
+    def slots(self) -> BufferSharing | None:
         """How values share slots, as is said or as suits the device; None for slots as they are."""
         said = self.pipeline.slots
         if said == AUTO:
             found = Source(self.pipeline.schedule).found
             own = isinstance(found, Program) and found.shares_slots
             said = "own" if own else DEVICES[self.train.device].slots
-        return None if said == "own" else cast(Choice, said)
+        return None if said == "own" else cast(BufferSharing, said)
 
     @property
     def told(self) -> dict[str, str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.program_attributes import CHUNKS
 from schedir.ir.pipeline.stage_segments import letters_in
@@ -39,7 +39,7 @@ class StageSegmentation:
         return [0, *accumulate(self.pieces)]
 
 
-def finer(
+def segmentation_of(
     layers: int,
     plan: PipelineShape,
     division: Sequence[int] | None,
@@ -61,7 +61,7 @@ def finer(
 
     Raises UsageError for pieces that are not those of the layers, and what else cannot be.
 
-    >>> finer(4, PipelineShape(2, 8), None, size=4, layer="fgfg", cut="layers", chunks=2)
+    >>> segmentation_of(4, PipelineShape(2, 8), None, size=4, layer="fgfg", cut="layers", chunks=2)
     StageSegmentation(division=(2, 2), pieces=(9, 9), size=2)
     """
     chunks = 1 if chunks is None else CHUNKS.settle("chunks", chunks, None)
@@ -104,7 +104,7 @@ def finer(
         if own not in ("", layer * number):
             raise UsageError(
                 f"stage {stage} has {number} layer{'s' * (number != 1)}, {len(layer) * number + 1} "
-                f"pieces with {said(layer * number)} between them, and not {said(own)}",
+                f"pieces with {describe(layer * number)} between them, and not {describe(own)}",
                 hint=hint,
                 fields=[where, "division"],
             )

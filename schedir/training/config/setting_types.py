@@ -64,20 +64,20 @@ def coerce(value: Any, kind: Any) -> Any:
     return value
 
 
-def describe(kind: Any, *, many: bool = False) -> str:
+def describe_type(kind: Any, *, many: bool = False) -> str:
     """What a type is called.
 
-    >>> describe(str | tuple[int, ...])
+    >>> describe_type(str | tuple[int, ...])
     'a string or a list of whole numbers'
-    >>> describe(tuple[float, float])
+    >>> describe_type(tuple[float, float])
     'a list of 2 numbers'
     """
     parts = get_args(kind)
     if get_origin(kind) is Annotated:
-        return " ".join([describe(parts[0], many=many), *map(str, parts[1:])])
+        return " ".join([describe_type(parts[0], many=many), *map(str, parts[1:])])
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(describe(part) for part in parts if part is not NoneType)
+        return " or ".join(describe_type(part) for part in parts if part is not NoneType)
     if get_origin(kind) is tuple:
         number = "" if ... in parts else f"{len(parts)} "
-        return f"{'lists' if many else 'a list'} of {number}{describe(parts[0], many=True)}"
+        return f"{'lists' if many else 'a list'} of {number}{describe_type(parts[0], many=True)}"
     return _NAMES[kind][many]

@@ -11,11 +11,11 @@ from dataclasses import fields
 from inspect import getdoc
 from typing import Any, Final, NamedTuple, get_type_hints
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, describe
 from schedir.retired_names import RETIRED
 from schedir.training.config.model_kinds import KINDS
 from schedir.training.config.run_config import Config
-from schedir.training.config.setting_types import describe
+from schedir.training.config.setting_types import describe_type
 from schedir.training.config.train_config import CHOICES
 
 
@@ -24,7 +24,7 @@ def sections_of(kind: object) -> dict[str, type]:
     that is not known."""
     if not isinstance(kind, str) or kind not in KINDS:
         hint = RETIRED.get(f"kind = {kind}", " or ".join(KINDS))
-        raise UsageError(f"kind {said(kind)} is not known", hint=hint, fields=["kind"])
+        raise UsageError(f"kind {describe(kind)} is not known", hint=hint, fields=["kind"])
     return get_type_hints(Config) | {"model": KINDS[kind].config}
 
 
@@ -70,7 +70,7 @@ def _settings_of(section: type[Any]) -> tuple[str, list[Setting]]:
     return str(getdoc(section)), [
         Setting(
             f.name,
-            _one_of(CHOICES[f.name]) if f.name in CHOICES else describe(types[f.name]),
+            _one_of(CHOICES[f.name]) if f.name in CHOICES else describe_type(types[f.name]),
             f.metadata.get("default", _toml(f.default)),
         )
         for f in fields(section)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import UsageError
 from schedir.training.config.setting_types import NumberRange
 from schedir.transports.registry import AUTO, DEVICES, TRANSPORTS, transports_of
@@ -115,7 +115,7 @@ class TrainConfig:
                     )
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ProgressModel:
         """The progress model of the transport, under which a program must be proven."""
         return transports_of(self.device, self.transport)[0].model
 

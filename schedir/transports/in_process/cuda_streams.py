@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.isa.instructions import Lane
 from schedir.transports.collectives import CollectiveMember, Group, Kind, PendingCollectives, meet
 from schedir.transports.transport import Work, buffers
@@ -95,7 +95,7 @@ class StreamMailbox:
     grouped, blocks, static = False, False, False
 
     def __init__(
-        self, hub: StreamHub, rank: int, members: dict[Group, list[int]], model: Model
+        self, hub: StreamHub, rank: int, members: dict[Group, list[int]], model: ProgressModel
     ) -> None:
         self.hub, self.rank, self.members, self.model = hub, rank, members, model
         self.compute = torch.cuda.Stream()

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from schedir.analysis.progress_models import Model
+from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.isa.instructions import Lane
 from schedir.ir.pipeline.tied_weights import groups_of
 from schedir.ir.program import Program
@@ -46,7 +46,7 @@ class Mailbox:
     grouped, blocks, static = False, False, False
 
     def __init__(
-        self, hub: MailboxHub, rank: int, members: dict[Group, list[int]], model: Model
+        self, hub: MailboxHub, rank: int, members: dict[Group, list[int]], model: ProgressModel
     ) -> None:
         self.hub, self.rank, self.members, self.model = hub, rank, members, model
 
@@ -100,7 +100,7 @@ class Mailbox:
 
 
 def mailboxes(
-    program: Program, model: Model, cuda: bool, told: list[Any]
+    program: Program, model: ProgressModel, cuda: bool, told: list[Any]
 ) -> Sequence[Mailbox | StreamMailbox]:
     """A transport for each virtual rank, to all of which this is told."""
     members = [members_of(program, rank) for rank in range(program.plan.ranks)]
