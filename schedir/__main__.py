@@ -139,15 +139,22 @@ class _Parser(argparse.ArgumentParser):
         if not name.startswith("--"):
             return ""
         own = self._option_string_actions
-        if "-O" in own:
+        if (action := own.get("-O")) is not None:
             from schedir.commands.common.program_options import ALL
+            from schedir.io.command_line import FLAGS
 
-            if (field := name[2:].replace("-", "_")) in ALL and name not in own:
+            field = name[2:].replace("-", "_")
+            if field in ALL and field not in FLAGS:
                 value = f"={kind.metavar}" if (kind := ALL[field].kind).metavar else ""
+                try:
+                    action.const(field, f"{field}{value}")
+                except UsageError as error:
+                    return str(error.fact)
                 return f"{name} is now -O {field}{value}"
-        if name in RETIRED:
-            return RETIRED[name]
-        near = get_close_matches(name, own, 1)
+        hint = RETIRED.get(name, "")
+        if hint and any(word in own for word in hint.partition(" is now ")[2].split()):
+            return hint
+        near = get_close_matches(name, own, 1, cutoff=0.75)
         return f"did you mean {near[0]}?" if near else ""
 
 

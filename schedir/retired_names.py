@@ -84,9 +84,13 @@ ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
 )  # fmt: skip
 
 
-def missing_attribute(module: str, name: str) -> AttributeError:
-    """Return the error of a name that a module does not have, with its successor if it had one."""
+def missing_attribute(module: str, name: str) -> AttributeError | ImportError:
+    """Return the error of a name that a module does not have.
+
+    Of a name that was renamed it is an ImportError, which has the new name: `from module import
+    name` would show another message than that of an AttributeError.
+    """
     text = f"module {module!r} has no attribute {name!r}"
     if new := ATTRIBUTES.get(module, {}).get(name):
-        text += f": it is now {new}"
+        return ImportError(f"{text}: it is now {new}", name=module)
     return AttributeError(text, name=name)

@@ -23,6 +23,9 @@ The page docs/hanging-run.md has more.
 """
 
 
+_ALONE = ("--json", "--no-code", "--max-instructions")  # options without --program
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Dumps, and the program that the job runs."""
     parser.add_argument(
@@ -46,6 +49,11 @@ def run(args: argparse.Namespace) -> str:
     from schedir.hang_diagnosis.rank_positions import judge
     from schedir.hang_diagnosis.wait_graph import DistributedJob
 
+    given = [word for word in args.typed[1:] if word.startswith("-") and word != "-"]
+    if args.program is None and (
+        extra := [word for word in given if word.partition("=")[0] not in _ALONE]
+    ):
+        raise UsageError(f"{extra[0]} is of a program", hint=f"--program SCHEDULE {extra[0]} ...")
     if len(args.dumps) == 1 and (run := post_mortem.read(args.dumps[0])) is not None:
         return _of_run(args, run)
     dumps, passed = read_dumps(args.dumps)

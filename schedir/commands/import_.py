@@ -9,6 +9,7 @@ from pathlib import Path
 
 from schedir.commands.common.schedule_options import add_lowering, count, request_of
 from schedir.errors import ProgramError, UsageError
+from schedir.io.command_line import option_name
 from schedir.io.files import atomic_write, read_text
 
 EXAMPLES = """\
@@ -107,14 +108,18 @@ def _traces(args: argparse.Namespace) -> str:
     if not args.output.endswith((SUFFIX, ".sched")):
         raise UsageError(f"a run's file ends in {SUFFIX}, a program's in .sched: {args.output}")
     request = request_of(args, args.sources[0])
-    for option in ("costs", "sizes", "slots", "limit", "overlap", "relower"):
-        if getattr(args, option):
+    own = {"costs": "--costs", "sizes": "--sizes", "limit": "--memory-limit",
+           "relower": "--relower"}  # fmt: skip
+    for name in (*own, "slots", "overlap"):
+        if getattr(args, name):
+            option = own.get(name) or option_name(name)
             raise UsageError(
-                f"traces say what was run, and when: --{option} is not for them", fields=[option]
+                f"traces say what was run, and when: {option} is not for them", fields=[name]
             )
     for name in request.more:
-        option = name.replace("_", "-")
-        raise UsageError(f"traces say what was run: --{option} is not for them", fields=[name])
+        raise UsageError(
+            f"traces say what was run: {option_name(name)} is not for them", fields=[name]
+        )
     files = files_of(args.sources)
     found = read_run(
         files,

@@ -15,7 +15,7 @@ EXAMPLES = """\
   schedir options recompute   one of them
   schedir compile zb_v -O recompute=fit --memory-limit 8GB --sizes saved=1GB -o zb_v.sched
 
-The page docs/config.md has more.
+The page README.md has more.
 """
 
 

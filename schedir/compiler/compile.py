@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -25,7 +25,7 @@ from schedir.errors import (
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes, ample, bytes_of
 from schedir.ir.isa.instructions import RECOMPUTE
-from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.pipeline.pipeline_shape import PLAN, PipelineShape
 from schedir.ir.pipeline.placement import Placement
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import TRAITS, Program
@@ -156,6 +156,7 @@ def compile(
         require_type(costs, Costs, "Costs(F=1, B=2)")
     if sizes is not None:
         require_type(sizes, Sizes, SIZES)
+    _require_known(more)
     fields = {
         "ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank,
         "placement": placement, "updates": updates, "delay": delay, "segments": segments,
@@ -175,6 +176,28 @@ def compile(
     if (host := more.get("host_limit")) is not None:
         check_memory(program, sizes, host, "host")
     return program if limit is None else check_memory(program, sizes, limit)
+
+
+# What compile calls what other libraries and the command line call so.
+_ALSO = {"plan": "shape", "memory_limit": "limit", "progress_model": "model"}
+
+
+def _require_known(more: Mapping[str, Any], *, attributes: bool = True) -> None:
+    """Refuse an option that `compile` does not have."""
+    own = {f.name for f in TRAITS} if attributes else set()
+    for option in more:
+        if option not in OPTIONS and option not in own:
+            parameters = [*signature(compile).parameters][1:-1]
+            known = [*parameters, *sorted({*OPTIONS, *(f.name for f in TRAITS)} - {*parameters})]
+            near = get_close_matches(option, known, 1)
+            others = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            if option in _ALSO:
+                others = f"it is {_ALSO[option]} here"
+            raise UsageError(
+                f"no option {option!r} of compile",
+                hint=RETIRED.get(option, others),
+                fields=[option],
+            )
 
 
 def _shape_of(shape: PipelineShape | None, fields: dict[str, Any]) -> PipelineShape | None:
@@ -205,14 +228,16 @@ def _drafted(schedule: str | Schedule | Program, shape: PipelineShape | None) ->
         require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
         assert shape is not None
         return expand_schedule(schedule, shape_for(schedule, shape))
-    if shape not in (None, schedule.plan):
-        raise UsageError(f"a draft has its own shape, {schedule.plan}, and is not for {shape}")
     if not schedule.is_draft:
         raise LoweringLevelError(
             "this is lowered already: it says more than F, B, I, W and R",
             program=schedule.name,
             hint="schedir.check(program) proves it",
         )
+    if shape is not None:
+        given = (f.name for f in PLAN if f.name not in shape.defaulted)
+        if any(getattr(shape, name) != getattr(schedule.plan, name) for name in given):
+            raise UsageError(f"a draft has its own shape, {schedule.plan}, and is not for {shape}")
     return schedule
 
 
@@ -303,16 +328,7 @@ def lower(
     Legal under every progress model as it is.  With `overlap` or `slots` it is made for `model`,
     and to be checked.
     """
-    for option in more:
-        if option not in OPTIONS:
-            known = [*[*signature(compile).parameters][2:-1], *sorted(OPTIONS)]
-            near = get_close_matches(option, known, 1)
-            others = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            raise UsageError(
-                f"no option {option!r} of compile",
-                hint=RETIRED.get(option, others),
-                fields=[option],
-            )
+    _require_known(more, attributes=False)
     if (host := more.get("host_limit")) is not None:
         more["host_limit"] = _bytes(host, "host_limit")
     if limit is not None:

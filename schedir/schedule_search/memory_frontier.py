@@ -186,7 +186,7 @@ def _runs(
     A bound of split backwards says nothing of whole ones that take less than both halves, and one
     of whole ones nothing of split ones: these are left out.
     """
-    plan, seen = problem.plan, set[str]()
+    plan, seen = problem.plan.resolved(), set[str]()
     shorter = whole_is_less(costs, plan)
     for schedule in (*start, *sorted(built_in().values(), key=takes_v)):
         try:

@@ -321,7 +321,7 @@ def stages_per_rank_for(schedule: Schedule) -> int:
         return 1
     if v is None:
         return 1
-    return 2 if v.default is inspect.Parameter.empty else int(v.default)
+    return v.default if isinstance(v.default, int) and v.default > 0 else 2
 
 
 def placed_for(schedule: Schedule) -> tuple[Placement | None, int | None]:

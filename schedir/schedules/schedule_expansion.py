@@ -34,7 +34,7 @@ def expand_schedule(schedule: Schedule, plan: PipelineShape) -> Program:
 
     `schedule` is called with (rank, ranks, microbatches), and with `v`, the number of the rank's
     own stages, and `segments`, those of each sequence, if it has parameters of these names.  It
-    returns a Word or yields Words.
+    returns a RankSchedule or yields several.
 
     Raises ScheduleError if it does not, raises, names a stage that the rank does not own, or is
     for another placement.
@@ -58,6 +58,7 @@ def expand_schedule(schedule: Schedule, plan: PipelineShape) -> Program:
       4 x  F 1.0+; B 1.0+
     """
     require_type(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+    plan = plan.resolved()
     name = name_of(schedule)
     try:
         signature = inspect.signature(schedule)

@@ -88,7 +88,7 @@ def _legal(schedule: Schedule, plan: PipelineShape, models: Sequence[ProgressMod
     """The program of a schedule, complete and free of deadlock under every model."""
     model = models[0]
     try:
-        program = compile(schedule, plan, model=model)
+        program = compile(schedule, plan.resolved(), model=model)
         for model in models:
             check(program, model)
     except ProgramError as error:

@@ -32,5 +32,5 @@ assert set(runtime.__all__) <= {*dir(runtime)} & {*globals()}
 def test_what_is_not_there_is_said() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Nccl'"):
         schedir.runtime.Nccl  # noqa: B018
-    with pytest.raises(AttributeError, match="has no attribute 'Gloo': it is now GlooTransport"):
+    with pytest.raises(ImportError, match="has no attribute 'Gloo': it is now GlooTransport"):
         schedir.runtime.Gloo  # noqa: B018

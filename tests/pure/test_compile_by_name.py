@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import PipelineShape, schedules
+from schedir import EMPTY, B, F, PipelineShape, schedules
 from schedir.__main__ import main
-from schedir.errors import UsageError
+from schedir.errors import ProgramError, UsageError
 from schedir.io.command_line import option_words
+from schedir.io.program_request import Request
+from schedir.io.source_loader import Source
 from schedir.schedules import built_in
 from schedir.schedules.schedule_algebra import shape_for
+from schedir.testing import assert_schedule
 
 NAMES = sorted(built_in())
 
@@ -43,6 +49,58 @@ def test_stages_that_are_given_stay() -> None:
     assert schedir.compile(schedules.interleaved, PipelineShape(4, 8)).plan.stages_per_rank == 2
 
 
+def three(rank: int, ranks: int, microbatches: int, v: int = 3) -> schedir.RankSchedule:
+    """A schedule of the user's own, with three stages per rank unless told otherwise."""
+    return sum((microbatches * F[j] for j in range(v)), EMPTY) + sum(
+        (microbatches * B[v - 1 - j] for j in range(v)), EMPTY
+    )
+
+
+@pytest.mark.parametrize("placement", ["loop", "vee", "mirror-vee"])
+@pytest.mark.parametrize("name", [*NAMES, "three"])
+def test_a_placement_has_the_defaults_of_the_command_line(name: str, placement: str) -> None:
+    """The stages per rank of the schedule, where only the placement is given."""
+    schedule = three if name == "three" else getattr(schedules, name)
+    request = Request(
+        Source.of(schedule, name), {"ranks": 4, "microbatches": 8, "placement": placement}, {}
+    )
+    try:
+        wanted = request.plan
+    except ProgramError:
+        return
+    assert shape_for(schedule, PipelineShape(4, 8, placement=placement)) == wanted
+
+
+def test_a_program_has_no_open_fields() -> None:
+    """What is compiled for one schedule is not open for another."""
+    plan = schedir.compile("one_f_one_b", ranks=4, microbatches=8).plan
+    assert not plan.defaulted and schedir.compile("looped_bfs", plan).plan.stages_per_rank == 1
+    shape = PipelineShape(4, 8)
+    assert shape.resolved() == shape and not shape.resolved().defaulted
+    for same in (copy.copy(shape), pickle.loads(pickle.dumps(shape)), replace(shape, ranks=4)):
+        assert same == shape and same.defaulted == shape.defaulted
+
+
+def test_a_draft_takes_a_shape_with_open_fields() -> None:
+    draft = schedir.expand_schedule(schedules.zb_v, PipelineShape(4, 8, 2, "vee"))
+    assert schedir.compile(draft, ranks=4, microbatches=8).plan == draft.plan
+    with pytest.raises(UsageError, match="a draft has its own shape"):
+        schedir.compile(draft, ranks=4, microbatches=4)
+
+
+@pytest.mark.parametrize("v", [None, "x"])
+def test_a_strange_default_is_none(v: object) -> None:
+    def odd(rank: int, ranks: int, microbatches: int, v: object = v) -> schedir.RankSchedule:
+        return microbatches * (F[0] + F[1]) + microbatches * (B[1] + B[0])
+
+    assert schedir.compile(odd, ranks=2, microbatches=4).plan.stages_per_rank == 2
+
+
+def test_assertions_take_the_shape_as_it_is() -> None:
+    with pytest.raises(AssertionError, match="is for placement 'vee'"):
+        assert_schedule(schedules.zb_v, plans=[PipelineShape(2, 4)])
+
+
 def refused(**given: object) -> UsageError:
     with pytest.raises(UsageError) as caught:
         schedir.compile(**given)  # type: ignore[arg-type]
@@ -57,3 +115,5 @@ def test_what_does_not_go_together_is_refused() -> None:
     error = refused(schedule="gpipe", shape=PipelineShape(2, 2), ranks=3)
     assert "a shape is given, and ranks beside it" in str(error)
     assert "takes a PipelineShape, not None" in str(refused(schedule="gpipe"))
+    assert refused(schedule="gpipe", plan=PipelineShape(2, 2)).hint == "it is shape here"
+    assert refused(schedule="gpipe", ranks=2, microbatches=2, zreo=2).hint == "did you mean 'zero'?"

@@ -7,7 +7,8 @@ The names are those of `schedir.compile`, of a configuration and of the text of 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
@@ -15,6 +16,7 @@ from schedir.errors import UsageError, describe
 from schedir.io.command_line import FLAGS, option_name
 from schedir.io.files import read_text
 from schedir.io.toml_tables import tables_of
+from schedir.ir.cost.sizes import bytes_of
 from schedir.ir.pipeline.field_schema import YES_OR_NO, FieldType
 from schedir.ir.program import HEADER
 from schedir.passes.pass_registry import OPTIONS, SECTION_OF
@@ -25,6 +27,18 @@ def _sharing(text: str) -> str:
     if text not in ("fewest", "enough"):
         raise ValueError(f"must be fewest or enough, not {text!r}")
     return text
+
+
+# Options of their own that somebody may look for under -O.
+_FLAGS_BESIDE: Final = {
+    "limit": "--memory-limit BYTES",
+    "memory_limit": "--memory-limit BYTES",
+    "model": "--progress-model MODEL",
+    "progress_model": "--progress-model MODEL",
+    "costs": "--costs COSTS",
+    "sizes": "--sizes SIZES",
+    "cluster": "--cluster FILE.toml",
+}
 
 
 class ProgramOption(NamedTuple):
@@ -75,6 +89,7 @@ def unknown(name: str) -> UsageError:
     """Return the error of a name that is no option, with the nearest names."""
     near = get_close_matches(name, ALL, 1)
     hint = f"did you mean {option_name(near[0])}?" if near else "schedir options lists them"
+    hint = _FLAGS_BESIDE.get(name, hint)
     return UsageError(f"-O: no option {name!r}", hint=RETIRED.get(name, hint))
 
 
@@ -93,7 +108,10 @@ def parse(text: str) -> tuple[str, Any]:
     if name not in ALL:
         raise unknown(name)
     if name in FLAGS:
-        raise UsageError(f"{name} has an option of its own", hint=f"{option_name(name)} {value}")
+        raise UsageError(
+            f"{name} has an option of its own",
+            hint=f"{option_name(name)} {value or ALL[name].kind.metavar}",
+        )
     kind = ALL[name].kind
     if not equals:
         if kind.metavar and name != "tied":
@@ -138,7 +156,7 @@ class _ProgramOptionAction(argparse.Action):
 
 
 class _ConfigAction(argparse.Action):
-    """`--config FILE.toml`: sets what the options before and after it do not."""
+    """`--config FILE.toml`: sets what no option before or after it gives."""
 
     def __call__(
         self,
@@ -147,54 +165,100 @@ class _ConfigAction(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
+        if getattr(namespace, self.dest, None) is not None:
+            raise UsageError("--config is given twice")
+        setattr(namespace, self.dest, values)
+        typed = getattr(namespace, "program_options", None) or ()
         for name, value in read_config(values).items():
-            self.const(name, f"{name}={value}")
-            if getattr(namespace, name, None) in (None, False):
-                setattr(namespace, name, value)
+            if name not in typed and getattr(namespace, name, None) in (None, False):
+                with suppress(UsageError):  # the command does not take it
+                    if name in ALL:
+                        self.const(name, f"{name}={value}")
+                    setattr(namespace, name, value)
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Read the options of the sections [pipeline] and [memory] of a configuration.
+    """Read the options in the sections [pipeline] and [memory] of a configuration.
 
     Args:
         path: A file that `schedir train` reads, too.
 
+    Returns:
+        The values by name.  The schedule, and what `train` alone needs, are left out.
+
     Raises:
-        UsageError: The file cannot be read, or an option does not take its value.
+        UsageError: The file cannot be read, has a section or a setting that `schedir train` does
+            not have, or an option does not take its value.
     """
+    from schedir.training.config.settings_table import settings
+
+    known = {name: {each.name for each in table} for name, (_, table) in settings().items()}
     found = tables_of(read_text(path), path)
+    for section, table in found.items():
+        if section not in known or not isinstance(table, dict):
+            raise UsageError(f"{path}: no section {section!r}", hint=nearest(section, known))
+        for key in table if section in ("pipeline", "memory") else ():
+            if key not in known[section]:
+                raise UsageError(
+                    f"{path}: no setting {section}.{key}", hint=nearest(key, known[section])
+                )
     values: dict[str, Any] = {}
     for name, option in ALL.items():
         section, _, key = option.setting.partition(".")
-        table = found.get(section, {}) if key else {}
-        if not isinstance(table, dict):
-            raise UsageError(f"{path}: {section} is {describe(table)}, and no section")
-        value = table.get(key)
+        value = found.get(section, {}).get(key) if key else None
         if value is not None and (name, value) not in (("slots", "auto"), ("slots", "own")):
-            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            plain = isinstance(value, bool)
-            values[name] = value if plain else _read(f"{path}: {option.setting}", name, text)
+            values[name] = _setting(f"{path}: {option.setting}", name, value)
+    if (limit := found.get("memory", {}).get("limit")) is not None:
+        values["limit"] = bytes_of(limit) if isinstance(limit, str) else float(limit)
     return values
 
 
-def add_program_options(group: argparse._ArgumentGroup, accepts: Any, *, shape: bool) -> None:
+def _setting(where: str, name: str, value: Any) -> Any:
+    """Return the value of an option from a value in TOML."""
+    kind = ALL[name].kind
+    if isinstance(value, bool) is bool(kind.metavar):
+        raise UsageError(f"{where} {kind.takes}, not {describe(value)}", fields=[name])
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and kind.type is int:
+        raise UsageError(f"{where} {kind.takes}, not {describe(value)}", fields=[name])
+    if isinstance(value, list):
+        rows = [",".join(map(str, row)) if isinstance(row, list) else str(row) for row in value]
+        value = ("/" if any(isinstance(row, list) for row in value) else ",").join(rows)
+    return _read(where, name, str(value))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint with the name of `known` that is nearest, or with all of them."""
+    names = sorted(known)
+    near = get_close_matches(name, names, 1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+
+
+def add_program_options(
+    group: argparse._ArgumentGroup, accepts: Any, *, shape: bool, lowering: bool = True
+) -> None:
     """Add `-O` and `--config`.
 
     Args:
         group: The group of the help.
         accepts: Called with the name of each option and its text; raises what refuses it.
-        shape: Whether the shape has an option here, too.
+        shape: Whether the command takes options of the shape.
+        lowering: Whether it takes options of the lowering.
     """
     names = [name for name, option in ALL.items() if shape or not option.of_shape]
     group.add_argument(
         "-O", dest="program_options", metavar="NAME=VALUE", const=accepts,
         action=_ProgramOptionAction,
         help="how the schedule is compiled: -O zero=3, -O overlap, -O recompute=fit; "
-        "`schedir options` lists all",
+        "`schedir options` lists all"
+        if lowering
+        else "more of the shape: -O updates=2, -O delay=1, -O segments=4",
     )  # fmt: skip
     group.add_argument(
         "--config", metavar="FILE.toml", action=_ConfigAction, const=accepts,
-        help="take these options from [pipeline] and [memory] of a configuration",
+        help="take what is not given here from [pipeline] and [memory] of a configuration, but "
+        "the schedule",
     )  # fmt: skip
     defaults = {name: None for name in names if name not in FLAGS}
     group.set_defaults(**{**defaults, "overlap": False})

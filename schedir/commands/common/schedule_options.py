@@ -54,7 +54,7 @@ def add_problem(parser: argparse.ArgumentParser, *, costs: str) -> argparse._Arg
     _add_flags(group)
     _add_costs(group, costs)
     _add_memory(group)
-    add_program_options(group, _require_shape, shape=True)
+    add_program_options(group, _require_shape, shape=True, lowering=False)
     return group
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import index
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -79,6 +79,10 @@ _SEGMENTS = setting(
     "segments of each sequence, a microbatch each (1)",
     in_config=False,  # the GPT of a training run takes whole sequences
 )
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 class _DefaultNumber(int):
@@ -184,6 +188,15 @@ class PipelineShape:
         """The names of the fields that were not given.  Equal shapes may differ in it."""
         return frozenset(f.name for f in PLAN if isinstance(getattr(self, f.name), _DEFAULTS))
 
+    def resolved(self) -> PipelineShape:
+        """Return an equal shape whose fields all count as given."""
+        if not self.defaulted:
+            return self
+        kinds: dict[type, Callable[[Any], Any]] = {_DefaultNumber: int, _DefaultName: str}
+        values = {f.name: getattr(self, f.name) for f in PLAN}
+        plain = {name: kinds.get(type(value), _same)(value) for name, value in values.items()}
+        return PipelineShape(**plain)
+
     def __repr__(self) -> str:
         said = {f.name: getattr(self, f.name) for f in fields(self)}
         usual = {f.name: f.default for f in fields(self)}
@@ -193,7 +206,9 @@ class PipelineShape:
     def _read_name(self, name: str) -> None:
         named = named_of(name)
         if self.stages_per_rank == 1 != named.stages_per_rank:
-            object.__setattr__(self, "stages_per_rank", named.stages_per_rank)
+            default = isinstance(self.stages_per_rank, _DEFAULTS)
+            kind = _DefaultNumber if default else int
+            object.__setattr__(self, "stages_per_rank", kind(named.stages_per_rank))
         if len(named.rows) == 1:
             return
         for pairs in ("ranks", "stages_per_rank"):

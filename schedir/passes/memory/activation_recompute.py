@@ -157,7 +157,7 @@ def _as_few_as_fit(program: Program, candidates: Words, options: Options) -> Wor
     if options.limit is None or options.sizes is None:
         raise UsageError(
             'recompute="fit" recomputes what does not fit: it needs sizes and a limit',
-            hint="sizes=Sizes(activation=16e6, saved=1.2e9), limit=40e9",
+            hint="--sizes saved=1.2GB --memory-limit 40GB, or sizes=Sizes(saved=1.2e9), limit=40e9",
             fields=["recompute"],
         )
     sizes, limit = options.sizes, options.limit
