@@ -124,7 +124,7 @@ def describe(value: object) -> str:
     """Return a value as a short text for an error message.
 
     >>> describe((2, 3)), describe(int), describe([0] * 99), describe(describe)
-    ('(2, 3)', 'the class int', 'a list', 'the function said')
+    ('(2, 3)', 'the class int', 'a list', 'the function describe')
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"

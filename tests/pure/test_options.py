@@ -104,7 +104,7 @@ def test_why_on_hosts_that_block(
 
 @pytest.mark.parametrize(
     ("option", "hint"),
-    [("overlaps", "did you mean 'overlap'?"), ("colour", "there are tp, dp, model, costs")],
+    [("overlaps", "did you mean 'overlap'?"), ("colour", "there are shape, tp, dp, model, costs")],
 )
 def test_an_option_that_compile_does_not_have(option: str, hint: str) -> None:
     given: dict[str, Any] = {option: True}

@@ -88,7 +88,6 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
 @pytest.mark.parametrize(
     ("argv", "names"),
     [
-        ("", "COMMAND"),
         ("shwo gpipe", "'shwo'"),
         ("print", "SCHEDULE"),
         ("print gpipe --rank 4", "--rank"),
