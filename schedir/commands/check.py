@@ -75,7 +75,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", dest="output", metavar="FILE.svg", help="a picture of where ranks stand, if refused"
     )
-    parser.add_argument("--json", action="store_true", help="for a program to read")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_shape(parser)
 
 
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> str:
         but += BLOCKS
     elif on_cpus != models:
         only = f"only under {listed(on_cpus)}" if on_cpus else "under none"
-        but += f"; on hosts that block, as CPUs do, {only} (--blocking-hosts says why)"
+        but += f"; on hosts that block, as CPUs do, {only} (--blocking-hosts explains why)"
     plan = program.plan
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
     ranks += f" ({plan.held_by_a_rank})" * (plan.stages_per_rank > 1)

@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     inspect.add_argument(
         "--verify", action="store_true", help="read all files, and compare their digests"
     )
-    inspect.add_argument("--json", action="store_true", help="for a program to read")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
     about = "write the weights and buffers of a checkpoint, which is verified before"
     export = actions.add_parser("export", help=about, description=about, allow_abbrev=False)
     _add_folder(export)

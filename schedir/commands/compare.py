@@ -43,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", dest="output", metavar="FILE", help="draw them under each other")
     parser.add_argument("--tradeoff", action="store_true", help="draw bubble against memory")
     add_picture(parser)
-    parser.add_argument("--json", action="store_true", help="for a program to read")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_shape(parser)
 
 

@@ -22,7 +22,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", dest="output", metavar="FILE.sched", required=True, help="write the program there"
     )
-    parser.set_defaults(draft=False, flat=False)
     add_shape(parser)
 
 

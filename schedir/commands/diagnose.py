@@ -36,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "or the output folder of a run of schedir train, with its black boxes",
     )
     parser.add_argument("--program", metavar="SCHEDULE", help=f"what the job runs: {SOURCE}")
-    parser.add_argument("--json", action="store_true", help="for a program to read")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_shape(parser)
 
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> str:
     if args.program is None and (
         extra := [word for word in given if word.partition("=")[0] not in _ALONE]
     ):
-        raise UsageError(f"{extra[0]} is of a program", hint=f"--program SCHEDULE {extra[0]} ...")
+        raise UsageError(f"{extra[0]} needs --program", hint=f"--program SCHEDULE {extra[0]} ...")
     if len(args.dumps) == 1 and (run := post_mortem.read(args.dumps[0])) is not None:
         return _of_run(args, run)
     dumps, passed = read_dumps(args.dumps)

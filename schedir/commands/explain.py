@@ -37,7 +37,7 @@ The page docs/slow-run.md has more.
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source."""
     add_source(parser)
-    parser.add_argument("--json", action="store_true", help="for a program to read")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_shape(parser)
 
 

@@ -20,8 +20,8 @@ The page README.md has more.
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the name of one option."""
-    parser.add_argument("name", metavar="NAME", nargs="?", help="one of them")
+    """Add the arguments of the command."""
+    parser.add_argument("name", metavar="NAME", nargs="?", help="describe this option only")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _described(row: dict[str, str]) -> str:
-    """Return the option, and beside it what it does, wrapped."""
+    """Return the lines of one option: its name, and its wrapped description."""
     setting = f" [{row['configuration']}]" if row["configuration"] else ""
     first, *rest = wrap(row["help"] + setting, 72)
     return f"{row['option']:<24} {first}\n" + "".join(f"{'':<24} {line}\n" for line in rest)

@@ -54,7 +54,7 @@ def _scaled(args: argparse.Namespace) -> str:
     )  # fmt: skip
     for option, name in excluded:
         if option:
-            raise UsageError(f"{name} is of one number of GPUs, and --gpu-counts says several")
+            raise UsageError(f"{name} needs one number of GPUs, and --gpu-counts has several")
     asked, refused = asked_of(args), list[str]()
     found = {way: _plans(asked, args.scale, way, refused) for way in _MEANT}
     if args.picture is not None:
@@ -218,7 +218,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-counts", dest="scale", type=_counts, metavar="GPUS",
                         help="plan for each of these numbers of GPUs, as 256,512,1024: the same "
                         "batch (strong scaling), and one that grows with them (weak)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="for a program to read")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     _add_output(parser.add_argument_group("what is written"))
     _add_model(parser.add_argument_group("the model"))
     _add_cluster(parser.add_argument_group("the machines"))

@@ -53,7 +53,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="none that splits backwards in I and W",
     )
-    parser.add_argument("--json", action="store_true", help="for a program to read")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_shape(parser)
 
 

@@ -72,7 +72,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--frontier", action="store_true",
         help="search at every limit, for a table, and with -o FILE.svg a picture of it",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="for a program to read")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     what = add_problem(
         parser,
         costs="of a stage, as simulate takes them: F=1,I=1,W=1,send=0.1; F=1:1:2 per stage, or "

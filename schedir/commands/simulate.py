@@ -116,7 +116,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options: the source of the program, and the output."""
     add_source(parser)
     parser.add_argument("-o", dest="output", metavar="FILE.timeline", help="write the run there")
-    parser.add_argument("--json", action="store_true", help="for a program to read")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_shape(parser)
 
 

@@ -178,8 +178,8 @@ def compile(
     return program if limit is None else check_memory(program, sizes, limit)
 
 
-# What compile calls what other libraries and the command line call so.
-_ALSO = {"plan": "shape", "memory_limit": "limit", "progress_model": "model"}
+# Parameters of `compile`, by other names that a user may try.
+_OTHER_NAMES = {"plan": "shape", "memory_limit": "limit", "progress_model": "model"}
 
 
 def _require_known(more: Mapping[str, Any], *, attributes: bool = True) -> None:
@@ -191,8 +191,8 @@ def _require_known(more: Mapping[str, Any], *, attributes: bool = True) -> None:
             known = [*parameters, *sorted({*OPTIONS, *(f.name for f in TRAITS)} - {*parameters})]
             near = get_close_matches(option, known, 1)
             others = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            if option in _ALSO:
-                others = f"it is {_ALSO[option]} here"
+            if option in _OTHER_NAMES:
+                others = f"use {_OTHER_NAMES[option]}="
             raise UsageError(
                 f"no option {option!r} of compile",
                 hint=RETIRED.get(option, others),
@@ -206,14 +206,14 @@ def _shape_of(shape: PipelineShape | None, fields: dict[str, Any]) -> PipelineSh
         return shape
     if shape is not None:
         raise UsageError(
-            f"a shape is given, and {', '.join(fields)} beside it",
-            hint=f"{shape} has all fields, or none is given and all are keywords",
+            f"shape and {', '.join(fields)} are both given",
+            hint="give a PipelineShape, or its fields as keywords",
             fields=[*fields],
         )
     missing = [name for name in ("ranks", "microbatches") if name not in fields]
     if missing:
         raise UsageError(
-            f"compile needs {' and '.join(missing)} beside {', '.join(fields)}",
+            f"compile needs {' and '.join(missing)}; given: {', '.join(fields)}",
             hint='compile("one_f_one_b", ranks=4, microbatches=8)',
             fields=missing,
         )

@@ -33,13 +33,7 @@ from schedir.predict.calibrate import calibrate, completed
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import built_in
-from schedir.schedules.schedule_algebra import (
-    Schedule,
-    delay_for,
-    placed_for,
-    stages_per_rank_for,
-    takes_v,
-)
+from schedir.schedules.schedule_algebra import Schedule, placed_for, shape_for, takes_v
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check
 
@@ -261,17 +255,17 @@ class Request:
     # ------------------------------------------------------------ how
 
     def _plan_for(self, schedule: Schedule) -> PipelineShape:
-        """What is said, what the schedule is made for, what is usual: whichever comes first."""
+        """Return the shape that the user gives, with the defaults of the schedule.
+
+        A comparison (`share`) ignores stages per rank that a schedule cannot have.
+        """
         values = dict(self.usual) | dict(self.said)
         mark, fixed = placed_for(schedule)
-        placement = values.get("placement") or mark or "loop"
-        v = values.get("stages_per_rank")
-        if v is None or (self.share and (fixed or (placement == "loop" and not takes_v(schedule)))):
-            v = stages_per_rank_for(schedule) if isinstance(placement, str) else 1  # as a map says
-        values |= {"placement": placement, "stages_per_rank": v}
-        if values.get("updates", 1) != 1 and "delay" not in values:
-            values["delay"] = delay_for(schedule) or 0
-        return PipelineShape(**{f.name: values[f.name] for f in PLAN if f.name in values})
+        loop = (values.get("placement") or mark or "loop") == "loop"
+        if self.share and (fixed or (loop and not takes_v(schedule))):
+            values.pop("stages_per_rank", None)
+        given = PipelineShape(**{f.name: values[f.name] for f in PLAN if f.name in values})
+        return shape_for(schedule, given).resolved()
 
     def _agree(self, program: Program) -> None:
         """Refuse what contradicts the program in a file."""

@@ -15,7 +15,7 @@ BUDGET = {
     "schedir": 570,
     "schedir/analysis": 1_670,
     "schedir/checkpoints": 1_760,
-    "schedir/commands": 3_080,
+    "schedir/commands": 3_070,
     "schedir/compiler": 300,
     "schedir/data": 420,
     "schedir/hang_diagnosis": 1_750,

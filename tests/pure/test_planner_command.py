@@ -101,11 +101,11 @@ REFUSED = {
         "--gpu-counts=4,8",
         "-o",
         "x.toml",
-    ): "-o is of one number of GPUs, and --gpu-counts says several",
+    ): "-o needs one number of GPUs, and --gpu-counts has several",
     (
         "--gpu-counts=1,2",
         "--gpus=1",
-    ): "--gpus is of one number of GPUs, and --gpu-counts says several",
+    ): "--gpus needs one number of GPUs, and --gpu-counts has several",
 }
 
 

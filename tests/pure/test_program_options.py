@@ -69,7 +69,9 @@ def test_what_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "-O tp is given twice" in refused(capsys, *at, "-O", "tp=2", "-O", "tp=4")
     assert "hint: --ranks 4" in refused(capsys, *at, "-O", "ranks=4")
     assert "hint: schedir options zero" in refused(capsys, *at, "-O", "zero=4")
-    assert "has its shape" in refused(capsys, "import", "x.csv", "-o", "x.sched", "-O", "updates=2")
+    assert "has its own shape" in refused(
+        capsys, "import", "x.csv", "-o", "x.sched", "-O", "updates=2"
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -90,11 +92,11 @@ def test_each_option_is_described(name: str, capsys: pytest.CaptureFixture[str])
         ("check gpipe --cost F=1", "did you mean --costs?"),
         ("check gpipe --xyz", "see schedir check --help"),
         ("check gpipe --stages_per_rank 2", "did you mean --stages-per-rank?"),
-        ("search --zero 3", "a search orders computes"),
-        ("import x.csv -o x.sched --updates 2", "what is read has its shape"),
+        ("search --zero 3", "search finds the order of computes"),
+        ("import x.csv -o x.sched --updates 2", "a CSV or a trace has its own shape"),
         ("print gpipe --in-flight 3", "see schedir print --help"),
         ("check gpipe -O limit=3GB", "--memory-limit BYTES"),
-        ("diagnose dumps -O zero=3", "-O is of a program"),
+        ("diagnose dumps -O zero=3", "-O needs --program"),
         ("best", "it is now schedir recommend"),
         ("where x", "it is now schedir diagnose"),
         ("show gpipe", "it is now schedir print"),
@@ -123,6 +125,9 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
     plain = said(capsys, "print", "gpipe", *shape, "-O", "tp=4", "-O", "dp=2")
     for all_words in ((*less, "--config", str(file)), ("--config", str(file), *less)):
         assert said(capsys, "print", "gpipe", *shape, *all_words) == plain
+    file.write_text("[memory]\nlimit = 'much'\n")
+    much = refused(capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file))
+    assert "memory.limit: " in much and "'much'" in much
     file.write_text("[memory]\nlimit = '1GB'\n")
     limited = refused(capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file))
     assert "MemoryLimitError" in limited

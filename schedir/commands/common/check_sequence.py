@@ -107,7 +107,7 @@ def _runs(args: argparse.Namespace) -> tuple[list[list[Program]], set[ProgressMo
             )
         if runs[int(rank)] is not steps:
             raise UsageError(
-                f"--rank-programs says twice what rank {int(rank)} runs",
+                f"--rank-programs has rank {int(rank)} twice",
                 hint=f"--rank-programs {int(rank)}:{'+'.join(args.source)} for one after the other",
             )
         runs[int(rank)] = [program(source) for source in sources.split("+") if source]

@@ -1,4 +1,4 @@
-"""`-O NAME=VALUE` and `--config FILE.toml`: the options of how a schedule is compiled.
+"""Parse `-O NAME=VALUE` and `--config FILE.toml`: how a schedule is compiled.
 
 The names are those of `schedir.compile`, of a configuration and of the text of a program.
 `schedir options` lists them.
@@ -16,7 +16,6 @@ from schedir.errors import UsageError, describe
 from schedir.io.command_line import FLAGS, option_name
 from schedir.io.files import read_text
 from schedir.io.toml_tables import tables_of
-from schedir.ir.cost.sizes import bytes_of
 from schedir.ir.pipeline.field_schema import YES_OR_NO, FieldType
 from schedir.ir.program import HEADER
 from schedir.passes.pass_registry import OPTIONS, SECTION_OF
@@ -29,8 +28,8 @@ def _sharing(text: str) -> str:
     return text
 
 
-# Options of their own that somebody may look for under -O.
-_FLAGS_BESIDE: Final = {
+# Options that are not given with -O, by the names that a user may try.
+_OTHER_OPTIONS: Final = {
     "limit": "--memory-limit BYTES",
     "memory_limit": "--memory-limit BYTES",
     "model": "--progress-model MODEL",
@@ -89,7 +88,7 @@ def unknown(name: str) -> UsageError:
     """Return the error of a name that is no option, with the nearest names."""
     near = get_close_matches(name, ALL, 1)
     hint = f"did you mean {option_name(near[0])}?" if near else "schedir options lists them"
-    hint = _FLAGS_BESIDE.get(name, hint)
+    hint = _OTHER_OPTIONS.get(name, hint)
     return UsageError(f"-O: no option {name!r}", hint=RETIRED.get(name, hint))
 
 
@@ -121,19 +120,11 @@ def parse(text: str) -> tuple[str, Any]:
 
 
 def _read(where: str, name: str, text: str) -> Any:
-    kind = ALL[name].kind
     try:
-        value = kind.read(text)
+        return ALL[name].kind.parse(text)
     except ValueError as error:
         hint = f"schedir options {name}"
         raise UsageError(f"{where}: {error}", hint=hint, fields=[name]) from None
-    if kind.least is not None and kind.most is not None and not kind.least <= value <= kind.most:
-        raise UsageError(
-            f"{where}: must be a whole number from {kind.least} to {kind.most}, not {text!r}",
-            hint=f"schedir options {name}",
-            fields=[name],
-        )
-    return value
 
 
 class _ProgramOptionAction(argparse.Action):
@@ -209,7 +200,7 @@ def read_config(path: str) -> dict[str, Any]:
         if value is not None and (name, value) not in (("slots", "auto"), ("slots", "own")):
             values[name] = _setting(f"{path}: {option.setting}", name, value)
     if (limit := found.get("memory", {}).get("limit")) is not None:
-        values["limit"] = bytes_of(limit) if isinstance(limit, str) else float(limit)
+        values["limit"] = _setting(f"{path}: memory.limit", "host_limit", limit)  # bytes, too
     return values
 
 
@@ -242,7 +233,8 @@ def add_program_options(
 
     Args:
         group: The group of the help.
-        accepts: Called with the name of each option and its text; raises what refuses it.
+        accepts: Called with the name and the text of each option.  It raises UsageError for an
+            option that the command does not take.
         shape: Whether the command takes options of the shape.
         lowering: Whether it takes options of the lowering.
     """

@@ -77,7 +77,7 @@ def _require_shape(name: str, text: str) -> None:
     """Refuse an option of the lowering, for a command that orders computes."""
     if not ALL[name].of_shape:
         raise UsageError(
-            f"a search orders computes, and -O {name} says how they are lowered",
+            f"search finds the order of computes, and -O {name} is an option of their lowering",
             hint="search ... -o found.sched, and then: simulate found.sched --relower -O "
             + shlex.quote(text),
             fields=[name],
@@ -87,7 +87,9 @@ def _require_shape(name: str, text: str) -> None:
 def _add_lowering(group: argparse._ArgumentGroup, *, shape: bool) -> None:
     def accept(name: str, text: str) -> None:
         if ALL[name].of_shape and not shape:
-            raise UsageError(f"what is read has its shape, and {name} with it", fields=[name])
+            raise UsageError(
+                f"a CSV or a trace has its own shape: -O {name} does not apply", fields=[name]
+            )
 
     add_program_options(group, accept, shape=shape)
     group.add_argument(
@@ -131,15 +133,9 @@ def _value_of(kind: FieldType) -> Callable[[str], Any]:
 
     def read(text: str) -> Any:
         try:
-            value = kind.read(text)
+            return kind.parse(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
-        least, most = kind.least, kind.most
-        if least is not None and most is not None and not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"must be a whole number from {least} to {most}, not {text!r}"
-            )
-        return value
 
     return read
 

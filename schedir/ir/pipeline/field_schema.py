@@ -46,6 +46,14 @@ class FieldType:
     least: int | None = None
     most: int | None = None
 
+    def parse(self, text: str) -> Any:
+        """Return the value of a text that a user typed.  Raises ValueError for what is none."""
+        value = self.read(text)
+        least, most = self.least, self.most
+        if least is not None and most is not None and not least <= value <= most:
+            raise ValueError(f"must be a whole number from {least} to {most}, not {text!r}")
+        return value
+
 
 def whole_number(least: int, most: int) -> FieldType:
     """Whole numbers from `least` to `most`."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from operator import index
 from typing import Any, Final
@@ -79,10 +79,6 @@ _SEGMENTS = setting(
     "segments of each sequence, a microbatch each (1)",
     in_config=False,  # the GPT of a training run takes whole sequences
 )
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 class _DefaultNumber(int):
@@ -190,12 +186,11 @@ class PipelineShape:
 
     def resolved(self) -> PipelineShape:
         """Return an equal shape whose fields all count as given."""
-        if not self.defaulted:
-            return self
-        kinds: dict[type, Callable[[Any], Any]] = {_DefaultNumber: int, _DefaultName: str}
-        values = {f.name: getattr(self, f.name) for f in PLAN}
-        plain = {name: kinds.get(type(value), _same)(value) for name, value in values.items()}
-        return PipelineShape(**plain)
+        plain: dict[str, Any] = {}
+        for name in self.defaulted:
+            value = getattr(self, name)
+            plain[name] = str(value) if isinstance(value, str) else int(value)
+        return replace(self, **plain) if plain else self
 
     def __repr__(self) -> str:
         said = {f.name: getattr(self, f.name) for f in fields(self)}
