@@ -178,7 +178,7 @@ def _asked(args: argparse.Namespace) -> _SearchRequest:
             raise UsageError("--costs and --costs-from both say the costs: say one of the two")
         run, costs, notes = _costs_of(args.costs_from, whole=args.whole)
         usual = {f.name: getattr(run.program.plan, f.name) for f in PLAN}
-    plan = PipelineShape(**(usual | said))
+    plan = PipelineShape(**(usual | said)).resolved()
     if isinstance(args.in_flight, tuple) and len(args.in_flight) != plan.ranks:
         raise UsageError(
             f"--max-in-flight has {len(args.in_flight)} numbers for {plan.ranks} ranks",
