@@ -157,7 +157,9 @@ class Bench:
     ) -> None:
         name, schedule, ranks, v, self.m = row
         plan = PipelineShape(ranks, self.m, v)
-        program = schedir.compile(getattr(schedules, schedule), plan, model="edge", overlap=True)
+        program = schedir.compile(
+            getattr(schedules, schedule), plan, progress_model="per_edge", overlap=True
+        )
         self.own, self.last = plan.stages_of[rank], plan.stages - 1
         self.model, other = (MODELS[name](plan.stages, self.m) for _ in range(2))
         self.steps: dict[str, Callable[[], Any]] = {}
@@ -273,7 +275,9 @@ def box_costs(_: int, row: Row, pairs: int) -> list[float]:
     """Microseconds of an instruction that a black box in a file takes, of each pair of steps."""
     enter_fake_world(row)
     model, plan = MODELS[row[0]](row[2] * row[3], row[4]), PipelineShape(row[2], row[4], row[3])
-    program = schedir.compile(getattr(schedules, row[1]), plan, model="edge", overlap=True)
+    program = schedir.compile(
+        getattr(schedules, row[1]), plan, progress_model="per_edge", overlap=True
+    )
     executor = Executor(
         program, RANK_ALONE, {s: model.stages[s] for s in plan.stages_of[RANK_ALONE]},
         Nowhere(program),

@@ -431,7 +431,13 @@ def program_of(microbatches: int, clip: bool = False) -> Program:
     """1F1B on four ranks, with receives posted early and no more slots than it needs."""
     costs, plan = Costs(F=1, B=2, send=0.02), PipelineShape(RANKS, microbatches)
     return compile(
-        one_f_one_b, plan, model="edge", costs=costs, overlap=True, slots="enough", clip=clip
+        one_f_one_b,
+        plan,
+        progress_model="per_edge",
+        costs=costs,
+        overlap=True,
+        buffer_sharing="latency_preserving",
+        clip_grad_norm=clip,
     )
 
 
@@ -463,7 +469,12 @@ def of_ranks(name: str, runs: Sequence[Timeline]) -> Iterator[Figure]:
     yield Figure("  exposed transfers", 100 * median(map(exposed, runs)), "%", figures.EXPOSED)
     yield Figure("  step", 1e3 * median(run.span for run in runs), "ms")
     off = [
-        schedir.simulate(run.program, calibrate(run), model=run.model, blocks=run.blocks).span
+        schedir.simulate(
+            run.program,
+            calibrate(run),
+            progress_model=run.progress_model,
+            blocking_hosts=run.blocking_hosts,
+        ).span
         / after.span
         - 1
         for run, after in pairwise(runs)

@@ -78,7 +78,7 @@ def part(name: str) -> list[str]:
 
 def training(*sets: str) -> list[str]:
     given = ["pipeline.ranks=1", "pipeline.tp=1", "train.steps=20", "train.log_every=5", *sets]
-    given += [f'output.folder="{FOLDER}/train"', "output.replace=true"]
+    given += [f'output.dir="{FOLDER}/train"', "output.overwrite=true"]
     return ["-m", "schedir", "train", "examples/demo.toml", f"--trace={FOLDER}/train",
             *(f"--set={s}" for s in given)]  # fmt: skip
 

@@ -65,9 +65,9 @@ microbatch_size = 2
 steps = {steps}
 warmup = 2
 log_every = 2
-every = 2
+checkpoint_every = 2
 timeout = {timeout}
-grace = 5
+shutdown_grace = 5
 
 [output]
 record = false
@@ -111,35 +111,35 @@ def configuration(draw: random.Random, folder: Path) -> list[str]:
         "pipeline.zero": draw.randrange(4) if dp > 1 else 0,
         "pipeline.overlap": draw.random() < 0.5,
         "pipeline.microbatches": draw.choice([2, 4]),
-        "train.transport": draw.choice(["shared", "gloo"]),
-        "train.clip": draw.choice([0, 1]),
+        "train.transport": draw.choice(["shared_memory", "gloo"]),
+        "train.clip_grad_norm": draw.choice([0, 1]),
     }  # fmt: skip
     schedules = ["one_f_one_b", "gpipe", "interleaved", "zb_h1", "zb_v"]
     found["pipeline.schedule"] = draw.choice(schedules if pp > 1 else schedules[:2])
     if found["pipeline.schedule"] in ("interleaved", "zb_v"):
         found["pipeline.stages_per_rank"] = 2
-    states = draw.choice(["device", "host", "cpu", "disk"])
-    found["memory.states"] = states
+    states = draw.choice(["device", "host", "cpu_step", "disk"])
+    found["memory.optimizer_placement"] = states
     if draw.random() < 0.4:
         found["memory.offload"] = draw.choice(["all", "half"])
         if draw.random() < 0.5:
-            found["memory.spill"] = "all"
-    if states == "disk" or "memory.spill" in found:
-        found["memory.folder"] = str(folder)
+            found["memory.offload_to_disk"] = "all"
+    if states == "disk" or "memory.offload_to_disk" in found:
+        found["memory.spill_dir"] = str(folder)
     if draw.random() < 0.2:
         found["memory.recompute"] = "all"
     if tp > 1 and model == "gpt" and draw.random() < 0.5:
-        found["pipeline.cut"] = "all"
+        found["pipeline.stage_segments"] = "all"
         if draw.random() < 0.5:
-            found["pipeline.fill"] = "all"
+            found["pipeline.fill_collective_waits"] = "all"
     if tp > 1 and draw.random() < 0.4:
-        found["pipeline.sequence"] = True
+        found["pipeline.sequence_parallel"] = True
     if draw.random() < 0.2:
-        found["pipeline.updates"] = 2
+        found["pipeline.optimizer_steps"] = 2
     if draw.random() < 0.7:
-        found["train.checkpoint"] = str(folder / "saved")
+        found["train.checkpoint_dir"] = str(folder / "saved")
     if draw.random() < 0.2:
-        found["train.evaluate_every"], found["data.held_out"] = 3, 0.2
+        found["train.evaluate_every"], found["data.validation"] = 3, 0.2
     return [f"{name}={_toml(value)}" for name, value in found.items()]
 
 
@@ -152,11 +152,11 @@ def drawn(draw: random.Random, path: Path, folder: Path) -> tuple[list[str], Fau
     while True:
         sets = configuration(draw, folder)
         try:
-            config = read(str(path), [*sets, f"output.folder={str(folder / 'out')!r}"])
+            config = read(str(path), [*sets, f"output.dir={str(folder / 'out')!r}"])
             program = program_of(config)
         except ProgramError:
             continue
-        saves = config.train.checkpoint is not None
+        saves = config.train.checkpoint_dir is not None
         process = draw.randrange(config.world)
         stream = program.streams[process // program.tp % program.plan.ranks]
         ops = sorted({int(op) for op, _, _ in stream})
@@ -210,7 +210,7 @@ def start(sets: list[str], folder: Path, processes: int, fault: Fault | None) ->
     said, note = folder / "said.txt", folder / "at"
     said.write_text("")
     note.unlink(missing_ok=True)
-    sets = [*sets, f"output.folder={str(folder / 'out')!r}"]
+    sets = [*sets, f"output.dir={str(folder / 'out')!r}"]
 
     def work(rank: int) -> None:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -335,7 +335,7 @@ def main() -> None:
         counts[fault.kind] += happened
         if happened:
             most = max(most, ends.late - patience)
-        if happened and not args.no_resume and any("train.checkpoint" in one for one in sets):
+        if happened and not args.no_resume and any("train.checkpoint_dir" in one for one in sets):
             counts["resumed"] += 1
             found += broken(folder, sets, processes)
         if memory := [n for n in {*os.listdir("/dev/shm")} - shared if "schedir" in n]:

@@ -122,7 +122,7 @@ def slowed(
     saved = sizes(config, RANKS).of("saved", RANKS)
     for name, which, share in rows:
         schedule, plan = getattr(schedules, name), PipelineShape(RANKS, 8)
-        plain = Run(config, compile(schedule, plan, model="edge"), rank)
+        plain = Run(config, compile(schedule, plan, progress_model="per_edge"), rank)
         for _ in range(WARM):
             plain.step()
         told: list[Any] = [_costs(plain)]
@@ -131,7 +131,14 @@ def slowed(
         bandwidth = float(saved.mean()) / (share * forward)  # a copy takes a share of a forward
         copy = tuple(float(size) / bandwidth for size in saved)
         costs: Costs = replace(told[0], offload=copy, reload=copy)
-        program = compile(schedule, plan, costs=costs, model="edge", offload=which, slots="fewest")
+        program = compile(
+            schedule,
+            plan,
+            costs=costs,
+            progress_model="per_edge",
+            offload=which,
+            buffer_sharing="minimal",
+        )
         pair = free, slow = Run(config, program, rank), Run(config, program, rank)
         for each in pair:
             each.executor.held.tiers.poisons = False
@@ -150,7 +157,9 @@ def slowed(
                 if each is free:
                     costs = calibrate(timeline)
                     for k, at in ((2, costs), (3, replace(costs, offload=copy, reload=copy))):
-                        spans[k] = simulate(program, at, model="edge", blocks=True).span
+                        spans[k] = simulate(
+                            program, at, progress_model="per_edge", blocking_hosts=True
+                        ).span
             took.append(spans)
         if rank:
             continue
@@ -179,7 +188,7 @@ def fits(rank: int, rounds: int, m: int) -> None:
     plan = PipelineShape(RANKS, m)
     most = {}
     for name, how in ways.items():
-        program = compile(schedules.gpipe, plan, slots="fewest", **how)
+        program = compile(schedules.gpipe, plan, buffer_sharing="minimal", **how)
         most[name] = float(simulate(program, sizes=found).peak_memory.max())
     limit = (most["offloaded"] + most["recomputed"]) / 2
     for name, how in ways.items():
@@ -187,7 +196,12 @@ def fits(rank: int, rounds: int, m: int) -> None:
         said = "refused"
         try:
             program = compile(
-                schedules.gpipe, plan, slots="fewest", sizes=found, limit=limit, **how
+                schedules.gpipe,
+                plan,
+                buffer_sharing="minimal",
+                sizes=found,
+                memory_limit=limit,
+                **how,
             )
         except MemoryLimitError:
             pass
@@ -207,7 +221,9 @@ def fits(rank: int, rounds: int, m: int) -> None:
 def beside_torch(rounds: int, config: gpt.GPTConfig, microbatches: Sequence[int]) -> None:
     """Ours beside `save_on_cpu`, one process."""
     for m in microbatches:
-        program = compile(schedules.gpipe, PipelineShape(1, m), slots="fewest", offload=[0])
+        program = compile(
+            schedules.gpipe, PipelineShape(1, m), buffer_sharing="minimal", offload=[0]
+        )
         own = [Run(config, program, 0) for _ in range(2)]
         own[1].executor.held.tiers.poisons = False
         stages, x, y = model(config, 1, m)

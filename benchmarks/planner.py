@@ -96,7 +96,7 @@ def stages() -> None:
     head("model", "p", "m", *(x for name in "FIW" for x in (f"{name}, ms", "paper", "")), "all")
     errors = []
     for row in published.stage_times():
-        cluster = planner.cluster_preset("a100", nodes=row.choice.p // 8)
+        cluster = planner.cluster_preset("a100", nodes=row.choice.pp // 8)
         times = planner.stage_time(row.model, cluster, row.choice, row.layers).total
         found = times.F, times.I, times.W
         cells = [
@@ -104,7 +104,7 @@ def stages() -> None:
             for told, real in zip(found, row.seconds, strict=True)
         ]
         errors.append(sum(found) / sum(row.seconds) - 1)
-        line(row.name, row.choice.p, row.choice.m, *cells, f"{errors[-1]:+.1%}")
+        line(row.name, row.choice.pp, row.choice.microbatches, *cells, f"{errors[-1]:+.1%}")
     summed(errors, "a microbatch in a stage")
 
 
@@ -167,11 +167,12 @@ def node() -> None:
         at, told = run.choice, step(run).step
         errors.append(told / run.seconds - 1)
         line(
-            run.name, at.gpus, at.batch, at.b, at.t, at.d, at.p, f"{run.seconds * 1e3:.0f}",
+            run.name, at.gpus, at.batch, at.microbatch_size, at.tp, at.dp, at.pp,
+            f"{run.seconds * 1e3:.0f}",
             f"{told * 1e3:.0f}", f"{errors[-1]:+.1%}",
         )  # fmt: skip
     summed(errors, "all rows")
-    for what in ("t", "p", "d", "b"):
+    for what in ("tp", "pp", "dp", "microbatch_size"):
         head(what, "rows", "mean", "with signs")
         for value in sorted({getattr(run.choice, what) for run in runs}):
             of = [e for e, r in zip(errors, runs, strict=True) if getattr(r.choice, what) == value]
@@ -197,7 +198,8 @@ def sc21() -> None:
     for k, run in enumerate(runs):
         at, told = run.choice, prices[k].step
         line(
-            run.name, at.t, at.p, at.d, at.v, at.b, at.m, f"{run.seconds:.2f}", f"{told:.2f}",
+            run.name, at.tp, at.pp, at.dp, at.stages_per_rank, at.microbatch_size, at.microbatches,
+            f"{run.seconds:.2f}", f"{told:.2f}",
             f"{speed(run, run.seconds):.0f}", f"{speed(run, told):.0f}", f"{off[k]:+.1%}",
             f"{bare[k]:+.1%}",
         )  # fmt: skip
@@ -265,10 +267,10 @@ def regrets() -> None:
 
 def layout(choice: ParallelPlan) -> str:
     """How it is laid out, shortly."""
-    says = f"t{choice.t} p{choice.p} d{choice.d}"
-    if choice.v > 1:
-        says += f" v{choice.v}"
-    return f"{says} b{choice.b}"
+    says = f"t{choice.tp} p{choice.pp} d{choice.dp}"
+    if choice.stages_per_rank > 1:
+        says += f" v{choice.stages_per_rank}"
+    return f"{says} b{choice.microbatch_size}"
 
 
 # ------------------------------------------------------------ memory
@@ -287,7 +289,7 @@ def memory() -> None:
         said: list[str] = []
         for level, printed in enumerate((row["P_os"], row["P_os+g"], row["P_os+g+p"]), 1):
             stages = model.layers  # as many, some of them whole at once: not in the table
-            choice = ParallelPlan(d=d, v=stages, schedule="looped_bfs", zero=level)
+            choice = ParallelPlan(dp=d, stages_per_rank=stages, schedule="looped_bfs", zero=level)
             of = planner.peak_memory(model, cluster, choice)
             one = sum(layer_numbers(model))
             whole = 2 * (level > 1) * (one + ends_numbers(model)[0])
@@ -315,16 +317,19 @@ def memory() -> None:
 LARGE = [
     *(
         (f"MT-NLG 530B, {nodes} nodes", TransformerSpec(105, 20480, 128, 51200, 2048), 1920, nodes,
-         ParallelPlan(p=35, t=8, d=nodes // 35, b=1, m=1920 * 35 // nodes, recompute="full",
-                      order="tdp"))
+         ParallelPlan(pp=35, tp=8, dp=nodes // 35, microbatch_size=1,
+                      microbatches=1920 * 35 // nodes, recompute="full",
+                      rank_order="tp-dp-pp"))
         for nodes in (280, 350, 420)
     ),
     ("a trillion, 384 nodes", TransformerSpec(128, 25600, 160, 51200, 2048), 3072, 384,
-     ParallelPlan(p=64, t=8, d=6, b=1, m=512, recompute="full", order="tdp")),
+     ParallelPlan(pp=64, tp=8, dp=6, microbatch_size=1, microbatches=512, recompute="full",
+                  rank_order="tp-dp-pp")),
 ]  # fmt: skip
 SMALL = [
     ("8 layers, 1 node", TransformerSpec(8, 1024, 16, 51200, 1024), 32, 1,
-     ParallelPlan(p=2, t=2, d=2, b=1, m=16, recompute="full", order="tdp")),
+     ParallelPlan(pp=2, tp=2, dp=2, microbatch_size=1, microbatches=16, recompute="full",
+                  rank_order="tp-dp-pp")),
 ]  # fmt: skip
 OLD = ("gpipe", "one_f_one_b", "interleaved")
 ONLY: dict[str, dict[str, Any]] = {
@@ -353,7 +358,7 @@ def large() -> None:
     for name, model, batch, nodes, paper in SMALL if SMOKE else LARGE:
         cluster = planner.cluster_preset("a100", nodes=nodes)
         began = process_time()
-        ours = planner.plan(model, cluster, batch, order=paper.order, exact=True)
+        ours = planner.plan(model, cluster, batch, rank_order=paper.rank_order, exact=True)
         took = process_time() - began
         print(f"\n### {name}: planned in {took:.1f} s of processor time, {numba}\n")
         head("plan", "layout", "also", "step, s", *StepBreakdown._fields, "GB", "MFU")
@@ -363,7 +368,7 @@ def large() -> None:
         for what, few in ({"the paper's p, t and d": there} | ONLY).items():
             try:
                 best, *_ = planner.plan(
-                    model, cluster, batch, order=paper.order, top=1, exact=True, **few
+                    model, cluster, batch, rank_order=paper.rank_order, top=1, exact=True, **few
                 )
                 told(f"ours: {what}", best)
             except UsageError as error:
@@ -425,7 +430,7 @@ def train_one(_: int, text: str, steps: int) -> Ran:
     transport = choose(config.train.transport, "cpu", program)(
         program, config.train.timeout, message=4 * size * context * HERE.hidden // program.tp
     )
-    tp, division = transport.tp_group, config.pipeline.division
+    tp, division = transport.tp_group, config.pipeline.layers_per_stage
     assert isinstance(config.model, GPTConfig), "the planner writes no other"
     stages = {
         s: gpt.build_stage(config.model, s, program.plan.stages, tp=tp, division=division)
@@ -435,7 +440,8 @@ def train_one(_: int, text: str, steps: int) -> Ran:
     executor = Executor(
         program, transport.rank, stages, transport,
         loss=partial(gpt.loss, tp=tp), boundary=(size, context, HERE.hidden),
-        optimizer=optimizer_of(parameters, config.train), max_norm=config.train.clip, record=False,
+        optimizer=optimizer_of(parameters, config.train), max_norm=config.train.clip_grad_norm,
+        record=False,
     )  # fmt: skip
     draw = torch.Generator().manual_seed(transport.dp_rank)
     shape = (2, program.plan.microbatches, size, context)
@@ -456,7 +462,8 @@ def plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[PlanEstim
     """All plans that the trainer runs, the fastest by prediction first."""
     return plan(
         HERE, cluster, HERE_BATCH, top=10**6, schedules=SCHEDULES, exact=True,
-        b=(1, 2, 4) if microbatch is None else microbatch, v=(1, 2), zero=zero,
+        microbatch_size=(1, 2, 4) if microbatch is None else microbatch, stages_per_rank=(1, 2),
+        zero=zero,
         recompute=("none", "full"), sequence_parallel=False, attention="flash",
     )  # fmt: skip
 
@@ -464,7 +471,14 @@ def plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[PlanEstim
 def named(one: PlanEstimate) -> list[object]:
     """A plan in a few cells."""
     again = "yes" if one.recompute == "full" else ""
-    return [one.p, one.t, one.d, one.b, f"{one.schedule} {one.v}", again]
+    return [
+        one.pp,
+        one.tp,
+        one.dp,
+        one.microbatch_size,
+        f"{one.schedule} {one.stages_per_rank}",
+        again,
+    ]
 
 
 def together(ranks: list[Ran]) -> Ran:

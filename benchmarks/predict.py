@@ -53,8 +53,8 @@ def program_of(name: str, ranks: int) -> Program:
     schedule = getattr(schedules, name)
     shape = plan_of(schedule, ranks, MICROBATCHES)
     late = delay_for(schedule)
-    plan = replace(shape, updates=2, delay=late) if late else shape
-    return schedir.compile(schedule, plan, model="edge", tied=True)
+    plan = replace(shape, optimizer_steps=2, weight_delay=late) if late else shape
+    return schedir.compile(schedule, plan, progress_model="per_edge", tied_weights=True)
 
 
 def trained(ranks: int) -> list[str]:
@@ -100,7 +100,7 @@ def _recording(executor: Executor, times: int = 200) -> float:
 
 
 def span(program: Program, costs: Costs) -> float:
-    return schedir.simulate(program, costs, model="edge", blocks=True).span
+    return schedir.simulate(program, costs, progress_model="per_edge", blocking_hosts=True).span
 
 
 def mean(costs: list[Costs]) -> Costs:

@@ -65,7 +65,7 @@ microbatch_size = 2
 
 [train]
 steps = {steps}
-every = {every}
+checkpoint_every = {every}
 warmup = 2
 log_every = 1
 timeout = 60
@@ -198,13 +198,13 @@ def main() -> None:
         folder.mkdir()
         (folder / "run.toml").write_text(config)
         processes = 2 if shape == "pp 2" else 4
-        base = [*SHAPES[shape], f'output.folder="{folder / "out"}"']
+        base = [*SHAPES[shape], f'output.dir="{folder / "out"}"']
         if shape not in whole:
             good, text = start(base, folder, processes, None)
             assert good, text
             whole[shape] = (folder / "out" / "loss.csv").read_bytes()
             shutil.rmtree(folder / "out")
-        sets = [*base, f'train.checkpoint="{folder / "saved"}"']
+        sets = [*base, f'train.checkpoint_dir="{folder / "saved"}"']
         through, before, had = False, 0, 0
         kill: Kill | None = None
         while not through:

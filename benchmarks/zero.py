@@ -136,10 +136,10 @@ def stages_of(case: Case, own: Any, tp: Any) -> dict[int, nn.Module]:
 def train(rank: int, case: Case, zero: int) -> tuple[list[bytes], Found]:
     """A process: the losses and norms of a run, and what it has of each parameter and moment."""
     torch.manual_seed(0)
-    more = {k: v for k, v in dict(case.options).items() if k != "active" or zero == 3}
+    more = {k: v for k, v in dict(case.options).items() if k != "unsharded_stages" or zero == 3}
     program = schedir.compile(
         case.schedule, case.plan, dp=case.dp, tp=case.tp, zero=zero,
-        **{"clip": True, "tied": case.plan.stages > 1} | more,
+        **{"clip_grad_norm": True, "tied_weights": case.plan.stages > 1} | more,
     )  # fmt: skip
     transport = GlooTransport(program)
     tp = transport.tp_group
@@ -158,7 +158,7 @@ def train(rank: int, case: Case, zero: int) -> tuple[list[bytes], Found]:
         loss=lambda y, target: gpt.loss(y, target, tp=tp),
         boundary=Boundary((BATCH, CONTEXT, HIDDEN), torch.bfloat16 if case.half else torch.float32),
         optimizer=optimizer,
-        max_norm=0.05 if program.clip else None,
+        max_norm=0.05 if program.clip_grad_norm else None,
         folder=case.folder,
     )
     m, numbers = case.plan.microbatches, torch.Generator().manual_seed(1)
@@ -265,7 +265,7 @@ class ByteRow(NamedTuple):
     zero: int
     recompute: bool
     dp: int = 2
-    reduce: str = "end"
+    reduce: str = "update_end"
     states: str = "device"
 
 
@@ -297,7 +297,7 @@ def byte_rows() -> dict[str, ByteRow]:
         )
     for zero in (2, 3):
         found[f"interleaved zero {zero}, each turn"] = ByteRow(
-            schedir.schedules.interleaved, PipelineShape(2, 4, 2), zero, False, 2, "turn"
+            schedir.schedules.interleaved, PipelineShape(2, 4, 2), zero, False, 2, "each_backward"
         )
         found[f"one_f_one_b zero {zero}, 3 replicas"] = ByteRow(
             schedir.schedules.one_f_one_b, PipelineShape(2, 3), zero, False, 3
@@ -376,9 +376,10 @@ def measure(rank: int, row: ByteRow) -> Measured:
     torch.set_num_threads(1)
     before = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
     program = schedir.compile(
-        row.schedule, row.plan, dp=row.dp, zero=row.zero, reduce=row.reduce, clip=True,
-        slots="fewest", recompute="all" if row.recompute else None,
-        states=row.states,
+        row.schedule, row.plan, dp=row.dp, zero=row.zero, reduce_scatter_at=row.reduce,
+        clip_grad_norm=True,
+        buffer_sharing="minimal", recompute="all" if row.recompute else None,
+        optimizer_placement=row.states,
     )  # fmt: skip
     transport = GlooTransport(program)
     cfg = gpt.GPTConfig(
@@ -463,7 +464,10 @@ def gather_rows(program: Program) -> Iterator[GatherRow]:
     """A row for each number of active stages that there can be."""
     for active in range(1, max(map(len, program.plan.stages_of)) + 1):
         try:
-            lowered = [compile(program, dp=2, zero=3, active=active, ahead=k) for k in (0, 1)]
+            lowered = [
+                compile(program, dp=2, zero=3, unsharded_stages=active, unshard_prefetch=k)
+                for k in (0, 1)
+            ]
         except PlanError:
             continue  # what runs as one uses more
         few, ours = (gathers(one).times for one in lowered)
@@ -486,8 +490,8 @@ def reductions(program: Program) -> list[str]:
     A stage has 1 GB of gradients, and there are 4 replicas.
     """
     found = []
-    for how in ("end", "turn"):
-        lowered = compile(program, dp=4, zero=2, reduce=how)
+    for how in ("update_end", "each_backward"):
+        lowered = compile(program, dp=4, zero=2, reduce_scatter_at=how)
         sent = volume(lowered, Sizes(grads=1e9))[Lane.DP] / 1e9
         found += [told(gathers(lowered).reductions), told([round(each, 1) for each in sent])]
     return found

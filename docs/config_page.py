@@ -14,7 +14,9 @@ def blocks() -> dict[str, str]:
         rows = [[f"`{name}`", takes, f"`{usual}`" if usual else "-"] for name, takes, usual in own]
         shown = table(["setting", "takes", "default"], rows)
         sections.append(f"## {heading(section)}\n\n{about}\n\n{shown}")
-    transports = [[row.device, f"`{row.name}`", row.doc, row.model] for row in TRANSPORTS.values()]
+    transports = [
+        [row.device, f"`{row.name}`", row.doc, row.progress_model] for row in TRANSPORTS.values()
+    ]
     return {
         "demo": (ROOT / "examples" / "demo.toml").read_text().strip(),
         "sections": "\n\n".join(sections),

@@ -8,7 +8,7 @@ from itertools import pairwise
 from docs.pages import page, table
 from schedir import Costs, PipelineShape, compile, schedules, simulate, to_text
 from schedir.analysis.progress_models import MODEL_ROWS, MODELS
-from schedir.ir.isa.instructions import LANES, ROWS, TOKENS, Token
+from schedir.ir.isa.instructions import LANES, ROWS, VALUES, Value
 from schedir.ir.text_format import FORMAT
 from schedir.schedules import one_f_one_b
 from schedir.schedules.schedule_algebra import placed_for
@@ -32,11 +32,20 @@ def gathers() -> str:
         free = Costs(F=time, I=time, W=time, send=SEND)
         whole = tuple(time + one for one in back)
         spans = []
-        for costs in (free, replace(free, F=ahead, I=back, B=whole), replace(free, gather=GATHER)):
+        for costs in (
+            free,
+            replace(free, F=ahead, I=back, B=whole),
+            replace(free, tp_gather=GATHER),
+        ):
             program = compile(
-                getattr(schedules, name), plan, tp=8, model="edge", costs=costs, overlap=True
+                getattr(schedules, name),
+                plan,
+                tp=8,
+                progress_model="per_edge",
+                costs=costs,
+                overlap=True,
             )
-            spans.append(simulate(program, costs, model="edge").span)
+            spans.append(simulate(program, costs, progress_model="per_edge").span)
         more = (f"{span / spans[0] - 1:.1%}" for span in spans[1:])
         rows.append([f"`{name}`", str(v), *more])
     return table(["schedule", "stages per rank", "on the compute lane", "on its own"], rows)
@@ -49,16 +58,16 @@ HOSTS = {"runs": "runs it", "waits": WAITS, "starts": "starts it"}
 def blocks() -> dict[str, object]:
     """The tables of instructions, values, lanes and progress models."""
 
-    def tokens(some: tuple[Token, ...]) -> str:
+    def tokens(some: tuple[Value, ...]) -> str:
         return ", ".join(t.name.lower() for t in some) or "-"
 
     rows, values = [], []
     for row in ROWS:
         said = [row.op.name, f"`{row.text}`", row.lane.name.lower(), row.per.value or "rank"]
         rows.append([*said, *map(tokens, (row.needs, row.gives, row.frees)), row.cost or "-"])
-    for value in TOKENS:
-        said = [value.token.name, value.words, value.per.value or "rank"]
-        values.append([*said, value.found.value, value.size or "-"])
+    for value in VALUES:
+        said = [value.value.name, value.phrase, value.per.value or "rank"]
+        values.append([*said, value.producer_rule.value, value.size or "-"])
     head = ["name", "text", "lane", "once per", "needs", "gives", "frees", "priced by"]
     lanes = [[lane.lane.name.lower(), lane.doc, HOSTS[lane.host]] for lane in LANES]
     rules = [[f"`{model.name}`", model.doc, model.who] for model in MODEL_ROWS]

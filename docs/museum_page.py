@@ -19,14 +19,14 @@ from tests.museum.cases import CHAPTERS, Case, cases
 
 
 def shown(case: Case) -> tuple[ProgressModel, ProgramError] | None:
-    """The refusal that the page shows: that of `device`, or of the first model that refuses.
+    """The refusal that the page shows: that of `per_device`, or of the first model that refuses.
 
     A case may say which, and of one that is about first uses it is that of such a use.
     """
     if case.show:
-        error = case.refusal(case.show, lazy=case.show in case.lazy)
+        error = case.refusal(case.show, lazy_communicators=case.show in case.lazy)
         return (case.show, error) if error else None
-    for model in ("device", *MODELS):
+    for model in ("per_device", *MODELS):
         if error := case.refusal(model):
             return model, error
     return None

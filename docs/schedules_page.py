@@ -81,7 +81,11 @@ def run_of(
     plan = PipelineShape(ranks, microbatches, v or usual, placement, updates, delay or 0)
     F, I, W = (c * ranks / plan.stages for c in costs)
     priced = Costs(F=F, I=I, W=W, send=send)
-    return simulate(compile(schedule, plan, model="edge", costs=priced), priced, model="edge")
+    return simulate(
+        compile(schedule, plan, progress_model="per_edge", costs=priced),
+        priced,
+        progress_model="per_edge",
+    )
 
 
 def figures(name: str, ranks: int, microbatches: int) -> tuple[float, float, float]:

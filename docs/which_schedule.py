@@ -70,7 +70,7 @@ def asked(P: int, m: int, send: float) -> Iterator[Cell]:
     """All schedules of a plan, as `schedir recommend` has them."""
     command = f"recommend --ranks {P} --microbatches {m} --costs F=1,B=2,I=1,W=1,send={send}"
     with redirect_stdout(StringIO()) as out:
-        assert main(shlex.split(f"{command} --progress-model edge --json")) == 0
+        assert main(shlex.split(f"{command} --progress-model per_edge --json")) == 0
     for row in json.loads(out.getvalue()):
         yield Cell(
             P, m, send, row["program"], row["stages_per_rank"], float(f"{row['span']:.9g}"),

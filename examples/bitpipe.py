@@ -51,7 +51,7 @@ def main() -> None:
 
     for ranks in (4, 8):
         program = schedir.compile(two_vees, plan_for(ranks, ranks))
-        schedir.check(program, "device")
+        schedir.check(program, "per_device")
         bubble = schedir.simulate(program, schedir.Costs(F=1, B=2)).bubble
         law = (ranks - 2) / (3 * ranks + ranks - 2)
         print(f"{ranks} ranks, {ranks} microbatches: bubble {bubble:.4f}, (P-2)/(3m+P-2) {law:.4f}")

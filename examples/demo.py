@@ -60,8 +60,8 @@ def train(title: str, folder: Path, settings: dict[str, int]) -> list[float]:
     """Train as demo.toml says but for `settings`; the loss of each step."""
     SAY.rule(title)
     began = perf_counter()
-    sets = [f"{key}={value}" for key, value in settings.items()] + ["output.replace=true"]
-    code = run(str(CONFIG), [*sets, f"output.folder={json.dumps(str(folder))}"])
+    sets = [f"{key}={value}" for key, value in settings.items()] + ["output.overwrite=true"]
+    code = run(str(CONFIG), [*sets, f"output.dir={json.dumps(str(folder))}"])
     if code:
         sys.exit(code)
     SAY.print(f"{perf_counter() - began:.0f} s\n")

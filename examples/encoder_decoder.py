@@ -81,7 +81,7 @@ def layers_of(
 def tied_stages(
     config: EncoderDecoderConfig, stages: int, division: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Which stages share the embedding, as `compile(..., tied=)` takes it; none in one stage."""
+    """Which stages share the embedding, as compile's `tied_weights`; none in one stage."""
     if not config.tied:
         return ()
     layers = layers_of(config, stages, division)

@@ -27,7 +27,7 @@ def main() -> int:
     except ProgramError as error:
         print(error)
         return 2
-    output = [f"output.folder={json.dumps(str(folder))}", "output.replace=true"]
+    output = [f"output.dir={json.dumps(str(folder))}", "output.overwrite=true"]
     print("Keeping all that forwards save:", flush=True)
     refused = run(str(CONFIG), output)
     print("\nRunning again what does not fit:", flush=True)

@@ -2,9 +2,9 @@
 
     python examples/seq1f1b_run.py
 
-A stage keeps the keys and values of the segments that it has seen.  Later ones attend to them, and
-in their backwards leave gradients for them, which the backward of that segment takes along.
-That is right only in the order that `check` asks of a plan with segments.
+A stage keeps the keys and values of the chunks that it has seen.  Later ones attend to them, and
+in their backwards leave gradients for them, which the backward of that chunk takes along.
+That is right only in the order that `check` asks of a plan with chunks.
 """
 
 import socket
@@ -29,22 +29,22 @@ from schedir.runtime import (
     run_sequential,
 )
 
-RANKS, SEQUENCES, SEGMENTS = 4, 3, 3
+RANKS, SEQUENCES, CHUNKS = 4, 3, 3
 BATCH, TOKENS, WIDTH, HEADS, VOCABULARY = 2, 24, 16, 2, 30
 
-PLAN = schedir.PipelineShape(RANKS, SEQUENCES * SEGMENTS, segments=SEGMENTS)
+PLAN = schedir.PipelineShape(RANKS, SEQUENCES * CHUNKS, sequence_chunks=CHUNKS)
 PROGRAM = schedir.compile(seq1f1b, PLAN)
-CUT = [11, 8, 5]  # a later segment is shorter: it sees more
+CUT = [11, 8, 5]  # a later chunk is shorter: it sees more
 BOUNDARY = PerMicrobatchBoundary([(BATCH, n, WIDTH) for n in CUT] * SEQUENCES)
 # What every stage is told of a microbatch, by name.
-KEYWORDS = [{"sequence": n, "segment": k} for n in range(SEQUENCES) for k in range(SEGMENTS)]
+KEYWORDS = [{"sequence": n, "chunk": k} for n in range(SEQUENCES) for k in range(CHUNKS)]
 
 
 class Seen(torch.autograd.Function):
-    """Keys and values of a segment behind those of the earlier ones of its sequence, shape
+    """Keys and values of a chunk behind those of the earlier ones of its sequence, shape
     (2, batch, heads, tokens, width of a head).
 
-    `kept` has what the earlier segments left, and `owed` the gradients that later ones leave.
+    `kept` has what the earlier chunks left, and `owed` the gradients that later ones leave.
     """
 
     @staticmethod
@@ -57,8 +57,8 @@ class Seen(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         lengths = [each.shape[-2] for each in ctx.kept]
         *earlier, own = gradient.split(lengths, dim=-2)
-        for segment, part in enumerate(earlier):
-            ctx.owed[segment] = part + ctx.owed.get(segment, 0)
+        for chunk, part in enumerate(earlier):
+            ctx.owed[chunk] = part + ctx.owed.get(chunk, 0)
         ctx.kept.pop()  # nobody will see it any more
         return own + ctx.owed.pop(len(earlier), 0), None, None
 
@@ -73,8 +73,8 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
         self.kept, self.owed = defaultdict(list), defaultdict(dict)  # by sequence
 
-    def forward(self, x: Tensor, sequence: int, segment: int) -> Tensor:
-        assert len(self.kept[sequence]) == segment, "segments go forward from the first on"
+    def forward(self, x: Tensor, sequence: int, chunk: int) -> Tensor:
+        assert len(self.kept[sequence]) == chunk, "chunks go forward from the first on"
         mixed = self.mix(self.norm(x)).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         q, (k, v) = mixed[0], Seen.apply(mixed[1:], self.kept[sequence], self.owed[sequence])
         before = k.shape[-2] - q.shape[-2]
@@ -92,10 +92,10 @@ class First(nn.Module):
         self.token, self.place = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
         self.block = Block()
 
-    def forward(self, tokens: Tensor, sequence: int, segment: int) -> Tensor:
-        begin = sum(CUT[:segment])
+    def forward(self, tokens: Tensor, sequence: int, chunk: int) -> Tensor:
+        begin = sum(CUT[:chunk])
         place = torch.arange(begin, begin + tokens.shape[1])
-        return self.block(self.token(tokens) + self.place(place), sequence, segment)
+        return self.block(self.token(tokens) + self.place(place), sequence, chunk)
 
 
 class Last(nn.Module):
@@ -105,12 +105,12 @@ class Last(nn.Module):
         super().__init__()
         self.block, self.head = Block(), nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, x: Tensor, sequence: int, segment: int) -> Tensor:
-        return self.head(self.block(x, sequence, segment))
+    def forward(self, x: Tensor, sequence: int, chunk: int) -> Tensor:
+        return self.head(self.block(x, sequence, chunk))
 
 
 def loss(y: Tensor, target: Tensor) -> Tensor:
-    """The sum of all tokens, so that segments add up to their sequence."""
+    """The sum of all tokens, so that chunks add up to their sequence."""
     return F.cross_entropy(y.flatten(0, 1), target.flatten(), reduction="sum")
 
 
@@ -127,8 +127,8 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def cut(whole: Tensor) -> list[Tensor]:
-    """The segments of all sequences, one sequence after the other."""
-    return [segment for one in whole for segment in one.split(CUT, dim=1)]
+    """The chunks of all sequences, one sequence after the other."""
+    return [chunk for one in whole for chunk in one.split(CUT, dim=1)]
 
 
 def gradients(stages: Iterable[nn.Module]) -> list[Tensor]:
@@ -137,7 +137,7 @@ def gradients(stages: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def process(rank: int, port: int) -> None:
-    """One of the ranks, and the loop over segments beside it."""
+    """One of the ranks, and the loop over chunks beside it."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=RANKS
@@ -152,18 +152,18 @@ def process(rank: int, port: int) -> None:
 
 
 def main() -> None:
-    """Whole sequences, a plain loop over segments, virtual ranks, and real ones."""
+    """Whole sequences, a plain loop over chunks, virtual ranks, and real ones."""
     torch.set_num_threads(1)
     stages, (x, y) = model(), batch()
 
     whole = deepcopy(stages)
-    each = [{"sequence": n, "segment": 0} for n in range(SEQUENCES)]
+    each = [{"sequence": n, "chunk": 0} for n in range(SEQUENCES)]
     total = run_sequential(whole, x, y, loss=loss, keywords=each)
     print(f"whole sequences      loss {float(total):.4f}")
 
     plain = deepcopy(stages)
     total = run_sequential(plain, cut(x), cut(y), loss=loss, keywords=KEYWORDS, program=PROGRAM)
-    print(f"a loop over segments loss {float(total):.4f}")
+    print(f"a loop over chunks loss {float(total):.4f}")
     for one, other in zip(gradients(whole), gradients(plain), strict=True):
         assert (one - other).norm() <= 1e-6 * one.norm()  # other sums, otherwise rounded
 

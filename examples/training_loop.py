@@ -50,7 +50,7 @@ def train(
     dist.init_process_group("gloo", **(alone if world == 1 else {}))
     torch.set_num_threads(1)
     plan = PipelineShape(ranks=world, microbatches=microbatches, stages_per_rank=stages // world)
-    program = schedir.compile(interleaved, plan, tied=tied, clip=True)
+    program = schedir.compile(interleaved, plan, tied_weights=tied, clip_grad_norm=True)
     transport = GlooTransport(program)
     own = {s: build_stage(s, stages) for s in plan.stages_of[transport.rank]}
     weights = {p for stage in own.values() for p in stage.parameters()}

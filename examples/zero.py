@@ -35,7 +35,7 @@ def main() -> int:
     except ProgramError as error:
         print(error)
         return 2
-    output = [f"output.folder={json.dumps(str(folder))}", "output.replace=true"]
+    output = [f"output.dir={json.dumps(str(folder))}", "output.overwrite=true"]
     wrong = []
     for title, sets in REFUSED.items():
         print(f"{title}:", flush=True)
@@ -49,7 +49,7 @@ def main() -> int:
     (predicted,), (counted,) = (summary["memory"][name] for name in ("predicted", "counted"))
     print(
         f"a replica held {format_bytes(counted)}, predicted {format_bytes(predicted)}, of "
-        f"{MEMORY.limit}"
+        f"{MEMORY.memory_limit}"
     )
     if max(predicted, counted) > (MEMORY.bytes or 0):
         wrong.append("the limit was exceeded")

@@ -23,7 +23,7 @@ from schedir.commands.common.trust_options import add_trust
 from schedir.errors import ProgramError, UsageError
 from schedir.extras import broken_package
 from schedir.ir.input_trust import MOST, input_limits
-from schedir.retired_names import RETIRED
+from schedir.retired_names import NAMES, RETIRED
 
 _ABOUT = "Pipeline schedules as programs: compile, check, predict, draw and run them."
 _START = f"""\
@@ -144,6 +144,7 @@ class _Parser(argparse.ArgumentParser):
             from schedir.io.command_line import FLAGS
 
             field = name[2:].replace("-", "_")
+            field = NAMES.get(field, field)
             if field in ALL and field not in FLAGS:
                 value = f"={kind.metavar}" if (kind := ALL[field].kind).metavar else ""
                 try:

@@ -320,7 +320,7 @@ class DeadlockError(ProgramError):
         fact: str,
         *,
         program: str = "",
-        model: str,
+        progress_model: str,
         cycle: Sequence[CycleWait],
         ran: int,
         total: int,
@@ -328,11 +328,11 @@ class DeadlockError(ProgramError):
         hint: str = "",
     ) -> None:
         super().__init__(fact, program=program, sites=window, hint=hint)
-        self.model = model
+        self.progress_model = progress_model
         self.cycle = tuple(cycle)
         self.ran = ran
         self.total = total
-        self.eager: float | None = None
+        self.eager_limit: float | None = None
 
     def lines(self) -> list[str]:
         width = max(len(str(w.instr)) for w in self.cycle)
@@ -366,10 +366,10 @@ class ProgramSequenceError(ProgramError):
     """
 
     def __init__(
-        self, fact: str, *, model: str, sites: Sequence[InstructionSite], hint: str = ""
+        self, fact: str, *, progress_model: str, sites: Sequence[InstructionSite], hint: str = ""
     ) -> None:
         super().__init__(fact, sites=sites, hint=hint)
-        self.model = model
+        self.progress_model = progress_model
 
 
 class ModelError(ProgramError):

@@ -25,11 +25,105 @@ _OPTIONS = {
     "time": "time-range", "whole": "no-split-backward", "why": "explain-start",
 }  # fmt: skip
 _COMMANDS = {"best": "recommend", "show": "print", "where": "diagnose"}
+# Fields and options of programs, in the text of a program, in Python and after `-O`.
+NAMES: Final = MappingProxyType(
+    {
+        "active": "unsharded_stages", "ahead": "unshard_prefetch", "blocks": "blocking_hosts",
+        "chunked": "chunks_per_microbatch", "chunks": "microbatch_chunks",
+        "clip": "clip_grad_norm", "cut": "stage_segments", "delay": "weight_delay",
+        "device_waits": "host_device_sync", "eager": "eager_limit",
+        "fill": "fill_collective_waits", "frozen": "frozen_stages",
+        "host_limit": "host_memory_limit", "lazy": "lazy_communicators",
+        "limit": "memory_limit", "meets": "segment_boundaries", "model": "progress_model",
+        "plan": "shape", "reduce": "reduce_scatter_at", "segments": "sequence_chunks",
+        "sequence": "sequence_parallel", "slots": "buffer_sharing",
+        "snapshots": "checkpoint_snapshots", "spill": "offload_to_disk",
+        "state_rooms": "optimizer_host_buffers", "state_slots": "optimizer_device_buffers",
+        "states": "optimizer_placement", "tied": "tied_weights", "updates": "optimizer_steps",
+        "validate": "norm_check",
+    }
+)  # fmt: skip
+
+# Instructions in the text of a program, and the costs that have their names.
+INSTRUCTIONS: Final = MappingProxyType(
+    {
+        "fetch": "reload_from_disk",
+        "fetch_state": "read_state_from_disk",
+        "gather": "tp_gather_act",
+        "gather_grad": "tp_gather_grad",
+        "load_state": "reload_state",
+        "reduce_holders": "reduce_replicated_stages",
+        "reduce_sequence": "reduce_sequence_parallel_grads",
+        "release_grads": "check_grads_finite",
+        "scatter": "tp_scatter_act",
+        "scatter_grad": "tp_scatter_grad",
+        "spill": "offload_to_disk",
+        "spill_state": "write_state_to_disk",
+        "step_host": "host_step",
+        "step_stage": "stage_step",
+        "store_state": "offload_state",
+        "sum_act": "tp_reduce_act",
+        "sum_grad": "tp_reduce_grad",
+        "validate": "reduce_norm_after_step",
+    }
+)
+# Costs that are not named as an instruction.
+COSTS: Final = MappingProxyType(
+    {**INSTRUCTIONS, "gather": "tp_gather", "scatter": "tp_scatter", "sum": "tp_reduce"}
+)
+# Sizes.
+SIZES: Final = MappingProxyType(
+    {"both": "saved_and_deferred", "tape": "deferred_wgrad", "weights": "model_states"}
+)
+# Kinds of static buffers in the text of a program.
+BUFFERS: Final = MappingProxyType({"full": "unsharded_params"})
+
+# Values of options, by the name of the option.
+VALUES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "buffer_sharing": {
+            "enough": "latency_preserving", "fewest": "minimal", "own": "none",
+        },
+        "norm_check": {"after": "after_step", "before": "before_step"},
+        "optimizer_placement": {"cpu": "cpu_step"},
+        "packing": {"joined": "concatenate", "packed": "best_fit"},
+        "progress_model": {
+            "device": "per_device", "direction": "per_direction", "edge": "per_edge",
+            "pair": "per_pair", "serial": "blocking_serial", "torch": "torch_lazy",
+        },
+        "rank_order": {"tdp": "tp-dp-pp", "tpd": "tp-pp-dp"},
+        "reduce_scatter_at": {"end": "update_end", "turn": "each_backward"},
+        "transport": {
+            "edge": "nccl_per_edge", "grouped": "nccl_grouped", "shared": "shared_memory",
+        },
+    }
+)  # fmt: skip
+
+# Settings of a configuration, with their sections.
+_SETTINGS = {
+    "data.documents": "data.packing", "data.held_out": "data.validation",
+    "memory.folder": "memory.spill_dir", "output.folder": "output.dir",
+    "output.replace": "output.overwrite", "pipeline.division": "pipeline.layers_per_stage",
+    "train.checkpoint": "train.checkpoint_dir", "train.clip": "train.clip_grad_norm",
+    "train.every": "train.checkpoint_every", "train.grace": "train.shutdown_grace",
+    "train.keep": "train.checkpoint_keep", "train.nonfinite": "train.on_nonfinite",
+    **{
+        f"{section}.{old}": f"{section}.{NAMES[old]}"
+        for section, names in {
+            "memory": ("active", "ahead", "host_limit", "limit", "spill", "state_rooms",
+                       "state_slots", "states"),
+            "pipeline": ("chunks", "cut", "delay", "fill", "frozen", "reduce", "sequence",
+                         "slots", "updates"),
+        }.items()
+        for old in names
+    },
+}  # fmt: skip
 RETIRED: Final = MappingProxyType(
     {
         **{f"--{old}": f"--{old} is now --{new}" for old, new in _OPTIONS.items()},
         **{f"schedir {old}": f"it is now schedir {new}" for old, new in _COMMANDS.items()},
-        "--ties": "--ties is now -O tied=STAGES",
+        "--ties": "--ties is now -O tied_weights=STAGES",
+        **{old: f"it is now {new}" for old, new in {**NAMES, **_SETTINGS}.items()},
         "open": "use one program with more microbatches, which accumulates their gradients",
         "kind = bert": "examples/bert.py trains it with schedir.runtime.Executor",
         "kind = encoder_decoder": "examples/encoder_decoder.py trains it with "
@@ -82,6 +176,17 @@ ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
     }
 )  # fmt: skip
+
+
+def current_value(name: str, value: str) -> str:
+    """Return the value of an option under its present name, from a file that may be older."""
+    return VALUES.get(name, {}).get(value, value)
+
+
+def renamed_value(name: str, value: object) -> str:
+    """Return a hint with the present name of a value that was renamed; else an empty string."""
+    new = VALUES.get(name, {}).get(value) if isinstance(value, str) else None
+    return f"it is now {new}" if new else ""
 
 
 def missing_attribute(module: str, name: str) -> AttributeError | ImportError:

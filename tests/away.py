@@ -23,8 +23,8 @@ ROOMS = {HERE: "saved", "host": "host"}  # the disk has room
 MOVED = {
     Opcode.Offload: (HERE, "host", "copies"),
     Opcode.Reload: ("host", HERE, "back"),
-    Opcode.Spill: ("host", "disk", "disk"),
-    Opcode.Fetch: ("disk", "host", "disk"),
+    Opcode.OffloadToDisk: ("host", "disk", "disk"),
+    Opcode.ReloadFromDisk: ("disk", "host", "disk"),
 }
 ALWAYS = Event()
 ALWAYS.when = -1

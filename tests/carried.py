@@ -38,7 +38,7 @@ class Event:
 
 
 @dataclass(eq=False, slots=True)
-class Value:
+class SlotValue:
     """What a slot holds: a tensor that is there when `ready` has happened."""
 
     ready: Event
@@ -52,7 +52,7 @@ class Message:
 
     channel: tuple[object, ...]
     sends: bool
-    value: Value  # what is sent, or where what is received goes
+    value: SlotValue  # what is sent, or where what is received goes
     met: Event
     alone: bool = False  # a send that waits for nobody
 

@@ -60,7 +60,9 @@ class Case:
             return None
         assert self.tape is not None
         both = None if self.both is None else _each(self.both)
-        return Sizes(saved=_each(self.saved), tape=_each(self.tape), both=both)
+        return Sizes(
+            saved=_each(self.saved), deferred_wgrad=_each(self.tape), saved_and_deferred=both
+        )
 
     @property
     def problem(self) -> SchedulingProblem:

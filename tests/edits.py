@@ -99,12 +99,12 @@ class Edit:
     def partner(self, w: int) -> Place | None:
         """Where the other side of a transfer stands."""
         row = ROWS[op(w)]
-        if row.meets is None or row.hop is None:
+        if row.partner is None or row.peer is None:
             return None
-        other = int(self.program.beside(row.hop)[stage(w)])
+        other = int(self.program.beside(row.peer)[stage(w)])
         if other < 0:
             return None
-        wanted, rank = word(row.meets, other, mb(w)), int(self.program.plan.rank_at(other, mb(w)))
+        wanted, rank = word(row.partner, other, mb(w)), int(self.program.plan.rank_at(other, mb(w)))
         return next(((rank, k) for k, x in enumerate(self.lists[rank]) if bare(x) == wanted), None)
 
 

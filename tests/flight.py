@@ -33,11 +33,12 @@ class State:
     ended: list[bool]
 
 
-def stopped(graph: Graph, at: int | None, blocks: bool, kernels: bool = False) -> State:
+def stopped(graph: Graph, at: int | None, blocking_hosts: bool, kernels: bool = False) -> State:
     """The state in which nothing can go on any more, if what stands at a position never runs.
 
-    A host that `blocks` waits for what a compute needs, and comes no further than the position; one
-    that does not issues its whole Stream, but for a transfer that it never comes to.  With
+    A host that `blocking_hosts` waits for what a compute needs, and comes no further than the
+    position; one that does not issues its whole Stream, but for a transfer that it never comes to.
+    With
     `kernels` a transfer waits for all computes that are issued before it, as NCCL's does.
     """
     index, program = graph.index, graph.program
@@ -49,7 +50,7 @@ def stopped(graph: Graph, at: int | None, blocks: bool, kernels: bool = False) -
     joined = [[k for k in range(total) if first[k] == first[one]] for one in range(total)]
     meets = {k: m.tolist() for m in graph.collective_groups for k in m.tolist()}
     host = [*program.offsets[:-1].tolist()]
-    held = graph.host_waits if blocks else np.full((1, total), NONE)
+    held = graph.host_waits if blocking_hosts else np.full((1, total), NONE)
 
     lane = [ROWS[op].lane == 0 and not moves for op, moves in zip(index.op, transfer, strict=True)]
     owns = index.rank.tolist()
@@ -76,12 +77,12 @@ def stopped(graph: Graph, at: int | None, blocks: bool, kernels: bool = False) -
             if k == program.offsets[rank + 1]:
                 continue
             group = joined[k]
-            if at in group and (blocks or transfer[at or 0]):
+            if at in group and (blocking_hosts or transfer[at or 0]):
                 continue
-            strict = graph.model == "serial"
+            strict = graph.progress_model == "blocking_serial"
             if not over(held[:, group].reshape(-1).tolist(), group) or (strict and not ready(k)):
                 continue
-            if blocks and not transfer[k] and ROWS[index.op[k]].lane == 0 and not ready(k):
+            if blocking_hosts and not transfer[k] and ROWS[index.op[k]].lane == 0 and not ready(k):
                 continue
             for one in group:
                 issued[one] = True

@@ -57,11 +57,16 @@ def readers(folder: Path) -> dict[str, Reader]:
             schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 3))
         ),
         schedir.to_text(
-            schedir.compile(schedir.schedules.zb_h1, schedir.PipelineShape(2, 2), clip=True)
+            schedir.compile(
+                schedir.schedules.zb_h1, schedir.PipelineShape(2, 2), clip_grad_norm=True
+            )
         ),
         schedir.to_text(
             schedir.compile(
-                schedir.schedules.interleaved, schedir.PipelineShape(2, 2, 2), tp=2, slots="fewest"
+                schedir.schedules.interleaved,
+                schedir.PipelineShape(2, 2, 2),
+                tp=2,
+                buffer_sharing="minimal",
             ),
             folded=False,
         ),
@@ -93,7 +98,7 @@ def readers(folder: Path) -> dict[str, Reader]:
         "cluster, TOML": Reader(load_cluster, [_CLUSTER.encode()]),
         "costs, @FILE": Reader(lambda path: read_costs(f"@{path}"), [text.encode()]),
         "sizes, @FILE": Reader(
-            lambda path: read_sizes(f"@{path}"), [b"activation=16MB,saved=1.2GB:1GB,weights=3"]
+            lambda path: read_sizes(f"@{path}"), [b"activation=16MB,saved=1.2GB:1GB,model_states=3"]
         ),
         "run, .timeline": Reader(load_timeline, [(folder / "right.timeline").read_bytes()]),
         "a run's header": Reader(
@@ -119,7 +124,7 @@ microbatches = 4
 placement = "loop"
 
 [memory]
-limit = "1.5GB"
+memory_limit = "1.5GB"
 
 [train]
 betas = [0.9, 0.95]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from schedir.ir.isa.instructions import Instr, Opcode
 from tests import away, pieces, sequenced, sharded, snapshots, stepped, strange
-from tests.carried import Entry, Event, Message, Slot, Tensor, Value, Wrong, met
+from tests.carried import Entry, Event, Message, Slot, SlotValue, Tensor, Wrong, met
 
 if TYPE_CHECKING:
     from tests.threads import Machine
@@ -22,7 +22,13 @@ SENDING = (O.SendAct, O.SendGrad, O.SendSkip, O.SendSkipGrad)
 TAKING = (O.RecvAct, O.RecvGrad, O.RecvSkip, O.RecvSkipGrad)
 MESSAGES = SENDING + TAKING
 MOVES = dict(zip(MESSAGES, 2 * ("act", "grad", "skip", "skip_grad"), strict=True))
-PER_STAGE = {O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.ReduceSequence, O.Snapshot}
+PER_STAGE = {
+    O.ReduceGrads,
+    O.ReduceReplicatedStages,
+    O.ReduceTied,
+    O.ReduceSequenceParallelGrads,
+    O.Snapshot,
+}
 PER_STAGE |= {*stepped.NEXT}
 LARGEST = 256
 Part = tuple[int, str]  # of a stage's gradient: the microbatch's "plain" weights, or "split" ones
@@ -37,8 +43,8 @@ class Host:
         self.ending = 0  # the update that the rank ends next
         self.own = machine.own[rank]
         self.trained = [s for s in self.own if s >= machine.frozen]
-        self.slots: dict[Slot, Value] = {}
-        self.given: list[tuple[Slot, Value]] = []  # by the group that is being issued
+        self.slots: dict[Slot, SlotValue] = {}
+        self.given: list[tuple[Slot, SlotValue]] = []  # by the group that is being issued
         self.changes: dict[tuple[Slot, bool], list[tuple[str, str]]] | None = None
         self.turns: Counter[tuple[int, ...]] = Counter()  # that were issued, by opcode and stage
         self.parts: dict[int, list[Part]] = defaultdict(list)  # of gradients that were reduced
@@ -67,7 +73,7 @@ class Host:
         for group in groups:
             self.require_group(group)
             ways = {i.op in SENDING if i.op in MESSAGES else None for i in group}
-            if self.machine.model == "torch" and ways in ({True}, {False}):
+            if self.machine.model == "torch_lazy" and ways in ({True}, {False}):
                 for instr in group:  # torch sends, or receives, each by itself
                     self.issue([instr])
             else:
@@ -101,7 +107,7 @@ class Host:
 
     def address(self, i: Instr) -> None:
         """Whether there is such a stage here, and such a microbatch."""
-        per_rank = i.op in (O.ReduceNorm, O.OptimizerStep, O.ReleaseGrads)
+        per_rank = i.op in (O.ReduceNorm, O.OptimizerStep, O.CheckGradsFinite)
         per_stage = i.op in PER_STAGE
         most = self.machine.updates if per_rank or per_stage else self.machine.microbatches
         if i.op in sharded.TURNS:
@@ -124,7 +130,7 @@ class Host:
 
     # ------------------------------------------------------------ slots
 
-    def look(self, *slot: object) -> Value:
+    def look(self, *slot: object) -> SlotValue:
         """The value of a slot, for an entry that waits until it is there."""
         if slot not in self.slots:
             raise Wrong(f"{self.entry} needs {slot}, which has not been issued")
@@ -132,20 +138,20 @@ class Host:
         self.entry.waits.append(value.ready)
         return value
 
-    def take(self, *slot: object) -> Value:
+    def take(self, *slot: object) -> SlotValue:
         """The same, and the slot is free again."""
         value = self.look(*slot)
         strange.expect(self, slot, value)
         self.slots.pop(slot, None)
         return value
 
-    def give(self, *slot: object) -> Value:
+    def give(self, *slot: object) -> SlotValue:
         """Fill a slot with what will be there when the entry has ended."""
-        value = Value(self.entry.done, state=strange.made(self, slot))
+        value = SlotValue(self.entry.done, state=strange.made(self, slot))
         self.given.append((slot, value))
         return value
 
-    def expect(self, value: Value, *tensor: object) -> None:
+    def expect(self, value: SlotValue, *tensor: object) -> None:
         """Have the entry look at what it took in."""
 
         def see() -> None:
@@ -177,7 +183,7 @@ class Host:
         entry = self.entry
         entry.actions.append(see)
 
-    def make(self, value: Value, *tensor: object) -> None:
+    def make(self, value: SlotValue, *tensor: object) -> None:
         made = Tensor(*tensor)  # type: ignore[arg-type]
         self.entry.actions.append(lambda: setattr(value, "tensor", made))
 
@@ -185,7 +191,7 @@ class Host:
 
     def queue(self, name: object) -> None:
         self.entry.kind = name
-        self.entry.queues.add("all" if self.machine.model == "serial" else name)
+        self.entry.queues.add("all" if self.machine.model == "blocking_serial" else name)
 
     def forward(self, i: Instr) -> None:
         self.queue("compute")
@@ -264,12 +270,12 @@ class Host:
         peer = machine.holder(stage, i.mb)
         way = (self.rank, peer) if sends else (peer, self.rank)
         queue, channel = {
-            "edge": ((lane, peer, sends), (lane, *way)),
-            "pair": (peer, way),
-            "direction": (lane, (lane, *way)),
-            "device": ("wire", way),
-            "torch": ("wire", ("all", *way)) if len(self.entry.group) > 1 else (peer, way),
-            "serial": ("all", way),
+            "per_edge": ((lane, peer, sends), (lane, *way)),
+            "per_pair": (peer, way),
+            "per_direction": (lane, (lane, *way)),
+            "per_device": ("wire", way),
+            "torch_lazy": ("wire", ("all", *way)) if len(self.entry.group) > 1 else (peer, way),
+            "blocking_serial": ("all", way),
         }[model]
         self.queue(queue)
         slot = (f"{kind}_out" if sends else f"{kind}_in", i.stage, i.mb)
@@ -350,7 +356,7 @@ class Host:
     def step(self, i: Instr) -> None:
         self.ends(i.mb)
         self.queue("compute")
-        for slot in self.final(i.mb) + [("norm", i.mb)] * self.machine.program.clip:
+        for slot in self.final(i.mb) + [("norm", i.mb)] * self.machine.program.clip_grad_norm:
             self.take(*slot)
         sharded.step(self)
         snapshots.step(self, i)
@@ -379,9 +385,9 @@ class Host:
         **dict.fromkeys(pieces.SLICES, pieces.reshape),
         **dict.fromkeys(pieces.SUMS, pieces.meet),
         O.ReduceGrads: reduce_grads,
-        O.ReduceHolders: reduce_holders,
+        O.ReduceReplicatedStages: reduce_holders,
         O.ReduceTied: reduce_tied,
-        O.ReduceSequence: sequenced.reduce,
+        O.ReduceSequenceParallelGrads: sequenced.reduce,
         O.ReduceNorm: reduce_norm,
         O.OptimizerStep: step,
         O.Unshard: sharded.unshard,
@@ -390,5 +396,5 @@ class Host:
         O.Snapshot: snapshots.snapshot,
         **dict.fromkeys(away.MOVED, away.move),
         **dict.fromkeys(stepped.NEXT, stepped.turn),
-        O.ReleaseGrads: stepped.release,
+        O.CheckGradsFinite: stepped.release,
     }

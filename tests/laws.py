@@ -48,9 +48,16 @@ def least(schedule: Schedule, ranks: int) -> int:
 
 
 def run(
-    schedule: Schedule, plan: PipelineShape, costs: Costs, model: ProgressModel = "edge"
+    schedule: Schedule,
+    plan: PipelineShape,
+    costs: Costs,
+    progress_model: ProgressModel = "per_edge",
 ) -> Timeline:
-    return simulate(compile(schedule, plan, model=model, costs=costs), costs, model=model)
+    return simulate(
+        compile(schedule, plan, progress_model=progress_model, costs=costs),
+        costs,
+        progress_model=progress_model,
+    )
 
 
 class Case(NamedTuple):
@@ -93,7 +100,7 @@ def cases(
     for P in ranks:
         for m in microbatches(P):
             for k, (F, I, W) in enumerate(t for t in TRIPLES if when(*t)):
-                model: ProgressModel = ("edge", "pair", "device")[k % 3]
+                model: ProgressModel = ("per_edge", "per_pair", "per_device")[k % 3]
                 costs = Costs(F=F, I=I, W=W)
                 plan = plan_of(schedule, P, m, v)
                 timeline = run(schedule, plan, costs, model)

@@ -22,11 +22,11 @@ Floats = NDArray[np.float64]
 def measured(
     program: Program,
     costs: Costs,
-    model: ProgressModel = "edge",
+    progress_model: ProgressModel = "per_edge",
     *,
     host: float = 0.0,
     clocks: Floats | None = None,
-    blocks: bool = False,
+    blocking_hosts: bool = False,
 ) -> Timeline:
     """A run at these costs as its ranks would note it.
 
@@ -36,7 +36,7 @@ def measured(
     each rank is ahead.  Hosts that block note that a message begins when the later one comes to
     its side, though it may be behind another one in its queue.
     """
-    graph = Graph(program, model, blocks=blocks)
+    graph = Graph(program, progress_model, blocking_hosts=blocking_hosts)
     true = walk(graph, costs)
     assert true.done.all()
     spans = spans_of(program, true.start, true.end)
@@ -51,7 +51,7 @@ def measured(
         np.maximum.at(looked, graph.node[needs[late]], free[late] + host / 2 * compute[late])
     start, end = true.start.copy(), true.end.copy()
     end[~compute] = np.maximum(end, looked[graph.node])[~compute]
-    if blocks:
+    if blocking_hosts:
         posted = np.zeros(graph.nodes)
         np.maximum.at(posted, graph.node, free)
         moves = np.isin(spans["op"], TRANSFERS)
@@ -66,7 +66,15 @@ def measured(
         end = np.where(compute, end + ahead, np.maximum(begun, over)[graph.node])
     error = 0.0 if clocks is None else float(np.ptp(clocks))
     spans["start"], spans["end"] = start - start.min(), end - start.min()
-    return Timeline(program, spans, "measured", "s", model, clock_error=error, blocks=blocks)
+    return Timeline(
+        program,
+        spans,
+        "measured",
+        "s",
+        progress_model,
+        clock_error=error,
+        blocking_hosts=blocking_hosts,
+    )
 
 
 def slow_at_the_end(program: Program, times: float) -> Timeline:

@@ -18,8 +18,9 @@ from schedir import schedules
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import lower
 from schedir.errors import ProgramError
-from schedir.ir.isa.instructions import OFF_COMPUTE, Token
+from schedir.ir.isa.instructions import OFF_COMPUTE, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.pipeline.placement import named_of
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.ir.pipeline.tied_weights import Tied, tied_stages
 from schedir.ir.program import Program
@@ -94,28 +95,28 @@ def legal(
     stepped: bool = False,
     pieces: bool = False,
 ) -> Program:
-    """A small program that is legal under `edge` at least, in all sorts of ways."""
+    """A small program that is legal under `per_edge` at least, in all sorts of ways."""
     known = turns or rng.random() < (0.6 if stepped else 0.7)
-    states = "cpu" if stepped else "device"
+    states = "cpu_step" if stepped else "device"
     program = (
         lowered(rng, turns=turns, away=away, pieces=pieces)
         if known
         else updating_where(rng, states)
     )
-    while pieces and not program.meets:
+    while pieces and not program.segment_boundaries:
         program = lowered(rng, pieces=True)
     while (copies or away or stepped) and not program.trains:
         program = lowered(rng)
     if copies:
-        program = snapshots(replace(program, snapshots=True))
-    if stepped and program.states == "device":
+        program = snapshots(replace(program, checkpoint_snapshots=True))
+    if stepped and program.optimizer_placement == "device":
         program = on_host(program, rng)
-    if away and program.ops.isdisjoint(OFF_COMPUTE[Token.SAVED]):
+    if away and program.ops.isdisjoint(OFF_COMPUTE[Value.SAVED]):
         program = moved(program, rng)
     more = [rng.choice(VARIATIONS) for _ in range(rng.choice([0, 0, 0, 1, 2, 3]))]
     for name in [first, *more] if first else more:
         varied = MUTATIONS[name](program, rng)
-        if varied and verdict(varied, "edge").kind == "ok":
+        if varied and verdict(varied, "per_edge").kind == "ok":
             program = varied
     return program
 
@@ -161,18 +162,18 @@ def more(rng: random.Random, program: Program, *, away: bool = False) -> dict[st
     values = {
         "recompute": lambda s, m: rng.random() < 0.6,
         "recompute_at": "late",
-        "active": rng.randint(1, stages),
-        "ahead": rng.randint(0, 2),
+        "unsharded_stages": rng.randint(1, stages),
+        "unshard_prefetch": rng.randint(0, 2),
         "offload": lambda s, m: rng.random() < 0.7,
-        "spill": lambda s, m: rng.random() < 0.4,
-        "cut": rng.choice([1, 2, 3]),
-        "chunks": rng.choice([1, 2, 2, 3]),
+        "offload_to_disk": lambda s, m: rng.random() < 0.4,
+        "stage_segments": rng.choice([1, 2, 3]),
+        "microbatch_chunks": rng.choice([1, 2, 2, 3]),
     }
-    without = {"host_limit"}  # which takes sizes
-    without |= {"fill"}  # which takes costs
-    without |= {"state_slots"}  # `on_host` says how many
-    without |= {"active", "ahead"} if program.zero < 3 else set()
-    without |= {"offload", "spill"} if not away else set()
+    without = {"host_memory_limit"}  # which takes sizes
+    without |= {"fill_collective_waits"}  # which takes costs
+    without |= {"optimizer_device_buffers"}  # `on_host` says how many
+    without |= {"unsharded_stages", "unshard_prefetch"} if program.zero < 3 else set()
+    without |= {"offload", "offload_to_disk"} if not away else set()
     options = [o for each in LOWERING for o in each.options if o not in without]
     return {option: values.get(option, True) for option in options if rng.random() < 0.4}
 
@@ -180,7 +181,12 @@ def more(rng: random.Random, program: Program, *, away: bool = False) -> dict[st
 def sharded(rng: random.Random) -> dict[str, Any]:
     """A level of ZeRO, and when gradients are reduced."""
     zero = rng.choice([1, 2, 3, 3, 3])
-    return {"zero": zero, "reduce": rng.choice(["end", "turn"]) if zero > 1 else "end"}
+    return {
+        "zero": zero,
+        "reduce_scatter_at": rng.choice(["update_end", "each_backward"])
+        if zero > 1
+        else "update_end",
+    }
 
 
 def lowered(
@@ -195,23 +201,29 @@ def lowered(
         anywhere: Any = rng.choice(["loop", "loop", "vee", "mirror", rows(rng, ranks)])
         placement, v = getattr(schedule, "placed", (anywhere, None))
         v = v or (1 if isinstance(placement, tuple) else rng.choice([1, 1, 2, 3 if turns else 1]))
+        if isinstance(placement, str):
+            v = max(v, named_of(placement).stages_per_rank)
         tp, clip = 2 if pieces else rng.choice([1, 1, 2]), rng.random() < 0.5
-        model = rng.choice([model for model in MODELS if model != "torch"])  # allows more than edge
+        model = rng.choice(
+            [model for model in MODELS if model != "torch_lazy"]
+        )  # allows more than edge
         try:
             plan = PipelineShape(ranks, m, v, placement)
             draft = drafted(schedule, plan) if schedule else random_compute_program(plan, rng)
-            whole = replace(check_draft(draft), tp=tp, tied=ties(plan, rng), clip=clip)
-            whole = replace(whole, sequence=tp > 1 and rng.random() < 0.5)
-            whole = replace(whole, frozen=frozen(plan, rng), skips=skips(plan, rng))
+            whole = replace(
+                check_draft(draft), tp=tp, tied_weights=ties(plan, rng), clip_grad_norm=clip
+            )
+            whole = replace(whole, sequence_parallel=tp > 1 and rng.random() < 0.5)
+            whole = replace(whole, frozen_stages=frozen(plan, rng), skips=skips(plan, rng))
             if turns or rng.random() < 0.2:
                 whole = replace(whole, dp=2, **sharded(rng))
             added = more(rng, whole, away=away)
             if pieces:
-                added["cut"] = rng.choice([2, 3, "gf", "f-g"])
+                added["stage_segments"] = rng.choice([2, 3, "gf", "f-g"])
             program = lower(whole, **added)
         except ProgramError:
             continue  # a schedule need not know every plan
-        if added and verdict(program, "edge").kind != "ok":
+        if added and verdict(program, "per_edge").kind != "ok":
             continue  # nor a pass every draft
         if rng.random() < 0.4:
             ahead = rng.randint(1, 3)
@@ -230,7 +242,7 @@ def updating_where(rng: random.Random, states: str) -> Program:
     while True:
         updates, delay = rng.choice([2, 2, 3]), rng.choice([0, 1, 1, 2, 2])
         ranks, each, v = rng.choice([1, 2, 2, 3]), rng.choice([1, 2, 3]), rng.choice([1, 1, 2])
-        plan = PipelineShape(ranks, each * updates, v, updates=updates, delay=delay)
+        plan = PipelineShape(ranks, each * updates, v, optimizer_steps=updates, weight_delay=delay)
         tied, clip = rng.random() < 0.5, rng.random() < 0.5
         try:
             draft = (
@@ -238,14 +250,16 @@ def updating_where(rng: random.Random, states: str) -> Program:
                 if v == 1 and rng.random() < 0.6
                 else random_compute_program(plan, rng, split=rng.choice([0, 0.5, 1, 1]))
             )
-            whole = replace(check_draft(draft), tied=tied_stages(tied, plan), clip=clip)
-            whole = replace(whole, states=states)
-            whole = replace(whole, tp=2, sequence=True) if rng.random() < 0.3 else whole
-            whole = replace(whole, frozen=frozen(plan, rng), skips=skips(plan, rng))
+            whole = replace(
+                check_draft(draft), tied_weights=tied_stages(tied, plan), clip_grad_norm=clip
+            )
+            whole = replace(whole, optimizer_placement=states)
+            whole = replace(whole, tp=2, sequence_parallel=True) if rng.random() < 0.3 else whole
+            whole = replace(whole, frozen_stages=frozen(plan, rng), skips=skips(plan, rng))
             program = lower(whole, **more(rng, whole))
         except ProgramError:
             continue
-        if verdict(program, "edge").kind == "ok":
+        if verdict(program, "per_edge").kind == "ok":
             return program
 
 
@@ -310,23 +324,23 @@ def trial(name: str, seed: int, models: Sequence[ProgressModel] = MODELS, share:
             wrong.append(model)
         if bool(refused) == (ran.kind == "ok"):
             differ.append(f"{model}: the checker says {refused or 'ok'}, but {ran}")
-    spoiled = any(model == "edge" or verdict(program, model).kind == "ok" for model in wrong)
+    spoiled = any(model == "per_edge" or verdict(program, model).kind == "ok" for model in wrong)
     return Trial(name, seed, "rejected" if spoiled else "equivalent", mutant, tuple(differ))
 
 
 def reordered(program: Program, rng: random.Random) -> Program:
-    """A program of which some instructions come sooner or later, as far as `edge` allows."""
+    """A program of which some instructions come sooner or later, as far as `per_edge` allows."""
     for name in rng.choices(("late_send", "run_order", "swap_neighbours"), k=3):
         changed = MUTATIONS[name](program, rng)
-        if changed and verdict(changed, "edge").kind == "ok":
+        if changed and verdict(changed, "per_edge").kind == "ok":
             program = changed
     return program
 
 
-def refusal(program: Program, model: ProgressModel) -> str:
+def refusal(program: Program, progress_model: ProgressModel) -> str:
     """What the checker says: "" if it accepts, else the error."""
     try:
-        check(program, model)
+        check(program, progress_model)
     except ProgramError as error:
         return f"{type(error).__name__}: {error.fact}"
     return ""

@@ -35,11 +35,12 @@ from tests.edits import (
 O = Opcode
 (B,), (I,), (W,) = WHOLES, SPLITS, LATE
 REDUCTIONS = (
-    O.ReduceGrads, O.ReduceScatter, O.ReduceHolders, O.ReduceTied, O.ReduceSequence, O.ReduceNorm,
+    O.ReduceGrads, O.ReduceScatter, O.ReduceReplicatedStages, O.ReduceTied,
+    O.ReduceSequenceParallelGrads, O.ReduceNorm,
 )  # fmt: skip
 TURNS = (O.Unshard, O.Reshard, O.ReduceScatter)
 PER_MB = tuple(row.op for row in ROWS if row.per is Scope.MICROBATCH)
-CUTS = {O.Scatter: (O.Gather, +1), O.ScatterGrad: (O.GatherGrad, -1)}
+CUTS = {O.TPScatterAct: (O.TPGatherAct, +1), O.TPScatterGrad: (O.TPGatherGrad, -1)}
 
 # ---------------------------------------------------------------- any instruction
 
@@ -78,7 +79,14 @@ def move_anywhere(e: Edit) -> None:
     move(e.own, e.at, e.rng.randint(0, len(e.own)))
 
 
-@at(*PER_MB, O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.ReduceSequence, *TURNS)
+@at(
+    *PER_MB,
+    O.ReduceGrads,
+    O.ReduceReplicatedStages,
+    O.ReduceTied,
+    O.ReduceSequenceParallelGrads,
+    *TURNS,
+)
 def change_stage(e: Edit) -> None:
     plan = e.program.plan
     new = e.rng.choice([*plan.stages_of[e.rank], *range(plan.stages + 1)])
@@ -113,7 +121,7 @@ def whole_to_split(e: Edit) -> None:
 @at(I)
 def fuse_backward(e: Edit) -> bool | None:
     """B in the place of an I, and its W taken out, where no turn would be of that alone."""
-    if e.program.reduce == "turn":
+    if e.program.reduce_scatter_at == "each_backward":
         return False
     late = [k for k in e.here(W) if bare(e.own[k]) == bare(with_op(e.word, W))]
     e.put(with_op(e.word, B))
@@ -134,7 +142,7 @@ def split_backward(e: Edit) -> bool | None:
 @at(O.Forward)
 def thaw(e: Edit) -> bool | None:
     """A backward of a frozen stage, somewhere behind its forward."""
-    if stage(e.word) >= e.program.frozen:
+    if stage(e.word) >= e.program.frozen_stages:
         return False
     push(e.own, e.rng.randint(e.at + 1, len(e.own)), with_op(e.word, e.rng.choice([B, I, W])))
     return None
@@ -143,7 +151,7 @@ def thaw(e: Edit) -> bool | None:
 @at(B, I)
 def drop_first_trained(e: Edit) -> bool | None:
     """No backward of the first stage that is trained, as if that was frozen, too."""
-    if stage(e.word) != e.program.frozen:
+    if stage(e.word) != e.program.frozen_stages:
         return False
     pull(e.own, e.at)
     return None
@@ -241,11 +249,11 @@ def phantom_pair(e: Edit) -> bool | None:
     """A send and its receive that nobody asked for, before or after all else."""
     plan, send = e.program.plan, e.rng.choice(SENDS)
     row, s, m = ROWS[send], e.rng.randrange(plan.stages), e.rng.randrange(plan.microbatches)
-    assert row.meets is not None and row.hop is not None
-    other = int(e.program.beside(row.hop)[s])
+    assert row.partner is not None and row.peer is not None
+    other = int(e.program.beside(row.peer)[s])
     if other < 0:
         return False
-    for there, o in ((s, send), (other, row.meets)):
+    for there, o in ((s, send), (other, row.partner)):
         own = e.lists[int(plan.rank_at(there, m))]
         push(own, e.rng.choice([0, len(own)]), word(o, there, m))
     return None
@@ -288,17 +296,17 @@ def swap_reductions(e: Edit) -> None:
     swap(e.own, e.at, e.rng.choice(e.here(*REDUCTIONS, O.OptimizerStep)))
 
 
-@at(O.ReduceSequence)
+@at(O.ReduceSequenceParallelGrads)
 def sum_no_sequence(e: Edit) -> object:
     return pull(e.own, e.at)
 
 
-@at(O.ReduceSequence)
+@at(O.ReduceSequenceParallelGrads)
 def sum_sequence_twice(e: Edit) -> None:
     push(e.own, e.rng.randint(0, len(e.own)), e.word)
 
 
-@at(O.ReduceSequence)
+@at(O.ReduceSequenceParallelGrads)
 def sum_sequence_elsewhere(e: Edit) -> None:
     move(e.own, e.at, e.rng.randint(0, len(e.own)))
 
@@ -315,7 +323,7 @@ def step_late(e: Edit) -> None:
 
 @at(*REDUCTIONS, O.OptimizerStep)
 def change_update(e: Edit) -> bool | None:
-    updates = e.program.plan.updates
+    updates = e.program.plan.optimizer_steps
     if updates == 1:
         return False
     e.put(e.word - mb(e.word) + e.rng.randint(0, updates))

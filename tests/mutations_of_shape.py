@@ -191,16 +191,27 @@ def _replan(e: Edit, **changes: Any) -> None:
 
 @whole
 def change_traits(e: Edit) -> None:
-    trait = e.rng.choice(["tp", "dp", "tied", "clip", "frozen", "zero", "reduce", "sequence"])
+    trait = e.rng.choice(
+        [
+            "tp",
+            "dp",
+            "tied_weights",
+            "clip_grad_norm",
+            "frozen_stages",
+            "zero",
+            "reduce_scatter_at",
+            "sequence_parallel",
+        ]
+    )
     old = getattr(e.program, trait)
-    new: Any = not old if trait in ("tied", "clip", "sequence") else old
-    if trait == "reduce":
-        new = "end" if old == "turn" else "turn"
+    new: Any = not old if trait in ("tied_weights", "clip_grad_norm", "sequence_parallel") else old
+    if trait == "reduce_scatter_at":
+        new = "update_end" if old == "each_backward" else "each_backward"
     elif trait in ("tp", "dp"):
         new = 3 - old
     elif trait == "zero":
         new = (old + e.rng.randint(1, 3)) % 4
-    elif trait == "frozen":
+    elif trait == "frozen_stages":
         new = abs(old + e.rng.choice([-1, 1]))
     e.program = replace(e.program, **{trait: new})
 
@@ -258,8 +269,8 @@ def renumber(e: Edit) -> None:
 
 @whole
 def run_order(e: Edit) -> bool | None:
-    """Each Stream in the order in which a run under `edge` ended its instructions."""
-    machine = Machine(e.program, "edge", e.rng.randrange(2**32))
+    """Each Stream in the order in which a run under `per_edge` ended its instructions."""
+    machine = Machine(e.program, "per_edge", e.rng.randrange(2**32))
     if machine.run().kind != "ok":
         return False
     for own, host in zip(e.lists, machine.hosts, strict=True):
@@ -273,6 +284,6 @@ def evaluate(e: Edit) -> None:
     """Forwards only, with their transfers, and what makes weights whole."""
     for own in e.lists:
         for k in reversed(range(len(own))):
-            kept = (F, O.SendAct, O.RecvAct, O.Scatter, O.Gather, O.SendSkip, O.RecvSkip)
+            kept = (F, O.SendAct, O.RecvAct, O.TPScatterAct, O.TPGatherAct, O.SendSkip, O.RecvSkip)
             if op(own[k]) not in (*kept, O.Unshard, O.Reshard):
                 pull(own, k)

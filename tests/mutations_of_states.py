@@ -8,7 +8,7 @@ from dataclasses import replace
 from schedir.analysis.memory.buffer_slots import KINDS, groups, minimum_slots
 from schedir.analysis.memory.buffer_slots import on_host as on_host_of
 from schedir.ir.instruction_index import InstructionIndex
-from schedir.ir.isa.instructions import TIERS, Opcode, Token
+from schedir.ir.isa.instructions import TIERS, Opcode, Value
 from schedir.ir.program import STAGE, Program, SlotCounts
 from schedir.passes.memory.cpu_optimizer_steps import host_steps
 from schedir.passes.memory.optimizer_state_offload import states
@@ -32,9 +32,10 @@ from tests.stepped import NEXT
 
 O = Opcode
 _OTHERS = {*MUTATIONS}
-TURNS = (*NEXT, O.ReleaseGrads)
+TURNS = (*NEXT, O.CheckGradsFinite)
 REDUCTIONS = (
-    O.ReduceGrads, O.ReduceScatter, O.ReduceHolders, O.ReduceTied, O.ReduceSequence, O.ReduceNorm,
+    O.ReduceGrads, O.ReduceScatter, O.ReduceReplicatedStages, O.ReduceTied,
+    O.ReduceSequenceParallelGrads, O.ReduceNorm,
     O.Reshard, O.Snapshot,
 )  # fmt: skip
 
@@ -42,20 +43,23 @@ REDUCTIONS = (
 def on_host(program: Program, rng: random.Random) -> Program:
     """The program with states on the host, or its disk, or stepped there; some ranks say how many
     slots they have for them, on the device or on the host."""
-    e = Edit.of(replace(program, states=rng.choice(["host", "disk", "cpu", "cpu"])), rng)
+    e = Edit.of(
+        replace(program, optimizer_placement=rng.choice(["host", "disk", "cpu_step", "cpu_step"])),
+        rng,
+    )
     ends = [own.pop() for own in e.lists]
     room, rooms = (rng.choice([None, 1, 2, 3]) for _ in range(2))
-    there = e.program.states == "cpu"
+    there = e.program.optimizer_placement == "cpu_step"
     e = Edit.of(host_steps(e.result()) if there else states(e.result(), room, rooms), rng)
     for own, end in zip(e.lists, ends, strict=True):
         own.append(end)
     program = e.result()
     if there:
         return program
-    least = minimum_slots(program)[:, KINDS.index(Token.STATE)]
+    least = minimum_slots(program)[:, KINDS.index(Value.STATE)]
     if rng.random() < 0.6:
         program = _told(program, "state", (least + rng.choice([0, 0, 1])).tolist())
-    if rng.random() < 0.6 and program.states == "disk":
+    if rng.random() < 0.6 and program.optimizer_placement == "disk":
         few = on_host_of(program, "state_host").peak(groups(InstructionIndex.of(program)))
         program = _told(program, "state_host", (few + rng.choice([0, 0, 1])).tolist())
     return program
@@ -125,16 +129,16 @@ def end_before_a_turn_of_state(e: Edit) -> None:
     move(e.own, e.rng.choice(e.here(O.OptimizerStep)), e.at)
 
 
-@at(O.OptimizerStep, O.ReleaseGrads)
+@at(O.OptimizerStep, O.CheckGradsFinite)
 def end_near(e: Edit) -> None:
     """Sooner or later than where an update ends, or lets go of gradients."""
     move(e.own, e.at, e.at + e.rng.choice([-6, -4, -3, -2, -1, 2, 3, 4, 6, 8]))
 
 
-@at(O.OptimizerStep, O.ReleaseGrads)
+@at(O.OptimizerStep, O.CheckGradsFinite)
 def end_later_with_its_stages(e: Edit) -> None:
     """An end of an update on a rank comes later, with the copies back, or with the host's steps."""
-    along = O.ReloadWeights if op(e.word) is O.OptimizerStep else O.StepHost
+    along = O.ReloadWeights if op(e.word) is O.OptimizerStep else O.HostOptimizerStep
     own = [k for k in e.here(along, op(e.word)) if mb(e.own[k]) == mb(e.word)]
     words = [pull(e.own, k) for k in reversed(own)]
     to = min(own[-1] - len(own) + 1 + e.rng.choice([1, 2, 3, 4, 6, 8, 12]), len(e.own))
@@ -145,8 +149,8 @@ def end_later_with_its_stages(e: Edit) -> None:
 @at(O.Forward, O.Backward, O.BackwardInput, O.BackwardWeight)
 def compute_past_the_end_of_an_update(e: Edit) -> bool | None:
     """Something computes for one update beyond an end of another's, or of its own."""
-    ends = e.here(O.OptimizerStep, O.ReleaseGrads, O.StepHost)
-    if e.program.plan.updates == 1 or not ends:
+    ends = e.here(O.OptimizerStep, O.CheckGradsFinite, O.HostOptimizerStep)
+    if e.program.plan.optimizer_steps == 1 or not ends:
         return False
     at = min(ends, key=lambda k: (abs(k - e.at), k))
     move(e.own, e.at, at if at < e.at else at + 1)
@@ -172,7 +176,7 @@ def compute_behind_a_turn_of_state(e: Edit) -> bool | None:
     return None
 
 
-@at(O.LoadState, O.OffloadGrads)
+@at(O.ReloadState, O.OffloadGrads)
 def load_early(e: Edit) -> None:
     """Right behind what the stage's gradient is reduced by, where it is there."""
     mine = [k for k in e.here(*REDUCTIONS) if k < e.at and stage(e.own[k]) == stage(e.word)]
@@ -182,23 +186,25 @@ def load_early(e: Edit) -> None:
 @whole
 def states_elsewhere(e: Edit) -> None:
     """What is there once fits another place, or does not."""
-    places = [where for where in (*TIERS, "cpu") if where != e.program.states]
-    e.program = replace(e.program, states=e.rng.choice(places))
+    places = [where for where in (*TIERS, "cpu_step") if where != e.program.optimizer_placement]
+    e.program = replace(e.program, optimizer_placement=e.rng.choice(places))
 
 
 @whole
 def through_the_disk(e: Edit) -> bool | None:
     """Some state of what lies on the host is fetched and spilled, or is not of what does not."""
     for own in e.lists:
-        for k in [k for k, w in enumerate(own) if op(w) is O.StepStage]:
+        for k in [k for k, w in enumerate(own) if op(w) is O.StageOptimizerStep]:
             if e.rng.random() < 0.5:
-                before, after = (with_op(own[k], o) for o in (O.FetchState, O.SpillState))
+                before, after = (
+                    with_op(own[k], o) for o in (O.ReadStateFromDisk, O.WriteStateToDisk)
+                )
                 there = [k for k, w in enumerate(own) if w in (before, after)]
                 if there:
                     for at in reversed(there):
                         pull(own, at)
                 else:
-                    load, store = (with_op(own[k], o) for o in (O.LoadState, O.StoreState))
+                    load, store = (with_op(own[k], o) for o in (O.ReloadState, O.OffloadState))
                     push(own, own.index(store) + 1, after)
                     push(own, own.index(load), before)
                 return None
@@ -208,11 +214,14 @@ def through_the_disk(e: Edit) -> bool | None:
 @whole
 def by_another(e: Edit) -> bool | None:
     """Some stage of what the device steps is stepped by the host, or the other way around."""
-    ways = (O.LoadState, O.StepStage, O.StoreState), (O.OffloadGrads, O.StepHost, O.ReloadWeights)
+    ways = (
+        (O.ReloadState, O.StageOptimizerStep, O.OffloadState),
+        (O.OffloadGrads, O.HostOptimizerStep, O.ReloadWeights),
+    )
     for own in e.lists:
-        for one in [w for w in own if op(w) in (O.StepStage, O.StepHost)]:
+        for one in [w for w in own if op(w) in (O.StageOptimizerStep, O.HostOptimizerStep)]:
             if e.rng.random() < 0.5:
-                old, new = ways if op(one) is O.StepStage else ways[::-1]
+                old, new = ways if op(one) is O.StageOptimizerStep else ways[::-1]
                 for k, w in enumerate(own):
                     if op(w) in old and stage(w) == stage(one):
                         own[k] = with_op(w, new[old.index(op(w))])
@@ -225,7 +234,7 @@ def step_before_all_gradients_are_there(e: Edit) -> bool | None:
     """A stage's gradient goes behind the step of another one, which may not wait for it."""
     for own in e.lists:
         goes = [k for k, w in enumerate(own) if op(w) is O.OffloadGrads]
-        steps = [k for k, w in enumerate(own) if op(w) is O.StepHost]
+        steps = [k for k, w in enumerate(own) if op(w) is O.HostOptimizerStep]
         if len(goes) > 1 and e.rng.random() < 0.5:
             one = e.rng.choice(goes)
             others = [k for k in steps if stage(own[k]) != stage(own[one])]
@@ -239,7 +248,7 @@ def step_before_all_gradients_are_there(e: Edit) -> bool | None:
 @whole
 def some_slots_of_states(e: Edit) -> None:
     """Any number of them, on each rank: on the device, or on the host."""
-    counts = [e.rng.randint(0, sum(op(w) is O.LoadState for w in own)) for own in e.lists]
+    counts = [e.rng.randint(0, sum(op(w) is O.ReloadState for w in own)) for own in e.lists]
     e.program = _told(e.program, e.rng.choice(["state", "state_host"]), counts)
 
 

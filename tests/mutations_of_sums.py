@@ -75,12 +75,12 @@ def other_piece(e: Edit) -> None:
 @whole
 def other_letter(e: Edit) -> Any:
     """Another letter at one boundary, in what the program says."""
-    meets = e.program.meets
+    meets = e.program.segment_boundaries
     if not meets:
         return False
     k = e.rng.randrange(len(meets))
     letter = e.rng.choice([*{*"fg.-"} - {meets[k]}])
-    e.program = replace(e.program, meets=meets[:k] + letter + meets[k + 1 :])
+    e.program = replace(e.program, segment_boundaries=meets[:k] + letter + meets[k + 1 :])
     return None
 
 
@@ -89,7 +89,7 @@ def other_tokens(e: Edit) -> Any:
     """Ranks share the sequence no more, or do now."""
     if e.program.tp == 1:
         return False
-    e.program = replace(e.program, sequence=not e.program.sequence)
+    e.program = replace(e.program, sequence_parallel=not e.program.sequence_parallel)
     return None
 
 

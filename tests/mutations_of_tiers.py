@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from schedir.analysis.memory.buffer_slots import KINDS, groups, minimum_slots, on_host
 from schedir.ir.instruction_index import InstructionIndex
-from schedir.ir.isa.instructions import Opcode, Token
+from schedir.ir.isa.instructions import Opcode, Value
 from schedir.ir.program import ADDRESS, JOINED, Program, SlotCounts
 from tests.away import MOVED, ROOMS
 from tests.edits import (
@@ -31,7 +31,11 @@ from tests.mutations import B, I
 O = Opcode
 _OTHERS = {*MUTATIONS}
 USES = (O.Recompute, B, I)
-WAYS = ((O.Offload, O.Reload), (O.Offload, O.Reload), (O.Offload, O.Spill, O.Fetch, O.Reload))
+WAYS = (
+    (O.Offload, O.Reload),
+    (O.Offload, O.Reload),
+    (O.Offload, O.OffloadToDisk, O.ReloadFromDisk, O.Reload),
+)
 
 
 def moved(program: Program, rng: random.Random) -> Program:
@@ -39,12 +43,14 @@ def moved(program: Program, rng: random.Random) -> Program:
     some ranks say how many slots they have, there or on the host: enough or more."""
     e, share = Edit.of(program, rng), rng.choice([0.3, 0.7, 1])
     for own in e.lists:
-        for made in [bare(w) for w in own if op(w) is O.Forward and stage(w) >= program.frozen]:
+        for made in [
+            bare(w) for w in own if op(w) is O.Forward and stage(w) >= program.frozen_stages
+        ]:
             if rng.random() < share:
                 _away(own, made, rng)
     program = e.result()
     least = {
-        "saved": minimum_slots(program)[:, KINDS.index(Token.SAVED)],
+        "saved": minimum_slots(program)[:, KINDS.index(Value.SAVED)],
         "host": on_host(program).peak(groups(InstructionIndex.of(program))),
     }
     for tier, counts in least.items():
@@ -177,10 +183,10 @@ def away_once_more(e: Edit) -> None:
     push(e.own, k, e.word)
 
 
-@at(O.Spill)
+@at(O.OffloadToDisk)
 def stay_on_the_host(e: Edit) -> bool | None:
     """As right as before: nothing goes to the disk, if the host has room."""
-    back = [k for k in e.here(O.Fetch) if not (e.own[k] ^ e.word) & ADDRESS]
+    back = [k for k in e.here(O.ReloadFromDisk) if not (e.own[k] ^ e.word) & ADDRESS]
     told = e.program.slots[e.rank].said() if e.program.slots else {}
     if len(back) != 1 or "host" in told:
         return False

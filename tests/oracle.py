@@ -53,7 +53,7 @@ class Machine:
         groups: list[tuple[int, ...]] = []
         for k, joined in enumerate(self.program.streams[rank].joined):
             groups[-1:] = [(*groups[-1], k)] if joined else [*groups[-1:], (k,)]
-        if self.model == "torch":
+        if self.model == "torch_lazy":
             groups = [part for group in groups for part in self._taken_apart(rank, group)]
         return groups
 
@@ -71,16 +71,20 @@ class Machine:
 
     def _queue(self, rank: int, i: Instr, grouped: bool) -> object:
         row = ROWS[i.op]
-        if self.model == "serial":
+        if self.model == "blocking_serial":
             return "all"
-        if not row.hop:
+        if not row.peer:
             return row.lane.name
         peer = int(self.program.plan.rank_at(self._other(i), i.mb))
-        if self.model == "edge":
+        if self.model == "per_edge":
             return (row.lane, peer, i.op in TAKING)
-        if self.model == "direction":
+        if self.model == "per_direction":
             return row.lane
-        return peer if self.model == "pair" or (self.model == "torch" and not grouped) else "wire"
+        return (
+            peer
+            if self.model == "per_pair" or (self.model == "torch_lazy" and not grouped)
+            else "wire"
+        )
 
     def _other(self, i: Instr) -> int:
         """The stage at the other side of a message."""
@@ -124,16 +128,18 @@ class Machine:
         backward = [(O.Backward, s), (O.BackwardInput, s)]
         if i.op == O.Forward:
             plan = self.program.plan
-            delay = plan.delay[s] if isinstance(plan.delay, tuple) else plan.delay
-            version = max(i.mb // (plan.microbatches // plan.updates) - delay, 0)
+            delay = (
+                plan.weight_delay[s] if isinstance(plan.weight_delay, tuple) else plan.weight_delay
+            )
+            version = max(i.mb // (plan.microbatches // plan.optimizer_steps) - delay, 0)
             steps = [(rank, k) for k, j in enumerate(own) if j.op == O.OptimizerStep]
-            version *= s >= self.program.frozen
+            version *= s >= self.program.frozen_stages
             skip = here((O.RecvSkip, s), (O.Forward, self._from(s)))
-            came = here((O.Gather, s), (O.SumAct, s), (O.RecvAct, s), (O.Forward, s - 1))
+            came = here((O.TPGatherAct, s), (O.TPReduceAct, s), (O.RecvAct, s), (O.Forward, s - 1))
             return came + skip + steps[:version]
         if i.op in (O.Backward, O.BackwardInput):
             before = [(O.Backward, s + 1), (O.BackwardInput, s + 1)]
-            grads = ((O.GatherGrad, s), (O.SumGrad, s), (O.RecvGrad, s), *before)
+            grads = ((O.TPGatherGrad, s), (O.TPReduceGrad, s), (O.RecvGrad, s), *before)
             grad = here(*grads) if s + 1 < S else []
             late = dict(self.program.skips).get(s, -1)
             skip = here((O.RecvSkipGrad, s), (O.Backward, late), (O.BackwardInput, late))
@@ -141,20 +147,20 @@ class Machine:
         simple: dict[Opcode, list[tuple[Opcode, int]]] = {
             O.Recompute: [(O.Forward, s)],
             O.BackwardWeight: [(O.BackwardInput, s)],
-            O.SendAct: [(O.Scatter, s), (O.Forward, s)],
-            O.Scatter: [(O.Forward, s)],
-            O.SendGrad: [(O.ScatterGrad, s), *backward],
+            O.SendAct: [(O.TPScatterAct, s), (O.Forward, s)],
+            O.TPScatterAct: [(O.Forward, s)],
+            O.SendGrad: [(O.TPScatterGrad, s), *backward],
             O.SendSkip: [(O.Forward, s)],
             O.SendSkipGrad: backward,
-            O.ScatterGrad: backward,
-            O.Gather: [(O.RecvAct, s), (O.Forward, s - 1)],
-            O.GatherGrad: [(O.RecvGrad, s), (O.Backward, s + 1), (O.BackwardInput, s + 1)],
-            O.SumAct: [(O.Forward, s - 1)],
-            O.SumGrad: [(O.Backward, s + 1), (O.BackwardInput, s + 1)],
+            O.TPScatterGrad: backward,
+            O.TPGatherAct: [(O.RecvAct, s), (O.Forward, s - 1)],
+            O.TPGatherGrad: [(O.RecvGrad, s), (O.Backward, s + 1), (O.BackwardInput, s + 1)],
+            O.TPReduceAct: [(O.Forward, s - 1)],
+            O.TPReduceGrad: [(O.Backward, s + 1), (O.BackwardInput, s + 1)],
         }
         if i.op in simple:
             return here(*simple[i.op])
-        each = self.program.plan.microbatches // self.program.plan.updates
+        each = self.program.plan.microbatches // self.program.plan.optimizer_steps
         if i.op == O.Snapshot:
             return []
         if i.op == O.ReduceGrads:
@@ -165,23 +171,31 @@ class Machine:
                 if j.op in adds and j.stage == s and j.mb // each == i.mb
             ]
         makers = {
-            O.ReduceHolders: (O.ReduceGrads,),
-            O.ReduceTied: (O.ReduceGrads, O.ReduceHolders),
-            O.ReduceSequence: (O.ReduceGrads, O.ReduceHolders, O.ReduceTied),
-            O.ReduceNorm: (O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.ReduceSequence),
+            O.ReduceReplicatedStages: (O.ReduceGrads,),
+            O.ReduceTied: (O.ReduceGrads, O.ReduceReplicatedStages),
+            O.ReduceSequenceParallelGrads: (O.ReduceGrads, O.ReduceReplicatedStages, O.ReduceTied),
+            O.ReduceNorm: (
+                O.ReduceGrads,
+                O.ReduceReplicatedStages,
+                O.ReduceTied,
+                O.ReduceSequenceParallelGrads,
+            ),
             O.OptimizerStep: (
                 O.ReduceGrads,
-                O.ReduceHolders,
+                O.ReduceReplicatedStages,
                 O.ReduceTied,
-                O.ReduceSequence,
+                O.ReduceSequenceParallelGrads,
                 O.ReduceNorm,
                 O.Snapshot,
             ),
         }.get(i.op, ())
         of = {
-            O.ReduceHolders: {s},
-            O.ReduceSequence: {s, *(t for tie in self.program.tied if s in tie for t in tie)},
-            O.ReduceTied: {s for tie in self.program.tied for s in tie},
+            O.ReduceReplicatedStages: {s},
+            O.ReduceSequenceParallelGrads: {
+                s,
+                *(t for tie in self.program.tied_weights if s in tie for t in tie),
+            },
+            O.ReduceTied: {s for tie in self.program.tied_weights for s in tie},
         }.get(i.op, range(S))
         return [
             (rank, k)
@@ -204,11 +218,11 @@ class Machine:
 
         adds = (O.Backward, O.BackwardInput, O.BackwardWeight)
         needs = []
-        if i.op in (O.Forward, O.Recompute, *adds[:2]) and i.stage >= self.program.frozen:
+        if i.op in (O.Forward, O.Recompute, *adds[:2]) and i.stage >= self.program.frozen_stages:
             turns = before(O.Unshard, O.Reshard)
             there = bool(turns) and own[turns[-1]].op == O.Unshard
             needs += turns[-1:] if there else [k for k in all_of(O.Unshard) if k > at][:1]
-        if i.op in adds and self.program.reduce == "turn":
+        if i.op in adds and self.program.reduce_scatter_at == "each_backward":
             needs += before(O.ReduceScatter)[-1:]
         if i.op == O.Unshard:
             needs += before(O.Reshard)[-1:]
@@ -217,10 +231,15 @@ class Machine:
         if i.op == O.ReduceScatter:  # ahead of all that add, it waits for what it sums
             last = all_of(O.ReduceScatter)[-1] == at
             needs += all_of(*adds) if last else before(*adds) or all_of(*adds)
-        if i.op in (O.ReduceHolders, O.ReduceSequence, O.ReduceNorm, O.OptimizerStep):
+        if i.op in (
+            O.ReduceReplicatedStages,
+            O.ReduceSequenceParallelGrads,
+            O.ReduceNorm,
+            O.OptimizerStep,
+        ):
             needs += all_of(O.ReduceScatter)
         if i.op == O.ReduceTied:
-            tied = {s for tie in self.program.tied for s in tie}
+            tied = {s for tie in self.program.tied_weights for s in tie}
             needs += [k for k, j in enumerate(own) if j.op == O.ReduceScatter and j.stage in tied]
         if i.op == O.OptimizerStep:
             needs += all_of(O.Reshard)
@@ -232,10 +251,10 @@ class Machine:
         adds = (O.Backward, O.BackwardInput, O.BackwardWeight)
         for k, i in enumerate(self.lists[rank]):
             if i.op == O.Unshard and self.program.zero > 2:
-                open_["full", i.stage] = k
+                open_["unsharded_params", i.stage] = k
             if i.op in adds and self.program.zero > 1:
                 open_.setdefault(("wgrad", i.stage), k)
-            ends = {O.Reshard: "full", O.ReduceScatter: "wgrad"}.get(i.op, "")
+            ends = {O.Reshard: "unsharded_params", O.ReduceScatter: "wgrad"}.get(i.op, "")
             if (ends, i.stage) in open_:
                 wholes[ends, i.stage, i.mb] = open_.pop((ends, i.stage)), k
         return wholes
@@ -264,13 +283,13 @@ class Machine:
             elif op == O.Forward and s + 1 < S:
                 takers = [Instr(O.SendAct, s, mb), Instr(O.Forward, s + 1, mb)]
                 values["act_out", s, mb] = k, next(at[t] for t in takers if t in at)
-            elif op in backward and s > self.program.frozen:
+            elif op in backward and s > self.program.frozen_stages:
                 takers = [Instr(O.SendGrad, s, mb), *(Instr(o, s - 1, mb) for o in backward)]
                 values["grad_out", s, mb] = k, next(at[t] for t in takers if t in at)
             if op == O.Forward and (end := dict(self.program.skips).get(s)) is not None:
                 takers = [Instr(O.SendSkip, s, mb), Instr(O.Forward, end, mb)]
                 values["skip_out", s, mb] = k, next(at[t] for t in takers if t in at)
-            if op in backward and (begin := self._from(s)) >= self.program.frozen:
+            if op in backward and (begin := self._from(s)) >= self.program.frozen_stages:
                 takers = [Instr(O.SendSkipGrad, s, mb), *(Instr(o, begin, mb) for o in backward)]
                 values["skip_grad_out", s, mb] = k, next(at[t] for t in takers if t in at)
         return values
@@ -299,17 +318,17 @@ class Machine:
 
     def _partners(self, rank: int, i: Instr) -> list[tuple[int, int]]:
         row = ROWS[i.op]
-        if row.meets is None:
+        if row.partner is None:
             return [(rank, self.where[rank, i])]
-        if row.hop:
+        if row.peer:
             stage = self._other(i)
             peer = int(self.program.plan.rank_at(stage, i.mb))
-            other = (peer, self.where[peer, Instr(row.meets, stage, i.mb)])
+            other = (peer, self.where[peer, Instr(row.partner, stage, i.mb)])
             return [(rank, self.where[rank, i]), other]
         party = {*range(len(self.lists))}
         if i.op == O.ReduceTied:
             own = [[*stages] for stages in self.program.plan.stages_of]
-            party = met([{*tie} for tie in self.program.tied], own, rank)
+            party = met([{*tie} for tie in self.program.tied_weights], own, rank)
         return [
             (r, k)
             for r, own in enumerate(self.lists)
@@ -317,12 +336,12 @@ class Machine:
             if r in party
             and j.op == i.op
             and j.mb == i.mb
-            and (i.op != O.ReduceHolders or j.stage == i.stage)
+            and (i.op != O.ReduceReplicatedStages or j.stage == i.stage)
         ]
 
     def _apart(self, partners: list[tuple[int, int]]) -> bool:
         """Whether one side of a message is in a group, and the other alone: they never meet."""
-        message = bool(ROWS[self.lists[partners[0][0]][partners[0][1]].op].hop)
+        message = bool(ROWS[self.lists[partners[0][0]][partners[0][1]].op].peer)
         return message and len({len(self._group_of(r, n)) > 1 for r, n in partners}) > 1
 
     def _leaves(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | None:
@@ -333,7 +352,7 @@ class Machine:
                 return (rank, k) if size[2] <= self.small else None
             if i.op in (O.SendAct, O.SendGrad):
                 act = i.op == O.SendAct
-                cut = Instr(O.Scatter if act else O.ScatterGrad, i.stage, i.mb)
+                cut = Instr(O.TPScatterAct if act else O.TPScatterGrad, i.stage, i.mb)
                 shards = self.program.tp if (rank, cut) in self.where else 1
                 return (rank, k) if size[not act] / shards <= self.small else None
         return None
@@ -369,7 +388,7 @@ class Machine:
         else:
             for k in group:
                 partners = self._partners(rank, self.lists[rank][k])
-                if self.model == "torch" and self._apart(partners):
+                if self.model == "torch_lazy" and self._apart(partners):
                     return False
                 leaves = self._leaves(*partners) if len(partners) == 2 else None
                 if leaves == (rank, k):

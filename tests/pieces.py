@@ -18,14 +18,14 @@ from tests.carried import Wrong
 if TYPE_CHECKING:
     from tests.host import Host
 
-SUMS = (Opcode.SumAct, Opcode.SumGrad)
+SUMS = (Opcode.TPReduceAct, Opcode.TPReduceGrad)
 ADDEND, OWN, ALL = "addend", "own tokens", "all tokens"
-SLICES = (Opcode.Scatter, Opcode.Gather, Opcode.ScatterGrad, Opcode.GatherGrad)
+SLICES = (Opcode.TPScatterAct, Opcode.TPGatherAct, Opcode.TPScatterGrad, Opcode.TPGatherGrad)
 
 
 def met(host: Host, stage: int) -> str:
     """Who meets behind a stage: tensor-parallel ranks that enter a region, or leave it."""
-    return host.machine.program.meets[stage : stage + 1] if stage >= 0 else ""
+    return host.machine.program.segment_boundaries[stage : stage + 1] if stage >= 0 else ""
 
 
 def given(host: Host, i: Instr) -> object:
@@ -33,7 +33,7 @@ def given(host: Host, i: Instr) -> object:
     goes, letter = i.op is Opcode.Forward, met(host, i.stage - (i.op is not Opcode.Forward))
     if letter == ("g" if goes else "f"):
         return ADDEND
-    inside = letter and letter in "fg" and host.machine.program.sequence
+    inside = letter and letter in "fg" and host.machine.program.sequence_parallel
     return OWN if inside else True
 
 
@@ -41,12 +41,12 @@ def taken(host: Host, i: Instr) -> object:
     """What a forward, or a backward, must find."""
     goes = i.op is Opcode.Forward
     enters = met(host, i.stage - 1) == "f" if goes else met(host, i.stage) == "g"
-    return ALL if enters and host.machine.program.sequence else True
+    return ALL if enters and host.machine.program.sequence_parallel else True
 
 
 def meet(host: Host, i: Instr) -> None:
     """Makes a sum of addends, or all tokens of each rank's own, in their place."""
-    grad = i.op in (Opcode.SumGrad, Opcode.GatherGrad)
+    grad = i.op in (Opcode.TPReduceGrad, Opcode.TPGatherGrad)
     sums = i.op in SUMS
     came, made = (ADDEND, True) if sums else (OWN, ALL)
     letter = ("gf" if sums else "fg")[grad]
@@ -63,14 +63,14 @@ def reshape(host: Host, i: Instr) -> None:
     """Scatter and gather, in place: the slot is taken and given again."""
     if host.machine.program.tp == 1:
         raise Wrong(f"{i}: there is no tensor-parallel group")
-    if host.machine.program.sequence:
-        if i.op in (Opcode.Scatter, Opcode.ScatterGrad):
+    if host.machine.program.sequence_parallel:
+        if i.op in (Opcode.TPScatterAct, Opcode.TPScatterGrad):
             raise Wrong(f"{i}: each rank has its own tokens only")
         meet(host, i)
         return
     grad, gathers = (
-        i.op in (Opcode.ScatterGrad, Opcode.GatherGrad),
-        i.op in (Opcode.Gather, Opcode.GatherGrad),
+        i.op in (Opcode.TPScatterGrad, Opcode.TPGatherGrad),
+        i.op in (Opcode.TPGatherAct, Opcode.TPGatherGrad),
     )
     host.queue("gathers" if gathers else "compute")
     kind = "grad" if grad else "act"

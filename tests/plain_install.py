@@ -83,7 +83,7 @@ def _write_inputs(folder: Path) -> None:
     (folder / "traces").mkdir()
     kineto.write(folder / "traces", 2 * [simulate(check(program), Costs(F=1, B=2))], seed=1)
     (folder / "dumps").mkdir()
-    for recorder in flight.record(flight.stopped(Graph(program), 0, blocks=True)):
+    for recorder in flight.record(flight.stopped(Graph(program), 0, blocking_hosts=True)):
         recorder.save(folder / "dumps")
 
 

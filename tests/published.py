@@ -46,7 +46,7 @@ def rows() -> list[Row]:
             found.append(
                 Row(
                     row["model"], PipelineShape(int(row["p"]), int(row["m"])),
-                    Costs(F=F, I=I, W=W, send=send), Sizes(saved=1, tape=tape), rates,
+                    Costs(F=F, I=I, W=W, send=send), Sizes(saved=1, deferred_wgrad=tape), rates,
                 )
             )  # fmt: skip
     return found

@@ -55,7 +55,7 @@ def layer_times() -> list[Measured]:
     found = []
     for row in table("rar_table4_layer_times"):
         again, cut = how[row["experiment"]]
-        choice = ParallelPlan(t=8, b=4, recompute=again, sequence_parallel=cut)
+        choice = ParallelPlan(tp=8, microbatch_size=4, recompute=again, sequence_parallel=cut)
         seconds = tuple(float(row[f"{name}_ms"]) / 1e3 for name in ("forward", "backward"))
         found.append(Measured(row["experiment"], model, choice, 1, seconds))
     return found
@@ -69,7 +69,12 @@ def stage_times() -> list[Measured]:
         size, p = row["model"], int(row["p"])
         layers = ZB_LAYERS[size]
         model = TransformerSpec(layers, int(row["hidden"]), int(row["heads"]), VOCAB, 1024)
-        choice = ParallelPlan(p=p, b=ZB_MICROBATCH[size], m=int(row["m"]), schedule="zb_h1")
+        choice = ParallelPlan(
+            pp=p,
+            microbatch_size=ZB_MICROBATCH[size],
+            microbatches=int(row["m"]),
+            schedule="zb_h1",
+        )
         seconds = tuple(float(row[f"T_{name}"]) / 1e3 for name in "FIW")
         found.append(Measured(size, model, choice, (layers + 2) // p, seconds))
     return found
@@ -88,7 +93,15 @@ def one_node() -> list[Run]:
         model = TransformerSpec(of["# layers"], hidden, heads, VOCAB, of["sequence length"])
         t, d, p = (of[f"{name} parallelism"] for name in ("tensor", "data", "pipeline"))
         b, batch = of["micro batch"], of["global batch"]
-        choice = ParallelPlan(p=p, t=t, d=d, b=b, m=batch // (d * b), recompute="full", order="tdp")
+        choice = ParallelPlan(
+            pp=p,
+            tp=t,
+            dp=d,
+            microbatch_size=b,
+            microbatches=batch // (d * b),
+            recompute="full",
+            rank_order="tp-dp-pp",
+        )
         name = f"h {hidden}, {model.layers} layers"
         runs.append(Run(name, model, choice, float(row["iteration time (ms)"]) / 1e3))
     return runs
@@ -112,10 +125,10 @@ def weak_scaling() -> list[Run]:
             int(row[name]) for name in ("virtual_chunks_v", "global_batch_seqs", "gpus")
         )
         choice = ParallelPlan(
-            p=int(row["pp"]), t=int(row["tp"]), d=int(row["dp"]), v=v,
-            b=int(row["micro_batch_size"]), m=int(row["microbatches_m"]),
+            pp=int(row["pp"]), tp=int(row["tp"]), dp=int(row["dp"]), stages_per_rank=v,
+            microbatch_size=int(row["micro_batch_size"]), microbatches=int(row["microbatches_m"]),
             schedule="interleaved" if v > 1 else "one_f_one_b", recompute="full",
-            order="tdp",
+            rank_order="tp-dp-pp",
         )  # fmt: skip
         if (choice.batch, choice.gpus) != (batch, gpus):
             raise ValueError(f"{row}: {choice.batch} sequences on {choice.gpus} GPUs")
@@ -136,11 +149,11 @@ def kept_bytes(model: TransformerSpec) -> list[tuple[str, ParallelPlan, float]]:
     """arXiv 2205.05198, Table 2: what a layer of a model keeps of one sequence."""
     how: dict[str, ParallelPlan] = {
         "no parallelism": ParallelPlan(),
-        "tensor parallel (baseline)": ParallelPlan(t=8),
-        "tensor+sequence": ParallelPlan(t=8, sequence_parallel=True),
-        "tensor+selective": ParallelPlan(t=8, recompute="selective"),
+        "tensor parallel (baseline)": ParallelPlan(tp=8),
+        "tensor+sequence": ParallelPlan(tp=8, sequence_parallel=True),
+        "tensor+selective": ParallelPlan(tp=8, recompute="selective"),
         "tensor+sequence+selective": ParallelPlan(
-            t=8, recompute="selective", sequence_parallel=True
+            tp=8, recompute="selective", sequence_parallel=True
         ),
         "full recomputation": ParallelPlan(recompute="full"),
     }
@@ -148,6 +161,6 @@ def kept_bytes(model: TransformerSpec) -> list[tuple[str, ParallelPlan, float]]:
     for row in table("rar_table2_activation_memory"):
         choice = how[row["configuration"]]
         s, h, a = model.sequence, model.hidden, model.heads
-        of = {"s": s, "b": choice.b, "h": h, "a": a, "t": choice.t}
+        of = {"s": s, "b": choice.microbatch_size, "h": h, "a": a, "t": choice.tp}
         found.append((row["configuration"], choice, float(eval(row["formula"], {}, of))))
     return found

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def reduce(host: Host, i: Instr) -> None:
     host.queue("gathers")
-    if not host.machine.program.sequence:
+    if not host.machine.program.sequence_parallel:
         host.wrong("each rank has seen all of the sequence")
     if (i.stage, i.mb) in host.summed:
         host.wrong("they are summed already")
@@ -37,7 +37,7 @@ def reduced(host: Host, i: Instr) -> None:
 
 def expect(host: Host, *stages: int, update: int) -> None:
     """Have the entry wait until these stages' have been summed."""
-    for stage in stages if host.machine.program.sequence else ():
+    for stage in stages if host.machine.program.sequence_parallel else ():
         if (stage, update) not in host.summed:
             host.wrong(f"gradients of stage {stage} are of a part of the sequence")
         host.entry.waits.append(host.summed[stage, update])

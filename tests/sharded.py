@@ -17,16 +17,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from schedir.ir.isa.instructions import TIERS, Instr, Opcode, Token
+from schedir.ir.isa.instructions import TIERS, Instr, Opcode, Value
 from tests import away
-from tests.carried import Event, Value
+from tests.carried import Event, SlotValue
 
 if TYPE_CHECKING:
     from tests.host import Host
 
 READS = (Opcode.Forward, Opcode.Backward, Opcode.BackwardInput, Opcode.Recompute)
 TURNS = (Opcode.Unshard, Opcode.Reshard, Opcode.ReduceScatter)
-VALUES = (Token.FULL, Token.PARTS, Token.ROOM)
+OWN_VALUES = (Value.UNSHARDED_PARAMS, Value.SHARDED_PARAMS, Value.WGRAD_BUFFER)
 
 
 def begin(host: Host) -> None:
@@ -34,14 +34,14 @@ def begin(host: Host) -> None:
     machine = host.machine
     if machine.zero:
         for stage in host.trained:
-            host.slots["parts", stage] = Value(away.ALWAYS, state={True: TIERS[0], False: ""})
+            host.slots["parts", stage] = SlotValue(away.ALWAYS, state={True: TIERS[0], False: ""})
 
 
 def meet_replicas(host: Host, i: Instr, lane: str) -> None:
     """The same rank of all replicas: they meet by position, and for the same."""
     machine, met = host.machine, Event()
     member = met, int(i.op) << 48 | i.stage << 32 | i.mb
-    place = "replicas", lane if machine.model != "serial" else "all", host.rank
+    place = "replicas", lane if machine.model != "blocking_serial" else "all", host.rank
     host.entry.actions.append(lambda: machine.join(place, machine.replicas, member))
     host.entry.meets.append(met)
 
@@ -64,7 +64,7 @@ def read(host: Host, i: Instr) -> None:
     """Whole weights are there when it is issued, and when it runs."""
     if not host.machine.zero or i.stage < host.machine.frozen:
         return
-    host.look("full", i.stage)
+    host.look("unsharded_params", i.stage)
     entry = host.entry
 
     def see() -> None:
@@ -79,8 +79,8 @@ def unshard(host: Host, i: Instr) -> None:
     host.queue("params")
     meet_replicas(host, i, "params")
     host.take("parts", i.stage)
-    host.give("full", i.stage)
-    away.enter(host, "full")
+    host.give("unsharded_params", i.stage)
+    away.enter(host, "unsharded_params")
     entry = host.entry
 
     def gather() -> None:
@@ -94,9 +94,9 @@ def unshard(host: Host, i: Instr) -> None:
 def reshard(host: Host, i: Instr) -> None:
     require(host, i)
     host.queue("compute")
-    host.take("full", i.stage)
+    host.take("unsharded_params", i.stage)
     host.give("parts", i.stage)
-    away.leave(host, "full")
+    away.leave(host, "unsharded_params")
 
     def let_go() -> None:
         del host.whole[i.stage]
@@ -108,7 +108,7 @@ def reduce_scatter(host: Host, i: Instr) -> None:
     require(host, i)
     host.queue("reductions")
     meet_replicas(host, i, "dp")
-    if host.machine.program.reduce == "end" and i.mb:
+    if host.machine.program.reduce_scatter_at == "update_end" and i.mb:
         host.wrong("it is reduced once, at the end")
     added = [slot for slot in host.slots if slot[0] == "added" and slot[-2] == i.stage]
     if not added:
@@ -142,7 +142,7 @@ def add(host: Host, stage: int) -> None:
     if host.machine.zero > 1 and stage not in host.adding:
         host.adding.add(stage)
         away.enter(host, "wgrad")
-    if host.machine.program.reduce == "turn":
+    if host.machine.program.reduce_scatter_at == "each_backward":
         entry.waits += [other.done for other in before]
 
     def see() -> None:

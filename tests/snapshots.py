@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def copied(host: Host) -> list[int]:
     """The stages that are copied here."""
     first = host.machine.holders[0]
-    said = host.machine.program.snapshots and host.machine.trains
+    said = host.machine.program.checkpoint_snapshots and host.machine.trains
     return [s for s in host.trained if said and first[s] == host.rank]
 
 

@@ -32,22 +32,24 @@ if TYPE_CHECKING:
     from tests.host import Host
 
 NEXT = {  # what a state must have been through, where that leaves it, and on which queue
-    Opcode.LoadState: ("on the host", "loaded", "back"),
-    Opcode.StepStage: ("loaded", "stepped", "compute"),
-    Opcode.StoreState: ("stepped", "stored", "copies"),
-    Opcode.FetchState: ("on the disk", "on the host", "disk"),
-    Opcode.SpillState: ("stored", "spilled", "disk"),
-    Opcode.OffloadGrads: ("on the cpu", "to be stepped", "copies"),
-    Opcode.StepHost: ("to be stepped", "stepped there", "host"),
+    Opcode.ReloadState: ("on the host", "loaded", "back"),
+    Opcode.StageOptimizerStep: ("loaded", "stepped", "compute"),
+    Opcode.OffloadState: ("stepped", "stored", "copies"),
+    Opcode.ReadStateFromDisk: ("on the disk", "on the host", "disk"),
+    Opcode.WriteStateToDisk: ("stored", "spilled", "disk"),
+    Opcode.OffloadGrads: ("on the cpu_step", "to be stepped", "copies"),
+    Opcode.HostOptimizerStep: ("to be stepped", "stepped there", "host"),
     Opcode.ReloadWeights: ("stepped there", "new here", "back"),
 }
-LAST = {"host": "stored", "disk": "spilled", "cpu": "new here"}
+LAST = {"host": "stored", "disk": "spilled", "cpu_step": "new here"}
 
 
 def kept(host: Host) -> list[int]:
     """The stages whose states lie elsewhere."""
     machine = host.machine
-    return host.trained if machine.program.states != "device" and machine.trains else []
+    return (
+        host.trained if machine.program.optimizer_placement != "device" and machine.trains else []
+    )
 
 
 def begin(host: Host) -> None:
@@ -56,7 +58,7 @@ def begin(host: Host) -> None:
 
 
 def _lies(host: Host) -> str:
-    return host.machine.program.states
+    return host.machine.program.optimizer_placement
 
 
 def turn(host: Host, i: Instr) -> None:
@@ -71,21 +73,21 @@ def turn(host: Host, i: Instr) -> None:
         host.wrong(f"its state is {found}")
     host.entry.waits.append(ready)
     host.states[i.stage] = after, host.entry.done
-    if i.op is Opcode.LoadState:
+    if i.op is Opcode.ReloadState:
         _load(host, i)
-    elif i.op is Opcode.StepStage:
+    elif i.op is Opcode.StageOptimizerStep:
         _step(host, i)
-    elif i.op is Opcode.StoreState:
+    elif i.op is Opcode.OffloadState:
         away.leave(host, "state")
         away.enter(host, "state_host")
-    elif i.op is Opcode.FetchState:
+    elif i.op is Opcode.ReadStateFromDisk:
         away.enter(host, "state_host")
-    elif i.op is Opcode.SpillState:
+    elif i.op is Opcode.WriteStateToDisk:
         away.leave(host, "state_host")
     elif i.op is Opcode.OffloadGrads:
         host.gone[i.stage] = host.entry.done
         _reduced(host, i)
-    elif i.op is Opcode.StepHost:
+    elif i.op is Opcode.HostOptimizerStep:
         _step_there(host, i)
 
 
@@ -119,7 +121,7 @@ def _step_there(host: Host, i: Instr) -> None:
 
 def releases(host: Host) -> bool:
     """Whether the rank lets go of its gradients ahead of its step."""
-    return _lies(host) == "cpu" and host.machine.trains and host.machine.updates > 1
+    return _lies(host) == "cpu_step" and host.machine.trains and host.machine.updates > 1
 
 
 def release(host: Host, i: Instr) -> None:
@@ -133,14 +135,14 @@ def release(host: Host, i: Instr) -> None:
             host.wrong(f"the gradient of stage {stage} is not on the host")
         host.entry.waits.append(host.gone[stage])
         host.total(stage, i.mb)
-    for slot in [("norm", i.mb)] * host.machine.program.clip:
+    for slot in [("norm", i.mb)] * host.machine.program.clip_grad_norm:
         host.look(*slot)
     host.entry.actions.append(host.sums.clear)
     host.released = host.entry.done
 
 
 def _step(host: Host, i: Instr) -> None:
-    for slot in host.final(i.mb) + [("norm", i.mb)] * host.machine.program.clip:
+    for slot in host.final(i.mb) + [("norm", i.mb)] * host.machine.program.clip_grad_norm:
         host.look(*slot)
     for stage in host.trained:
         if not releases(host):
@@ -164,5 +166,5 @@ def end(host: Host, i: Instr) -> None:
     else:
         if host.released is None or i.mb != host.update:
             host.wrong("the rank has not let go of its gradients")
-        host.states = dict.fromkeys(host.states, ("on the cpu", host.entry.done))
+        host.states = dict.fromkeys(host.states, ("on the cpu_step", host.entry.done))
         host.gone, host.update, host.released = {}, i.mb + 1, None

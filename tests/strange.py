@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from schedir.ir.isa.instructions import ROWS, TIERS, TOKENS, Instr, Lane, Opcode, Scope, Token
-from tests.carried import Slot, Value
-from tests.sharded import VALUES as OF_PARTS
+from schedir.ir.isa.instructions import ROWS, TIERS, VALUES, Instr, Lane, Opcode, Scope, Value
+from tests.carried import Slot, SlotValue
+from tests.sharded import OWN_VALUES as OF_PARTS
 
 if TYPE_CHECKING:
     from tests.host import Host
 
 KNOWN_VALUES = 14
-VALUES = (  # that the host knows all the same
-    *OF_PARTS, Token.COPY, Token.STATE, Token.STORED,
-    Token.HOST_GRAD, Token.HOST_WEIGHTS, Token.RELOADED, Token.JUDGED,
+OWN_VALUES = (  # that the host knows all the same
+    *OF_PARTS, Value.SNAPSHOT, Value.STATE, Value.STATE_WRITTEN,
+    Value.HOST_GRAD, Value.HOST_WEIGHTS, Value.WEIGHTS_RELOADED, Value.GRADS_CHECKED,
 )  # fmt: skip
 _LANES = {Lane.COMPUTE: "compute", Lane.TP: "gathers", Lane.DP: "reductions"}
 
@@ -27,14 +27,14 @@ _LANES = {Lane.COMPUTE: "compute", Lane.TP: "gathers", Lane.DP: "reductions"}
 def computes(op: Opcode) -> bool:
     """Whether it can run as one with another."""
     row = ROWS[op]
-    cuts = (Opcode.Scatter, Opcode.ScatterGrad)
+    cuts = (Opcode.TPScatterAct, Opcode.TPScatterGrad)
     return row.lane is Lane.COMPUTE and row.per is Scope.MICROBATCH and op not in cuts
 
 
 def address(host: Host, i: Instr) -> tuple[bool, bool, int]:
     """Whether it is once for a rank, or for a stage; and how many numbers there are."""
     per = ROWS[i.op].per
-    if per is Scope.TURN:
+    if per is Scope.OCCURRENCE:
         own = [j for j, _ in host.machine.lists[host.rank] if j[:2] == i[:2]]
         return False, True, len(own) if own[i.mb : i.mb + 1] == [i] else 0
     updates, mbs = host.machine.updates, host.machine.microbatches
@@ -44,7 +44,7 @@ def address(host: Host, i: Instr) -> tuple[bool, bool, int]:
 def issue(host: Host, i: Instr) -> None:
     """Takes what it needs, gives what it gives, and meets all ranks if it meets anybody."""
     row = ROWS[i.op]
-    if row.per is Scope.TURN and host.machine.updates > 1:
+    if row.per is Scope.OCCURRENCE and host.machine.updates > 1:
         host.wrong(f"{i} with several updates")
     if row.per is Scope.RANK:
         host.ends(i.mb)
@@ -61,7 +61,7 @@ def issue(host: Host, i: Instr) -> None:
         if token not in row.needs:
             for slot in _slots(host, token, i):
                 host.give(*slot)
-    if row.meets is i.op:
+    if row.partner is i.op:
         host.collective((row.text, i.mb), len(host.machine.lists), i.mb)
 
 
@@ -74,22 +74,22 @@ def beside(host: Host, i: Instr) -> None:
                 (host.take if token in row.frees else host.look)(*slot)
 
 
-def _there(host: Host, token: Token) -> bool:
+def _there(host: Host, token: Value) -> bool:
     """Whether there are values of a kind: of a strange one, where something gives it."""
     own = host.machine.lists[host.rank]
-    if token < KNOWN_VALUES or token in VALUES:
-        return token not in VALUES
+    if token < KNOWN_VALUES or token in OWN_VALUES:
+        return token not in OWN_VALUES
     return any(token in ROWS[i.op].gives for i, _ in own)
 
 
-def _slots(host: Host, token: Token, i: Instr) -> list[Slot]:
+def _slots(host: Host, token: Value, i: Instr) -> list[Slot]:
     """Where the values of a kind are that an instruction touches."""
-    if token is Token.GRAD:
+    if token is Value.GRAD:
         return host.final(i.mb)
-    if token is Token.PARAMETERS:
+    if token is Value.PARAMS:
         version = host.machine.version(i.stage, i.mb) if ROWS[i.op].per is Scope.MICROBATCH else 0
         return [("parameters", version)] * (version > 0)
-    per, name = TOKENS[token].per, token.name.lower()
+    per, name = VALUES[token].per, token.name.lower()
     return [(name, *{Scope.MICROBATCH: i[1:], Scope.STAGE: i[1:2], Scope.RANK: i[2:]}[per])]
 
 
@@ -99,7 +99,7 @@ def _changes(host: Host, slot: Slot, tiers: bool) -> list[tuple[str, str]]:
         host.changes = defaultdict(list)
         for i, _ in host.machine.lists[host.rank]:
             for change in ROWS[i.op].changes:
-                for one in _slots(host, change.token, i):
+                for one in _slots(host, change.value, i):
                     place = one, change.before in TIERS
                     host.changes[place].append((change.before, change.after))
     return host.changes.get((slot, tiers), [])
@@ -111,19 +111,19 @@ def made(host: Host, slot: Slot) -> dict[bool, str]:
     return {True: TIERS[0], False: forms[0][0] if forms else ""}
 
 
-def expect(host: Host, slot: Slot, value: Value) -> None:
+def expect(host: Host, slot: Slot, value: SlotValue) -> None:
     """Whoever takes a value wants it on the device, as the last change leaves it."""
     forms = _changes(host, slot, False)
     if value.state != {True: TIERS[0], False: forms[-1][1] if forms else ""}:
         host.wrong(f"{slot} is {value.state}")
 
 
-def _change(host: Host, i: Instr, token: Token, slot: Slot) -> None:
+def _change(host: Host, i: Instr, token: Value, slot: Slot) -> None:
     value = host.look(*slot)
     state = {**value.state}
     moves = False
     for change in ROWS[i.op].changes:
-        if change.token is token:
+        if change.value is token:
             tiers = change.before in TIERS
             moves |= tiers
             if state[tiers] != change.before:
@@ -139,9 +139,9 @@ def kept(host: Host) -> set[Slot]:
     """What may be left in the end: values that nobody frees."""
     names = {
         token.name.lower()
-        for token in Token
+        for token in Value
         if token >= KNOWN_VALUES
-        and token is not Token.COPY
+        and token is not Value.SNAPSHOT
         and not any(token in row.frees for row in ROWS)
     }
     return {slot for slot in host.slots if slot[0] in names}

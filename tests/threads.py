@@ -11,9 +11,11 @@ The machine:
 
 - *Queues* of a rank: compute (with scatter), gathers, reductions, copies to the host, copies back,
   the disk, what the host computes, and those of the progress model for transfers: one per peer,
-  kind and direction (`edge`), one per peer (`pair`), one per kind (`direction`), or one (`device`).
-  Under `torch` there is one for what has both sends and receives, and one per peer for all else.
-  Under `serial` everything goes into a single queue.
+  kind and direction (`per_edge`), one per peer (`per_pair`), one per kind (`per_direction`),
+  or one (`per_device`).
+  Under `torch_lazy` there is one for what has both sends and receives,
+  and one per peer for all else.
+  Under `blocking_serial` everything goes into a single queue.
 - *Values* live in slots.  The host looks a value up when it issues the instruction that needs
   it; one that has not been issued yet is an error, as the wait for a CUDA event that was never
   recorded.  What an instruction uses up is gone, and no slot is filled twice.
@@ -22,11 +24,14 @@ The machine:
   whether just their update's are in it, and the step empties it.  Updates before the last leave
   the weights that later forwards look for.
 - *Transfers* block until the other side is there too.  They match by position, not by name:
-  the k-th send from one rank to another meets the k-th receive there, under `edge` and `direction`
-  of activations and gradients apart, and under `torch` those of the two kinds of queue apart.  A
+  the k-th send from one rank to another meets the k-th receive there,
+  under `per_edge` and `per_direction`
+  of activations and gradients apart,
+  and under `torch_lazy` those of the two kinds of queue apart.  A
   send of at most `limit` bytes leaves its tensor there, and goes on.  Tensors say what they are, so
   who takes in the wrong one notices.
-- *Groups* of transfers are issued as one, but under `torch` one by one if all go one way: their
+- *Groups* of transfers are issued as one,
+but under `torch_lazy` one by one if all go one way: their
   needs are looked up together, they are posted when it is the group's turn in all its queues, and
   what they give is there when all have met.  Two computes joined run as one.  NCCL hangs on groups
   of more than 256.
@@ -58,7 +63,7 @@ from typing import NamedTuple
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.ir.program import Program
-from tests.carried import Entry, Event, Message, Slot, Value, Wrong
+from tests.carried import Entry, Event, Message, Slot, SlotValue, Wrong
 from tests.host import COMPUTES, Host
 
 SMALL = Sizes()
@@ -78,12 +83,14 @@ def verdict(
     limit: float = -1,
     sizes: Sizes = SMALL,
     *,
-    blocks: bool = False,
+    blocking_hosts: bool = False,
     replicas: int = 1,
 ) -> Verdict:
     """Run the program under a progress model, in the order that `seed` picks."""
     try:
-        machine = Machine(program, model, seed, limit, sizes, blocks=blocks, replicas=replicas)
+        machine = Machine(
+            program, model, seed, limit, sizes, blocking_hosts=blocking_hosts, replicas=replicas
+        )
     except Wrong as wrong:
         return Verdict("wrong", str(wrong))
     try:
@@ -105,16 +112,16 @@ class Machine:
         limit: float = -1,
         sizes: Sizes = SMALL,
         *,
-        blocks: bool = False,
+        blocking_hosts: bool = False,
         replicas: int = 1,
     ) -> None:
         self.program, self.model = program, model
-        self.blocks, self.replicas = blocks, replicas
+        self.blocks, self.replicas = blocking_hosts, replicas
         self.limit, self.sizes = limit, sizes
         self.random = None if seed is None else random.Random(seed)
         self.holders: list[list[int]] = program.plan.holders.tolist()
         self.stages, self.microbatches = program.plan.stages, program.plan.microbatches
-        self.updates = program.plan.updates
+        self.updates = program.plan.optimizer_steps
         n, m = len(self.holders), self.microbatches
         self.whose = [k for k in range(n) for _ in range(m // n + (k < m % n))]
         if len(program.streams) != program.plan.ranks:
@@ -124,8 +131,8 @@ class Machine:
         ranks = range(program.plan.ranks)
         self.own = [[s for s, holders in holders_of if rank in holders] for rank in ranks]
         self.trains = any(i.op in COMPUTES[1:] for l in self.lists for i, _ in l)
-        self.frozen, self.zero = program.frozen, program.zero
-        self.ties = [{*one} for one in program.tied if min(one) >= self.frozen]
+        self.frozen, self.zero = program.frozen_stages, program.zero
+        self.ties = [{*one} for one in program.tied_weights if min(one) >= self.frozen]
         self.tied = {s for one in self.ties for s in one}
         self.skips = dict(program.skips)
         self.hosts: list[Host] = []
@@ -150,7 +157,7 @@ class Machine:
 
     def version(self, stage: int, mb: int) -> int:
         """How many updates the weights have had that a stage uses for a microbatch."""
-        delay = self.program.plan.delay
+        delay = self.program.plan.weight_delay
         behind = delay if isinstance(delay, int) else delay[stage]
         update = mb * self.updates // self.microbatches if self.trains else 0
         return max(update - behind, 0) if stage >= self.frozen else 0
@@ -164,7 +171,7 @@ class Machine:
         if "skip" in kind:
             maker = i.stage if kind == "skip" else self.beginning(i.stage)
         size = float(self.sizes.of(name, self.program.plan.stages)[maker])
-        scatter = Opcode.Scatter if kind == "act" else Opcode.ScatterGrad
+        scatter = Opcode.TPScatterAct if kind == "act" else Opcode.TPScatterGrad
         cut = any((j.op, j.stage, j.mb) == (scatter, *i[1:]) for own in self.lists for j, _ in own)
         return size / (self.program.tp if cut else 1) <= self.limit
 
@@ -228,12 +235,14 @@ class Machine:
     def drains(self, entry: Entry) -> tuple[object, ...]:
         """What a host waits for: all of these kinds before it."""
         i = entry.group[0]
-        holders = i.op is Opcode.ReduceHolders and self.program.dp > 1
+        holders = i.op is Opcode.ReduceReplicatedStages and self.program.dp > 1
         if holders or i.op in (Opcode.ReduceTied, Opcode.ReduceNorm):
             return (entry.kind,)
         return {
             Opcode.OffloadGrads: ("reductions",),
-            **dict.fromkeys((Opcode.StepHost, Opcode.ReleaseGrads), ("reductions", "copies")),
+            **dict.fromkeys(
+                (Opcode.HostOptimizerStep, Opcode.CheckGradsFinite), ("reductions", "copies")
+            ),
         }.get(i.op, ())
 
     def thread(self, entries: list[Entry]) -> Iterator[Event]:
@@ -258,7 +267,7 @@ class Machine:
     def post(self, message: Message) -> None:
         """Stand in line for the other side; whoever is second carries the tensor over."""
         if message.alone:  # a copy is on its way
-            message.value = Value(message.met, message.value.tensor)
+            message.value = SlotValue(message.met, message.value.tensor)
             self.happen(message.met)
         (self.sent if message.sends else self.received)[message.channel].append(message)
         sent, received = self.sent[message.channel], self.received[message.channel]

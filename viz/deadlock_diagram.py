@@ -85,7 +85,7 @@ def standstill(program: Program, error: ProgramError) -> str:
 
 def _ended(program: Program, error: DeadlockError) -> NDArray[np.bool_]:
     """What has ended; where hosts wait and messages would not, what these hosts have issued."""
-    graph = Graph.of(program, cast(ProgressModel, error.model))
+    graph = Graph.of(program, cast(ProgressModel, error.progress_model))
     ended = walk(graph).done
     if ended.all():
         ended = np.zeros(len(program), bool)

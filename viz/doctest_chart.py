@@ -45,13 +45,13 @@ def timeline(
     schedule: Schedule,
     ranks: int,
     microbatches: int,
-    stages_per_rank: int = 1,
+    stages_per_rank: int | None = None,
     placement: Placement = "loop",
     costs: Costs | None = None,
 ) -> str:
     """The chart of a schedule on a plan, at the given costs."""
     costs = costs or Costs()
-    program = compile(
-        schedule, PipelineShape(ranks, microbatches, stages_per_rank, placement), costs=costs
-    )
+    given = {} if stages_per_rank is None else {"stages_per_rank": stages_per_rank}
+    shape = PipelineShape(ranks, microbatches, placement=placement, **given)
+    program = compile(schedule, shape, costs=costs)
     return chart(simulate(program, costs))

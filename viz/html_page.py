@@ -160,7 +160,7 @@ def _labels(runs: Sequence[Timeline]) -> list[str]:
 
 def _op(row: Any) -> dict[str, Any]:
     label = NAMES.get(row.op, "").removeprefix(f"{row.text} ")
-    if row.hop in (PeerRule.NEXT, PeerRule.PREVIOUS):
+    if row.peer in (PeerRule.NEXT, PeerRule.PREVIOUS):
         label = f"{LANE_NAMES[row.lane]} {'out' if row.op in SENDS else 'in'}"
     return {
         "text": row.text,
@@ -168,7 +168,7 @@ def _op(row: Any) -> dict[str, Any]:
         "label": label or row.text.replace("_", " "),
         "lane": int(row.lane),
         "per": row.per.value or "rank",
-        "hop": row.hop is not None,
+        "hop": row.peer is not None,
         "work": row.op in COMPUTE,
         "again": row.op in HATCHED,
         "sends": row.op in SENDS,

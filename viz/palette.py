@@ -193,7 +193,7 @@ def _comes_in(row: Row) -> bool:
     """Whether something comes in on a lane on which something goes out, too."""
     if row.lane not in BOTH_WAYS:
         return False
-    if row.hop is not None:
+    if row.peer is not None:
         return row.op not in SENDS
     return any(c.after in TIERS[: TIERS.index(c.before)] for c in row.changes if c.before in TIERS)
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.memory.footprint import tiers_of
 from schedir.ir.dataflow import Dataflow
-from schedir.ir.isa.instructions import Lane, Opcode, Token
+from schedir.ir.isa.instructions import Lane, Opcode, Value
 from schedir.predict.timeline import Timeline
 
 
@@ -101,7 +101,7 @@ def whole(timeline: Timeline) -> UnshardedIntervals:
     spans, program = timeline.spans, timeline.program
     if program.is_draft:
         return UnshardedIntervals.nothing()
-    lives = Dataflow.of(program).lives(Token.FULL)
+    lives = Dataflow.of(program).lives(Value.UNSHARDED_PARAMS)
     rank, stage = (spans[name][lives.fill].astype(np.int64) for name in ("rank", "stage"))
     start, end = spans["start"][lives.fill], spans["end"][lives.freed]
     local, row = own_stage(timeline)[lives.fill], np.zeros(len(rank), np.int64)

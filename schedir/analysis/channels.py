@@ -54,8 +54,8 @@ def queues(
     for op in TRANSFERS:
         row, own = ROWS[op], held[op]
         if rules.peers:
-            assert row.hop is not None
-            there = np.maximum(index.program.beside(row.hop), 0)
+            assert row.peer is not None
+            there = np.maximum(index.program.beside(row.peer), 0)
             own += plan.ranks * lines * (1 + plan.holders[:, there])
         if rules.kinds or rules.ways:
             way = 1 + 2 * row.lane * rules.kinds + (row.op in RECEIVES) * rules.ways

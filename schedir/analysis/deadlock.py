@@ -24,9 +24,9 @@ from schedir.ir.isa.instructions import (
     ROWS,
     STEPS,
     TIERS,
-    TOKENS,
+    VALUES,
     ProducerRule,
-    Token,
+    Value,
     change_of,
     changes,
     producers,
@@ -71,7 +71,7 @@ def misordered(graph: Graph) -> OrderError | None:
     needer, gives = graph.index.locate(first), graph.index.locate(giver)
     instr, given = needer[2], gives[2]
     token = graph.flow.token(first, giver)
-    value = TOKENS[token].words if token is not None else "the value"
+    value = VALUES[token].phrase if token is not None else "the value"
     if giver > first:
         fact = f"{instr} needs {value}, which {given} gives only later"
     else:
@@ -80,7 +80,7 @@ def misordered(graph: Graph) -> OrderError | None:
         fact,
         program=graph.program.name,
         sites=[InstructionSite(*needer, "needs it here"), InstructionSite(*gives, "gives it")],
-        hint=_delay(graph) if token is Token.PARAMETERS else "",
+        hint=_delay(graph) if token is Value.PARAMS else "",
     )
 
 
@@ -88,7 +88,7 @@ def _stale(graph: Graph, stale: StaleRead) -> OrderError:
     """The error for a value that is no longer, or not now, what its reader wants."""
     needer, culprit = graph.index.locate(stale.needer), graph.index.locate(stale.culprit)
     instr, last = needer[2], culprit[2]
-    words, gone = TOKENS[stale.token].words, stale.token in ROWS[last.op].frees
+    words, gone = VALUES[stale.token].phrase, stale.token in ROWS[last.op].frees
     change = change_of(last.op, stale.token)
     how = "has used up" if gone else "has left unfit"
     if change is not None and not gone:
@@ -96,7 +96,7 @@ def _stale(graph: Graph, stale: StaleRead) -> OrderError:
         how = f"has {way} {change.after}"
     makers = [ROWS[op].text for op in producers(stale.token) or changes(stale.token)]
     names = " or ".join(filter(None, [", ".join(makers[:-1]), makers[-1]]))
-    again = TOKENS[stale.token].found in (ProducerRule.AGAIN, ProducerRule.ALL)
+    again = VALUES[stale.token].producer_rule in (ProducerRule.LATEST, ProducerRule.ALL)
     return OrderError(
         f"{instr} needs {words}, which {last} {how}",
         program=graph.program.name,
@@ -118,7 +118,8 @@ def _delay(graph: Graph) -> str:
     least = int((index.update(at) - stepped[at]).max(initial=0))
     return (
         f"weights that are older by {least} would be there: "
-        f"-O delay={least}, pipeline.delay = {least} or PipelineShape(delay={least})"
+        f"-O weight_delay={least}, pipeline.weight_delay = {least} or "
+        f"PipelineShape(weight_delay={least})"
     )
 
 
@@ -148,7 +149,7 @@ def deadlock(graph: Graph, walk: EarliestTimes) -> ProgramError:
         f"{who}; stopped after {ran} of {len(graph.program)} instructions",
         steps,
         ran,
-        _WAITS if graph.device_waits else _BLOCKS * graph.blocks,
+        _WAITS if graph.host_device_sync else _BLOCKS * graph.blocking_hosts,
     )
 
 
@@ -157,7 +158,7 @@ def circle(graph: Graph, fact: str, steps: list[CycleWait], ran: int, hint: str)
     return DeadlockError(
         fact,
         program=graph.program.name,
-        model=graph.model,
+        progress_model=graph.progress_model,
         cycle=steps,
         ran=ran,
         total=len(graph.program),

@@ -33,7 +33,7 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import EagerMessages
 from schedir.ir.dataflow import Dataflow
 from schedir.ir.instruction_index import NONE, InstructionIndex, Positions
-from schedir.ir.isa.instructions import COLLECTIVES, RECEIVES, ROWS, SENDS, TRANSFERS, Token
+from schedir.ir.isa.instructions import COLLECTIVES, RECEIVES, ROWS, SENDS, TRANSFERS, Value
 from schedir.ir.pipeline.tied_weights import parties
 from schedir.ir.program import Program, Proof
 
@@ -58,16 +58,19 @@ class Graph:
     def __init__(
         self,
         program: Program,
-        model: ProgressModel = "device",
+        progress_model: ProgressModel = "per_device",
         *,
-        blocks: bool = False,
-        device_waits: bool = False,
-        eager: EagerMessages | None = None,
+        blocking_hosts: bool = False,
+        host_device_sync: bool = False,
+        eager_messages: EagerMessages | None = None,
     ) -> None:
-        self.program, self.eager = program, eager
-        self.rules = model_row(model)
-        self.model = model
-        self.blocks, self.device_waits = blocks or device_waits, device_waits
+        self.program, self.eager_messages = program, eager_messages
+        self.rules = model_row(progress_model)
+        self.progress_model = progress_model
+        self.blocking_hosts, self.host_device_sync = (
+            blocking_hosts or host_device_sync,
+            host_device_sync,
+        )
         self.index = InstructionIndex.of(program)
         self.flow = Dataflow.of(program)
 
@@ -75,25 +78,36 @@ class Graph:
     def of(
         cls,
         program: Program,
-        model: ProgressModel = "device",
+        progress_model: ProgressModel = "per_device",
         *,
-        blocks: bool = False,
-        device_waits: bool = False,
-        eager: EagerMessages | None = None,
+        blocking_hosts: bool = False,
+        host_device_sync: bool = False,
+        eager_messages: EagerMessages | None = None,
     ) -> Graph:
         """The graph of a program, which is made once for each model and kind of host.
 
         That with small messages is kept by nobody: who looks for a limit tries many.
         """
-        make = partial(cls, model=model, blocks=blocks, device_waits=device_waits, eager=eager)
-        if eager is not None:
+        make = partial(
+            cls,
+            progress_model=progress_model,
+            blocking_hosts=blocking_hosts,
+            host_device_sync=host_device_sync,
+            eager_messages=eager_messages,
+        )
+        if eager_messages is not None:
             return make(program)
-        return program.derived(("graph", model, blocks, device_waits), make)
+        return program.derived(("graph", progress_model, blocking_hosts, host_device_sync), make)
 
     @property
     def proof(self) -> Proof:
         """What a walk of this graph to its end proves."""
-        return Proof(self.model, self.blocks, self.device_waits, eager=self.eager)
+        return Proof(
+            self.progress_model,
+            self.blocking_hosts,
+            self.host_device_sync,
+            eager_messages=self.eager_messages,
+        )
 
     def __len__(self) -> int:
         return len(self.index)
@@ -106,7 +120,7 @@ class Graph:
         return self.flow.needs
 
     @cached_property
-    def reuses(self) -> dict[Token, tuple[Positions, Positions]]:
+    def reuses(self) -> dict[Value, tuple[Positions, Positions]]:
         """By kind, who fills a slot that had a value before, and the last reader of that."""
         return reuses(self.program)
 
@@ -128,13 +142,13 @@ class Graph:
         for fill, free in self.rooms:
             more.append(np.full((1, len(self)), NONE, np.int32))
             more[-1][0, fill] = free
-        more += [self.host_waits] if self.blocks else []
+        more += [self.host_waits] if self.blocking_hosts else []
         return np.concatenate([self.needs, *more]) if more else self.needs
 
     @cached_property
     def host_waits(self) -> NDArray[np.int32]:
         """What a host that blocks has waited for before each instruction, shape (k, n)."""
-        return host_waits(self.program, self.enter_leave[0], self.device_waits)
+        return host_waits(self.program, self.enter_leave[0], self.host_device_sync)
 
     @cached_property
     def partner(self) -> Positions:
@@ -144,8 +158,8 @@ class Graph:
             if (at := self.index.positions.get(send)) is None:
                 continue
             row = ROWS[send]
-            assert row.meets is not None and row.hop is not None
-            other = self.index.where(row.meets, self.index.beside(row.hop, at))
+            assert row.partner is not None and row.peer is not None
+            other = self.index.where(row.partner, self.index.beside(row.peer, at))
             met = other != NONE
             partner[at[met]], partner[other[met]] = other[met], at[met]
         return partner
@@ -158,11 +172,13 @@ class Graph:
     @cached_property
     def waits_for_nobody(self) -> Positions:
         """The sends that leave without their receiver."""
-        if self.eager is None:
+        if self.eager_messages is None:
             return np.empty(0, np.int32)
         at = self.index.where_all(SENDS)
         at = at[self.partner[at] != NONE]
-        small = message_sizes(self.program, self.eager.sizes, at) <= self.eager.limit
+        small = (
+            message_sizes(self.program, self.eager_messages.sizes, at) <= self.eager_messages.limit
+        )
         return np.asarray(at[small])
 
     @cached_property
@@ -300,7 +316,7 @@ class Graph:
             yield leave[giver[needer]], enter[needer]
         for fill, free in self.rooms:
             yield leave[free], enter[fill]
-        if self.blocks:
+        if self.blocking_hosts:
             for before in self.host_waits:
                 late = np.flatnonzero(before != NONE)
                 yield leave[before[late]], enter[late]

@@ -23,10 +23,15 @@ def least_limit(graph: Graph, sizes: Sizes) -> float | None:
     """
 
     def finishes(limit: float) -> bool:
-        how = {"blocks": graph.blocks, "device_waits": graph.device_waits}
+        how = {"blocking_hosts": graph.blocking_hosts, "host_device_sync": graph.host_device_sync}
         return bool(
             walk(
-                Graph(graph.program, graph.model, **how, eager=EagerMessages(limit, sizes))
+                Graph(
+                    graph.program,
+                    graph.progress_model,
+                    **how,
+                    eager_messages=EagerMessages(limit, sizes),
+                )
             ).done.all()
         )
 

@@ -13,7 +13,7 @@ from schedir.ir.isa.instructions import LANES, ROWS, TRANSFERS, Lane, Opcode, be
 from schedir.ir.program import Program
 
 
-def host_waits(program: Program, enter: Positions, device_waits: bool) -> NDArray[np.int32]:
+def host_waits(program: Program, enter: Positions, host_device_sync: bool) -> NDArray[np.int32]:
     """What a host that blocks has waited for before it issues each instruction, shape (k, n).
 
     A row for each lane at which it waits (`LaneRow.host`).  What it runs itself, it has run: of
@@ -24,13 +24,13 @@ def host_waits(program: Program, enter: Positions, device_waits: bool) -> NDArra
     other anyway.  Behind what waits for another lane (`Row.waits`) all has ended that stands before
     that on the lane.
 
-    With `device_waits` it also waits for its device (`Graph`).  `enter` are the nodes by which
+    With `host_device_sync` it also waits for its device (`Graph`).  `enter` are the nodes by which
     instructions are entered: what runs together does not wait for itself.
     """
     index = InstructionIndex.of(program)
     line = LINE_OF[index.op]
     rows = [_waited(program, row.lane, line) for row in LANES]
-    rows += _device_waited(program, enter) if device_waits else []
+    rows += _device_waited(program, enter) if host_device_sync else []
     return np.stack([row for row in rows if row is not None])
 
 
@@ -90,15 +90,15 @@ def _drains(program: Program, lane: Lane) -> list[Opcode]:
     """What on a lane a host drains it for first."""
     return [
         row.op for row in ROWS
-        if row.lane is lane and row.drains
-        and (row.drains == "always" or program.dp > 1)
+        if row.lane is lane and row.drains_lane
+        and (row.drains_lane == "always" or program.dp > 1)
     ]  # fmt: skip
 
 
 def _waited(program: Program, lane: Lane, line: NDArray[np.int64]) -> Positions | None:
     """What a host has waited for on a lane before each instruction; None if it never waits."""
     index = InstructionIndex.of(program)
-    drains, waits = _drains(program, lane), [row.op for row in ROWS if lane in row.waits]
+    drains, waits = _drains(program, lane), [row.op for row in ROWS if lane in row.waits_for_lanes]
     if LANES[lane].host == "starts" and program.ops.isdisjoint((*drains, *waits)):
         return None
     waited = np.full(len(index), NONE, np.int32)
@@ -106,7 +106,9 @@ def _waited(program: Program, lane: Lane, line: NDArray[np.int64]) -> Positions 
     if LANES[lane].host == "starts":
         waited[own[1:]] = np.where(index.is_op(drains)[own[1:]], own[:-1], NONE)
     else:  # what pieces give the host has made itself
-        waited[own] = np.where(index.is_op(between_segments(program.sequence))[own], NONE, own)
+        waited[own] = np.where(
+            index.is_op(between_segments(program.sequence_parallel))[own], NONE, own
+        )
     if len(at := index.where_all(waits)) and len(own):
         waited[at] = np.append(own, NONE)[np.searchsorted(own, at) - 1]
     before = np.full_like(waited, NONE)

@@ -9,8 +9,11 @@ from __future__ import annotations
 from typing import Final, Literal, NamedTuple, get_args
 
 from schedir.errors import UsageError, describe
+from schedir.retired_names import renamed_value
 
-ProgressModel = Literal["edge", "pair", "direction", "device", "torch", "serial"]
+ProgressModel = Literal[
+    "per_edge", "per_pair", "per_direction", "per_device", "torch_lazy", "blocking_serial"
+]  # fmt: skip
 
 
 class ModelRow(NamedTuple):
@@ -34,35 +37,35 @@ class ModelRow(NamedTuple):
 
 MODEL_ROWS: Final[tuple[ModelRow, ...]] = (
     ModelRow(
-        "edge", True, True, True, True, False,
+        "per_edge", True, True, True, True, False,
         "queue per directed edge, activations and gradients apart",
         "one 2-rank group per directed edge; Gloo with a tag per lane; shared memory",
     ),
     ModelRow(
-        "pair", True, True, False, False, False,
+        "per_pair", True, True, False, False, False,
         "queue per unordered pair of ranks",
         "torch's lazily created point-to-point communicators, for what is issued alone",
     ),
     ModelRow(
-        "direction", True, False, True, False, False,
+        "per_direction", True, False, True, False, False,
         "queue per rank for activations, and one for gradients",
         "two communicators for the pipeline, one for each direction, as of pytorch#186173",
     ),
     ModelRow(
-        "device", True, False, False, False, False,
+        "per_device", True, False, False, False, False,
         "queue per rank",
         "one communicator for the pipeline: `batch_isend_irecv` for all that is issued, or NCCL "
         "that is initialised eagerly (`init_process_group(device_id=...)`)",
     ),
     ModelRow(
-        "torch", True, True, False, False, True,
+        "torch_lazy", True, True, False, False, True,
         "queue per unordered pair of ranks for what is issued alone, and queue per rank for groups "
         "with both sends and receives; a message of which only one end is in such a group never "
         "meets",
         "torch.distributed.pipelining 2.13 over NCCL that is initialised lazily (no `device_id`)",
     ),
     ModelRow(
-        "serial", False, False, False, False, False,
+        "blocking_serial", False, False, False, False, False,
         "queue per rank, compute included",
         "blocking sends; the strictest",
     ),
@@ -71,13 +74,17 @@ MODELS: Final = tuple(row.name for row in MODEL_ROWS)
 assert get_args(ProgressModel) == MODELS
 
 
-def require_model(model: ProgressModel) -> ProgressModel:
+def require_model(progress_model: ProgressModel) -> ProgressModel:
     """The progress model, if it is one; raises UsageError if not."""
-    if not isinstance(model, str) or model not in MODELS:
-        raise UsageError(f"model must be one of {', '.join(MODELS)}, not {describe(model)}")
-    return model
+    if not isinstance(progress_model, str) or progress_model not in MODELS:
+        raise UsageError(
+            f"progress_model must be one of {', '.join(MODELS)}, not {describe(progress_model)}",
+            hint=renamed_value("progress_model", progress_model),
+            fields=["progress_model"],
+        )
+    return progress_model
 
 
-def model_row(model: ProgressModel) -> ModelRow:
+def model_row(progress_model: ProgressModel) -> ModelRow:
     """What a model promises."""
-    return MODEL_ROWS[MODELS.index(require_model(model))]
+    return MODEL_ROWS[MODELS.index(require_model(progress_model))]

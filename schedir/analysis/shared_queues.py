@@ -25,18 +25,20 @@ class SharedQueueGraph(Graph):
     def __init__(
         self,
         program: Program,
-        model: ProgressModel,
+        progress_model: ProgressModel,
         shared: Iterable[Queues],
         *,
-        blocks: bool = False,
+        blocking_hosts: bool = False,
     ) -> None:
-        super().__init__(program, model, blocks=blocks)
+        super().__init__(program, progress_model, blocking_hosts=blocking_hosts)
         self.shared = tuple(shared)
 
     @cached_property
     def queue(self) -> NDArray[np.unsignedinteger]:
         """As of Graph, where those that share have the number of the least."""
-        queue = Graph.of(self.program, self.model, blocks=self.blocks).queue.copy()
+        queue = Graph.of(
+            self.program, self.progress_model, blocking_hosts=self.blocking_hosts
+        ).queue.copy()
         for pair in self.shared:
             # What was joined before has another number by now.
             one, other = (self._now(queue, number) for number in pair)
@@ -45,5 +47,7 @@ class SharedQueueGraph(Graph):
 
     def _now(self, queue: NDArray[np.unsignedinteger], number: int) -> int:
         """The number that a queue has by now."""
-        original = Graph.of(self.program, self.model, blocks=self.blocks).queue
+        original = Graph.of(
+            self.program, self.progress_model, blocking_hosts=self.blocking_hosts
+        ).queue
         return int(queue[(original == number).argmax()])

@@ -42,7 +42,7 @@ class SavedCheckpoint(NamedTuple):
 
 
 class Saver:
-    """Saves an executor as `save` does, beside its steps; its program has `snapshots`.
+    """Saves an executor as `save` does, beside its steps; its program has `checkpoint_snapshots`.
 
     What a step changes is copied by the Snapshots of the step behind which it is due; all else, as
     buffers, which a forward may write to, at once.  A thread writes the files.  All processes make
@@ -53,7 +53,7 @@ class Saver:
     >>> from schedir.checkpoints import Saver
     >>> from schedir.runtime import InProcessExecutor
     >>> plan = schedir.PipelineShape(ranks=2, microbatches=4)
-    >>> program = schedir.compile(schedir.schedules.one_f_one_b, plan, snapshots=True)
+    >>> program = schedir.compile(schedir.schedules.one_f_one_b, plan, checkpoint_snapshots=True)
     >>> stages = [torch.nn.Linear(8, 8) for _ in range(2)]
     >>> how = dict(loss=torch.nn.functional.mse_loss, boundary=(2, 8))
     >>> run = InProcessExecutor(program, stages, optimizer=torch.optim.AdamW, **how)
@@ -87,11 +87,11 @@ class Saver:
                 hint="save(schedule, folder, step=..., optimizer=...)",
             )
         program = self.ranks[0].program
-        if not program.snapshots:
+        if not program.checkpoint_snapshots:
             raise ModelError(
                 "the program has no snapshots, and what is saved beside a step is copied by them",
                 program=program.name,
-                hint="compile(..., snapshots=True), or save(executor, folder, step=...)",
+                hint="compile(..., checkpoint_snapshots=True), or save(executor, folder, step=...)",
             )
         self.group: Any = None
         peers = self.peers = kept_of(executor)[0]

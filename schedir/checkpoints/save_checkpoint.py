@@ -57,7 +57,7 @@ def save(
     has in the whole model: that is how a run with other stages finds it.  Of the checkpoints in the
     folder the newest `keep` stay, or all.
 
-    A last update that is not validated (validate "after") is settled first.  Raises
+    A last update that is not validated (norm_check "after_step") is settled first.  Raises
     CheckpointError, in all processes, for what could not be saved right, and where one fails.
 
     >>> import schedir, tempfile, torch

@@ -30,7 +30,7 @@ _LONGEST = 40  # links of a chain that are shown
 
 EXAMPLES = """\
   schedir check interleaved --ranks 4 --microbatches 8
-  schedir check mine.py:my_schedule -O tp=2 -O overlap --progress-model edge
+  schedir check mine.py:my_schedule -O tp=2 -O overlap --progress-model per_edge
   schedir check refused.sched -o deadlock.svg
 
 The page docs/progress-models.md has more.
@@ -49,25 +49,21 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--blocking-hosts",
-        dest="blocks",
         action="store_true",
         help="on hosts that wait themselves, as those of CPUs do",
     )
     parser.add_argument(
         "--host-device-sync",
-        dest="device_waits",
         action="store_true",
         help="on hosts that wait for all they have issued, as for memory in a step on a GPU",
     )
     parser.add_argument(
         "--lazy-communicators",
-        dest="lazy",
         action="store_true",
         help="where each communicator is made at its first use, for which hosts meet",
     )
     parser.add_argument(
         "--eager-limit",
-        dest="eager",
         type=read_bytes,
         metavar="BYTES",
         help="messages of at most so many bytes, by --sizes, wait for nobody, like 512KB",
@@ -89,10 +85,10 @@ def run(args: argparse.Namespace) -> str:
     if check_sequence.several(args):
         return check_sequence.run(args)
     if args.why is not None:
-        if args.device_waits:
+        if args.host_device_sync:
             raise UsageError("--explain-start tells of hosts that do not wait for their device")
-        if args.lazy or args.eager is not None:
-            option = "--lazy-communicators" if args.lazy else "--eager-limit"
+        if args.lazy_communicators or args.eager_limit is not None:
+            option = "--lazy-communicators" if args.lazy_communicators else "--eager-limit"
             raise UsageError(
                 f"--explain-start tells of predicted runs, for which there is no {option}"
             )
@@ -101,45 +97,50 @@ def run(args: argparse.Namespace) -> str:
         raise UsageError(f"a picture of where ranks stand ends in .svg: {args.output} does not")
     request = request_of(args, args.source[0])
     program, first = request.program, request.proven_model
-    others = [model for model in MODELS if args.model is None and model != first]
-    hosts = {"blocks": args.blocks, "device_waits": args.device_waits, "lazy": args.lazy}
-    how = {"eager": args.eager, "sizes": args.sizes}
+    others = [model for model in MODELS if args.progress_model is None and model != first]
+    hosts = {
+        "blocking_hosts": args.blocking_hosts,
+        "host_device_sync": args.host_device_sync,
+        "lazy_communicators": args.lazy_communicators,
+    }
+    how = {"eager_limit": args.eager_limit, "sizes": args.sizes}
     try:
         check(program, first, **hosts, **how)
     except ProgramError as error:
         if isinstance(error, _REFUSED):
             fine = _under(program, others, **hosts, **how)
             hints = [f"it finishes under {listed(fine)}"] * bool(fine)
-            if isinstance(error, DeadlockError) and not args.lazy:
+            if isinstance(error, DeadlockError) and not args.lazy_communicators:
                 hints += _eager_hints(program, first, error, hosts)
             error.hint = "; ".join(hints) or error.hint
         if args.output is not None:
             _draw(program, error, args.output)
         raise
     models = sorted([first, *_under(program, others, **hosts, **how)], key=MODELS.index)
-    # What finishes under `serial`, where a compute is a transfer's equal, finishes on such hosts.
-    known = any(hosts.values()) or ("serial" in models and args.eager is None)
-    on_cpus = models if known else _under(program, models, blocks=True, **how)
+    # What finishes under `blocking_serial`, where a compute is a transfer's equal, finishes on such
+    # hosts.
+    known = any(hosts.values()) or ("blocking_serial" in models and args.eager_limit is None)
+    on_cpus = models if known else _under(program, models, blocking_hosts=True, **how)
     if args.json:
         facts = {"program": program.name, "digest": program.digest, "ranks": program.plan.ranks}
         facts["stages_per_rank"] = program.plan.stages_per_rank
         models_said = {"models": models}
-        if not args.lazy:  # hosts that meet to make communicators do not block
+        if not args.lazy_communicators:  # hosts that meet to make communicators do not block
             models_said["models_where_hosts_block"] = on_cpus
-        if args.device_waits:
+        if args.host_device_sync:
             models_said["models_where_hosts_wait_for_their_device"] = models
         return as_json(
             facts | {"instructions": len(program)} | models_said | facts_of_parts(program)
         )
     fails = [model for model in others if model not in models]
     but = f", but not under {listed(fails)}" if fails else ""
-    if args.eager is not None:
-        but += f", where messages of at most {format_bytes(args.eager)} wait for nobody"
-    if args.lazy:
+    if args.eager_limit is not None:
+        but += f", where messages of at most {format_bytes(args.eager_limit)} wait for nobody"
+    if args.lazy_communicators:
         but += LAZY
-    elif args.device_waits:
+    elif args.host_device_sync:
         but += DEVICE_WAITS
-    elif args.blocks:
+    elif args.blocking_hosts:
         but += BLOCKS
     elif on_cpus != models:
         only = f"only under {listed(on_cpus)}" if on_cpus else "under none"
@@ -158,7 +159,7 @@ def run(args: argparse.Namespace) -> str:
 
 def _why(args: argparse.Namespace) -> str:
     """The chain of instructions that decides when one starts."""
-    timeline = request_of(args, args.source[0], blocks=args.blocks).timeline
+    timeline = request_of(args, args.source[0], blocking_hosts=args.blocking_hosts).timeline
     rank, _, index = args.why.partition(":")
     streams = timeline.program.streams
     if not all(part.isascii() and part.isdecimal() for part in (rank, index)):
@@ -187,7 +188,8 @@ def _why(args: argparse.Namespace) -> str:
     left = len(shown) - _LONGEST
     return (
         f"{timeline.program.name}: rank {rank} #{index} {last} starts at {begin:.6g} under "
-        f"{timeline.model}{BLOCKS * args.blocks}; what decides it, each link from the end of the "
+        f"{timeline.progress_model}{BLOCKS * args.blocking_hosts}; what decides it, "
+        "each link from the end of the "
         "one before\n"
         + (f"the last {_LONGEST} of {len(shown)} links\n" if left > 0 else "")
         + table(
@@ -198,15 +200,15 @@ def _why(args: argparse.Namespace) -> str:
 
 
 def _eager_hints(
-    program: Program, model: ProgressModel, error: DeadlockError, hosts: dict[str, bool]
+    program: Program, progress_model: ProgressModel, error: DeadlockError, hosts: dict[str, bool]
 ) -> list[str]:
     """What is said of a program that hangs, but not where messages wait for nobody."""
     from schedir.analysis.eager_limit import finishes_where
     from schedir.ir.cost.sizes import Sizes
 
-    if error.eager is not None:
-        return [finishes_where(error.eager)]
-    if not _under(program, [model], **hosts, eager=1, sizes=Sizes(activation=1)):
+    if error.eager_limit is not None:
+        return [finishes_where(error.eager_limit)]
+    if not _under(program, [progress_model], **hosts, eager_limit=1, sizes=Sizes(activation=1)):
         return []
     return ["it finishes where no message waits for its receiver (--sizes says from which size on)"]
 
@@ -228,9 +230,9 @@ def _under(program: Program, models: Sequence[ProgressModel], **hosts: Any) -> l
     """Those of some models under which a program finishes."""
     from schedir.verify.check import check
 
-    def finishes(model: ProgressModel) -> bool:
+    def finishes(progress_model: ProgressModel) -> bool:
         try:
-            check(program, model, **hosts)
+            check(program, progress_model, **hosts)
         except _REFUSED:
             return False
         return True

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> str:
         program = _program(args, job)
         copies = match(job, program)
         loose = any(matched.loose for matched in copies)
-        verdicts = [] if loose else judge(program, copies, args.model)
+        verdicts = [] if loose else judge(program, copies, args.progress_model)
         lines = named_lines(job, program, copies) if loose else program_lines(job, verdicts)
     if args.json:
         return as_json(_facts(job, verdicts) | {"said": lines})

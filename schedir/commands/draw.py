@@ -86,7 +86,9 @@ def _expected(measured: Timeline) -> Timeline:
     from schedir.predict.calibrate import calibrate
     from schedir.predict.simulate import simulate
 
-    model, blocks, sizes = measured.model, measured.blocks, measured.sizes
+    model, blocks, sizes = measured.progress_model, measured.blocking_hosts, measured.sizes
     costs = calibrate(measured)
-    predicted = simulate(measured.program, costs, model=model, blocks=blocks, sizes=sizes)
+    predicted = simulate(
+        measured.program, costs, progress_model=model, blocking_hosts=blocks, sizes=sizes
+    )
     return replace(predicted, unit=measured.unit)

@@ -77,8 +77,8 @@ def _whatever_it_holds(request: Request) -> tuple[Request, float | None]:
     except MemoryLimitError:
         if "fit" in request.more.values():
             raise
-        return replace(request, limit=None), request.limit
-    return request, request.limit
+        return replace(request, memory_limit=None), request.memory_limit
+    return request, request.memory_limit
 
 
 def _least(advice: Advice, costs: Costs) -> list[LowerBound]:
@@ -143,8 +143,8 @@ def _how(change: SimulatedChange, args: argparse.Namespace, request: Request) ->
     from schedir.predict.calibrate import format_costs
 
     row, program = change.row, change.run.program
-    if row.model is not None:
-        return [f"model {row.model}: {model_row(row.model).who}"]
+    if row.progress_model is not None:
+        return [f"model {row.progress_model}: {model_row(row.progress_model).who}"]
     if row.kind not in ("transfers", "grouped") or request.more:
         return []
     costs, overlap = row.order, row.kind == "grouped"
@@ -152,12 +152,12 @@ def _how(change: SimulatedChange, args: argparse.Namespace, request: Request) ->
     again = ["--relower"] * of_file
     if request.said or not of_file:
         again += shape_of(program, request.said)
-    if args.slots is not None:
-        again += option_words("slots", args.slots)
+    if args.buffer_sharing is not None:
+        again += option_words("buffer_sharing", args.buffer_sharing)
     words = [args.source, *again] + option_words("overlap") * overlap
     # A program's file says no model: whoever goes on from other.sched must know under which it is.
-    own = "device" if request.run is None else request.run.model
-    if (model := args.model or own) != "device":
+    own = "per_device" if request.run is None else request.run.progress_model
+    if (model := args.progress_model or own) != "per_device":
         words += ["--progress-model", model]
     command = f"schedir print {shlex.join(words)}"
     if costs is not None and request.run is not None and request.given is None:

@@ -108,9 +108,9 @@ def _traces(args: argparse.Namespace) -> str:
     if not args.output.endswith((SUFFIX, ".sched")):
         raise UsageError(f"a run's file ends in {SUFFIX}, a program's in .sched: {args.output}")
     request = request_of(args, args.sources[0])
-    own = {"costs": "--costs", "sizes": "--sizes", "limit": "--memory-limit",
+    own = {"costs": "--costs", "sizes": "--sizes", "memory_limit": "--memory-limit",
            "relower": "--relower"}  # fmt: skip
-    for name in (*own, "slots", "overlap"):
+    for name in (*own, "buffer_sharing", "overlap"):
         if getattr(args, name):
             option = own.get(name) or option_name(name)
             raise UsageError(
@@ -124,7 +124,7 @@ def _traces(args: argparse.Namespace) -> str:
     found = read_run(
         files,
         step=args.step,
-        model=args.model,
+        progress_model=args.progress_model,
         name=_name(args.output),
         traits=request.traits,
         seen=_Progress(len(files)) if size_of(files) >= LARGE else None,

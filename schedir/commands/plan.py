@@ -105,8 +105,9 @@ def _table(plans: Sequence[PlanEstimate]) -> str:
          "TFLOP/s", "MFU", "of the first"],
         [
             [
-                f"{plan.gpus:,}", f"{plan.batch:,}", str(plan.p), str(plan.t), str(plan.d),
-                str(plan.v), str(plan.b), plan.schedule, plan.recompute, str(plan.zero),
+                f"{plan.gpus:,}", f"{plan.batch:,}", str(plan.pp), str(plan.tp), str(plan.dp),
+                str(plan.stages_per_rank), str(plan.microbatch_size), plan.schedule, plan.recompute,
+                str(plan.zero),
                 *(getattr(plan, field) for _, field in last),
                 seconds(plan.step), f"{plan.flops / 1e12:.1f}", f"{plan.mfu:.1%}",
                 f"{plan.flops / first.flops:.0%}",
@@ -235,8 +236,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--attention", metavar="HOW",
                        help="softmax, which keeps all scores (default), or flash")  # fmt: skip
     group.add_argument(
-        "--rank-order", dest="order", metavar="ORDER",
-        help="how GPUs are numbered, the nearest first: tpd (default) or tdp",
+        "--rank-order", metavar="ORDER",
+        help="how GPUs are numbered, the nearest first: tp-pp-dp (default) or tp-dp-pp",
     )  # fmt: skip
 
 
@@ -425,7 +426,8 @@ def _simulated(asked: PlanRequest, plan: PlanEstimate, own: Program | None) -> s
     shape = plan_of(plan) if own is None else own.plan
     costs = costs_of(model, cluster, plan, shape, times, of.constants, of.states)
     return (
-        f"# in seconds: schedir simulate FILE --progress-model edge --costs {format_costs(costs)}\n"
+        "# in seconds: schedir simulate FILE --progress-model per_edge "
+        f"--costs {format_costs(costs)}\n"
     )
 
 

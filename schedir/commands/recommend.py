@@ -99,7 +99,7 @@ def _candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
     """
     from schedir.schedules.schedule_algebra import placed_for, takes_v
 
-    for name in (*known(delayed=args.updates not in (None, 1)), *args.source):
+    for name in (*known(delayed=args.optimizer_steps not in (None, 1)), *args.source):
         request = request_of(args, name, share=True)
         schedule = request.schedule
         if schedule is None or not takes_v(schedule) or args.stages_per_rank is not None:

@@ -143,8 +143,8 @@ class _SearchRequest:
     @property
     def memory(self) -> str:
         """What a rank may hold."""
-        if self.request.limit is not None:
-            return format_bytes(self.request.limit)
+        if self.request.memory_limit is not None:
+            return format_bytes(self.request.memory_limit)
         if self.in_flight is None:
             return "none"
         each = self.in_flight if isinstance(self.in_flight, tuple) else (self.in_flight,)
@@ -186,9 +186,13 @@ def _asked(args: argparse.Namespace) -> _SearchRequest:
         )
     shape = {f.name: getattr(plan, f.name) for f in PLAN}
     sizes = args.sizes or (None if run is None else run.sizes)
-    request = Request(Source(""), shape, shape, costs=costs, sizes=sizes, limit=args.limit)
+    request = Request(
+        Source(""), shape, shape, costs=costs, sizes=sizes, memory_limit=args.memory_limit
+    )
     if run is not None:
-        request = replace(request, model=run.model, blocks=run.blocks)
+        request = replace(
+            request, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
+        )
     return _SearchRequest(
         plan, request, args.in_flight, args.whole, args.objective == "own", run, notes
     )
@@ -208,11 +212,13 @@ def _costs_of(source: str, *, whole: bool) -> tuple[Timeline, Costs, list[str]]:
     if how := unlike(program):
         raise UsageError(f"{source} {how}")
     costs = completed(calibrate(run), program)
-    again = simulate(program, costs, model=run.model, blocks=run.blocks)
+    again = simulate(
+        program, costs, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
+    )
     missed = missed_by(again, run)
     note = (
         f"costs: mean times of {source}, which holds {int(run.peak_in_flight.max())} in flight; at "
-        f"these it takes {again.span:.6g}{unit} by simulation under {run.model}, "
+        f"these it takes {again.span:.6g}{unit} by simulation under {run.progress_model}, "
         f"{abs(missed):.1%} {'more' if missed > 0 else 'less'} than it took"
     )
     if (lost := unexplained(again, run)) >= SAID:
@@ -279,7 +285,7 @@ def _search(args: argparse.Namespace, asked: _SearchRequest) -> SearchResult:
 
     try:
         found = search_schedule(
-            asked.plan, request.costs, request.sizes, request.limit,
+            asked.plan, request.costs, request.sizes, request.memory_limit,
             in_flight=few.__getitem__ if isinstance(few, tuple) else few,
             objective=args.objective,
             split=not asked.whole,
@@ -302,7 +308,7 @@ def _start(sources: Sequence[str], asked: _SearchRequest) -> list[Schedule | Pro
 
     named: list[Schedule | Program] = []
     for source in sources:
-        request = replace(asked.request, source=Source(source), limit=None)
+        request = replace(asked.request, source=Source(source), memory_limit=None)
         named.append(request.program)
     ran = asked.run
     if ran is not None and ran.program.plan == asked.plan:
@@ -363,9 +369,12 @@ def _compared(asked: _SearchRequest, found: SearchResult, zoo: ScheduleRanking) 
     told = [f"{t.program.name} {asked.length(t):.6g}{unit}" for t in fit[:MOST]]
     where, ran = "", asked.run
     if ran is not None:
-        how: dict[str, Any] = {"model": ran.model, "blocks": ran.blocks}
+        how: dict[str, Any] = {
+            "progress_model": ran.progress_model,
+            "blocking_hosts": ran.blocking_hosts,
+        }
         again = simulate(found.program, asked.request.costs, **how)
-        where = f" under {ran.model}, as it ran"
+        where = f" under {ran.progress_model}, as it ran"
         told.insert(0, f"search {asked.length(again):.6g}{unit}")
     lines = [f"beside{where}: {', '.join(told) or 'none that is built in fits'}"]
     over = ", ".join(f"{name} ({held})" for name, held in zoo.over.items())

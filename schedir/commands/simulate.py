@@ -24,7 +24,7 @@ from schedir.ir.isa.instructions import (
     CollectiveRing,
     Lane,
     Row,
-    Token,
+    Value,
     between_segments,
 )
 from schedir.ir.program import Program
@@ -55,7 +55,7 @@ def volume(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.float64]]:
     >>> from schedir.ir.isa.instructions import Lane
     >>> sizes = Sizes(params=4e9, grads=4e9)
     >>> for zero in range(4):
-    ...     one = {"active": 1} if zero == 3 else {}  # stage whole: the last one has a single turn
+    ...     one = {"unsharded_stages": 1} if zero == 3 else {}  # the last stage has one run
     ...     program = compile(schedules.looped_bfs, PipelineShape(1, 2, 4), dp=4, zero=zero, **one)
     ...     sent = volume(program, sizes).items()
     ...     print(zero, *(f"{lane.name} {each[0] / 1e9:g} GB" for lane, each in sent))
@@ -92,10 +92,10 @@ def _around(
         whole = sizes.of(ring.size, plan.stages)[InstructionIndex.of(program).stage[at]]
     else:
         whole = whole_sizes(program, token, sizes, at)
-    if token is Token.GRAD and program.zero:  # gradients are sharded by then
+    if token is Value.GRAD and program.zero:  # gradients are sharded by then
         whole = whole / program.dp
     turns = ring.turns
-    if program.sequence and row.op in between_segments(sequence=True):
+    if program.sequence_parallel and row.op in between_segments(sequence=True):
         # Sizes contain all tokens and the rank's own ones.  A gather, or a sum that leaves each
         # rank its own tokens, goes around the ring once.
         turns, whole = 1, whole * members / (members + 1)
@@ -195,7 +195,7 @@ def _said_sent(timeline: Timeline, sent: dict[str, NDArray[np.float64]]) -> str:
     """Return in words the most bytes that a process sends in each lane."""
     if not sent:
         return ""
-    tied = " (without tied weights)" if timeline.program.tied else ""
+    tied = " (without tied weights)" if timeline.program.tied_weights else ""
     each = ", ".join(f"{name} {format_bytes(float(size.max()))}" for name, size in sent.items())
     return f"a process sends, at most: {each}{tied}\n"
 
@@ -221,7 +221,12 @@ def _slots(request: Request) -> dict[str, Any]:
     slots = [counts.said() for counts in program.slots]
     if request.run is not None and request.given is None:  # the costs of the run are not known
         return {"slots": slots}
-    own = simulate(unshared(program), request.given, model=timeline.model, blocks=timeline.blocks)
+    own = simulate(
+        unshared(program),
+        request.given,
+        progress_model=timeline.progress_model,
+        blocking_hosts=timeline.blocking_hosts,
+    )
     return {"slots": slots, "span_with_own_slots": own.span}
 
 
@@ -237,12 +242,15 @@ def _with_fewer(request: Request) -> str:
     program, sizes = timeline.program, timeline.sizes
     if sizes is None or program.shares_slots or isinstance(request.source.found, Program):
         return ""
-    few = share_slots(program, "enough", request.given, timeline.model)
-    most = simulate(few, request.given, model=timeline.model, sizes=sizes).peak_memory.max()
+    few = share_slots(program, "latency_preserving", request.given, timeline.progress_model)
+    most = simulate(
+        few, request.given, progress_model=timeline.progress_model, sizes=sizes
+    ).peak_memory.max()
     if most >= timeline.peak_memory.max():
         return ""
     return (
-        "each value has a slot of its own; with -O slots=enough no rank holds more than "
+        "each value has a slot of its own; with -O "
+        "buffer_sharing=latency_preserving no rank holds more than "
         f"{format_bytes(most)}\n"
     )
 

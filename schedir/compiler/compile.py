@@ -35,7 +35,7 @@ from schedir.passes.pass_registry import LOWERING, OPTIONS
 from schedir.passes.pass_types import Boundary, BufferSharing, Options, Pass
 from schedir.retired_names import RETIRED
 from schedir.schedules import find_schedule
-from schedir.schedules.schedule_algebra import Schedule, shape_for
+from schedir.schedules.schedule_algebra import Schedule
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check, check_draft
 
@@ -47,25 +47,25 @@ def compile(
     shape: PipelineShape | None = None,
     tp: int | None = None,
     dp: int | None = None,
-    model: ProgressModel = "device",
+    progress_model: ProgressModel = "per_device",
     costs: Costs | None = None,
     *,
     ranks: int | None = None,
     microbatches: int | None = None,
     stages_per_rank: int | None = None,
     placement: Placement | None = None,
-    updates: int | None = None,
-    delay: int | tuple[int, ...] | None = None,
-    segments: int | None = None,
-    tied: bool | TiedWeights | Sequence[Sequence[int]] | None = None,
-    clip: bool | None = None,
+    optimizer_steps: int | None = None,
+    weight_delay: int | tuple[int, ...] | None = None,
+    sequence_chunks: int | None = None,
+    tied_weights: bool | TiedWeights | Sequence[Sequence[int]] | None = None,
+    clip_grad_norm: bool | None = None,
     skips: Sequence[tuple[int, int]] | None = None,
     boundary: Boundary | None = None,
     overlap: bool = False,
-    slots: BufferSharing | None = None,
+    buffer_sharing: BufferSharing | None = None,
     sizes: Sizes | None = None,
-    limit: float | None = None,
-    blocks: bool = False,
+    memory_limit: float | None = None,
+    blocking_hosts: bool = False,
     debug: bool = False,
     **more: Any,
 ) -> Program:
@@ -81,48 +81,52 @@ def compile(
         shape: The shape of the pipeline.  Its fields can be given as keywords instead.
         tp: Size of the tensor-parallel groups (1).
         dp: Number of data-parallel replicas (1).
-        model: The progress model under which the program must finish; see `check`.
-        costs: Times of instructions.  The order of messages, and options such as `slots="enough"`
+        progress_model: The progress model under which the program must finish; see `check`.
+        costs: Times of instructions.  The order of messages, and options such as
+        `buffer_sharing="latency_preserving"`
             and `recompute="fit"`, depend on them.
         ranks: Number of pipeline ranks, instead of `shape`; so are the next six.
         microbatches: Number of microbatches of a step.
         stages_per_rank: Number of stages on each rank.
         placement: The rank of each stage: "loop", "vee", "mirror", "mirror-vee", or a map.
-        updates: Number of optimizer steps of the program, without a flush between them.
-        delay: By how many updates the weights that a microbatch uses are old.
-        segments: Number of segments of each sequence, each of which is a microbatch.
-        tied: Which stages hold copies of one weight: `schedir.find_tied_weights(stages)`, stages
+        optimizer_steps: Number of optimizer steps of the program, without a flush between them.
+        weight_delay: By how many updates the weights that a microbatch uses are old.
+        sequence_chunks: Number of segments of each sequence, each of which is a microbatch.
+        tied_weights: Which stages hold copies of one weight: `schedir.find_tied_weights(stages)`,
+        stages
             like `((0, 3), (1, 2))`, or True for the first and the last.
-        clip: Whether gradients are clipped by their global norm.
+        clip_grad_norm: Whether gradients are clipped by their global norm.
         skips: Skip connections, from which stage to which: `((0, 3), (1, 2))`.
         boundary: How tensor-parallel ranks hold the activations between stages: "replicated" ones
             are scattered before the send and gathered after it, "sharded" ones are sent as they
-            are.  The default is "sharded" with `sequence=True`, and else "replicated".
+            are.  The default is "sharded" with `sequence_parallel=True`, and else "replicated".
         overlap: Whether opposite transfers are grouped, and other receives and gathers begin early.
-        slots: How values share static buffers: "fewest", or "enough" to lose no time at these
-            costs (where messages are free, at messages of half a forward).  By default each value
-            has a buffer of its own.
-        sizes: Bytes of values, for `limit`.
-        limit: The most bytes that a rank may hold.
-        blocks: Whether hosts wait themselves, as on CPUs.
+        buffer_sharing: How values share static buffers: "minimal", or "latency_preserving": as few
+        as
+            lose no time at these costs (where messages are free, at messages of half a forward).
+            By default each value has a buffer of its own.
+        sizes: Bytes of values, for `memory_limit`.
+        memory_limit: The most bytes that a rank may hold.
+        blocking_hosts: Whether hosts wait themselves, as on CPUs.
         debug: Whether the program is checked after every pass.
-        **more: Further attributes of the program (`zero`, `frozen`, `states`, ...), and options of
+        **more: Further attributes of the program (`zero`, `frozen_stages`, ...), and options of
             passes.  `schedir options` lists all of them.  `recompute` says which forwards save
-            their inputs only and run again: "all", "half", "fit" (as few as `limit` asks for),
-            stages, pairs of (stage, microbatch), or a function of the two.  `offload` and `spill`
+            their inputs only and run again: "all", "half", "fit" (as few as `memory_limit` asks
+            for), stages, pairs of (stage, microbatch), or a function of the two.  `offload` and
+            `offload_to_disk`
             say in the same way which saved activations move to the host, and on to the disk.
-            `cut` and `chunks` split stages into segments and microbatches into chunks, which are
-            stages and microbatches of the program from then on; costs and sizes are then those of
-            segments and chunks (`split_costs`).
+            `stage_segments` and `microbatch_chunks` split stages into segments and microbatches
+            into chunks, which are stages and microbatches of the program from then on; costs and
+            sizes are then those of segments and chunks (`split_costs`).
 
     Returns:
-        The program.  It is complete, and finishes under `model`.
+        The program.  It is complete, and finishes under `progress_model`.
 
     Raises:
         ProgramError: The schedule is wrong.
         LoweringLevelError: The program is lowered already.
         UsageError: The shape is missing, or not the draft's; or a name or an option is unknown.
-        MemoryLimitError: A rank holds more than `limit`.
+        MemoryLimitError: A rank holds more than `memory_limit`.
 
     Example:
         >>> from schedir import B, F, PipelineShape, compile, to_text
@@ -133,7 +137,7 @@ def compile(
         schedir 1
         program mine
         ranks 2  microbatches 4  stages_per_rank 1  placement loop
-        tp 1  dp 1  tied no  clip no
+        tp 1  dp 1  tied_weights no  clip_grad_norm no
         <BLANKLINE>
         rank 0
           4 x  F 0.0+; send_act 0.0+
@@ -159,27 +163,31 @@ def compile(
     _require_known(more)
     fields = {
         "ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank,
-        "placement": placement, "updates": updates, "delay": delay, "segments": segments,
+        "placement": placement, "optimizer_steps": optimizer_steps, "weight_delay": weight_delay,
+        "sequence_chunks": sequence_chunks,
     }  # fmt: skip
     program = _drafted(
         schedule, _shape_of(shape, {k: v for k, v in fields.items() if v is not None})
     )
-    traits: dict[str, Any] = {"tp": tp, "dp": dp, "tied": tied, "clip": clip, "skips": skips}
+    traits: dict[str, Any] = {
+        "tp": tp,
+        "dp": dp,
+        "tied_weights": tied_weights,
+        "clip_grad_norm": clip_grad_norm,
+        "skips": skips,
+    }
     traits |= {f.name: more.pop(f.name) for f in TRAITS if f.name in more}
     program = replace(program, **{k: v for k, v in traits.items() if v is not None})
     program = lower(
-        _complete_draft(program), costs, model,
-        boundary=boundary, overlap=overlap, slots=slots, sizes=sizes, limit=limit, debug=debug,
+        _complete_draft(program), costs, progress_model,
+        boundary=boundary, overlap=overlap, buffer_sharing=buffer_sharing, sizes=sizes,
+        memory_limit=memory_limit, debug=debug,
         **more,
     )  # fmt: skip
-    program = check(program, model, blocks=blocks)
-    if (host := more.get("host_limit")) is not None:
+    program = check(program, progress_model, blocking_hosts=blocking_hosts)
+    if (host := more.get("host_memory_limit")) is not None:
         check_memory(program, sizes, host, "host")
-    return program if limit is None else check_memory(program, sizes, limit)
-
-
-# Parameters of `compile`, by other names that a user may try.
-_OTHER_NAMES = {"plan": "shape", "memory_limit": "limit", "progress_model": "model"}
+    return program if memory_limit is None else check_memory(program, sizes, memory_limit)
 
 
 def _require_known(more: Mapping[str, Any], *, attributes: bool = True) -> None:
@@ -191,8 +199,6 @@ def _require_known(more: Mapping[str, Any], *, attributes: bool = True) -> None:
             known = [*parameters, *sorted({*OPTIONS, *(f.name for f in TRAITS)} - {*parameters})]
             near = get_close_matches(option, known, 1)
             others = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            if option in _OTHER_NAMES:
-                others = f"use {_OTHER_NAMES[option]}="
             raise UsageError(
                 f"no option {option!r} of compile",
                 hint=RETIRED.get(option, others),
@@ -227,7 +233,7 @@ def _drafted(schedule: str | Schedule | Program, shape: PipelineShape | None) ->
     if not isinstance(schedule, Program):
         require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
         assert shape is not None
-        return expand_schedule(schedule, shape_for(schedule, shape))
+        return expand_schedule(schedule, shape)
     if not schedule.is_draft:
         raise LoweringLevelError(
             "this is lowered already: it says more than F, B, I, W and R",
@@ -270,20 +276,24 @@ def check_memory(
             hint="--sizes activation=16MB,saved=1.2GB, or sizes=Sizes(...)",
         )
     require_type(sizes, Sizes, SIZES)
-    bytes_ = _bytes(limit, "limit" if tier == "device" else f"{tier}_limit")
+    bytes_ = _bytes(limit, "memory_limit" if tier == "device" else f"{tier}_limit")
     try:
         return require_memory_limit(program, sizes, bytes_, tier)
     except MemoryLimitError as error:
         if tier == "host":
             if program.ops.isdisjoint(HOST):
-                error.hint = "states='device' leaves the optimizer's states on the device"
+                error.hint = (
+                    "optimizer_placement='device' leaves the optimizer's states on the device"
+                )
             elif program.ops.isdisjoint(DISK):
-                error.hint = 'spill="fit" moves on to the disk what does not fit'
+                error.hint = 'offload_to_disk="fit" moves on to the disk what does not fit'
             raise
-        few = share_slots(program, "fewest")
+        few = share_slots(program, "minimal")
         most = max(own.bytes.max(initial=0.0) for own in held(few, sizes, late=True))
         if most <= ample(bytes_):
-            error.hint = f"with the fewest slots no rank holds more than {format_bytes(most)}"
+            error.hint = (
+                f'with buffer_sharing="minimal" no rank holds more than {format_bytes(most)}'
+            )
         elif program.ops.isdisjoint((*HOST, RECOMPUTE)):
             # One of what it holds it needs there.
             number, size = next((own[1:] for own in error.holds if own[0] == "saved"), (0, 0.0))
@@ -313,38 +323,40 @@ def _bytes(limit: object, name: str) -> float:
 def lower(
     program: Program,
     costs: Costs | None = None,
-    model: ProgressModel = "device",
+    progress_model: ProgressModel = "per_device",
     *,
     boundary: Boundary | None = None,
     overlap: bool = False,
-    slots: BufferSharing | None = None,
+    buffer_sharing: BufferSharing | None = None,
     sizes: Sizes | None = None,
-    limit: float | None = None,
+    memory_limit: float | None = None,
     debug: bool = False,
     **more: Any,
 ) -> Program:
     """A complete draft with its transfers, reductions and step; the options are `compile`'s.
 
-    Legal under every progress model as it is.  With `overlap` or `slots` it is made for `model`,
-    and to be checked.
+    Legal under every progress model as it is.  With `overlap` or `buffer_sharing` it is made for
+    `progress_model`, and to be checked.
     """
     _require_known(more, attributes=False)
-    if (host := more.get("host_limit")) is not None:
-        more["host_limit"] = _bytes(host, "host_limit")
-    if limit is not None:
-        limit = _bytes(limit, "limit")
-    if boundary == "replicated" and program.sequence:
+    if (host := more.get("host_memory_limit")) is not None:
+        more["host_memory_limit"] = _bytes(host, "host_memory_limit")
+    if memory_limit is not None:
+        memory_limit = _bytes(memory_limit, "memory_limit")
+    if boundary == "replicated" and program.sequence_parallel:
         raise UsageError(
             "boundary is 'replicated', and tensor-parallel ranks share the sequence: what passes "
             "between stages is each one's part of it",
-            hint="boundary='sharded', or sequence=False",
-            fields=["boundary", "sequence"],
+            hint="boundary='sharded', or sequence_parallel=False",
+            fields=["boundary", "sequence_parallel"],
         )
-    boundary = boundary or ("sharded" if program.sequence else "replicated")
+    boundary = boundary or ("sharded" if program.sequence_parallel else "replicated")
     # Passes read what is said more than once.
     more = {k: tuple(v) if isinstance(v, Iterator) else v for k, v in more.items()}
-    options = Options(costs, model, boundary, overlap, slots, more, sizes, limit)
-    program.plan.require_room_lowered(trains=program.trains, frozen=program.frozen)
+    options = Options(
+        costs, progress_model, boundary, overlap, buffer_sharing, more, sizes, memory_limit
+    )
+    program.plan.require_room_lowered(trains=program.trains, frozen_stages=program.frozen_stages)
     return _fold(program, LOWERING, options, debug=debug)
 
 
@@ -376,5 +388,5 @@ def _fold(
             program = lowered
         whole = all(later.part in ("memory", "better") for later in passes[k + 1 :])
         if debug and whole:
-            check(program, options.model if each.part == "better" else "serial")
+            check(program, options.progress_model if each.part == "better" else "blocking_serial")
     return program

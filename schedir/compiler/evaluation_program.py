@@ -15,15 +15,15 @@ from schedir.passes.pass_types import Boundary, BufferSharing
 
 def evaluation_program(
     program: Program,
-    model: ProgressModel = "device",
+    progress_model: ProgressModel = "per_device",
     *,
     overlap: bool = False,
-    slots: BufferSharing | None = None,
+    buffer_sharing: BufferSharing | None = None,
 ) -> Program:
     """The forwards of a program in its order, whatever its placement is, with transfers of their
     own: an Executor that is made with it in `more` evaluates with it.
 
-    `model`, `overlap` and `slots` are as for `compile`.
+    `progress_model`, `overlap` and `buffer_sharing` are as for `compile`.
 
     >>> from schedir import PipelineShape, compile, evaluation_program, schedules
     >>> train = compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=4))
@@ -37,17 +37,24 @@ def evaluation_program(
         streams.append(Stream(words & ~JOINED))
     draft = Program(
         f"forwards of {program.name}",
-        replace(program.plan, updates=1, delay=0),
+        replace(program.plan, optimizer_steps=1, weight_delay=0),
         tuple(streams),
         tp=program.tp,
         dp=program.dp,
-        frozen=program.frozen,
+        frozen_stages=program.frozen_stages,
         skips=program.skips,
         zero=program.zero,
-        meets=program.meets,
-        chunked=program.chunked,
-        sequence=program.sequence,
+        segment_boundaries=program.segment_boundaries,
+        chunks_per_microbatch=program.chunks_per_microbatch,
+        sequence_parallel=program.sequence_parallel,
     )
     scattered = not program.ops.isdisjoint(FORM_CHANGES)
     boundary: Boundary | None = None if scattered or program.tp == 1 else "sharded"
-    return lower(draft, None, model, boundary=boundary, overlap=overlap, slots=slots)
+    return lower(
+        draft,
+        None,
+        progress_model,
+        boundary=boundary,
+        overlap=overlap,
+        buffer_sharing=buffer_sharing,
+    )

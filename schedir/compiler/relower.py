@@ -36,7 +36,7 @@ def compute_of(program: Program) -> Program:
 
 
 def options_of(
-    program: Program, model: ProgressModel, draft: Program | None = None
+    program: Program, progress_model: ProgressModel, draft: Program | None = None
 ) -> dict[str, Any]:
     """Return the options of `compile` with which a program was lowered.
 
@@ -46,7 +46,7 @@ def options_of(
     options: dict[str, Any] = {}
     for each in LOWERING:
         if each.applies(program if draft is None else draft):
-            options |= each.read(program, model)
+            options |= each.read(program, progress_model)
     return options
 
 
@@ -56,7 +56,7 @@ def fitting(options: Mapping[str, Any], plan: PipelineShape) -> dict[str, Any]:
     The plan may have fewer stages on a rank.  `active` is then at most this number.
     """
     own = max(map(len, plan.stages_of))
-    return {k: min(v, own) if k == "active" and v else v for k, v in options.items()}
+    return {k: min(v, own) if k == "unsharded_stages" and v else v for k, v in options.items()}
 
 
 def without_recompute(draft: Program) -> Program:
@@ -88,9 +88,9 @@ def built_in_schedule_of(program: Program) -> Schedule | None:
 class Lowering:
     """Lowers drafts with the options with which a program was lowered."""
 
-    def __init__(self, program: Program, model: ProgressModel) -> None:
-        self.like, self.model = program, model
-        self.options = options_of(program, model)
+    def __init__(self, program: Program, progress_model: ProgressModel) -> None:
+        self.like, self.progress_model = program, progress_model
+        self.options = options_of(program, progress_model)
 
     def of(self, drafted: Program, costs: Costs | None, **options: Any) -> Program:
         """Compile a draft with the program's options; `options` replaces some of them.
@@ -103,19 +103,21 @@ class Lowering:
         ops = like.ops - drafted.ops
         again = {"recompute": "all"} if RECOMPUTE in ops else {}
         if drafted.plan != like.plan:  # the choice of forwards is for the program's plan only
-            again |= {name: "all" for name in ("offload", "spill") if self.options.get(name)}
+            again |= {
+                name: "all" for name in ("offload", "offload_to_disk") if self.options.get(name)
+            }
         if drafted.plan.stages != like.plan.stages:
-            tied = tied_stages(show_tied(like.tied, like.plan) == "yes", drafted.plan)
-            traits |= {"tied": tied}
-            if like.tied and not tied:
+            tied = tied_stages(show_tied(like.tied_weights, like.plan) == "yes", drafted.plan)
+            traits |= {"tied_weights": tied}
+            if like.tied_weights and not tied:
                 raise PlanError("of a model that is cut otherwise it is not known what is tied")
-            if like.frozen:
+            if like.frozen_stages:
                 raise PlanError("of a model that is cut otherwise it is not known what is frozen")
             if like.skips:
                 raise PlanError("of a model that is cut otherwise it is not known what skips what")
         return compile(
             drafted,
-            model=self.model,
+            progress_model=self.progress_model,
             costs=costs,
             **(traits | fitting(self.options, drafted.plan) | again | options),
         )

@@ -28,7 +28,7 @@ from schedir.ir.program import Program
 from schedir.verify.check import check, complete
 
 # Unless one is said: the usual one, and where the recordings contradict it, laxer ones.
-_USUAL: Final = ("device", *reversed(MODELS[: MODELS.index("device")]))
+_USUAL: Final = ("per_device", *reversed(MODELS[: MODELS.index("per_device")]))
 
 
 class ChainEnd(Enum):
@@ -307,7 +307,7 @@ class ProgramVerdict:
     @property
     def model(self) -> ProgressModel:
         """The progress model."""
-        return self.placed.graph.model
+        return self.placed.graph.progress_model
 
     @property
     def is_deadlock(self) -> bool:
@@ -316,21 +316,21 @@ class ProgramVerdict:
 
 
 def judge(
-    program: Program, copies: Sequence[MatchedProgram], model: ProgressModel | None = None
+    program: Program, copies: Sequence[MatchedProgram], progress_model: ProgressModel | None = None
 ) -> list[ProgramVerdict]:
     """A verdict on each copy of a program, of which all messages go as the program says.
 
-    Without a model it is `device`, or the strictest laxer one that is not contradicted.
+    Without a model it is `per_device`, or the strictest laxer one that is not contradicted.
     Raises UsageError for recordings that contradict the model, and another ProgramError for a
     program that is not complete.
     """
-    return [_judge(program, matched, model) for matched in copies]
+    return [_judge(program, matched, progress_model) for matched in copies]
 
 
 def _judge(
-    program: Program, matched: MatchedProgram, model: ProgressModel | None
+    program: Program, matched: MatchedProgram, progress_model: ProgressModel | None
 ) -> ProgramVerdict:
-    for one in (model,) if model else _USUAL:
+    for one in (progress_model,) if progress_model else _USUAL:
         placed = PositionedRanks(complete(program, one), matched)
         wrong = placed.contradicts
         if wrong is None:
@@ -339,7 +339,8 @@ def _judge(
     named = [placed.graph.index.locate(at) for at in wrong]
     first, later = (f"{instr} of rank {matched.ranks[rank]}" for rank, _, instr in named)
     raise UsageError(
-        f"this did not run under {one}: {later} has not waited for {first}", fields=["model"]
+        f"this did not run under {one}: {later} has not waited for {first}",
+        fields=["progress_model"],
     )
 
 
@@ -362,10 +363,10 @@ def _verdict(placed: PositionedRanks) -> ProgramVerdict:
     return ProgramVerdict(placed, refusal, places, tuple(causes), circle)
 
 
-def _refusal(graph: Graph, blocks: bool) -> ProgramError | None:
+def _refusal(graph: Graph, blocking_hosts: bool) -> ProgramError | None:
     """What `check` says of a program, on hosts that block or not."""
     try:
-        check(graph.program, graph.model, blocks=blocks)
+        check(graph.program, graph.progress_model, blocking_hosts=blocking_hosts)
     except ProgramError as error:
         return error
     return None

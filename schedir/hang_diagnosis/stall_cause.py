@@ -108,7 +108,7 @@ class StalledRun:
         self.seen, self.shape, self.program = dict(sorted(seen.items())), shape, program
         self.missing, self.unheard = (*missing,), (*unheard,)
         self.mesh = mesh_of(shape.ranks, shape.tp, shape.dp)
-        self.graph = None if program is None else Graph.of(program, "edge")
+        self.graph = None if program is None else Graph.of(program, "per_edge")
         self.waits = {process: self._waits(process) for process in self.seen}
         self.waited = {wait.on for waits in self.waits.values() for wait in waits}
 

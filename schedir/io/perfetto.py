@@ -19,7 +19,7 @@ from schedir.analysis.memory.footprint import tiers_of
 from schedir.errors import UsageError
 from schedir.io.terminal import finite
 from schedir.ir.dataflow import Dataflow
-from schedir.ir.isa.instructions import LANES, SENDS, TIERS, TRANSFERS, Lane, Token
+from schedir.ir.isa.instructions import LANES, SENDS, TIERS, TRANSFERS, Lane, Value
 from schedir.predict.bubble_causes import IdleCause, idleness
 from schedir.predict.timeline import Timeline, expect_runs
 
@@ -45,7 +45,7 @@ def text(timeline: Timeline) -> str:
         "digest": timeline.program.digest,
         "kind": timeline.kind,
         "doubt": timeline.doubt,
-        "model": timeline.model,
+        "model": timeline.progress_model,
         "unit": timeline.unit,
         "microseconds_per_unit": _scale(timeline),
     }
@@ -199,7 +199,7 @@ class _Tracks:
         """Of how many stages of each rank the weights are whole, from their Unshard on."""
         if self.timeline.program.is_draft:
             return
-        lives = Dataflow.of(self.timeline.program).lives(Token.FULL)
+        lives = Dataflow.of(self.timeline.program).lives(Value.UNSHARDED_PARAMS)
         for rank in range(self.timeline.ranks):
             own = lives.of(rank)
             at = np.concatenate([self.start[lives.fill[own]], self.end[lives.freed[own]]])

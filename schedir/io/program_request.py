@@ -48,7 +48,8 @@ class Request:
 
     `said` are the fields of the plan and the program that somebody said, by name; what nobody said
     the source decides, or `usual`, which has at least `ranks` and `microbatches`.  `costs`, `sizes`
-    and `model` are those of a prediction, `overlap`, `slots`, `limit`, `blocks` and `more` as
+    and `progress_model` are those of a prediction, `overlap`, `buffer_sharing`, `memory_limit`,
+    `blocking_hosts` and `more` as
     `compile` takes them; None is what nobody said.  `draft` asks for the compute only.
 
     A program in a file is taken as it is, and what contradicts it is refused, by
@@ -72,11 +73,11 @@ class Request:
     costs: Costs | None = None
     cluster: Cluster | None = None
     sizes: Sizes | None = None
-    model: ProgressModel | None = None
-    blocks: bool = False
+    progress_model: ProgressModel | None = None
+    blocking_hosts: bool = False
     overlap: bool = False
-    slots: BufferSharing | None = None
-    limit: float | None = None
+    buffer_sharing: BufferSharing | None = None
+    memory_limit: float | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     draft: bool = False
     lowers: bool = False
@@ -85,8 +86,8 @@ class Request:
     contradicts: Callable[[str, Field, str, str], UsageError] = field(default=_contradicts)
 
     def __post_init__(self) -> None:
-        if self.model is not None:
-            require_model(self.model)
+        if self.progress_model is not None:
+            require_model(self.progress_model)
 
     # ------------------------------------------------------------ what is resolved
 
@@ -120,8 +121,8 @@ class Request:
         Raises PlanError where schedules are compared, and what is frozen is no number of stages.
         """
         said = {f.name: self.said[f.name] for f in TRAITS if f.name in self.said}
-        if self.share and said.get("frozen"):
-            said["frozen"] = self._frozen(said["frozen"], self.plan)
+        if self.share and said.get("frozen_stages"):
+            said["frozen_stages"] = self._frozen(said["frozen_stages"], self.plan)
         return said
 
     def _frozen(self, parts: int, own: PipelineShape) -> int:
@@ -132,7 +133,7 @@ class Request:
             raise PlanError(
                 f"{parts} of {plan.ranks} parts of the model are frozen, and with "
                 f"{plan.stages} stages that is no number of them",
-                fields=["frozen", "stages_per_rank"],
+                fields=["frozen_stages", "stages_per_rank"],
             )
         return sum(pieces[:frozen])
 
@@ -148,13 +149,17 @@ class Request:
                 # A schedule may have no backwards: of built-in ones all but `forward_only` have.
                 training = [s for name, s in built_in().items() if name != "forward_only"]
                 trains = getattr(found, "func", found) in training
-                plan.require_room_lowered(trains=trains and not self.said.get("frozen"))
+                plan.require_room_lowered(trains=trains and not self.said.get("frozen_stages"))
             found = expand_schedule(found, plan)
         elif self.relower:
             again = replace(compute_of(found), **self.traits)
             how, found = options_of(found, self._model, again), again
         elif not self.lowers:
-            return found if self.limit is None else self._within(check(found, self.proven_model))
+            return (
+                found
+                if self.memory_limit is None
+                else self._within(check(found, self.proven_model))
+            )
         elif not found.is_draft:
             for name in self.more:
                 raise UsageError(
@@ -169,15 +174,16 @@ class Request:
         how |= {"overlap": self.overlap, **self.more}
         if self.share:  # schedules of other numbers of stages
             how = fitting(how | self._cut, found.plan)
-        if self.slots is not None:
-            how["slots"] = self.slots
+        if self.buffer_sharing is not None:
+            how["buffer_sharing"] = self.buffer_sharing
         return compile(
             found,
-            model=self._model,
-            blocks=self.blocks or (self.run is not None and self.run.blocks),
+            progress_model=self._model,
+            blocking_hosts=self.blocking_hosts
+            or (self.run is not None and self.run.blocking_hosts),
             costs=self.stage_costs,
             sizes=self._stage_sizes,
-            limit=self.limit,
+            memory_limit=self.memory_limit,
             **how,
         )
 
@@ -202,8 +208,10 @@ class Request:
         found = self.run
         if found is None:
             costs, sizes = self.run_costs, self._stage_sizes
-            model, blocks = self._model, self.blocks
-            run = simulate(self.program, costs, model=model, sizes=sizes, blocks=blocks)
+            model, blocks = self._model, self.blocking_hosts
+            run = simulate(
+                self.program, costs, progress_model=model, sizes=sizes, blocking_hosts=blocks
+            )
             return run if self.cluster is None else replace(run, unit="s")
         if self.cluster is not None:
             raise UsageError(
@@ -211,20 +219,28 @@ class Request:
                 "programs and schedules",
                 fields=["cluster"],
             )
-        if self.model not in (None, found.model) and not self.share:
+        if self.progress_model not in (None, found.progress_model) and not self.share:
             raise UsageError(
-                f"{self.source} ran under {found.model}, not {self.model}", fields=["model"]
+                f"{self.source} ran under {found.progress_model}, not {self.progress_model}",
+                fields=["progress_model"],
             )
-        if self.blocks and not found.blocks:
-            raise UsageError(f"{self.source} ran on hosts that do not block", fields=["blocks"])
+        if self.blocking_hosts and not found.blocking_hosts:
+            raise UsageError(
+                f"{self.source} ran on hosts that do not block", fields=["blocking_hosts"]
+            )
         self._agree(found.program)
         sizes = self._stage_sizes or found.sizes
         program = self.program if self.relower else found.program
         given = self.priced
-        if self.limit is not None:
-            check_memory(program, sizes, self.limit)
+        if self.memory_limit is not None:
+            check_memory(program, sizes, self.memory_limit)
         if given is not None:
-            predicted = simulate(program, given, model=found.model, blocks=found.blocks)
+            predicted = simulate(
+                program,
+                given,
+                progress_model=found.progress_model,
+                blocking_hosts=found.blocking_hosts,
+            )
             found = replace(predicted, unit=found.unit)
         return replace(found, sizes=sizes)
 
@@ -242,15 +258,19 @@ class Request:
     @property
     def _model(self) -> ProgressModel:
         """The progress model that is said, else that of a run that is lowered anew, or device."""
-        own = self.run.model if self.relower and self.run is not None else "device"
-        return self.model or own
+        own = self.run.progress_model if self.relower and self.run is not None else "per_device"
+        return self.progress_model or own
 
     @property
     def proven_model(self) -> ProgressModel:
         """The progress model that is said, else device, or that of a run whose program it is."""
-        proven = {proof.model for proof in self.run.program.proofs} if self.run else {"device"}
+        proven = (
+            {proof.progress_model for proof in self.run.program.proofs}
+            if self.run
+            else {"per_device"}
+        )
         own = [model for model in MODELS if model in proven]
-        return self.model or ("device" if "device" in own or not own else own[0])
+        return self.progress_model or ("per_device" if "per_device" in own or not own else own[0])
 
     # ------------------------------------------------------------ how
 
@@ -277,12 +297,12 @@ class Request:
             said, found = f.kind.settle(f.name, self.said[f.name], program.plan), f.of(program)
             if self.share and f.name == "microbatches":  # whole ones, as schedules have them
                 found = program.whole.microbatches
-            of_parts = self.share and f.name == "frozen"
+            of_parts = self.share and f.name == "frozen_stages"
             if (self._frozen(said, program.plan) if of_parts else said) != found:
                 has, said = (f.kind.show(value, program.plan) for value in (found, said))
                 raise self.contradicts(self.source, f, has, said)
         if not (self.lowers or self.relower):
-            own = [name for name in ("draft", "overlap", "slots") if getattr(self, name)]
+            own = [name for name in ("draft", "overlap", "buffer_sharing") if getattr(self, name)]
             for name in (*own, *self.more):
                 option = "--compute-only" if name == "draft" else option_name(name)
                 raise UsageError(
@@ -291,7 +311,7 @@ class Request:
 
     def _require_compute(self) -> None:
         """Refuse, of a draft, what says how it is lowered."""
-        for name in (*(n for n in ("overlap", "slots") if getattr(self, n)), *self.more):
+        for name in (*(n for n in ("overlap", "buffer_sharing") if getattr(self, n)), *self.more):
             raise UsageError(
                 f"a draft is what is computed, before it is lowered: {option_name(name)} is "
                 "for what is lowered",
@@ -301,16 +321,18 @@ class Request:
 
     def _with_slots(self, program: Program) -> Program:
         """A lowered program, checked, whose values share the slots that are asked for."""
-        program = check(program, self._model, blocks=self.blocks)
-        if self.slots is None:
+        program = check(program, self._model, blocking_hosts=self.blocking_hosts)
+        if self.buffer_sharing is None:
             return program
-        program = share_slots(program, self.slots, self.stage_costs, self._model)
-        return check(program, self._model, blocks=self.blocks)
+        program = share_slots(program, self.buffer_sharing, self.stage_costs, self._model)
+        return check(program, self._model, blocking_hosts=self.blocking_hosts)
 
     def _within(self, program: Program) -> Program:
         """A checked program, within the limit if there is one."""
         return (
-            program if self.limit is None else check_memory(program, self._stage_sizes, self.limit)
+            program
+            if self.memory_limit is None
+            else check_memory(program, self._stage_sizes, self.memory_limit)
         )
 
     @cached_property
@@ -333,9 +355,13 @@ class Request:
         if self.cluster is None:
             return self._per_stage(costs.usual())
         found, told = self.source.found, self._whole
-        finer = {"cut", "chunks"} & self.more.keys()
+        finer = {"stage_segments", "microbatch_chunks"} & self.more.keys()
         if told.plan != self.plan:
-            finer |= {"chunked"} if told.plan.stages == self.plan.stages else {"meets"}
+            finer |= (
+                {"chunks_per_microbatch"}
+                if told.plan.stages == self.plan.stages
+                else {"segment_boundaries"}
+            )
         if finer:
             raise UsageError(
                 "a cluster fills costs of whole stages and microbatches, and these are cut",
@@ -343,14 +369,14 @@ class Request:
                 fields=["cluster", *finer],
             )
         costs = self._per_stage(costs)
-        groups: dict[str, Any] = {"tp": 1, "dp": 1, "zero": 0, "snapshots": False}
-        groups |= {"states": "device"}
+        groups: dict[str, Any] = {"tp": 1, "dp": 1, "zero": 0, "checkpoint_snapshots": False}
+        groups |= {"optimizer_placement": "device"}
         for f in TRAITS:
             if f.name in groups:
                 own = f.of(found) if isinstance(found, Program) else groups[f.name]
                 groups[f.name] = self.said.get(f.name, own)
         ops = found.ops if isinstance(found, Program) else frozenset[int]()
-        for name, op in (("offload", HOST.there), ("spill", DISK.there)):
+        for name, op in (("offload", HOST.there), ("offload_to_disk", DISK.there)):
             groups[name] = self.more.get(name) is not None or op in ops
         return self.cluster.costs(
             self.plan, self._stage_sizes, costs, **groups, recomputed=recomputed
@@ -365,7 +391,10 @@ class Request:
         if not self.share:
             return each
         plan, pieces, chunks = self._whole
-        pieces, chunks = self._cut.get("cut", pieces), chunks * self.more.get("chunks", 1)
+        pieces, chunks = (
+            self._cut.get("stage_segments", pieces),
+            chunks * self.more.get("microbatch_chunks", 1),
+        )
         shared = {k: c for k in SHARED if (c := getattr(each, k, None)) is not None}
         each = replace(each, **{k: cut(c, plan.ranks, plan.stages) for k, c in shared.items()})
         return split_costs(each, pieces, plan, chunks=chunks)
@@ -381,17 +410,21 @@ class Request:
         meets, chunked = (
             f.kind.settle(f.name, self.said.get(f.name, getattr(found, f.name)), plan)
             for f in TRAITS
-            if f.name in ("meets", "chunked")
+            if f.name in ("segment_boundaries", "chunks_per_microbatch")
         )
         return whole_of(plan, meets, chunked)
 
     @property
     def _cut(self) -> dict[str, Any]:
         """Of schedules that are compared the pieces of stages: what is said is a rank's."""
-        said, plan = self.more.get("cut"), self.plan
+        said, plan = self.more.get("stage_segments"), self.plan
         if said is not None and max(self._whole.pieces) > 1:
-            raise UsageError("stages are pieces already, and are not cut again", fields=["cut"])
-        return {} if said is None else {"cut": over_stages(said, plan.ranks, plan.stages)}
+            raise UsageError(
+                "stages are pieces already, and are not cut again", fields=["stage_segments"]
+            )
+        return (
+            {} if said is None else {"stage_segments": over_stages(said, plan.ranks, plan.stages)}
+        )
 
 
 _Each = TypeVar("_Each", Costs, Sizes)

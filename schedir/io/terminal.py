@@ -35,7 +35,7 @@ def coloured(text: str) -> str:
     lines = Text(text)
     lines.highlight_regex(r"(?m)^\S.*$", "bold")
     for row in ROWS:
-        style = styles.get(row.text, "cyan" if row.hop else "bright_black")
+        style = styles.get(row.text, "cyan" if row.peer else "bright_black")
         lines.highlight_regex(
             rf"(?m)(?<=\s){row.text}(?: \d+(\.\d+([+-]\d*)?)?)?(?=$|[;\s])", style
         )

@@ -28,6 +28,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
 from schedir.predict.timeline import KINDS, LONGEST, UNITS, Timeline, expect_runs, spans_of
+from schedir.retired_names import SIZES, current_value
 from schedir.verify.check import check
 
 FORMAT: Final = 1
@@ -60,8 +61,8 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
         "digest": timeline.program.digest,
         "kind": timeline.kind,
         "unit": timeline.unit,
-        "model": timeline.model,
-        "blocks": timeline.blocks,
+        "progress_model": timeline.progress_model,
+        "blocking_hosts": timeline.blocking_hosts,
         "clock_error": timeline.clock_error,
         "sizes": timeline.sizes and asdict(timeline.sizes),
     }
@@ -149,10 +150,11 @@ class _TimelineReader:
         program = from_text(self._read(_PROGRAM).decode(), most=n)
         if len(program) != n:
             raise TraceError(f"the header says {n} instructions, the program has {len(program)}")
-        if program.digest != header["digest"]:
+        is_older = "model" in header  # the digest has the names of fields, some of which changed
+        if program.digest != header["digest"] and not is_older:
             raise TraceError("the program is not the one whose digest the header gives")
-        model, blocks = header["model"], header.get("blocks", False)
-        program = check(program, model, blocks=blocks)
+        model, blocks = header["progress_model"], header["blocking_hosts"]
+        program = check(program, model, blocking_hosts=blocks)
         start, end = self._times(_START, n), self._times(_END, n)
         _require_run(program, start, end)
         spans = spans_of(program, start, end)
@@ -168,14 +170,17 @@ class _TimelineReader:
         header = json.loads(self._read(_HEADER))
         if not isinstance(header, dict) or header.get("schedir_timeline") != FORMAT:
             raise TraceError(f"this reads Timelines of format {FORMAT}, which the header is not")
+        model = header.get("progress_model", header.get("model"))  # its name in older files
+        model = header["progress_model"] = current_value("progress_model", str(model))
+        header.setdefault("blocking_hosts", header.get("blocks", False))
         n, unit, error = header.get("instructions"), header.get("unit"), header.get("clock_error")
         sound = {
             "instructions": type(n) is int and 0 <= n <= MOST,
             "digest": isinstance(header.get("digest"), str),
             "kind": header.get("kind") in KINDS,
             "unit": isinstance(unit, str) and unit in UNITS,
-            "model": header.get("model") in MODELS,
-            "blocks": isinstance(header.get("blocks", False), bool),
+            "progress_model": model in MODELS,
+            "blocking_hosts": isinstance(header["blocking_hosts"], bool),
             "clock_error": isinstance(error, int | float) and 0 <= error < math.inf,
         }
         if type(n) is int and n > (most := most_of_a_file()):
@@ -226,6 +231,8 @@ def _sizes(said: Any, plan: PipelineShape) -> Sizes | None:
     names = [f.name for f in fields(Sizes)]
     if said is None:
         return None
+    if isinstance(said, dict):  # a file may be older than the names
+        said = {SIZES.get(name, name): size for name, size in said.items()}
     if not isinstance(said, dict) or not said.keys() <= {*names}:
         raise TraceError(f"sizes are {', '.join(names)}, and not {said!r:.80}")
     sizes = Sizes(**said)

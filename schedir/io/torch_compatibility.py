@@ -15,14 +15,14 @@ from schedir.ir.isa.instructions import (
     TRANSFERS,
     Opcode,
     Scope,
-    Token,
+    Value,
     changes,
 )
 from schedir.ir.pipeline.stage_segments import ranks_meet
 from schedir.ir.program import FIELDS, JOINED, Program, is_op
 
-_MOVES = {op for op in changes(Token.SAVED) if op not in COMPUTE}
-_IN_TURNS = tuple(op for op in REDUCES if ROWS[op].per is Scope.TURN)
+_MOVES = {op for op in changes(Value.SAVED) if op not in COMPUTE}
+_IN_TURNS = tuple(op for op in REDUCES if ROWS[op].per is Scope.OCCURRENCE)
 
 
 def require_torch_has_it(
@@ -44,9 +44,9 @@ def require_torch_has_it(
             "have one",
             program=program.name,
         )
-    if program.plan.updates > 1:
+    if program.plan.optimizer_steps > 1:
         raise UsageError(
-            f"{program.name} has {program.plan.updates} updates, and torch's schedules one",
+            f"{program.name} has {program.plan.optimizer_steps} updates, and torch's schedules one",
             program=program.name,
         )
     if program.skips:
@@ -69,7 +69,7 @@ def require_torch_has_it(
             hint="schedir.runtime.Executor runs it; or leave offload out, and run what is in these "
             "stages under torch.autograd.graph.save_on_cpu",
         )
-    if ranks_meet(program.meets):
+    if ranks_meet(program.segment_boundaries):
         raise UsageError(
             f"{program.name} sums what pieces of its stages pass on, for which torch's schedules "
             "have no action",
@@ -89,7 +89,7 @@ def require_torch_has_it(
         raise UsageError(
             f"{program.name} reduces gradients in turns, and torch's schedules reduce them once",
             program=program.name,
-            hint="compile it with reduce='end'",
+            hint="compile it with reduce_scatter_at='update_end'",
         )
 
 

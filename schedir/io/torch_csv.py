@@ -108,9 +108,10 @@ def to_csv(program: Program, to: str = "torch") -> str:
     require_type(program, Program, "schedir.compile(schedule, plan)")
     if not program.trains:
         raise CompletenessError("torch loads no schedule without a backward", program=program.name)
-    if program.frozen:
+    if program.frozen_stages:
         raise UsageError(
-            f"{program.name} has no backward of its first {program.frozen} stages, which are "
+            f"{program.name} has no backward of its first "
+            f"{program.frozen_stages} stages, which are "
             "frozen, and torch refuses a schedule without one",
             program=program.name,
             hint="leave frozen out: torch runs a backward of a frozen stage, too",
@@ -209,7 +210,7 @@ def from_csv(
         words = [w[np.isin(w >> OP & 0xFF, COMPUTE)] for w in words]
     program = Program(name, plan, tuple(map(Stream, words)), zero=zero or 0)
     whole = gathers(program).whole
-    slots = [SlotCounts.unsaid()._replace(full=most) for most in whole]
+    slots = [SlotCounts.unsaid()._replace(unsharded_params=most) for most in whole]
     return program.with_slots(slots) if any(whole) else program
 
 
@@ -299,7 +300,7 @@ class _CsvReader:
                 f"{_short(text)} is on rank {at.row - 1}, but stage {stage} is on rank "
                 f"{held.row - 1}: {_short(held.text)} in row {held.row}, column {held.column}"
             )
-        if word is not None and (hop := ROWS[word >> OP & 0xFF].hop):
+        if word is not None and (hop := ROWS[word >> OP & 0xFF].peer):
             self.other.setdefault(stage + (1 if hop.ahead else -1), at)  # torch knows neighbours
         if each and mb > self.most:
             self.most, self.most_at = mb, at

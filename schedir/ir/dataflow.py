@@ -3,7 +3,7 @@
 A value has a chain of instructions along the Stream of its rank: one makes it, some may change it,
 some read it, one frees it.  Everything that asks for a part of such a chain asks here: the
 dependency graph, slots, memory, and the explaining of errors.  What is known of a kind of value is
-its row in `TOKENS`, what an instruction does with it is the instruction's row in `ROWS`.
+its row in `VALUES`, what an instruction does with it is the instruction's row in `ROWS`.
 
 The giver of a value is the nearest instruction that gives it and stands earlier in the Stream.
 Where each value is made once and changed at most once, that is a look-up in a table: the change if
@@ -24,14 +24,14 @@ from schedir.ir.instruction_index import NONE, InstructionIndex, Positions
 from schedir.ir.isa.instructions import (
     LOCAL_HANDOVER,
     ROWS,
-    TOKENS,
+    VALUES,
     Lane,
     Opcode,
     PeerRule,
     ProducerRule,
     Row,
     Scope,
-    Token,
+    Value,
     chain,
     change_of,
     changes,
@@ -47,7 +47,7 @@ require_tables()
 Keys = NDArray[np.int64]
 
 # Who frees a value, and at which stage: what is handed over is freed by its taker.
-FREERS: Final[dict[Token, list[tuple[Opcode, PeerRule | None]]]] = {
+FREERS: Final[dict[Value, list[tuple[Opcode, PeerRule | None]]]] = {
     token: [(row.op, None) for row in ROWS if token in row.frees]
     + [
         (row.op, hop.back)
@@ -55,7 +55,7 @@ FREERS: Final[dict[Token, list[tuple[Opcode, PeerRule | None]]]] = {
         for row in ROWS
         if made is token and taken in row.frees
     ]
-    for token in Token
+    for token in Value
 }
 
 
@@ -64,7 +64,7 @@ class StaleRead(NamedTuple):
 
     needer: int
     culprit: int
-    token: Token
+    token: Value
 
 
 class ValueLives(NamedTuple):
@@ -125,7 +125,7 @@ class Dataflow:
     def __init__(self, index: InstructionIndex) -> None:
         self.index = index
         self._stale: list[StaleRead] = []  # what `needs` finds on its way
-        self._chains: dict[Token, ValueChains | None] = {}
+        self._chains: dict[Value, ValueChains | None] = {}
 
     @classmethod
     def of(cls, program: Program) -> Dataflow:
@@ -153,7 +153,9 @@ class Dataflow:
                     found.append((more, needer, giver))
                     more += 1
             for token in (token for token in row.gives if token not in row.needs):
-                if TOKENS[token].found is ProducerRule.AGAIN and self.index.program.has(token):
+                if VALUES[token].producer_rule is ProducerRule.LATEST and self.index.program.has(
+                    token
+                ):
                     found.append((more, needer, self._freed_before(token, needer)))
                     more += 1
         needs = np.full((max([2, *(k + 1 for k, _, _ in found)]), len(self.index)), NONE, np.int32)
@@ -166,7 +168,7 @@ class Dataflow:
         """Who needs a value that is not there as it is needed, and will not be."""
         return self._stale if self.needs.size else []
 
-    def token(self, needer: int, giver: int) -> Token | None:
+    def token(self, needer: int, giver: int) -> Value | None:
         """Which value of a giver's an instruction needs; None if it is none."""
         row = ROWS[int(self.index.op[needer])]
         given = ROWS[int(self.index.op[giver])].gives
@@ -175,18 +177,18 @@ class Dataflow:
                 return token
         return next((token for token in row.needs if token in given), None)
 
-    def _needed(self, row: Row) -> list[Token]:
+    def _needed(self, row: Row) -> list[Value]:
         """Of the values that a row needs those that the program has."""
         return [token for token in row.needs if self.index.program.has(token)]
 
-    def _givers(self, row: Row, token: Token, needer: Positions) -> Iterator[Positions]:
+    def _givers(self, row: Row, token: Value, needer: Positions) -> Iterator[Positions]:
         """Who gives a value to each of some instructions of a row, by lane if on several."""
-        found = TOKENS[token].found
+        found = VALUES[token].producer_rule
         if found is ProducerRule.ALL:
             yield from self._last(row, token, needer)
         elif found is ProducerRule.VERSION:
             yield self._of_version(row, token, needer)
-        elif found is ProducerRule.SINCE:
+        elif found is ProducerRule.LATEST_OR_START:
             given = self.index.where_all(chain(row.op, token))
             yield self._earlier(self._keys(token, given), given, self._keys(token, needer), needer)
         elif (chains := self.chains(token)) is not None:
@@ -194,7 +196,7 @@ class Dataflow:
         else:
             yield self._once(row, token, needer)
 
-    def _once(self, row: Row, token: Token, needer: Positions) -> Positions:
+    def _once(self, row: Row, token: Value, needer: Positions) -> Positions:
         """Of values made once: the last in the chain that is there."""
         giver = self._first(chain(row.op, token), self.index.key[needer])
         if token in LOCAL_HANDOVER:
@@ -214,7 +216,7 @@ class Dataflow:
             giver = np.where(giver == NONE, self.index.where(op, key), giver)
         return giver
 
-    def _of_version(self, row: Row, token: Token, needer: Positions) -> Positions:
+    def _of_version(self, row: Row, token: Value, needer: Positions) -> Positions:
         """Of weights: what changes their version, else what makes it; -1 for those from the start,
         as those of a frozen stage always are.
 
@@ -222,7 +224,7 @@ class Dataflow:
         """
         index, plan = self.index, self.index.program.plan
         changed = [op for op in chain(row.op, token) if op in index.at and token in ROWS[op].needs]
-        if plan.updates == 1 and not changed:
+        if plan.optimizer_steps == 1 and not changed:
             return np.full(len(needer), NONE, np.int32)
         version = (
             plan.version(index.stage[needer], index.mb[needer])
@@ -231,7 +233,7 @@ class Dataflow:
         )
         changes = np.full(len(needer), True)
         if row.per is not Scope.RANK:
-            changes = index.stage[needer] >= index.program.frozen
+            changes = index.stage[needer] >= index.program.frozen_stages
         giver = np.full(len(needer), NONE, np.int32)
         for op in chain(row.op, token):
             time = version if op in changed else version - 1
@@ -239,12 +241,16 @@ class Dataflow:
             giver = np.where(giver == NONE, index.where(op, key.astype(np.int32)), giver)
         return giver
 
-    def _last(self, row: Row, token: Token, needer: Positions) -> Iterator[Positions]:
+    def _last(self, row: Row, token: Value, needer: Positions) -> Iterator[Positions]:
         """Of what many give: the last of a stage's, or of all of a rank's, on each lane."""
         index = self.index
         ops = chain(row.op, token)
         per = row.per
-        if row.of_all or row.group == "tied" or any(ROWS[op].per is Scope.RANK for op in ops):
+        if (
+            row.needs_all_stages
+            or row.group == "tied"
+            or any(ROWS[op].per is Scope.RANK for op in ops)
+        ):
             per = Scope.RANK  # what a rank gives, it gives to each of its stages
         for lane in sorted({ROWS[op].lane for op in ops if op in index.at}) or [row.lane]:
             gives = index.where_all(op for op in ops if ROWS[op].lane is lane)
@@ -257,7 +263,7 @@ class Dataflow:
             found = last[key]
             if per is Scope.STAGE:
                 found = np.maximum(found, self._of_copies(ops, lane, needer))
-            if row.per is Scope.TURN:  # of each turn but the last what is there by then
+            if row.per is Scope.OCCURRENCE:  # of each turn but the last what is there by then
                 final = np.full(index.size[per], NONE, np.int32)
                 final[key] = needer
                 near = self._earlier(index.keys(per, gives), gives, key, needer)
@@ -283,7 +289,7 @@ class Dataflow:
         found = last[index.keys(Scope.RANK, needer)]
         return np.where(np.isin(index.stage[needer], tied), found, np.int32(NONE))
 
-    def _freed_before(self, token: Token, needer: Positions) -> Positions:
+    def _freed_before(self, token: Value, needer: Positions) -> Positions:
         """Who has let go of a value that is made again, last before it is; -1 for the first."""
         freers = self.index.where_all(op for op, _ in FREERS[token])
         key = self._keys(token, freers)
@@ -302,7 +308,7 @@ class Dataflow:
         fits = (event >= 0) & (giver[near] == key)
         return np.where(fits, given[near], NONE).astype(np.int32)
 
-    def _nearest(self, chains: ValueChains, row: Row, token: Token, needer: Positions) -> Positions:
+    def _nearest(self, chains: ValueChains, row: Row, token: Value, needer: Positions) -> Positions:
         """Of what is made again, or changes its state: the nearest earlier giver."""
         giver, stale = chains.givers(self._keys(token, needer), needer, change_of(row.op, token))
         self._stale += [StaleRead(who, culprit, token) for who, culprit in stale]
@@ -310,24 +316,24 @@ class Dataflow:
 
     # ------------------------------------------------------------ how long it lives
 
-    def chains(self, token: Token) -> ValueChains | None:
+    def chains(self, token: Value) -> ValueChains | None:
         """The chains of a token's values; None where the table of instructions is enough."""
         if token not in self._chains:
             self._chains[token] = self._chained(token) if self._needs_chains(token) else None
         return self._chains[token]
 
-    def _needs_chains(self, token: Token) -> bool:
-        if TOKENS[token].found in (ProducerRule.AGAIN, ProducerRule.ALL):
+    def _needs_chains(self, token: Value) -> bool:
+        if VALUES[token].producer_rule in (ProducerRule.LATEST, ProducerRule.ALL):
             return True
         # Changes of form are in the order of the tables, wherever they stand.
         forms = form_changes(token)
         changed = [op for op in changes(token) if op in self.index.at and op not in forms]
-        if TOKENS[token].found is not ProducerRule.ONCE or not changed:
+        if VALUES[token].producer_rule is not ProducerRule.ONCE or not changed:
             return False
         often = np.sum([self.index.at[op] != NONE for op in changed], 0)
         return bool((often > 1).any()) or any(change_of(op, token) for op in changed)
 
-    def _chained(self, token: Token) -> ValueChains:
+    def _chained(self, token: Value) -> ValueChains:
         parts = []
         for op in (*producers(token), *changes(token)):
             at = self.index.positions.get(op)
@@ -342,19 +348,21 @@ class Dataflow:
                 key = self._keys(token, at, hop and hop.back)
                 parts.append(ChainMember(at, key, False, False, None))
         lies = self.index.program.lies(token)
-        return ValueChains.of(parts, collected=TOKENS[token].found is ProducerRule.ALL, lies=lies)
+        return ValueChains.of(
+            parts, collected=VALUES[token].producer_rule is ProducerRule.ALL, lies=lies
+        )
 
-    def _keys(self, token: Token, at: Positions, hop: PeerRule | None = None) -> Keys:
+    def _keys(self, token: Value, at: Positions, hop: PeerRule | None = None) -> Keys:
         """Which value of a token's each of some instructions touches; of another stage's, a hop
         from its own.
         """
         if hop is not None:
             return self.index.beside(hop, at).astype(np.int64)
-        if TOKENS[token].per is Scope.MICROBATCH:
+        if VALUES[token].per is Scope.MICROBATCH:
             return self.index.key[at].astype(np.int64)
-        return self.index.keys(TOKENS[token].per, at, np.zeros(len(at), np.int64))
+        return self.index.keys(VALUES[token].per, at, np.zeros(len(at), np.int64))
 
-    def lives(self, token: Token, tier: int = 0) -> ValueLives:
+    def lives(self, token: Value, tier: int = 0) -> ValueLives:
         """Where the values of a kind are filled on a tier and freed; without those never freed,
         and none of a kind that takes no memory of its own.
 
@@ -377,7 +385,7 @@ class Dataflow:
         first = np.searchsorted(fill, index.program.offsets)
         return ValueLives(fill, freed, np.sort(freed), first)
 
-    def _freed(self, token: Token, fill: Positions) -> Positions:
+    def _freed(self, token: Value, fill: Positions) -> Positions:
         """Who frees each value that is made once, by where it is filled."""
         index = self.index
         freed = np.full(len(fill), NONE, np.int32)
@@ -388,7 +396,7 @@ class Dataflow:
                 freed = np.where(freed == NONE, found, freed)
         return freed
 
-    def states(self, token: Token) -> ValueStates:
+    def states(self, token: Value) -> ValueStates:
         """What the values of a kind are, piece by piece, in the order of `begin`."""
         chains = self.chains(token)
         if chains is not None:

@@ -16,7 +16,7 @@ Positions = NDArray[np.int32]
 
 NONE: Final = -1
 _COUNTED: Final = np.array([row.per is Scope.MICROBATCH for row in ROWS])
-_TURNS: Final = np.array([row.per is Scope.TURN for row in ROWS])
+_TURNS: Final = np.array([row.per is Scope.OCCURRENCE for row in ROWS])
 _EMPTY: Final = np.empty(0, np.int32)
 
 
@@ -52,19 +52,19 @@ class InstructionIndex:
             for row, begin, end in zip(ROWS, [0, *ends], ends, strict=False)
             if begin < end
         ]
-        turns = [self.mb[at] for row, at in found if row.per is Scope.TURN]
+        turns = [self.mb[at] for row, at in found if row.per is Scope.OCCURRENCE]
         # Of a stage: no more than there are instructions for them, and the first in any case.
         most = max((int(mb.max()) + 1 for mb in turns), default=0)
         self.turns = max(1, min(sum(map(len, turns)), most))
         self.size = {
             Scope.MICROBATCH: plan.stages * plan.microbatches,
-            Scope.STAGE: plan.holders.size * plan.updates,
-            Scope.RANK: plan.ranks * plan.updates,
-            Scope.TURN: plan.holders.size * self.turns,
+            Scope.STAGE: plan.holders.size * plan.optimizer_steps,
+            Scope.RANK: plan.ranks * plan.optimizer_steps,
+            Scope.OCCURRENCE: plan.holders.size * self.turns,
         }
         for row, here in found:
             if row.per is not Scope.MICROBATCH:
-                times = self.turns if row.per is Scope.TURN else plan.updates
+                times = self.turns if row.per is Scope.OCCURRENCE else plan.optimizer_steps
                 self.valid[here] = (self.stage[here] < plan.stages) & (self.mb[here] < times)
                 here = here[self.valid[here]]
                 self.key[here] = self.keys(row.per, here, self.mb[here])
@@ -125,7 +125,7 @@ class InstructionIndex:
                 key += plan.stages * plan.row_of(key, self.rank[at])
         if time is not None:
             key += np.asarray(time, np.int64) * each
-        elif plan.updates > 1:
+        elif plan.optimizer_steps > 1:
             key += self.update(at) * each
         return key
 
@@ -177,10 +177,10 @@ class InstructionIndex:
         """The number of each transfer's message in `Program.order`; -1 where there is none."""
         number = np.full(len(self), NONE, np.int32)
         for send, numbers in self.program.order.items():
-            for row in (ROWS[send], ROWS[ROWS[send].meets or send]):
+            for row in (ROWS[send], ROWS[ROWS[send].partner or send]):
                 at = np.flatnonzero(self.op == row.op)
-                assert row.hop is not None
-                number[at] = numbers[self.key[at] if row.op is send else self.beside(row.hop, at)]
+                assert row.peer is not None
+                number[at] = numbers[self.key[at] if row.op is send else self.beside(row.peer, at)]
         return number
 
     def locate(self, position: int) -> tuple[int, int, Instr]:

@@ -24,13 +24,13 @@ from schedir.ir.isa.instructions import (
     OFF_COMPUTE,
     ROWS,
     TIERS,
-    TOKENS,
     TRAINING_VALUES,
     USERS,
+    VALUES,
     Instr,
     Opcode,
     PeerRule,
-    Token,
+    Value,
 )
 from schedir.ir.notebook_repr import html
 from schedir.ir.pipeline import program_attributes
@@ -69,64 +69,72 @@ class Proof(NamedTuple):
     wait for their device or meet to make communicators, and which messages wait for nobody, as
     `check` says."""
 
-    model: str
-    blocks: bool = False
-    device_waits: bool = False
-    lazy: bool = False
-    eager: EagerMessages | None = None
+    progress_model: str
+    blocking_hosts: bool = False
+    host_device_sync: bool = False
+    lazy_communicators: bool = False
+    eager_messages: EagerMessages | None = None
 
 
 @dataclass(frozen=True)
 class Program:
-    """A plan and one Stream per rank.
+    """The shape of a pipeline, the attributes of its training, and one Stream per rank.
 
-    `tp` and `dp` are the sizes of the tensor- and data-parallel groups that run each Stream;
-    `tied` has, for each set of stages that hold copies of the same weights, these stages,
-    ascending: `((0, 3),)`; True stands for first and last stage.  `clip` says that gradients are
-    clipped by their global norm.  `frozen` is how many of the first stages are not trained: they
-    have no backward, no gradient crosses to them, and stage `frozen` is the first that is trained;
-    it has no gradient of its input, as stage 0 has none of a program without.  `skips` has the
-    stages, from and to, between which a value beside the activation passes: `((0, 3), (1, 2))`.
-    `validate` says whether a step that clips waits for the norm ("before"), or is made as if
-    nothing had to be clipped, and is validated "after": then it waits for no other rank.
-    `zero` is the level of ZeRO (arXiv 1910.02054), 0 to 3: of what replicas hold a part each of.
-    From 1 on that is the optimizer's state, from 2 on gradients, and at 3 the weights, too; these
-    are gathered by Unshard.  `reduce` says of gradients in parts whether they are reduced once, at
-    the "end", or each "turn", so that no whole one is held between runs of backwards.
-    `snapshots` says that what a step changes can be copied while its forwards run, to be saved.
-    `states` is where the optimizer's state lies between steps: on the "device", or on the "host".
-    Then each update ends with a load, a step and a store of each own stage that is trained; on the
-    "disk" with a fetch before the load, and a spill behind the store.  With "cpu" it lies on the
-    host and stays there: each stage's gradient is copied to the host, which steps the stage itself,
-    and its weights come back (ZeRO-Offload, arXiv 2101.06840).
-    `meets` has a letter for each boundary between two stages, where any of them are pieces of one
-    (`schedir/ir/pipeline/stage_segments.py`): "fgfg-fgfg".  `chunked` is how many of the
-    microbatches are chunks of one.  So `pieces` and `whole` tell what somebody has cut. `sequence`
-    says that tensor-parallel ranks share the sequence, too (arXiv 2205.05198): each has sent its
-    part, and what each has of gradients of weights that all hold whole is summed. `slots` has one
-    entry per rank; where it is empty, each value has a slot of its own.
+    Args:
+        name: One printable line.
+        plan: The shape of the pipeline.
+        streams: The instructions of each rank, in the order in which the rank issues them.
+        tp: Size of the tensor-parallel groups that run each Stream.
+        dp: Number of data-parallel replicas that run each Stream.
+        tied_weights: For each weight that several stages have a copy of, these stages, ascending:
+            `((0, 3),)`.  True stands for the first and the last stage.
+        clip_grad_norm: Whether gradients are clipped by their global norm.
+        frozen_stages: Number of first stages that are not trained.  They have no backward, and no
+            gradient is sent to them.  Stage `frozen_stages` has no gradient of its input.
+        skips: The stages, from and to, between which a second value passes: `((0, 3), (1, 2))`.
+        norm_check: Whether a step that clips waits for the norm ("before_step"), or is made as if
+            nothing was clipped, and is validated behind it ("after_step": post-validation, arXiv
+            2401.10241, section 4).
+        zero: Level of ZeRO (arXiv 1910.02054), 0 to 3.  From 1 on each replica has a part of the
+            optimizer's state, from 2 on of the gradients, and at 3 of the weights, which Unshard
+            gathers.
+        reduce_scatter_at: When gradients in parts are reduced: once, at the "update_end", or at
+            "each_backward", so that no full gradient is held between runs of backwards.
+        checkpoint_snapshots: Whether what a step changes can be copied while its forwards run, for
+            a checkpoint.
+        optimizer_placement: Where the optimizer's state is between steps.  On the "device"; on the
+            "host", and each update ends with a load, a step and a store of each trained stage; on
+            the "disk", with a read before the load and a write behind the store.  With "cpu_step"
+            it stays on the host, which steps the stage: gradients are copied to the host, and
+            weights come back (ZeRO-Offload, arXiv 2101.06840).
+        segment_boundaries: A letter for each boundary between two stages, where stages of the
+            program are segments of a stage: "fgfg-fgfg".  See
+            `schedir/ir/pipeline/stage_segments.py`.
+        chunks_per_microbatch: How many of the program's microbatches are chunks of one.
+        sequence_parallel: Whether tensor-parallel ranks also split the tokens (arXiv 2205.05198).
+            Each sends its part, and gradients of weights that all ranks have are summed.
+        slots: The numbers of static buffers of each rank; empty where each value has its own.
+        order: The numbers of messages in the order of the lowering, for each kind of send by
+            stage * microbatches + mb, -1 where there is none.  It is a hint that makes `check`
+            faster, and `check` verifies it.  A pass need not update it.
 
-    `order` numbers the messages as the lowering places them: for each kind of send a number by
-    stage*microbatches + mb, -1 where there is none.  It is no part of what the program says, and
-    nobody trusts it: `check` looks whether it holds, which is faster than to find an order.  So a
-    pass need not keep it up.
+    Attributes:
+        words: The instructions of all Streams, one Stream behind the other.
+        offsets: Where each Stream begins in `words`; one more entry than there are ranks.
+        proofs: The progress models and kinds of hosts for which `check` has proven the program.  A
+            copy made by `dataclasses.replace`, `copy` or `pickle` has none.
 
-    `proofs` says for which progress models and hosts `check` has proven the program.  A program
-    that is made of it, as by `dataclasses.replace`, `copy` or `pickle`, has none.
-
-    `words` are all Streams, one behind the other, and `offsets` says where each begins, with
-    one more entry than there are ranks.
-
-    >>> from schedir import PipelineShape, compile, schedules
-    >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
-    >>> program
-    <program one_f_one_b: 4 ranks, 168 instructions>
-    >>> program.is_draft, program.trains, program.ascending
-    (False, True, True)
-    >>> print(*program.streams[3][:4], sep=", ")
-    recv_act 3.0, F 3.0, recv_act 3.1, B 3.0
-    >>> len(program.digest)
-    64
+    Example:
+        >>> from schedir import PipelineShape, compile, schedules
+        >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
+        >>> program
+        <program one_f_one_b: 4 ranks, 168 instructions>
+        >>> program.is_draft, program.trains, program.ascending
+        (False, True, True)
+        >>> print(*program.streams[3][:4], sep=", ")
+        recv_act 3.0, F 3.0, recv_act 3.1, B 3.0
+        >>> len(program.digest)
+        64
     """
 
     name: str
@@ -134,18 +142,18 @@ class Program:
     streams: tuple[Stream, ...]
     tp: int = field(default=1, metadata=program_attributes.TP)
     dp: int = field(default=1, metadata=program_attributes.DP)
-    tied: Tied = field(default=(), metadata=program_attributes.TIED)
-    clip: bool = field(default=False, metadata=program_attributes.CLIP)
-    frozen: int = field(default=0, metadata=program_attributes.FROZEN)
+    tied_weights: Tied = field(default=(), metadata=program_attributes.TIED)
+    clip_grad_norm: bool = field(default=False, metadata=program_attributes.CLIP)
+    frozen_stages: int = field(default=0, metadata=program_attributes.FROZEN)
     skips: Skips = field(default=(), metadata=program_attributes.SKIPS)
-    validate: str = field(default="before", metadata=program_attributes.VALIDATE)
+    norm_check: str = field(default="before_step", metadata=program_attributes.VALIDATE)
     zero: int = field(default=0, metadata=program_attributes.ZERO)
-    reduce: str = field(default="end", metadata=program_attributes.REDUCE)
-    snapshots: bool = field(default=False, metadata=program_attributes.SNAPSHOTS)
-    states: str = field(default="device", metadata=program_attributes.STATES)
-    meets: str = field(default="", metadata=program_attributes.MEETS)
-    chunked: int = field(default=1, metadata=program_attributes.CHUNKED)
-    sequence: bool = field(default=False, metadata=program_attributes.SEQUENCE)
+    reduce_scatter_at: str = field(default="update_end", metadata=program_attributes.REDUCE)
+    checkpoint_snapshots: bool = field(default=False, metadata=program_attributes.SNAPSHOTS)
+    optimizer_placement: str = field(default="device", metadata=program_attributes.STATES)
+    segment_boundaries: str = field(default="", metadata=program_attributes.MEETS)
+    chunks_per_microbatch: int = field(default=1, metadata=program_attributes.CHUNKED)
+    sequence_parallel: bool = field(default=False, metadata=program_attributes.SEQUENCE)
     slots: tuple[SlotCounts, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False
@@ -165,6 +173,8 @@ class Program:
             raise PlanError(
                 f"a program's name has no space around it: {name!r} has", fields=["name"]
             )
+        # A schedule that is expanded on the shape of a program keeps to that shape.
+        object.__setattr__(self, "plan", self.plan.resolved())
         for f in TRAITS:
             value = f.kind.settle(f.name, getattr(self, f.name), self.plan)
             object.__setattr__(self, f.name, value)
@@ -243,50 +253,50 @@ class Program:
         """The stage that is a hop from each, shape (stages,); -1 where there is none."""
         return beside(hop, self.plan.stages, self.skips)
 
-    def other(self, token: Token, stage: int) -> int:
+    def other(self, token: Value, stage: int) -> int:
         """The stage that gives a stage a value, or takes it from it; -1 where there is none."""
-        across = TOKENS[token].across
+        across = VALUES[token].peer
         assert across is not None
         other = int(self.beside(across)[stage])
-        return other if other >= (self.frozen if token in TRAINING_VALUES else 0) else -1
+        return other if other >= (self.frozen_stages if token in TRAINING_VALUES else 0) else -1
 
     def peer(self, i: Instr) -> int:
         """The rank at the other side of a message."""
-        hop = ROWS[i.op].hop
+        hop = ROWS[i.op].peer
         assert hop is not None
         return int(self.plan.rank_at(self.beside(hop)[i.stage], i.mb))
 
-    def has(self, token: Token) -> bool:
+    def has(self, token: Value) -> bool:
         """Return whether the program can have values of this kind.
 
         A boundary value needs a stage on its other side, a value of a trait needs the trait, and
         an optional value needs an instruction that uses it.
         """
-        if TOKENS[token].optional and self.ops.isdisjoint(USERS[token]):
+        if VALUES[token].optional and self.ops.isdisjoint(USERS[token]):
             return False
-        across, trait = TOKENS[token].across, TOKENS[token].trait
+        across, trait = VALUES[token].peer, VALUES[token].attribute
         if trait:
-            said, only = getattr(self, trait), TOKENS[token].only
+            said, only = getattr(self, trait), VALUES[token].attribute_values
             return said in only if only else bool(said != getattr(type(self), trait))
         return across is None or bool((self.beside(across) >= 0).any())
 
-    def lies(self, token: Token) -> str:
+    def lies(self, token: Value) -> str:
         """On which of TIERS a value lies from the start on; "" if it is made."""
-        row = TOKENS[token]
-        said = getattr(self, row.trait) if row.lies else ""
-        return said if said in TIERS else row.lies
+        row = VALUES[token]
+        said = getattr(self, row.attribute) if row.initial_tier else ""
+        return said if said in TIERS else row.initial_tier
 
-    def holds(self, token: Token) -> bool:
+    def holds(self, token: Value) -> bool:
         """Whether values of this kind take memory of their own.
 
         What is whole all the time does not: weights and gradients, up to the level of ZeRO from
         which on replicas have parts of them.
         """
-        size = TOKENS[token].size
-        whole = size in CUT_FROM and not is_cut(size, self.zero) and not TOKENS[token].lies
+        size = VALUES[token].size
+        whole = size in CUT_FROM and not is_cut(size, self.zero) and not VALUES[token].initial_tier
         return self.has(token) and size != "" and not whole
 
-    def in_slots(self, token: Token) -> bool:
+    def in_slots(self, token: Value) -> bool:
         """Whether how many slots a kind has is a choice here: of what crosses boundaries, and of
         what is touched off the compute lane."""
         return token in BOUNDARY or any(op in self.ops for op in OFF_COMPUTE[token])
@@ -321,22 +331,22 @@ class Program:
     @property
     def pieces(self) -> tuple[int, ...]:
         """In how many pieces each whole stage is: these are stages of the program."""
-        return pieces_in(self.meets, self.plan.stages)
+        return pieces_in(self.segment_boundaries, self.plan.stages)
 
     @cached_property
     def whole(self) -> PipelineShape:
         """The plan of the stages and the microbatches of which its own are pieces and chunks."""
-        return whole_of(self.plan, self.meets, self.chunked).plan
+        return whole_of(self.plan, self.segment_boundaries, self.chunks_per_microbatch).plan
 
     def first_of(self, op: int) -> int:
         """The first stage that an instruction can be of: of backwards, of messages with gradients
         and of what reduces them, the first that is trained."""
-        return self.frozen if op in OF_TRAINED else 0
+        return self.frozen_stages if op in OF_TRAINED else 0
 
     @property
     def summed(self) -> Tied:
         """Of what is `tied` what is trained, and so summed: not copies that are all frozen."""
-        return tuple(stages for stages in self.tied if stages[0] >= self.frozen)
+        return tuple(stages for stages in self.tied_weights if stages[0] >= self.frozen_stages)
 
     @property
     def ascending(self) -> bool:

@@ -3,7 +3,7 @@
     schedir 1
     program one_f_one_b
     ranks 2  microbatches 8  stages_per_rank 1  placement loop
-    tp 1  dp 1  tied no  clip no
+    tp 1  dp 1  tied_weights no  clip_grad_norm no
 
     rank 0
       F 0.0
@@ -12,9 +12,9 @@
 
 `1.0+` is stage 1, microbatch 0, one more each turn (`+4` four more, `-` one less); `&` joins
 instructions that are issued together; `#` begins a comment.  Where slots are shared, each rank
-says how many it has: `rank 0  act_in 2  act_out 2  grad_in 1  grad_out 1`.  `tied yes` is said of
-first and last stage, of any others that share weights `tied 0=2,1=3`.  `skips 0=3,1=2` says that
-a second value leads from stage 0 to stage 3, and one from 1 to 2.
+says how many it has: `rank 0  act_in 2  act_out 2  grad_in 1  grad_out 1`.  `tied_weights yes` is
+said of first and last stage, of any others that share weights `tied_weights 0=2,1=3`.  `skips
+0=3,1=2` says that a second value leads from stage 0 to stage 3, and one from 1 to 2.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from schedir.ir.isa.instructions import BETWEEN_NEIGHBOURS, BY_TEXT, ROWS, Scope
 from schedir.ir.pipeline.field_schema import Field
 from schedir.ir.pipeline.pipeline_shape import PLAN, PipelineShape
 from schedir.ir.program import HEADER, JOINED, OP, OWN, STAGE, Program, SlotCounts, Stream, Words
-from schedir.retired_names import RETIRED
+from schedir.retired_names import BUFFERS, INSTRUCTIONS, NAMES, RETIRED, current_value
 
 FORMAT = 1
 _KEYS = {f.name: f for f in HEADER}
@@ -50,7 +50,7 @@ def to_text(program: Program, folded: bool = True) -> str:
     schedir 1
     program gpipe
     ranks 1  microbatches 8  stages_per_rank 1  placement loop
-    tp 1  dp 1  tied no  clip no
+    tp 1  dp 1  tied_weights no  clip_grad_norm no
     <BLANKLINE>
     rank 0
       8 x  F 0.0+
@@ -73,10 +73,10 @@ def _header_lines(program: Program) -> Iterator[str]:
     for (_, always), fields in groupby(HEADER, lambda f: (f.of_plan, f.always)):
         shown = [f for f in fields if always or not _KEYS[f.beside or f.name].is_default(program)]
         line = "  ".join(f.show(program) for f in shown)
-        if "updates" in [f.name for f in shown]:
+        if "optimizer_steps" in [f.name for f in shown]:
             line += (
                 f"  # microbatch k is of update k // {program.plan.per_update} = u, on weights "
-                "after max(u - delay, 0)"
+                "after max(u - weight_delay, 0)"
             )
         if line:
             yield line
@@ -252,6 +252,8 @@ def _header(lines: list[_Line], first: _Line) -> _Found:
         name = _NAME.match(line.text)
         for pair in [name] if name else _PAIR.finditer(line.text):
             key, value = pair.groups()
+            if key not in _KEYS:  # a file may be older than the name
+                key = NAMES.get(key, key)
             if key not in (*_KEYS, "program"):
                 near = get_close_matches(key, [*_KEYS, "program", "rank"], 1)
                 hint = RETIRED.get(key, f"did you mean {near[0]!r}?" if near else "")
@@ -272,7 +274,7 @@ def _header(lines: list[_Line], first: _Line) -> _Found:
 
 def _value(line: _Line, at: int, field: Field, text: str) -> object:
     try:
-        return field.kind.read(text)
+        return field.kind.read(current_value(field.name, text))
     except ValueError:
         if re.fullmatch(r"[+-]?[0-9]{19,}", text):
             raise line.error(f"{field.name} has too many digits: {text[:18]}...", at) from None
@@ -287,7 +289,8 @@ def _streams(
     left = most
     for line in lines:
         if not line.text[0].isspace():
-            found = _RANK.match(line.text)
+            text = re.sub(r"[a-z_]+", lambda kind: BUFFERS.get(kind[0], kind[0]), line.text)
+            found = _RANK.match(text)
             if not found:
                 form = "  ".join(["rank N", *(f"{kind} N" for kind in _ALWAYS)])
                 raise line.error(
@@ -344,20 +347,20 @@ def _read(line: _Line, at: int, part: str) -> tuple[int, int]:
     """One instruction: its word and how its microbatch steps."""
     at += len(part) - len(part.lstrip())
     found = _INSTR.match(part)
-    if not found or found[1] not in BY_TEXT:
-        name = found[1] if found else part.strip()
+    name = INSTRUCTIONS.get(found[1], found[1]) if found else part.strip()  # of an older file, too
+    if not found or name not in BY_TEXT:
         near = get_close_matches(name, list(BY_TEXT), 1)
         raise line.error(
             f"no instruction {part.strip()!r}", at, f"did you mean {near[0]!r}?" if near else ""
         )
-    op = BY_TEXT[found[1]]
+    op = BY_TEXT[name]
     per = ROWS[op].per
     numbers = [int(n) for n in found.group(2, 3) if n is not None]
     full = 1 if per is Scope.RANK else 2
     least = full - (per is not Scope.MICROBATCH and not found[4])  # update 0 is left out
     if not least <= len(numbers) <= full:
-        want = f"{found[1]} {per.value}".strip()
-        raise line.error(f"{found[1]} is written {want!r}, not {part.strip()!r}", at)
+        want = f"{name} {per.value}".strip()
+        raise line.error(f"{name} is written {want!r}, not {part.strip()!r}", at)
     stage, mb = [0] * (per is Scope.RANK) + numbers + [0] * (full - len(numbers))
     if stage > 0xFFFF or mb > 0xFFFFFFFF:
         raise line.error(f"{part.strip()!r} is out of every range", at)

@@ -1,4 +1,5 @@
-"""Stages of a GPT, split into segments at their tensor-parallel collectives (`compile(cut=)`).
+"""Stages of a GPT, split into segments at their tensor-parallel collectives
+(`compile(stage_segments=)`).
 
 A layer is four pieces, between the sums of Megatron-LM (arXiv 1909.08053, section 3):
 
@@ -63,7 +64,8 @@ def pieces(stage: Stage) -> list[nn.Module]:
     >>> from schedir.models.gpt import GPTConfig, build_stage
     >>> from schedir.models.gpt_segments import cut_of, pieces
     >>> stages = [build_stage(GPTConfig(layers=4), s, 2) for s in range(2)]
-    >>> program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tied=True, cut=cut_of([2, 2]))
+    >>> program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tied_weights=True,
+    ...     stage_segments=cut_of([2, 2]))
     >>> program.plan.stages, sum(len(pieces(stage)) for stage in stages)
     (18, 18)
     """
@@ -91,20 +93,22 @@ def pieces(stage: Stage) -> list[nn.Module]:
 
 
 def cut_of(layers: Iterable[int]) -> tuple[int, ...]:
-    """How many pieces stages of so many layers have, as `compile(..., cut=...)` takes it."""
+    """How many pieces stages of so many layers have, as `compile(..., stage_segments=...)` takes
+    it."""
     return tuple(len(LAYER) * number + 1 for number in layers)
 
 
 def boundaries(
     cut: Sequence[int],
     boundary: Boundary | Sequence[int],
-    frozen: int = 0,
+    frozen_stages: int = 0,
     share: int = 1,
 ) -> dict[int, Any]:
     """What passes behind each piece of stages that are cut so: a boundary of the stages, or two.
 
-    Of the first stage behind `frozen` ones the residual stream depends on nothing that is trained,
-    and has no gradient, until its attention adds to it.  Where so many tensor-parallel ranks
+    Of the first stage behind `frozen_stages` ones the residual stream depends on nothing that is
+    trained, and has no gradient, until its attention adds to it.  Where so many tensor-parallel
+    ranks
     `share` the sequence, the boundary of the stages is of a rank's own tokens; of what is summed a
     piece gives or takes all of them.
 
@@ -112,7 +116,7 @@ def boundaries(
     >>> behind = boundaries((2, 1), (8, 64))
     >>> [str(one) for one in behind[0]], str(behind[1])
     (['[8, 64] of torch.float32', '[8, 64] of torch.float32'], '[8, 64] of torch.float32')
-    >>> str(boundaries((1, 5), (8, 64), frozen=1)[1][1])
+    >>> str(boundaries((1, 5), (8, 64), frozen_stages=1)[1][1])
     '[8, 64] of torch.float32 without gradient'
     >>> str(boundaries((5,), (8, 64), share=2)[0][0])
     '[8, 64] of torch.float32, taken as [16, 64]'
@@ -126,7 +130,7 @@ def boundaries(
     }
     for stage, number in enumerate(cut):
         stream = [one] * (number - 1)
-        if frozen and stage == frozen:
+        if frozen_stages and stage == frozen_stages:
             stream[:2] = [replace(one, grad=False) for _ in stream[:2]]
         found += [(met[LAYER[k % len(LAYER)]], own) for k, own in enumerate(stream)] + [one]
     return dict(enumerate(found[:-1]))

@@ -53,11 +53,12 @@ def split_layers(layers: int, stages: int, given: Sequence[int] | None = None) -
     if len(given) != stages or sum(given) != layers:
         raise UsageError(
             f"division {tuple(given)} is not one of {layers} layers on {stages} stages",
-            fields=["division", *cut],
+            fields=["layers_per_stage", *cut],
         )
     if min(given) < 0 or 0 in given[1:-1]:
         raise UsageError(
-            f"division {tuple(given)} leaves a stage with nothing to do", fields=["division"]
+            f"layers_per_stage {tuple(given)} leaves a stage with nothing to do",
+            fields=["layers_per_stage"],
         )
     return tuple(given)
 
@@ -80,7 +81,7 @@ def split_tokens(context: int, tp: int) -> int:
     if context % tp:
         raise UsageError(
             f"tp {tp} does not divide a context of {context} tokens, which its ranks are to share",
-            hint=f"context = {context - context % tp or tp}, or sequence = false",
-            fields=["context", "sequence"],
+            hint=f"context = {context - context % tp or tp}, or sequence_parallel = false",
+            fields=["context", "sequence_parallel"],
         )
     return context // tp

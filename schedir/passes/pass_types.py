@@ -17,7 +17,7 @@ from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.program import Program
 
 Boundary = Literal["replicated", "sharded"]
-BufferSharing = Literal["fewest", "enough"]
+BufferSharing = Literal["minimal", "latency_preserving"]
 Mask = NDArray[np.bool_]
 Part = Literal["draft", "messages", "ends", "memory", "better"]
 
@@ -28,19 +28,20 @@ PARTS: Final[tuple[Part, ...]] = get_args(Part)
 class Options:
     """How a draft is lowered; `more` has the options that passes bring along, by name.
 
-    `sizes` and `limit` are those that the program is to fit.  `rest` is what the passes behind the
-    one that is told make of what it gives, for one that chooses by what becomes of it; options in
+    `sizes` and `memory_limit` are those that the program is to fit.  `rest` is what the passes
+    behind the one that is told make of what it gives, for one that chooses by what becomes of it;
+    options in
     `more` may be said in another way there.
     """
 
     costs: Costs | None = None
-    model: ProgressModel = "device"
+    progress_model: ProgressModel = "per_device"
     boundary: Boundary = "replicated"
     overlap: bool = False
-    slots: BufferSharing | None = None
+    buffer_sharing: BufferSharing | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     sizes: Sizes | None = None
-    limit: float | None = None
+    memory_limit: float | None = None
     rest: Callable[..., Program] = lambda program, **more: program
 
 
@@ -63,7 +64,7 @@ def _nothing(program: Program, present: Present) -> Iterator[ExpectedInstruction
     return iter(())
 
 
-def _none(program: Program, model: ProgressModel) -> dict[str, Any]:
+def _none(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
     return {}
 
 

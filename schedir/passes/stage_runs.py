@@ -36,7 +36,7 @@ def runs(program: Program, ops: Sequence[Opcode]) -> StageRuns:
     """The runs of some kinds of instructions of trained stages; others may stand between."""
     group = np.cumsum(~program.joined)
     at = np.flatnonzero(np.isin(program.op, ops))
-    at = at[(program.words[at] >> STAGE & 0xFFFF) >= program.frozen]
+    at = at[(program.words[at] >> STAGE & 0xFFFF) >= program.frozen_stages]
     stage = program.words[at] >> STAGE & 0xFFFF
     order = np.lexsort((stage, group[at]))  # of a group by stage, each once
     at, stage, group = at[order], stage[order], group[at[order]]

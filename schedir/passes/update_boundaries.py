@@ -23,14 +23,18 @@ _ENDS: Final = tuple(row.op for row in ROWS if row.per is not Scope.MICROBATCH)
 
 def meets(program: Program) -> bool:
     """Whether ranks meet at the ends of updates before the last."""
-    return program.plan.updates > 1 and program.trains and bool(program.summed or program.clip)
+    return (
+        program.plan.optimizer_steps > 1
+        and program.trains
+        and bool(program.summed or program.clip_grad_norm)
+    )
 
 
 def places(program: Program) -> Ends:
     """Where in its Stream each rank ends each update, the last one too: the positions that the
     ends come before, shape (updates, ranks)."""
     final = program.offsets[1:]
-    if program.plan.updates == 1:
+    if program.plan.optimizer_steps == 1:
         return final[None]
     ends = together(Graph.of(program)) if meets(program) else apart(program)
     if (joined := program.joined).any():
@@ -78,6 +82,6 @@ def _last(index: InstructionIndex) -> Ends:
     does what ends it, and one with frozen stages only runs forwards."""
     plan = index.program.plan
     at = np.flatnonzero(index.is_op(COMPUTE + _ENDS))
-    last = np.zeros((plan.updates, plan.ranks), np.int64)
+    last = np.zeros((plan.optimizer_steps, plan.ranks), np.int64)
     np.maximum.at(last, (index.update(at), index.rank[at]), at)
     return last[:-1]

@@ -22,19 +22,21 @@ def in_short(choice: ParallelPlan) -> str:
     """A choice in a few words.
 
     >>> from schedir.planner import ParallelPlan
-    >>> in_short(ParallelPlan(p=4, t=8, d=2, v=2, m=8, schedule="zb_v", zero=1))
-    'p 4 t 8 d 2 b 1 zb_v, without recomputation, zero 1'
+    >>> in_short(ParallelPlan(pp=4, tp=8, dp=2, stages_per_rank=2, microbatches=8, schedule="zb_v",
+    ...     zero=1))
+    'pp 4 tp 8 dp 2 microbatch_size 1 zb_v, without recomputation, zero 1'
     """
-    many = family(choice.schedule).stages == "many" and choice.v > 1
-    told = [f"p {choice.p} t {choice.t} d {choice.d}"]
-    told += [f"c {choice.c}"] * (choice.c > 1) + [f"e {choice.e}"] * (choice.e > 1)
-    told += [f"b {choice.b} {choice.schedule}" + f" v {choice.v}" * many]
+    many = family(choice.schedule).stages == "many" and choice.stages_per_rank > 1
+    told = [f"pp {choice.pp} tp {choice.tp} dp {choice.dp}"]
+    told += [f"cp {choice.cp}"] * (choice.cp > 1) + [f"ep {choice.ep}"] * (choice.ep > 1)
+    told += [f"microbatch_size {choice.microbatch_size} {choice.schedule}"]
+    told += [f"stages_per_rank {choice.stages_per_rank}"] * many
     again = choice.recompute
     rest = "without recomputation" if again == "none" else f"with {again} recomputation"
     rest += f", zero {choice.zero}" * (choice.zero > 0)
     rest += ", sequence cut over slices" * choice.sequence_parallel
     rest += ", activations offloaded" * (choice.offload != "none")
-    rest += ", states on the host" * (choice.states != "device")
+    rest += ", states on the host" * (choice.optimizer_placement != "device")
     return f"{' '.join(told)}, {rest}"
 
 

@@ -24,7 +24,11 @@ from schedir.schedules.schedule_expansion import expand_schedule
 _KEPT: Final = 16  # programs that are kept: choices differ in sizes more often than in these
 _LARGE: Final = 2**18  # instructions of one that is not
 # Options with which `schedir train` compiles for processes on processors.
-ON_PROCESSORS: Final[dict[str, Any]] = {"overlap": True, "slots": None, "blocks": True}
+ON_PROCESSORS: Final[dict[str, Any]] = {
+    "overlap": True,
+    "buffer_sharing": None,
+    "blocking_hosts": True,
+}
 
 
 def plan_of(choice: ParallelPlan) -> PipelineShape:
@@ -34,22 +38,29 @@ def plan_of(choice: ParallelPlan) -> PipelineShape:
     PlanError for what no pipeline can have.
 
     >>> from schedir.planner import ParallelPlan
-    >>> plan_of(ParallelPlan(p=4, m=8, v=2, schedule="zb_v"))
+    >>> plan_of(ParallelPlan(pp=4, microbatches=8, stages_per_rank=2, schedule="zb_v"))
     PipelineShape(ranks=4, microbatches=8, stages_per_rank=2, placement='vee')
     """
     source = Source(choice.schedule)
     if isinstance(source.found, Program):
-        said = {"ranks": choice.p, "microbatches": choice.m, "stages_per_rank": choice.v}
+        said = {
+            "ranks": choice.pp,
+            "microbatches": choice.microbatches,
+            "stages_per_rank": choice.stages_per_rank,
+        }
         return Request(source, said, usual={}).plan
     placement, own = placed_for(source.found)
     own = own or (None if takes_v(source.found) else 1)
-    if own not in (None, choice.v):
+    if own not in (None, choice.stages_per_rank):
         raise UsageError(
-            f"{choice.schedule} has {own} stage{'s' * (own > 1)} to a rank, not v {choice.v}",
+            f"{choice.schedule} has {own} stage{'s' * (own > 1)} to a rank, not "
+            f"{choice.stages_per_rank}",
             hint=f"v={own}",
-            fields=["v", "schedule"],
+            fields=["stages_per_rank", "schedule"],
         )
-    return PipelineShape(choice.p, choice.m, choice.v, placement or "loop")
+    return PipelineShape(
+        choice.pp, choice.microbatches, choice.stages_per_rank, placement or "loop"
+    )
 
 
 def plan_program(choice: ParallelPlan, *, tied: bool = True, **options: Any) -> Program:
@@ -59,23 +70,25 @@ def plan_program(choice: ParallelPlan, *, tied: bool = True, **options: Any) -> 
     boundaries where t > 1 (with `sequence_parallel` parts of the sequence cross as they are, and
     gradients of parts are summed at the end), with the level of ZeRO, and an R for each forward
     that is run again where `recompute` is "full".
-    "selective" shows in what backwards take.  Which microbatches `offload` "fit" moves their sizes
-    and a limit decide, which are `options` then, with costs: `program_for` finds these.  Parts of a
-    sequence (`c`) are replicas to what sums gradients.  The norm of gradients is taken, as trainers
-    do that clip.  `tied` says that the head shares the embedding's weight; `options` are those of
-    `compile`; unless told, messages have a queue for each directed edge, and the fewest buffers.
+    "selective" shows in what backwards take.  Which microbatches `offload` "fit" moves their
+    sizes and a limit decide, which are `options` then, with costs: `program_for` finds these.
+    Parts of a sequence (`cp`) are replicas to what sums gradients.  The norm of gradients is
+    taken, as trainers do that clip.  `tied` says that the head shares the embedding's weight;
+    `options` are those of `compile`; unless told, messages have a queue for each directed edge,
+    and the fewest buffers.
 
     Raises what `plan_of` does, and a ProgramError for a schedule that does not work so.
 
     >>> from schedir.planner import ParallelPlan, plan_program
-    >>> plan_program(ParallelPlan(p=4, t=2, d=2, m=8, zero=1, schedule="one_f_one_b"))
+    >>> plan_program(ParallelPlan(pp=4, tp=2, dp=2, microbatches=8, zero=1, schedule="one_f_one_b"))
     <program one_f_one_b: 4 ranks, 278 instructions>
     """
-    shape = ParallelPlan(p=choice.p, t=choice.t, d=choice.d * choice.c, v=choice.v, m=choice.m,
+    shape = ParallelPlan(pp=choice.pp, tp=choice.tp, dp=choice.dp * choice.cp,
+                         stages_per_rank=choice.stages_per_rank, microbatches=choice.microbatches,
                    schedule=choice.schedule, zero=choice.zero, recompute=choice.recompute,
                    sequence_parallel=choice.sequence_parallel, offload=choice.offload,
-                   states=choice.states)  # fmt: skip
-    large = 6 * choice.stages * choice.m > _LARGE
+                   optimizer_placement=choice.optimizer_placement)  # fmt: skip
+    large = 6 * choice.stages * choice.microbatches > _LARGE
     large = large or options not in ({}, ON_PROCESSORS)
     if large or choice.schedule.endswith((".sched", ")")) or ":" in choice.schedule:
         return _made(shape, tied=tied, options=options)
@@ -90,14 +103,14 @@ def _known(shape: ParallelPlan, *, tied: bool, **options: Any) -> Program:
 def _made(shape: ParallelPlan, *, tied: bool, options: dict[str, Any]) -> Program:
     found, plan = Source(shape.schedule).found, plan_of(shape)
     if isinstance(found, Program) and not found.is_draft:
-        if shape.moves:
+        if shape.offloads:
             raise UsageError(
                 f"{shape.schedule} is a program, which says itself what it offloads",
-                fields=["offload", "states", "schedule"],
+                fields=["offload", "optimizer_placement", "schedule"],
             )
-        said = {"tp": shape.t, "dp": shape.d, "zero": shape.zero, "tied": tied}
-        said["sequence"] = shape.sequence_parallel and shape.t > 1
-        return Request(Source(shape.schedule), said, usual={}, model="edge").program
+        said = {"tp": shape.tp, "dp": shape.dp, "zero": shape.zero, "tied_weights": tied}
+        said["sequence_parallel"] = shape.sequence_parallel and shape.tp > 1
+        return Request(Source(shape.schedule), said, usual={}, progress_model="per_edge").program
     drafted = found if isinstance(found, Program) else expand_schedule(found, plan)
     return lowered(drafted, shape, tied=tied, **options)
 
@@ -107,26 +120,26 @@ def lowered(
 ) -> Program:
     """The program that a choice has with the compute of a draft, as `plan_program` says."""
     how: dict[str, Any] = {
-        "model": "edge",
-        "slots": "fewest",
-        "sequence": choice.sequence_parallel and choice.t > 1,
+        "progress_model": "per_edge",
+        "buffer_sharing": "minimal",
+        "sequence_parallel": choice.sequence_parallel and choice.tp > 1,
     }
     if choice.recompute == "full":
         how["recompute"] = "all"
     if _by_turns(choice):
-        how["reduce"] = "turn"
+        how["reduce_scatter_at"] = "each_backward"
     if choice.offload != "none":
         how["offload"] = choice.offload
-    if choice.states != "device":
-        how["states"] = choice.states
-    how |= {"tied": tied, "clip": True, "zero": choice.zero}
-    return compile(drafted, None, choice.t, choice.d * choice.c, **(how | options))
+    if choice.optimizer_placement != "device":
+        how["optimizer_placement"] = choice.optimizer_placement
+    how |= {"tied_weights": tied, "clip_grad_norm": True, "zero": choice.zero}
+    return compile(drafted, None, choice.tp, choice.dp * choice.cp, **(how | options))
 
 
 def _by_turns(choice: ParallelPlan) -> bool:
     """Whether gradients are summed behind each run of a stage's backwards: where they are in parts,
     and of many stages, so that few whole ones are there at once."""
-    return choice.zero >= CUT_FROM["grads"] and choice.v > 2
+    return choice.zero >= CUT_FROM["grads"] and choice.stages_per_rank > 2
 
 
 # ---------------------------------------------------------------- for `schedir train`
@@ -136,8 +149,8 @@ _WITHOUT: Final = (
     ("kv_heads", "heads", "a GPT's attention has keys and values of each head's own"),
     ("gated", False, "a GPT's feed-forward network has two matrices"),
     ("experts", 1, "its layers have one feed-forward network"),
-    ("c", 1, "it takes whole sequences"),
-    ("e", 1, "its layers have one feed-forward network"),
+    ("cp", 1, "it takes whole sequences"),
+    ("ep", 1, "its layers have one feed-forward network"),
 )
 
 
@@ -157,7 +170,8 @@ def train_config(
 
     >>> from schedir.planner import ParallelPlan, TransformerSpec, train_config
     >>> model = TransformerSpec(layers=4, hidden=64, heads=4, vocab=256, sequence=64)
-    >>> print(train_config(model, ParallelPlan(p=2, b=2, m=8, layers_of=(3, 1)), steps=20))
+    >>> print(train_config(model, ParallelPlan(pp=2, microbatch_size=2, microbatches=8,
+    ...     layers_per_stage=(3, 1)), steps=20))
     # 2 processes: schedir train FILE
     <BLANKLINE>
     [model]
@@ -175,7 +189,7 @@ def train_config(
     stages_per_rank = 1
     tp = 1
     dp = 1
-    division = [3, 1]
+    layers_per_stage = [3, 1]
     <BLANKLINE>
     [data]
     microbatch_size = 2
@@ -192,27 +206,27 @@ def train_config(
             "heads": model.heads, "context": model.sequence, "tied": model.tied,
         },
         "pipeline": {
-            "schedule": choice.schedule, "ranks": choice.p, "microbatches": choice.m,
-            "stages_per_rank": choice.v, "tp": choice.t, "dp": choice.d,
+            "schedule": choice.schedule, "ranks": choice.pp, "microbatches": choice.microbatches,
+            "stages_per_rank": choice.stages_per_rank, "tp": choice.tp, "dp": choice.dp,
         },
         "memory": {},
-        "data": {"microbatch_size": choice.b},
+        "data": {"microbatch_size": choice.microbatch_size},
         "train": train,
     }  # fmt: skip
     if len({*parts}) > 1:
-        tables["pipeline"]["division"] = list(parts)
+        tables["pipeline"]["layers_per_stage"] = list(parts)
     if choice.zero:
         tables["pipeline"]["zero"] = choice.zero
-    if choice.sequence_parallel and choice.t > 1:
-        tables["pipeline"]["sequence"] = True
+    if choice.sequence_parallel and choice.tp > 1:
+        tables["pipeline"]["sequence_parallel"] = True
     if _by_turns(choice):
-        tables["pipeline"]["reduce"] = "turn"
+        tables["pipeline"]["reduce_scatter_at"] = "each_backward"
     if choice.recompute == "full":
         tables["memory"]["recompute"] = "all"
     if moves is not None and (said := _offloaded(moves)):
         tables["memory"]["offload"] = said
-    if choice.states != "device":
-        tables["memory"]["states"] = choice.states
+    if choice.optimizer_placement != "device":
+        tables["memory"]["optimizer_placement"] = choice.optimizer_placement
     many = f"{choice.gpus} process{'es' * (choice.gpus > 1)}"
     text = [f"# {many}: schedir train FILE"]
     for name, table in tables.items():
@@ -235,17 +249,21 @@ def _require_trainable(
 ) -> None:
     """Raise UsageError for what `schedir train` cannot do."""
     if 0 in parts[1:-1]:
-        raise _cannot("layers_of", list(parts), "a stage between the ends has nothing to do")
+        raise _cannot("layers_per_stage", list(parts), "a stage between the ends has nothing to do")
     if model.ffn != 4 * model.hidden:
         raise _cannot("ffn", model.ffn, f"a GPT's feed-forward network is 4 x {model.hidden} wide")
-    if model.heads % choice.t:
-        raise UsageError(f"t {choice.t} does not divide {model.heads} heads", fields=["t", "heads"])
+    if model.heads % choice.tp:
+        raise UsageError(
+            f"tp {choice.tp} does not divide {model.heads} heads", fields=["tp", "heads"]
+        )
     for name, usual, why in _WITHOUT:
         value = getattr(model if hasattr(model, name) else choice, name)
         if value != (model.heads if usual == "heads" else usual):
             raise _cannot(name, value, why)
-    if choice.order != "tpd" and min(choice.p, choice.d) > 1:
-        raise _cannot("order", choice.order, "its replicas are numbered behind the ranks of each")
+    if choice.rank_order != "tp-pp-dp" and min(choice.pp, choice.dp) > 1:
+        raise _cannot(
+            "rank_order", choice.rank_order, "its replicas are numbered behind the ranks of each"
+        )
     if choice.offload != "none" and moves is None:
         raise UsageError(
             "which microbatches are offloaded a program says, and nobody gives it",

@@ -29,7 +29,8 @@ def launcher_options(model: TransformerSpec, choice: ParallelPlan) -> dict[str, 
 
     >>> from schedir.planner import ParallelPlan, TransformerSpec, launcher_options
     >>> model = TransformerSpec(layers=7, hidden=64, heads=4, vocab=256, sequence=64)
-    >>> for trainer, text in launcher_options(model, ParallelPlan(p=3, m=6, layers_of=(2, 3,
+    >>> for trainer, text in launcher_options(model, ParallelPlan(pp=3, microbatches=6,
+    ...     layers_per_stage=(2, 3,
     ...     2))).items():
     ...     print(f"{trainer}:", text, sep="\\n")
     megatron:
@@ -57,11 +58,13 @@ def launcher_options(model: TransformerSpec, choice: ParallelPlan) -> dict[str, 
 def _megatron(choice: ParallelPlan, parts: tuple[int, ...], *, looped: bool) -> list[str]:
     if not looped:
         return [f"# it puts stages on ranks in a loop, and {choice.schedule} does not"]
-    found = [f"--pipeline-model-parallel-size {choice.p}"]
+    found = [f"--pipeline-model-parallel-size {choice.pp}"]
     short = _ends(choice, parts)
     if short is None:
         return [*found, _layout(parts)]
-    virtual = [f"--num-virtual-stages-per-pipeline-rank {choice.v}"] * (choice.v > 1)
+    virtual = [f"--num-virtual-stages-per-pipeline-rank {choice.stages_per_rank}"] * (
+        choice.stages_per_rank > 1
+    )
     found += virtual
     if not short:
         return found
@@ -73,15 +76,15 @@ def _megatron(choice: ParallelPlan, parts: tuple[int, ...], *, looped: bool) -> 
 def _ends(choice: ParallelPlan, parts: tuple[int, ...]) -> str | None:
     """The options for the first rank and the last, where all others are alike and stages of a rank
     are, too; nothing where all ranks are alike, and None where this cannot say it."""
-    ranks = [{*parts[rank :: choice.p]} for rank in range(choice.p)]
+    ranks = [{*parts[rank :: choice.pp]} for rank in range(choice.pp)]
     if any(len(each) > 1 for each in ranks):
         return None
-    each = [parts[rank] * choice.v for rank in range(choice.p)]
+    each = [parts[rank] * choice.stages_per_rank for rank in range(choice.pp)]
     if not all(each):
         return None
     for first, last in ((0, 0), (0, 1), (1, 0), (1, 1)):
         inner = each[first : len(each) - last]
-        if first + last > choice.p or len({*inner}) > 1:
+        if first + last > choice.pp or len({*inner}) > 1:
             continue
         said = [f"--decoder-first-pipeline-num-layers {each[0]}"] * first
         return " ".join(said + [f"--decoder-last-pipeline-num-layers {each[-1]}"] * last)
@@ -111,13 +114,13 @@ def _torchtitan(choice: ParallelPlan, parts: tuple[int, ...], *, placed: bool) -
         return [
             f"# it puts stages on ranks in a loop, or two down and up, not as {choice.schedule}"
         ]
-    found = [f"pipeline_parallel_degree = {choice.p}"]
+    found = [f"pipeline_parallel_degree = {choice.pp}"]
     if (less := _less(parts)) is not None:
         whole = sum(parts) + sum(less)
         each = -(-whole // len(parts))
-        if choice.v > 2 and -(-whole // each) == len(parts):
+        if choice.stages_per_rank > 2 and -(-whole // each) == len(parts):
             found.append(f"pipeline_parallel_layers_per_stage = {each}")
-        if choice.v <= 2 or len(found) > 1:
+        if choice.stages_per_rank <= 2 or len(found) > 1:
             found.append(f"pipeline_parallel_first_stage_less_layers = {less[0]}")
             return [*found, f"pipeline_parallel_last_stage_less_layers = {less[1]}"]
     names, layer = [], 0

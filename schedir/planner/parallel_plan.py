@@ -9,65 +9,81 @@ from schedir.errors import UsageError, describe
 from schedir.ir.cost.number_parsing import MOST_LAYERS, MOST_SEQUENCES
 from schedir.ir.cost.zero_states import LEVELS
 from schedir.predict.activation_bytes import Recompute
+from schedir.retired_names import renamed_value
 
 Attention = Literal["softmax", "flash"]
-Order = Literal["tpd", "tdp"]
+Order = Literal["tp-pp-dp", "tp-dp-pp"]
 Offload = Literal["none", "fit"]
-Lies = Literal["device", "host"]
+StatePlacement = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """One plan of many: degrees, a schedule, and what is done to make it fit.
+    """A layout of a training run: parallel degrees, a schedule, and what makes it fit in memory.
 
-    `p` ranks of a pipeline, `t` tensor-parallel slices, `d` replicas, and `c` parts of a sequence
-    (context parallelism) make p t d c GPUs; `e` of the replicas share a layer's experts.  Each rank
-    has `v` stages; a replica's step has `m` microbatches of `b` sequences.  `recompute` is what a
-    layer runs again (arXiv 2205.05198, section 5), `zero` the stage of ZeRO, `sequence_parallel`
-    whether norms and dropout are cut over the `t` slices (section 4.2.2 there).  `layers_of` are
-    the layers of each stage, in the order of stages; () divides them evenly.  `attention` is how
-    scores become weights: "softmax" writes all of them and reads them again (arXiv 2205.05198,
-    section 4.1), "flash" keeps them on chip, and computes them again in the backward (2307.08691).
+    Attributes:
+        pp: Ranks of the pipeline.
+        tp: Tensor-parallel ranks of each stage.
+        dp: Data-parallel replicas.  A plan takes pp * tp * dp * cp GPUs.
+        stages_per_rank: Pipeline stages of each rank.
+        microbatch_size: Sequences in a microbatch.
+        microbatches: Microbatches of a replica in one step.
+        schedule: The name of a built-in schedule, or the path of a `.sched` file.
+        recompute: What a layer computes again in the backward: "none", "selective" or "full"
+            (arXiv 2205.05198, section 5).
+        zero: The stage of ZeRO, from 0 to 3.
+        sequence_parallel: Whether norms and dropout are divided over the tensor-parallel ranks
+            (arXiv 2205.05198, section 4.2.2).
+        cp: Parts of a sequence (context parallelism).
+        ep: Replicas that share the experts of a layer (expert parallelism).
+        layers_per_stage: The number of layers of each stage; () divides them evenly.
+        attention: "softmax" writes all scores to memory and reads them again (arXiv 2205.05198,
+            section 4.1); "flash" keeps them on chip, and computes them again in the backward
+            (arXiv 2307.08691).
+        rank_order: The order in which processes are numbered, the innermost dimension first.
+            "tp-pp-dp" is schedir's order, "tp-dp-pp" the default of Megatron-LM.  Parts of a
+            sequence are numbered with the tensor-parallel ranks.
+        offload: "fit" moves as few saved activations to the host as the memory of the GPUs
+            requires; "none" moves none.
+        optimizer_placement: Where the optimizer's state is between steps: "device" or "host".
 
-    `order` says which processes stand side by side, the nearest first: slices, and with them parts
-    of a sequence, then the ranks of a pipeline, then replicas, as this project has it ("tpd"); or
-    replicas before the ranks of a pipeline, as Megatron-LM has it ("tdp").
+    Raises:
+        UsageError: A field has a value that it cannot have.
 
-    `offload` "fit" moves of what forwards saved as little to the host meanwhile as the memory of
-    the GPUs asks for, and with `states` "host" the optimizer's lie there between steps
-    (docs/offload.md).
-
-    >>> from schedir.planner import ParallelPlan
-    >>> one = ParallelPlan(p=8, t=8, d=16, m=96)
-    >>> one.gpus, one.batch, one.stages
-    (1024, 1536, 8)
+    Example:
+        >>> from schedir.planner import ParallelPlan
+        >>> plan = ParallelPlan(pp=8, tp=8, dp=16, microbatches=96)
+        >>> plan.gpus, plan.batch, plan.stages
+        (1024, 1536, 8)
     """
 
-    p: int = 1
-    t: int = 1
-    d: int = 1
-    v: int = 1
-    b: int = 1
-    m: int = 1
+    pp: int = 1
+    tp: int = 1
+    dp: int = 1
+    stages_per_rank: int = 1
+    microbatch_size: int = 1
+    microbatches: int = 1
     schedule: str = "one_f_one_b"
     recompute: Recompute = "none"
     zero: int = 0
     sequence_parallel: bool = False
-    c: int = 1
-    e: int = 1
-    layers_of: tuple[int, ...] = ()
+    cp: int = 1
+    ep: int = 1
+    layers_per_stage: tuple[int, ...] = ()
     attention: Attention = "softmax"
-    order: Order = "tpd"
+    rank_order: Order = "tp-pp-dp"
     offload: Offload = "none"
-    states: Lies = "device"
+    optimizer_placement: StatePlacement = "device"
 
     def __post_init__(self) -> None:
-        words_of = {"recompute": Recompute, "attention": Attention, "order": Order,
-                    "offload": Offload, "states": Lies}  # fmt: skip
+        words_of = {"recompute": Recompute, "attention": Attention, "rank_order": Order,
+                    "offload": Offload, "optimizer_placement": StatePlacement}  # fmt: skip
         for name, words in ((name, get_args(kind)) for name, kind in words_of.items()):
             if getattr(self, name) not in words:
+                value = getattr(self, name)
                 raise UsageError(
-                    f"choice: {name} is {' or '.join(words)}, not {describe(getattr(self, name))}",
+                    f"choice: {name} is {' or '.join(words)}, not {describe(value)}",
+                    hint=renamed_value(name, value),
                     fields=[name],
                 )
         for f in fields(ParallelPlan):
@@ -94,37 +110,37 @@ class ParallelPlan:
                 f"choice: zero is a level of ZeRO, from 0 to {LEVELS - 1}, not {self.zero}",
                 fields=["zero"],
             )
-        if isinstance(self.layers_of, list):
-            object.__setattr__(self, "layers_of", tuple(self.layers_of))
-        parts = self.layers_of
+        if isinstance(self.layers_per_stage, list):
+            object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
+        parts = self.layers_per_stage
         if not isinstance(parts, tuple) or not all(
             _whole(each, 0) and each <= MOST_LAYERS for each in parts
         ):
             raise UsageError(
-                f"choice: layers_of are the layers of each stage, not {describe(parts)}",
-                hint="layers_of=(2, 3, 2)",
-                fields=["layers_of"],
+                f"choice: layers_per_stage are the layers of each stage, not {describe(parts)}",
+                hint="layers_per_stage=(2, 3, 2)",
+                fields=["layers_per_stage"],
             )
 
     @property
     def gpus(self) -> int:
         """How many it runs on."""
-        return self.p * self.t * self.d * self.c
+        return self.pp * self.tp * self.dp * self.cp
 
     @property
     def batch(self) -> int:
         """Sequences of a step."""
-        return self.d * self.m * self.b
+        return self.dp * self.microbatches * self.microbatch_size
 
     @property
     def stages(self) -> int:
         """Parts of the model."""
-        return self.p * self.v
+        return self.pp * self.stages_per_rank
 
     @property
-    def moves(self) -> bool:
+    def offloads(self) -> bool:
         """Whether anything goes to the host and comes back."""
-        return self.offload != "none" or self.states != "device"
+        return self.offload != "none" or self.optimizer_placement != "device"
 
 
 def _whole(value: object, least: int) -> bool:
@@ -228,19 +244,28 @@ NOWHERE: Final = HostMemory()  # of what has all on its GPU
 
 @dataclass(frozen=True, kw_only=True)
 class PlanEstimate(ParallelPlan):
-    """A choice with what a step of it takes, in seconds, and holds, in bytes.
+    """A plan, and estimates of its step time and memory.
 
-    `step` is sum(parts); `flops` what a GPU does of the model's operations in a second, and `mfu`
-    that over the peak of its data sheet.  `bound` names the largest thing that another choice could
-    make less, and `why` says it in a sentence.  `exact` tells that the step was simulated as a
-    program, not taken from a closed form; `fits` whether the memory is there.  `host` is what lies
-    on the host, and `beside` says what that is worth, beside the best plan that has all on the GPU.
+    Attributes:
+        step: Seconds of a step, the sum of `parts`.
+        parts: Seconds of each part of the step.
+        memory: Bytes on the fullest GPU, by what they hold.
+        flops: Operations of the model per second on one GPU.
+        mfu: `flops` as a share of the peak in the GPU's data sheet.
+        bound: The largest part that another plan could reduce, or "memory".
+        why: A sentence that explains `bound`.
+        exact: Whether the step was simulated as a program; else a closed form gives its time.
+        fits: Whether the plan fits in the memory of the GPUs and their hosts.
+        host: Bytes on the host.
+        beside: With an offload, how the plan compares with the best plan without one.
 
-    >>> from schedir import planner
-    >>> model, node = planner.load_model("gpt-22b"), planner.cluster_preset("a100")
-    >>> found = planner.estimate_step(model, node, planner.ParallelPlan(t=8, m=4, b=4), exact=False)
-    >>> sum(found.parts) == found.step, found.fits, found.batch
-    (True, False, 16)
+    Example:
+        >>> from schedir import planner
+        >>> model, node = planner.load_model("gpt-22b"), planner.cluster_preset("a100")
+        >>> found = planner.estimate_step(model, node, planner.ParallelPlan(tp=8, microbatches=4,
+        ...     microbatch_size=4), exact=False)
+        >>> sum(found.parts) == found.step, found.fits, found.batch
+        (True, False, 16)
     """
 
     step: float

@@ -42,30 +42,30 @@ class PlanColumns:
     `layers_of` is told.
     """
 
-    p: Ints
-    t: Ints
-    d: Ints
-    v: Ints
-    b: Ints
-    m: Ints
+    pp: Ints
+    tp: Ints
+    dp: Ints
+    stages_per_rank: Ints
+    microbatch_size: Ints
+    microbatches: Ints
     schedule: Ints
     recompute: Ints
     zero: Ints
     sequence_parallel: Ints
-    c: Ints
-    e: Ints
+    cp: Ints
+    ep: Ints
     attention: Attention = "softmax"
-    order: Order = "tpd"
-    layers_of: tuple[int, ...] = ()
+    rank_order: Order = "tp-pp-dp"
+    layers_per_stage: tuple[int, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.p)
+        return len(self.pp)
 
     @classmethod
     def of(cls, choice: ParallelPlan) -> PlanColumns:
         """One choice alone.  Raises UsageError for one that has anything on the host, of whose
         copies closed forms know nothing."""
-        if choice.moves:
+        if choice.offloads:
             raise simulated_only()
         each = {f.name: getattr(choice, f.name) for f in fields(cls)}
         each["schedule"] = NAMES.index(choice.schedule)
@@ -84,8 +84,10 @@ class PlanColumns:
         each["recompute"] = RECOMPUTES[each["recompute"]]
         each["sequence_parallel"] = bool(each["sequence_parallel"])
         each |= {name: getattr(self, name) for name in ALIKE}
-        if not self.layers_of and model.layers % (stages := each["p"] * each["v"]):
-            each["layers_of"] = even(model.layers, stages)
+        if not self.layers_per_stage and model.layers % (
+            stages := each["pp"] * each["stages_per_rank"]
+        ):
+            each["layers_per_stage"] = even(model.layers, stages)
         return ParallelPlan(**each)
 
     def distinct(self, *names: str) -> tuple[Ints, Ints]:
@@ -100,7 +102,9 @@ class PlanColumns:
     def shares(self, model: TransformerSpec, *, alike: bool = True) -> RankGroupShares:
         """What ranks have: `shares` of each plan."""
         vee = np.array([FAMILIES[name].vee for name in NAMES], np.int64)[self.schedule]
-        _, which = np.unique((self.p * 2**20 + self.v) * 2 + vee, return_inverse=True)
+        _, which = np.unique(
+            (self.pp * 2**20 + self.stages_per_rank) * 2 + vee, return_inverse=True
+        )
         first = np.unique(which, return_index=True)[1]
         each = [shares(model, self.choice(model, i), alike=alike) for i in first.tolist()]
         most = max(map(len, each), default=0)
@@ -120,5 +124,5 @@ def simulated_only() -> UsageError:
     )
 
 
-ALIKE: Final = ("attention", "order", "layers_of")
+ALIKE: Final = ("attention", "rank_order", "layers_per_stage")
 COLUMNS: Final = tuple(f.name for f in fields(PlanColumns) if f.name not in ALIKE)

@@ -23,22 +23,22 @@ class FieldFilter(NamedTuple):
     """Which values of each field of a choice are asked for; None for all that make sense."""
 
     schedules: tuple[str, ...] = SCHEDULES
-    p: tuple[int, ...] | None = None
-    t: tuple[int, ...] | None = None
-    d: tuple[int, ...] | None = None
-    v: tuple[int, ...] | None = None
-    b: tuple[int, ...] | None = None
-    c: tuple[int, ...] = (1,)
-    e: tuple[int, ...] = (1,)
+    pp: tuple[int, ...] | None = None
+    tp: tuple[int, ...] | None = None
+    dp: tuple[int, ...] | None = None
+    stages_per_rank: tuple[int, ...] | None = None
+    microbatch_size: tuple[int, ...] | None = None
+    cp: tuple[int, ...] = (1,)
+    ep: tuple[int, ...] = (1,)
     recompute: tuple[str, ...] = RECOMPUTES
     zero: tuple[int, ...] | None = None
     sequence_parallel: tuple[bool, ...] | None = None
     attention: Attention = "softmax"
-    order: Order = "tpd"
+    rank_order: Order = "tp-pp-dp"
     offload: bool = False  # whether there are plans that make sense only where states are moved
 
 
-_DEGREES: Final = ("p", "t", "d", "v", "b", "c", "e")
+_DEGREES: Final = ("pp", "tp", "dp", "stages_per_rank", "microbatch_size", "cp", "ep")
 
 
 def asked(**fields: Any) -> FieldFilter:
@@ -46,12 +46,12 @@ def asked(**fields: Any) -> FieldFilter:
 
     Raises UsageError for what is no such value.
 
-    >>> asked(t=8, schedules="zb_v").t, asked(t=(2, 4)).t
+    >>> asked(tp=8, schedules="zb_v").tp, asked(tp=(2, 4)).tp
     ((8,), (2, 4))
     """
     found: dict[str, Any] = {}
     for name, given in fields.items():
-        if name in ("attention", "order", "offload"):
+        if name in ("attention", "rank_order", "offload"):
             found[name] = given
             continue
         if given is None:
@@ -61,7 +61,7 @@ def asked(**fields: Any) -> FieldFilter:
     for name in _DEGREES:
         for value in found.get(name, ()):
             ParallelPlan(**{name: value})
-    for name in ("recompute", "attention", "order"):
+    for name in ("recompute", "attention", "rank_order"):
         values = found.get(name, ())
         for value in values if isinstance(values, tuple) else (values,):
             ParallelPlan(**{name: value})
@@ -89,7 +89,7 @@ def choices(model: TransformerSpec, cluster: Cluster, batch: int, want: FieldFil
     """All plans of what is asked for.
 
     p t d c are all GPUs of the cluster, d b m is the batch.  Slices divide the heads, stay within
-    a node unless `t` is told, and then there is a warning; stages are no more than layers, and
+    a node unless `tp` is given, and then there is a warning; stages are no more than layers, and
     where these do not divide evenly, two stages per rank at most, or as many as would divide them
     with the embedding and the head.  With the weights or gradients in parts (`zero` from 2 on)
     ranks have more than two stages, and whole backwards, unless told: all stages are whole all the
@@ -108,14 +108,14 @@ def choices(model: TransformerSpec, cluster: Cluster, batch: int, want: FieldFil
     degrees = [*_degrees(model, cluster, want)]
     if not degrees:
         raise _no_product(model, cluster, want)
-    if (most := max(degree.t for degree in degrees)) > cluster.gpus_per_node:
+    if (most := max(degree.tp for degree in degrees)) > cluster.gpus_per_node:
         leaves_node(most, cluster, stacklevel=4)
     rows = [row for degree in degrees for row in _rows(model, batch, degree, want)]
     if not rows:
         raise _no_batch(model, batch, degrees, want)
     columns = np.array(rows, np.int64).T
     return PlanColumns(**dict(zip(COLUMNS, columns, strict=True)),
-                 attention=want.attention, order=want.order)  # fmt: skip
+                 attention=want.attention, rank_order=want.rank_order)  # fmt: skip
 
 
 def divisors(number: int) -> list[int]:
@@ -131,36 +131,36 @@ def divisors(number: int) -> list[int]:
 class Degree(NamedTuple):
     """How many of each make the GPUs."""
 
-    p: int
-    t: int
-    d: int
-    c: int
-    e: int
+    pp: int
+    tp: int
+    dp: int
+    cp: int
+    ep: int
 
 
 def _degrees(model: TransformerSpec, cluster: Cluster, want: FieldFilter) -> Iterator[Degree]:
     gpus = cluster.gpus
     for t in _slices(model, cluster, want):
-        for p, c in product(want.p or divisors(gpus), want.c):
+        for p, c in product(want.pp or divisors(gpus), want.cp):
             d, left = divmod(gpus, p * t * c)
-            if left or p > model.layers or (want.d and d not in want.d):
+            if left or p > model.layers or (want.dp and d not in want.dp):
                 continue
-            for e in want.e:
+            for e in want.ep:
                 if d % e == 0 and model.experts % e == 0 and model.sequence % c == 0:
                     yield Degree(p, t, d, c, e)
 
 
 def _slices(model: TransformerSpec, cluster: Cluster, want: FieldFilter) -> list[int]:
     """The numbers of slices that the model allows."""
-    told, node = want.t, cluster.gpus_per_node
+    told, node = want.tp, cluster.gpus_per_node
     found = [t for t in told or divisors(cluster.gpus) if told or t <= node]
     fits = [t for t in found if not _uncut(model, t)]
     if told and not fits:
         wrong = _uncut(model, told[0])
         can = [str(t) for t in range(1, node + 1) if not _uncut(model, t)]
         raise UsageError(
-            f"{wrong} {getattr(model, wrong)} cannot be divided among t {told[0]}",
-            hint=f"t = {' or '.join(can)}", fields=["t", wrong],
+            f"{wrong} {getattr(model, wrong)} cannot be divided among tp {told[0]}",
+            hint=f"tp = {' or '.join(can)}", fields=["tp", wrong],
         )  # fmt: skip
     return fits
 
@@ -168,7 +168,7 @@ def _slices(model: TransformerSpec, cluster: Cluster, want: FieldFilter) -> list
 def leaves_node(t: int, cluster: Cluster, *, stacklevel: int) -> None:
     """Warn of slices that are no neighbours."""
     warnings.warn(
-        f"t {t} leaves the node of {cluster.gpus_per_node} GPUs: each layer's sums go over the "
+        f"tp {t} leaves the node of {cluster.gpus_per_node} GPUs: each layer's sums go over the "
         "network",
         stacklevel=stacklevel + 1,
     )
@@ -187,9 +187,9 @@ def _stages(model: TransformerSpec, p: int, name: str, want: FieldFilter) -> lis
     most = model.layers // p
     if kind != "many":
         v = 1 if kind == "one" else 2
-        return [v] * (v <= most and (not want.v or v in want.v))
-    if want.v:
-        return [v for v in want.v if 2 <= v <= most]
+        return [v] * (v <= most and (not want.stages_per_rank or v in want.stages_per_rank))
+    if want.stages_per_rank:
+        return [v for v in want.stages_per_rank if 2 <= v <= most]
     even = [v for v in range(2, most + 1) if model.layers % (p * v) == 0]
     ends = [v for v in range(2, most + 1) if (model.layers + 2) % (p * v) == 0 and p > 1]
     return sorted({*even, *ends} | ({2} if most >= 2 else set()))
@@ -203,7 +203,7 @@ def _rows(
     if batch % d:
         return
     each = batch // d
-    sizes = [b for b in want.b or divisors(each) if each % b == 0]
+    sizes = [b for b in want.microbatch_size or divisors(each) if each % b == 0]
     cuts = want.sequence_parallel or (False, True)
     cuts = tuple({cut and t > 1 and model.sequence % (t * c) == 0 for cut in cuts})
     recomputes = [RECOMPUTES.index(name) for name in want.recompute]
@@ -226,7 +226,7 @@ def _levels(replicas: int, p: int, v: int, name: str, want: FieldFilter) -> Iter
     for level in want.zero or range(LEVELS):
         cuts = level >= 2 and (want.zero is not None or (v > 2 and not FAMILIES[name].split))
         # Many stages on one rank are for ZeRO alone, and for states on the host, unless told.
-        told = want.v is not None and want.zero is not None
+        told = want.stages_per_rank is not None and want.zero is not None
         told = told or (want.offload and FAMILIES[name].stages == "many")
         alone = p == 1 and name != "one_f_one_b" and not told
         if replicas == 1:
@@ -237,14 +237,16 @@ def _levels(replicas: int, p: int, v: int, name: str, want: FieldFilter) -> Iter
 
 
 def _no_product(model: TransformerSpec, cluster: Cluster, want: FieldFilter) -> UsageError:
-    told = [name for name in ("p", "t", "d", "c", "e") if getattr(want, name) not in (None, (1,))]
+    told = [
+        name for name in ("pp", "tp", "dp", "cp", "ep") if getattr(want, name) not in (None, (1,))
+    ]
     said_ = " x ".join(f"{name} {_or(getattr(want, name))}" for name in told)
-    if want.p and min(want.p) > model.layers:
+    if want.pp and min(want.pp) > model.layers:
         return UsageError(
-            f"p {_or(want.p)} are more ranks than the model has layers, {model.layers}",
-            fields=["p"],
+            f"pp {_or(want.pp)} are more ranks than the model has layers, {model.layers}",
+            fields=["pp"],
         )
-    for name, whole in (("e", "experts"), ("c", "sequence")):
+    for name, whole in (("ep", "experts"), ("cp", "sequence")):
         size, parts = getattr(model, whole), getattr(want, name)
         if all(size % each for each in parts):
             return UsageError(
@@ -278,12 +280,12 @@ def _no_batch(
     near = set[int]()
     for degree in degrees:
         for name in want.schedules:
-            if not _stages(model, degree.p, name, want):
+            if not _stages(model, degree.pp, name, want):
                 continue
             own = FAMILIES[name]
-            for b in want.b or (1,):
-                unit = degree.d * b * (degree.p if own.grouped else 1)
-                least = degree.d * b * int(own.least(degree.p))
+            for b in want.microbatch_size or (1,):
+                unit = degree.dp * b * (degree.pp if own.grouped else 1)
+                least = degree.dp * b * int(own.least(degree.pp))
                 least = -(-least // unit) * unit
                 near |= {
                     max(batch // unit * unit, least),
@@ -293,14 +295,14 @@ def _no_batch(
     if not can or batch in near:
         return UsageError(
             f"no plan of {model.layers} layers is as asked: stages, schedules and levels of ZeRO "
-            "do not go together", fields=["v", "schedules", "zero"],
+            "do not go together", fields=["stages_per_rank", "schedules", "zero"],
         )  # fmt: skip
     below = [size for size in can if size < batch][-1:]
     above = [size for size in can if size > batch][:1]
-    replicas = sorted({degree.d for degree in degrees})
+    replicas = sorted({degree.dp for degree in degrees})
+    sizes = f" of microbatches of {_or(want.microbatch_size)}" if want.microbatch_size else ""
     return UsageError(
-        f"a batch of {batch} does not divide among d {_or(replicas)} replicas"
-        f"{' of microbatches of b ' + _or(want.b) if want.b else ''}",
+        f"a batch of {batch} does not divide among dp {_or(replicas)} replicas{sizes}",
         hint=f"the nearest that do: {' and '.join(map(str, below + above))}",
-        fields=["batch", "d"],
+        fields=["batch", "dp"],
     )

@@ -47,15 +47,15 @@ def estimate_step(
     >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200,
     ...     sequence=2048)
     >>> cluster = planner.cluster_preset("a100", nodes=128)
-    >>> one = planner.ParallelPlan(p=8, t=8, d=16, m=96, recompute="full")
+    >>> one = planner.ParallelPlan(pp=8, tp=8, dp=16, microbatches=96, recompute="full")
     >>> found = planner.estimate_step(gpt3, cluster, one, exact=False)
     >>> found.fits, found.step == sum(found.parts), 0.3 < found.mfu < 0.6
     (True, True, True)
     """
     _expect(model, cluster)
     _refuse(model, cluster, choice)
-    if choice.t > cluster.gpus_per_node:
-        leaves_node(choice.t, cluster, stacklevel=2)
+    if choice.tp > cluster.gpus_per_node:
+        leaves_node(choice.tp, cluster, stacklevel=2)
     constants, states = constants or SoftwareConstants(), states or states_for(cluster)
     if exact:
         return alone(cluster, simulated(model, cluster, choice, constants, states=states))
@@ -71,18 +71,18 @@ def plan(
     top: int = 20,
     schedules: str | tuple[str, ...] = SCHEDULES,
     exact: bool = True,
-    p: Some = None,
-    t: Some = None,
-    d: Some = None,
-    v: Some = None,
-    b: Some = None,
-    c: Some = 1,
-    e: Some = 1,
+    pp: Some = None,
+    tp: Some = None,
+    dp: Some = None,
+    stages_per_rank: Some = None,
+    microbatch_size: Some = None,
+    cp: Some = 1,
+    ep: Some = 1,
     recompute: str | tuple[str, ...] | None = None,
     zero: Some = None,
     sequence_parallel: bool | None = None,
     attention: Attention = "softmax",
-    order: Order = "tpd",
+    rank_order: Order = "tp-pp-dp",
     offload: bool = False,
     constants: SoftwareConstants | None = None,
     states: StateBytes | None = None,
@@ -94,8 +94,8 @@ def plan(
 
     With `offload` there are also plans that do not fit but with the memory of their hosts, to which
     activations, the optimizer's states, or both go meanwhile (`ParallelPlan.offload`,
-    `ParallelPlan.states`). These are simulated, the likeliest ones; `PlanEstimate.beside` tells
-    what that is worth.
+    `ParallelPlan.optimizer_placement`). These are simulated, the likeliest ones;
+    `PlanEstimate.beside` tells what that is worth.
 
     Raises UsageError where there is no plan, or none fits; with `offload` also where the cluster
     does not tell `host` and `host_memory`, and without `exact`.
@@ -104,7 +104,7 @@ def plan(
     >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200,
     ...     sequence=2048)
     >>> cluster = planner.cluster_preset("a100", nodes=128)
-    >>> best, *_ = planner.plan(gpt3, cluster, 1536, t=8, exact=False)
+    >>> best, *_ = planner.plan(gpt3, cluster, 1536, tp=8, exact=False)
     >>> best.gpus, best.batch, best.fits
     (1024, 1536, True)
     """
@@ -117,9 +117,12 @@ def plan(
             raise simulated_only()
     constants, states = constants or SoftwareConstants(), states or states_for(cluster)
     found = all_plans(
-        model, cluster, batch, constants=constants, states=states, schedules=schedules, p=p, t=t,
-        d=d, v=v, b=b, c=c, e=e, recompute=recompute, zero=zero,
-        sequence_parallel=sequence_parallel, attention=attention, order=order, offload=offload,
+        model, cluster, batch, constants=constants, states=states, schedules=schedules, pp=pp,
+        tp=tp,
+        dp=dp, stages_per_rank=stages_per_rank, microbatch_size=microbatch_size, cp=cp, ep=ep,
+        recompute=recompute, zero=zero,
+        sequence_parallel=sequence_parallel, attention=attention, rank_order=rank_order,
+        offload=offload,
     )  # fmt: skip
     usual = ~for_states_alone(found) if offload else np.ones(len(found.plans), bool)
     fits = usual & (found.total <= cluster.memory)
@@ -155,7 +158,7 @@ def _plainest_first(one: PlanEstimate) -> tuple[float, bool, int, int]:
     """What plans are sorted by: of those that take as long, but for rounding, the plainest first,
     since a prediction knows nothing of what more instructions cost to be issued."""
     own, again = [*FAMILIES].index(one.schedule), get_args(Recompute).index(one.recompute)
-    return float(f"{one.step:.6g}"), one.moves, own, again
+    return float(f"{one.step:.6g}"), one.offloads, own, again
 
 
 def all_plans(
@@ -174,7 +177,7 @@ def all_plans(
 
     >>> from schedir import planner
     >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
-    >>> found = planner.all_plans(gpt, planner.cluster_preset("a100", nodes=4), 512, t=(1, 2))
+    >>> found = planner.all_plans(gpt, planner.cluster_preset("a100", nodes=4), 512, tp=(1, 2))
     >>> len(found.plans) == len(found.step) == len(found.total) > 1000
     True
     """
@@ -193,22 +196,27 @@ def _refuse(model: TransformerSpec, cluster: Cluster, choice: ParallelPlan) -> N
     """Raise UsageError for a choice that cannot be."""
     own = family(choice.schedule)
     want = {"one": (1, 1), "two": (2, 2), "many": (1, model.layers)}[own.stages]
-    if not want[0] <= choice.v <= want[1]:
+    if not want[0] <= choice.stages_per_rank <= want[1]:
         raise UsageError(
-            f"{choice.schedule} has v {want[0]}, not {choice.v}", fields=["v", "schedule"]
+            f"{choice.schedule} has {want[0]} stage{'s' * (want[0] > 1)} per rank, not "
+            f"{choice.stages_per_rank}",
+            fields=["stages_per_rank", "schedule"],
         )
     if choice.gpus != cluster.gpus:
         raise UsageError(
-            f"p {choice.p} x t {choice.t} x d {choice.d} x c {choice.c} = {choice.gpus} are not "
+            f"pp {choice.pp} x tp {choice.tp} x dp {choice.dp} x cp {choice.cp} = "
+            f"{choice.gpus} are not "
             f"the {cluster.gpus} GPUs of {cluster.nodes} x {cluster.gpus_per_node}",
-            fields=["p", "t", "d", "c"],
+            fields=["pp", "tp", "dp", "cp"],
         )
-    least = int(own.least(choice.p))
-    if choice.m < least or (own.grouped and choice.v > 1 and choice.m % choice.p):
-        takes = f"a multiple of p {choice.p}" if own.grouped else f"at least {least}"
+    least = int(own.least(choice.pp))
+    if choice.microbatches < least or (
+        own.grouped and choice.stages_per_rank > 1 and choice.microbatches % choice.pp
+    ):
+        takes = f"a multiple of pp {choice.pp}" if own.grouped else f"at least {least}"
         raise UsageError(
-            f"{choice.schedule} takes {takes} microbatches, not m {choice.m}",
-            fields=["m", "schedule"],
+            f"{choice.schedule} takes {takes} microbatches, not {choice.microbatches}",
+            fields=["microbatches", "schedule"],
         )
     layers_of(model, choice)
     refuse_uneven(model, choice)

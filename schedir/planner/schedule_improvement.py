@@ -70,7 +70,7 @@ def improve_schedule(
     >>> from schedir import planner
     >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
     >>> node = planner.cluster_preset("a100", nodes=1)
-    >>> one = planner.ParallelPlan(p=4, t=2, b=2, m=8)
+    >>> one = planner.ParallelPlan(pp=4, tp=2, microbatch_size=2, microbatches=8)
     >>> found = planner.improve_schedule(gpt, node, one, seconds=60, evaluations=50)
     >>> found.priced.step <= planner.simulate_plan(gpt, node,
     ...     one).step, found.bound <= found.priced.step
@@ -96,7 +96,7 @@ def improve_schedule(
         )  # fmt: skip
         bound = min(bound, found.bound)
         uses.add(found.numba)
-        own = lowered(compute_of(found.program), choice, tied=model.tied, **of.options)
+        own = lowered(compute_of(found.program), choice, tied_weights=model.tied, **of.options)
         told = simulated(model, cluster, kind, own, times, within)
         if told.fits and (told.step < best.step or not best.fits):
             best, kept = replace(told, schedule="search"), own
@@ -106,11 +106,11 @@ def improve_schedule(
 def _at_rest(size: Sizes, choice: ParallelPlan, plan: PipelineShape) -> Sizes:
     """The sizes with the states of each stage as one sum: the optimizer's in parts, and of weights
     and gradients in parts whole ones, of which there may be as many at once."""
-    replicas = choice.d * choice.c
+    replicas = choice.dp * choice.cp
     rest = {
         name: size.of(name, plan.stages) for name in ("params", "grads", "optimizer", "buffers")
     }
     if choice.zero >= CUT_FROM["optimizer"]:
         rest["optimizer"] = rest["optimizer"] / replicas
     whole = tuple(np.sum([*rest.values()], axis=0).tolist())
-    return replace(size, params=0.0, grads=0.0, optimizer=0.0, buffers=0.0, weights=whole)
+    return replace(size, params=0.0, grads=0.0, optimizer=0.0, buffers=0.0, model_states=whole)

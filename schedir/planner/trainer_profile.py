@@ -49,8 +49,8 @@ def own_sizes(
     gradient of its output.  `measure_sizes` measures the same (tests/cpu/test_own_sizes.py); with
     ZeRO it also counts the padding of buckets.
     """
-    layers, t = np.array(layers_of(model, choice), float), choice.t
-    tokens = float(choice.b * model.sequence)
+    layers, t = np.array(layers_of(model, choice), float), choice.tp
+    tokens = float(choice.microbatch_size * model.sequence)
     wide = _ITEM * tokens * model.hidden
     logits = _ITEM * tokens * -(-model.vocab // t)
     products = wide * (4 + 12 / t)
@@ -66,7 +66,12 @@ def own_sizes(
     checkpoint[0] = 0.0  # the input of the first stage is the tokens, which are not counted
     numbers = numbers_of(model, choice, plan).all
     each = {name: size * numbers for name, size in states._asdict().items()}
-    each |= {"saved": saved, "tape": tape, "both": both, "checkpoint": checkpoint}
+    each |= {
+        "saved": saved,
+        "deferred_wgrad": tape,
+        "saved_and_deferred": both,
+        "checkpoint": checkpoint,
+    }
     return Sizes(activation=wide, **{name: tuple(value.tolist()) for name, value in each.items()})
 
 

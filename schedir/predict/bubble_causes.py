@@ -60,15 +60,16 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     to end before (`Graph.latest`), until we are where the rank became idle:
 
     - MESSAGE: a transfer, or a scatter or gather, is under way; it is awaited.
-    - SUM: what pieces of a stage give is being summed (SumAct, SumGrad), or gathered where
+    - SUM: what pieces of a stage give is being summed (TPReduceAct, TPReduceGrad),
+    or gathered where
       tensor-parallel ranks share the sequence, and that is awaited.
     - REDUCTION: a reduction is under way, and no member is missing any more; it is awaited.
     - WEIGHTS: a stage's weights are being gathered (Unshard), and that is awaited.
     - SNAPSHOT: a stage is being copied to the host (Snapshot), and its step awaits that.
     - OFFLOAD: what is held elsewhere is on its way from the host's memory (Reload), or to it
       (Offload) and leaves no room before; it is awaited.
-    - DISK: the same between the host's memory and its disk (Fetch, Spill).
-    - STEP: the host steps a stage (StepHost), and its weights are awaited.
+    - DISK: the same between the host's memory and its disk (ReloadFromDisk, OffloadToDisk).
+    - STEP: the host steps a stage (HostOptimizerStep), and its weights are awaited.
     - HOST: all that was waited for has ended, and still the next has not begun.  Never in a
       prediction.
     - An instruction on another rank has not ended: that one is awaited, for the rest of the
@@ -228,7 +229,7 @@ def _since_then(timeline: Timeline, now: Ints, awaited: Ints) -> tuple[Ints, Int
 def _while_it_runs(timeline: Timeline, awaited: Ints) -> Ints:
     """Why a rank is idle while what it waits for runs."""
     cause = np.array(_OF_ROW)
-    cause[[*between_segments(timeline.program.sequence)]] = IdleCause.SUM
+    cause[[*between_segments(timeline.program.sequence_parallel)]] = IdleCause.SUM
     return np.asarray(cause[timeline.spans["op"][awaited]])
 
 

@@ -29,8 +29,8 @@ def on_processors(
     costs: Costs,
     processors: float,
     *,
-    model: ProgressModel = "edge",
-    blocks: bool = True,
+    progress_model: ProgressModel = "per_edge",
+    blocking_hosts: bool = True,
 ) -> Timeline:
     """The Timeline of a lowered program on a machine whose ranks share `processors`.
 
@@ -60,12 +60,12 @@ def on_processors(
         )
     if program.is_draft:
         raise UsageError("a draft has no messages yet", hint="schedir.compile(schedule, plan)")
-    graph = complete(program, model, blocks=blocks)
+    graph = complete(program, progress_model, blocking_hosts=blocking_hosts)
     prove(graph)
     start, end = _shared(graph, costs, float(processors))
     require_representable(end, program)
     spans = spans_of(program, start, end)
-    return Timeline(program, spans, model=model, blocks=blocks)
+    return Timeline(program, spans, progress_model=progress_model, blocking_hosts=blocking_hosts)
 
 
 def _shared(graph: Graph, costs: Costs, processors: float) -> tuple[Times, Times]:

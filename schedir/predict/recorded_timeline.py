@@ -15,14 +15,19 @@ Floats = NDArray[np.float64]
 
 
 def timeline_of(
-    program: Program, start: Floats, end: Floats, model: ProgressModel, *, blocks: bool = False
+    program: Program,
+    start: Floats,
+    end: Floats,
+    progress_model: ProgressModel,
+    *,
+    blocking_hosts: bool = False,
 ) -> Timeline:
     """A measured Timeline from when each instruction was begun and ended on its own rank.
 
     What is one node of the graph has one span: a message and a collective are under way when
     the last side is there, a pair that runs together when its first member begins.
     """
-    node = Graph.of(program, model).node
+    node = Graph.of(program, progress_model).node
     first, last, over = np.full(len(node), np.inf), *np.full((2, len(node)), -np.inf)
     np.minimum.at(first, node, start)
     np.maximum.at(last, node, start)
@@ -33,4 +38,4 @@ def timeline_of(
     origin = spans["start"].min()
     spans["start"] -= origin
     spans["end"] -= origin
-    return Timeline(program, spans, "measured", "s", model, blocks=blocks)
+    return Timeline(program, spans, "measured", "s", progress_model, blocking_hosts=blocking_hosts)

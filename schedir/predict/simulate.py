@@ -18,8 +18,8 @@ def simulate(
     program: Program,
     costs: Costs | None = None,
     *,
-    model: ProgressModel = "device",
-    blocks: bool = False,
+    progress_model: ProgressModel = "per_device",
+    blocking_hosts: bool = False,
     sizes: Sizes | None = None,
     unchecked: bool = False,
 ) -> Timeline:
@@ -27,8 +27,8 @@ def simulate(
 
     Every instruction starts as soon as its queue, its values and its partners let it.  Of a
     draft it is the program that `compile` makes of it for this model, in the order of these
-    costs.  `blocks` says that hosts wait themselves, as on CPUs (`Graph`): then a message waits for
-    the computes before it in its Stream.  With `sizes`, memory is told in bytes.
+    costs.  `blocking_hosts` says that hosts wait themselves, as on CPUs (`Graph`): then a message
+    waits for the computes before it in its Stream.  With `sizes`, memory is told in bytes.
 
     Raises what `check` raises for a program that is wrong, and CostsError if the costs add up to
     more than 1e300.  A program that `check` has proven is not looked at again.  With `unchecked` it
@@ -38,19 +38,22 @@ def simulate(
     >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
     >>> simulate(program, Costs(F=1, B=2))
     <predicted Timeline of one_f_one_b: span 33, bubble 27.3%>
-    >>> simulate(program, Costs(F=1, B=2, send=0.25), model="edge").span
+    >>> simulate(program, Costs(F=1, B=2, send=0.25), progress_model="per_edge").span
     37.0
     """
     require_type(program, Program, "schedir.compile(schedule, plan)")
-    blocks, unchecked = require_bool(blocks, "blocks"), require_bool(unchecked, "unchecked")
+    blocking_hosts, unchecked = (
+        require_bool(blocking_hosts, "blocking_hosts"),
+        require_bool(unchecked, "unchecked"),
+    )
     if costs is not None:
         require_type(costs, Costs, "Costs(F=1, B=2)")
     if sizes is not None:
         require_type(sizes, Sizes, SIZES)
         sizes.require(program.plan)
     if program.is_draft and (program.trains or program.plan.ranks > 1):  # else it is whole
-        program = lower(check_draft(program), costs, model)
-    graph = complete(program, model, blocks=blocks)
+        program = lower(check_draft(program), costs, progress_model)
+    graph = complete(program, progress_model, blocking_hosts=blocking_hosts)
     reached = walk(graph, costs)
     if not unchecked:
         prove(graph, reached)
@@ -60,7 +63,9 @@ def simulate(
     start, end = reached.start, reached.end
     del graph, reached  # makes room for the spans
     spans = spans_of(program, start, end)
-    return Timeline(program, spans, model=model, sizes=sizes, blocks=blocks)
+    return Timeline(
+        program, spans, progress_model=progress_model, sizes=sizes, blocking_hosts=blocking_hosts
+    )
 
 
 def require_representable(end: Times, program: Program) -> None:

@@ -2,7 +2,7 @@
 
 The span of one step says nothing of that: a rank that has ended its step begins the next one when
 nothing holds it, while others are busy still.  What holds it is what meets all ranks, as the norm
-of the gradients that a step waits for (`Program.validate`), and what it is sent.
+of the gradients that a step waits for (`Program.norm_check`), and what it is sent.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.instruction_index import Positions
-from schedir.ir.isa.instructions import ROWS, STEPS, Lane, Token, consumers
+from schedir.ir.isa.instructions import ROWS, STEPS, Lane, Value, consumers
 from schedir.ir.program import Program
 from schedir.verify.check import check
 
 # What reads weights in another lane than that of the update: no queue holds it back.
-_READS: Final = tuple(op for op in consumers(Token.PARAMETERS) if ROWS[op].lane is not Lane.COMPUTE)
+_READS: Final = tuple(op for op in consumers(Value.PARAMS) if ROWS[op].lane is not Lane.COMPUTE)
 
 
 def period(
     program: Program,
     costs: Costs | None = None,
     *,
-    model: ProgressModel = "device",
-    blocks: bool = False,
+    progress_model: ProgressModel = "per_device",
+    blocking_hosts: bool = False,
     steps: int = 32,
 ) -> float:
     """The mean time of the second half of `steps` steps of a lowered program in a row, in the unit
@@ -40,23 +40,24 @@ def period(
     In each queue a step follows the one before, and what reads weights beside what computes (an
     Unshard) follows the update that made them.  A step whose update is validated after waits for
     the norm of the one before it ahead of its own update, and never has to be run again here.  A
-    host that `blocks` begins a step when all messages and reductions that it waits for are over.
+    host that `blocking_hosts` begins a step when all messages and reductions that it waits for are
+    over.
 
     Raises what `check` raises, and UsageError for less than two steps.
 
     >>> from schedir import PipelineShape, compile, schedules, simulate
     >>> from schedir.predict.step_period import period
     >>> programs = [
-    ...     compile(schedules.zb_h2, PipelineShape(4, 8), clip=True, validate=validate)
-    ...     for validate in ("before", "after")
+    ...     compile(schedules.zb_h2, PipelineShape(4, 8), clip_grad_norm=True, norm_check=when)
+    ...     for when in ("before_step", "after_step")
     ... ]
     >>> [period(program) for program in programs], float(simulate(programs[1]).own_span.max())
     ([27.0, 24.0], 24.0)
     """
-    check(program, model, blocks=blocks)
+    check(program, progress_model, blocking_hosts=blocking_hosts)
     if steps < 2:
         raise UsageError(f"a period is told of 2 steps or more, not of {steps}")
-    graph = Graph.of(program, model, blocks=blocks)
+    graph = Graph.of(program, progress_model, blocking_hosts=blocking_hosts)
     one = problem_of(graph, costs or Costs())
     nodes, within, across = graph.nodes, [*one.edges], [*_across(graph)]
     edges = [(a + nodes * n, b + nodes * n) for n in range(steps) for a, b in within]
@@ -82,8 +83,8 @@ def _across(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
     for update in updates.tolist():
         own = reads[index.rank[reads] == index.rank[update]]
         yield np.repeat(leave[update], len(own)), enter[own]
-    validates = index.is_op(consumers(Token.OWN_NORM))
-    if graph.blocks:
+    validates = index.is_op(consumers(Value.LOCAL_NORM))
+    if graph.blocking_hosts:
         waited = last[~validates[last]]
         for rank in range(graph.program.plan.ranks):
             mine, next_ones = (at[index.rank[at] == rank] for at in (waited, first))

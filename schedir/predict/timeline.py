@@ -92,7 +92,8 @@ class Timeline:
     `spans` is a structured array with one entry per instruction, in the order of the program
     (rank by rank, each in Stream order): rank, lane (a Lane), op (an Opcode), stage, mb, and
     start and end in `unit` ("" for the units of the costs, "s" for a measured run).
-    `model` is the progress model under which it was predicted, or that its transport gives.
+    `progress_model` is the progress model under which it was predicted, or that its transport
+    gives.
     `clock_error` says by how much the clocks of two ranks may differ, in `unit`: 0 in a
     prediction, and where all ranks read one clock.  `sizes` are those of the values, where
     memory is to be told in bytes.
@@ -118,10 +119,10 @@ class Timeline:
     spans: Spans
     kind: Kind = "predicted"
     unit: str = ""
-    model: ProgressModel = "device"
+    progress_model: ProgressModel = "per_device"
     clock_error: float = 0.0
     sizes: Sizes | None = None
-    blocks: bool = False
+    blocking_hosts: bool = False
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
@@ -219,7 +220,7 @@ class Timeline:
         pieces, peak = program.pieces, self.peak_in_flight
         if (whole := lcm(*pieces)) > 1:
             peak = peak_in_flight(program, np.repeat([whole // one for one in pieces], pieces))
-        of_a_rank = program.chunked * whole * len(pieces) / program.plan.ranks
+        of_a_rank = program.chunks_per_microbatch * whole * len(pieces) / program.plan.ranks
         return int(peak.max(initial=0)) / of_a_rank
 
     @cached_property
@@ -295,7 +296,7 @@ class Timeline:
     def in_flight(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Times and counts of (stage, mb) alive on a rank: a step curve."""
         lo, hi = self.program.offsets[rank : rank + 2]
-        at, count = in_flight(self.program.streams[rank], self.program.frozen)
+        at, count = in_flight(self.program.streams[rank], self.program.frozen_stages)
         own = self.spans[lo:hi][at]
         grows = np.diff(count, prepend=0) > 0
         return np.where(grows, own["start"], own["end"]), count
@@ -380,7 +381,7 @@ class Timeline:
     @cached_property
     def graph(self) -> Graph:
         """The dependency graph of the program, under the run's model."""
-        return Graph.of(self.program, self.model, blocks=self.blocks)
+        return Graph.of(self.program, self.progress_model, blocking_hosts=self.blocking_hosts)
 
     def of(self, rank: int, index: int) -> tuple[Instr, float, float]:
         """The instruction at an index of a rank's Stream, with its start and end."""

@@ -30,7 +30,7 @@ from schedir.ir.isa.instructions import (
     FORWARD,
     ROWS,
     Lane,
-    Token,
+    Value,
 )
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
@@ -49,21 +49,21 @@ LARGE: Final = 100_000  # instructions: of a longer program no changed program i
 _I: Final = BACKWARD_INPUT
 _WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
 _SUMMED: Final = "sums of pieces"
-# The row of `_FREE` that also makes `gather` free, by `program.sequence`.  With a shared sequence a
-# gather is a part of the sums, and without one a part of a message.
+# The row of `_FREE` that also makes `tp_gather` free, by `program.sequence_parallel`.  With a
+# shared sequence a gather is a part of the sums, and without one a part of a message.
 _GATHERED: Final = {False: "messages", True: _SUMMED}
 _COPIES: Final = (Lane.D2H, Lane.H2D, Lane.DISK)
 # By what takes no time in a row, in words: the costs that the row sets to 0.
 _FREE: Final[dict[str, tuple[str, ...]]] = {
-    "messages": ("send", "scatter"),
-    _SUMMED: ("sum",),
+    "messages": ("send", "tp_scatter"),
+    _SUMMED: ("tp_reduce",),
     "reductions": tuple(
-        FIELD[row.op] for row in ROWS if row.lane is Lane.DP or Token.GRAD in row.gives
+        FIELD[row.op] for row in ROWS if row.lane is Lane.DP or Value.GRAD in row.gives
     ),
     "gathers of weights": tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.PARAMS),
-    "snapshots": tuple(FIELD[row.op] for row in ROWS if Token.COPY in row.gives),
+    "snapshots": tuple(FIELD[row.op] for row in ROWS if Value.SNAPSHOT in row.gives),
     "copies to the host and its disk, and back,": tuple(
-        FIELD[row.op] for row in ROWS if row.lane in _COPIES and Token.COPY not in row.gives
+        FIELD[row.op] for row in ROWS if row.lane in _COPIES and Value.SNAPSHOT not in row.gives
     ),
 }
 # Options of `compile` that change what ranks hold: what forwards save, and the parts of ZeRO.
@@ -73,13 +73,15 @@ _OPTIONS: Final[tuple[dict[str, Any], ...]] = (
     {}, {"offload": "half"}, {"offload": "all"}, {"recompute": "all"},
     {"offload": "all", "recompute": "all"},
     {"offload": "fit"}, {"recompute": "fit"}, {"offload": "fit", "recompute": "fit"},
-    *({"active": stages} for stages in (1, 2, 3, 4, 6, 8, 12, 16)),
-    {"ahead": 0}, {"ahead": 2}, {"reduce": "end"}, {"reduce": "turn"},
-    {"zero": 0, "reduce": "end"}, {"zero": 1, "reduce": "end"}, {"zero": 2},
-    {"zero": 3}, {"zero": 3, "active": 1},
+    *({"unsharded_stages": stages} for stages in (1, 2, 3, 4, 6, 8, 12, 16)),
+    {"unshard_prefetch": 0}, {"unshard_prefetch": 2}, {"reduce_scatter_at": "update_end"},
+    {"reduce_scatter_at": "each_backward"},
+    {"zero": 0, "reduce_scatter_at": "update_end"}, {"zero": 1, "reduce_scatter_at": "update_end"},
+    {"zero": 2},
+    {"zero": 3}, {"zero": 3, "unsharded_stages": 1},
 )  # fmt: skip
-_OF_SAVED: Final[dict[str, Any]] = {"recompute": None, "offload": None, "spill": None}
-_OF_ZERO_3: Final[dict[str, Any]] = {"active": None, "ahead": None}
+_OF_SAVED: Final[dict[str, Any]] = {"recompute": None, "offload": None, "offload_to_disk": None}
+_OF_ZERO_3: Final[dict[str, Any]] = {"unsharded_stages": None, "unshard_prefetch": None}
 
 
 class ChangeRow(NamedTuple):
@@ -93,7 +95,7 @@ class ChangeRow(NamedTuple):
         draft: The draft to compile, or None to keep the program.
         order: The costs for which `compile` orders the transfers of `expand_schedule`.
         options: The options of `compile` that differ from those of the program.
-        model: The progress model, or None to keep that of the run.
+        progress_model: The progress model, or None to keep that of the run.
         activations: The largest peak of activations at which the row is reported.
         beats: Another kind, whose rows come earlier.  The row is reported only if it takes less
             time than the best of these.
@@ -105,7 +107,7 @@ class ChangeRow(NamedTuple):
     draft: Program | None = None
     order: Costs | None = None
     options: Mapping[str, Any] = {}
-    model: ProgressModel | None = None
+    progress_model: ProgressModel | None = None
     activations: float = np.inf
     beats: str = ""
 
@@ -183,7 +185,7 @@ def advise(
     timeline: Timeline,
     costs: Costs | None = None,
     schedule: Schedule | None = None,
-    limit: float | None = None,
+    memory_limit: float | None = None,
 ) -> Advice:
     """Simulate changes of a run.
 
@@ -193,23 +195,30 @@ def advise(
         schedule: The schedule from which the program was compiled.  If None, a built-in schedule
             that gives the same program takes its place.  If there is none, more microbatches are
             not tried.
-        limit: The most bytes that a rank may hold on the device.  Changes of what ranks hold are
+        memory_limit: The most bytes that a rank may hold on the device.  Changes of what ranks hold
+        are
             reported only if they are within this limit.
     """
     expect_runs([timeline])
     program, sizes = timeline.program, timeline.sizes
     costs = completed(costs or calibrate(timeline), program)
-    base = simulate(program, costs, model=timeline.model, blocks=timeline.blocks, sizes=sizes)
+    base = simulate(
+        program,
+        costs,
+        progress_model=timeline.progress_model,
+        blocking_hosts=timeline.blocking_hosts,
+        sizes=sizes,
+    )
     base = replace(base, unit=timeline.unit)
     advice = Advice(base, missed_by(base, timeline), [], [])
     if not advice.given:
         return advice
-    if limit is not None and sizes is not None:
+    if memory_limit is not None and sizes is not None:
         try:
-            require_memory_limit(program, sizes, limit)
+            require_memory_limit(program, sizes, memory_limit)
         except MemoryLimitError:
             advice = advice._replace(fits=False)
-    table = _Table(base, costs, schedule or built_in_schedule_of(program), limit)
+    table = _Table(base, costs, schedule or built_in_schedule_of(program), memory_limit)
     best: dict[str, SimulatedChange] = {}
     for row in table.rows():
         change = table.simulated(row)
@@ -256,31 +265,34 @@ class _Table:
     """The table of changes to try for one run."""
 
     def __init__(
-        self, base: Timeline, costs: Costs, schedule: Schedule | None, limit: float | None
+        self, base: Timeline, costs: Costs, schedule: Schedule | None, memory_limit: float | None
     ) -> None:
         self.base, self.costs, self.schedule = base, costs.usual(), schedule
-        self.limit, self.program, self.plan = limit, base.program, base.program.plan
+        self.limit, self.program, self.plan = memory_limit, base.program, base.program.plan
         self.compute = compute_of(self.program)
-        self.lowering = Lowering(self.program, base.model)
+        self.lowering = Lowering(self.program, base.progress_model)
 
     def rows(self) -> Iterator[ChangeRow]:
         """Yield the changes that `Advice.changes` may contain."""
         yield from self._even_stages()
         for what, names in _FREE.items():
-            if what != _SUMMED or self.program.meets:
-                free = (*names, *["gather"] * (what == _GATHERED[self.program.sequence]))
+            if what != _SUMMED or self.program.segment_boundaries:
+                free = (
+                    *names,
+                    *["tp_gather"] * (what == _GATHERED[self.program.sequence_parallel]),
+                )
                 yield self._priced(what, f"{what} that take no time", **dict.fromkeys(free, 0.0))
         if len(self.program) <= LARGE:
             yield from self._other_programs()
-        if self.base.model != "edge":
+        if self.base.progress_model != "per_edge":
             what = "the same program with a communicator per edge"
-            yield ChangeRow("queues", what, self.costs, model="edge")
+            yield ChangeRow("queues", what, self.costs, progress_model="per_edge")
 
     def _other_programs(self) -> Iterator[ChangeRow]:
         """Yield changes that need another program."""
-        for which in ("W", "F", "all") if self.program.meets else ():
-            what = f"fill={which}, which computes while pieces are summed"
-            yield self._lowered("fill", what, self.compute, fill=which)
+        for which in ("W", "F", "all") if self.program.segment_boundaries else ():
+            what = f"fill_collective_waits={which}, which computes while pieces are summed"
+            yield self._lowered("fill", what, self.compute, fill_collective_waits=which)
         what = "the same compute with other transfers"
         orders = None, rounded(self.costs)
         for order in orders:
@@ -319,14 +331,20 @@ class _Table:
     def simulated(self, row: ChangeRow) -> SimulatedChange | None:
         """Compile and simulate a row.  Return None if its program or its costs are refused."""
         program, sizes = self.program, self.base.sizes
-        model = row.model or self.base.model
+        model = row.progress_model or self.base.progress_model
         try:
             if row.draft is not None:
                 program = self.lowering.of(row.draft, row.order, **row.options)
             costs = repriced(row.costs, self.program, program.zero, sizes)
             if program.plan != self.plan:  # the sizes are those of another plan
                 sizes = None
-            run = simulate(program, costs, model=model, blocks=self.base.blocks, sizes=sizes)
+            run = simulate(
+                program,
+                costs,
+                progress_model=model,
+                blocking_hosts=self.base.blocking_hosts,
+                sizes=sizes,
+            )
         except ProgramError:
             return None
         now = self.base.span / self.plan.microbatches
@@ -345,7 +363,9 @@ class _Table:
 
     def _held(self, what: str, drafted: Program, options: Mapping[str, Any]) -> ChangeRow:
         """Return a row of a draft compiled with other options for what ranks hold."""
-        limit = {"sizes": self.base.sizes, "limit": self.limit} if self.limit is not None else {}
+        limit = (
+            {"sizes": self.base.sizes, "memory_limit": self.limit} if self.limit is not None else {}
+        )
         return ChangeRow("held", what, self.costs, drafted, self.costs, {**options, **limit})
 
     def _even_stages(self) -> Iterator[ChangeRow]:
@@ -385,7 +405,8 @@ class _Table:
                 with suppress(ProgramError):
                     plan = PipelineShape(
                         self.plan.ranks, whole.microbatches, v, placement or "loop",
-                        self.plan.updates, delay_for(schedule) or 0, self.plan.segments,
+                        self.plan.optimizer_steps, delay_for(schedule) or 0,
+                        self.plan.sequence_chunks,
                     )  # fmt: skip
                     drafted = cut_like(expand_schedule(schedule, plan), self.program)
                     same = name == self.program.name or drafted.trains != self.program.trains
@@ -417,10 +438,10 @@ class _Table:
         ):
             if more and (peak == most).all():
                 return
-            room, frozen = (peak + more).tolist(), self.program.frozen
+            room, frozen = (peak + more).tolist(), self.program.frozen_stages
             with suppress(ProgramError):
                 drafted = greedy_schedule(
-                    self.plan, letters, room.__getitem__, self.costs, frozen=frozen
+                    self.plan, letters, room.__getitem__, self.costs, frozen_stages=frozen
                 )
                 yield self._lowered("greedy", what, drafted)
 

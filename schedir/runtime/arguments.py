@@ -204,11 +204,11 @@ def max_norm_of(given: float | None, program: Program) -> float:
             f"max_norm is a number above 0, not {describe(given)}",
             hint="math.inf takes the norm and clips nothing",
         )
-    if not program.clip:
+    if not program.clip_grad_norm:
         raise ModelError(
             f"max_norm is {number:g}, and the program takes no norm and clips nothing",
             program=program.name,
-            hint="compile(..., clip=True)",
+            hint="compile(..., clip_grad_norm=True)",
         )
     return given
 

@@ -86,9 +86,9 @@ class Executor(ProgramRunner):
     `finite`, bool of shape (updates,) on the rank's device, says it of each update of the last
     step.  If the program clips, all ranks judge by the norm and come to the same; if not, each by
     its own gradients, and others may step: then copies of one weight, tied or of tensor-parallel
-    ranks, are no longer the same.  `compile(..., clip=True)` with a `max_norm` of infinity clips
-    nothing.  torch's own fused optimizers are told on the device; for any other, and for one with
-    hooks on its step, the host reads it, and on a GPU waits.
+    ranks, are no longer the same.  `compile(..., clip_grad_norm=True)` with a `max_norm` of
+    infinity clips nothing.  torch's own fused optimizers are told on the device; for any other, and
+    for one with hooks on its step, the host reads it, and on a GPU waits.
 
     `tied` says which parameters are copies of one weight: `schedir.find_tied_weights(stages)`, made
     of all the stages, the same in every process.  It may be left out where a process sees it, as

@@ -16,7 +16,14 @@ from schedir.verify.program_sequence import check_program_sequence
 # A program, or one with what passes between its stages, where that is not as in the first.
 Beside = Program | tuple[Program, Given | Edges | PerMicrobatchBoundary | BoundaryTable]
 
-_TRAINED = ("tied", "clip", "frozen", "validate", "reduce", "states")  # alike in all that train
+_TRAINED = (
+    "tied_weights",
+    "clip_grad_norm",
+    "frozen_stages",
+    "norm_check",
+    "reduce_scatter_at",
+    "optimizer_placement",
+)  # alike in all that train
 
 
 class _ScheduledRun(NamedTuple):
@@ -83,11 +90,12 @@ def _require_beside(program: Program, other: Program) -> None:
                 f"compile(..., {what}={getattr(program, what)})",
             )
     if not other.trains:
-        if program.zero and other.frozen != program.frozen:
+        if program.zero and other.frozen_stages != program.frozen_stages:
             refuse(
-                f"{other.frozen} stages are frozen, and {program.frozen} in {program.name}: of "
+                f"{other.frozen_stages} stages are frozen, and {program.frozen_stages} in "
+                f"{program.name}: of "
                 "these weights are whole",
-                f"compile(..., frozen={program.frozen})",
+                f"compile(..., frozen_stages={program.frozen_stages})",
             )
         return
     if not program.trains:
@@ -99,11 +107,12 @@ def _require_beside(program: Program, other: Program) -> None:
                 f"{program.name}",
                 f"compile(..., {what}={getattr(program, what)!r})",
             )
-    if program.validate == "after":
+    if program.norm_check == "after_step":
         refuse(
-            "two programs train, and validate is 'after': an update is made again by the program "
+            "two programs train, and norm_check is 'after_step': an update is made again by the "
+            "program "
             "that has made it",
-            "validate='before'",
+            "norm_check='before_step'",
         )
 
 
@@ -142,13 +151,13 @@ class ProgramOrder:
             rows.setdefault((dp_rank, tp_rank), []).append([*before, self.programs[which]])
         for runs in rows.values():
             try:
-                check_program_sequence(runs, self.transport.model)
+                check_program_sequence(runs, self.transport.progress_model)
             except ProgramSequenceError as error:
                 return error
         names = {" and then ".join(p.name for p in row) for runs in rows.values() for row in runs}
         return ProgramSequenceError(
             f"some processes run {', others '.join(sorted(names))}",
-            model=self.transport.model,
+            progress_model=self.transport.progress_model,
             sites=[],
             hint="let all processes run the same programs in one order",
         )

@@ -81,7 +81,7 @@ class InProcessExecutor:
         *,
         loss: Loss,
         boundary: Given | Edges | PerMicrobatchBoundary,
-        model: ProgressModel = "edge",
+        progress_model: ProgressModel = "per_edge",
         optimizer: Callable[[list[nn.Parameter]], OptimizerLike] | None = None,
         max_norm: float | None = None,
         loss_scale: Callable[[], LossScale] | None = None,
@@ -104,7 +104,7 @@ class InProcessExecutor:
         self.program = program
         cuda = any(p.is_cuda for stage in stages for p in stage.parameters())
         told = [(0, prints(dict(enumerate(stages))))] if program.trains else []
-        self.mail = mailboxes(program, model, cuda, told)
+        self.mail = mailboxes(program, progress_model, cuda, told)
         if program.trains:
             expect_ranks_apart(dict(enumerate(stages)), plan.rank_of.tolist(), program.name)
             for s, module in enumerate(stages) if plan.rows > 1 else ():
@@ -151,7 +151,7 @@ class InProcessExecutor:
             )
             self.ranks.append(executor)
         self.turns_of = {
-            digest: ExecutionOrders(one.program, model)
+            digest: ExecutionOrders(one.program, progress_model)
             for digest, one in self.ranks[0].running.items()
         }
         self.graph = self.turns_of[program.digest].graph
@@ -277,7 +277,7 @@ class InProcessExecutor:
         """
         ranks, _ = read([rank.stamps for rank in self.ranks])
         start, end = (np.concatenate(times) for times in zip(*ranks, strict=True))
-        return timeline_of(self.program, start, end, self.graph.model)
+        return timeline_of(self.program, start, end, self.graph.progress_model)
 
 
 class ExecutionOrders:
@@ -286,12 +286,12 @@ class ExecutionOrders:
     Raises ModelError for messages that pass each other.
     """
 
-    def __init__(self, program: Program, model: ProgressModel) -> None:
-        self.graph = Graph.of(program, model)
-        if cross := crossing(Graph.of(program, "edge")):  # which "torch" allows
+    def __init__(self, program: Program, progress_model: ProgressModel) -> None:
+        self.graph = Graph.of(program, progress_model)
+        if cross := crossing(Graph.of(program, "per_edge")):  # which "torch" allows
             raise ModelError(
                 f"{cross.sites[0].instr} and {cross.sites[1].instr} pass each other, on two "
-                f"communicators of {model!r}, but virtual ranks have one mailbox for both",
+                f"communicators of {progress_model!r}, but virtual ranks have one mailbox for both",
                 program=program.name,
                 sites=cross.sites,
             )

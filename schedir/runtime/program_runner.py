@@ -75,7 +75,7 @@ class ProgramRunner(DispatchPosition):
         self.warm = self.in_turn is None
         self.stamps: Timestamps | None = None
         if record:
-            self.stamps = stamps_of(program, held.rank, transport.model, held.device)
+            self.stamps = stamps_of(program, held.rank, transport.progress_model, held.device)
             transport = RecordedTransport(transport, self.stamps)
         self.state = State(program, held, transport, passing, number)
         if self.stamps is not None:
@@ -158,7 +158,7 @@ class ProgramRunner(DispatchPosition):
     @cached_property
     def _one_order(self) -> list[int]:
         of = self.state.transport
-        graph = Graph.of(self.program, of.model, blocks=of.blocks)
+        graph = Graph.of(self.program, of.progress_model, blocking_hosts=of.blocking_hosts)
         return [*map(int, one_order(graph)[self.rank])]
 
     def _warm_up(self, batch: StepInputs) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from schedir.analysis.memory.buffer_slots import KINDS, assign, counts
 from schedir.errors import ModelError
-from schedir.ir.isa.instructions import BOUNDARY, RECEIVES, ROWS, Opcode, Token
+from schedir.ir.isa.instructions import BOUNDARY, RECEIVES, ROWS, Opcode, Value
 from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
@@ -80,7 +80,7 @@ class RankResources:
                 if self.share != ShardSpec()
                 else inf,
                 share=self.share
-                if s >= program.frozen
+                if s >= program.frozen_stages
                 else ShardSpec(program.dp, transport.dp_rank),
                 tied=[weight.own[s] for weight in weights if s in weight.own],
                 aliases=self.aliases,
@@ -96,15 +96,15 @@ class RankResources:
             tiers or MemoryTiers(self.device, rank, (), None),
         )
         self.states: HostOptimizerState | None = None  # where the optimizer's lie elsewhere
-        if program.states != "device" and program.trains:
-            trained = {s: stages[s].parameters() for s in self.stages if s >= program.frozen}
+        if program.optimizer_placement != "device" and program.trains:
+            trained = {s: stages[s].parameters() for s in self.stages if s >= program.frozen_stages}
             parameters = {s: [copies.get(p, p) for p in own] for s, own in trained.items()}
             require_by_stage(program, parameters, optimizer)
             if optimizer is not None:
                 self.states = self._states_of(program, parameters, optimizer)
         self.draws = RandomStreams(seed, self.device)
         self.ahead: OptimisticStep | None = None
-        if program.validate == "after" and program.trains:
+        if program.norm_check == "after_step" and program.trains:
             own = self.stages.values()
             self.ahead = OptimisticStep(
                 [stage.gradients for stage in own], [stage.module for stage in own],
@@ -113,10 +113,10 @@ class RankResources:
         self.under_way = False  # in a step, or one that has failed
         # Of the last update, its norm and what of it was finite.
         self.stepped: Callable[[], tuple[Tensor, Tensor]] | None = None
-        self.rooms: dict[Token, list[int]] = {}  # the bytes of each slot, by kind
+        self.rooms: dict[Value, list[int]] = {}  # the bytes of each slot, by kind
         self.buffers: dict[Place, Tensor] = {}  # static memory of what is received
         # Static memory of sent values, also by the instructions that change their form.
-        self.outgoing: dict[tuple[Token, int, tuple[Opcode, ...]], Tensor] = {}
+        self.outgoing: dict[tuple[Value, int, tuple[Opcode, ...]], Tensor] = {}
 
     def _states_of(
         self, program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: OptimizerLike
@@ -130,9 +130,9 @@ class RankResources:
         }
         given = parameters, optimizer, self.lanes, self.device, names
         try:
-            if program.states == "disk":
+            if program.optimizer_placement == "disk":
                 return DiskOptimizerState(*given, self.tiers)
-            if program.states == "cpu":
+            if program.optimizer_placement == "cpu_step":
                 return CpuOptimizer(*given, self.stages, self.share.replica)
             return HostOptimizerState(*given)
         except ModelError as error:
@@ -167,7 +167,7 @@ class RankResources:
         cut_state(self.optimizer, pieces)
 
 
-def rooms_of(program: Program, rank: int, passing: BoundaryTable) -> dict[Token, list[int]]:
+def rooms_of(program: Program, rank: int, passing: BoundaryTable) -> dict[Value, list[int]]:
     """The bytes of each slot that messages leave or come into, by kind: of the largest."""
     number = dict(zip(KINDS, counts(program)[rank].tolist(), strict=True))
     rooms = {kind: [0] * number[kind] for kind in BOUNDARY}

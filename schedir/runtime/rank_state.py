@@ -20,7 +20,7 @@ from schedir.ir.isa.instructions import (
     Instr,
     Opcode,
     PeerRule,
-    Token,
+    Value,
 )
 from schedir.ir.program import OWN, Program
 from schedir.runtime.autograd.random_streams import numbers_of
@@ -75,8 +75,8 @@ def implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
             for send, hop in _SENT[op]:
                 k = where.pop((send, there[hop][stage], mb), None)
                 used += [k] if k is not None else []
-            if row.hop and op in SENDS and used:
-                back = where.get((row.meets, there[row.hop][stage], mb))
+            if row.peer and op in SENDS and used:
+                back = where.get((row.partner, there[row.peer][stage], mb))
                 if back is not None:
                     known[back], used = used, []
     return known
@@ -147,13 +147,15 @@ class State:
         self.stages, self.draws, self.device = held.stages, held.draws, held.device
         self.loss, self.tied, self.share = held.loss, held.tied, held.share
         self.optimizer, self.loss_scale = held.optimizer, held.loss_scale
-        self.ahead = held.ahead if program.validate == "after" else None
+        self.ahead = held.ahead if program.norm_check == "after_step" else None
         self.adds, self.debug = held.adds, held.debug
         self.stream, self.trains = program.streams[rank], program.trains
         self.looks = self.looked = False  # between steps, where nothing is changed; or it has
         self.versions: dict[int, WeightVersions] = {}  # of weights, by stage
-        for s, stage in self.stages.items() if self.trains and self.plan.updates > 1 else ():
-            if s >= program.frozen:
+        for s, stage in (
+            self.stages.items() if self.trains and self.plan.optimizer_steps > 1 else ()
+        ):
+            if s >= program.frozen_stages:
                 own = ((k, i) for k, i in enumerate(self.stream) if i.stage == s)
                 self.versions[s] = stage.versions(self.plan, own)
         self.batch = StepInputs()
@@ -164,7 +166,7 @@ class State:
         # Of updates that nobody has judged, the sum of squares of all gradients: a rank that adds
         # to none may be told that of the next one before.
         self.norms: dict[int, Tensor] = {}
-        self.finite = torch.ones(self.plan.updates, dtype=torch.bool, device=self.device)
+        self.finite = torch.ones(self.plan.optimizer_steps, dtype=torch.bool, device=self.device)
         # Under way: what is sent, by index in the Stream, as long as it may not have arrived, and
         # reductions that nobody has waited for.
         self.sending: dict[int, tuple[Work, Tensor]] = {}
@@ -188,11 +190,11 @@ class State:
         self.checks = FirstStepChecks(self.slots, self.assigned, self.buffers, parts, self.device)
         self.reuse_after_send = _reuse_after_send(program, rank)
         # For what adds to a gradient that is whole anew, the reduction whose room that takes.
-        self.room_after = freed_before(program, rank, Token.WGRAD)
+        self.room_after = freed_before(program, rank, Value.WGRAD)
         self.verdict: Tensor | None = None  # on an update that is made stage by stage
         self.shrink: Tensor | None = None  # what an update's gradients were multiplied by
         # For what fills a slot of what forwards save, who has left it; and what of that is moved.
-        self.saved_after = freed_before(program, rank, Token.SAVED)
+        self.saved_after = freed_before(program, rank, Value.SAVED)
         self.away = OffloadMoves(said=bool(program.slots) and program.slots[rank].saved != OWN)
 
     def expect(self, batch: StepInputs) -> None:
@@ -203,7 +205,7 @@ class State:
     def begin(self, batch: StepInputs) -> None:
         """Make ready for a step, or to look at what there is."""
         own = self.plan.microbatches
-        numbers = numbers_of(own, self.share.replica * own, self.plan.updates)
+        numbers = numbers_of(own, self.share.replica * own, self.plan.optimizer_steps)
         if self.looks:
             self.draws.look(numbers)
         else:
@@ -296,7 +298,7 @@ class State:
         norm = self.ahead.last_norm()
         return norm, norm.isfinite().view(1)
 
-    def slot(self, kind: Token, stage: int, mb: int, at: int | None = None) -> Slot:
+    def slot(self, kind: Value, stage: int, mb: int, at: int | None = None) -> Slot:
         """Where a value lives; as the instruction at an index of the Stream finds or fills it."""
         fills = self.assigned[kind, stage, mb]
         last = max(fill for fill in fills if at is None or fill <= at)
@@ -304,7 +306,7 @@ class State:
             return OutputSlot(self.slots[kind], fills[last], kind, stage, mb)
         return Slot(self.slots[kind], fills[last])
 
-    def outgoing(self, kind: Token, number: int, changed: tuple[Opcode, ...]) -> Tensor | None:
+    def outgoing(self, kind: Value, number: int, changed: tuple[Opcode, ...]) -> Tensor | None:
         """Return the memory from which the value in a slot is sent, as bytes; it is made once.
 
         Args:
@@ -323,7 +325,7 @@ class State:
             own[kind, number, changed] = bytes_on(self.device, size)
         return own.get((kind, number, changed))
 
-    def tensors_out(self, kind: Token, stage: int, mb: int) -> Sequence[Tensor]:
+    def tensors_out(self, kind: Value, stage: int, mb: int) -> Sequence[Tensor]:
         """The tensors of a value in its slot, that is handed over or about to be sent."""
         value = self.slot(kind, stage, mb).look()
         if isinstance(value, tuple):
@@ -415,13 +417,13 @@ def _reuse_after_send(program: Program, rank: int) -> dict[int, list[int]]:
     return found
 
 
-def freed_before(program: Program, rank: int, kind: Token) -> dict[int, int]:
+def freed_before(program: Program, rank: int, kind: Value) -> dict[int, int]:
     """For what fills a slot of a kind that had a value before, who has freed it; by index in a
     rank's Stream."""
     return {fill: free for _, fill, free in _reuses(program, rank, kind)}
 
 
-def _reuses(program: Program, rank: int, *kinds: Token) -> Iterator[tuple[Token, int, int]]:
+def _reuses(program: Program, rank: int, *kinds: Value) -> Iterator[tuple[Value, int, int]]:
     """Who fills a slot that had a value before, and who frees it, by index in a rank's Stream; of
     some kinds, or of all."""
     lo, end = map(int, program.offsets[rank : rank + 2])

@@ -115,7 +115,7 @@ def _step(
     """As `run_sequential`, with the random numbers of a step that has begun."""
     gradients, frozen = (
         [GradientBuffers(stage) for stage in stages],
-        program.frozen if program else 0,
+        program.frozen_stages if program else 0,
     )
     saved: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = [{} for _ in stages]
     skips = program.skips if program is not None else ()

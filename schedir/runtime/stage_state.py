@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
-from schedir.ir.isa.instructions import Instr, Opcode, Token
+from schedir.ir.isa.instructions import Instr, Opcode, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.autograd.stage_inputs import StageInputAdapter
 from schedir.runtime.parameters.buckets import ShardSpec
@@ -38,7 +38,7 @@ class StageState:
         self.gradients = GradientBuffers(module, most, share, tied)
         self.weights = ShardedParameters(self.gradients, share, aliases) if share.zero else None
         # What is on its way to an instruction that takes in a value, by kind and microbatch.
-        self.arrivals: dict[tuple[Token, int], Work] = {}
+        self.arrivals: dict[tuple[Value, int], Work] = {}
         self.layers_seen = False  # what is split, in a backward that used all that could be
         self.warned_of_layers = False  # that some are not split
         self.parameters_checked = most is None  # that an output depends on no Parameters of others

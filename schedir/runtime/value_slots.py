@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from schedir.errors import ModelError
-from schedir.ir.isa.instructions import TOKENS, TRAINING_VALUES, Token
+from schedir.ir.isa.instructions import TRAINING_VALUES, VALUES, Value
 from schedir.runtime.model_checks.tensor_fingerprint import sums_of, versions_of
 
 
@@ -74,7 +74,7 @@ class OutputSlot(Slot):
 
     __slots__ = ("kind", "mb", "stage")
 
-    def __init__(self, slots: SlotTable, number: int, kind: Token, stage: int, mb: int) -> None:
+    def __init__(self, slots: SlotTable, number: int, kind: Value, stage: int, mb: int) -> None:
         super().__init__(slots, number)
         self.kind, self.stage, self.mb = kind, stage, mb
 
@@ -100,7 +100,7 @@ class OutputSlot(Slot):
         else:
             hint = "return a new tensor in each forward: return self.buffer.clone()"
         return ModelError(
-            f"{TOKENS[self.kind].words} that stage {self.stage} returned for microbatch {self.mb} "
+            f"{VALUES[self.kind].phrase} that stage {self.stage} returned for microbatch {self.mb} "
             "was written to before it was used",
             hint=hint,
         )

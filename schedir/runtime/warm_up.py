@@ -176,8 +176,8 @@ class UnsteppedParameters:
                 elif traces_of([p]) != [trace]:
                     raise ModelError(
                         f"a forward writes to {self.names[p]}, which no optimizer steps and the "
-                        "first steps left alone, and must be run again (validate 'after')",
-                        hint="let it be a buffer, or compile(..., validate='before')",
+                        "first steps left alone, and must be run again (norm_check 'after_step')",
+                        hint="let it be a buffer, or compile(..., norm_check='before_step')",
                     )
 
         return put_back
@@ -210,8 +210,8 @@ class ProbedMicrobatches(Sequence[Any]):
         if t.requires_grad and not leaf.is_leaf:
             raise ModelError(
                 "what a step is given was made with a gradient, and the step may have to be run "
-                "again (validate 'after')",
-                hint="x.detach(), or compile(..., validate='before')",
+                "again (norm_check 'after_step')",
+                hint="x.detach(), or compile(..., norm_check='before_step')",
             )
         if t.requires_grad:
             self.gradients.append((leaf, leaf.grad, _clone(leaf.grad)))

@@ -186,7 +186,7 @@ def _runs(
     A bound of split backwards says nothing of whole ones that take less than both halves, and one
     of whole ones nothing of split ones: these are left out.
     """
-    plan, seen = problem.plan.resolved(), set[str]()
+    plan, seen = problem.plan, set[str]()
     shorter = whole_is_less(costs, plan)
     for schedule in (*start, *sorted(built_in().values(), key=takes_v)):
         try:
@@ -214,7 +214,7 @@ def _limits(
     weights = [0.0] * plan.ranks
     all_held = max(map(len, plan.stages_of)) * float(plan.microbatches)
     if sizes is not None:
-        each = sizes.of("weights", plan.stages)
+        each = sizes.of("model_states", plan.stages)
         weights = [float(each[list(own)].sum()) for own in plan.stages_of]
         all_held = max(
             sum((free.saved[s] + free.both[s]) * plan.microbatches for s in own) + weights[rank]

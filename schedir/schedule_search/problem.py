@@ -30,7 +30,7 @@ from schedir.ir.isa.instructions import (
     FORWARD,
     SENDS,
     STEPS,
-    Token,
+    Value,
     producers,
 )
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES, PipelineShape
@@ -38,7 +38,7 @@ from schedir.predict.possible_saving import ROUNDING
 
 Objective = Literal["span", "own"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
-_REDUCE: Final = producers(Token.GRAD)[0]  # whole; what is kept in parts is no matter of orders
+_REDUCE: Final = producers(Value.GRAD)[0]  # whole; what is kept in parts is no matter of orders
 MOST: Final = 1e299  # what has no limit, as a number, which all times are less than
 
 
@@ -130,7 +130,7 @@ def problem_of(
     plan: PipelineShape,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
-    limit: float | None = None,
+    memory_limit: float | None = None,
     *,
     in_flight: int | Callable[[int], int] | None = None,
     objective: Objective = "span",
@@ -138,9 +138,10 @@ def problem_of(
 ) -> SchedulingProblem:
     """The Problem of a plan, its costs, and what a rank may hold.
 
-    `limit` is in bytes of `sizes`, what there is of weights included; `in_flight` is the count that
-    `greedy_schedule` takes, of (stage, mb) from their F to their W, or B.  Without either there is
-    no limit. Messages take no room here: a program that is found must fit with them.
+    `memory_limit` is in bytes of `sizes`, what there is of weights included; `in_flight` is the
+    count that `greedy_schedule` takes, of (stage, mb) from their F to their W, or B.  Without
+    either there is no limit.  Messages take no room here: a program that is found must fit with
+    them.
 
     Raises PlanError for a plan with several holders of a stage, updates or segments; CostsError for
     costs per microbatch, those that are all 0 or too large to add up, those of other stages, and
@@ -148,6 +149,7 @@ def problem_of(
     works.
     """
     require_type(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+    plan = plan.resolved()  # a schedule that a search starts from keeps to this shape
     costs = Costs() if costs is None else costs
     require_type(costs, Costs, "Costs(F=1, B=2)")
     if objective not in OBJECTIVES:
@@ -184,12 +186,12 @@ def problem_of(
     ]
     if not plan.microbatches * (sum(F + I + W) + 2 * sum(send)) + sum(tail) < MOST:
         raise CostsError(f"the costs add up to more than a search can count, {MOST:g}")
-    saved, tape, both, room = _held(plan, sizes, limit, in_flight, split=split)
+    saved, tape, both, room = _held(plan, sizes, memory_limit, in_flight, split=split)
     problem = SchedulingProblem(
         plan, split, objective, F, I, W, tuple(act), tuple(grad), tuple(tail),
         saved, tape, both, room,
     )  # fmt: skip
-    _require_room(problem, limit)
+    _require_room(problem, memory_limit)
     return problem
 
 
@@ -205,8 +207,8 @@ def whole_is_less(costs: Costs, plan: PipelineShape) -> bool:
 def _require_plan(plan: PipelineShape) -> None:
     for what, many, field in (
         ("holder of each stage", plan.rows, "placement"),
-        ("update", plan.updates, "updates"),
-        ("segment of each sequence", plan.segments, "segments"),
+        ("update", plan.optimizer_steps, "optimizer_steps"),
+        ("segment of each sequence", plan.sequence_chunks, "sequence_chunks"),
     ):
         if many > 1:
             raise PlanError(
@@ -246,17 +248,19 @@ def _held(
     if sizes is None:
         raise UsageError(
             "a limit in bytes needs the sizes of what is held",
-            hint="--sizes saved=1.2GB,tape=0.5GB, or sizes=Sizes(...)",
+            hint="--sizes saved=1.2GB,deferred_wgrad=0.5GB, or sizes=Sizes(...)",
         )
-    require_type(sizes, Sizes, "Sizes(saved=1.2e9, tape=0.5e9)")
+    require_type(sizes, Sizes, "Sizes(saved=1.2e9, deferred_wgrad=0.5e9)")
     sizes.require(plan)
     if (most := number(limit)) is None or most == -inf:
-        raise UsageError(f"a limit is a number of bytes, not {describe(limit)}", hint="40e9")
-    each = {name: sizes.each(name, plan) for name in ("saved", "tape", "both")}
+        raise UsageError(f"memory_limit is a number of bytes, not {describe(limit)}", hint="40e9")
+    each = {
+        name: sizes.each(name, plan) for name in ("saved", "deferred_wgrad", "saved_and_deferred")
+    }
     if any(of_stage.shape[1] > 1 for of_stage in each.values()):
         raise UsageError("a search takes sizes that are the same for all microbatches")
     saved, tape, both = (tuple(of_stage[:, 0].tolist()) for of_stage in each.values())
-    weights = sizes.of("weights", plan.stages)
+    weights = sizes.of("model_states", plan.stages)
     room = tuple(float(most - weights[list(own)].sum()) for own in plan.stages_of)
     return (saved, tape, both, room) if split else (saved, zero, saved, room)
 
@@ -290,5 +294,5 @@ def _require_room(problem: SchedulingProblem, limit: float | None) -> None:
             f"no schedule fits: rank {rank} has {say(least)} of one microbatch{of}, and may have "
             f"{say(problem.room[rank] if limit is None else limit)}",
             hint=f"the least that works there is {say(least + weights)}",
-            fields=["limit" if limit is not None else "in_flight"],
+            fields=["memory_limit" if limit is not None else "in_flight"],
         )

@@ -36,7 +36,7 @@ def search_schedule(
     plan: PipelineShape,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
-    limit: float | None = None,
+    memory_limit: float | None = None,
     *,
     in_flight: int | Callable[[int], int] | None = None,
     objective: Objective = "span",
@@ -50,11 +50,11 @@ def search_schedule(
 ) -> SearchResult:
     """The shortest schedule that is found in some seconds, and a bound below which there is none.
 
-    `costs` are of stages, and each rank holds at most `limit` bytes of `sizes`, or `in_flight`
-    (stage, mb) as `greedy_schedule` counts them; without either there is no limit.  What is short
-    is the span of the run, or with the objective "own" the longest time that any rank takes from
-    its first compute to its last.  Backwards are I and W, or with `split=False` whole; where a
-    whole one is told to take less than I and W together, the bound is of split ones alone.
+    `costs` are of stages, and each rank holds at most `memory_limit` bytes of `sizes`, or
+    `in_flight` (stage, mb) as `greedy_schedule` counts them; without either there is no limit.
+    What is short is the span of the run, or with the objective "own" the longest time that any rank
+    takes from its first compute to its last.  Backwards are I and W, or with `split=False` whole;
+    where a whole one is told to take less than I and W together, the bound is of split ones alone.
 
     Built-in schedules that fit, and those of `start`, are looked at first, with their backwards
     split, or whole; nothing longer is found.  Then idle ranks decide by policies of many kinds, the
@@ -96,7 +96,7 @@ def search_schedule(
         ortools()
     costs = Costs() if costs is None else costs
     problem = problem_of(
-        plan, costs, sizes, limit, in_flight=in_flight, objective=objective, split=split
+        plan, costs, sizes, memory_limit, in_flight=in_flight, objective=objective, split=split
     )
     least = bound_of(problem)
 
@@ -109,7 +109,7 @@ def search_schedule(
         least = max(least, bound_of(problem, seconds / 20), key=lambda bound: bound.value)
         return least.value
 
-    maker = ProgramBuilder(problem, costs, sizes, limit)
+    maker = ProgramBuilder(problem, costs, sizes, memory_limit)
     orders = list(starts(problem, start))
     made, within = _with_messages(maker, problem, orders, least.value, seconds, seed)
     making = min(problem.pieces * _MAKING, seconds / 2)

@@ -31,7 +31,7 @@ def greedy_schedule(
     in_flight: int | Callable[[int], int],
     costs: Costs | None = None,
     name: str = "greedy",
-    frozen: int = 0,
+    frozen_stages: int = 0,
 ) -> Program:
     """A draft by list scheduling: an idle rank never waits while there is something it may do.
 
@@ -43,8 +43,8 @@ def greedy_schedule(
     microbatch can always move, nothing hangs, and the limit need only be the number of a rank's
     own stages or more; ScheduleError where it is less.
 
-    The first `frozen` stages are not trained: they have no backward, and what they run is not
-    alive, for nothing is kept of it.
+    The first `frozen_stages` stages are not trained: they have no backward, and what they run is
+    not alive, for nothing is kept of it.
 
     `compile` and `simulate` take a draft as it is.  Raises UsageError for a plan or costs of
     another kind, and ScheduleError for what is no order or no number.
@@ -60,7 +60,7 @@ def greedy_schedule(
     require_type(costs, Costs, "Costs(F=1, B=2)")
     if not isinstance(prefer, str) or sorted(prefer) not in (["B", "F"], ["F", "I", "W"]):
         raise ScheduleError(f"prefer orders the letters BF or FIW, not {describe(prefer)}")
-    drafted = Program(name, plan, (Stream.of([]),) * plan.ranks, frozen=frozen)
+    drafted = Program(name, plan, (Stream.of([]),) * plan.ranks, frozen_stages=frozen_stages)
     run = _GreedyState(drafted, [BY_TEXT[letter] for letter in prefer], in_flight, costs)
     return replace(drafted, streams=tuple(run.streams()))
 
@@ -88,7 +88,7 @@ class _GreedyState:
         costs: Costs,
     ) -> None:
         self.plan = plan = drafted.plan
-        self.frozen = drafted.frozen
+        self.frozen = drafted.frozen_stages
         self.costs = {op: costs.of(op, plan).tolist() for op in (*prefer, SENDS[0])}
         self.prefer = {op: k for k, op in enumerate(prefer)}
         self.backward = _I if _I in prefer else _B

@@ -10,18 +10,19 @@ from schedir.schedules.single_stage import one_f_one_b
 def pipedream_2bw(r: int, P: int, m: int) -> RankSchedule:
     """PipeDream-2BW: 1F1B without a flush, on two versions of the weights (arXiv 2006.09503).
 
-    On a `PipelineShape(updates=..., delay=1)` update u is W(u+1) = W(u) - lr grad(W(u-1)), the
-    paper's rule, and the first is from W(0).  Ranks idle (P-1)(F+B) once, however many updates
-    there are; rank r has min(P-r, m) activations in flight, and two versions of the weights.  Takes
-    P-1 microbatches per update at least, so that the weights are there in time (the paper asks for
-    P).
+    On a `PipelineShape(optimizer_steps=..., weight_delay=1)` update u is W(u+1) = W(u) - lr
+    grad(W(u-1)), the paper's rule, and the first is from W(0).  Ranks idle (P-1)(F+B) once, however
+    many updates there are; rank r has min(P-r, m) activations in flight, and two versions of the
+    weights.  Takes P-1 microbatches per update at least, so that the weights are there in time (the
+    paper asks for P).
 
     `one_f_one_b` with a delay of P-1-s for stage s and an update for every microbatch is PipeDream
     itself (arXiv 1806.03377), which keeps P-r versions.
 
     >>> from schedir.schedules import pipedream_2bw
     >>> from schedir import PipelineShape, compile
-    >>> program = compile(pipedream_2bw, PipelineShape(ranks=2, microbatches=6, updates=3, delay=1))
+    >>> shape = PipelineShape(ranks=2, microbatches=6, optimizer_steps=3, weight_delay=1)
+    >>> program = compile(pipedream_2bw, shape)
     >>> print(*program.streams[1][:8], sep="; ")
     recv_act 1.0; F 1.0; recv_act 1.1; B 1.0; send_grad 1.0; F 1.1; B 1.1; reduce_grads 1
     >>> print(*program.streams[1][8:16], sep="; ")

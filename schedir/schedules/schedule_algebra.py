@@ -227,7 +227,7 @@ def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S],
     ...     return microbatches * (F[0] + F[1] + B[1] + B[0])
     >>> expand_schedule(valley, PipelineShape(ranks=2, microbatches=3, placement="vee"))
     <draft valley: 2 ranks, 24 instructions>
-    >>> expand_schedule(valley, PipelineShape(ranks=2, microbatches=3, stages_per_rank=2))
+    >>> expand_schedule(valley, PipelineShape(2, 3, stages_per_rank=2, placement="loop"))
     Traceback (most recent call last):
         ...
     schedir.errors.ScheduleError: valley: valley is for placement 'vee', not for 'loop' with 2
@@ -256,7 +256,7 @@ def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
     >>> @with_weight_delay(1)
     ... def late(rank, ranks, microbatches):
     ...     return microbatches * (F + B)
-    >>> expand_schedule(late, PipelineShape(ranks=1, microbatches=4, updates=2))
+    >>> expand_schedule(late, PipelineShape(1, 4, optimizer_steps=2, weight_delay=0))
     Traceback (most recent call last):
         ...
     schedir.errors.ScheduleError: late: late is for updates with a delay of 1, not of 0
@@ -271,7 +271,7 @@ def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
         delay = _whole("@with_weight_delay", delay)
 
     def mark(schedule: _S) -> _S:
-        vars(schedule)["delay"] = delay
+        vars(schedule)["weight_delay"] = delay
         return schedule
 
     return mark
@@ -347,22 +347,25 @@ def shape_for(schedule: Schedule, shape: PipelineShape) -> PipelineShape:
         PipelineShape(ranks=4, microbatches=8, stages_per_rank=2, placement='vee')
         >>> shape_for(schedules.interleaved, PipelineShape(4, 8, stages_per_rank=1))
         PipelineShape(ranks=4, microbatches=8)
+        >>> shape_for(schedules.gpipe, PipelineShape(4, 8, placement="vee")).stages_per_rank
+        2
     """
     changes: dict[str, Any] = {}
     placement = placed_for(schedule)[0]
     if "placement" in shape.defaulted and placement is not None:
         changes["placement"] = placement
     named = isinstance(changes.get("placement", shape.placement), str)
-    if "stages_per_rank" in shape.defaulted and named:
+    # Where a schedule is for one stage per rank, the default of the placement remains.
+    if "stages_per_rank" in shape.defaulted and named and stages_per_rank_for(schedule) > 1:
         changes["stages_per_rank"] = stages_per_rank_for(schedule)
     delay = delay_for(schedule)
-    if "delay" in shape.defaulted and shape.updates > 1 and delay is not None:
-        changes["delay"] = delay
+    if "weight_delay" in shape.defaulted and shape.optimizer_steps > 1 and delay is not None:
+        changes["weight_delay"] = delay
     changes = {name: value for name, value in changes.items() if getattr(shape, name) != value}
     return replace(shape, **changes) if changes else shape
 
 
 def delay_for(schedule: Schedule) -> int | tuple[int, ...] | None:
     """The delay of updates that a schedule is marked for; None where it is not."""
-    mark: int | tuple[int, ...] | None = getattr(_function(schedule), "delay", None)
+    mark: int | tuple[int, ...] | None = getattr(_function(schedule), "weight_delay", None)
     return mark

@@ -13,6 +13,7 @@ import numpy as np
 from schedir.errors import PlanError, ProgramError, ScheduleError, in_words, require_type
 from schedir.ir.input_trust import RAISED, trust
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.pipeline.placement import named_of
 from schedir.ir.program import Program, StreamSlices, Words
 from schedir.schedules.microbatch_numbering import spell
 from schedir.schedules.schedule_algebra import (
@@ -22,6 +23,7 @@ from schedir.schedules.schedule_algebra import (
     delay_for,
     name_of,
     placed_for,
+    shape_for,
     takes,
 )
 
@@ -30,35 +32,41 @@ _ALGEBRA = "words are F + B, n * F, F[own stage] and F.at(microbatch)"
 
 
 def expand_schedule(schedule: Schedule, plan: PipelineShape) -> Program:
-    """Spell a schedule out: F, B, I, W and R of every rank, no communication yet.
+    """Return the compute-only program of a schedule: F, B, I, W and R of every rank.
 
-    `schedule` is called with (rank, ranks, microbatches), and with `v`, the number of the rank's
-    own stages, and `segments`, those of each sequence, if it has parameters of these names.  It
-    returns a RankSchedule or yields several.
+    Args:
+        schedule: A function of (rank, ranks, microbatches), and of `v`, the number of stages on the
+            rank, and `sequence_chunks`, if it has parameters of these names.  It returns a
+            RankSchedule or yields several.
+        plan: The shape of the pipeline.  What is not given is what the schedule is made for.
 
-    Raises ScheduleError if it does not, raises, names a stage that the rank does not own, or is
-    for another placement.
+    Returns:
+        The program, without messages, reductions and steps.
 
-    >>> from schedir import B, F, PipelineShape, expand_schedule, to_text
-    >>> def mine(rank, ranks, microbatches):
-    ...     lead = min(ranks - 1 - rank, microbatches)
-    ...     return lead * F + (microbatches - lead) * (F + B) + lead * B
-    >>> print(to_text(expand_schedule(mine, PipelineShape(ranks=2, microbatches=4))), end="")
-    schedir 1
-    program mine
-    ranks 2  microbatches 4  stages_per_rank 1  placement loop
-    tp 1  dp 1  tied no  clip no
-    <BLANKLINE>
-    rank 0
-      2 x  F 0.0+
-      2 x  B 0.0+; F 0.2+
-      2 x  B 0.2+
-    <BLANKLINE>
-    rank 1
-      4 x  F 1.0+; B 1.0+
+    Raises:
+        ScheduleError: `schedule` is not such a function, raises an error, names a stage that is not
+            on the rank, or is made for another placement.
+
+    Example:
+        >>> from schedir import B, F, PipelineShape, expand_schedule, to_text
+        >>> def mine(rank, ranks, microbatches):
+        ...     lead = min(ranks - 1 - rank, microbatches)
+        ...     return lead * F + (microbatches - lead) * (F + B) + lead * B
+        >>> print(to_text(expand_schedule(mine, PipelineShape(ranks=2, microbatches=4))), end="")
+        schedir 1
+        program mine
+        ranks 2  microbatches 4  stages_per_rank 1  placement loop
+        tp 1  dp 1  tied_weights no  clip_grad_norm no
+        <BLANKLINE>
+        rank 0
+          2 x  F 0.0+
+          2 x  B 0.0+; F 0.2+
+          2 x  B 0.2+
+        <BLANKLINE>
+        rank 1
+          4 x  F 1.0+; B 1.0+
     """
     require_type(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
-    plan = plan.resolved()
     name = name_of(schedule)
     try:
         signature = inspect.signature(schedule)
@@ -72,7 +80,8 @@ def expand_schedule(schedule: Schedule, plan: PipelineShape) -> Program:
         ) from None
     if inspect.iscoroutinefunction(schedule) or inspect.isasyncgenfunction(schedule):
         raise ScheduleError("a schedule is a plain function, not an async one", program=name)
-    told = {"v": plan.stages_per_rank, "segments": plan.segments}
+    plan = shape_for(schedule, plan).resolved()
+    told = {"v": plan.stages_per_rank, "sequence_chunks": plan.sequence_chunks}
     told = {name: number for name, number in told.items() if takes(name, schedule, signature)}
     try:
         signature.bind(0, plan.ranks, plan.microbatches, **told)
@@ -115,13 +124,16 @@ def expand_schedule(schedule: Schedule, plan: PipelineShape) -> Program:
 def _check_placed(schedule: Schedule, plan: PipelineShape, name: str) -> None:
     placement, fixed = placed_for(schedule)
     delay = delay_for(schedule)
-    if plan.updates > 1 and delay is not None and replace(plan, delay=delay) != plan:
+    if plan.optimizer_steps > 1 and delay is not None and replace(plan, weight_delay=delay) != plan:
         raise ScheduleError(
-            f"{name} is for updates with a delay of {delay}, not of {plan.delay}", program=name
+            f"{name} is for updates with a delay of {delay}, not of {plan.weight_delay}",
+            program=name,
         )
     v = fixed or plan.stages_per_rank
     if placement is None or (placement, v) == (plan.placement, plan.stages_per_rank):
         return
+    if isinstance(placement, str):
+        v = max(v, named_of(placement).stages_per_rank)
     right = PipelineShape(plan.ranks, plan.microbatches, v, placement)
     if not np.array_equal(plan.holders, right.holders):
         raise ScheduleError(

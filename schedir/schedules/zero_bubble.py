@@ -29,8 +29,8 @@ def zb_h2(r: int, P: int, m: int) -> RankSchedule:
     arXiv 2401.10241, section 2.  For m >= 2P-1, with x = max(0, F+I-2W, I-F, I-W): in its own
     span rank r idles (P-1-r) x, which is nothing at F = I = W; but from the first start to the
     last end ranks idle (P-1) max(F, x).  So it pays where ranks need not end together: where
-    nothing is clipped, or updates are validated after (`validate`).  min(2P-1, m) activations
-    in flight.
+    nothing is clipped, or the norm is checked after the step (`norm_check`).  min(2P-1, m)
+    activations in flight.
 
     >>> from schedir.schedules import zb_h2
     >>> from schedir.viz.doctest_chart import timeline

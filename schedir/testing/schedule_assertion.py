@@ -88,7 +88,7 @@ def _legal(schedule: Schedule, plan: PipelineShape, models: Sequence[ProgressMod
     """The program of a schedule, complete and free of deadlock under every model."""
     model = models[0]
     try:
-        program = compile(schedule, plan.resolved(), model=model)
+        program = compile(schedule, plan.resolved(), progress_model=model)
         for model in models:
             check(program, model)
     except ProgramError as error:
@@ -99,7 +99,9 @@ def _legal(schedule: Schedule, plan: PipelineShape, models: Sequence[ProgressMod
     return program
 
 
-def _difference(program: Program, model: ProgressModel, seed: int, exact: bool | None) -> str:
+def _difference(
+    program: Program, progress_model: ProgressModel, seed: int, exact: bool | None
+) -> str:
     """How a run differs from the reference, in words; "" if it does not."""
     import torch
 
@@ -112,13 +114,15 @@ def _difference(program: Program, model: ProgressModel, seed: int, exact: bool |
     inputs, targets = batch(plan.microbatches, seed)
     plain, stages = (tiny_stages(plan.stages, seed) for _ in range(2))
     boundary = Boundary(tuple(inputs.shape[1:]), inputs.dtype)
-    ranks = InProcessExecutor(program, stages, loss=loss, boundary=boundary, model=model)
+    ranks = InProcessExecutor(
+        program, stages, loss=loss, boundary=boundary, progress_model=progress_model
+    )
     total = ranks.step(inputs, targets, seed=seed)
     if not torch.equal(total, run_sequential(plain, inputs, targets, loss=loss)):
         return "the loss is not that of the reference"
     if not program.trains:
         return ""
-    if plan.updates > 1:  # the gradients of the last are left to look at
+    if plan.optimizer_steps > 1:  # the gradients of the last are left to look at
         last = slice(-plan.per_update, None)
         run_sequential(plain, inputs[last], targets[last], loss=loss)
     bits = program.ascending if exact is None else exact

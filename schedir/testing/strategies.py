@@ -147,7 +147,9 @@ def programs(
     if any(stages[0] < frozen <= stages[-1] for stages in tied):
         frozen = 0
     tp = draw(st.integers(1, 2))
-    program = lower(replace(draft, tp=tp, tied=tied, clip=clip, frozen=frozen))
+    program = lower(
+        replace(draft, tp=tp, tied_weights=tied, clip_grad_norm=clip, frozen_stages=frozen)
+    )
     return group_opposites(program) if grouped else program
 
 
@@ -160,7 +162,7 @@ def tied_weights(plan: PipelineShape) -> st.SearchStrategy[Tied]:
     >>> plan = schedir.PipelineShape(ranks=3, microbatches=2)
     >>> @given(tied_weights(plan))
     ... def any_ties_compile(tied):
-    ...     schedir.compile(schedir.schedules.gpipe, plan, tied=tied)
+    ...     schedir.compile(schedir.schedules.gpipe, plan, tied_weights=tied)
     >>> any_ties_compile()
     """
     if plan.stages == 1:

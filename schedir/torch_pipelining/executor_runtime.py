@@ -55,7 +55,7 @@ class ExecutorRuntime:
         self.programs = {False: forward_program, program.trains: program}
         self.loss_fn = loss_fn
         self.divisor = program.plan.microbatches if scale_grads else 1
-        self.aside = self.divisor > 1 or bool(program.tied) or program.plan.rows > 1
+        self.aside = self.divisor > 1 or bool(program.tied_weights) or program.plan.rows > 1
         self.first = any(stage.is_first for stage in stages)
         self.last = next((stage for stage in stages if stage.is_last), None)
         self.made: dict[tuple[ExecutorRequirements, ...], CachedExecutor] = {}

@@ -28,14 +28,14 @@ BACKWARDS: Final = (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 COMPUTE: Final = (FORWARD, *BACKWARDS)
 
 
-def with_shards(actions: Sequence[Any], active: int) -> list[Any]:
-    """The actions of a rank, with UNSHARD and RESHARD: at most `active` stages are whole at once,
-    or as many as an action uses.
+def with_shards(actions: Sequence[Any], unsharded_stages: int) -> list[Any]:
+    """The actions of a rank, with UNSHARD and RESHARD: at most `unsharded_stages` are
+    whole at once, or as many as an action uses.
 
     They are placed as Unshard and Reshard of a program with zero 3 are.  A stage is used by what
     computes it and by its REDUCE_GRAD, which needs whole gradients.
     """
-    put = placed([_stages(action) for action in actions], active)
+    put = placed([_stages(action) for action in actions], unsharded_stages)
     order: list[Any] = []
     for changes, also in zip(put, [*([action] for action in actions), []], strict=True):
         order += [_Action(one, UNSHARD if begins else RESHARD, None) for one, begins in changes]
@@ -43,9 +43,9 @@ def with_shards(actions: Sequence[Any], active: int) -> list[Any]:
     return order
 
 
-def _room(actions: Sequence[Any], active: int) -> int:
+def _room(actions: Sequence[Any], unsharded_stages: int) -> int:
     """How many stages may be whole at once."""
-    return max(active, *(len(_stages(action)) for action in actions), 0)
+    return max(unsharded_stages, *(len(_stages(action)) for action in actions), 0)
 
 
 def _stages(action: Any, kinds: Sequence[Any] = (*COMPUTE, REDUCE_GRAD)) -> tuple[int, ...]:
@@ -56,17 +56,17 @@ def _stages(action: Any, kinds: Sequence[Any] = (*COMPUTE, REDUCE_GRAD)) -> tupl
     return (action.stage_index,) if action.computation_type in kinds else ()
 
 
-def require_whole(actions: Sequence[Any], active: int) -> None:
+def require_whole(actions: Sequence[Any], unsharded_stages: int) -> None:
     """Refuse a rank's actions that use a stage while it is cut up, make it whole twice, hold more
-    than `active` (or than one uses) whole at once, or do not reduce it once, after all that adds to
-    its gradient.
+    than `unsharded_stages` (or than one uses) whole at once, or do not reduce it once, after all
+    that adds to its gradient.
 
     Raises OrderError, SlotError or CompletenessError.
     """
     whole: set[int] = set()
     reduced: set[int] = set()
     added: set[int] = set()  # to gradients of these
-    room = _room(actions, active)
+    room = _room(actions, unsharded_stages)
     for action in actions:
         kind, stage = action.computation_type, action.stage_index
         if kind == UNSHARD:

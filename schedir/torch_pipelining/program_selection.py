@@ -69,7 +69,7 @@ def compiled(found: Schedule | Program, plan: PipelineShape, tied: Tied) -> Prog
     """The program of these stages.  Raises UsageError for a Program of others, and what compiling
     raises."""
     if not isinstance(found, Program):
-        return compile(found, plan, tied=tied)
+        return compile(found, plan, tied_weights=tied)
     own, has = found.plan, (found.plan.ranks, found.plan.microbatches, found.plan.holders.tolist())
     if has != (plan.ranks, plan.microbatches, plan.holders.tolist()):
         raise UsageError(
@@ -81,15 +81,15 @@ def compiled(found: Schedule | Program, plan: PipelineShape, tied: Tied) -> Prog
         raise UsageError(
             f"the program has zero {found.zero}, and here it is fully_shard that cuts stages up",
             program=found.name,
-            hint="compile it without zero, and fully_shard the stages' modules: `active` of a rank "
-            "are whole at once",
+            hint="compile it without zero, and fully_shard the stages' modules: `unsharded_stages` "
+            "of a rank are whole at once",
             fields=["program"],
         )
     if found.is_draft:
-        return compile(found, tied=found.tied or tied)
+        return compile(found, tied_weights=found.tied_weights or tied)
     ends = any(is_op(stream.words.view(FIELDS)["op"], STEPS).any() for stream in found.streams)
     # A CSV may have transfers, but has no step of an optimizer, and no sums of tied weights.
-    return found if ends else finish(replace(found, tied=found.tied or tied))
+    return found if ends else finish(replace(found, tied_weights=found.tied_weights or tied))
 
 
 def _shape(plan: PipelineShape) -> str:
@@ -142,11 +142,11 @@ def model_of(group: Any, device: torch.device) -> tuple[ProgressModel, bool]:
     except RuntimeError:
         name = ""
     if name == "gloo":
-        return "pair", True
+        return "per_pair", True
     if name == "nccl":
         bound = getattr(group, "bound_device_id", None) is not None
-        return ("device" if bound else "torch"), blocks
-    return "serial", True
+        return ("per_device" if bound else "torch_lazy"), blocks
+    return "blocking_serial", True
 
 
 def group_of(stage: Any) -> Any:

@@ -65,9 +65,9 @@ class Schedule(CheckedRuntime):
     `scale_grads` the gradients of a step are divided by the number of microbatches, once, and then
     added to what was there before it.
 
-    Stages may be wrapped by `fully_shard` (at most `active` of a rank are whole at once), or by
-    DistributedDataParallel; gradients are reduced once in a step, after all that adds to them,
-    halves of backwards included.
+    Stages may be wrapped by `fully_shard` (at most `unsharded_stages` of a rank are whole at once),
+    or by DistributedDataParallel; gradients are reduced once in a step, after all that adds to
+    them, halves of backwards included.
 
     `tied` says which parameters are copies of one weight: `schedir.find_tied_weights(stages)` of
     all stages, the same on every rank.  It may be left out where a rank sees it, as its stages have
@@ -95,14 +95,14 @@ class Schedule(CheckedRuntime):
         runtime: Runtime = "torch",
         tied: TiedWeights | None = None,
         alike: bool = False,
-        active: int = 3,
+        unsharded_stages: int = 3,
         backward_requires_autograd: bool = True,
     ) -> None:
         held = stages_of(stages)
         self._group = group = program_selection.group_of(held[0])
 
         def facts() -> dict[str, Any]:
-            require_runnable(held, n_microbatches, loss_fn, active)
+            require_runnable(held, n_microbatches, loss_fn, unsharded_stages)
             if runtime not in get_args(Runtime):
                 raise UsageError(
                     f"runtime is 'torch' or 'schedir', not {describe(runtime)}", fields=["runtime"]
@@ -116,7 +116,7 @@ class Schedule(CheckedRuntime):
                 "loss_fn": "None" if loss_fn is None else "a function",
                 "scale_grads": require_bool(scale_grads, "scale_grads"),
                 "alike": require_bool(alike, "alike"),
-                "active": active,
+                "unsharded_stages": unsharded_stages,
                 "tied": tied,
                 "the progress model": program_selection.model_of(
                     group, torch.device(held[0].device)
@@ -164,7 +164,7 @@ class Schedule(CheckedRuntime):
             self.forward_program = forward
             if runtime == "torch":
                 for one in (self.program, forward):
-                    check(one, model, blocks=blocks)
+                    check(one, model, blocking_hosts=blocks)
                     actions.with_transfers(one)
             return f"{whole.name} ({whole.digest[:16]})"
 
@@ -183,14 +183,14 @@ class Schedule(CheckedRuntime):
             self._own = ExecutorRuntime(held, *both, loss_fn, self.scale_grads, tied, group)
         self._orders = {
             one.trains: {
-                rank: with_shards(order, active)
+                rank: with_shards(order, unsharded_stages)
                 for rank, order in actions.with_transfers(one).items()
             }
             for one in (self.program, self.forward_program)
         }
         for orders in self._orders.values():
             for order in orders.values():
-                require_whole(order, active)
+                require_whole(order, unsharded_stages)
         self._set_mapping()
         self._splits = actions.splits(self.program) if self.program.trains else frozenset()
         if self._splits and runtime == "torch":

@@ -45,7 +45,7 @@ def stages_of(given: object) -> list[Any]:
 
 
 def require_runnable(
-    stages: Sequence[Any], microbatches: object, loss_fn: object, active: object
+    stages: Sequence[Any], microbatches: object, loss_fn: object, unsharded_stages: object
 ) -> None:
     """Refuse what no schedule of a rank's stages can be made of.  Raises UsageError."""
     for stage in stages[1:]:
@@ -57,7 +57,7 @@ def require_runnable(
                     f"{stage.stage_index} of the same rank {describe(other)}",
                     fields=["stages"],
                 )
-    for name, number in (("n_microbatches", microbatches), ("active", active)):
+    for name, number in (("n_microbatches", microbatches), ("unsharded_stages", unsharded_stages)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise UsageError(f"{name} is a number from 1 on, not {describe(number)}", fields=[name])
     if loss_fn is not None:
@@ -96,7 +96,7 @@ def _is_replicated(module: Any) -> bool:
 def require_frozen(stages: Sequence[Any], program: Program) -> None:
     """Refuse a stage that is trained, of which the program has no backward.  Raises ModelError."""
     for stage in stages:
-        if stage.stage_index < program.frozen and any(
+        if stage.stage_index < program.frozen_stages and any(
             p.requires_grad for p in stage.submod.parameters()
         ):
             raise ModelError(

@@ -40,8 +40,14 @@ Floats = NDArray[np.float64]
 _STEP: Final = BY_TEXT["step"]
 # The models under which a run may have finished, the strictest first: it did finish.  Of those of
 # torch only where none of the others will do: a trace does not say who made which communicators.
-_ON_GPUS: Final[tuple[ProgressModel, ...]] = ("device", "direction", "pair", "edge", "torch")
-_ON_CPUS: Final[tuple[ProgressModel, ...]] = ("edge",)
+_ON_GPUS: Final[tuple[ProgressModel, ...]] = (
+    "per_device",
+    "per_direction",
+    "per_pair",
+    "per_edge",
+    "torch_lazy",
+)
+_ON_CPUS: Final[tuple[ProgressModel, ...]] = ("per_edge",)
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ def read_run(
     sources: Sequence[str | Path],
     *,
     step: int | None = None,
-    model: ProgressModel | None = None,
+    progress_model: ProgressModel | None = None,
     name: str = "imported",
     traits: Mapping[str, Any] | None = None,
     seen: Callable[[Path], object] | None = None,
@@ -77,8 +83,9 @@ def read_run(
 
     `sources` are files, folders and patterns.  `step` is the number of a ProfilerStep, the last
     whole one unless told; of a step that ran its schedule several times, the last time.  Without
-    `model` it is the strictest under which the program finishes, as it did.  `traits` are fields of
-    the program that traces do not tell, as `tp`.  `seen` is called with each file that was read.
+    `progress_model` it is the strictest under which the program finishes, as it did.  `traits` are
+    fields of the program that traces do not tell, as `tp`.  `seen` is called with each file that
+    was read.
 
     Replicas, which hold the same stages, are read once: the pipeline that has the smallest rank.
     An evaluation, in which no backward runs anything, is no step; if it marks none, either, it is
@@ -134,7 +141,7 @@ def read_run(
                 waiting.append(once)
             continue
         try:
-            timeline, told = _timeline(once.ranks, name, traits or {}, model)
+            timeline, told = _timeline(once.ranks, name, traits or {}, progress_model)
         except (CompletenessError, OrderError, PlanError) as error:  # it may have been cut off
             failed = failed or error
             passed.append(f"{once.said} is not whole: not read")
@@ -166,7 +173,10 @@ def _unread(count: int, of: int, why: str) -> list[str]:
 
 
 def _timeline(
-    ranks: list[ScheduleRun], name: str, traits: Mapping[str, Any], model: ProgressModel | None
+    ranks: list[ScheduleRun],
+    name: str,
+    traits: Mapping[str, Any],
+    progress_model: ProgressModel | None,
 ) -> tuple[Timeline, list[str]]:
     """The run of a schedule once, and what is to be told of it."""
     notes = []
@@ -186,13 +196,15 @@ def _timeline(
         program = lower(replace(marked, name=f"{name}-lowered", streams=compute))
     else:
         program = marked if _STEP in marked.ops else finish(marked)
-    program, model = _checked(program, (model,) if model else _ON_GPUS if gpu else _ON_CPUS, gpu)
+    program, progress_model = _checked(
+        program, (progress_model,) if progress_model else _ON_GPUS if gpu else _ON_CPUS, gpu
+    )
     start, end = _times(program, ranks)
     error = _align(program, [part.trace.host for part in ranks], start, end)
     if len({part.trace.host for part in ranks}) > 1:
         notes.append(f"clocks of hosts are aligned by their messages, to within {error:.2g} s")
     _fill(program, start, end)
-    timeline = timeline_of(program, start, end, model, blocks=not gpu)
+    timeline = timeline_of(program, start, end, progress_model, blocking_hosts=not gpu)
     waited = sum(seen.waited for part in ranks for seen in part.seen) / 1e9
     if waited:
         notes.append(
@@ -258,7 +270,7 @@ def _checked(
     error: ProgramError | None = None
     for model in models:
         try:
-            return check(program, model, blocks=not gpu), model
+            return check(program, model, blocking_hosts=not gpu), model
         except CompletenessError:
             raise
         except ProgramError as refused:
@@ -296,7 +308,7 @@ def _align(program: Program, hosts: list[str], start: Floats, end: Floats) -> fl
     names = [*dict.fromkeys(hosts)]
     if len(names) == 1:
         return 0.0
-    index, graph = InstructionIndex.of(program), Graph.of(program, "edge")
+    index, graph = InstructionIndex.of(program), Graph.of(program, "per_edge")
     host = np.array([names.index(name) for name in hosts])[index.rank]
     sends = np.flatnonzero(index.is_op(SENDS))
     sends = sends[graph.partner[sends] != NONE]

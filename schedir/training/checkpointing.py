@@ -25,7 +25,7 @@ _CURSOR: Final = "data"
 
 
 class TrainingCheckpoints:
-    """The checkpoints of a rank, in `train.checkpoint`; of a run without one it does nothing.
+    """The checkpoints of a rank, in `train.checkpoint_dir`; of a run without one it does nothing.
 
     `made` is how many steps had been made when this process began, and `taken` how many samples for
     them; `saved` is the step of which there is a checkpoint.  With snapshots in the program, what
@@ -41,12 +41,14 @@ class TrainingCheckpoints:
         self.due = 0  # the step that is copied, and is yet to be judged; 0 where none is
         self.extra: dict[str, Any] = {}
         self.saver: Saver | None = None
-        if train.checkpoint is not None and executor.program.snapshots:
-            self.saver = Saver(executor, train.checkpoint, names=_names, keep=train.keep)
+        if train.checkpoint_dir is not None and executor.program.checkpoint_snapshots:
+            self.saver = Saver(
+                executor, train.checkpoint_dir, names=_names, keep=train.checkpoint_keep
+            )
         self.group: Any = None
         if self.saver is not None:
             self.group = self.saver.group
-        elif train.checkpoint is not None and dist.get_world_size() > 1:
+        elif train.checkpoint_dir is not None and dist.get_world_size() > 1:
             self.group = apart()
 
     def go_on(self) -> int:
@@ -55,7 +57,7 @@ class TrainingCheckpoints:
 
         Raises CheckpointError where there are checkpoints, and none of them is whole.
         """
-        train, folder = self.train, self.train.checkpoint
+        train, folder = self.train, self.train.checkpoint_dir
         if folder is None:
             return 0
         run = None if self.losses is None else self.losses.run
@@ -84,23 +86,25 @@ class TrainingCheckpoints:
     def at_once(self, step: int) -> bool:
         """Whether a step (from 1) is to be saved before another one begins."""
         train = self.train
-        if train.checkpoint is None:
+        if train.checkpoint_dir is None:
             return False
-        return step == train.steps or (self.saver is None and step % train.every == 0)
+        return step == train.steps or (self.saver is None and step % train.checkpoint_every == 0)
 
     def beside(self, step: int) -> bool:
         """Whether what is after a step is to be copied under the next one."""
-        return self.saver is not None and step > self.made and step % self.train.every == 0
+        return (
+            self.saver is not None and step > self.made and step % self.train.checkpoint_every == 0
+        )
 
     def save(self, step: int) -> None:
         """Save what is after a step, whose numbers have been judged; all processes call this."""
-        folder, began = self.train.checkpoint, perf_counter()
+        folder, began = self.train.checkpoint_dir, perf_counter()
         assert folder is not None
         self.ended()
         self._secure()
         extra = self._state(step)
         taken = take(self.executor, step=step, names=_names, extra=extra)
-        path = write(taken, folder, keep=self.train.keep, group=self.group)
+        path = write(taken, folder, keep=self.train.checkpoint_keep, group=self.group)
         self._say(SavedCheckpoint(step, path, perf_counter() - began))
 
     def copy(self, step: int) -> None:
@@ -161,7 +165,7 @@ class TrainingCheckpoints:
     @property
     def where(self) -> str:
         """Which step is saved, and where."""
-        folder, steps = self.train.checkpoint, self.train.steps
+        folder, steps = self.train.checkpoint_dir, self.train.steps
         if folder is None or not self.saved:
             return "no step has been made"
         return (

@@ -44,7 +44,11 @@ def program_beside(config: Config, program: Program) -> list[Program]:
     if not config.train.evaluate_every:
         return []
     pipeline, slots = config.pipeline, config.slots
-    return [evaluation_program(program, config.train.model, overlap=pipeline.overlap, slots=slots)]
+    return [
+        evaluation_program(
+            program, config.train.progress_model, overlap=pipeline.overlap, buffer_sharing=slots
+        )
+    ]
 
 
 class Evaluation:

@@ -343,7 +343,9 @@ def _taken(
                 layers=1, hidden=hidden, heads=heads, vocab=2, sequence=sequence
             )
             found.append(
-                MeasuredLayer(model, ParallelPlan(b=size, attention="flash"), middle(name, k))
+                MeasuredLayer(
+                    model, ParallelPlan(microbatch_size=size, attention="flash"), middle(name, k)
+                )
             )
         return found
 

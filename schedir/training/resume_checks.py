@@ -27,10 +27,12 @@ DATA: Final = "the data"  # beside the settings, of a Corpus: how much, and its 
 # What a run does not go on with when it has changed, and of other sections what it does not tell.
 _OF_THE_RUN: Final = ("model.", "data.", DATA, "train.precision")
 _PATH: Final = "data.tokenizer"  # or a name
-_FREE: Final = ("data.source", "data.held_out", "data.microbatch_size")
-_UNTOLD: Final = ("output.", "data.source", "data.held_out", "train.checkpoint", "train.every",
-                  "train.keep", "train.resume", "train.grace", "train.log_every",
-                  "train.timeout", "train.threads", "train.nonfinite")  # fmt: skip
+_FREE: Final = ("data.source", "data.validation", "data.microbatch_size")
+_UNTOLD: Final = ("output.", "data.source", "data.validation", "train.checkpoint_dir",
+                  "train.checkpoint_every",
+                  "train.checkpoint_keep", "train.resume", "train.shutdown_grace",
+                  "train.log_every",
+                  "train.timeout", "train.threads", "train.on_nonfinite")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def named(folder: str | Path) -> str:
 
 def origin(config: Config) -> RunIdentity | None:
     """The run whose the folder of checkpoints is, if the configuration goes on with it."""
-    folder = config.train.checkpoint
+    folder = config.train.checkpoint_dir
     if folder is None or config.train.resume == "no":
         return None
     for step in reversed(CheckpointDirectory(folder).steps()):
@@ -109,7 +111,7 @@ def expect_resumable(config: Config) -> None:
 
     Raises UsageError.
     """
-    folder, resume = config.train.checkpoint, config.train.resume
+    folder, resume = config.train.checkpoint_dir, config.train.resume
     if folder is None:
         return
     steps = CheckpointDirectory(folder).steps()
@@ -117,14 +119,14 @@ def expect_resumable(config: Config) -> None:
         raise UsageError(
             f"there is no checkpoint in {folder} from which to resume",
             hint="--set train.resume=auto begins at step 1 then",
-            fields=["resume", "checkpoint"],
+            fields=["resume", "checkpoint_dir"],
         )
-    if resume == "no" and steps and not config.output.replace:
+    if resume == "no" and steps and not config.output.overwrite:
         raise UsageError(
             f"{folder} has checkpoints of an earlier run, the newest of step {steps[-1]}",
-            hint="--set train.resume=auto goes on from it, --set train.checkpoint=... writes "
-            "elsewhere, --set output.replace=true removes them at the first step",
-            fields=["checkpoint", "resume", "replace"],
+            hint="--set train.resume=auto goes on from it, --set train.checkpoint_dir=... writes "
+            "elsewhere, --set output.overwrite=true removes them at the first step",
+            fields=["checkpoint_dir", "resume", "overwrite"],
         )
     before = origin(config)
     if before is not None:
@@ -143,9 +145,11 @@ def _expect_same(config: Config, before: RunIdentity, settings: Mapping[str, str
             continue  # a file that has moved: it gives the same tokens
         what = f"the checkpoint of step {before.step}" if before.step else "the run"
         raise UsageError(
-            f"{what} in {config.train.checkpoint} has {name} {had}, and not {value}",
-            hint="--set train.checkpoint=... writes elsewhere",
-            fields=[name.rpartition(".")[2], "checkpoint"] if name != DATA else ["checkpoint"],
+            f"{what} in {config.train.checkpoint_dir} has {name} {had}, and not {value}",
+            hint="--set train.checkpoint_dir=... writes elsewhere",
+            fields=[name.rpartition(".")[2], "checkpoint_dir"]
+            if name != DATA
+            else ["checkpoint_dir"],
         )
 
 

@@ -64,16 +64,16 @@ class LossLog:
         """Begin the results of this run, or go on with them after `made` steps, to be called when a
         step is certain: those of an earlier run, which `claimed` has allowed to replace, are gone
         then, and so are this one's own of later steps."""
-        path, folder = Path(self.output.folder, LOSSES), self.config.train.checkpoint
-        goes_on = made > 0 and self.run.has(self.output.folder)
+        path, folder = Path(self.output.dir, LOSSES), self.config.train.checkpoint_dir
+        goes_on = made > 0 and self.run.has(self.output.dir)
         kept = lines(path, made) if goes_on else []
-        looks = Path(self.output.folder, EVALUATIONS)
+        looks = Path(self.output.dir, EVALUATIONS)
         seen = _until(looks, made) if goes_on else []
         if folder is not None:
             if not made:
                 CheckpointDirectory(folder).remove_all()
             self.run.write(folder)
-        runs = [Path(f, RUN) for f in (self.output.folder, folder) if f is not None]
+        runs = [Path(f, RUN) for f in (self.output.dir, folder) if f is not None]
         for file in (*_results(self.output), *runs):
             for part in file.parent.glob(f".{file.name}.*"):  # of a run that ended while writing it
                 part.unlink(missing_ok=True)
@@ -84,9 +84,9 @@ class LossLog:
             with atomic_write(looks) as temporary:
                 temporary.write_text("".join([EVALUATED, *seen]))
         if folder is not None:
-            self.run.write(self.output.folder)
+            self.run.write(self.output.dir)
         else:
-            Path(self.output.folder, RUN).unlink(missing_ok=True)
+            Path(self.output.dir, RUN).unlink(missing_ok=True)
         with atomic_write(path) as temporary:
             self.file = temporary.open("w")
             self.file.writelines([COLUMNS, *kept])
@@ -100,13 +100,13 @@ class LossLog:
     @property
     def finished(self) -> bool:
         """Whether an earlier start of this run has left its summary."""
-        folder = self.output.folder
+        folder = self.output.dir
         return self.run.has(folder) and Path(folder, SUMMARY).exists()
 
     def last(self) -> float:
         """The loss of the last step that an earlier start of this run has written; NaN if none."""
-        path = Path(self.output.folder, LOSSES)
-        rows = path.read_text().splitlines()[1:] if self.run.has(self.output.folder) else []
+        path = Path(self.output.dir, LOSSES)
+        rows = path.read_text().splitlines()[1:] if self.run.has(self.output.dir) else []
         return float(rows[-1].split(",")[1]) if rows else math.nan
 
     def write(self, lines: str) -> None:
@@ -116,12 +116,12 @@ class LossLog:
                 self.file.write(lines)
                 self.file.flush()
             except OSError as error:  # which does not say of which file
-                path = str(Path(self.output.folder, LOSSES))
+                path = str(Path(self.output.dir, LOSSES))
                 raise OSError(error.errno, error.strerror, path) from None
 
     def evaluated(self, line: str) -> None:
         """Add a line to the losses of what is held out, whose file the first one makes."""
-        path = Path(self.output.folder, EVALUATIONS)
+        path = Path(self.output.dir, EVALUATIONS)
         if path.exists():
             with path.open("a") as file:
                 file.write(line)
@@ -145,8 +145,8 @@ def lines(path: Path, step: int) -> list[str]:
     if kept and (had := kept[-1].partition(",")[0]) != str(step):
         raise UsageError(
             f"{path} ends at step {had}, and the run goes on after step {step}",
-            hint="--set output.folder=... writes elsewhere",
-            fields=["folder"],
+            hint="--set output.dir=... writes elsewhere",
+            fields=["dir"],
         )
     return kept
 
@@ -185,22 +185,22 @@ def claimed(config: Config) -> Iterator[None]:
             if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
                 raise UsageError(f"cannot write {path}: it is no file that can be replaced")
         found = [p for p in _results(output) if _holds_any(p)]
-        if before is not None and before.has(output.folder):
-            lines(Path(output.folder, LOSSES), before.step)
-        elif found and not output.replace:
+        if before is not None and before.has(output.dir):
+            lines(Path(output.dir, LOSSES), before.step)
+        elif found and not output.overwrite:
             folder = str(found[0].parent)
-            name = "folder" if found[0].parent == Path(output.folder) else "trace"
+            name = "dir" if found[0].parent == Path(output.dir) else "trace"
             raise UsageError(
                 f"{folder} has results of an earlier run: "
                 f"{', '.join(p.name for p in found if str(p.parent) == folder)}",
                 hint=f"--set output.{name}=... writes elsewhere, "
-                "--set output.replace=true replaces them at the first step",
-                fields=[name, "replace"],
+                "--set output.overwrite=true replaces them at the first step",
+                fields=[name, "overwrite"],
             )
         yield
 
 
-def make_folder(folder: str, name: str = "output.folder") -> None:
+def make_folder(folder: str, name: str = "output.dir") -> None:
     """Make a folder for results, or what the setting of a name says.  Raises UsageError if nothing
     can be written there."""
     try:
@@ -215,15 +215,15 @@ def make_folder(folder: str, name: str = "output.folder") -> None:
 
 
 _KINDS: Final = {
-    "output.folder": "output folder",
+    "output.dir": "output folder",
     "output.trace": "output folder",
-    "train.checkpoint": "folder of checkpoints",
+    "train.checkpoint_dir": "folder of checkpoints",
 }
 
 
 def _results(output: OutputConfig) -> list[Path]:
     """What a run writes, or another may have written in its place."""
-    own = [Path(output.folder, name) for name in (*RESULTS, EVALUATIONS, TRACE)]
+    own = [Path(output.dir, name) for name in (*RESULTS, EVALUATIONS, TRACE)]
     return own if output.trace is None else list(dict.fromkeys([*own, Path(output.trace, TRACE)]))
 
 
@@ -291,7 +291,7 @@ def save(result: RunResult, output: OutputConfig) -> None:
             from schedir.viz import compare
             from schedir.viz import save as save_picture
 
-            save_picture(compare([predicted, measured]), Path(output.folder, PICTURE))
+            save_picture(compare([predicted, measured]), Path(output.dir, PICTURE))
             wrote.append(PICTURE)
         except Exception as error:
             failed.append(error)
@@ -302,9 +302,9 @@ def save(result: RunResult, output: OutputConfig) -> None:
                 print(f"wrote {path}")
             except Exception as error:
                 failed.append(error)
-    with atomic_write(Path(output.folder, SUMMARY)) as temporary:
+    with atomic_write(Path(output.dir, SUMMARY)) as temporary:
         temporary.write_text(as_json(facts))
     wrote.insert(1, SUMMARY)
-    print(f"wrote {', '.join(wrote[:-1])} and {wrote[-1]} to {output.folder}", flush=True)
+    print(f"wrote {', '.join(wrote[:-1])} and {wrote[-1]} to {output.dir}", flush=True)
     if failed:
         raise failed[0]

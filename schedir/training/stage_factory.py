@@ -23,14 +23,14 @@ class ProgramStages:
         self.config, self.program, self.finer = config, program, config.finer
         self.model, self.size = model_of(config.model), self.finer.size
         self.dtype: torch.dtype = getattr(torch, config.train.precision)
-        shared = program.tp if program.sequence else 1
+        shared = program.tp if program.sequence_parallel else 1
         shape = (self.size, config.model.context // shared, config.model.hidden)
         self.boundary: Passing = Boundary(shape, self.dtype)
         # Each tensor-parallel rank sends its slice.
         self.message = BoundaryTensors.of(self.boundary).nbytes * shared // program.tp
         if self.in_pieces:
             assert self.model.between is not None
-            frozen = self.finer.first.index(program.frozen)
+            frozen = self.finer.first.index(program.frozen_stages)
             self.boundary = self.model.between(self.finer.pieces, self.boundary, frozen, shared)
 
     @property
@@ -43,7 +43,7 @@ class ProgramStages:
         """By number in the program, the stages of a rank, its shard of each."""
         found: dict[int, nn.Module] = {}
         division, own = self.finer.division, {*self.program.plan.stages_of[rank]}
-        more = {"sequence": True} if self.program.sequence else {}
+        more = {"sequence": True} if self.program.sequence_parallel else {}
         for stage, first in enumerate(self.finer.first[:-1]):
             if first not in own:
                 continue
@@ -58,5 +58,5 @@ class ProgramStages:
             found.update(enumerate(each, first))
         for number, module in found.items():
             float32_gradients(module)
-            module.requires_grad_(number >= self.program.frozen)
+            module.requires_grad_(number >= self.program.frozen_stages)
         return found

@@ -77,7 +77,7 @@ class StepLoop:
     ) -> None:
         self.executor, self.transport, self.size = executor, transport, microbatch_size
         self.stops, self.loss_scale = stops, loss_scale
-        self.may_be_late = executor.program.clip
+        self.may_be_late = executor.program.clip_grad_norm
         self.number = 0  # of the step that was issued last, from 1
         self.issued: deque[_PendingStep] = deque()
         self.failed: tuple[_PendingStep, list[float]] | None = None
@@ -99,7 +99,7 @@ class StepLoop:
         self.number += 1
         mean = 1 / batch.tokens
         inputs, targets = batch.inputs.split(self.size), batch.targets.split(self.size)
-        scale = mean * executor.program.plan.updates  # each has its share of the tokens
+        scale = mean * executor.program.plan.optimizer_steps  # each has its share of the tokens
         given = (inputs, targets, scale)
         held = scale if self.hold is None else self.hold + scale
         total = executor.step(inputs, targets, held)
@@ -126,7 +126,7 @@ class StepLoop:
         return IssuedStep(
             numbers.total * step.mean if counts else 0.0,
             step.learning_rate,
-            numbers.norm if self.executor.program.clip else None,
+            numbers.norm if self.executor.program.clip_grad_norm else None,
             int(numbers.skipped),
             (self.issued[0].began if self.issued else perf_counter()) - step.began,
         )

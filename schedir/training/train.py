@@ -77,8 +77,8 @@ def _start(path: str, sets: Sequence[str], config: Config, program: Program) -> 
         if config.world > 1:
             RunIdentity.of(config, corpus.facts)  # refuses other data than those of its checkpoints
             words = ["train", *words_of_now(), *(f"--set={s}" for s in sets), "--", path]
-            grace = None if config.train.checkpoint is None else config.train.grace
-            return launch(words, ProcessLayout.of(program), config.output.folder, grace)
+            grace = None if config.train.checkpoint_dir is None else config.train.shutdown_grace
+            return launch(words, ProcessLayout.of(program), config.output.dir, grace)
         _load(*_TRAINER)
         _train(config, program, corpus)
     except ExecutionError as error:
@@ -150,9 +150,7 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
         # `launch` has claimed the folders of those that it starts.
         claims = os.environ["RANK"] == "0" and not is_launched()
         with claimed(config) if claims else nullcontext():
-            join(
-                RunMember(config.output.folder, ProcessLayout.of(program), int(os.environ["RANK"]))
-            )
+            join(RunMember(config.output.dir, ProcessLayout.of(program), int(os.environ["RANK"])))
             _load(*_TRAINER)
             from schedir.training.batches.text_batches import Corpus
 
@@ -251,13 +249,13 @@ def _train(config: Config, program: Program, corpus: Corpus) -> None:
 
     data = corpus.facts
     facts = all_facts(config, program, data)
-    number, has = int(os.environ.get("RANK", "0")), config.train.checkpoint is not None
+    number, has = int(os.environ.get("RANK", "0")), config.train.checkpoint_dir is not None
     losses = LossLog(config, RunIdentity.of(config, data)) if number == 0 else None
-    own = member() or RunMember(config.output.folder, ProcessLayout.of(program), 0)
+    own = member() or RunMember(config.output.dir, ProcessLayout.of(program), 0)
     stop = GracefulStop(number, config.world) if has else None
     with (
         ExitStack() as last,
-        Watchdog(own, config.train.timeout, stop, config.train.grace) as watchdog,
+        Watchdog(own, config.train.timeout, stop, config.train.shutdown_grace) as watchdog,
         processes(config.train.timeout, config.train.device, own.box, facts),
         closing(losses) if losses is not None else nullcontext(),
     ):

@@ -119,12 +119,12 @@ class _Trainer:
             loss=loss,
             boundary=boundary,
             optimizer=self.optimizer,
-            max_norm=config.train.clip if program.clip else None,
+            max_norm=config.train.clip_grad_norm if program.clip_grad_norm else None,
             loss_scale=self.loss_scale,
             seed=config.data.seed,
             more=beside(program),
             record=config.output.record,
-            folder=config.memory.folder,
+            folder=config.memory.spill_dir,
         )
         self.evaluation: Evaluation | None = None
         if config.train.evaluate_every and corpus.held_out is not None:
@@ -133,7 +133,7 @@ class _Trainer:
             self.executor,
             self.transport,
             microbatch_size=self.size,
-            stops=config.train.nonfinite == "stop",
+            stops=config.train.on_nonfinite == "stop",
             loss_scale=self.loss_scale,
         )
         self.saving = TrainingCheckpoints(self.executor, config.train, self.batches, losses)
@@ -253,11 +253,18 @@ class _Trainer:
             boundary=boundary,
             # AdamW's moments, and the float32 copies of other weights.
             state=12.0 if isinstance(self.optimizer, MainOptimizer) else 8.0,
-            frozen=self.program.frozen,
+            frozen_stages=self.program.frozen_stages,
             dp=self.program.dp,
             zero=self.program.zero,
         )
-        measured = ("saved", "tape", "both", "checkpoint", *AT_REST, "version")
+        measured = (
+            "saved",
+            "deferred_wgrad",
+            "saved_and_deferred",
+            "checkpoint",
+            *AT_REST,
+            "version",
+        )
         each = torch.tensor(
             [sizes.of(name, len(stages)).tolist() for name in measured],
             dtype=torch.float64,
@@ -274,7 +281,9 @@ class _Trainer:
         program = self.config.request_within(self.sizes).program
         if self.config.memory.fits and not dist.get_rank():
             what = recomputed(program) or "nothing"
-            print(f"to hold at most {self.config.memory.limit}, recomputed: {what}", flush=True)
+            print(
+                f"to hold at most {self.config.memory.memory_limit}, recomputed: {what}", flush=True
+            )
         return program
 
     def _memory(self) -> tuple[float, ...]:
@@ -357,7 +366,7 @@ class _Trainer:
         clipped = "" if last.norm is None else f"  norm {last.norm:.3f}"
         scaled = "" if self.loss_scale is None else f"  scale {float(self.loss_scale.value):g}"
         skipped = sum(s.skipped for s in recent)
-        if skipped or self.config.train.nonfinite == "skip":
+        if skipped or self.config.train.on_nonfinite == "skip":
             scaled += f"  skipped {skipped}"
         print(
             f"step {step:>{len(str(self.config.train.steps))}}  loss {losses[-1]:.4f}"
@@ -375,8 +384,10 @@ class _Trainer:
             return None
         named = replace(self.program, name=f"{self.program.name} at measured means")
         costs, sizes = calibrate(timeline), self.sizes
-        model, blocks = timeline.model, timeline.blocks
-        predicted = simulate(self.program, costs, model=model, blocks=blocks, sizes=sizes)
+        model, blocks = timeline.progress_model, timeline.blocking_hosts
+        predicted = simulate(
+            self.program, costs, progress_model=model, blocking_hosts=blocks, sizes=sizes
+        )
         predicted = replace(predicted, program=named, unit=timeline.unit)
         return replace(timeline, sizes=sizes), predicted
 

@@ -64,9 +64,9 @@ class ProcessTransport:
     One that `schedir train` may choose has a row in `registry`.
     """
 
-    model: ProgressModel
+    progress_model: ProgressModel
     grouped = False
-    blocks = True
+    blocking_hosts = True
     has_pipeline = False  # whether messages go through a group of the pipeline's ranks
     aside: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
 
@@ -265,7 +265,7 @@ def _rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
 
 
 class GlooTransport(ProcessTransport):
-    """The transport of CPU processes.  Its progress model is `edge`.
+    """The transport of CPU processes.  Its progress model is `per_edge`.
 
     Gloo honours tags: one tag per lane makes each directed edge a queue of its own, which nothing
     else can hold up.
@@ -276,8 +276,8 @@ class GlooTransport(ProcessTransport):
     >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     >>> one = schedir.compile(schedir.schedules.gpipe,
     ...     schedir.PipelineShape(ranks=1, microbatches=4))
-    >>> GlooTransport(one).model
-    'edge'
+    >>> GlooTransport(one).progress_model
+    'per_edge'
     >>> GlooTransport(schedir.compile(schedir.schedules.gpipe,
     ...     schedir.PipelineShape(ranks=4, microbatches=4), dp=2))
     Traceback (most recent call last):
@@ -286,7 +286,7 @@ class GlooTransport(ProcessTransport):
     >>> distributed.destroy_process_group()
     """
 
-    model: ProgressModel = "edge"
+    progress_model: ProgressModel = "per_edge"
     has_pipeline = True
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:

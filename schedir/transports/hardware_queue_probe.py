@@ -62,7 +62,9 @@ def refuse_sharing(
         pairs = [(_number(program, s.rank, s.one), _number(program, s.rank, s.other))
                  for s in shared]  # fmt: skip
         known = [pair for pair in pairs if NONE not in pair]
-        graph = SharedQueueGraph(program, transport.model, known, blocks=transport.blocks)
+        graph = SharedQueueGraph(
+            program, transport.progress_model, known, blocking_hosts=transport.blocking_hosts
+        )
         reached = walk(graph)
         if not reached.done.all():
             why = deadlock(graph, reached)
@@ -70,7 +72,7 @@ def refuse_sharing(
                 f"streams share a hardware queue of a GPU ({'; '.join(map(str, shared))}), and the "
                 f"program would wait for ever: {why.fact}",
                 program=program.name,
-                hint='transport = "grouped", or a program with fewer edges on a rank',
+                hint='transport = "nccl_grouped", or a program with fewer edges on a rank',
             ) from why
     return shared
 
@@ -139,7 +141,7 @@ def _late(asks: dict[Queue, Callable[[], bool]], patience: float) -> list[Queue]
 
 def _number(program: Program, rank: int, queue: Queue) -> int:
     """The number of a rank's queue in the program's graph; -1 if it has nothing to do."""
-    graph = Graph.of(program, "edge")
+    graph = Graph.of(program, "per_edge")
     index = graph.index
     for k in range(int(program.offsets[rank]), int(program.offsets[rank + 1])):
         row = ROWS[index.op[k]]

@@ -36,21 +36,21 @@ UNSET: Final = 8  # the default of CUDA
 
 
 def streams_of(
-    program: Program, rank: int, model: ProgressModel, more: Sequence[Program] = ()
+    program: Program, rank: int, progress_model: ProgressModel, more: Sequence[Program] = ()
 ) -> dict[str, int]:
     """How many streams have work in a step of a rank over NCCL, by what they are for.
 
-    `model` is that of the transport: `edge` has a communicator for each directed edge, others one
-    for all messages.  A communicator launches its kernels on a stream that it is given, and lets
-    one of its own follow.  torch has a stream for each group whose messages it moves, and for the
-    layers' group, where a sum runs beside what computes.  Collectives run on one of ours for
-    gathers and one for reductions.  A step that is recorded has one for each queue of receives,
+    `progress_model` is that of the transport: `per_edge` has a communicator for each directed edge,
+    others one for all messages.  A communicator launches its kernels on a stream that it is given,
+    and lets one of its own follow.  torch has a stream for each group whose messages it moves, and
+    for the layers' group, where a sum runs beside what computes.  Collectives run on one of ours
+    for gathers and one for reductions.  A step that is recorded has one for each queue of receives,
     which is counted in any case.  Communicators that no step uses are not.  Those that `more`
     programs beside the first use are.
     """
     edges = [e for e in directed_edges(program, *more) if rank in (e.source, e.target)]
-    queues = len(edges) if model_row(model).ways else bool(edges)
-    received = {e if model_row(model).ways else None for e in edges if e.target == rank}
+    queues = len(edges) if model_row(progress_model).ways else bool(edges)
+    received = {e if model_row(progress_model).ways else None for e in edges if e.target == rank}
     first = rank * program.tp  # of this rank's processes
     groups = [group for group, rows in rows_of(program, *more).items() if (rows == first).any()]
     reductions = len(groups) - ("tp" in groups)
@@ -67,7 +67,7 @@ def streams_of(
 
 def require_queues(
     program: Program,
-    model: ProgressModel,
+    progress_model: ProgressModel,
     environ: Mapping[str, str] = os.environ,
     more: Sequence[Program] = (),
 ) -> None:
@@ -78,13 +78,13 @@ def require_queues(
     """
     said = environ.get(QUEUES, "")
     has = min(HARDWARE, int(said) if said.isdecimal() else UNSET)
-    each = [streams_of(program, rank, model, more) for rank in range(program.plan.ranks)]
+    each = [streams_of(program, rank, progress_model, more) for rank in range(program.plan.ranks)]
     most = max(range(len(each)), key=lambda rank: sum(each[rank].values()))
     if (needs := sum(each[most].values())) > has:
         parts = ", ".join(f"{number} for {name}" for name, number in each[most].items())
         hint = f"{QUEUES}={HARDWARE}, set before CUDA starts"
         if needs > HARDWARE:
-            hint = 'transport = "grouped", which has one communicator for all messages'
+            hint = 'transport = "nccl_grouped", which has one communicator for all messages'
         raise ModelError(
             f"rank {most} has {needs} streams ({parts}), and its GPU {has} hardware queues: "
             "streams that share one wait for each other, and may do so for ever",
@@ -167,7 +167,7 @@ class NCCLEdge(EdgeGroups):
         more: Sequence[Program] = (),
     ) -> None:
         _require_cuda(device, program)
-        require_queues(program, self.model, more=more)
+        require_queues(program, self.progress_model, more=more)
         super().__init__(program, timeout, device=device, message=message, more=more)
         touch = touch_cuda(self, device)
         for one in self.programs:
@@ -198,7 +198,7 @@ def _require_cuda(device: torch.device | str, program: Program) -> None:
 def nccl_transport(
     program: Program,
     device: torch.device,
-    kind: Literal["edge", "grouped"] = "edge",
+    kind: Literal["per_edge", "grouped"] = "per_edge",
     timeout: float | None = None,
     *,
     message: int = 0,
@@ -206,13 +206,14 @@ def nccl_transport(
 ) -> NCCLEdge | NCCLGrouped:
     """The transport of a program on GPUs, connected and warm; after `transports.nccl.initialise`.
 
-    "edge" gives each directed edge a communicator, "grouped" one to the pipeline.  A program must
-    be proven for the model of its kind.  `message` is how many bytes one has at most, 0 if that is
-    not known.  `more` are programs beside it on the same stages.
+    "per_edge" gives each directed edge a communicator, "grouped" one to the pipeline.  A program
+    must be proven for the model of its kind.  `message` is how many bytes one has at most, 0 if
+    that is not known.  `more` are programs beside it on the same stages.
 
     What is received and what is sent lies in memory that is made once, with room for a boundary in
-    each slot of the program: compile it with `slots="enough"`.  Without, each value has a slot of
-    its own, and a rank of 1F1B on 8 ranks with 64 microbatches makes 256 boundaries, not 6.
+    each slot of the program: compile it with `buffer_sharing="latency_preserving"`.  Without, each
+    value has a slot of its own, and a rank of 1F1B on 8 ranks with 64 microbatches makes 256
+    boundaries, not 6.
 
     >>> import schedir, torch
     >>> from schedir.runtime import nccl_transport

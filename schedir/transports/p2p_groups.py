@@ -3,8 +3,9 @@
 NCCL matches messages of a communicator by order alone, and runs them in order.  Which messages
 share a communicator is therefore what may hold up what: the progress model.
 
-- `EdgeGroups`, model `edge`: a group of two ranks for each directed edge and lane.
-- `GroupedMessages`, model `device`: one group for the pipeline; groups of the program are issued
+- `EdgeGroups`, model `per_edge`: a group of two ranks for each directed edge and lane.
+- `GroupedMessages`,
+model `per_device`: one group for the pipeline; groups of the program are issued
   as one.
 
 Both run over any backend.  All processes make groups and send the first message of every edge in
@@ -74,12 +75,12 @@ def _edge_lacking(edges: Sequence[DirectedEdge], program: Program) -> str:
 
 
 class EdgeGroups(ProcessTransport):
-    """A process group for each directed edge.  Its progress model is `edge`.
+    """A process group for each directed edge.  Its progress model is `per_edge`.
 
     Over NCCL each takes few multiprocessors, as many as its messages need.  Raises as Processes.
     """
 
-    model: ProgressModel = "edge"
+    progress_model: ProgressModel = "per_edge"
 
     def __init__(
         self,
@@ -143,13 +144,13 @@ class _GroupedTransfer:
 
 
 class GroupedMessages(ProcessTransport):
-    """All messages through the pipeline's group.  Its progress model is `device`.
+    """All messages through the pipeline's group.  Its progress model is `per_device`.
 
     A group of the program is one `batch_isend_irecv`, and a transfer alone a batch of one: a
     library that fuses must find both sides fused in the same way.  Raises as Processes.
     """
 
-    model: ProgressModel = "device"
+    progress_model: ProgressModel = "per_device"
     grouped = True
     has_pipeline = True
 

@@ -25,55 +25,55 @@ class DeviceRow(NamedTuple):
 
     `require(processes)` refuses, by UsageError, a machine that does not have the device for so many
     processes; `initialise(timeout, **how)` lets processes know each other.  Both are the name of a
-    module of this folder, and of a function in it.  `slots` is how programs share slots where
-    nobody says it: not on a CPU, where messages through shared memory have one each.
+    module of this folder, and of a function in it.  `buffer_sharing` is how programs share slots
+    where nobody says it: not on a CPU, where messages through shared memory have one each.
     """
 
     device: Device
     require: str
     initialise: str
-    slots: Literal["own", "enough"]
+    buffer_sharing: Literal["none", "latency_preserving"]
 
 
 class TransportRow(NamedTuple):
     """A transport of processes.
 
-    `model` is the progress model that it gives, and `blocks` whether what stands behind a compute
-    waits with it, as Transport says.  `home` is the name of a module of this folder, and of a class
-    in it that is made of (program, timeout, device=, message=), as Processes.  `doc` ends the
-    sentence "messages travel".
+    `progress_model` is the progress model that it gives, and `blocking_hosts` whether what stands
+    behind a compute waits with it, as Transport says.  `home` is the name of a module of this
+    folder, and of a class in it that is made of (program, timeout, device=, message=), as
+    Processes.  `doc` ends the sentence "messages travel".
     """
 
     name: str
     device: Device
-    model: ProgressModel
-    blocks: bool
+    progress_model: ProgressModel
+    blocking_hosts: bool
     home: str
     doc: str
 
 
 _DEVICES: Final[tuple[DeviceRow, ...]] = (
-    DeviceRow("cpu", "gloo:require", "gloo:initialise", "own"),
-    DeviceRow("cuda", "gpu_selection:require_gpus", "nccl:initialise", "enough"),
+    DeviceRow("cpu", "gloo:require", "gloo:initialise", "none"),
+    DeviceRow("cuda", "gpu_selection:require_gpus", "nccl:initialise", "latency_preserving"),
 )
 
 # Of each device the best first.
 _TRANSPORTS: Final[tuple[TransportRow, ...]] = (
     TransportRow(
-        "shared", "cpu", "edge", True, "shared_memory:SharedMemoryTransport",
+        "shared_memory", "cpu", "per_edge", True, "shared_memory:SharedMemoryTransport",
         "through memory that the processes of one machine share (a Linux on x86-64), for programs "
         "that share no slots",
     ),
     TransportRow(
-        "gloo", "cpu", "edge", True, "gloo:GlooTransport",
+        "gloo", "cpu", "per_edge", True, "gloo:GlooTransport",
         "by Gloo, on one machine or several",
     ),
     TransportRow(
-        "edge", "cuda", "edge", True, "nccl:NCCLEdge",
+        "nccl_per_edge", "cuda", "per_edge", True, "nccl:NCCLEdge",
         "by NCCL, with a queue for each directed edge",
     ),
     TransportRow(
-        "grouped", "cuda", "device", True, "nccl:NCCLGrouped",
+        "nccl_grouped", "cuda", "per_device", True, "nccl:NCCLGrouped",
         "by NCCL, with one queue, in groups",
     ),
 )  # fmt: skip
@@ -86,7 +86,11 @@ def transports_of(device: str, name: str = AUTO) -> list[TransportRow]:
     """The transports of a device, the best first: those of that name, or, for "auto", all that
     give the progress model of the first, for which the program is made before it is chosen."""
     own = [row for row in _TRANSPORTS if row.device == device]
-    return [row for row in own if row.name == name or (name == AUTO and row.model == own[0].model)]
+    return [
+        row
+        for row in own
+        if row.name == name or (name == AUTO and row.progress_model == own[0].progress_model)
+    ]
 
 
 def find(home: str) -> Any:

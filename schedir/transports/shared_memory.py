@@ -32,7 +32,7 @@ from schedir.analysis.memory.buffer_slots import assign
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import ModelError
 from schedir.ir.instruction_index import InstructionIndex
-from schedir.ir.isa.instructions import RECEIVES, ROWS, SPLIT_CHANGES, Lane, Token, changes
+from schedir.ir.isa.instructions import RECEIVES, ROWS, SPLIT_CHANGES, Lane, Value, changes
 from schedir.ir.program import Program
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather
@@ -300,7 +300,8 @@ def _sight() -> object:
 
 
 class SharedMemoryTransport(ProcessTransport):
-    """Processes of one machine that write into each other's memory.  Its progress model is `edge`.
+    """Processes of one machine that write into each other's memory.  Its progress model is
+    `per_edge`.
 
     Every message of a step has a slot of its own, so a send waits for nothing but the receiver's
     end of the step before, which depends on nothing that is sent in this one.  Collectives go
@@ -317,12 +318,12 @@ class SharedMemoryTransport(ProcessTransport):
     >>> program = schedir.compile(schedir.schedules.gpipe,
     ...     schedir.PipelineShape(ranks=1, microbatches=4))
     >>> transport = SharedMemoryTransport(program) if can_share() else GlooTransport(program)
-    >>> transport.model
-    'edge'
+    >>> transport.progress_model
+    'per_edge'
     >>> distributed.destroy_process_group()
     """
 
-    model: ProgressModel = "edge"
+    progress_model: ProgressModel = "per_edge"
 
     @classmethod
     def fits(cls, program: Program, group: dist.ProcessGroup | None = None) -> bool:
@@ -387,7 +388,7 @@ class SharedMemoryTransport(ProcessTransport):
                 problem = f"{error.strerror or error}, for {size} bytes"
             members = dist.get_process_group_ranks(self.within or dist.group.WORLD)
             own = name, problem, {kind: [*sizes] for kind, sizes in rooms.items()}
-            everyone: list[tuple[str, str, Rooms]] = gather(own, self.within, [Token])
+            everyone: list[tuple[str, str, Rooms]] = gather(own, self.within, [Value])
             told = dict(zip(members, everyone, strict=True))
             for process, (_, why, _) in told.items():
                 if why:

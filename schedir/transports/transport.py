@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.analysis.progress_models import ProgressModel
-from schedir.ir.isa.instructions import Lane, Token
+from schedir.ir.isa.instructions import Lane, Value
 from schedir.ir.program import Program
 from schedir.transports.collectives import Group, Kind
 
-Place = tuple[Token, int]  # a slot: its kind and number
-Rooms = Mapping[Token, Sequence[int]]  # the bytes of each slot, by kind
+Place = tuple[Value, int]  # a slot: its kind and number
+Rooms = Mapping[Value, Sequence[int]]  # the bytes of each slot, by kind
 
 
 class Work(Protocol):
@@ -28,14 +28,14 @@ class Work(Protocol):
 class Transport(Protocol):
     """Moves tensors for one rank.  Nothing here blocks but what says so; a Work's `wait` does.
 
-    `model` is the progress model that it gives: the executor refuses programs that are not
+    `progress_model` is the progress model that it gives: the executor refuses programs that are not
     proven under it.  `tp` and `dp` are the sizes of its groups, `tp_rank` and `dp_rank` this
     process's place in its tensor-parallel group and among the replicas.  Messages of one lane
     between two ranks arrive in the order in which they are sent.
 
-    Where it `blocks`, what stands behind a compute in its Stream waits with it: on a CPU the host
-    itself waits, and over NCCL torch lets a message wait for all that was issued to compute before
-    it.  Programs must be proven for that, too.
+    Where it `blocking_hosts`, what stands behind a compute in its Stream waits with it: on a CPU
+    the host itself waits, and over NCCL torch lets a message wait for all that was issued to
+    compute before it.  Programs must be proven for that, too.
 
     Where it is `static`, what is sent is copied into memory that is made once: a library that
     sends on streams of its own would hold whatever it is given for as long as it likes.
@@ -44,8 +44,8 @@ class Transport(Protocol):
     `start_group` and `end_group`, and are issued as one.
     """
 
-    model: ProgressModel
-    blocks: bool
+    progress_model: ProgressModel
+    blocking_hosts: bool
     grouped: bool
     static: bool
     tp: int
@@ -204,7 +204,11 @@ class TransportWrapper:
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
-        self.model, self.blocks, self.grouped = inner.model, inner.blocks, inner.grouped
+        self.progress_model, self.blocking_hosts, self.grouped = (
+            inner.progress_model,
+            inner.blocking_hosts,
+            inner.grouped,
+        )
         self.static = inner.static
         self.tp, self.dp = inner.tp, inner.dp
         self.tp_rank, self.dp_rank = inner.tp_rank, inner.dp_rank

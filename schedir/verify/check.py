@@ -42,11 +42,11 @@ from schedir.ir.isa.instructions import (
     SLOTTED,
     SPLITS,
     STEPS,
-    TOKENS,
     TRANSFERS,
+    VALUES,
     ProducerRule,
     Scope,
-    Token,
+    Value,
 )
 from schedir.ir.program import ON_HOST, Program, Proof
 from schedir.passes.splitting.frozen_stages import without_backwards
@@ -63,12 +63,12 @@ from schedir.verify.completeness import completeness
 def segments_in_turn(index: InstructionIndex) -> None:
     """Raise OrderError for the first segment of a sequence that its stage runs out of turn."""
     plan = index.program.plan
-    if plan.segments == 1:
+    if plan.sequence_chunks == 1:
         return
     found = []
     for ops, turn in ((FORWARDS, 1), (BACKWARDS, -1)):
         at = np.flatnonzero(index.is_op(ops))
-        sequence, segment = np.divmod(index.mb[at].astype(np.int64), plan.segments)
+        sequence, segment = np.divmod(index.mb[at].astype(np.int64), plan.sequence_chunks)
         order = np.lexsort((sequence, index.stage[at]))  # stable: each in Stream order
         at, segment = at[order], turn * segment[order]
         alike = (sequence[order][1:] == sequence[order][:-1]) & (np.diff(index.stage[at]) == 0)
@@ -87,10 +87,10 @@ def segments_in_turn(index: InstructionIndex) -> None:
         fact = f"{early[2]} runs before {later[2]}, which gives gradients to its keys and values"
         needs = "needs the gradients that the other gives"
     raise OrderError(
-        f"{fact}: both are of sequence {later[2].mb // plan.segments}",
+        f"{fact}: both are of sequence {later[2].mb // plan.sequence_chunks}",
         program=index.program.name,
         sites=[InstructionSite(*early, needs), InstructionSite(*later, "comes too late")],
-        hint=f"the {plan.segments} segments of a sequence go forward from the first on, and "
+        hint=f"the {plan.sequence_chunks} segments of a sequence go forward from the first on, and "
         "backward from the last on",
     )
 
@@ -101,12 +101,12 @@ _HOSTS = ((False, False), (True, False), (True, True))
 
 def check(
     program: Program,
-    model: ProgressModel = "device",
+    progress_model: ProgressModel = "per_device",
     *,
-    blocks: bool = False,
-    device_waits: bool = False,
-    lazy: bool = False,
-    eager: float | None = None,
+    blocking_hosts: bool = False,
+    host_device_sync: bool = False,
+    lazy_communicators: bool = False,
+    eager_limit: float | None = None,
     sizes: Sizes | None = None,
 ) -> Program:
     """Return `program` if it is right, whoever wrote it.
@@ -115,28 +115,30 @@ def check(
     every message has both sides, gradients are reduced and stepped once), each rank gives a value
     before it uses it and finds a slot for it, no ranks wait for each other under the progress
     model of the transport that will run it ("edge", "pair", "direction", "device", "torch" or
-    "serial"), and messages arrive as they are sent.  With `blocks`, the hosts themselves wait for
-    what a compute needs, as on CPUs.  With `device_waits`, a host may besides wait, at whatever it
-    launches, until all that it has issued is over: so a program lives through memory that is
-    allocated, or a kernel that is loaded, in the middle of a step on GPUs.
+    "serial"), and messages arrive as they are sent.  With `blocking_hosts`, the hosts themselves
+    wait for what a compute needs, as on CPUs.  With `host_device_sync`, a host may besides wait, at
+    whatever it launches, until all that it has issued is over: so a program lives through memory
+    that is allocated, or a kernel that is loaded, in the middle of a step on GPUs.
 
-    With `lazy`, no communicator is there yet: the first use of each builds it, and the hosts of all
-    its ranks meet for that, each at its own first use.  With `eager`, messages of at most so many
-    bytes wait for nobody, as small ones of NCCL and MPI do: they leave without their receiver,
-    however many are on their way.  `sizes` says how large messages are, and without `eager` lets a
-    DeadlockError tell the least limit with which the program would finish.
+    With `lazy_communicators`, no communicator is there yet: the first use of each builds it, and
+    the hosts of all its ranks meet for that, each at its own first use.  With `eager_limit`,
+    messages of at most so many bytes wait for nobody, as small ones of NCCL and MPI do: they leave
+    without their receiver, however many are on their way.  `sizes` says how large messages are, and
+    without `eager_limit` lets a DeadlockError tell the least limit with which the program would
+    finish.
 
     A proof stays with the Program: to check it again costs nothing.
 
     Raises a ProgramError that says what is wrong and where: CompletenessError
     (UnmatchedTransferError, ReductionError), GroupError, LoweringLevelError, OrderError, SlotError,
-    ChannelMismatchError or DeadlockError; and UsageError for `lazy` on hosts that block, and for
-    `eager` without the sizes of messages.
+    ChannelMismatchError or DeadlockError; and UsageError for `lazy_communicators` on hosts that
+    block, and for
+    `eager_limit` without the sizes of messages.
 
     >>> from schedir import PipelineShape, check, compile, from_text, schedules, to_text
     >>> text = to_text(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2)),
     ...     folded=False)
-    >>> check(from_text(text), model="edge")
+    >>> check(from_text(text), progress_model="per_edge")
     <program gpipe: 2 ranks, 20 instructions>
     >>> check(from_text(text.replace("recv_grad 0.1", "")))
     Traceback (most recent call last):
@@ -145,28 +147,39 @@ def check(
       rank 1 #8   send_grad 1.1
     """
     require_type(program, Program, "schedir.compile(schedule, plan)")
-    device_waits = require_bool(device_waits, "device_waits")
-    blocks, lazy = require_bool(blocks, "blocks") or device_waits, require_bool(lazy, "lazy")
-    small = eager_of(eager, sizes, program)
+    host_device_sync = require_bool(host_device_sync, "host_device_sync")
+    blocking_hosts, lazy_communicators = (
+        require_bool(blocking_hosts, "blocking_hosts") or host_device_sync,
+        require_bool(lazy_communicators, "lazy_communicators"),
+    )
+    small = eager_of(eager_limit, sizes, program)
     if sizes is not None:
         sizes.require(program.plan)
-    if lazy and blocks:
+    if lazy_communicators and blocking_hosts:
         raise UsageError(
             "communicators that are made lazily are those of GPUs, whose hosts do not block",
-            fields=["lazy"],
+            fields=["lazy_communicators"],
         )
-    wanted = Proof(require_model(model), blocks, device_waits, lazy, small)
+    wanted = Proof(
+        require_model(progress_model), blocking_hosts, host_device_sync, lazy_communicators, small
+    )
     if wanted in program.proofs:
         return program
-    graph = complete(program, model, blocks=blocks, device_waits=device_waits, eager=small)
+    graph = complete(
+        program,
+        progress_model,
+        blocking_hosts=blocking_hosts,
+        host_device_sync=host_device_sync,
+        eager_messages=small,
+    )
     try:
         prove(graph)
     except DeadlockError as error:
         if sizes is not None and (least := _least_limit(graph, sizes)) is not None:
-            error.eager = least
+            error.eager_limit = least
             error.hint += "; " * bool(error.hint) + finishes_where(least)
         raise
-    if lazy:
+    if lazy_communicators:
         if never := first_uses(graph):
             raise never
         program.proofs.add(wanted)
@@ -177,7 +190,7 @@ def _least_limit(graph: Graph, sizes: Sizes) -> float | None:
     """The least limit with which a program is right that hangs, if there is one."""
     if not _sized(graph.program, sizes) or (least := least_limit(graph, sizes)) is None:
         return None
-    eager = Graph(graph.program, graph.model, eager=EagerMessages(least, sizes))
+    eager = Graph(graph.program, graph.progress_model, eager_messages=EagerMessages(least, sizes))
     return None if crossing(eager) else least
 
 
@@ -190,7 +203,8 @@ def eager_of(limit: object, sizes: Sizes | None, program: Program) -> EagerMessa
         return None
     if isinstance(limit, bool) or not isinstance(limit, Real) or not 0 <= float(limit) < math.inf:
         raise UsageError(
-            f"eager is a number of bytes, such as 512e3, not {describe(limit)}", fields=["eager"]
+            f"eager_limit is a number of bytes, such as 512e3, not {describe(limit)}",
+            fields=["eager_limit"],
         )
     if sizes is None or not _sized(program, sizes):
         named = ["activation", *["skip"] * bool(program.skips)]
@@ -210,16 +224,22 @@ def _sized(program: Program, sizes: Sizes) -> bool:
 
 def complete(
     program: Program,
-    model: ProgressModel,
+    progress_model: ProgressModel,
     *,
-    blocks: bool = False,
-    device_waits: bool = False,
-    eager: EagerMessages | None = None,
+    blocking_hosts: bool = False,
+    host_device_sync: bool = False,
+    eager_messages: EagerMessages | None = None,
 ) -> Graph:
     """The dependency graph of a program that is complete, as `check` says; raises if it is not."""
     if not program.proofs:
         completeness(program, draft=False)
-    return Graph.of(program, model, blocks=blocks, device_waits=device_waits, eager=eager)
+    return Graph.of(
+        program,
+        progress_model,
+        blocking_hosts=blocking_hosts,
+        host_device_sync=host_device_sync,
+        eager_messages=eager_messages,
+    )
 
 
 def prove(graph: Graph, reached: EarliestTimes | None = None) -> None:
@@ -246,10 +266,11 @@ def prove(graph: Graph, reached: EarliestTimes | None = None) -> None:
         raise cross
     # One order is one for all models and hosts; and what runs where hosts block runs elsewhere.
     every = ordered and not index.any_joined
-    models = MODELS if every else (graph.model,)
-    hosts = _HOSTS if every else _HOSTS[: 1 + graph.blocks + graph.device_waits]
+    models = MODELS if every else (graph.progress_model,)
+    hosts = _HOSTS if every else _HOSTS[: 1 + graph.blocking_hosts + graph.host_device_sync]
     program.proofs.update(
-        Proof(model, *host, eager=graph.eager) for model, host in product(models, hosts)
+        Proof(model, *host, eager_messages=graph.eager_messages)
+        for model, host in product(models, hosts)
     )
 
 
@@ -283,7 +304,7 @@ def _in_slots(graph: Graph) -> None:
     if name in ON_HOST:
         least = int(on_host(program, name).peak(group)[rank])
     else:
-        least = int(minimum_slots(program)[rank, SLOTTED.index(Token[name.upper()])])
+        least = int(minimum_slots(program)[rank, SLOTTED.index(Value[name.upper()])])
     raise SlotError(
         f"rank {rank} has {count} {name} slot{'s' * (count != 1)}, and {instr} needs one more",
         program=program.name,
@@ -298,13 +319,13 @@ def _in_slots(graph: Graph) -> None:
 def _let_go(graph: Graph) -> None:
     """What is made again and again is let go before it is made again, and in the end."""
     flow, place = graph.flow, graph.index.locate
-    for row in TOKENS:
-        chains = flow.chains(row.token) if row.found is ProducerRule.AGAIN else None
+    for row in VALUES:
+        chains = flow.chains(row.value) if row.producer_rule is ProducerRule.LATEST else None
         if chains is None:
             continue
         for again, before in chains.too_many()[:1]:
             raise OrderError(
-                f"{place(again)[2]} gives {row.words}, which {place(before)[2]} has given, and "
+                f"{place(again)[2]} gives {row.phrase}, which {place(before)[2]} has given, and "
                 "nobody has let go",
                 program=graph.program.name,
                 sites=[
@@ -312,9 +333,9 @@ def _let_go(graph: Graph) -> None:
                     InstructionSite(*place(again), "gives it again"),
                 ],
             )
-        for last in chains.left()[:1] if FREERS[row.token] else []:
+        for last in chains.left()[:1] if FREERS[row.value] else []:
             raise CompletenessError(
-                f"{place(last)[2]} gives {row.words}, and nobody lets go of it",
+                f"{place(last)[2]} gives {row.phrase}, and nobody lets go of it",
                 program=graph.program.name,
                 sites=[InstructionSite(*place(last), "gives it")],
             )
@@ -353,7 +374,7 @@ def _updates_in_turn(graph: Graph) -> None:
     """A rank steps before it adds to the next update, or lets go of what the host steps by: there
     is one sum of gradients."""
     index, plan = graph.index, graph.program.plan
-    if plan.updates == 1:
+    if plan.optimizer_steps == 1:
         return
     ends = next((op for op in RELEASES if op in index.at), STEPS[0])
     at = np.flatnonzero(index.is_op(ADDS))
@@ -389,7 +410,7 @@ def _ends_in_turn(graph: Graph) -> None:
     What it adds sees to that; but one whose stages are all frozen adds nothing.
     """
     index = graph.index
-    if graph.program.plan.updates == 1:
+    if graph.program.plan.optimizer_steps == 1:
         return
     at = np.flatnonzero(index.is_op(row.op for row in ROWS if row.per is Scope.RANK))
     update, rank = index.update(at), index.rank[at]
@@ -414,7 +435,7 @@ def crossing(graph: Graph) -> GroupError | ChannelMismatchError | None:
     two messages of either could cross.
     """
     index, partner = graph.index, graph.partner
-    if not index.any_joined and graph.eager is None:
+    if not index.any_joined and graph.eager_messages is None:
         return None
     got, channel = channels(index, partner, graph.rules)
     cross = (channel[1:] == channel[:-1]) & (partner[got[1:]] < partner[got[:-1]])
@@ -422,7 +443,7 @@ def crossing(graph: Graph) -> GroupError | ChannelMismatchError | None:
         return None
     k = int(cross.argmax())
     places = [index.locate(int(at)) for at in (*got[[k, k + 1]], *partner[got[[k + 1, k]]])]
-    return (GroupError if graph.eager is None else ChannelMismatchError)(
+    return (GroupError if graph.eager_messages is None else ChannelMismatchError)(
         f"{places[0][2]} and {places[1][2]} are sent the other way round, and messages between "
         "two ranks match by position",
         program=graph.program.name,

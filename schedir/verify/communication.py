@@ -44,12 +44,12 @@ def transfers(look: Inspector) -> None:
         )
     for send in SENDS if look.program.trains else _BEFORE:
         row = ROWS[send]
-        receive = row.meets
-        assert receive is not None and row.hop is not None
+        receive = row.partner
+        assert receive is not None and row.peer is not None
         if not look.program.has(row.needs[0]) and {send, receive}.isdisjoint(look.index.at):
             continue
         stage, mb = np.arange(plan.stages)[:, None], np.arange(m)
-        other = look.program.beside(row.hop)[:, None]
+        other = look.program.beside(row.peer)[:, None]
         inside = other >= look.program.first_of(send)
         there = np.maximum(other, 0)
         here, away = plan.rank_at(stage, mb), plan.rank_at(there, mb)
@@ -95,7 +95,7 @@ def transfers(look: Inspector) -> None:
 def _stray(look: Inspector, op: Opcode, stray: NDArray[np.bool_]) -> None:
     if not stray.any():
         return
-    site, hop = look.site_of(op, int(stray.argmax())), ROWS[op].hop
+    site, hop = look.site_of(op, int(stray.argmax())), ROWS[op].peer
     assert hop is not None
     stage = int(look.stage[int(stray.argmax())])
     other = int(look.program.beside(hop)[stage])
@@ -142,20 +142,20 @@ def meetings(look: Inspector) -> None:
 
 def forms(look: Inspector) -> None:
     """Each value that is sent in a form loses it behind the receive, and no other does."""
-    if look.program.sequence:
+    if look.program.sequence_parallel:
         # Gathers are there between segments. The passes that cut stages know where.
         look.refuse_first(
             look.index.is_op(_SPLITS_SENT),
-            lambda at: "with 'sequence yes' what passes between stages is a part already",
+            lambda at: "with 'sequence_parallel yes' what passes between stages is a part already",
         )
     elif look.program.tp == 1:
         look.refuse_first(
             look.index.is_op(SPLIT_CHANGES), lambda at: "nothing is sharded where tp is 1"
         )
     for gives, send, takes in _FORMED:
-        if look.program.sequence and gives in _SPLITS_SENT:
+        if look.program.sequence_parallel and gives in _SPLITS_SENT:
             continue
-        hop = ROWS[send].hop
+        hop = ROWS[send].peer
         assert hop is not None
         given, taken, sent = look.present(gives), look.present(takes), look.present(send)
         moved = np.zeros_like(given)  # given forms, by where the value arrives
@@ -174,7 +174,7 @@ def forms(look: Inspector) -> None:
                     f"{site.instr} has no {ROWS[op].text} on the other side",
                     site,
                     kind=UnmatchedTransferError,
-                    hint="sequence yes, if it gathers tokens between pieces of a stage"
-                    if back is None and look.program.meets
+                    hint="sequence_parallel yes, if it gathers tokens between pieces of a stage"
+                    if back is None and look.program.segment_boundaries
                     else "",
                 )

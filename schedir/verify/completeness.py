@@ -130,10 +130,10 @@ def _ranges(look: Inspector) -> None:
             + _too_many(look, at)
         ),
     )
-    turns = ix.is_op(row.op for row in ROWS if row.per is Scope.TURN)
+    turns = ix.is_op(row.op for row in ROWS if row.per is Scope.OCCURRENCE)
     look.refuse_first(
-        (ix.mb >= plan.updates) & late & ~turns,
-        lambda at: f"there is no update {ix.mb[at]}: they are 0 to {plan.updates - 1}",
+        (ix.mb >= plan.optimizer_steps) & late & ~turns,
+        lambda at: f"there is no update {ix.mb[at]}: they are 0 to {plan.optimizer_steps - 1}",
     )
     look.refuse_first(
         (ix.mb >= ix.turns) & turns,
@@ -229,10 +229,10 @@ def _compute(look: Inspector) -> None:
         look.missing(FORWARD, int((~f).argmax()))
     if not look.program.trains:
         return
-    ix, frozen = look.index, look.stage < look.program.frozen
-    if look.program.frozen:
+    ix, frozen = look.index, look.stage < look.program.frozen_stages
+    if look.program.frozen_stages:
         look.refuse_first(
-            ix.is_op(OF_TRAINED) & (ix.stage < look.program.frozen),
+            ix.is_op(OF_TRAINED) & (ix.stage < look.program.frozen_stages),
             lambda at: f"stage {ix.stage[at]} is frozen, and has no {ROWS[ix.op[at]].text}",
         )
     for split, name in ((i, BACKWARD_INPUT), (w, BACKWARD_WEIGHT)):
@@ -262,9 +262,9 @@ def _turns(look: Inspector) -> None:
     """What comes several times for a stage counts its turns from 0 on, along the Stream."""
     ix = look.index
     for row, at in ix.rows():
-        if row.per is not Scope.TURN:
+        if row.per is not Scope.OCCURRENCE:
             continue
-        if look.plan.updates > 1:
+        if look.plan.optimizer_steps > 1:
             look.refuse(f"{row.text} goes with one update", look.site(int(at[0])))
         place = ix.keys(row.per, at, np.zeros(len(at), np.int64))
         order = np.argsort(place, kind="stable")

@@ -48,7 +48,7 @@ class _SequenceStep(NamedTuple):
 
 
 def check_program_sequence(
-    runs: Sequence[Sequence[Program]], model: ProgressModel = "device"
+    runs: Sequence[Sequence[Program]], progress_model: ProgressModel = "per_device"
 ) -> None:
     """Check programs that each rank runs one after the other: `runs` has a list for each rank.
 
@@ -73,9 +73,9 @@ def check_program_sequence(
       rank 1 #0   recv_act 1.0  step 2, gpipe
       hint: messages of a channel match by position, and nothing in them names their step: let all ranks run the same programs in one order
     """  # noqa: E501
-    together = _ProgramSequence(runs, require_model(model))
+    together = _ProgramSequence(runs, require_model(progress_model))
     for program in together.programs:
-        check(program, model)
+        check(program, progress_model)
     if len({*together.rows}) > 1:
         together.meet()
         together.finish()
@@ -84,8 +84,8 @@ def check_program_sequence(
 class _ProgramSequence:
     """The steps of all ranks, under a progress model."""
 
-    def __init__(self, runs: Sequence[Sequence[Program]], model: ProgressModel) -> None:
-        self.model = model
+    def __init__(self, runs: Sequence[Sequence[Program]], progress_model: ProgressModel) -> None:
+        self.progress_model = progress_model
         self.programs: list[Program] = []
         known: dict[str, int] = {}
         rows = []
@@ -115,7 +115,7 @@ class _ProgramSequence:
     @cached_property
     def graphs(self) -> list[Graph]:
         """The dependency graph of each program."""
-        return [Graph.of(program, self.model) for program in self.programs]
+        return [Graph.of(program, self.progress_model) for program in self.programs]
 
     def name(self, rank: int, number: int) -> str:
         """A step as an error says it."""
@@ -192,7 +192,9 @@ class _ProgramSequence:
             )
         else:
             fact = f"{first.instr} of {names[0]} arrives as {sites[1].instr} of {names[1]}"
-        return ProgramSequenceError(fact, model=self.model, sites=sites, hint=_HINT)
+        return ProgramSequenceError(
+            fact, progress_model=self.progress_model, sites=sites, hint=_HINT
+        )
 
     # ------------------------------------------------------------ whether all finish
 
@@ -220,7 +222,7 @@ class _ProgramSequence:
         ]  # fmt: skip
         raise ProgramSequenceError(
             f"{len(sites)} ranks wait for each other, across steps",
-            model=self.model,
+            progress_model=self.progress_model,
             sites=sites,
             hint="let all ranks run the same programs in one order",
         )

@@ -33,7 +33,7 @@ def slower(t: Timeline, factor: float = 1.5e-3) -> Timeline:
     """The same, measured in seconds."""
     spans = t.spans.copy()
     spans["start"], spans["end"] = spans["start"] * factor + 3, spans["end"] * factor + 3
-    return Timeline(t.program, spans, "measured", "s", t.model)
+    return Timeline(t.program, spans, "measured", "s", t.progress_model)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_times_are_told_as_finely_as_they_differ(page: Page) -> None:
 
 
 def test_what_is_of_a_later_update_says_so(page: Page) -> None:
-    plan = PipelineShape(2, 6, updates=3, delay=1)
+    plan = PipelineShape(2, 6, optimizer_steps=3, weight_delay=1)
     browser = page(simulate(compile(pipedream_2bw, plan), Costs(step=1)))
     browser.key("/")
     browser.type("step")

@@ -39,7 +39,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "gpipe": lambda: compile(gpipe, PipelineShape(4, MICROBATCHES)),
     "1f1b": lambda: compile(one_f_one_b, PipelineShape(4, MICROBATCHES)),
     "1f1b, fewest slots": lambda: compile(
-        one_f_one_b, PipelineShape(4, MICROBATCHES), slots="fewest"
+        one_f_one_b, PipelineShape(4, MICROBATCHES), buffer_sharing="minimal"
     ),
     "zb_h1": lambda: compile(zb_h1, PipelineShape(4, MICROBATCHES)),
     "interleaved": lambda: compile(interleaved, PipelineShape(2, MICROBATCHES, 2)),

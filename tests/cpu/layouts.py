@@ -77,7 +77,10 @@ class Model(NamedTuple):
 
 
 def program_of(layout: Layout, model: Model) -> Any:
-    how: dict[str, Any] = {"clip": model.clip, "tied": model.tied and layout.plan.stages > 1}
+    how: dict[str, Any] = {
+        "clip_grad_norm": model.clip,
+        "tied_weights": model.tied and layout.plan.stages > 1,
+    }
     how |= {"dp": layout.dp, "tp": layout.tp, "zero": layout.zero, **dict(layout.options)}
     return schedir.compile(layout.schedule, layout.plan, **how)
 
@@ -88,14 +91,14 @@ def executor_of(layout: Layout, model: Model) -> Executor:
     transport = GlooTransport(program)
     tp = transport.tp_group
     stages = {
-        s: model.stage(s, layout.plan, tp, sequence=program.sequence)
+        s: model.stage(s, layout.plan, tp, sequence=program.sequence_parallel)
         for s in layout.plan.stages_of[transport.rank]
     }
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     return Executor(
         program, transport.rank, stages, transport,
         loss=partial(gpt.loss, tp=tp),
-        boundary=model.boundary(layout.tp if program.sequence else 1),
+        boundary=model.boundary(layout.tp if program.sequence_parallel else 1),
         optimizer=model.make(parameters),
         max_norm=0.05 if model.clip else None,
     )  # fmt: skip

@@ -7,11 +7,11 @@ import random
 import numpy as np
 
 from schedir.ir.instruction_index import InstructionIndex
-from schedir.ir.isa.instructions import ROWS, Lane, Opcode, Token
+from schedir.ir.isa.instructions import ROWS, Lane, Opcode, Value
 from schedir.ir.program import ADDRESS, OP, Program
 from schedir.passes.insertion import at_places
 
-USES = tuple(row.op for row in ROWS if Token.SAVED in row.needs and row.lane is Lane.COMPUTE)
+USES = tuple(row.op for row in ROWS if Value.SAVED in row.needs and row.lane is Lane.COMPUTE)
 
 
 def moved(
@@ -26,7 +26,7 @@ def moved(
     rank = np.repeat(range(program.plan.ranks), np.diff(program.offsets)).tolist()
     placed: list[tuple[int, int, int]] = []
     for made in np.flatnonzero(program.op == Opcode.Forward).tolist():
-        if index.stage[made] < program.frozen or rng.random() >= share:
+        if index.stage[made] < program.frozen_stages or rng.random() >= share:
             continue
         same = np.flatnonzero(address == address[made]).tolist()
         first = made + 1
@@ -38,7 +38,7 @@ def moved(
         free = [n for n in range(first, last + 1) if not joined[n]]
         new = [Opcode.Offload, Opcode.Reload]
         if rng.random() < spilled:
-            new[1:1] = [Opcode.Spill, Opcode.Fetch]
+            new[1:1] = [Opcode.OffloadToDisk, Opcode.ReloadFromDisk]
         at = sorted(rng.choices(free, k=len(new)))
         if rng.random() < late:
             at[0], at[-1] = first, last

@@ -15,9 +15,9 @@ from schedir.ir.isa.instructions import COMPUTE
 from schedir.ir.program import Program
 from schedir.traces.trace_import import read_run
 
-# `torch` is how torch's own schedules issue messages: one alone is in no batch there, as it is in
-# Megatron's and DeepSpeed's.
-ELSEWHERE = [model for model in MODELS if model != "torch"]
+# `torch_lazy` is how torch's own schedules issue messages: one alone is in no batch there, as it is
+# in Megatron's and DeepSpeed's.
+ELSEWHERE = [model for model in MODELS if model != "torch_lazy"]
 
 
 def profiled(step: Callable[[], Any], path: Path | str) -> list[str]:

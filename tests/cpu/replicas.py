@@ -170,7 +170,8 @@ def loss(y: Tensor, target: Tensor) -> Tensor:
 
 def executor_of(case: Case, transport: type[GlooTransport] = Spied) -> Executor:
     program = compile(
-        case.schedule, case.plan, dp=2, model="edge", overlap=True, clip=case.clip
+        case.schedule, case.plan, dp=2, progress_model="per_edge", overlap=True,
+        clip_grad_norm=case.clip
     )  # fmt: skip
     torch.manual_seed(0)
     stages: list[nn.Module] = [Layers(case.how) for _ in range(case.plan.stages)]

@@ -59,13 +59,13 @@ SHAPES = {
 
 
 def made(program: Program, make: Make, *, half: bool = False, **how: Any) -> InProcessExecutor:
-    stages = gpt_stages(program.plan.stages, bool(program.tied))
+    stages = gpt_stages(program.plan.stages, bool(program.tied_weights))
     for stage in stages if half else ():
         float32_gradients(stage.bfloat16())
-    for stage in stages[: program.frozen]:
+    for stage in stages[: program.frozen_stages]:
         stage.requires_grad_(False)
     boundary = Boundary((BATCH, CONTEXT, HIDDEN), torch.bfloat16) if half else BOUNDARY
-    if program.clip:
+    if program.clip_grad_norm:
         how.setdefault("max_norm", 0.5)
     return InProcessExecutor(
         program, stages, loss=gpt.loss, boundary=boundary, optimizer=make, **how
@@ -103,9 +103,15 @@ def both(
     schedule: Any, plan: PipelineShape, *, states: str = "host", **how: Any
 ) -> tuple[Program, Program]:
     """A program with states on the device, and the same with them on the host, or on the disk."""
-    other = schedir.compile(schedule, plan, model="edge", states=states, **how)
-    how = {name: one for name, one in how.items() if name not in ("state_slots", "state_rooms")}
-    return schedir.compile(schedule, plan, model="edge", **how), other
+    other = schedir.compile(
+        schedule, plan, progress_model="per_edge", optimizer_placement=states, **how
+    )
+    how = {
+        name: one
+        for name, one in how.items()
+        if name not in ("optimizer_device_buffers", "optimizer_host_buffers")
+    }
+    return schedir.compile(schedule, plan, progress_model="per_edge", **how), other
 
 
 def optimizer_of(rank: Executor) -> Any:

@@ -1,4 +1,4 @@
-"""Strict: a CPU transport that queues as strictly as the `device` model says.
+"""Strict: a CPU transport that queues as strictly as the `per_device` model says.
 
 Gloo's own sends are asynchronous, so a program that would hang on a GPU runs on it.  Here each
 rank has one queue; a batch of transfers leaves it when all of its members have ended on both
@@ -42,7 +42,7 @@ class _Batch:
 class Strict(ProcessTransport):
     """`waits` is how long a transfer may take before it raises Stuck."""
 
-    model = "device"
+    progress_model = "per_device"
     grouped = True
     has_pipeline = True
 

@@ -32,7 +32,9 @@ def _executor(process: int, differs: str) -> None:
     other = process == 1
     replicas = differs in ("hidden", "gradients", "turned", "order", "fewer")
     plan = PipelineShape(1, 2) if replicas else PipelineShape(2, 2)
-    program = compile(one_f_one_b, plan, tied=plan.ranks > 1, dp=1 + replicas, clip=True)
+    program = compile(
+        one_f_one_b, plan, tied_weights=plan.ranks > 1, dp=1 + replicas, clip_grad_norm=True
+    )
     transport = (EdgeGroups if other and differs == "transport" else GlooTransport)(program)
     stages = gpt_stages(plan.stages)
     if replicas and other:

@@ -45,7 +45,7 @@ PLANS: list[tuple[Any, PipelineShape]] = [
 
 def both(make: Callable[[str], InProcessExecutor]) -> tuple[InProcessExecutor, InProcessExecutor]:
     """Virtual ranks whose steps wait for the norm, and some whose steps do not."""
-    return make("before"), make("after")
+    return make("before_step"), make("after_step")
 
 
 def gpts(
@@ -54,10 +54,15 @@ def gpts(
     def make(validate: str) -> InProcessExecutor:
         if isinstance(schedule, Program):
             program = lower(
-                replace(schedule, clip=True, validate=validate, tied=tied_stages(tied, plan))
+                replace(
+                    schedule,
+                    clip_grad_norm=True,
+                    norm_check=validate,
+                    tied_weights=tied_stages(tied, plan),
+                )
             )
         else:
-            program = compile(schedule, plan, clip=True, validate=validate)
+            program = compile(schedule, plan, clip_grad_norm=True, norm_check=validate)
         stages = [spoilt(stage) for stage in gpt_stages(plan.stages, tied=tied)]
         told: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAMW} | how
         return InProcessExecutor(program, stages, **told)
@@ -131,7 +136,7 @@ def test_random_schedules_orders_and_verdicts(
     steps: list[tuple[int, float, bool]],
 ) -> None:
     draft = random_compute_program(plan, random.Random(seed))
-    if draft.plan.updates > 1:
+    if draft.plan.optimizer_steps > 1:
         return
     right, ahead = gpts(draft, plan, tied and plan.stages > 1, max_norm=max_norm)
     for k, (order, gradient, settles) in enumerate(steps):
@@ -191,13 +196,13 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
     """Buffers, random numbers, the state of optimizers, and rates that change meanwhile."""
     wide = optimizer == "main"
     torch.manual_seed(2)
-    drawn = dict.fromkeys(("before", "after"), torch.get_rng_state())
+    drawn = dict.fromkeys(("before_step", "after_step"), torch.get_rng_state())
 
     def step(ranks: InProcessExecutor, x: Tensor, y: Tensor) -> Tensor:
         """From where its own last one has left torch's generator."""
-        torch.set_rng_state(drawn[ranks.program.validate])
+        torch.set_rng_state(drawn[ranks.program.norm_check])
         loss = ranks.step(x, y)
-        drawn[ranks.program.validate] = torch.get_rng_state()
+        drawn[ranks.program.norm_check] = torch.get_rng_state()
         return loss
 
     def make(validate: str) -> InProcessExecutor:
@@ -205,7 +210,9 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
         stages = [Noisy() for _ in range(3)]
         for stage in stages if wide else ():
             float32_gradients(stage.to(torch.bfloat16))
-        program = compile(schedules.one_f_one_b, PipelineShape(3, 4), clip=True, validate=validate)
+        program = compile(
+            schedules.one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True, norm_check=validate
+        )
         return InProcessExecutor(
             program, stages, loss=squares, max_norm=260.0, seed=seed,
             optimizer=lambda ps: OPTIMIZERS[optimizer]([p for p in ps if p.requires_grad]),
@@ -246,7 +253,8 @@ def test_a_loss_scale_is_led_by_the_right_updates() -> None:
         for stage in stages:
             float32_gradients(stage)
         return InProcessExecutor(
-            compile(schedules.one_f_one_b, PipelineShape(3, 4), clip=True, validate=validate),
+            compile(schedules.one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True,
+                    norm_check=validate),
             stages,
             loss=gpt.loss, boundary=Boundary(BOUNDARY.shape, torch.float16), loss_scale=scale,
             optimizer=lambda ps: MainOptimizer(ps, ADAMW), max_norm=math.inf,
@@ -265,8 +273,8 @@ def test_a_loss_scale_is_led_by_the_right_updates() -> None:
 def _process(rank: int, name: str, dp: int, max_norm: float) -> Any:
     schedule, plan = getattr(schedules, name), PipelineShape(4 // dp, 4)
     found = []
-    for validate in ("before", "after"):
-        program = compile(schedule, plan, dp=dp, clip=True, validate=validate)
+    for validate in ("before_step", "after_step"):
+        program = compile(schedule, plan, dp=dp, clip_grad_norm=True, norm_check=validate)
         transport = (
             SharedMemoryTransport(program)
             if name == "zb_h1" and can_share()
@@ -277,7 +285,7 @@ def _process(rank: int, name: str, dp: int, max_norm: float) -> Any:
         ps = [p for stage in own.values() for p in stage.parameters()]
         executor = Executor(
             program, transport.rank, own, transport, loss=gpt.loss, boundary=BOUNDARY,
-            optimizer=ADAMW(ps), max_norm=max_norm, record=validate == "before",
+            optimizer=ADAMW(ps), max_norm=max_norm, record=validate == "before_step",
         )  # fmt: skip
         losses = []
         for k in range(6):
@@ -310,7 +318,9 @@ def test_split_layers(how: dict[str, Any]) -> None:
     """W computes with tapes, in any order; and forwards are run again."""
 
     def make(validate: str) -> InProcessExecutor:
-        program = compile(schedules.zb_h2, PipelineShape(3, 5), clip=True, validate=validate, **how)
+        program = compile(
+            schedules.zb_h2, PipelineShape(3, 5), clip_grad_norm=True, norm_check=validate, **how
+        )
         stages = gpt_stages(3, tied=False)
         for stage in stages:
             make_backward_splittable(stage)

@@ -25,7 +25,9 @@ X = torch.arange(24.0).view(4, 2, 3)
 
 
 def one(**how: Any) -> InProcessExecutor:
-    program = compile(schedules.one_f_one_b, PipelineShape(2, 4), clip=True, validate="after")
+    program = compile(
+        schedules.one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True, norm_check="after_step"
+    )
     told: dict[str, Any] = {"loss": squares, "boundary": (2, 3), "optimizer": ADAMW} | how
     torch.manual_seed(0)
     stages = told.pop("stages", None) or [nn.Linear(3, 3) for _ in range(2)]
@@ -94,10 +96,12 @@ class Head(nn.Module):
 def test_what_is_given_is_as_one_step_leaves_it(max_norm: float) -> None:
     """Targets that are written to, and gradients of inputs and of a loss."""
     found: list[list[Any]] = []
-    for validate in ("before", "after"):
+    for validate in ("before_step", "after_step"):
         torch.manual_seed(0)
         loss, stages = Head(), [nn.Linear(3, 3) for _ in range(2)]
-        program = compile(schedules.one_f_one_b, PipelineShape(2, 4), clip=True, validate=validate)
+        program = compile(
+            schedules.one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True, norm_check=validate
+        )
         ranks = InProcessExecutor(
             program, stages, loss=loss, boundary=(2, 3), optimizer=ADAMW, max_norm=max_norm
         )

@@ -100,7 +100,7 @@ def test_any_legal_order_has_the_bits_of_the_reference_or_is_refused(seed: int, 
 
 
 def _reuses(rank: int, kind: Any) -> None:
-    program = compile(one_f_one_b, PipelineShape(2, MICROBATCHES), model="edge")
+    program = compile(one_f_one_b, PipelineShape(2, MICROBATCHES), progress_model="per_edge")
     own = made(Reuses)[:1] if rank == 0 else [Layer()]
     executor = Executor(
         program, rank, {rank: own[0]}, kind(program), loss=squares, boundary=BOUNDARY

@@ -113,10 +113,10 @@ def _in_processes(rank: int) -> dict[str, list[int]]:
     found = {}
     for zero in range(4):
         program = schedir.compile(
-            interleaved_zb, PipelineShape(2, 4, 2), dp=2, zero=zero, model="edge"
+            interleaved_zb, PipelineShape(2, 4, 2), dp=2, zero=zero, progress_model="per_edge"
         )
         found[f"Gloo, ZeRO {zero}"] = misplaced(program, GlooTransport(program))
-    program = schedir.compile(interleaved_zb, PipelineShape(4, 4, 1), model="edge")
+    program = schedir.compile(interleaved_zb, PipelineShape(4, 4, 1), progress_model="per_edge")
     found["Shared"] = misplaced(program, SharedMemoryTransport(program))
     return found
 

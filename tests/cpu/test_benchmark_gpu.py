@@ -185,7 +185,7 @@ def test_ranks_that_sleep_run_as_predicted(monkeypatch: pytest.MonkeyPatch) -> N
     assert not any(figure.missed for figure in found.values())
     assert found[": gap, median"].value == pytest.approx(0, abs=1e-3)
     costs = Costs(F=1, B=2, send=0.02)
-    predicted = simulate(ranks.program, costs, model="edge")
+    predicted = simulate(ranks.program, costs, progress_model="per_edge")
     assert found["step"].value == pytest.approx(predicted.span)
     assert found["step, predicted, off by"].value == pytest.approx(0, abs=1e-6)
     assert 0 < found["exposed transfers"].value < 2
@@ -218,9 +218,14 @@ def test_figures_of_a_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_peak_of_ranks_together_is_in_the_order_of_issue() -> None:
-    sizes = Sizes(activation=1.0, saved=10.0, weights=100.0)
+    sizes = Sizes(activation=1.0, saved=10.0, model_states=100.0)
     for ranks in (1, 3):
-        program = compile(one_f_one_b, PipelineShape(ranks, 6), model="edge", slots="fewest")
+        program = compile(
+            one_f_one_b,
+            PipelineShape(ranks, 6),
+            progress_model="per_edge",
+            buffer_sharing="minimal",
+        )
         world = InProcessExecutor(
             program,
             tiny_model.tiny_stages(ranks),

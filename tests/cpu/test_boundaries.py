@@ -53,7 +53,7 @@ def as_in(program: Program, seed: int, order: int | None = None) -> None:
     right = run_sequential(plain, inputs, targets, loss=loss, program=program, keywords=keywords)
     found = infer_boundaries(plain, inputs[0], keywords=keywords[0])
     assert found == boundary
-    norm = math.inf if program.clip else None  # of which nothing is clipped
+    norm = math.inf if program.clip_grad_norm else None  # of which nothing is clipped
     ranks = InProcessExecutor(
         program, stages, loss=loss, boundary=found, max_norm=norm, record=False
     )
@@ -66,13 +66,13 @@ def as_in(program: Program, seed: int, order: int | None = None) -> None:
 @given(compute_programs(microbatches=4), st.integers(0, 2**16), st.integers(0, 9))
 @settings(max_examples=40)
 def test_any_tensors_pass_in_any_order(draft: Program, seed: int, order: int) -> None:
-    program = lower(replace(draft, clip=bool(order % 2)))
+    program = lower(replace(draft, clip_grad_norm=bool(order % 2)))
     as_in(with_slots(program, random.Random(seed)), seed, order)
 
 
 def test_a_program_of_several_updates_has_the_gradients_of_its_last() -> None:
     """Nobody steps: so each update has the same weights."""
-    plan = PipelineShape(3, 8, updates=2, delay=1)
+    plan = PipelineShape(3, 8, optimizer_steps=2, weight_delay=1)
     stages, boundary = drawn(3, 3)
     plain = deepcopy(stages)
     inputs, targets, keywords = batch(8)
@@ -147,7 +147,7 @@ def test_one_tensor_twice_has_the_sum_of_both_gradients(own: int) -> None:
     assert weighed(world, 0) == weighed(world, 1) == [14.0] * 4
 
 
-@pytest.mark.parametrize("slots", [None, "fewest"])
+@pytest.mark.parametrize("slots", [None, "minimal"])
 def test_what_a_stage_does_not_use_has_a_gradient_of_zeros(slots: Any) -> None:
     """Of some microbatches alone; what the others sent is not met again."""
 
@@ -161,7 +161,7 @@ def test_what_a_stage_does_not_use_has_a_gradient_of_zeros(slots: Any) -> None:
     plan = PipelineShape(2, 4)
     stages: list[nn.Module] = [Made(both), Made(some)]
     world = InProcessExecutor(
-        compile(one_f_one_b, plan, slots=slots), stages, loss=total, boundary=BOTH
+        compile(one_f_one_b, plan, buffer_sharing=slots), stages, loss=total, boundary=BOTH
     )
     for _ in range(2):
         world.step(inputs, inputs)
@@ -248,11 +248,11 @@ def test_behind_frozen_stages_nothing_has_a_gradient() -> None:
     ]
     for stage in stages[:2]:
         stage.requires_grad_(False)
-    found = infer_boundaries(stages, X[0], frozen=2)
+    found = infer_boundaries(stages, X[0], frozen_stages=2)
     assert [[one.grad for one in edge] for edge in found.values()] == [
         [False], [False, False], [True, False],
     ]  # fmt: skip
-    plain, program = deepcopy(stages), compile(one_f_one_b, PipelineShape(4, 2), frozen=2)
+    plain, program = deepcopy(stages), compile(one_f_one_b, PipelineShape(4, 2), frozen_stages=2)
     world = InProcessExecutor(program, stages, loss=total, boundary=found)
     right = run_sequential(plain, X, X, loss=total, program=program)
     assert torch.equal(world.step(X, X), right)
@@ -268,19 +268,21 @@ class Case(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()
 
     def program(self) -> Program:
-        model = self.transport.model
-        return compile(self.schedule, self.plan, model=model, overlap=True, **dict(self.options))
+        model = self.transport.progress_model
+        return compile(
+            self.schedule, self.plan, progress_model=model, overlap=True, **dict(self.options)
+        )
 
 
 CASES = [
     Case(GlooTransport, one_f_one_b, PipelineShape(4, 6)),
-    Case(GlooTransport, zb_v, PipelineShape(4, 8, 2, "vee"), (("slots", "fewest"),)),
+    Case(GlooTransport, zb_v, PipelineShape(4, 8, 2, "vee"), (("buffer_sharing", "minimal"),)),
     Case(GlooTransport, one_f_one_b, PipelineShape(2, 3), (("dp", 2),)),
     Case(GlooTransport, interleaved, PipelineShape(2, 4, 2), (("tp", 2),)),
     Case(SharedMemoryTransport, zb_h1, PipelineShape(4, 6)),
     Case(SharedMemoryTransport, one_f_one_b, PipelineShape(2, 4), (("tp", 2),)),
     Case(SharedMemoryTransport, chimera, PipelineShape(4, 6, placement="mirror")),
-    Case(EdgeGroups, one_f_one_b, PipelineShape(4, 6), (("slots", "fewest"),)),
+    Case(EdgeGroups, one_f_one_b, PipelineShape(4, 6), (("buffer_sharing", "minimal"),)),
     Case(GroupedMessages, interleaved, PipelineShape(4, 8, 2)),
 ]
 

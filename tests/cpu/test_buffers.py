@@ -76,7 +76,7 @@ def buffers(stages: Any) -> list[dict[str, Tensor]]:
 
 
 def virtual(schedule: Any, plan: PipelineShape, stages: list[nn.Module]) -> InProcessExecutor:
-    found = compile(schedule, plan, model="edge")
+    found = compile(schedule, plan, progress_model="per_edge")
     return InProcessExecutor(found, stages, loss=squares, boundary=BOUNDARY)
 
 
@@ -145,7 +145,7 @@ def test_what_is_written_again_as_it_was_has_not_changed(how: str) -> None:
 def test_a_module_with_buffers_in_two_stages_is_said() -> None:
     one, *others = normed(3)
     stages = [one, *others, one]
-    found = compile(zb_v, PipelineShape(2, 4, 2, "vee"), tied=find_tied_weights(stages))
+    found = compile(zb_v, PipelineShape(2, 4, 2, "vee"), tied_weights=find_tied_weights(stages))
     ranks = InProcessExecutor(found, stages, loss=squares, boundary=BOUNDARY)
     with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage that has it"):
         ranks.step(*batch(4))
@@ -229,7 +229,7 @@ def test_other_orders_are_said_and_are_those_of_the_programs_reference() -> None
 
 
 def _replica(rank: int) -> list[str]:
-    found = compile(one_f_one_b, PipelineShape(1, 2), dp=2, model="edge")
+    found = compile(one_f_one_b, PipelineShape(1, 2), dp=2, progress_model="per_edge")
     transport, said = GlooTransport(found), []
     for stage in (Normed(0), Normed(0).eval()):
         executor = Executor(found, 0, {0: stage}, transport, loss=squares, boundary=BOUNDARY)
@@ -300,7 +300,7 @@ def test_a_layout_is_the_same_whether_handed_over_or_sent(across: bool) -> None:
     ]
     for schedule, plan in plans:
         stages = [Turned(k, across) for k in range(4)]
-        found = compile(schedule, plan, model="edge")
+        found = compile(schedule, plan, progress_model="per_edge")
         ranks = InProcessExecutor(found, stages, loss=squares, boundary=Boundary((SIDE, SIDE)))
         assert torch.equal(ranks.step(x, x), total)
         assert same_bits(gradients(stages), gradients(right))

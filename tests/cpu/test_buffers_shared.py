@@ -80,7 +80,7 @@ def test_a_buffer_of_several_stages_that_stays_as_it_is_is_fine(plan: PipelineSh
 def test_a_module_of_stages_on_several_ranks_is_said() -> None:
     one, other = normed(2)
     stages = [one, other, one]
-    found = compile(gpipe, PipelineShape(3, 4), tied=find_tied_weights(stages))
+    found = compile(gpipe, PipelineShape(3, 4), tied_weights=find_tied_weights(stages))
     ranks = InProcessExecutor(found, stages, loss=squares, boundary=BOUNDARY)
     with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage that has it"):
         ranks.step(*batch(4))
@@ -101,7 +101,7 @@ class Scored(nn.Module):
 
 def test_buffers_of_a_loss_are_looked_at_as_those_of_its_stage() -> None:
     stages: list[Any] = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    found = compile(newest_first, PipelineShape(2, 4), model="edge")
+    found = compile(newest_first, PipelineShape(2, 4), progress_model="per_edge")
     ranks = InProcessExecutor(found, stages, loss=Scored(), boundary=BOUNDARY)
     with pytest.warns(UserWarning, match=r"stage 1 changes its buffer loss.count"):
         ranks.step(*batch(4))

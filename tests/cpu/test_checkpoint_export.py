@@ -38,7 +38,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
     (folder / "run.toml").write_text(CONFIG.format(text=folder / "text.txt"))
     half = request.param == "bfloat16"
-    words = [f'train.checkpoint="{folder / "saved"}"', f'output.folder="{folder / "out"}"',
+    words = [f'train.checkpoint_dir="{folder / "saved"}"', f'output.dir="{folder / "out"}"',
              "train.steps=2", "train.warmup=0", "train.lr=0.05", "model.layers=2",
              "model.hidden=48", "model.heads=3", "pipeline.schedule=one_f_one_b",
              f"train.precision={'bfloat16' if half else 'float32'}",

@@ -30,7 +30,7 @@ OTHERS = {
     "slices": Layout(one_f_one_b, PipelineShape(2, 8), tp=2),
     "slices and replicas": Layout(one_f_one_b, PipelineShape(1, 4), tp=2, dp=2, zero=2),
     "slices of the sequence": Layout(
-        one_f_one_b, PipelineShape(1, 4), tp=2, dp=2, zero=3, options={"sequence": True}
+        one_f_one_b, PipelineShape(1, 4), tp=2, dp=2, zero=3, options={"sequence_parallel": True}
     ),
     "four replicas": Layout(looped_bfs, PipelineShape(1, 2, 2), dp=4, zero=3),
     "four ranks": Layout(one_f_one_b, PipelineShape(4, 8)),

@@ -70,8 +70,8 @@ def mixed(stages: int, seed: int, *, writes: bool = True) -> list[nn.Module]:
 def ranks_of(
     draft: Any, stages: list[nn.Module], optimizer: Any = ADAM, zero: int = 0, **how: Any
 ) -> InProcessExecutor:
-    clip = how.pop("clip", True)
-    program = schedir.compile(draft, zero=zero, clip=clip, **how.pop("of", {}))
+    clip = how.pop("clip_grad_norm", True)
+    program = schedir.compile(draft, zero=zero, clip_grad_norm=clip, **how.pop("of", {}))
     usual: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, 4)}
     return InProcessExecutor(program, stages, **usual | {"optimizer": optimizer} | how)
 
@@ -108,7 +108,7 @@ def alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def test_any_draft_reads_what_any_other_wrote(data: Any, zeros: Any, name: str) -> None:
     draft = data.draw(compute_programs(3, 3))
     plan, (one, two) = draft.plan, zeros
-    assume(plan.updates == 1)
+    assume(plan.optimizer_steps == 1)
     writes = plan.rows == 1  # else each holder of a stage would have buffers of its own
     m, stages, optimizer = plan.microbatches, plan.stages, OPTIMIZERS[name]
     other = data.draw(
@@ -251,7 +251,11 @@ def test_a_loss_with_numbers_of_its_own(tmp_path: Path) -> None:
 
 
 def test_an_update_that_is_not_validated_is_settled(tmp_path: Path) -> None:
-    options = {"of": {"validate": "after"}, "max_norm": 0.01, "loss": nn.MSELoss(reduction="sum")}
+    options = {
+        "of": {"norm_check": "after_step"},
+        "max_norm": 0.01,
+        "loss": nn.MSELoss(reduction="sum"),
+    }
     found = []
     for saves in (False, True):
         ranks = plain(
@@ -276,7 +280,9 @@ def test_weights_alone_are_read_where_nothing_is_trained(tmp_path: Path) -> None
     go(one, 0, 2)
     right = saved(one, tmp_path, 2)
     stages = mixed(2, 1)
-    two = plain(schedir.schedules.forward_only, PipelineShape(1, 4, 2), stages, None, clip=False)
+    two = plain(
+        schedir.schedules.forward_only, PipelineShape(1, 4, 2), stages, None, clip_grad_norm=False
+    )
     load(two, tmp_path)
     for s, stage in enumerate(stages):
         for name, value in stage.state_dict().items():

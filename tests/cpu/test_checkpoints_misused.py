@@ -39,7 +39,7 @@ def two(seed: int = 0, kind: Any = None, **how: Any) -> InProcessExecutor:
     torch.manual_seed(seed)
     usual: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, 4)}
     usual |= {"optimizer": ADAM} | how
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), snapshots=True)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), checkpoint_snapshots=True)
     return InProcessExecutor(program, [(kind or LINEAR)() for _ in range(2)], **usual)
 
 
@@ -239,7 +239,7 @@ def test_it_is_said_that_a_frozen_weight_leaves_its_moments(tmp_path: Path) -> N
 
 def written_by_one(rank: int, folder: Path) -> str:
     """A process: only the first has weights that were changed behind the Saver's back."""
-    layout = Layout(one_f_one_b, PipelineShape(2, 2), options={"snapshots": True})
+    layout = Layout(one_f_one_b, PipelineShape(2, 2), options={"checkpoint_snapshots": True})
     executor = executor_of(layout, Model(tied=False))
     saver = Saver(executor, folder)
     saver.due(0)

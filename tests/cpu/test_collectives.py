@@ -95,7 +95,7 @@ def groups_of(program: Program, process: int) -> dict[Group, list[int]]:
         found["tp"] = at([p], slices=range(tp))
     if program.plan.rows > 1:
         found |= {(one, pp - 1 - one): at([one, pp - 1 - one]) for one in range(pp // 2)}
-    if program.tied:
+    if program.tied_weights:
         found[0, pp - 1] = at([0, pp - 1])
     return found
 
@@ -103,7 +103,7 @@ def groups_of(program: Program, process: int) -> dict[Group, list[int]]:
 def in_processes(rank: int) -> list[Any]:
     found = []
     for program in (
-        compile(gpipe, PipelineShape(2, 2), tp=2, tied=True),
+        compile(gpipe, PipelineShape(2, 2), tp=2, tied_weights=True),
         compile(gpipe, PipelineShape(2, 2), dp=2),
         compile(chimera, PipelineShape(2, 2, placement="mirror"), tp=2),
     ):
@@ -126,11 +126,11 @@ def test_processes() -> None:
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_virtual_ranks(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the order in which they come."""
-    program = compile(gpipe, PipelineShape(3, 2), tied=True)
+    program = compile(gpipe, PipelineShape(3, 2), tied_weights=True)
     for order in permutations(range(3)):
         if on_gpu:
             install(monkeypatch)
-        ranks = mailbox.mailboxes(program, "edge", False, [])
+        ranks = mailbox.mailboxes(program, "per_edge", False, [])
         for dtype in TYPES:
             for group in ("dp", "tp", "model"):
                 members = {k: m.members[group] for k, m in enumerate(ranks)}
@@ -143,7 +143,7 @@ def test_virtual_ranks_meet_in_their_own_order(kind: Kind, monkeypatch: pytest.M
     """Sums that are rounded are the same, in bits, whoever comes last."""
     program, results = compile(gpipe, PipelineShape(3, 2)), set()
     for order in permutations(range(3)):
-        ranks = mailbox.mailboxes(program, "edge", False, [])
+        ranks = mailbox.mailboxes(program, "per_edge", False, [])
         own = [torch.tensor(part) for part in ([1e16, 1.0, 3.0], [1.0] * 3, [-1e16, 1.0, 1e-9])]
         sizes = {"all_reduce": 3, "all_gather": 9, "reduce_scatter": 1}
         out = [torch.zeros(sizes[kind]) for _ in ranks]
@@ -154,7 +154,7 @@ def test_virtual_ranks_meet_in_their_own_order(kind: Kind, monkeypatch: pytest.M
 
 
 def test_nobody_goes_on_before_all_have_come() -> None:
-    first, second = mailbox.mailboxes(compile(gpipe, PipelineShape(2, 2)), "edge", False, [])
+    first, second = mailbox.mailboxes(compile(gpipe, PipelineShape(2, 2)), "per_edge", False, [])
     one, other = torch.ones(2), torch.ones(2)
     work = first.collective("all_reduce", "model", one, one)
     with pytest.raises(AssertionError, match="others come before"):

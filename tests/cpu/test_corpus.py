@@ -48,7 +48,7 @@ def told(source: str, vocab: int = 257, **data: Any) -> Config:
 
 
 def test_only_targets_of_one_document_count(source: str) -> None:
-    samples = Corpus(told(source, documents="packed")).batches
+    samples = Corpus(told(source, packing="best_fit")).batches
     inputs, targets = samples.batch(0, len(samples))
     counted = targets != gpt.IGNORE
     assert gpt.count_tokens(targets) == sum(map(len, TEXTS))  # and of each one its end
@@ -66,7 +66,7 @@ def test_whole_documents_are_held_out(
 ) -> None:
     if isinstance(share, str):
         share = str(shutil.copytree(Path(source).parent, tmp_path / share) / "*.txt")
-    config = told(source, tokenizer=tokenizer, documents="packed", held_out=share, vocab=300)
+    config = told(source, tokenizer=tokenizer, packing="best_fit", validation=share, vocab=300)
     kept = Corpus(config).held_out
     assert kept is not None
     ends = [int((x.batch(0, len(x))[1] == 0).sum()) for x in (Corpus(config).batches, kept)]
@@ -78,10 +78,10 @@ def test_what_does_not_go_together_is_refused(source: str, tokenizer: str, tmp_p
     np.zeros(99, "<u2").tofile(tmp_path / "a.bin")
     for data, fact, field in (
         ({"tokenizer": "bep"}, "cannot read tokenizer bep", "tokenizer"),
-        ({"held_out": source}, "is held out, and trained on as well", "held_out"),
-        ({"source": str(tmp_path / "a.bin"), "documents": "packed"}, "nothing says", "documents"),
+        ({"validation": source}, "is in data.validation and in data.source", "validation"),
+        ({"source": str(tmp_path / "a.bin"), "packing": "best_fit"}, "nothing says", "packing"),
         ({"source": str(tmp_path / "a.bin"), "tokenizer": tokenizer}, "already", "tokenizer"),
-        ({"documents": "cut"}, "'cut' is not known", "documents"),
+        ({"packing": "cut"}, "'cut' is not known", "packing"),
         ({"end_of_document": "<s>"}, "bytes has its own", "end_of_document"),
     ):
         with pytest.raises(UsageError) as caught:
@@ -94,7 +94,7 @@ def test_a_run_on_packed_documents(
 ) -> None:
     """In two processes as in one, with a count of targets that differs by microbatch."""
     sets = [f'data.source="{source}"', f'data.tokenizer="{tokenizer}"', "model.vocab=300",
-            "data.documents=packed", "data.held_out=0.1", "pipeline.tp=1",
+            "data.packing=best_fit", "data.validation=0.1", "pipeline.tp=1",
             "train.steps=3"]  # fmt: skip
     one = alone(config, tmp_path / "one", *sets)
     assert train(config, tmp_path / "many", *sets) == pytest.approx(one, rel=1e-5)
@@ -112,7 +112,7 @@ def test_a_run_reads_its_data_once(
 
     monkeypatch.setattr(text_batches, "tokenizer_of", counted)
     alone(config, tmp_path / "out", f'data.source="{source}"', f'data.tokenizer="{tokenizer}"',
-          "model.vocab=300", "data.held_out=0.1", "train.evaluate_every=2",
+          "model.vocab=300", "data.validation=0.1", "train.evaluate_every=2",
           "train.steps=2")  # fmt: skip
     assert asked == [tokenizer]
 
@@ -145,6 +145,6 @@ def test_megatron_reads_what_is_written_and_the_other_way(tmp_path: Path) -> Non
     read_tokens, ends = read(tmp_path / "m.bin")
     assert read_tokens.tolist() == [7, 8, 50256, 1, 2, 70000, 4]
     assert ends is not None and ends.tolist() == [3, 7]
-    samples = Corpus(told(str(tmp_path / "m.bin"), 70001, documents="packed")).batches
+    samples = Corpus(told(str(tmp_path / "m.bin"), 70001, packing="best_fit")).batches
     assert gpt.count_tokens(samples.batch(0, 1)[1]) == 5
     assert torch.equal(samples.batch(0, 1)[0][0, :4], torch.tensor([1, 2, 70000, 4]))

@@ -180,7 +180,7 @@ def test_ranks_that_build_the_cache_at_once_draw_the_same(tmp_path: Path) -> Non
 
 
 def held(source: Path, held_out: object) -> Config:
-    data = DataConfig(source=str(source), held_out=held_out)  # type: ignore[arg-type]
+    data = DataConfig(source=str(source), validation=held_out)  # type: ignore[arg-type]
     return Config(GPTConfig(context=4), data=data)
 
 

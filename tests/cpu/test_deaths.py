@@ -52,10 +52,10 @@ def dying(config: str, tmp_path: Path, how: str, transport: str, ranks: int = 3)
     ("how", "transport", "said"),
     cases(
         [
-            (KILL, "shared", " was ended by signal 9 (Killed), "),
-            ("os._exit(0)", "shared", " ended with exit code 0, "),
+            (KILL, "shared_memory", " was ended by signal 9 (Killed), "),
+            ("os._exit(0)", "shared_memory", " ended with exit code 0, "),
             ("os._exit(2)", "gloo", " ended with exit code 2, "),
-            ("raise KeyboardInterrupt", "shared", ": interrupted, "),
+            ("raise KeyboardInterrupt", "shared_memory", ": interrupted, "),
             ("sys.exit(3)", "gloo", ": sys.exit(3) was called, "),
         ],
         [
@@ -121,7 +121,7 @@ def test_what_a_module_raises_is_said_as_its_own(how: str, said: str) -> None:
     assert error.value.fact == said
 
 
-@pytest.mark.parametrize("transport", cases(["gloo"], ["shared"]))
+@pytest.mark.parametrize("transport", cases(["gloo"], ["shared_memory"]))
 def test_under_torchrun_a_neighbour_says_who_died(
     config: str, tmp_path: Path, transport: str
 ) -> None:

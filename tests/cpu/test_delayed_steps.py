@@ -38,7 +38,7 @@ from tests.cpu.test_host_steps import poison_weights, steps_of
 from tests.cpu.test_updates import BOUNDARY, adam, split, stage_by_stage, weights
 
 torch.set_num_threads(1)
-WHERE = ("device", "cpu")
+WHERE = ("device", "cpu_step")
 
 
 def flushed(r: int, P: int, m: int) -> RankSchedule:
@@ -52,14 +52,14 @@ def deep(r: int, P: int, m: int) -> RankSchedule:
 
 
 CASES: list[tuple[Any, PipelineShape]] = [
-    (pipedream_2bw, PipelineShape(2, 6, updates=3, delay=1)),
-    (pipedream_2bw, PipelineShape(3, 9, updates=3, delay=1)),
-    (split, PipelineShape(3, 12, updates=4, delay=1)),
-    (split, PipelineShape(2, 8, updates=4, delay=2)),
-    (one_f_one_b, PipelineShape(3, 5, updates=5, delay=(2, 1, 0))),
-    (flushed, PipelineShape(2, 6, updates=3)),
-    (deep, PipelineShape(1, 6, 2, updates=3, delay=1)),
-    (deep, PipelineShape(1, 6, 2, updates=3)),
+    (pipedream_2bw, PipelineShape(2, 6, optimizer_steps=3, weight_delay=1)),
+    (pipedream_2bw, PipelineShape(3, 9, optimizer_steps=3, weight_delay=1)),
+    (split, PipelineShape(3, 12, optimizer_steps=4, weight_delay=1)),
+    (split, PipelineShape(2, 8, optimizer_steps=4, weight_delay=2)),
+    (one_f_one_b, PipelineShape(3, 5, optimizer_steps=5, weight_delay=(2, 1, 0))),
+    (flushed, PipelineShape(2, 6, optimizer_steps=3)),
+    (deep, PipelineShape(1, 6, 2, optimizer_steps=3, weight_delay=1)),
+    (deep, PipelineShape(1, 6, 2, optimizer_steps=3)),
 ]
 momentum = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 
@@ -67,7 +67,9 @@ momentum = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 def world_of(
     schedule: Any, plan: PipelineShape, states: str, optimizer: Any, **how: Any
 ) -> InProcessExecutor:
-    program = schedir.compile(schedule, plan, model="edge", states=states, **how)
+    program = schedir.compile(
+        schedule, plan, progress_model="per_edge", optimizer_placement=states, **how
+    )
     return InProcessExecutor(
         program, tiny_stages(plan.stages), loss=loss, boundary=BOUNDARY, optimizer=optimizer
     )
@@ -88,7 +90,7 @@ def test_a_microbatch_uses_its_version_whatever_takes_how_long(
     """In random legal orders, with a plain loop over kept versions."""
     schedule, plan = case
     right = stage_by_stage(plan, *batch(plan.microbatches), optimizer)
-    world = poisoned(world_of(schedule, plan, "cpu", optimizer))
+    world = poisoned(world_of(schedule, plan, "cpu_step", optimizer))
     slow = [lane for k, lane in enumerate((Lane.HOST, Lane.D2H, Lane.H2D)) if seed >> k & 1]
     event(f"slow: {len(slow)} lanes")
     for k, rank in enumerate(world.ranks):
@@ -110,12 +112,16 @@ def _late(step: Any, *what: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "make", "how"),
     [
-        (1, "bfloat16", {"clip": True, "tied": True}),
-        (1, "AdamW", {"clip": True, "frozen": 1, "snapshots": True}),
-        (0, "NAdam", {"tied": True, "offload": "all"}),
-        (4, "Adam, groups", {"clip": True, "recompute": "all"}),
-        (6, "AdamW, fused", {"clip": True, "offload": "all", "slots": "fewest"}),
-        (7, "bfloat16", {"clip": True}),
+        (1, "bfloat16", {"clip_grad_norm": True, "tied_weights": True}),
+        (1, "AdamW", {"clip_grad_norm": True, "frozen_stages": 1, "checkpoint_snapshots": True}),
+        (0, "NAdam", {"tied_weights": True, "offload": "all"}),
+        (4, "Adam, groups", {"clip_grad_norm": True, "recompute": "all"}),
+        (
+            6,
+            "AdamW, fused",
+            {"clip_grad_norm": True, "offload": "all", "buffer_sharing": "minimal"},
+        ),
+        (7, "bfloat16", {"clip_grad_norm": True}),
     ],
 )
 def test_the_bits_are_those_of_steps_on_the_device(case: int, make: str, how: Any) -> None:
@@ -123,9 +129,11 @@ def test_the_bits_are_those_of_steps_on_the_device(case: int, make: str, how: An
     schedule, plan = CASES[case]
     half, found = make == "bfloat16", []
     for states in WHERE:
-        program = schedir.compile(schedule, plan, model="edge", states=states, **how)
+        program = schedir.compile(
+            schedule, plan, progress_model="per_edge", optimizer_placement=states, **how
+        )
         world = made(program, MAKES[make], half=half)
-        world = poisoned(world) if states == "cpu" else world
+        world = poisoned(world) if states == "cpu_step" else world
         found.append([*stepped(world, 0, 1, 2), *left(world), *(r.norm for r in world.ranks)])
     assert equal(*found)
 
@@ -135,12 +143,18 @@ def test_only_the_update_that_is_not_finite_is_left_out(clip: bool) -> None:
     schedule, plan = CASES[0]
     found = []
     for states in WHERE:
-        program = schedir.compile(schedule, plan, clip=clip, model="edge", states=states)
+        program = schedir.compile(
+            schedule,
+            plan,
+            clip_grad_norm=clip,
+            progress_model="per_edge",
+            optimizer_placement=states,
+        )
         world = made(program, ADAMW)
         last, calls = world.ranks[-1].stages[plan.stages - 1].module, count()
         hook = partial(_spoil, calls)
         last.register_forward_hook(hook)
-        for rank in range(2) if states == "cpu" else ():
+        for rank in range(2) if states == "cpu_step" else ():
             poison_weights(steps_of(world, rank))
         world.step(*of_gpt.batch(plan.microbatches, 0), seed=3)
         finite = [rank.finite.tolist() for rank in world.ranks]
@@ -158,8 +172,15 @@ def _spoil(calls: Iterator[int], module: Any, taken: Any, out: Tensor) -> Tensor
 @pytest.mark.parametrize("states", WHERE)
 def test_a_rank_that_adds_to_no_gradient_judges_each_update_by_its_own_norm(states: str) -> None:
     """Whoever ends updates late may be told the next norm before it has judged by the first."""
-    plan, seen = PipelineShape(2, 2, updates=2, delay=1), 0
-    own = schedir.compile(pipedream_2bw, plan, clip=True, frozen=1, model="edge", states=states)
+    plan, seen = PipelineShape(2, 2, optimizer_steps=2, weight_delay=1), 0
+    own = schedir.compile(
+        pipedream_2bw,
+        plan,
+        clip_grad_norm=True,
+        frozen_stages=1,
+        progress_model="per_edge",
+        optimizer_placement=states,
+    )
     first, rest = schedir.to_text(own, folded=False).split("\nrank 1\n")
     ends = [f"  {i}" for i in own.streams[0] if i.op not in (*FORWARDS, *SENDS)]
     kept = [line for line in first.split("\n") if line not in ends]
@@ -168,7 +189,7 @@ def test_a_rank_that_adds_to_no_gradient_judges_each_update_by_its_own_norm(stat
     for seed in range(100):
         order = [
             (r, str(program.streams[r][k]))
-            for r, k in ExecutionOrders(program, "edge").any_order(seed)
+            for r, k in ExecutionOrders(program, "per_edge").any_order(seed)
         ]
         if order.index((0, "reduce_norm 1")) > order.index((0, judges)):
             continue
@@ -187,14 +208,16 @@ def _processes(rank: int) -> Any:
     found = []
     schedule, plan = CASES[0]
     for states in WHERE:
-        program = schedir.compile(schedule, plan, clip=True, dp=1, states=states)
+        program = schedir.compile(
+            schedule, plan, clip_grad_norm=True, dp=1, optimizer_placement=states
+        )
         stages = {s: m for s, m in enumerate(tiny_stages(plan.stages)) if s in plan.stages_of[rank]}
         executor = Executor(
             program, rank, stages, GlooTransport(program), loss=loss, boundary=BOUNDARY,
             max_norm=0.5,
             optimizer=adam([p for m in stages.values() for p in m.parameters()]),
         )  # fmt: skip
-        if states == "cpu":
+        if states == "cpu_step":
             executor.state.held.lanes.bandwidth[Lane.HOST] = 1e6
         for _ in range(2):
             executor.step(*batch(plan.microbatches))
@@ -213,7 +236,10 @@ def test_as_much_is_on_each_tier_as_was_predicted(case: int) -> None:
     schedule, plan = CASES[case]
     stages, (x, y, _) = of_gpt.gpt_stages(plan.stages, tied=False), of_gpt.batch(2)
     sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=of_gpt.BOUNDARY, state=ADAMW)
-    world = made(schedir.compile(schedule, plan, model="edge", states="cpu"), ADAMW)
+    world = made(
+        schedir.compile(schedule, plan, progress_model="per_edge", optimizer_placement="cpu_step"),
+        ADAMW,
+    )
     stepped(world, 0)
     most = [0] * plan.ranks
     for r, rank in enumerate(world.ranks):
@@ -246,10 +272,10 @@ def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     model = Model(dropout=0.1, clip=True)
 
     def layout(states: str) -> Layout:
-        plan = PipelineShape(2, 6, updates=3, delay=1)
-        return Layout(pipedream_2bw, plan, options={"states": states})
+        plan = PipelineShape(2, 6, optimizer_steps=3, weight_delay=1)
+        return Layout(pipedream_2bw, plan, options={"optimizer_placement": states})
 
-    one, other, whole = (in_process(layout(s), model) for s in ("cpu", "cpu", "device"))
+    one, other, whole = (in_process(layout(s), model) for s in ("cpu_step", "cpu_step", "device"))
     steps(one, 0, 2)
     save(one, tmp_path, step=2, names=same)
     load(other, tmp_path, names=same)
@@ -261,7 +287,10 @@ def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 def test_the_host_steps_while_the_next_update_is_computed() -> None:
     """As a run has it: what the host does lies beside computes, and ends before the step."""
     schedule, plan = CASES[0]
-    world = made(schedir.compile(schedule, plan, model="edge", states="cpu"), ADAMW)
+    world = made(
+        schedir.compile(schedule, plan, progress_model="per_edge", optimizer_placement="cpu_step"),
+        ADAMW,
+    )
     stepped(world, 0, 1)
     spans = world.timeline().spans
     for rank in range(plan.ranks):
@@ -269,12 +298,12 @@ def test_the_host_steps_while_the_next_update_is_computed() -> None:
         (first,) = own[(own["lane"] == Lane.HOST) & (own["mb"] == 0)]
         text = [str(i) for i in world.program.streams[rank]]
         step = own[text.index("step")]
-        between = own[text.index(f"step_host {rank}") : text.index("step")]
+        between = own[text.index(f"host_step {rank}") : text.index("step")]
         assert sum(each["op"] < 2 for each in between) >= 2  # F and B of the next update
         assert first["end"] <= step["start"]
 
 
 def test_what_is_refused() -> None:
-    program = schedir.compile(*CASES[0], clip=True, states="cpu")
+    program = schedir.compile(*CASES[0], clip_grad_norm=True, optimizer_placement="cpu_step")
     with pytest.raises(ModelError, match="a loss scale changes between updates"):
         made(program, ADAMW, loss_scale=partial(LossScale, 8.0))

@@ -33,7 +33,7 @@ def test_a_run_says_so_once(
 
     monkeypatch.setattr(StepLoop, "issue", issued)
     monkeypatch.setattr(trainer, "times_asked", lambda device: 7 + (step >= grows))
-    sets = [*ALONE, "train.log_every=2", f'output.folder="{tmp_path}"']
+    sets = [*ALONE, "train.log_every=2", f'output.dir="{tmp_path}"']
     assert run(config, sets) == 0
     lines = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
     said = [line for line in lines if line.startswith("memory: ")]

@@ -137,7 +137,7 @@ def test_processes_of_one_gpu_must_be_hosts_of_their_own(tmp_path: Path) -> None
 def test_training_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "train.toml"
     path.write_text('[train]\ndevice = "cuda"\n')
-    folder = f"output.folder={tmp_path / 'out'}"
+    folder = f"output.dir={tmp_path / 'out'}"
     for sets in ([folder], [folder, "pipeline.ranks=2", "pipeline.microbatches=2"]):
         with pytest.raises(UsageError) as error:
             train.run(str(path), sets)
@@ -157,14 +157,14 @@ def test_unknown_devices_and_the_like(wrong: dict[str, str]) -> None:
 def test_what_waits_behind_a_compute_is_refused_on_every_device(
     device: Literal["cpu", "cuda"], tmp_path: Path
 ) -> None:
-    """The model `edge` allows it, but hosts that wait do not, nor does torch over NCCL."""
-    assert EdgeGroups.blocks and GroupedMessages.blocks
+    """The model `per_edge` allows it, but hosts that wait do not, nor does torch over NCCL."""
+    assert EdgeGroups.blocking_hosts and GroupedMessages.blocking_hosts
     path = tmp_path / "late.sched"
     path.write_text(to_text(sends(late=False)))
     run = run_config.Config(
         gpt_config.GPTConfig(tied=False),
         run_config.PipelineConfig(schedule=str(path), ranks=2, microbatches=2),
-        train=TrainConfig(device=device, clip=0.0),
+        train=TrainConfig(device=device, clip_grad_norm=0.0),
     )
     train.program_of(run)
     path.write_text(to_text(sends(late=True)))
@@ -173,17 +173,17 @@ def test_what_waits_behind_a_compute_is_refused_on_every_device(
 
 
 def test_a_transport_names_its_model() -> None:
-    assert TrainConfig(device="cuda", transport="grouped").model == "device"
-    assert TrainConfig().model == "edge"
+    assert TrainConfig(device="cuda", transport="nccl_grouped").progress_model == "per_device"
+    assert TrainConfig().progress_model == "per_edge"
     with pytest.raises(UsageError):
-        TrainConfig(transport="grouped")  # of a CPU
+        TrainConfig(transport="nccl_grouped")  # of a CPU
 
 
 @pytest.mark.parametrize("row", TRANSPORTS.values(), ids=lambda row: row.name)
 def test_a_row_says_of_a_transport_what_its_class_says(row: TransportRow) -> None:
     found = find(row.home)
     assert issubclass(found, ProcessTransport)
-    assert (found.model, found.blocks) == (row.model, row.blocks)
+    assert (found.progress_model, found.blocking_hosts) == (row.progress_model, row.blocking_hosts)
     taken = inspect.signature(found).parameters
     first, more = [*taken.values()][:4], [*taken.values()][4:]
     assert [p.name for p in first] == ["program", "timeout", "device", "message"]
@@ -198,16 +198,16 @@ def test_a_row_says_of_a_transport_what_its_class_says(row: TransportRow) -> Non
 
 def test_the_transport_that_is_chosen() -> None:
     own = compile(gpipe, PipelineShape(2, 2))
-    shares = compile(gpipe, PipelineShape(2, 2), slots="fewest")
+    shares = compile(gpipe, PipelineShape(2, 2), buffer_sharing="minimal")
     assert choose("auto", "cpu", shares) is GlooTransport
     assert (
-        choose("shared", "cpu", shares) is SharedMemoryTransport
+        choose("shared_memory", "cpu", shares) is SharedMemoryTransport
     )  # which refuses it, and says why
     assert choose("gloo", "cpu", own) is GlooTransport
     assert choose("auto", "cuda", own) is NCCLEdge
-    assert choose("grouped", "cuda", own) is NCCLGrouped
-    models = {row.model for row in transports_of("cuda")}
-    assert models == {"edge"}  # that for which "auto" has the program made
+    assert choose("nccl_grouped", "cuda", own) is NCCLGrouped
+    models = {row.progress_model for row in transports_of("cuda")}
+    assert models == {"per_edge"}  # that for which "auto" has the program made
 
 
 def test_what_needs_a_gpu_says_so() -> None:

@@ -29,7 +29,7 @@ from tests.cpu.tiny_stages import batch, expected, gpt_executor, gradients_by_st
 from tests.pure.test_check import naive
 
 TRANSPORTS: dict[str, type[ProcessTransport]] = {
-    "edge": EdgeGroups,
+    "per_edge": EdgeGroups,
     "grouped": GroupedMessages,
     "strict": Strict,
     "shared": SharedMemoryTransport,
@@ -44,16 +44,16 @@ def _step(transport: ProcessTransport, program: Program) -> Any:
 
 
 def one_rank(rank: int, kind: str, schedule: Any, plan: PipelineShape, tp: int) -> Any:
-    model: ProgressModel = TRANSPORTS[kind].model
-    program = compile(schedule, plan, tp=tp, model=model, tied=True, overlap=True)
+    model: ProgressModel = TRANSPORTS[kind].progress_model
+    program = compile(schedule, plan, tp=tp, progress_model=model, tied_weights=True, overlap=True)
     return _step(TRANSPORTS[kind](program), program)
 
 
 @pytest.mark.parametrize(
     ("kind", "schedule", "plan"),
     [
-        ("edge", one_f_one_b, PipelineShape(3, 4)),
-        ("edge", interleaved, PipelineShape(2, 4, 2)),  # both neighbours are the same peer
+        ("per_edge", one_f_one_b, PipelineShape(3, 4)),
+        ("per_edge", interleaved, PipelineShape(2, 4, 2)),  # both neighbours are the same peer
         ("grouped", one_f_one_b, PipelineShape(3, 4)),
         ("grouped", interleaved, PipelineShape(2, 4, 2)),
         ("strict", one_f_one_b, PipelineShape(3, 4)),
@@ -74,7 +74,7 @@ def test_programs_have_groups_to_issue() -> None:
         (one_f_one_b, PipelineShape(3, 4)),
         (interleaved, PipelineShape(2, 4, 2)),
     ):
-        program = compile(schedule, plan, model="device", overlap=True)
+        program = compile(schedule, plan, progress_model="per_device", overlap=True)
         assert all(stream.joined.any() for stream in program.streams)
 
 
@@ -103,11 +103,11 @@ class Static(EdgeGroups):
 
 
 def addresses(
-    rank: int, schedule: Any, plan: PipelineShape, tp: int, slots: BufferSharing | None
+    rank: int, schedule: Any, plan: PipelineShape, tp: int, buffer_sharing: BufferSharing | None
 ) -> Any:
     """Whether what is sent lies in the same places in each of two steps, how many, also in those
     that warm up, and bits."""
-    program = compile(schedule, plan, tp=tp, tied=True, slots=slots)
+    program = compile(schedule, plan, tp=tp, tied_weights=True, buffer_sharing=buffer_sharing)
     transport = Static(program)
     transport.sent.clear()
     grads = _step(transport, program)
@@ -115,46 +115,46 @@ def addresses(
     return sent[-2 * sends : -sends] == sent[-sends:], len({*sent}), grads
 
 
-@pytest.mark.parametrize("slots", [None, "fewest"])
+@pytest.mark.parametrize("buffer_sharing", [None, "minimal"])
 @pytest.mark.parametrize(
     ("schedule", "plan"), [(zb, PipelineShape(2, 4)), (interleaved, PipelineShape(2, 4, 2))]
 )
 def test_what_is_sent_lies_in_static_memory(
-    schedule: Any, plan: PipelineShape, slots: BufferSharing | None
+    schedule: Any, plan: PipelineShape, buffer_sharing: BufferSharing | None
 ) -> None:
     _, right = expected(plan)
-    results = run(addresses, plan.ranks, schedule, plan, 1, slots)
-    program = compile(schedule, plan, tied=True, slots=slots)
+    results = run(addresses, plan.ranks, schedule, plan, 1, buffer_sharing)
+    program = compile(schedule, plan, tied_weights=True, buffer_sharing=buffer_sharing)
     got = {s: g for _, _, grads in results for s, g in grads.items()}
     assert same_bits([got[s] for s in range(plan.stages)], right)
     for (same, places, _), stream in zip(results, program.streams, strict=True):
         sends = sum(op in SENDS for op, _, _ in stream)
-        assert same and 0 < places <= sends and (places == sends) == (slots is None)
+        assert same and 0 < places <= sends and (places == sends) == (buffer_sharing is None)
 
 
 def test_parts_of_boundaries_lie_in_static_memory() -> None:
     plan = PipelineShape(2, 3)
     static = run(addresses, 4, one_f_one_b, plan, 2, None)
-    plain = run(one_rank, 4, "edge", one_f_one_b, plan, 2)
+    plain = run(one_rank, 4, "per_edge", one_f_one_b, plan, 2)
     for (same, places, grads), right in zip(static, plain, strict=True):
         assert same and places == 3
         assert same_bits([*grads.values()], [*right.values()])
 
 
 def without_check(rank: int, kind: str) -> Any:
-    """A program that is legal under `edge` alone, on a transport that says it were that."""
+    """A program that is legal under `per_edge` alone, on a transport that says it were that."""
     program = naive(expand_schedule(one_f_one_b, PipelineShape(2, 4)))
     transport: ProcessTransport = (
         Strict(program, waits=2.0) if kind == "strict" else EdgeGroups(program)
     )
     with pytest.raises(DeadlockError):
-        check(program, "device")
-    transport.model = "edge"
+        check(program, "per_device")
+    transport.progress_model = "per_edge"
     return len(_step(transport, program))
 
 
 def test_what_the_model_forbids_hangs_where_it_is_strict_and_only_there() -> None:
-    assert run(without_check, 2, "edge") == [1, 1]
+    assert run(without_check, 2, "per_edge") == [1, 1]
     with pytest.raises(RankError) as error:
         run(without_check, 2, "strict", limit=30)
     assert any("Stuck" in tb for tb in error.value.tracebacks.values())
@@ -210,7 +210,7 @@ def uneven(rank: int) -> Any:
     torch has one colour for all, of which NCCL would make one group."""
     if rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)
-    program = compile(one_f_one_b, PipelineShape(3, 4), tied=True)
+    program = compile(one_f_one_b, PipelineShape(3, 4), tied_weights=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.distributed_c10d, "_process_group_color", lambda ranks: 7)
         return _step(EdgeGroups(program), program)
@@ -225,7 +225,7 @@ def test_groups_where_processes_have_others() -> None:
 
 def anew(rank: int) -> Any:
     """A transport after another, of which some groups, or all, have been destroyed."""
-    program = compile(one_f_one_b, PipelineShape(3, 4), tied=True)
+    program = compile(one_f_one_b, PipelineShape(3, 4), tied_weights=True)
     for _ in range(2):
         transport = EdgeGroups(program, timeout=10.0)
         for group in transport.groups.values():

@@ -33,7 +33,7 @@ def test_the_held_out_loss_is_that_of_a_plain_model(
     """Of all windows that there are, though they do not fill the last batch; without dropout."""
     text = tmp_path / "held-out.txt"
     text.write_text("never trained on " * 13)
-    sets = [*DROPS, f'data.held_out="{text}"', "train.lr=0", "train.min_lr=0"]
+    sets = [*DROPS, f'data.validation="{text}"', "train.lr=0", "train.min_lr=0"]
     alone(config, tmp_path / "out", *sets, "train.evaluate_every=4")
     settings = read(config, [*sets, "pipeline.ranks=1", "pipeline.stages_per_rank=1"])
     held = Corpus(settings).held_out
@@ -54,8 +54,8 @@ def test_the_held_out_loss_is_that_of_a_plain_model(
 
 def test_a_run_with_evaluations_has_the_losses_of_one_without(config: str, tmp_path: Path) -> None:
     """Two-way, where each stage has two holders, and dropout would tell of each number drawn."""
-    sets = [*DROPS, "train.steps=4", "data.held_out=0.1", "pipeline.schedule=dualpipe",
-            "pipeline.stages_per_rank=1", "pipeline.microbatches=4"]  # fmt: skip
+    sets = [*DROPS, "train.steps=4", "data.validation=0.1", "pipeline.schedule=dualpipe",
+            "pipeline.microbatches=4"]  # fmt: skip
     plain = train(config, tmp_path / "plain", *sets)
     assert train(config, tmp_path / "out", *sets, "train.evaluate_every=2") == plain
     assert not (tmp_path / "plain" / "evaluation.csv").exists()
@@ -64,15 +64,15 @@ def test_a_run_with_evaluations_has_the_losses_of_one_without(config: str, tmp_p
 
 
 def test_nothing_to_evaluate_on_is_refused(config: str) -> None:
-    with pytest.raises(UsageError, match="nothing is held out") as error:
+    with pytest.raises(UsageError, match=r"data\.validation names no data") as error:
         run(config, ["train.evaluate_every=2"])
-    assert error.value.fields == ("evaluate_every", "held_out")
+    assert error.value.fields == ("evaluate_every", "validation")
 
 
 def test_a_run_that_goes_on_keeps_what_it_has_found(config: str, tmp_path: Path) -> None:
     """And not what it found after the checkpoint that it goes on from."""
-    sets = [*DROPS, "data.held_out=0.1", "train.evaluate_every=1"]
-    saved = [*sets, f'train.checkpoint="{tmp_path / "saved"}"', "train.every=2"]
+    sets = [*DROPS, "data.validation=0.1", "train.evaluate_every=1"]
+    saved = [*sets, f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
     alone(config, tmp_path / "out", *saved, "train.steps=3")
     shutil.rmtree(tmp_path / "saved" / "step-00000003")
     (tmp_path / "out" / "summary.json").unlink()

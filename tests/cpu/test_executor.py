@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from schedir.analysis.memory.buffer_slots import KINDS
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.isa.instructions import COMPUTE, ROWS, SENDS, TRANSFERS, Scope, Token
+from schedir.ir.isa.instructions import COMPUTE, ROWS, SENDS, TRANSFERS, Scope, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import tied_stages
 from schedir.ir.program import Program
@@ -67,7 +67,7 @@ def test_random_schedules_in_random_orders_give_the_same_bits(
 
 
 def _with(program: Program, tied: bool) -> Program:
-    return replace(program, tied=tied_stages(tied, program.plan))
+    return replace(program, tied_weights=tied_stages(tied, program.plan))
 
 
 def _vee(r: int, P: int, m: int) -> RankSchedule:
@@ -81,7 +81,9 @@ def test_in_process(schedule: Any, plan: PipelineShape) -> None:
     loss, right = expected(plan)
     stages = gpt_stages(plan.stages)
     for overlap in (False, True):
-        program = compile(schedule, plan, tied=True, model="edge", overlap=overlap)
+        program = compile(
+            schedule, plan, tied_weights=True, progress_model="per_edge", overlap=overlap
+        )
         ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
         for seed in (None, 0, 1):
             assert torch.equal(ranks.step(*batch(plan.microbatches), seed=seed), loss)
@@ -115,9 +117,9 @@ def test_models_that_do_not_fit_are_refused() -> None:
     tied, untied = gpt_stages(2), gpt_stages(2, tied=False)
     for program, stages in [
         (compile(gpipe, plan), tied),
-        (compile(gpipe, plan, tied=True), untied),
-        (compile(gpipe, plan, tp=2, tied=True), tied),
-        (compile(gpipe, plan, tied=True), tied[:1]),
+        (compile(gpipe, plan, tied_weights=True), untied),
+        (compile(gpipe, plan, tp=2, tied_weights=True), tied),
+        (compile(gpipe, plan, tied_weights=True), tied[:1]),
     ]:
         with pytest.raises(ModelError):
             _in_process(program, stages)
@@ -128,7 +130,7 @@ def test_a_failing_stage_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             raise ValueError("no such luck\nat all")
 
-    program = compile(gpipe, PipelineShape(2, 2), tied=False)
+    program = compile(gpipe, PipelineShape(2, 2), tied_weights=False)
     stages = gpt_stages(2, tied=False)
     stages[1] = Broken(1, 1)
     with pytest.raises(ExecutionError) as caught:
@@ -215,7 +217,7 @@ def test_stages_that_have_little_to_train(schedule: Any, frozen: Any) -> None:
 
     one, other = stages(), stages()
     total = run_sequential(one, x, x + 1, loss=_squares, scale=0.5)
-    program = compile(schedule, PipelineShape(3, 4), clip=True)
+    program = compile(schedule, PipelineShape(3, 4), clip_grad_norm=True)
     ranks = InProcessExecutor(program, other, loss=_squares, boundary=BOUNDARY, max_norm=1e9)
     for _ in range(2):
         assert torch.equal(ranks.step(x, x + 1, 0.5), total)
@@ -227,14 +229,16 @@ def test_a_frozen_tied_weight_is_refused() -> None:
     stages = gpt_stages(2)
     stages[0].requires_grad_(False)
     with pytest.raises(ModelError) as caught:
-        _in_process(compile(gpipe, PipelineShape(2, 2), tied=True), stages)
+        _in_process(compile(gpipe, PipelineShape(2, 2), tied_weights=True), stages)
     assert "stage 0" in caught.value.fact and "frozen" in caught.value.fact
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_is_sent_is_let_go_as_the_step_goes(overlap: bool) -> None:
     plan = PipelineShape(4, 16)
-    program = compile(one_f_one_b, plan, tied=True, overlap=overlap, model="edge")
+    program = compile(
+        one_f_one_b, plan, tied_weights=True, overlap=overlap, progress_model="per_edge"
+    )
     ranks = _in_process(program, gpt_stages(4))
     most = {(r, op): 0 for r in range(4) for op in SENDS}
     for r, rank in enumerate(ranks.ranks):
@@ -357,7 +361,7 @@ def test_rows_do_not_lie() -> None:
     """Each instruction of a middle stage finds, leaves and clears what its row declares."""
     met = set()
     for schedule, recompute in ((one_f_one_b, None), (zb, None), (one_f_one_b, "all")):
-        program = compile(schedule, PipelineShape(3, 3), tied=True, recompute=recompute)
+        program = compile(schedule, PipelineShape(3, 3), tied_weights=True, recompute=recompute)
         ranks = InProcessExecutor(program, gpt_stages(3), loss=gpt.loss, boundary=BOUNDARY)
         middle = ranks.ranks[1]
         call = middle.call
@@ -366,7 +370,7 @@ def test_rows_do_not_lie() -> None:
             instr = middle.state.stream[k]
             row = ROWS[instr.op]
 
-            def held() -> set[Token]:
+            def held() -> set[Value]:
                 return {
                     t
                     for t in KINDS

@@ -138,7 +138,7 @@ class Draws(nn.Module):
 
 def alone(program: Program, stages: Sequence[nn.Module], **how: Any) -> Executor:
     """The one rank of a program."""
-    transport = mailboxes(program, "edge", False, [])[0]
+    transport = mailboxes(program, "per_edge", False, [])[0]
     return Executor(program, 0, stages, transport, boundary=(3, WIDTH), **{"loss": loss, **how})
 
 
@@ -164,11 +164,11 @@ def test_a_loss_that_is_infinite_does_not_hide_gradients() -> None:
     assert torch.allclose(module.weight.grad, 0.5 * x.sum((0, 1))[None])
 
 
-@pytest.mark.parametrize("how", [{"clip": True}, {"optimizer": True}])
+@pytest.mark.parametrize("how", [{"clip_grad_norm": True}, {"optimizer": True}])
 def test_what_others_are_to_do_is_refused(how: dict[str, bool]) -> None:
-    clip = how.get("clip", False)
+    clip = how.get("clip_grad_norm", False)
     program, module = (
-        compile(one_f_one_b, PipelineShape(ranks=1, microbatches=4), clip=clip),
+        compile(one_f_one_b, PipelineShape(ranks=1, microbatches=4), clip_grad_norm=clip),
         nn.Linear(6, 6),
     )
     optimizer = torch.optim.SGD(module.parameters()) if "optimizer" in how else None

@@ -52,27 +52,28 @@ def everything(folder: Path) -> str:
     return "".join(line for line in lines if not line.startswith("["))
 
 
+SHARED = "shared_memory"
 # Each kind, on each rank or so, at each place, on both shapes and over both transports: chosen by
 # hand so that every pair of these is there.
 FAULTS = [
-    ("pp4", "shared", 0, "kill", "inside", 5), ("pp4", "shared", 1, "stop", "inside", 9),
+    ("pp4", SHARED, 0, "kill", "inside", 5), ("pp4", SHARED, 1, "stop", "inside", 9),
     ("pp4", "gloo", 2, "raise", "inside", 3), ("pp4", "gloo", 3, "sleep", "loss", 7),
-    ("pp4", "shared", 3, "spin", "loss", 2), ("pp4", "gloo", 0, "memory", "inside", 6),
-    ("pp4", "shared", 2, "exit", "between", 3), ("pp4", "gloo", 1, "interrupt", "inside", 8),
-    ("pp4", "shared", 1, "sys.exit", "inside", 4), ("pp4", "gloo", 3, "kill", "loss", 4),
-    ("pp4", "gloo", 0, "stop", "between", 2), ("pp4", "shared", 0, "sleep", "inside", 1),
-    ("pp4", "gloo", 2, "spin", "inside", 11), ("pp4", "shared", 3, "raise", "loss", 5),
-    ("pp4", "gloo", 1, "kill", "set-up", 1), ("pp4", "shared", 2, "stop", "set-up", 1),
-    ("pp4", "gloo", 3, "exit", "inside", 12), ("pp4", "shared", 0, "sleep", "between", 3),
-    ("pp2tp2", "shared", 0, "stop", "inside", 7), ("pp2tp2", "shared", 1, "kill", "inside", 9),
+    ("pp4", SHARED, 3, "spin", "loss", 2), ("pp4", "gloo", 0, "memory", "inside", 6),
+    ("pp4", SHARED, 2, "exit", "between", 3), ("pp4", "gloo", 1, "interrupt", "inside", 8),
+    ("pp4", SHARED, 1, "sys.exit", "inside", 4), ("pp4", "gloo", 3, "kill", "loss", 4),
+    ("pp4", "gloo", 0, "stop", "between", 2), ("pp4", SHARED, 0, "sleep", "inside", 1),
+    ("pp4", "gloo", 2, "spin", "inside", 11), ("pp4", SHARED, 3, "raise", "loss", 5),
+    ("pp4", "gloo", 1, "kill", "set-up", 1), ("pp4", SHARED, 2, "stop", "set-up", 1),
+    ("pp4", "gloo", 3, "exit", "inside", 12), ("pp4", SHARED, 0, "sleep", "between", 3),
+    ("pp2tp2", SHARED, 0, "stop", "inside", 7), ("pp2tp2", SHARED, 1, "kill", "inside", 9),
     ("pp2tp2", "gloo", 2, "sleep", "inside", 5), ("pp2tp2", "gloo", 3, "raise", "loss", 3),
-    ("pp2tp2", "shared", 3, "sleep", "loss", 6), ("pp2tp2", "gloo", 0, "spin", "inside", 8),
-    ("pp2tp2", "gloo", 1, "exit", "between", 2), ("pp2tp2", "shared", 2, "memory", "inside", 4),
-    ("pp2tp2", "shared", 0, "interrupt", "inside", 3), ("pp2tp2", "gloo", 2, "kill", "set-up", 1),
-    ("pp2tp2", "gloo", 1, "stop", "inside", 10), ("pp2tp2", "shared", 3, "spin", "loss", 1),
-    ("pp2tp2", "shared", 1, "sleep", "between", 2), ("pp2tp2", "gloo", 3, "stop", "loss", 5),
-    ("pp2tp2", "shared", 2, "raise", "set-up", 1), ("pp2tp2", "gloo", 0, "sys.exit", "inside", 2),
-    ("pp2tp2", "shared", 1, "spin", "inside", 6), ("pp2tp2", "gloo", 2, "sleep", "set-up", 1),
+    ("pp2tp2", SHARED, 3, "sleep", "loss", 6), ("pp2tp2", "gloo", 0, "spin", "inside", 8),
+    ("pp2tp2", "gloo", 1, "exit", "between", 2), ("pp2tp2", SHARED, 2, "memory", "inside", 4),
+    ("pp2tp2", SHARED, 0, "interrupt", "inside", 3), ("pp2tp2", "gloo", 2, "kill", "set-up", 1),
+    ("pp2tp2", "gloo", 1, "stop", "inside", 10), ("pp2tp2", SHARED, 3, "spin", "loss", 1),
+    ("pp2tp2", SHARED, 1, "sleep", "between", 2), ("pp2tp2", "gloo", 3, "stop", "loss", 5),
+    ("pp2tp2", SHARED, 2, "raise", "set-up", 1), ("pp2tp2", "gloo", 0, "sys.exit", "inside", 2),
+    ("pp2tp2", SHARED, 1, "spin", "inside", 6), ("pp2tp2", "gloo", 2, "sleep", "set-up", 1),
 ]  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def test_the_process_is_blamed_that_had_the_fault(
     sets = [f"pipeline.ranks={ranks}", f"pipeline.tp={tp}", "pipeline.stages_per_rank=1",
             f"train.transport={transport}", "train.steps=100000", "train.log_every=100000",
             f"train.timeout={8 if kind in STUCK else 60}",
-            f"output.folder={str(tmp_path / 'out')!r}",
+            f"output.dir={str(tmp_path / 'out')!r}",
             "output.record=false", "pipeline.schedule=one_f_one_b"]  # fmt: skip
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     what = process, kind, where, number

@@ -158,7 +158,7 @@ def test_what_is_not_finite_is_as_if_it_had_not_been(
     make: Any, dtype: torch.dtype, schedule: Any, spoil: dict[str, Any]
 ) -> None:
     """Before anything was learned, when no optimizer has a state, and after."""
-    program = compile(schedule, PipelineShape(3, 4), clip=True)
+    program = compile(schedule, PipelineShape(3, 4), clip_grad_norm=True)
     ours, plain = world_of(program, make, dtype), world_of(program, make, dtype)
     for step in range(2):
         before = learned(ours)
@@ -178,7 +178,7 @@ def test_what_is_not_finite_is_as_if_it_had_not_been(
 
 def test_a_loss_alone_counts_though_its_gradients_are_finite() -> None:
     """As of a token that a mask forbids: the loss is infinite, and its gradient is not."""
-    program = compile(one_f_one_b, PipelineShape(2, 4), clip=True)
+    program = compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True)
 
     def loss(y: Tensor, target: Tensor) -> Tensor:
         return gpt.loss(y, target) + (math.inf if target.sum() == 0 else 0.0)
@@ -196,7 +196,7 @@ def test_a_loss_alone_counts_though_its_gradients_are_finite() -> None:
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb])
 def test_a_loss_counts_though_no_gradient_tells(schedule: Any) -> None:
     """As a mean over no tokens: torch gives a loss that is NaN, and gradients of zero."""
-    program = compile(schedule, PipelineShape(3, 4), clip=True)
+    program = compile(schedule, PipelineShape(3, 4), clip_grad_norm=True)
     stages = gpt_stages(3, tied=False)
 
     def mean(y: Tensor, target: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ def test_the_norm_of_complex_gradients_is_that_of_both_parts() -> None:
     torch.manual_seed(0)
     stages, x = [Rotates(), Rotates()], torch.randn(4, 3, 5)
     world = InProcessExecutor(
-        compile(one_f_one_b, PipelineShape(2, 4), clip=True), stages,
+        compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True), stages,
         loss=lambda y, t: y.square().sum(), boundary=(3, 5), max_norm=math.inf,
     )  # fmt: skip
     world.step(x, x)
@@ -238,7 +238,7 @@ def test_the_norm_of_complex_gradients_is_that_of_both_parts() -> None:
 
 @pytest.mark.parametrize("clip", [False, True])
 def test_without_the_norm_each_rank_judges_by_its_own_gradients(clip: bool) -> None:
-    world = world_of(compile(one_f_one_b, PipelineShape(3, 4), clip=clip), adamw())
+    world = world_of(compile(one_f_one_b, PipelineShape(3, 4), clip_grad_norm=clip), adamw())
     set_stage(world, 1, gradient=math.inf)
     world.step(*batch(4))
     finite = [bool(rank.finite) for rank in world.ranks]
@@ -249,7 +249,7 @@ def test_without_the_norm_each_rank_judges_by_its_own_gradients(clip: bool) -> N
 
 
 def test_gradients_that_are_not_finite_are_left_to_look_at() -> None:
-    world = world_of(compile(one_f_one_b, PipelineShape(2, 2), clip=True), adamw())
+    world = world_of(compile(one_f_one_b, PipelineShape(2, 2), clip_grad_norm=True), adamw())
     set_stage(world, 0, gradient=math.inf)
     world.step(*batch(2))
     assert not all(g.isfinite().all() for g in world.ranks[0].stages[0].gradients.flat)
@@ -257,7 +257,9 @@ def test_gradients_that_are_not_finite_are_left_to_look_at() -> None:
 
 
 def test_each_update_of_a_step_has_its_own_word() -> None:
-    program = compile(pipedream_2bw, PipelineShape(2, 6, updates=3, delay=1), clip=True)
+    program = compile(
+        pipedream_2bw, PipelineShape(2, 6, optimizer_steps=3, weight_delay=1), clip_grad_norm=True
+    )
     ours, plain = world_of(program, adamw()), world_of(program, adamw())
     inputs, targets, scale = batch(6)
     last = ours.ranks[1].stages[1].module

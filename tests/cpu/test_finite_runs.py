@@ -90,7 +90,7 @@ def test_a_run_stops_at_the_first_stage_of_a_loss(
     stage: int,
     more: list[str],
 ) -> None:
-    sets = [*ONE, *more, poison(FORWARD, stage, 3), f'output.folder="{tmp_path}"']
+    sets = [*ONE, *more, poison(FORWARD, stage, 3), f'output.dir="{tmp_path}"']
     assert run(config, sets) == 1
     golden = (GOLDEN / "not_finite.txt").read_text().splitlines()
     err = capsys.readouterr().err.splitlines()
@@ -108,7 +108,7 @@ def test_a_run_stops_at_the_first_stage_of_a_loss(
         (1, ONE),
         (2, [*ONE, "train.precision=bfloat16"]),
         (1, [*ONE, "pipeline.stages_per_rank=1", "pipeline.placement=[0,0,0,0]",
-             "pipeline.updates=3", "pipeline.delay=1"]),
+             "pipeline.optimizer_steps=3", "pipeline.weight_delay=1"]),
     ],
 )  # fmt: skip
 def test_a_run_stops_at_the_stage_where_gradients_went_wrong(
@@ -120,8 +120,11 @@ def test_a_run_stops_at_the_stage_where_gradients_went_wrong(
     sets: list[str],
     clip: str,
 ) -> None:
-    folder = f'output.folder="{tmp_path}"'
-    assert run(config, [*sets, f"train.clip={clip}", poison(BACKWARD, stage, 0), folder]) == 1
+    folder = f'output.dir="{tmp_path}"'
+    assert (
+        run(config, [*sets, f"train.clip_grad_norm={clip}", poison(BACKWARD, stage, 0), folder])
+        == 1
+    )
     err = capsys.readouterr().err.splitlines()
     assert err[0].startswith("interleaved: a gradient of step 1 is infinite or NaN")
     assert err[1].split()[3:5] == ["B", f"{stage}.0"]
@@ -133,7 +136,7 @@ def test_the_same_random_numbers_are_drawn_to_find_where_it_began(
     config: str, tmp_path: Path, poison: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rare = "y = y / (torch.rand(()) > 0.01)"
-    sets = [*ONE, "train.steps=400", poison(rare, 1, *range(400)), f'output.folder="{tmp_path}"']
+    sets = [*ONE, "train.steps=400", poison(rare, 1, *range(400)), f'output.dir="{tmp_path}"']
     assert run(config, sets) == 1
     assert capsys.readouterr().err.splitlines()[1].split()[4].startswith("1.")
 
@@ -141,8 +144,8 @@ def test_the_same_random_numbers_are_drawn_to_find_where_it_began(
 def test_skipping_goes_on_and_is_counted(
     config: str, tmp_path: Path, poison: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    skip = "train.nonfinite=skip"
-    sets = [*ONE, skip, poison(FORWARD, 1, 1, 2), f'output.folder="{tmp_path}"']
+    skip = "train.on_nonfinite=skip"
+    sets = [*ONE, skip, poison(FORWARD, 1, 1, 2), f'output.dir="{tmp_path}"']
     assert run(config, sets) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
     assert [line.partition("skipped ")[2][:1] for line in said] == ["1", "1", "0"]
@@ -155,7 +158,7 @@ def test_what_a_loss_scale_makes_too_large_stops_no_run(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its first steps are always too large, and skipped; loss.csv says so."""
-    folder = f'output.folder="{tmp_path}"'
+    folder = f'output.dir="{tmp_path}"'
     many = ["data.microbatch_size=8", "train.steps=8"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("schedir.training.trainer.LossScale", partial(LossScale, 2.0**22))
@@ -171,7 +174,8 @@ def test_what_a_loss_scale_makes_too_large_stops_no_run(
         (FORWARD, 2, "23", ["pipeline.tp=1", "pipeline.dp=2"],
          ("process 2 (", "rank 0", "F 2.0", "replica 1")),
         # Where nobody takes the norm, and all other ranks have sound gradients.
-        (BACKWARD, 0, "0", ["pipeline.tp=1", "pipeline.ranks=3", "model.layers=6", "train.clip=0",
+        (BACKWARD, 0, "0", ["pipeline.tp=1", "pipeline.ranks=3", "model.layers=6",
+                            "train.clip_grad_norm=0",
                             "train.timeout=10"],
          ("process 0 (", "rank 0", "B 0.0", "")),
         # One tensor-parallel rank, whose sums go to both.
@@ -198,7 +202,7 @@ def test_all_processes_stop_with_one_message(
 
 
 def test_skipping_needs_the_norm() -> None:
-    with pytest.raises(UsageError, match="clip 0 takes none"):
-        TrainConfig(nonfinite="skip", clip=0.0)
+    with pytest.raises(UsageError, match="clip_grad_norm = 0 does not compute it"):
+        TrainConfig(on_nonfinite="skip", clip_grad_norm=0.0)
     with pytest.raises(UsageError, match="nonfinite 'go' is not known"):
-        TrainConfig(nonfinite="go")
+        TrainConfig(on_nonfinite="go")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from schedir.compiler.compile import compile
 from schedir.errors import ModelError, ProgramError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.pipeline.placement import named_of
 from schedir.ir.program import Program
 from schedir.runtime import measure_sizes
 from schedir.runtime.boundaries.boundary import Boundary
@@ -49,18 +50,18 @@ class Dropped(nn.Module):
         return y
 
 
-def stages_of(number: int, frozen: int, *, drops: bool = False) -> list[nn.Module]:
+def stages_of(number: int, frozen_stages: int, *, drops: bool = False) -> list[nn.Module]:
     """A tiny model of which the first stages are frozen."""
     torch.manual_seed(0)
     stages = [Dropped(s) if drops else s for s in tiny_stages(number)]
-    for stage in stages[:frozen]:
+    for stage in stages[:frozen_stages]:
         stage.requires_grad_(False)
     return stages
 
 
 def of_plain(program: Program, *, whole: bool, drops: bool = False) -> tuple[Tensor, list[Any]]:
     """Loss and gradients of the reference: in the order of the program, or of no program."""
-    plain = stages_of(program.plan.stages, program.frozen, drops=drops)
+    plain = stages_of(program.plan.stages, program.frozen_stages, drops=drops)
     found = run_sequential(
         plain, *batch(program.plan.microbatches), loss=loss, program=None if whole else program
     )
@@ -70,17 +71,17 @@ def of_plain(program: Program, *, whole: bool, drops: bool = False) -> tuple[Ten
 def expect_right(
     program: Program, seed: int | None = None, *, drops: bool = False
 ) -> InProcessExecutor:
-    stages = stages_of(program.plan.stages, program.frozen, drops=drops)
+    stages = stages_of(program.plan.stages, program.frozen_stages, drops=drops)
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
     total = ranks.step(*batch(program.plan.microbatches), seed=seed)
     for whole in (False, True) if program.ascending else (False,):
         right, plain = of_plain(program, whole=whole, drops=drops)
         assert torch.equal(total, right)
         assert same_bits(gradients(stages), plain)
-    frozen = [p for s in stages[: program.frozen] for p in s.parameters()]
-    assert frozen or not program.frozen
+    frozen = [p for s in stages[: program.frozen_stages] for p in s.parameters()]
+    assert frozen or not program.frozen_stages
     assert all(p.grad is None for p in frozen)
-    assert all(p.grad is not None for s in stages[program.frozen :] for p in s.parameters())
+    assert all(p.grad is not None for s in stages[program.frozen_stages :] for p in s.parameters())
     return ranks
 
 
@@ -95,15 +96,16 @@ def test_gradients_of_the_reference(data: st.DataObject) -> None:
     if not isinstance(source, Program):
         where, v = getattr(source, "placed", ("loop", None))
         ranks = 2 * data.draw(st.integers(1, 2))
-        plan = PipelineShape(ranks, 2 * data.draw(st.integers(1, 3)), v or 1, where)
+        v = v or named_of(where).stages_per_rank
+        plan = PipelineShape(ranks, 2 * data.draw(st.integers(1, 3)), v, where)
     number = (plan or source.plan).stages
     frozen = data.draw(st.integers(0, number - 1))
     how: dict[str, Any] = {
-        "slots": data.draw(st.sampled_from([None, "fewest"])),
+        "buffer_sharing": data.draw(st.sampled_from([None, "minimal"])),
         "overlap": data.draw(st.booleans()),
     }
     try:
-        program = compile(source, plan, model="edge", frozen=frozen, **how)
+        program = compile(source, plan, progress_model="per_edge", frozen_stages=frozen, **how)
     except ProgramError:
         assert plan is not None  # a schedule need not know every plan
         return
@@ -111,12 +113,12 @@ def test_gradients_of_the_reference(data: st.DataObject) -> None:
         expect_right(program, data.draw(st.integers(0, 99)))
 
 
-@pytest.mark.parametrize("frozen", [1, 2, 3])
-def test_draws_and_buffers_are_those_of_training(frozen: int) -> None:
-    program = compile(one_f_one_b, PipelineShape(4, 4), frozen=frozen)
+@pytest.mark.parametrize("frozen_stages", [1, 2, 3])
+def test_draws_and_buffers_are_those_of_training(frozen_stages: int) -> None:
+    program = compile(one_f_one_b, PipelineShape(4, 4), frozen_stages=frozen_stages)
     ranks = expect_right(program, drops=True)
     stages = [ranks.ranks[r].stages[r].module for r in range(4)]
-    plain = stages_of(4, frozen, drops=True)
+    plain = stages_of(4, frozen_stages, drops=True)
     run_sequential(plain, *batch(4), loss=loss)
     for mine, right in zip(stages, plain, strict=True):
         assert all(map(torch.equal, mine.buffers(), right.buffers()))
@@ -131,7 +133,7 @@ def test_nothing_is_kept_of_a_frozen_forward() -> None:
                 (torch.is_grad_enabled(), xs[0].requires_grad, y.requires_grad)
             )
         )
-    program = compile(gpipe, PipelineShape(3, 1), frozen=2)
+    program = compile(gpipe, PipelineShape(3, 1), frozen_stages=2)
     InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY).step(*batch(1))
     assert seen == [(False, False, False)] * 2 + [(True, False, True)]
 
@@ -139,15 +141,19 @@ def test_nothing_is_kept_of_a_frozen_forward() -> None:
 # ---------------------------------------------------------------- updates, norms, holders
 
 
-@pytest.mark.parametrize("frozen", [0, 1, 2])
+@pytest.mark.parametrize("frozen_stages", [0, 1, 2])
 @pytest.mark.parametrize("schedule", [pipedream_2bw, one_f_one_b])
-def test_several_updates(schedule: Any, frozen: int) -> None:
+def test_several_updates(schedule: Any, frozen_stages: int) -> None:
     """Delayed ones, held to a plain loop that knows nothing of schedules."""
-    plan = PipelineShape(3, 9, updates=3, delay=1)
-    make = partial(stages_of, frozen=frozen)
+    plan = PipelineShape(3, 9, optimizer_steps=3, weight_delay=1)
+    make = partial(stages_of, frozen_stages=frozen_stages)
     stages = make(3)
     ranks = InProcessExecutor(
-        compile(schedule, plan, frozen=frozen), stages, loss=loss, boundary=BOUNDARY, optimizer=sgd
+        compile(schedule, plan, frozen_stages=frozen_stages),
+        stages,
+        loss=loss,
+        boundary=BOUNDARY,
+        optimizer=sgd,
     )
     ranks.step(*batch(9))
     right = stage_by_stage(plan, *batch(9), sgd, make)
@@ -157,13 +163,13 @@ def test_several_updates(schedule: Any, frozen: int) -> None:
         not torch.equal(a.get_parameter("weight"), b.get_parameter("weight"))
         for a, b in zip(stages, before, strict=True)
     ]
-    assert changed == [s >= frozen for s in range(3)]
+    assert changed == [s >= frozen_stages for s in range(3)]
 
 
 def test_forwards_run_ahead_of_the_steps_of_their_rank() -> None:
     """Frozen weights have one version, and a trained stage beside them has its own."""
-    plan, make = PipelineShape(1, 4, 2, updates=2), partial(stages_of, frozen=1)
-    stages, program = make(2), compile(ahead, plan, frozen=1)
+    plan, make = PipelineShape(1, 4, 2, optimizer_steps=2), partial(stages_of, frozen_stages=1)
+    stages, program = make(2), compile(ahead, plan, frozen_stages=1)
     InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd).step(*batch(4))
     right = stage_by_stage(plan, *batch(4), sgd, make)
     assert all(map(torch.equal, [p for s in stages for p in s.parameters()], right))
@@ -171,7 +177,7 @@ def test_forwards_run_ahead_of_the_steps_of_their_rank() -> None:
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb_h1])
 def test_the_norm_is_of_what_is_trained(schedule: Any) -> None:
-    program = compile(schedule, PipelineShape(4, 4), frozen=2, clip=True)
+    program = compile(schedule, PipelineShape(4, 4), frozen_stages=2, clip_grad_norm=True)
     stages = stages_of(4, 2)
     ranks = InProcessExecutor(
         program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd, max_norm=0.1
@@ -187,10 +193,10 @@ def test_the_norm_is_of_what_is_trained(schedule: Any) -> None:
 def on_gloo(rank: int, program: Program) -> list[dict[str, Tensor]]:
     """Gradients of a process's own stages."""
     transport = GlooTransport(program)
-    stages = stages_of(program.plan.stages, program.frozen)
+    stages = stages_of(program.plan.stages, program.frozen_stages)
     executor = Executor(
         program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY,
-        max_norm=inf if program.clip else None,
+        max_norm=inf if program.clip_grad_norm else None,
     )  # fmt: skip
     m, (inputs, targets) = program.plan.microbatches, batch(program.dp * program.plan.microbatches)
     share = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
@@ -201,16 +207,16 @@ def on_gloo(rank: int, program: Program) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("schedule", "plan", "traits"),
     [
-        (one_f_one_b, PipelineShape(2, 4), {"frozen": 1, "dp": 2}),
-        (zb_h1, PipelineShape(4, 4), {"frozen": 2, "clip": True}),
-        (dualpipe, PipelineShape(2, 4, placement="mirror"), {"frozen": 1}),
+        (one_f_one_b, PipelineShape(2, 4), {"frozen_stages": 1, "dp": 2}),
+        (zb_h1, PipelineShape(4, 4), {"frozen_stages": 2, "clip_grad_norm": True}),
+        (dualpipe, PipelineShape(2, 4, placement="mirror"), {"frozen_stages": 1}),
     ],
 )
 def test_real_processes(schedule: Any, plan: PipelineShape, traits: dict[str, Any]) -> None:
-    program = compile(schedule, plan, model="edge", **traits)
+    program = compile(schedule, plan, progress_model="per_edge", **traits)
     world = plan.ranks * program.dp
     found = run(on_gloo, world, program)
-    plain = stages_of(plan.stages, program.frozen)
+    plain = stages_of(plan.stages, program.frozen_stages)
     run_sequential(
         plain, *batch(program.dp * plan.microbatches), loss=loss,
         program=None if program.dp > 1 else program,
@@ -219,7 +225,7 @@ def test_real_processes(schedule: Any, plan: PipelineShape, traits: dict[str, An
     for process, own in enumerate(found):
         rank = process % plan.ranks
         for s, mine in zip(plan.stages_of[rank], own, strict=True):
-            assert bool(mine) == (s >= program.frozen)
+            assert bool(mine) == (s >= program.frozen_stages)
             for name, grad in mine.items():
                 torch.testing.assert_close(grad, right[s][name], rtol=1e-12, atol=1e-12)
 
@@ -229,12 +235,12 @@ def test_real_processes(schedule: Any, plan: PipelineShape, traits: dict[str, An
 
 def test_a_frozen_stage_has_nothing_to_train() -> None:
     stages = stages_of(3, 1)
-    program = compile(one_f_one_b, PipelineShape(3, 4), frozen=2)
+    program = compile(one_f_one_b, PipelineShape(3, 4), frozen_stages=2)
     with pytest.raises(ModelError, match="stage 1 is frozen, and weight in it") as caught:
         InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
-    assert "frozen=1" in caught.value.hint
+    assert "frozen_stages=1" in caught.value.hint
     evaluation = compile(
-        forward_only, PipelineShape(3, 4), frozen=2
+        forward_only, PipelineShape(3, 4), frozen_stages=2
     )  # where nothing is trained anyway
     InProcessExecutor(evaluation, stages, loss=loss, boundary=BOUNDARY).step(*batch(4))
 
@@ -258,7 +264,7 @@ def test_whole_numbers_may_leave_a_frozen_stage() -> None:
             return x.abs().round().long().clamp(max=7)
 
     stages: Sequence[nn.Module] = [Rounds(), nn.Sequential(nn.Embedding(8, WIDTH), Last())]
-    program = compile(one_f_one_b, PipelineShape(2, 4), frozen=1)
+    program = compile(one_f_one_b, PipelineShape(2, 4), frozen_stages=1)
     whole = Boundary((2, WIDTH), torch.int64)
     x, target = batch(4)
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=whole)
@@ -281,11 +287,23 @@ def test_sizes() -> None:
     stages[0].requires_grad_(False)
     x = torch.ones(8, 64)
     how: Any = dict(loss=nn.functional.mse_loss, boundary=(8, 64))
-    usual, frozen = measure_sizes(stages, x, x, **how), measure_sizes(stages, x, x, frozen=1, **how)
-    assert frozen.of("saved", 3)[0] == frozen.of("tape", 3)[0] == frozen.of("both", 3)[0] == 0.0
+    usual, frozen = (
+        measure_sizes(stages, x, x, **how),
+        measure_sizes(stages, x, x, frozen_stages=1, **how),
+    )
+    assert (
+        frozen.of("saved", 3)[0]
+        == frozen.of("deferred_wgrad", 3)[0]
+        == frozen.of("saved_and_deferred", 3)[0]
+        == 0.0
+    )
     assert (frozen.of("saved", 3)[1:] == usual.of("saved", 3)[1:]).all()
-    assert (frozen.of("weights", 3) == usual.of("weights", 3)).all()  # as parameters say it
-    assert frozen.of("weights", 3)[0] < frozen.of("weights", 3)[1]
+    assert (
+        frozen.of("model_states", 3) == usual.of("model_states", 3)
+    ).all()  # as parameters say it
+    assert frozen.of("model_states", 3)[0] < frozen.of("model_states", 3)[1]
     elu = [*stages[:1], nn.Sequential(nn.ELU(), nn.Linear(64, 64)), *stages[2:]]
-    less, more = (measure_sizes(elu, x, x, frozen=n, **how).of("saved", 3)[1] for n in (1, 0))
+    less, more = (
+        measure_sizes(elu, x, x, frozen_stages=n, **how).of("saved", 3)[1] for n in (1, 0)
+    )
     assert less < more  # nothing for a gradient of its input

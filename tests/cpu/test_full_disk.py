@@ -30,7 +30,7 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
 
 
 def run_of(width: int) -> InProcessExecutor:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), snapshots=True)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), checkpoint_snapshots=True)
     how: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, width)}
     stages = [nn.Linear(width, width) for _ in range(2)]
     return InProcessExecutor(program, stages, optimizer=partial(torch.optim.AdamW, lr=1e-2), **how)
@@ -154,9 +154,9 @@ def test_a_training_run_on_a_full_disk(where: str, config: str, small_disk: Path
         *ALONE,
         "model.hidden=64",
         "train.steps=4",
-        f"train.every={2 if where == 'beside' else 4}",
-        f'train.checkpoint="{folders["checkpoint"]}"',
-        f'output.folder="{folders["folder"]}"',
+        f"train.checkpoint_every={2 if where == 'beside' else 4}",
+        f'train.checkpoint_dir="{folders["checkpoint"]}"',
+        f'output.dir="{folders["folder"]}"',
     ]
     train = [sys.executable, "-m", "schedir", "train", config, *(f"--set={w}" for w in words)]
     fill = "head -c 1040000 /dev/zero > disk/fill; " * (where == "output")

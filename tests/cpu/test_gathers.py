@@ -41,7 +41,7 @@ PLANS = [
     (zb, PipelineShape(2, 4)),
     (interleaved, PipelineShape(2, 4, 2)),
 ]
-SLOTS: list[BufferSharing | None] = [None, "fewest"]
+SLOTS: list[BufferSharing | None] = [None, "minimal"]
 
 
 class Late(GlooTransport):
@@ -101,7 +101,15 @@ def one_rank(
     inputs, targets, scale = batch(plan.microbatches)
     found = []
     for slots in SLOTS:
-        program = compile(schedule, plan, tp=2, model="edge", tied=True, overlap=True, slots=slots)
+        program = compile(
+            schedule,
+            plan,
+            tp=2,
+            progress_model="per_edge",
+            tied_weights=True,
+            overlap=True,
+            buffer_sharing=slots,
+        )
         transport = Late(program)
         group = transport.tp_group
         loss = partial(gpt.loss, tp=group)
@@ -150,7 +158,7 @@ class Sliced(StreamMailbox):
     tp = 2
 
     def __init__(self, hub: StreamHub, rank: int, gpu: VirtualGPU, seconds: float) -> None:
-        super().__init__(hub, rank, {}, "edge")
+        super().__init__(hub, rank, {}, "per_edge")
         self.gpu, self.seconds = gpu, seconds
         self.messages, self.gathers = torch.cuda.Stream(), torch.cuda.Stream()
 
@@ -168,30 +176,38 @@ class Sliced(StreamMailbox):
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved])
-@pytest.mark.parametrize("slots", [None, "fewest"])
+@pytest.mark.parametrize("buffer_sharing", [None, "minimal"])
 def test_gathers_run_beside_computes_as_predicted(
-    schedule: Schedule, slots: BufferSharing | None, monkeypatch: pytest.MonkeyPatch
+    schedule: Schedule, buffer_sharing: BufferSharing | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25, gather=0.75)
+    costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25, tp_gather=0.75)
     plan = plan_of(schedule, 4, 5)
-    program = compile(schedule, plan, tp=2, model="edge", costs=costs, overlap=True, slots=slots)
+    program = compile(
+        schedule,
+        plan,
+        tp=2,
+        progress_model="per_edge",
+        costs=costs,
+        overlap=True,
+        buffer_sharing=buffer_sharing,
+    )
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
     gpu, hub, stages = install(monkeypatch), StreamHub(), tiny_model.tiny_stages(plan.stages)
     ranks = InProcessExecutor.__new__(InProcessExecutor)  # which refuses tensor-parallel ranks
-    ranks.program, ranks.graph, ranks.other_holders = program, Graph(program, "edge"), []
-    ranks.turns_of = {program.digest: ExecutionOrders(program, "edge")}
+    ranks.program, ranks.graph, ranks.other_holders = program, Graph(program, "per_edge"), []
+    ranks.turns_of = {program.digest: ExecutionOrders(program, "per_edge")}
     ranks.mail = [Sliced(hub, rank, gpu, 0.75) for rank in range(plan.ranks)]
     ranks.ranks = []
     for rank, mail in enumerate(ranks.mail):
         own = {s: stages[s] for s in plan.stages_of[rank]}
         executor = Executor(program, rank, own, mail, loss=tiny_model.loss, boundary=boundary)
         ranks.ranks.append(executor)
-    charge(ranks, gpu, replace(costs, gather=0.0))
+    charge(ranks, gpu, replace(costs, tp_gather=0.0))
     for _ in range(2):
         gpu.host = gpu.over
         with copies(gpu, costs):
             ranks.step(*tiny_model.batch(plan.microbatches))
-    timeline, predicted = ranks.timeline(), simulate(program, costs, model="edge")
+    timeline, predicted = ranks.timeline(), simulate(program, costs, progress_model="per_edge")
     for name in ("start", "end"):
         moves = ~np.isin(timeline.spans["op"], TRANSFERS) | (name == "end")
         np.testing.assert_allclose(

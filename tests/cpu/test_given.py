@@ -25,7 +25,7 @@ from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import one_f_one_b
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "given.txt"
-PROGRAM = compile(one_f_one_b, PipelineShape(2, 4), clip=True)
+PROGRAM = compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True)
 FREE = compile(one_f_one_b, PipelineShape(2, 4))
 X = torch.arange(24.0).view(4, 2, 3)
 

@@ -58,7 +58,7 @@ def test_gradients_of_the_whole_model(schedule: str, plan: PipelineShape) -> Non
     if schedule.startswith("zb"):
         stages = [make_backward_splittable(stage) for stage in stages]
     ties = schedir.find_tied_weights(stages)
-    program = schedir.compile(getattr(schedir.schedules, schedule), plan, tied=ties)
+    program = schedir.compile(getattr(schedir.schedules, schedule), plan, tied_weights=ties)
     loss, boundary = example["summed_loss"], Boundary((2, 16, 32))
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=boundary, tied=ties)
     total = ranks.step(inputs, targets, scale=0.1)

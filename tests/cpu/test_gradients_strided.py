@@ -52,7 +52,7 @@ def test_sums_that_lie_otherwise_are_refused_where_an_optimizer_is_fused() -> No
     stages = [Turned(), Turned()]
     stages[1].w = stages[0].w
     ties = schedir.find_tied_weights(stages)
-    program = schedir.compile(gpipe, PipelineShape(2, 2), tied=ties)
+    program = schedir.compile(gpipe, PipelineShape(2, 2), tied_weights=ties)
 
     def made(fused: bool) -> InProcessExecutor:
         adam = partial(torch.optim.AdamW, lr=0.1, fused=fused)

@@ -82,7 +82,7 @@ def process(number: int, case: Case, folder: Path, together: Any) -> None:
     if number == 0:
         stream = program.streams[0]
         at_instruction([i.op for i in stream].index(case.op), 2, case.when, fails)
-    clip = 1.0 if program.clip else None
+    clip = 1.0 if program.clip_grad_norm else None
     executor = gpt_executor(program, transport, lr=0.1, folder=folder, max_norm=clip)
     together.wait()
     said = "nobody failed"
@@ -112,19 +112,26 @@ def running(case: Case, folder: Path) -> Iterator[int]:
             one.join()
 
 
-SPILLS = {"offload": "all", "spill": "all"}
+SPILLS = {"offload": "all", "offload_to_disk": "all"}
 CASES = {
     "stopped in a reduction": Case(
-        {"dp": 2, "zero": 3, "clip": True}, GlooTransport, "stop", Opcode.ReduceScatter
+        {"dp": 2, "zero": 3, "clip_grad_norm": True}, GlooTransport, "stop", Opcode.ReduceScatter
     ),
     "raised on the disk's lane": Case(
-        SPILLS, SharedMemoryTransport, "raise", Opcode.Spill, "on the lane"
+        SPILLS, SharedMemoryTransport, "raise", Opcode.OffloadToDisk, "on the lane"
     ),
     "raised on the host's lane": Case(
-        {"dp": 2, "states": "cpu"}, GlooTransport, "raise", Opcode.StepHost, "on the lane"
+        {"dp": 2, "optimizer_placement": "cpu_step"},
+        GlooTransport,
+        "raise",
+        Opcode.HostOptimizerStep,
+        "on the lane",
     ),
     "died as it stores states": Case(
-        {"states": "host", "snapshots": True}, GlooTransport, "kill", Opcode.StoreState
+        {"optimizer_placement": "host", "checkpoint_snapshots": True},
+        GlooTransport,
+        "kill",
+        Opcode.OffloadState,
     ),
     "raised, and stays": Case({"dp": 2}, GlooTransport, "raise", Opcode.Backward),
     "stopped in a forward": Case({"tp": 2}, SharedMemoryTransport, "stop", Opcode.Forward),
@@ -251,7 +258,7 @@ def test_who_has_set_up_for_long_does_not_stand(tmp_path: Path) -> None:
 def saves_slowly(rank: int, folder: Path, snapshots: bool) -> bool:
     """Save at once, though the first one's disk takes longer than processes wait else."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=PATIENCE))
-    program = compile(one_f_one_b, PipelineShape(2, 2), snapshots=snapshots)
+    program = compile(one_f_one_b, PipelineShape(2, 2), checkpoint_snapshots=snapshots)
     executor = gpt_executor(program, GlooTransport(program, group=group), lr=0.1)
     write = dcp_storage.write
 
@@ -262,7 +269,7 @@ def saves_slowly(rank: int, folder: Path, snapshots: bool) -> bool:
 
     dcp_storage.write = slowly  # type: ignore[assignment]
     batches: Any = SimpleNamespace(size=1, cursor=lambda taken: None)
-    saving = TrainingCheckpoints(executor, TrainConfig(checkpoint=str(folder)), batches, None)
+    saving = TrainingCheckpoints(executor, TrainConfig(checkpoint_dir=str(folder)), batches, None)
     saving.save(1)
     return saving.saved == 1
 

@@ -34,9 +34,20 @@ def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
 
 
 def run(
-    schedule: Any, plan: PipelineShape, slots: BufferSharing | None = None, record: bool = False
+    schedule: Any,
+    plan: PipelineShape,
+    buffer_sharing: BufferSharing | None = None,
+    record: bool = False,
 ) -> Any:
-    program = compile(schedule, plan, model="edge", overlap=True, tied=True, clip=True, slots=slots)
+    program = compile(
+        schedule,
+        plan,
+        progress_model="per_edge",
+        overlap=True,
+        tied_weights=True,
+        clip_grad_norm=True,
+        buffer_sharing=buffer_sharing,
+    )
     stages = gpt_stages(plan.stages)
     world = InProcessExecutor(
         program, stages, loss=gpt.loss, boundary=BOUNDARY, record=record,
@@ -49,19 +60,19 @@ def run(
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("slots", [None, "fewest"])
+@pytest.mark.parametrize("buffer_sharing", [None, "minimal"])
 @pytest.mark.parametrize(("schedule", "plan"), PLANS)
 def test_nothing_races(
     schedule: Any,
     plan: PipelineShape,
-    slots: BufferSharing | None,
+    buffer_sharing: BufferSharing | None,
     static: bool,
     races: Races,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whether what is sent goes to static memory first, as for NCCL, and is recorded, or not."""
     monkeypatch.setattr(cuda_streams.StreamMailbox, "static", static)
-    got = run(schedule, plan, slots, record=static)
+    got = run(schedule, plan, buffer_sharing, record=static)
     assert not races.found
     assert same_bits(got, expected(plan)[1]) or plan.rows > 1
 
@@ -86,7 +97,7 @@ def test_a_copy_that_does_not_wait_is_seen(
         return copy(**sides)
 
     monkeypatch.setattr(cuda_streams, "_copy", hasty)
-    run(one_f_one_b, PipelineShape(3, 4), "fewest")
+    run(one_f_one_b, PipelineShape(3, 4), "minimal")
     assert any("copy_" in race for race in races.found)
 
 

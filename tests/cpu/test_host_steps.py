@@ -40,7 +40,7 @@ from tests.cpu.stated import (
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 
 torch.set_num_threads(1)
-WHERE = ("device", "cpu")
+WHERE = ("device", "cpu_step")
 
 
 def steps_of(world: Any, rank: int = 0) -> CpuOptimizer:
@@ -55,13 +55,17 @@ def steps_of(world: Any, rank: int = 0) -> CpuOptimizer:
 @pytest.mark.parametrize(
     ("shape", "make", "how"),
     [
-        ("interleaved", "AdamW", {"clip": True, "tied": True}),
-        ("interleaved", "bfloat16", {"recompute": "all", "frozen": 2}),
+        ("interleaved", "AdamW", {"clip_grad_norm": True, "tied_weights": True}),
+        ("interleaved", "bfloat16", {"recompute": "all", "frozen_stages": 2}),
         ("interleaved", "AdamW, fused", {"offload": "all"}),
-        ("1F1B", "momentum", {"tied": True}),
-        ("1F1B", "NAdam", {"clip": True}),
-        ("in a vee", "Adam, groups", {"clip": True, "tied": True, "slots": "fewest"}),
-        ("mirrored", "bfloat16", {"clip": True}),
+        ("1F1B", "momentum", {"tied_weights": True}),
+        ("1F1B", "NAdam", {"clip_grad_norm": True}),
+        (
+            "in a vee",
+            "Adam, groups",
+            {"clip_grad_norm": True, "tied_weights": True, "buffer_sharing": "minimal"},
+        ),
+        ("mirrored", "bfloat16", {"clip_grad_norm": True}),
     ],
 )
 def test_the_bits_are_those_of_steps_on_the_device(shape: str, make: str, how: Any) -> None:
@@ -70,9 +74,11 @@ def test_the_bits_are_those_of_steps_on_the_device(shape: str, make: str, how: A
     schedule, plan = SHAPES[shape]
     half, found = make == "bfloat16", []
     for states in WHERE:
-        program = schedir.compile(schedule, plan, model="edge", states=states, **how)
+        program = schedir.compile(
+            schedule, plan, progress_model="per_edge", optimizer_placement=states, **how
+        )
         world = made(program, MAKES[make], half=half)
-        for k in range(plan.ranks) if states == "cpu" else ():
+        for k in range(plan.ranks) if states == "cpu_step" else ():
             poison_weights(steps_of(world, k))
         found.append((stepped(world, 0, 1, 2), left(world)))
     assert equal(found[0][0], found[1][0]) and equal(found[0][1], found[1][1])
@@ -98,7 +104,7 @@ def _processes(rank: int) -> Any:
     return [
         train(rank, Case(looped_bfs, PipelineShape(1, 3, 3), half=half, options=how), zero)
         for zero, half, clip in LEVELS
-        for how in ({"states": states, "clip": clip} for states in WHERE)
+        for how in ({"optimizer_placement": states, "clip_grad_norm": clip} for states in WHERE)
     ]
 
 
@@ -115,7 +121,9 @@ def test_a_replica_steps_its_part() -> None:
 def test_nothing_is_stepped_where_one_gradient_is_not_finite(make: str, clip: bool) -> None:
     scales: dict[str, Any] = {"loss_scale": partial(LossScale, 8.0)} if clip else {}
     for states in WHERE:
-        program = schedir.compile(interleaved, PipelineShape(1, 4, 3), clip=clip, states=states)
+        program = schedir.compile(
+            interleaved, PipelineShape(1, 4, 3), clip_grad_norm=clip, optimizer_placement=states
+        )
         world = made(program, MAKES[make], half=make == "bfloat16", **scales)
         stepped(world, 0)
         (rank,) = world.ranks
@@ -137,9 +145,9 @@ def test_programs_beside_each_other() -> None:
     """Two that train, with other microbatches, and one that evaluates."""
     found = []
     for states in WHERE:
-        how: dict[str, Any] = {"model": "edge", "states": states}
+        how: dict[str, Any] = {"progress_model": "per_edge", "optimizer_placement": states}
         large, small = (
-            schedir.compile(gpipe, PipelineShape(2, m), clip=True, **how) for m in (3, 2)
+            schedir.compile(gpipe, PipelineShape(2, m), clip_grad_norm=True, **how) for m in (3, 2)
         )
         looks = schedir.compile(forward_only, PipelineShape(2, 2), **how)
         world = made(small, ADAMW, more=[large, looks])
@@ -158,7 +166,7 @@ def test_what_others_change_between_steps_is_stepped() -> None:
     found = []
     for states in WHERE:
         world = made(
-            schedir.compile(interleaved, PipelineShape(1, 4, 3), states=states),
+            schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement=states),
             lambda own: ADAMW(own[-3:]),
         )
         stepped(world, 0)
@@ -180,7 +188,12 @@ def test_what_takes_no_gradient_and_what_has_no_number_may_be_there() -> None:
     """An optimizer of all parameters has some of a trained stage that are frozen, or are empty."""
     found = []
     for states in WHERE:
-        program = schedir.compile(interleaved, PipelineShape(1, 2, 3), model="edge", states=states)
+        program = schedir.compile(
+            interleaved,
+            PipelineShape(1, 2, 3),
+            progress_model="per_edge",
+            optimizer_placement=states,
+        )
         stages = gpt_stages(program.plan.stages, tied=False)
         next(stages[1].parameters()).requires_grad_(False)
         stages[2].requires_grad_(False)
@@ -197,7 +210,9 @@ def test_what_takes_no_gradient_and_what_has_no_number_may_be_there() -> None:
 
 def test_the_host_steps_in_a_thread_of_its_own_and_nothing_is_left() -> None:
     """What was a gradient or a weight on the host is NaN there when the step has ended."""
-    world = made(schedir.compile(interleaved, PipelineShape(1, 4, 3), states="cpu"), ADAMW)
+    world = made(
+        schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement="cpu_step"), ADAMW
+    )
     seen: list[str] = []
     own = steps_of(world)
     step = own.step
@@ -218,7 +233,7 @@ def test_as_much_is_on_each_tier_as_was_predicted() -> None:
     plan = PipelineShape(1, 2, 3)
     stages, (x, y, _) = gpt_stages(plan.stages, tied=False), batch(2)
     sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
-    world = made(schedir.compile(looped_bfs, plan, states="cpu"), ADAMW)
+    world = made(schedir.compile(looped_bfs, plan, optimizer_placement="cpu_step"), ADAMW)
     stepped(world, 0, 1)
     (rank,) = world.ranks
     own = steps_of(world)
@@ -233,7 +248,7 @@ def test_as_much_is_on_each_tier_as_was_predicted() -> None:
 MODEL = Model(dropout=0.1, clip=True)
 
 
-@pytest.mark.parametrize(("first", "then"), [("cpu", "device"), ("host", "cpu")])
+@pytest.mark.parametrize(("first", "then"), [("cpu_step", "device"), ("host", "cpu_step")])
 @pytest.mark.parametrize("half", [True, False])
 def test_a_checkpoint_goes_on_to_the_same_bits(
     first: str, then: str, half: bool, tmp_path: Path
@@ -241,7 +256,7 @@ def test_a_checkpoint_goes_on_to_the_same_bits(
     model = MODEL._replace(half=half)
 
     def layout(states: str) -> Layout:
-        return Layout(interleaved, PipelineShape(2, 4, 2), options={"states": states})
+        return Layout(interleaved, PipelineShape(2, 4, 2), options={"optimizer_placement": states})
 
     one, other, whole = (in_process(layout(s), model) for s in (first, then, "device"))
     steps(one, 0, 2)
@@ -268,7 +283,7 @@ class Draws(torch.optim.SGD):
 
 
 def test_what_the_host_cannot_step_is_refused() -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), states="cpu")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement="cpu_step")
     capturable, none = partial(torch.optim.AdamW, capturable=True), cast(Any, None)
     with pytest.raises(ModelError, match="AdamW is capturable"):
         made(program, capturable)
@@ -279,13 +294,15 @@ def test_what_the_host_cannot_step_is_refused() -> None:
 
 
 def test_an_error_of_the_host_names_its_instruction_and_a_later_step_is_right() -> None:
-    world = made(schedir.compile(interleaved, PipelineShape(1, 2, 2), states="cpu"), ADAMW)
+    world = made(
+        schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="cpu_step"), ADAMW
+    )
     stepped(world, 0)
     hook: Any = lambda *_: None  # noqa: E731
     handle = optimizer_of(world.ranks[0]).register_step_post_hook(hook)
     with pytest.raises(ExecutionError, match="has hooks on its step") as told:
         stepped(world, 1)
-    assert "step_host" in str(told.value.sites[0].instr)
+    assert "host_step" in str(told.value.sites[0].instr)
     handle.remove()
 
 
@@ -294,7 +311,7 @@ def test_an_own_optimizer_is_stepped() -> None:
     found = []
     for states in WHERE:
         world = made(
-            schedir.compile(one_f_one_b, PipelineShape(2, 2), states=states),
+            schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement=states),
             lambda own: kind(own, lr=0.1, momentum=0.9),
         )
         stepped(world, 0, 1)

@@ -73,7 +73,7 @@ def plain(number: int, m: int) -> tuple[float, list[dict[str, Tensor]]]:
     return float(total.detach()), gradients(own)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("slots", [None, "fewest"])
+@pytest.mark.parametrize("slots", [None, "minimal"])
 @pytest.mark.parametrize(
     ("schedule", "plan"),
     [
@@ -90,7 +90,7 @@ def test_the_bits_of_layers_that_write_to_nothing(
         down = sum((m * F[j] for j in own[1:]), m * F[0])
         return down + sum((m * B[j] for j in reversed(own[:-1])), m * B[own[-1]])
 
-    program = compile(mine if schedule is gpipe else schedule, plan, slots=slots)
+    program = compile(mine if schedule is gpipe else schedule, plan, buffer_sharing=slots)
     own = stages(plan.stages)
     world = InProcessExecutor(program, own, loss=loss, boundary=BOUNDARY)
     x, target = batch(plan.microbatches)
@@ -155,7 +155,7 @@ def test_a_dropout_writes_in_training_alone() -> None:
 
 
 def _process(rank: int, kind: Any) -> tuple[list[dict[str, Tensor]], bool]:
-    program = compile(one_f_one_b, PipelineShape(2, 4), model="edge")
+    program = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
     own = stages(2)[rank]
     executor = Executor(program, rank, {rank: own}, kind(program), loss=loss, boundary=BOUNDARY)
     x, target = batch(4)

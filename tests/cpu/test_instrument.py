@@ -138,7 +138,7 @@ def test_their_runs_are_imported(
     program = imported(runs[0], name)
     assert computes(program) == computes(schedir.compile(ours, PipelineShape(RANKS, MICROBATCHES)))
     for model in MODELS:
-        schedir.check(program, model=model)
+        schedir.check(program, progress_model=model)
 
 
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleGPipe"])

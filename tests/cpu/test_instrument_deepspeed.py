@@ -60,7 +60,7 @@ def test_its_1f1b_is_ours(runs: tuple[Path, list[dict[str, list[str]]]]) -> None
     plan = PipelineShape(RANKS, MICROBATCHES)
     assert computes(program) == computes(schedir.compile(schedules.one_f_one_b, plan))
     for model in ELSEWHERE:
-        schedir.check(program, model=model)
+        schedir.check(program, progress_model=model)
 
 
 @pytest.mark.parametrize("name", ["train eval", "dualpipev", "dualpipev eval"])
@@ -71,7 +71,7 @@ def test_all_else_it_runs_completes(
     assert program.plan.microbatches == MICROBATCHES
     assert program.plan.placement == ("vee" if "dualpipev" in name else "loop")
     for model in ELSEWHERE:
-        schedir.check(program, model=model)
+        schedir.check(program, progress_model=model)
 
 
 def test_each_instruction_is_marked(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:

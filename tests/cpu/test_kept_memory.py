@@ -141,7 +141,7 @@ def test_garbage_is_not_kept() -> None:
 
 
 def _keeps(rank: int, kind: Any) -> bool:
-    program = compile(one_f_one_b, PipelineShape(2, MICROBATCHES), model="edge")
+    program = compile(one_f_one_b, PipelineShape(2, MICROBATCHES), progress_model="per_edge")
     own = [Layer(), Keeps("input", reads=False)][rank]
     executor = Executor(program, rank, {rank: own}, kind(program), loss=squares, boundary=BOUNDARY)
     try:
@@ -186,10 +186,11 @@ def test_a_full_weight_that_is_kept() -> None:
     for zero in (0, 1, 2):
         own = made(*[KeepsWeight] * 4)
         world(
-            compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=zero, clip=False), own
+            compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=zero, clip_grad_norm=False),
+            own,
         ).step(*batch())
         assert all(last.isfinite().all() for last in kept_by(own))
-    program = compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=3, clip=False)
+    program = compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=3, clip_grad_norm=False)
     with pytest.raises(ModelError):
         world(program, made(*[KeepsWeight] * 4)).step(*batch())
 

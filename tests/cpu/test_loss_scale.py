@@ -93,7 +93,7 @@ def test_a_pipeline_learns_as_a_plain_loop_with_torchs_scaler(schedule: Any, fus
     values, want = plain(half_stages(2, tied=False))
     assert {b / a for a, b in pairwise(values)} == {0.5, 1.0, 2.0}  # all that can happen
     world = InProcessExecutor(
-        compile(schedule, PipelineShape(2, 4), clip=True),
+        compile(schedule, PipelineShape(2, 4), clip_grad_norm=True),
         half_stages(2, tied=False),
         loss=gpt.loss,
         boundary=HALF,
@@ -114,7 +114,9 @@ def test_a_pipeline_learns_as_a_plain_loop_with_torchs_scaler(schedule: Any, fus
 
 def _replica(process: int) -> tuple[list[tuple[float, bool]], list[Tensor]]:
     """Of two replicas, only the first has something to learn, and overflows."""
-    program = compile(one_f_one_b, PipelineShape(2, 4), dp=2, tied=True, clip=True)
+    program = compile(
+        one_f_one_b, PipelineShape(2, 4), dp=2, tied_weights=True, clip_grad_norm=True
+    )
     transport = GlooTransport(program)
     own = {transport.rank: half_stages(2, tied=True)[transport.rank]}
     adamw = partial(torch.optim.AdamW, lr=1e-2, fused=True)
@@ -155,5 +157,5 @@ def test_programs_that_do_not_say_the_norm_are_refused() -> None:
         InProcessExecutor(
             program, half_stages(2, False), loss=gpt.loss, boundary=HALF, loss_scale=large
         )
-    with pytest.raises(UsageError, match="clip 0 takes none"):
-        TrainConfig(precision="float16", clip=0.0)
+    with pytest.raises(UsageError, match="clip_grad_norm = 0 does not compute it"):
+        TrainConfig(precision="float16", clip_grad_norm=0.0)

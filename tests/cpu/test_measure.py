@@ -31,7 +31,7 @@ def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     save_cluster(cluster, tmp_path / "here.toml", notes=found.notes)
     assert load_cluster(tmp_path / "here.toml") == cluster
     model = planner.TransformerSpec(layers=2, hidden=64, heads=4, vocab=256, sequence=64)
-    assert 0 < planner.layer_time(model, cluster, planner.ParallelPlan(t=2)).total.F < 1
+    assert 0 < planner.layer_time(model, cluster, planner.ParallelPlan(tp=2)).total.F < 1
 
 
 def test_three_processes_have_pairs_and_all() -> None:

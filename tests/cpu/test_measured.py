@@ -41,11 +41,11 @@ def _measured(program: Program, **late: float) -> Timeline:
         instr = str(index.locate(position)[2]).replace(" ", "_").replace(".", "_")
         start[position] += late.get(instr, 0.0)
         end[position] += late.get(instr, 0.0)
-    return timeline_of(program, start, end, "edge")
+    return timeline_of(program, start, end, "per_edge")
 
 
 def test_a_pair_begins_with_its_first_member_and_ends_with_its_last() -> None:
-    program = schedir.compile(paired, PipelineShape(2, 4), model="edge")
+    program = schedir.compile(paired, PipelineShape(2, 4), progress_model="per_edge")
     timeline = _measured(program)
     second = np.flatnonzero(program.words >> 56)
     assert len(second) > 0
@@ -56,7 +56,7 @@ def test_a_pair_begins_with_its_first_member_and_ends_with_its_last() -> None:
 
 
 def test_a_message_begins_when_both_sides_are_there() -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), progress_model="per_edge")
     for late in ({"send_act_0_1": 100.0}, {"recv_act_1_1": 100.0}):
         spans = _measured(program, **late).spans
         act = (spans["op"] == Opcode.SendAct) | (spans["op"] == Opcode.RecvAct)
@@ -74,7 +74,13 @@ def _processes(rank: int) -> Any:
     for module in (runtime_stamps, runtime_clock):
         module.perf_counter = clock  # type: ignore[attr-defined]
     runtime_clock.socket.gethostname = lambda: f"host{rank}"  # type: ignore[attr-defined]
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), model="edge", tied=True, clip=True)
+    program = schedir.compile(
+        one_f_one_b,
+        PipelineShape(2, 3),
+        progress_model="per_edge",
+        tied_weights=True,
+        clip_grad_norm=True,
+    )
     transport = GlooTransport(program, timeout=77.0)
     stage = {rank: gpt_stages(2)[rank]}
     own = Executor(program, rank, stage, transport, loss=gpt.loss, boundary=BOUNDARY)
@@ -110,7 +116,13 @@ def test_clocks_reductions_and_timeouts_of_processes() -> None:
 
 
 def _ranks(record: bool = True) -> InProcessExecutor:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), model="edge", tied=True, clip=True)
+    program = schedir.compile(
+        one_f_one_b,
+        PipelineShape(2, 3),
+        progress_model="per_edge",
+        tied_weights=True,
+        clip_grad_norm=True,
+    )
     return InProcessExecutor(
         program, gpt_stages(2, True), loss=gpt.loss, boundary=BOUNDARY, record=record
     )

@@ -88,7 +88,10 @@ def test_the_whole_configuration_is_compared() -> None:
     base = Config()
     for other, name in (
         (replace(base, output=OutputConfig(record=False)), "output.record"),
-        (replace(base, pipeline=PipelineConfig(slots="fewest")), "pipeline.slots"),
+        (
+            replace(base, pipeline=PipelineConfig(buffer_sharing="minimal")),
+            "pipeline.buffer_sharing",
+        ),
     ):
         one, two = facts_of(base), facts_of(other)
         assert {fact for fact in one if one[fact] != two[fact]} == {name}
@@ -138,7 +141,11 @@ def by_hand(config: str, folder: Path, sets: list[list[str]]) -> list[tuple[int,
     ("one", "other", "fact"),
     [
         ("output.record=true", "output.record=false", "output.record: True and False"),
-        ("pipeline.slots=own", "pipeline.slots=fewest", "pipeline.slots: own and fewest"),
+        (
+            "pipeline.buffer_sharing=none",
+            "pipeline.buffer_sharing=minimal",
+            "pipeline.buffer_sharing: none and minimal",
+        ),
         ("data.source=README.md", "data.source=LICENSE", "the data: "),
     ],
 )

@@ -105,10 +105,12 @@ def three(view: str, kind: str) -> list[nn.Module]:
 def ranks_of(
     plan: PipelineShape, stages: list[nn.Module], optimizer: Any = SGD, **how: Any
 ) -> InProcessExecutor:
-    tied = how.pop("tied", None)
+    tied = how.pop("tied_weights", None)
     schedule = how.pop("schedule", one_f_one_b if plan.stages_per_rank == 1 else interleaved)
-    program = schedir.compile(schedule, plan, model="edge", tied=tied or False, **how)
-    folder = "." if how.get("states") == "disk" else None
+    program = schedir.compile(
+        schedule, plan, progress_model="per_edge", tied_weights=tied or False, **how
+    )
+    folder = "." if how.get("optimizer_placement") == "disk" else None
     return InProcessExecutor(
         program, stages, loss=loss, boundary=BOUNDARY, optimizer=optimizer, tied=tied, folder=folder
     )
@@ -130,7 +132,7 @@ def test_memory_of_another_rank_is_refused_also_of_what_is_said_to_be_tied() -> 
     stages[1].weight = nn.Parameter(stages[0].weight.data)
     same = schedir.TiedWeights((((0, "weight"), (1, "weight")),))
     with pytest.raises(ModelError) as error:
-        ranks_of(PipelineShape(2, 4), stages, tied=same)
+        ranks_of(PipelineShape(2, 4), stages, tied_weights=same)
     assert "share memory" in error.value.fact
 
 
@@ -172,7 +174,7 @@ def test_memory_that_nobody_trains_may_be_shared() -> None:
 def test_one_parameter_of_several_ranks_is_a_tie() -> None:
     stages: list[Any] = [Times(0), Times(1), Times(2)]
     stages[2].weight = stages[0].weight
-    ranks = ranks_of(PipelineShape(3, 4), stages, tied=find_tied_weights(stages))
+    ranks = ranks_of(PipelineShape(3, 4), stages, tied_weights=find_tied_weights(stages))
     before = weights(stages)[0].clone()
     ranks.step(*batch(4))
     assert stages[2].weight is stages[0].weight and not torch.equal(before, stages[0].weight)
@@ -189,7 +191,9 @@ def test_a_view_of_a_weight_that_has_older_versions_is_refused(kind: str) -> Non
         return found
 
     with pytest.raises(ModelError) as error:
-        ranks_of(PipelineShape(2, 4, updates=2, delay=1), stages(), schedule=pipedream_2bw)
+        ranks_of(
+            PipelineShape(2, 4, optimizer_steps=2, weight_delay=1), stages(), schedule=pipedream_2bw
+        )
     assert "0.weight of stage 0" in error.value.fact and "1.also of stage 0" in error.value.fact
     assert "delay=0" in error.value.hint
     ranks_of(PipelineShape(2, 4), stages()).step(*batch(4))
@@ -199,7 +203,7 @@ def test_a_view_of_a_weight_that_has_older_versions_is_refused(kind: str) -> Non
 
 
 @pytest.mark.parametrize("plan", [PipelineShape(1, 4, 3), PipelineShape(1, 4)])
-@pytest.mark.parametrize("states", ["host", "disk", "cpu"])
+@pytest.mark.parametrize("states", ["host", "disk", "cpu_step"])
 @pytest.mark.parametrize("view", ["a row", "a column", "transposed"])
 def test_two_parameters_in_one_memory_are_refused(
     view: str, states: str, plan: PipelineShape, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
@@ -209,15 +213,15 @@ def test_two_parameters_in_one_memory_are_refused(
     if plan.stages == 1:
         stages = [nn.Sequential(*stages)]
     with pytest.raises(ModelError) as error:
-        ranks_of(plan, stages, states=states)
+        ranks_of(plan, stages, optimizer_placement=states)
     assert "weight of stage 0" in error.value.fact and "also of stage" in error.value.fact
     assert error.value.program and "'device'" in error.value.hint
 
 
-@pytest.mark.parametrize("states", ["host", "cpu"])
+@pytest.mark.parametrize("states", ["host", "cpu_step"])
 def test_data_that_is_set_to_the_memory_of_another_is_refused_in_the_next_step(states: str) -> None:
     stages: list[Any] = [Times(0), Times(1)]
-    ranks = ranks_of(PipelineShape(1, 4, 2), stages, states=states)
+    ranks = ranks_of(PipelineShape(1, 4, 2), stages, optimizer_placement=states)
     ranks.step(*batch(4))
     own = stages[1].weight.data
     stages[1].weight.data = stages[0].weight.data
@@ -229,9 +233,9 @@ def test_data_that_is_set_to_the_memory_of_another_is_refused_in_the_next_step(s
 
 def test_a_view_that_is_not_stepped_sees_what_the_host_steps() -> None:
     found = []
-    for states in ("device", "host", "cpu"):
+    for states in ("device", "host", "cpu_step"):
         stages = three("a row", "frozen")
-        ranks = ranks_of(PipelineShape(1, 4, 3), stages, states=states)
+        ranks = ranks_of(PipelineShape(1, 4, 3), stages, optimizer_placement=states)
         for k in range(3):
             ranks.step(*batch(4, k))
         found.append(weights(stages))

@@ -43,7 +43,7 @@ SCHEDULES = cases(USUAL, [s for s in ZOO.values() if s not in USUAL])
 def compiled(schedule: Any, kind: Kind, microbatches: int = M, **options: Any) -> Program:
     found = program_of(schedule).plan
     plan = PipelineShape(2, microbatches, found.stages_per_rank, placed_for(schedule)[0] or "loop")
-    return compile(schedule, plan, tied=kind.tied(plan.stages), **options)
+    return compile(schedule, plan, tied_weights=kind.tied(plan.stages), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "all"}], ids=["kept", "recomputed"])

@@ -40,33 +40,39 @@ class Case(NamedTuple):
     plan: PipelineShape
     tp: int = 1
     dp: int = 1
-    slots: BufferSharing | None = None
+    buffer_sharing: BufferSharing | None = None
     record: bool = False
     clip: bool = True
 
     def compile(self) -> Program:
         return compile(
-            self.schedule, self.plan, tp=self.tp, dp=self.dp, model="edge", overlap=True,
-            tied=True, clip=self.clip, slots=self.slots,
+            self.schedule, self.plan, tp=self.tp, dp=self.dp, progress_model="per_edge",
+            overlap=True,
+            tied_weights=True, clip_grad_norm=self.clip, buffer_sharing=self.buffer_sharing,
         )  # fmt: skip
 
 
 CASES = dict(cases(
     [
         ("1f1b", Case(one_f_one_b, PipelineShape(2, 4), tp=2)),
-        ("1f1b, slots shared", Case(one_f_one_b, PipelineShape(2, 4), tp=2, slots="fewest")),
-        ("split, slots shared", Case(zb, PipelineShape(2, 4), tp=2, slots="fewest", record=True)),
+        ("1f1b, slots shared", Case(one_f_one_b, PipelineShape(2, 4), tp=2,
+                                    buffer_sharing="minimal")),
+        ("split, slots shared", Case(zb, PipelineShape(2, 4), tp=2, buffer_sharing="minimal",
+                                     record=True)),
         ("interleaved, slots shared", Case(interleaved, PipelineShape(2, 4, 2), tp=2,
-                                           slots="fewest")),
-        ("gpipe, slots enough", Case(gpipe, PipelineShape(2, 4), tp=2, slots="enough")),
-        ("replicas, split", Case(zb, PipelineShape(2, 4), dp=2, slots="fewest", record=True)),
+                                           buffer_sharing="minimal")),
+        ("gpipe, slots enough", Case(gpipe, PipelineShape(2, 4), tp=2,
+                                     buffer_sharing="latency_preserving")),
+        ("replicas, split", Case(zb, PipelineShape(2, 4), dp=2, buffer_sharing="minimal",
+                                 record=True)),
         ("two holders", Case(chimera, PipelineShape(2, 4, placement="mirror"), tp=2,
-                             slots="fewest")),
-        ("updates", Case(pipedream_2bw, PipelineShape(2, 8, updates=2, delay=1), dp=2, clip=False)),
+                             buffer_sharing="minimal")),
+        ("updates", Case(pipedream_2bw, PipelineShape(2, 8, optimizer_steps=2, weight_delay=1),
+                         dp=2, clip=False)),
     ],
     [
         ("1f1b, slots shared, recorded",
-         Case(one_f_one_b, PipelineShape(2, 4), tp=2, slots="fewest", record=True)),
+         Case(one_f_one_b, PipelineShape(2, 4), tp=2, buffer_sharing="minimal", record=True)),
         ("split", Case(zb, PipelineShape(2, 4), tp=2)),
         ("interleaved", Case(interleaved, PipelineShape(2, 4, 2), tp=2, record=True)),
         ("replicas", Case(one_f_one_b, PipelineShape(2, 4), dp=2)),
@@ -116,7 +122,7 @@ def _steps(case: Case, unwaited: Kind | None, hasty: bool = False) -> Ran:
         and all(torch.equal(g, expected[s][name]) for name, g in got[s].items())
         for s in got
     )
-    counted = streams_of(program, transport.rank, "edge")
+    counted = streams_of(program, transport.rank, "per_edge")
     theirs = counted["reductions"] - 1 + counted["messages"] // 2 + 2 * (case.tp > 1)
     made = sum(stream.seen[stream] > 0 for stream in gpu.streams) + theirs
     unseen = 0 if case.record else counted["records"]

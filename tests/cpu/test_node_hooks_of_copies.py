@@ -17,7 +17,7 @@ from schedir.schedules import chimera, one_f_one_b, pipedream_2bw
 
 WIDTH = 3
 WITH_COPIES = [
-    (pipedream_2bw, PipelineShape(2, 4, updates=2, delay=1)),
+    (pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)),
     (chimera, PipelineShape(2, 4, stages_per_rank=2, placement="mirror")),
 ]
 

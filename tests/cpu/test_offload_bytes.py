@@ -97,8 +97,8 @@ def test_what_is_on_each_tier_is_what_was_predicted(
     make, data, loss = MODELS[model]
     stages, (inputs, targets, scale) = make(plan.stages), data(plan.microbatches)
     sizes = measure_sizes(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
-    program = compile(schedule, plan, model="edge", recompute=recompute)
-    program = checked(moved(program, plan.ranks, spilled=0.5), "fewest")
+    program = compile(schedule, plan, progress_model="per_edge", recompute=recompute)
+    program = checked(moved(program, plan.ranks, spilled=0.5), "minimal")
     world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, folder=tmp_path)
     tiers = [
         dict(zip(("host", "disk"), each, strict=True)) for each in
@@ -117,7 +117,7 @@ def test_a_timeline_says_what_was_on_each_tier(tmp_path: Path, at_once: None) ->
     make, data, loss = MODELS["gpt"]
     stages, (inputs, targets, scale) = make(2), data(6)
     sizes = measure_sizes(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
-    program = checked(moved(compile(one_f_one_b, PipelineShape(2, 6)), 1, spilled=0.5), "fewest")
+    program = checked(moved(compile(one_f_one_b, PipelineShape(2, 6)), 1, spilled=0.5), "minimal")
     world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, folder=tmp_path)
     with ExitStack() as stack:
         livings = [stack.enter_context(LiveMemory(rank)) for rank in world.ranks]
@@ -128,7 +128,9 @@ def test_a_timeline_says_what_was_on_each_tier(tmp_path: Path, at_once: None) ->
         assert [living.most_on[tier] for living in livings] == most
         assert max(most) > 0
     spans = timeline.spans
-    moves = np.isin(spans["op"], [Opcode.Offload, Opcode.Reload, Opcode.Spill, Opcode.Fetch])
+    moves = np.isin(
+        spans["op"], [Opcode.Offload, Opcode.Reload, Opcode.OffloadToDisk, Opcode.ReloadFromDisk]
+    )
     assert (spans["end"] > spans["start"])[moves].all()
 
 
@@ -151,7 +153,7 @@ def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_pa
     program = moved(compile(interleaved, plan), 1, spilled=spilled, late=0.0)
     (least,) = on_host(program).peak(groups(InstructionIndex.of(program))).tolist()
     slots = least + more
-    program = check(program.with_slots([SlotCounts.unsaid()._replace(host=slots)]), "edge")
+    program = check(program.with_slots([SlotCounts.unsaid()._replace(host=slots)]), "per_edge")
     stages = noisy(plan.stages, partial(next, map(Wide, (400, 40, 4))))
     world = InProcessExecutor(program, stages, loss=squares, boundary=FLAT, folder=tmp_path)
     (rank,) = world.ranks
@@ -161,7 +163,8 @@ def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_pa
         spans = world.timeline().spans
         brings, takes = (
             spans[when][np.isin(spans["op"], ops)] for when, ops in
-            (("start", (Opcode.Offload, Opcode.Fetch)), ("end", (Opcode.Reload, Opcode.Spill)))
+            (("start", (Opcode.Offload, Opcode.ReloadFromDisk)), ("end", (Opcode.Reload,
+                                                                          Opcode.OffloadToDisk)))
         )  # fmt: skip
         there = np.searchsorted(np.sort(brings), brings, "right")
         assert (there - np.searchsorted(np.sort(takes), brings, "right")).max() <= slots

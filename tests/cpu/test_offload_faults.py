@@ -37,7 +37,7 @@ PLAN = PipelineShape(2, 4)
 
 
 def away(spilled: float = 0.0) -> Program:
-    return checked(moved(compile(gpipe, PLAN), 5, spilled=spilled, late=1), "fewest")
+    return checked(moved(compile(gpipe, PLAN), 5, spilled=spilled, late=1), "minimal")
 
 
 def world_of(program: Program, layer: Any = None, **more: Any) -> InProcessExecutor:
@@ -145,7 +145,10 @@ def test_a_file_without_a_name_that_folders_may_leave(tmp_path: Path) -> None:
     made = [(arena.made, len(arena.free)) for arena in arenas]
     for rank, (_, rooms) in zip(world.ranks, made, strict=True):
         ops = [i.op for i in rank.state.stream]
-        there = [ops[:k].count(Opcode.Spill) - ops[:k].count(Opcode.Fetch) for k in range(len(ops))]
+        there = [
+            ops[:k].count(Opcode.OffloadToDisk) - ops[:k].count(Opcode.ReloadFromDisk)
+            for k in range(len(ops))
+        ]
         assert rooms == max(there) == 2
     assert all(arena.used == 0 for arena in arenas)
     world.step(*batch(4))
@@ -173,7 +176,9 @@ def test_a_full_disk_is_so_before_anything_is_spilled(
     with pytest.raises(ExecutionError) as caught:
         world_of(away(1.0), folder=tmp_path).step(*batch(4))
     (site,) = caught.value.sites
-    assert "No space left on device" in str(caught.value) and str(site.instr).startswith("spill")
+    assert "No space left on device" in str(caught.value) and str(site.instr).startswith(
+        "offload_to_disk"
+    )
     assert site.rank in (0, 1) and not wrote
 
 
@@ -194,7 +199,9 @@ def test_an_error_of_the_disk_names_its_instruction(
     with pytest.raises(ExecutionError, match="Input/output error") as caught:
         world.step(*batch(4))
     (site,) = caught.value.sites
-    assert str(site.instr).split()[0] == {"write": "spill", "read": "fetch"}[verb]
+    assert (
+        str(site.instr).split()[0] == {"write": "offload_to_disk", "read": "reload_from_disk"}[verb]
+    )
     with pytest.raises(ExecutionError, match="make the executor"):
         world.step(*batch(4))
 

@@ -58,12 +58,12 @@ torch.set_num_threads(1)
 
 def checked(program: Program, slots: str | None = None) -> Program:
     if slots:
-        program = share_slots(program, "fewest")
-    return check(program, "edge")
+        program = share_slots(program, "minimal")
+    return check(program, "per_edge")
 
 
-_USUAL = [("dualpipe_v", None), ("zb_h1", "fewest"), ("looped_bfs", "fewest"), ("dualpipe", None)]
-_EACH = [(name, slots) for name in ZOO for slots in (None, "fewest")]
+_USUAL = [("dualpipe_v", None), ("zb_h1", "minimal"), ("looped_bfs", "minimal"), ("dualpipe", None)]
+_EACH = [(name, slots) for name in ZOO for slots in (None, "minimal")]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_of_the_zoo(name: str, slots: Any) -> None:
     one = plan.rows == 1
     layer = Noisy if one else (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)))
     for seed, recompute in enumerate([None, "all"]):
-        program = compile(ZOO[name], plan, model="edge", recompute=recompute)
+        program = compile(ZOO[name], plan, progress_model="per_edge", recompute=recompute)
         program = checked(moved(program, seed), slots)
         assert {Opcode.Offload, Opcode.Reload} <= program.ops
         as_reference(program, noisy(plan.stages, layer))
@@ -87,7 +87,7 @@ def test_of_any_draft(draft: Program, seed: int) -> None:
     rng = random.Random(seed)
     program = lower(draft, recompute=lambda s, m: rng.random() < 0.4, recompute_at="late")
     program = moved(program, seed, share=0.7, spilled=0.4)
-    program = checked(program, rng.choice([None, "fewest"]))
+    program = checked(program, rng.choice([None, "minimal"]))
     with TemporaryDirectory() as folder:
         as_reference(program, noisy(program.plan.stages, _dropped), steps=1, folder=folder)
 
@@ -102,7 +102,7 @@ def compared(
     """A program that moves all, and some to the disk if there is a folder, beside itself without:
     the same losses, weights, gradients and buffers."""
     found = []
-    program = checked(moved(plain, 7, spilled=0.5 * (folder is not None)), "fewest")
+    program = checked(moved(plain, 7, spilled=0.5 * (folder is not None)), "minimal")
     for each in (plain, program):
         torch.manual_seed(0)
         stages = make()
@@ -119,9 +119,11 @@ def compared(
 
 
 def test_of_several_updates(tmp_path: Path) -> None:
-    plan = PipelineShape(2, 8, updates=4, delay=1)
+    plan = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
     compared(
-        compile(pipedream_2bw, plan, model="edge"), lambda: noisy(2, _dropped), folder=tmp_path
+        compile(pipedream_2bw, plan, progress_model="per_edge"),
+        lambda: noisy(2, _dropped),
+        folder=tmp_path,
     )
 
 
@@ -148,8 +150,8 @@ def test_of_many_tensors_and_keywords(seed: int) -> None:
     stages, boundaries = many_tensors.drawn(plan.stages, seed)
     inputs, targets, keywords = many_tensors.batch(4)
     plain, found = deepcopy(stages), []
-    program = compile(interleaved if seed else gpipe, plan, model="edge")
-    for each, own in ((program, plain), (checked(moved(program, seed), "fewest"), stages)):
+    program = compile(interleaved if seed else gpipe, plan, progress_model="per_edge")
+    for each, own in ((program, plain), (checked(moved(program, seed), "minimal"), stages)):
         world = InProcessExecutor(each, own, loss=many_tensors.loss, boundary=boundaries)
         total = world.step(inputs, targets, keywords=keywords, seed=seed)
         found.append((total, many_tensors.gradients(own)))
@@ -163,7 +165,7 @@ def test_of_stages_that_share_a_weight() -> None:
         stages[2].layer.weight = stages[0].layer.weight  # type: ignore[union-attr]
         return stages
 
-    compared(compile(one_f_one_b, PipelineShape(3, 4), tied=((0, 2),)), make)
+    compared(compile(one_f_one_b, PipelineShape(3, 4), tied_weights=((0, 2),)), make)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,9 @@ def test_of_frozen_stages_and_of_half_precision() -> None:
         return stages
 
     data = [tuple(x.bfloat16() for x in batch(4, k)) for k in range(2)]
-    compared(compile(one_f_one_b, PipelineShape(3, 4), frozen=1), make, data, boundary=boundary)
+    compared(
+        compile(one_f_one_b, PipelineShape(3, 4), frozen_stages=1), make, data, boundary=boundary
+    )
 
 
 def test_of_views_that_share_memory() -> None:
@@ -199,7 +203,7 @@ def test_of_views_that_share_memory() -> None:
             turned = (one * other).tanh().t() @ one
             return (one * other.sigmoid()) @ turned.t().tanh()
 
-    program = checked(moved(compile(gpipe, PipelineShape(1, 2)), 0, late=1), "fewest")
+    program = checked(moved(compile(gpipe, PipelineShape(1, 2)), 0, late=1), "minimal")
     stages = noisy(1, Views)
     world = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
     x, y = batch(2)
@@ -212,8 +216,8 @@ def test_of_views_that_share_memory() -> None:
 
 def test_beside_programs_that_evaluate_and_train() -> None:
     plan = PipelineShape(2, 4)
-    program = checked(moved(compile(one_f_one_b, plan), 0), "fewest")
-    half = checked(moved(compile(gpipe, PipelineShape(2, 2)), 1), "fewest")
+    program = checked(moved(compile(one_f_one_b, plan), 0), "minimal")
+    half = checked(moved(compile(gpipe, PipelineShape(2, 2)), 1), "minimal")
     look = compile(forward_only, plan)
     found = []
     for each, first in (
@@ -236,7 +240,7 @@ def test_beside_programs_that_evaluate_and_train() -> None:
 def _between_processes(rank: int, folder: str) -> list[Any]:
     found = []
     plain = compile(zb_h1, PipelineShape(2, 4), zero=3, dp=1)
-    for program in (plain, checked(moved(plain, 3, spilled=0.5), "fewest")):
+    for program in (plain, checked(moved(plain, 3, spilled=0.5), "minimal")):
         stages = noisy(2, _dropped)
         executor = Executor(
             program, rank, stages, GlooTransport(program), loss=squares, boundary=BOUNDARY,

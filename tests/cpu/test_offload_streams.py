@@ -45,7 +45,9 @@ def races(gpu: VirtualGPU) -> Iterator[Races]:
 def world_of(
     schedule: Any, plan: PipelineShape, slots: Any, spilled: float = 0.0, **more: Any
 ) -> InProcessExecutor:
-    program = compile(schedule, plan, model="edge", recompute=more.pop("recompute", None))
+    program = compile(
+        schedule, plan, progress_model="per_edge", recompute=more.pop("recompute", None)
+    )
     program = checked(moved(program, 1, spilled=spilled), slots)
     stages = gpt_stages(plan.stages, tied=False)
     world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, **more)
@@ -62,8 +64,8 @@ def of(world: InProcessExecutor) -> Any:
 
 @pytest.mark.parametrize(
     ("schedule", "plan", "recompute", "slots"),
-    cases([(*PLANS[0], None, "fewest"), (*PLANS[1], "all", None), (*PLANS[2], None, "fewest")],
-          [(*PLANS[0], "all", None), (*PLANS[1], None, "fewest"), (*PLANS[2], "all", None)]),
+    cases([(*PLANS[0], None, "minimal"), (*PLANS[1], "all", None), (*PLANS[2], None, "minimal")],
+          [(*PLANS[0], "all", None), (*PLANS[1], None, "minimal"), (*PLANS[2], "all", None)]),
 )  # fmt: skip
 def test_nothing_races(
     schedule: Any, plan: PipelineShape, recompute: Any, slots: Any, races: Races, gpu: VirtualGPU
@@ -71,7 +73,7 @@ def test_nothing_races(
     """Neither on the device, whose memory the stream that computes takes anew, nor in rooms."""
     world = world_of(schedule, plan, slots, recompute=recompute)
     plain = InProcessExecutor(
-        compile(schedule, plan, model="edge"), gpt_stages(plan.stages, tied=False),
+        compile(schedule, plan, progress_model="per_edge"), gpt_stages(plan.stages, tied=False),
         loss=gpt.loss, boundary=BOUNDARY,
     )  # fmt: skip
     for seed in (None, 0, 1):
@@ -83,7 +85,7 @@ def test_nothing_races(
 
 
 def test_with_a_disk_only_the_host_can_wait(races: Races, tmp_path: Path) -> None:
-    world = world_of(gpipe, PipelineShape(2, 4), "fewest", spilled=1.0, folder=tmp_path)
+    world = world_of(gpipe, PipelineShape(2, 4), "minimal", spilled=1.0, folder=tmp_path)
     for seed in (None, 0):
         world.step(*batch(4), seed=seed)
     assert not races.found
@@ -120,7 +122,7 @@ def test_a_wait_that_is_left_out_is_seen(
         monkeypatch.setattr(SavedActivations, "let_go", gone)
     if what == "arrive":
         monkeypatch.setattr(SavedActivations, "arrive", here)
-    world = world_of(gpipe, PipelineShape(2, 4), "fewest")
+    world = world_of(gpipe, PipelineShape(2, 4), "minimal")
     for _ in range(2):
         world.step(*batch(4))
     assert races.found
@@ -130,7 +132,7 @@ def test_lanes_run_beside_what_is_computed(
     gpu: VirtualGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And are recorded as they ran."""
-    world = world_of(gpipe, PipelineShape(1, 3), "fewest")
+    world = world_of(gpipe, PipelineShape(1, 3), "minimal")
     (rank,) = world.ranks
     copy_out = SavedActivations.copy_out
 

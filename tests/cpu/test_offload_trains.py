@@ -13,7 +13,8 @@ from tests.cpu.training import forked, losses, small
 
 MANY = [
     "pipeline.schedule=gpipe", "pipeline.stages_per_rank=1", "pipeline.microbatches=96",
-    "model.layers=2", "pipeline.slots=fewest", "output.record=false", "output.memory=true",
+    "model.layers=2", "pipeline.buffer_sharing=minimal", "output.record=false",
+    "output.memory=true",
 ]  # fmt: skip
 
 
@@ -28,10 +29,10 @@ def test_what_only_offload_makes_fit(tmp_path: Path, config: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     assert forked(str(config), tmp_path / "own", *MANY)[0] == 0
-    limit = "memory.limit=800kB"
+    limit = "memory.memory_limit=800kB"
     code, _, err = forked(str(config), tmp_path / "again", *MANY, limit, "memory.recompute=all")
     assert code == 2 and "MemoryLimitError" in err
-    away = ["memory.offload=all", "memory.spill=half", f"memory.folder={disk}"]
+    away = ["memory.offload=all", "memory.offload_to_disk=half", f"memory.spill_dir={disk}"]
     code, out, err = forked(str(config), tmp_path / "away", *MANY, limit, *away)
     assert code == 0, err
     (told,) = [line for line in out.splitlines() if "predicted for each rank" in line]
@@ -46,5 +47,5 @@ def test_what_only_offload_makes_fit(tmp_path: Path, config: Path) -> None:
 
 
 def test_what_spills_wants_a_folder(config: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no folder for it"):
-        read(str(config), ["memory.offload=all", "memory.spill=all"])
+    with pytest.raises(ConfigError, match="spill_dir names no directory"):
+        read(str(config), ["memory.offload=all", "memory.offload_to_disk=all"])

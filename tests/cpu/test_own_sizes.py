@@ -20,7 +20,15 @@ from schedir.runtime import Boundary, measure_sizes
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 
-NAMES = ("saved", "tape", "both", "checkpoint", "params", "grads", "optimizer")
+NAMES = (
+    "saved",
+    "deferred_wgrad",
+    "saved_and_deferred",
+    "checkpoint",
+    "params",
+    "grads",
+    "optimizer",
+)
 HERE = Cluster(1, 4, flops=1e10, memory=1e10, hbm=1e10, nvlink=1e9, network=1e9, latency=1e-4,
                itemsize=4, processors=2)  # fmt: skip
 
@@ -31,15 +39,15 @@ def measured(model: TransformerSpec, choice: ParallelPlan, tp: Any = None) -> An
         vocab=model.vocab, layers=model.layers, hidden=model.hidden, heads=model.heads,
         context=model.sequence, tied=model.tied,
     )  # fmt: skip
-    parts = choice.layers_of or None
+    parts = choice.layers_per_stage or None
     stages = [
         gpt.build_stage(config, s, choice.stages, tp=tp, division=parts)
         for s in range(choice.stages)
     ]
-    tokens = torch.zeros(choice.b, model.sequence, dtype=torch.int64)
+    tokens = torch.zeros(choice.microbatch_size, model.sequence, dtype=torch.int64)
     return measure_sizes(
         stages, tokens, tokens, loss=partial(gpt.loss, tp=tp),
-        boundary=Boundary((choice.b, model.sequence, model.hidden)),
+        boundary=Boundary((choice.microbatch_size, model.sequence, model.hidden)),
     )  # fmt: skip
 
 
@@ -49,14 +57,24 @@ SMALL = TransformerSpec(layers=4, hidden=64, heads=4, vocab=100, sequence=32)
 @pytest.mark.parametrize(
     ("model", "choice"),
     [
-        (SMALL, ParallelPlan(p=4, b=2, m=8)),
-        (SMALL, ParallelPlan(p=2, v=2, b=1, m=4, schedule="interleaved")),
-        (SMALL, ParallelPlan(p=2, b=3, m=4, schedule="zb_h1", layers_of=(3, 1))),
+        (SMALL, ParallelPlan(pp=4, microbatch_size=2, microbatches=8)),
+        (
+            SMALL,
+            ParallelPlan(
+                pp=2, stages_per_rank=2, microbatch_size=1, microbatches=4, schedule="interleaved"
+            ),
+        ),
+        (
+            SMALL,
+            ParallelPlan(
+                pp=2, microbatch_size=3, microbatches=4, schedule="zb_h1", layers_per_stage=(3, 1)
+            ),
+        ),
         (
             TransformerSpec(layers=6, hidden=96, heads=8, vocab=40, sequence=16, tied=False),
-            ParallelPlan(p=3, m=3),
+            ParallelPlan(pp=3, microbatches=3),
         ),
-        (SMALL, ParallelPlan(p=1, b=2, m=2)),
+        (SMALL, ParallelPlan(pp=1, microbatch_size=2, microbatches=2)),
     ],
 )
 def test_sizes_are_those_measured(model: TransformerSpec, choice: ParallelPlan) -> None:
@@ -68,13 +86,13 @@ def test_sizes_are_those_measured(model: TransformerSpec, choice: ParallelPlan) 
 
 def sliced(rank: int, choice: ParallelPlan) -> list[list[float]]:
     """What a slice measures."""
-    made = plan_program(ParallelPlan(t=2, m=choice.m), tied=True)
+    made = plan_program(ParallelPlan(tp=2, microbatches=choice.microbatches), tied=True)
     found = measured(SMALL, choice, GlooTransport(made).tp_group)
     return [found.of(name, choice.stages).tolist() for name in NAMES]
 
 
 def test_sizes_of_slices_are_those_measured() -> None:
-    choice = ParallelPlan(p=2, t=2, b=2, m=4)
+    choice = ParallelPlan(pp=2, tp=2, microbatch_size=2, microbatches=4)
     told = own_sizes(SMALL, choice, plan_of(choice))
     for found in run(sliced, 2, choice):
         for name, of in zip(NAMES, found, strict=True):
@@ -84,7 +102,9 @@ def test_sizes_of_slices_are_those_measured() -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_fullest_rank_of_a_run(recompute: Any) -> None:
     """What the trainer says before its first step, of the program that it compiles."""
-    choice = ParallelPlan(p=4, b=2, m=8, recompute=recompute, attention="flash")
+    choice = ParallelPlan(
+        pp=4, microbatch_size=2, microbatches=8, recompute=recompute, attention="flash"
+    )
     made = plan_program(choice, tied=True, **ON_PROCESSORS)
     most = max(float(rank.bytes.max()) for rank in held(made, measured(SMALL, choice)))
     assert simulate_plan(SMALL, HERE, choice).memory.total == most

@@ -96,9 +96,9 @@ LENGTHS = [(3, 1), (5, 2), (1, 1), (4, 3)]
 def test_a_slot_has_room_for_the_largest_that_it_holds() -> None:
     x, y, boundary = batch([(300, 1), (500, 2), (100, 1), (400, 3)])
     each = [300, 500, 100, 400]
-    choices: list[tuple[BufferSharing | None, list[int]]] = [("fewest", [max(each)]), (None, each)]
+    choices: list[tuple[BufferSharing | None, list[int]]] = [("minimal", [max(each)]), (None, each)]
     for slots, expected in choices:
-        program = compile(gpipe, PipelineShape(2, 4), slots=slots)
+        program = compile(gpipe, PipelineShape(2, 4), buffer_sharing=slots)
         ranks = InProcessExecutor(program, model(2), loss=loss, boundary=boundary)
         ranks.step(x, y)
         rooms = [own.nbytes for own in ranks.ranks[1].state.buffers.values()]
@@ -108,7 +108,7 @@ def test_a_slot_has_room_for_the_largest_that_it_holds() -> None:
 
 CASES: list[tuple[Any, PipelineShape, dict[str, Any]]] = [
     (GlooTransport, PipelineShape(2, 4), {}),
-    (GlooTransport, PipelineShape(2, 4), {"slots": "fewest"}),
+    (GlooTransport, PipelineShape(2, 4), {"buffer_sharing": "minimal"}),
     (GlooTransport, PipelineShape(1, 4), {"tp": 2}),
     (SharedMemoryTransport, PipelineShape(2, 4), {}),
 ]
@@ -119,7 +119,7 @@ def own_steps(process: int) -> list[Any]:
     x, y, boundary = batch(LENGTHS)
     found = []
     for make, plan, options in CASES:
-        program = compile(one_f_one_b, plan, model=make.model, **options)
+        program = compile(one_f_one_b, plan, progress_model=make.progress_model, **options)
         transport, stages = make(program), model(plan.stages)
         own = Executor(program, transport.rank, stages, transport, loss=loss, boundary=boundary)
         for _ in range(2):

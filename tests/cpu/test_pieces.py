@@ -32,14 +32,17 @@ HIDDEN = (2, 8, 32)
 # is said of their programs.
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "one_f_one_b": (1, 2, {"recompute": lambda s, mb: mb == 1, "overlap": True}),
-    "zb_h1": (1, 1, {"slots": "fewest"}),
+    "zb_h1": (1, 1, {"buffer_sharing": "minimal"}),
     "interleaved": (2, 1, {}),
 }
 # Where tensor-parallel ranks share the sequence.
 SHARED: dict[str, dict[str, Any]] = {
     "one_f_one_b": {"recompute": lambda s, mb: mb == 1, "overlap": True},
-    "zb_h1": {"fill": "W", "costs": Costs(F=1, I=1, W=1, sum=1, gather=1)},
-    "interleaved": {"slots": "fewest"},
+    "zb_h1": {
+        "fill_collective_waits": "W",
+        "costs": Costs(F=1, I=1, W=1, tp_reduce=1, tp_gather=1),
+    },
+    "interleaved": {"buffer_sharing": "minimal"},
 }
 
 
@@ -58,13 +61,21 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
     torch.manual_seed(0)
     v, chunks, _ = CASES[name]
     plan = PipelineShape(2, 4 // chunks if cut else 4, v)
-    finer: Any = {"cut": cut, "chunks": chunks if cut else None}
+    finer: Any = {"stage_segments": cut, "microbatch_chunks": chunks if cut else None}
     if not cut:
-        more = {key: value for key, value in more.items() if key != "fill"}
-    sequence = more.get("sequence", False)
-    every: Any = {"tp": 2, "tied": True, "model": "edge", "sequence": sequence, **finer}
-    program = compile(getattr(schedules, name), plan, blocks=True, clip=True, **every | more)
-    evaluates = compile(schedules.forward_only, plan, blocks=True, **every)
+        more = {key: value for key, value in more.items() if key != "fill_collective_waits"}
+    sequence = more.get("sequence_parallel", False)
+    every: Any = {
+        "tp": 2,
+        "tied_weights": True,
+        "progress_model": "per_edge",
+        "sequence_parallel": sequence,
+        **finer,
+    }
+    program = compile(
+        getattr(schedules, name), plan, blocking_hosts=True, clip_grad_norm=True, **every | more
+    )
+    evaluates = compile(schedules.forward_only, plan, blocking_hosts=True, **every)
     transport = GlooTransport(program, more=[evaluates])
     tp = transport.tp_group
     stages = {
@@ -91,7 +102,7 @@ def both(rank: int, name: str, sequence: bool) -> list[str]:
     as there are chunks."""
     plan, more = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
     uncut, cut = (
-        trained(name, each, SHARED[name] | {"sequence": True} if sequence else more)
+        trained(name, each, SHARED[name] | {"sequence_parallel": True} if sequence else more)
         for each in (None, cut_of([CONFIG.layers // plan.stages] * plan.stages))
     )
     return [key for key, value in uncut.items() if not _same(value, cut[key])]
@@ -117,12 +128,14 @@ def test_pieces_behind_a_frozen_stage() -> None:
     """What enters the first trained piece has no gradient, nor what passes beside its norm."""
     found: list[Any] = []
     for cut in (None, cut_of([2, 2])):
-        program = compile(schedules.one_f_one_b, PipelineShape(2, 4), frozen=1, cut=cut)
+        program = compile(
+            schedules.one_f_one_b, PipelineShape(2, 4), frozen_stages=1, stage_segments=cut
+        )
         config = replace(CONFIG, tied=False)
         stages = {s: gpt.build_stage(config, s, 2) for s in range(2)}
         stages[0].requires_grad_(False)
         each = modules(stages, cut)
-        boundary: Any = HIDDEN if cut is None else boundaries(cut, HIDDEN, frozen=1)
+        boundary: Any = HIDDEN if cut is None else boundaries(cut, HIDDEN, frozen_stages=1)
         ranks = InProcessExecutor(
             program, [each[s] for s in sorted(each)], loss=gpt.loss, boundary=boundary
         )
@@ -165,7 +178,13 @@ class Twice(nn.Module):
 
 def mine(rank: int) -> bool:
     """A user's stage, cut "fg": gradients are those of one process without tensor parallelism."""
-    program = compile(schedules.one_f_one_b, PipelineShape(1, 3), tp=2, cut="fg", model="edge")
+    program = compile(
+        schedules.one_f_one_b,
+        PipelineShape(1, 3),
+        tp=2,
+        stage_segments="fg",
+        progress_model="per_edge",
+    )
     transport = GlooTransport(program)
     torch.manual_seed(0)
     w, b, v, c = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8), torch.randn(4)
@@ -194,7 +213,12 @@ def shared(rank: int) -> list[bool]:
     right = []
     for samples in ((3,), ()):
         program = compile(
-            schedules.zb_h1, PipelineShape(1, 3), tp=2, cut="fg", model="edge", sequence=True
+            schedules.zb_h1,
+            PipelineShape(1, 3),
+            tp=2,
+            stage_segments="fg",
+            progress_model="per_edge",
+            sequence_parallel=True,
         )
         transport = GlooTransport(program)
         torch.manual_seed(0)
@@ -247,7 +271,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_ranks_make_of_tokens_is_told_right(name: str) -> None:
-    program = compile(schedules.gpipe, PipelineShape(1, 1), tp=2, cut="fg", sequence=True)
+    program = compile(
+        schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg", sequence_parallel=True
+    )
     behind, words = REFUSED[name]
     right: Any = {0: Boundary(OWN, taken=EVERY), 1: Boundary(EVERY, taken=OWN)}
     require_fit(ModelBoundaries.of(right, 3), program)
@@ -256,7 +282,7 @@ def test_what_ranks_make_of_tokens_is_told_right(name: str) -> None:
     for other in (replace(right[1], shape=(2, 7, 8)), Boundary(EVERY)):
         with pytest.raises(ModelError, match="tensor 0 that stage 1 passes on"):
             require_fit(ModelBoundaries.of(right | {1: other}, 3), program)
-    whole = compile(schedules.gpipe, PipelineShape(1, 1), tp=2, cut="fg")
+    whole = compile(schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg")
     with pytest.raises(ModelError, match=r"makes of it is \[2, 4, 8\]"):
         require_fit(ModelBoundaries.of(right, 3), whole)
 
@@ -303,7 +329,9 @@ class Sums(nn.Module):
 def of_two(
     first: nn.Module, boundary: Any = (2, 4), inputs: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor]:
-    program = compile(schedules.gpipe, PipelineShape(1, 2), tp=2, cut="g", model="edge")
+    program = compile(
+        schedules.gpipe, PipelineShape(1, 2), tp=2, stage_segments="g", progress_model="per_edge"
+    )
     x = torch.ones(2, 2, 4) if inputs is None else inputs
     executor = Executor(
         program, 0, [first, Sums()], GlooTransport(program), loss=lambda y, _: y, boundary=boundary

@@ -48,7 +48,7 @@ def test_schedules_give_the_bits_of_the_reference(schedule: Any, plan: PipelineS
     plain, ours = mixed_stages(plan.stages, tied=True), mixed_stages(plan.stages, tied=True)
     want = run_sequential(plain, inputs, targets, loss=gpt.loss, scale=scale)
     world = InProcessExecutor(
-        compile(schedule, plan, tied=tied), ours, loss=gpt.loss, boundary=HALF
+        compile(schedule, plan, tied_weights=tied), ours, loss=gpt.loss, boundary=HALF
     )
     for seed in range(3):
         assert torch.equal(world.step(inputs, targets, scale, seed), want)

@@ -80,7 +80,7 @@ class Threads(EdgeGroups):
 
 
 def _program() -> Program:
-    return compile(one_f_one_b, PipelineShape(3, 6), model="edge", overlap=True)
+    return compile(one_f_one_b, PipelineShape(3, 6), progress_model="per_edge", overlap=True)
 
 
 def tried(rank: int, hardware: Hardware) -> Any:
@@ -124,7 +124,9 @@ def test_pairs_that_may_share() -> None:
     hang = []
     for one, other in combinations(queues, 2):
         numbers = [_number(program, 1, queue) for queue in (one, other)]
-        graph = SharedQueueGraph(program, "edge", [(numbers[0], numbers[1])], blocks=True)
+        graph = SharedQueueGraph(
+            program, "per_edge", [(numbers[0], numbers[1])], blocking_hosts=True
+        )
         if not walk(graph).done.all():
             hang.append((one, other))
     assert hang == [(OUT, BACK_IN)]
@@ -133,10 +135,10 @@ def test_pairs_that_may_share() -> None:
 def test_queues_that_share_by_way_of_others_are_one() -> None:
     program = _program()
     numbers = {queue: _number(program, 1, queue) for queue in (IN, OUT, BACK_IN, BACK_OUT)}
-    plain = Graph.of(program, "edge", blocks=True).queue
+    plain = Graph.of(program, "per_edge", blocking_hosts=True).queue
     assert len({*numbers.values()}) == 4 and {*numbers.values()} < {*plain.tolist()}
     pairs = [(numbers[BACK_OUT], numbers[OUT]), (numbers[IN], numbers[BACK_OUT])]
-    joined = SharedQueueGraph(program, "edge", pairs, blocks=True).queue
+    joined = SharedQueueGraph(program, "per_edge", pairs, blocking_hosts=True).queue
     least = min(numbers[queue] for queue in (IN, OUT, BACK_OUT))
     for queue in (IN, OUT, BACK_OUT):
         assert {*joined[plain == numbers[queue]].tolist()} == {least}

@@ -45,9 +45,9 @@ from tests.pure.test_blocking import sends
 
 def _one_rank(rank: int, schedule: Any, plan: PipelineShape, options: dict[str, Any]) -> Any:
     """One process of a training step: gradients by stage, loss, and where it stands."""
-    program = compile(schedule, plan, model="edge", tied=True, **options)
+    program = compile(schedule, plan, progress_model="per_edge", tied_weights=True, **options)
     transport = GlooTransport(program)
-    executor = gpt_executor(program, transport, max_norm=0.05 if program.clip else None)
+    executor = gpt_executor(program, transport, max_norm=0.05 if program.clip_grad_norm else None)
     for _ in range(2):  # twice: a step leaves nothing behind
         loss = executor.step(*own_batch(program, transport))
     timeline = measured(executor, transport)
@@ -130,7 +130,7 @@ def test_clipping_counts_every_parameter_once(ranks: int, options: dict[str, int
     unique = [g for s, grads in enumerate(right) for n, g in grads.items()
               if not (s == 1 and g.shape == (32, HIDDEN))]  # fmt: skip
     norm = torch.sqrt(sum((g.double().square().sum() for g in unique), torch.zeros(())))
-    results = step_on_gloo(interleaved, plan, clip=True, **options)
+    results = step_on_gloo(interleaved, plan, clip_grad_norm=True, **options)
     for rank, (grads, _, got) in enumerate(results):
         assert got == pytest.approx(float(norm), rel=1e-5)
         for stage, mine in grads.items():
@@ -140,9 +140,10 @@ def test_clipping_counts_every_parameter_once(ranks: int, options: dict[str, int
 
 
 def test_gloo_gives_what_its_model_promises() -> None:
-    """A program that only `edge` finishes: lanes between two ranks do not hold each other up."""
+    """A program that only `per_edge` finishes: lanes between two ranks do not hold each other
+    up."""
     plan = PipelineShape(2, 3, 2)
-    program = compile(interleaved, plan, tied=True)
+    program = compile(interleaved, plan, tied_weights=True)
     found = None
     for rank, stream in enumerate(program.streams):
         receives = [k for k, i in enumerate(stream) if i.op in RECEIVES]
@@ -154,7 +155,7 @@ def test_gloo_gives_what_its_model_promises() -> None:
             streams = [*program.streams]
             streams[rank] = Stream(words)
             other = replace(program, streams=tuple(streams))
-            if _finishes(other, "edge") and not _finishes(other, "pair"):
+            if _finishes(other, "per_edge") and not _finishes(other, "per_pair"):
                 found = other
     assert found is not None
     _, right = expected(plan)
@@ -226,7 +227,7 @@ class Greedy(nn.Module):
 
 
 def _greedy(rank: int) -> None:
-    program = compile(one_f_one_b, PipelineShape(2, 4), model="edge")
+    program = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
     stage = Greedy() if rank else nn.Linear(HIDDEN, HIDDEN)
     executor = Executor(
         program,

@@ -57,7 +57,7 @@ def plan_of(schedule: Any, microbatches: int, ranks: int = 2) -> PipelineShape:
 
 
 def stages_of(program: Program) -> list[nn.Module]:
-    return [Drops(stage) for stage in gpt_stages(program.plan.stages, bool(program.tied))]
+    return [Drops(stage) for stage in gpt_stages(program.plan.stages, bool(program.tied_weights))]
 
 
 def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
@@ -90,11 +90,15 @@ def test_evaluations_leave_nothing(name: str, zero: int) -> None:
     """A run with evaluations between its steps, and within one, has the bits of one without."""
     schedule, m = ZOO[name], 8
     plan = (
-        PipelineShape(2, m, updates=4, delay=1) if name == "pipedream_2bw" else plan_of(schedule, m)
+        PipelineShape(2, m, optimizer_steps=4, weight_delay=1)
+        if name == "pipedream_2bw"
+        else plan_of(schedule, m)
     )
     two_way = plan.rows > 1
-    program = schedir.compile(schedule, plan, tied=True, clip=True, zero=zero, model="edge")
-    looks = schedir.evaluation_program(program, "edge")
+    program = schedir.compile(
+        schedule, plan, tied_weights=True, clip_grad_norm=True, zero=zero, progress_model="per_edge"
+    )
+    looks = schedir.evaluation_program(program, "per_edge")
     found, losses = [], []
     for evaluates in (False, True):
         stages: list[nn.Module] = [Drops(s) for s in gpt_stages(plan.stages)]
@@ -126,9 +130,11 @@ def test_the_page_does_what_it_says() -> None:
 
 def programs_of(dp: int, zero: int) -> list[Program]:
     """What trains with 6 microbatches, what trains with 3, and what evaluates 2."""
-    how: dict[str, Any] = {"dp": dp, "zero": zero, "model": "edge"}
+    how: dict[str, Any] = {"dp": dp, "zero": zero, "progress_model": "per_edge"}
     large, small = (
-        schedir.compile(schedule, PipelineShape(2, m), clip=True, tied=True, **how)
+        schedir.compile(
+            schedule, PipelineShape(2, m), clip_grad_norm=True, tied_weights=True, **how
+        )
         for schedule, m in ((gpipe, 6), (one_f_one_b, 3))
     )
     return [large, small, schedir.compile(forward_only, PipelineShape(2, 2), **how)]
@@ -205,7 +211,7 @@ def test_steps_that_would_meet_each_others_messages_are_refused() -> None:
 
 def refused() -> list[Exception]:
     """What is refused of several programs, each with its sentence."""
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), clip=True)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True)
     looks = schedir.evaluation_program(program)
     stages = gpt_stages(2, False)
     found: list[Exception] = []
@@ -218,16 +224,16 @@ def refused() -> list[Exception]:
     def beside(*more: Any, of: Program = program) -> Any:
         return lambda: ranks_of(of, stages, more=more)
 
-    tried(beside(schedir.compile(interleaved, PipelineShape(2, 4, 2), clip=True)))
+    tried(beside(schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True)))
     tried(beside(schedir.compile(gpipe, PipelineShape(2, 4))))
-    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4), clip=True, zero=1)))
-    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4), clip=True, dp=2)))
+    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4), clip_grad_norm=True, zero=1)))
+    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4), clip_grad_norm=True, dp=2)))
     tried(beside(program))
     tried(beside(program, of=looks))
-    after = partial(schedir.compile, clip=True, validate="after")
+    after = partial(schedir.compile, clip_grad_norm=True, norm_check="after_step")
     tried(beside(after(gpipe, PipelineShape(2, 4)), of=after(one_f_one_b, PipelineShape(2, 4))))
 
-    part = schedir.compile(one_f_one_b, PipelineShape(2, 2), clip=True)
+    part = schedir.compile(one_f_one_b, PipelineShape(2, 2), clip_grad_norm=True)
     ranks = ranks_of(program, stages, more=[looks, part], optimizer=None)
     inputs, targets, _ = batch(4)
     tried(lambda: ranks.step(inputs, targets, program=looks))

@@ -79,7 +79,7 @@ def said(ranks: InProcessExecutor, rank: int, progress: GpuProgress) -> list[tup
 def test_a_hang_is_told_from_what_has_ended_and_not_from_where_the_host_is(
     gpu: VirtualGPU,
 ) -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
     ranks, progress = ranks_of(program, gpu)
     hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
     step(ranks, gpu)
@@ -103,7 +103,11 @@ def test_the_rank_that_hangs_computes_and_all_others_wait_for_its_side(
     gpu: VirtualGPU, schedule: Any, overlap: bool
 ) -> None:
     program = schedir.compile(
-        schedule, PipelineShape(4, 8), model="edge", overlap=overlap, clip=True
+        schedule,
+        PipelineShape(4, 8),
+        progress_model="per_edge",
+        overlap=overlap,
+        clip_grad_norm=True,
     )
     ranks, progress = ranks_of(program, gpu)
     hang(ranks, gpu, Instr(Opcode.Backward, 2, 3), rank=2)
@@ -121,7 +125,7 @@ def test_the_rank_that_hangs_computes_and_all_others_wait_for_its_side(
 
 def test_a_step_that_hangs_is_told_while_the_host_is_in_the_next_one(gpu: VirtualGPU) -> None:
     """Its events are not those of the next step."""
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
     ranks, progress = ranks_of(program, gpu)
     step(ranks, gpu)
     gpu.host = gpu.over
@@ -134,7 +138,7 @@ def test_a_step_that_hangs_is_told_while_the_host_is_in_the_next_one(gpu: Virtua
 
 
 def test_it_moves_as_instructions_end(gpu: VirtualGPU) -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
     ranks, (progress, _) = ranks_of(program, gpu)
     step(ranks, gpu)
     seen = []
@@ -147,7 +151,7 @@ def test_it_moves_as_instructions_end(gpu: VirtualGPU) -> None:
 
 def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
     """What it has not issued cannot end; of that, the instruction that it is at."""
-    program = schedir.compile(gpipe, PipelineShape(1, 3), model="edge")
+    program = schedir.compile(gpipe, PipelineShape(1, 3), progress_model="per_edge")
     ranks, (progress,) = ranks_of(program, gpu)
     one = ranks.ranks[0]
     inputs, targets = tiny_model.batch(3)
@@ -161,7 +165,7 @@ def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
 
 def test_a_step_in_another_order_is_one_step(gpu: VirtualGPU) -> None:
     """As those that warm up, which are undone: so the next one has the same number."""
-    program = schedir.compile(gpipe, PipelineShape(1, 3), model="edge")
+    program = schedir.compile(gpipe, PipelineShape(1, 3), progress_model="per_edge")
     ranks, (progress,) = ranks_of(program, gpu)
     one = ranks.ranks[0]
     inputs, targets = tiny_model.batch(3)
@@ -180,7 +184,9 @@ def test_a_step_in_another_order_is_one_step(gpu: VirtualGPU) -> None:
 
 
 def test_what_an_instruction_waits_for_in_words() -> None:
-    tied = schedir.compile(one_f_one_b, PipelineShape(2, 2), tied=True, clip=True, dp=2, tp=2)
+    tied = schedir.compile(
+        one_f_one_b, PipelineShape(2, 2), tied_weights=True, clip_grad_norm=True, dp=2, tp=2
+    )
     two = schedir.compile(dualpipe, PipelineShape(2, 4, placement="mirror"))
     words = {str(i): waits_for(tied, i) for stream in tied.streams for i in stream}
     words |= {str(i): waits_for(two, i) for stream in two.streams for i in stream if i.stage == 0}
@@ -199,7 +205,9 @@ def test_the_watchdog_asks_and_says_it(
     ended: SimpleQueue[str] = SimpleQueue()
     monkeypatch.setattr(watchdog, "accuse", lambda own, found: ended.put(str(found)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    ranks, _ = ranks_of(schedir.compile(one_f_one_b, PipelineShape(2, 4), model="edge"), gpu)
+    ranks, _ = ranks_of(
+        schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge"), gpu
+    )
     one = ranks.ranks[0]
     monkeypatch.setattr(one.state, "device", torch.device("cuda"))
     hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
@@ -250,9 +258,9 @@ def _over_processes(
         one_f_one_b,
         PipelineShape(2, 4),
         tp=tp,
-        tied=True,
-        clip=True,
-        model=transport.model,
+        tied_weights=True,
+        clip_grad_norm=True,
+        progress_model=transport.progress_model,
         overlap=True,
     )
     executor = gpt_executor(program, transport(program), record=False)

@@ -27,7 +27,8 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 def _program(schedule: Any, plan: PipelineShape, tp: int = 2) -> Program:
     return compile(
-        schedule, plan, tp=tp, dp=2, model="edge", tied=True, clip=True, overlap=True
+        schedule, plan, tp=tp, dp=2, progress_model="per_edge", tied_weights=True,
+        clip_grad_norm=True, overlap=True
     )  # fmt: skip
 
 
@@ -39,17 +40,17 @@ def test_streams_of_usual_programs() -> None:
         (_program(dualpipe, mirror), 29),
         (_program(dualpipe, mirror, tp=1), 25),
     ):
-        each = [streams_of(program, rank, "edge") for rank in range(8)]
+        each = [streams_of(program, rank, "per_edge") for rank in range(8)]
         assert max(sum(one.values()) for one in each) == most
-        require_queues(program, "edge", {QUEUES: "32"})
-        grouped = [streams_of(program, rank, "device") for rank in range(8)]
+        require_queues(program, "per_edge", {QUEUES: "32"})
+        grouped = [streams_of(program, rank, "per_device") for rank in range(8)]
         assert all(one["messages"] == 2 and one["records"] == 1 for one in grouped)
 
 
 def test_a_rank_in_the_middle_by_hand() -> None:
     """Its stream, the layers' two, the gathers' two, dp and the norm on one more, and four edges,
     of which it receives along two."""
-    assert streams_of(_program(one_f_one_b, PipelineShape(8, 16)), 3, "edge") == {
+    assert streams_of(_program(one_f_one_b, PipelineShape(8, 16)), 3, "per_edge") == {
         "computation": 1, "layers": 2, "gathers": 2, "reductions": 3, "messages": 8, "records": 2,
     }  # fmt: skip
 
@@ -68,7 +69,7 @@ def test_more_streams_than_queues_are_refused(monkeypatch: pytest.MonkeyPatch) -
             nccl_transport(program, torch.device("cuda", 0))
         said.append(format_error(error.value))
     assert "\n".join(said) + "\n" == (GOLDEN / "queues.txt").read_text()
-    require_queues(many, "device", {QUEUES: "32"})
+    require_queues(many, "per_device", {QUEUES: "32"})
 
 
 def test_memory_is_kept_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def expected(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[Tenso
 
 def program(schedule: Any) -> Any:
     found = program_of(schedule)
-    return compile(schedule, found.plan, model="edge")
+    return compile(schedule, found.plan, progress_model="per_edge")
 
 
 @pytest.mark.parametrize("schedule", [*ZOO.values(), newest_first], ids=lambda s: s.__name__)
@@ -168,7 +168,7 @@ def test_keys_are_those_of_splitmix64() -> None:
 
 def test_generators_are_afterwards_as_they_were() -> None:
     x, _ = batch(4)
-    found = compile(one_f_one_b, PipelineShape(2, 4), model="edge")
+    found = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
     ranks, stages = virtual(found, noisy(2)), noisy(2)
     before = torch.get_rng_state()
     ranks.step(*batch(4))
@@ -219,7 +219,7 @@ class Within(Noisy):
 
 
 def test_a_step_within_a_forward_leaves_its_numbers_alone() -> None:
-    found = compile(one_f_one_b, PipelineShape(2, 4), model="edge")
+    found = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
     with_others, without = ([Within(k) for k in range(2)] for _ in range(2))
     for stage in without:
         stage.eval()
@@ -247,7 +247,7 @@ def test_generators_are_as_they_were_after_a_failure() -> None:
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb, dualpipe])
 def test_what_is_recomputed_draws_the_same(schedule: Any, number: int | None) -> None:
     plan = PipelineShape(2, 4, placement="mirror" if schedule is dualpipe else "loop")
-    found = compile(schedule, plan, model="edge")
+    found = compile(schedule, plan, progress_model="per_edge")
     _, right = expected(noisy(2, number=number), 4, program=found)
     again = noisy(2, again=True, number=number)
     ranks = virtual(found, again)
@@ -279,7 +279,7 @@ def test_layers_draw_the_same_in_any_stage() -> None:
 
 
 def test_updates_of_a_step_go_on_counting_microbatches() -> None:
-    plan = PipelineShape(2, 4, updates=2, delay=1)
+    plan = PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)
     loss, _ = expected(noisy(2), 4)
     assert torch.equal(virtual(compile(one_f_one_b, plan), noisy(2)).step(*batch(4)), loss)
 
@@ -307,7 +307,7 @@ def test_an_optimizer_that_draws_for_copies_of_a_weight_is_said() -> None:
     for ranks in (1, 2):
         stages: list[Any] = noisy(2)
         stages[1].inner.weight = stages[0].inner.weight
-        found = compile(interleaved, PipelineShape(ranks, 2, 2 // ranks), tied=True)
+        found = compile(interleaved, PipelineShape(ranks, 2, 2 // ranks), tied_weights=True)
         virtually = virtual(found, stages, optimizer=Shaken)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -352,7 +352,9 @@ def test_compiled_stages_are_those_of_a_compiled_reference(backend: str, again: 
         return [torch.compile(Plain(k, again), backend=backend) for k in range(2)]
 
     theirs, ours = stages(), stages()
-    ranks = virtual(compile(one_f_one_b, PipelineShape(2, 4), model="edge"), ours, seed=3)
+    ranks = virtual(
+        compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge"), ours, seed=3
+    )
     for step, order in enumerate((None, 1)):
         loss, right = expected(theirs, 4, seed=3, step=step)
         assert torch.equal(ranks.step(*batch(4), seed=order), loss)
@@ -362,7 +364,7 @@ def test_compiled_stages_are_those_of_a_compiled_reference(backend: str, again: 
 
 
 def _replica(rank: int) -> Any:
-    found = compile(interleaved, PipelineShape(1, 2, 2), dp=2, model="edge")
+    found = compile(interleaved, PipelineShape(1, 2, 2), dp=2, progress_model="per_edge")
     transport = GlooTransport(found)
     stages = noisy(2)
     executor = Executor(

@@ -55,7 +55,7 @@ class _Noted:
 
 
 def _tensor_parallel(rank: int) -> Any:
-    found = compile(one_f_one_b, PipelineShape(1, 2), tp=2, model="edge")
+    found = compile(one_f_one_b, PipelineShape(1, 2), tp=2, progress_model="per_edge")
     transport = GlooTransport(found)
     tp = transport.tp_group
     stage = gpt.build_stage(CONFIG, 0, 1, tp=tp)

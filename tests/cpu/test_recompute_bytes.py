@@ -61,20 +61,24 @@ def test_what_lives_is_what_was_predicted(
         "some": {"recompute": lambda s, m: (s + m) % 2 == 0},
     }
     how = hows[which]
-    plain = compile(schedule, plan, slots="fewest")
-    free = compile(schedule, plan, slots="fewest", **how)
+    plain = compile(schedule, plan, buffer_sharing="minimal")
+    free = compile(schedule, plan, buffer_sharing="minimal", **how)
     assert RECOMPUTE in free.ops
     most, before = (simulate(p, sizes=sizes).peak_memory for p in (free, plain))
     assert (most <= before).all() and (most < before).any()
     limit = float(most.max())
-    program = compile(schedule, plan, slots="fewest", sizes=sizes, limit=limit, **how)
+    program = compile(
+        schedule, plan, buffer_sharing="minimal", sizes=sizes, memory_limit=limit, **how
+    )
     world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
     owns = held(program, sizes)
     witnesses = [Witness(rank, own) for rank, own in zip(world.ranks, owns, strict=True)]
     world.step(inputs, targets, scale)
     assert all(witness.beside == 0 for witness in witnesses)
     with pytest.raises(MemoryLimitError):
-        compile(schedule, plan, slots="fewest", sizes=sizes, limit=limit - 1, **how)
+        compile(
+            schedule, plan, buffer_sharing="minimal", sizes=sizes, memory_limit=limit - 1, **how
+        )
 
 
 def test_a_checkpoint_has_the_buffers_that_are_written() -> None:

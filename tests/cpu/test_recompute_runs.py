@@ -109,12 +109,14 @@ def as_reference(
 # ---------------------------------------------------------------- the same bits
 
 
-@pytest.mark.parametrize("slots", [None, "fewest"])
+@pytest.mark.parametrize("slots", [None, "minimal"])
 @pytest.mark.parametrize("name", ZOO)
 def test_of_the_zoo(name: str, slots: Any) -> None:
     """Dropout and buffers included, in legal orders that a seed picks; of one holder each."""
     plan = plan_of(ZOO[name], 2, max(4, least(ZOO[name], 2)))
-    program = compile(ZOO[name], plan, model="edge", slots=slots, recompute="all")
+    program = compile(
+        ZOO[name], plan, progress_model="per_edge", buffer_sharing=slots, recompute="all"
+    )
     one = plan.rows == 1
     layer = Noisy if one else (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)))
     in_order = all(
@@ -150,10 +152,10 @@ def test_of_several_updates(updates: int) -> None:
 
     from schedir.schedules import pipedream_2bw
 
-    plan = PipelineShape(2, 8, updates=updates, delay=1)
-    program = compile(pipedream_2bw, plan, recompute="all", model="edge")
+    plan = PipelineShape(2, 8, optimizer_steps=updates, weight_delay=1)
+    program = compile(pipedream_2bw, plan, recompute="all", progress_model="per_edge")
     assert RECOMPUTE in program.ops
-    plain = compile(pipedream_2bw, plan, model="edge")
+    plain = compile(pipedream_2bw, plan, progress_model="per_edge")
     found = []
     for each in (program, plain):
         stages = noisy(2, layer)
@@ -175,7 +177,9 @@ def test_of_many_tensors_and_keywords(seed: int) -> None:
     inputs, targets, keywords = many_tensors.batch(4)
     plain, found = deepcopy(stages), []
     for recompute, own in ((None, plain), ("all", stages)):
-        program = compile(schedule, plan, recompute=recompute, model="edge", slots="fewest")
+        program = compile(
+            schedule, plan, recompute=recompute, progress_model="per_edge", buffer_sharing="minimal"
+        )
         assert (RECOMPUTE in program.ops) == (recompute is not None)
         world = InProcessExecutor(program, own, loss=many_tensors.loss, boundary=boundaries)
         total = world.step(inputs, targets, keywords=keywords, seed=seed)
@@ -192,7 +196,9 @@ def test_where_microbatches_differ() -> None:
     x = [(torch.randn(n, 4), torch.tensor([0, n - 1])) for n in lengths]
     y, found = [torch.randn(n, 4) for n in lengths], []
     for recompute in (None, "all"):
-        program = compile(one_f_one_b, PipelineShape(3, 4), recompute=recompute, slots="fewest")
+        program = compile(
+            one_f_one_b, PipelineShape(3, 4), recompute=recompute, buffer_sharing="minimal"
+        )
         stages = [Packed(0), Packed(1), Last(2)]
         world = InProcessExecutor(program, stages, loss=squares, boundary=boundary)
         total = world.step(x, y)
@@ -216,7 +222,11 @@ def test_of_skips() -> None:
         torch.manual_seed(0)
         stages = [Gives(WIDTH, WIDTH), Two(WIDTH, WIDTH), Two(WIDTH, WIDTH)]
         program = compile(
-            gpipe, PipelineShape(3, 4), skips=[(0, 2)], recompute=recompute, slots="fewest"
+            gpipe,
+            PipelineShape(3, 4),
+            skips=[(0, 2)],
+            recompute=recompute,
+            buffer_sharing="minimal",
         )
         x, y = batch(4)
         world = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
@@ -230,7 +240,9 @@ def test_of_stages_that_share_a_weight() -> None:
     for recompute in (None, "all"):
         stages = noisy(3)
         stages[2].layer.weight = stages[0].layer.weight  # type: ignore[union-attr]
-        program = compile(one_f_one_b, PipelineShape(3, 4), tied=((0, 2),), recompute=recompute)
+        program = compile(
+            one_f_one_b, PipelineShape(3, 4), tied_weights=((0, 2),), recompute=recompute
+        )
         world = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
         total = world.step(*batch(4), seed=1)
         found.append([total, *state(stages)])
@@ -254,7 +266,9 @@ def _unseeded(rank: int, shared: bool) -> list[Any]:
     results = []
     for recompute in (None, "all"):
         torch.manual_seed(7)
-        program = compile(zb_h1, PipelineShape(2, 4), recompute=recompute, model="edge")
+        program = compile(
+            zb_h1, PipelineShape(2, 4), recompute=recompute, progress_model="per_edge"
+        )
         stages = noisy(2)
         transport = SharedMemoryTransport(program) if shared else GlooTransport(program)
         torch.manual_seed(rank)
@@ -288,13 +302,15 @@ class InPlace(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("slots", [None, "fewest"])
+@pytest.mark.parametrize("slots", [None, "minimal"])
 @pytest.mark.parametrize(
     ("schedule", "plan"), [(gpipe, PipelineShape(2, 4)), (interleaved, PipelineShape(1, 4, 3))]
 )
 def test_inputs_are_as_they_were(schedule: Any, plan: PipelineShape, slots: Any) -> None:
     """Also where a stage writes to them."""
-    as_reference(compile(schedule, plan, recompute="all", slots=slots), noisy(plan.stages, InPlace))
+    as_reference(
+        compile(schedule, plan, recompute="all", buffer_sharing=slots), noisy(plan.stages, InPlace)
+    )
 
 
 class Own(nn.Module):

@@ -57,7 +57,9 @@ def shape(schedule: Schedule) -> PipelineShape:
 def test_a_step_on_a_cpu_is_a_legal_timeline(seed: int | None) -> None:
     for name, schedule in ZOO.items():
         plan = shape(schedule)
-        program = schedir.compile(schedule, plan, model="edge", overlap=True, slots="fewest")
+        program = schedir.compile(
+            schedule, plan, progress_model="per_edge", overlap=True, buffer_sharing="minimal"
+        )
         ranks = ranks_of(program)
         ranks.step(*tiny_model.batch(plan.microbatches), seed=seed)
         timeline = ranks.timeline()
@@ -73,8 +75,8 @@ def test_a_step_on_a_cpu_is_a_legal_timeline(seed: int | None) -> None:
 
 
 def test_too_early_is_found() -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), model="edge")
-    timeline = schedir.simulate(program, Costs(send=1.0), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
+    timeline = schedir.simulate(program, Costs(send=1.0), progress_model="per_edge")
     assert not too_early(timeline)
     spans = timeline.spans.copy()
     spans["start"][spans["start"].argmax()] -= 1e-3
@@ -110,8 +112,10 @@ def programs(draw: st.DrawFn) -> tuple[Program, Costs]:
         )
 
     costs = Costs(F=per_stage(), I=per_stage(), W=per_stage(), send=float(draw(st.integers(0, 3))))
-    slots: BufferSharing | None = draw(st.sampled_from([None, "fewest"]))
-    return schedir.compile(schedule, plan, model="edge", costs=costs, slots=slots), costs
+    slots: BufferSharing | None = draw(st.sampled_from([None, "minimal"]))
+    return schedir.compile(
+        schedule, plan, progress_model="per_edge", costs=costs, buffer_sharing=slots
+    ), costs
 
 
 @settings(max_examples=25)
@@ -119,7 +123,7 @@ def programs(draw: st.DrawFn) -> tuple[Program, Costs]:
 def test_streams_run_what_the_graph_allows_and_no_sooner(case: tuple[Program, Costs]) -> None:
     program, costs = case
     timeline, _, _ = on_gpu(program, costs)
-    predicted = schedir.simulate(program, costs, model="edge")
+    predicted = schedir.simulate(program, costs, progress_model="per_edge")
     assert not too_early(timeline, 1e-9)
     assert (timeline.spans["end"] >= predicted.spans["end"] - 1e-9).all()
     compute = timeline.spans["lane"] == Lane.COMPUTE
@@ -131,21 +135,23 @@ def test_streams_run_what_the_graph_allows_and_no_sooner(case: tuple[Program, Co
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved])
 def test_receives_posted_early_let_streams_run_as_predicted(schedule: Schedule) -> None:
     costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25)
-    program = schedir.compile(schedule, shape(schedule), model="edge", costs=costs, overlap=True)
+    program = schedir.compile(
+        schedule, shape(schedule), progress_model="per_edge", costs=costs, overlap=True
+    )
     timeline, _, _ = on_gpu(program, costs)
-    predicted = schedir.simulate(program, costs, model="edge")
+    predicted = schedir.simulate(program, costs, progress_model="per_edge")
     for name in ("start", "end"):
         moves = ~np.isin(timeline.spans["op"], TRANSFERS) | (name == "end")
         np.testing.assert_allclose(
             timeline.spans[name][moves], predicted.spans[name][moves], atol=1e-9
         )
-    again = schedir.simulate(program, calibrate(timeline), model="edge")
+    again = schedir.simulate(program, calibrate(timeline), progress_model="per_edge")
     assert again.span == pytest.approx(timeline.span)
 
 
 def test_a_late_host_is_seen() -> None:
     costs = Costs(F=1.0, B=2.0)
-    program = schedir.compile(gpipe, PipelineShape(1, 8), model="edge")
+    program = schedir.compile(gpipe, PipelineShape(1, 8), progress_model="per_edge")
     prompt, _, _ = on_gpu(program, costs, host=0.25)
     late, _, _ = on_gpu(program, costs, host=3.0)
     assert by_cause(idleness(prompt), 1)[0, IdleCause.HOST] == 0
@@ -155,7 +161,7 @@ def test_a_late_host_is_seen() -> None:
 
 def test_a_message_ends_when_it_has_arrived_and_not_when_somebody_looks() -> None:
     costs = Costs(F=(1.0, 10.0), B=2.0, send=0.5)
-    program = schedir.compile(gpipe, PipelineShape(2, 3), model="edge", overlap=True)
+    program = schedir.compile(gpipe, PipelineShape(2, 3), progress_model="per_edge", overlap=True)
     timeline, _, _ = on_gpu(program, costs)
     sends = np.flatnonzero(np.isin(timeline.spans["op"], SENDS))
     acts = timeline.spans[sends[:2]]
@@ -179,7 +185,7 @@ class _Slow(Mailbox):
 
 def test_an_instruction_that_has_waited_goes_on_being_recorded() -> None:
     stamps, tensor = HostTimestamps(1), torch.zeros(1)
-    transport = RecordedTransport(_Slow(MailboxHub(), 0, {}, "edge"), stamps)
+    transport = RecordedTransport(_Slow(MailboxHub(), 0, {}, "per_edge"), stamps)
     stamps.begins(0)
     for _ in range(2):
         work = transport.collective("all_reduce", "model", tensor, tensor)
@@ -189,7 +195,9 @@ def test_an_instruction_that_has_waited_goes_on_being_recorded() -> None:
 
 
 def test_events_are_made_before_a_step() -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), model="edge", clip=True)
+    program = schedir.compile(
+        one_f_one_b, PipelineShape(2, 3), progress_model="per_edge", clip_grad_norm=True
+    )
     _, _, gpu = on_gpu(program, Costs())  # which forbids to make them later
     assert gpu.timed >= 2 * len(program)
 
@@ -208,7 +216,7 @@ class _Library(Mailbox):
     """Messages that arrive at 3, 4, 5, ..."""
 
     def __init__(self, gpu: VirtualGPU) -> None:
-        super().__init__(MailboxHub(), 1, {}, "edge")
+        super().__init__(MailboxHub(), 1, {}, "per_edge")
         self.gpu, self.count = gpu, 0
 
     def recv(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Work:
@@ -220,12 +228,12 @@ def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = install(monkeypatch)
-    program = schedir.compile(gpipe, PipelineShape(2, 4), model="edge")
+    program = schedir.compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
     sender, own = program.streams
     words = own.words[np.argsort(own.op != Opcode.RecvAct, kind="stable")].copy()
     words[2] |= JOINED  # all four receives come first, of which two are a group
     program = replace(program, streams=(sender, Stream(words)))
-    stamps = EventTimestamps(program, 1, "edge", torch.device("cpu"))
+    stamps = EventTimestamps(program, 1, "per_edge", torch.device("cpu"))
     transport = RecordedTransport(_Library(gpu), stamps)
 
     def receive(k: int) -> None:
@@ -253,8 +261,15 @@ def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
 def test_each_stream_runs_in_its_order(schedule: Schedule) -> None:
     """And nothing is issued before what it waits for, which on streams would be no wait at all."""
     plan = shape(schedule)
-    program = schedir.compile(schedule, plan, model="edge", tied=True, clip=True, overlap=True)
-    turns = list(in_process._in_turns(Graph(program, "edge")))
+    program = schedir.compile(
+        schedule,
+        plan,
+        progress_model="per_edge",
+        tied_weights=True,
+        clip_grad_norm=True,
+        overlap=True,
+    )
+    turns = list(in_process._in_turns(Graph(program, "per_edge")))
     assert len(turns) == len(program)
     for rank, stream in enumerate(program.streams):
         assert [k for r, k in turns if r == rank] == [*range(len(stream))]
@@ -269,7 +284,9 @@ def test_a_sum_is_by_rank_in_whatever_order_ranks_come(
     for order in permutations(range(4)):
         if on_gpu:
             install(monkeypatch)
-        ranks = mailbox.mailboxes(schedir.compile(gpipe, PipelineShape(4, 1)), "edge", False, [])
+        ranks = mailbox.mailboxes(
+            schedir.compile(gpipe, PipelineShape(4, 1)), "per_edge", False, []
+        )
         first = [torch.tensor(part) for part in (1e16, 1.0, -1e16, 3.0)]
         second = [torch.tensor(float(rank)) for rank in range(4)]
         for rank in order:

@@ -47,7 +47,9 @@ CASES = {
     "whole": Case(one_f_one_b, ONE),
     "split": Case(zb, ONE),
     "two stages": Case(interleaved, PipelineShape(1, 2, 2)),
-    "two updates": Case(pipedream_2bw, PipelineShape(1, 4, updates=2, delay=1), clip=False),
+    "two updates": Case(
+        pipedream_2bw, PipelineShape(1, 4, optimizer_steps=2, weight_delay=1), clip=False
+    ),
     "loss scale": Case(one_f_one_b, ONE, scaled=True),
     **{
         f"{how}, {schedule.__name__}": Case(schedule, ONE, how)
@@ -100,7 +102,7 @@ def replicas() -> list[dict[str, tuple[bool, list[Log], list[Log], int]]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_buckets_give_the_bits_of_one_late_sum(name: str, replicas: list[Any]) -> None:
-    updates = CASES[name].plan.updates
+    updates = CASES[name].plan.optimizer_steps
     for same_bits, logs, late, buckets in (found[name] for found in replicas):
         assert same_bits and buckets > 3
         for log, other in zip(logs, late, strict=True):
@@ -198,13 +200,15 @@ def test_what_is_written_too_late_is_refused(how: str) -> None:
 
 def _put(rank: int, schedule: Any, replicas: int, how: str) -> bool:
     """Whether what has been put in the place of a gradient is summed and scaled as all else."""
-    plan = PipelineShape(1, 4, updates=2, delay=1) if schedule is pipedream_2bw else ONE
+    plan = (
+        PipelineShape(1, 4, optimizer_steps=2, weight_delay=1) if schedule is pipedream_2bw else ONE
+    )
     torch.manual_seed(0)
     module, plain = Layers(how), Layers(how)
     plain.load_state_dict(module.state_dict())
     if schedule is zb:
         make_backward_splittable(module)
-    program = compile(schedule, plan, dp=replicas, model="edge", overlap=True)
+    program = compile(schedule, plan, dp=replicas, progress_model="per_edge", overlap=True)
     with buckets_of(64):
         loss = nn.functional.mse_loss
         executor = Executor(
@@ -312,11 +316,11 @@ def test_what_was_over_before_its_turn_ends_when_that_comes(
         def mark(self, event: torch.cuda.Event) -> None:
             event.record(lane)
 
-    program = compile(one_f_one_b, ONE, dp=2, model="edge")
+    program = compile(one_f_one_b, ONE, dp=2, progress_model="per_edge")
     own = [i.op for i in program.streams[0]]
     at = own.index(Opcode.ReduceGrads)
     assert own[at - 1] in ADDS
-    stamps = EventTimestamps(program, 0, "edge", torch.device("cpu"))
+    stamps = EventTimestamps(program, 0, "per_edge", torch.device("cpu"))
     for k in range(len(own)):
         stamps.begins(k)
         if k == at - 1:

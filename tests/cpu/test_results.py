@@ -25,7 +25,7 @@ from schedir.training.train import run
 from tests.cpu.training import ALONE, LIMIT, ROOT, arguments, finish, forked, launched, start
 
 TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "train.log_every=1"]
-AGAIN = "output.replace=true"
+AGAIN = "output.overwrite=true"
 
 
 def held(folder: Path) -> dict[str, bytes]:
@@ -42,17 +42,17 @@ def refused(config: str, *sets: str) -> UsageError:
 
 
 def test_results_are_not_written_over_unless_that_is_said(config: str, tmp_path: Path) -> None:
-    sets = [f'output.folder="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
+    sets = [f'output.dir="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
     assert run(config, [*ALONE, *sets]) == 0
     had = held(tmp_path / "out") | held(tmp_path / "traces")
     assert {*had} == {*RESULTS, TRACE}  # and no file of a lock
 
     error = refused(config, *sets, "data.seed=3")
-    assert error.fields == ("folder", "replace") and all(name in error.fact for name in RESULTS)
-    assert "--set output.folder=" in error.hint and f"--set {AGAIN}" in error.hint
-    elsewhere = refused(config, f'output.folder="{tmp_path / "new"}"', sets[1])
+    assert error.fields == ("dir", "overwrite") and all(name in error.fact for name in RESULTS)
+    assert "--set output.dir=" in error.hint and f"--set {AGAIN}" in error.hint
+    elsewhere = refused(config, f'output.dir="{tmp_path / "new"}"', sets[1])
     assert str(tmp_path / "traces") in elsewhere.fact and TRACE in elsewhere.fact
-    assert elsewhere.fields == ("trace", "replace")
+    assert elsewhere.fields == ("trace", "overwrite")
     golden = (ROOT / "tests" / "golden" / "results.txt").read_text()
     assert f"{error}\n{elsewhere}\n".replace(str(tmp_path), "...") == golden
     assert held(tmp_path / "out") | held(tmp_path / "traces") == had
@@ -69,14 +69,14 @@ def test_results_are_not_written_over_unless_that_is_said(config: str, tmp_path:
 
 def test_what_never_made_a_step_is_in_nobodys_way(config: str, tmp_path: Path) -> None:
     (tmp_path / "loss.csv").write_text(COLUMNS)
-    assert run(config, [*ALONE, f'output.folder="{tmp_path}"', "train.steps=1"]) == 0
+    assert run(config, [*ALONE, f'output.dir="{tmp_path}"', "train.steps=1"]) == 0
     assert held(tmp_path)["loss.csv"].count(b"\n") == 2
 
 
 @pytest.mark.parametrize("name", [*RESULTS[1:], TRACE])
 def test_any_result_counts(config: str, tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    assert name in refused(config, f'output.folder="{tmp_path}"').fact
+    assert name in refused(config, f'output.dir="{tmp_path}"').fact
     assert (tmp_path / name).exists()
 
 
@@ -93,7 +93,7 @@ def test_nothing_is_replaced_before_processes_agree(
 
     monkeypatch.setattr(trainer._Trainer, "_memory", differs)  # the last in which they agree
     with pytest.raises(ModelError):
-        run(config, [*ALONE, f'output.folder="{tmp_path}"', AGAIN])
+        run(config, [*ALONE, f'output.dir="{tmp_path}"', AGAIN])
     assert {name: (tmp_path / name).read_bytes() for name in RESULTS} == had
 
 
@@ -111,7 +111,7 @@ def test_a_run_stopped_between_steps_keeps_its_losses_and_no_summary(
         return report(self, step)
 
     monkeypatch.setattr(trainer._Trainer, "_report", reports)
-    sets = [*ALONE, f'output.folder="{tmp_path}"', "train.log_every=1"]
+    sets = [*ALONE, f'output.dir="{tmp_path}"', "train.log_every=1"]
     assert run(config, [*sets, AGAIN]) == 130
     kept = held(tmp_path)
     assert kept["loss.csv"].count(b"\n") == 3 and not {*RESULTS[1:]} & {*kept}
@@ -143,8 +143,8 @@ def test_a_folder_in_use_is_refused_until_its_run_ends_however_it_does(
     finally:
         first.kill()
         finish(first)
-    assert "loss.csv" in refused(config, f'output.folder="{folder}"').fact
-    last = [*ALONE, AGAIN, "train.steps=1", f'output.folder="{folder}"']
+    assert "loss.csv" in refused(config, f'output.dir="{folder}"').fact
+    last = [*ALONE, AGAIN, "train.steps=1", f'output.dir="{folder}"']
     assert run(config, last) == 0
     assert not (folder / LOCK).exists()
 
@@ -265,7 +265,7 @@ def test_a_summary_is_json_whatever_the_numbers_are(
         write(replace(result, loss=math.nan, tokens_per_second=math.inf), output)
 
     monkeypatch.setattr("schedir.training.train.save", lost)
-    assert run(config, [*ALONE, f'output.folder="{tmp_path}"', "train.steps=1"]) == 0
+    assert run(config, [*ALONE, f'output.dir="{tmp_path}"', "train.steps=1"]) == 0
     facts = strict((tmp_path / "summary.json").read_text())
     assert isinstance(facts, dict) and facts["loss"] is facts["tokens_per_second"] is None
 
@@ -281,7 +281,7 @@ def test_a_picture_that_cannot_be_written_keeps_no_summary_away(
         write(losses, lines)
 
     monkeypatch.setattr(run_results.LossLog, "write", writing)
-    sets = [f'output.folder="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
+    sets = [f'output.dir="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
     assert RESULTS[2] in refused(config, *sets).fact
     assert math.isfinite(json.loads((tmp_path / "out" / "summary.json").read_text())["loss"])
 

@@ -29,8 +29,8 @@ STEPS = 7
 def words(folder: Path, *more: str, every: int = 2) -> list[str]:
     """A run in a folder, with its checkpoints, that reports each third step."""
     return [f"train.steps={STEPS}", "train.log_every=3", "model.dropout=0.1",
-            f'output.folder="{folder / "out"}"', f'train.checkpoint="{folder / "saved"}"',
-            f"train.every={every}", *more]  # fmt: skip
+            f'output.dir="{folder / "out"}"', f'train.checkpoint_dir="{folder / "saved"}"',
+            f"train.checkpoint_every={every}", *more]  # fmt: skip
 
 
 def losses(folder: Path) -> bytes:
@@ -44,7 +44,7 @@ def steps(folder: Path) -> list[int]:
 @pytest.fixture
 def unbroken(config: str, tmp_path: Path) -> bytes:
     folder = tmp_path / "unbroken"
-    assert run(config, [*ALONE, *words(folder)[:3], f'output.folder="{folder / "out"}"']) == 0
+    assert run(config, [*ALONE, *words(folder)[:3], f'output.dir="{folder / "out"}"']) == 0
     return losses(folder)
 
 
@@ -104,7 +104,7 @@ def test_a_run_that_broke_before_it_saved_begins_again(
     config: str, unbroken: bytes, broken: Callable[..., Path]
 ) -> None:
     """Its results are its own, and need no leave to be replaced."""
-    folder = broken(5, "train.log_every=1", "train.every=6")
+    folder = broken(5, "train.log_every=1", "train.checkpoint_every=6")
     assert losses(folder).count(b"\n") > 1 and steps(folder) == []
     assert run(config, [*ALONE, *words(folder)]) == 0
     assert losses(folder) == unbroken
@@ -136,7 +136,7 @@ def test_a_new_folder_of_results_begins_after_the_checkpoint(
     config: str, broken: Callable[..., Path], unbroken: bytes
 ) -> None:
     folder = broken(4)
-    other = [*words(folder)[:3], f'output.folder="{folder / "new" / "out"}"', *words(folder)[4:]]
+    other = [*words(folder)[:3], f'output.dir="{folder / "new" / "out"}"', *words(folder)[4:]]
     assert run(config, [*ALONE, *other]) == 0
     lines = unbroken.splitlines(keepends=True)
     assert losses(folder / "new") == b"".join([lines[0], *lines[3:]])
@@ -173,12 +173,12 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_lost(
         ['data.source="other.txt"'],
         ["train.precision=bfloat16"],
         ["train.resume=no"],
-        ["train.resume=must", 'train.checkpoint="elsewhere"'],
-        ['train.checkpoint="file"'],
-        ['train.checkpoint="file/folder"'],
-        ["train.every=0"],
+        ["train.resume=must", 'train.checkpoint_dir="elsewhere"'],
+        ['train.checkpoint_dir="file"'],
+        ['train.checkpoint_dir="file/folder"'],
+        ["train.checkpoint_every=0"],
         ["train.resume=maybe"],
-        ['train.checkpoint=""'],
+        ['train.checkpoint_dir=""'],
     ):
         with pytest.raises(ProgramError) as error:
             run(config, [*ALONE, *words(folder), *more])
@@ -203,10 +203,10 @@ def test_results_of_another_run_are_refused(
 ) -> None:
     folder = broken(4)
     other = tmp_path / "other"
-    assert run(config, [*ALONE, "train.steps=1", f'output.folder="{other / "out"}"']) == 0
+    assert run(config, [*ALONE, "train.steps=1", f'output.dir="{other / "out"}"']) == 0
     with pytest.raises(UsageError) as error:
-        run(config, [*ALONE, *words(folder), f'output.folder="{other / "out"}"'])
-    assert error.value.fields == ("folder", "replace")
+        run(config, [*ALONE, *words(folder), f'output.dir="{other / "out"}"'])
+    assert error.value.fields == ("dir", "overwrite")
     (folder / "saved" / RUN).unlink()  # a checkpoint still knows whose it is
     assert run(config, [*ALONE, *words(folder)]) == 0
 
@@ -215,19 +215,19 @@ def test_checkpoints_are_removed_where_that_is_said(
     config: str, unbroken: bytes, broken: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = broken(6)
-    anew = ["train.resume=no", "output.replace=true"]
+    anew = ["train.resume=no", "output.overwrite=true"]
     assert run(config, [*ALONE, *words(folder, *anew)]) == 0
     assert losses(folder) == unbroken and "resumed" not in capsys.readouterr().out
 
 
 def test_a_folder_of_checkpoints_is_one_runs_at_a_time(tmp_path: Path) -> None:
     def of(name: str) -> Config:
-        train = TrainConfig(checkpoint=str(tmp_path / "saved"))
+        train = TrainConfig(checkpoint_dir=str(tmp_path / "saved"))
         return Config(output=OutputConfig(str(tmp_path / name)), train=train)
 
     with claimed(of("a")), pytest.raises(UsageError) as error, claimed(of("b")):
         pass
-    assert error.value.fields == ("checkpoint",)
+    assert error.value.fields == ("checkpoint_dir",)
     assert error.value.fact.startswith(f"the folder of checkpoints {tmp_path / 'saved'} is in use")
 
 
@@ -313,7 +313,9 @@ def test_told_to_end_all_finish_one_step_and_save_it(config: str, tmp_path: Path
 def test_past_the_grace_all_end_without_and_say_so(config: str, tmp_path: Path) -> None:
     schedule = tmp_path / "mine.py"
     schedule.write_text(SLOW)
-    process = begun(config, tmp_path, f"pipeline.schedule={schedule}:mine", "train.grace=1")
+    process = begun(
+        config, tmp_path, f"pipeline.schedule={schedule}:mine", "train.shutdown_grace=1"
+    )
     process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
     assert code == 143 and err.count("\n") == 1
@@ -324,7 +326,9 @@ def test_past_the_grace_all_end_without_and_say_so(config: str, tmp_path: Path) 
 def test_told_twice_all_end_at_once(config: str, tmp_path: Path) -> None:
     schedule = tmp_path / "mine.py"
     schedule.write_text(SLOW)
-    process = begun(config, tmp_path, f"pipeline.schedule={schedule}:mine", "train.grace=200")
+    process = begun(
+        config, tmp_path, f"pipeline.schedule={schedule}:mine", "train.shutdown_grace=200"
+    )
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)

@@ -17,8 +17,8 @@ from tests.cpu.training import ALONE
 
 def words(folder: Path, steps: int, *more: str) -> list[str]:
     """A run of so many steps that saves each second one."""
-    return [*ALONE, f"train.steps={steps}", "output.record=false", "train.every=2",
-            f'output.folder="{folder / "out"}"', f'train.checkpoint="{folder / "saved"}"',
+    return [*ALONE, f"train.steps={steps}", "output.record=false", "train.checkpoint_every=2",
+            f'output.dir="{folder / "out"}"', f'train.checkpoint_dir="{folder / "saved"}"',
             *more]  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def test_another_size_of_a_microbatch_and_another_text_that_is_held_out(
 ) -> None:
     held = tmp_path / "held.txt"
     held.write_text("some text " * 20)
-    more = (f'data.held_out="{held}"', "train.evaluate_every=2")
+    more = (f'data.validation="{held}"', "train.evaluate_every=2")
     assert run(config, words(tmp_path, 2, *more)) == 0
     held.write_text("other text" * 20)
     assert run(config, words(tmp_path, 4, *more, "data.microbatch_size=3")) == 0
@@ -84,7 +84,7 @@ def test_a_tokenizer_that_has_moved_and_another_one(
     with pytest.raises(UsageError) as error:
         goes_on("third.json", 6)
     assert "has data.tokenizer " in error.value.fact
-    assert error.value.fields == ("tokenizer", "checkpoint")
+    assert error.value.fields == ("tokenizer", "checkpoint_dir")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_setting_that_a_run_did_not_have_yet(
     config: str, tmp_path: Path, had: str, sets: list[str]
 ) -> None:
     """It was as unless told: a run of a version without windows or kinds had neither."""
-    own = [f'train.checkpoint="{tmp_path}"', f"model.kind={had}"]
+    own = [f'train.checkpoint_dir="{tmp_path}"', f"model.kind={had}"]
     said = read(config, own).told
     new = {"model.window", "model.stride"} | ({"model.kind"} if had == "gpt" else set())
     RunIdentity("it", {name: value for name, value in said.items() if name not in new}).write(

@@ -23,7 +23,7 @@ from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb
 from tests.cpu.layouts import Layout, Model, executor_of, in_process, same, steps, whole
 from tests.cpu.spawn import run
 
-ON = {"snapshots": True}
+ON = {"checkpoint_snapshots": True}
 HERE = {
     "one_f_one_b": Layout(one_f_one_b, PipelineShape(2, 4), options=ON),
     "interleaved": Layout(interleaved, PipelineShape(2, 4, 2), options=ON),
@@ -134,7 +134,7 @@ class Normed(nn.Module):
 
 @pytest.mark.usefixtures("_slow")
 def test_buffers_are_those_of_before_the_forwards(tmp_path: Path) -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), snapshots=True)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), checkpoint_snapshots=True)
     executor = InProcessExecutor(
         program, [Normed(), Normed()],
         loss=nn.functional.mse_loss, boundary=(3, 4), optimizer=partial(torch.optim.Adam, lr=0.1),

@@ -68,7 +68,7 @@ def test_in_process(plan: PipelineShape, in_flight: int, split: bool, tied: bool
     program = found(plan, in_flight, split)
     assert program.ascending
     if tied:
-        program = compile(compute_of(program), costs=costs_of(plan), tied=True)
+        program = compile(compute_of(program), costs=costs_of(plan), tied_weights=True)
     loss, right = expected(plan, tied)
     stages = gpt_stages(plan.stages, tied)
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
@@ -108,13 +108,30 @@ def test_the_trainer_takes_the_file(config: str, tmp_path: Path) -> None:
     costs = "--costs=F=1:1.2,I=1.3:0.9,W=0.8:1.1,send=0.05"
     at = ("--ranks=2", "--microbatches=3", costs)
     assert main(["search", *at, "--max-in-flight=2", "--max-evaluations=30", "-o", file]) == 0
-    assert main(["print", file, "--relower", "-O", "tied", "-O", "clip", costs, "-o", tied]) == 0
+    assert (
+        main(
+            [
+                "print",
+                file,
+                "--relower",
+                "-O",
+                "tied_weights",
+                "-O",
+                "clip_grad_norm",
+                costs,
+                "-o",
+                tied,
+            ]
+        )
+        == 0
+    )
     programs = [from_text(Path(name).read_text()) for name in (file, tied)]
     priced = Costs(F=(1, 1.2), I=(1.3, 0.9), W=(0.8, 1.1), send=0.05)
     assert simulate(programs[0], priced).span == simulate(programs[1], priced).span
     shape = ("pipeline.ranks=2", "pipeline.stages_per_rank=1", "pipeline.tp=1", "train.steps=2")
     untied = read(
-        config, [*shape, f'pipeline.schedule="{file}"', "model.tied=false", "train.clip=0.0"]
+        config,
+        [*shape, f'pipeline.schedule="{file}"', "model.tied=false", "train.clip_grad_norm=0.0"],
     )
     assert compute_of(untied.request.program).streams == compute_of(programs[0]).streams
     many = train(config, tmp_path / "many", *shape, f'pipeline.schedule="{tied}"')

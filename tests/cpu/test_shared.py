@@ -59,7 +59,7 @@ def executor(
 
 
 def both_ways(rank: int, schedule: Schedule, plan: PipelineShape) -> Any:
-    program = compile(schedule, plan, model="edge", tied=True)
+    program = compile(schedule, plan, progress_model="per_edge", tied_weights=True)
     stages = gpt_stages(plan.stages)
     own = {s: stages[s] for s in plan.stages_of[rank]}
     world = Executor(
@@ -72,14 +72,16 @@ def both_ways(rank: int, schedule: Schedule, plan: PipelineShape) -> Any:
 @pytest.mark.parametrize(("schedule", "where"), [(chimera, "mirror"), (bitpipe, "mirror-vee")])
 def test_stages_with_two_holders(schedule: Schedule, where: str) -> None:
     plan = PipelineShape(4, 6, placement=where)
-    _, right = expected(plan, program=compile(schedule, plan, tied=True, model="edge"))
+    _, right = expected(
+        plan, program=compile(schedule, plan, tied_weights=True, progress_model="per_edge")
+    )
     for own in run(both_ways, plan.ranks, schedule, plan):
         assert same_bits(list(own.values()), [right[s] for s in own])
 
 
 def ahead(rank: int, steps: int, m: int) -> list[Tensor | None]:
     """Losses of steps whose first rank never waits for anything but room."""
-    own = executor(compile(forwards, PipelineShape(2, m), model="edge"), rank)
+    own = executor(compile(forwards, PipelineShape(2, m), progress_model="per_edge"), rank)
     losses = []
     for step in range(steps):
         if rank:
@@ -96,7 +98,7 @@ def test_a_sender_does_not_overwrite_the_step_before() -> None:
 
 def unread(rank: int, m: int) -> Tensor | None:
     """All is sent before anything is taken: more than a socket holds."""
-    own = executor(compile(forwards, PipelineShape(2, m), model="edge"), rank)
+    own = executor(compile(forwards, PipelineShape(2, m), progress_model="per_edge"), rank)
     if rank:
         dist.barrier()
     loss = own.step(torch.ones(m, 4), torch.zeros(m, 4))
@@ -111,7 +113,9 @@ def test_a_send_never_waits_for_its_receive() -> None:
 
 
 def alone(rank: int, leaves: bool) -> None:
-    own = executor(compile(one_f_one_b, PipelineShape(2, 3), model="edge"), rank, seconds=1.5)
+    own = executor(
+        compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge"), rank, seconds=1.5
+    )
     if rank and leaves:
         os._exit(0)
     if rank:
@@ -134,7 +138,7 @@ def test_a_neighbour_that_leaves_or_sleeps(leaves: bool, why: str) -> None:
 
 def left(rank: int, place: str, problem: bool) -> str:
     """In one place, or in none for the second rank."""
-    program = compile(one_f_one_b, PipelineShape(2, 3), model="edge")
+    program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
     shared_memory.PLACES = (place if rank == 0 or not problem else f"{place}/none",)
     try:
@@ -167,7 +171,7 @@ def test_processes_that_do_not_see_one_place_cannot_share(tmp_path: Path) -> Non
 
 def again(rank: int) -> list[float]:
     """Executors one after the other, on one transport."""
-    program = compile(one_f_one_b, PipelineShape(2, 3), model="edge")
+    program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 5.0)
     losses = []
     for k in range(2):
@@ -183,7 +187,7 @@ def test_a_transport_serves_one_executor_after_the_other() -> None:
 
 def identity(rank: int) -> list[Tensor | None]:
     """The loss is what the last stage has received, in the memory that the first writes."""
-    program = compile(forwards, PipelineShape(2, 3), model="edge")
+    program = compile(forwards, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
     stage = Double() if rank == 0 else nn.Identity()
     own = Executor(
@@ -222,7 +226,7 @@ class _Late:
 
 
 def served(rank: int) -> float:
-    program = compile(forwards, PipelineShape(2, 3), model="edge")
+    program = compile(forwards, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 5.0)
     own = executor(program, rank, transport=transport)
     if rank == 0:
@@ -244,7 +248,7 @@ def test_a_receiver_that_leaves_when_it_is_served_is_no_failure() -> None:
 
 def waiting(rank: int, place: str) -> list[str]:
     """What the first rank has made when the second has not come yet."""
-    program = compile(one_f_one_b, PipelineShape(2, 3), model="edge")
+    program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
     shared_memory.PLACES = (place,)
     found = []
@@ -267,7 +271,12 @@ def test_who_waits_for_others_has_made_no_file(tmp_path: Path) -> None:
 def slots(rank: int) -> str:
     with pytest.raises(ModelError) as error:
         SharedMemoryTransport(
-            compile(one_f_one_b, PipelineShape(2, 3), model="edge", slots="fewest")
+            compile(
+                one_f_one_b,
+                PipelineShape(2, 3),
+                progress_model="per_edge",
+                buffer_sharing="minimal",
+            )
         )
     return error.value.hint
 

@@ -125,11 +125,11 @@ def differing_shapes(t: int, group: Any, rank: int) -> list[str]:
 
 def executor(group: Any, how: Told, stage: nn.Module | None = None, **more: Any) -> Executor:
     """One pipeline rank, of a group of two tensor-parallel ranks."""
-    said: Told = {"sequence": True} | how
+    said: Told = {"sequence_parallel": True} | how
     program = compile(one_f_one_b, PipelineShape(1, 3), tp=2, **said)
     transport = GlooTransport(program, group=group)
     tp = transport.tp_group
-    stage = stage or gpt.build_stage(CONFIG, 0, 1, tp=tp, sequence=program.sequence)
+    stage = stage or gpt.build_stage(CONFIG, 0, 1, tp=tp, sequence=program.sequence_parallel)
     return Executor(
         program, 0, [stage], transport,
         loss=lambda y, target: gpt.loss(y, target, tp), boundary=(2, 4, 16), **more,
@@ -156,7 +156,7 @@ def sliced(says: bool | None) -> Whole:
 
 
 STAGES: dict[str, tuple[Told, Callable[[int], nn.Module], str]] = {
-    "summed by nobody": ({"sequence": False}, lambda _: Whole(True), "would drift apart"),
+    "summed by nobody": ({"sequence_parallel": False}, lambda _: Whole(True), "would drift apart"),
     "silent": ({}, lambda _: Whole(None), "weight of stage 0 is held whole by each"),
     "a slice": ({}, lambda _: sliced(True), "weight of stage 0 is a slice"),
     "of two minds": (
@@ -164,7 +164,7 @@ STAGES: dict[str, tuple[Told, Callable[[int], nn.Module], str]] = {
     ),
     "right": ({}, lambda _: Whole(False), ""),
     "right as a slice": ({}, lambda _: sliced(None), ""),
-    "right as ever": ({"sequence": False}, lambda _: Whole(None), ""),
+    "right as ever": ({"sequence_parallel": False}, lambda _: Whole(None), ""),
     "nothing trained": ({}, lambda _: Whole(None).requires_grad_(False), ""),
 }  # fmt: skip
 
@@ -225,7 +225,10 @@ def lengths(group: Any) -> Told:
     tokens = [torch.arange(2 * (n + 1)).view(2, -1) % 13 for n in (8, 2, 6)]
     x, y = [t[:, :-1] for t in tokens], [t[:, 1:] for t in tokens]
     found: Told = {}
-    for name, how in {"shared": {"sequence": True}, "whole": {"sequence": False}}.items():
+    for name, how in {
+        "shared": {"sequence_parallel": True},
+        "whole": {"sequence_parallel": False},
+    }.items():
         one = executor(group, how)
         total = one.step(x, y)
         assert total is not None
@@ -340,8 +343,8 @@ def test_a_training_run_shares_the_sequence(config: str, tmp_path: Path) -> None
     for sequence in ("false", "true"):
         folder = tmp_path / sequence
         train(
-            config, folder, f"pipeline.sequence={sequence}", "train.steps=3",
-            "train.evaluate_every=3", "train.evaluate_batches=1", "data.held_out=0.2",
+            config, folder, f"pipeline.sequence_parallel={sequence}", "train.steps=3",
+            "train.evaluate_every=3", "train.evaluate_batches=1", "data.validation=0.2",
         )  # fmt: skip
         found.append(losses(folder))
     assert found[0][0] > 3 and found[0] == pytest.approx(found[1], rel=1e-5)

@@ -19,7 +19,7 @@ from schedir import compile, simulate
 from schedir.analysis.memory.footprint import Footprint, held
 from schedir.errors import MemoryLimitError, ModelError
 from schedir.ir.cost.sizes import AT_REST
-from schedir.ir.isa.instructions import COMPUTE, Token
+from schedir.ir.isa.instructions import COMPUTE, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.runtime.autograd.split_backward import DeferredGradients, recording
@@ -123,8 +123,8 @@ def test_a_stage_keeps_what_lives(
     sizes = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
     alive = [_alive_after_forward(stages, s) for s in range(count)]
     assert sizes.saved == tuple(saved for saved, _ in alive)
-    assert sizes.tape == tuple(tape for _, tape in alive)
-    assert all(size > 0 for size in sizes.of("tape", count))
+    assert sizes.deferred_wgrad == tuple(tape for _, tape in alive)
+    assert all(size > 0 for size in sizes.of("deferred_wgrad", count))
 
 
 class Witness:
@@ -148,7 +148,9 @@ class Witness:
         def look() -> None:
             nonlocal most
             tapes = (
-                tape.tensors() for tape in rank.state.slots[Token.TAPE].values if tape is not None
+                tape.tensors()
+                for tape in rank.state.slots[Value.DEFERRED_WGRAD].values
+                if tape is not None
             )
             there = {ref: size for ref, size in before.items() if not ref.expired()}
             there |= {
@@ -179,7 +181,7 @@ class Witness:
     def living(self) -> dict[StorageWeakRef, int]:
         """What compute keeps: not what it has put out, and what is sent."""
         rank = self.rank
-        out = [x for kind in (Token.ACT_OUT, Token.GRAD_OUT) for x in rank.state.slots[kind].values]
+        out = [x for kind in (Value.ACT_OUT, Value.GRAD_OUT) for x in rank.state.slots[kind].values]
         out += [tensor for _, tensor in rank.state.sending.values()]
         return self.born.living(rank.state.losses + tree_leaves(out))
 
@@ -197,7 +199,7 @@ def _group(joined: list[bool], k: int) -> tuple[int, int]:
 own_activation = 4 * torch.Size(BOUNDARY.shape).numel()
 
 
-@pytest.mark.parametrize("slots", ["fewest", None])
+@pytest.mark.parametrize("slots", ["minimal", None])
 @pytest.mark.parametrize(
     ("schedule", "plan"),
     [
@@ -215,7 +217,7 @@ def test_what_computes_leaves_what_was_predicted(
     stages = gpt_stages(plan.stages, tied=False)
     inputs, targets, scale = batch(plan.microbatches)
     sizes = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY, state=0)
-    program = compile(schedule, plan, slots=slots)
+    program = compile(schedule, plan, buffer_sharing=slots)
     world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     witnesses = [
         Witness(rank, own) for rank, own in zip(world.ranks, held(program, sizes), strict=True)
@@ -288,9 +290,9 @@ def test_what_lives_in_an_instruction_is_what_was_predicted(
     make, data, loss = MODELS[model]
     stages, (inputs, targets, scale) = make(plan.stages), data(plan.microbatches)
     sizes = measure_sizes(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
-    free = compile(schedule, plan, slots="fewest")
+    free = compile(schedule, plan, buffer_sharing="minimal")
     most = float(simulate(free, sizes=sizes).peak_memory.max())
-    program = compile(schedule, plan, slots="fewest", sizes=sizes, limit=most)
+    program = compile(schedule, plan, buffer_sharing="minimal", sizes=sizes, memory_limit=most)
     world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
     owns = held(program, sizes)
     witnesses = [Witness(rank, own) for rank, own in zip(world.ranks, owns, strict=True)]
@@ -302,7 +304,7 @@ def test_what_lives_in_an_instruction_is_what_was_predicted(
         handed = curve.kinds.get("handed_over", np.zeros(1))
         assert (curve.held - handed).max() == static + witness.most, rank
     with pytest.raises(MemoryLimitError):
-        compile(schedule, plan, slots="fewest", sizes=sizes, limit=most - 1)
+        compile(schedule, plan, buffer_sharing="minimal", sizes=sizes, memory_limit=most - 1)
 
 
 class Odd(nn.Module):
@@ -334,7 +336,7 @@ def test_the_model_is_left_as_it_was() -> None:
     grads = [p.grad for stage in stages for p in stage.parameters()]
     assert torch.equal(grads[2], torch.ones(8, 8)) if grads[2] is not None else False
     assert sum(grad is not None for grad in grads) == 1
-    assert sizes.tape == (0, 0)  # nothing was split
+    assert sizes.deferred_wgrad == (0, 0)  # nothing was split
     given = x.clone().requires_grad_()
     with (born := Born()):
         y = nn.functional.mse_loss(stages[1](given), x)
@@ -342,7 +344,10 @@ def test_the_model_is_left_as_it_was() -> None:
     assert sizes.activation == 4 * 4 * 8 and sizes.version == (4 * 88, 4 * 88)
     assert sizes.params == sizes.grads == (4 * 88,) * 2 and sizes.optimizer == (0, 0)
     assert sizes.buffers == (4 * 16 + 8,) * 2  # with a number of batches
-    assert sizes.weights is None and sizes.of("weights", 2).tolist() == [4 * (88 + 88 + 16) + 8] * 2
+    assert (
+        sizes.model_states is None
+        and sizes.of("model_states", 2).tolist() == [4 * (88 + 88 + 16) + 8] * 2
+    )
 
 
 def test_stages_of_others_and_of_another_type() -> None:
@@ -350,25 +355,25 @@ def test_stages_of_others_and_of_another_type() -> None:
     inputs, targets, _ = batch(1)
     whole = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
     part = measure_sizes([None, stages[1]], inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
-    for name in ("saved", "tape", "weights", *AT_REST, "version"):
+    for name in ("saved", "deferred_wgrad", "model_states", *AT_REST, "version"):
         assert part.of(name, 2).tolist() == [0, whole.of(name, 2)[1]]
     numbers = sum(p.numel() for p in stages[1].parameters())
     mask = sum(b.nbytes for b in stages[1].buffers())
-    assert part.of("weights", 2)[1] == 16 * numbers + mask
+    assert part.of("model_states", 2)[1] == 16 * numbers + mask
     half = stages[1].to(torch.bfloat16)
     float32_gradients(half)
     boundary = Boundary(BOUNDARY.shape, torch.bfloat16)
     part = measure_sizes(
         [None, half], inputs[0], targets[0], loss=gpt.loss, boundary=boundary, state=12
     )
-    assert part.of("weights", 2)[1] == 18 * numbers + mask
+    assert part.of("model_states", 2)[1] == 18 * numbers + mask
     assert 2 * part.activation == whole.activation
 
 
 def test_a_frozen_stage_keeps_its_input() -> None:
     stages, x = [nn.Identity(), nn.Identity().requires_grad_(False)], torch.randn(4, 8)
     sizes = measure_sizes(stages, x, x, loss=lambda y, _: y.sum(), boundary=Boundary((4, 8)))
-    assert sizes.saved == (0, 4 * 4 * 8) and sizes.of("weights", 2).tolist() == [0, 0]
+    assert sizes.saved == (0, 4 * 4 * 8) and sizes.of("model_states", 2).tolist() == [0, 0]
 
 
 def test_what_cannot_pass_is_refused() -> None:

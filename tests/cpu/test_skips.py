@@ -50,7 +50,7 @@ SCHEDULES: dict[str, tuple[Schedule, PipelineShape, Skips]] = {
     "zb_v": (schedules.zb_v, PipelineShape(3, 6, 2, "vee"), ((0, 5), (1, 3), (2, 4))),
     "dualpipe_v": (schedules.dualpipe_v, PipelineShape(2, 6, 2, "vee"), ((0, 3),)),
     "mirror": (schedules.dualpipe, PipelineShape(4, 8, 2, "mirror"), ((0, 2), (1, 3))),
-    "2bw": (schedules.pipedream_2bw, PipelineShape(3, 6, updates=1), ((0, 2),)),
+    "2bw": (schedules.pipedream_2bw, PipelineShape(3, 6, optimizer_steps=1), ((0, 2),)),
     "forward": (schedules.forward_only, PipelineShape(3, 2), ((0, 2),)),
 }
 
@@ -115,7 +115,7 @@ def as_in(program: Program, seed: int, order: int | None = None) -> None:
     """A step has the loss and the gradients of the reference, and so has the next."""
     plan = program.plan
     stages = model(plan.stages, program.skips, seed)
-    for stage in stages[: program.frozen]:
+    for stage in stages[: program.frozen_stages]:
         stage.requires_grad_(False)
     plain = deepcopy(stages)
     x, y = batch(plan.microbatches)
@@ -129,13 +129,13 @@ def as_in(program: Program, seed: int, order: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("slots", [None, "fewest", "enough"])
+@pytest.mark.parametrize("slots", [None, "minimal", "latency_preserving"])
 def test_schedules_have_the_bits_of_the_reference(name: str, slots: Any) -> None:
     schedule, plan, skips = SCHEDULES[name]
-    as_in(compile(schedule, plan, skips=skips, slots=slots), 1)
-    as_in(compile(schedule, plan, skips=skips, slots=slots, overlap=True), 2, 3)
+    as_in(compile(schedule, plan, skips=skips, buffer_sharing=slots), 1)
+    as_in(compile(schedule, plan, skips=skips, buffer_sharing=slots, overlap=True), 2, 3)
     if name != "forward":
-        as_in(compile(schedule, plan, skips=skips, slots=slots, frozen=1), 3)
+        as_in(compile(schedule, plan, skips=skips, buffer_sharing=slots, frozen_stages=1), 3)
 
 
 @st.composite
@@ -159,11 +159,18 @@ def test_any_skips_in_any_order(program: Program, seed: int, order: int) -> None
 
 def _process(rank: int, transport: str, name: str, model_of: ProgressModel) -> list[Any]:
     schedule, plan, skips = SCHEDULES[name]
-    slots: Any = None if transport == "shared" else "fewest"
-    program = compile(schedule, plan, model=model_of, skips=skips, slots=slots, blocks=True)
+    slots: Any = None if transport == "shared_memory" else "minimal"
+    program = compile(
+        schedule,
+        plan,
+        progress_model=model_of,
+        skips=skips,
+        buffer_sharing=slots,
+        blocking_hosts=True,
+    )
     stages = model(plan.stages, skips)
     x, y = batch(plan.microbatches)
-    make: Any = {"gloo": GlooTransport, "shared": SharedMemoryTransport, "edge": EdgeGroups}[
+    make: Any = {"gloo": GlooTransport, "shared_memory": SharedMemoryTransport, "edge": EdgeGroups}[
         transport
     ]
     own = {s: stages[s] for s in plan.stages_of[rank]}
@@ -178,7 +185,11 @@ def _process(rank: int, transport: str, name: str, model_of: ProgressModel) -> l
 
 @pytest.mark.parametrize(
     ("transport", "name", "model_of"),
-    [("gloo", "zb_v", "device"), ("shared", "1f1b", "edge"), ("edge", "interleaved", "edge")],
+    [
+        ("gloo", "zb_v", "per_device"),
+        ("shared_memory", "1f1b", "per_edge"),
+        ("edge", "interleaved", "per_edge"),
+    ],
 )
 def test_processes(transport: str, name: str, model_of: ProgressModel) -> None:
     schedule, plan, skips = SCHEDULES[name]

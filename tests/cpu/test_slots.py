@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from schedir.analysis.memory.buffer_slots import KINDS, counts
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
-from schedir.ir.isa.instructions import Opcode, Token
+from schedir.ir.isa.instructions import Opcode, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.passes.pass_types import BufferSharing
 from schedir.runtime.autograd.split_backward import linear
@@ -30,7 +30,7 @@ from tests.laws import ZOO, least, plan_of
 BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
 
 
-def watch(rank: Executor, used: dict[Token, set[int]]) -> None:
+def watch(rank: Executor, used: dict[Value, set[int]]) -> None:
     """Note which slots are ever taken; what is on its way still is where it was."""
     call = rank.call
 
@@ -38,7 +38,7 @@ def watch(rank: Executor, used: dict[Token, set[int]]) -> None:
         call(k)
         for kind, slots in rank.state.slots.items():
             used[kind] |= {n for n, value in enumerate(slots.values) if value is not None}
-        for kind, send in ((Token.ACT_OUT, Opcode.SendAct), (Token.GRAD_OUT, Opcode.SendGrad)):
+        for kind, send in ((Value.ACT_OUT, Opcode.SendAct), (Value.GRAD_OUT, Opcode.SendGrad)):
             leaving = sum(rank.state.stream[sent].op == send for sent in rank.state.sending)
             assert rank.state.slots[kind].taken + leaving <= len(rank.state.slots[kind].values)
 
@@ -51,14 +51,16 @@ def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
     plan = plan_of(schedule, 4, max(6, least(schedule, 4)))
     stages = tiny_model.tiny_stages(plan.stages)
     inputs, targets = tiny_model.batch(plan.microbatches)
-    choices: list[BufferSharing | None] = [None, "fewest", "enough"]
+    choices: list[BufferSharing | None] = [None, "minimal", "latency_preserving"]
     for overlap in (False, True):
         results: list[tuple[Tensor, list[dict[str, Tensor]]]] = []
         for choice in choices:
-            program = compile(schedule, plan, model="edge", overlap=overlap, slots=choice)
+            program = compile(
+                schedule, plan, progress_model="per_edge", overlap=overlap, buffer_sharing=choice
+            )
             predicted = counts(program)
             ranks = InProcessExecutor(program, stages, loss=tiny_model.loss, boundary=BOUNDARY)
-            used: list[dict[Token, set[int]]] = [{k: set() for k in KINDS} for _ in ranks.ranks]
+            used: list[dict[Value, set[int]]] = [{k: set() for k in KINDS} for _ in ranks.ranks]
             for rank, noted in zip(ranks.ranks, used, strict=True):
                 watch(rank, noted)
             buffers = [{k: b.data_ptr() for k, b in r.state.buffers.items()} for r in ranks.ranks]
@@ -73,7 +75,7 @@ def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
                 )
                 received = {key: b.data_ptr() for key, b in rank.state.buffers.items()}
                 assert received == buffers[r]
-                assert len(received) == own[Token.ACT_IN] + own[Token.GRAD_IN]
+                assert len(received) == own[Value.ACT_IN] + own[Value.GRAD_IN]
         for loss, grads in results[1:]:
             assert torch.equal(loss, results[0][0]) and same_bits(grads, results[0][1])
 
@@ -95,10 +97,10 @@ def keep_apart(rank: Executor) -> None:
 
     def watched(k: int) -> None:
         call(k)
-        out = [v for kind in (Token.ACT_OUT, Token.GRAD_OUT) for v in rank.state.slots[kind].values]
-        for tape in filter(None, rank.state.slots[Token.TAPE].values):
+        out = [v for kind in (Value.ACT_OUT, Value.GRAD_OUT) for v in rank.state.slots[kind].values]
+        for tape in filter(None, rank.state.slots[Value.DEFERRED_WGRAD].values):
             out += tape.tensors()
-        out += [saved[0] for saved in rank.state.slots[Token.SAVED].values if saved is not None]
+        out += [saved[0] for saved in rank.state.slots[Value.SAVED].values if saved is not None]
         assert not static & {memory(value) for value in tree_leaves(out) if value is not None}
 
     rank.call = watched  # type: ignore[method-assign]
@@ -120,9 +122,11 @@ def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
 
     one = stages()
     total = run_sequential(one, inputs, targets, loss=tiny_model.loss)
-    for choice in (None, "fewest"):
+    for choice in (None, "minimal"):
         other = stages()
-        program = compile(schedule, plan, model="edge", overlap=True, slots=choice)
+        program = compile(
+            schedule, plan, progress_model="per_edge", overlap=True, buffer_sharing=choice
+        )
         ranks = InProcessExecutor(program, other, loss=tiny_model.loss, boundary=BOUNDARY)
         for rank in ranks.ranks if choice else ():  # else a buffer is one value's for the step
             keep_apart(rank)
@@ -133,11 +137,11 @@ def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
 
 def test_outputs_are_let_go_when_they_are_sent() -> None:
     """What a backward needs is where an output came from, not its memory."""
-    program = compile(gpipe, PipelineShape(2, 4), model="edge")
+    program = compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
     ranks = InProcessExecutor(
         program, tiny_model.tiny_stages(2), loss=tiny_model.loss, boundary=BOUNDARY
     )
-    saved = ranks.ranks[0].state.slots[Token.SAVED]
+    saved = ranks.ranks[0].state.slots[Value.SAVED]
     call, roots = ranks.ranks[0].call, list[Any]()
 
     def watched(k: int) -> None:
@@ -159,7 +163,7 @@ def test_outputs_are_let_go_when_they_are_sent() -> None:
 )
 def test_processes_with_the_fewest_slots(schedule: Any, plan: PipelineShape, options: Any) -> None:
     loss, right = expected(plan)
-    results = step_on_gloo(schedule, plan, slots="fewest", **options)
+    results = step_on_gloo(schedule, plan, buffer_sharing="minimal", **options)
     got = {s: g for grads, _, _ in results for s, g in grads.items()}
     assert same_bits([got[s] for s in range(plan.stages)], right)
     assert [torch.equal(l, loss) for _, l, _ in results if l is not None] == [True]
@@ -168,7 +172,7 @@ def test_processes_with_the_fewest_slots(schedule: Any, plan: PipelineShape, opt
 def test_tensor_parallel_processes_with_the_fewest_slots() -> None:
     """Slices are received into their place in the whole."""
     plan = PipelineShape(2, 4)
-    own, few = (step_on_gloo(zb, plan, tp=2, slots=slots) for slots in (None, "fewest"))
+    own, few = (step_on_gloo(zb, plan, tp=2, buffer_sharing=slots) for slots in (None, "minimal"))
     for (grads, _, _), (same, _, _) in zip(own, few, strict=True):
         assert same_bits(list(grads.values()), list(same.values()))
 

@@ -104,7 +104,7 @@ def test_what_was_taught_computes_on_its_version() -> None:
     program = compile(
         # The last F run on the version after that of the W that follow.
         lambda r, P, m: 8 * F + halves + 4 * I + 4 * F + 4 * W + halves,
-        PipelineShape(2, 12, updates=3, delay=1),
+        PipelineShape(2, 12, optimizer_steps=3, weight_delay=1),
     )
     x = torch.randn(12, 3, N)
     states = []

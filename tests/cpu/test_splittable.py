@@ -146,7 +146,7 @@ def test_norms_are_split_where_asked_for() -> None:
     for also in ((), (nn.LayerNorm,)):
         stages = [nn.Identity(), make_backward_splittable(copy.deepcopy(net), *also)]
         sizes = measure_sizes(stages, x, x, loss=mse_loss, boundary=Boundary((8, N)))
-        tapes.append(sizes.of("tape", 2)[1])
+        tapes.append(sizes.of("deferred_wgrad", 2)[1])
     assert tapes[1] - tapes[0] == 4 * (8 * N + 8 * N + 2 * 8)  # x, dy, means and deviations
 
 

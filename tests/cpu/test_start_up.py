@@ -107,7 +107,16 @@ def test_a_process_makes_a_dozen_groups(
     schedule: Any, plan: PipelineShape, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each makes as many, in one order, of rows that have no process in common."""
-    program = compile(schedule, plan, tp=8, dp=8, model="edge", tied=True, clip=True, overlap=True)
+    program = compile(
+        schedule,
+        plan,
+        tp=8,
+        dp=8,
+        progress_model="per_edge",
+        tied_weights=True,
+        clip_grad_norm=True,
+        overlap=True,
+    )
     first, _ = _rows(0, program, monkeypatch)
     for process in (0, 1, 8, 127, 511, 1023):
         made, own = _rows(process, program, monkeypatch)

@@ -49,7 +49,13 @@ def states_of(rank: Executor) -> DiskOptimizerState:
 
 
 def on_disk(**how: Any) -> Program:
-    return schedir.compile(looped_bfs, PipelineShape(1, 2, 3), model="edge", states="disk", **how)
+    return schedir.compile(
+        looped_bfs,
+        PipelineShape(1, 2, 3),
+        progress_model="per_edge",
+        optimizer_placement="disk",
+        **how,
+    )
 
 
 # ---------------------------------------------------------------- bits
@@ -58,11 +64,19 @@ def on_disk(**how: Any) -> Program:
 @pytest.mark.parametrize(
     ("shape", "make", "how"),
     [
-        ("interleaved", "AdamW", {"clip": True, "tied": True, "state_rooms": 1}),
-        ("interleaved", "bfloat16", {"recompute": "all", "frozen": 2}),
-        ("1F1B", "momentum", {"offload": "all", "spill": [0]}),
-        ("in a vee", "Adam, groups", {"clip": True, "slots": "fewest", "state_rooms": 3}),
-        ("mirrored", "bfloat16", {"clip": True, "state_slots": 1}),
+        (
+            "interleaved",
+            "AdamW",
+            {"clip_grad_norm": True, "tied_weights": True, "optimizer_host_buffers": 1},
+        ),
+        ("interleaved", "bfloat16", {"recompute": "all", "frozen_stages": 2}),
+        ("1F1B", "momentum", {"offload": "all", "offload_to_disk": [0]}),
+        (
+            "in a vee",
+            "Adam, groups",
+            {"clip_grad_norm": True, "buffer_sharing": "minimal", "optimizer_host_buffers": 3},
+        ),
+        ("mirrored", "bfloat16", {"clip_grad_norm": True, "optimizer_device_buffers": 1}),
     ],
 )
 def test_the_bits_are_those_of_states_on_the_device(
@@ -78,7 +92,7 @@ def test_the_bits_are_those_of_states_on_the_device(
 
 def test_nothing_is_stepped_where_one_gradient_is_not_finite(tmp_path: Path) -> None:
     scale: Any = partial(LossScale, 8.0)
-    programs = both(interleaved, PipelineShape(1, 4, 3), states="disk", clip=True)
+    programs = both(interleaved, PipelineShape(1, 4, 3), states="disk", clip_grad_norm=True)
     worlds = [made(p, ADAMW, loss_scale=scale, folder=tmp_path) for p in programs]
     for world in worlds:
         stepped(world, 0)
@@ -120,7 +134,7 @@ def test_as_much_is_on_each_tier_as_was_predicted(tmp_path: Path) -> None:
     for rooms in (1, 2, 3):
         stages, (x, y, _) = gpt_stages(plan.stages, tied=False), batch(2)
         sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
-        world = made(on_disk(state_rooms=rooms), ADAMW, folder=tmp_path)
+        world = made(on_disk(optimizer_host_buffers=rooms), ADAMW, folder=tmp_path)
         stepped(world, 0)
         (rank,) = world.ranks
         seen: dict[str, list[int]] = {"device": [], "host": [], "disk": []}
@@ -174,7 +188,9 @@ MODEL = Model(dropout=0.1, clip=True)
 @pytest.mark.parametrize(("first", "then"), [("disk", "device"), ("device", "disk")])
 def test_a_checkpoint_has_what_lies_on_the_disk(first: str, then: str, tmp_path: Path) -> None:
     def world(states: str) -> Any:
-        layout = Layout(interleaved, PipelineShape(2, 4, 2), options={"states": states})
+        layout = Layout(
+            interleaved, PipelineShape(2, 4, 2), options={"optimizer_placement": states}
+        )
         return in_process(layout, MODEL, folder=tmp_path)
 
     one, other, whole = map(world, (first, then, "device"))
@@ -188,7 +204,9 @@ def test_a_checkpoint_has_what_lies_on_the_disk(first: str, then: str, tmp_path:
 
 def test_a_snapshot_is_of_the_step_before(tmp_path: Path) -> None:
     layout = Layout(
-        interleaved, PipelineShape(2, 4, 2), options={"states": "disk", "snapshots": True}
+        interleaved,
+        PipelineShape(2, 4, 2),
+        options={"optimizer_placement": "disk", "checkpoint_snapshots": True},
     )
     world = in_process(layout, MODEL, folder=tmp_path)
     saver = Saver(world, tmp_path / "beside", names=same)
@@ -213,7 +231,7 @@ def test_a_snapshot_is_of_the_step_before(tmp_path: Path) -> None:
 def test_what_is_on_the_disk_wants_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="moves the states to the disk, and no folder is given"):
         made(on_disk(), ADAMW)
-    with pytest.raises(ModelError, match=r"(?s)nothing can be spilled to.*\[memory\] folder"):
+    with pytest.raises(ModelError, match=r"(?s)nothing can be written to.*\[memory\] spill_dir"):
         made(on_disk(), ADAMW, folder=tmp_path / "gone")
 
 
@@ -237,9 +255,9 @@ def everything(world: Any) -> dict[int, list[Tensor]]:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("posix_fallocate", r"(?s)no room to spill .* No space left.*rank 0 #\d+  store_state 1"),
-        ("pwrite", r"(?s)No space left on device.*rank 0 #\d+  spill_state 1"),
-        ("preadv", r"(?s)is not there any more.*rank 0 #\d+  fetch_state 1"),
+        ("posix_fallocate", r"(?s)no room for .* No space left.*rank 0 #\d+  offload_state 1"),
+        ("pwrite", r"(?s)No space left on device.*rank 0 #\d+  write_state_to_disk 1"),
+        ("preadv", r"(?s)is not there any more.*rank 0 #\d+  read_state_from_disk 1"),
     ],
 )
 def test_a_disk_that_fails_in_a_step(

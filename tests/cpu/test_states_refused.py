@@ -51,7 +51,7 @@ class Own(torch.optim.SGD):
     ],
 )
 def test_optimizers_that_cannot_step_by_stage_are_refused(make: Any, says: str) -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), states="host")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement="host")
     with pytest.raises(ModelError, match=says):
         made(program, make)
 
@@ -63,19 +63,21 @@ def hooked(own: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def test_an_own_optimizer_may_say_what_it_does() -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), states="host")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement="host")
     kind = type("Known", (Own,), {"elementwise": True})
     stepped(made(program, lambda own: kind(own, lr=0.1, momentum=0.9)), 0, 1)
 
 
 def test_a_hook_that_comes_later_is_refused_before_anything_is_stepped() -> None:
-    world = made(schedir.compile(interleaved, PipelineShape(1, 2, 2), states="host"), ADAMW)
+    world = made(
+        schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host"), ADAMW
+    )
     stepped(world, 0)
     before = [
         p.detach().clone() for s in world.ranks[0].stages.values() for p in s.module.parameters()
     ]
     world.ranks[0].state.optimizer.register_step_post_hook(lambda *_: None)  # type: ignore[union-attr]
-    with pytest.raises(ExecutionError, match="step_stage"):
+    with pytest.raises(ExecutionError, match="stage_step"):
         stepped(world, 1)
     after = [p for s in world.ranks[0].stages.values() for p in s.module.parameters()]
     assert equal(before, [p.detach() for p in after])
@@ -84,8 +86,8 @@ def test_a_hook_that_comes_later_is_refused_before_anything_is_stepped() -> None
 
 def test_programs_of_other_places_are_not_beside_each_other() -> None:
     device, host = both(one_f_one_b, PipelineShape(2, 2))
-    other = schedir.compile(gpipe, PipelineShape(2, 2), states="host")
-    with pytest.raises(ModelError, match="states is 'host'"):
+    other = schedir.compile(gpipe, PipelineShape(2, 2), optimizer_placement="host")
+    with pytest.raises(ModelError, match="optimizer_placement is 'host'"):
         made(device, ADAMW, more=[other])
     made(host, ADAMW, more=[other])
 
@@ -109,7 +111,9 @@ def test_groups_that_come_later_are_stepped() -> None:
 
 
 def test_a_stranger_that_comes_later_is_refused_before_the_step() -> None:
-    world = made(schedir.compile(interleaved, PipelineShape(1, 2, 2), states="host"), ADAMW)
+    world = made(
+        schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host"), ADAMW
+    )
     stepped(world, 0)
     (rank,) = world.ranks
     optimizer_of(rank).add_param_group({"params": [nn.Parameter(torch.ones(3))]})
@@ -132,7 +136,8 @@ class Counts(Own):
 
 def test_an_optimizer_that_changes_its_groups_is_refused() -> None:
     world = made(
-        schedir.compile(interleaved, PipelineShape(1, 2, 2), states="host"), partial(Counts, lr=1)
+        schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host"),
+        partial(Counts, lr=1),
     )
     with pytest.raises(ExecutionError, match="a step of Counts changes 'lr' of a group"):
         stepped(world, 0)
@@ -150,8 +155,8 @@ class Numbered(Own):
 
 
 def test_an_optimizer_that_counts_its_steps_itself_is_refused() -> None:
-    program = schedir.compile(interleaved, PipelineShape(1, 2, 2), states="host")
+    program = schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host")
     with pytest.raises(ExecutionError, match="a step of Numbered changes its 'number', from"):
         stepped(made(program, partial(Numbered, lr=1)), 0)
-    alone = schedir.compile(one_f_one_b, PipelineShape(2, 2), states="host")
+    alone = schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement="host")
     stepped(made(alone, partial(Numbered, lr=1)), 0)  # one stage a rank: as often as it should

@@ -50,13 +50,17 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize(
     ("shape", "make", "how"),
     [
-        ("interleaved", "AdamW", {"clip": True, "tied": True}),
-        ("interleaved", "bfloat16", {"recompute": "all", "frozen": 2}),
-        ("interleaved", "AdamW, fused", {"state_slots": 1}),
-        ("1F1B", "momentum", {"tied": True}),
-        ("1F1B", "NAdam", {"clip": True}),
-        ("in a vee", "Adam, groups", {"clip": True, "tied": True, "slots": "fewest"}),
-        ("mirrored", "bfloat16", {"clip": True}),
+        ("interleaved", "AdamW", {"clip_grad_norm": True, "tied_weights": True}),
+        ("interleaved", "bfloat16", {"recompute": "all", "frozen_stages": 2}),
+        ("interleaved", "AdamW, fused", {"optimizer_device_buffers": 1}),
+        ("1F1B", "momentum", {"tied_weights": True}),
+        ("1F1B", "NAdam", {"clip_grad_norm": True}),
+        (
+            "in a vee",
+            "Adam, groups",
+            {"clip_grad_norm": True, "tied_weights": True, "buffer_sharing": "minimal"},
+        ),
+        ("mirrored", "bfloat16", {"clip_grad_norm": True}),
     ],
 )
 def test_the_bits_are_those_of_states_on_the_device(shape: str, make: str, how: Any) -> None:
@@ -75,8 +79,9 @@ def _processes(rank: int, folder: str) -> Any:
         train(
             rank,
             Case(
-                looped_bfs, PipelineShape(1, 3, 3), half=half, options={"states": states,
-                                                                        "clip": clip},
+                looped_bfs, PipelineShape(1, 3, 3), half=half,
+                options={"optimizer_placement": states,
+                                                                        "clip_grad_norm": clip},
                 folder=folder,
             ),
             zero,
@@ -101,7 +106,8 @@ def test_nothing_is_stepped_where_one_gradient_is_not_finite(make: str, clip: bo
     """Of a stage that comes last: those before it would have been stepped by then."""
     scales: dict[str, Any] = {"loss_scale": partial(LossScale, 8.0)} if clip else {}
     worlds = [
-        made(p, MAKES[make], **scales) for p in both(interleaved, PipelineShape(1, 4, 3), clip=clip)
+        made(p, MAKES[make], **scales)
+        for p in both(interleaved, PipelineShape(1, 4, 3), clip_grad_norm=clip)
     ]
     for world in worlds:
         stepped(world, 0)
@@ -124,9 +130,9 @@ def test_programs_beside_each_other() -> None:
     """Two that train, with other microbatches, and one that evaluates."""
     found = []
     for states in ("device", "host"):
-        how: dict[str, Any] = {"model": "edge", "states": states}
+        how: dict[str, Any] = {"progress_model": "per_edge", "optimizer_placement": states}
         large, small = (
-            schedir.compile(gpipe, PipelineShape(2, m), clip=True, **how) for m in (3, 2)
+            schedir.compile(gpipe, PipelineShape(2, m), clip_grad_norm=True, **how) for m in (3, 2)
         )
         looks = schedir.compile(forward_only, PipelineShape(2, 2), **how)
         world = made(small, ADAMW, more=[large, looks])
@@ -149,7 +155,9 @@ def kept_by(rank: Executor) -> list[Tensor]:
 
 def test_between_steps_all_of_it_is_on_the_host_and_nothing_is_left() -> None:
     """What was on the device is poisoned before it goes: whoever reads it, does not find it."""
-    world = made(schedir.compile(interleaved, PipelineShape(1, 4, 3), states="host"), ADAMW)
+    world = made(
+        schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement="host"), ADAMW
+    )
     stepped(world, 0)
     (rank,) = world.ranks
     states = rank.state.held.states
@@ -180,8 +188,8 @@ def test_as_much_is_on_each_tier_as_was_predicted() -> None:
     for slots in (1, 2, 3):
         stages, (x, y, _) = gpt_stages(plan.stages, tied=False), batch(2)
         sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
-        how: dict[str, Any] = {"states": "host", "state_slots": slots}
-        world = made(schedir.compile(looped_bfs, plan, model="edge", **how), ADAMW)
+        how: dict[str, Any] = {"optimizer_placement": "host", "optimizer_device_buffers": slots}
+        world = made(schedir.compile(looped_bfs, plan, progress_model="per_edge", **how), ADAMW)
         stepped(world, 0)
         (rank,) = world.ranks
         (own,) = held(world.program, sizes)
@@ -216,7 +224,9 @@ MODEL = Model(dropout=0.1, clip=True)
 
 
 def layout(states: str, **more: Any) -> Layout:
-    return Layout(interleaved, PipelineShape(2, 4, 2), options={"states": states, **more})
+    return Layout(
+        interleaved, PipelineShape(2, 4, 2), options={"optimizer_placement": states, **more}
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,7 +246,7 @@ def test_a_checkpoint_has_what_lies_on_the_host(
 
 
 def test_a_snapshot_is_of_the_step_before(tmp_path: Path) -> None:
-    world = in_process(layout("host", snapshots=True), MODEL)
+    world = in_process(layout("host", checkpoint_snapshots=True), MODEL)
     saver = Saver(world, tmp_path / "beside", names=same)
     steps(world, 0, 2)
     save(world, tmp_path / "at once", step=2, names=same)
@@ -255,7 +265,7 @@ def test_a_snapshot_is_of_the_step_before(tmp_path: Path) -> None:
 
 def test_state_of_elsewhere_is_moved_before_the_next_step() -> None:
     """Loaded by the optimizer's own method, it is on the device: in new memory."""
-    program = schedir.compile(interleaved, PipelineShape(1, 4, 3), states="host")
+    program = schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement="host")
     one, other, plain = made(program, ADAMW), made(program, ADAMW), made(program, ADAMW)
     stepped(one, 0, 1)
     stepped(plain, 0, 1, 2)

@@ -40,7 +40,7 @@ class Static(Mailbox):
 
 def made(program: Program, rank: int) -> dict[str, int]:
     """By kind, the bytes that a rank makes for a program when it is linked."""
-    transport = Static(MailboxHub(), rank, members_of(program, rank), "edge")
+    transport = Static(MailboxHub(), rank, members_of(program, rank), "per_edge")
     transport.tp = program.tp
     stages = {s: nn.Identity() for s in program.plan.stages_of[rank]}
     boundary = Boundary((2, WIDTH // 2), torch.float64)
@@ -70,9 +70,13 @@ def as_predicted(program: Program) -> None:
 @pytest.mark.parametrize("tp", [1, 8])
 def test_of_every_schedule(schedule: Schedule, tp: int) -> None:
     plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
-    choices: list[BufferSharing | None] = [None, "enough", "fewest"]
+    choices: list[BufferSharing | None] = [None, "latency_preserving", "minimal"]
     for slots in choices:
-        as_predicted(compile(schedule, plan, tp=tp, model="edge", overlap=True, slots=slots))
+        as_predicted(
+            compile(
+                schedule, plan, tp=tp, progress_model="per_edge", overlap=True, buffer_sharing=slots
+            )
+        )
 
 
 @settings(max_examples=60)
@@ -82,7 +86,7 @@ def test_of_any_program(draft: Program, tp: int, rng: random.Random) -> None:
 
 
 def test_what_is_scattered_needs_a_part_of_a_boundary() -> None:
-    program = compile(one_f_one_b, PipelineShape(4, 8), tp=8, slots="fewest")
+    program = compile(one_f_one_b, PipelineShape(4, 8), tp=8, buffer_sharing="minimal")
     one, part = 8 * WIDTH, WIDTH
     assert program.slots[1] == SlotCounts(1, 1, 1, 1)
     own = {kind: size for kind, size in made(program, 1).items() if size}

@@ -24,9 +24,9 @@ from schedir.testing.tiny_model import WIDTH, batch, loss, tiny_stages
 
 torch.set_num_threads(1)
 BOUNDARY = Boundary((2, WIDTH), torch.float64)
-MOVED = ("host", "disk", "cpu")
+MOVED = ("host", "disk", "cpu_step")
 SEVERAL, ALONE = (interleaved, PipelineShape(1, 3, 3)), (one_f_one_b, PipelineShape(2, 3))
-DELAYED = (pipedream_2bw, PipelineShape(2, 6, updates=3, delay=1))
+DELAYED = (pipedream_2bw, PipelineShape(2, 6, optimizer_steps=3, weight_delay=1))
 
 
 class Own(torch.optim.Optimizer):
@@ -172,7 +172,9 @@ HOW: dict[str, list[str]] = {
 def trained(case: Any, make: Callable[[Any], Any], states: str, **how: Any) -> list[Tensor]:
     """The weights after three steps."""
     schedule, plan = case
-    program = schedir.compile(schedule, plan, model="edge", states=states, **how)
+    program = schedir.compile(
+        schedule, plan, progress_model="per_edge", optimizer_placement=states, **how
+    )
     folder = "." if states == "disk" else None
     stages = tiny_stages(plan.stages)
     world = InProcessExecutor(
@@ -210,10 +212,10 @@ def test_any_optimizer_leaves_the_bits_of_the_device_or_is_refused(data: Any) ->
         for name, kinds in HOW.items()
     }
     states = data.draw(st.sampled_from(MOVED))
-    case = data.draw(st.sampled_from([SEVERAL, ALONE] + [DELAYED] * (states == "cpu")))
+    case = data.draw(st.sampled_from([SEVERAL, ALONE] + [DELAYED] * (states == "cpu_step")))
     zero = data.draw(st.sampled_from([0, 2])) if case is not DELAYED else 0
     if how["weights"] == "data of another shape":
-        states, zero = "cpu", 0  # elsewhere torch refuses it in the next forward
+        states, zero = "cpu_step", 0  # elsewhere torch refuses it in the next forward
     refused = compared(case, states, how, **({"zero": zero} if zero else {}))
     event("refused" if refused else "the same bits")
 
@@ -221,15 +223,15 @@ def test_any_optimizer_leaves_the_bits_of_the_device_or_is_refused(data: Any) ->
 @pytest.mark.parametrize("case", [SEVERAL, ALONE, DELAYED])
 @pytest.mark.parametrize("gradient", HOW["gradient"])
 def test_a_gradient_that_a_step_takes_away_is_there_in_the_next(case: Any, gradient: str) -> None:
-    assert compared(case, "cpu", {"gradient": gradient}) is None
+    assert compared(case, "cpu_step", {"gradient": gradient}) is None
 
 
 @pytest.mark.parametrize("case", [SEVERAL, ALONE, DELAYED])
 @pytest.mark.parametrize("weights", ["data", "set_", "data of another shape"])
 def test_weights_in_other_memory_are_refused_where_the_host_steps(case: Any, weights: str) -> None:
-    refused = compared(case, "cpu", {"weights": weights})
+    refused = compared(case, "cpu_step", {"weights": weights})
     assert isinstance(refused, ExecutionError) and "weight of stage" in refused.fact
-    assert "step_host" in str(refused.sites[0].instr)
+    assert "host_step" in str(refused.sites[0].instr)
 
 
 @pytest.mark.parametrize("states", ["host", "disk"])
@@ -277,7 +279,7 @@ def test_a_step_that_changes_what_is_stepped_is_refused(states: str, group: str)
 def test_parameters_beside_the_groups_are_refused_before_a_step(states: str) -> None:
     for case in (SEVERAL, ALONE):
         refused = compared(case, states, {"attribute": "parameters"})
-        assert (refused is None) == (case is ALONE and states != "cpu")
+        assert (refused is None) == (case is ALONE and states != "cpu_step")
         assert not isinstance(refused, ExecutionError)
 
 
@@ -322,6 +324,6 @@ def test_steps_of_which_not_all_is_known(states: str) -> None:
 def test_an_update_that_may_be_made_again_needs_a_known_step(make: Any) -> None:
     """The same for a derived MainOptimizer, and for an optimizer with a replaced `step`."""
     with pytest.raises(ModelError) as error:
-        trained(ALONE, make, "device", validate="after", clip=True)
-    assert "'before'" in error.value.hint
-    assert trained(ALONE, wrapped, "device", validate="after", clip=True)
+        trained(ALONE, make, "device", norm_check="after_step", clip_grad_norm=True)
+    assert "'before_step'" in error.value.hint
+    assert trained(ALONE, wrapped, "device", norm_check="after_step", clip_grad_norm=True)

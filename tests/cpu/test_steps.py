@@ -98,7 +98,7 @@ def outcome(
 
     patch.setattr(_Trainer, "__init__", init)
     patch.setattr(StepLoop, "settle", counted)
-    code = run(config, [*ONE, *sets, f'output.folder="{folder}"'])
+    code = run(config, [*ONE, *sets, f'output.dir="{folder}"'])
     return code, (folder / "loss.csv").read_bytes(), learned(trainers[0]), sum(lates)
 
 
@@ -152,8 +152,9 @@ def test_one_of_several_updates_stops_late_as_at_once(
     def first_two(y: torch.Tensor) -> torch.Tensor:
         return infinite_gradient(y) if next(calls) % 3 < 2 else y
 
-    sets = ["pipeline.stages_per_rank=1", "pipeline.placement=[0,0,0,0]", "pipeline.updates=3",
-            "pipeline.delay=1"]  # fmt: skip
+    sets = ["pipeline.stages_per_rank=1", "pipeline.placement=[0,0,0,0]",
+            "pipeline.optimizer_steps=3",
+            "pipeline.weight_delay=1"]  # fmt: skip
     seen, said = [], []
     for found in both(config, tmp_path, partial(_spoil, first_two), *sets):
         seen.append(found)
@@ -172,8 +173,8 @@ def _spoil(what: Spoil, patch: pytest.MonkeyPatch) -> None:
     "sets",
     [
         ["train.precision=float16"],  # whose scale is too large for some steps
-        ["train.precision=float16", "train.nonfinite=skip"],
-        ["train.nonfinite=skip"],
+        ["train.precision=float16", "train.on_nonfinite=skip"],
+        ["train.on_nonfinite=skip"],
     ],
 )
 def test_what_is_skipped_late_is_skipped_as_at_once(
@@ -181,7 +182,7 @@ def test_what_is_skipped_late_is_skipped_as_at_once(
 ) -> None:
     def prepare(patch: pytest.MonkeyPatch) -> None:
         spoilt(
-            patch, infinite_loss, 2, *([3] if "train.nonfinite=skip" in sets else []), once=False
+            patch, infinite_loss, 2, *([3] if "train.on_nonfinite=skip" in sets else []), once=False
         )
         patch.setattr(trainer, "LossScale", partial(LossScale, 2.0**24))
 
@@ -203,7 +204,7 @@ def _replica(process: int, config: Config) -> list[tuple[str, list[torch.Tensor]
             program = program_of(config)
             made = _Trainer(config, program, Corpus(config), None)
             made.steps.may_be_late &= late
-            own = RunMember(config.output.folder, ProcessLayout.of(program), process)
+            own = RunMember(config.output.dir, ProcessLayout.of(program), process)
             dog = Watchdog(own, config.train.timeout)
             with pytest.raises(NonFiniteError) as error, dog:
                 made.run(dog)
@@ -228,7 +229,7 @@ def test_where_each_rank_judges_by_itself_numbers_are_read_at_once(
 ) -> None:
     """Others would step again before the hosts have met."""
     spoilt(monkeypatch, infinite_gradient, 2, 3, once=False)
-    code, rows, _, lates = outcome(config, tmp_path, monkeypatch, True, "train.clip=0")
+    code, rows, _, lates = outcome(config, tmp_path, monkeypatch, True, "train.clip_grad_norm=0")
     assert code == 1 and lates == 0 and rows.count(b"\n") == 4
 
 
@@ -280,7 +281,7 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
     monkeypatch.setattr(trainer, "LossScale", partial(LossScale, 8.0))
     one = ["pipeline.stages_per_rank=1"]
     sets = [*ONE, *(one if schedule == "zb_h1" else []), f"pipeline.schedule={schedule}",
-            f"train.precision={precision}", f'output.folder="{tmp_path}"']  # fmt: skip
+            f"train.precision={precision}", f'output.dir="{tmp_path}"']  # fmt: skip
     assert run(config, sets) == 0
     assert {*watched} == {"issue", "settle", "_take"} and takes is not _Trainer._take
 
@@ -331,7 +332,7 @@ def test_a_token_that_is_none_is_an_error_of_its_step(
 
     monkeypatch.setattr(Batches, "batch", batch)
     monkeypatch.setattr(Executor, "begin", begin)
-    sets = [*ONE, f'data.source="{tokens}"', f'output.folder="{tmp_path}"']
+    sets = [*ONE, f'data.source="{tokens}"', f'output.dir="{tmp_path}"']
     with pytest.raises(UsageError, match="token 300"):
         run(config, sets)
     assert steps == [0, 1, 2] and not prefetching()
@@ -353,7 +354,7 @@ def test_ctrl_c_in_a_step_leaves_no_thread(
         begun(self, *given)
 
     monkeypatch.setattr(Executor, "begin", begin)
-    assert run(config, [*ONE, f'output.folder="{tmp_path}"']) == 130
+    assert run(config, [*ONE, f'output.dir="{tmp_path}"']) == 130
     assert not prefetching()
 
 
@@ -378,7 +379,7 @@ def test_the_time_of_a_step_has_its_wait_for_data(
     lasts(_Trainer, "_report", 100.0)
     for module in (trainer, step_loop):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
-    sets = [*ONE, "output.record=false", f"train.log_every={every}", f'output.folder="{tmp_path}"']
+    sets = [*ONE, "output.record=false", f"train.log_every={every}", f'output.dir="{tmp_path}"']
     assert run(config, sets) == 0
     speed = json.loads((tmp_path / "summary.json").read_text())["tokens_per_second"]
     assert speed == pytest.approx(3 * 2 * 16 / 6.0)

@@ -59,9 +59,13 @@ def test_plans_are_those_it_is_given() -> None:
 
 
 def test_several_updates() -> None:
-    assert_schedule(schedules.pipedream_2bw, plans=[PipelineShape(2, 8, updates=4, delay=1)])
+    assert_schedule(
+        schedules.pipedream_2bw, plans=[PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)]
+    )
     with pytest.raises(AssertionError, match="would go into update 0"):
-        assert_schedule(schedules.zb_h1, plans=[PipelineShape(2, 8, updates=4, delay=1)])
+        assert_schedule(
+            schedules.zb_h1, plans=[PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)]
+        )
 
 
 def test_plans_of_a_schedule() -> None:
@@ -82,12 +86,12 @@ def test_no_plan_is_no_test() -> None:
 def test_plans_and_models_of_another_kind_are_refused(other: Any) -> None:
     with pytest.raises(UsageError, match="this takes a PipelineShape, not"):
         assert_schedule(schedules.gpipe, plans=other)
-    with pytest.raises(UsageError, match="models are some of 'edge'"):
+    with pytest.raises(UsageError, match="models are some of 'per_edge'"):
         assert_schedule(schedules.gpipe, models=other)
 
 
 def test_one_plan_and_one_model_are_meant_as_one_of_one() -> None:
-    assert_schedule(schedules.gpipe, plans=PipelineShape(2, 2), models="device")  # type: ignore[arg-type]
+    assert_schedule(schedules.gpipe, plans=PipelineShape(2, 2), models="per_device")  # type: ignore[arg-type]
 
 
 def test_a_strategy_shows_the_smallest_that_fails() -> None:

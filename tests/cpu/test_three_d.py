@@ -18,7 +18,7 @@ FEW = [
     PLAIN._replace(zero=3),
     PLAIN._replace(sequence=True),
     PLAIN._replace(sequence=True, zero=3, schedule="zb_h1"),
-    PLAIN._replace(sequence=True, zero=2, options=(("reduce", "turn"),)),
+    PLAIN._replace(sequence=True, zero=2, options=(("reduce_scatter_at", "each_backward"),)),
     PLAIN._replace(clip=False),
     PLAIN._replace(clip=False, sequence=True),
     Case(1, 4, 2, 0, sequence=True),

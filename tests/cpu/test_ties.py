@@ -148,7 +148,9 @@ def test_in_process(schedule: Any, plan: PipelineShape, shared: Any) -> None:
     make_backward_splittable(model)
     ties = schedir.find_tied_weights(stages)
     assert ties == schedir.find_tied_weights(model).among(stages)
-    program = schedir.compile(schedule, plan, model="edge", tied=ties, clip=True)
+    program = schedir.compile(
+        schedule, plan, progress_model="per_edge", tied_weights=ties, clip_grad_norm=True
+    )
     ranks = InProcessExecutor(
         program, stages, loss=loss, boundary=BOUNDARY, optimizer=adam, max_norm=0.5
     )
@@ -179,7 +181,7 @@ def test_bits_of_the_reference(schedule: Any, plan: PipelineShape, shared: Any) 
     make_backward_splittable(model)
     apart = [deepcopy(s) for s in together]
     ties = schedir.find_tied_weights(together)
-    program = schedir.compile(schedule, plan, model="edge", tied=ties)
+    program = schedir.compile(schedule, plan, progress_model="per_edge", tied_weights=ties)
     own = program if plan.rows > 1 else None
     twin = deepcopy(together)
     right = run_sequential(twin, *batch(plan.microbatches, 0), loss=loss, scale=SCALE, program=own)
@@ -199,7 +201,7 @@ def test_bits_of_the_reference(schedule: Any, plan: PipelineShape, shared: Any) 
 def test_true_is_first_and_last_whose_one_parameter_is_seen() -> None:
     whole, model = Model(2), Model(2)
     make_backward_splittable(model)
-    program = schedir.compile(zb_v, PipelineShape(1, 3, 2, "vee"), tied=True)
+    program = schedir.compile(zb_v, PipelineShape(1, 3, 2, "vee"), tied_weights=True)
     ranks = InProcessExecutor(
         program, parts(model), loss=loss, boundary=BOUNDARY, optimizer=adam, tied=None
     )
@@ -233,7 +235,7 @@ def test_a_module_in_two_stages() -> None:
         (one_f_one_b, PipelineShape(2, 3)),
     ):
         stages = make()
-        program = schedir.compile(schedule, plan, tied=schedir.find_tied_weights(stages))
+        program = schedir.compile(schedule, plan, tied_weights=schedir.find_tied_weights(stages))
         ranks = InProcessExecutor(
             program, stages, loss=squares, optimizer=adam,
             boundary=Boundary((2, WIDTH), torch.float64),
@@ -257,22 +259,26 @@ def twice(r: int, P: int, m: int) -> RankSchedule:
 @pytest.mark.parametrize(
     ("schedule", "plan", "shared"),
     [
-        (flushed, PipelineShape(2, 8, 2, "vee", updates=4, delay=0), THREE),
-        (flushed, PipelineShape(1, 8, 2, "vee", updates=4, delay=1), ()),
-        (twice, PipelineShape(4, 8, updates=2, delay=0), MIDDLE),
+        (flushed, PipelineShape(2, 8, 2, "vee", optimizer_steps=4, weight_delay=0), THREE),
+        (flushed, PipelineShape(1, 8, 2, "vee", optimizer_steps=4, weight_delay=1), ()),
+        (twice, PipelineShape(4, 8, optimizer_steps=2, weight_delay=0), MIDDLE),
     ],
 )
 def test_several_updates(schedule: Any, plan: PipelineShape, shared: Any) -> None:
     layers = plan.stages
     whole, model = Model(layers, shared), Model(layers, shared)
     stages = parts(model)
-    program = schedir.compile(schedule, plan, model="edge", tied=schedir.find_tied_weights(stages))
+    program = schedir.compile(
+        schedule, plan, progress_model="per_edge", tied_weights=schedir.find_tied_weights(stages)
+    )
     sgd = partial(torch.optim.SGD, lr=0.02, momentum=0.5)
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd)
     ranks.step(*batch(8, 0), SCALE, seed=3)
     optimizer, kept = sgd(whole.parameters()), [deepcopy(whole)]
-    for u, (x, y) in enumerate(zip(*(b.chunk(plan.updates) for b in batch(8, 0)), strict=True)):
-        used = kept[max(u - int(plan.delay if isinstance(plan.delay, int) else 0), 0)]
+    for u, (x, y) in enumerate(
+        zip(*(b.chunk(plan.optimizer_steps) for b in batch(8, 0)), strict=True)
+    ):
+        used = kept[max(u - int(plan.weight_delay if isinstance(plan.weight_delay, int) else 0), 0)]
         used.zero_grad()
         for one, target in zip(x, y, strict=True):
             torch.autograd.backward(loss(used(one), target) * SCALE)
@@ -294,7 +300,9 @@ def test_bfloat16_with_float32_gradients(plan: PipelineShape) -> None:
         stages = [deepcopy(s) for s in stages] if copied else stages
         for stage in map(make_backward_splittable, stages):
             float32_gradients(stage.bfloat16())
-        program = schedir.compile(zb_v if plan is VEE else gpipe_v, plan, tied=ties, clip=True)
+        program = schedir.compile(
+            zb_v if plan is VEE else gpipe_v, plan, tied_weights=ties, clip_grad_norm=True
+        )
         ranks = InProcessExecutor(
             program, stages, loss=loss, boundary=Boundary((2, LENGTH, WIDTH), torch.bfloat16),
             optimizer=lambda own: MainOptimizer(own, adam), tied=ties,
@@ -327,7 +335,9 @@ def _train(
     stages = parts(Model(plan.stages, shared))
     make_backward_splittable(nn.ModuleList(stages))
     ties = schedir.find_tied_weights(stages)
-    program = schedir.compile(schedule, plan, dp=dp, model="edge", tied=ties, clip=True)
+    program = schedir.compile(
+        schedule, plan, dp=dp, progress_model="per_edge", tied_weights=ties, clip_grad_norm=True
+    )
     transport = GlooTransport(program)
     own = {s: stages[s] for s in plan.stages_of[transport.rank]}
     if how == "copied":
@@ -373,7 +383,12 @@ def test_processes(schedule: Any, plan: PipelineShape, shared: Any, dp: int, how
 def _sharded(process: int, how: str) -> dict[int, dict[str, Tensor]]:
     """Gradients of a GPT whose embedding is cut: ties named by hand, or by the modules."""
     program = schedir.compile(
-        one_f_one_b, PipelineShape(2, 3), tp=2, model="edge", tied=True, clip=True
+        one_f_one_b,
+        PipelineShape(2, 3),
+        tp=2,
+        progress_model="per_edge",
+        tied_weights=True,
+        clip_grad_norm=True,
     )
     transport = GlooTransport(program)
     ties = (

@@ -84,7 +84,12 @@ def in_process(
 ) -> list[Tensor]:
     """The parameters after the same steps of a program."""
     program = schedir.compile(
-        schedule, plan, model="edge", zero=zero, tied=schedir.find_tied_weights(stages), clip=False
+        schedule,
+        plan,
+        progress_model="per_edge",
+        zero=zero,
+        tied_weights=schedir.find_tied_weights(stages),
+        clip_grad_norm=False,
     )
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=adam)
     for step in range(STEPS):
@@ -141,7 +146,13 @@ def _replica(process: int) -> dict[tuple[str, int], list[Tensor]]:
             stages: list[Any] = [*make()]
             ties = schedir.find_tied_weights(stages)
             program = schedir.compile(
-                interleaved, plan, dp=2, model="edge", zero=zero, tied=ties, clip=True
+                interleaved,
+                plan,
+                dp=2,
+                progress_model="per_edge",
+                zero=zero,
+                tied_weights=ties,
+                clip_grad_norm=True,
             )
             parameters = [*nn.Sequential(*stages).parameters()]
             executor = Executor(
@@ -170,7 +181,14 @@ def test_one_parameter_on_several_ranks_is_refused(zero: int) -> None:
     """The code of the hint trains like the unsplit model."""
     stages, plan = albert(2), PipelineShape(2, 3, 1)
     ties = schedir.find_tied_weights(stages)
-    program = schedir.compile(interleaved, plan, model="edge", zero=zero, tied=ties, clip=False)
+    program = schedir.compile(
+        interleaved,
+        plan,
+        progress_model="per_edge",
+        zero=zero,
+        tied_weights=ties,
+        clip_grad_norm=False,
+    )
     options: dict[str, Any] = {"loss": loss, "boundary": BOUNDARY, "optimizer": adam}
     with pytest.raises(ModelError, match=r"0\.weight of stage 0 and 0\.weight of stage 1") as error:
         InProcessExecutor(program, stages, **options)

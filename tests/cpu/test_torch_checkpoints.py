@@ -204,7 +204,7 @@ def in_process(stages: int) -> InProcessExecutor:
     """The same model in our own runtime."""
     ties = tied(stages)
     plan = PipelineShape(2, MB, stages // 2)
-    program = schedir.compile(schedir.schedules.interleaved, plan, tied=ties)
+    program = schedir.compile(schedir.schedules.interleaved, plan, tied_weights=ties)
     parts = tie({s: Part(s, stages) for s in range(stages)}, stages)
     how: dict[str, Any] = {"loss": mse_loss, "boundary": (ROWS // MB, WIDTH), "optimizer": ADAM}
     return InProcessExecutor(program, [*parts.values()], tied=ties, **how)

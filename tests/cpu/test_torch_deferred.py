@@ -38,7 +38,7 @@ def test_the_museum_has_what_torch_writes() -> None:
 def test_deferred_receives_wait_for_each_other(name: str) -> None:
     for model in MODELS:
         check(program(name, defer=False), model)
-    check(program(name, defer=True), "edge")
+    check(program(name, defer=True), "per_edge")
     with pytest.raises(DeadlockError) as caught:
-        check(program(name, defer=True), "device")
+        check(program(name, defer=True), "per_device")
     assert {wait.rank for wait in caught.value.cycle} == {0, 1}

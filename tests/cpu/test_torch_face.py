@@ -79,18 +79,20 @@ def test_programs(form: str, tmp_path: Any) -> None:
     same(step_of("loop", program=draft.get(form, str(tmp_path / "x.csv"))))
 
 
-@pytest.mark.parametrize("frozen", [0, 1, 2])
-def test_first_stages_that_are_not_trained(frozen: int) -> None:
+@pytest.mark.parametrize("frozen_stages", [0, 1, 2])
+def test_first_stages_that_are_not_trained(frozen_stages: int) -> None:
     """Of which a program has no backward, or one that does nothing."""
     whole = model(4)
     whole[:2].requires_grad_(False)
-    program = compile(schedules.zb_v, PipelineShape(2, MB, placement="vee"), frozen=frozen)
+    program = compile(
+        schedules.zb_v, PipelineShape(2, MB, placement="vee"), frozen_stages=frozen_stages
+    )
     step = step_of("vee", program=program)
     assert_same_gradients(step, whole, batch(), ranks=2, microbatches=MB, loss_fn=mse_loss)
 
 
 def test_a_stage_that_would_not_be_trained_is_refused() -> None:
-    program = compile(schedules.one_f_one_b, PipelineShape(2, MB), frozen=1)
+    program = compile(schedules.one_f_one_b, PipelineShape(2, MB), frozen_stages=1)
     with pytest.raises(ExecutionError, match="no backward of stage 0"):
         same(step_of("loop", program=program))
 

@@ -102,7 +102,7 @@ WRONG: dict[str, Callable[[int], Any]] = {
     "messages that would be taken for each other": lambda r: four(r, program=crossed()),
     "a stage twice": lambda r: made({0: model(2)[0]}, 2, schedule="gpipe"),
     "a stage that nobody has": lambda r: made({2 * r: model(4)[r]}, 4, schedule="gpipe"),
-    "active": lambda r: two(r, active=0),
+    "unsharded_stages": lambda r: two(r, unsharded_stages=0),
     "a list later": lambda r: two(r)._load_csv("x.csv"),
     "a step of forwards alone": lambda r: two(r, schedule="forward_only").step(),
     "a whole batch and microbatches": lambda r: stepped(
@@ -155,7 +155,7 @@ def test_gloo_matches_by_position_and_both_ways_are_free() -> None:
     """So what is proven of a queue for each pair is right there: what "edge" keeps apart by kind is
     not, and what "pair" holds up is free."""
     (model, other, _), (_, one, taken) = run(promises, 2)
-    assert model == ["pair"] and (one, other) == (0.0, 1.0)
+    assert model == ["per_pair"] and (one, other) == (0.0, 1.0)
     assert taken == [0.0, 1.0]  # the first into where the second is wanted
 
 
@@ -179,8 +179,8 @@ def theirs_alone(rank: int, path: str) -> float:
 
 def test_what_is_refused_would_be_silently_wrong(tmp_path: Any) -> None:
     program = crossed()
-    check(program, "edge", blocks=True)
+    check(program, "per_edge", blocking_hosts=True)
     with pytest.raises(DeadlockError):
-        check(program, "pair", blocks=True)
+        check(program, "per_pair", blocking_hosts=True)
     (tmp_path / "x.csv").write_text(to_csv(program, "torch-2.13"))
     assert max(run(theirs_alone, 2, str(tmp_path / "x.csv"))) > 0.1

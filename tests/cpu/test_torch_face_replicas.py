@@ -69,7 +69,7 @@ def same(step: Step, stages: int, *, rows: int = 16, **options: Any) -> None:
 def test_sharded(name: str, placement: str, stages: int, active: int) -> None:
     """Also where forwards would cut stages up again, as `fully_shard` has it unless told."""
     wrap = sharded(reshard_after_forward=active == 1)
-    same(step_of(placement, schedule=name, dp=2, wrap=wrap, active=active), stages)
+    same(step_of(placement, schedule=name, dp=2, wrap=wrap, unsharded_stages=active), stages)
 
 
 def test_sharded_as_one() -> None:

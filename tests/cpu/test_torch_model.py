@@ -23,7 +23,9 @@ def ranks(program: Program) -> InProcessExecutor:
     stages: list[nn.Module] = [*tiny_stages(program.plan.stages, 0)]
     inputs, _ = batch(program.plan.microbatches, 0)
     boundary = Boundary(tuple(inputs.shape[1:]), inputs.dtype)
-    return InProcessExecutor(program, stages, loss=loss, boundary=boundary, model="torch")
+    return InProcessExecutor(
+        program, stages, loss=loss, boundary=boundary, progress_model="torch_lazy"
+    )
 
 
 def test_groups_that_torch_issues_run_in_any_order() -> None:

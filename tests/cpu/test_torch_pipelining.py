@@ -84,7 +84,9 @@ def theirs_imports(name: str, plan: PipelineShape, path: Path) -> None:
 # 4 ranks, 8 stages and 8 microbatches.
 DOCS = Path(__file__).parents[2] / "docs" / "traces.md"
 SPANS = {
-    f"Schedule{name}": dict(zip(("edge", "device", "serial"), cells.split(" | "), strict=True))
+    f"Schedule{name}": dict(
+        zip(("per_edge", "per_device", "blocking_serial"), cells.split(" | "), strict=True)
+    )
     for name, cells in re.findall(r"^\| (\w+) \| ([\d., |]+) \|$", DOCS.read_text(), re.MULTILINE)
 }
 
@@ -101,15 +103,19 @@ def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path
     schedule._dump_csv(path, format="compute_comms")
     program, costs = finish(torch_csv.from_csv(Path(path).read_text())), Costs(F=1, B=2, send=0.1)
     for model in MODELS:
-        advice = advise(simulate(program, costs, model=model), costs)
+        advice = advise(simulate(program, costs, progress_model=model), costs)
         (own,) = (c for c in advice.changes if c.row.kind == "transfers")
         spans = advice.base.span, advice.base.span * (1 - own.saves)
         assert spans[1] <= spans[0] * (1 + 1e-9)
         if model in SPANS[name] and torch.__version__ >= "2.13":
             assert ", ".join(f"{span:.1f}" for span in spans) == SPANS[name][model]
-        edge = [advice.base.span * (1 - c.saves) for c in advice.changes if c.row.model == "edge"]
-        here = simulate(program, costs, model="edge").span
-        assert edge == [pytest.approx(here)] * (model != "edge")
+        edge = [
+            advice.base.span * (1 - c.saves)
+            for c in advice.changes
+            if c.row.progress_model == "per_edge"
+        ]
+        here = simulate(program, costs, progress_model="per_edge").span
+        assert edge == [pytest.approx(here)] * (model != "per_edge")
         other = torch_csv.to_csv(own.run.program, "torch-2.13")
         Path(path).write_text(other)
         runtime = theirs._PipelineScheduleRuntime(

@@ -98,7 +98,7 @@ def test_import(
         assert compute["end"].max() - compute["start"].min() == pytest.approx(length, abs=2e-6)
     assert timeline.bubble == pytest.approx(1 - busy.sum() / 4 / timeline.span, abs=1e-4)
     assert timeline.idle.sum() / 4 / timeline.span == pytest.approx(timeline.bubble)
-    assert (timeline.kind, timeline.unit, timeline.blocks) == ("measured", "s", True)
+    assert (timeline.kind, timeline.unit, timeline.blocking_hosts) == ("measured", "s", True)
     assert timeline.doubt == ""
 
 
@@ -109,7 +109,7 @@ def test_every_command_takes_it(
     folder, _ = runs
     out = str(folder / f"{name}-all.timeline")
     said(capsys, "import", str(folder / name), "-o", out)
-    assert "finish under device" in said(capsys, "check", out, "--progress-model", "device")
+    assert "finish under per_device" in said(capsys, "check", out, "--progress-model", "per_device")
     costs = said(capsys, "calibrate", out).strip()
     predicted = str(folder / "predicted.timeline")
     said(capsys, "simulate", out, "--costs", costs, "-o", predicted)
@@ -167,8 +167,10 @@ def test_waits_that_nothing_tells(
 
 OURS = {
     "grouped": compile(one_f_one_b, PipelineShape(2, 3), overlap=True),
-    "paired": compile(paired, PipelineShape(2, 4), model="edge"),
-    "tied": compile(one_f_one_b, PipelineShape(2, 3), tied=True, clip=True),
+    "paired": compile(paired, PipelineShape(2, 4), progress_model="per_edge"),
+    "tied_weights": compile(
+        one_f_one_b, PipelineShape(2, 3), tied_weights=True, clip_grad_norm=True
+    ),
 }
 
 
@@ -200,7 +202,7 @@ def test_our_own_executor(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     run(_ours, 2, str(tmp_path))
     for name, program in OURS.items():
-        traits = {"tied": program.tied, "clip": program.clip}
+        traits = {"tied_weights": program.tied_weights, "clip_grad_norm": program.clip_grad_norm}
         found = read_run([tmp_path / name], name=program.name, traits=traits)
         assert found.timeline.program == program
         assert found.timeline.doubt == ""

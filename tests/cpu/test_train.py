@@ -40,7 +40,11 @@ def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_pa
     assert 0 < summary["bubble"]["predicted"] < 1 and 0 < summary["bubble"]["measured"] < 1
     assert (tmp_path / "many" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     trace = load_timeline(traces / "measured.timeline")
-    assert (trace.kind, trace.unit, trace.model) == ("measured", "s", "edge") and trace.blocks
+    assert (trace.kind, trace.unit, trace.progress_model) == (
+        "measured",
+        "s",
+        "per_edge",
+    ) and trace.blocking_hosts
     assert trace.program.digest == summary["digest"]
     assert trace.span == summary["seconds"]["measured"]
     assert trace.peak_memory.tolist() == memory
@@ -84,11 +88,20 @@ def test_two_nodes(config: str, tmp_path: Path) -> None:
 def test_replicas_uneven_stages_and_a_token_file(config: str, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.bin"
     np.random.default_rng(0).integers(300, size=500).astype("<u2").tofile(tokens)
-    sets = [f'data.source="{tokens}"', "model.vocab=300", "model.tied=false", "train.clip=0"]
+    sets = [
+        f'data.source="{tokens}"',
+        "model.vocab=300",
+        "model.tied=false",
+        "train.clip_grad_norm=0",
+    ]
     # A replica has half of the microbatches: together they have the same batch.
     whole = [*sets, "pipeline.microbatches=4"]
     half = [*sets, "pipeline.microbatches=2", "pipeline.dp=2", "pipeline.tp=1"]
-    uneven = ["pipeline.schedule=gpipe", "pipeline.stages_per_rank=1", "pipeline.division=[3, 1]"]
+    uneven = [
+        "pipeline.schedule=gpipe",
+        "pipeline.stages_per_rank=1",
+        "pipeline.layers_per_stage=[3, 1]",
+    ]
     many = train(config, tmp_path / "many", *half, *uneven)
     assert many == pytest.approx(alone(config, tmp_path / "one", *whole), rel=1e-5)
 
@@ -97,7 +110,7 @@ def test_updates_without_a_flush(config: str, tmp_path: Path) -> None:
     """The same versions of the weights, however many ranks; without them, other losses."""
     many = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=pipedream_2bw",
             "pipeline.microbatches=6"]  # fmt: skip
-    three = [*many, "pipeline.updates=3"]
+    three = [*many, "pipeline.optimizer_steps=3"]
     one = alone(config, tmp_path / "one", *three)
     assert train(config, tmp_path / "many", *three) == pytest.approx(one, rel=1e-5)
     assert alone(config, tmp_path / "flushed", *many)[-1] != pytest.approx(one[-1], rel=1e-2)
@@ -116,7 +129,8 @@ def test_dropout_leaves_out_the_same_in_any_layout(config: str, tmp_path: Path) 
 
 def test_updates_that_would_mix_are_refused(config: str, tmp_path: Path) -> None:
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=zb_h1",
-            "pipeline.microbatches=8", "pipeline.updates=4", "pipeline.delay=1"]  # fmt: skip
+            "pipeline.microbatches=8", "pipeline.optimizer_steps=4",
+            "pipeline.weight_delay=1"]  # fmt: skip
     code, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
     assert code == 2 and err.count("would go into update 0") == 1 and "Traceback" not in err
     assert not (tmp_path / "out").exists()
@@ -148,8 +162,8 @@ def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None
     from schedir.training.batches.text_batches import Corpus
     from schedir.training.config.config_file import read
 
-    sets = [*ALONE, "train.betas=[0.5, 0.7]", "train.clip=0.3", "train.weight_decay=0.4",
-            "train.lr=0.01", f'output.folder="{tmp_path}/out"']  # fmt: skip
+    sets = [*ALONE, "train.betas=[0.5, 0.7]", "train.clip_grad_norm=0.3", "train.weight_decay=0.4",
+            "train.lr=0.01", f'output.dir="{tmp_path}/out"']  # fmt: skip
     assert run(config, sets) == 0
     told = read(config, sets)
     assert isinstance(told.model, gpt.GPTConfig)

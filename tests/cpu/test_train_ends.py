@@ -151,7 +151,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     config: str, tmp_path: Path, setting: str, kind: type[ProgramError]
 ) -> None:
     with pytest.raises(kind):
-        run(config, [setting, f'output.folder="{tmp_path / "out"}"'])
+        run(config, [setting, f'output.dir="{tmp_path / "out"}"'])
     assert not (tmp_path / "out" / "loss.csv").exists()
 
 
@@ -166,25 +166,29 @@ def test_an_output_folder_that_cannot_be_written_is_refused(config: str, tmp_pat
 def test_results_that_are_no_files_are_refused(config: str, tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(UsageError) as error:
-        run(config, [*ALONE, f'output.folder="{tmp_path}"'])
+        run(config, [*ALONE, f'output.dir="{tmp_path}"'])
     assert str(tmp_path / name) in error.value.fact
 
 
 def test_a_program_file_must_fit_the_configuration(config: str, tmp_path: Path) -> None:
     import schedir
 
-    program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(1, 3), model="edge")
+    program = schedir.compile(
+        schedir.schedules.gpipe, schedir.PipelineShape(1, 3), progress_model="per_edge"
+    )
     path = tmp_path / "program.sched"
     path.write_text(schedir.to_text(program))
     plain = tmp_path / "plain.toml"
     plain.write_text(f"[pipeline]\nschedule = '{path}'\n")
     with pytest.raises(UsageError) as error:
         run(str(plain))
-    assert "clip" in error.value.fact and error.value.hint.startswith("train.clip = 0.0, or")
+    assert "clip" in error.value.fact and error.value.hint.startswith(
+        "train.clip_grad_norm = 0.0, or"
+    )
     forward = schedir.compile(lambda r, P, m: m * schedir.F, schedir.PipelineShape(1, 3))
     path.write_text(schedir.to_text(forward).replace("<lambda>", "forward"))
     with pytest.raises(ProgramError):
-        run(str(plain), ["train.clip=0"])
+        run(str(plain), ["train.clip_grad_norm=0"])
 
 
 def test_a_rank_without_a_world_is_refused(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +304,7 @@ def test_out_of_memory_before_the_first_step_is_one_error(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
     monkeypatch.setattr(gpt, "build_stage", full)
-    code = run(config, [*ALONE, f'output.folder="{tmp_path}"'])
+    code = run(config, [*ALONE, f'output.dir="{tmp_path}"'])
     (said,) = capsys.readouterr().err.splitlines()
     assert code == 1 and said.endswith(
         "outside of a step, OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."

@@ -34,14 +34,14 @@ def evaluated(folder: Path) -> list[tuple[str, ...]]:
 def test_processes_train_what_one_does(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sets = [*LLAMA, "train.evaluate_every=3", "data.held_out=0.1",
+    sets = [*LLAMA, "train.evaluate_every=3", "data.validation=0.1",
             "train.evaluate_batches=2", "pipeline.tp=1",
             "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
     found = train(config, tmp_path / "two", *sets)
     assert found == alone(config, tmp_path / "one", *sets) and len(found) == 6
     assert found[-1] < found[0]
     assert evaluated(tmp_path / "two") == evaluated(tmp_path / "one")
-    again = [*sets, f'train.checkpoint="{tmp_path / "saved"}"', "train.every=3"]
+    again = [*sets, f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=3"]
     alone(config, tmp_path / "three", *again, "train.steps=3")
     alone(config, tmp_path / "on", *again)
     assert losses(tmp_path / "on")[-3:] == found[-3:]
@@ -64,7 +64,7 @@ def test_kinds_are_the_same_in_both_tables() -> None:
         (["model.kind=llama", "model.dropout=0.1"], "dropout"),
         (["model.kv_heads=2"], "it is for kind = llama"),
         (["model.kind=llama", "model.heads=4", "model.kv_heads=1"], "keys and values"),
-        (["model.context=17", "pipeline.sequence=true"], "context of 17 tokens"),
+        (["model.context=17", "pipeline.sequence_parallel=true"], "context of 17 tokens"),
     ],
 )
 def test_what_a_kind_has_not_is_refused(config: str, sets: list[str], field: str) -> None:

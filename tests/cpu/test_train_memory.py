@@ -23,7 +23,7 @@ def test_as_few_as_fit_with_the_same_losses(tmp_path: Path, config: Path) -> Non
     own = tmp_path / "own"
     assert forked(str(config), own)[0] == 0
     needs = json.loads((own / "summary.json").read_text())["memory"]["predicted"]
-    limit, refused = f"memory.limit={int(0.9 * max(needs))}B", tmp_path / "refused"
+    limit, refused = f"memory.memory_limit={int(0.9 * max(needs))}B", tmp_path / "refused"
     code, out, err = launched(arguments(str(config), refused, limit), refused)
     assert code == 2 and "MemoryLimitError" in err and "\nstep" not in out
     assert not (tmp_path / "refused" / "boxes").exists()
@@ -36,7 +36,7 @@ def test_as_few_as_fit_with_the_same_losses(tmp_path: Path, config: Path) -> Non
 
 
 def test_what_never_fits_is_refused(tmp_path: Path, config: Path) -> None:
-    limits = ["memory.limit=1kB", "memory.recompute=fit"]
+    limits = ["memory.memory_limit=1kB", "memory.recompute=fit"]
     code, _, err = forked(str(config), tmp_path / "o", *limits)
     assert code == 2 and "MemoryLimitError" in err
 
@@ -46,13 +46,13 @@ def test_what_lives_is_counted_beside_what_was_predicted(
     tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
     """Less by what is handed over within an instruction, which is one activation at most."""
-    own = [*ALONE, "pipeline.stages_per_rank=4", *more, f"output.folder={tmp_path / 'o'}"]
+    own = [*ALONE, "pipeline.stages_per_rank=4", *more, f"output.dir={tmp_path / 'o'}"]
     assert run(str(config), [*own, "output.record=false", "output.memory=true"]) == 0
     assert "memory held, counted for each rank: 1." in capsys.readouterr().out
     memory = json.loads((tmp_path / "o" / "summary.json").read_text())["memory"]
     (predicted,), (counted,) = memory["predicted"], memory["counted"]
     assert 0 <= predicted - counted <= 4 * 2 * 16 * 32
-    assert run(str(config), [*own, "output.record=false", "output.replace=true"]) == 0
+    assert run(str(config), [*own, "output.record=false", "output.overwrite=true"]) == 0
     assert "counted" not in (tmp_path / "o" / "summary.json").read_text()
 
 

@@ -14,7 +14,7 @@ RATE = ["train.lr=0.001", "train.min_lr=0.001"]  # at any number of steps
 TWO = ["model.dropout=0.1", *RATE]
 # As one process that is cut: the embedding of a tied model is in another piece than the head.
 ONE = ["model.tied=false", "model.dropout=0.1", "output.record=false", *RATE]
-HELD = ["train.evaluate_every=2", "data.held_out=0.2", "train.evaluate_batches=2"]
+HELD = ["train.evaluate_every=2", "data.validation=0.2", "train.evaluate_batches=2"]
 
 
 @pytest.fixture
@@ -34,17 +34,22 @@ def evaluated(folder: Path) -> str:
 def test_pieces_train_what_whole_stages_do(config: str, tmp_path: Path) -> None:
     """On 2 x 2 processes, by name, and as a file whose order sums are filled in; checkpoints go on
     in the other."""
-    saved = [f'train.checkpoint="{tmp_path / "saved"}"', "train.every=2"]
+    saved = [f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
     whole = train(config, tmp_path / "whole", *TWO, *HELD)
-    cut = [*TWO, "pipeline.cut=layers"]
+    cut = [*TWO, "pipeline.stage_segments=layers"]
     train(config, tmp_path / "half", *cut, *HELD, *saved, "train.steps=2")
     assert losses(tmp_path / "half") == whole[:2]
     assert evaluated(tmp_path / "whole").startswith(evaluated(tmp_path / "half"))
-    more: dict[str, Any] = {"tied": True, "clip": True, "snapshots": True}
+    more: dict[str, Any] = {
+        "tied_weights": True,
+        "clip_grad_norm": True,
+        "checkpoint_snapshots": True,
+    }
     program = compile(
-        schedules.one_f_one_b, PipelineShape(2, 3), tp=2, cut=5, fill="F", blocks=True,
-        model="edge",
-        costs=Costs(F=1, B=2, sum=0.5), **more,
+        schedules.one_f_one_b, PipelineShape(2, 3), tp=2, stage_segments=5,
+        fill_collective_waits="F", blocking_hosts=True,
+        progress_model="per_edge",
+        costs=Costs(F=1, B=2, tp_reduce=0.5), **more,
     )  # fmt: skip
     (file := tmp_path / "filled.sched").write_text(to_text(program))
     filled = f'pipeline.schedule="{file}"'
@@ -54,15 +59,21 @@ def test_pieces_train_what_whole_stages_do(config: str, tmp_path: Path) -> None:
 
 def test_whole_stages_go_on_with_pieces(config: str, tmp_path: Path) -> None:
     """And in chunks it is the run of as many small microbatches."""
-    saved = [f'train.checkpoint="{tmp_path / "saved"}"', "train.every=2"]
+    saved = [f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
     whole = alone(config, tmp_path / "whole", *ONE, *HELD)
     alone(config, tmp_path / "half", *ONE, *HELD, *saved, "train.steps=2")
-    alone(config, tmp_path / "on", *ONE, *HELD, *saved, "pipeline.cut=9")
+    alone(config, tmp_path / "on", *ONE, *HELD, *saved, "pipeline.stage_segments=9")
     assert losses(tmp_path / "on") == whole[2:]
     told = (evaluated(tmp_path / name).splitlines()[-1] for name in ("on", "whole"))
     assert len({*told}) == 1
     small = [*ONE, *HELD, "train.steps=2", "pipeline.microbatches=6", "data.microbatch_size=1"]
-    finer = [*ONE, *HELD, "train.steps=2", "pipeline.cut=layers", "pipeline.chunks=2"]
+    finer = [
+        *ONE,
+        *HELD,
+        "train.steps=2",
+        "pipeline.stage_segments=layers",
+        "pipeline.microbatch_chunks=2",
+    ]
     found = alone(config, tmp_path / "chunks", *finer)
     assert found == alone(config, tmp_path / "small", *small) != whole[:2]
     assert evaluated(tmp_path / "chunks") == evaluated(tmp_path / "small")
@@ -70,14 +81,14 @@ def test_whole_stages_go_on_with_pieces(config: str, tmp_path: Path) -> None:
 
 def test_pieces_share_the_sequence(config: str, tmp_path: Path) -> None:
     """With dropout, clipped, of a tied model."""
-    shared = [*TWO, *HELD, "pipeline.sequence=true", "train.steps=2"]
+    shared = [*TWO, *HELD, "pipeline.sequence_parallel=true", "train.steps=2"]
     whole = train(config, tmp_path / "whole", *shared)
-    assert train(config, tmp_path / "pieces", *shared, "pipeline.cut=layers") == whole
+    assert train(config, tmp_path / "pieces", *shared, "pipeline.stage_segments=layers") == whole
     assert evaluated(tmp_path / "pieces") == evaluated(tmp_path / "whole")
 
 
 def test_chunks_of_a_llama(config: str, tmp_path: Path) -> None:
     own = ["model.kind=llama", "train.steps=2", "output.record=false"]
-    found = alone(config, tmp_path / "chunks", *own, "pipeline.chunks=2")
+    found = alone(config, tmp_path / "chunks", *own, "pipeline.microbatch_chunks=2")
     small = ["pipeline.microbatches=6", "data.microbatch_size=1"]
     assert found == alone(config, tmp_path / "small", *own, *small)

@@ -32,8 +32,8 @@ def trained(config: str, folder: Path, *sets: str) -> bytes:
 @pytest.mark.parametrize(
     ("transport", "zero", "more"),
     [
-        ("gloo", 1, ["train.clip=0", "pipeline.frozen=1", "model.tied=false"]),
-        ("shared", 3, ["train.precision=bfloat16", "model.dropout=0.1"]),
+        ("gloo", 1, ["train.clip_grad_norm=0", "pipeline.frozen_stages=1", "model.tied=false"]),
+        ("shared_memory", 3, ["train.precision=bfloat16", "model.dropout=0.1"]),
     ],
 )
 def test_levels_have_the_losses_of_plain_replicas(
@@ -58,7 +58,7 @@ def test_a_run_that_is_not_finite_says_where_that_began(
     op: str,
 ) -> None:
     """The step is run again, which gathers and reduces as any other."""
-    sets = [*ONE, f"pipeline.zero={zero}", poison(what, 2, 3), f'output.folder="{tmp_path}"']
+    sets = [*ONE, f"pipeline.zero={zero}", poison(what, 2, 3), f'output.dir="{tmp_path}"']
     assert run(config, sets) == 1
     err = capsys.readouterr().err.splitlines()
     assert "of step 4 is infinite or NaN; the update was not made" in err[0]
@@ -71,7 +71,7 @@ def test_updates_that_are_skipped_are_so_on_all_replicas(
 ) -> None:
     """One of them has an infinite gradient, and the other has not."""
     wrong = poison(BACKWARD, 1, 1, ranks="1", schedule="looped_bfs")
-    sets = [*FSDP, "train.nonfinite=skip", wrong]
+    sets = [*FSDP, "train.on_nonfinite=skip", wrong]
     found = [trained(config, tmp_path / z, *sets, f"pipeline.zero={z}") for z in "03"]
     assert found[0] == found[1]
     assert [row["skipped"] for row in rows(tmp_path / "3")] == ["0", "1", "0"]

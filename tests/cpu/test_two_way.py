@@ -46,7 +46,7 @@ MIRROR = [
 
 @pytest.mark.parametrize(("schedule", "plan"), MIRROR)
 def test_in_process(schedule: Any, plan: PipelineShape) -> None:
-    program = compile(schedule, plan, tied=True, model="edge", overlap=True)
+    program = compile(schedule, plan, tied_weights=True, progress_model="per_edge", overlap=True)
     loss, right = expected(plan, program=program)
     plain_loss, plain = expected(plan)
     assert torch.equal(loss, plain_loss)
@@ -66,12 +66,12 @@ def test_in_process(schedule: Any, plan: PipelineShape) -> None:
 def test_any_holders_in_process(draft: Program, seed: int, tied: bool) -> None:
     """The bits of the reference that adds in the program's order, and nearly those of a loop."""
     plan = draft.plan
-    program = compile(draft, tied=tied and plan.stages > 1, model="edge")
-    loss, right = expected(plan, bool(program.tied), program)
-    _, plain = expected(plan, bool(program.tied))
+    program = compile(draft, tied_weights=tied and plan.stages > 1, progress_model="per_edge")
+    loss, right = expected(plan, bool(program.tied_weights), program)
+    _, plain = expected(plan, bool(program.tied_weights))
     for one, other in zip(right, plain, strict=True):
         assert all(float((one[n] - other[n]).norm()) <= 1e-6 * float(other[n].norm()) for n in one)
-    stages = gpt_stages(plan.stages, bool(program.tied))
+    stages = gpt_stages(plan.stages, bool(program.tied_weights))
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     for one_seed in (None, seed):
         got = ranks.step(*batch(plan.microbatches), seed=one_seed)
@@ -98,7 +98,7 @@ def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
 def test_second_holders_begin_a_step_as_their_stages_are() -> None:
     """Stepped by an optimizer of one's own, loaded, or in another mode."""
     plan = MIRROR[0][1]
-    program = compile(dualpipe, plan, tied=True)
+    program = compile(dualpipe, plan, tied_weights=True)
     stages = gpt_stages(plan.stages)
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     ranks.step(*batch(plan.microbatches))
@@ -115,7 +115,7 @@ def test_second_holders_begin_a_step_as_their_stages_are() -> None:
 
 @pytest.mark.parametrize(("schedule", "plan"), [MIRROR[0], (chimera, MIRROR[2][1]), MIRROR[4]])
 def test_gloo(schedule: Any, plan: PipelineShape) -> None:
-    program = compile(schedule, plan, tied=True, model="edge")
+    program = compile(schedule, plan, tied_weights=True, progress_model="per_edge")
     loss, right = expected(plan, program=program)
     results = step_on_gloo(schedule, plan)
     for grads, _, _ in results:
@@ -131,7 +131,7 @@ CROWD = PipelineShape(4, 7, placement=((0, 1, 2), (1, 2, 3), (3, 0, 1)))
 def test_three_holders_on_gloo() -> None:
     """Of three, processes may add in another order than the first, second, third: same on all."""
     draft = random_compute_program(CROWD, random.Random(3))
-    program = compile(draft, model="edge", tied=True)
+    program = compile(draft, progress_model="per_edge", tied_weights=True)
     _, right = expected(CROWD, program=program)
     seen: dict[int, list[dict[str, torch.Tensor]]] = {}
     for grads, _, _ in step_on_gloo(draft, CROWD):
@@ -146,7 +146,7 @@ def test_three_holders_on_gloo() -> None:
 
 def _train(rank: int, schedule: Any, plan: PipelineShape, steps: int, tp: int, dp: int) -> Any:
     """What a process holds after some steps, and the norms of their gradients."""
-    program = compile(schedule, plan, tp, dp, "edge", tied=True, clip=True)
+    program = compile(schedule, plan, tp, dp, "per_edge", tied_weights=True, clip_grad_norm=True)
     transport = GlooTransport(program)
     executor = gpt_executor(program, transport, lr=0.01, max_norm=0.05)
     norms = []

@@ -220,7 +220,9 @@ def _steps(make: Callable[[], Made], warm: bool) -> list[Tensor]:
     """All that there is after some steps, with or without those that are undone."""
     torch.manual_seed(0)
     made = make()
-    program = compile(interleaved, PipelineShape(1, 2, 2), model="edge", clip=True)
+    program = compile(
+        interleaved, PipelineShape(1, 2, 2), progress_model="per_edge", clip_grad_norm=True
+    )
     executor = Executor(
         program, 0, [made.first, made.last], Streamed(program), loss=made.loss,
         boundary=Boundary((2, 8)), optimizer=made.optimizer,
@@ -292,7 +294,7 @@ class Stops(nn.Module):
 
 def interrupted(rank: int) -> bool:
     """Whether all is as before after an interrupt, and a new executor makes a step."""
-    program = compile(interleaved, PipelineShape(1, 2, 2), model="edge")
+    program = compile(interleaved, PipelineShape(1, 2, 2), progress_model="per_edge")
     stages = nn.ModuleList([Stops(), nn.Linear(8, 8)])
     adam = AdamW(stages.parameters(), 0.1)
     before = {name: t.clone() for name, t in stages.state_dict().items()}

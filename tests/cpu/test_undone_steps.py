@@ -33,7 +33,7 @@ def stages(dtype: torch.dtype, wide: bool) -> list[nn.Module]:
 )
 def test_a_scale_that_the_host_does_not_read(dtype: torch.dtype, wide: bool, scaled: bool) -> None:
     inputs, targets, _ = batch(3)
-    program = compile(one_f_one_b, PipelineShape(2, 3), tied=True, clip=scaled)
+    program = compile(one_f_one_b, PipelineShape(2, 3), tied_weights=True, clip_grad_norm=scaled)
     found = []
     for scale in (0.3, torch.tensor(0.3, dtype=torch.float64)):
         modules = stages(dtype, wide)
@@ -59,7 +59,7 @@ def trained(adamw: bool, main: bool) -> Any:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
     world = InProcessExecutor(
-        compile(one_f_one_b, PipelineShape(1, 2), clip=True),
+        compile(one_f_one_b, PipelineShape(1, 2), clip_grad_norm=True),
         [nn.Sequential(*modules)],
         loss=lambda y, _: (y.float() - 1).square().sum(),
         boundary=BOUNDARY,

@@ -60,7 +60,9 @@ def two_buffered(plan: PipelineShape, inputs: Tensor, targets: Tensor) -> list[T
     model = nn.Sequential(*tiny_stages(plan.stages))
     now = parameters_to_vector(model.parameters()).detach()
     before = now
-    for x, target in zip(inputs.chunk(plan.updates), targets.chunk(plan.updates), strict=True):
+    for x, target in zip(
+        inputs.chunk(plan.optimizer_steps), targets.chunk(plan.optimizer_steps), strict=True
+    ):
         vector_to_parameters(before, model.parameters())
         now, before = now.add(gradient(model, x, target), alpha=-LR), now
     vector_to_parameters(now, model.parameters())
@@ -74,7 +76,7 @@ def stage_by_stage(
     stages = make(plan.stages)
     steps = [optimizer(list(stage.parameters())) for stage in stages]
     kept = [[deepcopy(stage)] for stage in stages]
-    for u in range(plan.updates):
+    for u in range(plan.optimizer_steps):
         mb = slice(u * plan.per_update, (u + 1) * plan.per_update)
         used = [versions[int(plan.version(s, mb.start))] for s, versions in enumerate(kept)]
         gradient(nn.Sequential(*used), inputs[mb], targets[mb])
@@ -89,7 +91,7 @@ def stage_by_stage(
 def in_process(
     schedule: Any, plan: PipelineShape, optimizer: Any, seed: int = 0, make: Any = tiny_stages
 ) -> list[Tensor]:
-    program = compile(schedule, plan, model="edge")
+    program = compile(schedule, plan, progress_model="per_edge")
     stages = make(plan.stages)
     own = weights(stages)
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=optimizer)
@@ -99,7 +101,11 @@ def in_process(
 
 
 @pytest.mark.parametrize(
-    "plan", [PipelineShape(2, 6, updates=6, delay=1), PipelineShape(4, 12, updates=4, delay=1)]
+    "plan",
+    [
+        PipelineShape(2, 6, optimizer_steps=6, weight_delay=1),
+        PipelineShape(4, 12, optimizer_steps=4, weight_delay=1),
+    ],
 )
 def test_2bw_is_its_rule(plan: PipelineShape) -> None:
     right = two_buffered(plan, *batch(plan.microbatches))
@@ -110,12 +116,12 @@ def test_2bw_is_its_rule(plan: PipelineShape) -> None:
 @pytest.mark.parametrize(
     ("schedule", "plan"),
     [
-        (pipedream_2bw, PipelineShape(3, 12, updates=4, delay=1)),
-        (split, PipelineShape(3, 12, updates=4, delay=1)),
-        (split, PipelineShape(2, 8, updates=4, delay=2)),
-        (one_f_one_b, PipelineShape(3, 5, updates=5, delay=(2, 1, 0))),  # PipeDream
-        (one_f_one_b, PipelineShape(4, 6, updates=6, delay=(3, 2, 1, 0))),
-        (gpipe, PipelineShape(2, 4, updates=1)),
+        (pipedream_2bw, PipelineShape(3, 12, optimizer_steps=4, weight_delay=1)),
+        (split, PipelineShape(3, 12, optimizer_steps=4, weight_delay=1)),
+        (split, PipelineShape(2, 8, optimizer_steps=4, weight_delay=2)),
+        (one_f_one_b, PipelineShape(3, 5, optimizer_steps=5, weight_delay=(2, 1, 0))),  # PipeDream
+        (one_f_one_b, PipelineShape(4, 6, optimizer_steps=6, weight_delay=(3, 2, 1, 0))),
+        (gpipe, PipelineShape(2, 4, optimizer_steps=1)),
     ],
 )
 def test_every_microbatch_uses_its_version(schedule: Any, plan: PipelineShape) -> None:
@@ -152,7 +158,7 @@ def w_at_the_end(r: int, P: int, m: int) -> Iterator[RankSchedule]:
 
 @pytest.mark.parametrize("schedule", [split, w_at_the_end])
 def test_what_is_not_split_goes_into_its_update(schedule: Any) -> None:
-    plan = PipelineShape(4, 16, updates=4, delay=1)
+    plan = PipelineShape(4, 16, optimizer_steps=4, weight_delay=1)
     for optimizer in (sgd, adam):
         right = stage_by_stage(plan, *batch(plan.microbatches), optimizer, normed)
         assert same(in_process(schedule, plan, optimizer, make=normed), right)
@@ -184,7 +190,7 @@ def test_versions_have_the_hooks_of_their_weights(late: bool) -> None:
                     weight.register_post_accumulate_grad_hook(_halve)
                 else:
                     weight.register_hook(lambda gradient: gradient * 0.5)
-        program = compile(_in_turns, PipelineShape(2, 2 * updates, updates=updates))
+        program = compile(_in_turns, PipelineShape(2, 2 * updates, optimizer_steps=updates))
         ranks = InProcessExecutor(
             program, stages, loss=loss, boundary=BOUNDARY, optimizer=partial(torch.optim.SGD, lr=LR)
         )
@@ -208,7 +214,8 @@ def test_a_reference_to_a_weight_that_has_versions_is_refused() -> None:
     inputs, targets = batch(4)
     stages: list[nn.Module] = [Beside(True), Beside(True)]
     ranks = InProcessExecutor(
-        compile(_in_turns, PipelineShape(2, 4, updates=2, delay=1)), stages, loss=loss,
+        compile(_in_turns, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)), stages,
+        loss=loss,
         boundary=BOUNDARY,
         optimizer=sgd,
     )  # fmt: skip
@@ -219,7 +226,11 @@ def test_a_reference_to_a_weight_that_has_versions_is_refused() -> None:
 
 
 def test_evaluation_uses_the_weights_as_they_are() -> None:
-    program = compile(lambda r, P, m: m * F, PipelineShape(2, 6, updates=3, delay=1), model="edge")
+    program = compile(
+        lambda r, P, m: m * F,
+        PipelineShape(2, 6, optimizer_steps=3, weight_delay=1),
+        progress_model="per_edge",
+    )
     stages, (inputs, targets) = tiny_stages(2), batch(6)
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
     assert ranks.step(inputs, targets) == run_sequential(tiny_stages(2), inputs, targets, loss=loss)
@@ -229,10 +240,10 @@ def test_no_delay_is_one_program_after_the_other() -> None:
     def flushed(r: int, P: int, m: int) -> RankSchedule:
         return sum((one_f_one_b(r, P, 4) for _ in range(m // 4)), 0 * F)
 
-    plan, (inputs, targets) = PipelineShape(3, 12, updates=3), batch(12)
+    plan, (inputs, targets) = PipelineShape(3, 12, optimizer_steps=3), batch(12)
     right = tiny_stages(3)
     one = InProcessExecutor(
-        compile(one_f_one_b, PipelineShape(3, 4), model="edge"),
+        compile(one_f_one_b, PipelineShape(3, 4), progress_model="per_edge"),
         right, loss=loss, boundary=BOUNDARY, optimizer=adam,
     )  # fmt: skip
     for u in range(3):
@@ -255,7 +266,7 @@ class Odd(nn.Module):
 
 
 def test_old_weights_are_used_wherever_they_are() -> None:
-    plan = PipelineShape(2, 8, updates=4, delay=1)
+    plan = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
     right = nn.Sequential(Odd(0), Odd(1))
     kept = [deepcopy(right)]
     optimizer = sgd([p for p in right.parameters() if p.requires_grad])
@@ -268,7 +279,7 @@ def test_old_weights_are_used_wherever_they_are() -> None:
         kept.append(deepcopy(right))
     stages = [Odd(0), Odd(1)]
     ranks = InProcessExecutor(
-        compile(pipedream_2bw, plan, model="edge"),
+        compile(pipedream_2bw, plan, progress_model="per_edge"),
         stages,
         loss=loss,
         boundary=BOUNDARY,
@@ -280,7 +291,7 @@ def test_old_weights_are_used_wherever_they_are() -> None:
 
 
 def _one_rank(rank: int, plan: PipelineShape) -> Any:
-    program = compile(pipedream_2bw, plan, model="edge", dp=1)
+    program = compile(pipedream_2bw, plan, progress_model="per_edge", dp=1)
     stages = {s: m for s, m in enumerate(tiny_stages(plan.stages)) if s in plan.stages_of[rank]}
     executor = Executor(
         program, rank, stages, GlooTransport(program), loss=loss, boundary=BOUNDARY,
@@ -291,7 +302,7 @@ def _one_rank(rank: int, plan: PipelineShape) -> Any:
 
 
 def test_2bw_on_gloo() -> None:
-    plan = PipelineShape(2, 8, updates=4, delay=1)
+    plan = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
     held = run(_one_rank, 2, plan)
     assert same([p for rank in held for p in rank], two_buffered(plan, *batch(8)))
 
@@ -315,7 +326,7 @@ class _Renormalizes(nn.Embedding):
 def test_a_stage_that_writes_to_its_weight_is_refused(first: Any) -> None:
     """Each update computes with copies of the weights; a write to a copy is lost with it."""
     stages = [first(), nn.Linear(WIDTH, WIDTH)]
-    program = compile(pipedream_2bw, PipelineShape(2, 4, updates=2, delay=1))
+    program = compile(pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
     ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
     with pytest.raises(ModelError, match="stage 0 writes to its weight weight") as refused:
         ranks.step(*torch.randn(2, 4, 3, WIDTH))
@@ -334,7 +345,7 @@ class _Auxiliary(nn.Linear):
 def test_a_backward_in_a_forward_is_refused() -> None:
     """The forward may come before the gradients of the update before have been stepped."""
     stages = [_Auxiliary(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
-    program = compile(pipedream_2bw, PipelineShape(2, 4, updates=2, delay=1))
+    program = compile(pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
     ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
     with pytest.raises(ExecutionError, match="calls backward\\(\\) in its forward"):
         ranks.step(*torch.randn(2, 4, 3, WIDTH))

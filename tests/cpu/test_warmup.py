@@ -43,18 +43,21 @@ class Case(NamedTuple):
 
     def compile(self) -> Program:
         return compile(
-            self.schedule, self.plan, tp=self.tp, dp=self.dp, model="edge", overlap=True,
-            tied=self.plan.rows == 1, clip=self.clip, slots=self.slots,
+            self.schedule, self.plan, tp=self.tp, dp=self.dp, progress_model="per_edge",
+            overlap=True,
+            tied_weights=self.plan.rows == 1, clip_grad_norm=self.clip, buffer_sharing=self.slots,
         )  # fmt: skip
 
 
 CASES = {
     "1f1b": Case(one_f_one_b, PipelineShape(4, 8)),
-    "1f1b, tp": Case(one_f_one_b, PipelineShape(2, 4), tp=2, slots="fewest"),
+    "1f1b, tp": Case(one_f_one_b, PipelineShape(2, 4), tp=2, slots="minimal"),
     "split, dp": Case(zb, PipelineShape(2, 4), dp=2),
     "interleaved": Case(interleaved, PipelineShape(2, 4, 2), tp=2),
     "two holders": Case(dualpipe, PipelineShape(2, 4, 2, "mirror"), dp=2),
-    "updates": Case(pipedream_2bw, PipelineShape(2, 8, updates=2, delay=1), dp=2, clip=False),
+    "optimizer_steps": Case(
+        pipedream_2bw, PipelineShape(2, 8, optimizer_steps=2, weight_delay=1), dp=2, clip=False
+    ),
 }
 
 
@@ -189,9 +192,9 @@ class _Let(torch.autograd.Function):
 
 def growing(rank: int, cold: bool) -> int:
     """Steps that end, of a program that does not live through a wait for the device."""
-    program = compile(one_f_one_b, PipelineShape(4, 8), model="edge", overlap=True)
+    program = compile(one_f_one_b, PipelineShape(4, 8), progress_model="per_edge", overlap=True)
     with pytest.raises(DeadlockError):
-        check(program, "edge", device_waits=True)
+        check(program, "per_edge", host_device_sync=True)
     transport = Streamed(program)
     layer = Growing(transport)
     executor = Executor(
@@ -257,7 +260,9 @@ def test_no_memory_is_asked_for_after_steps_that_are_undone(warm: bool) -> None:
 
 def turned(rank: int, kind: str) -> bool:
     """Whether a step one by one, of a program with groups, has the bits of a step."""
-    program = compile(one_f_one_b, PipelineShape(4, 8), overlap=True, tied=True, clip=True)
+    program = compile(
+        one_f_one_b, PipelineShape(4, 8), overlap=True, tied_weights=True, clip_grad_norm=True
+    )
     assert program.joined.any()
     found = []
     for in_turn in (False, True):
@@ -285,7 +290,7 @@ class Greedy(nn.Module):
 
 
 def too_large(rank: int) -> tuple[int, str, str]:
-    program = compile(interleaved, PipelineShape(1, 2, 2), model="edge")
+    program = compile(interleaved, PipelineShape(1, 2, 2), progress_model="per_edge")
     executor = Executor(
         program, rank, [nn.Linear(4, 4), Greedy()], Streamed(program),
         loss=lambda y, _: y.sum(), boundary=Boundary((2, 4)),

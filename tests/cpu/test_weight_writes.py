@@ -82,7 +82,7 @@ def run_of(
     schedule: Any, plan: PipelineShape, stages: list[Any], lr: float = 0.5, **how: Any
 ) -> InProcessExecutor:
     ties = schedir.find_tied_weights(stages)
-    program = schedir.compile(schedule, plan, tied=ties, **how)
+    program = schedir.compile(schedule, plan, tied_weights=ties, **how)
     return InProcessExecutor(
         program, stages, loss=nn.functional.mse_loss, boundary=(BATCH, WIDTH), tied=ties,
         optimizer=lambda p: torch.optim.SGD(p, lr),
@@ -114,8 +114,9 @@ COPIES: dict[str, Callable[[str], InProcessExecutor]] = {
                                                                                         2)),
     "tied on one rank": lambda how: run_of(looped_bfs, PipelineShape(1, 4, 2), stages_of(how, True,
                                                                                          2)),
-    "updates": lambda how: run_of(
-        pipedream_2bw, PipelineShape(2, 4, updates=2, delay=1), stages_of(how, False, 2)
+    "optimizer_steps": lambda how: run_of(
+        pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1), stages_of(how, False,
+                                                                                         2)
     ),
 }  # fmt: skip
 
@@ -163,7 +164,10 @@ def test_a_weight_in_parts_that_is_written_later() -> None:
 
 def test_data_that_the_host_steps() -> None:
     ranks = run_of(
-        looped_bfs, PipelineShape(1, 2, 2), stages_of("replace_data", False, 2), states="cpu"
+        looped_bfs,
+        PipelineShape(1, 2, 2),
+        stages_of("replace_data", False, 2),
+        optimizer_placement="cpu_step",
     )
     with pytest.raises(ExecutionError, match="sets the data of weight of stage 0") as caught:
         step(ranks, 2)
@@ -173,8 +177,8 @@ def test_data_that_the_host_steps() -> None:
 # ---------------------------------------------------------------- what is right
 
 RIGHT: dict[str, dict[str, Any]] = {
-    "as it is": {}, "on the host": {"states": "host"}, "looked at later": {
-        "clip": True, "validate": "after"
+    "as it is": {}, "on the host": {"optimizer_placement": "host"}, "looked at later": {
+        "clip_grad_norm": True, "norm_check": "after_step"
     },
 }  # fmt: skip
 
@@ -190,7 +194,7 @@ def test_a_weight_without_copies_is_as_in_a_plain_loop(program: str, how: str) -
         optimizer.zero_grad()
         for x in data(2):
             nn.functional.mse_loss(wanted[1](wanted[0](x)), x).backward()
-        if "clip" in RIGHT[program]:
+        if "clip_grad_norm" in RIGHT[program]:
             nn.utils.clip_grad_norm_([p for s in wanted for p in s.parameters()], 1.0)
         optimizer.step()
     ranks.settle()
@@ -214,7 +218,7 @@ def test_memory_that_is_freed_is_not_read(level: int) -> None:
     """With ZeRO 3 a weight-gradient instruction runs while the full weights are freed."""
     stages = [make_backward_splittable(stage) for stage in plain(2)]
     stages[1].weight = stages[0].weight
-    active = {"active": 1} if level == 3 else {}
+    active = {"unsharded_stages": 1} if level == 3 else {}
     ranks = run_of(interleaved_zb, PipelineShape(1, 4, 2), stages, zero=level, **active)
     assert step(ranks, 4).isfinite() and step(ranks, 4).isfinite()
 

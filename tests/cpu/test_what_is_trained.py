@@ -33,7 +33,7 @@ PLAN = PipelineShape(2, 2)
 def _make(
     stages: Any, tied: Any = False, said: TiedWeights | None = None, **options: Any
 ) -> InProcessExecutor:
-    program = schedir.compile(gpipe, PipelineShape(len(stages), 2), tied=tied)
+    program = schedir.compile(gpipe, PipelineShape(len(stages), 2), tied_weights=tied)
     return InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, tied=said, **options)
 
 
@@ -117,7 +117,7 @@ class _Learns(nn.Module):
 
 def _learning(step_it: bool) -> InProcessExecutor:
     learns = _Learns()
-    program = schedir.compile(gpipe, PLAN, tied=True)
+    program = schedir.compile(gpipe, PLAN, tied_weights=True)
     more = [learns.times] if step_it else []
     ranks = InProcessExecutor(
         program, parts(Model(2)), loss=learns, boundary=BOUNDARY,
@@ -276,7 +276,7 @@ def test_weights_put_elsewhere_between_steps_are_those_that_train() -> None:
     stages = parts(model)
     make_backward_splittable(model)
     program = schedir.compile(
-        zb_v, PipelineShape(2, 4, 2, "vee"), tied=schedir.find_tied_weights(stages)
+        zb_v, PipelineShape(2, 4, 2, "vee"), tied_weights=schedir.find_tied_weights(stages)
     )
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
     for step in range(2):
@@ -298,7 +298,7 @@ def test_a_step_that_ends_early_leaves_the_one_parameter(error: type[BaseExcepti
 
     model = Model(2)
     stages = parts(model)
-    program = schedir.compile(interleaved, PipelineShape(1, 2, 2), tied=True)
+    program = schedir.compile(interleaved, PipelineShape(1, 2, 2), tied_weights=True)
     ranks = InProcessExecutor(program, stages, loss=ends, boundary=BOUNDARY)
     for step in (ranks.step, ranks.ranks[0].step):
         ranks.ranks[0].under_way = False
@@ -322,7 +322,7 @@ def _process(process: int, how: str) -> None:
         model.h[1].up.weight = nn.Parameter(model.h[0].up.weight.detach().clone())
     ties = schedir.find_tied_weights(parts(model)) if how in ("decay", "not stepped") else None
     if ties:
-        program = schedir.compile(one_f_one_b, PLAN, tied=ties)
+        program = schedir.compile(one_f_one_b, PLAN, tied_weights=ties)
     stage = deepcopy(parts(model)[transport.rank])
     decay = 0.1 if how.endswith("decay") and process else 0.01
     weights = [*stage.parameters()][: -1 if how == "not stepped" and process else None]

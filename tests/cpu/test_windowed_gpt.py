@@ -86,7 +86,7 @@ def test_any_pipeline_has_the_bits_of_one_process(
     def stages() -> list[nn.Module]:
         return [gpt.build_stage(config, s, plan.stages) for s in range(plan.stages)]
 
-    program = compile(schedule, plan, model="edge", **options)
+    program = compile(schedule, plan, progress_model="per_edge", **options)
     own, plain = stages(), stages()
     world = InProcessExecutor(program, own, loss=gpt.loss, boundary=BOUNDARY, seed=2)
     for k in range(2):
@@ -112,7 +112,7 @@ def test_as_many_bytes_are_kept_as_without_windows() -> None:
     for config in (CONFIG, replace(CONFIG, window=0, stride=1)):
         stages = [gpt.build_stage(config, s, 2) for s in range(2)]
         kept = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
-        found.append((kept.saved, kept.tape, kept.both))
+        found.append((kept.saved, kept.deferred_wgrad, kept.saved_and_deferred))
     assert found[0] == found[1]
 
 
@@ -125,7 +125,7 @@ def test_schedir_train(tmp_path: Path) -> None:
         said.format(text=text).replace("steps = 6", "steps = 2")
         + "evaluate_every = 2\nevaluate_batches = 1\n"
     )
-    more = ("output.record=false", "data.held_out=0.2", "pipeline.stages_per_rank=1")
+    more = ("output.record=false", "data.validation=0.2", "pipeline.stages_per_rank=1")
     two = train(str(path), tmp_path / "two", *more, "pipeline.ranks=1", "pipeline.tp=2")
     one = alone(str(path), tmp_path / "one", *more)
     without = alone(str(path), tmp_path / "without", *more, "model.window=0", "model.stride=1")

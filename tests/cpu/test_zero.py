@@ -28,8 +28,8 @@ CASES = {
     "ZB-H1, bfloat16": Case(zb_h1, PipelineShape(2, 4), half=True),
     "DualPipe": Case(dualpipe, PipelineShape(2, 4, placement="mirror")),
     "recomputed": Case(interleaved, PipelineShape(2, 4, 2), options={"recompute": "all"}),
-    "one whole": Case(looped_bfs, PipelineShape(2, 3, 3), options={"active": 1}),
-    "not clipped": Case(one_f_one_b, PipelineShape(2, 3), options={"clip": False}),
+    "one whole": Case(looped_bfs, PipelineShape(2, 3, 3), options={"unsharded_stages": 1}),
+    "not clipped": Case(one_f_one_b, PipelineShape(2, 3), options={"clip_grad_norm": False}),
     "tensor-parallel": Case(looped_bfs, PipelineShape(1, 2, 2), tp=2),
     "one rank": Case(looped_bfs, PipelineShape(1, 3, 3)),
     "three replicas": Case(one_f_one_b, PipelineShape(1, 3), dp=3),
@@ -82,11 +82,11 @@ def _executor(
 ) -> tuple[Executor, list[nn.Module]]:
     torch.manual_seed(0)
     stages: list[nn.Module] = [Wide(), Empty(), Wide()]
-    options: dict[str, Any] = {"clip": True} | {
-        k: how.pop(k) for k in ("clip", "reduce") if k in how
+    options: dict[str, Any] = {"clip_grad_norm": True} | {
+        k: how.pop(k) for k in ("clip_grad_norm", "reduce_scatter_at") if k in how
     }
     program = schedir.compile(
-        interleaved, PipelineShape(1, 4, 3), dp=2, model="edge", zero=zero, **options
+        interleaved, PipelineShape(1, 4, 3), dp=2, progress_model="per_edge", zero=zero, **options
     )
     sgd = torch.optim.SGD([p for s in stages for p in s.parameters()], 0.1, momentum=0.9)
     return Executor(
@@ -118,7 +118,7 @@ def _some(rank: int) -> dict[str, Any]:
                 executor.step(*_given(executor))
             found.setdefault(name, []).append([*_weights(executor, stages), executor.norm.clone()])
     for zero in range(1, 4):  # what is not finite of one replica is so for all
-        executor, stages = _executor(zero, clip=False)
+        executor, stages = _executor(zero, clip_grad_norm=False)
         before = _weights(executor, stages)
         x, y = _given(executor)
         y[1, 0, 0] = torch.nan if rank else 0.0
@@ -127,7 +127,9 @@ def _some(rank: int) -> dict[str, Any]:
         kept = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         found.setdefault("finite", []).append((bool(executor.finite), kept))
     for zero in (0, 2, 3):
-        executor, stages = _executor(zero, reduce="turn" if zero else "end")
+        executor, stages = _executor(
+            zero, reduce_scatter_at="each_backward" if zero else "update_end"
+        )
         executor.step(*_given(executor))
         found.setdefault("turns", []).append(_weights(executor, stages))
     for own in (nn.Parameter.detach, lambda p: p.data):  # the second raises no version

@@ -53,7 +53,9 @@ def no_more_than_torch(program: Program, most: int, each: Sequence[int] = (0, 1)
             theirs, held = residency(_add_unshard_reshard(order, active))
             for ahead in each:
                 if (held, ahead) not in ours:
-                    lowered = compile(program, dp=2, zero=3, active=held, ahead=ahead)
+                    lowered = compile(
+                        program, dp=2, zero=3, unsharded_stages=held, unshard_prefetch=ahead
+                    )
                     ours[held, ahead] = gathers(lowered).times
                 assert ours[held, ahead][rank] <= theirs, (rank, active, held)
             assert residency(with_shards(order, active))[0] <= theirs
@@ -77,7 +79,7 @@ def test_no_schedule_gathers_more_often_than_torchs_list(name: str) -> None:
 def test_what_is_exported_is_whole_where_torch_wants_it(program: Program, active: int) -> None:
     """Its W and REDUCE_GRAD want a stage whole, ours do not."""
     active = min(active, max(map(len, program.plan.stages_of)))
-    lowered = compile(program, dp=2, zero=3, active=active)
+    lowered = compile(program, dp=2, zero=3, unsharded_stages=active)
     for row in cells(lowered, "torch-2.13"):
         require_whole([*map(_Action.from_str, row)], active)
 

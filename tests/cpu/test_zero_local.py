@@ -44,7 +44,7 @@ def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InPro
 
 def trained(program: Program, seed: int | None = None, **options: Any) -> list[Tensor]:
     """Losses, norms and weights after two steps."""
-    stages = gpt_stages(program.plan.stages, bool(program.tied))
+    stages = gpt_stages(program.plan.stages, bool(program.tied_weights))
     ranks = ranks_of(program, stages, **options)
     found = []
     for k in range(2):
@@ -62,15 +62,15 @@ def test_any_draft_has_the_bits_of_plain_training(data: Any, zero: int, order: i
     """Any placement, any order of computes, any residency, any legal order of all."""
     draft = data.draw(compute_programs(3, 3))
     plan = draft.plan
-    assume(plan.updates == 1)
-    options: dict[str, Any] = {"clip": True, "tied": plan.stages > 1}
+    assume(plan.optimizer_steps == 1)
+    options: dict[str, Any] = {"clip_grad_norm": True, "tied_weights": plan.stages > 1}
     right = trained(schedir.compile(draft, **options), order)
     if zero == 3:
-        options["active"] = data.draw(st.integers(1, plan.stages_per_rank))
+        options["unsharded_stages"] = data.draw(st.integers(1, plan.stages_per_rank))
     try:
         program = schedir.compile(draft, zero=zero, **options)
     except UsageError as error:  # fewer than are used at once
-        assert "active" in error.fields
+        assert "unsharded_stages" in error.fields
         return
     assert same(trained(program, order), right)
 
@@ -91,7 +91,9 @@ def turns_of(program: Program, stage: int) -> list[list[int]]:
 @pytest.mark.parametrize("schedule", [interleaved, looped_bfs, one_f_one_b])
 def test_turns_add_up_in_their_order(schedule: Any, zero: int) -> None:
     plan = PipelineShape(2, 4, 1 if schedule is one_f_one_b else 2)
-    program = schedir.compile(schedule, plan, zero=zero, reduce="turn", clip=False)
+    program = schedir.compile(
+        schedule, plan, zero=zero, reduce_scatter_at="each_backward", clip_grad_norm=False
+    )
     stages, plain = (gpt_stages(plan.stages, False) for _ in range(2))
     inputs, targets, scale = batch(4)
     ranks_of(program, stages, optimizer=None).step(inputs, targets, scale)
@@ -119,11 +121,13 @@ def test_turns_add_up_in_their_order(schedule: Any, zero: int) -> None:
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_weights_are_pieces_between_steps_and_whole_on_request(zero: int) -> None:
-    program = schedir.compile(interleaved, PipelineShape(2, 4, 2), zero=zero, clip=True)
+    program = schedir.compile(interleaved, PipelineShape(2, 4, 2), zero=zero, clip_grad_norm=True)
     stages, plain = (gpt_stages(4, False) for _ in range(2))
     shapes = [p.shape for stage in stages for p in stage.parameters()]
     ranks = ranks_of(program, stages)
-    ranks_of(schedir.compile(interleaved, PipelineShape(2, 4, 2), clip=True), plain).step(*batch(4))
+    ranks_of(schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True), plain).step(
+        *batch(4)
+    )
     ranks.step(*batch(4))
     assert all(p.dim() == 1 and p.grad is not None for m in stages for p in m.parameters())
     with ExitStack() as whole:
@@ -158,7 +162,7 @@ def test_state_and_copies_of_an_optimizer_are_cut() -> None:
             made.append(optimizer)  # noqa: B023
             return optimizer
 
-        program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero, clip=True)
+        program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero, clip_grad_norm=True)
         ranks_of(
             program, stages, optimizer=make, boundary=Boundary(BOUNDARY.shape, torch.bfloat16)
         ).step(*batch(3))
@@ -178,7 +182,7 @@ def test_an_evaluation_in_parts() -> None:
     for zero in (0, 1, 3):
         stages = gpt_stages(4, False)
         program = schedir.compile(
-            schedir.schedules.forward_only, PipelineShape(2, 4, 2), zero=zero, clip=False
+            schedir.schedules.forward_only, PipelineShape(2, 4, 2), zero=zero, clip_grad_norm=False
         )
         found.append(ranks_of(program, stages, optimizer=None).step(*batch(4)))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -244,7 +248,7 @@ def test_a_rule_of_w_that_reads_a_weight_in_parts_is_refused(reads: bool) -> Non
 
     order = [(op, s, mb) for op, s in ORDER for mb in range(2)]  # W behind all that need weights
     draft = Program("late", plan, (Stream.of([Instr(*each) for each in order]),))
-    program = schedir.compile(draft, zero=3, active=1, clip=False)
+    program = schedir.compile(draft, zero=3, unsharded_stages=1, clip_grad_norm=False)
     ranks = InProcessExecutor(
         program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM
     )

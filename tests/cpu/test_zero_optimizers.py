@@ -67,7 +67,7 @@ class Momentum(torch.optim.Optimizer):
 def made(zero: int, place: str) -> tuple[list[nn.Linear], InProcessExecutor]:
     torch.manual_seed(0)
     stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero, clip=False)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero, clip_grad_norm=False)
     ranks = InProcessExecutor(
         program, stages, loss=nn.functional.mse_loss, boundary=Boundary((2, WIDTH)),
         optimizer=partial(Momentum, place=place),

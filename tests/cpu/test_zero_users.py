@@ -26,7 +26,11 @@ def ranks_of(
     zero: int, stages: list[nn.Module], optimizer: Any = SGD, ranks: int = 1, **how: Any
 ) -> InProcessExecutor:
     program = schedir.compile(
-        looped_bfs, PipelineShape(ranks, 3, len(stages) // ranks), zero=zero, clip=False, **how
+        looped_bfs,
+        PipelineShape(ranks, 3, len(stages) // ranks),
+        zero=zero,
+        clip_grad_norm=False,
+        **how,
     )
     return InProcessExecutor(
         program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=optimizer
@@ -64,7 +68,7 @@ def test_what_a_stage_puts_out_outlives_its_weights(ranks: int) -> None:
     for zero in (0, 3):
         torch.manual_seed(0)
         stages: list[nn.Module] = [Prompt(), *linears(1), *linears(2)[: 2 * ranks - 3]][: 2 * ranks]
-        steps(ranks_of(zero, stages, ranks=ranks, **({"active": 1} if zero else {})))
+        steps(ranks_of(zero, stages, ranks=ranks, **({"unsharded_stages": 1} if zero else {})))
         found.append(weights(stages))
     assert all(map(torch.equal, *found))
 
@@ -181,7 +185,7 @@ def test_a_weight_of_another_stage_is_read_whole_or_not_at_all() -> None:
     steps(ranks_of(2, [first, Reads(first)]))
     first = nn.Linear(4, 4)
     with pytest.raises(ExecutionError, match="a stage reads a weight of another one"):
-        steps(ranks_of(3, [first, Reads(first)], active=1))
+        steps(ranks_of(3, [first, Reads(first)], unsharded_stages=1))
 
 
 def test_a_loss_that_reads_a_weight_of_another_stage_is_refused_at_level_3() -> None:

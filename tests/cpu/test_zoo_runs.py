@@ -40,7 +40,7 @@ def program_of(schedule: Any, overlap: bool = False) -> Program:
     placement, fixed = placed_for(schedule)
     v = fixed or (2 if "v" in signature(schedule).parameters else 1)
     plan = PipelineShape(2, M, v, placement or "loop")
-    return compile(schedule, plan, tied=True, model="edge", overlap=overlap)
+    return compile(schedule, plan, tied_weights=True, progress_model="per_edge", overlap=overlap)
 
 
 ZOO = {name: s for name, s in built_in().items() if name != "forward_only"}

@@ -58,8 +58,8 @@ class Case(NamedTuple):
         plan, options = PipelineShape(self.p, MICROBATCHES), dict[str, Any](self.options)
         return schedir.compile(
             getattr(schedir.schedules, self.schedule), plan, self.t, self.d,
-            tied=self.tied and self.p > 1, clip=self.clip, zero=self.zero,
-            sequence=self.sequence, blocks=True, **options,
+            tied_weights=self.tied and self.p > 1, clip_grad_norm=self.clip, zero=self.zero,
+            sequence_parallel=self.sequence, blocking_hosts=True, **options,
         )  # fmt: skip
 
 
@@ -79,9 +79,9 @@ def cases() -> list[Case]:
             every._replace(zero=3, schedule="zb_h1"),
             every._replace(schedule="gpipe"),
             every._replace(options=(("recompute", "all"),)),
-            every._replace(zero=2, options=(("reduce", "turn"),)),
+            every._replace(zero=2, options=(("reduce_scatter_at", "each_backward"),)),
             every._replace(options=(("offload", "all"),)),
-            every._replace(zero=1, options=(("states", "host"),)),
+            every._replace(zero=1, options=(("optimizer_placement", "host"),)),
         ]
     return found
 

@@ -80,7 +80,7 @@ def gpt_executor(
     It steps by AdamW where there is an `lr`; `options` are Executor's.
     """
     plan, tp = program.plan, transport.tp_group
-    cfg = config(plan.stages, bool(program.tied))
+    cfg = config(plan.stages, bool(program.tied_weights))
     own = plan.stages_of[transport.rank]
     stages = {s: gpt.build_stage(cfg, s, plan.stages, tp=tp).to(device) for s in own}
     if lr is not None:

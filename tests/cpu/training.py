@@ -60,7 +60,7 @@ def small(folder: Path) -> Path:
 
 
 def arguments(config: str, folder: Path, *sets: str) -> list[str]:
-    return ["train", config, *(f"--set={s}" for s in (*sets, f'output.folder="{folder}"'))]
+    return ["train", config, *(f"--set={s}" for s in (*sets, f'output.dir="{folder}"'))]
 
 
 _STARTED: list[subprocess.Popen[str]] = []
@@ -202,7 +202,7 @@ def train(config: str, folder: Path, *sets: str) -> list[float]:
 
 def alone(config: str, folder: Path, *sets: str) -> list[float]:
     """The losses of the same run in this process."""
-    assert run(config, [*sets, *ALONE, f'output.folder="{folder}"']) == 0
+    assert run(config, [*sets, *ALONE, f'output.dir="{folder}"']) == 0
     return losses(folder)
 
 

@@ -16,7 +16,7 @@ from schedir.transports.gpu_selection import HOST, SHARED
 from schedir.transports.nccl import initialise, nccl_transport
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 
-Kind = Literal["edge", "grouped"]
+Kind = Literal["per_edge", "grouped"]
 
 # A rehearsal: a CPU in the place of the GPU, and Gloo in that of NCCL.  What it shows is that these
 # tests run; see `stand_in`.
@@ -58,12 +58,12 @@ def share_gpu(rank: int, folder: str) -> torch.device:
 
 
 def over(
-    program: Program, device: torch.device, kind: Kind = "edge"
+    program: Program, device: torch.device, kind: Kind = "per_edge"
 ) -> EdgeGroups | GroupedMessages:
     """The transport of a program over NCCL."""
     if not REHEARSED:
         return nccl_transport(program, device, kind)
-    transport = EdgeGroups(program) if kind == "edge" else GroupedMessages(program)
+    transport = EdgeGroups(program) if kind == "per_edge" else GroupedMessages(program)
     transport.static = True
     return transport
 

@@ -63,7 +63,9 @@ def test_batches_come_in_order_and_nobody_waits_for_their_copies() -> None:
 
 
 def test_the_instruction_that_hangs_is_named() -> None:
-    program = compile(one_f_one_b, PipelineShape(2, 4), model="edge", tied=True)
+    program = compile(
+        one_f_one_b, PipelineShape(2, 4), progress_model="per_edge", tied_weights=True
+    )
     stages = [stage.cuda() for stage in gpt_stages(2)]
     world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, record=False)
     progress = [GpuProgress(rank) for rank in world.ranks]
@@ -111,7 +113,7 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
 
     monkeypatch.setattr(StepLoop, "issue", guarded)
     sets = ["train.log_every=100", "output.record=false", f"train.precision={precision}"]
-    cuda = [*ALONE, *sets, "train.device=cuda", f'output.folder="{tmp_path / "gpu"}"']
+    cuda = [*ALONE, *sets, "train.device=cuda", f'output.dir="{tmp_path / "gpu"}"']
     assert run(str(config), cuda) == 0
     want = alone(str(config), tmp_path / "cpu", "train.log_every=100")
     assert losses(tmp_path / "gpu") == pytest.approx(want, rel=2e-2)

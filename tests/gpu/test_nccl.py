@@ -35,9 +35,20 @@ Gradients = dict[int, dict[str, Tensor]]
 
 
 def _program(
-    schedule: Any, plan: PipelineShape, model: ProgressModel, slots: BufferSharing | None = None
+    schedule: Any,
+    plan: PipelineShape,
+    progress_model: ProgressModel,
+    buffer_sharing: BufferSharing | None = None,
 ) -> Program:
-    return compile(schedule, plan, tp=2, model=model, tied=True, overlap=True, slots=slots)
+    return compile(
+        schedule,
+        plan,
+        tp=2,
+        progress_model=progress_model,
+        tied_weights=True,
+        overlap=True,
+        buffer_sharing=buffer_sharing,
+    )
 
 
 def _gradients(executor: Executor) -> Gradients:
@@ -46,7 +57,7 @@ def _gradients(executor: Executor) -> Gradients:
 
 
 def on_cpu(rank: int, schedule: Any, plan: PipelineShape) -> Gradients:
-    program = _program(schedule, plan, GlooTransport.model)
+    program = _program(schedule, plan, GlooTransport.progress_model)
     executor = gpt_executor(program, GlooTransport(program))
     executor.step(*batch(plan.microbatches))
     return _gradients(executor)
@@ -58,12 +69,12 @@ def made(
     kind: Kind,
     schedule: Any,
     plan: PipelineShape,
-    slots: BufferSharing | None,
+    buffer_sharing: BufferSharing | None,
 ) -> tuple[Executor, tuple[Tensor, Tensor, float]]:
     """An executor on the GPU, and its batch."""
     device = share_gpu(rank, folder)
     torch.use_deterministic_algorithms(True)
-    program = _program(schedule, plan, TRANSPORTS[kind].model, slots)
+    program = _program(schedule, plan, TRANSPORTS[f"nccl_{kind}"].progress_model, buffer_sharing)
     executor = gpt_executor(program, over(program, device, kind), device)
     inputs, targets, scale = batch(plan.microbatches)
     return executor, (inputs.to(device), targets.to(device), scale)
@@ -79,16 +90,20 @@ def eager(rank: int, *how: Any) -> list[Gradients]:
     return [*found, _gradients(executor)]
 
 
-WAYS = [("edge", None), ("edge", "fewest"), ("grouped", None)]
+WAYS = [("per_edge", None), ("per_edge", "minimal"), ("grouped", None)]
 
 
-@pytest.mark.parametrize(("kind", "slots"), WAYS)
+@pytest.mark.parametrize(("kind", "buffer_sharing"), WAYS)
 @pytest.mark.parametrize(("schedule", "plan"), PLANS)
 def test_eager_gradients_are_those_of_the_cpu(
-    kind: Kind, slots: BufferSharing | None, schedule: Any, plan: PipelineShape, tmp_path: Path
+    kind: Kind,
+    buffer_sharing: BufferSharing | None,
+    schedule: Any,
+    plan: PipelineShape,
+    tmp_path: Path,
 ) -> None:
     want = run(on_cpu, 4, schedule, plan)
-    results = run(eager, 4, str(tmp_path), kind, schedule, plan, slots, limit=250)
+    results = run(eager, 4, str(tmp_path), kind, schedule, plan, buffer_sharing, limit=250)
     for rank, (first, second) in enumerate(results):
         for stage, named in first.items():
             for name, got in named.items():
@@ -105,7 +120,8 @@ def recorded(rank: int, folder: str, kind: Kind) -> Timeline | None:
         kind == "grouped",
     )  # else members of a group go their own ways
     program = compile(
-        one_f_one_b, plan, tp=2, model=TRANSPORTS[kind].model, tied=True, clip=True, overlap=overlap
+        one_f_one_b, plan, tp=2, progress_model=TRANSPORTS[f"nccl_{kind}"].progress_model,
+        tied_weights=True, clip_grad_norm=True, overlap=overlap,
     )  # fmt: skip
     transport = over(program, device, kind)
     executor = gpt_executor(program, transport, device, record=True)
@@ -126,7 +142,7 @@ def assert_legal(timelines: list[Timeline | None]) -> None:
     assert REHEARSED or (0 < first.clock_error < 1e-3 and not too_early(first, 5e-3))
 
 
-@pytest.mark.parametrize("kind", ["edge", "grouped"])
+@pytest.mark.parametrize("kind", ["per_edge", "grouped"])
 def test_a_recorded_eager_step_is_a_legal_timeline(kind: Kind, tmp_path: Path) -> None:
     assert_legal(run(recorded, 4, str(tmp_path), kind, limit=250))
 

@@ -54,14 +54,17 @@ class Case(NamedTuple):
 
     def compile(self) -> Program:
         return compile(
-            self.schedule, self.plan, tp=self.tp, dp=self.dp, model="edge", tied=self.tied,
-            clip=self.clip, overlap=self.overlap, slots="enough",
+            self.schedule, self.plan, tp=self.tp, dp=self.dp, progress_model="per_edge",
+            tied_weights=self.tied,
+            clip_grad_norm=self.clip, overlap=self.overlap, buffer_sharing="latency_preserving",
         )  # fmt: skip
 
 
 MANY = Case(one_f_one_b, PipelineShape(2, 24), tp=2)
 ALL = Case(one_f_one_b, PipelineShape(2, 4), tp=2, dp=2, record=True)
-UPDATES = Case(pipedream_2bw, PipelineShape(2, 8, updates=2, delay=1), dp=2, clip=False)
+UPDATES = Case(
+    pipedream_2bw, PipelineShape(2, 8, optimizer_steps=2, weight_delay=1), dp=2, clip=False
+)
 PROVEN = Case(one_f_one_b, PipelineShape(2, 4), clip=False, overlap=False, tied=False)
 
 
@@ -152,7 +155,7 @@ class Waits(nn.Module):
 def waits(rank: int, folder: str) -> int:
     device = share_gpu(rank, folder)
     program = PROVEN.compile()
-    check(program, "edge", device_waits=True)
+    check(program, "per_edge", host_device_sync=True)
     executor = Executor(
         program, rank, {rank: Waits(rank).to(device)}, over(program, device),
         loss=lambda y, target: (y - target).square().sum(), boundary=Boundary((2, 4)), alike=True,
@@ -166,7 +169,7 @@ def waits(rank: int, folder: str) -> int:
 def test_a_proven_program_lives_through_waits_for_the_device(tmp_path: Path) -> None:
     """One whose receives are posted early is not proven, and so not tried."""
     with pytest.raises(DeadlockError):
-        check(PROVEN._replace(overlap=True).compile(), "edge", device_waits=True)
+        check(PROVEN._replace(overlap=True).compile(), "per_edge", host_device_sync=True)
     assert run(waits, 2, str(tmp_path), limit=200) == [3, 3]
 
 

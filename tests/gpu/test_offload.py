@@ -30,9 +30,9 @@ def test_the_bits_of_what_stays(schedule: Any, plan: PipelineShape, recompute: A
     torch.use_deterministic_algorithms(True)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets, found = inputs.cuda(), targets.cuda(), []
-    hows: list[dict[str, Any]] = [{}, {"offload": "all", "slots": "fewest"}]
+    hows: list[dict[str, Any]] = [{}, {"offload": "all", "buffer_sharing": "minimal"}]
     for how in hows:
-        program = compile(schedule, plan, model="edge", recompute=recompute, **how)
+        program = compile(schedule, plan, progress_model="per_edge", recompute=recompute, **how)
         stages = on_gpu(plan.stages)
         world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
         world.step(inputs, targets, scale)

@@ -52,7 +52,10 @@ def loss(y: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("again", [False, True])
 def test_any_order_draws_as_the_reference(again: bool) -> None:
     x = torch.linspace(-1, 1, 4 * 32).view(4, *SHAPE).cuda()
-    program, ours = compile(interleaved, PipelineShape(2, 4, 2), model="edge"), noisy(4, again)
+    program, ours = (
+        compile(interleaved, PipelineShape(2, 4, 2), progress_model="per_edge"),
+        noisy(4, again),
+    )
     ranks = InProcessExecutor(program, ours, loss=loss, boundary=Boundary(SHAPE), seed=5)
     close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
     before = torch.cuda.get_rng_state()

@@ -63,7 +63,7 @@ def test_every_order_gives_the_gradients_of_the_reference(
     inputs, targets = inputs.cuda(), targets.cuda()
     plain, ours = on_gpu(plan.stages, dtype), on_gpu(plan.stages, dtype)
     loss = run_sequential(plain, inputs, targets, loss=gpt.loss, scale=scale)
-    program = compile(schedule, plan, tied=True)
+    program = compile(schedule, plan, tied_weights=True)
     boundary = Boundary(BOUNDARY.shape, dtype)
     world = InProcessExecutor(program, ours, loss=gpt.loss, boundary=boundary)
     for seed in range(4):
@@ -77,7 +77,9 @@ def test_the_host_never_waits_inside_a_step(record: bool) -> None:
     plan = PipelineShape(4, 6)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets = inputs.cuda(), targets.cuda()
-    program = compile(one_f_one_b, plan, model="edge", tied=True, clip=True)
+    program = compile(
+        one_f_one_b, plan, progress_model="per_edge", tied_weights=True, clip_grad_norm=True
+    )
     world = InProcessExecutor(program, on_gpu(4), loss=gpt.loss, boundary=BOUNDARY, record=record)
     world.step(inputs, targets, scale)
     with host_waits() as waits:

@@ -15,16 +15,17 @@ A case is `NAME.toml` here:
     make = "..."                    or an expression of schedir that makes one, or refuses to
     runs = [["a", "b"], ["a"]]      or for each rank the steps that it runs in turn, with
     steps.a = '''...'''            the text of each
-    show = "pair"                   the model whose verdict the page shows; else `device`, or
+    show = "per_pair"                   the model whose verdict the page shows; else `per_device`,
+    or
                                     the first under which the case is refused
     activation = 16e6               the size of a message, if it runs where such wait for nobody
     mended = '''...'''             the program that should be there instead, right under every model
 
     [refused]                       by model, what must be said; what is not named must finish
-    device = ["DeadlockError", "rank 0 #3 send_act 0.1", ...]
+    per_device = ["DeadlockError", "rank 0 #3 send_act 0.1", ...]
     every = [...]                   the same under all models
     [lazy]                          the same where communicators are made at their first use, by
-    pair = [...]                    model, of those under which the case is not refused anyway
+    per_pair = [...]                    model, of those under which the case is not refused anyway
 
 What must be said is the class of the error and the instructions that it names; where it names none,
 the sentence of its first line.
@@ -96,21 +97,21 @@ class Case:
         assert isinstance(made, Program)
         return made
 
-    def refusal(self, model: ProgressModel, **how: Any) -> ProgramError | None:
+    def refusal(self, progress_model: ProgressModel, **how: Any) -> ProgramError | None:
         """What `check` says under a model, None if it accepts."""
         if self.activation:
             how["sizes"] = Sizes(activation=self.activation)
         try:
-            check_program_sequence(self.ran(), model) if self.runs else check(
-                self.made(), model, **how
+            check_program_sequence(self.ran(), progress_model) if self.runs else check(
+                self.made(), progress_model, **how
             )
         except ProgramError as error:
             return error
         return None
 
-    def expected(self, model: ProgressModel) -> list[str]:
+    def expected(self, progress_model: ProgressModel) -> list[str]:
         """What must be said under a model; empty if the program must be accepted."""
-        return self.refused.get("every", self.refused.get(model, []))
+        return self.refused.get("every", self.refused.get(progress_model, []))
 
 
 def verdict(error: ProgramError | None) -> list[str]:

@@ -14,7 +14,7 @@ import schedir
 from schedir import Costs, PipelineShape, Program, Sizes
 from schedir.commands.simulate import volume
 from schedir.io import perfetto, torch_csv
-from schedir.ir.isa.instructions import OFF_COMPUTE, ROWS, Lane, Token
+from schedir.ir.isa.instructions import OFF_COMPUTE, ROWS, Lane, Value
 from schedir.predict.what_if import advise
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
 from tests.new_rows import NEW
@@ -61,7 +61,7 @@ def everywhere(program: Program, text: str, costs: Costs, folder: str) -> None:
         plain = schedir.compile(plain_of(program), program.plan)
         assert torch_csv.to_csv(program) == torch_csv.to_csv(plain)
     except schedir.errors.UsageError as error:
-        moves = program.ops & {*OFF_COMPUTE[Token.SAVED]}
+        moves = program.ops & {*OFF_COMPUTE[Value.SAVED]}
         own = [f"has {ROWS[op].text}, for which torch's" for op in program.ops & NEW]
         whys = ["offloads what forwards saved"] if moves else own
         assert any(why in str(error) for why in whys)
@@ -106,15 +106,20 @@ def stash(folder: str) -> None:
     # Nobody knows when another lane has moved it: a limit counts it until it is freed, or, with a
     # number of slots, as many as there are.
     try:
-        schedir.compile(one_f_one_b, PipelineShape(4, 8), stash=True, sizes=sizes, limit=35)
+        schedir.compile(one_f_one_b, PipelineShape(4, 8), stash=True, sizes=sizes, memory_limit=35)
     except schedir.errors.MemoryLimitError as error:
         assert error.needs == 40
     else:
         raise AssertionError("a limit is not held")
-    few = schedir.compile(one_f_one_b, PipelineShape(4, 8), stash=True, slots="fewest")
+    few = schedir.compile(one_f_one_b, PipelineShape(4, 8), stash=True, buffer_sharing="minimal")
     assert schedir.from_text(schedir.to_text(few)) == few and {s.saved for s in few.slots} == {1}
     schedir.compile(
-        one_f_one_b, PipelineShape(4, 8), stash=True, slots="fewest", sizes=sizes, limit=10
+        one_f_one_b,
+        PipelineShape(4, 8),
+        stash=True,
+        buffer_sharing="minimal",
+        sizes=sizes,
+        memory_limit=10,
     )
     late = schedir.simulate(few, Costs(F=1, B=2, stash=0.25), sizes=sizes)
     assert late.peak_memory.tolist() == [10, 10, 10, 10]
@@ -128,8 +133,10 @@ def stash(folder: str) -> None:
 
 
 def verdict(folder: str) -> None:
-    plain = schedir.compile(one_f_one_b, PipelineShape(3, 4), clip=True)
-    program = schedir.compile(one_f_one_b, PipelineShape(3, 4), clip=True, judge=True, debug=True)
+    plain = schedir.compile(one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True)
+    program = schedir.compile(
+        one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True, judge=True, debug=True
+    )
     assert len(program) == len(plain) + 3
     run = schedir.simulate(program, Costs(F=1, B=2, judge=7))
     assert run.span == schedir.simulate(plain, Costs(F=1, B=2)).span + 7
@@ -143,7 +150,9 @@ def verdict(folder: str) -> None:
     )
     refused(early, "OrderError", "judge", "reduce_grads 0")
     refused(text.replace("  judge\n", "", 1), "ReductionError")
-    updates = schedir.compile(one_f_one_b, PipelineShape(2, 4, updates=2, delay=1), judge=True)
+    updates = schedir.compile(
+        one_f_one_b, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1), judge=True
+    )
     assert flat(updates).count("judge 1\n") == 2
     # Where one rank judges before its norm and another after, they wait for each other.
     crossed = text.replace("  reduce_norm\n  judge\n", "  judge\n  reduce_norm\n", 1)
@@ -180,7 +189,7 @@ def log(folder: str) -> None:
 
 def tape(folder: str) -> None:
     program = schedir.compile(zb_h1, PipelineShape(3, 5), debug=True)
-    sizes = Sizes(saved=10, tape=4, both=12)
+    sizes = Sizes(saved=10, deferred_wgrad=4, saved_and_deferred=12)
     sizes_of = {  # what changes at the start of an instruction, and at its end
         "Forward": (10, 0), "BackwardInput": (12 - 10, 4 - 2 - 10), "OffloadTape": (0, -4),
         "ReloadTape": (4, 0), "BackwardWeight": (0, -4),
@@ -199,7 +208,7 @@ def tape(folder: str) -> None:
 
 
 def clamp(folder: str) -> None:
-    program = schedir.compile(interleaved, PipelineShape(2, 4, 2), clip=True, debug=True)
+    program = schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True, debug=True)
     streams = flat(program).split("rank 1\n")
     for stage in range(4):  # the norm is of the rank, and each of its stages needs it
         own = streams[stage % 2].replace(f"  clamp {stage}\n", "")
@@ -208,7 +217,7 @@ def clamp(folder: str) -> None:
         refused(text, "OrderError", f"clamp {stage}", "reduce_norm")
     everywhere(schedir.compile(interleaved, PipelineShape(2, 4, 2)), "clamp", Costs(), folder)
     # Who reads weights after the next are there, keeps them.
-    text = flat(schedir.compile(one_f_one_b, PipelineShape(1, 4, updates=2)))
+    text = flat(schedir.compile(one_f_one_b, PipelineShape(1, 4, optimizer_steps=2)))
     for before, versions in (("step", 1), ("F 0.2", 2), ("step 1", 2)):
         read = schedir.from_text(text.replace(f"  {before}\n", f"  copy\n  {before}\n"))
         assert schedir.simulate(read).peak_versions.tolist() == [versions], before
@@ -235,13 +244,17 @@ def compress(folder: str) -> None:
         run = schedir.simulate(program, Costs(F=1, B=2, compress=0.25))
         assert run.span > schedir.simulate(split, Costs(F=1, B=2)).span
         slots = schedir.simulate(
-            schedir.compile(one_f_one_b, PipelineShape(3, 4), tp=tp, compress=True, slots="fewest"),
+            schedir.compile(
+                one_f_one_b, PipelineShape(3, 4), tp=tp, compress=True, buffer_sharing="minimal"
+            ),
             sizes=sizes,
         )
         assert 0 < float(slots.peak_memory[2]) - 100 <= 400  # what comes in is whole
         everywhere(program, "compress", Costs(F=1, B=2, compress=0.25), folder)
         text = flat(program)
-        maker, taker = ("F 0.0", "F 1.0") if tp == 1 else ("scatter 0.0", "gather 1.0")
+        maker, taker = (
+            ("F 0.0", "F 1.0") if tp == 1 else ("tp_scatter_act 0.0", "tp_gather_act 1.0")
+        )
         wrong = [
             ("decompress 1.0", "B 1.0", taker, "decompress 1.0"),
             ("decompress 1.0", "F 1.0", taker, "decompress 1.0"),

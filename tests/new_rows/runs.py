@@ -66,7 +66,9 @@ def run(program: Program) -> InProcessExecutor:
 def _on_rank(process: int, transport: type[GlooTransport], tp: int, options: dict[str, Any]) -> Any:
     """Step on one of the ranks of a world; return its losses and its stages' gradients."""
     torch.set_num_threads(1)
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), tp=tp, model="edge", **options)
+    program = schedir.compile(
+        one_f_one_b, PipelineShape(2, 4), tp=tp, progress_model="per_edge", **options
+    )
     ends = transport(program)
     own = {s: Noisy(stage) for s, stage in enumerate(tiny_stages(2)) if s == ends.rank}
     executor = Executor(program, ends.rank, own, ends, loss=loss,
@@ -81,7 +83,7 @@ def in_processes(options: dict[str, Any]) -> None:
     for transport in GlooTransport, SharedMemoryTransport:
         for tp in 1, 2:
             program = schedir.compile(
-                one_f_one_b, PipelineShape(2, 4), tp=tp, model="edge", **options
+                one_f_one_b, PipelineShape(2, 4), tp=tp, progress_model="per_edge", **options
             )
             plain = [Noisy(stage) for stage in tiny_stages(2)]
             wanted = run_sequential(plain, *batch(4, 0), loss=loss, program=program)
@@ -101,8 +103,10 @@ def main(names: str) -> None:
              (interleaved, PipelineShape(2, 4, 2)),
              (dualpipe_v, PipelineShape(2, 4, 2, "vee"))]  # fmt: skip
     for schedule, plan in cases:
-        for slots in (None, "fewest"):
-            program = schedir.compile(schedule, plan, model="edge", slots=slots, **options)
+        for slots in (None, "minimal"):
+            program = schedir.compile(
+                schedule, plan, progress_model="per_edge", buffer_sharing=slots, **options
+            )
             assert program.ops & NEW
             run(program)
     if rows == ["compress"]:

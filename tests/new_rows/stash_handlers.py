@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from schedir.ir.isa.instructions import Instr, Opcode, Token
+from schedir.ir.isa.instructions import Instr, Opcode, Value
 from schedir.runtime.rank_state import Call, Handler, State
 
 
@@ -52,7 +52,7 @@ def forward(plain: Handler) -> Handler:
 
 
 def stash(state: State, i: Instr) -> Call:
-    slot = state.slot(Token.SAVED, i.stage, i.mb, state.index_of[i])
+    slot = state.slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
 
     def run() -> None:
         _HELD[state]["disk", *i[1:]] = slot.look()
@@ -67,7 +67,7 @@ def stash(state: State, i: Instr) -> Call:
 
 
 def take(state: State, i: Instr) -> Call:
-    slot = state.slot(Token.SAVED, i.stage, i.mb, state.index_of[i])
+    slot = state.slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
 
     def run() -> None:
         slot.fill(_HELD[state].pop(("disk", *i[1:])))

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from schedir.ir.isa.instructions import COMPUTE, FORWARDS, ROWS, Lane, Opcode, Token
+from schedir.ir.isa.instructions import COMPUTE, FORWARDS, ROWS, Lane, Opcode, Value
 from schedir.ir.program import ADDRESS, OP, Program, Words
 from schedir.passes.insertion import before, behind
 from schedir.passes.pass_types import ExpectedInstructions, Pass, Present
 
-_USES = tuple(row.op for row in ROWS if Token.SAVED in row.needs and row.lane is Lane.COMPUTE)
+_USES = tuple(row.op for row in ROWS if Value.SAVED in row.needs and row.lane is Lane.COMPUTE)
 
 
 def stash(program: Program) -> Program:

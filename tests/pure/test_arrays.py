@@ -30,7 +30,7 @@ from schedir.errors import CostsError, MemoryLimitError, UsageError
 from schedir.io.timeline_file import load_timeline, save_timeline
 from schedir.ir.cost.per_stage_values import PerStage, by_stage, cut, from_grid, grid
 from schedir.ir.instruction_index import InstructionIndex
-from schedir.ir.isa.instructions import SENDS, TOKENS, Instr, Opcode, Token
+from schedir.ir.isa.instructions import SENDS, VALUES, Instr, Opcode, Value
 from schedir.ir.program import Program
 from schedir.predict.calibrate import calibrate, completed, format_costs, rounded
 from schedir.predict.what_if import advise
@@ -40,8 +40,8 @@ from schedir.verify.check import eager_of
 from tests.oracle import Machine
 from tests.strategies import with_slots
 
-COSTS = ("F", "I", "W", "B", "send", "scatter", "gather")
-SIZES = ("activation", "gradient", "saved", "tape")
+COSTS = ("F", "I", "W", "B", "send", "tp_scatter", "tp_gather")
+SIZES = ("activation", "gradient", "saved", "deferred_wgrad")
 
 
 def arrays(plan: PipelineShape, most: int = 5) -> st.SearchStrategy[PerStage]:
@@ -64,10 +64,10 @@ def naive(value: Any, stage: int, mb: int) -> float:
 @settings(max_examples=40)
 def test_times_are_those_of_a_machine_that_looks_each_up(drafted: Program, data: Any) -> None:
     costs = Costs(**{name: data.draw(arrays(drafted.plan), name) for name in COSTS})
-    model = data.draw(st.sampled_from(["device", "edge", "direction"]))
+    model = data.draw(st.sampled_from(["per_device", "per_edge", "per_direction"]))
     tp = data.draw(st.sampled_from([1, 2]))
-    program = compile(drafted, model=model, costs=costs, tp=tp)
-    run = simulate(program, costs, model=model)
+    program = compile(drafted, progress_model=model, costs=costs, tp=tp)
+    run = simulate(program, costs, progress_model=model)
     machine = Machine(program, model, costs)
     assert machine.run()
     for rank in range(program.plan.ranks):
@@ -108,11 +108,11 @@ def swept(program: Program, rank: int, sizes: Sizes) -> float:
     says, else as many as there are values, each of them as large as the largest.
     """
     own = list(program.streams[rank])
-    machine = Machine(program, "device", Costs())
+    machine = Machine(program, "per_device", Costs())
     machine.lists = [list(s) for s in program.streams]
     kinds: dict[str, list[float]] = {}
     for kind, s, mb in machine.values(rank):
-        row = TOKENS[Token[kind.upper()]]
+        row = VALUES[Value[kind.upper()]]
         ops = {"act_out": Opcode.SendAct, "grad_out": Opcode.SendGrad}
         if kind in ops and Instr(ops[kind], s, mb) not in own:
             continue  # handed over on the rank
@@ -147,7 +147,7 @@ def test_bytes_are_those_of_a_sweep(ranks: int, microbatches: int, data: Any) ->
     assert most == [swept(program, rank, sizes) for rank in range(ranks)]
     if max(most) > 0:
         with pytest.raises(MemoryLimitError) as caught:
-            compile(expand_schedule(which, plan), sizes=sizes, limit=0.0)
+            compile(expand_schedule(which, plan), sizes=sizes, memory_limit=0.0)
         assert caught.value.limit == 0
     assert simulate(program, sizes=sizes).peak_memory.tolist() == most
 
@@ -210,10 +210,10 @@ def test_what_is_no_array(value: Any, says: str) -> None:
 
 
 def test_what_is_of_no_microbatch_takes_no_array() -> None:
-    for name in ("step", "reduce_grads", "reduce_holders", "reduce_tied", "reduce_norm"):
+    for name in ("step", "reduce_grads", "reduce_replicated_stages", "reduce_tied", "reduce_norm"):
         with pytest.raises(CostsError, match=f"cost {name} must be a number or one per stage, not"):
             Costs(**{name: ((1.0, 2.0),)})
-    for name in ("weights", "version"):
+    for name in ("model_states", "version"):
         with pytest.raises(UsageError, match=f"size {name} must be a number or one per stage, not"):
             Sizes(**{name: ((1.0, 2.0),)})
 
@@ -237,7 +237,7 @@ def test_an_array_of_another_plan(shape: tuple[int, int]) -> None:
 
 def test_sizes_that_nobody_asks_for_are_refused_before_a_file_has_them(tmp_path: Path) -> None:
     program = compile(schedules.gpipe, PipelineShape(4, 8))
-    for name in ("skip", "tape"):  # of which the program has none
+    for name in ("skip", "deferred_wgrad"):  # of which the program has none
         with pytest.raises(UsageError, match=f"size {name} is an array of 4 x 3 numbers"):
             run = simulate(program, sizes=Sizes(**{name: cast("Any", np.ones((4, 3)))}))
             save_timeline(run, tmp_path / "a.timeline")

@@ -40,15 +40,15 @@ def test_parts_are_held_as_their_sum() -> None:
     parts: dict[str, Any] = {"params": (1, 2), "grads": (2, 4), "optimizer": 6}
     parts["buffers"] = (0, 0.5)
     apart = Sizes(activation=3, saved=10, **parts)
-    both = Sizes(activation=3, saved=10, weights=(9.0, 12.5))
-    assert apart.of("weights", 2).tolist() == [9, 12.5]
+    both = Sizes(activation=3, saved=10, model_states=(9.0, 12.5))
+    assert apart.of("model_states", 2).tolist() == [9, 12.5]
     for one, other in zip(held(program, apart), held(program, both), strict=True):
         assert one.bytes.tolist() == other.bytes.tolist()
     rows = held(program, apart)[1].fixed
     assert {name: rows[name] for name in AT_REST} == {
         "params": (1, 2), "grads": (1, 4), "optimizer": (1, 6), "buffers": (1, 0.5)
     }  # fmt: skip
-    assert "weights" not in rows and held(program, both)[1].fixed["weights"] == (1, 12.5)
+    assert "model_states" not in rows and held(program, both)[1].fixed["model_states"] == (1, 12.5)
     curve = simulate(program, Costs(), sizes=apart).memory[0]
     assert np.sum([*curve.kinds.values()], 0).tolist() == curve.held.tolist()
 
@@ -64,17 +64,17 @@ def test_pictures_and_tables_have_a_part_each(capsys: pytest.CaptureFixture[str]
     told = "--ranks=2", "--microbatches=4", "--sizes=saved=1,params=2,grads=1,optimizer=3:9"
     assert main(["simulate", "one_f_one_b", *told, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["optimizer"] == [3, 9]
-    one = simulate(compile(one_f_one_b, PipelineShape(2, 4)), sizes=Sizes(saved=1, weights=9))
+    one = simulate(compile(one_f_one_b, PipelineShape(2, 4)), sizes=Sizes(saved=1, model_states=9))
     assert one.at_rest == {} and memory(one).floors == {}
 
 
 @pytest.mark.parametrize("name", AT_REST)
 def test_a_sum_and_a_part_of_it_are_refused(name: str) -> None:
     with pytest.raises(UsageError) as caught:
-        Sizes(weights=0, **{name: 1})
-    assert caught.value.fields == ("weights", name)
+        Sizes(model_states=0, **{name: 1})
+    assert caught.value.fields == ("model_states", name)
     assert Sizes(**{name: (1, 2)}).at_rest == (name,)
-    assert Sizes().at_rest == Sizes(weights=1).at_rest == ("weights",)
+    assert Sizes().at_rest == Sizes(model_states=1).at_rest == ("model_states",)
 
 
 REFUSED = (GOLDEN / "at_rest.txt").read_text().split("\n\n")
@@ -89,9 +89,9 @@ def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_limits_count_all_parts() -> None:
     sizes = Sizes(saved=1, params=2, grads=3, optimizer=4, buffers=5)
-    compile(gpipe, PipelineShape(1, 2), sizes=sizes, limit=16)
+    compile(gpipe, PipelineShape(1, 2), sizes=sizes, memory_limit=16)
     with pytest.raises(MemoryLimitError) as caught:
-        compile(gpipe, PipelineShape(1, 2), sizes=sizes, limit=15)
+        compile(gpipe, PipelineShape(1, 2), sizes=sizes, memory_limit=15)
     assert {name for name, _, _ in caught.value.holds} == {"saved", *AT_REST}
 
 

@@ -29,7 +29,11 @@ def run_of(name: str, v: int, P: int, m: int, send: float) -> Timeline:
     plan = PipelineShape(P, m, v, placed_for(schedule)[0] or "loop")
     part = P / plan.stages
     costs = Costs(F=part, I=part, W=part, B=2 * part, send=send)
-    return schedir.simulate(compile(schedule, plan, model="edge", costs=costs), costs, model="edge")
+    return schedir.simulate(
+        compile(schedule, plan, progress_model="per_edge", costs=costs),
+        costs,
+        progress_model="per_edge",
+    )
 
 
 def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
@@ -40,7 +44,7 @@ def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]
 @pytest.mark.parametrize(("P", "m"), [(4, 8), (4, 3), (3, 7), (2, 1)])
 def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m: int) -> None:
     """Whatever compiles and trains is there once, the shortest first."""
-    plan = (f"--ranks={P}", f"--microbatches={m}", "--progress-model=edge", AT)
+    plan = (f"--ranks={P}", f"--microbatches={m}", "--progress-model=per_edge", AT)
     found = rows(capsys, *plan)
     keys = [(float(f"{row['span']:.9g}"), row["peak_activations"]) for row in found]
     assert keys == sorted(keys)
@@ -73,13 +77,17 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
 
 
 def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes, limit = Sizes(activation=16e6, saved=1e9, weights=8e9), 14e9
-    given = ("--sizes=activation=16MB,saved=1GB,weights=8GB", "--memory-limit=14GB", "--ranks=4")
+    sizes, limit = Sizes(activation=16e6, saved=1e9, model_states=8e9), 14e9
+    given = (
+        "--sizes=activation=16MB,saved=1GB,model_states=8GB",
+        "--memory-limit=14GB",
+        "--ranks=4",
+    )
     names = {row["program"] for row in rows(capsys, *given) if row["stages_per_rank"] == 1}
     for name, schedule in built_in().items():
         if not takes_v(schedule) and placed_for(schedule) == (None, None):
             try:
-                compile(schedule, PipelineShape(4, 8), sizes=sizes, limit=limit)
+                compile(schedule, PipelineShape(4, 8), sizes=sizes, memory_limit=limit)
             except MemoryLimitError:
                 assert name not in names
             else:
@@ -124,14 +132,16 @@ def test_what_fits_nowhere_is_one_error(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_costs_of_stages_are_spread(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of a run's four stages, for schedules of 8 and 16."""
-    plan = ("--ranks=4", "--microbatches=8", "--progress-model=edge")
+    plan = ("--ranks=4", "--microbatches=8", "--progress-model=per_edge")
     by_rank = rows(capsys, *plan, "--costs=F=1,B=2,send=0.1")
     assert by_rank == rows(capsys, *plan, "--costs=F=1:1:1:1,B=2:2:2:2,send=0.1")
     uneven = rows(capsys, *plan, "--costs=F=1:1:1:2,B=2:2:2:4")
     (row,) = (r for r in uneven if r["program"] == "interleaved" and r["stages_per_rank"] == 2)
     costs = Costs(F=(0.5,) * 6 + (1, 1), B=(1,) * 6 + (2, 2))
-    program = compile(built_in()["interleaved"], PipelineShape(4, 8, 2), model="edge", costs=costs)
-    assert row["span"] == schedir.simulate(program, costs, model="edge").span
+    program = compile(
+        built_in()["interleaved"], PipelineShape(4, 8, 2), progress_model="per_edge", costs=costs
+    )
+    assert row["span"] == schedir.simulate(program, costs, progress_model="per_edge").span
 
 
 # ---------------------------------------------------------------- the page

@@ -32,10 +32,10 @@ def sends(late: bool) -> Program:
 
 
 def test_a_send_behind_a_compute_waits_with_it() -> None:
-    check(sends(late=False), "edge", blocks=True)
-    check(sends(late=True), "edge")
+    check(sends(late=False), "per_edge", blocking_hosts=True)
+    check(sends(late=True), "per_edge")
     with pytest.raises(DeadlockError) as caught:
-        check(sends(late=True), "edge", blocks=True)
+        check(sends(late=True), "per_edge", blocking_hosts=True)
     steps = [f"{wait.instr} < {wait.needs}" for wait in caught.value.cycle]
     assert steps == [
         "recv_grad 0.0 < send_grad 1.0", "send_grad 1.0 < B 1.0", "F 1.1 < recv_act 1.1",
@@ -53,34 +53,37 @@ def test_a_reduction_that_others_meet_holds_up_the_computes_behind_it() -> None:
         f"recv_act 1.0; F 1.0; B 1.0; send_grad 1.0; {ends.format(1, '')}; step; "
         f"recv_act 1.1; F 1.1; B 1.1; send_grad 1.1; {last}",
         microbatches=2,
-        header="updates 2 delay 1 tied yes",
+        header="optimizer_steps 2 weight_delay 1 tied_weights yes",
     )
     costs = Costs(reduce_grads=5)
-    began = [simulate(program, costs, blocks=b).of(0, 6)[1] for b in (False, True)]
+    began = [simulate(program, costs, blocking_hosts=b).of(0, 6)[1] for b in (False, True)]
     backward = 1 + 1 + 2 + 2  # F and B of both stages
     assert began == [backward, backward + 5]
 
 
-# Stages 0 and 2 on one rank: the message of gather 2.0 depends on what scatter 0.0 cuts.
+# Stages 0 and 2 on one rank: the message of tp_gather_act 2.0 depends on what tp_scatter_act 0.0
+# cuts.
 BEHIND = written(
-    "F 0.0; scatter 0.0; send_act 0.0; recv_act 2.0; gather 2.0; F 2.0; scatter 2.0; send_act 2.0",
-    "recv_act 1.0; gather 1.0; F 1.0; scatter 1.0; send_act 1.0; recv_act 3.0; gather 3.0; F 3.0",
+    "F 0.0; tp_scatter_act 0.0; send_act 0.0; recv_act 2.0; tp_gather_act 2.0; F 2.0; "
+    "tp_scatter_act 2.0; send_act 2.0",
+    "recv_act 1.0; tp_gather_act 1.0; F 1.0; tp_scatter_act 1.0; send_act 1.0; recv_act 3.0; "
+    "tp_gather_act 3.0; F 3.0",
     header="stages_per_rank 2 tp 2",
 )
 
 
 def test_a_gather_holds_up_gathers_and_hosts_and_no_computes() -> None:
-    check(BEHIND, "edge", blocks=True)
-    ahead = moved(BEHIND, 0, "gather 2.0", "scatter 0.0")
-    check(ahead, "edge")
+    check(BEHIND, "per_edge", blocking_hosts=True)
+    ahead = moved(BEHIND, 0, "tp_gather_act 2.0", "tp_scatter_act 0.0")
+    check(ahead, "per_edge")
     with pytest.raises(DeadlockError) as caught:
-        check(ahead, "edge", blocks=True)
-    assert any(str(wait.instr) == "gather 2.0" for wait in caught.value.cycle)
-    other = moved(BEHIND, 1, "gather 3.0", "gather 1.0")
+        check(ahead, "per_edge", blocking_hosts=True)
+    assert any(str(wait.instr) == "tp_gather_act 2.0" for wait in caught.value.cycle)
+    other = moved(BEHIND, 1, "tp_gather_act 3.0", "tp_gather_act 1.0")
     for blocks in (False, True):  # one communicator
         with pytest.raises(DeadlockError) as caught:
-            check(other, "edge", blocks=blocks)
-        assert any(str(wait.instr) == "gather 3.0" for wait in caught.value.cycle)
+            check(other, "per_edge", blocking_hosts=blocks)
+        assert any(str(wait.instr) == "tp_gather_act 3.0" for wait in caught.value.cycle)
 
 
 def moved(program: Program, rank: int, what: str, ahead: str) -> Program:
@@ -94,13 +97,13 @@ def moved(program: Program, rank: int, what: str, ahead: str) -> Program:
 
 
 def finishes(program: Program) -> bool:
-    """Whether hosts that make one call after the other come to the end, under `edge`.
+    """Whether hosts that make one call after the other come to the end, under `per_edge`.
 
     Transfers and reductions are begun; a compute waits for the messages that bring what it takes
     in and take away what its slot held, and a reduction with partners for those before it; that of
     two holders has only replicas to wait for.
     """
-    machine = Machine(program, "edge", Costs())
+    machine = Machine(program, "per_edge", Costs())
     machine.run()  # fills its tables
     at, lists = [0] * len(program.streams), machine.lists
     begun: set[tuple[int, int]] = set()
@@ -111,9 +114,9 @@ def finishes(program: Program) -> bool:
 
     def may(rank: int, k: int) -> bool:
         row = ROWS[lists[rank][k].op]
-        if row.hop or row.op is Opcode.ReduceGrads:
+        if row.peer or row.op is Opcode.ReduceGrads:
             return True
-        if row.op is Opcode.ReduceHolders and program.dp == 1:
+        if row.op is Opcode.ReduceReplicatedStages and program.dp == 1:
             return True
         if row.lane is Lane.DP or row.op is Opcode.OptimizerStep:
             reduces = [j for j in range(k) if ROWS[lists[rank][j].op].lane is Lane.DP]
@@ -121,7 +124,7 @@ def finishes(program: Program) -> bool:
         needs = [j for _, j in machine._needs(rank, lists[rank][k])]
         needs += machine.left[rank].get(k, [])
         needs += [j for need in needs for _, j in machine._needs(rank, lists[rank][need])]
-        return all(arrived(rank, j) for j in needs if ROWS[lists[rank][j].op].hop)
+        return all(arrived(rank, j) for j in needs if ROWS[lists[rank][j].op].peer)
 
     moved = True
     while moved:
@@ -143,12 +146,12 @@ def test_checker_equals_hosts_that_wait(slots: bool) -> None:
         if seed % 2:
             program = reordered(program, rng)
         else:  # gathers ahead of what their messages may wait for
-            program = early_gathers(early_receives(program, "edge", 3), 3)
+            program = early_gathers(early_receives(program, "per_edge", 3), 3)
         program = with_slots(program, rng) if slots else program
-        if refusal(program, "edge"):
+        if refusal(program, "per_edge"):
             continue
         try:
-            check(program, "edge", blocks=True)
+            check(program, "per_edge", blocking_hosts=True)
         except DeadlockError as error:
             stuck += 1
             assert str(error) and not finishes(program), seed

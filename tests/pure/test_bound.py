@@ -64,7 +64,7 @@ def test_the_automatic_schedules_of_the_zero_bubble_paper(
     *times, printed = row[4:]
     tape = 32 * hidden / (34 * hidden + 5 * heads * 1024)  # section 3.1 there; sequences of 1024
     priced = Costs(F=times[0], I=times[1], W=times[2], send=times[3])
-    sizes = Sizes(saved=1.0, tape=tape)
+    sizes = Sizes(saved=1.0, deferred_wgrad=tape)
     work = m * sum(times[:3])
     one, two = (
         1 - work / lower_bound(PipelineShape(ranks, m), priced, sizes, limit, objective="own").value
@@ -110,7 +110,7 @@ def test_no_program_is_shorter(data: st.DataObject) -> None:
         made = _mixed_up(made, data.draw(st.randoms(use_true_random=False)))
     priced = data.draw(costs(made.plan))
     priced = replace(priced, step=data.draw(st.integers(0, 3)))
-    sizes = Sizes(saved=3, tape=data.draw(st.integers(0, 5)), weights=1)
+    sizes = Sizes(saved=3, deferred_wgrad=data.draw(st.integers(0, 5)), model_states=1)
     program = lower(made, priced)
     timeline = simulate(program, priced)
     for told in (None, sizes):
@@ -230,8 +230,8 @@ def problems(draw: st.DrawFn, plan: PipelineShape, split: bool) -> SchedulingPro
 def test_bytes_that_sums_round_are_as_many(saved: float) -> None:
     """Room for three is room for three, whatever is left of it by rounding."""
     for tape in (0.77 * saved, 0.0):
-        room = Sizes(saved=saved, tape=tape), 3 * saved
-        like = Sizes(saved=1.0, tape=tape / saved), 3.0
+        room = Sizes(saved=saved, deferred_wgrad=tape), 3 * saved
+        like = Sizes(saved=1.0, deferred_wgrad=tape / saved), 3.0
         priced = Costs(F=2, I=2, W=2, send=0.1)
         for shape in (PipelineShape(4, 8), PipelineShape(1, 5, 3), PipelineShape(2, 5, 2)):
             for seconds in (1e-9, 1.0):
@@ -282,8 +282,8 @@ def test_it_is_often_exact(in_flight: int, objective: Objective) -> None:
         (PipelineShape(4, 1), Costs(send=1), {"in_flight": 1}),
         (PipelineShape(4, 9), Costs(F=(0, 0, 100, 0), I=0, W=0), {}),
         (PipelineShape(3, 4, 2, "vee"), Costs(F=0, I=0), {"in_flight": 4}),
-        (PipelineShape(2, 3), Costs(), {"limit": float("inf"), "sizes": Sizes(saved=1)}),
-        (PipelineShape(2, 3), Costs(), {"limit": 5.0, "sizes": Sizes(saved=0)}),
+        (PipelineShape(2, 3), Costs(), {"memory_limit": float("inf"), "sizes": Sizes(saved=1)}),
+        (PipelineShape(2, 3), Costs(), {"memory_limit": 5.0, "sizes": Sizes(saved=0)}),
     ],
 )
 @pytest.mark.parametrize("split", [True, False])
@@ -313,7 +313,9 @@ def test_of_a_program_at_its_memory() -> None:
 
 def test_in_bytes_a_program_has_what_it_holds() -> None:
     program = schedir.compile(schedules.zb_h1, PipelineShape(4, 8))
-    in_bytes = bound_of_program(program, sizes=Sizes(saved=2e9, tape=2e9, weights=(3e9, 0, 0, 0)))
+    in_bytes = bound_of_program(
+        program, sizes=Sizes(saved=2e9, deferred_wgrad=2e9, model_states=(3e9, 0, 0, 0))
+    )
     assert in_bytes is not None
     counted = lower_bound(PipelineShape(4, 8), in_flight=lambda rank: 4 if rank == 0 else 5)
     assert in_bytes.value == counted.value
@@ -327,7 +329,7 @@ def test_costs_of_microbatches_count_as_the_least() -> None:
 
 def test_nothing_is_said_of_what_is_not_known() -> None:
     zb, chimera = schedules.zb_h1, schedules.chimera
-    assert bound_of_program(schedir.compile(zb, PipelineShape(4, 8), frozen=1)) is None
+    assert bound_of_program(schedir.compile(zb, PipelineShape(4, 8), frozen_stages=1)) is None
     assert bound_of_program(schedir.compile(zb, PipelineShape(4, 8), recompute="all")) is None
     assert (
         bound_of_program(schedir.compile(chimera, PipelineShape(4, 8, placement="mirror"))) is None

@@ -101,8 +101,8 @@ def test_tables_have_a_column(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bytes_are_the_memory_where_they_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = Sizes(saved=1e9, tape=0.25e9)
-    row = facts(capsys, "simulate", "zb_h1", SAID, "--sizes=saved=1GB,tape=0.25GB")
+    sizes = Sizes(saved=1e9, deferred_wgrad=0.25e9)
+    row = facts(capsys, "simulate", "zb_h1", SAID, "--sizes=saved=1GB,deferred_wgrad=0.25GB")
     bound = bound_of_program(run_of("zb_h1", UNEVEN).program, UNEVEN, sizes)
     assert bound is not None and row["bound"] == bound.value
 
@@ -112,7 +112,7 @@ def test_what_messages_take_is_memory_that_others_may_use(name: str) -> None:
     """What is found in the memory that is told of a run is no shorter than is told of it."""
     plan = PipelineShape(ranks=2, microbatches=7)
     costs = Costs(F=(1.7, 1.65), I=(0.94, 0.73), W=1)
-    sizes = Sizes(activation=0.1, saved=1, tape=0.5, weights=(0, 0.2))
+    sizes = Sizes(activation=0.1, saved=1, deferred_wgrad=0.5, model_states=(0, 0.2))
     run = simulate(compile(built_in()[name], plan), costs, sizes=sizes)
     bound = bound_of_program(run.program, costs, sizes, split=True)
     limit = float(run.peak_memory.max())

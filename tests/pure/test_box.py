@@ -50,7 +50,7 @@ def seen(
 def standstill(program: Program, stuck: int, at: int) -> dict[int, BlackBoxSnapshot]:
     """Where all processes stand, if one does not come out of an instruction: they have gone on as
     far as the dependency graph lets them."""
-    graph = Graph.of(program, "edge")
+    graph = Graph.of(program, "per_edge")
     offsets = program.offsets.tolist()
     stands = [0] * program.plan.ranks
     moved = True
@@ -74,7 +74,7 @@ def standstill(program: Program, stuck: int, at: int) -> dict[int, BlackBoxSnaps
 def _came(graph: Graph, need: int, stands: list[int]) -> bool:
     """Whether all that have a part in what a rank has begun have begun it, too."""
     op = graph.index.op[need]
-    if ROWS[op].hop:
+    if ROWS[op].peer:
         others = [int(graph.partner[need])]
         if op in SENDS:  # into memory of its own, without its receiver
             return True
@@ -94,8 +94,8 @@ def test_who_is_stuck_is_blamed(schedule: str, stuck: int, where: float, clip: b
     program = compile(
         getattr(schedules, schedule),
         PipelineShape(4, 4, stages_per_rank=v),
-        model="edge",
-        clip=clip,
+        progress_model="per_edge",
+        clip_grad_norm=clip,
     )
     at = int(where * len(program.streams[stuck]))
     found = StalledRun(standstill(program, stuck, at), ProcessLayout(4, 1, 1), program).blame()
@@ -106,7 +106,9 @@ def test_who_is_stuck_is_blamed(schedule: str, stuck: int, where: float, clip: b
     assert f"in step 3 at #{at} {program.streams[stuck][at]}" in found.fact
 
 
-PROGRAM = compile(schedules.one_f_one_b, PipelineShape(4, 4), model="edge", clip=True)
+PROGRAM = compile(
+    schedules.one_f_one_b, PipelineShape(4, 4), progress_model="per_edge", clip_grad_norm=True
+)
 
 
 @pytest.mark.parametrize(("since", "slow"), [(0.6, True), (2.9, False)])
@@ -149,7 +151,13 @@ def test_who_has_said_why_is_blamed_and_not_who_left_because_of_it() -> None:
 
 
 def test_of_tensor_parallel_processes_the_one_in_no_collective_is_blamed() -> None:
-    program = compile(schedules.one_f_one_b, PipelineShape(2, 4), model="edge", tp=2, clip=True)
+    program = compile(
+        schedules.one_f_one_b,
+        PipelineShape(2, 4),
+        progress_model="per_edge",
+        tp=2,
+        clip_grad_norm=True,
+    )
     stands = standstill(program, 1, 4)
     all_of = {2 * r + t: seen(2 * r + t, stands[r][AT]) for r in range(2) for t in range(2)}
     all_of[2] = seen(2, stands[1][AT], waits=True)

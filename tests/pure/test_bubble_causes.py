@@ -46,10 +46,12 @@ HOW = st.sampled_from(["lowered", "grouped"])
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), HOW)
 def test_intervals_are_all_the_idle_time(
-    draft: Program, data: st.DataObject, model: ProgressModel, how: str
+    draft: Program, data: st.DataObject, progress_model: ProgressModel, how: str
 ) -> None:
-    model = "edge" if how == "grouped" else model
-    timeline = schedir.simulate(program_of(draft, how), data.draw(costs(draft.plan)), model=model)
+    progress_model = "per_edge" if how == "grouped" else progress_model
+    timeline = schedir.simulate(
+        program_of(draft, how), data.draw(costs(draft.plan)), progress_model=progress_model
+    )
     covers(timeline)
     idle, spans = idleness(timeline), timeline.spans
     assert (by_cause(idle, timeline.ranks).sum(1) == timeline.idle).all()  # whole costs: exact
@@ -76,10 +78,12 @@ def test_intervals_are_all_the_idle_time(
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS))
 def test_measured_times_that_nothing_explains(
-    draft: Program, data: st.DataObject, model: ProgressModel
+    draft: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
     """Work that ends early, and clocks that differ: what is left over is the host's."""
-    timeline = schedir.simulate(lower(draft), data.draw(costs(draft.plan)), model=model)
+    timeline = schedir.simulate(
+        lower(draft), data.draw(costs(draft.plan)), progress_model=progress_model
+    )
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     spans = timeline.spans.copy()
     took = (spans["end"] - spans["start"]) * random.random(len(spans))
@@ -111,7 +115,7 @@ def test_what_a_slow_stage_costs_the_others(
 
 
 def test_messages_reductions_and_steps() -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), dp=2, clip=True)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), dp=2, clip_grad_norm=True)
     costs = Costs(F=1, B=2, send=0.25, reduce_grads=4, reduce_norm=0.5, step=1)
     found = causes(schedir.simulate(program, costs))
     # Rank 1 waits for the first activation, then computes; rank 0 for each gradient.
@@ -123,18 +127,18 @@ def test_messages_reductions_and_steps() -> None:
 
 def test_sums_of_pieces_and_of_shared_sequences() -> None:
     """A sum that a piece waits for is no message; what is summed over the sequence is reduced."""
-    program = schedir.compile(gpipe, PipelineShape(1, 2), tp=2, cut="fg")
-    timeline = schedir.simulate(program, Costs(sum=1.5))
+    program = schedir.compile(gpipe, PipelineShape(1, 2), tp=2, stage_segments="fg")
+    timeline = schedir.simulate(program, Costs(tp_reduce=1.5))
     assert causes(timeline) == {IdleCause.SUM: [2 * 2 * 1.5]}
     covers(timeline)
-    program = schedir.compile(one_f_one_b, PipelineShape(1, 2), tp=2, sequence=True)
-    timeline = schedir.simulate(program, Costs(reduce_sequence=3))
+    program = schedir.compile(one_f_one_b, PipelineShape(1, 2), tp=2, sequence_parallel=True)
+    timeline = schedir.simulate(program, Costs(reduce_sequence_parallel_grads=3))
     assert causes(timeline) == {IdleCause.REDUCTION: [3]}
 
 
 def test_a_gather_is_part_of_the_message() -> None:
     program = schedir.compile(interleaved, PipelineShape(2, 2, 2), tp=2)
-    timeline = schedir.simulate(program, Costs(gather=1, scatter=1))
+    timeline = schedir.simulate(program, Costs(tp_gather=1, tp_scatter=1))
     idle = idleness(timeline)
     ops = timeline.spans["op"][idle["awaits"][idle["cause"] == IdleCause.MESSAGE]]
     assert {*ops.tolist()} <= {*map(int, SPLIT_CHANGES)}
@@ -155,17 +159,19 @@ def test_nothing_is_idle_alone() -> None:
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), HOW)
 def test_a_prediction_has_no_gap_where_nothing_is_missing(
-    draft: Program, data: st.DataObject, model: ProgressModel, how: str
+    draft: Program, data: st.DataObject, progress_model: ProgressModel, how: str
 ) -> None:
-    model = "edge" if how == "grouped" else model
-    timeline = schedir.simulate(program_of(draft, how), data.draw(costs(draft.plan)), model=model)
+    progress_model = "per_edge" if how == "grouped" else progress_model
+    timeline = schedir.simulate(
+        program_of(draft, how), data.draw(costs(draft.plan)), progress_model=progress_model
+    )
     assert not ready_gaps(timeline).any()
     assert 0 <= exposed(timeline) <= 1
 
 
 def test_gaps_are_those_for_which_nothing_is_missing() -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), model="edge")
-    timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.5), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), progress_model="per_edge")
+    timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.5), progress_model="per_edge")
     spans = timeline.spans.copy()
     for instr, late in (("F 0.1", 0.25), ("B 1.1", 0.5)):  # and all that comes after
         of = [str(timeline.graph.index.locate(k)[2]) for k in range(len(spans))]
@@ -179,11 +185,11 @@ def test_gaps_are_those_for_which_nothing_is_missing() -> None:
 
 
 def test_exposed_transfers_are_those_of_the_steady_phase() -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), model="edge")
-    timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.5), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
+    timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.5), progress_model="per_edge")
     # Rank 0 is steady from 5 to 8 and never waits there; rank 1 from 2.5 to 9.5, and waits for
     # its third forward from 7.5 on: of which half a unit the message is under way.
     assert exposed(timeline) == pytest.approx(0.5 / (3 + 7))
-    assert exposed(schedir.simulate(program, Costs(F=1, B=2), model="edge")) == 0
-    none = schedir.compile(gpipe, PipelineShape(2, 3), model="edge")
-    assert exposed(schedir.simulate(none, Costs(send=0.5), model="edge")) == 0
+    assert exposed(schedir.simulate(program, Costs(F=1, B=2), progress_model="per_edge")) == 0
+    none = schedir.compile(gpipe, PipelineShape(2, 3), progress_model="per_edge")
+    assert exposed(schedir.simulate(none, Costs(send=0.5), progress_model="per_edge")) == 0

@@ -32,17 +32,20 @@ def whole(r: int, P: int, m: int) -> RankSchedule:
 
 
 GIVEN = Costs(
-    F=(1, 2, 3, 4), B=(2, 4, 6, 8), send=0.25, step=3, reduce_grads=0.5, scatter=0.1, gather=0.2
+    F=(1, 2, 3, 4), B=(2, 4, 6, 8), send=0.25, step=3, reduce_grads=0.5, tp_scatter=0.1,
+    tp_gather=0.2
 )  # fmt: skip
 
 
 def test_simulated_costs_come_back() -> None:
-    program = schedir.compile(interleaved, PipelineShape(2, 4, 2), tp=2, clip=True, model="edge")
-    timeline = schedir.simulate(program, GIVEN, model="edge")
+    program = schedir.compile(
+        interleaved, PipelineShape(2, 4, 2), tp=2, clip_grad_norm=True, progress_model="per_edge"
+    )
+    timeline = schedir.simulate(program, GIVEN, progress_model="per_edge")
     found = calibrate(timeline)
-    for name in ("F", "B", "step", "reduce_grads", "scatter", "gather", "reduce_norm"):
+    for name in ("F", "B", "step", "reduce_grads", "tp_scatter", "tp_gather", "reduce_norm"):
         assert np.allclose(getattr(found, name), GIVEN.told.get(name, 0.0)), name
-    again = schedir.simulate(program, found, model="edge")
+    again = schedir.simulate(program, found, progress_model="per_edge")
     assert again.span == pytest.approx(timeline.span)
     assert again.bubble == pytest.approx(timeline.bubble)
 
@@ -63,7 +66,7 @@ def test_what_is_not_there_costs_nothing() -> None:
     plan = PipelineShape(4, 4)
     found = calibrate(schedir.simulate(schedir.compile(split, plan), Costs(I=2, W=3)))
     assert found.I == (2.0,) * 4 and found.W == (3.0,) * 4
-    assert found.B == found.gather == found.step == 0.0
+    assert found.B == found.tp_gather == found.step == 0.0
     found = calibrate(schedir.simulate(schedir.compile(gpipe, plan), Costs(B=5)))
     assert found.B == (5.0,) * 4 and found.I == found.W == 0.0
 
@@ -72,7 +75,7 @@ def test_nothing_costs_less_than_it_took() -> None:
     """Though its messages took much less than most, what they are for did not."""
     given = Costs(F=1, B=2, send=(1, 50, 50, 50))
     program = schedir.compile(one_f_one_b, PipelineShape(4, 8))
-    found = calibrate(schedir.simulate(program, given, model="edge"))
+    found = calibrate(schedir.simulate(program, given, progress_model="per_edge"))
     assert (grid(found.told["F"]) >= 1).all() and (grid(found.told["B"]) >= 2).all()
 
 
@@ -92,7 +95,12 @@ def test_stages_may_differ_in_how_they_run_backward() -> None:
 
 def again(run: Timeline) -> Timeline:
     """A run as its own costs predict it."""
-    return schedir.simulate(run.program, calibrate(run), model=run.model, blocks=run.blocks)
+    return schedir.simulate(
+        run.program,
+        calibrate(run),
+        progress_model=run.progress_model,
+        blocking_hosts=run.blocking_hosts,
+    )
 
 
 @st.composite
@@ -112,15 +120,15 @@ def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
         draw(costs(draft.plan)),
         FB=pair[: draft.plan.stages],
         send=draw(st.sampled_from([0.0, 0.5, 1.0, 7.0, 50.0])),
-        gather=draw(st.sampled_from([0.0, 2.0])),
-        scatter=0.5,
+        tp_gather=draw(st.sampled_from([0.0, 2.0])),
+        tp_scatter=0.5,
         reduce_grads=draw(st.sampled_from([0.0, 3.0])),
         reduce_norm=1.0,
         step=1.0,
     )
     overlap = draw(st.booleans())
-    draft = replace(draft, tp=tp, clip=clip)
-    return lower(draft, given, "edge", overlap=overlap), given
+    draft = replace(draft, tp=tp, clip_grad_norm=clip)
+    return lower(draft, given, "per_edge", overlap=overlap), given
 
 
 @settings(max_examples=150)
@@ -153,9 +161,11 @@ def test_hosts_that_wait_themselves(schedule: Schedule, tp: int, send: float) ->
     plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
     tp = 1 if schedule in TWO_WAY else tp
     uneven = tuple(2 + 0.5 * (s % 3) for s in range(plan.stages))
-    given = Costs(F=uneven, I=2.5, W=1.5, FB=7, send=send, scatter=0.02, gather=0.05, step=1)
-    program = schedir.compile(schedule, plan, tp, model="edge", costs=given, tied=True)
-    run = measured(program, given, host=0.05, blocks=True)
+    given = Costs(F=uneven, I=2.5, W=1.5, FB=7, send=send, tp_scatter=0.02, tp_gather=0.05, step=1)
+    program = schedir.compile(
+        schedule, plan, tp, progress_model="per_edge", costs=given, tied_weights=True
+    )
+    run = measured(program, given, host=0.05, blocking_hosts=True)
     assert again(run).span == pytest.approx(run.span, rel=0.005)
     assert calibrate(run).send == pytest.approx(send, abs=0.1)
 
@@ -163,7 +173,7 @@ def test_hosts_that_wait_themselves(schedule: Schedule, tp: int, send: float) ->
 def test_messages_that_nobody_waits_for_cost_nothing() -> None:
     """Stages 0 and 2 on one rank, which is never without work, as on two processes."""
     plan = PipelineShape(2, 8, placement=(0, 1, 0))
-    program = schedir.compile(looped_bfs, plan, model="edge")
+    program = schedir.compile(looped_bfs, plan, progress_model="per_edge")
     given = Costs(F=(2, 2, 3), B=(4, 4, 5), send=0.05, step=1)
     run = measured(program, given, host=0.02)
     sends = run.spans[np.isin(run.spans["op"], SENDS)]
@@ -174,7 +184,7 @@ def test_messages_that_nobody_waits_for_cost_nothing() -> None:
 
 def test_one_late_message_does_not_make_all_late() -> None:
     """What it took longer is counted with the instruction that waited for it."""
-    program = schedir.compile(one_f_one_b, PipelineShape(3, 8), model="edge")
+    program = schedir.compile(one_f_one_b, PipelineShape(3, 8), progress_model="per_edge")
     given = Costs(F=2, B=4, send=0.5)
     run = measured(program, given)
     spans = run.spans.copy()
@@ -197,7 +207,7 @@ def test_a_bubble_is_called_predicted_where_the_step_was() -> None:
 def test_what_a_prediction_counts_as_work_is_said() -> None:
     """A host that takes a tenth of each compute: the bubble is larger than the predicted one."""
     program = schedir.compile(gpipe, PipelineShape(2, 4))
-    run = measured(program, Costs(F=10, B=10), "device", host=1.0)
+    run = measured(program, Costs(F=10, B=10), "per_device", host=1.0)
     predicted = again(run)
     lost = unexplained(predicted, run)
     assert lost == pytest.approx(0.08, abs=0.005)
@@ -209,10 +219,12 @@ def test_what_a_prediction_counts_as_work_is_said() -> None:
 
 def test_what_a_prediction_hides_costs_what_it_costs() -> None:
     """Nobody waits for these copies nor messages, and where there are more of them somebody may."""
-    costs = Costs(F=1, B=2, send=0.125, offload=0.875, reload=0.75, spill=0.5, fetch=0.25)
+    costs = Costs(
+        F=1, B=2, send=0.125, offload=0.875, reload=0.75, offload_to_disk=0.5, reload_from_disk=0.25
+    )
     program = schedir.compile(
-        one_f_one_b, PipelineShape(4, 8), costs=costs, offload="all", spill="half"
+        one_f_one_b, PipelineShape(4, 8), costs=costs, offload="all", offload_to_disk="half"
     )
     told = calibrate(schedir.simulate(program, costs)).told
-    for name in ("F", "B", "send", "offload", "reload", "spill", "fetch"):
+    for name in ("F", "B", "send", "offload", "reload", "offload_to_disk", "reload_from_disk"):
         assert np.allclose(told[name], costs.told[name])

@@ -48,7 +48,7 @@ def edited(program: Program, *edits: tuple[str, str]) -> Program:
     return from_text(text)
 
 
-WHOLE = compile(one_f_one_b, PipelineShape(2, 4), tied=True, clip=True)
+WHOLE = compile(one_f_one_b, PipelineShape(2, 4), tied_weights=True, clip_grad_norm=True)
 SPLIT = compile(zb, PipelineShape(2, 4))
 SHARDED = compile(one_f_one_b, PipelineShape(2, 2), tp=2)
 
@@ -84,7 +84,7 @@ REFUSED = {
     "no tied": (WHOLE, [(r"  reduce_tied 1\n", "")], ReductionError),
     "tied twice": (WHOLE, [(r"  reduce_tied 1\n", "  reduce_tied 1\n  reduce_tied 1\n")],
                    ReductionError),
-    "tied though not": (WHOLE, [("tied yes", "tied no")], ReductionError),
+    "tied though not": (WHOLE, [("tied_weights yes", "tied_weights no")], ReductionError),
     "no norm": (WHOLE, [(r"  reduce_norm\n", "")], ReductionError),
     "norm before tied": (WHOLE, [(r"  reduce_tied 0\n  reduce_norm",
                                   "  reduce_norm\n  reduce_tied 0")], OrderError),
@@ -92,12 +92,13 @@ REFUSED = {
     "two steps": (WHOLE, [(r"  step\n", "  step\n  step\n")], ReductionError),
     "step before norm": (WHOLE, [(r"  reduce_norm\n  step", "  step\n  reduce_norm")],
                          OrderError),
-    "scatter without gather": (SHARDED, [(r"  gather 1.0\n", "")], UnmatchedTransferError),
-    "gather without scatter": (SHARDED, [(r"  scatter_grad 1.1\n", "")], UnmatchedTransferError),
-    "gather after use": (SHARDED, [(r"  gather 1.0\n  F 1.0", "  F 1.0\n  gather 1.0")],
+    "scatter without gather": (SHARDED, [(r"  tp_gather_act 1.0\n", "")], UnmatchedTransferError),
+    "gather without scatter": (SHARDED, [(r"  tp_scatter_grad 1.1\n", "")], UnmatchedTransferError),
+    "gather after use": (SHARDED, [(r"  tp_gather_act 1.0\n  F 1.0",
+                                    "  F 1.0\n  tp_gather_act 1.0")],
                          OrderError),
-    "scatter after the send": (SHARDED, [(r"  scatter 0.0\n  send_act 0.0",
-                                          "  send_act 0.0\n  scatter 0.0")], OrderError),
+    "scatter after the send": (SHARDED, [(r"  tp_scatter_act 0.0\n  send_act 0.0",
+                                          "  send_act 0.0\n  tp_scatter_act 0.0")], OrderError),
     "sharding without tp": (SHARDED, [("tp 2", "tp 1")], CompletenessError),
     "joined to nothing": (WHOLE, [(r"rank 1\n  recv_act 1.0\n",
                                    "rank 1\n  recv_act 1.0 & F 1.0\n"), (r"  F 1.0\n", "")],
@@ -154,9 +155,9 @@ def test_a_plan_has_room_for_its_programs() -> None:
     for schedule, plan in (
         (zb, PipelineShape(4, 6)),
         (dualpipe, PipelineShape(4, 16, placement="mirror")),
-        (pipedream_2bw, PipelineShape(4, 16, updates=4, delay=1)),
+        (pipedream_2bw, PipelineShape(4, 16, optimizer_steps=4, weight_delay=1)),
     ):
-        program = compile(schedule, plan, tp=2, dp=2, tied=True, clip=True)
+        program = compile(schedule, plan, tp=2, dp=2, tied_weights=True, clip_grad_norm=True)
         assert plan.stages * plan.microbatches < len(program) < plan.room
 
 
@@ -181,9 +182,9 @@ def test_deadlock_names_the_cycle() -> None:
 
 
 def chain(program: Program, **how: object) -> list[str]:
-    """Who waits for what in the cycle of a deadlock under `edge`."""
+    """Who waits for what in the cycle of a deadlock under `per_edge`."""
     with pytest.raises(DeadlockError) as caught:
-        check(program, "edge", **how)  # type: ignore[arg-type]
+        check(program, "per_edge", **how)  # type: ignore[arg-type]
     links = caught.value.cycle
     for one, after in pairwise([*links, links[0]]):
         assert (one.needs_rank, one.stands_at) == (after.rank, after.index)
@@ -213,7 +214,7 @@ def test_a_group_waits_for_what_stands_before_any_of_it() -> None:
         "send_grad 1.1; F 1.2; B 1.2; reduce_grads 1; send_grad 1.2; step",
         microbatches=3,
     )
-    assert chain(program, blocks=True, eager=1, sizes=Sizes(activation=1)) == [
+    assert chain(program, blocking_hosts=True, eager_limit=1, sizes=Sizes(activation=1)) == [
         "recv_grad 0.0 < send_grad 1.0",
         "send_grad 1.0 < recv_act 1.1",
         "recv_act 1.1 < send_act 0.1",
@@ -227,7 +228,7 @@ LACKING = """
 schedir 1
 program interleaved
 ranks 2  microbatches 2  stages_per_rank 2  placement loop
-tp 1  dp 1  tied no  clip no
+tp 1  dp 1  tied_weights no  clip_grad_norm no
 rank 0
   F 0.0; send_act 0.0; recv_grad 2.0; F 0.1; send_act 0.1; recv_act 2.0; F 2.0; send_act 2.0
   recv_act 2.1; F 2.1; send_act 2.1; B 2.0; send_grad 2.0 & recv_grad 2.1; B 2.1
@@ -243,7 +244,7 @@ rank 1
 
 def test_who_lacks_something_does_not_wait_for_who_is_first() -> None:
     """Sides of one message, each in a group that has not all it needs, do not make a cycle."""
-    steps = chain(from_text(LACKING.strip() + "\n"), device_waits=True)
+    steps = chain(from_text(LACKING.strip() + "\n"), host_device_sync=True)
     assert "send_grad 2.0 < recv_grad 1.0" not in steps and len(steps) > 2
 
 
@@ -270,11 +271,11 @@ def naive(program: Program) -> Program:
 def test_naive_1f1b_passes_edge_and_hangs_elsewhere() -> None:
     for ranks, m in ((2, 4), (4, 8), (8, 16)):
         program = naive(expand_schedule(one_f_one_b, PipelineShape(ranks, m)))
-        check(program, "edge")
-        for model in ("pair", "device", "serial"):
+        check(program, "per_edge")
+        for model in ("per_pair", "per_device", "blocking_serial"):
             with pytest.raises(DeadlockError) as caught:
                 check(program, model)
-            assert caught.value.model == model
+            assert caught.value.progress_model == model
             assert len({w.rank for w in caught.value.cycle}) == 2
 
 
@@ -296,7 +297,7 @@ def _swap(program: Program) -> Program:
 def test_two_ranks_with_both_neighbours_the_same() -> None:
     """P=2, v=2: the previous and the next rank are one peer; messages are told apart."""
     for model in MODELS:
-        check(compile(interleaved, PipelineShape(2, 4, 2), model=model), model)
+        check(compile(interleaved, PipelineShape(2, 4, 2), progress_model=model), model)
 
 
 def test_ring_of_groups_is_legal() -> None:
@@ -322,9 +323,9 @@ rank 2
     for model in MODELS:
         check(program, model)
     ungrouped = from_text(text.replace(" & ", "; "))
-    check(ungrouped, "edge")
+    check(ungrouped, "per_edge")
     with pytest.raises(DeadlockError):
-        check(ungrouped, "serial")
+        check(ungrouped, "blocking_serial")
 
 
 def test_overlapped_pair_is_one_node() -> None:
@@ -335,7 +336,9 @@ def test_overlapped_pair_is_one_node() -> None:
 
 
 def test_forward_only_needs_no_reductions() -> None:
-    program = compile(lambda r, P, m: m * F, PipelineShape(3, 4), tied=True, clip=True)
+    program = compile(
+        lambda r, P, m: m * F, PipelineShape(3, 4), tied_weights=True, clip_grad_norm=True
+    )
     assert not program.trains
     assert {i.op.name for s in program.streams for i in s} == {"Forward", "SendAct", "RecvAct"}
 

@@ -36,13 +36,13 @@ def test_whole_zoo_in_chunks(schedule: Any) -> None:
     """Right under every model, also as the independent machine says, and adds in the same order;
     where a chunk costs nothing besides, never longer, and it holds no more."""
     plan = plan_of(schedule)
-    costs, sizes = Costs(F=6, B=12, I=6, W=6, sum=1), Sizes(activation=2.0, saved=12.0)
+    costs, sizes = Costs(F=6, B=12, I=6, W=6, tp_reduce=1), Sizes(activation=2.0, saved=12.0)
     try:
-        whole = compile(schedule, plan, tp=2, cut=3)
+        whole = compile(schedule, plan, tp=2, stage_segments=3)
     except ProgramError:
         pytest.skip("not for this plan")
-    program = compile(schedule, plan, tp=2, cut=3, chunks=2)
-    assert check(program, "serial") and verdict(program, "edge").kind == "ok"
+    program = compile(schedule, plan, tp=2, stage_segments=3, microbatch_chunks=2)
+    assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
     assert from_text(to_text(program)) == program and len(program) > len(whole)
     assert program.ascending == whole.ascending
     before, after = (
@@ -61,8 +61,14 @@ def test_a_product_beside_its_own_sum(n: int, g: int, s: int, back: bool) -> Non
     a row, each of n equal jobs, so g/n + (n - 1) max(g, s)/n + s/n.  T3 (arXiv 2401.16677) has them
     so beside each other; of ever more chunks it is max(g, s)."""
     schedule = schedules.gpipe if back else schedules.forward_only
-    program = compile(schedule, PipelineShape(1, 1), tp=2, cut="f" if back else "g", chunks=n)
-    of_a_chunk = Costs(F=0, B=(0, g), sum=s) if back else Costs(F=(g, 0), sum=s)
+    program = compile(
+        schedule,
+        PipelineShape(1, 1),
+        tp=2,
+        stage_segments="f" if back else "g",
+        microbatch_chunks=n,
+    )
+    of_a_chunk = Costs(F=0, B=(0, g), tp_reduce=s) if back else Costs(F=(g, 0), tp_reduce=s)
     assert simulate(program, of_a_chunk).span == g + (n - 1) * max(g, s) + s
     parts = split_costs(of_a_chunk, 1, PipelineShape(1, 1, 2), chunks=n)  # of g and s of the whole
     span = simulate(program, parts).span
@@ -70,41 +76,58 @@ def test_a_product_beside_its_own_sum(n: int, g: int, s: int, back: bool) -> Non
 
 
 def test_chunks_go_through_a_piece_in_turn() -> None:
-    program = compile(schedules.zb_h1, PipelineShape(1, 2), tp=2, cut="g", chunks=2)
+    program = compile(
+        schedules.zb_h1, PipelineShape(1, 2), tp=2, stage_segments="g", microbatch_chunks=2
+    )
     found = [str(i) for i in program.streams[0] if i.op not in between_segments(sequence=False)]
     assert found[:8] == ["F 0.0", "F 0.1", "F 1.0", "F 1.1", "I 1.0", "I 1.1", "I 0.0", "I 0.1"]
     assert found[8:12] == ["W 1.0", "W 1.1", "W 0.0", "W 0.1"]
     assert program.plan.microbatches == 4 and program.plan.stages == 2
-    alone = compile(schedules.one_f_one_b, PipelineShape(2, 3), chunks=2)
+    alone = compile(schedules.one_f_one_b, PipelineShape(2, 3), microbatch_chunks=2)
     assert alone.plan == PipelineShape(2, 6) and [
         str(i) for i in alone.streams[1] if i.op in (0, 1)
     ] == [f"{op} 1.{2 * mb + k}" for mb in range(3) for op in "FB" for k in range(2)]
-    assert compile(schedules.gpipe, PipelineShape(2, 2), chunks=1) == compile(
+    assert compile(schedules.gpipe, PipelineShape(2, 2), microbatch_chunks=1) == compile(
         schedules.gpipe, PipelineShape(2, 2)
     )
 
 
 def test_of_pieces_that_somebody_drafts() -> None:
-    drafted = compile(schedules.one_f_one_b, PipelineShape(1, 4), tp=2, cut="gf", chunks=2)
+    drafted = compile(
+        schedules.one_f_one_b, PipelineShape(1, 4), tp=2, stage_segments="gf", microbatch_chunks=2
+    )
     text = "F 0.0; F 0.1; F 1.0; F 1.1; B 1.0; B 1.1; B 0.0; B 0.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
     draft = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
-    assert compile(draft, chunks=3).meets == "g" and drafted.meets == "gf"
+    assert (
+        compile(draft, microbatch_chunks=3).segment_boundaries == "g"
+        and drafted.segment_boundaries == "gf"
+    )
 
 
 def test_updates_rows_and_segments() -> None:
     """A chunk is of the update, the row of holders and the sequence that its microbatch is of."""
     program = compile(
-        schedules.pipedream_2bw, PipelineShape(2, 4, updates=2, delay=1), tp=2, cut=3, chunks=3
+        schedules.pipedream_2bw,
+        PipelineShape(2, 4, optimizer_steps=2, weight_delay=1),
+        tp=2,
+        stage_segments=3,
+        microbatch_chunks=3,
     )
-    assert program.plan.updates == 2 and program.plan.per_update == 6
-    program = compile(schedules.chimera, PipelineShape(2, 4, 2, "mirror"), tp=2, cut=3, chunks=2)
+    assert program.plan.optimizer_steps == 2 and program.plan.per_update == 6
+    program = compile(
+        schedules.chimera,
+        PipelineShape(2, 4, 2, "mirror"),
+        tp=2,
+        stage_segments=3,
+        microbatch_chunks=2,
+    )
     assert program.plan.parts == (0, 4, 8)
-    plan = PipelineShape(2, 4, segments=2)
+    plan = PipelineShape(2, 4, sequence_chunks=2)
     text = "F 0.0; F 0.1; F 0.2; F 0.3; B 0.1; B 0.0; B 0.3; B 0.2"
     header = "stages_per_rank 1 placement 0 segments 2"
     draft = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 4 {header}\nrank 0\n  {text}")
-    found = [i.mb for i in compile(draft, chunks=2).streams[0] if str(i)[0] in "FB"]
+    found = [i.mb for i in compile(draft, microbatch_chunks=2).streams[0] if str(i)[0] in "FB"]
     assert found == [0, 2, 1, 3, 4, 6, 5, 7, 1, 3, 0, 2, 5, 7, 4, 6]
     costs = split_costs(Costs(F=((1, 2, 3, 4),), B=2), 1, plan, chunks=2)
     assert costs.F == ((0.5, 1.0, 0.5, 1.0, 1.5, 2.0, 1.5, 2.0),) and costs.B == 1
@@ -122,8 +145,9 @@ def test_what_is_ranked_holds_whole_microbatches(
         rows = {
             chunks: json.loads(
                 said(
-                    capsys, *argv, "--ranks=2", "--microbatches=4", "-O", "cut=3", "-O", "tp=2",
-                    "--costs=F=1,B=2,sum=1", "-O", f"chunks={chunks}", "--json",
+                    capsys, *argv, "--ranks=2", "--microbatches=4", "-O", "stage_segments=3", "-O",
+                    "tp=2",
+                    "--costs=F=1,B=2,tp_reduce=1", "-O", f"microbatch_chunks={chunks}", "--json",
                 )
             )
             for chunks in (1, 2)
@@ -136,38 +160,44 @@ def test_what_is_ranked_holds_whole_microbatches(
     for chunks in (1, 2):
         said(
             capsys, "compare", "gpipe", "one_f_one_b", "--ranks=2", "--microbatches=4", "-O",
-            "cut=3",
-            "-O", "tp=2", "-O", f"chunks={chunks}", "--tradeoff", "-o", "x.png",
+            "stage_segments=3",
+            "-O", "tp=2", "-O", f"microbatch_chunks={chunks}", "--tradeoff", "-o", "x.png",
         )  # fmt: skip
     assert [a.collections[-1].get_offsets()[:, 0].tolist() for a in drawn] == 2 * [[4, 2]]
 
 
 def test_refusals() -> None:
     def of(chunks: Any) -> Any:
-        return lambda: compile(schedules.gpipe, PipelineShape(2, 2), tp=2, cut="g", chunks=chunks)
+        return lambda: compile(
+            schedules.gpipe, PipelineShape(2, 2), tp=2, stage_segments="g", microbatch_chunks=chunks
+        )
 
     for wrong in (0, 2.5, True, "x", (1, 2)):
-        refused(of(wrong), PlanError, "chunks")
+        refused(of(wrong), PlanError, "microbatch_chunks")
     refused(of(2**20), PlanError, "microbatches must be from 1 to")
     odd = PipelineShape(2, 3, 2, "mirror")
     refused(
-        lambda: compile(schedules.chimera, odd, chunks=2),
+        lambda: compile(schedules.chimera, odd, microbatch_chunks=2),
         UsageError, "holders of a stage share 3", "[2, 3]", "[3, 6]",
     )  # fmt: skip
     refused(lambda: split_costs(Costs(), 1, odd, chunks=0), PlanError, "chunks must be from 1")
 
 
 def test_checker_demands_all_chunks() -> None:
-    program = compile(schedules.one_f_one_b, PipelineShape(1, 1), tp=2, cut="g", chunks=2)
+    program = compile(
+        schedules.one_f_one_b, PipelineShape(1, 1), tp=2, stage_segments="g", microbatch_chunks=2
+    )
     for one, missing in {
         "  F 0.1\n": "F 0.1 is missing on rank 0",
-        "  sum_act 1.1\n": "sum_act 1.1 is missing on rank 0",
+        "  tp_reduce_act 1.1\n": "tp_reduce_act 1.1 is missing on rank 0",
         "  B 1.0\n": "microbatch 0 has no backward in stage 1 (rank 0)",
     }.items():
         refused(lambda s=one: check(edited(program, s, "")), CompletenessError, missing)
         refused(lambda s=one: check(edited(program, s, 2 * s)), CompletenessError, "twice")
-    late = edited(edited(program, "  sum_act 1.1\n", ""), "  B 1.0\n", "  sum_act 1.1\n  B 1.0\n")
-    refused(lambda: check(late), OrderError, "F 1.1", "sum_act 1.1")
+    late = edited(
+        edited(program, "  tp_reduce_act 1.1\n", ""), "  B 1.0\n", "  tp_reduce_act 1.1\n  B 1.0\n"
+    )
+    refused(lambda: check(late), OrderError, "F 1.1", "tp_reduce_act 1.1")
 
 
 # ---------------------------------------------------------------- skips, holders, evaluation
@@ -177,7 +207,7 @@ WITH_SKIPS: dict[Any, tuple[PipelineShape, tuple[tuple[int, int], ...]]] = {
     schedules.zb_v: (PipelineShape(2, 4, 2, "vee"), ((0, 3),)),
     schedules.interleaved: (PipelineShape(2, 4, 3), ((0, 5), (1, 4))),
     schedules.dualpipe: (PipelineShape(4, 8, 2, "mirror"), ((0, 2), (1, 3))),
-    schedules.pipedream_2bw: (PipelineShape(3, 6, updates=2, delay=1), ((0, 2),)),
+    schedules.pipedream_2bw: (PipelineShape(3, 6, optimizer_steps=2, weight_delay=1), ((0, 2),)),
     schedules.forward_only: (PipelineShape(3, 2), ((0, 2),)),
 }
 
@@ -193,12 +223,12 @@ def test_with_skips_holders_and_evaluation(
     """Each chunk takes the way of its microbatch, on the rank that has that, and its skip does; so
     does what evaluates on these stages: the checker and the independent machine say so."""
     plan, skips = WITH_SKIPS[schedule]
-    how: dict[str, Any] = {"tp": 2, "cut": pieces, "skips": skips if skipping else None}
+    how: dict[str, Any] = {"tp": 2, "stage_segments": pieces, "skips": skips if skipping else None}
     whole = compile(schedule, plan, **how)
-    program = compile(schedule, plan, chunks=chunks, overlap=overlap, **how)
+    program = compile(schedule, plan, microbatch_chunks=chunks, overlap=overlap, **how)
     assert len(program.skips) == len(whole.skips) == len(skips) * skipping
     for one in (program, evaluation_program(program)):
-        assert check(one, "edge") and verdict(one, "edge").kind == "ok"
+        assert check(one, "per_edge") and verdict(one, "per_edge").kind == "ok"
     for found, own in zip(
         (program, evaluation_program(program)), (whole, evaluation_program(whole)), strict=True
     ):

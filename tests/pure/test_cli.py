@@ -49,7 +49,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Every test starts in a folder of its own, with a schedule file and a program in it."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(IN_PAIRS)
-    Path("f.sched").write_text(to_text(compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip=True)))
+    Path("f.sched").write_text(
+        to_text(compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip_grad_norm=True))
+    )
     return tmp_path
 
 
@@ -83,7 +85,7 @@ def test_help_of_train_tells_the_settings(capsys: pytest.CaptureFixture[str]) ->
     lines = {line.split()[0]: line for line in out.splitlines() if line.startswith(("  ", "["))}
     assert {"[model]", "[pipeline]", "[data]", "[train]", "[output]"} <= lines.keys()
     assert lines["schedule"].endswith('"one_f_one_b"') and lines["betas"].endswith("[0.9, 0.95]")
-    assert lines["division"].endswith("whole numbers")
+    assert lines["layers_per_stage"].endswith("whole numbers")
     assert max(map(len, out.splitlines())) <= 100
 
 
@@ -190,17 +192,23 @@ def test_show_forms(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_show_writes_what_it_reads(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     options = (
-        "--stages-per-rank 2 -O tp=2 -O dp=3 -O tied -O clip --progress-model serial "
+        "--stages-per-rank 2 -O tp=2 -O dp=3 -O tied_weights -O clip_grad_norm "
+        "--progress-model blocking_serial "
         "--costs F=1,B=3"
     )
     assert said(capsys, "print", "interleaved", *options.split(), "-o", "x.sched") == (
         "wrote x.sched\n"
     )
     program = from_text((folder / "x.sched").read_text())
-    assert (program.tp, program.dp, program.tied, program.clip) == (2, 3, ((0, 7),), True)
+    assert (program.tp, program.dp, program.tied_weights, program.clip_grad_norm) == (
+        2,
+        3,
+        ((0, 7),),
+        True,
+    )
     assert program.plan == PipelineShape(4, 8, 2)
     assert said(capsys, "print", "x.sched") == to_text(program)
-    again = "--stages-per-rank 2 -O tp=2 -O tied --ranks 4 --placement loop"
+    again = "--stages-per-rank 2 -O tp=2 -O tied_weights --ranks 4 --placement loop"
     assert said(capsys, "print", "x.sched", *again.split()) == to_text(program)
 
 
@@ -256,10 +264,10 @@ def test_check_says_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     n = len(compile(one_f_one_b, PipelineShape(4, 8)))
     assert said(capsys, "check", "one_f_one_b") == (
         f"one_f_one_b: {n} instructions on 4 ranks are complete and in order, and finish under "
-        "edge, pair, direction, device, torch and serial\n"
+        "per_edge, per_pair, per_direction, per_device, torch_lazy and blocking_serial\n"
     )
-    out = said(capsys, "check", "f.sched", "--progress-model", "pair")
-    assert out.endswith("finish under pair\n")
+    out = said(capsys, "check", "f.sched", "--progress-model", "per_pair")
+    assert out.endswith("finish under per_pair\n")
 
 
 def test_check_says_that_nothing_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,9 +278,11 @@ def test_check_says_that_nothing_is_trained(capsys: pytest.CaptureFixture[str]) 
 def test_check_of_a_file_names_the_models_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
     Path("narrow.sched").write_text(NARROW)
     err = refused(capsys, "check", "narrow.sched")
-    assert "DeadlockError" in err and "hint: it finishes under edge and direction; it" in err
-    assert said(capsys, "check", "narrow.sched", "--progress-model", "edge").endswith(
-        "under edge\n"
+    assert (
+        "DeadlockError" in err and "hint: it finishes under per_edge and per_direction; it" in err
+    )
+    assert said(capsys, "check", "narrow.sched", "--progress-model", "per_edge").endswith(
+        "under per_edge\n"
     )
     for argv in (["simulate"], ["draw", "-o", "x.png"], ["compare"]):
         assert "DeadlockError" in refused(capsys, argv[0], "narrow.sched", *argv[1:])
@@ -295,22 +305,22 @@ rank 1
 def test_check_says_what_cpus_finish(capsys: pytest.CaptureFixture[str]) -> None:
     Path("late.sched").write_text(LATE)
     Path("narrow.sched").write_text(NARROW)
-    argv = ["check", "late.sched", "--progress-model", "edge"]
-    assert "under edge; on hosts that block, as CPUs do, under none" in said(capsys, *argv)
+    argv = ["check", "late.sched", "--progress-model", "per_edge"]
+    assert "under per_edge; on hosts that block, as CPUs do, under none" in said(capsys, *argv)
     assert json.loads(said(capsys, *argv, "--json"))["models_where_hosts_block"] == []
     assert "issues nothing meanwhile" in refused(capsys, *argv, "--blocking-hosts")
-    out = said(capsys, "check", "narrow.sched", "--progress-model", "edge", "--blocking-hosts")
-    assert out.endswith("under edge, on hosts that block, as CPUs do\n")
+    out = said(capsys, "check", "narrow.sched", "--progress-model", "per_edge", "--blocking-hosts")
+    assert out.endswith("under per_edge, on hosts that block, as CPUs do\n")
 
 
 def test_check_says_what_lives_through_a_wait_for_the_device(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    argv = ["check", "gpipe", "--ranks", "3", "--progress-model", "edge", "--host-device-sync"]
-    assert said(capsys, *argv).endswith("under edge, where hosts wait for their whole device\n")
+    argv = ["check", "gpipe", "--ranks", "3", "--progress-model", "per_edge", "--host-device-sync"]
+    assert said(capsys, *argv).endswith("under per_edge, where hosts wait for their whole device\n")
     assert "whole device" in refused(capsys, *argv, "-O", "overlap")
     facts = json.loads(said(capsys, *argv, "--json"))
-    assert facts["models_where_hosts_wait_for_their_device"] == ["edge"]
+    assert facts["models_where_hosts_wait_for_their_device"] == ["per_edge"]
     assert "--explain-start" in refused(capsys, *argv, "--explain-start", "0:1")
 
 
@@ -373,7 +383,7 @@ def test_check_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert [(link["instruction"], link["start"]) for link in chain] == [
         ("F 0.0", 0), ("recv_act 1.0", 1), ("F 1.0", 2), ("recv_act 2.0", 3), ("F 2.0", 4),
     ]  # fmt: skip
-    assert "starts at 4 under device" in said(capsys, *words, "--explain-start", "2:1")
+    assert "starts at 4 under per_device" in said(capsys, *words, "--explain-start", "2:1")
     for wrong in ("3:0", "0:999", "x", "0", "0:-1", "99999999999:0"):
         assert "--explain-start" in refused(capsys, *words, "--explain-start", wrong)
 

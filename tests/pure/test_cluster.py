@@ -125,7 +125,7 @@ def test_links_are_those_of_the_nodes_that_processes_are_on() -> None:
     near, far = 1e-5 + 60e6 / 300e9, 1e-5 + 60e6 / 20e9
     assert costs.send == pytest.approx((near, far, far, near))
     assert costs.step == pytest.approx((2 * 2e9 + 4e9 + 2 * 12e9) / 2e12)
-    assert (costs.reduce_grads, costs.scatter, costs.gather) == (0, 0, 0)
+    assert (costs.reduce_grads, costs.tp_scatter, costs.tp_gather) == (0, 0, 0)
     assert costs.reduce_norm == pytest.approx(2 * (1e-5 + 8 / (2 * 20e9)))
     assert (costs.F, costs.B, costs.I, costs.W) == (1, 2, 1, 1)
 
@@ -135,8 +135,8 @@ def test_slices_and_replicas() -> None:
     of = cluster(3, 8)
     costs = of.costs(PipelineShape(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
     assert costs.send == pytest.approx(1e-5 + 30e6 / 300e9)
-    assert costs.gather == pytest.approx(of.all_gather(60e6, 2))
-    assert costs.scatter == pytest.approx(2 * 30e6 / 2e12)
+    assert costs.tp_gather == pytest.approx(of.all_gather(60e6, 2))
+    assert costs.tp_scatter == pytest.approx(2 * 30e6 / 2e12)
     assert costs.reduce_grads == pytest.approx(of.all_reduce(4e9, range(0, 24, 8)))
     beside = cluster(4, 6).costs(PipelineShape(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
     assert beside.reduce_grads == pytest.approx(cluster(4, 6).all_reduce(4e9, [0, 8, 16]))
@@ -171,32 +171,32 @@ def test_holders_and_stages_beside_each_other() -> None:
     assert near.send == pytest.approx((0, 1e-5 + 60e6 / 300e9, 1e-5 + 60e6 / 300e9))
     assert near.step == pytest.approx((0.032, 0.016, 0.016))
     mirror = PipelineShape(2, 4, placement="mirror")
-    assert cluster(2, 1).costs(mirror, SIZES, Costs(F=1, B=1)).reduce_holders == pytest.approx(
-        cluster(2, 1).all_reduce(4e9, 2)
-    )
+    assert cluster(2, 1).costs(
+        mirror, SIZES, Costs(F=1, B=1)
+    ).reduce_replicated_stages == pytest.approx(cluster(2, 1).all_reduce(4e9, 2))
 
 
-@given(st.sets(st.sampled_from(["send", "step", "reduce_grads", "reduce_norm", "gather"])))
+@given(st.sets(st.sampled_from(["send", "step", "reduce_grads", "reduce_norm", "tp_gather"])))
 def test_what_is_told_stays(names: set[str]) -> None:
     told = Costs(F=1, I=2, W=3, **dict.fromkeys(names, 0.0))
     found = cluster(2, 4).costs(PipelineShape(2, 4), SIZES, told, tp=2, dp=2)
     for name, cost in told.told.items():
         assert getattr(found, name) == cost
     assert found.reduce_tied is None and found.B is None  # nobody knows; I + W
-    assert {"send", "step", "reduce_grads", "gather"} - names <= {
+    assert {"send", "step", "reduce_grads", "tp_gather"} - names <= {
         name for name, cost in found.told.items() if cost
     }
 
 
 def test_only_what_is_filled_needs_bytes() -> None:
     of, plan = cluster(2, 4), PipelineShape(2, 4)
-    told = {"send": 0, "scatter": 0, "gather": 0, "reduce_grads": 0, "step": 0}
-    for name, sizes in [("send", {"activation"}), ("scatter", {"activation"}),
-                        ("gather", {"activation"}), ("reduce_grads", {"grads"}),
+    told = {"send": 0, "tp_scatter": 0, "tp_gather": 0, "reduce_grads": 0, "step": 0}
+    for name, sizes in [("send", {"activation"}), ("tp_scatter", {"activation"}),
+                        ("tp_gather", {"activation"}), ("reduce_grads", {"grads"}),
                         ("step", {"params", "grads", "optimizer"})]:  # fmt: skip
         rest = {other: cost for other, cost in told.items() if other != name}
         with pytest.raises(UsageError) as caught:
-            of.costs(plan, Sizes(weights=1e9), Costs(F=1, B=2, **rest), tp=2, dp=2)
+            of.costs(plan, Sizes(model_states=1e9), Costs(F=1, B=2, **rest), tp=2, dp=2)
         assert {*caught.value.fields} == sizes
     assert of.costs(plan, None, Costs(F=1, B=2, **told), tp=2, dp=2).send == 0
 
@@ -314,10 +314,10 @@ def test_a_program_in_a_file_brings_its_groups(
 
 
 def test_what_stays_free_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    told = [*_shape("simulate"), "--costs=F=0.01,B=0.02", "-O", "tied"]
+    told = [*_shape("simulate"), "--costs=F=0.01,B=0.02", "-O", "tied_weights"]
     assert "reduce_tied" in said(capsys, *told)
     assert "reduce_tied" not in said(
-        capsys, *told[:-3], told[-3] + ",reduce_tied=0.001", "-O", "tied"
+        capsys, *told[:-3], told[-3] + ",reduce_tied=0.001", "-O", "tied_weights"
     )
 
 

@@ -85,7 +85,7 @@ def here(**more: Any) -> Cluster:
 def test_processors_do_one_thing_after_the_other() -> None:
     """What they compute, fetch and issue adds up, and no sum is hidden by anything."""
     model = planner.TransformerSpec(layers=1, hidden=64, heads=4, vocab=128, sequence=32)
-    choice = planner.ParallelPlan(t=2, b=1, attention="flash")
+    choice = planner.ParallelPlan(tp=2, microbatch_size=1, attention="flash")
     gpus, cpus = (planner.layer_time(model, here(processors=n), choice) for n in (None, 2))
     faster: list[dict[str, float]] = [{"flops": 1e30}, {"hbm": 1e30}, {"kernel_us": 0}]
     without = [planner.layer_time(model, here(processors=2, **more), choice) for more in faster]
@@ -101,7 +101,7 @@ def test_a_process_alone_is_faster_where_processors_are_shared() -> None:
 
 def test_numbers_of_32_bits_take_twice_the_bytes() -> None:
     model = planner.TransformerSpec(layers=1, hidden=64, heads=4, vocab=128, sequence=32)
-    choice = planner.ParallelPlan(t=2, b=1, attention="flash")
+    choice = planner.ParallelPlan(tp=2, microbatch_size=1, attention="flash")
     short, long = (
         planner.layer_time(model, here(itemsize=n, kernel_us=0, flops=1e30), choice) for n in (2, 4)
     )

@@ -35,7 +35,9 @@ def test_a_name_is_its_function(name: str, ranks: int, microbatches: int) -> Non
 @pytest.mark.parametrize("name", NAMES)
 def test_defaults_are_those_of_the_command_line(name: str, tmp_path: Path) -> None:
     file = tmp_path / "x.sched"
-    size = {"ranks": 4, "microbatches": 8} | ({"updates": 2} if name == "pipedream_2bw" else {})
+    size = {"ranks": 4, "microbatches": 8} | (
+        {"optimizer_steps": 2} if name == "pipedream_2bw" else {}
+    )
     options = [word for key, value in size.items() for word in option_words(key, str(value))]
     assert main(["print", name, *options, "-o", str(file)]) == 0
     assert schedir.from_text(file.read_text()) == schedir.compile(name, **size)  # type: ignore[arg-type]
@@ -43,7 +45,7 @@ def test_defaults_are_those_of_the_command_line(name: str, tmp_path: Path) -> No
 
 def test_stages_that_are_given_stay() -> None:
     one = PipelineShape(4, 8, stages_per_rank=1)
-    assert one == PipelineShape(4, 8) and one.defaulted == {"placement", "delay"}
+    assert one == PipelineShape(4, 8) and one.defaulted == {"placement", "weight_delay"}
     assert shape_for(schedules.interleaved, one) is one
     assert schedir.compile(schedules.interleaved, one).plan.stages_per_rank == 1
     assert schedir.compile(schedules.interleaved, PipelineShape(4, 8)).plan.stages_per_rank == 2
@@ -115,5 +117,5 @@ def test_what_does_not_go_together_is_refused() -> None:
     error = refused(schedule="gpipe", shape=PipelineShape(2, 2), ranks=3)
     assert "shape and ranks are both given" in str(error)
     assert "takes a PipelineShape, not None" in str(refused(schedule="gpipe"))
-    assert refused(schedule="gpipe", plan=PipelineShape(2, 2)).hint == "use shape="
+    assert refused(schedule="gpipe", plan=PipelineShape(2, 2)).hint == "it is now shape"
     assert refused(schedule="gpipe", ranks=2, microbatches=2, zreo=2).hint == "did you mean 'zero'?"

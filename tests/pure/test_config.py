@@ -71,15 +71,15 @@ def test_sets_come_on_top(tmp_path: Path) -> None:
     sets = [
         "pipeline.microbatches=4",
         "pipeline.schedule = gpipe",
-        'output.folder="a b"',
+        'output.dir="a b"',
         "pipeline.stages_per_rank=1",
-        "pipeline.division=[1, 3]",
+        "pipeline.layers_per_stage=[1, 3]",
         "model.tied=false",
     ]
     config = read(write(tmp_path, FULL), sets)
     assert config.pipeline.plan == schedir.PipelineShape(2, 4)
-    assert config.pipeline.schedule == "gpipe" and config.pipeline.division == (1, 3)
-    assert config.output.folder == "a b" and not config.model.tied
+    assert config.pipeline.schedule == "gpipe" and config.pipeline.layers_per_stage == (1, 3)
+    assert config.output.dir == "a b" and not config.model.tied
 
 
 def test_lists_of_numbers_need_no_brackets(tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def test_options_and_overlap_reach_the_program(tmp_path: Path) -> None:
     assert wide.digest != plain.digest
     late = program("pipeline.schedule=interleaved", "pipeline.overlap=false")
     assert late.digest != plain.digest and sorted(late.words) != sorted(plain.words)
-    few = program("pipeline.schedule=interleaved", "pipeline.slots=fewest")
+    few = program("pipeline.schedule=interleaved", "pipeline.buffer_sharing=minimal")
     assert few.slots and not plain.slots and few.streams == plain.streams
     with pytest.raises(schedir.errors.UsageError, match="'few' is not known"):
-        program("pipeline.slots=few")
-    assert program("pipeline.schedule=interleaved", "pipeline.slots=own") == plain
+        program("pipeline.buffer_sharing=few")
+    assert program("pipeline.schedule=interleaved", "pipeline.buffer_sharing=none") == plain
     draft = tmp_path / "draft.sched"
     draft.write_text(
         schedir.to_text(schedir.expand_schedule(schedir.schedules.interleaved, plain.plan))
@@ -134,16 +134,16 @@ def test_on_gpus_values_share_slots_unless_told(tmp_path: Path) -> None:
     def program(*sets: str) -> schedir.Program:
         return program_of(read(path, sets))
 
-    own, few = program(), program("pipeline.slots=fewest")
-    assert program(gpu) == program("pipeline.slots=enough") not in (own, few)
-    assert program(gpu, "pipeline.slots=own") == own and not own.slots
+    own, few = program(), program("pipeline.buffer_sharing=minimal")
+    assert program(gpu) == program("pipeline.buffer_sharing=latency_preserving") not in (own, few)
+    assert program(gpu, "pipeline.buffer_sharing=none") == own and not own.slots
     for said, there in ((own, program(gpu)), (few, few)):  # a file's own numbers stay
         file.write_text(schedir.to_text(said))
         assert program(gpu, f"pipeline.schedule={file}").slots == there.slots
 
 
 @pytest.mark.parametrize("schedule", sorted({*built_in()} - {"forward_only"}))
-@pytest.mark.parametrize("transport", ["edge", "grouped"])
+@pytest.mark.parametrize("transport", ["nccl_per_edge", "nccl_grouped"])
 def test_no_built_in_schedule_is_refused_for_the_slots_of_gpus(
     tmp_path: Path, schedule: str, transport: str
 ) -> None:
@@ -174,7 +174,7 @@ def test_no_built_in_schedule_is_refused_for_the_slots_of_gpus(
         ("[pipeline]\ndp = 70000", 2, 1, "65535"),
         ("[pipeline]\nplacement = 'zigzag'", 2, 1, "'loop'"),
         ("[pipeline]\nplacement = [0, 'x']", 2, 1, "whole numbers"),
-        ("[pipeline]\ndivision = [1, 2]", 2, 1, "1 stages"),
+        ("[pipeline]\nlayers_per_stage = [1, 2]", 2, 1, "1 stages"),
         ("[train]\nlr = nan", 2, 1, "number"),
         ("[train]\nlr = -1", 2, 1, "at least 0"),
         ("[train]\nlr = inf", 2, 1, "at least 0"),
@@ -235,7 +235,7 @@ def test_layers_that_cannot_be_divided_are_refused_with_a_division(tmp_path: Pat
     with pytest.raises(ConfigError) as error:
         read(path)
     assert error.value.line == 2 and "[3, 2]" in error.value.hint
-    assert read(path, ["pipeline.division=[3, 2]"]).pipeline.division == (3, 2)
+    assert read(path, ["pipeline.layers_per_stage=[3, 2]"]).pipeline.layers_per_stage == (3, 2)
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
@@ -329,7 +329,7 @@ print('torch' in sys.modules)"""
             "--set train.zero=3: no setting train.zero\n  hint: it is pipeline.zero",
         ),
         (
-            ["train.precision=float16", "pipeline.updates=2"],
+            ["train.precision=float16", "pipeline.optimizer_steps=2"],
             "--set train.precision=float16: the scale of a float16 loss changes between updates, "
             "and a step has 2 of them",
         ),
@@ -353,8 +353,8 @@ def test_the_learning_rate_warms_up_and_falls() -> None:
 @pytest.mark.parametrize(
     ("settings", "fact"),
     [
-        ('limit = "2X"', "says no bytes"),
-        ('recompute = "fit"', "needs a limit"),
+        ('memory_limit = "2X"', "is not a number of bytes"),
+        ('recompute = "fit"', "needs memory_limit"),
         ("recompute = 7", "must be a string"),
         ('recompute = "all"\nrecompute_at = 3', "must be a string"),
     ],
@@ -369,7 +369,7 @@ def test_memory_that_cannot_be(settings: str, fact: str, tmp_path: Path) -> None
 def test_memory_is_of_the_program(tmp_path: Path) -> None:
     """What fits is known when the sizes are; anything else at once."""
     path = tmp_path / "config.toml"
-    path.write_text('[pipeline]\nranks = 2\n[memory]\nlimit = "15"\nrecompute = "fit"\n')
+    path.write_text('[pipeline]\nranks = 2\n[memory]\nmemory_limit = "15"\nrecompute = "fit"\n')
     sizes = Sizes(saved=10, checkpoint=1)
     config = read(str(path), [])
     assert RECOMPUTE not in config.request.program.ops

@@ -34,6 +34,7 @@ from schedir.errors import (
 from schedir.io import torch_csv
 from schedir.io.source_loader import load
 from schedir.ir.isa.instructions import COMPUTE, Opcode, between_segments
+from schedir.ir.pipeline.placement import named_of
 from schedir.passes.splitting.stage_segmentation import over_stages, pieces_of
 from tests import commands
 from tests.mutants import known
@@ -46,7 +47,8 @@ NAMES = [schedule.__name__ for schedule in known()]
 
 def plan_of(schedule: Any, ranks: int = 2, microbatches: int = 4) -> PipelineShape:
     placement, v = getattr(schedule, "placed", ("loop", None))
-    return PipelineShape(ranks, microbatches, v or 1, placement)
+    v = v or named_of(placement).stages_per_rank
+    return PipelineShape(ranks, microbatches, v, placement)
 
 
 @pytest.mark.parametrize("schedule", known(), ids=NAMES)
@@ -58,12 +60,15 @@ def test_whole_zoo_in_pieces(schedule: Any) -> None:
         uncut = compile(schedule, plan, tp=2)
     except ProgramError:
         pytest.skip("not for this plan")
-    program = compile(schedule, plan, tp=2, cut=3)
-    assert check(program, "serial") and verdict(program, "edge").kind == "ok"
+    program = compile(schedule, plan, tp=2, stage_segments=3)
+    assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
     assert from_text(to_text(program)) == program and program.plan.stages == 3 * plan.stages
     number = plan.stages * plan.microbatches
     trains = 1 + uncut.trains
-    assert sum(program.op == Opcode.SumAct) + sum(program.op == Opcode.SumGrad) == number * trains
+    assert (
+        sum(program.op == Opcode.TPReduceAct) + sum(program.op == Opcode.TPReduceGrad)
+        == number * trains
+    )
     if not uncut.joined.any():
         span = simulate(program, split_costs(WHOLE, 3, plan, (1, 3, 1))).span
         assert span == pytest.approx(simulate(uncut, WHOLE).span)
@@ -71,75 +76,96 @@ def test_whole_zoo_in_pieces(schedule: Any) -> None:
 
 def test_pieces_of_a_stage_are_its_neighbours() -> None:
     program = compile(
-        schedules.zb_h1, PipelineShape(2, 2, segments=1), tp=2, cut=(2, "gf"), clip=True
+        schedules.zb_h1,
+        PipelineShape(2, 2, sequence_chunks=1),
+        tp=2,
+        stage_segments=(2, "gf"),
+        clip_grad_norm=True,
     )
-    assert program.plan.rank_of.tolist() == [0, 0, 1, 1, 1] and program.meets == "f-gf"
+    assert program.plan.rank_of.tolist() == [0, 0, 1, 1, 1] and program.segment_boundaries == "f-gf"
     last = [str(i) for i in program.streams[1] if i.op in {*COMPUTE, *_SUMS}]
-    assert last[:5] == ["F 2.0", "sum_act 3.0", "F 3.0", "F 4.0", "I 4.0"]
-    assert last[5:9] == ["sum_grad 3.0", "I 3.0", "I 2.0", "F 2.1"]
+    assert last[:5] == ["F 2.0", "tp_reduce_act 3.0", "F 3.0", "F 4.0", "I 4.0"]
+    assert last[5:9] == ["tp_reduce_grad 3.0", "I 3.0", "I 2.0", "F 2.1"]
     assert [i.stage for i in program.streams[1] if i.op is Opcode.BackwardWeight] == [4, 3, 2] * 2
 
 
 def test_traits_are_of_pieces() -> None:
-    plan = PipelineShape(4, 8, updates=2, delay=(3, 2, 1, 0))
-    program = compile(schedules.one_f_one_b, plan, tp=2, cut=(1, 2, 1, 3), tied=True)
-    assert program.plan.delay == (3, 2, 2, 1, 0, 0, 0) and program.tied == ((0, 6),)
-    program = compile(schedules.gpipe, PipelineShape(4, 4), tp=2, cut=3, skips=[(0, 2)], frozen=2)
-    assert program.skips == ((2, 6),) and program.frozen == 6
-    grads = {i.stage for own in program.streams for i in own if i.op is Opcode.SumGrad}
+    plan = PipelineShape(4, 8, optimizer_steps=2, weight_delay=(3, 2, 1, 0))
+    program = compile(
+        schedules.one_f_one_b, plan, tp=2, stage_segments=(1, 2, 1, 3), tied_weights=True
+    )
+    assert program.plan.weight_delay == (3, 2, 2, 1, 0, 0, 0) and program.tied_weights == ((0, 6),)
+    program = compile(
+        schedules.gpipe,
+        PipelineShape(4, 4),
+        tp=2,
+        stage_segments=3,
+        skips=[(0, 2)],
+        frozen_stages=2,
+    )
+    assert program.skips == ((2, 6),) and program.frozen_stages == 6
+    grads = {i.stage for own in program.streams for i in own if i.op is Opcode.TPReduceGrad}
     assert grads == {6, 9}, "nothing is summed for what is frozen"
-    assert replace(program, name="x").digest != replace(program, meets="fg-" * 3 + "gf").digest
+    assert (
+        replace(program, name="x").digest
+        != replace(program, segment_boundaries="fg-" * 3 + "gf").digest
+    )
 
 
 def test_one_rank_meets_nobody() -> None:
-    program = compile(schedules.gpipe, PipelineShape(2, 2), cut=5)
+    program = compile(schedules.gpipe, PipelineShape(2, 2), stage_segments=5)
     assert program.plan.stages == 10 and program.ops.isdisjoint(_SUMS)
-    assert program.meets == "....-...." and program.pieces == (5, 5)
-    assert compile(schedules.gpipe, PipelineShape(2, 2), tp=2, cut=1) == compile(
+    assert program.segment_boundaries == "....-...." and program.pieces == (5, 5)
+    assert compile(schedules.gpipe, PipelineShape(2, 2), tp=2, stage_segments=1) == compile(
         schedules.gpipe, PipelineShape(2, 2), tp=2
     )
 
 
 def test_lowered_again_it_is_the_same() -> None:
-    program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tp=2, cut="fg")
+    program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tp=2, stage_segments="fg")
     draft = compute_of(program)
-    assert compile(draft, **options_of(program, "device", draft)) == program
+    assert compile(draft, **options_of(program, "per_device", draft)) == program
     told = evaluation_program(program)
-    assert told.meets == program.meets and (told.op == Opcode.SumAct).any()
+    assert (
+        told.segment_boundaries == program.segment_boundaries
+        and (told.op == Opcode.TPReduceAct).any()
+    )
 
 
 @pytest.mark.parametrize(
-    ("pieces", "after"), [("g", Costs(F=2, B=2, sum=3)), ("f", Costs(F=2, B=2, sum=3))]
+    ("pieces", "after"), [("g", Costs(F=2, B=2, tp_reduce=3)), ("f", Costs(F=2, B=2, tp_reduce=3))]
 )
 def test_sums_take_their_time(pieces: str, after: Costs) -> None:
-    program = compile(schedules.gpipe, PipelineShape(1, 2), tp=2, cut=pieces)
+    program = compile(schedules.gpipe, PipelineShape(1, 2), tp=2, stage_segments=pieces)
     for blocks in (False, True):
-        assert simulate(program, after, blocks=blocks).span == 2 * (2 * 2 + 2 * 2) + 2 * 3
+        assert simulate(program, after, blocking_hosts=blocks).span == 2 * (2 * 2 + 2 * 2) + 2 * 3
 
 
 def test_host_goes_on_while_ranks_meet() -> None:
     """What stands between a sum and its taker runs meanwhile, on hosts that block, too."""
-    text = "F 0.0; sum_act 1.0; F 0.1; sum_act 1.1; F 1.0; F 1.1"
+    text = "F 0.0; tp_reduce_act 1.0; F 0.1; tp_reduce_act 1.1; F 1.0; F 1.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
     program = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
     for blocks in (False, True):
-        assert simulate(program, Costs(F=2, sum=2), blocks=blocks).span == 8
+        assert simulate(program, Costs(F=2, tp_reduce=2), blocking_hosts=blocks).span == 8
 
 
 def test_schedules_of_one_model_have_as_many_sums(capsys: pytest.CaptureFixture[str]) -> None:
     """A cut is that of what a rank has, where schedules are compared, and its stages share it."""
-    how = ("--ranks=2", "--microbatches=4", "-O", "tp=2", "--costs=F=8,B=16,sum=1", "--json")
+    how = ("--ranks=2", "--microbatches=4", "-O", "tp=2", "--costs=F=8,B=16,tp_reduce=1", "--json")
     names = ("one_f_one_b", "interleaved", "zb_v", "dualpipe")
-    rows = json.loads(commands.said(capsys, "compare", *names, "-O", "cut=9", *how))
+    rows = json.loads(commands.said(capsys, "compare", *names, "-O", "stage_segments=9", *how))
     assert [row["stages"] for row in rows] == [18, 20, 20, 18]
-    found = json.loads(commands.said(capsys, "recommend", "-O", "cut=5", *how))
+    found = json.loads(commands.said(capsys, "recommend", "-O", "stage_segments=5", *how))
     each = {(row["program"], row["stages_per_rank"]) for row in found}
     assert {v for name, v in each if name == "interleaved"} == {2}  # of 4 stages none has a g
     for wrong in ("3", "fgg"):
-        argv = ("compare", "interleaved", "-O", f"cut={wrong}", *how)
+        argv = ("compare", "interleaved", "-O", f"stage_segments={wrong}", *how)
         assert "which its 2 stages cannot share alike" in commands.refused(capsys, *argv)
     for cut in ("9", "9,5", "1,9"):  # and holds as much, in however many pieces
-        rows = json.loads(commands.said(capsys, "compare", *names, "-O", f"cut={cut}", *how))
+        rows = json.loads(
+            commands.said(capsys, "compare", *names, "-O", f"stage_segments={cut}", *how)
+        )
         assert [row["peak_activations"] for row in rows] == [2, 2.5, 2, 3]
 
 
@@ -154,17 +180,17 @@ def test_a_file_tells_whole_stages(
     if name == "interleaved" and "." in cut:
         pytest.skip("two stages cannot share g.g alike")
     file, stages = str(tmp_path / "x.sched"), 4 if name == "interleaved" else 2
-    shape = ("--ranks=2", "--microbatches=4", "-O", f"tp={tp}", "-O", "chunks=2")
-    how = ("--costs=F=8,B=16,I=8,W=8,sum=1", "--sizes=saved=40,activation=2", "--json")
+    shape = ("--ranks=2", "--microbatches=4", "-O", f"tp={tp}", "-O", "microbatch_chunks=2")
+    how = ("--costs=F=8,B=16,I=8,W=8,tp_reduce=1", "--sizes=saved=40,activation=2", "--json")
     of_stages = ",".join(str(one) for one in over_stages(cut, 2, stages))
-    commands.said(capsys, "print", name, *shape, "-O", f"cut={of_stages}", "-o", file)
+    commands.said(capsys, "print", name, *shape, "-O", f"stage_segments={of_stages}", "-o", file)
     program = load(file)
-    assert isinstance(program, Program) and program.chunked == 2
+    assert isinstance(program, Program) and program.chunks_per_microbatch == 2
     assert program.whole == PipelineShape(2, 4, stages // 2, program.whole.placement)
     assert program.pieces == pieces_of(of_stages, program.whole)
     assert from_text(to_text(program)) == program and compute_of(program).whole == program.whole
     told = [commands.said(capsys, "compare", file, *how)]
-    told += [commands.said(capsys, "compare", name, *shape, "-O", f"cut={cut}", *how)]
+    told += [commands.said(capsys, "compare", name, *shape, "-O", f"stage_segments={cut}", *how)]
     own, live = (json.loads(one)[0] for one in told)
     live["digest"] = own["digest"]  # costs decide where it has its transfers
     assert own == live and own["peak_activations"] < 4
@@ -175,7 +201,7 @@ def test_beside_a_file_of_pieces_whole_ones_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Microbatches and frozen parts that somebody says of all that is compared are whole ones'."""
-    file, costs = str(tmp_path / "x.sched"), "--costs=F=8,B=16,sum=1"
+    file, costs = str(tmp_path / "x.sched"), "--costs=F=8,B=16,tp_reduce=1"
     shape = ("--ranks=2", "--microbatches=4")
     commands.said(
         capsys,
@@ -185,9 +211,9 @@ def test_beside_a_file_of_pieces_whole_ones_are_said(
         "-O",
         "tp=2",
         "-O",
-        "cut=fgfg,g",
+        "stage_segments=fgfg,g",
         "-O",
-        "chunks=2",
+        "microbatch_chunks=2",
         "-o",
         file,
     )
@@ -198,26 +224,35 @@ def test_beside_a_file_of_pieces_whole_ones_are_said(
     assert [row["microbatches"] for row in compared(file, "gpipe", *shape)] == [8, 4]
     for words, told in (
         ("--microbatches=8", "has microbatches 4, not 8"),
-        ("-O frozen=1", "has frozen 0, not 1"),
-        ("--relower -O cut=5", "pieces already"),
+        ("-O frozen_stages=1", "has frozen_stages 0, not 1"),
+        ("--relower -O stage_segments=5", "pieces already"),
     ):
         assert told in commands.refused(capsys, "compare", file, *words.split(), costs)
-    (own,) = compared(file, "--relower", "-O", "frozen=1")
+    (own,) = compared(file, "--relower", "-O", "frozen_stages=1")
     live = compared(
-        "one_f_one_b", *shape, "-O", "tp=2", "-O", "cut=fgfg,g", "-O", "chunks=2", "-O", "frozen=1"
+        "one_f_one_b",
+        *shape,
+        "-O",
+        "tp=2",
+        "-O",
+        "stage_segments=fgfg,g",
+        "-O",
+        "microbatch_chunks=2",
+        "-O",
+        "frozen_stages=1",
     )[0]
     assert (own["span"], own["peak_activations"]) == (live["span"], live["peak_activations"])
 
 
 def test_a_search_has_no_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """So a run of pieces that are summed is not of what is searched; one where nobody meets is."""
-    file, costs = str(tmp_path / "x.timeline"), "--costs=F=1,B=2,sum=0.5"
-    shape = ("--ranks=2", "--microbatches=2", "-O", "cut=3")
+    file, costs = str(tmp_path / "x.timeline"), "--costs=F=1,B=2,tp_reduce=0.5"
+    shape = ("--ranks=2", "--microbatches=2", "-O", "stage_segments=3")
     commands.said(capsys, "simulate", "one_f_one_b", *shape, "-O", "tp=2", costs, "-o", file)
     how = ("search", f"--costs-from={file}", "--max-evaluations=5")
     assert "sums between pieces of stages" in commands.refused(capsys, *how)
     commands.said(capsys, "simulate", "one_f_one_b", *shape, costs, "-o", file)
-    assert "-O meets=..-.." in commands.said(capsys, *how)
+    assert "-O segment_boundaries=..-.." in commands.said(capsys, *how)
 
 
 def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,11 +260,16 @@ def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]
     how = ("compare", "gpipe", "--ranks=2")
     spans = [
         json.loads(commands.said(capsys, *how, *words.split(), "--costs=F=8,B=16", "--json"))[0]
-        for words in ("--microbatches=2 -O chunks=2", "--microbatches=4 -O chunked=2")
+        for words in (
+            "--microbatches=2 -O microbatch_chunks=2",
+            "--microbatches=4 -O chunks_per_microbatch=2",
+        )
     ]
     assert [row["span"] for row in spans] == [60, 60]
     cluster = "--cluster=examples/selene.toml"
-    assert "and these are cut" in commands.refused(capsys, *how, "-O", "chunked=2", cluster)
+    assert "and these are cut" in commands.refused(
+        capsys, *how, "-O", "chunks_per_microbatch=2", cluster
+    )
 
 
 def test_shares_of_pieces() -> None:
@@ -238,7 +278,7 @@ def test_shares_of_pieces() -> None:
     assert costs.F == (1, 4, 1, 2, 8, 2) and costs.send == 1 and costs.step == (7, 8, 8, 8, 8, 8)
     sizes = split_costs(Sizes(activation=3, saved=10, params=4), (1, 2), plan)
     assert sizes.saved == (10, 5, 5) and sizes.activation == 3 and sizes.params == (4, 2, 2)
-    program = compile(schedules.one_f_one_b, plan, tp=2, cut=3)
+    program = compile(schedules.one_f_one_b, plan, tp=2, stage_segments=3)
     whole = simulate(compile(schedules.one_f_one_b, plan, tp=2), sizes=Sizes(saved=90.0))
     parts = simulate(program, sizes=split_costs(Sizes(saved=90.0), 3, plan))
     assert parts.peak_memory.tolist() == whole.peak_memory.tolist()
@@ -254,32 +294,48 @@ def test_refusals() -> None:
     plan = PipelineShape(2, 2)
 
     def cut(pieces: Any, **more: Any) -> Any:
-        return lambda: compile(schedules.gpipe, plan, tp=2, cut=pieces, **more)
+        return lambda: compile(schedules.gpipe, plan, tp=2, stage_segments=pieces, **more)
 
     nothing: list[Any] = [0, "fx", "g-g", 2.5, True, [1], (1, 2, 3), {}, "", "5,x"]
     for wrong in nothing:
-        refused(cut(wrong), UsageError, "cut")
+        refused(cut(wrong), UsageError, "stage_segments")
     refused(
-        lambda: compile(schedules.gpipe, PipelineShape(3, 2), tp=2, cut=3, tied=[(0, 1)]),
+        lambda: compile(schedules.gpipe, PipelineShape(3, 2), tp=2, stage_segments=3,
+                        tied_weights=[(0, 1)]),
         UsageError, "stages 0, 1 share a weight", "stage 1",
     )  # fmt: skip
-    program = compile(schedules.gpipe, plan, tp=2, cut=3)
-    refused(lambda: replace(program, tp=1), PlanError, "nobody to meet")
-    refused(lambda: replace(program, chunked=3), PlanError, "no whole ones of 3 chunks")
-    refused(lambda: replace(program, meets="fgf"), PlanError, "3 letters for the 5 boundaries")
-    refused(lambda: replace(program, meets="fggfg"), PlanError, "stages 2 and 3", "different ranks")
-    refused(lambda: replace(program, meets="fxxfg"), PlanError, "fgfg-fgfg")
-    refused(lambda: compile(compute_of(program), cut=2), UsageError, "of pieces already")
+    program = compile(schedules.gpipe, plan, tp=2, stage_segments=3)
+    refused(lambda: replace(program, tp=1), PlanError, "and tp is 1")
+    refused(
+        lambda: replace(program, chunks_per_microbatch=3), PlanError, "no whole ones of 3 chunks"
+    )
+    refused(
+        lambda: replace(program, segment_boundaries="fgf"),
+        PlanError,
+        "3 letters for the 5 boundaries",
+    )
+    refused(
+        lambda: replace(program, segment_boundaries="fggfg"),
+        PlanError,
+        "stages 2 and 3",
+        "different ranks",
+    )
+    refused(lambda: replace(program, segment_boundaries="fxxfg"), PlanError, "fgfg-fgfg")
+    refused(lambda: compile(compute_of(program), stage_segments=2), UsageError, "of pieces already")
     for form in ("torch", "torch-2.13"):
         refused(lambda f=form: torch_csv.to_csv(program, f), UsageError, "sums what pieces")
-        assert torch_csv.to_csv(compile(schedules.gpipe, plan, cut=3), form)
+        assert torch_csv.to_csv(compile(schedules.gpipe, plan, stage_segments=3), form)
     for shares, words in ((1, -1, 1), "not negative"), ((1, 1), "2 shares"), ((0, 0, 0), "all 0"):
         refused(lambda s=shares: split_costs(WHOLE, 3, plan, s), UsageError, words)
 
 
 @pytest.mark.parametrize(
     ("option", "said"),
-    [("fill", "is W, F or all"), ("meets", "has a letter"), ("cut", "is how many pieces")],
+    [
+        ("fill_collective_waits", "is W, F or all"),
+        ("segment_boundaries", "has a letter"),
+        ("stage_segments", "is how many pieces"),
+    ],
 )
 def test_what_the_command_line_takes(
     option: str, said: str, capsys: pytest.CaptureFixture[str]
@@ -295,13 +351,15 @@ def edited(program: Program, old: str, new: str) -> Program:
 
 
 def test_checker_demands_sums() -> None:
-    program = compile(schedules.one_f_one_b, PipelineShape(1, 1), tp=2, cut="gf")
-    for sums in ("  sum_act 1.0\n", "  sum_grad 1.0\n"):
+    program = compile(schedules.one_f_one_b, PipelineShape(1, 1), tp=2, stage_segments="gf")
+    for sums in ("  tp_reduce_act 1.0\n", "  tp_reduce_grad 1.0\n"):
         refused(
             lambda s=sums: check(edited(program, s, "")), CompletenessError, "missing", sums.strip()
         )
         refused(lambda s=sums: check(edited(program, s, 2 * s)), CompletenessError, "twice")
-    late = edited(program, "  sum_act 1.0\n  F 1.0\n", "  F 1.0\n  sum_act 1.0\n")
-    refused(lambda: check(late), OrderError, "F 1.0", "sum_act 1.0")
-    other = edited(program, "  sum_act 1.0\n", "  sum_act 1.0\n  sum_act 2.0\n")
-    refused(lambda: check(other), CompletenessError, "sum_act 2.0 has nothing to do", "meet there")
+    late = edited(program, "  tp_reduce_act 1.0\n  F 1.0\n", "  F 1.0\n  tp_reduce_act 1.0\n")
+    refused(lambda: check(late), OrderError, "F 1.0", "tp_reduce_act 1.0")
+    other = edited(program, "  tp_reduce_act 1.0\n", "  tp_reduce_act 1.0\n  tp_reduce_act 2.0\n")
+    refused(
+        lambda: check(other), CompletenessError, "tp_reduce_act 2.0 has nothing to do", "meet there"
+    )

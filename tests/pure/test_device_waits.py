@@ -28,12 +28,16 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_receives_posted_early_do_not_live_through_it(name: str, tp: int) -> None:
     schedule, plan = getattr(schedules, name), CASES[name]
-    check(compile(schedule, plan, tp=tp, dp=2, model="edge"), "edge", device_waits=True)
-    check(compile(schedule, plan, tp=tp, overlap=True), device_waits=True)
-    early = compile(schedule, plan, tp=tp, model="edge", overlap=True)
-    check(early, "edge", blocks=True)
+    check(
+        compile(schedule, plan, tp=tp, dp=2, progress_model="per_edge"),
+        "per_edge",
+        host_device_sync=True,
+    )
+    check(compile(schedule, plan, tp=tp, overlap=True), host_device_sync=True)
+    early = compile(schedule, plan, tp=tp, progress_model="per_edge", overlap=True)
+    check(early, "per_edge", blocking_hosts=True)
     with pytest.raises(DeadlockError) as caught:
-        check(early, "edge", device_waits=True)
+        check(early, "per_edge", host_device_sync=True)
     assert "whole device" in caught.value.hint
 
 
@@ -50,21 +54,21 @@ def test_a_message_behind_a_reduction_is_issued_when_that_has_waited() -> None:
         )
         for ends in reduces
     )
-    check(right, "edge", device_waits=True)
-    check(wrong, "edge", blocks=True)
+    check(right, "per_edge", host_device_sync=True)
+    check(wrong, "per_edge", blocking_hosts=True)
     with pytest.raises(DeadlockError):
-        check(wrong, "edge", device_waits=True)
+        check(wrong, "per_edge", host_device_sync=True)
     assert (lives(wrong), lives(right)) == (False, True)
 
 
 def lives(program: Program) -> bool:
-    """Whether hosts come to the end that make one call after the other, under `edge`, and wait
+    """Whether hosts come to the end that make one call after the other, under `per_edge`, and wait
     before each that is no message until all that they have begun is over.
 
     What is issued together is under way when it has all been begun, and what its queues had
     before it is over; a message or a collective is over when all its sides are under way.
     """
-    machine = Machine(program, "edge", Costs())
+    machine = Machine(program, "per_edge", Costs())
     machine.run()  # fills its tables
     at, lists = [0] * len(program.streams), machine.lists
     over: set[tuple[int, int]] = set()
@@ -76,7 +80,7 @@ def lives(program: Program) -> bool:
         return group[-1] < at[rank] and all((rank, j) in over for j in before)
 
     def moves(rank: int, k: int) -> bool:
-        message = bool(ROWS[lists[rank][k].op].hop)
+        message = bool(ROWS[lists[rank][k].op].peer)
         others = (j for j in range(k) if j not in grouped[rank][k])
         return message or all((rank, j) in over for j in others)
 
@@ -102,12 +106,12 @@ def test_checker_equals_hosts_that_wait_for_their_device(slots: bool) -> None:
         if seed % 2:
             program = reordered(program, rng)
         else:
-            program = early_gathers(early_receives(program, "edge", rng.choice([0, 1, 3])), 3)
+            program = early_gathers(early_receives(program, "per_edge", rng.choice([0, 1, 3])), 3)
         program = with_slots(program, rng) if slots else program
-        if refusal(program, "edge"):
+        if refusal(program, "per_edge"):
             continue
         try:
-            check(program, "edge", device_waits=True)
+            check(program, "per_edge", host_device_sync=True)
         except DeadlockError as error:
             verdicts[False] += 1
             assert str(error) and not lives(program), seed

@@ -32,7 +32,8 @@ EXTENSIONS = {
         [("ir/program.py", "from schedir.ir.pipeline.field_schema import fields_of\n",
           "from schedir.ir.pipeline.field_schema import setting, whole_number\n"),
          ("ir/program.py",
-          "    clip: bool = field(default=False, metadata=program_attributes.CLIP)\n", """\
+          "    clip_grad_norm: bool = field(default=False, metadata=program_attributes.CLIP)\n",
+          """\
     zero: int = field(default=0, metadata=setting(whole_number(0, 3), "pieces of weights"))
 """)],
         """
@@ -60,21 +61,21 @@ assert "program marked" in open("x.sched").read()
 """,
     ),
     "a progress model": Extension(
-        [("analysis/progress_models.py", 'Model = Literal["edge", ', '"way", '),
+        [("analysis/progress_models.py", '    "per_edge", "per_pair", ', '"way", '),
          ("analysis/progress_models.py",
-          "MODEL_ROWS: Final[tuple[ModelRow, ...]] = (\n    ModelRow(\n"
-          '        "edge", True, True, True, True, False,\n'
-          '        "queue per directed edge, activations and gradients apart",\n'
-          '        "one 2-rank group per directed edge; Gloo with a tag per lane; shared memory",\n'
+          '        "per_pair", True, True, False, False, False,\n'
+          '        "queue per unordered pair of ranks",\n'
+          "        \"torch's lazily created point-to-point communicators, for what is issued "
+          "alone\",\n"
           "    ),\n",
           '    ModelRow("way", True, False, True, True, False, "queue per way", "nobody"),\n')],
         """
 import schedir
 from schedir.__main__ import main
 program = schedir.compile(schedir.schedules.interleaved, schedir.PipelineShape(4, 8, 2),
-                          model="way")
-spans = [schedir.simulate(program, schedir.Costs(send=0.5), model=model).span
-         for model in ("edge", "way", "device")]
+                          progress_model="way")
+spans = [schedir.simulate(program, schedir.Costs(send=0.5), progress_model=model).span
+         for model in ("per_edge", "way", "per_device")]
 assert spans == sorted(spans) and spans[0] < spans[2]
 assert main(["check", "gpipe", "--progress-model", "way"]) == 0
 """,
@@ -108,7 +109,7 @@ class Slow(GlooTransport):
         return super().send(tensor, peer, lane)
 """),
          ("transports/registry.py", '        "by Gloo, on one machine or several",\n    ),\n',
-          '    TransportRow("slow", "cpu", "edge", True, "slow:Slow", "slowly"),\n')],
+          '    TransportRow("slow", "cpu", "per_edge", True, "slow:Slow", "slowly"),\n')],
         """
 import schedir
 from schedir.training.config.config_file import read
@@ -157,7 +158,7 @@ import schedir, torch
 from schedir.transports.in_process.mailbox import mailboxes
 program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(3, 3))
 outs = [torch.zeros(1) for _ in range(3)]
-for rank, mail in enumerate(mailboxes(program, "edge", False, [])):
+for rank, mail in enumerate(mailboxes(program, "per_edge", False, [])):
     mail.collective("most", "model", outs[rank], torch.tensor([float(rank)]))
 assert [float(out) for out in outs] == [2.0, 2.0, 2.0]
 """,

@@ -34,16 +34,16 @@ ROOT = Path(__file__).resolve().parents[2]
         ({"placement": (0, 1), "stages_per_rank": 3}, ["placement", "stages_per_rank"]),
         ({"placement": "mirror", "ranks": 3}, ["placement", "ranks"]),
         ({"placement": "mirror", "microbatches": 1}, ["placement", "microbatches"]),
-        ({"placement": "mirror", "updates": 2}, ["placement", "updates"]),
-        ({"updates": 3}, ["microbatches", "updates"]),
-        ({"updates": 2, "delay": "x"}, ["delay"]),
-        ({"updates": 2, "delay": -1}, ["delay"]),
-        ({"updates": 2, "delay": (1, 2, 3)}, ["delay"]),
-        ({"delay": 1}, ["delay", "updates"]),
-        ({"segments": 0}, ["segments"]),
-        ({"segments": 3}, ["segments", "microbatches"]),
-        ({"segments": 8, "updates": 2}, ["segments", "microbatches"]),
-        ({"segments": 8, "placement": "mirror"}, ["segments", "microbatches"]),
+        ({"placement": "mirror", "optimizer_steps": 2}, ["placement", "optimizer_steps"]),
+        ({"optimizer_steps": 3}, ["microbatches", "optimizer_steps"]),
+        ({"optimizer_steps": 2, "weight_delay": "x"}, ["weight_delay"]),
+        ({"optimizer_steps": 2, "weight_delay": -1}, ["weight_delay"]),
+        ({"optimizer_steps": 2, "weight_delay": (1, 2, 3)}, ["weight_delay"]),
+        ({"weight_delay": 1}, ["weight_delay", "optimizer_steps"]),
+        ({"sequence_chunks": 0}, ["sequence_chunks"]),
+        ({"sequence_chunks": 3}, ["sequence_chunks", "microbatches"]),
+        ({"sequence_chunks": 8, "optimizer_steps": 2}, ["sequence_chunks", "microbatches"]),
+        ({"sequence_chunks": 8, "placement": "mirror"}, ["sequence_chunks", "microbatches"]),
     ],
 )
 def test_a_plan_that_cannot_be_names_its_fields(plan: dict[str, Any], blamed: list[str]) -> None:
@@ -60,9 +60,11 @@ def test_a_plan_that_is_too_large_names_its_fields() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"tp": 0}, {"dp": "2"}, {"tied": 3}, {"tied": ((0, 9),)}, {"tied": ((1,),)}, {"clip": 2},
-     {"skips": ((0, 1),)}, {"slots": 3}, {"slots": [(1, 1, 1, 1)]}, {"name": "a#b"},
-     {"name": " x"}],
+    [
+        {"tp": 0}, {"dp": "2"}, {"tied_weights": 3}, {"tied_weights": ((0, 9),)},
+        {"tied_weights": ((1,),)}, {"clip_grad_norm": 2}, {"skips": ((0, 1),)}, {"slots": 3},
+        {"slots": [(1, 1, 1, 1)]}, {"name": "a#b"}, {"name": " x"},
+    ],
 )  # fmt: skip
 def test_a_program_that_cannot_be_names_its_fields(wrong: dict[str, Any]) -> None:
     with pytest.raises(ProgramError) as caught:
@@ -79,10 +81,11 @@ def test_a_program_that_cannot_be_names_its_fields(wrong: dict[str, Any]) -> Non
         (["model.heads=3"], "--set model.heads=3", "heads"),
         (["model.heads=2", "pipeline.tp=3"], "--set pipeline.tp=3", "tp"),
         (["train.lr=1e-5"], "--set train.lr=1e-5", "lr"),
-        (["train.precision=float16", "train.clip=0"], "--set train.clip=0", "clip"),
+        (["train.precision=float16", "train.clip_grad_norm=0"], "--set train.clip_grad_norm=0",
+         "clip_grad_norm"),
         (["train.device=cuda", "train.transport=gloo"], "--set train.transport=gloo", "transport"),
         (["output.trace=x", "output.record=false"], "--set output.trace=x", "trace"),
-        (["pipeline.slots=few"], "--set pipeline.slots=few", "slots"),
+        (["pipeline.buffer_sharing=few"], "--set pipeline.buffer_sharing=few", "buffer_sharing"),
         (["pipeline.ranks=2", "pipeline.placement=0,2"], "--set pipeline.placement=0,2",
          "placement"),
         (["pipeline.ranks=3", "pipeline.schedule=dualpipe", "model.layers=6"],
@@ -125,7 +128,10 @@ def test_a_configuration_has_each_field() -> None:
     assert differ == ["ranks", "microbatches"]
     assert [f.name for f in HEADER if f.default is MISSING] == differ
     program = Config().request.program
-    ours = {"tied", "clip", "skips", "segments", "snapshots", "validate"}
-    ours |= {"meets", "chunked"}
+    ours = {"tied_weights", "clip_grad_norm", "skips", "sequence_chunks"}
+    ours |= {"checkpoint_snapshots", "norm_check", "segment_boundaries", "chunks_per_microbatch"}
     assert {f.name for f in HEADER if not f.in_config} == ours
-    assert (program.tied, program.clip) == ((), True)  # one stage is tied to nothing
+    assert (program.tied_weights, program.clip_grad_norm) == (
+        (),
+        True,
+    )  # one stage is tied to nothing

@@ -22,6 +22,7 @@ from schedir import (
 )
 from schedir.errors import ProgramError, UsageError
 from schedir.ir.isa.instructions import LATE
+from schedir.ir.pipeline.placement import named_of
 from tests.mutants import known
 from tests.threads import verdict
 
@@ -31,12 +32,14 @@ SHARES = (0.2, 1, 0.2, 1, 0.2)
 
 def costs_of(plan: PipelineShape, sum: float = 0.6) -> Costs:
     """Of pieces, of a stage of which a forward takes 2."""
-    return split_costs(Costs(F=2, B=4, I=2, W=2, send=0.1, sum=sum), PIECES, plan, SHARES)
+    return split_costs(Costs(F=2, B=4, I=2, W=2, send=0.1, tp_reduce=sum), PIECES, plan, SHARES)
 
 
 def made(schedule: Any, plan: PipelineShape, fill: str | None, **more: Any) -> Timeline:
     costs = costs_of(plan)
-    program = compile(schedule, plan, tp=2, cut=PIECES, costs=costs, fill=fill, **more)
+    program = compile(
+        schedule, plan, tp=2, stage_segments=PIECES, costs=costs, fill_collective_waits=fill, **more
+    )
     return simulate(program, costs)
 
 
@@ -45,7 +48,7 @@ def test_whole_zoo_filled(schedule: Any) -> None:
     """The same work in another order, which is right, no longer, adds in the same order, and holds
     no more forwards at once."""
     placement, v = getattr(schedule, "placed", ("loop", None))
-    plan = PipelineShape(2, 4, v or 1, placement)
+    plan = PipelineShape(2, 4, v or named_of(placement).stages_per_rank, placement)
     try:
         plain = made(schedule, plan, None)
     except ProgramError:
@@ -54,7 +57,10 @@ def test_whole_zoo_filled(schedule: Any) -> None:
     for fill in ("W", "F", "all"):
         timeline = made(schedule, plan, fill)
         program, spans[fill] = timeline.program, timeline.span
-        assert check(program, "edge", blocks=True) and verdict(program, "edge").kind == "ok"
+        assert (
+            check(program, "per_edge", blocking_hosts=True)
+            and verdict(program, "per_edge").kind == "ok"
+        )
         assert timeline.span <= plain.span * (1 + 1e-9)
         assert program.ascending == plain.program.ascending
         if program.trains:
@@ -65,26 +71,34 @@ def test_whole_zoo_filled(schedule: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan", "frozen", "costs"),
+    ("schedule", "plan", "frozen_stages", "costs"),
     [
         (
             schedules.interleaved, PipelineShape(1, 4, 2), 0,
-            Costs(F=(0.5, 2, 3, 0.5), B=(1, 3, 2, 3), send=0.1, sum=1),
+            Costs(F=(0.5, 2, 3, 0.5), B=(1, 3, 2, 3), send=0.1, tp_reduce=1),
         ),
         (
             schedules.interleaved, PipelineShape(2, 4, 2), 2,
             Costs(F=(0.5, 3, 0.5, 2, 1, 2, 2, 0.5), B=(0.5, 0.5, 0.5, 0.5, 2, 1, 2, 0.5), send=0.1,
-                  sum=2),
+                  tp_reduce=2),
         ),
     ],
 )  # fmt: skip
 def test_several_that_fill_one_wait_hold_no_more(
-    schedule: Any, plan: PipelineShape, frozen: int, costs: Costs
+    schedule: Any, plan: PipelineShape, frozen_stages: int, costs: Costs
 ) -> None:
     """One forward behind the other before a backward; and those of frozen stages hold nothing."""
     peaks = []
     for fill in (None, "F", "all"):
-        program = compile(schedule, plan, tp=2, cut="f", frozen=frozen, costs=costs, fill=fill)
+        program = compile(
+            schedule,
+            plan,
+            tp=2,
+            stage_segments="f",
+            frozen_stages=frozen_stages,
+            costs=costs,
+            fill_collective_waits=fill,
+        )
         peaks.append(simulate(program, costs).peak_in_flight)
     assert (peaks[1] <= peaks[0]).all() and (peaks[2] <= peaks[0]).all()
 
@@ -97,7 +111,9 @@ def test_weight_gradients_run_under_sums() -> None:
     assert filled.span < plain.span - 3
 
     def others(program: Program) -> list[str]:
-        return [str(i) for i in program.streams[0] if i.op not in LATE and "sum" not in str(i)]
+        return [
+            str(i) for i in program.streams[0] if i.op not in LATE and "tp_reduce" not in str(i)
+        ]
 
     assert others(filled.program)[:8] == others(plain.program)[:8]
 
@@ -122,8 +138,9 @@ def test_within_a_limit() -> None:
     spans = []
     for limit in (460.0, 1800.0):
         program = compile(
-            schedules.one_f_one_b, plan, tp=2, cut=PIECES, costs=costs, fill="all", sizes=sizes,
-            limit=limit, boundary="sharded",
+            schedules.one_f_one_b, plan, tp=2, stage_segments=PIECES, costs=costs,
+            fill_collective_waits="all", sizes=sizes,
+            memory_limit=limit, boundary="sharded",
         )  # fmt: skip
         timeline = simulate(program, costs, sizes=sizes)
         assert (timeline.peak_memory <= limit).all()
@@ -135,20 +152,25 @@ def test_within_a_limit() -> None:
 def test_refusals() -> None:
     def of(**more: Any) -> Any:
         plan = PipelineShape(2, 4)
-        how: dict[str, Any] = {"tp": 2, "cut": PIECES, "costs": costs_of(plan), "fill": "W"} | more
+        how: dict[str, Any] = {
+            "tp": 2,
+            "stage_segments": PIECES,
+            "costs": costs_of(plan),
+            "fill_collective_waits": "W",
+        } | more
         return compile(schedules.zb_h1, plan, **how)
 
-    with pytest.raises(UsageError, match="fill is W, F or all, not 'X'"):
-        of(fill="X")
+    with pytest.raises(UsageError, match="fill_collective_waits is W, F or all, not 'X'"):
+        of(fill_collective_waits="X")
     with pytest.raises(UsageError, match="needs costs"):
         of(costs=None)
     with pytest.raises(UsageError, match="in the time of sums, and these take none"):
         of(costs=Costs(F=1, B=2))  # as without any on the command line
     with pytest.raises(UsageError, match="the program is not cut in pieces"):
-        of(cut=None)
-    assert of(tp=1) == of(tp=1, fill=None), "one rank meets nobody"
+        of(stage_segments=None)
+    assert of(tp=1) == of(tp=1, fill_collective_waits=None), "one rank meets nobody"
     text = "F 0.0; F 1.0; B 1.0; F 0.1 & B 0.0; F 1.1; B 1.1; B 0.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
     pair = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
     with pytest.raises(UsageError, match="some of a stage that is not cut run together"):
-        compile(pair, costs=Costs(sum=1), fill="all")
+        compile(pair, costs=Costs(tp_reduce=1), fill_collective_waits="all")

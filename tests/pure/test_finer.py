@@ -45,7 +45,7 @@ def sched(path: str, frozen: int | None, tp: int = 2) -> str:
     own = cut(replace(expand_schedule(schedules.one_f_one_b, PipelineShape(2, 4)), tp=tp), 9)
     tied = frozen is None
     (file := Path(path).with_name("x.sched")).write_text(
-        to_text(compile(own, clip=True, tied=tied, frozen=frozen or 0))
+        to_text(compile(own, clip_grad_norm=True, tied_weights=tied, frozen_stages=frozen or 0))
     )
     return f"pipeline.schedule={file}"
 
@@ -53,15 +53,15 @@ def sched(path: str, frozen: int | None, tp: int = 2) -> str:
 @pytest.mark.parametrize(
     ("sets", "pieces"),
     [
-        (["cut=layers"], (9, 9)),
-        (["cut=9"], (9, 9)),
-        (["cut=fgfgfgfg"], (9, 9)),
-        (["cut=9,1"], (9, 1)),
-        (["cut=layers", "division=1,3"], (5, 13)),
-        (["cut=1"], (1, 1)),
-        (["cut=layers", "tp=1"], (9, 9)),
-        (["chunks=2"], (1, 1)),
-        (["cut=layers", "chunks=4"], (9, 9)),
+        (["stage_segments=layers"], (9, 9)),
+        (["stage_segments=9"], (9, 9)),
+        (["stage_segments=fgfgfgfg"], (9, 9)),
+        (["stage_segments=9,1"], (9, 1)),
+        (["stage_segments=layers", "layers_per_stage=1,3"], (5, 13)),
+        (["stage_segments=1"], (1, 1)),
+        (["stage_segments=layers", "tp=1"], (9, 9)),
+        (["microbatch_chunks=2"], (1, 1)),
+        (["stage_segments=layers", "microbatch_chunks=4"], (9, 9)),
     ],
 )
 def test_what_may_be_said(path: str, sets: list[str], pieces: tuple[int, ...]) -> None:
@@ -74,13 +74,17 @@ def test_what_may_be_said(path: str, sets: list[str], pieces: tuple[int, ...]) -
 
 def test_a_file_says_its_pieces(path: str) -> None:
     config = read(path, [sched(path, None)])
-    assert config.finer == read(path, ["pipeline.cut=layers"]).finer
+    assert config.finer == read(path, ["pipeline.stage_segments=layers"]).finer
     config = read(path, [sched(path, 9), "model.tied=false"])
-    assert config.finer.first == [0, 9, 18] and program_of(config).frozen == 9
+    assert config.finer.first == [0, 9, 18] and program_of(config).frozen_stages == 9
     for sets, word, hint in (
         (["model.layers=6"], "stage 0 has 3 layers, 13 pieces", "layers = 4"),
-        (["pipeline.division=1,3"], "stage 0 has 1 layer, 5 pieces", "division = [...]"),
-        (["pipeline.cut=9"], "cut is for what is compiled", ""),
+        (
+            ["pipeline.layers_per_stage=1,3"],
+            "stage 0 has 1 layer, 5 pieces",
+            "layers_per_stage = [...]",
+        ),
+        (["pipeline.stage_segments=9"], "stage_segments is for what is compiled", ""),
         (["model.kind=llama"], "kind llama have no pieces", "kind gpt"),
     ):
         with pytest.raises(ConfigError, match=word) as error:
@@ -105,16 +109,28 @@ def test_a_file_of_pieces_where_nobody_meets(path: str) -> None:
 @pytest.mark.parametrize(
     ("sets", "word"),
     [
-        (["pipeline.cut=5"], "stage 0 has 2 layers, 9 pieces with 'fgfgfgfg' between them, and"),
-        (["pipeline.cut=9,5"], "stage 1 has 2 layers, 9 pieces"),
-        (["pipeline.cut=9,9,9"], "3 entries for 2 stages"),
-        (["pipeline.cut=lines"], "not 'lines'"),
-        (["pipeline.cut=9", "pipeline.division=1,3"], "stage 0 has 1 layer, 5 pieces"),
-        (["pipeline.cut=layers", "pipeline.ranks=1"], "the first and the last of the pieces"),
-        (["pipeline.cut=layers", "model.kind=llama"], "kind llama have no pieces"),
-        (["pipeline.chunks=3"], "4 samples cannot be cut in 3 chunks"),
-        (["pipeline.chunks=0"], "at least 1"),
-        (["pipeline.fill=W", "pipeline.cut=layers"], "fill finds an order by costs"),
+        (
+            ["pipeline.stage_segments=5"],
+            "stage 0 has 2 layers, 9 pieces with 'fgfgfgfg' between them, and",
+        ),
+        (["pipeline.stage_segments=9,5"], "stage 1 has 2 layers, 9 pieces"),
+        (["pipeline.stage_segments=9,9,9"], "3 entries for 2 stages"),
+        (["pipeline.stage_segments=lines"], "not 'lines'"),
+        (
+            ["pipeline.stage_segments=9", "pipeline.layers_per_stage=1,3"],
+            "stage 0 has 1 layer, 5 pieces",
+        ),
+        (
+            ["pipeline.stage_segments=layers", "pipeline.ranks=1"],
+            "the first and the last of the pieces",
+        ),
+        (["pipeline.stage_segments=layers", "model.kind=llama"], "kind llama have no pieces"),
+        (["pipeline.microbatch_chunks=3"], "4 samples cannot be cut in 3 chunks"),
+        (["pipeline.microbatch_chunks=0"], "at least 1"),
+        (
+            ["pipeline.fill_collective_waits=W", "pipeline.stage_segments=layers"],
+            "fill_collective_waits needs costs",
+        ),
     ],
 )
 def test_what_is_refused(path: str, sets: list[str], word: str) -> None:
@@ -122,8 +138,10 @@ def test_what_is_refused(path: str, sets: list[str], word: str) -> None:
     with pytest.raises(ConfigError, match=word) as error:
         read(path, sets)
     assert error.value.where == f"--set {sets[0]}" and "\n" not in error.value.fact
-    if sets[0].startswith("pipeline.cut=") and len(sets) == 1:  # what else it may say is named
-        assert error.value.hint == 'cut = "layers"'
+    if (
+        sets[0].startswith("pipeline.stage_segments=") and len(sets) == 1
+    ):  # what else it may say is named
+        assert error.value.hint == 'stage_segments = "layers"'
 
 
 def test_whole_stages_are_as_before() -> None:

@@ -19,7 +19,7 @@ from schedir.errors import PlanError, UsageError
 from schedir.schedule_search.memory_frontier import MemoryFrontier, memory_frontier
 from tests.commands import refused, said
 
-SIZES = Sizes(saved=1e9, tape=4e8, activation=1e8, weights=5e9)
+SIZES = Sizes(saved=1e9, deferred_wgrad=4e8, activation=1e8, model_states=5e9)
 UNEVEN = Costs(F=(1, 1, 1, 1.5), I=(1, 1, 1, 1.5), W=(1, 1, 1, 1.5))
 CASES: dict[str, dict[str, Any]] = {
     "counts": {"plan": PipelineShape(4, 8), "costs": Costs(F=2, I=2, W=1, send=0.1)},
@@ -89,7 +89,10 @@ def test_runs_are_those_of_the_zoo() -> None:
 def test_the_same_numbers_give_the_same_frontier(
     ranks: int, microbatches: int, seed: int, sized: bool
 ) -> None:
-    plan, sizes = PipelineShape(ranks, microbatches), Sizes(saved=2, tape=1) if sized else None
+    plan, sizes = (
+        PipelineShape(ranks, microbatches),
+        Sizes(saved=2, deferred_wgrad=1) if sized else None,
+    )
     one, other = (
         memory_frontier(plan, Costs(W=0.5), sizes, evaluations=100, seed=seed, levels=3)
         for _ in "ab"
@@ -146,7 +149,7 @@ def test_the_command_tells_and_draws_it(
         for v in found.levels
     ]
     assert facts["complete"] and facts["memory"] == "in flight"
-    sized = said(capsys, *AT, "--frontier", "--sizes=saved=1GB,tape=0.4GB")
+    sized = said(capsys, *AT, "--frontier", "--sizes=saved=1GB,deferred_wgrad=0.4GB")
     assert "1 GB" in sized and "in flight" not in sized
     for wrong in (
         ("--memory-limit=4GB", "--sizes=saved=1GB"),

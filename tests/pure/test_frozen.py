@@ -37,6 +37,7 @@ from schedir.io import torch_csv
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.isa.instructions import OF_TRAINED, STEPS, Opcode
+from schedir.ir.pipeline.placement import named_of
 from schedir.ir.program import Program
 from schedir.passes.splitting.frozen_stages import without_backwards
 from schedir.schedules import one_f_one_b, pipedream_2bw
@@ -82,12 +83,13 @@ def test_only_what_is_of_backwards_goes(data: st.DataObject) -> None:
     else:
         where, v = getattr(source, "placed", ("loop", None))
         plan = PipelineShape(
-            2 * data.draw(st.integers(1, 2)), 2 * data.draw(st.integers(1, 3)), v or 1, where
-        )
+            2 * data.draw(st.integers(1, 2)), 2 * data.draw(st.integers(1, 3)),
+            v or named_of(where).stages_per_rank, where,
+        )  # fmt: skip
     frozen = data.draw(st.integers(0, plan.stages - 1))
-    how = {"clip": data.draw(st.booleans()), "tp": data.draw(st.integers(1, 2))}
+    how = {"clip_grad_norm": data.draw(st.booleans()), "tp": data.draw(st.integers(1, 2))}
     own_plan = None if isinstance(source, Program) else plan
-    program, whole = (lowered(source, own_plan, frozen=n, **how) for n in (frozen, 0))
+    program, whole = (lowered(source, own_plan, frozen_stages=n, **how) for n in (frozen, 0))
     if program is None or whole is None:
         return
     for model in MODELS:
@@ -103,8 +105,8 @@ def test_only_what_is_of_backwards_goes(data: st.DataObject) -> None:
 
 
 def test_what_it_saves() -> None:
-    program, whole = (compile(one_f_one_b, TWO_OF_FOUR, frozen=n) for n in (2, 0))
-    priced, sizes = Costs(F=1, B=2), Sizes(activation=1.0, saved=10.0, weights=100.0)
+    program, whole = (compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=n) for n in (2, 0))
+    priced, sizes = Costs(F=1, B=2), Sizes(activation=1.0, saved=10.0, model_states=100.0)
     assert simulate(program, priced).span == 2 + 8 * 3 + 3  # two forwards ahead of 1F1B on two
     assert simulate(whole, priced).span == 33
     assert peak_in_flight(program).tolist() == [0, 0, 2, 1]
@@ -119,25 +121,25 @@ def test_what_it_saves() -> None:
 
 
 def test_every_rank_steps_and_meets_at_the_norm() -> None:
-    program = compile(one_f_one_b, TWO_OF_FOUR, frozen=2, clip=True)
+    program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2, clip_grad_norm=True)
     texts = [[str(i) for i in stream][-3:] for stream in program.streams]
     assert texts[0][1:] == ["reduce_norm", "step"] and "reduce_grads 0" not in texts[0]
     assert texts[2] == ["reduce_grads 2", "reduce_norm", "step"]
 
 
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("frozen", [1, 2, 3])
+@pytest.mark.parametrize("frozen_stages", [1, 2, 3])
 @pytest.mark.parametrize("schedule", [pipedream_2bw, one_f_one_b])
-def test_several_updates(schedule: Any, frozen: int, clip: bool) -> None:
+def test_several_updates(schedule: Any, frozen_stages: int, clip: bool) -> None:
     """Frozen weights have one version, and a forward with them waits for no step."""
-    plan = PipelineShape(4, 12, updates=3, delay=1)
-    program = compile(schedule, plan, frozen=frozen, clip=clip)
+    plan = PipelineShape(4, 12, optimizer_steps=3, weight_delay=1)
+    program = compile(schedule, plan, frozen_stages=frozen_stages, clip_grad_norm=clip)
     for model in MODELS:
         check(program, model)
         assert verdict(program, model).kind == "ok"
-    assert peak_versions(program).tolist() == [1 if r < frozen else 2 for r in range(4)]
-    own = held(program, Sizes(version=1.0, weights=1.0))
-    assert [rank.fixed["versions"][0] for rank in own][:frozen] == [0] * frozen
+    assert peak_versions(program).tolist() == [1 if r < frozen_stages else 2 for r in range(4)]
+    own = held(program, Sizes(version=1.0, model_states=1.0))
+    assert [rank.fixed["versions"][0] for rank in own][:frozen_stages] == [0] * frozen_stages
     for stream in program.streams:  # each step stands behind the work of its update
         steps = [k for k, i in enumerate(stream) if i.op in STEPS]
         for update, at in enumerate(steps):
@@ -147,9 +149,9 @@ def test_several_updates(schedule: Any, frozen: int, clip: bool) -> None:
 
 def test_without_a_delay_a_flush_is_still_needed() -> None:
     with pytest.raises(ProgramError, match="needs the weights"):
-        compile(one_f_one_b, PipelineShape(4, 8, updates=2), frozen=1)
+        compile(one_f_one_b, PipelineShape(4, 8, optimizer_steps=2), frozen_stages=1)
     compile(
-        one_f_one_b, PipelineShape(4, 8, updates=2), frozen=3
+        one_f_one_b, PipelineShape(4, 8, optimizer_steps=2), frozen_stages=3
     )  # the last stage alone is trained
 
 
@@ -159,8 +161,8 @@ def ahead(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
 
 
 def test_frozen_forwards_wait_for_no_step_of_their_rank() -> None:
-    plan = PipelineShape(1, 4, 2, updates=2)
-    compile(ahead, plan, frozen=1)
+    plan = PipelineShape(1, 4, 2, optimizer_steps=2)
+    compile(ahead, plan, frozen_stages=1)
     with pytest.raises(ProgramError):
         compile(lambda r, P, m, v: m * F[0] + m * (F[1] + B[1] + B[0]), plan)
 
@@ -176,27 +178,29 @@ def edited(program: Program, a: str, b: str) -> Program:
 
 
 @pytest.mark.parametrize("order", [(2, 3, 0, 1), (0, 2, 3, 1), (3, 0, 1, 2)])
-@pytest.mark.parametrize("frozen", [1, 2])
+@pytest.mark.parametrize("frozen_stages", [1, 2])
 def test_a_rank_that_only_runs_forwards_ends_its_updates_in_turn(
-    order: tuple[int, ...], frozen: int
+    order: tuple[int, ...], frozen_stages: int
 ) -> None:
     """In its own Stream, too: it may be through with the first one only at its end."""
 
     def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
-        if rank < frozen:
+        if rank < frozen_stages:
             return sum((F.at(mb) for mb in order), 0 * F) + microbatches * B
         return microbatches * (F + B)
 
-    program = compile(mine, PipelineShape(3, 4, updates=2, delay=1), frozen=frozen)
+    program = compile(
+        mine, PipelineShape(3, 4, optimizer_steps=2, weight_delay=1), frozen_stages=frozen_stages
+    )
     for rank, stream in enumerate(program.streams):
         steps = [(at, i.mb) for at, i in enumerate(stream) if i.op in STEPS]
         assert [update for _, update in steps] == [0, 1]
         early = {i.mb for i in stream[steps[0][0] + 1 :] if i.op is O.Forward and i.mb < 2}
-        assert not (early and rank < frozen)
+        assert not (early and rank < frozen_stages)
 
 
 def test_a_backward_of_a_frozen_stage_is_refused() -> None:
-    program = compile(one_f_one_b, TWO_OF_FOUR, frozen=2)
+    program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2)
     with pytest.raises(CompletenessError, match="stage 1 is frozen") as caught:
         check(edited(program, "send_act 1.0\n", "send_act 1.0\n  B 1.0\n"))
     assert [str(site.instr) for site in caught.value.sites] == ["B 1.0"]
@@ -208,31 +212,31 @@ def test_a_backward_of_a_frozen_stage_is_refused() -> None:
     with pytest.raises(CompletenessError, match="stage 0 is frozen, and has no reduce_grads"):
         check(edited(program, "  step\n", "  reduce_grads 0\n  step\n"))
     with pytest.raises(CompletenessError, match="no backward in stage 1"):
-        check(replace(program, frozen=1))
+        check(replace(program, frozen_stages=1))
 
 
 @pytest.mark.parametrize("frozen", [-1, 4, 99, True, "2", 1.5])
 def test_a_number_of_the_first_stages_but_not_all(frozen: Any) -> None:
     with pytest.raises(PlanError) as caught:
-        compile(one_f_one_b, TWO_OF_FOUR, frozen=frozen)
-    assert caught.value.fields == ("frozen",)
+        compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=frozen)
+    assert caught.value.fields == ("frozen_stages",)
     if frozen in (4, 99):
         assert "forward_only" in caught.value.hint
 
 
 def test_one_weight_is_not_both() -> None:
     with pytest.raises(PlanError) as caught:
-        compile(one_f_one_b, TWO_OF_FOUR, frozen=1, tied=True)
-    assert caught.value.fields == ("tied", "frozen")
-    program = compile(one_f_one_b, TWO_OF_FOUR, frozen=2, tied=[(0, 1), (2, 3)])
+        compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=1, tied_weights=True)
+    assert caught.value.fields == ("tied_weights", "frozen_stages")
+    program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2, tied_weights=[(0, 1), (2, 3)])
     reduced = [[i.stage for i in s if i.op is O.ReduceTied] for s in program.streams]
     assert reduced == [[], [], [2], [3]]  # copies that are all frozen have nothing to sum
-    assert not [i for s in compile(one_f_one_b, TWO_OF_FOUR, frozen=2, tied=[(0, 1)]).streams
-                for i in s if i.op is O.ReduceTied]  # fmt: skip
+    program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2, tied_weights=[(0, 1)])
+    assert not [i for s in program.streams for i in s if i.op is O.ReduceTied]
 
 
 def test_torch_has_no_such_schedule() -> None:
-    program = compile(one_f_one_b, TWO_OF_FOUR, frozen=2)
+    program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2)
     for form in torch_csv.FORMS:
         with pytest.raises(UsageError, match="frozen"):
             torch_csv.to_csv(program, form)
@@ -264,11 +268,13 @@ def test_a_draft_may_say_what_is_left_out(schedule: Any, plan: PipelineShape) ->
     """And what is joined to it then runs alone."""
     whole = expand_schedule(schedule, plan)
     assert any(stream.joined.any() for stream in whole.streams)
-    said = check_draft(replace(whole, frozen=plan.stages // 2))
+    said = check_draft(replace(whole, frozen_stages=plan.stages // 2))
     less = without_backwards(said)
     assert check_draft(less) == less and len(less) < len(said)
     assert (
-        simulate(said).program == simulate(less).program == compile(whole, frozen=plan.stages // 2)
+        simulate(said).program
+        == simulate(less).program
+        == compile(whole, frozen_stages=plan.stages // 2)
     )
     pairs = [
         {s[k - 1].op, s[k].op} for s in less.streams for k in np.flatnonzero(s.joined).tolist()
@@ -284,22 +290,22 @@ def test_greedy_knows_of_it(data: st.DataObject) -> None:
     frozen, priced = data.draw(st.integers(0, plan.stages - 1)), data.draw(costs(plan))
     prefer = data.draw(st.sampled_from(["BF", "FB", "FIW", "IFW", "WIF"]))
     limits = [sum(s >= frozen for s in own) for own in plan.stages_of]
-    found = greedy_schedule(plan, prefer, limits.__getitem__, priced, frozen=frozen)
+    found = greedy_schedule(plan, prefer, limits.__getitem__, priced, frozen_stages=frozen)
     program = compile(found, costs=priced)
-    assert program.frozen == frozen and check_draft(found) == without_backwards(found)
-    check(program, "serial")
+    assert program.frozen_stages == frozen and check_draft(found) == without_backwards(found)
+    check(program, "blocking_serial")
     assert (peak_in_flight(program) <= limits).all()
 
 
-@pytest.mark.parametrize("frozen", [1, 2, 3])
+@pytest.mark.parametrize("frozen_stages", [1, 2, 3])
 @pytest.mark.parametrize("priced", [Costs(F=1, B=2), Costs(F=(3, 1, 1, 1), B=2), Costs(send=0.5)])
-def test_a_greedy_order_that_knows_is_not_worse(frozen: int, priced: Costs) -> None:
+def test_a_greedy_order_that_knows_is_not_worse(frozen_stages: int, priced: Costs) -> None:
     room = [4 - r for r in range(4)]
-    told = greedy_schedule(TWO_OF_FOUR, "BF", room.__getitem__, priced, frozen=frozen)
+    told = greedy_schedule(TWO_OF_FOUR, "BF", room.__getitem__, priced, frozen_stages=frozen_stages)
     untold = greedy_schedule(TWO_OF_FOUR, "BF", room.__getitem__, priced)
     spans = [
         simulate(compile(source, None if isinstance(source, Program) else TWO_OF_FOUR,
-                         costs=priced, frozen=frozen), priced).span
+                         costs=priced, frozen_stages=frozen_stages), priced).span
         for source in (told, untold, one_f_one_b)
     ]  # fmt: skip
     assert spans[0] == min(spans)
@@ -311,26 +317,26 @@ def test_a_greedy_order_that_knows_is_not_worse(frozen: int, priced: Costs) -> N
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--ranks", "4", "--microbatches", "8"]
     file = str(tmp_path / "frozen.sched")
-    assert main(["print", "one_f_one_b", *shape, "-O", "frozen=2", "-o", file]) == 0
-    assert from_text(Path(file).read_text()) == compile(one_f_one_b, TWO_OF_FOUR, frozen=2)
+    assert main(["print", "one_f_one_b", *shape, "-O", "frozen_stages=2", "-o", file]) == 0
+    assert from_text(Path(file).read_text()) == compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2)
     assert main(["check", file]) == 0
     assert main(["explain", file, "--costs", "F=1,B=2"]) == 0
-    assert main(["compare", file, "one_f_one_b", *shape, "-O", "frozen=2"]) == 0
-    assert main(["check", file, "-O", "frozen=1"]) == 2
+    assert main(["compare", file, "one_f_one_b", *shape, "-O", "frozen_stages=2"]) == 0
+    assert main(["check", file, "-O", "frozen_stages=1"]) == 2
     capsys.readouterr()
-    assert main(["check", "one_f_one_b", *shape, "-O", "frozen=4"]) == 2
+    assert main(["check", "one_f_one_b", *shape, "-O", "frozen_stages=4"]) == 2
     assert "nothing would be trained" in capsys.readouterr().err
 
 
 def test_compared_schedules_freeze_the_same_part_of_the_model(tmp_path: Path) -> None:
     """In however many stages they cut it."""
     file = tmp_path / "frozen.sched"
-    file.write_text(to_text(compile(one_f_one_b, TWO_OF_FOUR, frozen=2)))
-    said = {"ranks": 4, "microbatches": 8, "frozen": 2}
+    file.write_text(to_text(compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2)))
+    said = {"ranks": 4, "microbatches": 8, "frozen_stages": 2}
     for name in ("one_f_one_b", "interleaved", "dualpipe", "chimera", str(file)):
         program = Request(Source(name), said, usual={}, share=True).program
-        assert 2 * program.frozen == program.plan.stages
-    uneven = {**said, "frozen": 1, "placement": (0, 1, 1, 2, 3)}
+        assert 2 * program.frozen_stages == program.plan.stages
+    uneven = {**said, "frozen_stages": 1, "placement": (0, 1, 1, 2, 3)}
     with pytest.raises(PlanError) as caught:
         _ = Request(Source("gpipe"), uneven, usual={}, share=True).program
-    assert "frozen" in caught.value.fields
+    assert "frozen_stages" in caught.value.fields

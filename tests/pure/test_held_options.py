@@ -38,9 +38,10 @@ def run(zero: int, sizes: Sizes | None = SIZES, dp: int = 4, **more: Any) -> Tim
 SAID = """\
 held now: span 70, bubble 20.0%, 11.3 GB on the fullest device; what would take less time or \
 memory, by simulation:
-   -14.3%  zero=1, reduce="end": span 60, bubble 6.7%, 11.8 GB on the fullest device
+   -14.3%  zero=1, reduce_scatter_at="update_end": span 60, bubble 6.7%, \
+11.8 GB on the fullest device
    -11.4%  looped_bfs, breadth-first: span 62, bubble 9.7%, 10.8 GB on the fullest device
-    +0.0%  reduce="turn": span 70, bubble 20.0%, 10.3 GB on the fullest device
+    +0.0%  reduce_scatter_at="each_backward": span 70, bubble 20.0%, 10.3 GB on the fullest device
 """
 
 
@@ -57,8 +58,9 @@ def test_each_change_is_a_simulation_and_none_is_beaten(zero: int) -> None:
     assert held
     for one in held:
         program = one.run.program
-        assert program.proofs and (program.zero, program.reduce) in {
-            (0, "end"), (1, "end"), (2, "end"), (2, "turn"), (3, "end"), (3, "turn")
+        assert program.proofs and (program.zero, program.reduce_scatter_at) in {
+            (0, "update_end"), (1, "update_end"), (2, "update_end"), (2, "each_backward"),
+            (3, "update_end"), (3, "each_backward"),
         }  # fmt: skip
         again = simulate(program, repriced(COSTS, here.program, program.zero, SIZES), sizes=SIZES)
         assert (again.span, again.peak_memory.max()) == (one.run.span, most(one))
@@ -68,11 +70,13 @@ def test_each_change_is_a_simulation_and_none_is_beaten(zero: int) -> None:
 
 def test_above_a_limit_nothing_is_said() -> None:
     """More memory if it leaves room, and else none."""
-    here = run(3, active=1)
+    here = run(3, unsharded_stages=1)
     free = advise(here, COSTS).held
     high = 1.1 * max(map(most, free))
-    assert [one.what for one in advise(here, COSTS, limit=high).held] == [one.what for one in free]
-    least = advise(here, COSTS, limit=here.peak_memory.max()).held
+    assert [one.what for one in advise(here, COSTS, memory_limit=high).held] == [
+        one.what for one in free
+    ]
+    least = advise(here, COSTS, memory_limit=here.peak_memory.max()).held
     assert all(most(one) <= here.peak_memory.max() for one in least) and len(least) < len(free)
 
 
@@ -82,12 +86,12 @@ def test_without_replicas_or_sizes_nothing_is_said() -> None:
 
     assert levels(run(3, dp=1)) == []
     assert levels(run(0, sizes=None)) == []
-    assert levels(run(0, sizes=Sizes(weights=1e9))) == []
+    assert levels(run(0, sizes=Sizes(model_states=1e9))) == []
     assert levels(run(3, sizes=None), replace(COSTS, unshard=0)) == []
 
 
 def test_without_sizes_it_is_time_that_is_compared() -> None:
-    advice = advise(run(3, sizes=None, active=1), COSTS)
+    advice = advise(run(3, sizes=None, unsharded_stages=1), COSTS)
     assert advice.held and all(one.run.span < advice.base.span for one in advice.held)
     assert not any("GB" in one.in_words() for one in advice.held)
 
@@ -121,18 +125,18 @@ def test_what_is_told_stays_and_bytes_say_the_rest() -> None:
 
 def test_other_plans_keep_no_more_stages_whole_than_they_have() -> None:
     """A schedule with a stage per rank can be tried, though two are whole here."""
-    program = compile(schedules.interleaved, PLAN, dp=2, zero=3, active=2)
-    lowering = Lowering(program, "device")
-    assert lowering.options["active"] == 2
+    program = compile(schedules.interleaved, PLAN, dp=2, zero=3, unsharded_stages=2)
+    lowering = Lowering(program, "per_device")
+    assert lowering.options["unsharded_stages"] == 2
     other = lowering.of(expand_schedule(schedules.one_f_one_b, PipelineShape(2, 6)), COSTS)
-    assert other.zero == 3 and [slots.full for slots in other.slots] == [1, 1]
+    assert other.zero == 3 and [slots.unsharded_params for slots in other.slots] == [1, 1]
 
 
 @pytest.mark.parametrize("command", ["recommend", "compare one_f_one_b interleaved"])
 def test_schedules_with_fewer_stages_are_ranked_beside_others(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With `-O active=2`, of those with one stage per rank that one is whole."""
+    """With `-O unsharded_stages=2`, of those with one stage per rank that one is whole."""
     shape = [
         "--ranks=2",
         "--microbatches=4",
@@ -141,7 +145,7 @@ def test_schedules_with_fewer_stages_are_ranked_beside_others(
         "-O",
         "zero=3",
         "-O",
-        "active=2",
+        "unsharded_stages=2",
         "--json",
     ]
     found = {row["program"]: row for row in json.loads(said(capsys, *command.split(), *shape))}
@@ -150,7 +154,7 @@ def test_schedules_with_fewer_stages_are_ranked_beside_others(
 
 def test_the_command_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["explain", "interleaved", "--ranks=2", "--microbatches=6", "--stages-per-rank=3",
-             "-O", "dp=4", "-O", "zero=3", "-O", "active=1",
+             "-O", "dp=4", "-O", "zero=3", "-O", "unsharded_stages=1",
              "--costs=F=1,B=2,unshard=0.5,reduce_scatter=0.5,reduce_grads=1,step=2",
              "--sizes=activation=10MB,saved=100MB,params=1GB,grads=1GB,optimizer=6GB"]  # fmt: skip
     assert SAID in said(capsys, *shape)
@@ -158,5 +162,6 @@ def test_the_command_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["held"]["span"] == 70 and found["fits"]
     could = [(row["what"], row["span"]) for row in found["could_be_held"]]
     assert could == [
-        ('zero=1, reduce="end"', 60), ("looped_bfs, breadth-first", 62), ('reduce="turn"', 70)
+        ('zero=1, reduce_scatter_at="update_end"', 60), ("looped_bfs, breadth-first", 62),
+        ('reduce_scatter_at="each_backward"', 70)
     ]  # fmt: skip

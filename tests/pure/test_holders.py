@@ -25,9 +25,9 @@ from schedir.verify.check import check
 from tests.laws import plan_of
 
 APART: tuple[ProgressModel, ...] = (
-    "edge",
-    "pair",
-    "device",
+    "per_edge",
+    "per_pair",
+    "per_device",
 )  # reductions have a queue of their own
 
 
@@ -35,38 +35,42 @@ def at_the_end(program: Program) -> Program:
     """The sums of holders in the order of stages, behind all else but what needs them."""
     streams = []
     for stream in program.streams:
-        sums = stream.op == Opcode.ReduceHolders
+        sums = stream.op == Opcode.ReduceReplicatedStages
         words = stream.words[~sums]
         after = int(np.isin(stream.op[~sums], (Opcode.ReduceTied, Opcode.OptimizerStep)).argmax())
         streams.append(Stream(np.insert(words, after, np.sort(stream.words[sums]))))
     return replace(program, streams=tuple(streams))
 
 
-def span(program: Program, costs: Costs, model: ProgressModel, *, blocks: bool) -> float:
-    check(program, model, blocks=blocks)
-    return float(walk(Graph(program, model, blocks=blocks), costs).end.max())
+def span(
+    program: Program, costs: Costs, progress_model: ProgressModel, *, blocking_hosts: bool
+) -> float:
+    check(program, progress_model, blocking_hosts=blocking_hosts)
+    return float(
+        walk(Graph(program, progress_model, blocking_hosts=blocking_hosts), costs).end.max()
+    )
 
 
 @pytest.mark.parametrize("schedule", [chimera, dualpipe])
 @pytest.mark.parametrize("P", [2, 4, 6])
 def test_one_of_two_sums_is_hidden(P: int, schedule: Schedule) -> None:
     """The earlier one goes on beside what is left to compute."""
-    costs = Costs(reduce_holders=0.5)
+    costs = Costs(reduce_replicated_stages=0.5)
     program = compile(schedule, plan_of(schedule, P, 2 * P), costs=costs)
     for model in APART:
-        free = span(program, Costs(), model, blocks=False)
+        free = span(program, Costs(), model, blocking_hosts=False)
         for blocks in (False, True):
-            assert span(program, costs, model, blocks=blocks) == free + 0.5
-        assert span(at_the_end(program), costs, model, blocks=False) == free + 1
+            assert span(program, costs, model, blocking_hosts=blocks) == free + 0.5
+        assert span(at_the_end(program), costs, model, blocking_hosts=False) == free + 1
 
 
 def mirrored(ranks: int, units: int, schedule: Schedule | str, costs: Costs, tied: bool) -> Program:
     """A program of two directions."""
     plan = PipelineShape(ranks, 2 * units * ranks, placement="mirror")
     if not isinstance(schedule, str):
-        return compile(schedule, plan, costs=costs, tied=tied)
+        return compile(schedule, plan, costs=costs, tied_weights=tied)
     found = greedy_schedule(plan, schedule, lambda rank: 2 + (ranks + rank) // 2, costs)
-    return lower(replace(found, tied=tied_stages(tied, plan)), costs)
+    return lower(replace(found, tied_weights=tied_stages(tied, plan)), costs)
 
 
 amounts = st.sampled_from([0.0, 0.25, 1.0, 3.0, 10.0])
@@ -89,16 +93,18 @@ def test_no_step_is_longer_than_with_sums_at_the_end(
 ) -> None:
     holders, grads, tied_, send = reductions
     F, I, W = (tuple(times[k::3][:ranks]) for k in range(3))
-    costs = Costs(F, I, W, send=send, reduce_holders=holders, reduce_grads=grads, reduce_tied=tied_)
+    costs = Costs(
+        F, I, W, send=send, reduce_replicated_stages=holders, reduce_grads=grads, reduce_tied=tied_
+    )
     # What two holders do at different times may hold up what one of them reduces alone.
     slack = grads * isinstance(schedule, str) + 1e-9
     program = mirrored(ranks, units, schedule, costs, tied)
     late = at_the_end(program)
     for model in MODELS:
         for blocks in (False, True):
-            early = span(program, costs, model, blocks=blocks)
+            early = span(program, costs, model, blocking_hosts=blocks)
             if model in APART:
-                assert early <= span(late, costs, model, blocks=blocks) + slack
+                assert early <= span(late, costs, model, blocking_hosts=blocks) + slack
 
 
 def test_replicas_come_first() -> None:

@@ -37,12 +37,12 @@ from schedir.schedules.schedule_algebra import B, F
 from schedir.testing import shapes
 from schedir.testing.strategies import random_compute_program
 
-ROWS = (Opcode.OffloadGrads, Opcode.StepHost, Opcode.ReloadWeights)
+ROWS = (Opcode.OffloadGrads, Opcode.HostOptimizerStep, Opcode.ReloadWeights)
 PLAN = PipelineShape(2, 4, 3)
 
 
 def lowered(schedule: Any = interleaved, plan: PipelineShape = PLAN, **how: Any) -> Program:
-    return schedir.compile(schedule, plan, states="cpu", **how)
+    return schedir.compile(schedule, plan, optimizer_placement="cpu_step", **how)
 
 
 def names(program: Program, rank: int) -> list[str]:
@@ -53,10 +53,10 @@ def names(program: Program, rank: int) -> list[str]:
 
 
 def test_gradients_go_behind_their_reduction_where_nobody_else_adds() -> None:
-    stream = [str(i) for i in lowered(clip=True).streams[1]]
+    stream = [str(i) for i in lowered(clip_grad_norm=True).streams[1]]
     for s in (5, 3, 1):
         assert stream[stream.index(f"reduce_grads {s}") + 1] == f"offload_grads {s}"
-    steps = [f"step_host {s}" for s in (5, 3, 1)]
+    steps = [f"host_step {s}" for s in (5, 3, 1)]
     assert stream[-8:] == [
         "reduce_norm",
         *steps,
@@ -67,10 +67,10 @@ def test_gradients_go_behind_their_reduction_where_nobody_else_adds() -> None:
     for how in ways:  # the host waits for sums at the end
         stream = [str(i) for i in lowered(**how).streams[1]]
         assert [i.split()[0] for i in stream[-10:-1]] == [
-            *["offload_grads"] * 3, *["step_host"] * 3, *["reload_weights"] * 3,
+            *["offload_grads"] * 3, *["host_step"] * 3, *["reload_weights"] * 3,
         ]  # fmt: skip
-    stream = [str(i) for i in lowered(tied=True).streams[1]]
-    assert stream[-9:-6] == ["reduce_tied 5", "offload_grads 5", "step_host 3"]
+    stream = [str(i) for i in lowered(tied_weights=True).streams[1]]
+    assert stream[-9:-6] == ["reduce_tied 5", "offload_grads 5", "host_step 3"]
 
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.booleans(), st.integers(0, 3), st.integers(1, 2))
@@ -78,10 +78,15 @@ def test_any_draft_has_them_once_and_is_legal(
     plan: PipelineShape, seed: int, clip: bool, zero: int, dp: int
 ) -> None:
     draft = random_compute_program(plan, random.Random(seed))
-    how: dict[str, Any] = {"clip": clip, "zero": zero, "dp": dp, "tied": plan.stages > 1}
+    how: dict[str, Any] = {
+        "clip_grad_norm": clip,
+        "zero": zero,
+        "dp": dp,
+        "tied_weights": plan.stages > 1,
+    }
     program = lowered(draft, plan, **how)
     for model in MODELS:
-        schedir.check(program, model, blocks=True)
+        schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
     for op in ROWS:
         assert np.count_nonzero(program.op == op) == plan.holders.size
@@ -91,7 +96,7 @@ def test_any_draft_has_them_once_and_is_legal(
 
 
 def test_what_is_frozen_or_does_not_step_has_none() -> None:
-    assert len(names(lowered(frozen=3), 0)) == 3
+    assert len(names(lowered(frozen_stages=3), 0)) == 3
     assert not lowered(forward_only, PipelineShape(2, 4)).ops & {*ROWS}
     both = lowered(dualpipe, PipelineShape(2, 4, placement="mirror"))  # each holder has its own
     assert len(names(both, 0)) == len(names(both, 1)) == 6
@@ -117,35 +122,37 @@ def moved(text: str, what: str, before: str) -> Program:
         ("offload_grads 3", "reduce_grads 3", OrderError, "reduce_grads 3 gives only later"),
         ("offload_grads 1", "reduce_tied 5", None, ""),
         ("offload_grads 5", "reduce_tied 5", OrderError, "reduce_tied 5 gives only later"),
-        ("step_host 3", "offload_grads 3", OrderError, "gives only later"),
-        ("step_host 3", "offload_grads 1", OrderError, "gives only later"),
-        ("reduce_norm", "step_host 1", OrderError, "gives only later"),
-        ("reload_weights 3", "step_host 3", OrderError, "step_host 3 gives only later"),
+        ("host_step 3", "offload_grads 3", OrderError, "gives only later"),
+        ("host_step 3", "offload_grads 1", OrderError, "gives only later"),
+        ("reduce_norm", "host_step 1", OrderError, "gives only later"),
+        ("reload_weights 3", "host_step 3", OrderError, "host_step 3 gives only later"),
         ("step", "reload_weights 1", OrderError, "gives only later"),
         ("offload_grads 3", "", CompletenessError, "offload_grads 3"),
-        ("step_host 3", "", CompletenessError, "step_host 3"),
+        ("host_step 3", "", CompletenessError, "host_step 3"),
         ("reload_weights 3", "", CompletenessError, "reload_weights 3"),
     ],
 )
 def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
     """A gradient that is not all of it, a step before all is there, weights that are not new."""
-    text = schedir.to_text(lowered(clip=True, tied=True), folded=False)
+    text = schedir.to_text(lowered(clip_grad_norm=True, tied_weights=True), folded=False)
     program = moved(text, what, before)
     if error is None:
-        schedir.check(program, blocks=True)
+        schedir.check(program, blocking_hosts=True)
         return
     with pytest.raises(error, match=says):
-        schedir.check(program, blocks=True)
+        schedir.check(program, blocking_hosts=True)
 
 
-@pytest.mark.parametrize("op", ["offload_grads", "step_host", "reload_weights"])
+@pytest.mark.parametrize("op", ["offload_grads", "host_step", "reload_weights"])
 def test_twice_or_not_asked_for_is_refused(op: str) -> None:
     text = schedir.to_text(lowered(), folded=False)
     with pytest.raises(ProgramError):
         schedir.check(schedir.from_text(text.replace(f"  {op} 3\n", f"  {op} 3\n  {op} 3\n")))
-    for said in ("", "states device\n", "states host\n"):
-        with pytest.raises(CompletenessError, match=r"states (device|host)|load_state"):
-            schedir.check(schedir.from_text(text.replace("states cpu\n", said)))
+    for said in ("", "optimizer_placement device\n", "optimizer_placement host\n"):
+        with pytest.raises(
+            CompletenessError, match=r"optimizer_placement (device|host)|load_state"
+        ):
+            schedir.check(schedir.from_text(text.replace("optimizer_placement cpu_step\n", said)))
 
 
 def test_a_host_that_waits_for_a_sum_may_wait_for_ever() -> None:
@@ -153,24 +160,28 @@ def test_a_host_that_waits_for_a_sum_may_wait_for_ever() -> None:
     come to its side of a sum must not stand behind."""
     program = lowered(dualpipe, PipelineShape(2, 4, placement="mirror"))
     first, rest = schedir.to_text(program, folded=False).split("rank 1", 1)
-    gone, goes, message = "  reduce_holders 1\n", "  offload_grads 1\n", "  send_grad 1.0\n"
+    gone, goes, message = (
+        "  reduce_replicated_stages 1\n",
+        "  offload_grads 1\n",
+        "  send_grad 1.0\n",
+    )
     assert all(rest.count(line) == 1 for line in (gone, goes, message))
     rest = rest.replace(message, "").replace(gone, gone + message)
-    schedir.check(schedir.from_text(f"{first}rank 1{rest}"), blocks=True)
+    schedir.check(schedir.from_text(f"{first}rank 1{rest}"), blocking_hosts=True)
     rest = rest.replace(goes, "").replace(message, goes + message)
     late = schedir.from_text(f"{first}rank 1{rest}")
     schedir.check(late)
     with pytest.raises(DeadlockError):
-        schedir.check(late, blocks=True)
+        schedir.check(late, blocking_hosts=True)
 
 
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(OrderError, match="needs the weights"):  # without a flush
-        lowered(one_f_one_b, PipelineShape(2, 4, updates=2))
-    with pytest.raises(PlanError, match="validate is 'after'"):
-        lowered(clip=True, validate="after")
+        lowered(one_f_one_b, PipelineShape(2, 4, optimizer_steps=2))
+    with pytest.raises(PlanError, match="norm_check='after_step'"):
+        lowered(clip_grad_norm=True, norm_check="after_step")
     with pytest.raises(UsageError, match="states lie on the host"):
-        lowered(state_slots=2)
+        lowered(optimizer_device_buffers=2)
 
 
 # ---------------------------------------------------------------- bytes and time
@@ -181,7 +192,7 @@ def test_bytes_are_told_by_tier(zero: int) -> None:
     """On the host the optimizer's state, gradients and weights, or a replica's part of them, all
     the time; on the device no state at any time."""
     dp, sizes = 2, Sizes(optimizer=(8, 16, 24, 32, 40, 48), params=2, grads=4)
-    more: dict[str, Any] = {"dp": dp, "zero": zero, "active": 3 if zero == 3 else None}
+    more: dict[str, Any] = {"dp": dp, "zero": zero, "unsharded_stages": 3 if zero == 3 else None}
     run = schedir.simulate(lowered(**more), Costs(), sizes=sizes)
     for rank, curve in enumerate(run.memory_on("host")):
         own = sum(8 * (s + 1) + 2 + 4 for s in range(rank, 6, 2))
@@ -194,29 +205,31 @@ def test_bytes_are_told_by_tier(zero: int) -> None:
 def test_a_limit_of_the_host_counts_what_it_has() -> None:
     sizes = Sizes(saved=10, optimizer=100, params=10, grads=10)
     plan = PipelineShape(2, 4, 4)
-    lowered(plan=plan, sizes=sizes, host_limit=480, limit=170)
-    with pytest.raises(MemoryLimitError, match=r"(?s)480 B on the host.*states='device'"):
-        lowered(plan=plan, sizes=sizes, host_limit=479)
+    lowered(plan=plan, sizes=sizes, host_memory_limit=480, memory_limit=170)
+    with pytest.raises(
+        MemoryLimitError, match=r"(?s)480 B on the host.*optimizer_placement='device'"
+    ):
+        lowered(plan=plan, sizes=sizes, host_memory_limit=479)
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (0.5, 3, 0.25), (2, 0.5, 1)])
 def test_a_step_is_a_pipeline_of_three(times: tuple[float, float, float]) -> None:
     """All gradients come before any stage is stepped, for these may not be finite."""
     away, step, back = times
-    costs = Costs(F=0, B=0, offload_grads=away, step_host=step, reload_weights=back)
+    costs = Costs(F=0, B=0, offload_grads=away, host_step=step, reload_weights=back)
     span = schedir.simulate(lowered(looped_bfs, PipelineShape(1, 2, 3)), costs).span
     assert span == pytest.approx(3 * away + step + back + 2 * max(step, back))
 
 
 def test_gradients_go_under_backwards_and_hosts_step_beside_other_ranks() -> None:
-    costs = Costs(F=1, B=2, offload_grads=1, step_host=1, reload_weights=0.5)
+    costs = Costs(F=1, B=2, offload_grads=1, host_step=1, reload_weights=0.5)
     program = lowered(looped_bfs, PipelineShape(1, 4, 4))
     alone = schedir.simulate(schedir.compile(looped_bfs, PipelineShape(1, 4, 4)), costs).span
     assert schedir.simulate(program, costs).span == alone + 1 + 4 + 0.5
     plan = PipelineShape(4, 8)  # the last rank's host steps while the first rank computes
     spans = [
-        schedir.simulate(schedir.compile(one_f_one_b, plan, states=states), costs).span
-        for states in ("device", "cpu")
+        schedir.simulate(schedir.compile(one_f_one_b, plan, optimizer_placement=states), costs).span
+        for states in ("device", "cpu_step")
     ]
     assert spans[1] == spans[0] + 1 + 1 + 0.5
     idle = by_cause(idleness(schedir.simulate(program, costs)), 1)
@@ -232,14 +245,17 @@ def test_a_cluster_prices_them() -> None:
     sizes = Sizes(activation=1, params=2e9, grads=4e9, optimizer=12e9)
     costs, plan = Costs(F=1, B=2), PipelineShape(2, 4)
     for zero, part in ((0, 1), (1, 2)):
-        found = node.costs(plan, sizes, costs, dp=2, zero=zero, states="cpu")
+        found = node.costs(plan, sizes, costs, dp=2, zero=zero, optimizer_placement="cpu_step")
         assert found.offload_grads == pytest.approx(4e9 / 20e9 / part)
         assert found.reload_weights == pytest.approx(2e9 / 20e9 / part)
-        assert found.step_host == pytest.approx((2 * 2e9 + 4e9 + 2 * 12e9) / 100e9 / part)
-        assert found.step == 0 and found.load_state is None
+        assert found.host_step == pytest.approx((2 * 2e9 + 4e9 + 2 * 12e9) / 100e9 / part)
+        assert found.step == 0 and found.reload_state is None
     with pytest.raises(UsageError, match="nobody tells dram"):
-        Cluster(**made).costs(plan, sizes, costs, dp=2, states="cpu")
-    assert Cluster(**made).costs(plan, sizes, costs, dp=2, states="host").step_host is None
+        Cluster(**made).costs(plan, sizes, costs, dp=2, optimizer_placement="cpu_step")
+    assert (
+        Cluster(**made).costs(plan, sizes, costs, dp=2, optimizer_placement="host").host_step
+        is None
+    )
 
 
 # ---------------------------------------------------------------- several updates
@@ -247,58 +263,72 @@ def test_a_cluster_prices_them() -> None:
 
 def late(P: int = 2, n: int = 3, updates: int = 3, **how: Any) -> Program:
     """An update of n microbatches is stepped while the next is computed."""
-    return lowered(pipedream_2bw, PipelineShape(P, n * updates, updates=updates, delay=1), **how)
+    return lowered(
+        pipedream_2bw, PipelineShape(P, n * updates, optimizer_steps=updates, weight_delay=1), **how
+    )
 
 
 def test_an_update_is_stepped_under_the_next_and_awaited_by_the_one_behind() -> None:
-    ends = [i for i in map(str, late(clip=True).streams[1]) if i[:4] not in ("recv", "send")]
-    first = ends.index("release_grads")
+    ends = [
+        i for i in map(str, late(clip_grad_norm=True).streams[1]) if i[:4] not in ("recv", "send")
+    ]
+    first = ends.index("check_grads_finite")
     assert ends[first - 3 : first + 3] == [
-        "reduce_grads 1", "offload_grads 1", "reduce_norm", "release_grads", "step_host 1", "F 1.3",
+        "reduce_grads 1", "offload_grads 1", "reduce_norm", "check_grads_finite", "host_step 1",
+        "F 1.3",
     ]  # fmt: skip
     at = ends.index("step")
     assert ends[at - 3 : at + 2] == [
         "B 1.5", "reduce_grads 1.1", "reload_weights 1", "step", "offload_grads 1.1",
     ]  # fmt: skip
-    ahead = [str(i) for i in late(clip=True).streams[0] if str(i)[:4] not in ("recv", "send")]
+    ahead = [
+        str(i) for i in late(clip_grad_norm=True).streams[0] if str(i)[:4] not in ("recv", "send")
+    ]
     at = ahead.index("step")  # F of the third update stands ahead of the last B of the second
     assert ahead[at - 2 : at + 2] == ["B 0.4", "reload_weights 0", "step", "F 0.6"]
-    flush = lowered(lambda r, P, m: m // 2 * (2 * F + 2 * B), PipelineShape(1, 4, updates=2))
+    flush = lowered(
+        lambda r, P, m: m // 2 * (2 * F + 2 * B), PipelineShape(1, 4, optimizer_steps=2)
+    )
     assert [str(i) for i in flush.streams[0]][5:10] == [  # no delay: nothing goes on meanwhile
-        "offload_grads 0", "release_grads", "step_host 0", "reload_weights 0", "step",
+        "offload_grads 0", "check_grads_finite", "host_step 0", "reload_weights 0", "step",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("what", "before", "says"),
     [
-        ("release_grads", "offload_grads 1", "release_grads needs the gradient on the host"),
-        ("step_host 1", "release_grads", "step_host 1 needs the word on gradients"),
-        ("B 1.3", "release_grads", "B 1.3 is of update 1"),
+        (
+            "check_grads_finite",
+            "offload_grads 1",
+            "check_grads_finite needs the gradient on the host",
+        ),
+        ("host_step 1", "check_grads_finite", "host_step 1 needs the check of the gradients"),
+        ("B 1.3", "check_grads_finite", "B 1.3 is of update 1"),
         ("offload_grads 1.1", "step", "offload_grads 1.1 needs the weights"),
         ("reduce_norm 1", "step", "reduce_norm 1, of update 1, comes before step"),
-        ("release_grads 1", "step", "gives only later|comes before step"),
+        ("check_grads_finite 1", "step", "gives only later|comes before step"),
         ("step", "reload_weights 1", "gives only later"),
-        ("release_grads", "", "release_grads is missing on rank 1"),
+        ("check_grads_finite", "", "check_grads_finite is missing on rank 1"),
     ],
 )
 def test_updates_that_would_mix_are_refused(what: str, before: str, says: str) -> None:
-    program = moved(schedir.to_text(late(clip=True), folded=False), what, before)
+    program = moved(schedir.to_text(late(clip_grad_norm=True), folded=False), what, before)
     with pytest.raises(ProgramError, match=says):
-        schedir.check(program, blocks=True)
+        schedir.check(program, blocking_hosts=True)
 
 
 def test_one_update_releases_nothing() -> None:
     text = schedir.to_text(lowered(), folded=False).replace(
-        "  step_host 3\n", "  release_grads\n  step_host 3\n"
+        "  host_step 3\n", "  check_grads_finite\n  host_step 3\n"
     )
     with pytest.raises(CompletenessError, match="no next update to add to them"):
         schedir.check(schedir.from_text(text))
     text = schedir.to_text(
-        schedir.compile(pipedream_2bw, PipelineShape(2, 4, updates=2, delay=1)), folded=False
+        schedir.compile(pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)),
+        folded=False,
     )
-    with pytest.raises(CompletenessError, match="states device"):
-        schedir.check(schedir.from_text(text.replace("  step\n", "  release_grads\n  step\n")))
+    with pytest.raises(CompletenessError, match="optimizer_placement device"):
+        schedir.check(schedir.from_text(text.replace("  step\n", "  check_grads_finite\n  step\n")))
 
 
 @given(
@@ -308,9 +338,9 @@ def test_one_update_releases_nothing() -> None:
 def test_a_program_of_several_updates_is_legal_with_the_host_where_it_is_without(
     P: int, v: int, each: int, updates: int, delay: int, seed: int, clip: bool, tied: bool
 ) -> None:
-    plan = PipelineShape(P, each * updates, v, updates=updates, delay=delay)
+    plan = PipelineShape(P, each * updates, v, optimizer_steps=updates, weight_delay=delay)
     draft = random_compute_program(plan, random.Random(seed))
-    how: dict[str, Any] = {"clip": clip, "tied": tied and plan.stages > 1}
+    how: dict[str, Any] = {"clip_grad_norm": clip, "tied_weights": tied and plan.stages > 1}
     try:
         plain = schedir.compile(draft, plan, **how)
     except ProgramError:
@@ -318,12 +348,12 @@ def test_a_program_of_several_updates_is_legal_with_the_host_where_it_is_without
     program = lowered(draft, plan, **how)
     for model in MODELS:
         try:
-            schedir.check(plain, model, blocks=True)
+            schedir.check(plain, model, blocking_hosts=True)
         except ProgramError:  # ranks that meet, where all is one queue
             continue
-        schedir.check(program, model, blocks=True)
+        schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
-    added = np.isin(program.op, (*ROWS, Opcode.ReleaseGrads))
+    added = np.isin(program.op, (*ROWS, Opcode.CheckGradsFinite))
     stay = program.op[~added] != Opcode.OptimizerStep
     words = program.words[~added][stay]
     assert (words == plain.words[plain.op != Opcode.OptimizerStep]).all()
@@ -334,7 +364,7 @@ def test_what_the_host_does_is_hidden_under_the_next_update() -> None:
     updates, n = 6, 8
     costs = Costs(F=1, B=2, offload_grads=0.25, reload_weights=0.25)
     for host in (0, 4, 12, 20, 30):
-        span = schedir.simulate(late(1, n, updates), replace(costs, step_host=host)).span
+        span = schedir.simulate(late(1, n, updates), replace(costs, host_step=host)).span
         each = max(n * 3, host + 0.5)  # of an update: what is computed, or what the host does
         copies = (updates - 1) * 0.25 * (host + 0.25 <= n * 3)  # of gradients, which compute awaits
         first = n * 3 + 0.25 + host + 0.25
@@ -343,6 +373,10 @@ def test_what_the_host_does_is_hidden_under_the_next_update() -> None:
 
 @pytest.mark.parametrize("states", ["host", "disk"])
 def test_what_the_device_steps_is_stepped_in_one_update(states: str) -> None:
-    with pytest.raises(PlanError, match="2 updates") as told:
-        schedir.compile(pipedream_2bw, PipelineShape(2, 4, updates=2, delay=1), states=states)
-    assert "states='cpu'" in told.value.hint
+    with pytest.raises(PlanError, match="optimizer_steps=1, not 2") as told:
+        schedir.compile(
+            pipedream_2bw,
+            PipelineShape(2, 4, optimizer_steps=2, weight_delay=1),
+            optimizer_placement=states,
+        )
+    assert "'cpu_step'" in told.value.hint

@@ -135,8 +135,8 @@ TEXTS = {
         '[pipeline]\nschedule = "a\\u0000.timeline"', '[pipeline]\nschedule = "\\u0000"',
         f'[pipeline]\nschedule = "gpipe({"(" * DEEP}"',
         f'[pipeline]\nschedule = "gpipe(a={DIGITS})"',
-        '[output]\nfolder = "a\\u0000"', '[output]\ntrace = "a\\u0000"',
-        f'[output]\nfolder = "{"x" * 5000}"',
+        '[output]\ndir = "a\\u0000"', '[output]\ntrace = "a\\u0000"',
+        f'[output]\ndir = "{"x" * 5000}"',
         "[pipeline]\nranks = 1000\nmicrobatches = 1000000",
         '[pipeline]\nschedule = "interleaved"\nranks = 32768\nmicrobatches = 1048576',
     ],
@@ -171,7 +171,7 @@ def test_a_run_without_times_is_refused_before_its_program_unfolds(tmp_path: Pat
     n = 2**23
     header = {
         "schedir_timeline": 1, "instructions": n, "digest": "", "kind": "predicted", "unit": "",
-        "model": "edge", "clock_error": 0,
+        "progress_model": "per_edge", "clock_error": 0,
     }  # fmt: skip
     rows = "".join(f"  1048576 x  F {s}.0+1; B {s}.0+1\n" for s in range(4))
     with ZipFile(tmp_path / "a.timeline", "w") as archive:
@@ -270,13 +270,15 @@ def test_a_file_has_the_limit_in_python_too(tmp_path: Path) -> None:
 
 @given(compute_programs(), st.integers(0, 2))
 def test_no_program_is_refused_for_more_instructions_than_it_has(
-    draft: Program, frozen: int
+    draft: Program, frozen_stages: int
 ) -> None:
-    frozen = min(frozen, draft.plan.stages - 1)
-    program = schedir.compile(replace(draft, frozen=frozen))
+    frozen_stages = min(frozen_stages, draft.plan.stages - 1)
+    program = schedir.compile(replace(draft, frozen_stages=frozen_stages))
     with schedir.input_limits(instructions=len(program)):
-        schedir.compile(replace(draft, frozen=frozen))
-        program.plan.require_room_lowered(trains=program.trains, frozen=program.frozen)
+        schedir.compile(replace(draft, frozen_stages=frozen_stages))
+        program.plan.require_room_lowered(
+            trains=program.trains, frozen_stages=program.frozen_stages
+        )
 
 
 RUNS = """

@@ -17,7 +17,7 @@ from schedir.hang_diagnosis.post_mortem import leave_verdict
 from schedir.io.black_box import AT, FOLDER, PROGRAM, BlackBox, BlackBoxField, ProcessPhase, run_of
 from tests.commands import refused
 
-PROGRAM_RUN = compile(schedules.one_f_one_b, PipelineShape(2, 2), model="edge")
+PROGRAM_RUN = compile(schedules.one_f_one_b, PipelineShape(2, 2), progress_model="per_edge")
 LONG = 5 * 10**9
 Capture = pytest.CaptureFixture[str]
 Change = Callable[[memoryview], None]

@@ -68,12 +68,14 @@ CHANGES = ("swap_any", "move_anywhere", "join_computes", "join_transfers", "join
 
 @given(st.sampled_from(CHANGES), st.sampled_from(MODELS), st.booleans(), st.integers(0, 2**32))
 @settings(deadline=None)
-def test_of_programs(change: str, model: ProgressModel, blocks: bool, seed: int) -> None:
+def test_of_programs(
+    change: str, progress_model: ProgressModel, blocking_hosts: bool, seed: int
+) -> None:
     rng = random.Random(seed)
     for program in mutate(change, seed):
         program = with_slots(program, rng)
         ends = known(program, rng) if seed % 3 == 0 else None
-        graph = Graph(program, model, blocks=blocks)
+        graph = Graph(program, progress_model, blocking_hosts=blocking_hosts)
         event("ends" if agree(problem_of(graph, odd(program.plan, rng), ends)) else "hangs")
 
 

@@ -32,8 +32,8 @@ def without(program: Program, rank: int, what: str) -> Program:
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("update", range(2))
 def test_one_of_all_ranks_is_missing(rank: int, update: int) -> None:
-    plan = PipelineShape(3, 4, updates=2, delay=1)
-    program = compile(one_f_one_b, plan, clip=True)
+    plan = PipelineShape(3, 4, optimizer_steps=2, weight_delay=1)
+    program = compile(one_f_one_b, plan, clip_grad_norm=True)
     met(program)
     what = "reduce_norm" + " 1" * update
     with pytest.raises(UnmatchedTransferError, match=f"meets no other on rank {rank}") as caught:
@@ -51,9 +51,9 @@ def test_one_of_two_holders_is_missing(stage: int, side: int) -> None:
     met(program)
     rank, other = plan.holders[side, stage], plan.holders[1 - side, stage]
     with pytest.raises(UnmatchedTransferError, match=f"meets no other on rank {rank}") as caught:
-        met(without(program, rank, f"reduce_holders {stage}"))
+        met(without(program, rank, f"reduce_replicated_stages {stage}"))
     (site,) = caught.value.sites
-    assert str(site.instr) == f"reduce_holders {stage}" and site.rank == other
+    assert str(site.instr) == f"reduce_replicated_stages {stage}" and site.rank == other
 
 
 def test_programs_without_meetings() -> None:

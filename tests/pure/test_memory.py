@@ -16,7 +16,7 @@ from schedir.compiler.compile import check_memory, compile, lower
 from schedir.errors import MemoryLimitError, UsageError, format_bytes
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes, bytes_of
-from schedir.ir.isa.instructions import ROWS, SENDS, Instr, Opcode, Token
+from schedir.ir.isa.instructions import ROWS, SENDS, Instr, Opcode, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, SlotCounts
 from schedir.passes.communication.transfer_overlap import group_opposites
@@ -38,12 +38,12 @@ def sizes(draw: st.DrawFn, plan: PipelineShape) -> Sizes:
         each = st.lists(one, min_size=plan.stages, max_size=plan.stages).map(tuple)
         return draw(one | each)
 
-    names = ("activation", "gradient", "saved", "tape", "weights")
+    names = ("activation", "gradient", "saved", "deferred_wgrad", "model_states")
     given = Sizes(**{name: some() for name in names if draw(st.booleans())})
     if draw(st.booleans()):
-        saved, tape = (given.of(name, plan.stages) for name in ("saved", "tape"))
+        saved, tape = (given.of(name, plan.stages) for name in ("saved", "deferred_wgrad"))
         new = [draw(st.integers(0, int(n))) for n in np.minimum(saved, tape)]
-        given = replace(given, both=tuple(np.maximum(saved, tape) + new))
+        given = replace(given, saved_and_deferred=tuple(np.maximum(saved, tape) + new))
     return given
 
 
@@ -52,10 +52,11 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
     program = machine.program
     plan, stream = program.plan, program.streams[rank]
     size = {name: given.of(name, plan.stages).tolist() for name in
-            ("activation", "gradient", "saved", "tape", "both", "weights")}  # fmt: skip
+            ("activation", "gradient", "saved", "deferred_wgrad", "saved_and_deferred",
+             "model_states")}  # fmt: skip
     values, at = machine.values(rank), {i: k for k, i in enumerate(stream)}
     number = slots_by_hand(machine, rank)
-    fixed = {"weights": sum(size["weights"][s] for s in plan.stages_of[rank])}
+    fixed = {"model_states": sum(size["model_states"][s] for s in plan.stages_of[rank])}
     handed: list[tuple[int, int, float]] = []  # from when until when, and how large
     for kind in SlotCounts._fields:
         most, has = 0.0, set[tuple[int, float]]()  # slots, and their share of a boundary
@@ -64,7 +65,7 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
                 continue
             edge = stage - 1 if kind in ("act_in", "grad_out") else stage
             whole = size["activation" if kind.startswith("act") else "gradient"][edge]
-            out = {"act_out": Opcode.Scatter, "grad_out": Opcode.ScatterGrad}.get(kind)
+            out = {"act_out": Opcode.TPScatterAct, "grad_out": Opcode.TPScatterGrad}.get(kind)
             cut = at.get(Instr(out, stage, mb)) if out is not None else None
             taken = out is None or stream[free].op in SENDS
             if taken:
@@ -73,24 +74,26 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
             if not taken or cut is not None:
                 handed.append((fill, free if cut is None else cut, whole))
         fixed[kind] = most * sum(share for _, share in has)
-    holds, alive = [], {"saved": 0.0, "tape": 0.0, "handed_over": 0.0}
+    holds, alive = [], {"saved": 0.0, "deferred_wgrad": 0.0, "handed_over": 0.0}
     for group in machine.groups[rank]:
         rows = [(ROWS[stream[k].op], stream[k].stage) for k in group]
         alive["handed_over"] += sum(whole for fill, _, whole in handed if fill in group)
         for row, stage in rows:
-            for token in {Token.SAVED, Token.TAPE} & {*row.gives} if program.trains else ():
+            for token in (
+                {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.gives} if program.trains else ()
+            ):
                 alive[token.name.lower()] += size[token.name.lower()][stage]
         # What an I reads goes as what it makes comes: together they are less.
         shared = sum(
-            size["saved"][stage] + size["tape"][stage] - size["both"][stage]
+            size["saved"][stage] + size["deferred_wgrad"][stage] - size["saved_and_deferred"][stage]
             for row, stage in rows
             if row.op is Opcode.BackwardInput
         )
-        alive["tape"] -= shared
+        alive["deferred_wgrad"] -= shared
         holds += [fixed | alive] * len(group)
-        alive["tape"] += shared
+        alive["deferred_wgrad"] += shared
         for row, stage in rows:
-            for token in {Token.SAVED, Token.TAPE} & {*row.frees}:
+            for token in {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.frees}:
                 alive[token.name.lower()] -= size[token.name.lower()][stage]
         alive["handed_over"] -= sum(whole for _, end, whole in handed if end in group)
     assert not any(alive.values())
@@ -124,7 +127,7 @@ def test_peaks_are_those_counted_by_hand(
         program = group_opposites(program)
     program, given = with_slots(program, rng), data.draw(sizes(draft.plan))
     timeline = simulate(program, data.draw(costs(draft.plan)), sizes=given)
-    machine = Machine(program, "serial", Costs())
+    machine = Machine(program, "blocking_serial", Costs())
     machine.run()
     peaks = []
     for rank, curve in enumerate(timeline.memory):
@@ -157,7 +160,7 @@ def test_without_sizes_it_is_in_activations() -> None:
 
 def test_what_is_kept_is_there_from_a_start_to_an_end() -> None:
     timeline = simulate(
-        compile(gpipe, PipelineShape(1, 2)), Costs(F=1, B=2), sizes=Sizes(saved=5, weights=1)
+        compile(gpipe, PipelineShape(1, 2)), Costs(F=1, B=2), sizes=Sizes(saved=5, model_states=1)
     )
     curve = timeline.memory[0]
     assert curve.times.tolist() == [0, 0, 1, 4, 6]
@@ -165,8 +168,8 @@ def test_what_is_kept_is_there_from_a_start_to_an_end() -> None:
 
 
 def test_what_does_not_train_keeps_nothing() -> None:
-    program = compile(lambda r, P, m: m * F, PipelineShape(2, 4), slots="fewest")
-    given = Sizes(activation=3, saved=100, weights=10)
+    program = compile(lambda r, P, m: m * F, PipelineShape(2, 4), buffer_sharing="minimal")
+    given = Sizes(activation=3, saved=100, model_states=10)
     assert simulate(program, sizes=given).peak_memory.tolist() == [13, 13]
     assert simulate(program).peak_memory.tolist() == [0, 0]
     with pytest.raises(MemoryLimitError) as caught:
@@ -175,82 +178,84 @@ def test_what_does_not_train_keeps_nothing() -> None:
 
 
 def test_the_message_says_who_when_and_what() -> None:
-    given = Sizes(activation=32e6, saved=1.2e9, weights=8e9)
+    given = Sizes(activation=32e6, saved=1.2e9, model_states=8e9)
     with pytest.raises(MemoryLimitError) as caught:
-        compile(gpipe, PipelineShape(4, 16), sizes=given, limit=27.5e9)
+        compile(gpipe, PipelineShape(4, 16), sizes=given, memory_limit=27.5e9)
     assert (
         str(caught.value)
         == """\
 gpipe: rank 0 would hold 28.22 GB, and may hold 27.5 GB
   rank 0 #30  F 0.15  while it runs
-    saved    16   19.2 GB
-    weights   1      8 GB
-    act_out  16    512 MB
-    grad_in  16    512 MB
-  hint: with the fewest slots no rank holds more than 27.33 GB"""
+    saved         16   19.2 GB
+    model_states   1      8 GB
+    act_out       16    512 MB
+    grad_in       16    512 MB
+  hint: with buffer_sharing="minimal" no rank holds more than 27.33 GB"""
     )
-    compile(gpipe, PipelineShape(4, 16), slots="fewest", sizes=given, limit=27.5e9)
+    compile(gpipe, PipelineShape(4, 16), buffer_sharing="minimal", sizes=given, memory_limit=27.5e9)
     with pytest.raises(MemoryLimitError) as caught:
-        compile(gpipe, PipelineShape(4, 16), slots="fewest", sizes=given, limit=27e9)
+        compile(
+            gpipe, PipelineShape(4, 16), buffer_sharing="minimal", sizes=given, memory_limit=27e9
+        )
     assert caught.value.hint.startswith("19.2 GB of it is what forwards saved: offload='fit'")
 
 
 def test_a_split_backward_holds_no_more_than_a_whole_one_unless_told() -> None:
     """ZB-H1 has the peaks of 1F1B where a tape is a part of what was saved, as in its paper."""
-    small = Sizes(saved=10, tape=4)
+    small = Sizes(saved=10, deferred_wgrad=4)
     whole, split = (
         simulate(compile(s, PipelineShape(3, 8)), sizes=small) for s in (one_f_one_b, zb_h1)
     )
     assert whole.peak_memory.tolist() == [30, 20, 10]
     assert split.peak_memory[0] == 30
     curve = split.memory[0]
-    assert curve.kinds["tape"].max() == 4 and curve.kinds["saved"].max() == 30
+    assert curve.kinds["deferred_wgrad"].max() == 4 and curve.kinds["saved"].max() == 30
 
 
 def test_what_is_handed_over_on_a_rank_has_no_slot() -> None:
     """The last rank of a V has the turn of every microbatch, one way and the other."""
     program = compile(zb_v, PipelineShape(2, 8, placement="vee"))
-    assert counts(program)[1, KINDS.index(Token.ACT_OUT)] == 16
+    assert counts(program)[1, KINDS.index(Value.ACT_OUT)] == 16
     curve = simulate(program, sizes=Sizes(activation=1)).memory[1]
     assert curve.kinds["act_out"].max() == 8  # what its second stage sends
     assert curve.kinds["handed_over"].max() == 2  # and not one for each microbatch
 
 
 def test_what_is_scattered_is_whole_only_before() -> None:
-    program = compile(one_f_one_b, PipelineShape(2, 8), tp=4, slots="fewest")
+    program = compile(one_f_one_b, PipelineShape(2, 8), tp=4, buffer_sharing="minimal")
     curve = simulate(program, sizes=Sizes(activation=1)).memory[0]
     assert {kind: part.max() for kind, part in curve.kinds.items() if part.any()} == {
         "act_out": 0.25, "grad_in": 1, "handed_over": 1
     }  # fmt: skip
 
     program = compile(lambda r, P, m: F + I + W, PipelineShape(1, 1))
-    told = Sizes(saved=10, tape=4, both=12)
+    told = Sizes(saved=10, deferred_wgrad=4, saved_and_deferred=12)
     curve = simulate(program, Costs(), sizes=told).memory[0]
     assert [part.tolist() for part in (curve.times, curve.held)] == [
         [0, 0, 1, 2, 2, 3],
         [0, 10, 12, 2, 4, 0],
     ]
     assert curve.kinds["saved"].tolist() == [0, 10, 10, 0, 0, 0]
-    assert simulate(program, sizes=Sizes(saved=4, tape=10)).peak_memory.tolist() == [10]
+    assert simulate(program, sizes=Sizes(saved=4, deferred_wgrad=10)).peak_memory.tolist() == [10]
     with pytest.raises(MemoryLimitError) as caught:
         check_memory(program, told, 11)
     assert caught.value.needs == 12 and caught.value.sites[0].index == 1
-    assert caught.value.holds == (("saved", 1, 10.0), ("tape", 1, 2.0))
+    assert caught.value.holds == (("saved", 1, 10.0), ("deferred_wgrad", 1, 2.0))
     assert (
         str(caught.value)
         == """\
 <lambda>: rank 0 would hold 12 B, and may hold 11 B
-  rank 0 #1   I 0.0  while it runs, and its own tape is what it adds to what was saved
-    saved  1      10 B
-    tape   1       2 B"""
+  rank 0 #1   I 0.0  while it runs, and makes deferred weight gradients
+    saved           1      10 B
+    deferred_wgrad  1       2 B"""
     )
     assert check_memory(program, told, 12) is program
 
 
 @pytest.mark.parametrize("both", [9, 15, (12, 15)])
 def test_what_cannot_be_there_at_once(both: float) -> None:
-    with pytest.raises(UsageError, match=r"size both .* from 10 to 14, not"):
-        Sizes(saved=10, tape=4, both=both)
+    with pytest.raises(UsageError, match=r"size saved_and_deferred .* from 10 to 14, not"):
+        Sizes(saved=10, deferred_wgrad=4, saved_and_deferred=both)
 
 
 @pytest.mark.parametrize(
@@ -294,26 +299,33 @@ def test_sizes_of_too_few_stages() -> None:
 
 
 def test_slots_cost_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ("simulate", "gpipe", "--microbatches", "16", "--progress-model", "edge",
+    argv = ("simulate", "gpipe", "--microbatches", "16", "--progress-model", "per_edge",
             "--costs", "F=1,B=2,send=0.1")  # fmt: skip
-    out = said(capsys, *argv, "-O", "slots=fewest", "--sizes", "activation=32MB,saved=1.2GB")
+    out = said(
+        capsys, *argv, "-O", "buffer_sharing=minimal", "--sizes", "activation=32MB,saved=1.2GB"
+    )
     assert "span 60.6" in out and "the span would be 57.6, 5.0% less" in out
     assert "19.33 GB" in out
-    assert "the span would be 57.6, the same" in said(capsys, *argv, "-O", "slots=enough")
+    assert "the span would be 57.6, the same" in said(
+        capsys, *argv, "-O", "buffer_sharing=latency_preserving"
+    )
 
 
 def test_what_sharing_slots_would_save_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("simulate", "gpipe", "--microbatches", "16", "--sizes", "activation=32MB")
-    hint = "with -O slots=enough no rank holds more than "
+    hint = "with -O buffer_sharing=latency_preserving no rank holds more than "
     assert f"{hint}192 MB" in said(capsys, *argv)
-    assert "192 MB" in (shared := said(capsys, *argv, "-O", "slots=enough")) and hint not in shared
+    assert (
+        "192 MB" in (shared := said(capsys, *argv, "-O", "buffer_sharing=latency_preserving"))
+        and hint not in shared
+    )
     assert hint not in said(capsys, "simulate", "gpipe", "--microbatches", "1", *argv[4:])
 
 
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        (("-O", "slots=few"), "'few'"),
+        (("-O", "buffer_sharing=few"), "'few'"),
         (("--memory-limit", "4G"), "'4G'"),
         (("--memory-limit", "4GB"), "sizes"),
         (("--sizes", "saved=1G"), "saved=1GB"),

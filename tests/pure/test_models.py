@@ -76,9 +76,11 @@ BATCHES = written(
 )
 
 
-def refused(program: Program, model: ProgressModel = "device", **how: object) -> ProgramError:
+def refused(
+    program: Program, progress_model: ProgressModel = "per_device", **how: object
+) -> ProgramError:
     with pytest.raises(ProgramError) as caught:
-        check(program, model, **how)  # type: ignore[arg-type]
+        check(program, progress_model, **how)  # type: ignore[arg-type]
     return caught.value
 
 
@@ -89,12 +91,12 @@ def test_what_is_said() -> None:
         microbatches=2,
     )  # fmt: skip
     errors = [
-        refused(ALONE, "torch"),
+        refused(ALONE, "torch_lazy"),
         refused(CROSSED, sizes=Sizes(activation=(2.0**24, 1.0, 2.0**25, 1.0))),
-        refused(CROSSED, eager=10, sizes=Sizes(activation=(20.0, 1.0, 3e6, 1.0))),
-        refused(late, eager=1, sizes=Sizes(activation=1)),
-        refused(RING, "pair", lazy=True),
-        refused(BATCHES, "torch", lazy=True),
+        refused(CROSSED, eager_limit=10, sizes=Sizes(activation=(20.0, 1.0, 3e6, 1.0))),
+        refused(late, eager_limit=1, sizes=Sizes(activation=1)),
+        refused(RING, "per_pair", lazy_communicators=True),
+        refused(BATCHES, "torch_lazy", lazy_communicators=True),
     ]
     assert "\n".join(map(str, errors)) + "\n" == GOLDEN.read_text()
 
@@ -103,22 +105,24 @@ def test_what_is_said() -> None:
 
 
 def test_a_message_whose_ends_are_on_two_communicators_never_meets() -> None:
-    error = refused(ALONE, "torch")
+    error = refused(ALONE, "torch_lazy")
     assert isinstance(error, ChannelMismatchError)
     assert [(s.rank, s.index, str(s.instr)) for s in error.sites] == [
         (0, 1, "send_act 0.0"), (1, 0, "recv_act 1.0"),
     ]  # fmt: skip
     for unchecked in (False, True):
         with pytest.raises(ChannelMismatchError):
-            simulate(ALONE, model="torch", unchecked=unchecked)
-    assert {model for model in MODELS if not refusal(ALONE, model)} == {*MODELS} - {"torch"}
-    assert verdict(ALONE, "torch").kind == "hang"
+            simulate(ALONE, progress_model="torch_lazy", unchecked=unchecked)
+    assert {model for model in MODELS if not refusal(ALONE, model)} == {*MODELS} - {"torch_lazy"}
+    assert verdict(ALONE, "torch_lazy").kind == "hang"
 
 
 def test_torch_has_the_communicators_of_pairs_where_nothing_is_grouped() -> None:
     plan = PipelineShape(4, 8, 2)
     for program in (compile(interleaved, plan), compile(one_f_one_b, PipelineShape(4, 8))):
-        one, other = (simulate(program, Costs(send=0.5), model=m) for m in ("torch", "pair"))
+        one, other = (
+            simulate(program, Costs(send=0.5), progress_model=m) for m in ("torch_lazy", "per_pair")
+        )
         assert (one.spans == other.spans).all()
 
 
@@ -129,31 +133,35 @@ def test_groups_of_both_ways_are_apart_from_what_goes_alone() -> None:
         "recv_act 1.1; F 1.1; F 2.1; recv_act 1.0 & send_act 2.1; F 1.0; F 2.0; send_act 2.0",
         microbatches=2, header=VEE,
     )  # fmt: skip
-    assert [model for model in MODELS if not refusal(program, model)] == ["torch"]
-    assert [model for model in MODELS if verdict(program, model).kind == "ok"] == ["torch"]
+    assert [model for model in MODELS if not refusal(program, model)] == ["torch_lazy"]
+    assert [model for model in MODELS if verdict(program, model).kind == "ok"] == ["torch_lazy"]
 
 
 @settings(max_examples=150)
 @given(seeds, st.sampled_from(REORDER), models)
-def test_times_of_any_groups(seed: int, name: str, model: ProgressModel) -> None:
+def test_times_of_any_groups(seed: int, name: str, progress_model: ProgressModel) -> None:
     """The graph and the machine of turns agree on who starts when, however transfers are joined."""
     _, program = mutate(name, seed)
-    _agrees(with_slots(program, random.Random(seed)), model, None, seed)
+    _agrees(with_slots(program, random.Random(seed)), progress_model, None, seed)
 
 
 # ---------------------------------------------------------------- messages that wait for nobody
 
 
-def _agrees(program: Program, model: ProgressModel, eager: EagerMessages | None, seed: int) -> None:
+def _agrees(
+    program: Program, progress_model: ProgressModel, eager_messages: EagerMessages | None, seed: int
+) -> None:
     """Whether all end, and when: by the graph, and by a machine that has none."""
     rng = random.Random(seed)
     priced = Costs(**{name: float(rng.randint(0, 4)) for name in ("F", "B", "I", "W", "send")})
-    machine = Machine(program, model, priced)
-    if eager:
-        act, grad, skip = (getattr(eager.sizes, k) for k in ("activation", "gradient", "skip"))
-        machine.small, machine.sizes = eager.limit, (act, grad, skip)
+    machine = Machine(program, progress_model, priced)
+    if eager_messages:
+        act, grad, skip = (
+            getattr(eager_messages.sizes, k) for k in ("activation", "gradient", "skip")
+        )
+        machine.small, machine.sizes = eager_messages.limit, (act, grad, skip)
     try:
-        graph = complete(program, model, eager=eager)
+        graph = complete(program, progress_model, eager_messages=eager_messages)
     except ProgramError:
         return  # the machine takes it that groups can be issued as one
     reached = walk(graph, priced)
@@ -170,37 +178,37 @@ def _agrees(program: Program, model: ProgressModel, eager: EagerMessages | None,
 @settings(max_examples=150)
 @given(seeds, st.sampled_from(REORDER), models, st.sampled_from([0.0, 1.0, 2.0, 4.0]))
 def test_times_where_small_messages_wait_for_nobody(
-    seed: int, name: str, model: ProgressModel, limit: float
+    seed: int, name: str, progress_model: ProgressModel, limit: float
 ) -> None:
     _, program = mutate(name, seed)
     eager = EagerMessages(limit, Sizes(activation=2.0, gradient=4.0, skip=1.0))
-    _agrees(with_slots(program, random.Random(seed)), model, eager, seed)
+    _agrees(with_slots(program, random.Random(seed)), progress_model, eager, seed)
 
 
 @settings(max_examples=300)
 @given(seeds, st.sampled_from(REORDER), models, st.integers(0, 4), st.data())
 def test_small_messages_by_execution(
-    seed: int, name: str, model: ProgressModel, limit: int, data: st.DataObject
+    seed: int, name: str, progress_model: ProgressModel, limit: int, data: st.DataObject
 ) -> None:
     """The checker accepts what runs right where small messages are left behind, and no more."""
     _, program = mutate(name, seed)
     stages = program.plan.stages
     each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
     sizes = Sizes(activation=tuple(map(float, each)), skip=3.0)
-    ran = verdict(program, model, seed, limit, sizes)
+    ran = verdict(program, progress_model, seed, limit, sizes)
     try:
-        check(program, model, eager=limit, sizes=sizes)
+        check(program, progress_model, eager_limit=limit, sizes=sizes)
         why = ""
     except ProgramError as error:
         why = f"{type(error).__name__}: {error}"
-    event(f"{ran.kind}, {'refused' if refusal(program, model) else 'fine'} where all wait")
+    event(f"{ran.kind}, {'refused' if refusal(program, progress_model) else 'fine'} where all wait")
     assert bool(why) == (ran.kind != "ok"), (why, ran)
 
 
 @settings(max_examples=100)
 @given(seeds, st.sampled_from(REORDER), models, st.data())
 def test_the_least_limit_is_the_least(
-    seed: int, name: str, model: ProgressModel, data: st.DataObject
+    seed: int, name: str, progress_model: ProgressModel, data: st.DataObject
 ) -> None:
     """With what a DeadlockError says a program finishes, and with any less it does not."""
     _, program = mutate(name, seed)
@@ -208,15 +216,15 @@ def test_the_least_limit_is_the_least(
     each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
     sizes = Sizes(activation=tuple(map(float, each)), skip=3.0)
     try:
-        check(program, model, sizes=sizes)
+        check(program, progress_model, sizes=sizes)
     except DeadlockError as error:
-        least = error.eager
+        least = error.eager_limit
     except ProgramError:
         return
     else:
         return
     event("hangs anyway" if least is None else "finishes with small messages")
-    fine = [k for k in range(6) if verdict(program, model, seed, k, sizes).kind == "ok"]
+    fine = [k for k in range(6) if verdict(program, progress_model, seed, k, sizes).kind == "ok"]
     assert fine == [k for k in range(6) if least is not None and k >= least]
 
 
@@ -232,7 +240,7 @@ def test_a_gradient_is_as_large_as_what_the_stage_before_puts_out() -> None:
         "own": Sizes(activation=(3.0, 100.0), gradient=(9.0, 1.0)),
     }.items():
         for limit in (2, 3, 8, 9):
-            graph = Graph(program, eager=EagerMessages(limit, sizes))
+            graph = Graph(program, eager_messages=EagerMessages(limit, sizes))
             sends[name, limit] = [str(graph.index.locate(k)[2]) for k in graph.waits_for_nobody]
     both, act = ["send_act 0.0", "send_grad 1.0"], ["send_act 0.0"]
     assert sends == {
@@ -241,19 +249,19 @@ def test_a_gradient_is_as_large_as_what_the_stage_before_puts_out() -> None:
     }  # fmt: skip
     sliced = compile(one_f_one_b, PipelineShape(2, 1), tp=4)
     for limit, number in ((24, 0), (25, 2)):
-        graph = Graph(sliced, eager=EagerMessages(limit, Sizes(activation=100.0)))
+        graph = Graph(sliced, eager_messages=EagerMessages(limit, Sizes(activation=100.0)))
         assert len(graph.waits_for_nobody) == number
 
 
 def test_a_proof_says_for_which_limit_it_is() -> None:
     sizes = Sizes(activation=8.0)
     for _ in range(2):
-        check(CROSSED, eager=8, sizes=sizes)
+        check(CROSSED, eager_limit=8, sizes=sizes)
         error = refused(CROSSED, sizes=sizes)
-        assert isinstance(error, DeadlockError) and error.eager == 8
-    assert Proof("device", eager=EagerMessages(8.0, sizes)) in CROSSED.proofs
-    assert Proof("device") not in CROSSED.proofs
-    assert isinstance(refused(CROSSED, eager=7, sizes=sizes), DeadlockError)
+        assert isinstance(error, DeadlockError) and error.eager_limit == 8
+    assert Proof("per_device", eager_messages=EagerMessages(8.0, sizes)) in CROSSED.proofs
+    assert Proof("per_device") not in CROSSED.proofs
+    assert isinstance(refused(CROSSED, eager_limit=7, sizes=sizes), DeadlockError)
     with pytest.raises(DeadlockError):
         simulate(CROSSED)
 
@@ -261,20 +269,20 @@ def test_a_proof_says_for_which_limit_it_is() -> None:
 def test_no_graph_is_kept_of_a_limit() -> None:
     eager = EagerMessages(1, Sizes(activation=1))
     assert Graph.of(CROSSED) is Graph.of(CROSSED)
-    assert Graph.of(CROSSED, eager=eager) is not Graph.of(CROSSED, eager=eager)
+    assert Graph.of(CROSSED, eager_messages=eager) is not Graph.of(CROSSED, eager_messages=eager)
 
 
 @pytest.mark.parametrize("wrong", [-1, True, "1", float("nan"), float("inf")])
 def test_a_limit_is_a_number_of_bytes(wrong: object) -> None:
     with pytest.raises(UsageError) as caught:
-        check(CROSSED, eager=wrong, sizes=Sizes(activation=1))  # type: ignore[arg-type]
-    assert caught.value.fields == ("eager",)
+        check(CROSSED, eager_limit=wrong, sizes=Sizes(activation=1))  # type: ignore[arg-type]
+    assert caught.value.fields == ("eager_limit",)
 
 
 @pytest.mark.parametrize("sizes", [None, Sizes(), Sizes(saved=1)])
 def test_a_limit_goes_with_the_sizes_of_messages(sizes: Sizes | None) -> None:
     with pytest.raises(UsageError) as caught:
-        check(CROSSED, eager=8, sizes=sizes)
+        check(CROSSED, eager_limit=8, sizes=sizes)
     assert caught.value.fields == ("sizes",)
 
 
@@ -283,7 +291,7 @@ def test_sizes_are_of_the_stages_that_there_are() -> None:
     for sizes in (Sizes(activation=(1, 2, 3)), Sizes(activation=1, gradient=(1, 2, 3))):
         for eager in (None, 1):
             with pytest.raises(UsageError, match="3"):
-                check(right, eager=eager, sizes=sizes)
+                check(right, eager_limit=eager, sizes=sizes)
 
 
 # ---------------------------------------------------------------- first uses
@@ -308,8 +316,8 @@ def _past_first_uses(program: Program, model: str, seed: int) -> bool:
                 way = (rank, peer) if i.op in SENDING else (peer, rank)
                 pair = frozenset(way)
                 own.append(
-                    {"edge": (kind, way), "pair": pair, "direction": kind,
-                     "torch": "all" if both else pair}.get(model, "all")
+                    {"per_edge": (kind, way), "per_pair": pair, "per_direction": kind,
+                     "torch_lazy": "all" if both else pair}.get(model, "all")
                 )  # fmt: skip
         hosts.append(own)
     arrived: dict[object, set[int]] = {}
@@ -333,25 +341,28 @@ def _past_first_uses(program: Program, model: str, seed: int) -> bool:
 
 @settings(max_examples=200)
 @given(seeds, models)
-def test_hosts_meet_where_communicators_are_made(seed: int, model: ProgressModel) -> None:
+def test_hosts_meet_where_communicators_are_made(seed: int, progress_model: ProgressModel) -> None:
     rng = random.Random(seed)
     program = legal(rng)
     if rng.random() < 0.7:
-        program = early_receives(reordered(program, rng), "edge", rng.randint(1, 3))
-    if refusal(program, model):
+        program = early_receives(reordered(program, rng), "per_edge", rng.randint(1, 3))
+    if refusal(program, progress_model):
         return
-    past = _past_first_uses(program, model, seed)
+    past = _past_first_uses(program, progress_model, seed)
     event(f"{past}")
     if past:
-        check(program, model, lazy=True)
-        assert Proof(model, lazy=True) in program.proofs
+        check(program, progress_model, lazy_communicators=True)
+        assert Proof(progress_model, lazy_communicators=True) in program.proofs
         return
-    assert isinstance(refused(program, model, lazy=True), DeadlockError | ChannelMismatchError)
+    assert isinstance(
+        refused(program, progress_model, lazy_communicators=True),
+        DeadlockError | ChannelMismatchError,
+    )
 
 
 def test_a_ring_of_receives_that_are_posted_first() -> None:
-    check(RING, "pair")
-    error = refused(RING, "pair", lazy=True)
+    check(RING, "per_pair")
+    error = refused(RING, "per_pair", lazy_communicators=True)
     assert isinstance(error, DeadlockError)
     assert [(w.rank, str(w.instr), w.needs_rank, w.stands_at) for w in error.cycle] == [
         (0, "recv_act 4.0", 3, 0), (3, "recv_act 3.0", 2, 0),
@@ -360,17 +371,17 @@ def test_a_ring_of_receives_that_are_posted_first() -> None:
 
 
 def test_a_communicator_of_all_ranks_that_one_never_uses() -> None:
-    check(BATCHES, "torch")
-    error = refused(BATCHES, "torch", lazy=True)
+    check(BATCHES, "torch_lazy")
+    error = refused(BATCHES, "torch_lazy", lazy_communicators=True)
     assert isinstance(error, ChannelMismatchError)
     assert [str(s.instr) for s in error.sites] == ["send_act 0.1"]
 
 
 def test_hosts_that_block_make_no_communicators() -> None:
-    for host in ("blocks", "device_waits"):
+    for host in ("blocking_hosts", "host_device_sync"):
         with pytest.raises(UsageError) as caught:
-            check(RING, "pair", lazy=True, **{host: True})  # type: ignore[arg-type]
-        assert caught.value.fields == ("lazy",)
+            check(RING, "per_pair", lazy_communicators=True, **{host: True})  # type: ignore[arg-type]
+        assert caught.value.fields == ("lazy_communicators",)
 
 
 # ---------------------------------------------------------------- the command
@@ -396,7 +407,7 @@ def test_check_says_from_which_size_on_a_program_hangs(
 
 def test_check_says_where_communicators_are_made(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "check", "gpipe", "--ranks", "3", "--lazy-communicators")
-    assert out.endswith("and serial, where each communicator is made at its first use\n")
+    assert out.endswith("and blocking_serial, where each communicator is made at its first use\n")
     assert "hosts do not block" in refuses(
         capsys, "check", "gpipe", "--lazy-communicators", "--blocking-hosts"
     )

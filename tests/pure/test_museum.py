@@ -28,7 +28,7 @@ def test_verdicts(case: Case) -> None:
 @pytest.mark.parametrize("case", [c for c in SAID if not c.runs], ids=lambda case: case.name)
 def test_first_uses(case: Case) -> None:
     free = [model for model in MODELS if not case.expected(model)]
-    found = {model: verdict(case.refusal(model, lazy=True)) for model in free}
+    found = {model: verdict(case.refusal(model, lazy_communicators=True)) for model in free}
     assert found == {model: case.lazy.get(model, []) for model in free}
 
 
@@ -36,10 +36,10 @@ def test_first_uses(case: Case) -> None:
 def test_small_messages(case: Case) -> None:
     """It runs where messages of this size wait for nobody, and nowhere else."""
     for model in MODELS:
-        assert case.refusal(model, eager=case.activation) is None
-        large = case.refusal(model, eager=case.activation - 1)
+        assert case.refusal(model, eager_limit=case.activation) is None
+        large = case.refusal(model, eager_limit=case.activation - 1)
         assert verdict(large) == case.expected(model)
-        assert not isinstance(large, DeadlockError) or large.eager == case.activation
+        assert not isinstance(large, DeadlockError) or large.eager_limit == case.activation
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.mended], ids=lambda case: case.name)

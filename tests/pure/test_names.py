@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import ast
 from collections import Counter, defaultdict
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 import schedir
+from schedir.analysis.progress_models import MODELS
+from schedir.commands.common.program_options import ALL
+from schedir.ir.isa.instructions import ROWS
+from schedir.retired_names import COSTS, INSTRUCTIONS, NAMES, RETIRED, SIZES, VALUES
+from schedir.training.config.settings_table import settings
 from tests.pure.test_layout import MODULES, ROOT
 
 # A folder fits on a screen, with the exceptions and their reasons.
@@ -120,3 +127,26 @@ def test_a_module_does_not_hide_a_function(name: str) -> None:
     if name == "schedir":  # it exports modules, too
         functions = {each for each in functions if ":" in schedir._HOME[each]}
     assert not functions
+
+
+def test_no_option_has_a_retired_name() -> None:
+    """In Python, after `-O`, in a configuration, and in the text of a program."""
+    options = {*ALL, *signature(schedir.compile).parameters, *signature(schedir.check).parameters}
+    assert options.isdisjoint(NAMES)
+    found = {f"{section}.{one.name}" for section, (_, own) in settings().items() for one in own}
+    assert found.isdisjoint(RETIRED)
+    assert {row.text for row in ROWS}.isdisjoint(INSTRUCTIONS)
+    assert {f.name for f in fields(schedir.Costs)}.isdisjoint(COSTS)
+    assert {f.name for f in fields(schedir.Sizes)}.isdisjoint(SIZES)
+    assert {*MODELS}.isdisjoint(VALUES["progress_model"])
+
+
+def test_every_retired_name_leads_to_one_that_there_is() -> None:
+    shape = {"shape", "progress_model", "blocking_hosts", "memory_limit", "buffer_sharing"}
+    hosts = {*signature(schedir.check).parameters}
+    assert {*NAMES.values()} <= {*ALL} | shape | hosts
+    texts = {row.text for row in ROWS}
+    assert {*INSTRUCTIONS.values()} <= texts
+    assert {*COSTS.values()} - texts <= {f.name for f in fields(schedir.Costs)}
+    assert {*SIZES.values()} <= {f.name for f in fields(schedir.Sizes)}
+    assert {*VALUES["progress_model"].values()} == {*MODELS}

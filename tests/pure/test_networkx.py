@@ -37,9 +37,9 @@ NAMES = (
 )  # fmt: skip
 
 
-def explicit(program: Program, model: ProgressModel, costs: Costs) -> nx.DiGraph:
+def explicit(program: Program, progress_model: ProgressModel, costs: Costs) -> nx.DiGraph:
     """Each group is posted and complete; between lies its cost, or messages that two share."""
-    machine = Machine(program, model, costs)
+    machine = Machine(program, progress_model, costs)
     machine.run()
     graph = nx.DiGraph()
     for rank, groups in enumerate(machine.groups):
@@ -57,11 +57,11 @@ def explicit(program: Program, model: ProgressModel, costs: Costs) -> nx.DiGraph
                 for giver, at in machine._needs(rank, own[k]) + needs:
                     done = ("complete", giver, machine._group_of(giver, at))
                     graph.add_edge(done, posted, weight=0.0)
-                if ROWS[own[k].op].meets is None:
+                if ROWS[own[k].op].partner is None:
                     graph[posted][complete]["weight"] += machine._cost(rank, own[k])
                     continue
                 partners = machine._partners(rank, own[k])
-                if model == "torch" and machine._apart(partners):
+                if progress_model == "torch_lazy" and machine._apart(partners):
                     graph.add_edge(complete, posted, weight=0.0)  # it never ends
                 cost = max(machine._cost(r, machine.lists[r][n]) for r, n in partners)
                 graph.add_edge(posted, frozenset(partners), weight=0.0)
@@ -75,32 +75,43 @@ def whole_costs(rng: random.Random, stages: int) -> Costs:
     def per_stage() -> tuple[float, ...]:
         return tuple(float(rng.randint(0, 5)) for _ in range(stages))
 
-    names = ("F", "I", "W", "B", "send", "step", "reduce_grads", "reduce_tied", "scatter", "gather")
+    names = (
+        "F",
+        "I",
+        "W",
+        "B",
+        "send",
+        "step",
+        "reduce_grads",
+        "reduce_tied",
+        "tp_scatter",
+        "tp_gather",
+    )
     return Costs(**{name: per_stage() for name in names})
 
 
 @settings(max_examples=60)
-@example(4790, "move_anywhere", "edge")
-@example(1420, "reduce_early", "edge")
-@example(1497, "swap_neighbours", "direction")
-@example(1621, "swap_any", "device")
-@example(1626, "reduce_early", "edge")
-@example(20068, "swap_neighbours", "torch")
-@example(2296, "swap_neighbours", "serial")
-@example(568612525, "reduce_early", "device")
+@example(4790, "move_anywhere", "per_edge")
+@example(1420, "reduce_early", "per_edge")
+@example(1497, "swap_neighbours", "per_direction")
+@example(1621, "swap_any", "per_device")
+@example(1626, "reduce_early", "per_edge")
+@example(20068, "swap_neighbours", "torch_lazy")
+@example(2296, "swap_neighbours", "blocking_serial")
+@example(568612525, "reduce_early", "per_device")
 @given(st.integers(0, 2**32), st.sampled_from(NAMES), st.sampled_from(MODELS))
-def test_networkx_says_the_same(seed: int, name: str, model: ProgressModel) -> None:
+def test_networkx_says_the_same(seed: int, name: str, progress_model: ProgressModel) -> None:
     _, program = mutate(name, seed)
     program = with_slots(program, random.Random(seed))
     priced = whole_costs(random.Random(seed), program.plan.stages)
     try:
-        span = simulate(program, priced, model=model, unchecked=True).span
+        span = simulate(program, priced, progress_model=progress_model, unchecked=True).span
     except (DeadlockError, ChannelMismatchError, OrderError):  # the last where one rank is all
         event("deadlock")
-        assert not nx.is_directed_acyclic_graph(explicit(program, model, priced))
+        assert not nx.is_directed_acyclic_graph(explicit(program, progress_model, priced))
     except (GroupError, CompletenessError):  # of what has turns, these are told ahead of all else
         event("no such group, or turns out of turn")
     else:
-        graph = explicit(program, model, priced)
+        graph = explicit(program, progress_model, priced)
         assert nx.is_directed_acyclic_graph(graph)
         assert nx.dag_longest_path_length(graph) == span

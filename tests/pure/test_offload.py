@@ -29,7 +29,7 @@ from schedir.verify.check import check
 from tests.laws import ZOO, least, plan_of
 
 SIZES = Sizes(saved=10, checkpoint=1)
-COSTS = Costs(F=1, I=1, W=1, offload=1, reload=1, spill=0.5, fetch=0.5)
+COSTS = Costs(F=1, I=1, W=1, offload=1, reload=1, offload_to_disk=0.5, reload_from_disk=0.5)
 TRAINED = {name: each for name, each in ZOO.items() if each is not built_in()["forward_only"]}
 
 
@@ -97,10 +97,10 @@ def test_nothing_goes_that_is_needed_at_once() -> None:
 
 def test_spilled_goes_on_and_comes_back_through_the_host() -> None:
     program = compile(
-        gpipe, PipelineShape(2, 8), costs=COSTS, offload="all", spill="half", debug=True
+        gpipe, PipelineShape(2, 8), costs=COSTS, offload="all", offload_to_disk="half", debug=True
     )
-    assert moved(program, Opcode.Spill) == moved(program, Opcode.Fetch)
-    assert {mb for own in moved(program, Opcode.Spill) for _, mb in own} == {0, 2, 4, 6}
+    assert moved(program, Opcode.OffloadToDisk) == moved(program, Opcode.ReloadFromDisk)
+    assert {mb for own in moved(program, Opcode.OffloadToDisk) for _, mb in own} == {0, 2, 4, 6}
     run = simulate(program, COSTS, sizes=SIZES)
     assert max(max(curve.held) for curve in run.memory_on("disk")) == 40
     assert all(curve.held[-1] == 0 for curve in run.memory_on("host"))
@@ -133,9 +133,9 @@ def test_a_limit_that_only_offload_holds() -> None:
     for limit, how in ((30, {}), (12, {"recompute": "all"}), (15, {"offload": "all"})):
         more: dict[str, Any] = how
         with pytest.raises(MemoryLimitError):
-            compile(one_f_one_b, plan, costs=COSTS, sizes=SIZES, limit=limit, **more)
+            compile(one_f_one_b, plan, costs=COSTS, sizes=SIZES, memory_limit=limit, **more)
     both: dict[str, Any] = {"recompute": "all", "offload": "all", "recompute_at": "late"}
-    program = compile(one_f_one_b, plan, costs=COSTS, sizes=SIZES, limit=12, **both)
+    program = compile(one_f_one_b, plan, costs=COSTS, sizes=SIZES, memory_limit=12, **both)
     assert simulate(program, COSTS, sizes=SIZES).peak_memory.max() <= 12
 
 
@@ -145,7 +145,13 @@ def test_as_few_as_fit_and_no_longer() -> None:
     number = []
     for limit in (40, 30, 20):
         program = compile(
-            one_f_one_b, plan, costs=COSTS, offload="fit", sizes=SIZES, limit=limit, debug=True
+            one_f_one_b,
+            plan,
+            costs=COSTS,
+            offload="fit",
+            sizes=SIZES,
+            memory_limit=limit,
+            debug=True,
         )
         run = simulate(program, COSTS, sizes=SIZES)
         assert run.span == plain.span and run.peak_memory.max() <= limit
@@ -159,7 +165,7 @@ def test_with_both_the_step_is_as_short_as_with_either(move: int, limit: int) ->
     costs, plan = Costs(F=1, B=2, offload=move, reload=move), PipelineShape(4, 8)
     spans = []
     for how in ({"recompute": "fit"}, {"offload": "fit"}, {"recompute": "fit", "offload": "fit"}):
-        more: dict[str, Any] = {"costs": costs, "sizes": SIZES, "limit": limit, **how}
+        more: dict[str, Any] = {"costs": costs, "sizes": SIZES, "memory_limit": limit, **how}
         try:
             spans.append(simulate(compile(one_f_one_b, plan, **more), costs).span)
         except MemoryLimitError:
@@ -178,11 +184,11 @@ def test_no_choice_of_the_same_kind_is_much_better(schedule: Any, limit: int) ->
     for number in range(len(there) + 1):
         for some in combinations(there, number):
             try:
-                one = compile(schedule, plan, **how, limit=limit, offload=some or None)
+                one = compile(schedule, plan, **how, memory_limit=limit, offload=some or None)
             except MemoryLimitError:
                 continue
             best = min(best, simulate(one, costs).span)
-    found = compile(schedule, plan, **how, limit=limit, offload="fit")
+    found = compile(schedule, plan, **how, memory_limit=limit, offload="fit")
     assert best <= simulate(found, costs).span <= 1.1 * best
 
 
@@ -196,17 +202,19 @@ NODE = Cluster(1, 2, flops=1e12, memory=80e9, hbm=1e12, nvlink=1e11, network=1e1
 def test_a_cluster_prices_moves_by_their_bytes() -> None:
     sizes = Sizes(activation=1e6, saved=(1e9, 2e9), params=1, grads=1, checkpoint=1e8)
     told = Costs(F=0.1, B=0.2)
-    found = NODE.costs(PipelineShape(2, 4), sizes, told, offload=True, spill=True)
+    found = NODE.costs(PipelineShape(2, 4), sizes, told, offload=True, offload_to_disk=True)
     assert found.offload == found.reload == (0.101, 0.201)
-    assert found.spill == found.fetch == (1.001, 2.001)
+    assert found.offload_to_disk == found.reload_from_disk == (1.001, 2.001)
     again = NODE.costs(PipelineShape(2, 2), sizes, told, offload=True, recomputed=[(0, 1)])
-    assert again.offload == ((0.101, 0.011), (0.201, 0.201)) and again.spill is None
+    assert again.offload == ((0.101, 0.011), (0.201, 0.201)) and again.offload_to_disk is None
     own = NODE.costs(PipelineShape(2, 4), sizes, replace(told, offload=3.0), offload=True)
     assert own.offload == 3.0 and own.reload == (0.101, 0.201)
     with pytest.raises(UsageError, match="bytes of saved, which nobody tells"):
         NODE.costs(PipelineShape(2, 4), replace(sizes, saved=0.0), told, offload=True)
     with pytest.raises(UsageError, match="nobody tells disk"):
-        replace(NODE, disk=None).costs(PipelineShape(2, 4), sizes, told, offload=True, spill=True)
+        replace(NODE, disk=None).costs(
+            PipelineShape(2, 4), sizes, told, offload=True, offload_to_disk=True
+        )
     with pytest.raises(UsageError, match="host"):
         replace(NODE, host=0)
 
@@ -215,13 +223,22 @@ def test_the_command_says_what_is_free(capsys: pytest.CaptureFixture[str]) -> No
     shape = ["simulate", "gpipe", "--ranks", "2", "--microbatches", "8", "--sizes", "saved=10"]
     assert main([*shape, "-O", "offload=all"]) == 0
     assert "nobody tells what offload, reload cost" in capsys.readouterr().out
-    fits = ["-O", "offload=fit", "--memory-limit", "40", "-O", "spill=fit", "-O", "host_limit=40"]
-    costs = "F=1,B=2,offload=1,reload=1,spill=0.5,fetch=0.5"
+    fits = [
+        "-O",
+        "offload=fit",
+        "--memory-limit",
+        "40",
+        "-O",
+        "offload_to_disk=fit",
+        "-O",
+        "host_memory_limit=40",
+    ]
+    costs = "F=1,B=2,offload=1,reload=1,offload_to_disk=0.5,reload_from_disk=0.5"
     assert main([*shape, *fits, "--costs", costs]) == 0
     assert "nobody tells" not in capsys.readouterr().out
-    assert main([*shape, "-O", "offload=all", "-O", "host_limit=30"]) == 2
+    assert main([*shape, "-O", "offload=all", "-O", "host_memory_limit=30"]) == 2
     assert "rank 0 would hold 80 B on the host" in capsys.readouterr().err
-    assert main([*shape, "-O", "offload=all", "-O", "host_limit=none"]) == 2
+    assert main([*shape, "-O", "offload=all", "-O", "host_memory_limit=none"]) == 2
 
 
 SHAPES = st.tuples(
@@ -239,16 +256,21 @@ def test_limits_hold_whatever_takes_how_long(
     schedule = TRAINED[shape[0]]
     plan = of(schedule, *shape[1:])
     limit = part * max(map(float, peaks(compile(schedule, plan), "device")))
-    how: dict[str, Any] = {"offload": "fit", "spill": "fit", "limit": limit, "sizes": SIZES}
+    how: dict[str, Any] = {
+        "offload": "fit",
+        "offload_to_disk": "fit",
+        "memory_limit": limit,
+        "sizes": SIZES,
+    }
     try:
-        program = compile(schedule, plan, costs=COSTS, **how, host_limit=1e9)
+        program = compile(schedule, plan, costs=COSTS, **how, host_memory_limit=1e9)
         host = away * max(peaks(program, "host"))
-        program = compile(schedule, plan, costs=COSTS, **how, host_limit=host)
+        program = compile(schedule, plan, costs=COSTS, **how, host_memory_limit=host)
     except MemoryLimitError:
         return
     assert from_text(to_text(program)) == program
     for _ in range(3):
-        names = ("F", "I", "W", "send", "offload", "reload", "spill", "fetch")
+        names = ("F", "I", "W", "send", "offload", "reload", "offload_to_disk", "reload_from_disk")
         costs = Costs(**{name: data.draw(TIMES, label=name) for name in names})
         run = simulate(program, costs, sizes=SIZES)
         assert run.peak_memory.max() <= limit
@@ -269,7 +291,7 @@ def peaks(program: Program, tier: str) -> list[float]:
         ({"offload": "some"}, UsageError, "offload is"),
         ({"offload": [4]}, UsageError, "no stage 4 to offload"),
         ({"offload": [(0, 8)]}, UsageError, "no microbatch 8 to offload"),
-        ({"offload": [0], "frozen": 1}, UsageError, "stage 0 is frozen"),
+        ({"offload": [0], "frozen_stages": 1}, UsageError, "stage 0 is frozen"),
     ],
 )
 def test_what_says_nothing_is_refused(how: Any, error: type[Exception], says: str) -> None:
@@ -280,13 +302,16 @@ def test_what_says_nothing_is_refused(how: Any, error: type[Exception], says: st
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ({"offload": "fit"}, "needs sizes and a limit"),
-        ({"offload": "fit", "sizes": SIZES}, "needs sizes and a limit"),
-        ({"offload": "all", "spill": "fit", "sizes": SIZES}, "needs sizes and a host_limit"),
-        ({"offload": "all", "host_limit": 20}, "needs the sizes"),
-        ({"spill": "all"}, "and nothing is"),
-        ({"offload": "all", "host_limit": "much", "sizes": SIZES}, "number of bytes"),
-        ({"offload": "all", "host_limit": -1, "sizes": SIZES}, "number of bytes"),
+        ({"offload": "fit"}, "needs sizes and a memory_limit"),
+        ({"offload": "fit", "sizes": SIZES}, "needs sizes and a memory_limit"),
+        (
+            {"offload": "all", "offload_to_disk": "fit", "sizes": SIZES},
+            "needs sizes and a host_memory_limit",
+        ),
+        ({"offload": "all", "host_memory_limit": 20}, "needs the sizes"),
+        ({"offload_to_disk": "all"}, "and nothing is"),
+        ({"offload": "all", "host_memory_limit": "much", "sizes": SIZES}, "number of bytes"),
+        ({"offload": "all", "host_memory_limit": -1, "sizes": SIZES}, "number of bytes"),
     ],
 )
 def test_who_chooses_is_told_by_what(how: Any, says: str) -> None:
@@ -297,14 +322,19 @@ def test_who_chooses_is_told_by_what(how: Any, says: str) -> None:
 def test_what_the_host_cannot_hold_is_refused_by_rank() -> None:
     with pytest.raises(MemoryLimitError, match="rank 0 would hold 40 B on the host") as caught:
         compile(
-            one_f_one_b, PipelineShape(4, 8), costs=COSTS, offload="all", sizes=SIZES, host_limit=5
+            one_f_one_b,
+            PipelineShape(4, 8),
+            costs=COSTS,
+            offload="all",
+            sizes=SIZES,
+            host_memory_limit=5,
         )
     assert caught.value.tier == "host" and caught.value.holds[0][0] == "saved"
-    assert "spill" in caught.value.hint
+    assert "offload_to_disk" in caught.value.hint
 
 
 def test_slots_of_which_too_few_are_said_are_refused() -> None:
-    program = compile(gpipe, PipelineShape(2, 8), offload="all", sizes=SIZES, host_limit=80)
+    program = compile(gpipe, PipelineShape(2, 8), offload="all", sizes=SIZES, host_memory_limit=80)
     for name in ("saved", "host"):
         slots = tuple(own._replace(**{name: 1}) for own in program.slots)
         with pytest.raises(SlotError, match=f"rank . has 1 {name} slot, and .* needs one more"):
@@ -319,18 +349,20 @@ def test_forwards_alone_save_nothing() -> None:
 def test_a_program_says_what_it_was_lowered_with() -> None:
     from schedir.compiler.relower import compute_of, options_of
 
-    program = compile(interleaved, PipelineShape(2, 4, 2), costs=COSTS, offload="half", spill=[0])
-    again = compile(compute_of(program), costs=COSTS, **options_of(program, "device"))
+    program = compile(
+        interleaved, PipelineShape(2, 4, 2), costs=COSTS, offload="half", offload_to_disk=[0]
+    )
+    again = compile(compute_of(program), costs=COSTS, **options_of(program, "per_device"))
     assert moved(again) == moved(program)
-    assert moved(again, Opcode.Fetch) == moved(program, Opcode.Fetch)
+    assert moved(again, Opcode.ReloadFromDisk) == moved(program, Opcode.ReloadFromDisk)
     assert np.array_equal(again.slots, program.slots)
 
 
 def test_what_cannot_finish_is_refused_as_without() -> None:
     """A second update whose forwards need the weights of the first: no time tells when to move."""
-    for plan in (PipelineShape(4, 8, updates=2), PipelineShape(2, 4, updates=2)):
+    for plan in (PipelineShape(4, 8, optimizer_steps=2), PipelineShape(2, 4, optimizer_steps=2)):
         texts = []
-        for how in ({}, {"offload": "all"}, {"offload": "fit", "limit": 30, "sizes": SIZES}):
+        for how in ({}, {"offload": "all"}, {"offload": "fit", "memory_limit": 30, "sizes": SIZES}):
             with pytest.raises(OrderError) as caught:
                 compile(one_f_one_b, plan, costs=COSTS, **how)
             texts.append(str(caught.value))
@@ -338,15 +370,19 @@ def test_what_cannot_finish_is_refused_as_without() -> None:
 
 
 def test_what_is_said_in_other_forms_is_the_same() -> None:
-    shape: dict[str, Any] = {"costs": COSTS, "sizes": SIZES, "limit": 30}
+    shape: dict[str, Any] = {"costs": COSTS, "sizes": SIZES, "memory_limit": 30}
     told = compile(one_f_one_b, PipelineShape(4, 8), **shape, offload="fit")
-    text = compile(one_f_one_b, PipelineShape(4, 8), **(shape | {"limit": "30B"}), offload="fit")
+    text = compile(
+        one_f_one_b, PipelineShape(4, 8), **(shape | {"memory_limit": "30B"}), offload="fit"
+    )
     assert text == told
     once = compile(
-        one_f_one_b, PipelineShape(4, 8), costs=COSTS, offload=iter([0]), spill=iter([0])
+        one_f_one_b, PipelineShape(4, 8), costs=COSTS, offload=iter([0]), offload_to_disk=iter([0])
     )
-    assert once == compile(one_f_one_b, PipelineShape(4, 8), costs=COSTS, offload=[0], spill=[0])
-    assert len(moved(once, Opcode.Spill)[0]) == 8
+    assert once == compile(
+        one_f_one_b, PipelineShape(4, 8), costs=COSTS, offload=[0], offload_to_disk=[0]
+    )
+    assert len(moved(once, Opcode.OffloadToDisk)[0]) == 8
     for which in ([1.5], [True], [(0, 1.5)], b"all"):
         with pytest.raises(UsageError, match="offload is"):
             compile(one_f_one_b, PipelineShape(4, 8), offload=which)

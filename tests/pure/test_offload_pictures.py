@@ -16,8 +16,10 @@ from schedir.viz.layout import CURVE
 from schedir.viz.palette import NIGHT, PALETTES, colour, lightness, written
 from tests.offloaded import offloaded
 
-COSTS = Costs(F=1, B=2, send=0.1, offload=0.5, reload=0.5, spill=0.6, fetch=0.6)
-MOVES = (Opcode.Offload, Opcode.Reload, Opcode.Spill, Opcode.Fetch)
+COSTS = Costs(
+    F=1, B=2, send=0.1, offload=0.5, reload=0.5, offload_to_disk=0.6, reload_from_disk=0.6
+)
+MOVES = (Opcode.Offload, Opcode.Reload, Opcode.OffloadToDisk, Opcode.ReloadFromDisk)
 
 
 @cache
@@ -121,7 +123,7 @@ def test_a_trace_counts_bytes_on_each_tier() -> None:
     threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"d2h", "h2d", "disk"} <= threads
     slices = {e["name"].split()[0] for e in events if e["ph"] == "X"}
-    assert {"offload", "reload", "spill", "fetch"} <= slices
+    assert {"offload", "reload", "offload_to_disk", "reload_from_disk"} <= slices
     for tier, name in ("device", "bytes"), ("host", "bytes on host"), ("disk", "bytes on disk"):
         for rank, curve in enumerate(run(spilled=True).memory_on(tier)):
             own = [e for e in events if e["name"] == name and e["pid"] == rank]

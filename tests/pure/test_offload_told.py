@@ -42,14 +42,14 @@ def causes(timeline: Timeline) -> dict[IdleCause, float]:
 
 def test_waits_for_the_host_and_for_the_disk_are_told_apart() -> None:
     """One rank, F B F B F B: before each B it waits for both copies, or all four."""
-    costs = Costs(F=1, B=2, offload=0.5, reload=0.25, spill=3, fetch=1)
+    costs = Costs(F=1, B=2, offload=0.5, reload=0.25, offload_to_disk=3, reload_from_disk=1)
     assert causes(run(costs)) == {IdleCause.OFFLOAD: 3 * 0.75}
     assert causes(run(costs, spilled=True)) == {IdleCause.OFFLOAD: 3 * 0.75, IdleCause.DISK: 3 * 4}
     found = run(costs, spilled=True)
     idle = idleness(found)
     for cause, ops in (
         (IdleCause.OFFLOAD, {Opcode.Offload, Opcode.Reload}),
-        (IdleCause.DISK, {Opcode.Spill, Opcode.Fetch}),
+        (IdleCause.DISK, {Opcode.OffloadToDisk, Opcode.ReloadFromDisk}),
     ):  # fmt: skip
         awaited = found.spans["op"][idle["awaits"][idle["cause"] == cause]]
         assert {*awaited.tolist()} == ops
@@ -57,12 +57,14 @@ def test_waits_for_the_host_and_for_the_disk_are_told_apart() -> None:
 
 def test_snapshots_on_the_same_lane_are_none_of_them() -> None:
     costs = Costs(F=1, B=2, offload=0.5, reload=0.25, snapshot=20)
-    found = causes(run(costs, snapshots=True))
+    found = causes(run(costs, checkpoint_snapshots=True))
     assert found[IdleCause.SNAPSHOT] > 0 and found[IdleCause.OFFLOAD] > 0
     assert found[IdleCause.SNAPSHOT] + found[IdleCause.OFFLOAD] == pytest.approx(
         sum(found.values())
     )
-    assert IdleCause.OFFLOAD not in causes(run(Costs(F=1, B=2, snapshot=20), snapshots=True))
+    assert IdleCause.OFFLOAD not in causes(
+        run(Costs(F=1, B=2, snapshot=20), checkpoint_snapshots=True)
+    )
 
 
 def test_a_forward_that_waits_for_room_waits_for_the_offload_that_leaves_it() -> None:
@@ -76,7 +78,7 @@ def test_a_forward_that_waits_for_room_waits_for_the_offload_that_leaves_it() ->
 
 def test_free_copies_are_tried_and_free_snapshots_are_not_they() -> None:
     costs = Costs(F=1, B=2, offload=0.5, reload=0.25, snapshot=0.1)
-    timeline = run(costs, snapshots=True)
+    timeline = run(costs, checkpoint_snapshots=True)
     told = {change.what: change.saves for change in advise(timeline, costs).changes}
     (copies,) = [saves for what, saves in told.items() if "copies to the host" in what]
     (kept,) = [saves for what, saves in told.items() if "snapshots" in what]
@@ -93,7 +95,7 @@ SIZES = Sizes(saved=10, checkpoint=1)
 
 def advice_of(costs: Costs, limit: float | None = None, **options: Any) -> Advice:
     program = compile(schedules.gpipe, PipelineShape(2, 8), costs=costs, **options)
-    return advise(simulate(program, costs, sizes=SIZES), costs, limit=limit)
+    return advise(simulate(program, costs, sizes=SIZES), costs, memory_limit=limit)
 
 
 def test_offload_is_proposed_if_it_takes_no_time() -> None:
@@ -153,7 +155,10 @@ def test_explain_says_what_could_be_held(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[str]) -> None:
     shape = "gpipe --ranks 2 --microbatches 4 --sizes saved=10MB,checkpoint=1MB --costs F=1,B=2"
-    moved = f"{shape},offload=0.5,reload=0.5,spill=0.5,fetch=0.5 -O offload=all -O spill=0.1,0.2"
+    moved = (
+        f"{shape},offload=0.5,reload=0.5,offload_to_disk=0.5,reload_from_disk=0.5 -O offload=all"
+    )
+    moved += " -O offload_to_disk=0.1,0.2"
     assert main(f"simulate {moved} --json".split()) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["peak_on_disk"] == [20e6, 0] and len(facts["peak_on_host"]) == 2
@@ -169,14 +174,17 @@ def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[s
     [
         ({"offload": [3, 0]}, "offload names 3, of which nothing moves: nothing is computed"),
         ({"offload": [(3, 1), (0, 0)]}, "offload names 3.1, of which"),
-        ({"offload": [0], "spill": [1, (2, 3)]}, "spill names 1, 2.3, .*it is not offloaded"),
-        ({"offload": [0], "spill": [(1, k) for k in range(6)]}, "1.3 and 2 more, of"),
+        (
+            {"offload": [0], "offload_to_disk": [1, (2, 3)]},
+            "offload_to_disk names 1, 2.3, .*it is not offloaded",
+        ),
+        ({"offload": [0], "offload_to_disk": [(1, k) for k in range(6)]}, "1.3 and 2 more, of"),
     ],
 )
 def test_what_is_named_for_nothing_is_told(how: dict[str, Any], told: str) -> None:
     with pytest.warns(UserWarning, match=told):
         program = compile(schedules.one_f_one_b, PipelineShape(4, 8), **how)
-    assert Opcode.Offload in program.ops and Opcode.Spill not in program.ops
+    assert Opcode.Offload in program.ops and Opcode.OffloadToDisk not in program.ops
 
 
 def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,24 +205,31 @@ def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_limit_says_what_moving_would_spare() -> None:
-    plan, sizes = PipelineShape(4, 8), Sizes(saved=10, weights=7)
+    plan, sizes = PipelineShape(4, 8), Sizes(saved=10, model_states=7)
     costs = Costs(F=1, B=2, offload=1, reload=1)
     with pytest.raises(MemoryLimitError) as caught:
-        compile(schedules.one_f_one_b, plan, sizes=sizes, limit=40)
+        compile(schedules.one_f_one_b, plan, sizes=sizes, memory_limit=40)
     assert caught.value.hint.startswith("40 B of it is what forwards saved: offload='fit' moves")
-    compile(schedules.one_f_one_b, plan, sizes=sizes, limit=40, costs=costs, offload="fit")
+    compile(schedules.one_f_one_b, plan, sizes=sizes, memory_limit=40, costs=costs, offload="fit")
     with pytest.raises(MemoryLimitError) as caught:  # which no offload would help
-        compile(schedules.one_f_one_b, plan, sizes=sizes, limit=6)
+        compile(schedules.one_f_one_b, plan, sizes=sizes, memory_limit=6)
     assert not caught.value.hint
 
 
 def test_what_the_host_does_for_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Its steps are not free, and how to say what they take is told, also of explain."""
     for command in ("simulate", "explain"):
-        at = [command, "one_f_one_b", "--ranks=2", "--microbatches=2", "-O", "states=cpu"]
+        at = [
+            command,
+            "one_f_one_b",
+            "--ranks=2",
+            "--microbatches=2",
+            "-O",
+            "optimizer_placement=cpu_step",
+        ]
         assert not main([*at, "--costs=F=1,B=2,offload_grads=1"])
         (line,) = [one for one in capsys.readouterr().out.splitlines() if "nobody tells" in one]
-        assert "what reload_weights, step_host cost" in line
-        assert "--costs reload_weights=0.5,step_host=0.5" in line
-        assert not main([*at, "--costs=F=1,B=2,offload_grads=1,reload_weights=1,step_host=1"])
+        assert "what host_step, reload_weights cost" in line
+        assert "--costs host_step=0.5,reload_weights=0.5" in line
+        assert not main([*at, "--costs=F=1,B=2,offload_grads=1,reload_weights=1,host_step=1"])
         assert "nobody tells" not in capsys.readouterr().out

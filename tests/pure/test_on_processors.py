@@ -27,7 +27,7 @@ def priced(draw: st.DrawFn) -> tuple[Program, Costs]:
     """A lowered program, and whole costs."""
     draft = draw(strategies.compute_programs())
     costs = draw(strategies.costs(draft.plan))
-    return lower(draft, costs, "edge"), costs
+    return lower(draft, costs, "per_edge"), costs
 
 
 def given_work(timeline: Timeline, processors: float) -> Any:
@@ -48,7 +48,7 @@ def given_work(timeline: Timeline, processors: float) -> Any:
 def test_shares(data: st.DataObject) -> None:
     program, costs = data.draw(priced())
     processors = data.draw(PROCESSORS)
-    alone = simulate(program, costs, model="edge", blocks=True)
+    alone = simulate(program, costs, progress_model="per_edge", blocking_hosts=True)
     shared = on_processors(program, costs, processors)
     each, total, computes = given_work(shared, processors)
     cost = alone.spans["end"] - alone.spans["start"]
@@ -61,7 +61,7 @@ def test_shares(data: st.DataObject) -> None:
     # Graham, "Bounds on multiprocessing timing anomalies" (1969): a processor stands idle only
     # while the longest path goes on.
     assert shared.span <= work / processors + alone.span / min(1, processors) + 1e-9
-    latest = Graph.of(program, "edge", blocks=True).latest(shared.spans["end"])
+    latest = Graph.of(program, "per_edge", blocking_hosts=True).latest(shared.spans["end"])
     ended = np.where(latest < 0, 0.0, shared.spans["end"][latest])
     np.testing.assert_allclose(shared.spans["start"], ended, atol=1e-9)
 
@@ -69,7 +69,7 @@ def test_shares(data: st.DataObject) -> None:
 @given(st.data())
 def test_enough_processors_are_no_limit(data: st.DataObject) -> None:
     program, costs = data.draw(priced())
-    alone = simulate(program, costs, model="edge", blocks=True)
+    alone = simulate(program, costs, progress_model="per_edge", blocking_hosts=True)
     shared = on_processors(program, costs, program.plan.ranks)
     assert shared.spans.tolist() == alone.spans.tolist()
 

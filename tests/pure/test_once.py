@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MINE)
     vee = schedir.PipelineShape(2, 4, placement="vee")
-    program = schedir.compile(schedir.schedules.zb_v, vee, model="edge", overlap=True)
+    program = schedir.compile(schedir.schedules.zb_v, vee, progress_model="per_edge", overlap=True)
     Path("f.sched").write_text(schedir.to_text(program))
     return tmp_path
 
@@ -65,10 +65,10 @@ def test_a_command_checks_once(
 
 @pytest.mark.parametrize(
     "argv",
-    ["simulate f.sched --progress-model edge", "draw f.sched --progress-model edge",
+    ["simulate f.sched --progress-model per_edge", "draw f.sched --progress-model per_edge",
      "print f.sched",
-     "export f.sched --progress-model edge --to torch -o x.csv",
-     "simulate f.sched --progress-model edge --sizes saved=1 --memory-limit 1GB"],
+     "export f.sched --progress-model per_edge --to torch -o x.csv",
+     "simulate f.sched --progress-model per_edge --sizes saved=1 --memory-limit 1GB"],
 )  # fmt: skip
 def test_a_program_in_a_file_is_checked_once(
     argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
@@ -89,17 +89,17 @@ def test_explain_loads_a_file_once(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ["schedule=mine.py:mine", "ranks=2"],
         ["schedule=zb_v", "ranks=2"],
-        ["schedule=zb_v", "ranks=2", "slots=fewest"],
+        ["schedule=zb_v", "ranks=2", "buffer_sharing=minimal"],
         ["schedule=f.sched"],
     ],
 )
 def test_a_training_run_checks_once(sets: list[str], proven: list[tuple[str, str]]) -> None:
     """Proven as its transport needs it: nobody looks again, be it the executor or a report."""
-    Path("run.toml").write_text("[model]\ntied = false\n[train]\nclip = 0\n")
+    Path("run.toml").write_text("[model]\ntied = false\n[train]\nclip_grad_norm = 0\n")
     config = read("run.toml", [f"pipeline.{setting}" for setting in sets])
     program = program_of(config)
-    schedir.check(program, config.train.model, blocks=True)
-    schedir.simulate(program, model=config.train.model, blocks=True)
+    schedir.check(program, config.train.progress_model, blocking_hosts=True)
+    schedir.simulate(program, progress_model=config.train.progress_model, blocking_hosts=True)
     assert proven == [("complete", program.name), ("proof", program.name)]
     if "mine" in sets[0]:
         assert Path("loaded").read_text() == "once\n"

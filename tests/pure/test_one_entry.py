@@ -71,7 +71,7 @@ plain = schedir.compile(one_f_one_b, schedir.PipelineShape(2, 4))
 assert plain.digest == sys.argv[1] and "echo" not in schedir.to_text(plain)
 program = replace(plain, echo=2)
 text = schedir.to_text(program)
-assert "clip no\\necho 2\\n" in text
+assert "clip_grad_norm no\\necho 2\\n" in text
 assert schedir.compile(one_f_one_b, schedir.PipelineShape(2, 4), echo=2).digest == program.digest
 assert schedir.from_text(text) == program and program.digest != plain.digest
 try:
@@ -107,7 +107,7 @@ for given, says in (("echo=4", "pipeline.echo must be a whole number of at least
 
 def test_a_trait_is_one_entry(copy: Path) -> None:
     path = copy / "schedir" / "ir" / "program.py"
-    before = "    clip: bool = field(default=False, metadata=program_attributes.CLIP)\n"
+    before = "    clip_grad_norm: bool = field(default=False, metadata=program_attributes.CLIP)\n"
     text = path.read_text()
     assert text.count(before) == 1
     path.write_text(text.replace(before, before + TRAIT))

@@ -20,7 +20,7 @@ from tests.strategies import with_slots
 
 def in_order(program: Program) -> Program:
     """A program whose Streams have the order of `one_order`, and nothing issued together."""
-    orders = one_order(Graph.of(program, "edge"))
+    orders = one_order(Graph.of(program, "per_edge"))
     streams = []
     for stream, order in zip(program.streams, orders, strict=True):
         assert sorted(order) == [*range(len(stream))]
@@ -36,14 +36,14 @@ def test_it_lives_through_anything(slots: bool) -> None:
         rng = random.Random(seed)
         program = legal(rng)
         if seed % 2:
-            program = early_gathers(early_receives(program, "edge", rng.choice([1, 3])), 3)
+            program = early_gathers(early_receives(program, "per_edge", rng.choice([1, 3])), 3)
         program = with_slots(program, rng) if slots else program
-        if refusal(program, "edge"):
+        if refusal(program, "per_edge"):
             continue
         groups += bool(program.joined.any())
         found = in_order(program)
-        for model in ("serial", "edge"):
-            check(found, model, device_waits=True)
+        for model in ("blocking_serial", "per_edge"):
+            check(found, model, host_device_sync=True)
         for was, now in zip(program.streams, found.streams, strict=True):
             assert [i for i in was if i.op in COMPUTE] == [i for i in now if i.op in COMPUTE]
     assert groups > 10
@@ -53,11 +53,11 @@ def test_only_receives_move() -> None:
     """As long as slots are enough: memory comes and goes as in the Streams."""
     kept = 0
     for seed in range(100):
-        program = early_gathers(early_receives(legal(random.Random(seed)), "edge", 3), 3)
+        program = early_gathers(early_receives(legal(random.Random(seed)), "per_edge", 3), 3)
         if program.joined.any():
             continue
         try:
-            check(program, "edge", blocks=True)
+            check(program, "per_edge", blocking_hosts=True)
         except ProgramError:
             continue
         kept += 1

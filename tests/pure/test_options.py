@@ -19,19 +19,22 @@ def test_a_run_is_checked_under_the_model_that_it_ran_under(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     program = schedir.compile(
-        zb_v, PipelineShape(2, 8, placement="vee"), model="edge", overlap=True
+        zb_v, PipelineShape(2, 8, placement="vee"), progress_model="per_edge", overlap=True
     )
-    schedir.save_timeline(schedir.simulate(program, model="edge"), "x.timeline")
-    assert "finish under edge, but not under pair" in said(capsys, "check", "x.timeline")
+    schedir.save_timeline(schedir.simulate(program, progress_model="per_edge"), "x.timeline")
+    assert "finish under per_edge, but not under per_pair" in said(capsys, "check", "x.timeline")
     assert "wait for each other" in refused(
-        capsys, "check", "x.timeline", "--progress-model=device"
+        capsys, "check", "x.timeline", "--progress-model=per_device"
     )
     said(capsys, "export", "x.timeline", "--to", "torch", "-o", "x.csv")
 
 
 def test_ties_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    for both in (("-O", "tied", "-O", "tied=0=1"), ("-O", "tied=0=1", "-O", "tied")):
-        assert "-O tied is given twice" in refused(capsys, "check", "one_f_one_b", *both)
+    for both in (
+        ("-O", "tied_weights", "-O", "tied_weights=0=1"),
+        ("-O", "tied_weights=0=1", "-O", "tied_weights"),
+    ):
+        assert "-O tied_weights is given twice" in refused(capsys, "check", "one_f_one_b", *both)
 
 
 def test_reductions_of_a_rank_are_shared_out_to_its_stages(
@@ -72,9 +75,20 @@ def test_no_option_is_left_unread(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    said(capsys, "print", "gpipe", "--compute-only", "-O", "tp=2", "-O", "clip", "-o", "d.sched")
+    said(
+        capsys,
+        "print",
+        "gpipe",
+        "--compute-only",
+        "-O",
+        "tp=2",
+        "-O",
+        "clip_grad_norm",
+        "-o",
+        "d.sched",
+    )
     draft = schedir.from_text(Path("d.sched").read_text())
-    assert draft.is_draft and (draft.tp, draft.clip) == (2, True)
+    assert draft.is_draft and (draft.tp, draft.clip_grad_norm) == (2, True)
     assert "no size 'nonsense'" in refused(capsys, "print", "d.sched", "--sizes=nonsense=1")
 
 
@@ -83,17 +97,17 @@ def test_why_on_hosts_that_block(
 ) -> None:
     """There a gather holds up what comes behind it: `--blocking-hosts` tells of another start."""
     monkeypatch.chdir(tmp_path)
-    costs = schedir.Costs(send=0.5, gather=0.3)
+    costs = schedir.Costs(send=0.5, tp_gather=0.3)
     program = schedir.compile(gpipe, PipelineShape(4, 8), tp=2, costs=costs)
     last = len(program.streams[3]) - 1
-    argv = "-O", "tp=2", "--costs=send=0.5,gather=0.3", f"--explain-start=3:{last}"
+    argv = "-O", "tp=2", "--costs=send=0.5,tp_gather=0.3", f"--explain-start=3:{last}"
     starts = []
     for blocks in (False, True):
         asked = ["check", "gpipe", *argv, *["--blocking-hosts"] * blocks]
         chain = json.loads(said(capsys, *asked, "--json"))
-        run = schedir.simulate(program, costs, blocks=blocks)
+        run = schedir.simulate(program, costs, blocking_hosts=blocks)
         assert chain[-1]["start"] == run.spans["start"][-1]
-        assert ("under device, on hosts that block" in said(capsys, *asked)) == blocks
+        assert ("under per_device, on hosts that block" in said(capsys, *asked)) == blocks
         starts.append(chain[-1]["start"])
     assert starts[0] < starts[1]
     schedir.save_timeline(schedir.simulate(program), "x.timeline")
@@ -104,7 +118,10 @@ def test_why_on_hosts_that_block(
 
 @pytest.mark.parametrize(
     ("option", "hint"),
-    [("overlaps", "did you mean 'overlap'?"), ("colour", "there are shape, tp, dp, model, costs")],
+    [
+        ("overlaps", "did you mean 'overlap'?"),
+        ("colour", "there are shape, tp, dp, progress_model, costs"),
+    ],
 )
 def test_an_option_that_compile_does_not_have(option: str, hint: str) -> None:
     given: dict[str, Any] = {option: True}
@@ -114,5 +131,7 @@ def test_an_option_that_compile_does_not_have(option: str, hint: str) -> None:
 
 
 def test_a_draft_is_not_lowered(capsys: pytest.CaptureFixture[str]) -> None:
-    cut = refused(capsys, "print", "gpipe", "-O", "tp=2", "-O", "cut=5", "--compute-only")
-    assert "-O cut is for what is lowered" in cut
+    cut = refused(
+        capsys, "print", "gpipe", "-O", "tp=2", "-O", "stage_segments=5", "--compute-only"
+    )
+    assert "-O stage_segments is for what is lowered" in cut

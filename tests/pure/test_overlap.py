@@ -20,8 +20,8 @@ from schedir.testing import compute_programs
 from tests.edits import written
 
 O = Opcode
-TAKEN = {O.Gather: (O.RecvAct, (O.Forward,)),
-         O.GatherGrad: (O.RecvGrad, (O.Backward, O.BackwardInput))}  # fmt: skip
+TAKEN = {O.TPGatherAct: (O.RecvAct, (O.Forward,)),
+         O.TPGatherGrad: (O.RecvGrad, (O.Backward, O.BackwardInput))}  # fmt: skip
 
 
 def groups(program: Program, rank: int) -> list[list[Instr]]:
@@ -57,21 +57,21 @@ def test_a_gather_begins_some_computes_ahead(draft: Program, grouped: bool, ahea
         between = sum(gather < k < user for k in computes)
         assert between == min(ahead, sum(receive < k < user for k in computes))
     # Its message may be posted earlier still.
-    for gather, receive, _, _ in around(early_receives(program, "edge", ahead)):
+    for gather, receive, _, _ in around(early_receives(program, "per_edge", ahead)):
         assert receive < gather
 
 
 def test_computes_that_run_together_are_one() -> None:
     first = "; ".join(f"F 0.{k}; scatter 0.{k}; send_act 0.{k}" for k in range(3))
-    taken = "recv_act 1.0; recv_act 1.1; recv_act 1.2; gather 1.0; F 1.0; gather 1.1"
-    late = written(first, f"{taken}; F 1.1 & B 1.0; gather 1.2; F 1.2 & B 1.1; B 1.2",
+    taken = "recv_act 1.0; recv_act 1.1; recv_act 1.2; tp_gather_act 1.0; F 1.0; tp_gather_act 1.1"
+    late = written(first, f"{taken}; F 1.1 & B 1.0; tp_gather_act 1.2; F 1.2 & B 1.1; B 1.2",
                    microbatches=3, header="tp 2")  # fmt: skip
     begun = [str(group[-1]) for group in groups(early_gathers(late), 1)]
     assert begun[3:] == [
-        "gather 1.0",
-        "gather 1.1",
+        "tp_gather_act 1.0",
+        "tp_gather_act 1.1",
         "F 1.0",
-        "gather 1.2",
+        "tp_gather_act 1.2",
         "B 1.0",
         "B 1.1",
         "B 1.2",

@@ -253,9 +253,12 @@ def test_draw_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_measured_run_stands_beside_what_its_own_hosts_would_do(tmp_path: Path) -> None:
     """A host that waits itself, as on CPUs, is late for slow messages, in the prediction too."""
     given = Costs(send=3)
-    program = compile(gpipe, PipelineShape(2, 4), model="edge")
-    spans = [simulate(program, given, model="edge", blocks=blocks).span for blocks in (False, True)]
-    run = simulate(program, given, model="edge", blocks=True)
+    program = compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
+    spans = [
+        simulate(program, given, progress_model="per_edge", blocking_hosts=blocks).span
+        for blocks in (False, True)
+    ]
+    run = simulate(program, given, progress_model="per_edge", blocking_hosts=True)
     save_timeline(replace(run, kind="measured"), tmp_path / "run.timeline")
     file = tmp_path / "x.html"
     assert main(["draw", str(tmp_path / "run.timeline"), "-o", str(file)]) == 0

@@ -81,11 +81,17 @@ def _flows(events: list[Event], tracks: dict[tuple[int, int], list[tuple[int, in
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), st.booleans(), st.booleans())
 def test_any_run_keeps_the_rules(
-    draft: Program, data: st.DataObject, model: ProgressModel, grouped: bool, measured: bool
+    draft: Program,
+    data: st.DataObject,
+    progress_model: ProgressModel,
+    grouped: bool,
+    measured: bool,
 ) -> None:
     program = group_opposites(lower(draft)) if grouped else lower(draft)
     timeline = schedir.simulate(
-        program, data.draw(costs(draft.plan)), model="edge" if grouped else model
+        program,
+        data.draw(costs(draft.plan)),
+        progress_model="per_edge" if grouped else progress_model,
     )
     if measured:
         scale = data.draw(st.floats(1e-6, 1e-2))
@@ -100,7 +106,7 @@ def test_any_run_keeps_the_rules(
 
 
 def test_it_says_what_the_run_was() -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(3, 4), clip=True)
+    program = schedir.compile(one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True)
     timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.25))
     events = read(perfetto.text(timeline))
     slices = [e for e in events if e["ph"] == "X"]
@@ -128,7 +134,7 @@ def _peaks(events: list[Event], name: str, ranks: int) -> list[float]:
 
 def test_memory_is_a_counter() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(3, 4))
-    timeline = schedir.simulate(program, sizes=Sizes(activation=3, saved=5, weights=7))
+    timeline = schedir.simulate(program, sizes=Sizes(activation=3, saved=5, model_states=7))
     events = read(perfetto.text(timeline))
     assert _peaks(events, "bytes", 3) == timeline.peak_memory.tolist()
 
@@ -145,7 +151,9 @@ def test_messages_that_overlap_have_threads_of_their_own() -> None:
     """With two ranks and several stages each, two activations may travel the same way at once."""
     spread = PipelineShape(3, 4, placement=(0, 1, 0, 2, 0))
     timeline = schedir.simulate(
-        schedir.compile(gpipe_of_all, spread, model="edge"), Costs(F=1, B=1, send=9), model="edge"
+        schedir.compile(gpipe_of_all, spread, progress_model="per_edge"),
+        Costs(F=1, B=1, send=9),
+        progress_model="per_edge",
     )
     events = read(perfetto.text(timeline))
     assert "act out 2" in {e["args"]["name"] for e in events if e["name"] == "thread_name"}

@@ -24,23 +24,23 @@ ZERO_BUBBLE = [
 
 
 def both(source: Any, plan: PipelineShape | None = None) -> tuple[Program, Program]:
-    one = compile(source, plan, clip=True)
-    return one, compile(source, plan, clip=True, validate="after")
+    one = compile(source, plan, clip_grad_norm=True)
+    return one, compile(source, plan, clip_grad_norm=True, norm_check="after_step")
 
 
 @pytest.mark.parametrize("slow", [1.0, 1.3])
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("blocking_hosts", [False, True])
 @pytest.mark.parametrize(("schedule", "plan"), ZERO_BUBBLE)
 def test_own_span_is_a_gain_where_nobody_waits_for_the_norm(
-    schedule: Any, plan: PipelineShape, blocks: bool, slow: float
+    schedule: Any, plan: PipelineShape, blocking_hosts: bool, slow: float
 ) -> None:
     """A step takes as long as the longest own span, the papers' measure, and not the whole span."""
     each = (1.0,) * (plan.stages - 1) + (slow,)
     at = Costs(F=each, I=each, W=each)
     before, after = both(schedule, plan)
-    run = simulate(before, at, blocks=blocks)
-    assert period(before, at, blocks=blocks) == pytest.approx(run.span)
-    assert period(after, at, blocks=blocks) == pytest.approx(run.own_span.max())
+    run = simulate(before, at, blocking_hosts=blocking_hosts)
+    assert period(before, at, blocking_hosts=blocking_hosts) == pytest.approx(run.span)
+    assert period(after, at, blocking_hosts=blocking_hosts) == pytest.approx(run.own_span.max())
     gains = schedule is not schedules.zb_h1 or slow > 1
     assert (run.own_span.max() < run.span - 1) == gains
 
@@ -48,12 +48,13 @@ def test_own_span_is_a_gain_where_nobody_waits_for_the_norm(
 @settings(max_examples=20, deadline=None)
 @given(compute_programs(), st.builds(Costs, F=TIMES, I=TIMES, W=TIMES, send=TIMES, step=TIMES))
 def test_it_is_never_longer_without_the_wait(draft: Any, at: Costs) -> None:
-    if draft.plan.updates > 1 or not draft.trains:
+    if draft.plan.optimizer_steps > 1 or not draft.trains:
         return
     for model in MODELS:
         for blocks in (False, True):
             before, after = (
-                period(program, at, model=model, blocks=blocks, steps=5) for program in both(draft)
+                period(program, at, progress_model=model, blocking_hosts=blocks, steps=5)
+                for program in both(draft)
             )
             assert after <= before * (1 + 1e-9) + 1e-9
 
@@ -61,7 +62,7 @@ def test_it_is_never_longer_without_the_wait(draft: Any, at: Costs) -> None:
 def test_a_norm_that_takes_long_is_waited_for_a_step_later() -> None:
     """It is no part of a step, until it takes longer than one."""
     _, after = both(schedules.zb_h2, PipelineShape(4, 12))
-    told = [period(after, Costs(validate=cost)) for cost in (0.0, 30.0, 60.0)]
+    told = [period(after, Costs(reduce_norm_after_step=cost)) for cost in (0.0, 30.0, 60.0)]
     assert told[:2] == [36.0, 36.0] and told[2] == 60.0
 
 

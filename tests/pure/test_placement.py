@@ -80,7 +80,10 @@ def test_a_placement_is_a_text(text: str) -> None:
         ({"placement": ((0, 1), (1, 0)), "ranks": 3}, "placement gives rank 2 no stage"),
         ({"placement": ((0, 1), (1, 0)), "stages_per_rank": 4}, "puts up to 2 stages on a rank, "),
         ({"placement": ((0, 1), (1, 0)), "microbatches": 1}, "take 2 microbatches at least, one "),
-        ({"placement": ((0, 1), (1, 0)), "updates": 2}, "2 holders of each stage goes with one "),
+        (
+            {"placement": ((0, 1), (1, 0)), "optimizer_steps": 2},
+            "2 holders of each stage goes with one ",
+        ),
         ({"placement": "mirror-vee", "ranks": 3}, "pairs ranks and their stages: ranks must be "),
         ({"placement": "mirror-vee", "stages_per_rank": 3}, "stages_per_rank must be even, not 3"),
     ],
@@ -113,14 +116,16 @@ def test_any_holders(plan: PipelineShape, rng: random.Random, tied: bool) -> Non
     """Each holder runs its part, reduces, and meets the others of its stage, under all models."""
     for model in MODELS:
         program = compile(
-            random_compute_program(plan, rng), model=model, tied=tied and plan.stages > 1
+            random_compute_program(plan, rng),
+            progress_model=model,
+            tied_weights=tied and plan.stages > 1,
         )
         check(program, model)
     for rank, stream in enumerate(program.streams):
         for op, s, mb in stream:
             if op in (FORWARD, BACKWARD):
                 assert plan.holders[plan.row_at(mb), s] == rank
-    for op in (Opcode.ReduceGrads, Opcode.ReduceHolders):
+    for op in (Opcode.ReduceGrads, Opcode.ReduceReplicatedStages):
         each = [[i.stage for i in stream if i.op is op] for stream in program.streams]
         assert [sorted(own) for own in each] == [[*own] for own in plan.stages_of]
     assert simulate(program).span >= 3 * plan.parts[1]  # what one holder of a stage computes
@@ -130,11 +135,15 @@ def test_each_holder_is_missed() -> None:
     """Of three, whichever is not there when the others sum."""
     plan = PipelineShape(3, 3, placement=((0, 1), (1, 2), (2, 0)))
     text = to_text(compile(random_compute_program(plan, random.Random(0))), folded=False)
-    for k in range(text.count("\n  reduce_holders 1\n")):
-        head, *parts = text.split("\n  reduce_holders 1\n")
-        without = "\n  reduce_holders 1\n".join([head, *parts[:k]]) + "\n" * (k < len(parts))
-        whole = without + "\n  reduce_holders 1\n".join(parts[k:])
-        with pytest.raises(ProgramError, match=f"reduce_holders 1 is missing on rank {k}"):
+    for k in range(text.count("\n  reduce_replicated_stages 1\n")):
+        head, *parts = text.split("\n  reduce_replicated_stages 1\n")
+        without = "\n  reduce_replicated_stages 1\n".join([head, *parts[:k]]) + "\n" * (
+            k < len(parts)
+        )
+        whole = without + "\n  reduce_replicated_stages 1\n".join(parts[k:])
+        with pytest.raises(
+            ProgramError, match=f"reduce_replicated_stages 1 is missing on rank {k}"
+        ):
             check(from_text(whole))
 
 

@@ -26,7 +26,8 @@ TINY = ("--layers=8", "--hidden=256", "--heads=8", "--vocab=256", "--sequence=12
 AT = ("plan", *TINY, "--cluster=a100", "--gpus=4", "--batch=32", "--closed-form-only")
 PARTS = StepBreakdown(20, 4, 2, 1, 5, 0.5, 0.25)
 PLAN = PlanEstimate(
-    p=8, t=8, d=16, m=96, v=2, schedule="interleaved", recompute="selective", zero=1,
+    pp=8, tp=8, dp=16, microbatches=96, stages_per_rank=2, schedule="interleaved",
+    recompute="selective", zero=1,
     step=sum(PARTS), parts=PARTS, memory=GpuMemory(5e9, 6e9, 7e9, 20e9, 3e9), flops=150e12,
     mfu=0.48,
     bound="memory", why="memory: the next faster plan takes 31.2 s, and does not fit by 4.1 GB",
@@ -38,8 +39,10 @@ def test_plans_in_words() -> None:
     asked = PlanRequest(
         MODELS["gpt-175b"][0], cluster_preset("a100", 128), 1536, ("gpt-175b", "a100"), {}
     )
-    uneven = replace(PLAN, layers_of=(5, *[6] * 14, 7), t=16, d=8, sequence_parallel=True)
-    plain = replace(PLAN, schedule="one_f_one_b", v=1, step=40.0, zero=0, recompute="none")
+    uneven = replace(PLAN, layers_per_stage=(5, *[6] * 14, 7), tp=16, dp=8, sequence_parallel=True)
+    plain = replace(
+        PLAN, schedule="one_f_one_b", stages_per_rank=1, step=40.0, zero=0, recompute="none"
+    )
     plain = replace(plain, exact=True, why="", parts=StepBreakdown(0.04, 0, 0, 0, 0, 0, 0))
     text = in_words(asked, [uneven, plain], 1, 300e9)
     text += in_words(asked, [plain], 1, None)
@@ -47,7 +50,7 @@ def test_plans_in_words() -> None:
 
 
 def test_one_of_a_kind_is_told_as_one() -> None:
-    one = replace(PLAN, p=1, t=1, d=1, m=1)
+    one = replace(PLAN, pp=1, tp=1, dp=1, microbatches=1)
     asked = PlanRequest(
         MODELS["gpt-175b"][0], with_gpus(cluster_preset("a100", 1), 1), 2, ("gpt", "a100"), {}
     )
@@ -75,9 +78,9 @@ REFUSED = {
     (*TINY, "--batch=8", "--cluster=a100", "--gpus=12"): "12 GPUs are no whole number of nodes of "
     "8\n  hint: 8 or 16",
     (*TINY, "--batch=8", "--cluster=a100", "--gpus=8", "--tp=3"): "heads 8 cannot be divided among "
-    "t 3\n  hint: t = 1 or 2 or 4 or 8",
+    "tp 3\n  hint: tp = 1 or 2 or 4 or 8",
     (*TINY, "--batch=7", "--cluster=a100", "--gpus=8", "--dp=8"): "a batch of 7 does not divide "
-    "among d 8 replicas\n  hint: the nearest that do: 8",
+    "among dp 8 replicas\n  hint: the nearest that do: 8",
     ("--model=gpt-175b", "--batch=8", "--cluster=a100", "--gpus=8"): "plans fits into 80 GB a GPU: "
     "the least holds",
     (*AT[1:], "--select=99"): "there is no plan 99: they are 1 to 10",
@@ -155,7 +158,10 @@ def test_it_is_told_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["model"]["hidden"] == 256
     assert 1 <= len(told["plans"]) <= 3
     for plan in told["plans"]:
-        assert plan["p"] * plan["t"] * plan["d"] == 4 and plan["d"] * plan["m"] * plan["b"] == 32
+        assert (
+            plan["pp"] * plan["tp"] * plan["dp"] == 4
+            and plan["dp"] * plan["microbatches"] * plan["microbatch_size"] == 32
+        )
         assert sum(plan["parts"].values()) == pytest.approx(plan["step"])
     steps = [plan["step"] for plan in told["plans"]]
     assert steps == sorted(steps)
@@ -166,7 +172,7 @@ def test_what_is_fixed_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(said(capsys, *AT, *fixed, "--json"))["plans"]
     assert told
     for plan in told:
-        assert plan["p"] == 2 and plan["t"] in (1, 2) and plan["zero"] == 1
+        assert plan["pp"] == 2 and plan["tp"] in (1, 2) and plan["zero"] == 1
         assert plan["recompute"] == "full" and plan["schedule"] in ("gpipe", "one_f_one_b")
 
 
@@ -182,16 +188,16 @@ def test_the_plan_is_written_and_drawn(
     text = Path("best.toml").read_text()
     more = ("--select=2", "-o", "best.toml", "--picture", "plans.svg")
     assert text.startswith(
-        f"# schedir {shlex.join([*plain, *more])}\n# {second['p']} pipeline rank"
+        f"# schedir {shlex.join([*plain, *more])}\n# {second['pp']} pipeline rank"
     )
     found = tomllib.loads(text)
     assert found["model"]["hidden"] == 256 and found["model"]["context"] == 128
-    assert found["pipeline"]["ranks"] == second["p"] and found["pipeline"]["tp"] == second["t"]
-    assert found["data"]["microbatch_size"] == second["b"]
+    assert found["pipeline"]["ranks"] == second["pp"] and found["pipeline"]["tp"] == second["tp"]
+    assert found["data"]["microbatch_size"] == second["microbatch_size"]
     said(capsys, *plain, "-o", "best.sched", "--picture", "all.png", "--tradeoff")
     program = from_text(Path("best.sched").read_text())
     first = json.loads(said(capsys, *plain, "--json"))["plans"][0]
-    assert (program.plan.ranks, program.plan.microbatches) == (first["p"], first["m"])
+    assert (program.plan.ranks, program.plan.microbatches) == (first["pp"], first["microbatches"])
     assert {path.suffix for path in tmp_path.iterdir()} == {".toml", ".svg", ".sched", ".png"}
 
 
@@ -208,7 +214,7 @@ def test_a_search_finds_a_shorter_schedule(
     )["plans"]
     assert found["schedule"] == "search" and found["step"] < plain["step"]
     program = from_text(Path("best.sched").read_text())
-    assert program.name == "search" and program.plan.microbatches == found["m"]
+    assert program.name == "search" and program.plan.microbatches == found["microbatches"]
     told = refused(capsys, *at, "--improve-schedules", "--time-limit=0.5", "-o", "best.toml")
     assert "a schedule that was searched is a program" in told and not Path("best.toml").exists()
 
@@ -224,10 +230,10 @@ def test_layers_are_divided_so_that_a_step_is_shorter(
     (found,) = json.loads(
         said(capsys, *at, "--optimize-division", "-o", str(tmp_path / "best.toml"))
     )["plans"]
-    layers = found["layers_of"]
+    layers = found["layers_per_stage"]
     assert found["step"] < 0.85 * even["step"]
     assert sum(layers) == 24 and layers[-1] < min(layers[:-1])
-    assert f"division = {layers}" in (tmp_path / "best.toml").read_text()
+    assert f"layers_per_stage = {layers}" in (tmp_path / "best.toml").read_text()
 
 
 def test_the_page_can_be_followed(
@@ -260,9 +266,13 @@ def test_over_numbers_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "--tp=1,2",
     )
     told = json.loads(said(capsys, *at, "--picture", str(picture), "--json"))
-    assert [plan["p"] * plan["t"] * plan["d"] for plan in told["strong"]] == [2, 4, 8]
-    assert [plan["d"] * plan["m"] * plan["b"] for plan in told["strong"]] == [12, 12, 12]
-    assert [plan["d"] * plan["m"] * plan["b"] for plan in told["weak"]] == [3, 6, 12]
+    assert [plan["pp"] * plan["tp"] * plan["dp"] for plan in told["strong"]] == [2, 4, 8]
+    assert [
+        plan["dp"] * plan["microbatches"] * plan["microbatch_size"] for plan in told["strong"]
+    ] == [12, 12, 12]
+    assert [
+        plan["dp"] * plan["microbatches"] * plan["microbatch_size"] for plan in told["weak"]
+    ] == [3, 6, 12]
     assert told["refused"] == [] and picture.exists()
     table = said(capsys, *at, "--gpu-counts=8,2,3")
     assert table.startswith("strong: the same batch\n") and "\nweak: a batch that grows" in table

@@ -49,9 +49,10 @@ def choices(draw: st.DrawFn) -> tuple[planner.ParallelPlan, planner.TransformerS
     stages = p * v
     layers = np.array(draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages)))
     b = draw(st.sampled_from([1, 2]))
-    choice = planner.ParallelPlan(p=p, t=t, d=d, v=v, b=b, m=m, schedule=schedule, zero=zero,
+    choice = planner.ParallelPlan(pp=p, tp=t, dp=d, stages_per_rank=v, microbatch_size=b,
+                                  microbatches=m, schedule=schedule, zero=zero,
                             recompute=recompute, sequence_parallel=cut_too,
-                            layers_of=tuple(layers.tolist()))  # fmt: skip
+                            layers_per_stage=tuple(layers.tolist()))  # fmt: skip
     return choice, replace(MODEL, layers=int(layers.sum()), tied=draw(st.booleans()))
 
 
@@ -69,7 +70,7 @@ def test_parts_add_up_and_work_is_a_bound(
     # The busiest rank computes all of its layers, and nothing makes it faster.
     times = times_of(model, where, choice)
     own = plan_program(choice, tied=model.tied).plan.stages_of
-    work = [sum(sum(times[s].total) for s in stages) * choice.m for stages in own]
+    work = [sum(sum(times[s].total) for s in stages) * choice.microbatches for stages in own]
     assert found.step >= max(work) * (1 - 1e-9)
     busy = found.parts.compute + found.parts.recompute + found.parts.tensor
     assert min(abs(busy - each) for each in work) <= 1e-9 * busy
@@ -81,7 +82,7 @@ def alike(
     """A choice whose stages all take the same, and whose messages take nothing."""
     free = cluster(p, nvlink=1e30, network=1e30, latency=0.0)
     model = planner.TransformerSpec(layers=2 * p, hidden=256, heads=4, vocab=1, sequence=64)
-    return model, free, planner.ParallelPlan(p=p, m=m, **more)
+    return model, free, planner.ParallelPlan(pp=p, microbatches=m, **more)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 13), (8, 32)])
@@ -140,11 +141,11 @@ def test_cut_against_all_divisions(p: int, v: int, schedule: str, layers: int) -
     """Of small models all divisions are simulated: none is much shorter, and none so of the even
     one, with a head that takes as long as some layers."""
     model = planner.TransformerSpec(layers=layers, hidden=512, heads=8, vocab=16384, sequence=256)
-    choice = planner.ParallelPlan(p=p, v=v, m=4 * p, schedule=schedule)
+    choice = planner.ParallelPlan(pp=p, stages_per_rank=v, microbatches=4 * p, schedule=schedule)
     stages = p * v
     least = [0, *[1] * (stages - 2), 0]
     steps = {
-        each: simulate_plan(model, cluster(p), replace(choice, layers_of=each)).step
+        each: simulate_plan(model, cluster(p), replace(choice, layers_per_stage=each)).step
         for each in compositions(layers, stages, least)
         if max(each) - min(each) <= 4
     }
@@ -157,14 +158,14 @@ def test_cut_against_all_divisions(p: int, v: int, schedule: str, layers: int) -
 def test_cut_keeps_to_memory() -> None:
     """The first rank of 1F1B holds most: with less memory it gets fewer layers."""
     model = planner.TransformerSpec(layers=12, hidden=2048, heads=16, vocab=1024, sequence=2048)
-    choice = planner.ParallelPlan(p=4, m=16, b=4)
+    choice = planner.ParallelPlan(pp=4, microbatches=16, microbatch_size=4)
     wide = optimize_layer_division(model, cluster(4), choice)
-    fullest = simulate_plan(model, cluster(4), replace(choice, layers_of=wide)).memory.total
+    fullest = simulate_plan(model, cluster(4), replace(choice, layers_per_stage=wide)).memory.total
     less = cluster(4, memory=0.95 * fullest)
     found = simulate_plan(
-        model, less, replace(choice, layers_of=optimize_layer_division(model, less, choice))
+        model, less, replace(choice, layers_per_stage=optimize_layer_division(model, less, choice))
     )
-    assert found.fits and found.layers_of[0] < wide[0]
+    assert found.fits and found.layers_per_stage[0] < wide[0]
     with pytest.raises(UsageError):
         optimize_layer_division(model, cluster(4, memory="1MB"), choice)
 
@@ -174,7 +175,13 @@ def test_cut_keeps_to_memory() -> None:
 
 def test_a_shorter_schedule_is_found_within_memory() -> None:
     choice = planner.ParallelPlan(
-        p=2, v=2, d=2, m=8, schedule="interleaved", zero=1, recompute="full"
+        pp=2,
+        stages_per_rank=2,
+        dp=2,
+        microbatches=8,
+        schedule="interleaved",
+        zero=1,
+        recompute="full",
     )
     own = simulate_plan(MODEL, cluster(choice.gpus), choice)
     tight = cluster(choice.gpus, memory=1.02 * own.memory.total)
@@ -183,9 +190,9 @@ def test_a_shorter_schedule_is_found_within_memory() -> None:
     assert told.step <= own.step
     assert found.bound <= told.step and told.fits
     assert sum(told.parts) == pytest.approx(told.step, rel=1e-9)
-    assert (told.p, told.m, told.zero) == (choice.p, choice.m, choice.zero)
+    assert (told.pp, told.microbatches, told.zero) == (choice.pp, choice.microbatches, choice.zero)
     run = simulate(found.program)  # it is proven, with all that the choice has
-    assert (run.program.dp, run.program.zero) == (choice.d, choice.zero)
+    assert (run.program.dp, run.program.zero) == (choice.dp, choice.zero)
 
 
 MIXED = planner.TransformerSpec(layers=16, hidden=2048, heads=16, kv_heads=8, vocab=32000,
@@ -195,12 +202,16 @@ DENSE = planner.TransformerSpec(layers=16, hidden=4096, heads=32, vocab=32000, s
 
 
 @pytest.mark.parametrize(("model", "choice"), [
-    (DENSE, planner.ParallelPlan(p=4, t=2, d=2, m=16, recompute="full")),
-    (DENSE, planner.ParallelPlan(p=4, t=2, d=4, m=16, order="tdp", zero=1, sequence_parallel=True)),
-    (DENSE, planner.ParallelPlan(p=2, t=2, d=2, c=2, v=2, m=16, schedule="interleaved", zero=1)),
-    (MIXED, planner.ParallelPlan(p=2, t=2, d=4, e=4, m=16)),
-    (MIXED, planner.ParallelPlan(p=2, t=2, d=4, e=2, v=2, m=16, schedule="interleaved", zero=1)),
-    (MIXED, planner.ParallelPlan(p=1, d=8, e=4, v=4, m=4, schedule="looped_bfs", zero=3)),
+    (DENSE, planner.ParallelPlan(pp=4, tp=2, dp=2, microbatches=16, recompute="full")),
+    (DENSE, planner.ParallelPlan(pp=4, tp=2, dp=4, microbatches=16, rank_order="tp-dp-pp", zero=1,
+                                 sequence_parallel=True)),
+    (DENSE, planner.ParallelPlan(pp=2, tp=2, dp=2, cp=2, stages_per_rank=2, microbatches=16,
+                                 schedule="interleaved", zero=1)),
+    (MIXED, planner.ParallelPlan(pp=2, tp=2, dp=4, ep=4, microbatches=16)),
+    (MIXED, planner.ParallelPlan(pp=2, tp=2, dp=4, ep=2, stages_per_rank=2, microbatches=16,
+                                 schedule="interleaved", zero=1)),
+    (MIXED, planner.ParallelPlan(pp=1, dp=8, ep=4, stages_per_rank=4, microbatches=4,
+                                 schedule="looped_bfs", zero=3)),
 ])  # fmt: skip
 def test_near_the_closed_form(model: planner.TransformerSpec, choice: planner.ParallelPlan) -> None:
     """Two ways to the same, of which neither knows the other."""
@@ -220,8 +231,9 @@ def test_what_slices_sum_of_a_shared_sequence_is_priced(
 ) -> None:
     """By the bytes that more slices do not make fewer, as any other sum of theirs; the closed form
     says the same, and nobody pays who does not share."""
-    choice = planner.ParallelPlan(p=2, t=4, d=2, v=2, m=4, schedule="interleaved", zero=zero,
-                            sequence_parallel=True, e=e)  # fmt: skip
+    choice = planner.ParallelPlan(pp=2, tp=4, dp=2, stages_per_rank=2, microbatches=4,
+                                  schedule="interleaved", zero=zero,
+                            sequence_parallel=True, ep=e)  # fmt: skip
     where = replace(cluster(8), nodes=2)
     one, two = (np.array(layer_numbers(model, t, e)) for t in (1, 2))
     whole, of_experts = (2 * two - one) * model.layers / 4
@@ -235,10 +247,10 @@ def test_what_slices_sum_of_a_shared_sequence_is_priced(
     sizes = [2 * number / (2 if zero else 1) for number in numbers]
     ring = [where.all_reduce(size, 4) for size in sizes]
     tree = [where.all_reduce_small(size, 4) for size in sizes]
-    found: Any = costs(choice).reduce_sequence
+    found: Any = costs(choice).reduce_sequence_parallel_grads
     assert found == pytest.approx(tuple(map(min, ring, tree)), rel=1e-9)
-    assert costs(replace(choice, sequence_parallel=False)).reduce_sequence is None
-    assert Opcode.ReduceSequence in plan_program(choice, tied=model.tied).ops
+    assert costs(replace(choice, sequence_parallel=False)).reduce_sequence_parallel_grads is None
+    assert Opcode.ReduceSequenceParallelGrads in plan_program(choice, tied=model.tied).ops
     plans = PlanColumns.of(choice)
     told = closed_form._sequence(model, where, plans, plans.shares(model), ADAM)
     assert told == pytest.approx([max(found[0] + found[2], found[1] + found[3])], rel=1e-9)

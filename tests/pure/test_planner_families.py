@@ -76,17 +76,21 @@ def test_layers_divide_as_evenly_as_can_be(layers: int, stages: int) -> None:
 
 def test_shares_have_all_layers_once() -> None:
     model = TransformerSpec(layers=10, hidden=8, heads=2, vocab=16, sequence=4)
-    choice = ParallelPlan(p=2, v=2, m=4, schedule="zb_v", layers_of=(1, 2, 3, 4))
+    choice = ParallelPlan(
+        pp=2, stages_per_rank=2, microbatches=4, schedule="zb_v", layers_per_stage=(1, 2, 3, 4)
+    )
     assert [share[2:] for share in shares(model, choice)] == [(5, True, True), (5, False, False)]
-    choice = ParallelPlan(p=4, m=4, layers_of=(2, 3, 3, 2))
+    choice = ParallelPlan(pp=4, microbatches=4, layers_per_stage=(2, 3, 3, 2))
     assert [share[:3] for share in shares(model, choice)] == [(1, 0, 2), (2, 1, 3), (1, 3, 2)]
 
 
 def test_refusals() -> None:
     model = TransformerSpec(layers=10, hidden=8, heads=2, vocab=16, sequence=4)
-    with pytest.raises(UsageError, match=r"10 layers do not divide into p 4 x v 1 = 4 stages"):
-        layers_of(model, ParallelPlan(p=4))
+    with pytest.raises(
+        UsageError, match=r"10 layers do not divide into pp 4 x stages_per_rank 1 = 4 stages"
+    ):
+        layers_of(model, ParallelPlan(pp=4))
     with pytest.raises(UsageError, match="divides 9 layers into 2 stages, and there are 10"):
-        layers_of(model, ParallelPlan(p=2, layers_of=(4, 5)))
+        layers_of(model, ParallelPlan(pp=2, layers_per_stage=(4, 5)))
     with pytest.raises(UsageError, match="did you mean interleaved"):
         family("interleave")

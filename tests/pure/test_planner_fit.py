@@ -34,7 +34,7 @@ NODE = replace(
 def block(cluster: Cluster, hidden: int, sequence: int, b: int) -> MeasuredLayer:
     """A layer that takes as long as the cluster says."""
     model = TransformerSpec(layers=1, hidden=hidden, heads=1, vocab=2, sequence=sequence)
-    choice = ParallelPlan(b=b, attention="flash")
+    choice = ParallelPlan(microbatch_size=b, attention="flash")
     told = planner.layer_time(model, cluster, choice).total
     return MeasuredLayer(model, choice, told.F + told.B)
 

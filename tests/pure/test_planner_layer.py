@@ -42,15 +42,15 @@ def models(draw: st.DrawFn) -> TransformerSpec:
 @st.composite
 def choices(draw: st.DrawFn) -> ParallelPlan:
     return ParallelPlan(
-        p=2,
-        t=draw(st.sampled_from([1, 2, 4, 8])),
-        b=draw(st.integers(1, 8)),
+        pp=2,
+        tp=draw(st.sampled_from([1, 2, 4, 8])),
+        microbatch_size=draw(st.integers(1, 8)),
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
         sequence_parallel=draw(st.booleans()),
-        c=draw(st.sampled_from([1, 2, 4])),
+        cp=draw(st.sampled_from([1, 2, 4])),
         attention=draw(st.sampled_from(["softmax", "flash"])),
         schedule=draw(st.sampled_from(["one_f_one_b", "zb_h1"])),
-        order=draw(st.sampled_from(["tpd", "tdp"])),
+        rank_order=draw(st.sampled_from(["tp-pp-dp", "tp-dp-pp"])),
     )
 
 
@@ -60,21 +60,30 @@ def test_products_do_what_the_model_asks_for(model: TransformerSpec, choice: Par
         sum(3 * gemm.flops for gemm in pieces(model, choice).gemms if gemm.what != "router")
         for pieces in (layer_pieces, head_pieces)
     )
-    copies = max(choice.t // model.kv_heads, 1)  # where there are fewer keys than slices
-    more = 6 * choice.b * model.sequence * 2 * model.hidden * (model.hidden // model.heads)
+    copies = max(choice.tp // model.kv_heads, 1)  # where there are fewer keys than slices
+    more = (
+        6
+        * choice.microbatch_size
+        * model.sequence
+        * 2
+        * model.hidden
+        * (model.hidden // model.heads)
+    )
     more *= model.kv_heads * (copies - 1)
-    every = (model.layers * (per_layer * choice.t * choice.c - more)) + ends * choice.t * choice.c
-    assert every == pytest.approx(model.flops(choice.b), rel=1e-9)
+    every = (
+        model.layers * (per_layer * choice.tp * choice.cp - more)
+    ) + ends * choice.tp * choice.cp
+    assert every == pytest.approx(model.flops(choice.microbatch_size), rel=1e-9)
 
 
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        (ParallelPlan(t=5), "heads 64 cannot be divided among t 5"),
-        (ParallelPlan(c=3), "sequence 2048 cannot be divided among c 3"),
-        (ParallelPlan(t=64, c=64, sequence_parallel=True), "sequence 2048 cannot be divided"),
-        (ParallelPlan(d=2, e=2), "experts 1 cannot be divided among e 2"),
-        (ParallelPlan(t=16), "a group has different processes of 0 to 7"),
+        (ParallelPlan(tp=5), "heads 64 cannot be divided among tp 5"),
+        (ParallelPlan(cp=3), "sequence 2048 cannot be divided among cp 3"),
+        (ParallelPlan(tp=64, cp=64, sequence_parallel=True), "sequence 2048 cannot be divided"),
+        (ParallelPlan(dp=2, ep=2), "experts 1 cannot be divided among ep 2"),
+        (ParallelPlan(tp=16), "a group has different processes of 0 to 7"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(choice: ParallelPlan, words: str) -> None:
@@ -99,7 +108,9 @@ def test_what_runs_again_is_the_forward(model: TransformerSpec, choice: Parallel
 def test_more_sequences_take_longer(model: TransformerSpec, choice: ParallelPlan) -> None:
     cluster = replace(NODE, nodes=4)
     one, two = (
-        planner.layer_time(model, cluster, replace(choice, b=choice.b + more)).total
+        planner.layer_time(
+            model, cluster, replace(choice, microbatch_size=choice.microbatch_size + more)
+        ).total
         for more in (0, 1)
     )
     assert two.F >= one.F * (1 - 1e-9)
@@ -110,11 +121,11 @@ def test_more_sequences_take_longer(model: TransformerSpec, choice: ParallelPlan
 def test_slices_share_the_work_and_no_more(model: TransformerSpec, choice: ParallelPlan) -> None:
     cluster = replace(NODE, nodes=4, kernel_us=0)
     whole, cut = (
-        planner.layer_time(model, cluster, replace(choice, t=t, sequence_parallel=cuts)).compute
-        for t, cuts in ((1, False), (choice.t, choice.sequence_parallel))
+        planner.layer_time(model, cluster, replace(choice, tp=t, sequence_parallel=cuts)).compute
+        for t, cuts in ((1, False), (choice.tp, choice.sequence_parallel))
     )
     for one, part in zip(whole, cut, strict=True):
-        assert one / choice.t * (1 - 1e-9) <= part <= one * (1 + 1e-9)
+        assert one / choice.tp * (1 - 1e-9) <= part <= one * (1 + 1e-9)
 
 
 @given(models(), choices())
@@ -141,8 +152,8 @@ def test_a_small_layer_waits_for_its_host() -> None:
     assert pytest.approx(2 * fast.total.F) == slow.total.F
     assert pytest.approx(2 * fast.total.B) == slow.total.B
     assert planner.layer_time(
-        GPT, replace(NODE, kernel_us=20), ParallelPlan(b=8)
-    ) == planner.layer_time(GPT, replace(NODE, kernel_us=10), ParallelPlan(b=8))
+        GPT, replace(NODE, kernel_us=20), ParallelPlan(microbatch_size=8)
+    ) == planner.layer_time(GPT, replace(NODE, kernel_us=10), ParallelPlan(microbatch_size=8))
 
 
 def test_a_layer_of_22_billion_takes_what_was_published() -> None:
@@ -155,13 +166,13 @@ def test_a_layer_of_22_billion_takes_what_was_published() -> None:
 def test_stages_of_another_paper_take_what_was_published() -> None:
     """None of it was fitted: to 8 %, a microbatch in an inner stage."""
     for row in published_runs.stage_times():
-        cluster = replace(NODE, nodes=row.choice.p // 8)
+        cluster = replace(NODE, nodes=row.choice.pp // 8)
         times = planner.stage_time(row.model, cluster, row.choice, row.layers).total
         assert sum(times) == pytest.approx(sum(row.seconds), rel=0.08), row.name
 
 
 def test_sums_hide_under_whole_backwards_only() -> None:
-    choice = ParallelPlan(t=8, b=4)
+    choice = ParallelPlan(tp=8, microbatch_size=4)
     whole, split, bare = (
         planner.layer_time(GPT, NODE, replace(choice, schedule=schedule), constants).tensor
         for schedule, constants in (
@@ -193,27 +204,35 @@ def test_products_are_made_of_whole_tiles_in_whole_waves() -> None:
 
 def test_experts_and_parts_of_a_sequence_talk() -> None:
     many = replace(GPT, experts=8, active=2)
-    here = planner.layer_time(many, NODE, ParallelPlan(b=4))
-    near = planner.layer_time(many, NODE, ParallelPlan(b=4, d=8, e=8))
-    far = planner.layer_time(many, replace(NODE, nodes=8), ParallelPlan(b=4, d=8, p=8, e=8))
+    here = planner.layer_time(many, NODE, ParallelPlan(microbatch_size=4))
+    near = planner.layer_time(many, NODE, ParallelPlan(microbatch_size=4, dp=8, ep=8))
+    far = planner.layer_time(
+        many, replace(NODE, nodes=8), ParallelPlan(microbatch_size=4, dp=8, pp=8, ep=8)
+    )
     by_replicas = planner.layer_time(
-        many, replace(NODE, nodes=8), ParallelPlan(b=4, d=8, p=8, e=8, order="tdp")
+        many,
+        replace(NODE, nodes=8),
+        ParallelPlan(microbatch_size=4, dp=8, pp=8, ep=8, rank_order="tp-dp-pp"),
     )
     assert here.tensor.F == 0 < near.tensor.F < far.tensor.F
     assert by_replicas == near
     size = 2.0 * 4 * 2048 * 6144 * 2
     assert pytest.approx(2 * NODE.all_to_all(size, 8)) == near.tensor.F
     slow = replace(NODE, nodes=2, network=1e9)
-    parts = planner.layer_time(GPT, slow, ParallelPlan(c=16, b=4)).tensor
+    parts = planner.layer_time(GPT, slow, ParallelPlan(cp=16, microbatch_size=4)).tensor
     keys = 2 * 2.0 * 4 * 2048 * 6144
     assert 0 < parts.F < slow.all_gather(keys, 16)  # some of it under attention
-    assert planner.layer_time(GPT, NODE, ParallelPlan(c=2, b=4)).tensor.F == 0  # all of it
+    assert (
+        planner.layer_time(GPT, NODE, ParallelPlan(cp=2, microbatch_size=4)).tensor.F == 0
+    )  # all of it
 
 
 def test_flash_attention_saves_what_scores_take() -> None:
     softmax, flash = (
         planner.layer_time(
-            GPT, NODE, ParallelPlan(t=8, b=4, attention=attention, recompute="selective")
+            GPT,
+            NODE,
+            ParallelPlan(tp=8, microbatch_size=4, attention=attention, recompute="selective"),
         )
         for attention in ("softmax", "flash")
     )
@@ -223,7 +242,7 @@ def test_flash_attention_saves_what_scores_take() -> None:
     constants = SoftwareConstants()
     assert pytest.approx(product / constants.flash_forward) == flash.compute.R
     prices = OpTimes(NODE, ParallelPlan(), constants, True)
-    gemms = layer_pieces(GPT, ParallelPlan(t=8, b=4, attention="flash")).gemms
+    gemms = layer_pieces(GPT, ParallelPlan(tp=8, microbatch_size=4, attention="flash")).gemms
     backward = sum(prices.gemm(gemm).I for gemm in gemms if gemm.flash)
     assert pytest.approx(2.5 * product / constants.flash_backward) == backward
 

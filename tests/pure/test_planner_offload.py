@@ -55,21 +55,22 @@ def cases(draw: st.DrawFn) -> tuple[planner.ParallelPlan, Cluster]:
     )
     v = 2 if schedule == "interleaved" else 1
     choice = planner.ParallelPlan(
-        p=p, t=t, d=d, v=v, b=draw(st.sampled_from([1, 4])), m=p * draw(st.integers(1, 3)),
+        pp=p, tp=t, dp=d, stages_per_rank=v, microbatch_size=draw(st.sampled_from([1, 4])),
+        microbatches=p * draw(st.integers(1, 3)),
         schedule=schedule, zero=draw(st.integers(0, 3 if d > 1 else 0)),
         recompute=draw(st.sampled_from(get_args(Recompute))),
         sequence_parallel=t > 1 and draw(st.booleans()),
-        states=draw(st.sampled_from(["device", "host"])),
+        optimizer_placement=draw(st.sampled_from(["device", "host"])),
         offload=draw(st.sampled_from(["none", "fit"])),
     )  # fmt: skip
-    assume(choice.moves)
+    assume(choice.offloads)
     plain = planner.simulate_plan(MODEL, cluster(p * t * d), on_device(choice)).memory
     share = draw(st.floats(0.5, 1.0))
     return choice, cluster(p * t * d, memory=max(share * plain.total, 1.1e9))
 
 
 def on_device(choice: planner.ParallelPlan) -> planner.ParallelPlan:
-    return replace(choice, offload="none", states="device")
+    return replace(choice, offload="none", optimizer_placement="device")
 
 
 @settings(max_examples=15, deadline=None)
@@ -84,7 +85,7 @@ def test_what_offloads_adds_up(case: tuple[planner.ParallelPlan, Cluster]) -> No
         assert choice.offload == "fit" and not plain.fits
         return
     assert sum(found.parts) == pytest.approx(found.step, rel=CLOSE) and min(found.parts) >= 0
-    assert (found.host.optimizer > 0) == (choice.states == "host")
+    assert (found.host.optimizer > 0) == (choice.optimizer_placement == "host")
     if choice.offload == "fit":
         assert found.memory.total <= ample(where.memory)
     # The same program, made, checked and simulated by hand.
@@ -93,11 +94,11 @@ def test_what_offloads_adds_up(case: tuple[planner.ParallelPlan, Cluster]) -> No
     times = times_of(MODEL, where, choice)
     costs = costs_of(MODEL, where, choice, whole.plan, times, constants)
     held = sizes(MODEL, choice, whole.plan, constants)
-    run = simulate(whole, costs, model="edge", sizes=held)
+    run = simulate(whole, costs, progress_model="per_edge", sizes=held)
     assert run.span == pytest.approx(found.step, rel=CLOSE)
     # Costs say in which order messages go, too: the program beside it is lowered with them as well.
     lowered: dict[str, Any] = {} if choice.offload == "none" else {"costs": costs}
-    alike = simulate(plan_program(on_device(choice), **lowered), costs, model="edge")
+    alike = simulate(plan_program(on_device(choice), **lowered), costs, progress_model="per_edge")
     assert found.step >= alike.span * (1 - CLOSE)
     most = run.peak_memory.max() * (1 + constants.allocator_share) + constants.reserved
     assert most == pytest.approx(found.memory.total, rel=CLOSE)
@@ -105,15 +106,15 @@ def test_what_offloads_adds_up(case: tuple[planner.ParallelPlan, Cluster]) -> No
     assert away == pytest.approx(found.host.total, rel=CLOSE)
     # Nobody copies faster than the link: each rank's bytes out, and in, take no more than the step.
     for stream in whole.streams:
-        for op, name in ((Opcode.Offload, "saved"), (Opcode.LoadState, "optimizer")):
+        for op, name in ((Opcode.Offload, "saved"), (Opcode.ReloadState, "optimizer")):
             size = held.of(name, whole.plan.stages)[stream.stage[stream.op == op]].sum()
-            parts = choice.d if op == Opcode.LoadState and choice.zero else 1
+            parts = choice.dp if op == Opcode.ReloadState and choice.zero else 1
             assert NODE.host is not None and size / parts / NODE.host <= found.step
 
 
 def test_states_of_one_stage_come_and_go_behind_all_else() -> None:
     """By hand: of one stage nothing runs beside the load and the store of its states."""
-    choice = planner.ParallelPlan(m=4, states="host")
+    choice = planner.ParallelPlan(microbatches=4, optimizer_placement="host")
     where = cluster(1, memory=80e9)
     plain, found = (
         planner.simulate_plan(MODEL, where, each) for each in (on_device(choice), choice)
@@ -128,7 +129,9 @@ def test_states_of_one_stage_come_and_go_behind_all_else() -> None:
 @pytest.mark.parametrize("recompute", get_args(Recompute))
 def test_what_is_saved_takes_its_bytes_over_the_link(recompute: Recompute) -> None:
     """By hand: each copy is of what a stage saved; and over a slower link the step is longer."""
-    tight = planner.ParallelPlan(p=4, m=8, b=4, recompute=recompute, offload="fit")
+    tight = planner.ParallelPlan(
+        pp=4, microbatches=8, microbatch_size=4, recompute=recompute, offload="fit"
+    )
     least = planner.simulate_plan(MODEL, cluster(4, memory=80e9), on_device(tight)).memory.total
     where = cluster(4, memory=0.9 * least)
     whole = plan_program(on_device(tight))
@@ -148,19 +151,19 @@ def test_what_is_saved_takes_its_bytes_over_the_link(recompute: Recompute) -> No
         far, times = replace(where, host=1e9), times_of(MODEL, where, tight)
         slow = costs_of(MODEL, far, tight, whole.plan, times, SoftwareConstants())
         assert found.fits and found.host.activations > 0
-        assert simulate(moved, slow, model="edge").span > 2 * found.step
+        assert simulate(moved, slow, progress_model="per_edge").span > 2 * found.step
 
 
 def test_what_does_not_fit_gets_a_plan() -> None:
     """None fits without; with offload the first is as short as any with states on the host."""
     where, how = (
         cluster(2, memory=4e9),
-        {"p": 1, "schedules": ("one_f_one_b", "interleaved")},
+        {"pp": 1, "schedules": ("one_f_one_b", "interleaved")},
     )
     with pytest.raises(UsageError, match="plans fits into"):
         planner.plan(MODEL, where, 4, **how)  # type: ignore[arg-type]
     best, *_ = found = planner.plan(MODEL, where, 4, top=3, offload=True, **how)  # type: ignore[arg-type]
-    assert all(one.fits and one.exact and one.moves for one in found)
+    assert all(one.fits and one.exact and one.offloads for one in found)
     assert [one.step for one in found] == sorted(one.step for one in found)
     assert best.beside.startswith("no plan fits without: the least holds ")
     shortest = min(everything(where, 4, how))
@@ -172,7 +175,9 @@ def everything(where: Cluster, batch: int, how: dict[str, Any]) -> list[float]:
     plans = planner.all_plans(MODEL, where, batch, offload=True, **how).plans
     steps = []
     for at in range(len(plans)):
-        one = planner.simulate_plan(MODEL, where, replace(plans.choice(MODEL, at), states="host"))
+        one = planner.simulate_plan(
+            MODEL, where, replace(plans.choice(MODEL, at), optimizer_placement="host")
+        )
         steps += [one.step] * one.fits
     return steps
 
@@ -200,13 +205,13 @@ def test_hosts_are_told(fact: str) -> None:
     where = cluster(4, **REFUSED[fact])
     with pytest.raises(UsageError, match=fact):
         planner.plan(MODEL, where, 8, offload=True)
-    for way in ({"offload": "fit"}, {"states": "host"}):
+    for way in ({"offload": "fit"}, {"optimizer_placement": "host"}):
         with pytest.raises(UsageError, match=fact):
-            planner.simulate_plan(MODEL, where, planner.ParallelPlan(p=4, m=8, **way))  # type: ignore[arg-type]
+            planner.simulate_plan(MODEL, where, planner.ParallelPlan(pp=4, microbatches=8, **way))  # type: ignore[arg-type]
 
 
 def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
-    one, where = planner.ParallelPlan(p=4, m=8, offload="fit"), cluster(4)
+    one, where = planner.ParallelPlan(pp=4, microbatches=8, offload="fit"), cluster(4)
     closed = simulated_only().fact
     with pytest.raises(UsageError, match=closed):
         planner.plan(MODEL, where, 8, offload=True, exact=False)
@@ -219,26 +224,30 @@ def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
             knows_nothing(MODEL, where, one)
     with pytest.raises(UsageError, match="which microbatches are offloaded a program says"):
         planner.train_config(MODEL, one)
-    with pytest.raises(UsageError, match="needs sizes and a limit"):
+    with pytest.raises(UsageError, match="needs sizes and a memory_limit"):
         plan_program(one)
     tight, small = said_choice(where)
     moves = planner.simulated_program(MODEL, small, tight)
     told = tomllib.loads(planner.train_config(MODEL, tight, moves=moves))["memory"]["offload"]
     again = compile(schedules.one_f_one_b, PipelineShape(4, 8), offload=told)
     assert offloaded(again) == offloaded(moves) != set()
-    told = tomllib.loads(planner.train_config(MODEL, replace(one, offload="none", states="host")))
-    assert told["memory"] == {"states": "host"}
+    told = tomllib.loads(
+        planner.train_config(MODEL, replace(one, offload="none", optimizer_placement="host"))
+    )
+    assert told["memory"] == {"optimizer_placement": "host"}
     moved = tmp_path / "own.sched"
     moved.write_text(said_program(where), encoding="utf-8")
     file = replace(one, schedule=str(moved), offload="none")
     with pytest.raises(UsageError, match="offloads, and what its copies take nobody has planned"):
         planner.simulate_plan(MODEL, where, file)
     with pytest.raises(UsageError, match="is a program, which says itself what it offloads"):
-        plan_program(replace(file, states="host"))
+        plan_program(replace(file, optimizer_placement="host"))
     with pytest.raises(UsageError, match="states of experts"):
         experts = replace(MODEL, experts=4, active=2)
         planner.simulate_plan(
-            experts, where, planner.ParallelPlan(d=4, e=2, m=8, zero=1, states="host")
+            experts,
+            where,
+            planner.ParallelPlan(dp=4, ep=2, microbatches=8, zero=1, optimizer_placement="host"),
         )
 
 
@@ -248,7 +257,7 @@ def offloaded(whole: Program) -> set[tuple[int, int]]:
 
 def said_choice(where: Cluster) -> tuple[planner.ParallelPlan, Cluster]:
     """A choice that offloads some of its microbatches, and where it does."""
-    tight = planner.ParallelPlan(p=4, m=8, b=4, offload="fit")
+    tight = planner.ParallelPlan(pp=4, microbatches=8, microbatch_size=4, offload="fit")
     least = planner.simulate_plan(MODEL, replace(where, memory=80e9), on_device(tight)).memory.total
     return tight, replace(where, memory=0.9 * least)
 
@@ -277,13 +286,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
                   " states ", "bound by "):  # fmt: skip
         assert words in text, text
     whole = check(from_text(out.read_text(encoding="utf-8")))
-    assert Opcode.LoadState in whole.ops
+    assert Opcode.ReloadState in whole.ops
     (told,) = [line for line in out.read_text(encoding="utf-8").splitlines() if "--costs" in line]
     costs = told.partition("--costs ")[2]
-    step = simulate(whole, read_costs(costs), model="edge").span
-    best, *_ = planner.plan(MODEL, cluster(2, memory=4e9), 8, p=1, top=2, offload=True)
+    step = simulate(whole, read_costs(costs), progress_model="per_edge").span
+    best, *_ = planner.plan(MODEL, cluster(2, memory=4e9), 8, pp=1, top=2, offload=True)
     assert step == pytest.approx(best.step, rel=1e-3)
-    alone, *_ = planner.plan(MODEL, cluster(2, memory=4e9), 8, p=1, top=1, offload=True)
+    alone, *_ = planner.plan(MODEL, cluster(2, memory=4e9), 8, pp=1, top=1, offload=True)
     assert alone == best
     for option in ("--tradeoff", "--optimize-division", "--improve-schedules"):
         more = ("--picture", str(tmp_path / "x.svg")) if option == "--tradeoff" else ()

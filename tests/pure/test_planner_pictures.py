@@ -17,7 +17,8 @@ from schedir.viz import plan_memory, plan_scaling, plan_times, save
 
 PARTS = StepBreakdown(20, 4, 2, 1, 5, 0.25, 0.125, 0.375)
 PLAN = PlanEstimate(
-    p=8, t=8, d=16, m=96, v=2, schedule="interleaved", recompute="selective", zero=1,
+    pp=8, tp=8, dp=16, microbatches=96, stages_per_rank=2, schedule="interleaved",
+    recompute="selective", zero=1,
     step=sum(PARTS), parts=PARTS, memory=GpuMemory(5e9, 6e9, 7e9, 20e9, 3e9), flops=150e12,
     mfu=0.48,
 )  # fmt: skip
@@ -65,10 +66,10 @@ def test_the_frontier_is_what_nothing_is_left_of_and_below(points: list[tuple[in
 
 
 def test_what_does_not_fit_is_told_and_the_chosen_one_is_marked() -> None:
-    plans = [plan(10, 90e9, fits=False, p=16), plan(20, 40e9), plan(30, 10e9, recompute="full")]
+    plans = [plan(10, 90e9, fits=False, pp=16), plan(20, 40e9), plan(30, 10e9, recompute="full")]
     axes = plan_memory(plans, limit=80e9).axes[0]
-    assert words(axes) == ["p 8, t 8, d 16, v 2, b 1, interleaved", "80 GB: does not fit"]
-    assert words(plan_memory(plans, 80e9, plans[2]).axes[0])[0].startswith("p 8")
+    assert words(axes) == ["pp 8, tp 8, dp 16, v 2, b 1, interleaved", "80 GB: does not fit"]
+    assert words(plan_memory(plans, 80e9, plans[2]).axes[0])[0].startswith("pp 8")
     legend = axes.get_legend()
     assert legend is not None
     told = [text.get_text() for text in legend.get_texts()]
@@ -77,8 +78,8 @@ def test_what_does_not_fit_is_told_and_the_chosen_one_is_marked() -> None:
 
 
 def test_scaling_has_a_point_for_each_number_of_gpus() -> None:
-    strong = [plan(32 / d, 1e9, d=d, flops=1e14 / d) for d in (4, 1, 2)]
-    weak = [plan(32, 1e9, d=d) for d in (1, 2, 4)]
+    strong = [plan(32 / d, 1e9, dp=d, flops=1e14 / d) for d in (4, 1, 2)]
+    weak = [plan(32, 1e9, dp=d) for d in (1, 2, 4)]
     left, right = plan_scaling(strong, weak).axes
     lines = [line.get_xydata().tolist() for line in left.lines]  # type: ignore[union-attr]
     assert lines[0] == lines[1] == [[64, 32], [128, 16], [256, 8]]

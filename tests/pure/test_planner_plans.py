@@ -60,7 +60,7 @@ EVERY = tuple(FAMILIES)
 @settings(max_examples=8)
 @given(
     models, st.sampled_from([1, 2, 3]), st.sampled_from([8, 24]),
-    st.sampled_from(["tpd", "tdp"]), st.sampled_from(["softmax", "flash"]), st.data(),
+    st.sampled_from(["tp-pp-dp", "tp-dp-pp"]), st.sampled_from(["softmax", "flash"]), st.data(),
 )  # fmt: skip
 def test_all_plans_at_once_cost_what_each_does_alone(
     model: TransformerSpec, nodes: int, batch: int, order: Any, attention: Any, data: Any
@@ -68,7 +68,7 @@ def test_all_plans_at_once_cost_what_each_does_alone(
     cluster = machine(nodes)
     e = data.draw(st.sampled_from([1, 2])) if model.experts > 1 else 1
     c = data.draw(st.sampled_from([1, 2]))
-    want = asked(schedules=EVERY, order=order, attention=attention, c=c, e=e)
+    want = asked(schedules=EVERY, rank_order=order, attention=attention, cp=c, ep=e)
     plans = choices(model, cluster, batch, want)
     found = closed_form(model, cluster, plans, SoftwareConstants(), ADAM)
     for i in data.draw(st.lists(st.integers(0, len(plans) - 1), min_size=8, max_size=8)):
@@ -90,19 +90,24 @@ def test_all_plans_at_once_cost_what_each_does_alone(
 def test_the_closed_form_is_near_to_the_program() -> None:
     """Step and memory, of plans of several kinds, some of unlike stages."""
     shapes: list[dict[str, Any]] = [
-        dict(p=4, m=12), dict(p=4, m=12, schedule="gpipe", recompute="full"),
-        dict(p=4, m=12, recompute="selective", zero=1, order="tdp"),
-        dict(p=4, m=12, schedule="interleaved", v=3), dict(p=4, m=12, schedule="zb_h1"),
-        dict(p=4, m=12, schedule="zb_h2", zero=1), dict(p=3, d=5, m=9, schedule="eager_1f1b"),
-        dict(p=3, d=5, v=2, m=9, schedule="interleaved_zb"), dict(p=2, v=2, m=6, schedule="zb_v"),
-        dict(p=2, v=6, m=6, schedule="interleaved", zero=3), dict(p=2, v=3, m=6, zero=2,
-             schedule="interleaved"), dict(p=1, v=12, m=4, schedule="looped_bfs", zero=3),
-        dict(p=5, d=3, m=10, layers_of=(3, 3, 2, 2, 2)),
-    ]  # fmt: skip
+        dict(pp=4, microbatches=12),
+        dict(pp=4, microbatches=12, schedule="gpipe", recompute="full"),
+        dict(pp=4, microbatches=12, recompute="selective", zero=1, rank_order="tp-dp-pp"),
+        dict(pp=4, microbatches=12, schedule="interleaved", stages_per_rank=3),
+        dict(pp=4, microbatches=12, schedule="zb_h1"),
+        dict(pp=4, microbatches=12, schedule="zb_h2", zero=1),
+        dict(pp=3, dp=5, microbatches=9, schedule="eager_1f1b"),
+        dict(pp=3, dp=5, stages_per_rank=2, microbatches=9, schedule="interleaved_zb"),
+        dict(pp=2, stages_per_rank=2, microbatches=6, schedule="zb_v"),
+        dict(pp=2, stages_per_rank=6, microbatches=6, schedule="interleaved", zero=3),
+        dict(pp=2, stages_per_rank=3, microbatches=6, zero=2, schedule="interleaved"),
+        dict(pp=1, stages_per_rank=12, microbatches=4, schedule="looped_bfs", zero=3),
+        dict(pp=5, dp=3, microbatches=10, layers_per_stage=(3, 3, 2, 2, 2)),
+    ]
     cluster = machine(2)
     off: list[list[float]] = []
     for shape in shapes:
-        choice = ParallelPlan(b=4, **{"d": 16 // shape["p"], **shape})
+        choice = ParallelPlan(microbatch_size=4, **{"dp": 16 // shape["pp"], **shape})
         room = cluster if choice.gpus == 16 else machine(1, gpus_per_node=15)
         closed, simulated = (
             estimate_step(SMALL, room, choice, exact=exact) for exact in (False, True)
@@ -119,7 +124,7 @@ def test_sums_over_a_slow_network_are_near_to_the_program(tied: bool) -> None:
     """Those of replicas, and that of a tied embedding, which are most of these steps."""
     model, cluster = replace(SMALL, tied=tied), machine(2, network="1GB/s")
     for t, d, zero in ((1, 8, 0), (1, 8, 1), (8, 1, 0)):
-        choice = ParallelPlan(p=2, t=t, d=d, zero=zero, m=16)
+        choice = ParallelPlan(pp=2, tp=t, dp=d, zero=zero, microbatches=16)
         closed, exact = (
             estimate_step(model, cluster, choice, exact=exact) for exact in (False, True)
         )
@@ -180,7 +185,7 @@ def test_memory_is_the_bound_where_only_memory_is_in_the_way() -> None:
 def test_layers_keep_what_the_paper_says() -> None:
     """arXiv 2205.05198, Table 2, of a plain GPT; 2307.08691 keeps no scores."""
     for t, recompute, cut in [(1, "none", False), (8, "none", True), (8, "selective", False)]:
-        choice = ParallelPlan(t=t, b=2, recompute=recompute, sequence_parallel=cut)  # type: ignore[arg-type]
+        choice = ParallelPlan(tp=t, microbatch_size=2, recompute=recompute, sequence_parallel=cut)  # type: ignore[arg-type]
         kept, again = layer_kept(SMALL, choice)
         of: dict[str, Any] = {"sequence": 1024, "microbatch": 2, "hidden": 1024, "heads": 16}
         of["tp"] = t
@@ -193,12 +198,20 @@ def test_layers_keep_what_the_paper_says() -> None:
         masks = 2 * 1024 * 1024 * 2 / (t if cut else 1)
         masks += (recompute == "none") * 16 * 1024**2 * 2 / t
         assert layer_kept(SMALL, choice, 4)[0] == pytest.approx(2 * kept - masks)
-    grouped, _ = layer_kept(replace(SMALL, kv_heads=4), ParallelPlan(t=8, b=2))
+    grouped, _ = layer_kept(replace(SMALL, kv_heads=4), ParallelPlan(tp=8, microbatch_size=2))
     tokens = 1024 * 2 * 1024 / 8  # of queries; of keys and values there are a quarter
-    assert layer_kept(SMALL, ParallelPlan(t=8, b=2))[0] - grouped == 2 * 2 * 3 / 4 * tokens
-    gated, _ = layer_kept(replace(SMALL, gated=True, ffn=2048), ParallelPlan(t=8, b=2))
-    assert layer_kept(SMALL, ParallelPlan(t=8, b=2))[0] - gated == (4 * 4 - 6 * 2) * tokens
-    flash, _ = layer_kept(SMALL, ParallelPlan(t=8, b=2, attention="flash"))
+    assert (
+        layer_kept(SMALL, ParallelPlan(tp=8, microbatch_size=2))[0] - grouped
+        == 2 * 2 * 3 / 4 * tokens
+    )
+    gated, _ = layer_kept(
+        replace(SMALL, gated=True, ffn=2048), ParallelPlan(tp=8, microbatch_size=2)
+    )
+    assert (
+        layer_kept(SMALL, ParallelPlan(tp=8, microbatch_size=2))[0] - gated
+        == (4 * 4 - 6 * 2) * tokens
+    )
+    flash, _ = layer_kept(SMALL, ParallelPlan(tp=8, microbatch_size=2, attention="flash"))
     assert flash == activation_bytes_per_layer(**of, recompute="selective") + 4 * 16 * 1024 * 2 / 8
 
 
@@ -209,9 +222,9 @@ def test_activations_have_the_bytes_of_the_type_that_trains() -> None:
         {},
         {"recompute": "full"},
         {"schedule": "zb_h1"},
-        {"t": 2, "p": 4, "sequence_parallel": True},
+        {"tp": 2, "pp": 4, "sequence_parallel": True},
     ):
-        choice = ParallelPlan(**({"p": 8, "m": 8, "attention": "flash"} | how))  # type: ignore[arg-type]
+        choice = ParallelPlan(**({"pp": 8, "microbatches": 8, "attention": "flash"} | how))  # type: ignore[arg-type]
         model = replace(SMALL, layers=16)
         half, whole = (
             estimate_step(model, c, choice, exact=False).memory for c in (machine(1), cluster)
@@ -226,7 +239,14 @@ def test_activations_have_the_bytes_of_the_type_that_trains() -> None:
 def test_where_closed_forms_say_that_it_fits_and_programs_do_not_others_are_taken() -> None:
     """Interleaved, rank 0 holds a little more as a program, of the head's messages."""
     model = TransformerSpec(layers=32, hidden=6144, heads=48, vocab=128256, sequence=4096)
-    how: dict[str, Any] = {"schedules": "interleaved", "p": 2, "t": 1, "b": 1, "zero": 1, "v": 4}
+    how: dict[str, Any] = {
+        "schedules": "interleaved",
+        "pp": 2,
+        "tp": 1,
+        "microbatch_size": 1,
+        "zero": 1,
+        "stages_per_rank": 4,
+    }
     how["recompute"] = "selective"
     large = machine(1, memory="1TB")
     closed, exact = (plan(model, large, 64, top=1, exact=e, **how)[0] for e in (False, True))
@@ -234,7 +254,12 @@ def test_where_closed_forms_say_that_it_fits_and_programs_do_not_others_are_take
     between = machine(1, memory=(closed.memory.total + exact.memory.total) / 2)
     with pytest.raises(UsageError, match="none of 1 plans fits"):
         plan(model, between, 64, **how)
-    some = plan(model, between, 64, **(how | {"b": (1, 2), "recompute": None, "v": (2, 4, 8)}))
+    some = plan(
+        model,
+        between,
+        64,
+        **(how | {"microbatch_size": (1, 2), "recompute": None, "stages_per_rank": (2, 4, 8)}),
+    )
     assert some and all(one.fits for one in some)
 
 
@@ -246,7 +271,9 @@ def test_states_are_those_of_zero() -> None:
     for zero in range(4):
         v, schedule = (96, "looped_bfs") if zero > 1 else (1, "one_f_one_b")
         of = peak_memory(
-            model, machine(2), ParallelPlan(d=16, v=v, m=1, zero=zero, schedule=schedule)
+            model,
+            machine(2),
+            ParallelPlan(dp=16, stages_per_rank=v, microbatches=1, zero=zero, schedule=schedule),
         )
         law = zero_model_states(2 * numbers, 2 * numbers, 12 * numbers, zero, 16)
         assert of.optimizer == pytest.approx(law.optimizer)
@@ -268,23 +295,24 @@ def test_numbers_of_a_model_are_those_of_its_parts() -> None:
     ("asked_for", "fact", "hint"),
     [
         ({"batch": 0}, "batch is a number of sequences, not 0", ""),
-        ({"batch": 30, "d": 4}, "batch of 30 does not divide among d 4", "do: 28 and 32"),
-        ({"batch": 3, "d": 4}, "batch of 3 does not divide among d 4", "do: 4"),
-        ({"batch": 32, "d": 4, "b": 3}, "of microbatches of b 3", "do: 24 and 36"),
-        ({"t": 3}, "heads 16 cannot be divided among t 3", "t = 1 or 2 or 4 or 8"),
-        ({"p": 3, "t": 2}, "16 GPUs are no product of p 3 x t 2", "16 = 2 x 2 x 2 x 2"),
-        ({"e": 2}, "experts 1 cannot be divided among e 2", ""),
-        ({"c": 3}, "sequence 1024 cannot be divided among c 3", ""),
-        ({"p": 16, "layers": 8}, "p 16 are more ranks than the model has layers, 8", ""),
+        ({"batch": 30, "dp": 4}, "batch of 30 does not divide among dp 4", "do: 28 and 32"),
+        ({"batch": 3, "dp": 4}, "batch of 3 does not divide among dp 4", "do: 4"),
+        ({"batch": 32, "dp": 4, "microbatch_size": 3}, "of microbatches of 3",
+         "do: 24 and 36"),
+        ({"tp": 3}, "heads 16 cannot be divided among tp 3", "tp = 1 or 2 or 4 or 8"),
+        ({"pp": 3, "tp": 2}, "16 GPUs are no product of pp 3 x tp 2", "16 = 2 x 2 x 2 x 2"),
+        ({"ep": 2}, "experts 1 cannot be divided among ep 2", ""),
+        ({"cp": 3}, "sequence 1024 cannot be divided among cp 3", ""),
+        ({"pp": 16, "layers": 8}, "pp 16 are more ranks than the model has layers, 8", ""),
         ({"schedules": "1f1b"}, "the planner knows no schedule '1f1b'", ""),
         ({"schedules": "zb_h_1"}, "no schedule 'zb_h_1'", "did you mean zb_h1?"),
         ({"schedules": ()}, "of schedules there is none to choose from", ""),
         ({"zero": 4}, "zero is a level of ZeRO, from 0 to 3, not 4", ""),
         ({"recompute": "some"}, "recompute is none or selective or full, not 'some'", ""),
-        ({"b": 0}, "b is a whole number from 1 on, not 0", ""),
+        ({"microbatch_size": 0}, "microbatch_size is a whole number from 1 on, not 0", ""),
         ({"top": 0}, "top is a number of plans, not 0", ""),
-        ({"p": 16, "v": 7, "layers": 32}, "levels of ZeRO do not go together", ""),
-        ({"memory": "300MB"}, "plans fits into 300 MB a GPU: the least holds", "that is p "),
+        ({"pp": 16, "stages_per_rank": 7, "layers": 32}, "levels of ZeRO do not go together", ""),
+        ({"memory": "300MB"}, "plans fits into 300 MB a GPU: the least holds", "that is pp "),
     ],
 )  # fmt: skip
 def test_refusals(asked_for: dict[str, Any], fact: str, hint: str) -> None:
@@ -299,31 +327,31 @@ def test_nearest_batches_can_be_planned_and_none_between() -> None:
     cluster = machine(2)
     for wrong in (30, 33, 50):
         with pytest.raises(UsageError) as refused:
-            plan(SMALL, cluster, wrong, d=4, b=3, exact=False)
+            plan(SMALL, cluster, wrong, dp=4, microbatch_size=3, exact=False)
         near = [int(size) for size in re.findall(r"\d+", refused.value.hint)]
         for size in range(near[0], near[1] + 1):
             if size in near:
-                assert plan(SMALL, cluster, size, d=4, b=3, exact=False)
+                assert plan(SMALL, cluster, size, dp=4, microbatch_size=3, exact=False)
             else:
                 with pytest.raises(UsageError):
-                    plan(SMALL, cluster, size, d=4, b=3, exact=False)
+                    plan(SMALL, cluster, size, dp=4, microbatch_size=3, exact=False)
 
 
 def test_slices_that_leave_the_node_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match="t 16 leaves the node of 8 GPUs"):
-        found = plan(SMALL, machine(2), 16, t=16, exact=False)
-    assert found[0].t == 16
-    with pytest.warns(UserWarning, match="t 16 leaves the node of 8 GPUs") as told:
-        estimate_step(SMALL, machine(2), ParallelPlan(t=16), exact=False)
+    with pytest.warns(UserWarning, match="tp 16 leaves the node of 8 GPUs"):
+        found = plan(SMALL, machine(2), 16, tp=16, exact=False)
+    assert found[0].tp == 16
+    with pytest.warns(UserWarning, match="tp 16 leaves the node of 8 GPUs") as told:
+        estimate_step(SMALL, machine(2), ParallelPlan(tp=16), exact=False)
     assert told[0].filename == __file__
-    with pytest.raises(UsageError, match="8 GPUs are no product of t 16"):
-        plan(SMALL, machine(1), 16, t=16)
-    assert max(one.t for one in plan(SMALL, machine(2), 16, top=5000, exact=False)) == 8
+    with pytest.raises(UsageError, match="8 GPUs are no product of tp 16"):
+        plan(SMALL, machine(1), 16, tp=16)
+    assert max(one.tp for one in plan(SMALL, machine(2), 16, top=5000, exact=False)) == 8
 
 
 def test_one_choice_is_priced_also_where_it_does_not_fit() -> None:
     cluster = machine(1, memory="2GB")
-    choice = ParallelPlan(p=4, t=2, m=8)
+    choice = ParallelPlan(pp=4, tp=2, microbatches=8)
     found = estimate_step(SMALL, cluster, choice, exact=False)
     assert not found.fits and found.bound == "memory" and "does not fit by" in found.why
     assert estimate_step(SMALL, machine(1), choice, exact=False).bound in found.parts._fields
@@ -332,15 +360,21 @@ def test_one_choice_is_priced_also_where_it_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("choice", "fact"),
     [
-        (ParallelPlan(p=4), "p 4 x t 1 x d 1 x c 1 = 4 are not the 8 GPUs of 1 x 8"),
-        (ParallelPlan(p=8, m=8), "12 layers do not divide into p 8 x v 1 = 8 stages"),
-        (ParallelPlan(p=2, d=4, v=2), "one_f_one_b has v 1, not 2"),
-        (ParallelPlan(p=4, d=2, v=3, m=6, schedule="interleaved"), "takes a multiple of p 4"),
+        (ParallelPlan(pp=4), "pp 4 x tp 1 x dp 1 x cp 1 = 4 are not the 8 GPUs of 1 x 8"),
         (
-            ParallelPlan(p=4, d=2, m=6, schedule="zb_h2"),
-            "zb_h2 takes at least 7 microbatches, not m 6",
+            ParallelPlan(pp=8, microbatches=8),
+            "12 layers do not divide into pp 8 x stages_per_rank 1 = 8 stages",
         ),
-        (ParallelPlan(t=8, d=1, schedule="zb"), "knows no schedule 'zb'"),
+        (ParallelPlan(pp=2, dp=4, stages_per_rank=2), "one_f_one_b has 1 stage per rank, not 2"),
+        (
+            ParallelPlan(pp=4, dp=2, stages_per_rank=3, microbatches=6, schedule="interleaved"),
+            "takes a multiple of pp 4",
+        ),
+        (
+            ParallelPlan(pp=4, dp=2, microbatches=6, schedule="zb_h2"),
+            "zb_h2 takes at least 7 microbatches, not 6",
+        ),
+        (ParallelPlan(tp=8, dp=1, schedule="zb"), "knows no schedule 'zb'"),
     ],
 )
 def test_choices_that_cannot_be_are_refused(choice: ParallelPlan, fact: str) -> None:
@@ -354,8 +388,11 @@ def test_choices_that_cannot_be_are_refused(choice: ParallelPlan, fact: str) -> 
     [
         ({"zero": 4}, "zero is a level of ZeRO, from 0 to 3, not 4"),
         ({"sequence_parallel": 1}, "sequence_parallel is True or False, not 1"),
-        ({"layers_of": "ab"}, "layers_of are the layers of each stage, not 'ab'"),
-        ({"layers_of": (6.0, 6)}, "layers_of are the layers of each stage, not (6.0, 6)"),
+        ({"layers_per_stage": "ab"}, "layers_per_stage are the layers of each stage, not 'ab'"),
+        (
+            {"layers_per_stage": (6.0, 6)},
+            "layers_per_stage are the layers of each stage, not (6.0, 6)",
+        ),
     ],
 )
 def test_what_is_no_choice_is_refused(fields: dict[str, Any], fact: str) -> None:
@@ -366,9 +403,15 @@ def test_what_is_no_choice_is_refused(fields: dict[str, Any], fact: str) -> None
 
 def test_many_stages_on_one_rank_are_planned_where_they_are_told() -> None:
     for zero in (0, 1):
-        how: dict[str, Any] = {"p": 1, "t": 1, "v": 12, "schedules": "interleaved", "zero": zero}
+        how: dict[str, Any] = {
+            "pp": 1,
+            "tp": 1,
+            "stages_per_rank": 12,
+            "schedules": "interleaved",
+            "zero": zero,
+        }
         found = plan(SMALL, machine(), 32, exact=False, **how)
-        assert {(one.p, one.v, one.zero) for one in found} == {(1, 12, zero)}
+        assert {(one.pp, one.stages_per_rank, one.zero) for one in found} == {(1, 12, zero)}
 
 
 def test_what_is_no_model_and_no_cluster_is_refused() -> None:
@@ -377,18 +420,18 @@ def test_what_is_no_model_and_no_cluster_is_refused() -> None:
         with pytest.raises(UsageError, match="this takes a"):
             plan(model, cluster, 8)
         with pytest.raises(UsageError, match="this takes a"):
-            estimate_step(model, cluster, ParallelPlan(t=8))
-    with pytest.raises(UsageError, match="heads 16 cannot be divided among t 3"):
-        peak_memory(SMALL, machine(), ParallelPlan(t=3))
+            estimate_step(model, cluster, ParallelPlan(tp=8))
+    with pytest.raises(UsageError, match="heads 16 cannot be divided among tp 3"):
+        peak_memory(SMALL, machine(), ParallelPlan(tp=3))
     with pytest.raises(UsageError, match="knows no schedule 'zz'"):
         peak_memory(SMALL, machine(), ParallelPlan(schedule="zz"))
 
 
 def test_links_are_those_that_processes_cross() -> None:
     """Beside `Cluster.send` and `Cluster.all_reduce` between the processes themselves."""
-    for t, p, d, order in product((1, 2, 4), (2, 3, 4), (1, 2, 3), ("tpd", "tdp")):
-        choice = ParallelPlan(p=p, t=t, d=d, order=order)  # type: ignore[arg-type]
-        strides = (p * t, t) if order == "tpd" else (t, d * t)
+    for t, p, d, order in product((1, 2, 4), (2, 3, 4), (1, 2, 3), ("tp-pp-dp", "tp-dp-pp")):
+        choice = ParallelPlan(pp=p, tp=t, dp=d, rank_order=order)  # type: ignore[arg-type]
+        strides = (p * t, t) if order == "tp-pp-dp" else (t, d * t)
         for at in np.ndindex(d, p, t):
             assert mesh(choice)[at] == at[0] * strides[0] + at[1] * strides[1] + at[2]
         where, cluster, plans = mesh(choice), machine(12, gpus_per_node=4), PlanColumns.of(choice)
@@ -409,7 +452,14 @@ def test_links_are_those_that_processes_cross() -> None:
 def test_of_plans_as_long_the_plainest_comes_first() -> None:
     """Where a rank has all stages, halves of a backward and inputs kept alone make no difference to
     what is predicted; but they are more to issue."""
-    own: dict[str, Any] = {"p": 1, "t": 1, "v": 1, "b": 1, "zero": 0, "attention": "flash"}
+    own: dict[str, Any] = {
+        "pp": 1,
+        "tp": 1,
+        "stages_per_rank": 1,
+        "microbatch_size": 1,
+        "zero": 0,
+        "attention": "flash",
+    }
     found = plan(
         SMALL, machine(), 8, schedules=("zb_h1", "one_f_one_b"), recompute=("full", "none"), **own
     )

@@ -16,7 +16,16 @@ HERE = Cluster(
     itemsize=4, processors=2,
 )  # fmt: skip
 PLANS = [
-    ParallelPlan(p=p, t=t, d=d, b=b, m=16 // (d * b), v=v, schedule=schedule, attention="flash")
+    ParallelPlan(
+        pp=p,
+        tp=t,
+        dp=d,
+        microbatch_size=b,
+        microbatches=16 // (d * b),
+        stages_per_rank=v,
+        schedule=schedule,
+        attention="flash",
+    )
     for p, t, d in ((4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4))
     for b in (1, 2)
     for schedule, v in (("one_f_one_b", 1), ("interleaved", 2), ("zb_h1", 1))
@@ -28,7 +37,9 @@ def price(choice: ParallelPlan, *, exact: bool, **more: Any) -> planner.PlanEsti
     return planner.estimate_step(MODEL, replace(HERE, **more), choice, exact=exact)
 
 
-@pytest.mark.parametrize("choice", PLANS, ids=lambda c: f"{c.p}{c.t}{c.d} b{c.b} {c.schedule}")
+@pytest.mark.parametrize(
+    "choice", PLANS, ids=lambda c: f"{c.pp}-{c.tp}-{c.dp} {c.microbatch_size} {c.schedule}"
+)
 def test_the_closed_form_is_near_the_program(choice: ParallelPlan) -> None:
     told, exact = (price(choice, exact=e) for e in (False, True))
     assert told.step == pytest.approx(exact.step, rel=0.12)
@@ -36,7 +47,7 @@ def test_the_closed_form_is_near_the_program(choice: ParallelPlan) -> None:
 
 def test_two_of_four_keep_two_processors_busy() -> None:
     """Of 2 ranks x 2 replicas two processes compute while the pipeline fills."""
-    two = ParallelPlan(p=2, d=2, b=1, m=8, attention="flash")
+    two = ParallelPlan(pp=2, dp=2, microbatch_size=1, microbatches=8, attention="flash")
     assert price(two, exact=False).parts.bubble == 0
     assert price(two, exact=False, processors=4).parts.bubble > 0
 
@@ -44,15 +55,23 @@ def test_two_of_four_keep_two_processors_busy() -> None:
 @pytest.mark.parametrize("exact", [False, True])
 def test_nothing_is_shorter_than_its_work(exact: bool) -> None:
     """With one processor for all, every pipeline takes what its ranks work, one after the other."""
-    alone = price(ParallelPlan(p=1, d=4, b=1, m=4, attention="flash"), exact=exact, processors=1)
-    piped = price(ParallelPlan(p=4, b=1, m=16, attention="flash"), exact=exact, processors=1)
+    alone = price(
+        ParallelPlan(pp=1, dp=4, microbatch_size=1, microbatches=4, attention="flash"),
+        exact=exact,
+        processors=1,
+    )
+    piped = price(
+        ParallelPlan(pp=4, microbatch_size=1, microbatches=16, attention="flash"),
+        exact=exact,
+        processors=1,
+    )
     work = alone.parts.compute
     assert piped.step >= 0.97 * work
     assert piped.parts.bubble < 0.2 * work
 
 
 def test_as_many_processors_as_processes_are_those_of_gpus_that_wait() -> None:
-    choice = ParallelPlan(p=4, b=1, m=16, attention="flash")
+    choice = ParallelPlan(pp=4, microbatch_size=1, microbatches=16, attention="flash")
     many, more = (price(choice, exact=True, processors=n) for n in (4, 8))
     assert many.step == more.step
     assert many.step > price(choice, exact=True).step

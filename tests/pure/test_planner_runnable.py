@@ -61,10 +61,12 @@ def test_options_say_the_division(data: st.DataObject) -> None:
     parts[0], parts[-1] = ends
     model = replace(MODEL, layers=sum(parts))
     schedule = "interleaved" if v > 1 else "one_f_one_b"
-    choice = planner.ParallelPlan(p=p, v=v, m=p, schedule=schedule, layers_of=tuple(parts))
+    choice = planner.ParallelPlan(
+        pp=p, stages_per_rank=v, microbatches=p, schedule=schedule, layers_per_stage=tuple(parts)
+    )
     said = launcher_options(model, choice)
     if "layout" in said["megatron"]:
-        assert stages_of_layout(said["megatron"]) == choice.layers_of
+        assert stages_of_layout(said["megatron"]) == choice.layers_per_stage
     else:
         assert len({*parts}) == 1
     first, last = (
@@ -79,15 +81,18 @@ def test_options_say_the_division(data: st.DataObject) -> None:
         assert len({*inner}) <= 1 and all(each % v == 0 for each in ranks)
     titan = said["torchtitan"]
     if "less_layers" in titan:
-        assert stages_of_less(titan, p * v, model.layers) == choice.layers_of
+        assert stages_of_less(titan, p * v, model.layers) == choice.layers_per_stage
     else:
         names = found(r"model_part = (\[.*\])", titan)
         each = [*map(str.split, re.findall(r"\[([^\[\]]*)\]", names))]
-        assert tuple(sum("layers." in n for n in own) for own in each) == choice.layers_of
+        assert tuple(sum("layers." in n for n in own) for own in each) == choice.layers_per_stage
 
 
 def test_what_others_cannot_be_told_is_said() -> None:
-    model, choice = MODEL, planner.ParallelPlan(p=2, v=2, m=4, schedule="zb_v")
+    model, choice = (
+        MODEL,
+        planner.ParallelPlan(pp=2, stages_per_rank=2, microbatches=4, schedule="zb_v"),
+    )
     assert launcher_options(model, choice)["megatron"].startswith("# ")
     assert launcher_options(model, choice)["torchtitan"].startswith("pipeline_parallel_degree")
 
@@ -96,12 +101,13 @@ def test_what_others_cannot_be_told_is_said() -> None:
 
 
 def test_config_says_the_choice() -> None:
-    choice = planner.ParallelPlan(p=2, t=2, d=2, v=2, b=3, m=8, schedule="interleaved", zero=2,
-                            recompute="full", layers_of=(3, 3, 4, 2))  # fmt: skip
+    choice = planner.ParallelPlan(pp=2, tp=2, dp=2, stages_per_rank=2, microbatch_size=3,
+                                  microbatches=8, schedule="interleaved", zero=2,
+                            recompute="full", layers_per_stage=(3, 3, 4, 2))  # fmt: skip
     said = tomllib.loads(train_config(MODEL, choice, steps=7))
     assert said["pipeline"] == {
         "schedule": "interleaved", "ranks": 2, "microbatches": 8, "stages_per_rank": 2,
-        "tp": 2, "dp": 2, "division": [3, 3, 4, 2], "zero": 2,
+        "tp": 2, "dp": 2, "layers_per_stage": [3, 3, 4, 2], "zero": 2,
     }  # fmt: skip
     assert said["memory"] == {"recompute": "all"}
     assert said["data"] == {"microbatch_size": 3}
@@ -117,8 +123,10 @@ def choices(draw: st.DrawFn) -> planner.ParallelPlan:
     p, t, d = draw(st.sampled_from([1, 2, 3])), *(draw(st.sampled_from([1, 2])) for _ in range(2))
     parts = draw(st.lists(st.integers(1, 3), min_size=p * v, max_size=p * v))
     return planner.ParallelPlan(
-        p=p, t=t, d=d, v=v, b=draw(st.integers(1, 3)), m=p * draw(st.integers(2, 3)),
-        schedule=schedule, layers_of=tuple(parts), zero=draw(st.integers(0, 3)) if d > 1 else 0,
+        pp=p, tp=t, dp=d, stages_per_rank=v, microbatch_size=draw(st.integers(1, 3)),
+        microbatches=p * draw(st.integers(2, 3)),
+        schedule=schedule, layers_per_stage=tuple(parts), zero=draw(st.integers(0,
+                                                                                3)) if d > 1 else 0,
         recompute=draw(st.sampled_from([RECOMPUTE[0], RECOMPUTE[2]])),
     )  # fmt: skip
 
@@ -130,14 +138,17 @@ def choices(draw: st.DrawFn) -> planner.ParallelPlan:
 def test_the_trainer_makes_the_program_of_the_choice(
     tmp_path: Path, choice: planner.ParallelPlan, tied: bool, device: str
 ) -> None:
-    model = replace(MODEL, layers=sum(choice.layers_of), tied=tied)
+    model = replace(MODEL, layers=sum(choice.layers_per_stage), tied=tied)
     file = tmp_path / "plan.toml"
-    file.write_text(train_config(model, choice, device=device, clip=1.0))
+    file.write_text(train_config(model, choice, device=device, clip_grad_norm=1.0))
     read = config_file.read(str(file))
     own = read.request.program
-    assert own.digest == plan_program(choice, tied=tied, overlap=True, slots=read.slots).digest
-    assert (read.pipeline.division or choice.layers_of) == choice.layers_of
-    assert (read.world, read.data.microbatch_size) == (choice.gpus, choice.b)
+    assert (
+        own.digest
+        == plan_program(choice, tied=tied, overlap=True, buffer_sharing=read.slots).digest
+    )
+    assert (read.pipeline.layers_per_stage or choice.layers_per_stage) == choice.layers_per_stage
+    assert (read.world, read.data.microbatch_size) == (choice.gpus, choice.microbatch_size)
     assert (read.model.layers, read.model.hidden, read.model.heads, read.model.vocab,
             read.model.context) == (model.layers, 768, 12, 8192, 512)  # fmt: skip
 
@@ -145,21 +156,24 @@ def test_the_trainer_makes_the_program_of_the_choice(
 def test_a_choice_is_exported(tmp_path: Path) -> None:
     """As a program file, which is a schedule again, and from there to torch."""
     file, table = tmp_path / "plan.sched", tmp_path / "plan.csv"
-    choice = planner.ParallelPlan(p=4, d=2, v=2, m=8, schedule="interleaved", zero=1)
+    choice = planner.ParallelPlan(
+        pp=4, dp=2, stages_per_rank=2, microbatches=8, schedule="interleaved", zero=1
+    )
     file.write_text(to_text(plan_program(choice)))
     assert main(["export", str(file), "--to", "torch", "-o", str(table)]) == 0
     assert table.read_text().count("\n") == 4
     assert plan_program(replace(choice, schedule=str(file))).digest == plan_program(choice).digest
     with pytest.raises(UsageError) as refused:
-        plan_program(replace(choice, schedule=str(file), d=3))
+        plan_program(replace(choice, schedule=str(file), dp=3))
     assert refused.value.fields == ("dp",)
 
 
 @pytest.mark.parametrize(("model", "choice"), [
     ({"kv_heads": 4}, {}), ({"gated": True}, {}), ({"ffn": 100}, {}),
-    ({"experts": 4, "active": 2}, {}), ({}, {"c": 2}), ({}, {"e": 2, "d": 2}),
-    ({}, {"recompute": "selective"}), ({}, {"t": 5}),
-    ({}, {"layers_of": (4, 0, 4, 4), "p": 4}), ({}, {"order": "tdp", "p": 2, "d": 2}),
+    ({"experts": 4, "active": 2}, {}), ({}, {"cp": 2}), ({}, {"ep": 2, "dp": 2}),
+    ({}, {"recompute": "selective"}), ({}, {"tp": 5}),
+    ({}, {"layers_per_stage": (4, 0, 4, 4), "pp": 4}), ({}, {"rank_order": "tp-dp-pp", "pp": 2,
+                                                             "dp": 2}),
 ])  # fmt: skip
 def test_what_the_trainer_cannot_do_is_refused(
     model: dict[str, Any], choice: dict[str, Any]
@@ -170,9 +184,10 @@ def test_what_the_trainer_cannot_do_is_refused(
 
 
 @pytest.mark.parametrize(("choice", "field"), [
-    (planner.ParallelPlan(p=2, m=4, v=2), "v"),
-    (planner.ParallelPlan(p=2, m=4, v=3, schedule="zb_v"), "v"),
-    (planner.ParallelPlan(p=2, m=4, schedule="zb_v"), "v"),
+    (planner.ParallelPlan(pp=2, microbatches=4, stages_per_rank=2), "stages_per_rank"),
+    (planner.ParallelPlan(pp=2, microbatches=4, stages_per_rank=3, schedule="zb_v"),
+     "stages_per_rank"),
+    (planner.ParallelPlan(pp=2, microbatches=4, schedule="zb_v"), "stages_per_rank"),
 ])  # fmt: skip
 def test_a_schedule_with_other_stages_is_refused(choice: planner.ParallelPlan, field: str) -> None:
     with pytest.raises(UsageError) as refused:

@@ -26,13 +26,13 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "tp": [("2", 2)],
     "dp": [("2", 2), ("3", 3)],
     "zero": [("0", 0), ("1", 1), ("3", 3)],
-    "tied": [("yes", True), ("no", False), ("0=3,1=2", ((0, 3), (1, 2)))],
-    "frozen": [("1", 1)],
+    "tied_weights": [("yes", True), ("no", False), ("0=3,1=2", ((0, 3), (1, 2)))],
+    "frozen_stages": [("1", 1)],
     "overlap": [("yes", True), ("no", False)],
-    "slots": [("fewest", "fewest"), ("enough", "enough")],
+    "buffer_sharing": [("minimal", "minimal"), ("latency_preserving", "latency_preserving")],
     "recompute": [("all", "all"), ("half", "half")],
     "offload": [("half", "half")],
-    "sequence": [("no", False)],
+    "sequence_parallel": [("no", False)],
 }
 
 
@@ -70,7 +70,7 @@ def test_what_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "hint: --ranks 4" in refused(capsys, *at, "-O", "ranks=4")
     assert "hint: schedir options zero" in refused(capsys, *at, "-O", "zero=4")
     assert "has its own shape" in refused(
-        capsys, "import", "x.csv", "-o", "x.sched", "-O", "updates=2"
+        capsys, "import", "x.csv", "-o", "x.sched", "-O", "optimizer_steps=2"
     )
 
 
@@ -88,7 +88,7 @@ def test_each_option_is_described(name: str, capsys: pytest.CaptureFixture[str])
         ("check gpipe --overlap", "--overlap is now -O overlap"),
         ("check gpipe --limit 1GB", "--limit is now --memory-limit"),
         ("check gpipe --model edge", "--model is now --progress-model"),
-        ("check gpipe --ties 0=3", "--ties is now -O tied=STAGES"),
+        ("check gpipe --ties 0=3", "--ties is now -O tied_weights=STAGES"),
         ("check gpipe --cost F=1", "did you mean --costs?"),
         ("check gpipe --xyz", "see schedir check --help"),
         ("check gpipe --stages_per_rank 2", "did you mean --stages-per-rank?"),
@@ -125,10 +125,10 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
     plain = said(capsys, "print", "gpipe", *shape, "-O", "tp=4", "-O", "dp=2")
     for all_words in ((*less, "--config", str(file)), ("--config", str(file), *less)):
         assert said(capsys, "print", "gpipe", *shape, *all_words) == plain
-    file.write_text("[memory]\nlimit = 'much'\n")
+    file.write_text("[memory]\nmemory_limit = 'much'\n")
     much = refused(capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file))
-    assert "memory.limit: " in much and "'much'" in much
-    file.write_text("[memory]\nlimit = '1GB'\n")
+    assert "memory.memory_limit: " in much and "'much'" in much
+    file.write_text("[memory]\nmemory_limit = '1GB'\n")
     limited = refused(capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file))
     assert "MemoryLimitError" in limited
     for text, hint in (

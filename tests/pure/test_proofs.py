@@ -67,7 +67,7 @@ def test_a_proof_stays_until_the_program_changes(looks: list[Program]) -> None:
     looks.clear()
     for _ in range(2):
         simulate(check(program))
-    assert looks == [program] and program.proofs == {Proof("device")}
+    assert looks == [program] and program.proofs == {Proof("per_device")}
     renamed = replace(program, name="another")
     assert not renamed.proofs
     simulate(renamed)
@@ -78,7 +78,7 @@ def test_a_proof_stays_until_the_program_changes(looks: list[Program]) -> None:
 
 @pytest.mark.parametrize("copied", [copy, deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
 def test_a_copy_has_no_proof_and_cannot_be_written_to(copied: Callable[[Program], Program]) -> None:
-    program = compile(zb_h1, PipelineShape(2, 4), slots="fewest")
+    program = compile(zb_h1, PipelineShape(2, 4), buffer_sharing="minimal")
     other = copied(program)
     assert other == program and other.digest == program.digest and not other.proofs
     assert other.order.keys() == program.order.keys()
@@ -91,11 +91,11 @@ def test_a_copy_has_no_proof_and_cannot_be_written_to(copied: Callable[[Program]
 def test_what_holds_where_hosts_block_holds_elsewhere(looks: list[Program]) -> None:
     program = from_text(to_text(compile(one_f_one_b, PipelineShape(3, 6))))
     looks.clear()
-    check(program, "edge", blocks=True)
-    simulate(program, model="edge")
-    assert program.proofs == {Proof("edge"), Proof("edge", blocks=True)}
-    check(program, "serial")
-    assert Proof("serial", blocks=True) not in program.proofs
+    check(program, "per_edge", blocking_hosts=True)
+    simulate(program, progress_model="per_edge")
+    assert program.proofs == {Proof("per_edge"), Proof("per_edge", blocking_hosts=True)}
+    check(program, "blocking_serial")
+    assert Proof("blocking_serial", blocking_hosts=True) not in program.proofs
     assert len(looks) == 1  # it is complete under every model
     hosts = ((False, False), (True, False), (True, True))
     ordered = compile(one_f_one_b, PipelineShape(3, 6)).proofs
@@ -107,24 +107,24 @@ def test_what_holds_where_hosts_block_holds_elsewhere(looks: list[Program]) -> N
 def test_each_proof_holds_by_itself(seed: int) -> None:
     """One order proves all models at once, and is not taken at its word here."""
     rng = random.Random(seed)
-    program = check(with_slots(rng.choice([lowered, updating])(rng), rng), "edge")
+    program = check(with_slots(rng.choice([lowered, updating])(rng), rng), "per_edge")
     event(f"{len(program.proofs)} proofs")
     for model, blocks, device_waits, *more in program.proofs:
         again = replace(program, order={})
-        check(again, model, blocks=blocks, device_waits=device_waits)  # type: ignore[arg-type]
+        check(again, model, blocking_hosts=blocks, host_device_sync=device_waits)  # type: ignore[arg-type]
         assert more == [False, None]
 
 
 def test_no_proof_of_what_is_refused() -> None:
     program = naive(expand_schedule(one_f_one_b, PipelineShape(2, 4)))
-    check(program, "edge")
-    for model in ("device", "serial"):
+    check(program, "per_edge")
+    for model in ("per_device", "blocking_serial"):
         for _ in range(2):
             with pytest.raises(DeadlockError):
                 check(program, model)
             with pytest.raises(DeadlockError):
-                simulate(program, model=model)
-    assert program.proofs == {Proof("edge")}
+                simulate(program, progress_model=model)
+    assert program.proofs == {Proof("per_edge")}
     with pytest.raises(UsageError):
         check(program, "tcp")  # type: ignore[arg-type]
 
@@ -141,7 +141,9 @@ def said(call: object, *args: object, **options: object) -> str:
 
 @settings(max_examples=200)
 @given(st.integers(0, 2**32), st.sampled_from([*MUTATIONS]), st.sampled_from(MODELS))
-def test_what_is_simulated_is_what_is_right(seed: int, name: str, model: ProgressModel) -> None:
+def test_what_is_simulated_is_what_is_right(
+    seed: int, name: str, progress_model: ProgressModel
+) -> None:
     try:
         program, mutant = mutate(name, seed)
     except ProgramError:
@@ -150,13 +152,15 @@ def test_what_is_simulated_is_what_is_right(seed: int, name: str, model: Progres
         return  # which is lowered first
     if mutant.plan.ranks == program.plan.ranks:
         mutant = replace(mutant, slots=with_slots(program, random.Random(seed)).slots)
-    refused = said(check, replace(mutant), model)
+    refused = said(check, replace(mutant), progress_model)
     event(refused.partition(":")[0] or "right")
-    assert said(simulate, replace(mutant), model=model) == refused
-    assert said(simulate, mutant, Costs(F=2, send=1), model=model) == refused
+    assert said(simulate, replace(mutant), progress_model=progress_model) == refused
+    assert said(simulate, mutant, Costs(F=2, send=1), progress_model=progress_model) == refused
     assert bool(mutant.proofs) == (not refused)
     if not refused:
-        one, other = (simulate(mutant, model=model, unchecked=b) for b in (False, True))
+        one, other = (
+            simulate(mutant, progress_model=progress_model, unchecked=b) for b in (False, True)
+        )
         assert (one.spans == other.spans).all()
 
 
@@ -197,10 +201,15 @@ def test_a_slot_that_only_its_own_filler_frees() -> None:
 
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS))
-def test_a_draft_is_its_program(given: Program, data: st.DataObject, model: ProgressModel) -> None:
+def test_a_draft_is_its_program(
+    given: Program, data: st.DataObject, progress_model: ProgressModel
+) -> None:
     priced = data.draw(costs(given.plan))
-    program = compile(given, costs=priced, model=model)
-    one, other = simulate(given, priced, model=model), simulate(program, priced, model=model)
+    program = compile(given, costs=priced, progress_model=progress_model)
+    one, other = (
+        simulate(given, priced, progress_model=progress_model),
+        simulate(program, priced, progress_model=progress_model),
+    )
     assert one.program == program and np.array_equal(one.spans, other.spans)
 
 
@@ -215,9 +224,11 @@ def test_drafts_of_any_kind_are_compiled() -> None:
 
 
 def test_a_draft_brings_its_traits() -> None:
-    given = replace(expand_schedule(one_f_one_b, PipelineShape(2, 4)), tp=2, clip=True)
-    assert compile(given) == replace(compile(one_f_one_b, PipelineShape(2, 4), 2, clip=True))
-    assert compile(given, tp=1, clip=False) == compile(one_f_one_b, PipelineShape(2, 4))
+    given = replace(expand_schedule(one_f_one_b, PipelineShape(2, 4)), tp=2, clip_grad_norm=True)
+    assert compile(given) == replace(
+        compile(one_f_one_b, PipelineShape(2, 4), 2, clip_grad_norm=True)
+    )
+    assert compile(given, tp=1, clip_grad_norm=False) == compile(one_f_one_b, PipelineShape(2, 4))
 
 
 def test_what_cannot_be_compiled() -> None:
@@ -265,12 +276,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_index_and_flow_are_made_once_for_a_program(made: list[object]) -> None:
-    program = compile(one_f_one_b, PipelineShape(2, 4), slots="fewest")
+    program = compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal")
     made.clear()
     timeline = simulate(program, sizes=Sizes(activation=1, saved=10))
     assert timeline.peak_memory.any() and timeline.critical_path.size and timeline.idle.any()
     assert not made
-    check(program, "edge")
+    check(program, "per_edge")
     assert not made
     slots = compile(one_f_one_b, PipelineShape(2, 4)).with_slots(program.slots)
     made.clear()
@@ -285,7 +296,9 @@ def test_index_and_flow_are_made_once_for_a_program(made: list[object]) -> None:
 
 
 def test_large_programs_keep_nothing(made: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    program = from_text(to_text(compile(one_f_one_b, PipelineShape(2, 4), slots="fewest")))
+    program = from_text(
+        to_text(compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal"))
+    )
     monkeypatch.setattr("schedir.ir.program._LARGE", 10)
     made.clear()
     check(program)  # once to see that it is complete, and once for its graph

@@ -185,7 +185,7 @@ def test_what_is_said_is_recomputed() -> None:
     assert found["1"] == [[], []]  # each backward follows its own forward: nothing is held less
     assert again(compile(one_f_one_b, plan, recompute=[(0, 1)])) == found["0.1"]
     assert again(compile(one_f_one_b, plan, recompute=[0])) == found["0"]
-    frozen = compile(one_f_one_b, plan, recompute="all", frozen=1)
+    frozen = compile(one_f_one_b, plan, recompute="all", frozen_stages=1)
     assert again(frozen) == [[], []]
 
 
@@ -210,15 +210,22 @@ def test_greedy_drafts_are_recomputed() -> None:
 
 
 def test_nothing_where_all_fits() -> None:
-    program = compile(one_f_one_b, PipelineShape(4, 8), recompute="fit", sizes=SIZES, limit=40)
+    program = compile(
+        one_f_one_b, PipelineShape(4, 8), recompute="fit", sizes=SIZES, memory_limit=40
+    )
     assert program == compile(one_f_one_b, PipelineShape(4, 8))
 
 
 @pytest.mark.parametrize("limit", [39, 31, 25, 22, 13])
-@pytest.mark.parametrize("slots", [None, "fewest"])
+@pytest.mark.parametrize("slots", [None, "minimal"])
 def test_what_fits_is_within_the_limit(limit: float, slots: Any) -> None:
     program = compile(
-        one_f_one_b, PipelineShape(4, 8), recompute="fit", sizes=SIZES, limit=limit, slots=slots
+        one_f_one_b,
+        PipelineShape(4, 8),
+        recompute="fit",
+        sizes=SIZES,
+        memory_limit=limit,
+        buffer_sharing=slots,
     )
     assert simulate(program, sizes=SIZES).peak_memory.max() <= limit
     assert not again(program)[3]
@@ -237,7 +244,7 @@ def test_no_fewer_would_do(schedule: Any, plan: PipelineShape) -> None:
     whole = compile(schedule, plan, recompute="all", recompute_at="late")
     for limit in (31, 22, 21, 13):
         try:
-            program = compile(schedule, plan, recompute="fit", sizes=SIZES, limit=limit)
+            program = compile(schedule, plan, recompute="fit", sizes=SIZES, memory_limit=limit)
         except MemoryLimitError:
             assert simulate(whole, sizes=SIZES).peak_memory.max() > limit
             continue
@@ -250,7 +257,7 @@ def test_no_fewer_would_do(schedule: Any, plan: PipelineShape) -> None:
 
 def test_what_never_fits_is_refused() -> None:
     with pytest.raises(MemoryLimitError) as caught:
-        compile(one_f_one_b, PipelineShape(4, 8), recompute="fit", sizes=SIZES, limit=9)
+        compile(one_f_one_b, PipelineShape(4, 8), recompute="fit", sizes=SIZES, memory_limit=9)
     assert caught.value.needs == 13
 
 
@@ -299,7 +306,7 @@ def test_other_orders_are_advised_with_as_much_recomputed() -> None:
     program, costs = compile(gpipe, PipelineShape(4, 8), recompute="all"), Costs(F=1, B=2)
     for change in advise(simulate(program, costs), costs).changes:
         assert RECOMPUTE in change.run.program.ops
-    lowering = Lowering(program, "device")
+    lowering = Lowering(program, "per_device")
     assert RECOMPUTE in lowering.of(expand_schedule(one_f_one_b, PipelineShape(4, 8)), costs).ops
 
 
@@ -345,7 +352,7 @@ def test_r_stands_between_its_f_and_its_backward() -> None:
 def test_nothing_is_recomputed_where_there_is_no_backward() -> None:
     for text in (
         "schedir 1\nprogram x\nranks 1  microbatches 1\n\nrank 0\n  F 0.0; R 0.0\n",
-        flat(compile(one_f_one_b, PipelineShape(2, 2), frozen=1)).replace(
+        flat(compile(one_f_one_b, PipelineShape(2, 2), frozen_stages=1)).replace(
             "  F 0.0\n", "  F 0.0\n  R 0.0\n"
         ),
     ):

@@ -58,10 +58,17 @@ def test_of_gradients_those_are_whole_that_are_added_to(
     plan: PipelineShape, seed: int, dp: int
 ) -> None:
     draft = random_compute_program(plan, random.Random(seed))
-    program = compile(draft, dp=dp, zero=2, reduce="turn", clip=True, tied=plan.stages > 1)
+    program = compile(
+        draft,
+        dp=dp,
+        zero=2,
+        reduce_scatter_at="each_backward",
+        clip_grad_norm=True,
+        tied_weights=plan.stages > 1,
+    )
     only_what_is_added_to_is_whole(program)
     for model in MODELS:
-        check(program, model, blocks=True)
+        check(program, model, blocking_hosts=True)
     assert from_text(to_text(program)) == program
 
 
@@ -69,20 +76,29 @@ def test_what_runs_as_one_is_one_turn() -> None:
     def both(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
         return m * (F[0] + F[1]) + B[1] + (m - 1) * overlapped_pair(B[1], B[0]) + B[0]
 
-    program = compile(both, PipelineShape(1, 5, 2), dp=2, zero=2, reduce="turn")
+    program = compile(both, PipelineShape(1, 5, 2), dp=2, zero=2, reduce_scatter_at="each_backward")
     only_what_is_added_to_is_whole(program)
     reduced = [i.stage for i in program.streams[0] if i.op is Opcode.ReduceScatter]
     assert reduced == [1, 0, 1, 0]
     only_what_is_added_to_is_whole(
-        compile(dualpipe, PipelineShape(4, 8, 2, "mirror"), dp=2, zero=3, reduce="turn")
+        compile(
+            dualpipe,
+            PipelineShape(4, 8, 2, "mirror"),
+            dp=2,
+            zero=3,
+            reduce_scatter_at="each_backward",
+        )
     )
 
 
 def test_breadth_first_reduces_once_and_late_w_often() -> None:
     """Where each stage's backwards are one run, turns are the end."""
     plan = PipelineShape(4, 16, 4)
-    end, turn = (compile(looped_bfs, plan, dp=2, zero=2, reduce=how) for how in ("end", "turn"))
+    end, turn = (
+        compile(looped_bfs, plan, dp=2, zero=2, reduce_scatter_at=how)
+        for how in ("update_end", "each_backward")
+    )
     assert turn.streams == end.streams
-    late = compile(interleaved_zb, plan, dp=2, zero=2, reduce="turn")
+    late = compile(interleaved_zb, plan, dp=2, zero=2, reduce_scatter_at="each_backward")
     found = [sum(i.op is Opcode.ReduceScatter for i in stream) for stream in late.streams]
     assert found == [16, 46, 76, 106]

@@ -56,7 +56,9 @@ def odd(rank, ranks, microbatches):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test starts in a folder of its own, with good and bad files in it."""
     monkeypatch.chdir(tmp_path)
-    Path("f.sched").write_text(to_text(compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip=True)))
+    Path("f.sched").write_text(
+        to_text(compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip_grad_norm=True))
+    )
     Path("mine.py").write_text(MINE)
     Path("folder.sched").mkdir()
     Path("binary.sched").write_bytes(b"\xff\xfe\x00")
@@ -151,7 +153,7 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("simulate f.sched --stages-per-rank 2", "--stages-per-rank"),
         ("draw f.sched --placement vee -o x.png", "placement loop"),
         ("check f.sched -O tp=4", "tp 2"),
-        ("check f.sched -O tied", "tied no"),
+        ("check f.sched -O tied_weights", "tied_weights no"),
         ("compare f.sched --ranks 8", "ranks 4"),
         ("print f.sched --compute-only", "--compute-only"),
         ("simulate half.sched", "CompletenessError"),
@@ -177,7 +179,7 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("print delayed.py:f", "@with_weight_delay takes a whole number"),
         ("print placed.py:f", "@with_placement takes a placement"),
         ("print quits.py:f", "quits.py:1: raise GeneratorExit"),
-        ("print mine.py:staggered -O updates=2", "2 numbers for 4 stages"),
+        ("print mine.py:staggered -O optimizer_steps=2", "2 numbers for 4 stages"),
         ("print mine.py:odd", "raise Odd('bad')"),
     ],
 )

@@ -79,11 +79,11 @@ def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixtur
     odd = compile(zb_v, PipelineShape(4, 8, 2, "vee"), costs=Costs(F=1, I=3, W=0.1))
     orders = set()
     cases: list[tuple[Program, ProgressModel]] = [
-        (theirs(), "device"), (theirs(), "serial"), (odd, "device"),
+        (theirs(), "per_device"), (theirs(), "blocking_serial"), (odd, "per_device"),
     ]  # fmt: skip
     for program, model in cases:
         Path("theirs.sched").write_text(schedir.to_text(program))
-        run = schedir.simulate(program, COSTS, model=model)
+        run = schedir.simulate(program, COSTS, progress_model=model)
         seconds = replace(run, kind="measured", unit="s")
         schedir.save_timeline(seconds, f"{model}.timeline")
         for argv in (["theirs.sched", AT, f"--progress-model={model}"], [f"{model}.timeline"]):
@@ -120,41 +120,53 @@ def in_another_order(program: Program, seed: int) -> Program:
     if seed % 2:
         return program
     program = replace(program, streams=StreamSlices.at(program.words & ~JOINED, program.offsets))
-    graph = Graph.of(program, "edge")
+    graph = Graph.of(program, "per_edge")
     turn = {node: k for k, node in enumerate(graph.random_topological_order(seed))}
     turns = np.array([turn[node] for node in graph.node.tolist()])
     order = np.lexsort((turns, graph.index.rank))
     return check(
-        replace(program, streams=StreamSlices.at(program.words[order], program.offsets)), "edge"
+        replace(program, streams=StreamSlices.at(program.words[order], program.offsets)), "per_edge"
     )
 
 
 @given(programs(), st.data(), st.sampled_from(MODELS), st.booleans(), st.integers(0, 2**32 - 1))
 def test_what_is_said_is_simulated_and_right(
-    program: Program, data: st.DataObject, model: ProgressModel, blocks: bool, seed: int
+    program: Program,
+    data: st.DataObject,
+    progress_model: ProgressModel,
+    blocking_hosts: bool,
+    seed: int,
 ) -> None:
     """Of any order of the transfers: the compute stays, and what is said of it comes out."""
     costs = data.draw(any_costs(program.plan))
     program = in_another_order(program, seed)
     try:
-        run = schedir.simulate(program, costs, model=model, blocks=blocks)
+        run = schedir.simulate(
+            program, costs, progress_model=progress_model, blocking_hosts=blocking_hosts
+        )
     except ProgramError:  # not under this model
         assume(False)
     advice = advise(run, costs)
     costs = completed(costs, program)
     for change in advice.changes:
         row = change.row
-        if row.model is not None:
-            assert row.model == "edge" != model and change.saves >= -1e-9
-            span = schedir.simulate(program, costs, model="edge", blocks=blocks).span
+        if row.progress_model is not None:
+            assert row.progress_model == "per_edge" != progress_model and change.saves >= -1e-9
+            span = schedir.simulate(
+                program, costs, progress_model="per_edge", blocking_hosts=blocking_hosts
+            ).span
         elif row.kind in ("transfers", "grouped"):
             again, overlap = change.run.program, row.kind == "grouped"
             assert compute_of(again).streams == compute_of(program).streams
-            check(again, model, blocks=blocks)
-            options = options_of(program, model) | {"overlap": overlap}
-            same = compile(compute_of(program), model=model, costs=row.order, **options)
+            check(again, progress_model, blocking_hosts=blocking_hosts)
+            options = options_of(program, progress_model) | {"overlap": overlap}
+            same = compile(
+                compute_of(program), progress_model=progress_model, costs=row.order, **options
+            )
             assert same.digest == again.digest
-            span = schedir.simulate(same, costs, model=model, blocks=blocks).span
+            span = schedir.simulate(
+                same, costs, progress_model=progress_model, blocking_hosts=blocking_hosts
+            ).span
         else:
             continue
         assert change.saves == pytest.approx(1 - span / advice.base.span, abs=1e-9)
@@ -176,11 +188,19 @@ def test_what_is_grouped_is_told_only_where_that_is_of_worth() -> None:
 
     assert told(schedir.simulate(theirs(), COSTS)) == {"transfers"}
     program = compile(zb_v, PipelineShape(4, 8, 2, "vee"), costs=COSTS)
-    assert told(schedir.simulate(program, COSTS, model="serial")) == {"transfers", "grouped"}
+    assert told(schedir.simulate(program, COSTS, progress_model="blocking_serial")) == {
+        "transfers",
+        "grouped",
+    }
 
 
 @pytest.mark.parametrize(
-    "options", ["", "-O tied -O clip -O dp=2 -O slots=enough", "--placement=vee"]
+    "options",
+    [
+        "",
+        "-O tied_weights -O clip_grad_norm -O dp=2 -O buffer_sharing=latency_preserving",
+        "--placement=vee",
+    ],
 )
 def test_a_schedule_is_told_how_to_compile_it(
     tmp_path: Path,
@@ -189,7 +209,7 @@ def test_a_schedule_is_told_how_to_compile_it(
     options: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    at = ("--costs=send=0.5", "--progress-model=serial")
+    at = ("--costs=send=0.5", "--progress-model=blocking_serial")
     text = said(capsys, "explain", "zb_v", *at, *options.split()).splitlines()
     (line,) = (k for k, each in enumerate(text) if "opposite ones grouped" in each)
     words = shlex.split(text[line + 1])
@@ -197,7 +217,7 @@ def test_a_schedule_is_told_how_to_compile_it(
     found = re.search(r"grouped: span ([\d.]+)", text[line])
     span = json.loads(said(capsys, "simulate", "other.sched", *at, "--json"))["span"]
     assert found and span == pytest.approx(float(found[1]), rel=1e-3)
-    assert bool(in_file("other.sched").slots) == ("slots=enough" in options)
+    assert bool(in_file("other.sched").slots) == ("buffer_sharing=latency_preserving" in options)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +225,7 @@ def test_a_schedule_is_told_how_to_compile_it(
     [
         "interleaved --stages-per-rank=1 -O tp=2",  # which has two unless told
         "mine.sched --relower -O tp=1",  # which has tp = 2
-        "mine.sched --relower -O slots=enough",
+        "mine.sched --relower -O buffer_sharing=latency_preserving",
         "mine.timeline",  # which ran under serial, where a program's file says no model
     ],
 )
@@ -219,16 +239,18 @@ def test_what_was_said_of_the_source_is_said_again(
     monkeypatch.chdir(tmp_path)
     mine = compile(interleaved, PipelineShape(4, 8, 2), tp=2)
     Path("mine.sched").write_text(schedir.to_text(mine))
-    schedir.save_timeline(schedir.simulate(theirs(), COSTS, model="serial"), "mine.timeline")
-    how = [] if "timeline" in argv else ["--costs=send=1", "--progress-model=serial"]
+    schedir.save_timeline(
+        schedir.simulate(theirs(), COSTS, progress_model="blocking_serial"), "mine.timeline"
+    )
+    how = [] if "timeline" in argv else ["--costs=send=1", "--progress-model=blocking_serial"]
     text = said(capsys, "explain", *shlex.split(argv), *how).splitlines()
     claims = [k for k, line in enumerate(text) if "the same compute" in line]
     assert claims
     for k in claims:
         words = words_of(text[k + 1], capsys)
         said(capsys, *words)
-        assert words[words.index("--progress-model") + 1] == "serial"
-        again = how or [AT, "--progress-model=serial"]
+        assert words[words.index("--progress-model") + 1] == "blocking_serial"
+        again = how or [AT, "--progress-model=blocking_serial"]
         found = re.search(r": span ([\d.]+)", text[k])
         span = json.loads(said(capsys, "simulate", "other.sched", *again, "--json"))["span"]
         assert found and span == pytest.approx(float(found[1]), rel=1e-3)
@@ -244,7 +266,7 @@ def test_costs_as_they_are_said() -> None:
 # ---------------------------------------------------------------- --relower
 
 
-@pytest.mark.parametrize("slots", [None, "fewest", "enough"])
+@pytest.mark.parametrize("buffer_sharing", [None, "minimal", "latency_preserving"])
 @pytest.mark.parametrize(
     ("schedule", "plan"),
     [
@@ -259,11 +281,19 @@ def test_a_program_lowered_anew_is_itself(
     capsys: pytest.CaptureFixture[str],
     schedule: Schedule,
     plan: PipelineShape,
-    slots: BufferSharing | None,
+    buffer_sharing: BufferSharing | None,
 ) -> None:
     """How it was lowered is read off it: what nobody says stays."""
-    program = compile(schedule, plan, tp=2, dp=2, clip=True, boundary="sharded", slots=slots)
-    drafted = replace(schedir.expand_schedule(schedule, plan), tp=2, dp=2, clip=True)
+    program = compile(
+        schedule,
+        plan,
+        tp=2,
+        dp=2,
+        clip_grad_norm=True,
+        boundary="sharded",
+        buffer_sharing=buffer_sharing,
+    )
+    drafted = replace(schedir.expand_schedule(schedule, plan), tp=2, dp=2, clip_grad_norm=True)
     assert compute_of(program) == drafted
     own, again = tmp_path / "own.sched", tmp_path / "again.sched"
     own.write_text(schedir.to_text(program))
@@ -274,13 +304,22 @@ def test_a_program_lowered_anew_is_itself(
 def test_a_program_in_a_file_takes_the_options_of_lowering_with_it_alone(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("-O", "overlap", "-O", "dp=2", "-O", "clip", "-O", "slots=fewest")
+    options = (
+        "-O",
+        "overlap",
+        "-O",
+        "dp=2",
+        "-O",
+        "clip_grad_norm",
+        "-O",
+        "buffer_sharing=minimal",
+    )
     for option in options:
         refused(capsys, "print", "theirs.sched", option)
     refused(capsys, "print", "theirs.sched", "--relower", "--ranks=3")
     said(capsys, "print", "theirs.sched", "--relower", *options, "-o", "ours.sched")
     draft = compute_of(theirs())
-    ours = compile(draft, dp=2, clip=True, overlap=True, slots="fewest")
+    ours = compile(draft, dp=2, clip_grad_norm=True, overlap=True, buffer_sharing="minimal")
     assert load("ours.sched") == replace(ours, name=draft.name)
 
 
@@ -297,17 +336,20 @@ def test_a_run_that_is_lowered_anew_is_predicted_at_its_means(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Under the model that it ran under, and in its unit."""
-    run = schedir.simulate(theirs(), COSTS, model="serial")
+    run = schedir.simulate(theirs(), COSTS, progress_model="blocking_serial")
     schedir.save_timeline(replace(run, kind="measured", unit="s"), "x.timeline")
     facts = json.loads(said(capsys, "simulate", "x.timeline", "--relower", "--json"))
     ours = compile(compute_of(theirs()))
-    expected = schedir.simulate(ours, COSTS, model="serial").span
+    expected = schedir.simulate(ours, COSTS, progress_model="blocking_serial").span
     assert (facts["kind"], facts["unit"]) == ("predicted", "s")
     assert facts["span"] == pytest.approx(expected)
-    schedir.save_timeline(replace(run, model="edge"), "edge.timeline")
+    schedir.save_timeline(replace(run, progress_model="per_edge"), "edge.timeline")
     said(capsys, "print", "edge.timeline", "--relower", "-O", "overlap", "-o", "edge.sched")
-    made = [compile(compute_of(theirs()), model=each, overlap=True) for each in ("edge", "serial")]
+    made = [
+        compile(compute_of(theirs()), progress_model=each, overlap=True)
+        for each in ("per_edge", "blocking_serial")
+    ]
     assert in_file("edge.sched") == made[0] != made[1]
     slow = json.loads(said(capsys, "simulate", "x.timeline", "--relower", AT, "--json"))
-    ordered = compile(compute_of(theirs()), costs=COSTS, model="serial")
-    assert slow["span"] == schedir.simulate(ordered, COSTS, model="serial").span
+    ordered = compile(compute_of(theirs()), costs=COSTS, progress_model="blocking_serial")
+    assert slow["span"] == schedir.simulate(ordered, COSTS, progress_model="blocking_serial").span

@@ -28,10 +28,10 @@ def test_two_replicas_finish_where_the_checker_says_that_one_does(seed: int) -> 
     for model in rng.sample(MODELS, 2):
         for blocks in (False, True):
             try:
-                check(program, model, blocks=blocks)
+                check(program, model, blocking_hosts=blocks)
                 accepted = True
             except ProgramError:
                 accepted = False
             for replicas in (1, 2):
-                run = verdict(program, model, seed, blocks=blocks, replicas=replicas)
+                run = verdict(program, model, seed, blocking_hosts=blocks, replicas=replicas)
                 assert (run.kind == "ok") is accepted, (model, blocks, replicas, run)

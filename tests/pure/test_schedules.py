@@ -17,7 +17,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 
-MODELS: tuple[ProgressModel, ...] = ("edge", "pair", "device")
+MODELS: tuple[ProgressModel, ...] = ("per_edge", "per_pair", "per_device")
 UNIT = Costs(F=1, B=2)
 
 
@@ -28,7 +28,7 @@ def test_bubble_of_gpipe_and_1f1b(schedule, ranks: int, priced: Costs) -> None: 
     for m in (1, 2, 3, ranks, 2 * ranks + 1, 32):
         program = compile(schedule, PipelineShape(ranks, m), costs=priced)
         for model in MODELS:
-            timeline = simulate(program, priced, model=model)
+            timeline = simulate(program, priced, progress_model=model)
             assert timeline.bubble_over_ideal == pytest.approx((ranks - 1) / m, abs=1e-12)
             f, b = (
                 priced.of(op, PipelineShape(1, 1)).item()
@@ -45,7 +45,7 @@ def test_bubble_of_interleaved(ranks: int, v: int) -> None:
             m = groups * ranks
             program = compile(interleaved, PipelineShape(ranks, m, v), costs=priced)
             for model in MODELS:
-                timeline = simulate(program, priced, model=model)
+                timeline = simulate(program, priced, progress_model=model)
                 assert timeline.bubble_over_ideal == pytest.approx((ranks - 1) / (v * m), abs=1e-12)
 
 

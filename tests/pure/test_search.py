@@ -46,7 +46,7 @@ EVEN = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
 def test_what_is_found_is_a_program() -> None:
     found = search_schedule(PipelineShape(4, 12), EVEN, in_flight=6, evaluations=3000)
     assert found.timeline.peak_in_flight.max() <= 6
-    for model in ("device", "serial", "edge"):
+    for model in ("per_device", "blocking_serial", "per_edge"):
         check(found.program, model)
     assert simulate(found.program, EVEN).span == found.span >= found.bound
     assert found.trail[-1].span == pytest.approx(found.span)
@@ -57,7 +57,9 @@ def test_what_is_found_is_a_program() -> None:
 
 
 def test_a_limit_in_bytes_holds_messages_and_weights() -> None:
-    sizes = Sizes(activation=2e6, saved=10e6, tape=4e6, both=12e6, weights=100e6)
+    sizes = Sizes(
+        activation=2e6, saved=10e6, deferred_wgrad=4e6, saved_and_deferred=12e6, model_states=100e6
+    )
     found = search_schedule(PipelineShape(4, 12), EVEN, sizes, 160e6, evaluations=3000)
     assert found.timeline.peak_memory.max() <= 160e6
     assert (
@@ -96,7 +98,12 @@ def test_nothing_is_moved_when_the_seconds_are_over() -> None:
 
 def test_the_least_room_is_enough_where_no_policy_comes_through() -> None:
     costs = Costs(F=(3, 1, 1, 1), I=(3, 2, 2, 3), W=(3, 1, 1, 2), send=(2, 1, 1, 2))
-    sizes = Sizes(saved=(2, 4, 4, 2), tape=(3, 2, 1, 1), both=(3, 6, 4, 3), weights=(6, 9, 2, 5))
+    sizes = Sizes(
+        saved=(2, 4, 4, 2),
+        deferred_wgrad=(3, 2, 1, 1),
+        saved_and_deferred=(3, 6, 4, 3),
+        model_states=(6, 9, 2, 5),
+    )
     found = search_schedule(PipelineShape(2, 4, 2), costs, sizes, 21, evaluations=3000)
     assert found.timeline.peak_memory.max() <= 21
 
@@ -155,7 +162,8 @@ def test_numbers_may_be_of_numpy() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"in_flight": True}, {"limit": 10**400}, {"limit": float("-inf")}, {"seconds": 10**400},
+        {"in_flight": True}, {"memory_limit": 10**400}, {"memory_limit": float("-inf")},
+        {"seconds": 10**400},
         {"seed": True}, {"evaluations": 2.5}, {"report": 5},
     ],
 )  # fmt: skip
@@ -186,7 +194,7 @@ def test_nothing_that_it_begins_with_is_shorter(
     assert found.tried <= 50 + len(built_in())
     for schedule in built_in().values():
         try:
-            run = simulate(compile(expand_schedule(schedule, plan), costs=costs), costs)
+            run = simulate(compile(expand_schedule(schedule, plan.resolved()), costs=costs), costs)
         except ProgramError:  # it is for other plans
             continue
         split = "I" in to_text(run.program)
@@ -220,7 +228,7 @@ def test_pairs_that_save_time_are_not_searched() -> None:
     "start",
     [
         compile(schedules.gpipe, PipelineShape(4, 8), recompute="all"),
-        compile(schedules.zb_h1, PipelineShape(4, 8), frozen=1),
+        compile(schedules.zb_h1, PipelineShape(4, 8), frozen_stages=1),
         compile(schedules.forward_only, PipelineShape(4, 8)),
     ],
 )

@@ -83,7 +83,7 @@ def test_every_command_takes_the_file(
     said(capsys, "search", *AT, "--max-in-flight=4", "-o", "best.sched")
     costs = AT[2]
     assert "search" in said(capsys, "check", "best.sched")
-    for model in ("serial", "edge", "pair", "direction"):
+    for model in ("blocking_serial", "per_edge", "per_pair", "per_direction"):
         said(capsys, "check", "best.sched", f"--progress-model={model}")
     span = json.loads(said(capsys, "simulate", "best.sched", costs, "--json"))["span"]
     assert span == simulate(from_text(Path("best.sched").read_text()), COSTS).span
@@ -123,16 +123,19 @@ def test_beside_is_the_zoo_on_the_same_plan_at_the_same_costs(
 
 
 def test_a_limit_in_bytes_is_that_of_compile(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--sizes=activation=1MB,saved=1GB,tape=0.5GB,weights=2GB", "--memory-limit=7GB")
-    sizes = Sizes(activation=1e6, saved=1e9, tape=0.5e9, weights=2e9)
+    given = (
+        "--sizes=activation=1MB,saved=1GB,deferred_wgrad=0.5GB,model_states=2GB",
+        "--memory-limit=7GB",
+    )
+    sizes = Sizes(activation=1e6, saved=1e9, deferred_wgrad=0.5e9, model_states=2e9)
     row = json.loads(said(capsys, "search", *AT, *given, "--json"))
     fit = {one["program"] for one in row["beside"]}
     assert fit and row["over"]
     for name in fit:
-        compile(getattr(schedules, name), PLAN, costs=COSTS, sizes=sizes, limit=7e9)
+        compile(getattr(schedules, name), PLAN, costs=COSTS, sizes=sizes, memory_limit=7e9)
     for name in row["over"]:
         with pytest.raises(MemoryLimitError):
-            compile(getattr(schedules, name), PLAN, costs=COSTS, sizes=sizes, limit=7e9)
+            compile(getattr(schedules, name), PLAN, costs=COSTS, sizes=sizes, memory_limit=7e9)
 
 
 def test_whole_backwards_and_the_own_span(
@@ -157,15 +160,19 @@ def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     costs = completed(calibrate(run), run.program)
     found = simulate(program, costs)
     assert f"span {found.span:.6g} s" in told
-    again = simulate(run.program, costs, model=run.model, blocks=run.blocks)
+    again = simulate(
+        run.program, costs, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
+    )
     row = json.loads(said(capsys, "search", *at, "--json"))
     assert row["unit"] == "s"
-    as_it_ran = simulate(program, costs, model=run.model, blocks=run.blocks).span
+    as_it_ran = simulate(
+        program, costs, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
+    ).span
     assert as_it_ran > found.span  # hosts wait themselves
-    assert f"beside under edge, as it ran: search {as_it_ran:.6g} s, " in told
+    assert f"beside under per_edge, as it ran: search {as_it_ran:.6g} s, " in told
     assert {"program": "traced", "length": again.span} in row["beside"]
     assert f"which holds {run.peak_in_flight.max()} in flight; " in told
-    assert f"takes {again.span:.6g} s by simulation under edge, 1.7% less than it took" in told
+    assert f"takes {again.span:.6g} s by simulation under per_edge, 1.7% less than it took" in told
     assert "I and W are taken for half" in told
     assert "taken for half" not in said(capsys, "search", *at, "--no-split-backward")
     row = json.loads(said(capsys, "search", *at, "--microbatches=12", "--json"))
@@ -177,16 +184,18 @@ def test_a_run_of_more_than_a_search_knows(
 ) -> None:
     """What it cannot leave out is refused, and what it leaves out is said."""
     run, best = str(tmp_path / "x.timeline"), str(tmp_path / "x.sched")
-    for source in (["one_f_one_b", "-O", "frozen=2"], ["one_f_one_b", "-O", "recompute=all"],
+    for source in (["one_f_one_b", "-O", "frozen_stages=2"], ["one_f_one_b", "-O", "recompute=all"],
                    ["forward_only"], ["dualpipe"], ["pipedream_2bw", "-O",
-                                                    "updates=2"]):  # fmt: skip
+                                                    "optimizer_steps=2"]):  # fmt: skip
         said(capsys, "simulate", *source, "-o", run)
         refused(capsys, "search", "--costs-from", run)
-    said(capsys, "simulate", "gpipe", "-O", "tp=2", "-O", "clip", "-o", run)
+    said(capsys, "simulate", "gpipe", "-O", "tp=2", "-O", "clip_grad_norm", "-o", run)
     told = said(capsys, "search", "--costs-from", run, "--max-evaluations=40", "-o", best)
-    assert "without -O tp=2 -O clip of that run, which schedir print FILE --relower" in told
-    said(capsys, "print", best, "--relower", "-O", "tp=2", "-O", "clip", "-o", best)
-    assert from_text(Path(best).read_text()).clip
+    assert (
+        "without -O tp=2 -O clip_grad_norm of that run, which schedir print FILE --relower" in told
+    )
+    said(capsys, "print", best, "--relower", "-O", "tp=2", "-O", "clip_grad_norm", "-o", best)
+    assert from_text(Path(best).read_text()).clip_grad_norm
 
 
 def test_nothing_is_searched_for_a_file_that_cannot_be(
@@ -232,8 +241,8 @@ def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) ->
         ({"start": ["zb_h1"]}, "zb_h1"),
         ({"in_flight": 2.5}, "in_flight"),
         ({"in_flight": lambda rank: None}, "in_flight"),
-        ({"limit": float("nan"), "sizes": Sizes(saved=1)}, "limit"),
-        ({"sizes": 3, "limit": 4}, "Sizes"),
+        ({"memory_limit": float("nan"), "sizes": Sizes(saved=1)}, "memory_limit"),
+        ({"sizes": 3, "memory_limit": 4}, "Sizes"),
         ({"costs": 3}, "Costs"),
         ({"plan": 3}, "PipelineShape"),
         ({"objective": None}, "objective"),

@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 def orders(draw: st.DrawFn) -> tuple[PipelineShape, list[tuple[str, int, int]]]:
     """A plan of one rank, and what it computes, each value after it was made."""
     segments, sequences, stages = (draw(st.integers(1, n)) for n in (3, 2, 2))
-    plan = PipelineShape(1, segments * sequences, stages, segments=segments)
+    plan = PipelineShape(1, segments * sequences, stages, sequence_chunks=segments)
     split = draw(st.booleans())
     ahead: dict[tuple[str, int, int], list[tuple[str, int, int]]] = {}
     for mb in range(plan.microbatches):
@@ -70,8 +70,8 @@ def in_turn(done: list[tuple[str, int, int]], plan: PipelineShape) -> tuple[str,
     for k, (op, s, mb) in enumerate(done):
         if op == "W":
             continue
-        first = mb // plan.segments * plan.segments
-        earlier = range(first, mb) if op == "F" else range(mb + 1, first + plan.segments)
+        first = mb // plan.sequence_chunks * plan.sequence_chunks
+        earlier = range(first, mb) if op == "F" else range(mb + 1, first + plan.sequence_chunks)
         if any((op, s, other) not in done[:k] for other in earlier):
             return op, s, mb
     return None
@@ -91,13 +91,16 @@ def test_what_is_out_of_turn_is_refused(
     wrong = in_turn(done, plan)
     if wrong is None:
         program = compile(drafted)
-        assert from_text(to_text(program)) == program and program.plan.segments == plan.segments
+        assert (
+            from_text(to_text(program)) == program
+            and program.plan.sequence_chunks == plan.sequence_chunks
+        )
         return
     with pytest.raises(OrderError) as caught:
         compile(drafted)
     early, late = (cast("Instr", site.instr) for site in caught.value.sites)
     assert early.op is late.op and early.stage == late.stage
-    assert early.mb // plan.segments == late.mb // plan.segments
+    assert early.mb // plan.sequence_chunks == late.mb // plan.sequence_chunks
     assert (early.mb > late.mb) is (str(early)[0] == "F")
     spot = [f"{op} {s}.{mb}" for op, s, mb in done]
     assert spot.index(str(early)) < spot.index(str(late))
@@ -109,20 +112,20 @@ def test_what_is_out_of_turn_is_refused(
 def test_schedules_are_told_the_segments() -> None:
     seen = set()
 
-    def told(rank: int, ranks: int, microbatches: int, segments: int) -> RankSchedule:
-        seen.add(segments)
+    def told(rank: int, ranks: int, microbatches: int, sequence_chunks: int) -> RankSchedule:
+        seen.add(sequence_chunks)
         return microbatches * F
 
-    expand_schedule(told, PipelineShape(2, 6, segments=3))
+    expand_schedule(told, PipelineShape(2, 6, sequence_chunks=3))
     expand_schedule(told, PipelineShape(2, 6))
     assert seen == {3, 1}
 
 
 def test_programs_of_other_segments_are_other_programs() -> None:
-    three, none = (compile(forward_only, PipelineShape(2, 6, segments=n)) for n in (3, 1))
-    assert three.digest != none.digest and "segments" not in to_text(none)
-    assert "segments 3" in to_text(three)
-    assert check(from_text(to_text(three))).plan == PipelineShape(2, 6, segments=3)
+    three, none = (compile(forward_only, PipelineShape(2, 6, sequence_chunks=n)) for n in (3, 1))
+    assert three.digest != none.digest and "sequence_chunks" not in to_text(none)
+    assert "sequence_chunks 3" in to_text(three)
+    assert check(from_text(to_text(three))).plan == PipelineShape(2, 6, sequence_chunks=3)
 
 
 def test_no_advice_is_out_of_turn() -> None:
@@ -133,29 +136,31 @@ def test_no_advice_is_out_of_turn() -> None:
         for first in range(0, microbatches, 2):
             yield B.at(first + 1) + B.at(first)
 
-    run = simulate(compile(late, PipelineShape(2, 6, segments=2)), Costs(F=(1, 2), B=(2, 4)))
+    run = simulate(compile(late, PipelineShape(2, 6, sequence_chunks=2)), Costs(F=(1, 2), B=(2, 4)))
     for change in advise(run, Costs(F=(1, 2), B=(2, 4)), late).changes:
         assert "GPipe" not in change.what and "one_f_one_b" not in change.what
-        assert change.run.program.plan.segments == 2
+        assert change.run.program.plan.sequence_chunks == 2
     with pytest.raises(ProgramError):
-        compile(one_f_one_b, PipelineShape(2, 6, segments=2))
+        compile(one_f_one_b, PipelineShape(2, 6, sequence_chunks=2))
 
 
 def test_a_training_run_takes_whole_sequences(tmp_path: Path) -> None:
     (tmp_path / "p.sched").write_text(
-        to_text(compile(forward_only, PipelineShape(1, 4, segments=2)))
+        to_text(compile(forward_only, PipelineShape(1, 4, sequence_chunks=2)))
     )
     (tmp_path / "c.toml").write_text(f'[pipeline]\nschedule = "{tmp_path}/p.sched"\n')
-    with pytest.raises(ProgramError, match="cuts each sequence into 2 segments"):
+    with pytest.raises(ProgramError, match="splits each sequence into 2 chunks"):
         read(str(tmp_path / "c.toml"))
 
 
 def test_segments_are_those_of_a_plan() -> None:
-    def bound(rank: int, ranks: int, microbatches: int, segments: int, more: int) -> RankSchedule:
+    def bound(
+        rank: int, ranks: int, microbatches: int, sequence_chunks: int, more: int
+    ) -> RankSchedule:
         return EMPTY
 
     with pytest.raises(ScheduleError, match="takes"):
-        expand_schedule(bound, PipelineShape(1, 2, segments=2))
+        expand_schedule(bound, PipelineShape(1, 2, sequence_chunks=2))
 
 
 def test_seq1f1b_as_a_stranger_writes_it() -> None:
@@ -163,7 +168,7 @@ def test_seq1f1b_as_a_stranger_writes_it() -> None:
     example = run_path(str(ROOT / "examples/seq1f1b.py"))
     for ranks in (1, 2, 3, 4):
         for segments in (1, 2, 3):
-            plan = PipelineShape(ranks, 4 * segments, segments=segments)
+            plan = PipelineShape(ranks, 4 * segments, sequence_chunks=segments)
             program = compile(example["seq1f1b"], plan)
             for model in MODELS:
                 check(program, model)

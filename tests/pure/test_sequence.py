@@ -41,7 +41,7 @@ from tests.sequences import verdict
 
 Runs = list[list[Program]]
 
-TRAIN = compile(schedules.one_f_one_b, PipelineShape(3, 4), clip=True)
+TRAIN = compile(schedules.one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True)
 EVALUATE = compile(schedules.forward_only, PipelineShape(3, 4))
 THERE = compile(schedules.forward_only, PipelineShape(2, 1))
 BACK = from_text(
@@ -50,10 +50,10 @@ BACK = from_text(
 )
 
 
-def refusal(runs: Runs, model: ProgressModel = "device") -> ProgramSequenceError:
+def refusal(runs: Runs, progress_model: ProgressModel = "per_device") -> ProgramSequenceError:
     with pytest.raises(ProgramSequenceError) as caught:
-        check_program_sequence(runs, model)
-    assert caught.value.model == model
+        check_program_sequence(runs, progress_model)
+    assert caught.value.progress_model == progress_model
     return caught.value
 
 
@@ -61,15 +61,15 @@ def where(error: ProgramSequenceError) -> list[tuple[int, int, str]]:
     return [(site.rank, site.index, f"{site.instr}, {site.note}") for site in error.sites]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_same_steps_everywhere(model: ProgressModel) -> None:
-    check_program_sequence([[TRAIN, EVALUATE, TRAIN]] * 3, model)
-    check_program_sequence([[]] * 3, model)
+@pytest.mark.parametrize("progress_model", MODELS)
+def test_the_same_steps_everywhere(progress_model: ProgressModel) -> None:
+    check_program_sequence([[TRAIN, EVALUATE, TRAIN]] * 3, progress_model)
+    check_program_sequence([[]] * 3, progress_model)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_another_steps_message(model: ProgressModel) -> None:
-    error = refusal([[TRAIN, EVALUATE], [TRAIN, EVALUATE], [TRAIN, TRAIN]], model)
+@pytest.mark.parametrize("progress_model", MODELS)
+def test_another_steps_message(progress_model: ProgressModel) -> None:
+    error = refusal([[TRAIN, EVALUATE], [TRAIN, EVALUATE], [TRAIN, TRAIN]], progress_model)
     assert where(error) == [
         (1, 3, "send_act 1.0, step 2, forward_only"),
         (2, 0, "recv_act 2.0, step 2, one_f_one_b"),
@@ -86,8 +86,8 @@ def test_a_message_that_nobody_takes() -> None:
 def test_opposite_ways_may_wait_for_each_other() -> None:
     """Nothing crosses here, and with a queue for both ways both ranks wait with their send."""
     runs = [[THERE, BACK], [BACK, THERE]]
-    check_program_sequence(runs, "edge")
-    for model in ("pair", "device", "serial"):
+    check_program_sequence(runs, "per_edge")
+    for model in ("per_pair", "per_device", "blocking_serial"):
         assert where(refusal(runs, model)) == [
             (0, 1, "send_act 0.0, step 1, forward_only, waits"),
             (1, 1, "send_act 0.0, step 1, back, waits"),
@@ -101,21 +101,21 @@ def test_what_a_step_leaves_out_is_in_order_all_the_same() -> None:
         for placement in ((0, 1, 2), (0, 2, 1), (2, 1, 0))
     )
     runs = [[there, beside, back], [back, beside, there], [back, beside, there]]
-    check_program_sequence(runs, "edge")
-    assert verdict(runs, "edge", 0).kind == "ok"
-    assert "wait" in refusal(runs, "pair").fact
-    assert verdict(runs, "pair", 0).kind == "hang"
+    check_program_sequence(runs, "per_edge")
+    assert verdict(runs, "per_edge", 0).kind == "ok"
+    assert "wait" in refusal(runs, "per_pair").fact
+    assert verdict(runs, "per_pair", 0).kind == "hang"
 
 
 def test_two_steps_that_train_the_other_way_round() -> None:
     """Messages of the two go opposite ways, so they do not meet; their norms would."""
     one, other = (
-        compile(schedules.gpipe, PipelineShape(2, 1, placement=placement), clip=True)
+        compile(schedules.gpipe, PipelineShape(2, 1, placement=placement), clip_grad_norm=True)
         for placement in ((0, 1), (1, 0))
     )
     runs = [[one, other], [other, one]]
-    assert "wait" in refusal(runs, "edge").fact
-    assert verdict(runs, "edge", 0).kind == "hang"
+    assert "wait" in refusal(runs, "per_edge").fact
+    assert verdict(runs, "per_edge", 0).kind == "hang"
 
 
 def test_a_program_that_is_wrong_by_itself() -> None:
@@ -173,23 +173,25 @@ def test_the_shell_asks_for_the_model_of_runs(
         microbatches=2, header="stages_per_rank 2",
     )  # fmt: skip
     Path("late.sched").write_text(to_text(late))
-    save_timeline(simulate(late, model="edge"), "late.timeline")
-    assert "hint: they finish under edge" in refused(capsys, "check", "late.sched", "late.sched")
+    save_timeline(simulate(late, progress_model="per_edge"), "late.timeline")
+    assert "hint: they finish under per_edge" in refused(
+        capsys, "check", "late.sched", "late.sched"
+    )
     steps = ("late.timeline", "late.timeline")
-    assert "finish them under edge, but not under pair" in said(capsys, "check", *steps)
-    assert "DeadlockError" in refused(capsys, "check", *steps, "--progress-model", "device")
+    assert "finish them under per_edge, but not under per_pair" in said(capsys, "check", *steps)
+    assert "DeadlockError" in refused(capsys, "check", *steps, "--progress-model", "per_device")
 
 
 # ---------------------------------------------------------------- beside execution
 
 
 def some(plan: PipelineShape, rng: random.Random) -> Program:
-    """A program on a plan's ranks that is legal under `edge` at least."""
+    """A program on a plan's ranks that is legal under `per_edge` at least."""
     stages = rng.randint(1, 2)
     placement = tuple(rng.sample([*range(plan.ranks)] * stages, plan.ranks * stages))
     plan = replace(plan, microbatches=rng.randint(1, 3), placement=placement)
     draft = random_compute_program(plan, rng, split=rng.choice([0, 1]))
-    program = lower(replace(draft, clip=rng.random() < 0.5, tied=ties(plan, rng)))
+    program = lower(replace(draft, clip_grad_norm=rng.random() < 0.5, tied_weights=ties(plan, rng)))
     if rng.random() < 0.5:
         program = MUTATIONS["evaluate"](program, rng) or program
     return reordered(program, rng) if rng.random() < 0.7 else program
@@ -207,10 +209,10 @@ def changed(steps: list[Program], rng: random.Random) -> list[Program]:
     return steps
 
 
-def legal(programs: list[Program], model: ProgressModel) -> bool:
+def legal(programs: list[Program], progress_model: ProgressModel) -> bool:
     try:
         for program in programs:
-            check(program, model)
+            check(program, progress_model)
     except (DeadlockError, GroupError, ChannelMismatchError):
         return False
     return True

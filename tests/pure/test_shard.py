@@ -21,7 +21,7 @@ from schedir.compiler.compile import compile
 from schedir.compiler.relower import compute_of, options_of
 from schedir.errors import PlanError, UsageError
 from schedir.ir.cost.costs import Costs
-from schedir.ir.isa.instructions import Opcode, Token
+from schedir.ir.isa.instructions import Opcode, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
@@ -33,7 +33,7 @@ from schedir.training.config.config_file import read
 from schedir.training.train import program_of
 from schedir.verify.check import check
 
-FULL = KINDS.index(Token.FULL)
+FULL = KINDS.index(Value.UNSHARDED_PARAMS)
 
 
 def gathers(program: Program) -> list[int]:
@@ -50,24 +50,28 @@ def gathers(program: Program) -> list[int]:
         (schedules.looped_bfs, PipelineShape(1, 4, 6), 10),
         (schedules.interleaved, PipelineShape(4, 16, 4), 18),
         (schedules.zb_v, PipelineShape(4, 8, 2, "vee"), 2),
-        (schedules.dualpipe, PipelineShape(4, 8, 1, "mirror"), 2),
+        (schedules.dualpipe, PipelineShape(4, 8, placement="mirror"), 2),
         (schedules.dualpipe_v, PipelineShape(4, 8, 2, "vee"), 2),
     ],
 )
 def test_stages_are_whole_where_they_are_used(
     schedule: Schedule, plan: PipelineShape, fewest: int, zero: int
 ) -> None:
-    program = compile(schedule, plan, dp=2, zero=zero, clip=True)
+    program = compile(schedule, plan, dp=2, zero=zero, clip_grad_norm=True)
     own = [len(stages) for stages in plan.stages_of]
     for model in MODELS:
-        check(program, model, blocks=True)
+        check(program, model, blocking_hosts=True)
     if zero < 3:
         assert gathers(program) == own
-        assert not any("full" in slots.said() for slots in program.slots)
+        assert not any("unsharded_params" in slots.said() for slots in program.slots)
     else:
         room = [min(stages, 2) for stages in own]
         assert min(gathers(program)) >= fewest
-        assert minimum_slots(program)[:, FULL].tolist() == [s.full for s in program.slots] == room
+        assert (
+            minimum_slots(program)[:, FULL].tolist()
+            == [s.unsharded_params for s in program.slots]
+            == room
+        )
 
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.data())
@@ -81,23 +85,27 @@ def test_every_draft_is_lowered_for_every_level(
     model, overlap = data.draw(st.sampled_from(MODELS)), data.draw(st.booleans())
     program = compile(
         random_compute_program(plan, random.Random(seed)),
-        model=model,
+        progress_model=model,
         zero=zero,
-        reduce=data.draw(st.sampled_from(["end", "turn"][: max(1, zero)])) if zero > 1 else "end",
-        frozen=frozen,
-        tied=tied,
-        clip=data.draw(st.booleans()),
+        reduce_scatter_at=data.draw(
+            st.sampled_from(["update_end", "each_backward"][: max(1, zero)])
+        )
+        if zero > 1
+        else "update_end",
+        frozen_stages=frozen,
+        tied_weights=tied,
+        clip_grad_norm=data.draw(st.booleans()),
         dp=data.draw(st.integers(1, 3)),
         tp=data.draw(st.integers(1, 2)),
-        slots=data.draw(st.sampled_from([None, "fewest", "enough"])),
+        buffer_sharing=data.draw(st.sampled_from([None, "minimal", "latency_preserving"])),
         overlap=overlap,
         recompute=data.draw(st.sampled_from([None, "all"])),
     )
     for each in (model,) if overlap else MODELS:
-        check(program, each, blocks=True)
+        check(program, each, blocking_hosts=True)
     assert from_text(to_text(program)) == program
     if zero == 3:
-        full = [slots.full for slots in program.slots]
+        full = [slots.unsharded_params for slots in program.slots]
         assert (minimum_slots(program)[:, FULL] == full).all()
 
 
@@ -156,7 +164,9 @@ def test_there_are_no_fewer_gathers_than_by_beladys_rule(
 def test_a_gather_hides_behind_the_run_before() -> None:
     """With one ahead; none ahead gathers less often, and later."""
     few, early = (
-        compile(schedules.interleaved, PipelineShape(4, 16, 4), dp=2, zero=3, ahead=ahead)
+        compile(
+            schedules.interleaved, PipelineShape(4, 16, 4), dp=2, zero=3, unshard_prefetch=ahead
+        )
         for ahead in (0, 1)
     )
     assert (gathers(few), gathers(early)) == ([18] * 4, [20] * 4)
@@ -169,14 +179,14 @@ def test_a_gather_hides_behind_the_run_before() -> None:
 @pytest.mark.parametrize(
     ("how", "fields"),
     [
-        ({"zero": 3, "active": 3}, ("active",)),
-        ({"zero": 3, "active": 0}, ("active",)),
-        ({"zero": 3, "active": 1.5}, ("active",)),
-        ({"zero": 3, "active": True}, ("active",)),
-        ({"zero": 3, "ahead": -1}, ("ahead",)),
-        ({"zero": 2, "active": 1}, ("active", "zero")),
-        ({"zero": 2, "ahead": 1}, ("ahead", "zero")),
-        ({"active": 1}, ("active", "zero")),
+        ({"zero": 3, "unsharded_stages": 3}, ("unsharded_stages",)),
+        ({"zero": 3, "unsharded_stages": 0}, ("unsharded_stages",)),
+        ({"zero": 3, "unsharded_stages": 1.5}, ("unsharded_stages",)),
+        ({"zero": 3, "unsharded_stages": True}, ("unsharded_stages",)),
+        ({"zero": 3, "unshard_prefetch": -1}, ("unshard_prefetch",)),
+        ({"zero": 2, "unsharded_stages": 1}, ("unsharded_stages", "zero")),
+        ({"zero": 2, "unshard_prefetch": 1}, ("unshard_prefetch", "zero")),
+        ({"unsharded_stages": 1}, ("unsharded_stages", "zero")),
     ],
 )
 def test_what_cannot_be_is_refused(how: dict[str, Any], fields: tuple[str, ...]) -> None:
@@ -187,8 +197,14 @@ def test_what_cannot_be_is_refused(how: dict[str, Any], fields: tuple[str, ...])
 
 def test_pairs_that_run_as_one_need_both() -> None:
     with pytest.raises(PlanError, match="at once") as caught:
-        compile(schedules.dualpipe, PipelineShape(4, 8, 1, "mirror"), dp=2, zero=3, active=1)
-    assert caught.value.fields == ("active",)
+        compile(
+            schedules.dualpipe,
+            PipelineShape(4, 8, placement="mirror"),
+            dp=2,
+            zero=3,
+            unsharded_stages=1,
+        )
+    assert caught.value.fields == ("unsharded_stages",)
 
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(0, 3))
@@ -201,14 +217,14 @@ def test_options_are_read_off_a_program(
         random_compute_program(plan, random.Random(seed)),
         zero=3,
         dp=2,
-        active=min(active, most),
-        ahead=ahead,
+        unsharded_stages=min(active, most),
+        unshard_prefetch=ahead,
     )
-    assert compile(compute_of(program), **options_of(program, "device")) == program
+    assert compile(compute_of(program), **options_of(program, "per_device")) == program
 
 
 def test_in_a_configuration(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     pipeline = '[pipeline]\nschedule = "looped_bfs"\nranks = 2\nstages_per_rank = 2\nzero = 3\n'
-    path.write_text(pipeline + "[memory]\nactive = 1\nahead = 0\n")
-    assert [slots.full for slots in program_of(read(str(path))).slots] == [1, 1]
+    path.write_text(pipeline + "[memory]\nunsharded_stages = 1\nunshard_prefetch = 0\n")
+    assert [slots.unsharded_params for slots in program_of(read(str(path))).slots] == [1, 1]

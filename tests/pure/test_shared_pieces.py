@@ -30,6 +30,7 @@ from schedir.commands.simulate import volume
 from schedir.compiler.relower import compute_of, options_of
 from schedir.errors import CompletenessError, ProgramError
 from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, Lane, Opcode
+from schedir.ir.pipeline.placement import named_of
 from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
 from schedir.predict.what_if import advise
 from tests.edits import Edit, move, pull, push
@@ -38,16 +39,16 @@ from tests.oracle import Machine
 from tests.threads import verdict
 
 O = Opcode
-MET = (O.Gather, O.SumAct, O.GatherGrad, O.SumGrad)
+MET = (O.TPGatherAct, O.TPReduceAct, O.TPGatherGrad, O.TPReduceGrad)
 
 
 def of(schedule: Any, plan: PipelineShape, cut: Any = 3, **how: Any) -> Program:
-    return compile(schedule, plan, tp=2, cut=cut, sequence=True, **how)
+    return compile(schedule, plan, tp=2, stage_segments=cut, sequence_parallel=True, **how)
 
 
 def plan_of(schedule: Any) -> PipelineShape:
     placement, v = getattr(schedule, "placed", ("loop", None))
-    return PipelineShape(2, 4, v or 1, placement)
+    return PipelineShape(2, 4, v or named_of(placement).stages_per_rank, placement)
 
 
 @pytest.mark.parametrize("schedule", known(), ids=lambda schedule: schedule.__name__)
@@ -56,16 +57,16 @@ def test_whole_zoo(schedule: Any) -> None:
     where nothing of that takes time, as long as uncut, but for pairs, which are woven."""
     plan = plan_of(schedule)
     try:
-        uncut = compile(schedule, plan, tp=2, sequence=True)
+        uncut = compile(schedule, plan, tp=2, sequence_parallel=True)
     except ProgramError:
         pytest.skip("not for this plan")
     program = of(schedule, plan)
-    assert check(program, "serial") and verdict(program, "edge").kind == "ok"
+    assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
     assert from_text(to_text(program)) == program
-    costs = Costs(F=1, B=2, I=1, W=1, send=0.5, sum=0.75, gather=0.25)
-    machine = Machine(program, "edge", costs)
+    costs = Costs(F=1, B=2, I=1, W=1, send=0.5, tp_reduce=0.75, tp_gather=0.25)
+    machine = Machine(program, "per_edge", costs)
     assert machine.run() and max(machine.ended.values()) == pytest.approx(
-        simulate(program, costs, model="edge").span
+        simulate(program, costs, progress_model="per_edge").span
     )
     for way, ops in ((1, MET[:2]), (uncut.trains, MET[2:])):
         each = [int(np.sum(program.op == op)) for op in ops]
@@ -86,14 +87,16 @@ def test_where_ranks_meet(data: st.DataObject) -> None:
     cut = [data.draw(letters) or 1 for _ in range(ranks)]
     frozen = data.draw(st.integers(0, ranks - 1))
     schedule = data.draw(st.sampled_from([schedules.one_f_one_b, schedules.zb_h1]))
-    program = of(schedule, PipelineShape(ranks, m), cut, frozen=frozen)
+    program = of(schedule, PipelineShape(ranks, m), cut, frozen_stages=frozen)
     for own in program.streams:
         for before, i in pairwise([None, *(j for j in own if j.op in (*MET, *COMPUTE))]):
             assert i is not None
             if i.op is O.Forward or i.op in BACKWARDS:
                 ahead, k = i.op is O.Forward, i.stage - (i.op is O.Forward)
-                letter = (program.meets + "-")[k : k + 1] if k >= 0 else ""
-                want = dict(zip("fg", MET[:2] if ahead else (O.SumGrad, O.GatherGrad), strict=True))
+                letter = (program.segment_boundaries + "-")[k : k + 1] if k >= 0 else ""
+                want = dict(
+                    zip("fg", MET[:2] if ahead else (O.TPReduceGrad, O.TPGatherGrad), strict=True)
+                )
                 found = before is not None and before.op in MET and before
                 assert (found and found.op) == want.get(letter, False)
                 assert not found or found[1:] == i[1:]
@@ -111,10 +114,10 @@ def test_where_ranks_meet(data: st.DataObject) -> None:
         pull(words, at)
     else:
         push(words, data.draw(st.integers(0, len(words))), words[at])
-    wrong = verdict(e.result(), "edge").kind != "ok"
+    wrong = verdict(e.result(), "per_edge").kind != "ok"
     assert wrong or change == "move"
     try:
-        check(e.result(), "edge")
+        check(e.result(), "per_edge")
     except ProgramError:
         assert wrong
     else:
@@ -122,50 +125,55 @@ def test_where_ranks_meet(data: st.DataObject) -> None:
 
 
 def test_what_stands_where() -> None:
-    program = of(schedules.one_f_one_b, PipelineShape(1, 1), frozen=0)
+    program = of(schedules.one_f_one_b, PipelineShape(1, 1), frozen_stages=0)
     assert [str(i) for i in program.streams[0]][:12] == [
-        "F 0.0", "gather 1.0", "F 1.0", "sum_act 2.0", "F 2.0", "B 2.0", "reduce_grads 2",
-        "gather_grad 1.0", "B 1.0", "reduce_grads 1", "sum_grad 0.0", "B 0.0",
+        "F 0.0", "tp_gather_act 1.0", "F 1.0", "tp_reduce_act 2.0", "F 2.0", "B 2.0",
+        "reduce_grads 2",
+        "tp_gather_grad 1.0", "B 1.0", "reduce_grads 1", "tp_reduce_grad 0.0", "B 0.0",
     ]  # fmt: skip
-    assert [str(i) for i in program.streams[0] if i.op is O.ReduceSequence] == [
-        f"reduce_sequence {s}" for s in range(3)
+    assert [str(i) for i in program.streams[0] if i.op is O.ReduceSequenceParallelGrads] == [
+        f"reduce_sequence_parallel_grads {s}" for s in range(3)
     ]
-    behind = of(schedules.gpipe, PipelineShape(2, 1), frozen=1)
+    behind = of(schedules.gpipe, PipelineShape(2, 1), frozen_stages=1)
     said = [str(i) for own in behind.streams for i in own if i.op in MET]
-    assert said == ["gather 1.0", "sum_act 2.0", "gather 4.0", "sum_act 5.0", "gather_grad 4.0",
-                    "sum_grad 3.0"]  # fmt: skip
+    assert said == ["tp_gather_act 1.0", "tp_reduce_act 2.0", "tp_gather_act 4.0",
+                    "tp_reduce_act 5.0", "tp_gather_grad 4.0",
+                    "tp_reduce_grad 3.0"]  # fmt: skip
 
 
 def test_lowered_again_it_is_the_same() -> None:
-    program = of(schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip=True)
+    program = of(schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip_grad_norm=True)
     drafted = compute_of(program)
-    assert compile(drafted, **options_of(program, "device", drafted)) == program
+    assert compile(drafted, **options_of(program, "per_device", drafted)) == program
     told = evaluation_program(program)
-    assert told.sequence and {*told.ops} & {*MET} == {O.Gather, O.SumAct}
-    grouped = of(schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip=True, overlap=True)
+    assert told.sequence_parallel and {*told.ops} & {*MET} == {O.TPGatherAct, O.TPReduceAct}
+    grouped = of(
+        schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip_grad_norm=True, overlap=True
+    )
     assert sorted(map(str, grouped.streams[0])) == sorted(map(str, program.streams[0]))
 
 
 @pytest.mark.parametrize(("cut", "costs"), [
-    ("f", Costs(F=2, B=2, gather=1, sum=2)), ("g", Costs(F=2, B=2, gather=2, sum=1)),
-    ("fg", Costs(F=2, B=2, gather=1, sum=0.5)),
+    ("f", Costs(F=2, B=2, tp_gather=1, tp_reduce=2)), ("g", Costs(F=2, B=2, tp_gather=2,
+                                                                  tp_reduce=1)),
+    ("fg", Costs(F=2, B=2, tp_gather=1, tp_reduce=0.5)),
 ])  # fmt: skip
 def test_they_take_their_time(cut: str, costs: Costs) -> None:
     """On hosts that block, too, who go on meanwhile."""
     program = of(schedules.gpipe, PipelineShape(1, 1), cut)
     own = 3 if len(cut) == 1 else 2 * 1.5
     for blocks in (False, True):
-        assert simulate(program, costs, blocks=blocks).span == 4 * (len(cut) + 1) + own
-    text = "F 0.0; gather 1.0; F 0.1; gather 1.1; F 1.0; F 1.1"
-    header = "stages_per_rank 2 placement 0,0 tp 2\nmeets f sequence yes"
+        assert simulate(program, costs, blocking_hosts=blocks).span == 4 * (len(cut) + 1) + own
+    text = "F 0.0; tp_gather_act 1.0; F 0.1; tp_gather_act 1.1; F 1.0; F 1.1"
+    header = "stages_per_rank 2 placement 0,0 tp 2\nmeets f sequence_parallel yes"
     two = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
     for blocks in (False, True):
-        assert simulate(two, Costs(F=2, gather=2), blocks=blocks).span == 8
+        assert simulate(two, Costs(F=2, tp_gather=2), blocking_hosts=blocks).span == 8
 
 
 def test_checker_demands_gathers() -> None:
     program = of(schedules.one_f_one_b, PipelineShape(1, 1), "fg")
-    for line in ("  gather 1.0\n", "  gather_grad 1.0\n", "  sum_act 2.0\n"):
+    for line in ("  tp_gather_act 1.0\n", "  tp_gather_grad 1.0\n", "  tp_reduce_act 2.0\n"):
         text = to_text(program, folded=False)
         assert text.count(line) == 1
         with pytest.raises(CompletenessError, match=rf"{line.strip()} is missing"):
@@ -173,26 +181,32 @@ def test_checker_demands_gathers() -> None:
         with pytest.raises(CompletenessError, match="is there twice"):
             check(from_text(text.replace(line, 2 * line)))
     more = from_text(
-        to_text(program, folded=False).replace("  gather 1.0\n", "  gather 1.0\n  gather 2.0\n")
+        to_text(program, folded=False).replace(
+            "  tp_gather_act 1.0\n", "  tp_gather_act 1.0\n  tp_gather_act 2.0\n"
+        )
     )
-    with pytest.raises(CompletenessError, match=r"gather 2\.0 has nothing to do: .* ranks meet"):
+    with pytest.raises(
+        CompletenessError, match=r"tp_gather_act 2\.0 has nothing to do: .* ranks meet"
+    ):
         check(more)
     with pytest.raises(
-        ProgramError, match=r"gather 1\.0 has no scatter .*\n(.*\n)* .*sequence yes"
+        ProgramError,
+        match=r"tp_gather_act 1\.0 has no tp_scatter_act .*\n(.*\n)* .*sequence_parallel yes",
     ):
-        check(replace(program, sequence=False))
+        check(replace(program, sequence_parallel=False))
 
 
 def test_gathers_are_filled_priced_and_told_of() -> None:
     """Also where only they take time: weight gradients run under them, and they are sums of pieces,
     and no messages, in what is said of waits."""
     plan, shares = PipelineShape(2, 6), (0.2, 1, 0.2, 1, 0.2)
-    two = split_costs(Costs(F=2, I=2, W=2, gather=0.6), 5, plan, shares)
+    two = split_costs(Costs(F=2, I=2, W=2, tp_gather=0.6), 5, plan, shares)
     unfilled, filled = (
-        simulate(of(schedules.zb_h1, plan, 5, costs=two, fill=fill), two) for fill in (None, "W")
+        simulate(of(schedules.zb_h1, plan, 5, costs=two, fill_collective_waits=fill), two)
+        for fill in (None, "W")
     )
     assert filled.span < unfilled.span - 4 * 0.6
-    plan, costs = PipelineShape(1, 4), Costs(F=2, I=2, W=2, gather=0.6)
+    plan, costs = PipelineShape(1, 4), Costs(F=2, I=2, W=2, tp_gather=0.6)
     plain = simulate(of(schedules.zb_h1, plan, 5), costs)
     idle = by_cause(idleness(plain), 1)[0]
     assert {*np.flatnonzero(idle).tolist()} == {IdleCause.SUM}
@@ -202,14 +216,14 @@ def test_gathers_are_filled_priced_and_told_of() -> None:
         1 - simulate(plain.program, Costs(F=2, I=2, W=2)).span / plain.span
     )
     assert not any(saves for what, saves in told.items() if "messages" in what)
-    assert any("fill=" in what for what in told)
+    assert any("fill_collective_waits=" in what for what in told)
 
 
 def test_half_the_bytes_go_around_each_time() -> None:
     """A sum that leaves each its part, and a gather, send as much together as a whole sum; of
     sizes that have both, all tokens and a rank's own."""
     plan = PipelineShape(1, 2)
-    whole = compile(schedules.gpipe, plan, tp=2, cut="fg")
+    whole = compile(schedules.gpipe, plan, tp=2, stage_segments="fg")
     sent = [
         volume(p, Sizes(activation=size))[Lane.TP][0]
         for p, size in ((whole, 100.0), (of(schedules.gpipe, plan, "fg"), 100.0 + 50.0))

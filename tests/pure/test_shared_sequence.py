@@ -39,50 +39,65 @@ PLAN = PipelineShape(2, 4)
 
 
 def made(schedule: Any = one_f_one_b, plan: PipelineShape = PLAN, **how: Any) -> Program:
-    return compile(schedule, plan, tp=2, dp=2, sequence=True, **how)
+    return compile(schedule, plan, tp=2, dp=2, sequence_parallel=True, **how)
 
 
 @given(
     schedule=st.sampled_from([one_f_one_b, zb_h1, interleaved]),
     ranks=st.integers(1, 3),
-    frozen=st.integers(0, 1),
+    frozen_stages=st.integers(0, 1),
     zero=st.integers(0, 3),
     turn=st.booleans(),
     tied=st.booleans(),
     clip=st.booleans(),
 )
 def test_each_trained_stage_is_summed_once_behind_all_else(
-    schedule: Any, ranks: int, frozen: int, zero: int, turn: bool, tied: bool, clip: bool
+    schedule: Any, ranks: int, frozen_stages: int, zero: int, turn: bool, tied: bool, clip: bool
 ) -> None:
     plan = PipelineShape(ranks, 2 * ranks, 2 if schedule is interleaved else 1)
-    frozen = min(frozen, plan.stages - 1)
-    how: dict[str, Any] = {"reduce": "turn"} if turn and zero > 1 else {}
-    tied = tied and not frozen
-    whole = made(schedule, plan, frozen=frozen, zero=zero, tied=tied, clip=clip, **how)
+    frozen_stages = min(frozen_stages, plan.stages - 1)
+    how: dict[str, Any] = {"reduce_scatter_at": "each_backward"} if turn and zero > 1 else {}
+    tied = tied and not frozen_stages
+    whole = made(
+        schedule,
+        plan,
+        frozen_stages=frozen_stages,
+        zero=zero,
+        tied_weights=tied,
+        clip_grad_norm=clip,
+        **how,
+    )
     assert whole.ops.isdisjoint(SPLIT_CHANGES)
     for rank, own in enumerate(plan.stages_of):
         stream = [*whole.streams[rank]]
-        summed = [k for k, i in enumerate(stream) if i.op is O.ReduceSequence]
-        assert [stream[k].stage for k in summed] == [s for s in own if s >= frozen]
+        summed = [k for k, i in enumerate(stream) if i.op is O.ReduceSequenceParallelGrads]
+        assert [stream[k].stage for k in summed] == [s for s in own if s >= frozen_stages]
         others = (O.ReduceGrads, O.ReduceScatter, O.ReduceTied)
         assert all(k < min(summed) for k, i in enumerate(stream) if i.op in others and summed)
-    bare = compile(schedule, plan, tp=2, dp=2, boundary="sharded", frozen=frozen, zero=zero,
-                   tied=tied, clip=clip, **how)  # fmt: skip
-    left = [[i for i in s if i.op is not O.ReduceSequence] for s in whole.streams]
+    bare = compile(schedule, plan, tp=2, dp=2, boundary="sharded", frozen_stages=frozen_stages,
+                   zero=zero,
+                   tied_weights=tied, clip_grad_norm=clip, **how)  # fmt: skip
+    left = [[i for i in s if i.op is not O.ReduceSequenceParallelGrads] for s in whole.streams]
     assert left == [[*s] for s in bare.streams]
 
 
 def test_the_header_says_it_and_the_digest_has_it() -> None:
     program = made()
-    assert "sequence yes" in to_text(program) and from_text(to_text(program)) == program
-    assert "sequence" not in to_text(compile(one_f_one_b, PipelineShape(2, 4), tp=2))
+    assert "sequence_parallel yes" in to_text(program) and from_text(to_text(program)) == program
+    assert "sequence_parallel" not in to_text(compile(one_f_one_b, PipelineShape(2, 4), tp=2))
     assert from_text(to_text(program)).digest == program.digest
-    assert replace(program, sequence=False).digest != program.digest
+    assert replace(program, sequence_parallel=False).digest != program.digest
 
 
 EDITS: dict[str, tuple[Callable[[list[int], int], object], str]] = {
-    "dropped": (lambda own, at: pull(own, at), "reduce_sequence 0 is missing on rank 0"),
-    "doubled": (lambda own, at: push(own, at, own[at]), "reduce_sequence 0 is there twice"),
+    "dropped": (
+        lambda own, at: pull(own, at),
+        "reduce_sequence_parallel_grads 0 is missing on rank 0",
+    ),
+    "doubled": (
+        lambda own, at: push(own, at, own[at]),
+        "reduce_sequence_parallel_grads 0 is there twice",
+    ),
 }
 
 
@@ -90,28 +105,28 @@ EDITS: dict[str, tuple[Callable[[list[int], int], object], str]] = {
 @pytest.mark.parametrize("zero", [0, 3])
 def test_one_too_few_or_too_many_is_refused(name: str, zero: int) -> None:
     change, fact = EDITS[name]
-    e = Edit.of(made(clip=True, zero=zero), Random(0))
-    change(e.lists[0], [op(word) for word in e.lists[0]].index(O.ReduceSequence))
+    e = Edit.of(made(clip_grad_norm=True, zero=zero), Random(0))
+    change(e.lists[0], [op(word) for word in e.lists[0]].index(O.ReduceSequenceParallelGrads))
     with pytest.raises(ReductionError, match=fact) as refused:
         check(e.result())
     if name == "dropped":
-        assert "'sequence yes'" in refused.value.hint
+        assert "'sequence_parallel yes'" in refused.value.hint
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
 def test_it_stands_between_the_other_sums_and_who_uses_them(tied: bool, clip: bool) -> None:
     """Moved to any other place it is refused, but for those where nothing comes between."""
-    program = made(tied=tied, clip=clip)
+    program = made(tied_weights=tied, clip_grad_norm=clip)
     own = [i.op for i in program.streams[0]]
-    at, end = own.index(O.ReduceSequence), len(own)
+    at, end = own.index(O.ReduceSequenceParallelGrads), len(own)
     last = own.index(O.ReduceTied if tied else O.ReduceGrads)
     uses = own.index(O.ReduceNorm if clip else O.OptimizerStep)
     for place in range(end):
         e = Edit.of(program, Random(0))
         move(e.lists[0], at, place if place <= at else place + 1)
         moved = [op(word) for word in e.lists[0]]
-        assert moved.index(O.ReduceSequence) == place
+        assert moved.index(O.ReduceSequenceParallelGrads) == place
         if last <= place < uses and (place > last or moved[place - 1] is own[last]):
             check(e.result())
         elif place != at:
@@ -121,9 +136,9 @@ def test_it_stands_between_the_other_sums_and_who_uses_them(tied: bool, clip: bo
 
 def test_copies_of_a_weight_are_summed_before_what_each_rank_has_seen_of_them() -> None:
     """One reduce_tied stands for both copies of a rank: neither is summed before it."""
-    program = made(schedules.zb_v, PipelineShape(2, 4, 2, "vee"), tied=True)
+    program = made(schedules.zb_v, PipelineShape(2, 4, 2, "vee"), tied_weights=True)
     own = [str(i) for i in program.streams[0]]
-    for moved in ("reduce_sequence 0", "reduce_sequence 3"):
+    for moved in ("reduce_sequence_parallel_grads 0", "reduce_sequence_parallel_grads 3"):
         e = Edit.of(program, Random(0))
         move(e.lists[0], own.index(moved), own.index("reduce_tied 0"))
         with pytest.raises(ProgramError, match=f"{moved} needs .* which reduce_tied 0 gives"):
@@ -131,7 +146,7 @@ def test_copies_of_a_weight_are_summed_before_what_each_rank_has_seen_of_them() 
 
 
 def test_without_a_shared_sequence_it_has_nothing_to_do() -> None:
-    program = replace(made(), sequence=False)
+    program = replace(made(), sequence_parallel=False)
     with pytest.raises(ReductionError, match="each rank has seen all of it"):
         check(program)
 
@@ -139,47 +154,52 @@ def test_without_a_shared_sequence_it_has_nothing_to_do() -> None:
 def test_what_is_a_part_is_not_cut_again() -> None:
     with pytest.raises(UsageError, match="each one's part of it") as refused:
         made(boundary="replicated")
-    assert refused.value.fields == ("boundary", "sequence")
+    assert refused.value.fields == ("boundary", "sequence_parallel")
     program = compile(one_f_one_b, PipelineShape(2, 1), tp=2)  # with a scatter and its gather
     with pytest.raises(ProgramError, match="is a part already"):
-        check(replace(program, sequence=True))
+        check(replace(program, sequence_parallel=True))
 
 
 def test_it_takes_several_to_share_a_sequence() -> None:
     for dp in (1, 2):
         with pytest.raises(PlanError, match="tp is 1") as refused:
-            compile(one_f_one_b, PipelineShape(2, 4), dp=dp, sequence=True)
-        assert refused.value.fields == ("sequence", "tp")
+            compile(one_f_one_b, PipelineShape(2, 4), dp=dp, sequence_parallel=True)
+        assert refused.value.fields == ("sequence_parallel", "tp")
 
 
 def test_what_evaluates_has_none() -> None:
     for program in (evaluation_program(made()), made(schedules.forward_only)):
-        assert program.sequence and O.ReduceSequence not in program.ops
+        assert program.sequence_parallel and O.ReduceSequenceParallelGrads not in program.ops
         assert program.ops.isdisjoint(SPLIT_CHANGES)
 
 
 def test_it_runs_beside_what_computes_and_costs_what_is_said() -> None:
     program = made(one_f_one_b, PipelineShape(1, 2))
-    spans = [simulate(program, Costs(F=1, B=2, reduce_sequence=c)).span for c in (0, 0.5)]
+    spans = [
+        simulate(program, Costs(F=1, B=2, reduce_sequence_parallel_grads=c)).span for c in (0, 0.5)
+    ]
     assert spans == [6, 6.5]
 
 
 def test_a_training_run_says_it() -> None:
-    pipeline: Any = {"tp": 2, "sequence": True}
+    pipeline: Any = {"tp": 2, "sequence_parallel": True}
     config = Config(GPTConfig(heads=2, context=8), PipelineConfig(**pipeline))
-    assert config.request.program.sequence
+    assert config.request.program.sequence_parallel
     with pytest.raises(UsageError, match="tp 2 does not divide a context of 9 tokens") as refused:
         Config(GPTConfig(heads=2, context=9), PipelineConfig(**pipeline))
-    assert refused.value.fields == ("context", "sequence")
+    assert refused.value.fields == ("context", "sequence_parallel")
     with pytest.raises(PlanError, match="tp is 1"):
         Config(pipeline=PipelineConfig(**pipeline | {"tp": 1})).request.program  # noqa: B018
 
 
 def test_a_plan_that_cuts_the_sequence_is_one_to_train(tmp_path: Any) -> None:
-    choice = planner.ParallelPlan(p=2, t=2, m=4, sequence_parallel=True)
+    choice = planner.ParallelPlan(pp=2, tp=2, microbatches=4, sequence_parallel=True)
     model = planner.TransformerSpec(layers=4, hidden=64, heads=4, vocab=256, sequence=64)
     file = tmp_path / "plan.toml"
     file.write_text(planner.train_config(model, choice))
-    assert "sequence = true" in file.read_text()
-    assert read(str(file)).request.program.sequence and planner.plan_program(choice).sequence
-    assert not planner.plan_program(replace(choice, t=1)).sequence
+    assert "sequence_parallel = true" in file.read_text()
+    assert (
+        read(str(file)).request.program.sequence_parallel
+        and planner.plan_program(choice).sequence_parallel
+    )
+    assert not planner.plan_program(replace(choice, tp=1)).sequence_parallel

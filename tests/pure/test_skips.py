@@ -30,7 +30,7 @@ from schedir.analysis.progress_models import MODELS
 from schedir.errors import DeadlockError, PlanError, UsageError
 from schedir.io import torch_csv
 from schedir.ir.dataflow import Dataflow
-from schedir.ir.isa.instructions import ROWS, Opcode, PeerRule, Token
+from schedir.ir.isa.instructions import ROWS, Opcode, PeerRule, Value
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.ir.program import Program, Stream
 from schedir.ir.stream import OP
@@ -57,7 +57,7 @@ NAMES = [schedule.__name__ for schedule, _, _ in SMALL]
 def test_legal_under_every_model(schedule: Schedule, plan: PipelineShape, skips: Skips) -> None:
     program = compile(schedule, plan, skips=skips)
     for model in MODELS:
-        check(from_text(to_text(program)), model, blocks=True)
+        check(from_text(to_text(program)), model, blocking_hosts=True)
         assert verdict(program, model, 1).kind == "ok"
     stages = {(i.op, i.stage) for stream in program.streams for i in stream if i.op in OF_SKIPS}
     crossing = {
@@ -133,7 +133,7 @@ def test_what_is_said_of_it() -> None:
         check(replace(program, skips=()))
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from(MODELS), st.sampled_from(["", "fewest"]))
+@given(st.integers(0, 2**32 - 1), st.sampled_from(MODELS), st.sampled_from(["", "minimal"]))
 def test_times_are_those_of_a_plain_machine(seed: int, model: Any, slots: Any) -> None:
     """Any draft, with a skip over any stages: as the oracle says, which reads no table."""
     rng = np.random.default_rng(seed)
@@ -144,23 +144,23 @@ def test_times_are_those_of_a_plain_machine(seed: int, model: Any, slots: Any) -
     ends = sorted(rng.permutation(plan.stages)[:2].tolist())
     skips = [(ends[0], ends[1])] if ends[1] > ends[0] + 1 else []
     draft = random_compute_program(plan, random.Random(seed))
-    program = compile(draft, skips=skips, slots=slots or None)
+    program = compile(draft, skips=skips, buffer_sharing=slots or None)
     costs = Costs(F=1, I=1.5, W=0.5, B=2, send=0.25)
     machine = Machine(program, model, costs)
     assert machine.run()
     begins = program.offsets.tolist()
-    end = simulate(program, costs, model=model).spans["end"]
+    end = simulate(program, costs, progress_model=model).spans["end"]
     for (rank, k), when in machine.ended.items():
         assert end[begins[rank] + k] == pytest.approx(when)
 
 
 def test_memory_counts_it_on_both_ranks() -> None:
     plan, skip = PipelineShape(3, 4), 10.0
-    program = compile(schedules.one_f_one_b, plan, skips=((0, 2),), slots="fewest")
+    program = compile(schedules.one_f_one_b, plan, skips=((0, 2),), buffer_sharing="minimal")
     least = dict(zip(KINDS, minimum_slots(program).T.tolist(), strict=True))
     # Rank 0 keeps its skip until it is sent, rank 2 from when it comes until F takes it.
-    assert least[Token.SKIP_OUT] == [1, 0, 0] and least[Token.SKIP_GRAD_OUT] == [0, 0, 1]
-    assert least[Token.SKIP_IN][0] == least[Token.SKIP_IN][1] == 0 < least[Token.SKIP_IN][2]
+    assert least[Value.SKIP_OUT] == [1, 0, 0] and least[Value.SKIP_GRAD_OUT] == [0, 0, 1]
+    assert least[Value.SKIP_IN][0] == least[Value.SKIP_IN][1] == 0 < least[Value.SKIP_IN][2]
     sizes = Sizes(skip=(skip, 0, 0))
     number = np.array(
         [sum(least[kind][rank] for kind in least if "SKIP" in kind.name) for rank in range(3)]
@@ -232,10 +232,10 @@ def test_small_messages_are_told_with_the_size_of_a_skip() -> None:
     program = compile(schedules.gpipe, PipelineShape(3, 2), skips=((0, 2),))
     for sizes in (Sizes(activation=16e6), Sizes(skip=16e6)):
         with pytest.raises(UsageError) as caught:
-            check(program, eager=512e3, sizes=sizes)
+            check(program, eager_limit=512e3, sizes=sizes)
         assert caught.value.fields == ("sizes",)
         assert "activation=16e6, skip=16e6" in caught.value.hint
-    check(program, eager=512e3, sizes=Sizes(activation=16e6, skip=1e3))
+    check(program, eager_limit=512e3, sizes=Sizes(activation=16e6, skip=1e3))
 
     # Rank 0 sends its skip first, and rank 2 takes its activation first.
     hangs = to_text(program, folded=False)
@@ -249,8 +249,8 @@ def test_small_messages_are_told_with_the_size_of_a_skip() -> None:
         assert here in hangs
         hangs = hangs.replace(here, there)
     with pytest.raises(DeadlockError) as stuck:
-        check(from_text(hangs), "device", sizes=Sizes(activation=16e6))
-    assert stuck.value.eager is None and "finishes" not in stuck.value.hint
+        check(from_text(hangs), "per_device", sizes=Sizes(activation=16e6))
+    assert stuck.value.eager_limit is None and "finishes" not in stuck.value.hint
     with pytest.raises(DeadlockError) as stuck:
-        check(from_text(hangs), "device", sizes=Sizes(activation=16e6, skip=1e3))
-    assert stuck.value.eager == 1e3
+        check(from_text(hangs), "per_device", sizes=Sizes(activation=16e6, skip=1e3))
+    assert stuck.value.eager_limit == 1e3

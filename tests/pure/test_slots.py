@@ -21,7 +21,7 @@ from schedir.compiler.compile import compile, lower
 from schedir.errors import ParseError, PlanError, SlotError, UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.instruction_index import InstructionIndex
-from schedir.ir.isa.instructions import BOUNDARY, ROWS, Token
+from schedir.ir.isa.instructions import BOUNDARY, ROWS, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, SlotCounts
 from schedir.ir.text_format import from_text, to_text
@@ -46,7 +46,7 @@ from tests.strategies import costs, with_slots
 models = st.sampled_from(MODELS)
 
 
-def varied(draft: Program, data: st.DataObject, model: ProgressModel) -> Program:
+def varied(draft: Program, data: st.DataObject, progress_model: ProgressModel) -> Program:
     """A lowered program, perhaps with groups, tensor-parallel ranks, early gathers and receives."""
     program = lower(replace(draft, tp=data.draw(st.integers(1, 2))))
     if data.draw(st.booleans()):
@@ -54,22 +54,22 @@ def varied(draft: Program, data: st.DataObject, model: ProgressModel) -> Program
     if data.draw(st.booleans()):
         program = early_gathers(program)
     if data.draw(st.booleans()):
-        program = early_receives(program, model, data.draw(st.integers(1, 3)))
+        program = early_receives(program, progress_model, data.draw(st.integers(1, 3)))
     return program
 
 
 @settings(max_examples=200)
 @given(compute_programs(), models, st.data(), st.randoms(use_true_random=False))
 def test_no_two_values_share_a_slot_at_once(
-    draft: Program, model: ProgressModel, data: st.DataObject, rng: random.Random
+    draft: Program, progress_model: ProgressModel, data: st.DataObject, rng: random.Random
 ) -> None:
     """Each value gets one slot of those there are; a slot's next value waits for its last reader.
 
     From group to group along the Stream: what is issued together is there together.
     """
-    program = with_slots(varied(draft, data, model), rng)
+    program = with_slots(varied(draft, data, progress_model), rng)
     index = InstructionIndex(program)
-    machine = Machine(program, model, Costs())
+    machine = Machine(program, progress_model, Costs())
     machine.run()
     waits = None
     if program.slots:
@@ -106,10 +106,10 @@ def test_no_two_values_share_a_slot_at_once(
 @settings(max_examples=200)
 @given(compute_programs(), models, st.data())
 def test_the_fewest_are_the_most_that_overlap(
-    draft: Program, model: ProgressModel, data: st.DataObject
+    draft: Program, progress_model: ProgressModel, data: st.DataObject
 ) -> None:
-    program = varied(draft, data, model)
-    machine = Machine(program, model, Costs())
+    program = varied(draft, data, progress_model)
+    machine = Machine(program, progress_model, Costs())
     machine.run()
     few = minimum_slots(program)
     for rank, stream in enumerate(program.streams):
@@ -128,9 +128,11 @@ def test_the_fewest_are_the_most_that_overlap(
 
 @settings(max_examples=100)
 @given(compute_programs(), models, st.data())
-def test_one_fewer_is_refused(draft: Program, model: ProgressModel, data: st.DataObject) -> None:
-    program = share_slots(varied(draft, data, model), "fewest")
-    check(program, model)
+def test_one_fewer_is_refused(
+    draft: Program, progress_model: ProgressModel, data: st.DataObject
+) -> None:
+    program = share_slots(varied(draft, data, progress_model), "minimal")
+    check(program, progress_model)
     some = [(r, k) for r, counts in enumerate(program.slots) for k in range(4) if counts[k]]
     assume(some)
     rank, kind = data.draw(st.sampled_from(some))
@@ -138,7 +140,7 @@ def test_one_fewer_is_refused(draft: Program, model: ProgressModel, data: st.Dat
     counts[kind] -= 1
     slots = (*program.slots[:rank], SlotCounts(*counts), *program.slots[rank + 1 :])
     with pytest.raises(SlotError) as caught:
-        check(replace(program, slots=slots), model)
+        check(replace(program, slots=slots), progress_model)
     fills, frees = caught.value.sites
     assert fills.rank == frees.rank == rank
     assert f"{BOUNDARY[kind].name.lower()} slot" in caught.value.fact
@@ -148,16 +150,20 @@ def test_one_fewer_is_refused(draft: Program, model: ProgressModel, data: st.Dat
 @settings(max_examples=150)
 @given(compute_programs(), models, st.data())
 def test_enough_keeps_the_predicted_time(
-    draft: Program, model: ProgressModel, data: st.DataObject
+    draft: Program, progress_model: ProgressModel, data: st.DataObject
 ) -> None:
-    program = varied(draft, data, model)
+    program = varied(draft, data, progress_model)
     priced = data.draw(costs(draft.plan))
-    shared = check(share_slots(program, "enough", priced, model), model)
+    shared = check(
+        share_slots(program, "latency_preserving", priced, progress_model), progress_model
+    )
     few, own = minimum_slots(program)[:, :4], [len(s) for s in program.streams]
     assert shared.streams == program.streams
     assert (np.array(shared.slots)[:, :4] >= few).all()
     assert all(max(counts[:4]) <= max(n, 1) for counts, n in zip(shared.slots, own, strict=True))
-    one, other = (simulate(p, priced, model=model).span for p in (program, shared))
+    one, other = (
+        simulate(p, priced, progress_model=progress_model).span for p in (program, shared)
+    )
     assert one == other
 
 
@@ -166,8 +172,10 @@ def test_enough_keeps_the_predicted_time(
 def test_the_fewest_finish_under_every_model(schedule: Schedule, overlap: bool) -> None:
     plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
     for model in MODELS:
-        program = compile(schedule, plan, tp=2, model=model, overlap=overlap, slots="fewest")
-        assert simulate(program, Costs(send=0.5), model=model).span > 0
+        program = compile(
+            schedule, plan, tp=2, progress_model=model, overlap=overlap, buffer_sharing="minimal"
+        )
+        assert simulate(program, Costs(send=0.5), progress_model=model).span > 0
         if not overlap:
             for other in MODELS:
                 check(program, other)
@@ -177,31 +185,43 @@ def test_gpipe_pays_for_the_fewest() -> None:
     """A second slot hides a message behind a forward; one makes both ranks wait for it."""
     plan, priced = PipelineShape(4, 16), Costs(F=1, B=2, send=0.1)
 
-    def span(slots: BufferSharing | None, costs: Costs | None = None) -> float:
-        program = compile(gpipe, plan, model="edge", costs=costs, slots=slots)
-        return round(simulate(program, priced, model="edge").span, 9)
+    def span(buffer_sharing: BufferSharing | None, costs: Costs | None = None) -> float:
+        program = compile(
+            gpipe, plan, progress_model="per_edge", costs=costs, buffer_sharing=buffer_sharing
+        )
+        return round(simulate(program, priced, progress_model="per_edge").span, 9)
 
-    assert span(None) == span(None, priced) == span("enough", priced) == 57.6
-    assert span("fewest") == span("fewest", priced) == 60.6
-    assert set(compile(gpipe, plan, slots="fewest").slots[1:3]) == {SlotCounts(1, 1, 1, 1)}
+    assert span(None) == span(None, priced) == span("latency_preserving", priced) == 57.6
+    assert span("minimal") == span("minimal", priced) == 60.6
+    assert set(compile(gpipe, plan, buffer_sharing="minimal").slots[1:3]) == {
+        SlotCounts(1, 1, 1, 1)
+    }
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 def test_enough_at_free_messages_is_enough_for_others(schedule: Schedule) -> None:
     """Nobody's messages are free: slots made where they are must do where they are not."""
     plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
-    own = compile(schedule, plan, model="edge", overlap=True)
-    shared = share_slots(own, "enough", None, "edge")
+    own = compile(schedule, plan, progress_model="per_edge", overlap=True)
+    shared = share_slots(own, "latency_preserving", None, "per_edge")
     for send in (0, 0.02, 0.1, 0.2, 0.3, 0.5):
-        one, other = (simulate(p, Costs(send=send), model="edge").span for p in (own, shared))
+        one, other = (
+            simulate(p, Costs(send=send), progress_model="per_edge").span for p in (own, shared)
+        )
         assert other == pytest.approx(one, rel=1e-9)
 
 
 def test_enough_is_as_few_as_can_be() -> None:
     """Of GPipe's slots none can be spared: whatever rank and kind is given one less loses time."""
     priced = Costs(F=1, B=2, send=0.1)
-    program = compile(gpipe, PipelineShape(4, 16), model="edge", costs=priced, slots="enough")
-    span = simulate(program, priced, model="edge").span
+    program = compile(
+        gpipe,
+        PipelineShape(4, 16),
+        progress_model="per_edge",
+        costs=priced,
+        buffer_sharing="latency_preserving",
+    )
+    span = simulate(program, priced, progress_model="per_edge").span
     assert program.slots == (
         SlotCounts(0, 2, 2, 0), SlotCounts(2, 2, 2, 2),
         SlotCounts(2, 2, 2, 2), SlotCounts(2, 0, 0, 2),
@@ -211,18 +231,24 @@ def test_enough_is_as_few_as_can_be() -> None:
             slots = [list(counts) for counts in program.slots]
             slots[rank][kind] = max(count - 1, 0)
             fewer = replace(program, slots=tuple(SlotCounts(*counts) for counts in slots))
-            assert not count or simulate(fewer, priced, model="edge").span > span
+            assert not count or simulate(fewer, priced, progress_model="per_edge").span > span
 
 
 def test_slow_stages_need_no_more_than_fast_ones() -> None:
     """A slow stage holds its neighbours up, and no time is lost: its input needs no long queue."""
     priced = Costs(F=(1, 1, 1, 2), B=(2, 2, 2, 4), send=0.1)
-    program = compile(one_f_one_b, PipelineShape(4, 32), model="edge", costs=priced, slots="enough")
+    program = compile(
+        one_f_one_b,
+        PipelineShape(4, 32),
+        progress_model="per_edge",
+        costs=priced,
+        buffer_sharing="latency_preserving",
+    )
     assert max(max(counts[:4]) for counts in program.slots) <= 3
 
 
 def test_slots_are_part_of_a_program() -> None:
-    program = compile(one_f_one_b, PipelineShape(3, 6), slots="fewest")
+    program = compile(one_f_one_b, PipelineShape(3, 6), buffer_sharing="minimal")
     assert from_text(to_text(program)) == program == from_text(to_text(program, folded=False))
     assert "rank 1  act_in 1  act_out 1  grad_in 1  grad_out 1\n" in to_text(program)
     own = replace(program, slots=())
@@ -243,7 +269,7 @@ def test_text_of_slots_that_is_none(head: str) -> None:
 
 
 def test_slots_are_said_of_all_ranks_or_of_none() -> None:
-    text = to_text(compile(one_f_one_b, PipelineShape(2, 2), slots="fewest"))
+    text = to_text(compile(one_f_one_b, PipelineShape(2, 2), buffer_sharing="minimal"))
     for line in [x for x in text.splitlines() if x.startswith("rank ") and "act_in" in x]:
         with pytest.raises(ParseError, match="all ranks or of none"):
             from_text(text.replace(line, line[:6]))
@@ -272,10 +298,10 @@ rank 1  act_in 1  act_out 0  grad_in 0  grad_out 0
 
 def test_waiting_for_a_slot_can_be_why() -> None:
     """With one slot each, the second message waits until the first has been used."""
-    program = check(from_text(CROSSED), "edge")
+    program = check(from_text(CROSSED), "per_edge")
     priced = Costs(F=(1, 5), send=1)
-    timeline = simulate(program, priced, model="edge")
-    own = simulate(replace(program, slots=()), priced, model="edge")
+    timeline = simulate(program, priced, progress_model="per_edge")
+    own = simulate(replace(program, slots=()), priced, progress_model="per_edge")
     assert (timeline.span, own.span) == (13, 12)
     second = int(program.offsets[1]) + 2
     assert timeline.latest[second] == second - 1  # F 1.0
@@ -296,22 +322,22 @@ rank 1  act_in 2  act_out 0  grad_in 0  grad_out 0
 
 
 def test_a_group_waits_for_the_slots_of_all() -> None:
-    program = check(from_text(GROUPED), "edge")
+    program = check(from_text(GROUPED), "per_edge")
     priced = Costs(F=(1, 5), send=1)
-    assert simulate(program, priced, model="edge").span == 24
-    assert simulate(replace(program, slots=()), priced, model="edge").span == 23
+    assert simulate(program, priced, progress_model="per_edge").span == 24
+    assert simulate(replace(program, slots=()), priced, progress_model="per_edge").span == 23
 
 
 @settings(max_examples=100)
 @given(compute_programs(), models, st.data(), st.randoms(use_true_random=False))
 def test_what_remains_is_known(
-    draft: Program, model: ProgressModel, data: st.DataObject, rng: random.Random
+    draft: Program, progress_model: ProgressModel, data: st.DataObject, rng: random.Random
 ) -> None:
     """Nothing starts with less left than the longest path behind it; on the critical path, just."""
-    program = with_slots(varied(draft, data, model), rng)
+    program = with_slots(varied(draft, data, progress_model), rng)
     priced = data.draw(costs(draft.plan))
-    timeline = simulate(program, priced, model=model)
-    left = remaining(Graph(program, model), priced)
+    timeline = simulate(program, priced, progress_model=progress_model)
+    left = remaining(Graph(program, progress_model), priced)
     assert (timeline.spans["start"] + left).max(initial=0) == timeline.span
     path = timeline.critical_path
     assert (timeline.spans["start"][path] + left[path] == timeline.span).all()
@@ -321,14 +347,14 @@ def test_a_draft_takes_nothing_in() -> None:
     program = expand_schedule(one_f_one_b, PipelineShape(3, 4))
     assert not minimum_slots(program)[:, :4].any()
     looped = minimum_slots(expand_schedule(interleaved, PipelineShape(1, 4, 2)))
-    assert looped[0, BOUNDARY.index(Token.ACT_OUT)] > 0
+    assert looped[0, BOUNDARY.index(Value.ACT_OUT)] > 0
 
 
 @pytest.mark.parametrize("skips", [[], ["-O", "skips=0=3"]])
 def test_simulate_tells_the_slots_that_there_are(
     capsys: pytest.CaptureFixture[str], skips: list[str]
 ) -> None:
-    argv = ["simulate", "gpipe", "-O", "slots=fewest", *skips]
+    argv = ["simulate", "gpipe", "-O", "buffer_sharing=minimal", *skips]
     kinds = ["act_in", "act_out", "grad_in", "grad_out"]
     kinds += ["skip_in", "skip_out", "skip_grad_in", "skip_grad_out"] * bool(skips)
     line = next(line for line in said(capsys, *argv).splitlines() if line.startswith("slots"))

@@ -87,7 +87,8 @@ def tiny(draw: st.DrawFn) -> SchedulingProblem:
     saved = row(st.integers(1, 5).map(float))
     tape = tuple(float(draw(st.integers(0, int(s)))) for s in saved)
     both = tuple(s + draw(st.integers(0, int(t))) for s, t in zip(saved, tape, strict=True))
-    sizes, limit = Sizes(saved=saved, tape=tape, both=both), draw(st.integers(1, 30))
+    sizes = Sizes(saved=saved, deferred_wgrad=tape, saved_and_deferred=both)
+    limit = draw(st.integers(1, 30))
     try:
         return problem_of(plan, costs, sizes, limit, objective=objective, split=split)
     except UsageError:  # there is no room for one microbatch

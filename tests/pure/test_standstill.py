@@ -62,7 +62,7 @@ def test_a_deadlock(seed: int, move: str) -> None:
     except ProgramError:
         assume(False)
     try:
-        check(program, "device")
+        check(program, "per_device")
     except DeadlockError as error:
         picture = drawn(program, error)
         assert filled(picture, ACCENT) == sorted(str(wait.instr) for wait in error.cycle)
@@ -80,10 +80,12 @@ def test_a_deadlock(seed: int, move: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in cases() if c.program and c.refusal("device")], ids=lambda case: case.name
+    "case",
+    [c for c in cases() if c.program and c.refusal("per_device")],
+    ids=lambda case: case.name,
 )
 def test_every_refusal_can_be_drawn(case: Case) -> None:
-    error = case.refusal("device")
+    error = case.refusal("per_device")
     assert error is not None
     picture = drawn(case.made(), error)
     if isinstance(error, GroupError) and len(error.sites) == 4:
@@ -110,12 +112,12 @@ def test_the_shell_writes_it(
     case = next(case for case in cases() if case.name == "receives_moved_late")
     Path("late.sched").write_text(case.program)
     assert "wrote x.svg" in refused(capsys, "check", "late.sched", "-o", "x.svg")
-    error = case.refusal("device")
+    error = case.refusal("per_device")
     assert error is not None
     assert Path("x.svg").read_text() == standstill(case.made(), error)
     assert ".svg" in refused(capsys, "check", "late.sched", "-o", "x.png")
     assert "-o" in refused(capsys, "check", "late.sched", "late.sched", "-o", "y.svg")
-    assert main(["check", "late.sched", "--progress-model", "edge", "-o", "z.svg"]) == 0
+    assert main(["check", "late.sched", "--progress-model", "per_edge", "-o", "z.svg"]) == 0
     assert {path.name for path in Path().iterdir()} == {"late.sched", "x.svg"}
     capsys.readouterr()
     less = to_text(case.made(), folded=False).replace("  F 3.1\n", "")

@@ -28,14 +28,14 @@ from schedir.schedules import dualpipe, forward_only, gpipe, interleaved, looped
 from schedir.testing import shapes
 from schedir.testing.strategies import random_compute_program
 
-ROWS = (Opcode.LoadState, Opcode.StepStage, Opcode.StoreState)
+ROWS = (Opcode.ReloadState, Opcode.StageOptimizerStep, Opcode.OffloadState)
 
 
 PLAN = PipelineShape(2, 4, 3)
 
 
 def lowered(schedule: Any = interleaved, plan: PipelineShape = PLAN, **how: Any) -> Program:
-    return schedir.compile(schedule, plan, states="host", **how)
+    return schedir.compile(schedule, plan, optimizer_placement="host", **how)
 
 
 def names(program: Program, rank: int) -> list[str]:
@@ -48,10 +48,10 @@ def names(program: Program, rank: int) -> list[str]:
 def test_loads_stand_ahead_by_the_slots() -> None:
     """In the order in which gradients are reduced; a load behind the store that leaves it room."""
     assert names(lowered(), 1) == [
-        "load_state 5", "load_state 3", "step_stage 5", "store_state 5", "step_stage 3",
-        "store_state 3", "load_state 1", "step_stage 1", "store_state 1",
+        "reload_state 5", "reload_state 3", "stage_step 5", "offload_state 5", "stage_step 3",
+        "offload_state 3", "reload_state 1", "stage_step 1", "offload_state 1",
     ]  # fmt: skip
-    alone = names(lowered(state_slots=1), 1)
+    alone = names(lowered(optimizer_device_buffers=1), 1)
     assert alone == [f"{what} {s}" for s in (5, 3, 1) for what in _WORDS]
     assert {slots.said()["state"] for slots in lowered().slots} == {2}
     assert not lowered(
@@ -59,7 +59,7 @@ def test_loads_stand_ahead_by_the_slots() -> None:
     ).slots  # as many as there are stages: nobody waits
 
 
-_WORDS = ("load_state", "step_stage", "store_state")
+_WORDS = ("reload_state", "stage_step", "offload_state")
 
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.booleans(), st.integers(0, 3))
@@ -67,10 +67,15 @@ def test_any_draft_has_them_once_and_is_legal(
     plan: PipelineShape, seed: int, slots: int, clip: bool, zero: int
 ) -> None:
     draft = random_compute_program(plan, random.Random(seed))
-    how: dict[str, Any] = {"clip": clip, "zero": zero, "dp": 2, "tied": plan.stages > 1}
-    program = lowered(draft, plan, state_slots=slots, **how)
+    how: dict[str, Any] = {
+        "clip_grad_norm": clip,
+        "zero": zero,
+        "dp": 2,
+        "tied_weights": plan.stages > 1,
+    }
+    program = lowered(draft, plan, optimizer_device_buffers=slots, **how)
     for model in MODELS:
-        schedir.check(program, model, blocks=True)
+        schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
     for op in ROWS:
         assert np.count_nonzero(program.op == op) == plan.holders.size
@@ -81,7 +86,7 @@ def test_any_draft_has_them_once_and_is_legal(
 
 
 def test_what_is_frozen_or_does_not_step_has_none() -> None:
-    assert names(lowered(frozen=3), 0) == [f"{what} 4" for what in _WORDS]
+    assert names(lowered(frozen_stages=3), 0) == [f"{what} 4" for what in _WORDS]
     assert not lowered(forward_only, PipelineShape(2, 4)).ops & {*ROWS}
     both = lowered(dualpipe, PipelineShape(2, 4, placement="mirror"))  # each holder has its own
     assert len(names(both, 0)) == len(names(both, 1)) == 6
@@ -104,30 +109,30 @@ def moved(text: str, what: str, before: str) -> Program:
 @pytest.mark.parametrize(
     ("what", "before", "error", "says"),
     [
-        ("step_stage 5", "load_state 5", OrderError, "load_state 5 gives only later"),
-        ("store_state 5", "step_stage 5", OrderError, "store_state 5 has moved to the host"),
-        ("store_state 5", "load_state 5", OrderError, "gives only later"),
-        ("load_state 5", "reduce_grads 5", OrderError, "reduce_grads 5 gives only later"),
-        ("load_state 3", "reduce_grads 3", OrderError, "reduce_grads 3 gives only later"),
+        ("stage_step 5", "reload_state 5", OrderError, "reload_state 5 gives only later"),
+        ("offload_state 5", "stage_step 5", OrderError, "offload_state 5 has moved to the host"),
+        ("offload_state 5", "reload_state 5", OrderError, "gives only later"),
+        ("reload_state 5", "reduce_grads 5", OrderError, "reduce_grads 5 gives only later"),
+        ("reload_state 3", "reduce_grads 3", OrderError, "reduce_grads 3 gives only later"),
         ("reduce_norm", "step", OrderError, "reduce_norm gives only later"),
-        ("step", "step_stage 1", OrderError, "store_state 1 gives only later"),
-        ("load_state 1", "store_state 5", ProgramError, "2 state slots"),
-        ("load_state 3", "", CompletenessError, "load_state 3"),
-        ("step_stage 3", "", CompletenessError, "step_stage 3"),
-        ("store_state 3", "", CompletenessError, "store_state 3"),
+        ("step", "stage_step 1", OrderError, "offload_state 1 gives only later"),
+        ("reload_state 1", "offload_state 5", ProgramError, "2 state slots"),
+        ("reload_state 3", "", CompletenessError, "reload_state 3"),
+        ("stage_step 3", "", CompletenessError, "stage_step 3"),
+        ("offload_state 3", "", CompletenessError, "offload_state 3"),
     ],
 )
 def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
-    text = schedir.to_text(lowered(clip=True), folded=False)
+    text = schedir.to_text(lowered(clip_grad_norm=True), folded=False)
     with pytest.raises(error, match=says):
-        schedir.check(moved(text, what, before), blocks=True)
+        schedir.check(moved(text, what, before), blocking_hosts=True)
 
 
 def test_a_step_waits_for_all_gradients_of_its_rank() -> None:
     """Without a norm, too: whether they are finite is judged before anything is stepped."""
-    text = schedir.to_text(lowered(clip=False), folded=False)
-    with pytest.raises(OrderError, match="step_stage 5 needs the reduced gradient"):
-        schedir.check(moved(text, "reduce_grads 1", "load_state 1"))
+    text = schedir.to_text(lowered(clip_grad_norm=False), folded=False)
+    with pytest.raises(OrderError, match="stage_step 5 needs the reduced gradient"):
+        schedir.check(moved(text, "reduce_grads 1", "reload_state 1"))
 
 
 @pytest.mark.parametrize("op", _WORDS)
@@ -135,22 +140,22 @@ def test_twice_or_not_asked_for_is_refused(op: str) -> None:
     text = schedir.to_text(lowered(), folded=False)
     with pytest.raises(ProgramError):
         schedir.check(schedir.from_text(text.replace(f"  {op} 3\n", f"  {op} 3\n  {op} 3\n")))
-    for said in ("", "states device\n"):
-        with pytest.raises(CompletenessError, match="states device"):
-            schedir.check(schedir.from_text(text.replace("states host\n", said)))
+    for said in ("", "optimizer_placement device\n"):
+        with pytest.raises(CompletenessError, match="optimizer_placement device"):
+            schedir.check(schedir.from_text(text.replace("optimizer_placement host\n", said)))
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(PlanError, match="2 updates"):
-        lowered(one_f_one_b, PipelineShape(2, 4, updates=2))
-    with pytest.raises(PlanError, match="validate is 'after'"):
-        lowered(clip=True, validate="after")
-    with pytest.raises(PlanError, match="'disk' or 'cpu'"):
-        schedir.compile(gpipe, PipelineShape(2, 4), states="nvme")
-    with pytest.raises(PlanError, match="state_slots"):
-        lowered(state_slots=0)
-    with pytest.raises(UsageError, match="optimizer of a stage lies on the host"):
-        held(lowered(), Sizes(weights=10))
+    with pytest.raises(PlanError, match="optimizer_steps=1, not 2"):
+        lowered(one_f_one_b, PipelineShape(2, 4, optimizer_steps=2))
+    with pytest.raises(PlanError, match="norm_check='after_step'"):
+        lowered(clip_grad_norm=True, norm_check="after_step")
+    with pytest.raises(PlanError, match="'disk' or 'cpu_step'"):
+        schedir.compile(gpipe, PipelineShape(2, 4), optimizer_placement="nvme")
+    with pytest.raises(PlanError, match="optimizer_device_buffers"):
+        lowered(optimizer_device_buffers=0)
+    with pytest.raises(UsageError, match="optimizer of a stage is on the host"):
+        held(lowered(), Sizes(model_states=10))
 
 
 # ---------------------------------------------------------------- bytes
@@ -163,8 +168,10 @@ def test_bytes_are_told_by_tier(zero: int, slots: int) -> None:
     many stages' as there are slots, while they are stepped."""
     dp, bytes_of = 2, (8, 16, 24, 32, 40, 48)
     sizes = Sizes(optimizer=bytes_of, params=2, grads=2)
-    program = lowered(dp=dp, zero=zero, state_slots=slots, active=3 if zero == 3 else None)
-    costs = Costs(F=1, B=1, load_state=2, step_stage=3, store_state=2)
+    program = lowered(
+        dp=dp, zero=zero, optimizer_device_buffers=slots, unsharded_stages=3 if zero == 3 else None
+    )
+    costs = Costs(F=1, B=1, reload_state=2, stage_step=3, offload_state=2)
     run = schedir.simulate(program, costs, sizes=sizes)
     part = dp if zero else 1
     for rank, curve in enumerate(run.memory_on("host")):
@@ -193,9 +200,12 @@ def test_a_limit_holds_whatever_takes_how_long(
     slots: int, seed: int, times: Sequence[float], plan: PipelineShape
 ) -> None:
     program = lowered(
-        random_compute_program(plan, random.Random(seed)), plan, state_slots=slots, dp=2
+        random_compute_program(plan, random.Random(seed)),
+        plan,
+        optimizer_device_buffers=slots,
+        dp=2,
     )
-    names = ("load_state", "step_stage", "store_state", "reduce_grads", "send")
+    names = ("reload_state", "stage_step", "offload_state", "reduce_grads", "send")
     costs = Costs(F=1, B=2, **dict(zip(names, times, strict=True)))
     sizes = Sizes(saved=7, optimizer=tuple(range(1, plan.stages + 1)), params=1, grads=1)
     most = [float(own.bytes.max()) for own in held(program, sizes, late=True)]
@@ -207,13 +217,15 @@ def test_a_program_fits_where_one_with_its_states_does_not() -> None:
     sizes = Sizes(saved=10, optimizer=100, params=10, grads=10)
     plan, limit = PipelineShape(2, 4, 4), 360
     with pytest.raises(MemoryLimitError):
-        schedir.compile(interleaved, plan, sizes=sizes, limit=limit)
-    lowered(plan=plan, sizes=sizes, limit=limit)
+        schedir.compile(interleaved, plan, sizes=sizes, memory_limit=limit)
+    lowered(plan=plan, sizes=sizes, memory_limit=limit)
     with pytest.raises(MemoryLimitError, match=r"state +2"):
-        lowered(plan=plan, sizes=sizes, limit=279)
-    lowered(plan=plan, sizes=sizes, host_limit=400)
-    with pytest.raises(MemoryLimitError, match=r"(?s)400 B on the host.*states='device'"):
-        lowered(plan=plan, sizes=sizes, host_limit=399)
+        lowered(plan=plan, sizes=sizes, memory_limit=279)
+    lowered(plan=plan, sizes=sizes, host_memory_limit=400)
+    with pytest.raises(
+        MemoryLimitError, match=r"(?s)400 B on the host.*optimizer_placement='device'"
+    ):
+        lowered(plan=plan, sizes=sizes, host_memory_limit=399)
 
 
 # ---------------------------------------------------------------- time
@@ -235,8 +247,8 @@ def pipeline(stages: int, slots: int, load: float, step: float, store: float) ->
 @pytest.mark.parametrize("times", [(1, 1, 1), (3, 1, 2), (1, 4, 1), (0.5, 0.25, 5), (2, 0, 0)])
 def test_a_step_is_a_pipeline_of_three(stages: int, slots: int, times: Any) -> None:
     load, step, store = times
-    program = lowered(looped_bfs, PipelineShape(1, 2, stages), state_slots=slots)
-    costs = Costs(F=0, B=0, load_state=load, step_stage=step, store_state=store)
+    program = lowered(looped_bfs, PipelineShape(1, 2, stages), optimizer_device_buffers=slots)
+    costs = Costs(F=0, B=0, reload_state=load, stage_step=step, offload_state=store)
     span = schedir.simulate(program, costs).span
     assert span == pytest.approx(pipeline(stages, slots, *times))
     if slots == 1:  # one after the other
@@ -249,14 +261,16 @@ def test_loads_run_under_backwards() -> None:
     """Of all stages but the first, which the last backwards are of."""
     plan, costs = (
         PipelineShape(1, 4, 4),
-        Costs(F=1, B=2, load_state=2, step_stage=0.5, store_state=0.25),
+        Costs(F=1, B=2, reload_state=2, stage_step=0.5, offload_state=0.25),
     )
     alone = schedir.simulate(schedir.compile(looped_bfs, plan), costs).span
     for slots, late in ((4, 2 + 0.5 + 0.25), (1, 3 * (2 + 0.5 + 0.25) + 0.5 + 0.25)):
-        program = lowered(looped_bfs, plan, state_slots=slots)
+        program = lowered(looped_bfs, plan, optimizer_device_buffers=slots)
         assert schedir.simulate(program, costs).span == alone + late
 
 
 def test_slots_of_states_that_stay_on_the_device_are_refused() -> None:
-    with pytest.raises(UsageError, match="state_slots is 2, and the optimizer's states stay"):
-        schedir.compile(interleaved, PLAN, state_slots=2)
+    with pytest.raises(
+        UsageError, match="optimizer_device_buffers is 2, and the optimizer's states stay"
+    ):
+        schedir.compile(interleaved, PLAN, optimizer_device_buffers=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from schedir.compiler.compile import compile, lower
 from schedir.errors import CompletenessError, ParseError, PlanError, ProgramError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.program import Program, Stream
+from schedir.ir.program import HEADER, Program, Stream
 from schedir.ir.text_format import from_text, to_text
 from schedir.passes.communication.transfer_overlap import group_opposites
+from schedir.retired_names import NAMES
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.testing import compute_programs, tied_weights
 from schedir.verify.check import check
@@ -26,7 +28,9 @@ from schedir.verify.check import check
 def test_what_prints_parses(
     draft: Program, lowered: bool, grouped: bool, data: st.DataObject
 ) -> None:
-    program = replace(draft, tp=2, tied=data.draw(tied_weights(draft.plan)), clip=grouped)
+    program = replace(
+        draft, tp=2, tied_weights=data.draw(tied_weights(draft.plan)), clip_grad_norm=grouped
+    )
     program = lower(program) if lowered else program
     program = group_opposites(program) if grouped else program
     for folded in (True, False):
@@ -126,7 +130,7 @@ def test_parse_errors_say_where(text: str, line: int, column: int) -> None:
 
 @given(st.data())
 def test_mangled_text_is_refused_or_a_program(data: st.DataObject) -> None:
-    text = to_text(compile(one_f_one_b, PipelineShape(2, 4), tied=True))
+    text = to_text(compile(one_f_one_b, PipelineShape(2, 4), tied_weights=True))
     at = data.draw(st.integers(0, len(text)))
     cut = data.draw(st.integers(0, 4))
     junk = data.draw(st.text("0123456789.;&x+- \nFBWIrankstep#é\t", max_size=4))
@@ -181,8 +185,24 @@ def test_digest_is_of_what_runs() -> None:
 
 def test_a_program_with_a_stream_too_many_is_shown() -> None:
     """So that whoever made it can see what `check` refuses."""
-    program = compile(one_f_one_b, PipelineShape(2, 4), slots="fewest")
+    program = compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal")
     more = replace(program, streams=(*program.streams, program.streams[1]))
     assert "rank 2\n" in to_text(more) and "rank 2  act_in" not in to_text(more)
     with pytest.raises(CompletenessError, match="3 Streams for 2 ranks"):
         check(more)
+
+
+def test_names_of_before_are_read() -> None:
+    """Keys and values of the header that were renamed; no new key is an old one, too."""
+    shape = PipelineShape(2, 8, optimizer_steps=2, weight_delay=1)
+    program = compile(one_f_one_b, shape, tp=2, sequence_parallel=True, tied_weights=True)
+    sharded = compile(
+        one_f_one_b, PipelineShape(2, 4), dp=2, zero=2, reduce_scatter_at="each_backward"
+    )
+    for one in (program, sharded):
+        old = to_text(one)
+        for before, now in NAMES.items():
+            old = re.sub(rf"\b{now} (?=[^;\n]*\n)", f"{before} ", old)
+        old = old.replace("each_backward", "turn")
+        assert old != to_text(one) and from_text(old) == one
+    assert {f.name for f in HEADER}.isdisjoint(NAMES)

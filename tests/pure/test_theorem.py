@@ -42,7 +42,7 @@ def programs(draw: st.DataObject, draft: Program) -> tuple[Program, Costs]:
     """A lowered program with random traits, and costs."""
     tp, clip = draw.draw(st.integers(1, 2)), draw.draw(st.booleans())
     tied = draw.draw(tied_weights(draft.plan))
-    draft = replace(draft, tp=tp, tied=tied, clip=clip)
+    draft = replace(draft, tp=tp, tied_weights=tied, clip_grad_norm=clip)
     priced = draw.draw(costs(draft.plan))
     return lower(draft, draw.draw(st.sampled_from([None, priced]))), priced
 
@@ -58,7 +58,7 @@ def test_what_can_be_walked_is_legal_under_every_model(draft: Program, data: st.
 @settings(max_examples=100)
 @given(compute_programs(), st.data(), models, st.integers(1, 3))
 def test_overlap_keeps_programs_legal(
-    draft: Program, data: st.DataObject, model: ProgressModel, ahead: int
+    draft: Program, data: st.DataObject, progress_model: ProgressModel, ahead: int
 ) -> None:
     program, _ = programs(data, draft)
     grouped = group_opposites(program)
@@ -67,15 +67,15 @@ def test_overlap_keeps_programs_legal(
     for start in (program, grouped):
         begun = early_gathers(start, ahead)
         for other in MODELS:
-            check(begun, other, blocks=True)
-        check(early_receives(begun, model, ahead), model, blocks=True)
-        check(early_receives(start, model, ahead), model, blocks=True)
+            check(begun, other, blocking_hosts=True)
+        check(early_receives(begun, progress_model, ahead), progress_model, blocking_hosts=True)
+        check(early_receives(start, progress_model, ahead), progress_model, blocking_hosts=True)
 
 
 @settings(max_examples=200)
 @given(st.integers(0, 2**32), models, st.booleans())
 def test_nobody_trusts_the_order_that_a_program_brings(
-    seed: int, model: ProgressModel, made_up: bool
+    seed: int, progress_model: ProgressModel, made_up: bool
 ) -> None:
     """That of the program before it was changed, or any order, finishes nothing that hangs."""
     rng = random.Random(seed)
@@ -88,7 +88,7 @@ def test_nobody_trusts_the_order_that_a_program_brings(
     verdicts = []
     for brought in ({}, order):
         try:
-            check(replace(mutant, order=brought), model)
+            check(replace(mutant, order=brought), progress_model)
             verdicts.append("")
         except ProgramError as error:
             verdicts.append(str(error))
@@ -101,19 +101,21 @@ def test_no_message_waits_for_a_ring_of_others(schedule: Schedule) -> None:
     """Lowered as if messages were free, where they are not: one queue costs little more."""
     program = compile(schedule, PipelineShape(ranks=16, microbatches=32, stages_per_rank=2))
     priced = Costs(send=0.1)
-    edge, device = (simulate(program, priced, model=model).span for model in ("edge", "device"))
+    edge, device = (
+        simulate(program, priced, progress_model=model).span for model in ("per_edge", "per_device")
+    )
     assert device < 1.03 * edge
 
 
-def agrees(program: Program, model: ProgressModel, priced: Costs) -> None:
-    machine = Machine(program, model, priced)
+def agrees(program: Program, progress_model: ProgressModel, priced: Costs) -> None:
+    machine = Machine(program, progress_model, priced)
     finishes = machine.run()
     if not finishes:
         with pytest.raises(DeadlockError):
-            simulate(program, priced, model=model, unchecked=True)
+            simulate(program, priced, progress_model=progress_model, unchecked=True)
         return
-    timeline = simulate(program, priced, model=model, unchecked=True)
-    graph = Graph(program, model)
+    timeline = simulate(program, priced, progress_model=progress_model, unchecked=True)
+    graph = Graph(program, progress_model)
     left = np.zeros(graph.nodes)  # a group is left when all its transfers have ended
     np.maximum.at(left, graph.enter_leave[1], walk(graph, priced).end)
     for (rank, index), end in machine.ended.items():
@@ -124,7 +126,7 @@ def agrees(program: Program, model: ProgressModel, priced: Costs) -> None:
 @settings(max_examples=100)
 @given(compute_programs(ranks=3, microbatches=4), st.data(), models)
 def test_graph_equals_the_machine(
-    draft: Program, data: st.DataObject, model: ProgressModel
+    draft: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
     program, priced = programs(data, draft)
     if data.draw(st.booleans()):
@@ -132,14 +134,16 @@ def test_graph_equals_the_machine(
     if data.draw(st.booleans()):
         program = early_gathers(program, data.draw(st.integers(1, 3)))
     if data.draw(st.booleans()):
-        program = early_receives(program, model, data.draw(st.integers(1, 3)))
-    agrees(with_slots(program, data.draw(st.randoms(use_true_random=False))), model, priced)
+        program = early_receives(program, progress_model, data.draw(st.integers(1, 3)))
+    agrees(
+        with_slots(program, data.draw(st.randoms(use_true_random=False))), progress_model, priced
+    )
 
 
 @settings(max_examples=200)
 @given(compute_programs(ranks=3, microbatches=3), st.data(), models)
 def test_graph_equals_the_machine_on_shuffled_programs(
-    draft: Program, data: st.DataObject, model: ProgressModel
+    draft: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
     """Many of these are stuck: verdicts must agree too."""
     program, priced = programs(data, draft)
@@ -151,7 +155,7 @@ def test_graph_equals_the_machine_on_shuffled_programs(
             k = rng.randrange(max(len(words) - 1, 1))
             words[k : k + 2] = words[k : k + 2][::-1]
         streams.append(Stream(words))
-    agrees(with_slots(replace(program, streams=tuple(streams)), rng), model, priced)
+    agrees(with_slots(replace(program, streams=tuple(streams)), rng), progress_model, priced)
 
 
 @pytest.mark.parametrize("ranks", [5000, 12000])
@@ -163,7 +167,7 @@ def test_queues_of_very_many_ranks_are_told_apart(ranks: int) -> None:
     program = Program(
         "many", PipelineShape(ranks, 1), (ends[0], *map(Stream, words[1:-1]), ends[1])
     )
-    queue = Graph(program, "edge").queue
+    queue = Graph(program, "per_edge").queue
     rank = np.repeat(np.arange(ranks), np.diff(program.offsets))
     # Compute, reductions, and a queue for each neighbour and direction.
     assert len(np.unique(queue)) == 2 * ranks + 4 * (ranks - 1)

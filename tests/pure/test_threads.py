@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile, lower
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.pipeline.placement import named_of
 from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import Schedule, name_of
 from schedir.testing import compute_programs
@@ -26,11 +27,13 @@ seeds = st.integers(0, 2**32 - 1)
 @pytest.mark.parametrize("schedule", known(), ids=name_of)
 def test_every_schedule_runs(schedule: Schedule, overlap: bool) -> None:
     placement, v = getattr(schedule, "placed", ("loop", None))
-    v = v or (2 if "v" in inspect.signature(schedule).parameters else 1)
+    takes_v = "v" in inspect.signature(schedule).parameters
+    v = v or (2 if takes_v else named_of(placement).stages_per_rank)
     for model in MODELS:
         right = compile(
-            schedule, PipelineShape(4, 8, v, placement), tp=2, tied=True, clip=True,
-            model=model, overlap=overlap,
+            schedule, PipelineShape(4, 8, v, placement), tp=2, tied_weights=True,
+            clip_grad_norm=True,
+            progress_model=model, overlap=overlap,
         )  # fmt: skip
         assert verdict(right, model).kind == "ok"
 
@@ -45,14 +48,15 @@ WRONG = {
                                  microbatches=2),
     "not clipped": written("F 0.0; B 0.0; reduce_grads 0; step", header="clip yes"),
     "clipped before the sum": written(
-        "F 0.0; B 0.0; reduce_grads 0; reduce_norm; step", header="tied yes clip yes placement 0,0"
+        "F 0.0; B 0.0; reduce_grads 0; reduce_norm; step",
+        header="tied_weights yes clip_grad_norm yes placement 0,0"
     ),
     "elsewhere": written("F 0.0; F 1.0", "F 1.0"),
     "another microbatch": written("F 0.0; send_act 0.0; F 0.1; send_act 0.1",
                                   "recv_act 1.1; recv_act 1.0; F 1.0; F 1.1", microbatches=2),
     "crossed in a group": written("F 0.0; F 0.1; send_act 0.0 & send_act 0.1",
                                   "recv_act 1.1 & recv_act 1.0; F 1.0; F 1.1", microbatches=2),
-    "not gathered": written("F 0.0; scatter 0.0; send_act 0.0", "recv_act 1.0; F 1.0",
+    "not gathered": written("F 0.0; tp_scatter_act 0.0; send_act 0.0", "recv_act 1.0; F 1.0",
                             header="tp 2"),
 }  # fmt: skip
 
@@ -64,7 +68,7 @@ def test_what_is_wrong_is_seen(name: str, model: str) -> None:
 
 
 def test_who_waits_for_ever_hangs() -> None:
-    assert verdict(written("F 0.0", "recv_act 1.0; F 1.0"), "edge").kind == "hang"
+    assert verdict(written("F 0.0", "recv_act 1.0; F 1.0"), "per_edge").kind == "hang"
     crossed = written(
         "F 0.0; send_act 0.0; F 0.1; recv_grad 0.0; send_act 0.1; B 0.0; recv_grad 0.1; B 0.1;"
         "reduce_grads 0; step",
@@ -73,7 +77,7 @@ def test_who_waits_for_ever_hangs() -> None:
         microbatches=2,
     )
     kinds = {model: verdict(crossed, model).kind for model in MODELS}
-    assert [model for model, kind in kinds.items() if kind == "ok"] == ["edge", "direction"]
+    assert [model for model, kind in kinds.items() if kind == "ok"] == ["per_edge", "per_direction"]
     assert {*kinds.values()} == {"ok", "hang"}
 
 
@@ -86,7 +90,7 @@ def test_the_order_of_threads_does_not_matter(seed: int, name: str, model: str, 
 
 @given(compute_programs(), seeds)
 def test_any_run_is_a_program(draft: Program, seed: int) -> None:
-    """The order in which a run under `edge` ended is legal everywhere: one order for all."""
+    """The order in which a run under `per_edge` ended is legal everywhere: one order for all."""
     run = MUTATIONS["run_order"](lower(draft), random.Random(seed))
     assert run is not None
     assert [verdict(run, model).kind for model in MODELS] == ["ok"] * len(MODELS)

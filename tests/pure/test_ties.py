@@ -69,22 +69,22 @@ def test_what_is_lost_is_refused() -> None:
 def test_true_is_first_and_last() -> None:
     plan = PipelineShape(4, 4)
     programs = [
-        schedir.compile(one_f_one_b, plan, tied=tied)
+        schedir.compile(one_f_one_b, plan, tied_weights=tied)
         for tied in (True, ((3, 0),), TiedWeights((((0, "w"), (3, "v")), ((0, "b"), (3, "c")))))
     ]
     assert {p.digest for p in programs} == {programs[0].digest}
-    assert all(p.tied == ((0, 3),) and "tied yes" in to_text(p) for p in programs)
-    assert schedir.compile(one_f_one_b, PipelineShape(1, 2), tied=True).tied == ()
+    assert all(p.tied_weights == ((0, 3),) and "tied_weights yes" in to_text(p) for p in programs)
+    assert schedir.compile(one_f_one_b, PipelineShape(1, 2), tied_weights=True).tied_weights == ()
 
 
 def test_others_are_text() -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(6, 6), tied=((4, 1), (0, 2, 3)))
-    assert "tied 0=2=3,1=4  clip no" in to_text(program)
+    program = schedir.compile(one_f_one_b, PipelineShape(6, 6), tied_weights=((4, 1), (0, 2, 3)))
+    assert "tied_weights 0=2=3,1=4  clip_grad_norm no" in to_text(program)
     assert from_text(to_text(program)) == program
     at = [str(i) for s in program.streams for i in s if i.op is Opcode.ReduceTied]
     assert at == [f"reduce_tied {s}" for s in range(5)]
     no = schedir.compile(one_f_one_b, PipelineShape(6, 6))
-    assert len({program.digest, no.digest, replace(program, tied=((1, 4),)).digest}) == 3
+    assert len({program.digest, no.digest, replace(program, tied_weights=((1, 4),)).digest}) == 3
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_others_are_text() -> None:
     [
         ("0=6", "stages 0=6 are tied, but there are 6 stages"),
         ("0=0", "tied are two stages or more, not [0]"),
-        ("0=", "tied is yes or no, or stages like 0=3,1=2, not '0='"),
-        ("0=\u0663", "tied is yes or no, or stages like 0=3,1=2, not '0=\u0663'"),
+        ("0=", "tied_weights is yes or no, or stages like 0=3,1=2, not '0='"),
+        ("0=\u0663", "tied_weights is yes or no, or stages like 0=3,1=2, not '0=\u0663'"),
     ],
 )
 def test_a_text_that_ties_wrongly(said: str, told: str) -> None:
     text = to_text(schedir.compile(one_f_one_b, PipelineShape(6, 6))).replace(
-        "tied no", f"tied {said}"
+        "tied_weights no", f"tied_weights {said}"
     )
     with pytest.raises(ParseError) as caught:
         from_text(text)
@@ -109,7 +109,7 @@ def test_a_text_that_ties_wrongly(said: str, told: str) -> None:
 @pytest.mark.parametrize("tied", [(0, 3), "ends", 3, ((0,),), ((0, 4),), ((-1, 2),)])
 def test_what_is_no_tie(tied: Any) -> None:
     with pytest.raises(PlanError):
-        schedir.compile(one_f_one_b, PipelineShape(4, 4), tied=tied)
+        schedir.compile(one_f_one_b, PipelineShape(4, 4), tied_weights=tied)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_what_is_no_tie(tied: Any) -> None:
 def test_who_meets(plan: PipelineShape, tied: Any, party: list[int]) -> None:
     assert parties(tied, plan) == party
     schedule = {"vee": zb_v, "mirror": dualpipe}.get(str(plan.placement), one_f_one_b)
-    program = schedir.compile(schedule, plan, tied=tied)
+    program = schedir.compile(schedule, plan, tied_weights=tied)
     (node,) = {
         tuple(
             schedir.analysis.dependency_graph.Graph(program).node[
@@ -140,19 +140,24 @@ def test_who_meets(plan: PipelineShape, tied: Any, party: list[int]) -> None:
 
 
 def test_what_is_missing_is_told() -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(4, 4), tied=((1, 2),))
+    program = schedir.compile(one_f_one_b, PipelineShape(4, 4), tied_weights=((1, 2),))
     with pytest.raises(ReductionError, match="reduce_tied 1 is missing on rank 1"):
         schedir.check(from_text(to_text(program).replace("  reduce_tied 1\n", "")))
 
 
 def test_commands_tie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["print", "one_f_one_b", "-O", "tied=1=2"]) == 0
+    assert main(["print", "one_f_one_b", "-O", "tied_weights=1=2"]) == 0
     text = capsys.readouterr().out
-    assert "tied 1=2" in text and from_text(text).tied == ((1, 2),)
+    assert "tied_weights 1=2" in text and from_text(text).tied_weights == ((1, 2),)
     path = str(tmp_path / "one.sched")
     Path(path).write_text(text)
-    assert main(["check", path, "-O", "tied=1=2"]) == 0 and "complete" in capsys.readouterr().out
-    assert "has tied 1=2, not yes" in refused(capsys, "check", path, "-O", "tied")
-    assert "has tied 1=2, not 0=1" in refused(capsys, "check", path, "-O", "tied=0=1")
-    assert "are like 0=2,1=3, not '0'" in refused(capsys, "print", "gpipe", "-O", "tied=0")
-    assert "stages 0=9 are tied" in refused(capsys, "print", "gpipe", "-O", "tied=0=9")
+    assert (
+        main(["check", path, "-O", "tied_weights=1=2"]) == 0
+        and "complete" in capsys.readouterr().out
+    )
+    assert "has tied_weights 1=2, not yes" in refused(capsys, "check", path, "-O", "tied_weights")
+    assert "has tied_weights 1=2, not 0=1" in refused(
+        capsys, "check", path, "-O", "tied_weights=0=1"
+    )
+    assert "are like 0=2,1=3, not '0'" in refused(capsys, "print", "gpipe", "-O", "tied_weights=0")
+    assert "stages 0=9 are tied" in refused(capsys, "print", "gpipe", "-O", "tied_weights=0=9")

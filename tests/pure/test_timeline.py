@@ -30,10 +30,10 @@ def no_gap(timeline: Timeline, path: np.ndarray) -> None:
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS))
 def test_the_critical_path_explains_every_start(
-    draft: Program, data: st.DataObject, model: ProgressModel
+    draft: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
     program = lower(draft)
-    timeline = simulate(program, data.draw(costs(draft.plan)), model=model)
+    timeline = simulate(program, data.draw(costs(draft.plan)), progress_model=progress_model)
     no_gap(timeline, timeline.critical_path)
     assert timeline.spans["end"][timeline.critical_path[-1]] == timeline.span
     position = data.draw(st.integers(0, len(timeline) - 1))
@@ -61,10 +61,14 @@ def waits_for(graph: Graph, position: int) -> list[int]:
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), st.booleans())
 def test_what_ended_last_is_told_of_every_instruction(
-    draft: Program, data: st.DataObject, model: ProgressModel, grouped: bool
+    draft: Program, data: st.DataObject, progress_model: ProgressModel, grouped: bool
 ) -> None:
     program = group_opposites(lower(draft)) if grouped else lower(draft)
-    timeline = simulate(program, data.draw(costs(draft.plan)), model="edge" if grouped else model)
+    timeline = simulate(
+        program,
+        data.draw(costs(draft.plan)),
+        progress_model="per_edge" if grouped else progress_model,
+    )
     end = timeline.spans["end"]
     for position, latest in enumerate(timeline.latest.tolist()):
         before = waits_for(timeline.graph, position)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, PipelineShape, Sizes, Timeline, load_timeline, save_timeline
+from schedir import Costs, PipelineShape, Sizes, Timeline, load_timeline, save_timeline, to_text
 from schedir.__main__ import main
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import lower
@@ -39,29 +39,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 
 def timeline() -> Timeline:
-    program = schedir.compile(one_f_one_b, PipelineShape(3, 4), tp=2, clip=True)
+    program = schedir.compile(one_f_one_b, PipelineShape(3, 4), tp=2, clip_grad_norm=True)
     return schedir.simulate(program, Costs(F=1, B=2, send=0.1, step=3))
 
 
 def same(a: Timeline, b: Timeline) -> bool:
-    facts = [(t.program, t.kind, t.unit, t.model, t.clock_error, t.sizes, t.blocks) for t in (a, b)]
+    facts = [
+        (t.program, t.kind, t.unit, t.progress_model, t.clock_error, t.sizes, t.blocking_hosts)
+        for t in (a, b)
+    ]
     return facts[0] == facts[1] and bool((a.spans == b.spans).all())
 
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), st.booleans())
 def test_what_is_saved_comes_back(
-    draft: Program, data: st.DataObject, model: ProgressModel, grouped: bool
+    draft: Program, data: st.DataObject, progress_model: ProgressModel, grouped: bool
 ) -> None:
     program = lower(draft)
     if grouped:
-        program, model = group_opposites(program), "edge"
-    saved = schedir.simulate(program, data.draw(costs(draft.plan)), model=model)
+        program, progress_model = group_opposites(program), "per_edge"
+    saved = schedir.simulate(program, data.draw(costs(draft.plan)), progress_model=progress_model)
     assert not saved.early.by.any()  # whatever the simulator does, causes come first
     shift = data.draw(st.floats(-1e6, 1e6))
     saved.spans["start"] += shift
     saved.spans["end"] += shift
     each = data.draw(st.none() | st.floats(0, 1e12) | st.just((7.5,) * draft.plan.stages))
-    sizes = each and Sizes(activation=1.5, saved=each, weights=0.1)
+    sizes = each and Sizes(activation=1.5, saved=each, model_states=0.1)
     saved = replace(saved, kind="measured", unit="s", clock_error=0.25, sizes=sizes or None)
     save_timeline(saved, FILE)
     found = load_timeline(FILE)
@@ -77,12 +80,14 @@ def test_a_pair_run_together_comes_back() -> None:
 
 
 def test_hosts_that_wait_themselves_are_kept() -> None:
-    saved = schedir.simulate(timeline().program, Costs(send=1.0), model="edge", blocks=True)
-    assert saved.blocks and saved.graph.blocks
+    saved = schedir.simulate(
+        timeline().program, Costs(send=1.0), progress_model="per_edge", blocking_hosts=True
+    )
+    assert saved.blocking_hosts and saved.graph.blocking_hosts
     save_timeline(saved, FILE)
     assert same(load_timeline(FILE), saved)
     forge(header_json=header())  # one that was written before this was kept
-    assert not load_timeline(FILE).blocks
+    assert not load_timeline(FILE).blocking_hosts
 
 
 def test_the_same_timeline_is_the_same_bytes() -> None:
@@ -145,9 +150,24 @@ def forge(**members: bytes) -> None:
 def header(**changes: object) -> bytes:
     facts = {
         "schedir_timeline": 1, "instructions": len(timeline()), "kind": "predicted", "unit": "",
-        "digest": timeline().program.digest, "model": "device", "clock_error": 0.0,
+        "digest": timeline().program.digest, "progress_model": "per_device",
+        "blocking_hosts": False,
+        "clock_error": 0.0,
     }  # fmt: skip
     return json.dumps(facts | changes).encode()
+
+
+def test_files_with_the_names_of_before_are_read() -> None:
+    """A file that is older than the names of its header and of its program."""
+    new = timeline()
+    text = to_text(new.program).replace("tied_weights", "tied").replace("clip_grad_norm", "clip")
+    old = json.loads(header())
+    old |= {"model": "device", "blocks": False, "digest": "of other names"}
+    del old["progress_model"], old["blocking_hosts"]
+    forge(header_json=json.dumps(old).encode(), program_sched=text.encode())
+    found = load_timeline(FILE)
+    assert found.program == new.program and found.progress_model == "per_device"
+    assert not found.blocking_hosts
 
 
 END = timeline().spans["end"]
@@ -172,9 +192,9 @@ UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  9999999
         (lambda: forge(header_json=header(unit="x" * 50_000)), "unit"),
         (lambda: forge(header_json=header(unit="parsecs")), r"unit 'parsecs'\n.*'' and 's'"),
         (lambda: forge(start_npy=npy(BEFORE), end_npy=npy(AFTER)), "before its cause"),
-        (lambda: forge(header_json=header(model="gloo")), "model 'gloo'"),
-        (lambda: forge(header_json=header(model=[])), "model"),
-        (lambda: forge(header_json=header(blocks=1)), "blocks 1"),
+        (lambda: forge(header_json=header(progress_model="gloo")), "model 'gloo'"),
+        (lambda: forge(header_json=header(progress_model=[])), "model"),
+        (lambda: forge(header_json=header(blocking_hosts=1)), "blocking_hosts 1"),
         (lambda: forge(header_json=header(clock_error=float("nan"))), "clock_error nan"),
         (lambda: forge(header_json=header(digest="0")), "digest"),
         (lambda: forge(header_json=header(sizes=[1])), "sizes are"),
@@ -273,7 +293,7 @@ def test_commands_take_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "draw", str(FILE), "-o", "x.svg")
     assert "leave out --ranks" in refused(capsys, "simulate", str(FILE), "--ranks=4")
     assert "predicted" in said(capsys, "simulate", str(FILE), "--costs=F=1")
-    assert "under device" in refused(capsys, "simulate", str(FILE), "--progress-model=edge")
+    assert "under per_device" in refused(capsys, "simulate", str(FILE), "--progress-model=per_edge")
     FILE.write_text("schedir 1\n")
     assert "no Timeline" in refused(capsys, "draw", str(FILE), "-o", "x.svg")
 

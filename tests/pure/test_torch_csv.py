@@ -67,7 +67,7 @@ def test_what_is_in_parts_is_exported_and_imports(draft: Program, zero: int, act
     """Of zero 3 with stages whole where torch wants them: no more than before, and as it is when it
     is exported again."""
     most: dict[str, Any] = (
-        {"active": min(active, max(map(len, draft.plan.stages_of)))} if zero == 3 else {}
+        {"unsharded_stages": min(active, max(map(len, draft.plan.stages_of)))} if zero == 3 else {}
     )
     lowered = compile(draft, dp=2, zero=zero, **most)
     text = torch_csv.to_csv(lowered, "torch-2.13")
@@ -83,13 +83,15 @@ def test_what_is_in_parts_is_exported_and_imports(draft: Program, zero: int, act
 def test_torchs_own_shards_are_kept_where_they_are_asked_for() -> None:
     text = (GOLDEN / "torch_interleaved_1f1b.csv").read_text()
     program = check(finish(torch_csv.from_csv(text, zero=3)))
-    assert gathers(program).times == [2] * 4 == [slots.full for slots in program.slots]
+    assert gathers(program).times == [2] * 4 == [slots.unsharded_params for slots in program.slots]
     assert torch_csv.to_csv(program, "torch-2.13") == text
     assert "SHARD" not in torch_csv.to_csv(finish(torch_csv.from_csv(text)), "torch-2.13")
 
 
 def test_turns_are_not_exported() -> None:
-    program = compile(interleaved, PipelineShape(2, 4, 2), dp=2, zero=2, reduce="turn")
+    program = compile(
+        interleaved, PipelineShape(2, 4, 2), dp=2, zero=2, reduce_scatter_at="each_backward"
+    )
     assert torch_csv.to_csv(program) == torch_csv.to_csv(
         expand_schedule(interleaved, PipelineShape(2, 4, 2))
     )
@@ -276,12 +278,12 @@ def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -
     shape = ["--ranks", "4", "--microbatches", "8", "--stages-per-rank", "2"]
     out = said(capsys, "export", "interleaved", *shape, "--to", form, "-o", "my plan.csv")
     assert out == "wrote my plan.csv\n"
-    program = compile(interleaved, PipelineShape(4, 8, 2), tp=2, clip=True)
-    how = ["-O", "tp=2", "-O", "clip", "-O", "slots=fewest"]
+    program = compile(interleaved, PipelineShape(4, 8, 2), tp=2, clip_grad_norm=True)
+    how = ["-O", "tp=2", "-O", "clip_grad_norm", "-O", "buffer_sharing=minimal"]
     out = said(capsys, "import", "my plan.csv", "-o", "x.sched", *how)
     again = from_text((folder / "x.sched").read_text())
     assert out.startswith("wrote x.sched: 4 ranks, 8 stages, 8 microbatches, ")
-    assert again.name == "my_plan" and again.plan == program.plan and again.clip
+    assert again.name == "my_plan" and again.plan == program.plan and again.clip_grad_norm
     assert len(again.slots) == 4
     if form == "torch":
         assert again.streams == program.streams
@@ -311,7 +313,7 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         ("import stuck.csv -o x.sched", "DeadlockError"),
         ("import zip.csv -o x.sched", "UTF-8"),
         ("import good.csv -o x.sched --costs F=1:2:3", "2 stages"),
-        ("import good.csv -o x.sched -O slots=few", "fewest"),
+        ("import good.csv -o x.sched -O buffer_sharing=few", "minimal"),
         ("import good.csv -o x.sched --memory-limit 1GB", "sizes"),
         ("import sends.csv -o x.sched -O overlap", "has its transfers"),
         ("export gpipe -o x.csv", "--to"),

@@ -40,7 +40,7 @@ def run_of(program: Program, seed: int, send: float = 1.0) -> Timeline:
     rng = np.random.default_rng(seed)
     n = program.plan.stages
     costs = {name: tuple(rng.integers(1, 9, n).astype(float).tolist()) for name in "FBIW"}
-    return simulate(program, Costs(**costs, send=send), model="edge")
+    return simulate(program, Costs(**costs, send=send), progress_model="per_edge")
 
 
 PROGRAMS = [
@@ -68,14 +68,14 @@ def test_what_is_written_is_read(program: Program, seed: int, packed: bool, repl
         for step, want in ((None, runs[1]), (5, runs[0]), (6, runs[1])):
             found = read_run([folder], step=step, name=program.name)
             same(found.timeline, want, 2e-9)
-            assert (found.timeline.clock_error, found.timeline.model) == (0, "device")
+            assert (found.timeline.clock_error, found.timeline.progress_model) == (0, "per_device")
             assert any("replicas" in note for note in found.notes) == (replicas > 1)
 
 
 def same(got: Timeline, want: Timeline, within: float) -> None:
     """Forwards, backwards and messages have the times that they had."""
     assert got.program == want.program
-    assert (got.kind, got.unit, got.blocks) == ("measured", "s", False)
+    assert (got.kind, got.unit, got.blocking_hosts) == ("measured", "s", False)
     known = want.spans["end"] > want.spans["start"]
     for name in ("start", "end"):
         ours = got.spans[name] - got.begin
@@ -220,7 +220,7 @@ def test_messages_that_are_not_marked(traces: Path, capsys: pytest.CaptureFixtur
     assert any("messages are not marked" in note for note in found.notes)
     assert found.timeline.program.name == "mine-lowered"
     for timeline in (whole, found.timeline):
-        check(timeline.program, "serial")
+        check(timeline.program, "blocking_serial")
     spans = [t.spans[np.isin(t.spans["op"], COMPUTE)] for t in (whole, found.timeline)]
     assert (spans[0] == spans[1]).all()
     assert found.timeline.doubt == ""
@@ -338,4 +338,4 @@ def test_changed_files_are_read_or_refused(seed: int) -> None:
 
 
 def test_all_models_but_serial_are_tried() -> None:
-    assert {*run_module._ON_GPUS, "serial"} == {*MODELS}
+    assert {*run_module._ON_GPUS, "blocking_serial"} == {*MODELS}

@@ -50,50 +50,50 @@ def accepted(program: Program) -> list[str]:
     return models
 
 
-def refused(program: Program, model: ProgressModel = "device") -> ProgramError:
-    assert verdict(program, model).kind != "ok"
+def refused(program: Program, progress_model: ProgressModel = "per_device") -> ProgramError:
+    assert verdict(program, progress_model).kind != "ok"
     with pytest.raises(ProgramError) as caught:
-        check(program, model)
+        check(program, progress_model)
     return caught.value
 
 
 # ---------------------------------------------------------------- each model allows less
 
 STRICTER = {
-    "edge": written(  # under no other
+    "per_edge": written(  # under no other
         "recv_act 3.0; F 0.0; send_act 0.0; F 3.0",  # the receive stands before the send
         "recv_act 1.0; F 1.0; F 2.0; send_act 2.0",
         header=VEE,
     ),
-    "pair": written(
+    "per_pair": written(
         "recv_act 3.0; F 0.0; send_act 0.0; F 3.0; send_act 3.0",  # but from another rank
         "recv_act 1.0; recv_act 4.0; F 1.0; send_act 1.0; F 4.0; send_act 4.0",
         "recv_act 2.0; recv_act 5.0; F 2.0; F 5.0; send_act 2.0",
         header=LOOP,
     ),
-    "direction": written(
+    "per_direction": written(
         "F 0.0; recv_grad 0.0; send_act 0.0; B 0.0; reduce_grads 0; step",  # of the other kind
         "recv_act 1.0; F 1.0; B 1.0; send_grad 1.0; reduce_grads 1; step",
     ),
-    "device": written(
+    "per_device": written(
         "F 0.0; send_act 0.0; recv_grad 0.0; B 0.0; reduce_grads 0; reduce_tied 0; step",
         "recv_act 1.0; F 1.0; B 1.0; reduce_grads 1; reduce_tied 1; send_grad 1.0; step",
-        header="tied yes",
+        header="tied_weights yes",
     ),
-    "serial": written(
+    "blocking_serial": written(
         "F 0.0; send_act 0.0; recv_grad 0.0; B 0.0; reduce_grads 0; reduce_tied 0; step",
         "recv_act 1.0; F 1.0; B 1.0; reduce_grads 1; send_grad 1.0; reduce_tied 1; step",
-        header="tied yes",
+        header="tied_weights yes",
     ),
 }
 
 
 LEGAL = {
-    "edge": ["edge"],
-    "pair": ["edge", "pair", "torch"],
-    "direction": ["edge", "direction"],
-    "device": [model for model in MODELS if model != "serial"],
-    "serial": [*MODELS],
+    "per_edge": ["per_edge"],
+    "per_pair": ["per_edge", "per_pair", "torch_lazy"],
+    "per_direction": ["per_edge", "per_direction"],
+    "per_device": [model for model in MODELS if model != "blocking_serial"],
+    "blocking_serial": [*MODELS],
 }
 
 
@@ -112,8 +112,8 @@ def test_both_send_before_they_receive() -> None:
         "recv_act 1.0; F 1.0; F 2.0; send_act 2.0; recv_act 1.1; F 1.1; F 2.1; send_act 2.1",
         microbatches=2, header=VEE,
     )  # fmt: skip
-    assert accepted(program) == ["edge"]
-    error = refused(program, "pair")
+    assert accepted(program) == ["per_edge"]
+    error = refused(program, "per_pair")
     assert isinstance(error, DeadlockError)
     assert [(w.rank, str(w.instr), str(w.needs)) for w in error.cycle] == [
         (0, "send_act 0.1", "recv_act 1.1"), (1, "send_act 2.0", "recv_act 3.0"),
@@ -175,7 +175,7 @@ def test_messages_sent_as_one_arrive_in_their_order(how: str) -> None:
 
 
 def test_an_activation_and_a_gradient_of_one_group_cross() -> None:
-    """They are two channels under `edge`, and one where there is one communicator for both."""
+    """They are two channels under `per_edge`, and one where there is one communicator for both."""
     program = written(
         "F 0.0; send_act 0.0; recv_act 2.0; F 2.0; send_act 2.0; recv_grad 2.0; B 2.0;"
         "F 0.1; send_act 0.1 & send_grad 2.0; recv_grad 0.0; B 0.0;"
@@ -187,9 +187,9 @@ def test_an_activation_and_a_gradient_of_one_group_cross() -> None:
         "send_grad 1.1; reduce_grads 1; reduce_grads 3; step",
         microbatches=2, header=LOOP,
     )  # fmt: skip
-    assert accepted(program) == ["edge", "direction"]
-    assert isinstance(refused(program, "pair"), GroupError)
-    assert isinstance(refused(program, "torch"), DeadlockError)  # it sends them one by one
+    assert accepted(program) == ["per_edge", "per_direction"]
+    assert isinstance(refused(program, "per_pair"), GroupError)
+    assert isinstance(refused(program, "torch_lazy"), DeadlockError)  # it sends them one by one
 
 
 def test_an_asymmetric_group_is_legal() -> None:
@@ -203,8 +203,8 @@ def test_an_asymmetric_group_is_legal() -> None:
             f"recv_act 1.0; F 1.0; F 2.0; {there}; F 1.1; F 2.1; send_act 2.1",
             microbatches=2, header=VEE,
         )  # fmt: skip
-        assert accepted(program) == [model for model in MODELS if model != "torch"]
-        assert isinstance(refused(program, "torch"), ChannelMismatchError)
+        assert accepted(program) == [model for model in MODELS if model != "torch_lazy"]
+        assert isinstance(refused(program, "torch_lazy"), ChannelMismatchError)
 
 
 def test_an_asymmetric_group_that_waits_for_itself() -> None:
@@ -226,7 +226,7 @@ def test_collectives_in_different_order_on_two_ranks() -> None:
     first = "F 0.0; send_act 0.0; recv_grad 0.0; B 0.0; reduce_grads 0;"
     second = "recv_act 1.0; F 1.0; B 1.0; send_grad 1.0; reduce_grads 1;"
     right, wrong = "; reduce_norm; step", "reduce_norm; "
-    header = "tied yes clip yes"
+    header = "tied_weights yes clip_grad_norm yes"
     one, other = f"{first} reduce_tied 0{right}", f"{second} reduce_tied 1{right}"
     assert accepted(written(one, other, header=header)) == [*MODELS]
     mixed = written(one, f"{second} {wrong} reduce_tied 1; step", header=header)
@@ -240,7 +240,7 @@ def test_collectives_in_different_order_on_two_ranks() -> None:
 
 def test_a_collective_before_a_message_that_it_waits_for() -> None:
     """Reductions have a queue of their own, except where everything is one."""
-    error = refused(STRICTER["device"], "serial")
+    error = refused(STRICTER["per_device"], "blocking_serial")
     assert isinstance(error, DeadlockError)
     assert {str(w.instr) for w in error.cycle} == {"recv_grad 0.0", "reduce_tied 1"}
 

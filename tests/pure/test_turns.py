@@ -25,10 +25,10 @@ from schedir.viz.html_page import html
 TEXT = """schedir 1
 program three
 ranks 1  microbatches 1  stages_per_rank 3  placement loop
-tp 1  dp 2  tied no  clip no
+tp 1  dp 2  tied_weights no  clip_grad_norm no
 zero 3
 
-rank 0  full 2
+rank 0  unsharded_params 2
   unshard 0
   unshard 1
   F 0.0
@@ -106,7 +106,7 @@ def test_what_is_refused(
 
 def test_what_is_made_again_waits_for_who_has_let_go() -> None:
     """There is one place for the weights of a stage, however many slots there are."""
-    program = from_text(TEXT.replace("rank 0  full 2\n", "rank 0\n"))
+    program = from_text(TEXT.replace("rank 0  unsharded_params 2\n", "rank 0\n"))
     run = simulate(program, Costs(F=10, B=20))
     when = {str(i): run.spans[k] for k, i in enumerate(program.streams[0])}
     for stage, turn in ((0, 1), (1, 1)):
@@ -117,8 +117,10 @@ def test_what_is_made_again_waits_for_who_has_let_go() -> None:
 
 def lowered() -> Program:
     """As a pass places them, with two slots."""
-    program = compile(interleaved, PipelineShape(2, 4, 2), zero=3, dp=2, clip=True, debug=True)
-    return replace(program, slots=(SlotCounts.unsaid()._replace(full=2),) * 2)
+    program = compile(
+        interleaved, PipelineShape(2, 4, 2), zero=3, dp=2, clip_grad_norm=True, debug=True
+    )
+    return replace(program, slots=(SlotCounts.unsaid()._replace(unsharded_params=2),) * 2)
 
 
 def test_everybody_reads_them(tmp_path: object) -> None:

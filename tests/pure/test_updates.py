@@ -58,12 +58,12 @@ from tests.oracle import Machine
 
 
 def two_buffers(P: int, n: int, updates: int) -> PipelineShape:
-    return PipelineShape(P, n * updates, updates=updates, delay=1)
+    return PipelineShape(P, n * updates, optimizer_steps=updates, weight_delay=1)
 
 
 def pipedream(P: int, m: int) -> PipelineShape:
     """An update for every microbatch, each stage on the weights that it has at hand."""
-    return PipelineShape(P, m, updates=m, delay=tuple(P - 1 - s for s in range(P)))
+    return PipelineShape(P, m, optimizer_steps=m, weight_delay=tuple(P - 1 - s for s in range(P)))
 
 
 @pytest.mark.parametrize("P", [2, 3, 5])
@@ -87,7 +87,7 @@ def test_pipedream_keeps_a_version_for_each_in_flight(P: int) -> None:
 
 
 def test_memory_counts_versions() -> None:
-    sizes = Sizes(weights=100.0, version=10.0, saved=1.0)
+    sizes = Sizes(model_states=100.0, version=10.0, saved=1.0)
     for plan, copies in ((two_buffers(3, 4, 3), [2, 2, 2]), (pipedream(3, 6), [3, 2, 1])):
         for own, n in zip(held(compile(one_f_one_b, plan), sizes), copies, strict=True):
             assert own.fixed["versions"] == (n, 10.0 * n)
@@ -107,19 +107,19 @@ def test_weights_must_be_there_in_time(P: int) -> None:
     needs, gives = caught.value.sites
     assert (needs.rank, str(needs.instr)[:4], str(gives.instr)[:4]) == (0, "F 0.", "step")
     with pytest.raises(OrderError, match="needs the weights"):
-        compile(one_f_one_b, PipelineShape(P, 4 * P, updates=4))  # no delay, and no flush
+        compile(one_f_one_b, PipelineShape(P, 4 * P, optimizer_steps=4))  # no delay, and no flush
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
 @pytest.mark.parametrize("updates", [2, 4, 8])
 def test_what_delay_would_do_is_said_and_is_the_least(schedule: Schedule, updates: int) -> None:
     with pytest.raises(OrderError) as caught:
-        compile(schedule, PipelineShape(4, 8, updates=updates))
+        compile(schedule, PipelineShape(4, 8, optimizer_steps=updates))
     said = {int(d) for d in re.findall(r"delay ?=? ?(\d+)", caught.value.hint)}
     (least,) = said
-    compile(schedule, PipelineShape(4, 8, updates=updates, delay=least))
+    compile(schedule, PipelineShape(4, 8, optimizer_steps=updates, weight_delay=least))
     with pytest.raises(OrderError, match="needs the weights"):
-        compile(schedule, PipelineShape(4, 8, updates=updates, delay=least - 1))
+        compile(schedule, PipelineShape(4, 8, optimizer_steps=updates, weight_delay=least - 1))
 
 
 @pytest.mark.parametrize("schedule", [zb_h1, zb_h2, interleaved_zb])
@@ -127,7 +127,7 @@ def test_an_input_gradient_of_the_next_update_waits_for_the_step(schedule: Sched
     """It adds what is not split, and a rank has one sum of gradients: no delay helps."""
     for delay in (0, 3):
         with pytest.raises(OrderError) as caught:
-            compile(schedule, PipelineShape(4, 16, 1, updates=4, delay=delay))
+            compile(schedule, PipelineShape(4, 16, 1, optimizer_steps=4, weight_delay=delay))
         early, late, step = caught.value.sites
         assert (str(early.instr), early.rank, str(step.instr)) == ("I 1.4", 1, "step")
         assert str(late.instr).startswith("W 1.") and early.index < late.index < step.index
@@ -144,30 +144,30 @@ def test_versions_of_microbatches() -> None:
 
 PROGRAMS = [
     compile(pipedream_2bw, two_buffers(3, 3, 3)),
-    compile(pipedream_2bw, two_buffers(2, 2, 3), clip=True, tied=True),
+    compile(pipedream_2bw, two_buffers(2, 2, 3), clip_grad_norm=True, tied_weights=True),
     compile(one_f_one_b, pipedream(3, 4)),
 ]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: str(p.plan.updates))
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: str(p.plan.optimizer_steps))
 def test_programs_of_several_updates(program: Program) -> None:
     for folded in (True, False):
         assert from_text(to_text(program, folded)) == program
     costs = Costs(step=0.5, reduce_grads=0.25, send=0.125)
     for model in MODELS:
-        if program.clip and model == "serial":
+        if program.clip_grad_norm and model == "blocking_serial":
             continue  # all ranks meet at each update
         machine = Machine(check(program, model), model, costs)
         assert machine.run()
-        assert max(machine.ended.values()) == simulate(program, costs, model=model).span
+        assert max(machine.ended.values()) == simulate(program, costs, progress_model=model).span
     steps = [i.mb for i in program.streams[0] if i.op is Opcode.OptimizerStep]
-    assert steps == [*range(program.plan.updates)]
+    assert steps == [*range(program.plan.optimizer_steps)]
 
 
 def test_delay_is_in_the_digest() -> None:
     text = to_text(PROGRAMS[0])
-    assert "updates 3  delay 1  #" in text
-    other = from_text(text.replace("delay 1 ", "delay 2 "))
+    assert "optimizer_steps 3  weight_delay 1  #" in text
+    other = from_text(text.replace("weight_delay 1 ", "weight_delay 2 "))
     assert check(other).digest != PROGRAMS[0].digest
 
 
@@ -206,10 +206,13 @@ def test_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"updates": 0}, {"updates": 5}, {"updates": True}, {"updates": 2, "delay": -1},
-        {"updates": 2, "delay": 1.5}, {"updates": 2, "delay": (1, 0, 0)},
-        {"updates": 2, "delay": ("a", 0)}, {"updates": 2, "placement": "mirror"},
-        {"updates": 1, "delay": 1},
+        {"optimizer_steps": 0}, {"optimizer_steps": 5}, {"optimizer_steps": True},
+        {"optimizer_steps": 2, "weight_delay": -1},
+        {"optimizer_steps": 2, "weight_delay": 1.5}, {"optimizer_steps": 2, "weight_delay": (1, 0,
+                                                                                             0)},
+        {"optimizer_steps": 2, "weight_delay": ("a", 0)}, {"optimizer_steps": 2,
+                                                           "placement": "mirror"},
+        {"optimizer_steps": 1, "weight_delay": 1},
     ],
     ids=str,
 )  # fmt: skip
@@ -223,27 +226,29 @@ def test_a_mark_may_have_a_delay_for_each_stage() -> None:
     def mine(r: int, P: int, m: int) -> RankSchedule:
         return gpipe(r, P, m)
 
-    plan = PipelineShape(2, 4, updates=2, delay=(1, 0))
+    plan = PipelineShape(2, 4, optimizer_steps=2, weight_delay=(1, 0))
     assert expand_schedule(mine, plan).plan == plan
     expand_schedule(mine, PipelineShape(2, 4))  # of one update it says nothing
     with pytest.raises(ScheduleError, match=r"delay of \(1, 0\), not of 1"):
-        expand_schedule(mine, PipelineShape(2, 4, updates=2, delay=1))
+        expand_schedule(mine, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
     same = with_weight_delay((1, 1))(mine)
-    expand_schedule(same, PipelineShape(2, 4, updates=2, delay=1))
+    expand_schedule(same, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
 
 
 def test_one_delay_is_written_in_one_way() -> None:
     for delay, text in ((2, "delay 2 "), ((2,), "delay 2 ")):
-        plan = PipelineShape(1, 4, updates=4, delay=delay)
-        assert plan == PipelineShape(1, 4, updates=4, delay=2)
-        program = expand_schedule(pipedream_2bw, PipelineShape(1, 4, updates=4, delay=1))
+        plan = PipelineShape(1, 4, optimizer_steps=4, weight_delay=delay)
+        assert plan == PipelineShape(1, 4, optimizer_steps=4, weight_delay=2)
+        program = expand_schedule(
+            pipedream_2bw, PipelineShape(1, 4, optimizer_steps=4, weight_delay=1)
+        )
         again = replace(program, plan=plan)
         assert text in to_text(again) and from_text(to_text(again)) == again
 
 
 def test_2bw_is_for_a_delay_of_one() -> None:
     with pytest.raises(ScheduleError, match="delay of 1, not of 0"):
-        expand_schedule(pipedream_2bw, PipelineShape(2, 8, updates=4))
+        expand_schedule(pipedream_2bw, PipelineShape(2, 8, optimizer_steps=4, weight_delay=0))
     assert (
         expand_schedule(pipedream_2bw, PipelineShape(2, 8)).streams
         == expand_schedule(one_f_one_b, PipelineShape(2, 8)).streams
@@ -251,20 +256,29 @@ def test_2bw_is_for_a_delay_of_one() -> None:
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = ["--ranks", "2", "--microbatches", "6", "-O", "updates=3"]
+    shape = ["--ranks", "2", "--microbatches", "6", "-O", "optimizer_steps=3"]
     assert main(["print", "pipedream_2bw", *shape]) == 0
     program = from_text(capsys.readouterr().out)
-    assert (program.plan.updates, program.plan.delay) == (3, 1)
+    assert (program.plan.optimizer_steps, program.plan.weight_delay) == (3, 1)
     assert main(["check", "one_f_one_b", *shape]) == 2
-    assert "-O delay=1" in capsys.readouterr().err
+    assert "-O weight_delay=1" in capsys.readouterr().err
     for delay, means in (("1", 1), ("1,0", (1, 0))):
-        assert main(["print", "one_f_one_b", *shape, "-O", f"delay={delay}"]) == 0
-        assert from_text(capsys.readouterr().out).plan.delay == means
+        assert main(["print", "one_f_one_b", *shape, "-O", f"weight_delay={delay}"]) == 0
+        assert from_text(capsys.readouterr().out).plan.weight_delay == means
 
 
 @pytest.mark.parametrize("wrong", ["x", "", "-1", "1,", "1.5", "1,1,1", "\u0661"])
 def test_a_delay_that_cannot_be(capsys: pytest.CaptureFixture[str], wrong: str) -> None:
-    shape = ["--ranks", "2", "--microbatches", "6", "-O", "updates=3", "-O", f"delay={wrong}"]
+    shape = [
+        "--ranks",
+        "2",
+        "--microbatches",
+        "6",
+        "-O",
+        "optimizer_steps=3",
+        "-O",
+        f"weight_delay={wrong}",
+    ]
     assert "delay" in refused(capsys, "check", "one_f_one_b", *shape)
 
 
@@ -273,8 +287,8 @@ def test_a_delay_that_a_file_contradicts(
 ) -> None:
     path = tmp_path / "x.sched"
     path.write_text(to_text(compile(one_f_one_b, two_buffers(2, 2, 3))))
-    assert "-O delay" in refused(capsys, "check", str(path), "-O", "delay=2")
-    assert main(["check", str(path), "-O", "delay=1"]) == 0
+    assert "-O weight_delay" in refused(capsys, "check", str(path), "-O", "weight_delay=2")
+    assert main(["check", str(path), "-O", "weight_delay=1"]) == 0
 
 
 def test_a_step_stands_between_two_updates() -> None:
@@ -286,18 +300,23 @@ def test_a_step_stands_between_two_updates() -> None:
                 assert before in (Opcode.SendGrad, Opcode.ReduceGrads, Opcode.RecvAct)
 
 
-SHARED = {"tp": 2, "sequence": True}
+SHARED = {"tp": 2, "sequence_parallel": True}
 
 
 @pytest.mark.parametrize(
-    "told", [{"clip": True}, {"tied": True}, {"clip": True, "tied": True} | SHARED]
+    "told",
+    [
+        {"clip_grad_norm": True},
+        {"tied_weights": True},
+        {"clip_grad_norm": True, "tied_weights": True} | SHARED,
+    ],
 )
 def test_ranks_that_meet_at_the_end_of_an_update_do_not_wait_for_each_other(told: Any) -> None:
     """Rank 0 forwards the next update's first microbatches before rank 2 ends the one before."""
-    plan = PipelineShape(3, 6, 2, updates=2, delay=1)
+    plan = PipelineShape(3, 6, 2, optimizer_steps=2, weight_delay=1)
     program = compile(looped_dfs, plan, **told)
     for model in MODELS:
-        check(program, model, blocks=True)
+        check(program, model, blocking_hosts=True)
 
 
 @settings(max_examples=60)
@@ -309,19 +328,21 @@ def test_what_runs_alone_runs_where_ranks_meet(seed: int) -> None:
     stages = [*range(ranks), *rng.choices(range(ranks), k=rng.randint(0, 3))]
     rng.shuffle(stages)
     plan = PipelineShape(ranks, rng.randint(1, 3) * updates, placement=tuple(stages),
-                         updates=updates,
-                delay=rng.choice([0, 1, 1, 2]))  # fmt: skip
+                         optimizer_steps=updates,
+                weight_delay=rng.choice([0, 1, 1, 2]))  # fmt: skip
     drafted = random_compute_program(plan, rng, split=rng.choice([0.0, 0.5, 1.0]))
     costs = Costs(F=rng.choice([1, 2]), send=rng.choice([0, 1, 3]))
     try:
         compile(drafted, costs=costs)
     except OrderError:
         return event("needs weights that are not there")
-    program = compile(drafted, costs=costs, clip=rng.random() < 0.5, tied=rng.random() < 0.7)
-    check(replace(program, order={}), "serial", blocks=True)
+    program = compile(
+        drafted, costs=costs, clip_grad_norm=rng.random() < 0.5, tied_weights=rng.random() < 0.7
+    )
+    check(replace(program, order={}), "blocking_serial", blocking_hosts=True)
 
 
-@pytest.mark.parametrize("told", [{}, {"clip": True}, {"tied": True}])
+@pytest.mark.parametrize("told", [{}, {"clip_grad_norm": True}, {"tied_weights": True}])
 def test_an_update_ends_behind_a_pair_and_not_within_it(told: Any) -> None:
     """The pair's backward ends an update, and its forward begins the next."""
 
@@ -333,7 +354,7 @@ def test_an_update_ends_behind_a_pair_and_not_within_it(told: Any) -> None:
 
     for P, per_update in product((1, 2, 3), (2, 3, 4)):
         delay = -(-P // per_update)
-        plan = PipelineShape(P, 3 * per_update, updates=3, delay=delay)
+        plan = PipelineShape(P, 3 * per_update, optimizer_steps=3, weight_delay=delay)
         program = compile(paired, plan, **told)
         assert program.joined.sum() == sum(plan.microbatches - P + r for r in range(P))
-        check(program, "serial", blocks=True)
+        check(program, "blocking_serial", blocking_hosts=True)

@@ -35,12 +35,12 @@ PLAN = PipelineShape(4, 8)
 
 
 def program(validate: str, **how: Any) -> Any:
-    return compile(schedules.zb_h1, PLAN, clip=True, validate=validate, **how)
+    return compile(schedules.zb_h1, PLAN, clip_grad_norm=True, norm_check=validate, **how)
 
 
 def test_every_rank_validates_behind_its_step() -> None:
-    for stream in program("after").streams:
-        assert [instr.op for instr in stream][-2:] == [O.OptimizerStep, O.Validate]
+    for stream in program("after_step").streams:
+        assert [instr.op for instr in stream][-2:] == [O.OptimizerStep, O.ReduceNormAfterStep]
         assert O.ReduceNorm not in {instr.op for instr in stream}
 
 
@@ -48,36 +48,43 @@ def test_every_rank_validates_behind_its_step() -> None:
 @given(compute_programs())
 def test_it_is_legal_wherever_the_norm_is(drawn: Any) -> None:
     """Under every progress model, on hosts that block, too; and its text says the same."""
-    if drawn.plan.updates > 1 or not drawn.trains:
+    if drawn.plan.optimizer_steps > 1 or not drawn.trains:
         return
-    lowered = compile(drawn, clip=True, validate="after")
+    lowered = compile(drawn, clip_grad_norm=True, norm_check="after_step")
     for model in MODELS:
         check(lowered, model)
-        check(lowered, model, blocks=True)
+        check(lowered, model, blocking_hosts=True)
     again = from_text(to_text(lowered))
-    assert (again.validate, again.digest) == ("after", lowered.digest)
-    assert lowered.digest != compile(drawn, clip=True).digest
+    assert (again.norm_check, again.digest) == ("after_step", lowered.digest)
+    assert lowered.digest != compile(drawn, clip_grad_norm=True).digest
 
 
 def test_a_step_waits_for_no_other_rank() -> None:
     """With a slow last stage and a norm that takes long, the first ranks step long before."""
-    costs = Costs(F=(1, 1, 1, 2), I=(1, 1, 1, 2), W=(1, 1, 1, 2), step=1, reduce_norm=3, validate=3)
+    costs = Costs(
+        F=(1, 1, 1, 2),
+        I=(1, 1, 1, 2),
+        W=(1, 1, 1, 2),
+        step=1,
+        reduce_norm=3,
+        reduce_norm_after_step=3,
+    )
     ends = {}
-    for validate in ("before", "after"):
+    for validate in ("before_step", "after_step"):
         run = simulate(program(validate), costs)
         steps = run.spans[run.spans["op"] == O.OptimizerStep]
         ends[validate] = steps["end"]
-    assert len(set(ends["before"].tolist())) == 1
-    assert (ends["before"] - ends["after"] >= 3).all()
-    assert ends["before"].max() - ends["after"].min() > 5
+    assert len(set(ends["before_step"].tolist())) == 1
+    assert (ends["before_step"] - ends["after_step"] >= 3).all()
+    assert ends["before_step"].max() - ends["after_step"].min() > 5
 
 
 def test_what_an_update_changes_is_held_once_more() -> None:
-    sizes = Sizes(activation=1, saved=2, weights=(10, 20, 30, 40))
+    sizes = Sizes(activation=1, saved=2, model_states=(10, 20, 30, 40))
     most = [
         np.array([rank.bytes.max() for rank in held(program(validate, **how), sizes)])
-        for validate in ("before", "after")
-        for how in ({}, {"frozen": 2})
+        for validate in ("before_step", "after_step")
+        for how in ({}, {"frozen_stages": 2})
     ]
     assert (most[2] - most[0]).tolist() == [10, 20, 30, 40]
     assert (most[3] - most[1]).tolist() == [0, 0, 30, 40]
@@ -86,14 +93,14 @@ def test_what_an_update_changes_is_held_once_more() -> None:
 @pytest.mark.parametrize(
     ("how", "fields"),
     [
-        ({"clip": False, "validate": "after"}, ("validate", "clip")),
-        ({"clip": True, "validate": "later"}, ("validate",)),
-        ({"clip": True, "validate": None}, None),
+        ({"clip_grad_norm": False, "norm_check": "after_step"}, ("norm_check", "clip_grad_norm")),
+        ({"clip_grad_norm": True, "norm_check": "later"}, ("norm_check",)),
+        ({"clip_grad_norm": True, "norm_check": None}, None),
     ],
 )
 def test_what_is_refused(how: dict[str, Any], fields: tuple[str, ...] | None) -> None:
     if fields is None:
-        assert compile(schedules.gpipe, PLAN, **how).validate == "before"
+        assert compile(schedules.gpipe, PLAN, **how).norm_check == "before_step"
         return
     with pytest.raises(PlanError) as error:
         compile(schedules.gpipe, PLAN, **how)
@@ -101,31 +108,50 @@ def test_what_is_refused(how: dict[str, Any], fields: tuple[str, ...] | None) ->
 
 
 def test_several_updates_are_refused() -> None:
-    with pytest.raises(PlanError, match="2 updates") as error:
-        compile(schedules.gpipe, PipelineShape(2, 4, updates=2), clip=True, validate="after")
-    assert tuple(error.value.fields) == ("validate", "updates")
+    with pytest.raises(PlanError, match="optimizer_steps=1, not 2") as error:
+        compile(
+            schedules.gpipe,
+            PipelineShape(2, 4, optimizer_steps=2),
+            clip_grad_norm=True,
+            norm_check="after_step",
+        )
+    assert tuple(error.value.fields) == ("norm_check", "optimizer_steps")
 
 
 def test_advice_is_of_programs_of_its_kind() -> None:
     """What another schedule would gain is simulated without a wait for the norm, too."""
     costs = Costs(F=(1, 1, 1, 2))
     other = expand_schedule(schedules.zb_h1, PLAN)
-    assert Lowering(program("after"), "device").of(other, costs).validate == "after"
+    assert Lowering(program("after_step"), "per_device").of(other, costs).norm_check == "after_step"
 
 
 def test_from_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ahead.sched"
-    assert main(["print", "zb_h1", "-O", "clip", "-O", "validate=after", "-o", str(file)]) == 0
-    assert "validate after" in file.read_text()
+    assert (
+        main(
+            [
+                "print",
+                "zb_h1",
+                "-O",
+                "clip_grad_norm",
+                "-O",
+                "norm_check=after_step",
+                "-o",
+                str(file),
+            ]
+        )
+        == 0
+    )
+    assert "norm_check after_step" in file.read_text()
     assert main(["check", str(file)]) == 0
-    assert main(["check", str(file), "-O", "validate=before"]) != 0
-    assert "validate" in capsys.readouterr().err
+    assert main(["check", str(file), "-O", "norm_check=before_step"]) != 0
+    assert "norm_check" in capsys.readouterr().err
 
 
 def test_a_training_run_validates_before(tmp_path: Path) -> None:
     """It looks at each step's numbers: a program of the other kind is refused."""
     file = tmp_path / "ahead.sched"
-    file.write_text(to_text(program("after", tied=True)))
+    file.write_text(to_text(program("after_step", tied_weights=True)))
     config = Config(pipeline=PipelineConfig(ranks=4, microbatches=8, schedule=str(file)))
-    with pytest.raises(UsageError, match="validates updates after they are made"):
+    with pytest.raises(UsageError, match="checks the norm after_step"):
         config.request.program  # noqa: B018

@@ -136,8 +136,8 @@ def test_lanes_are_there_when_they_take_time() -> None:
 
 def test_receives_and_sends_of_a_lane_do_not_hide_each_other() -> None:
     costs = Costs(send=0.5)
-    program = compile(one_f_one_b, PipelineShape(4, 8), costs=costs, model="edge")
-    sheet = ChartRectangles(simulate(program, costs, model="edge"))
+    program = compile(one_f_one_b, PipelineShape(4, 8), costs=costs, progress_model="per_edge")
+    sheet = ChartRectangles(simulate(program, costs, progress_model="per_edge"))
     talk = sheet.talk[np.lexsort((sheet.left[sheet.talk], sheet.top[sheet.talk]))]
     for a, b in pairwise(talk.tolist()):
         assert sheet.top[a] != sheet.top[b] or sheet.right[a] <= sheet.left[b] + 1e-9

@@ -51,18 +51,22 @@ def test_claims_are_simulations() -> None:
 
 
 def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
-    plan, costs = PipelineShape(2, 4), Costs(F=1, I=1, W=1, sum=0.9)
+    plan, costs = PipelineShape(2, 4), Costs(F=1, I=1, W=1, tp_reduce=0.9)
 
     def of(costs: Costs, **more: Any) -> float:
-        program = schedir.compile(zb_h1, plan, tp=2, cut=3, costs=costs, **more)
+        program = schedir.compile(zb_h1, plan, tp=2, stage_segments=3, costs=costs, **more)
         return schedir.simulate(program, costs).span
 
     base = of(costs)
-    timeline = schedir.simulate(schedir.compile(zb_h1, plan, tp=2, cut=3, costs=costs), costs)
+    timeline = schedir.simulate(
+        schedir.compile(zb_h1, plan, tp=2, stage_segments=3, costs=costs), costs
+    )
     advice = advise(timeline, costs)
-    assert saves(advice, "sums of pieces") == pytest.approx(1 - of(replace(costs, sum=0)) / base)
-    best = min(of(costs, fill=which) for which in ("W", "F", "all"))
-    assert saves(advice, "fill=") == pytest.approx(1 - best / base) and best < base
+    assert saves(advice, "sums of pieces") == pytest.approx(
+        1 - of(replace(costs, tp_reduce=0)) / base
+    )
+    best = min(of(costs, fill_collective_waits=which) for which in ("W", "F", "all"))
+    assert saves(advice, "fill_collective_waits=") == pytest.approx(1 - best / base) and best < base
     pair = schedir.compile(schedir.schedules.dualpipe_v, PipelineShape(2, 4, 2, "vee"), tp=2)
     assert not any("fill" in c.what for c in advise(schedir.simulate(pair)).changes)
 
@@ -71,10 +75,12 @@ def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
 def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
     """Other schedules and more microbatches are those of whole stages and microbatches, cut as the
     run is; and stages that are even are whole ones."""
-    plan, costs = PipelineShape(2, 4), Costs(F=1, B=2, I=1, W=1, sum=0.3, send=0.1)
+    plan, costs = PipelineShape(2, 4), Costs(F=1, B=2, I=1, W=1, tp_reduce=0.3, send=0.1)
 
     def of(schedule: Any, plan: PipelineShape = plan, costs: Costs = costs) -> Timeline:
-        program = schedir.compile(schedule, plan, tp=2, cut=cut, chunks=chunks, costs=costs)
+        program = schedir.compile(
+            schedule, plan, tp=2, stage_segments=cut, microbatch_chunks=chunks, costs=costs
+        )
         return schedir.simulate(program, costs)
 
     base = of(one_f_one_b)
@@ -88,7 +94,7 @@ def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
     whats = " ".join(c.what for c in advice.changes)
     assert ("(stage of pieces 0 to 4 on rank 0 takes 1.43x)" in whats) == (cut == ("fgfg", "g"))
     if cut == ("fgfg", "g"):
-        even = Costs(F=(0.7,) * 5 + (1.75,) * 2, B=(1.4,) * 5 + (3.5,) * 2, sum=0.3, send=0.1)
+        even = Costs(F=(0.7,) * 5 + (1.75,) * 2, B=(1.4,) * 5 + (3.5,) * 2, tp_reduce=0.3, send=0.1)
         span = schedir.simulate(base.program, even).span
         assert saves(advice, "take the mean") == pytest.approx(1 - span / base.span)
 
@@ -133,15 +139,15 @@ def test_more_microbatches_need_the_schedule() -> None:
     ("schedule", "how"),
     [
         (one_f_one_b, {"overlap": True}),
-        (gpipe, {"slots": "fewest"}),
-        (gpipe, {"slots": "enough"}),
+        (gpipe, {"buffer_sharing": "minimal"}),
+        (gpipe, {"buffer_sharing": "latency_preserving"}),
         (gpipe, {"tp": 2, "boundary": "sharded"}),
     ],
 )
 def test_changed_programs_are_lowered_as_the_program_was(
     schedule: schedir.schedules.schedule_algebra.Schedule, how: dict[str, Any]
 ) -> None:
-    costs = Costs(F=1, B=2, send=0.5, scatter=0.25, gather=0.25)
+    costs = Costs(F=1, B=2, send=0.5, tp_scatter=0.25, tp_gather=0.25)
 
     def run(microbatches: int) -> Timeline:
         program = schedir.compile(schedule, PipelineShape(4, microbatches), costs=costs, **how)
@@ -155,7 +161,7 @@ def test_changed_programs_are_lowered_as_the_program_was(
 def test_updates_stay() -> None:
     """Fewer updates of larger batches would be another training, and no advice."""
     costs = Costs(F=1, B=2)
-    timeline = run_of(pipedream_2bw, costs, PipelineShape(4, 16, updates=4, delay=1))
+    timeline = run_of(pipedream_2bw, costs, PipelineShape(4, 16, optimizer_steps=4, weight_delay=1))
     whats = [change.what for change in advise(timeline, costs).changes]
     assert any("twice" in what for what in whats)
     assert not any("gpipe" in what or "zb_v" in what for what in whats)
@@ -173,7 +179,7 @@ def test_a_measured_run_is_judged_at_its_means() -> None:
 def test_a_run_that_its_means_miss_is_no_ground_for_advice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = slow_at_the_end(schedir.compile(one_f_one_b, PLAN, model="edge"), 9)
+    run = slow_at_the_end(schedir.compile(one_f_one_b, PLAN, progress_model="per_edge"), 9)
     advice = advise(run)
     assert advice.error < -0.1 and not advice.given and advice.changes == []
     schedir.save_timeline(run, tmp_path / "x.timeline")
@@ -187,7 +193,7 @@ def test_a_run_that_its_means_miss_is_no_ground_for_advice(
 def test_what_is_less_than_a_simulation_misses_is_not_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = schedir.compile(zb_v, PipelineShape(4, 8, 2, "vee"), model="edge")
+    program = schedir.compile(zb_v, PipelineShape(4, 8, 2, "vee"), progress_model="per_edge")
     for slow, told in ((1.2, "2.9%  twice as many"), (2.0, "nothing that was tried saves 8.9%")):
         run = slow_at_the_end(program, slow)
         assert advise(run).given

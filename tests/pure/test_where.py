@@ -38,9 +38,9 @@ def program_of(name: str, overlap: bool = False) -> Program:
 
 
 def verdicts_of(
-    job: DistributedJob, program: Program, model: ProgressModel | None = None
+    job: DistributedJob, program: Program, progress_model: ProgressModel | None = None
 ) -> list[ProgramVerdict]:
-    return judge(program, match(job, program), model)
+    return judge(program, match(job, program), progress_model)
 
 
 def culprits(verdict: ProgramVerdict) -> set[int]:
@@ -54,9 +54,9 @@ def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> No
     """Under any model, hosts that block or run ahead, in any step, and any process groups."""
     program = program_of(data.draw(st.sampled_from([*PROGRAMS])), data.draw(st.booleans()))
     groups = data.draw(st.sampled_from([one_group, a_group_each]))
-    model: ProgressModel = data.draw(st.sampled_from(MODELS)) if groups is one_group else "edge"
+    model: ProgressModel = data.draw(st.sampled_from(MODELS)) if groups is one_group else "per_edge"
     blocks = data.draw(st.booleans())
-    graph = Graph(program, model, blocks=blocks)
+    graph = Graph(program, model, blocking_hosts=blocks)
     at = data.draw(st.integers(0, len(program) - 1))
     kernels = not blocks and data.draw(st.booleans())
     state = stopped(graph, at, blocks, kernels)
@@ -104,18 +104,20 @@ def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> No
             assert not placed.sure[at]
 
 
-@pytest.mark.parametrize("blocks", [True, False])
-def test_a_rank_that_waits_is_named_with_what_it_waits_for(tmp_path: Path, blocks: bool) -> None:
+@pytest.mark.parametrize("blocking_hosts", [True, False])
+def test_a_rank_that_waits_is_named_with_what_it_waits_for(
+    tmp_path: Path, blocking_hosts: bool
+) -> None:
     program = program_of("one_f_one_b")
-    graph = Graph(program, "device", blocks=blocks)
+    graph = Graph(program, "per_device", blocking_hosts=blocking_hosts)
     at = int(program.offsets[2]) + 8
     assert str(graph.index.locate(at)[2]) == "B 2.0"
     (verdict,) = verdicts_of(
-        job_of(tmp_path, record(stopped(graph, at, blocks), before=2)), program
+        job_of(tmp_path, record(stopped(graph, at, blocking_hosts), before=2)), program
     )
     stands = [None if p.at is None else str(graph.index.locate(p.at)[2]) for p in verdict.places]
     assert stands == ["recv_grad 0.0", "recv_grad 1.0", "send_grad 2.0", "recv_act 3.2"]
-    assert [p.late for p in verdict.places] == [False, False, blocks, False]
+    assert [p.late for p in verdict.places] == [False, False, blocking_hosts, False]
 
 
 CASES = {case.name: case for case in cases()}
@@ -127,15 +129,17 @@ DEADLOCKS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "model"), DEADLOCKS)
-def test_the_deadlocks_of_the_museum(name: str, model: ProgressModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "progress_model"), DEADLOCKS)
+def test_the_deadlocks_of_the_museum(
+    name: str, progress_model: ProgressModel, tmp_path: Path
+) -> None:
     """Their circle is that of `check`, and its text, without a program the same ranks."""
     program = CASES[name].made()
-    graph = Graph(program, model)
+    graph = Graph(program, progress_model)
     job = job_of(tmp_path, record(stopped(graph, None, False)))
-    (verdict,) = verdicts_of(job, program, model)
+    (verdict,) = verdicts_of(job, program, progress_model)
     with pytest.raises(DeadlockError) as caught:
-        check(program, model)
+        check(program, progress_model)
     assert verdict.is_deadlock
     ranks = {int(graph.index.rank[link.at]) for link in verdict.circle}
     assert ranks == {wait.rank for wait in caught.value.cycle}
@@ -151,7 +155,7 @@ def test_there_are_deadlocks_in_the_museum() -> None:
 
 def test_a_rank_without_a_dump_is_the_cause(tmp_path: Path) -> None:
     program = program_of("one_f_one_b")
-    graph = Graph(program, "device", blocks=True)
+    graph = Graph(program, "per_device", blocking_hosts=True)
     state = stopped(graph, int(program.offsets[2]) + 8, True)
     recorders = [one for one in record(state) if one.rank != 2]
     job = job_of(tmp_path, recorders)
@@ -166,7 +170,7 @@ def test_a_rank_without_a_dump_is_the_cause(tmp_path: Path) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_ring_that_has_lost_its_beginning(tmp_path: Path, overlap: bool) -> None:
     program = program_of("zb_h1", overlap)
-    graph = Graph(program, "device", blocks=True)
+    graph = Graph(program, "per_device", blocking_hosts=True)
     state = stopped(graph, int(program.offsets[1]) + 12, True)
     whole = verdicts_of(job_of(tmp_path, record(state, before=41)), program)
     for last in (40, 9, 5):
@@ -181,7 +185,7 @@ def test_a_ring_that_has_lost_its_beginning(tmp_path: Path, overlap: bool) -> No
 def test_where_only_counters_tell_the_place_in_a_step(tmp_path: Path) -> None:
     """Of a first rank that has sent, and sends: any place among its sends would fit."""
     program = compile(schedules.gpipe, PipelineShape(2, 8))
-    graph = Graph(program, "device", blocks=True)
+    graph = Graph(program, "per_device", blocking_hosts=True)
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.6")
     recorders = record(stopped(graph, at, True), before=5)
     (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=4), program)
@@ -202,7 +206,7 @@ def test_where_only_counters_tell_the_place_in_a_step(tmp_path: Path) -> None:
 def test_a_process_group_that_is_not_used_yet_is_of_this_step(tmp_path: Path) -> None:
     """All activations are there, and no gradient yet: not a whole step, but half of one."""
     program = compile(schedules.gpipe, PipelineShape(2, 4))
-    graph = Graph(program, "edge", blocks=True)
+    graph = Graph(program, "per_edge", blocking_hosts=True)
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 1.0")
     recorders = record(stopped(graph, at, True), layout=a_group_each(range(2)))
     (verdict,) = verdicts_of(job_of(tmp_path, recorders[1:]), program)
@@ -214,7 +218,7 @@ def test_a_process_group_that_is_not_used_yet_is_of_this_step(tmp_path: Path) ->
 def test_of_one_queue_what_is_behind_does_not_end_first(tmp_path: Path) -> None:
     """Such dumps are of a laxer model, whatever is usual."""
     program = program_of("interleaved")
-    edge, device = Graph(program, "edge"), Graph(program, "device")
+    edge, device = Graph(program, "per_edge"), Graph(program, "per_device")
     found = 0
     for at in range(0, len(program), 3):
         state, before = stopped(edge, at, False), device.queue_predecessor
@@ -226,9 +230,9 @@ def test_of_one_queue_what_is_behind_does_not_end_first(tmp_path: Path) -> None:
         found += 1
         job = job_of(tmp_path, record(state))
         with pytest.raises(UsageError) as caught:
-            verdicts_of(job, program, "device")
-        assert caught.value.fields == ("model",)
-        assert verdicts_of(job, program)[0].model != "device"
+            verdicts_of(job, program, "per_device")
+        assert caught.value.fields == ("progress_model",)
+        assert verdicts_of(job, program)[0].model != "per_device"
     assert found
 
 
@@ -246,7 +250,7 @@ def test_another_order_of_computes_is_another_program(tmp_path: Path) -> None:
 def test_where_only_the_pattern_tells_the_place_in_a_step(tmp_path: Path) -> None:
     """Shapes or objects between the messages count, too; so the counters tell no step."""
     program = program_of("one_f_one_b")
-    graph = Graph(program, "device", blocks=True)
+    graph = Graph(program, "per_device", blocking_hosts=True)
     state = stopped(graph, int(program.offsets[2]) + 8, True)
     recorders = record(state, before=5)
     for recorder in recorders:
@@ -274,7 +278,7 @@ def _marked(tmp_path: Path, recorders: Sequence[Recorder]) -> DistributedJob:
 def test_copies_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
     """Eight ranks, four pipelines: who is who say the process groups, and the cause is in one."""
     program = program_of("gpipe")
-    graph = Graph(program, "device", blocks=True)
+    graph = Graph(program, "per_device", blocking_hosts=True)
     late = stopped(graph, int(program.offsets[1]) + 4, True)
     pipelines = [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
     recorders = []
@@ -296,7 +300,7 @@ def test_copies_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
 def test_the_late_rank_may_stand_in_a_collective(tmp_path: Path) -> None:
     """Then it waits for who is not there, and that one is the cause."""
     program = program_of("gpipe")
-    graph = Graph(program, "device", blocks=True)
+    graph = Graph(program, "per_device", blocking_hosts=True)
     recorders = record(stopped(graph, int(program.offsets[1]) + 4, True))
     recorders[1].group("tp", (1, 3), "tp")
     recorders[1].collective("tp", "all_reduce", ended=False)
@@ -326,27 +330,27 @@ rank 1
 
 def test_a_receive_that_is_posted_early_is_no_deadlock(tmp_path: Path) -> None:
     """Rank 0 has posted a receive and computes what rank 1 waits for.  Only a program can tell."""
-    program = check(from_text(POSTED_EARLY), "edge", blocks=True)
-    graph = Graph(program, "edge", blocks=True)
+    program = check(from_text(POSTED_EARLY), "per_edge", blocking_hosts=True)
+    graph = Graph(program, "per_edge", blocking_hosts=True)
     assert str(graph.index.locate(3)[2]) == "F 0.1"
     job = job_of(tmp_path, record(stopped(graph, 3, True)))
     assert {wait.rank for wait in job.cycle} == {0, 1}
     assert any("may still compute" in line for line in job_lines(job))
-    (verdict,) = verdicts_of(job, program, "edge")
+    (verdict,) = verdicts_of(job, program, "per_edge")
     assert not verdict.is_deadlock and culprits(verdict) == {0}
 
 
 def test_a_model_that_the_dumps_contradict(tmp_path: Path) -> None:
     """Process groups have queues of their own, and of one queue the first ends first."""
     program = program_of("one_f_one_b")
-    graph = Graph(program, "edge", blocks=True)
+    graph = Graph(program, "per_edge", blocking_hosts=True)
     state = stopped(graph, int(program.offsets[2]) + 8, True)
     apart = job_of(tmp_path, record(state, layout=a_group_each(range(4))))
     with pytest.raises(UsageError) as caught:
-        verdicts_of(apart, program, "device")
-    assert caught.value.fields == ("model",)
-    assert verdicts_of(apart, program)[0].model == "edge"
-    assert verdicts_of(job_of(tmp_path, record(state)), program)[0].model == "device"
+        verdicts_of(apart, program, "per_device")
+    assert caught.value.fields == ("progress_model",)
+    assert verdicts_of(apart, program)[0].model == "per_edge"
+    assert verdicts_of(job_of(tmp_path, record(state)), program)[0].model == "per_device"
 
 
 def test_dumps_of_another_program(tmp_path: Path) -> None:

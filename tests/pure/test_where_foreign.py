@@ -19,7 +19,7 @@ def test_more_messages_than_the_program_has(
     tmp_path: Path, layout: Callable[[Sequence[int]], Layout]
 ) -> None:
     """Each process group alone would go round: six activations are a step of four, and half one."""
-    graph = Graph(compile(schedules.gpipe, PipelineShape(2, 8)), "edge", blocks=True)
+    graph = Graph(compile(schedules.gpipe, PipelineShape(2, 8)), "per_edge", blocking_hosts=True)
     at = next(k for k in range(len(graph)) if str(graph.index.locate(k)[2]) == "F 1.6")
     job = job_of(tmp_path, record(stopped(graph, at, True), layout=layout(range(2))))
     with pytest.raises(UsageError) as caught:
@@ -30,7 +30,7 @@ def test_more_messages_than_the_program_has(
 def test_two_tensors_of_a_stage(tmp_path: Path) -> None:
     """Twice the messages have no names by their numbers."""
     program = compile(schedules.gpipe, PipelineShape(3, 4))
-    graph = Graph(program, "edge", blocks=True)
+    graph = Graph(program, "per_edge", blocking_hosts=True)
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.2")
     recorders = record(stopped(graph, at, True))
     for recorder in recorders:

@@ -116,7 +116,7 @@ def received_when_needed(program: Program) -> Program:
     streams = []
     for lo, hi in pairwise(program.offsets.tolist()):
         streams.append(Stream(program.words[sorted(range(lo, hi), key=key.__getitem__)]))
-    return check(replace(program, streams=tuple(streams)), "edge", blocks=True)
+    return check(replace(program, streams=tuple(streams)), "per_edge", blocking_hosts=True)
 
 
 def test_a_message_in_a_batch_and_alone_may_never_meet(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def _stage(folder: Path, name: str) -> list[str]:
     if name.startswith("late"):
         program = compile(schedules.one_f_one_b, PipelineShape(4, 6))
         program = received_when_needed(program) if "other" in name else program
-        graph = Graph(program, "edge" if "other" in name else "device", blocks=True)
+        graph = Graph(program, "per_edge" if "other" in name else "per_device", blocking_hosts=True)
         at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 2.0")
         job_of(folder, record(stopped(graph, at, True), before=3))
         return ["--program", "one_f_one_b", "--microbatches", "6"] * ("program" in name)
@@ -236,7 +236,7 @@ def test_the_kernels_of_the_last_step_may_still_run(tmp_path: Path) -> None:
 def test_dumps_of_different_moments(tmp_path: Path) -> None:
     """Rank 2 has written its dump before the others have received what it has not issued in it."""
     program = compile(schedules.one_f_one_b, PipelineShape(4, 6))
-    graph = Graph(program, blocks=True)
+    graph = Graph(program, blocking_hosts=True)
     early, late = (
         record(stopped(graph, int(program.offsets[rank]) + at, True))
         for rank, at in ((2, 8), (1, 17))

@@ -253,10 +253,10 @@ def test_the_table_numbers_its_rows() -> None:
     assert [row.op for row in ROWS] == list(Opcode)
     assert len({row.text for row in ROWS}) == len(ROWS)
     for row in ROWS:
-        assert (row.hop is not None) <= (row.per is Scope.MICROBATCH and row.meets is not None)
-        if row.meets is not None:
-            assert ROWS[row.meets].meets is row.op
-            assert ROWS[row.meets].hop is (row.hop and row.hop.back)
+        assert (row.peer is not None) <= (row.per is Scope.MICROBATCH and row.partner is not None)
+        if row.partner is not None:
+            assert ROWS[row.partner].partner is row.op
+            assert ROWS[row.partner].peer is (row.peer and row.peer.back)
 
 
 def test_ascending() -> None:
@@ -272,7 +272,7 @@ def test_ascending() -> None:
 
 def test_bad_options() -> None:
     with pytest.raises(UsageError):
-        compile(one_f_one_b, PipelineShape(1, 1), model="ring")  # type: ignore[arg-type]
+        compile(one_f_one_b, PipelineShape(1, 1), progress_model="ring")  # type: ignore[arg-type]
     with pytest.raises(UsageError):
         compile(one_f_one_b, PipelineShape(1, 1), boundary="split")  # type: ignore[arg-type]
     for bad in (0, -1, 1.5, True):
@@ -317,6 +317,6 @@ def test_what_has_no_order_is_no_number_per_stage(bad: Any) -> None:
     with pytest.raises(PlanError, match="placement must be"):
         PipelineShape(2, 4, placement=bad)
     with pytest.raises(PlanError, match="delay must be"):
-        PipelineShape(2, 4, updates=2, delay=bad)
+        PipelineShape(2, 4, optimizer_steps=2, weight_delay=bad)
     with pytest.raises(TypeError, match="@with_weight_delay takes"):
         with_weight_delay(bad)

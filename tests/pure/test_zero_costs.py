@@ -36,8 +36,8 @@ SIZES = Sizes(activation=60e6, params=2e9, grads=4e9, optimizer=12e9)
 ZOO = {
     "one_f_one_b": PipelineShape(3, 6), "interleaved": PipelineShape(2, 4, 3),
     "looped_bfs": PipelineShape(2, 4, 3),
-    "zb_h1": PipelineShape(3, 6), "chimera": PipelineShape(2, 4, 1, "mirror"),
-    "dualpipe": PipelineShape(2, 4, 1, "mirror"),
+    "zb_h1": PipelineShape(3, 6), "chimera": PipelineShape(2, 4, placement="mirror"),
+    "dualpipe": PipelineShape(2, 4, placement="mirror"),
 }  # fmt: skip
 
 
@@ -72,8 +72,14 @@ def test_volumes_of_the_paper(dp: int) -> None:
 @pytest.mark.parametrize("name", ZOO)
 def test_bytes_are_those_of_the_instructions(name: str) -> None:
     """Added up by hand, one instruction after the other."""
-    for zero, reduce in ((0, "end"), (1, "end"), (2, "turn"), (3, "end"), (3, "turn")):
-        program = of(name, dp=4, zero=zero, reduce=reduce, tp=2)
+    for zero, reduce in (
+        (0, "update_end"),
+        (1, "update_end"),
+        (2, "each_backward"),
+        (3, "update_end"),
+        (3, "each_backward"),
+    ):
+        program = of(name, dp=4, zero=zero, reduce_scatter_at=reduce, tp=2)
         once = {"unshard": 2e9, "reduce_scatter": 4e9, "reduce_grads": 8e9}
         want = np.zeros((len(Lane), program.plan.ranks))
         for rank, stream in enumerate(program.streams):
@@ -81,11 +87,11 @@ def test_bytes_are_those_of_the_instructions(name: str) -> None:
                 if i.op.name in ("Unshard", "ReduceScatter", "ReduceGrads"):
                     lane = Lane.PARAMS if i.op is Opcode.Unshard else Lane.DP
                     want[lane, rank] += once[str(i).split()[0]] * 3 / 4
-                if i.op is Opcode.ReduceHolders:  # of two, the part that each has by then
+                if i.op is Opcode.ReduceReplicatedStages:  # of two, the part that each has by then
                     want[Lane.DP, rank] += 4e9 / (4 if zero else 1)
                 if i.op.name in ("SendAct", "SendGrad"):
                     want[Lane.ACT if i.op.name == "SendAct" else Lane.GRAD, rank] += 30e6
-                if i.op.name in ("Gather", "GatherGrad"):
+                if i.op.name in ("TPGatherAct", "TPGatherGrad"):
                     want[Lane.TP, rank] += 30e6
         found = volume(program, SIZES)
         for lane in Lane:
@@ -93,9 +99,15 @@ def test_bytes_are_those_of_the_instructions(name: str) -> None:
 
 
 def test_reducing_each_turn_sends_as_often_as_there_are_turns() -> None:
-    end, turn = (volume(of("interleaved", dp=2, zero=3, reduce=r), SIZES) for r in ("end", "turn"))
+    end, turn = (
+        volume(of("interleaved", dp=2, zero=3, reduce_scatter_at=r), SIZES)
+        for r in ("update_end", "each_backward")
+    )
     assert (turn[Lane.DP] > end[Lane.DP]).all() and (turn[Lane.PARAMS] == end[Lane.PARAMS]).all()
-    same = [volume(of("looped_bfs", dp=2, zero=3, reduce=r), SIZES) for r in ("end", "turn")]
+    same = [
+        volume(of("looped_bfs", dp=2, zero=3, reduce_scatter_at=r), SIZES)
+        for r in ("update_end", "each_backward")
+    ]
     assert (same[0][Lane.DP] == same[1][Lane.DP]).all()  # it has one run of backwards of each
 
 
@@ -147,7 +159,7 @@ def test_holders_sum_parts() -> None:
     plan = PipelineShape(2, 4, placement="mirror")
     for zero, parts in ((0, 1), (3, 2)):
         costs = cluster().costs(plan, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
-        assert costs.reduce_holders == pytest.approx(4e9 / parts / 300e9)
+        assert costs.reduce_replicated_stages == pytest.approx(4e9 / parts / 300e9)
 
 
 def test_the_command_fills_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,9 +178,11 @@ COST = st.sampled_from([0.0, 0.25, 1.0, 3.0])
 CASES = st.tuples(st.sampled_from(sorted(ZOO)), st.sampled_from(MODELS), st.booleans())
 
 
-def ran(program: Program, costs: Costs, model: ProgressModel, *, blocks: bool) -> Timeline:
-    model = "serial" if blocks else model
-    return simulate(program, costs, model=model, blocks=blocks)
+def ran(
+    program: Program, costs: Costs, progress_model: ProgressModel, *, blocking_hosts: bool
+) -> Timeline:
+    progress_model = "blocking_serial" if blocking_hosts else progress_model
+    return simulate(program, costs, progress_model=progress_model, blocking_hosts=blocking_hosts)
 
 
 @given(CASES, st.integers(1, 3), COST, COST)
@@ -177,8 +191,8 @@ def test_free_gathers_and_reductions_are_plain_data_parallelism(
 ) -> None:
     name, model, blocks = case
     costs = Costs(F=1, B=2, step=step, send=send)
-    plain = ran(of(name, dp=2), costs, model, blocks=blocks)
-    assert ran(of(name, dp=2, zero=zero), costs, model, blocks=blocks).span == plain.span
+    plain = ran(of(name, dp=2), costs, model, blocking_hosts=blocks)
+    assert ran(of(name, dp=2, zero=zero), costs, model, blocking_hosts=blocks).span == plain.span
 
 
 @given(CASES, st.integers(1, 3), st.sampled_from(["unshard", "reduce_scatter"]), COST, COST)
@@ -188,7 +202,7 @@ def test_what_costs_more_never_takes_less(
     name, model, blocks = case
     program = of(name, dp=2, zero=zero)
     spans = [
-        ran(program, Costs(F=1, B=2, **{which: cost}), model, blocks=blocks).span
+        ran(program, Costs(F=1, B=2, **{which: cost}), model, blocking_hosts=blocks).span
         for cost in sorted([first, second])
     ]
     assert spans[0] <= spans[1] + 1e-9

@@ -89,7 +89,9 @@ def test_bytes_and_operations_are_those_of_other_tables(
     assert zi.zero_model_states(layers, hidden) == pytest.approx(states.bytes)
     width = 64 * min(hidden, 2**16)  # the feed-forward network is at most 2**24 wide
     model = TransformerSpec(layers=1, hidden=width, heads=1, vocab=2, sequence=sequence)
-    weights = [g for g in layer_pieces(model, ParallelPlan(b=batch)).gemms if g.weight]
+    weights = [
+        g for g in layer_pieces(model, ParallelPlan(microbatch_size=batch)).gemms if g.weight
+    ]
     forward = sum(g.flops for g in weights)  # attention's scores are left out
     assert zi.operations(1, width, sequence, batch) == pytest.approx(4 * forward)
     assert zi.parameters(1, width) == sum(g.n * g.k for g in weights)
@@ -144,7 +146,11 @@ def measured(program: Program, hidden: int, bandwidth: float, *, disk: bool = Fa
     """The share of its time that a device computes, of one layer and one token in a microbatch."""
     work = zi.operations(1, hidden, 1, 1) / 4 / PEAK  # of a forward
     copy = zi.checkpoints(1, hidden, 1, 1) / bandwidth
-    moved = {"spill": copy, "fetch": copy} if disk else {"offload": copy, "reload": copy}
+    moved = (
+        {"offload_to_disk": copy, "reload_from_disk": copy}
+        if disk
+        else {"offload": copy, "reload": copy}
+    )
     run = simulate(program, Costs(F=work, R=work, B=2 * work, **moved))
     return 1 - run.bubble
 

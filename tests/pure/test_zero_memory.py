@@ -26,7 +26,7 @@ from schedir.testing import compute_programs
 from tests.strategies import costs
 
 WEIGHTS, GRADIENT = "whole weights", "whole gradient"
-_ENDS = (Opcode.ReduceHolders, Opcode.ReduceTied, Opcode.ReduceNorm, Opcode.OptimizerStep)
+_ENDS = (Opcode.ReduceReplicatedStages, Opcode.ReduceTied, Opcode.ReduceNorm, Opcode.OptimizerStep)
 
 
 def by_hand(program: Program, rank: int) -> list[tuple[set[int], set[int]]]:
@@ -46,14 +46,14 @@ def by_hand(program: Program, rank: int) -> list[tuple[set[int], set[int]]]:
             if i.op is Opcode.Unshard:
                 assert i.stage not in weights
                 weights.add(i.stage)
-            if i.op in ADDS and i.stage >= program.frozen:
+            if i.op in ADDS and i.stage >= program.frozen_stages:
                 new = i.stage not in gradients or i.stage in under_way
                 while new and under_way and (i.stage in under_way or filled - heard >= slots):
                     gradients.remove(under_way.popleft())
                     heard += 1
                 filled += new
                 gradients.add(i.stage)
-            if i.op in _ENDS and (i.op is not Opcode.ReduceHolders or program.dp > 1):
+            if i.op in _ENDS and (i.op is not Opcode.ReduceReplicatedStages or program.dp > 1):
                 heard += len(under_way)
                 gradients -= {*under_way}
                 under_way.clear()
@@ -87,10 +87,16 @@ def while_it_runs(program: Program, sizes: Sizes, name: str, rank: int) -> list[
 def test_what_is_whole_is_counted_by_hand(
     draft: Program, zero: int, rng: random.Random, data: st.DataObject
 ) -> None:
-    if draft.plan.updates > 1 or not draft.trains:
+    if draft.plan.optimizer_steps > 1 or not draft.trains:
         return
-    program = replace(draft, dp=4, zero=zero, reduce=rng.choice(["end", "turn"]), validate="before")
-    program = lower(program, slots=rng.choice([None, "fewest"]))
+    program = replace(
+        draft,
+        dp=4,
+        zero=zero,
+        reduce_scatter_at=rng.choice(["update_end", "each_backward"]),
+        norm_check="before_step",
+    )
+    program = lower(program, buffer_sharing=rng.choice([None, "minimal"]))
     each = st.lists(st.integers(0, 9), min_size=draft.plan.stages, max_size=draft.plan.stages)
     of = {name: np.array(data.draw(each), float) for name in ("params", "grads", "optimizer")}
     sizes = Sizes(**{name: tuple((4 * size).tolist()) for name, size in of.items()})
@@ -116,7 +122,7 @@ def test_what_is_whole_is_counted_by_hand(
             ("optimizer", "optimizer in parts", 1),
         ):
             stages = np.array(draft.plan.stages_of[rank])
-            trained = stages >= program.frozen
+            trained = stages >= program.frozen_stages
             assert level <= zero or cut not in fixed
             if level <= zero and sizes.told_apart:
                 assert fixed.get(cut, 0) == of[name][stages[trained]].sum()
@@ -138,7 +144,7 @@ SIZES = Sizes(saved=10, params=160, grads=160, optimizer=480)
 def test_each_level_holds_what_the_paper_says(zero: int, rest: float, most: float) -> None:
     """And, breadth first with the fewest slots, one whole gradient beside it, and the weights of
     the stage that computes and of the next one."""
-    program = compile(looped_bfs, PipelineShape(2, 4, 2), dp=4, zero=zero, slots="fewest")
+    program = compile(looped_bfs, PipelineShape(2, 4, 2), dp=4, zero=zero, buffer_sharing="minimal")
     owns = held(program, replace(SIZES, saved=0))
     assert [sum(size for _, size in own.fixed.values()) for own in owns] == [rest, rest]
     curves = simulate(program, sizes=replace(SIZES, saved=0)).memory
@@ -148,23 +154,30 @@ def test_each_level_holds_what_the_paper_says(zero: int, rest: float, most: floa
 def test_each_turn_makes_room_for_the_next() -> None:
     """A whole gradient at a time where each turn is reduced, and all where that is at the end."""
     peaks = {}
-    for when in ("end", "turn"):
+    for when in ("update_end", "each_backward"):
         program = compile(
-            interleaved, PipelineShape(2, 4, 2), dp=4, zero=2, reduce=when, slots="fewest"
+            interleaved,
+            PipelineShape(2, 4, 2),
+            dp=4,
+            zero=2,
+            reduce_scatter_at=when,
+            buffer_sharing="minimal",
         )
         peaks[when] = [own.kept[GRADIENT][1].max() for own in held(program, SIZES)]
-    assert peaks == {"end": [320, 320], "turn": [160, 160]}
+    assert peaks == {"update_end": [320, 320], "each_backward": [160, 160]}
 
 
 def test_what_is_there_all_the_time_takes_nothing_more() -> None:
     """At level 1 whole weights are where the parameters are, and so are gradients."""
-    program = compile(zb_h1, PipelineShape(2, 4), dp=4, zero=1, slots="fewest")
+    program = compile(zb_h1, PipelineShape(2, 4), dp=4, zero=1, buffer_sharing="minimal")
     assert all(not {WEIGHTS, GRADIENT} & {*own.kept, *own.fixed} for own in held(program, SIZES))
-    assert "full" not in program.slots[0].said() and "wgrad" not in program.slots[0].said()
+    assert (
+        "unsharded_params" not in program.slots[0].said() and "wgrad" not in program.slots[0].said()
+    )
 
 
 def test_a_limit_names_parts_and_what_is_whole() -> None:
-    program = compile(looped_bfs, PipelineShape(2, 4, 2), dp=4, zero=3, slots="fewest")
+    program = compile(looped_bfs, PipelineShape(2, 4, 2), dp=4, zero=3, buffer_sharing="minimal")
     most = max(own.bytes.max() for own in held(program, SIZES, late=True))
     assert check_memory(program, SIZES, most) is program
     with pytest.raises(MemoryLimitError) as error:
@@ -178,8 +191,8 @@ def test_a_limit_names_parts_and_what_is_whole() -> None:
 def test_a_sum_of_all_cannot_be_cut() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4), dp=2, zero=1)
     with pytest.raises(UsageError) as error:
-        held(program, Sizes(saved=1, weights=100))
-    assert error.value.fields == ("weights", "zero")
+        held(program, Sizes(saved=1, model_states=100))
+    assert error.value.fields == ("model_states", "zero")
     assert held(program, Sizes(saved=1, params=10, grads=10, optimizer=80))[0].bytes[0] == 60
 
 
@@ -189,7 +202,13 @@ def test_recomputation_fits_beside_what_is_whole() -> None:
     again = {}
     for zero in (0, 3):
         program = compile(
-            gpipe, PipelineShape(2, 4), dp=4, zero=zero, sizes=sizes, limit=830, recompute="fit"
+            gpipe,
+            PipelineShape(2, 4),
+            dp=4,
+            zero=zero,
+            sizes=sizes,
+            memory_limit=830,
+            recompute="fit",
         )
         again[zero] = int((program.op == Opcode.Recompute).sum())
     assert again[0] > again[3] == 0

@@ -18,14 +18,14 @@ from schedir.viz.time_bins import whole
 ZOO = {
     "one_f_one_b": PipelineShape(3, 6), "interleaved": PipelineShape(2, 4, 3),
     "looped_bfs": PipelineShape(1, 4, 4),
-    "zb_h1": PipelineShape(3, 6), "dualpipe": PipelineShape(2, 4, 1, "mirror"),
+    "zb_h1": PipelineShape(3, 6), "dualpipe": PipelineShape(2, 4, placement="mirror"),
 }  # fmt: skip
 CASES = st.tuples(st.sampled_from(sorted(ZOO)), st.integers(1, 3))
 COST = st.sampled_from([0.0, 0.25, 1.0, 3.0])
 
 
 def run(name: str, zero: int = 3, active: int | None = None, **costs: float) -> Timeline:
-    more: dict[str, Any] = {} if active is None or zero < 3 else {"active": active}
+    more: dict[str, Any] = {} if active is None or zero < 3 else {"unsharded_stages": active}
     program = compile(getattr(schedules, name), ZOO[name], dp=2, zero=zero, **more)
     return simulate(program, Costs(F=1, B=2, **costs))
 

@@ -69,7 +69,7 @@ def test_compare_has_a_column_of_gathers(capsys: pytest.CaptureFixture[str]) -> 
     assert "gathers" not in said(capsys, *argv)
 
 
-@pytest.mark.parametrize("when", ["end", "turn"])
+@pytest.mark.parametrize("when", ["update_end", "each_backward"])
 def test_recommend_ranks_all_schedules(when: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With schedules that run forward only, and reduce nothing."""
     out = said(
@@ -82,10 +82,12 @@ def test_recommend_ranks_all_schedules(when: str, capsys: pytest.CaptureFixture[
         "-O",
         "zero=2",
         "-O",
-        f"reduce={when}",
+        f"reduce_scatter_at={when}",
     )
     assert "dualpipe  " in out and "not dualpipe" not in out
-    program = compile(schedules.forward_only, PipelineShape(2, 4), dp=2, zero=2, reduce=when)
+    program = compile(
+        schedules.forward_only, PipelineShape(2, 4), dp=2, zero=2, reduce_scatter_at=when
+    )
     assert gathers(program).reductions == [0, 0]
 
 
@@ -105,7 +107,7 @@ def test_levels_name_what_they_cut() -> None:
 def test_whole_stages_are_those_between_unshard_and_reshard(name: str, zero: int) -> None:
     """Counted anew, instruction by instruction."""
     schedule = getattr(schedules, name)
-    v = {"interleaved": 2, "looped_bfs": 2, "zb_v": 2}.get(name, 1)
+    v = {"interleaved": 2, "looped_bfs": 2, "zb_v": 2, "chimera": 2}.get(name, 1)
     placement = {"zb_v": "vee", "chimera": "mirror"}.get(name, "loop")
     program = compile(schedule, PipelineShape(2, 4, v, placement), dp=2, zero=zero)
     for stream, most in zip(program.streams, gathers(program).whole, strict=True):
@@ -125,7 +127,9 @@ def test_what_no_longer_says_anything_is_no_more_said(
     """Of a program that is lowered anew at another level."""
     path = str(tmp_path / "one.sched")
     (tmp_path / "one.sched").write_text(
-        to_text(compile(schedules.interleaved, PipelineShape(2, 4, 2), dp=2, zero=3, active=1))
+        to_text(
+            compile(schedules.interleaved, PipelineShape(2, 4, 2), dp=2, zero=3, unsharded_stages=1)
+        )
     )
     assert "at most 1 of their 2 stages" in said(capsys, "check", path, "--relower")
     assert "at most 2 of its 2 stages" in said(capsys, "check", path, "--relower", "-O", "zero=1")
@@ -143,9 +147,9 @@ def test_best_passes_over_what_cannot_keep_so_few_whole(capsys: pytest.CaptureFi
         "-O",
         "zero=3",
         "-O",
-        "active=1",
+        "unsharded_stages=1",
     )
-    assert "not dualpipe, dualpipe_v: active is 1, and what runs as one uses 2 stages" in out
+    assert "not dualpipe, dualpipe_v: unsharded_stages is 1" in out
 
 
 def test_what_a_search_finds_is_lowered_with_zero(

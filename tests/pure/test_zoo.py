@@ -71,7 +71,7 @@ def test_eager_1f1b_hides_messages(send: float) -> None:
 
 def test_eager_1f1b_is_interleaved_with_one_stage() -> None:
     for P, m in ((1, 1), (4, 8), (4, 3), (3, 6)):
-        plan = PipelineShape(P, m)
+        plan = PipelineShape(P, m, stages_per_rank=1)
         assert (
             expand_schedule(eager_1f1b, plan).streams == expand_schedule(interleaved, plan).streams
         )
@@ -113,7 +113,7 @@ def test_forward_only(P: int) -> None:
             assert not timeline.program.trains
     ragged = PipelineShape(3, 4, placement=(2, 0, 1, 1, 0, 2, 1))
     assert len(expand_schedule(forward_only, ragged)) == 7 * 4
-    compile(forward_only, ragged, model="serial")
+    compile(forward_only, ragged, progress_model="blocking_serial")
 
 
 # ------------------------------------------------------------------ split backwards
@@ -307,9 +307,9 @@ def test_every_schedule_finishes_everywhere(name: str) -> None:
         uneven = tuple(1.0 + s * s % 5 for s in range(plan.stages))
         for model in MODELS:
             for costs in (Costs(), Costs(F=uneven, I=uneven[::-1], W=0.5, send=0.3)):
-                program = compile(schedule, plan, model=model, costs=costs)
+                program = compile(schedule, plan, progress_model=model, costs=costs)
                 assert program.ascending or plan.rows > 1
-                simulate(program, costs, model=model)
+                simulate(program, costs, progress_model=model)
 
 
 @settings(max_examples=60)
@@ -334,7 +334,7 @@ def test_two_ways_need_even_numbers() -> None:
         with pytest.raises(PlanError, match="ranks must be even, not 3"):
             expand_schedule(schedule, PipelineShape(3, 8))
         for plan in (
-            PipelineShape(4, 8),
+            PipelineShape(4, 8, placement="loop"),
             PipelineShape(4, 8, placement="vee"),
             PipelineShape(4, 8, 4, "mirror"),
         ):
@@ -348,8 +348,8 @@ VEE = [s for s in ZOO.values() if getattr(s, "placed", ("loop",))[0] == "vee"]
 @pytest.mark.parametrize("schedule", VEE)
 def test_other_placements_are_refused(schedule: Schedule) -> None:
     for plan in (
-        PipelineShape(3, 9),
-        PipelineShape(3, 9, 2),
+        PipelineShape(3, 9, placement="loop"),
+        PipelineShape(3, 9, 2, "loop"),
         PipelineShape(3, 9, 3, "vee"),
         PipelineShape(3, 9, placement=(0, 1, 2)),
     ):

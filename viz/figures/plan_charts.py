@@ -54,7 +54,7 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
 
     >>> import schedir
     >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
-    >>> plan = PlanEstimate(p=8, t=8, d=16, m=96, step=30.0,
+    >>> plan = PlanEstimate(pp=8, tp=8, dp=16, microbatches=96, step=30.0,
     ...     parts=StepBreakdown(24, 0, 2, 0, 3, 1, 0),
     ...               memory=GpuMemory(5e9, 5e9, 30e9, 20e9, 3e9), flops=150e12, mfu=0.48)
     >>> figure = schedir.viz.plan_times([plan])
@@ -142,7 +142,8 @@ def _bar(axes: Axes, row: int, plan: PlanEstimate, one: float) -> None:
 def _told(axes: Axes, row: int, plan: PlanEstimate) -> None:
     """What the plan is, and what it comes to."""
     cells = [
-        str(row + 1), *(str(n) for n in (plan.p, plan.t, plan.d, plan.v, plan.b)),
+        str(row + 1), *(str(n) for n in (plan.pp, plan.tp, plan.dp, plan.stages_per_rank,
+                                         plan.microbatch_size)),
         "yes" if plan.sequence_parallel else "-", plan.schedule, plan.recompute, str(plan.zero),
     ]  # fmt: skip
     at = -sum(wide for _, wide, _ in _LEFT) - 0.1
@@ -203,14 +204,14 @@ def plan_memory(
     >>> import schedir
     >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
     >>> plans = [
-    ...     PlanEstimate(p=p, t=8, d=128 // p, m=p, step=40 - p,
+    ...     PlanEstimate(pp=p, tp=8, dp=128 // p, microbatches=p, step=40 - p,
     ...     parts=StepBreakdown(40 - p, 0, 0, 0, 0, 0, 0),
     ...            memory=GpuMemory(320e9 / p, 0, 0, 0, 0), flops=1e14, mfu=0.4, fits=p > 4)
     ...     for p in (4, 8, 16)
     ... ]
     >>> figure = schedir.viz.plan_memory(plans, limit=80e9)
     >>> [text.get_text().split(",")[0] for text in figure.axes[0].texts]
-    ['p 16', '80 GB: does not fit']
+    ['pp 16', '80 GB: does not fit']
     """
     plans = _some(plans)
     held = np.array([plan.memory.total for plan in plans]) / 1e9
@@ -296,12 +297,13 @@ def name_of(plan: PlanEstimate) -> str:
     """A plan in a few words.
 
     >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
-    >>> name_of(PlanEstimate(p=8, t=4, v=2, step=1.0, parts=StepBreakdown(1, 0, 0, 0, 0, 0, 0),
+    >>> name_of(PlanEstimate(pp=8, tp=4, stages_per_rank=2, step=1.0,
+    ...     parts=StepBreakdown(1, 0, 0, 0, 0, 0, 0),
     ...                memory=GpuMemory(0, 0, 0, 0, 0), flops=1e14, mfu=0.4))
-    'p 8, t 4, d 1, v 2, b 1, one_f_one_b'
+    'pp 8, tp 4, dp 1, v 2, b 1, one_f_one_b'
     """
-    v = f", v {plan.v}" if plan.v > 1 else ""
-    return f"p {plan.p}, t {plan.t}, d {plan.d}{v}, b {plan.b}, {plan.schedule}"
+    v = f", v {plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""
+    return f"pp {plan.pp}, tp {plan.tp}, dp {plan.dp}{v}, b {plan.microbatch_size}, {plan.schedule}"
 
 
 def _limit(axes: Axes, limit: float) -> None:
@@ -348,7 +350,7 @@ def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = 
     >>> import schedir
     >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
     >>> plans = [
-    ...     PlanEstimate(p=8, d=d, m=64 // d, step=32 / d,
+    ...     PlanEstimate(pp=8, dp=d, microbatches=64 // d, step=32 / d,
     ...     parts=StepBreakdown(32 / d, 0, 0, 0, 0, 0, 0),
     ...            memory=GpuMemory(1e9, 0, 0, 0, 0), flops=1e14, mfu=0.4)
     ...     for d in (1, 2, 4)
@@ -379,7 +381,7 @@ def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = 
                       label="if all GPUs gave what the first do")  # fmt: skip
         for plan in plans:
             left.annotate(
-                f"{plan.p} x {plan.t} x {plan.d}", (plan.gpus, plan.step / one),
+                f"{plan.pp} x {plan.tp} x {plan.dp}", (plan.gpus, plan.step / one),
                 (4, 5 if marker == "o" else -10), textcoords="offset points",
                 fontsize=6.5, color=colour, zorder=4,
                 path_effects=[withStroke(linewidth=2, foreground="white")],

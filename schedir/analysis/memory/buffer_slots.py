@@ -38,10 +38,10 @@ from schedir.ir.isa.instructions import (
     SENDS,
     SLOTTED,
     TIERS,
-    TOKENS,
+    VALUES,
     Opcode,
     Scope,
-    Token,
+    Value,
     form_changes,
 )
 from schedir.ir.program import ON_HOST, OWN, Program
@@ -61,17 +61,17 @@ def groups(index: InstructionIndex) -> Positions:
     return np.cumsum(~index.joined, dtype=np.int32)
 
 
-def reuses(program: Program) -> dict[Token, tuple[Positions, Positions]]:
+def reuses(program: Program) -> dict[Value, tuple[Positions, Positions]]:
     """By kind, who fills a slot that had a value before, and who frees it."""
     flow, found = Dataflow.of(program), {}
     said = _said(program)
     for kind in SLOTTED:
         count = said.get(kind, np.full(program.plan.ranks, OWN))
-        if (count == OWN).all() and TOKENS[kind].per is not Scope.STAGE:
+        if (count == OWN).all() and VALUES[kind].per is not Scope.STAGE:
             continue
         lives = flow.lives(kind)
         left = _left(lives, count)
-        if TOKENS[kind].per is Scope.STAGE:  # one lane frees them: the later of two has both behind
+        if VALUES[kind].per is Scope.STAGE:  # one lane frees them: the later of two has both behind
             left = np.maximum(left, _before_it(program, lives))
         if (again := left != NONE).any():
             found[kind] = lives.fill[again], left[again]
@@ -110,7 +110,7 @@ def _left(lives: ValueLives, count: NDArray[np.int64]) -> Positions:
     return left
 
 
-def _said(program: Program) -> dict[Token, NDArray[np.int64]]:
+def _said(program: Program) -> dict[Value, NDArray[np.int64]]:
     """How many slots each rank has by kind, as the program says."""
     return dict(zip(SLOTTED, np.array(program.slots, np.int64).T, strict=False))
 
@@ -125,7 +125,7 @@ def _before_it(program: Program, lives: ValueLives) -> Positions:
     return left
 
 
-def stages_in(program: Program, kind: Token, rank: int) -> NDArray[np.int64]:
+def stages_in(program: Program, kind: Value, rank: int) -> NDArray[np.int64]:
     """The stages of which a rank has values of a kind."""
     lives = Dataflow.of(program).lives(kind)
     return np.unique(InstructionIndex.of(program).stage[lives.fill[lives.of(rank)]]).astype(
@@ -145,7 +145,7 @@ def counts(program: Program) -> NDArray[np.int64]:
     for kind in KINDS:
         lives = flow.lives(kind)
         values = np.diff(lives.first)
-        if TOKENS[kind].per is Scope.STAGE and len(lives.fill):
+        if VALUES[kind].per is Scope.STAGE and len(lives.fill):
             each = (len(stages_in(program, kind, rank)) for rank in range(program.plan.ranks))
             values = np.array([*each], np.int64)
         most = values if program.in_slots(kind) else lives.peak(group)
@@ -155,13 +155,13 @@ def counts(program: Program) -> NDArray[np.int64]:
     return np.stack(columns, 1)
 
 
-def assign(program: Program, rank: int) -> dict[tuple[Token, int, int], dict[int, int]]:
+def assign(program: Program, rank: int) -> dict[tuple[Value, int, int], dict[int, int]]:
     """The slots of each value of a rank, by kind, stage and microbatch; from 0 in each kind.
 
     By the index in the Stream of what fills one: a value that leaves the device and comes back has
     two.
     """
-    slots: dict[tuple[Token, int, int], dict[int, int]] = {}
+    slots: dict[tuple[Value, int, int], dict[int, int]] = {}
     flow, index, begin = (
         Dataflow.of(program),
         InstructionIndex.of(program),
@@ -185,13 +185,13 @@ def _places(lives: ValueLives, rank: int, count: int) -> list[int]:
     return place
 
 
-def is_sent(program: Program, kind: Token) -> NDArray[np.bool_]:
+def is_sent(program: Program, kind: Value) -> NDArray[np.bool_]:
     """Return whether a message takes each value of a kind, in the order of `Dataflow.lives`."""
     return InstructionIndex.of(program).is_op(SENDS)[Dataflow.of(program).lives(kind).freed]
 
 
 def by_form(
-    program: Program, kind: Token, at: Positions
+    program: Program, kind: Value, at: Positions
 ) -> Iterator[tuple[tuple[Opcode, ...], NDArray[np.bool_]]]:
     """Group values of a kind by the form in which messages take them.
 
@@ -213,17 +213,17 @@ def by_form(
 
 
 def form_sizes(
-    program: Program, kind: Token, changed: tuple[Opcode, ...], sizes: Sizes, at: Positions
+    program: Program, kind: Value, changed: tuple[Opcode, ...], sizes: Sizes, at: Positions
 ) -> NDArray[np.float64]:
     """Return the bytes of values of a kind after `changed` have changed their form; `at` has the
     position of an instruction of each value."""
     forms = [FORMS[form] for op in changed if (form := ROWS[op].form) is not None]
     told = [form.size for form in forms if form.size and sizes.tells(form.size)]
-    size = _sizes(program, kind, [TOKENS[kind].size, *told][-1], sizes, at)
+    size = _sizes(program, kind, [VALUES[kind].size, *told][-1], sizes, at)
     return size / program.tp if any(form.split for form in forms) else size
 
 
-def sent_from(program: Program, kind: Token) -> dict[tuple[Opcode, ...], NDArray[np.int64]]:
+def sent_from(program: Program, kind: Value) -> dict[tuple[Opcode, ...], NDArray[np.int64]]:
     """Return the number of slots from which messages are sent, shape (ranks,), by the instructions
     that change the form of the value."""
     lives, sent = Dataflow.of(program).lives(kind), is_sent(program, kind)
@@ -242,18 +242,18 @@ def sent_from(program: Program, kind: Token) -> dict[tuple[Opcode, ...], NDArray
     return found
 
 
-def whole_sizes(program: Program, kind: Token, sizes: Sizes, at: Positions) -> NDArray[np.float64]:
+def whole_sizes(program: Program, kind: Value, sizes: Sizes, at: Positions) -> NDArray[np.float64]:
     """Bytes, whole, of the value of a kind that each of some instructions is for."""
-    return _sizes(program, kind, TOKENS[kind].size, sizes, at)
+    return _sizes(program, kind, VALUES[kind].size, sizes, at)
 
 
 def _sizes(
-    program: Program, kind: Token, name: str, sizes: Sizes, at: Positions
+    program: Program, kind: Value, name: str, sizes: Sizes, at: Positions
 ) -> NDArray[np.float64]:
     """The size of a name, of the value of a kind that each of some instructions is for."""
-    row, index, each = TOKENS[kind], InstructionIndex.of(program), sizes.each(name, program.plan)
-    if row.across is not None and not row.across.ahead:  # told for the earlier stage
-        each = each[program.beside(row.across)]
+    row, index, each = VALUES[kind], InstructionIndex.of(program), sizes.each(name, program.plan)
+    if row.peer is not None and not row.peer.ahead:  # told for the earlier stage
+        each = each[program.beside(row.peer)]
     return look_up(each, index.stage[at], index.mb[at])
 
 

@@ -47,10 +47,10 @@ from schedir.ir.isa.instructions import (
     SLOTTED,
     STEPS,
     TIERS,
-    TOKENS,
+    VALUES,
     Lane,
     Scope,
-    Token,
+    Value,
     consumers,
 )
 from schedir.ir.program import ADDRESS, ON_HOST, OWN, Program, Stream
@@ -73,11 +73,11 @@ class OffloadSlots(NamedTuple):
     least: NDArray[np.float64]
 
     @classmethod
-    def of(cls, program: Program, kind: Token, sizes: Sizes, tier: str) -> OffloadSlots | None:
+    def of(cls, program: Program, kind: Value, sizes: Sizes, tier: str) -> OffloadSlots | None:
         """What a program says of a kind on a tier; None where it says no number."""
         if not program.slots:
             return None
-        if tier == TIERS[0] and kind in SLOTTED and TOKENS[kind].per is Scope.MICROBATCH:
+        if tier == TIERS[0] and kind in SLOTTED and VALUES[kind].per is Scope.MICROBATCH:
             said = np.array([slots[SLOTTED.index(kind)] for slots in program.slots])
             slots = counts(program)[:, KINDS.index(kind)]
         elif tier == "host" and kind in HOST:
@@ -100,24 +100,26 @@ class OffloadSlots(NamedTuple):
 # neither a fill nor an end.
 _HELD: Final = {
     token for token in KEPT
-    if TOKENS[token].per is Scope.MICROBATCH
+    if VALUES[token].per is Scope.MICROBATCH
     and all(r.lane is Lane.COMPUTE for r in ROWS if token in {*r.gives} - {*r.needs} | {*r.frees})
 }  # fmt: skip
 _CHANGE: Final = np.array(
     [len(_HELD & {*r.gives} - {*r.needs}) - len(_HELD & {*r.frees} - {*r.gives}) for r in ROWS]
 )
-_USES_WEIGHTS: Final = tuple(dict.fromkeys((*COMPUTE, *consumers(Token.PARAMETERS))))
+_USES_WEIGHTS: Final = tuple(dict.fromkeys((*COMPUTE, *consumers(Value.PARAMS))))
 _COUNTED: Final = tuple(op for op in _USES_WEIGHTS if ROWS[op].per is Scope.MICROBATCH)
 _PUT_OUT: Final = tuple(ROWS[op].needs[0] for op in SENDS)
-_SEVERAL: Final = sum(TOKENS[token].made_of is None for token in _HELD) > 1
+_SEVERAL: Final = sum(VALUES[token].converted_from is None for token in _HELD) > 1
 
 
-def in_flight(stream: Stream, frozen: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def in_flight(
+    stream: Stream, frozen_stages: int = 0
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Where the number of (stage, mb) alive changes in a Stream, and to what.
 
-    Of the first `frozen` stages nothing is kept.
+    Of the first `frozen_stages` stages nothing is kept.
     """
-    change = _CHANGE[stream.op] * (stream.stage >= frozen)
+    change = _CHANGE[stream.op] * (stream.stage >= frozen_stages)
     at = np.flatnonzero(change)
     if _SEVERAL:  # values hold one (stage, mb), which begins with the first and ends with the last
         address = stream.words[at] & ADDRESS
@@ -139,13 +141,13 @@ def peak_versions(program: Program) -> NDArray[np.int64]:
     """
     plan = program.plan
     peaks = np.ones(plan.ranks, np.int64)
-    for rank, stream in enumerate(program.streams if plan.updates > 1 else ()):
+    for rank, stream in enumerate(program.streams if plan.optimizer_steps > 1 else ()):
         steps = np.flatnonzero(np.isin(stream.op, STEPS))
         at = np.flatnonzero(np.isin(stream.op, _USES_WEIGHTS) & _changes(program, stream))
         counted = np.isin(stream.op[at], _COUNTED)  # what is once in an update, uses its weights
-        version = np.minimum(stream.mb[at], plan.updates)
+        version = np.minimum(stream.mb[at], plan.optimizer_steps)
         version[counted] = plan.version(stream.stage[at][counted], stream.mb[at][counted])
-        last = np.full(plan.updates + 1, -1)
+        last = np.full(plan.optimizer_steps + 1, -1)
         np.maximum.at(last, version, at)
         old = [int((last[: k + 1] > step).sum()) for k, step in enumerate(steps.tolist())]
         peaks[rank] = 1 + max(old, default=0)
@@ -155,7 +157,7 @@ def peak_versions(program: Program) -> NDArray[np.int64]:
 def _changes(program: Program, stream: Stream) -> NDArray[np.bool_]:
     """Whether each instruction is of weights that steps change: not of a frozen stage's."""
     of_rank = np.array([row.per is Scope.RANK for row in ROWS])[stream.op]
-    return of_rank | (stream.stage >= program.frozen)
+    return of_rank | (stream.stage >= program.frozen_stages)
 
 
 def peak_in_flight(program: Program, weight: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
@@ -166,7 +168,7 @@ def peak_in_flight(program: Program, weight: NDArray[np.int64] | None = None) ->
     """
     peaks = np.zeros(program.plan.ranks, np.int64)
     for rank, stream in enumerate(program.streams if program.trains else ()):
-        at, alive = in_flight(stream, program.frozen)
+        at, alive = in_flight(stream, program.frozen_stages)
         if weight is not None:
             alive = np.cumsum(np.diff(alive, prepend=0) * weight[stream.stage[at]])
         peaks[rank] = alive.max(initial=0)
@@ -228,39 +230,41 @@ def at_rest(program: Program, sizes: Sizes, tier: str = "device") -> dict[str, N
     A value that lies on a tier from the start has its room there all the time, wherever it is.
     """
     plan, zero = program.plan, program.zero
-    lies = {row.size: program.lies(row.token) for row in TOKENS if row.lies}
+    lies = {row.size: program.lies(row.value) for row in VALUES if row.initial_tier}
     lies = {size: tier for size, tier in lies.items() if tier != TIERS[0]}
-    if lies and np.any(np.array(sizes.weights or 0)):
+    if lies and np.any(np.array(sizes.model_states or 0)):
         raise UsageError(
-            f"{' and '.join(lies)} of a stage lies on the {' and '.join(lies.values())}, and of "
-            "what a stage holds all the time the sizes tell the sum",
-            hint=f"{', '.join(f'{name}=' for name in AT_REST)} in place of weights=",
-            fields=["weights", "states"],
+            f"{' and '.join(lies)} of a stage is on the {' and '.join(lies.values())}, and "
+            "model_states is one number for all that a stage has all the time",
+            hint=f"{', '.join(f'{name}=' for name in AT_REST)} in place of model_states=",
+            fields=["model_states", "optimizer_placement"],
         )
-    if zero and np.any(np.array(sizes.weights or 0)):
+    if zero and np.any(np.array(sizes.model_states or 0)):
         raise UsageError(
-            f"zero is {zero}, and of what a stage holds all the time the sizes tell the sum: of it "
-            "replicas hold parts of some, and others whole",
-            hint=f"{', '.join(f'{name}=' for name in AT_REST)} in place of weights=",
-            fields=["weights", "zero"],
+            f"zero is {zero}, and model_states is one number for all that a stage has all the "
+            "time, of which replicas share a part only",
+            hint=f"{', '.join(f'{name}=' for name in AT_REST)} in place of model_states=",
+            fields=["model_states", "zero"],
         )
     each = {name: sizes.of(name, plan.stages) for name in sizes.at_rest}
     params, grads, optimizer = (sizes.of(name, plan.stages) for name in ModelStates._fields)
     parts = zero_model_states(params, grads, optimizer, zero, program.dp)
     for name, size in parts._asdict().items():
         if name in each and is_cut(name, zero):
-            each[IN_PARTS[name]] = np.where(np.arange(plan.stages) < program.frozen, 0.0, size)
-            each[name][program.frozen :] = 0.0
+            each[IN_PARTS[name]] = np.where(
+                np.arange(plan.stages) < program.frozen_stages, 0.0, size
+            )
+            each[name][program.frozen_stages :] = 0.0
     for name in sizes.at_rest:
         if lies.get(name, TIERS[0]) != tier:
             each.pop(name, None)
             each.pop(IN_PARTS.get(name, name), None)
-    trained, parts_of = np.arange(plan.stages) >= program.frozen, 1
+    trained, parts_of = np.arange(plan.stages) >= program.frozen_stages, 1
     if is_cut("optimizer", zero):
         parts_of = program.dp
-    for row in TOKENS:
-        if row.room is not None and row.room[0] == tier and program.has(row.token):
-            each[row.room[1]] = sizes.of(row.room[1], plan.stages) * trained / parts_of
+    for row in VALUES:
+        if row.reserved is not None and row.reserved[0] == tier and program.has(row.value):
+            each[row.reserved[1]] = sizes.of(row.reserved[1], plan.stages) * trained / parts_of
     return {
         name: np.array([size[list(own)].sum() for own in plan.stages_of])
         for name, size in each.items()
@@ -278,9 +282,9 @@ def tiers_of(program: Program) -> tuple[str, ...]:
     """
     changes = [change for op in program.ops for change in ROWS[op].changes]
     there = {state for change in changes for state in (change.before, change.after)}
-    has = [row for row in TOKENS if program.has(row.token)]
-    there |= {TIERS[0], *(program.lies(row.token) for row in TOKENS)}
-    there |= {row.room[0] for row in has if row.room}
+    has = [row for row in VALUES if program.has(row.value)]
+    there |= {TIERS[0], *(program.lies(row.value) for row in VALUES)}
+    there |= {row.reserved[0] for row in has if row.reserved}
     return tuple(tier for tier in TIERS if tier in there)
 
 
@@ -332,10 +336,10 @@ def held(
         here = slice(first[rank], first[rank + 1])
         fixed = {name: (len(stages), float(each[rank])) for name, each in always.items()}
         if tier == TIERS[0]:
-            trained = [s for s in stages if s >= program.frozen]
-            if program.validate == "after" and program.trains:  # to make an update again
+            trained = [s for s in stages if s >= program.frozen_stages]
+            if program.norm_check == "after_step" and program.trains:  # to make an update again
                 fixed["copies"] = (len(trained), float(changed[trained].sum()))
-            if plan.updates > 1:
+            if plan.optimizer_steps > 1:
                 copies = int(versions[rank])
                 size = copies * float(version[trained].sum())
                 fixed["versions"] = (copies * len(trained), size)
@@ -353,18 +357,18 @@ def held(
     return ranks
 
 
-def _name(kind: Token) -> str:
+def _name(kind: Value) -> str:
     """What the memory of a kind's values is called."""
-    return WHOLE.get(TOKENS[kind].size, kind.name.lower())
+    return WHOLE.get(VALUES[kind].size, kind.name.lower())
 
 
-def _sizes_of(program: Program, kind: Token, sizes: Sizes) -> NDArray[np.float64]:
+def _sizes_of(program: Program, kind: Value, sizes: Sizes) -> NDArray[np.float64]:
     """Bytes of each value of a kind, whole."""
     return whole_sizes(program, kind, sizes, Dataflow.of(program).lives(kind).fill)
 
 
 def _room(
-    program: Program, kind: Token, sizes: Sizes
+    program: Program, kind: Value, sizes: Sizes
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Of each rank how many slots of a kind have memory, and how many bytes together: each the
     most that a value takes there."""
@@ -423,8 +427,8 @@ def require_memory_limit(
             continue
         at = int(own.at[most])
         instr = program.streams[rank][at]
-        tape = any(TOKENS[token].made_of for token in ROWS[instr.op].gives)
-        new = ", and its own tape is what it adds to what was saved" * tape
+        tape = any(VALUES[token].converted_from for token in ROWS[instr.op].gives)
+        new = ", and makes deferred weight gradients" * tape
         raise MemoryLimitError(
             program=program.name,
             limit=limit,

@@ -7,12 +7,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from schedir.ir.cost.zero_states import CUT_FROM
-from schedir.ir.isa.instructions import ROWS, Scope, Token, producers
+from schedir.ir.isa.instructions import ROWS, Scope, Value, producers
 from schedir.ir.program import Program
 
-_GATHERS: Final = producers(Token.FULL)
-_LETS_GO: Final = tuple(row.op for row in ROWS if Token.FULL in row.frees)
-_REDUCES: Final = tuple(op for op in producers(Token.GRAD) if ROWS[op].per is Scope.TURN)
+_GATHERS: Final = producers(Value.UNSHARDED_PARAMS)
+_LETS_GO: Final = tuple(row.op for row in ROWS if Value.UNSHARDED_PARAMS in row.frees)
+_REDUCES: Final = tuple(op for op in producers(Value.GRAD) if ROWS[op].per is Scope.OCCURRENCE)
 _NAMES: Final = {
     "params": "weights",
     "grads": "gradients",
@@ -76,7 +76,7 @@ def in_parts(program: Program) -> str:
             f", and {'holds' if one else 'hold'} at most {span(found.whole)} of "
             f"{'its' if one else 'their'} {span(found.stages)} stages whole"
         )
-    if program.reduce == "turn":
+    if program.reduce_scatter_at == "each_backward":
         said += f"; gradients are reduced {_times(found.reductions)}"
     return said
 

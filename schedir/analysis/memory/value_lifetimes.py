@@ -14,7 +14,7 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.zero_states import is_cut
 from schedir.ir.dataflow import Dataflow, ValueStates
 from schedir.ir.instruction_index import NONE, InstructionIndex, Positions
-from schedir.ir.isa.instructions import ROWS, TOKENS, Lane, Token
+from schedir.ir.isa.instructions import ROWS, VALUES, Lane, Value
 from schedir.ir.program import Program
 from schedir.ir.value_chains import NO_FORM
 
@@ -29,7 +29,7 @@ class ValueLifetimes(NamedTuple):
 
 
 def kept_of(
-    program: Program, kind: Token, sizes: Sizes, tier: int, late: bool, moved: bool | None = None
+    program: Program, kind: Value, sizes: Sizes, tier: int, late: bool, moved: bool | None = None
 ) -> ValueLifetimes:
     """What a kind of value holds on a tier, from when it comes there until it goes.
 
@@ -51,9 +51,11 @@ def kept_of(
     before, after = _neighbours(begin, end, here, made, over)
     comes, goes = here & ~before, here & ~after
     one, adds, first = np.ones(len(begin), np.int64), size.copy(), np.empty(0, np.intp)
-    if made_of := TOKENS[kind].made_of:  # while it is made, it counts as what it adds to that
+    if made_of := VALUES[
+        kind
+    ].converted_from:  # while it is made, it counts as what it adds to that
         first = np.flatnonzero(comes & made)
-        more = sizes.each(made_of[1], plan) - sizes.each(TOKENS[made_of[0]].size, plan)
+        more = sizes.each(made_of[1], plan) - sizes.each(VALUES[made_of[0]].size, plan)
         adds[first] = look_up(more, index.stage[begin[first]], index.mb[begin[first]])
     came, gone = begin, left.copy()
     when = 2 * group[begin]
@@ -62,7 +64,7 @@ def kept_of(
         when = 2 * group[came] + (came != begin) * (came != program.offsets[index.rank[came]])
     if tier == 0:  # memory of a device is the host's to let go
         gone[over] = heard_of(program, end[over], drains=not late)
-        if TOKENS[kind].lies:
+        if VALUES[kind].initial_tier:
             gone = _left(program, kind, end, late)
     changes = [
         (came[comes], when[comes], one[comes], adds[comes]),
@@ -78,35 +80,35 @@ def kept_of(
     return ValueLifetimes(*map(np.concatenate, zip(*changes, strict=True)))
 
 
-def _states(program: Program, kind: Token, moved: bool | None) -> ValueStates:
+def _states(program: Program, kind: Value, moved: bool | None) -> ValueStates:
     """What values of a kind are; only of those that are elsewhere meanwhile, or of the others."""
     states, index = Dataflow.of(program).states(kind), InstructionIndex.of(program)
     if moved is None:
         return states
-    key = index.keys(TOKENS[kind].per, states.begin, index.mb[states.begin].astype(np.int64))
+    key = index.keys(VALUES[kind].per, states.begin, index.mb[states.begin].astype(np.int64))
     own = np.isin(key, key[states.tier > 0]) == moved
     return ValueStates(*(each[own] for each in states))
 
 
-def _sizes(program: Program, kind: Token, sizes: Sizes, states: ValueStates) -> NDArray[np.float64]:
+def _sizes(program: Program, kind: Value, sizes: Sizes, states: ValueStates) -> NDArray[np.float64]:
     """Bytes of each piece, in its form."""
     index, chains = InstructionIndex.of(program), Dataflow.of(program).chains(kind)
-    names = [TOKENS[kind].size, *(chains.forms if chains else ())]
+    names = [VALUES[kind].size, *(chains.forms if chains else ())]
     at = index.stage[states.begin], index.mb[states.begin]
     # Of what lies somewhere from the start replicas have parts from a level of ZeRO on.
-    part = TOKENS[kind].lies and is_cut(TOKENS[kind].size, program.zero)
+    part = VALUES[kind].initial_tier and is_cut(VALUES[kind].size, program.zero)
     parts = program.dp if part else 1
     of_form = [look_up(sizes.each(name, program.plan), *at) / parts for name in names]
     return of_form[0] if len(names) == 1 else np.choose(states.form - NO_FORM, of_form)
 
 
 def _as_long(
-    program: Program, kind: Token, states: ValueStates, tier: int
+    program: Program, kind: Value, states: ValueStates, tier: int
 ) -> tuple[NDArray[np.bool_], Positions]:
     """Which pieces of values may be on a tier, from the first that is, and where each is known to
     have left it: where somebody uses what is on the device again."""
     index = InstructionIndex.of(program)
-    key = index.keys(TOKENS[kind].per, states.begin, index.mb[states.begin].astype(np.int64))
+    key = index.keys(VALUES[kind].per, states.begin, index.mb[states.begin].astype(np.int64))
     order = np.lexsort((states.begin, key))
     key, end, at_tier = key[order], states.end[order], states.tier[order]
     life = np.cumsum(np.append(False, key[1:] != key[:-1])[: len(key)])
@@ -127,7 +129,7 @@ def _as_long(
 
 
 def moved_sizes(
-    program: Program, kind: Token, sizes: Sizes, tier: int
+    program: Program, kind: Value, sizes: Sizes, tier: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Bytes of the largest and of the smallest value of a kind on a tier of each rank, of those
     that are elsewhere meanwhile."""
@@ -141,7 +143,7 @@ def moved_sizes(
 
 
 def _as_early(
-    program: Program, kind: Token, begin: Positions, made: NDArray[np.bool_]
+    program: Program, kind: Value, begin: Positions, made: NDArray[np.bool_]
 ) -> Positions:
     """What each value can come behind at the earliest: who leaves it room, if another lane than
     compute makes it, or the first of the Stream where there always is some.
@@ -149,7 +151,7 @@ def _as_early(
     What lies elsewhere from the start comes behind what it needs: what compute gave, or what was
     made of that.
     """
-    index, lies = InstructionIndex.of(program), bool(TOKENS[kind].lies)
+    index, lies = InstructionIndex.of(program), bool(VALUES[kind].initial_tier)
     off = (made | lies) & (np.array([row.lane for row in ROWS])[index.op[begin]] != Lane.COMPUTE)
     early = program.offsets[index.rank[begin]].astype(np.int32)
     if lies and len(begin):
@@ -164,7 +166,7 @@ def _as_early(
     return np.where(off, np.maximum.accumulate(early), begin)
 
 
-def _left(program: Program, kind: Token, end: Positions, late: bool) -> Positions:
+def _left(program: Program, kind: Value, end: Positions, late: bool) -> Positions:
     """Where hosts let go of what has been moved from the device: who takes its slot waits for that
     on the host.  Whoever does, whenever that is, comes when it has gone: `late` says it so."""
     heard, again = heard_of(program, end), {}

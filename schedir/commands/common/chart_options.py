@@ -105,7 +105,7 @@ def save_chart(args: argparse.Namespace, requests: Sequence[Request]) -> None:
     style = {name: value for name, value in said.items() if value is not None}
     if style.get("show") == "none":
         style["show"] = ""
-    limits = {"device": requests[0].limit, "host": requests[0].more.get("host_limit")}
+    limits = {"device": requests[0].memory_limit, "host": requests[0].more.get("host_memory_limit")}
     style["limits"] = {tier: limit for tier, limit in limits.items() if limit is not None}
     found = map(bound_of_request, requests)
     bounds = [bound and bound.value for bound in found]

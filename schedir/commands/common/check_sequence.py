@@ -46,17 +46,17 @@ def run(args: argparse.Namespace) -> str:
 
     for option, name in (
         ("why", "--explain-start"),
-        ("blocks", "--blocking-hosts"),
-        ("device_waits", "--host-device-sync"),
-        ("lazy", "--lazy-communicators"),
-        ("eager", "--eager-limit"),
+        ("blocking_hosts", "--blocking-hosts"),
+        ("host_device_sync", "--host-device-sync"),
+        ("lazy_communicators", "--lazy-communicators"),
+        ("eager_limit", "--eager-limit"),
         ("output", "-o"),
     ):
         if (said := getattr(args, option)) is not None and said is not False:
             raise UsageError(f"{name} goes with one program, not with steps")
     runs, own = _runs(args)
-    first = own.pop() if len(own) == 1 else "device"
-    others = [model for model in MODELS if args.model is None and model != first]
+    first = own.pop() if len(own) == 1 else "per_device"
+    others = [model for model in MODELS if args.progress_model is None and model != first]
     if error := _refusal(runs, first):
         fine = [model for model in others if _refusal(runs, model) is None]
         if fine and isinstance(
@@ -114,11 +114,13 @@ def _runs(args: argparse.Namespace) -> tuple[list[list[Program]], set[ProgressMo
     return runs, own
 
 
-def _refusal(runs: Sequence[Sequence[Program]], model: ProgressModel) -> ProgramError | None:
+def _refusal(
+    runs: Sequence[Sequence[Program]], progress_model: ProgressModel
+) -> ProgramError | None:
     from schedir.verify.program_sequence import check_program_sequence
 
     try:
-        check_program_sequence(runs, model)
+        check_program_sequence(runs, progress_model)
     except ProgramError as error:
         return error
     return None

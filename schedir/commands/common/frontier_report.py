@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from schedir.schedule_search.search_results import SearchStep
     from schedir.schedules.schedule_algebra import Schedule
 
-_ONE_LIMIT = {"limit": "--memory-limit", "in_flight": "--max-in-flight"}
+_ONE_LIMIT = {"memory_limit": "--memory-limit", "in_flight": "--max-in-flight"}
 
 
 @dataclass(frozen=True)

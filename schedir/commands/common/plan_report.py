@@ -42,8 +42,8 @@ _MEMORY: Final = dict(
     )
 )
 # Columns that are there where plans differ from what is usual: heading, field, and the usual.
-_SELDOM: Final = (("cp", "c", 1), ("ep", "e", 1), ("SP", "sequence_parallel", False))
-AT_LAST: Final = (("offload", "offload", "none"), ("states", "states", "device"))
+_SELDOM: Final = (("cp", "cp", 1), ("ep", "ep", 1), ("SP", "sequence_parallel", False))
+AT_LAST: Final = (("offload", "offload", "none"), ("optimizer", "optimizer_placement", "device"))
 _BYTES: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _DAY: Final = 86400.0
 _LONGEST: Final = 100  # characters of an option that are shown
@@ -63,19 +63,21 @@ def seconds(time: float) -> str:
 
 def name_of(plan: PlanEstimate) -> str:
     """What a plan is, in a sentence."""
-    parts = [f"{plan.p} pipeline rank{'s' * (plan.p > 1)}"]
-    parts += [f"{plan.t} tensor-parallel slices"] * (plan.t > 1)
-    parts += [f"{plan.c} parts of a sequence"] * (plan.c > 1)
-    parts += [f"{plan.d} replicas"] * (plan.d > 1)
-    v = f" with {plan.v} stages to a rank" if plan.v > 1 else ""
+    parts = [f"{plan.pp} pipeline rank{'s' * (plan.pp > 1)}"]
+    parts += [f"{plan.tp} tensor-parallel slices"] * (plan.tp > 1)
+    parts += [f"{plan.cp} parts of a sequence"] * (plan.cp > 1)
+    parts += [f"{plan.dp} replicas"] * (plan.dp > 1)
+    v = f" with {plan.stages_per_rank} stages to a rank" if plan.stages_per_rank > 1 else ""
     what = f"{' x '.join(parts)}, {plan.schedule}{v}, "
-    what += f"{plan.m} microbatch{'es' * (plan.m > 1)} of {plan.b}"
+    what += (
+        f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)} of {plan.microbatch_size}"
+    )
     what += ", sequence parallel" * plan.sequence_parallel
     if plan.recompute != "none":
         what += f", recompute {plan.recompute}"
     what += f", ZeRO {plan.zero}" if plan.zero else ""
     what += ", activations offloaded" * (plan.offload != "none")
-    return what + ", states on the host" * (plan.states != "device")
+    return what + ", states on the host" * (plan.optimizer_placement != "device")
 
 
 def in_words(
@@ -117,9 +119,10 @@ def _table(plans: Sequence[PlanEstimate], limit: float) -> str:
          "recompute", "ZeRO", *(name for name, _ in last), "step", "TFLOP/s", "MFU", "memory"],
         [
             [
-                str(k), str(plan.p), str(plan.t),
+                str(k), str(plan.pp), str(plan.tp),
                 *(_cell(getattr(plan, field)) for _, field in seldom),
-                str(plan.d), str(plan.v), str(plan.b), str(plan.m), plan.schedule, plan.recompute,
+                str(plan.dp), str(plan.stages_per_rank), str(plan.microbatch_size),
+                str(plan.microbatches), plan.schedule, plan.recompute,
                 str(plan.zero), *(_cell(getattr(plan, field)) for _, field in last),
                 seconds(plan.step), f"{plan.flops / 1e12:.1f}", f"{plan.mfu:.1%}",
                 f"{plan.memory.total / 1e9:.1f} of {limit / 1e9:.4g} GB",
@@ -176,7 +179,7 @@ def _layers(asked: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
     """The layers of each stage where they are uneven, and how other trainers are told."""
     if not (told := _options(asked, plan)):
         return
-    yield f"layers of each stage: {_runs(plan.layers_of)}"
+    yield f"layers of each stage: {_runs(plan.layers_per_stage)}"
     for trainer, text in told.items():
         yield f"  {trainer}"
         for line in text.splitlines():
@@ -187,7 +190,7 @@ def _options(asked: PlanRequest, plan: PlanEstimate) -> dict[str, str]:
     """How other trainers are told its layers; nothing of those that are divided evenly."""
     from schedir.planner import launcher_options
 
-    return launcher_options(asked.model, plan) if len({*plan.layers_of}) > 1 else {}
+    return launcher_options(asked.model, plan) if len({*plan.layers_per_stage}) > 1 else {}
 
 
 def _runs(numbers: Sequence[int]) -> str:
@@ -202,9 +205,9 @@ def _runs(numbers: Sequence[int]) -> str:
 
 def _notes(asked: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
     """What is to be known of a plan beside its numbers."""
-    if plan.t > asked.cluster.gpus_per_node:
+    if plan.tp > asked.cluster.gpus_per_node:
         yield (
-            f"tensor parallelism over {plan.t} leaves the node of {asked.cluster.gpus_per_node}: "
+            f"tensor parallelism over {plan.tp} leaves the node of {asked.cluster.gpus_per_node}: "
             "its sums cross the network, in each layer"
         )
 

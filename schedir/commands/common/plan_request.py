@@ -21,13 +21,13 @@ _SEARCHED: Final = 3  # plans for which a shorter schedule is searched
 _CELLS: Final = 60  # of a picture, in which time or memory grows by a factor e
 # Dimensions that can be fixed: the option, the field of a choice, and what it is.
 FIXED: Final = (
-    ("pp", "p", "ranks of a pipeline"),
-    ("tp", "t", "tensor-parallel slices"),
-    ("dp", "d", "replicas"),
-    ("cp", "c", "parts of a sequence (context parallelism)"),
-    ("ep", "e", "replicas that share a layer's experts"),
-    ("stages-per-rank", "v", "stages of a rank"),
-    ("microbatch-size", "b", "sequences of a microbatch"),
+    ("pp", "pp", "ranks of a pipeline"),
+    ("tp", "tp", "tensor-parallel slices"),
+    ("dp", "dp", "replicas"),
+    ("cp", "cp", "parts of a sequence (context parallelism)"),
+    ("ep", "ep", "replicas that share a layer's experts"),
+    ("stages-per-rank", "stages_per_rank", "stages of a rank"),
+    ("microbatch-size", "microbatch_size", "sequences of a microbatch"),
     ("zero", "zero", "stages of ZeRO"),
 )
 WORDS: Final = (
@@ -66,7 +66,7 @@ def asked_of(args: argparse.Namespace) -> PlanRequest:
                          fields=["batch"])  # fmt: skip
     fixed = {field: value for _, field, _ in (*FIXED, *WORDS)
              if (value := getattr(args, field)) is not None}  # fmt: skip
-    fixed |= {name: value for name in ("attention", "sequence_parallel", "order")
+    fixed |= {name: value for name in ("attention", "sequence_parallel", "rank_order")
               if (value := getattr(args, name)) is not None}  # fmt: skip
     how = {"exact": not args.no_exact, "offload": args.offload, **fixed}
     name = Path(args.model).stem if args.model is not None and not own else "the model"
@@ -166,8 +166,10 @@ def divided(asked: PlanRequest, plans: list[PlanEstimate]) -> list[PlanEstimate]
         with suppress(UsageError):  # no division holds little enough
             layers = optimize_layer_division(asked.model, asked.cluster, plain(plan))
             even, new = (
-                simulate_plan(asked.model, asked.cluster, replace(plain(plan), layers_of=which))
-                for which in (plan.layers_of, layers)
+                simulate_plan(
+                    asked.model, asked.cluster, replace(plain(plan), layers_per_stage=which)
+                )
+                for which in (plan.layers_per_stage, layers)
             )
             if new.step < even.step:
                 found[k] = replace(new, bound=plan.bound, why=plan.why)

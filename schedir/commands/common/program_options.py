@@ -19,12 +19,12 @@ from schedir.io.toml_tables import tables_of
 from schedir.ir.pipeline.field_schema import YES_OR_NO, FieldType
 from schedir.ir.program import HEADER
 from schedir.passes.pass_registry import OPTIONS, SECTION_OF
-from schedir.retired_names import RETIRED
+from schedir.retired_names import RETIRED, renamed_value
 
 
 def _sharing(text: str) -> str:
-    if text not in ("fewest", "enough"):
-        raise ValueError(f"must be fewest or enough, not {text!r}")
+    if text not in ("minimal", "latency_preserving"):
+        raise ValueError(f"must be minimal or latency_preserving, not {text!r}")
     return text
 
 
@@ -68,11 +68,13 @@ def _table() -> Iterator[tuple[str, ProgramOption]]:
             "pipeline.overlap",
         ),
     )
-    sharing = FieldType("is fewest or enough", _sharing, str, metavar="HOW")
+    sharing = FieldType("is minimal or latency_preserving", _sharing, str, metavar="HOW")
     yield (
-        "slots",
+        "buffer_sharing",
         ProgramOption(
-            sharing, "share static buffers: fewest, or enough to lose no time", "pipeline.slots"
+            sharing,
+            "share static buffers: minimal, or latency_preserving, which loses no time",
+            "pipeline.buffer_sharing",
         ),
     )
     for name, (kind, about) in OPTIONS.items():
@@ -88,8 +90,8 @@ def unknown(name: str) -> UsageError:
     """Return the error of a name that is no option, with the nearest names."""
     near = get_close_matches(name, ALL, 1)
     hint = f"did you mean {option_name(near[0])}?" if near else "schedir options lists them"
-    hint = _OTHER_OPTIONS.get(name, hint)
-    return UsageError(f"-O: no option {name!r}", hint=RETIRED.get(name, hint))
+    hint = _OTHER_OPTIONS.get(name, RETIRED.get(name, hint))
+    return UsageError(f"-O: no option {name!r}", hint=hint)
 
 
 def parse(text: str) -> tuple[str, Any]:
@@ -113,7 +115,7 @@ def parse(text: str) -> tuple[str, Any]:
         )
     kind = ALL[name].kind
     if not equals:
-        if kind.metavar and name != "tied":
+        if kind.metavar and name != "tied_weights":
             raise UsageError(f"-O {name} needs a value", hint=f"-O {name}={kind.metavar}")
         return name, True
     return name, _read(f"-O {name}", name, value)
@@ -123,7 +125,7 @@ def _read(where: str, name: str, text: str) -> Any:
     try:
         return ALL[name].kind.parse(text)
     except ValueError as error:
-        hint = f"schedir options {name}"
+        hint = renamed_value(name, text) or f"schedir options {name}"
         raise UsageError(f"{where}: {error}", hint=hint, fields=[name]) from None
 
 
@@ -197,10 +199,15 @@ def read_config(path: str) -> dict[str, Any]:
     for name, option in ALL.items():
         section, _, key = option.setting.partition(".")
         value = found.get(section, {}).get(key) if key else None
-        if value is not None and (name, value) not in (("slots", "auto"), ("slots", "own")):
+        if value is not None and (name, value) not in (
+            ("buffer_sharing", "auto"),
+            ("buffer_sharing", "none"),
+        ):
             values[name] = _setting(f"{path}: {option.setting}", name, value)
-    if (limit := found.get("memory", {}).get("limit")) is not None:
-        values["limit"] = _setting(f"{path}: memory.limit", "host_limit", limit)  # bytes, too
+    if (limit := found.get("memory", {}).get("memory_limit")) is not None:
+        values["memory_limit"] = _setting(
+            f"{path}: memory.memory_limit", "host_memory_limit", limit
+        )  # bytes, too
     return values
 
 
@@ -245,7 +252,7 @@ def add_program_options(
         help="how the schedule is compiled: -O zero=3, -O overlap, -O recompute=fit; "
         "`schedir options` lists all"
         if lowering
-        else "more of the shape: -O updates=2, -O delay=1, -O segments=4",
+        else "more of the shape: -O optimizer_steps=2, -O weight_delay=1, -O sequence_chunks=4",
     )  # fmt: skip
     group.add_argument(
         "--config", metavar="FILE.toml", action=_ConfigAction, const=accepts,

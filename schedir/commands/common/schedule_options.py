@@ -24,13 +24,14 @@ from schedir.ir.cost.sizes import Sizes, bytes_of
 from schedir.ir.pipeline.field_schema import Field, FieldType
 from schedir.ir.program import HEADER, Program
 from schedir.passes.pass_registry import OPTIONS
+from schedir.retired_names import COSTS, SIZES
 
 SOURCE = (
     "a built-in schedule or file.py:function, with options in brackets if it has any "
     "(interleaved(group=4)), or a program FILE.sched, or a run FILE.timeline"
 )
 RANKS, PER_RANK = 4, 2  # ranks, and microbatches per rank, unless told
-COSTS = (
+_COSTS_HELP = (
     "F=1,B=2,send=0.1; F=1:1:2 per stage, "
     "F=1/2:3/4 per stage and microbatch (F=1/2: all stages alike), or @FILE that says so"
 )
@@ -97,12 +98,12 @@ def _add_lowering(group: argparse._ArgumentGroup, *, shape: bool) -> None:
         action="store_true",
         help="of a program in a file keep the compute alone, and lower it anew",
     )
-    models = [f"{model} (default)" if model == "device" else model for model in MODELS]
+    models = [f"{model} (default)" if model == "per_device" else model for model in MODELS]
     group.add_argument(
-        "--progress-model", dest="model", metavar="MODEL",
+        "--progress-model", metavar="MODEL",
         help=f"what the transport promises: {', '.join(models[:-1])} or {models[-1]}",
     )  # fmt: skip
-    _add_costs(group, COSTS)
+    _add_costs(group, _COSTS_HELP)
     group.add_argument(
         "--cluster", metavar="FILE.toml",
         help="fill costs of messages, reductions and steps that are not given, by --sizes and what "
@@ -123,7 +124,7 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
         help="activation=16MB,saved=1.2GB; saved=1GB:2GB per stage, saved=1GB/2GB per microbatch",
     )
     group.add_argument(
-        "--memory-limit", dest="limit", type=read_bytes, metavar="BYTES",
+        "--memory-limit", type=read_bytes, metavar="BYTES",
         help="what a rank may hold, like 40GB or 40GiB",
     )  # fmt: skip
 
@@ -187,10 +188,10 @@ def _numbers(
         name = name.strip()
         if name not in names:
             near = get_close_matches(name, names, 1)
-            raise UsageError(
-                f"--{what}s: no {what} {name!r}",
-                hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}",
-            )
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            if new := (COSTS if what == "cost" else SIZES).get(name):
+                hint = f"it is now {new}"
+            raise UsageError(f"--{what}s: no {what} {name!r}", hint=hint)
         if name in given:
             raise UsageError(f"--{what}s: {name} is given twice")
         try:
@@ -224,10 +225,10 @@ def request_of(args: argparse.Namespace, source: str, **more: Any) -> Request:
         costs=args.costs,
         cluster=load_cluster(path) if (path := getattr(args, "cluster", None)) else None,
         sizes=args.sizes,
-        model=args.model,
+        progress_model=args.progress_model,
         overlap=args.overlap,
-        slots=args.slots,
-        limit=args.limit,
+        buffer_sharing=args.buffer_sharing,
+        memory_limit=args.memory_limit,
         more={name: value for name in OPTIONS if (value := getattr(args, name)) is not None},
         draft=getattr(args, "draft", False),
         relower=args.relower,
@@ -269,11 +270,11 @@ def require_whole(requests: Iterable[Request]) -> None:
     for request in requests:
         with suppress(ProgramError):  # a plan that its schedule cannot be on
             most = max(most, *map(len, request.plan.stages_of))
-            active = request.more.get("active", 0)
+            active = request.more.get("unsharded_stages", 0)
     if active > most > 0:
         raise PlanError(
-            f"active is {active}, and no schedule has more than {most} "
+            f"unsharded_stages is {active}, and no schedule has more than {most} "
             f"stage{'s' * (most > 1)} on a rank to make whole",
-            hint=f"active={most}",
-            fields=["active"],
+            hint=f"unsharded_stages={most}",
+            fields=["unsharded_stages"],
         )

@@ -266,41 +266,42 @@ class Cluster:
         tp: int = 1,
         dp: int = 1,
         zero: int = 0,
-        snapshots: bool = False,
-        states: str = "device",
+        checkpoint_snapshots: bool = False,
+        optimizer_placement: str = "device",
         offload: bool = False,
-        spill: bool = False,
+        offload_to_disk: bool = False,
         recomputed: Collection[tuple[int, int]] = (),
         mesh: Processes | None = None,
     ) -> Costs:
         """Costs in seconds: those that are told stay, and these are filled, unless told:
 
         - `send`: a message of an activation, or of a gradient, of which each slice is sent by its
-          own process where tp > 1; `scatter` cuts these, and `gather` makes them whole.  Here an
-          activation is whole, also of a sharded boundary: tp times its `Sizes`.  A stage that sends
-          both ways has one cost, that of the longer message.
+          own process where tp > 1; `tp_scatter` cuts these, and `tp_gather` makes them whole.  Here
+          an activation is whole, also of a sharded boundary: tp times its `Sizes`.  A stage that
+          sends both ways has one cost, that of the longer message.
         - `reduce_grads`: a ring over replicas, as a whole.  Executors begin it under the last
-          backward, so that what is left of it at its turn is less.  `reduce_holders`: a ring over
-          a stage's holders.
+          backward, so that what is left of it at its turn is less.  `reduce_replicated_stages`: a
+          ring over the ranks that hold a stage.
         - With `zero` from 1 on, in its place: `reduce_scatter`, a ring for the stage's `grads`,
           and `unshard`, an all-gather of its `params`, both over replicas, by the slowest link of
           their ring: each is half of what an all-reduce of as many bytes takes.
         - `reduce_norm`: 8 bytes over all processes of a replica.
         - `step`: `params` and `optimizer` read and written, `grads` read, at `hbm`; 1/dp of it with
           `zero` from 1 on.
-        - With `snapshots`: `snapshot`, the replica's part of a stage's `params` and `optimizer`, to
-          the host (`host_transfer`).
-        - With `states` "host": `load_state` and `store_state`, the replica's part of a stage's
-          `optimizer` (`host_transfer`), and `step_stage`, of each stage what `step` else is of all;
-          `step` then takes nothing.  With "disk" also `fetch_state` and `spill_state`, the same
-          part (`disk_transfer`).
-        - With `states` "cpu": `offload_grads` and `reload_weights`, the replica's part of a stage's
-          `grads` and `params` (`host_transfer`), and `step_host`, what `step` else reads and writes
-          of the stage, at `dram`.  An optimizer without copies of its own of 16-bit weights
-          moves the weights with the gradients, too; that is not in it.
+        - With `checkpoint_snapshots`: `snapshot`, the replica's part of a stage's `params` and
+          `optimizer`, to the host (`host_transfer`).
+        - With `optimizer_placement` "host": `reload_state` and `offload_state`, the replica's part
+          of a stage's `optimizer` (`host_transfer`), and `stage_step`, of each stage what `step`
+          else is of all; `step` then takes nothing.  With "disk" also `read_state_from_disk` and
+          `write_state_to_disk`, the same part (`disk_transfer`).
+        - With `optimizer_placement` "cpu_step": `offload_grads` and `reload_weights`, the replica's
+          part of a stage's `grads` and `params` (`host_transfer`), and `host_step`, what `step`
+          else reads and writes of the stage, at `dram`.  An optimizer without copies of its own of
+          16-bit weights moves the weights with the gradients, too; that is not in it.
         - With `offload`: `offload` and `reload`, what is `saved` of a microbatch, or of one that is
-          `recomputed`, by (stage, microbatch), its `checkpoint` (`host_transfer`).  With `spill`:
-          `spill` and `fetch`, the same to the disk and back (`disk_transfer`).
+          `recomputed`, by (stage, microbatch), its `checkpoint` (`host_transfer`).  With
+          `offload_to_disk`: `offload_to_disk` and `reload_from_disk`, the same to the disk and back
+          (`disk_transfer`).
         - `I` and `W` where only B is told: half of it each.
 
         F, and B or I and W, are for who knows the model to tell, in seconds.  Bytes are those of
@@ -340,8 +341,17 @@ class Cluster:
                 f"{mesh.shape}",
                 fields=["mesh"],
             )
-        found = filled(self, plan, sizes, costs, mesh, zero, snapshots=snapshots, states=states)
-        for there, asked in (("host", offload), ("disk", spill)):
+        found = filled(
+            self,
+            plan,
+            sizes,
+            costs,
+            mesh,
+            zero,
+            snapshots=checkpoint_snapshots,
+            states=optimizer_placement,
+        )
+        for there, asked in (("host", offload), ("disk", offload_to_disk)):
             if asked:
                 found = moves(self, plan, sizes, found, there, recomputed)
         return found

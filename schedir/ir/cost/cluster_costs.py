@@ -21,8 +21,8 @@ from schedir.ir.isa.instructions import (
     ROWS,
     SPLIT_CHANGES,
     STEPPED,
-    TOKENS,
     TRAINING_VALUES,
+    VALUES,
     PeerRule,
     Traffic,
 )
@@ -37,7 +37,7 @@ _UNPRICED: Final = ({"reduce_scatter", "unshard"}, {"reduce_grads"})
 _MESSAGES: Final = {
     row.cost
     for row in ROWS
-    if row.hop in (PeerRule.NEXT, PeerRule.PREVIOUS) and row.cost not in ("", "send")
+    if row.peer in (PeerRule.NEXT, PeerRule.PREVIOUS) and row.cost not in ("", "send")
 }
 _GATHERS: Final = {row.cost for row in ROWS if row.op in GATHERS}
 _TRAFFIC: Final = {row.cost: row.traffic for row in ROWS if row.cost and row.traffic is not None}
@@ -91,7 +91,7 @@ def filled(
     """Costs with those that nobody tells filled, as `Cluster.costs` says."""
     found = _backwards(costs)
     filler = _CostFiller(cluster, plan, sizes, mesh, zero)
-    traits = {"snapshots": snapshots, "states": states}
+    traits = {"checkpoint_snapshots": snapshots, "optimizer_placement": states}
     for name, fill in filler.fills(traits).items():
         if name not in costs.told:
             each = fill()
@@ -111,7 +111,7 @@ def moves(
     from there to the disk, and back; of what is recomputed that is its checkpoint."""
     both, transfer = {
         "host": (("offload", "reload"), cluster.host_transfer),
-        "disk": (("spill", "fetch"), cluster.disk_transfer),
+        "disk": (("offload_to_disk", "reload_from_disk"), cluster.disk_transfer),
     }[to]
     names = [name for name in both if name not in costs.told]
     size = sizes.each("saved", plan)
@@ -159,9 +159,15 @@ class _CostFiller:
         moved = [
             cost
             for cost, traffic in _TRAFFIC.items()
-            if (traits[traffic.trait] in traffic.only if traffic.trait else self._knows(traffic))
+            if (
+                traits[traffic.attribute] in traffic.attribute_values
+                if traffic.attribute
+                else self._knows(traffic)
+            )
         ]
-        by_stage = traits["states"] != "device"  # then OptimizerStep itself takes no time
+        by_stage = (
+            traits["optimizer_placement"] != "device"
+        )  # then OptimizerStep itself takes no time
         return {
             "send": self.send,
             **{cost: partial(self.message, cost) for cost in _MESSAGES},
@@ -184,10 +190,10 @@ class _CostFiller:
         """The longest message of the values that have this cost. Values are sent whole."""
         found = []
         for row in ROWS:
-            if row.cost == cost and row.hop is not None:
-                each = self.sizes.each(TOKENS[row.needs[0]].size, self.plan)
+            if row.cost == cost and row.peer is not None:
+                each = self.sizes.each(VALUES[row.needs[0]].size, self.plan)
                 seconds = self._messages(each * self._leaves[:, None], self._links())
-                found.append(seconds if row.hop.ahead else _of_the_next(seconds))
+                found.append(seconds if row.peer.ahead else _of_the_next(seconds))
         return reduce(np.maximum, found)
 
     def _links(self) -> Floats:
@@ -218,7 +224,7 @@ class _CostFiller:
             for row in ROWS
             if row.cost == cost
             for token in row.gives
-            if (across := TOKENS[token].across) is not None
+            if (across := VALUES[token].peer) is not None
             for each in [grad if token in TRAINING_VALUES else act]
         ]
         return reduce(np.maximum, found)  # shapes (stages, microbatches) and (stages, 1)

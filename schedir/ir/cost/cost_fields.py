@@ -17,7 +17,7 @@ from schedir.ir.isa.instructions import ROWS
 FIELD: Final = {row.op: row.cost for row in ROWS if row.cost}
 _FIRST: Final = (
     "F", "I", "W", "B", "R", "FB", "send", "step",
-    "reduce_grads", "reduce_holders", "reduce_tied", "reduce_norm",
+    "reduce_grads", "reduce_replicated_stages", "reduce_tied", "reduce_norm",
 )  # fmt: skip
 NAMES: Final = tuple(dict.fromkeys((*_FIRST, *FIELD.values())))
 STUB: Final = Path(__file__).with_suffix(".pyi")

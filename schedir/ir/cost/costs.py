@@ -37,7 +37,7 @@ _OF_NO_MICROBATCH: Final = {row.cost for row in ROWS if row.per is not Scope.MIC
 OF_A_STAGE: Final = ("FB", *dict.fromkeys(
     row.cost for row in ROWS
     if row.op in COMPUTE
-    or (row.per in (Scope.STAGE, Scope.TURN) and row.cost and row.group != "tied")
+    or (row.per in (Scope.STAGE, Scope.OCCURRENCE) and row.cost and row.group != "tied")
 ))  # fmt: skip
 _PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Scope.RANK)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError
 from schedir.ir.cost.per_stage_values import PerStage, by_stage, grid, per_stage, with_fields
-from schedir.ir.isa.instructions import FORMS, ROWS, TIERS, TOKENS, Scope
+from schedir.ir.isa.instructions import FORMS, ROWS, TIERS, VALUES, Scope
 
 if TYPE_CHECKING:
     from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -28,28 +28,32 @@ _UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGTP")}
 
 # The sizes that the tables name; and those that can differ between microbatches.
 _OF_CHANGES = [
-    (name, TOKENS[change.token].per)
+    (name, VALUES[change.value].per)
     for row in ROWS
     for change in row.changes
     for name in (change.before, change.after)
     if name not in TIERS
 ]
-_NAMED = [row.size for row in TOKENS if row.size] + [name for name, _ in _OF_CHANGES]
+_NAMED = [row.size for row in VALUES if row.size] + [name for name, _ in _OF_CHANGES]
 _OF_FORMS = [form.size for form in FORMS if form.size]
 OF_A_MICROBATCH: Final = {
     *(name for name, per in _OF_CHANGES if per is Scope.MICROBATCH),
-    *(row.size for row in TOKENS if row.per is Scope.MICROBATCH),
-    *(row.made_of[1] for row in TOKENS if row.made_of and row.per is Scope.MICROBATCH),
+    *(row.size for row in VALUES if row.per is Scope.MICROBATCH),
+    *(
+        row.converted_from[1]
+        for row in VALUES
+        if row.converted_from and row.per is Scope.MICROBATCH
+    ),
     *_OF_FORMS,
 }
 # The size that a missing one is equal to.
 _LIKE: Final = (
-    {row.size: row.like for row in TOKENS if row.like}
+    {row.size: row.size_fallback for row in VALUES if row.size_fallback}
     | dict.fromkeys(_OF_FORMS, "activation")
     | {"version": "params"}
 )
 
-# What a stage holds all the time, told apart; `weights` is all of it together.
+# What a stage holds all the time, one by one; `model_states` is all of it together.
 AT_REST: Final = ("params", "grads", "optimizer", "buffers")
 
 
@@ -57,54 +61,63 @@ AT_REST: Final = ("params", "grads", "optimizer", "buffers")
 @with_fields([name for name in _NAMED if name not in _LIKE])
 @with_fields(_LIKE, None)
 class Sizes:
-    """Bytes on one device, for one microbatch: a number, one number per stage, or an array.
+    """Bytes of values on one device, for one microbatch.
 
-    An array has a row for each stage, and in each row a number for each microbatch; one with a
-    single row is of all stages alike.  A static slot has room for the largest value of its kind on
-    its rank; what has no slot takes its own bytes.
+    Each size is a number, one number per stage, or an array with a row per stage and in each row a
+    number per microbatch; an array with one row is for all stages.  A static buffer has the size
+    of the largest value of its kind on its rank; a value without one has its own bytes.
 
-    `activation` is what a stage puts out, whole even where tensor-parallel ranks send slices of it,
-    and of a sharded boundary, which none makes whole, the own slice; between pieces that meet where
-    ranks share the sequence, what is put out and what becomes of it, which are there at once;
-    `gradient` is its gradient, as large unless told.  `saved` is what a Forward keeps for the
-    backward, and `tape` what a BackwardInput leaves for the BackwardWeight: a part of it, and
-    gradients of outputs; by default as much.  `both` is the most that there is of the two at
-    once, while a BackwardInput makes a tape of what was saved.  What they share counts once, and
-    what was saved goes as the tape comes: unless told it is the larger of the two, which is the
-    least that it can be, as in arXiv 2401.10241, where M_W <= M_B.  `measure_sizes` measures it.
-    `checkpoint` is what a Forward keeps until a Recompute, where there is one, makes `saved` of it:
-    the stage's inputs; unless told, the activation of the stage before, and nothing in the first,
-    whose inputs are there all the time.
-    What a stage holds all the time is told apart or as one sum.  Apart: `params` are the parameters
-    that are trained, `grads` their gradients, `optimizer` its state, with the copies of parameters
-    that it steps in their place, and `buffers` are buffers and what is not trained.  The sum is
-    `weights`, for who knows no more.  A program that validates after its step holds all but buffers
-    once more.  `version` is a copy of a stage's parameters, unless told `params`, of which a run of
-    several updates without a flush keeps one for each version that is of use.  `skip` is what a
-    stage gives to one that is not its neighbour (`Program.skips`), told for the one that gives it.
+    Args:
+        activation: What a stage puts out: all of it, also where tensor-parallel ranks send parts of
+            it; of a sharded boundary the rank's own part.  Between segments with sequence
+            parallelism it is the output and what the collective makes of it, which exist together.
+        gradient: The gradient of that; by default as large.
+        saved: What a Forward saves for its backward.
+        deferred_wgrad: What a BackwardInput leaves for its BackwardWeight: a part of `saved`, and
+            gradients of outputs; by default as much as `saved`.
+        saved_and_deferred: The most bytes of the two together, while a BackwardInput runs; what
+            they share counts once.  By default the larger of the two, which is the least possible,
+            as in arXiv 2401.10241, where M_W <= M_B.  `measure_sizes` measures it.
+        checkpoint: What a Forward saves if a Recompute runs it again: the inputs of the stage.  By
+            default the activation of the stage before, and nothing in the first stage, whose inputs
+            exist all the time.
+        model_states: All that a stage has all the time, as one number: the sum of the next four,
+            instead of them.
+        params: The parameters that are trained.
+        grads: Their gradients.
+        optimizer: The optimizer state, with main parameters in float32.
+        buffers: Buffers, and parameters that are not trained.
+        version: An older copy of the parameters, of which a program with several optimizer steps
+            keeps one for each version in use; by default as large as `params`.
+        skip: What a stage gives to one that is not its neighbour (`Program.skips`), by the stage
+            that gives it.
 
-    Raises UsageError for a size that is negative or not finite, for an array with rows of different
-    lengths or of what is not of a microbatch, for a `both` that is less than one of the two or more
-    than their sum, and for `weights` beside what it is the sum of.
+    A program with norm_check="after_step" has all but the buffers once more.
 
-    >>> from schedir import PipelineShape, Sizes, compile, schedules, simulate
-    >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=8),
-    ...     slots="fewest")
-    >>> sizes = Sizes(activation=10e6, saved=100e6, weights=1e9)
-    >>> simulate(program, sizes=sizes).peak_memory / 1e6  # MB on each rank
-    array([1220., 1120.])
-    >>> apart = Sizes(activation=10e6, saved=100e6, params=2e8, grads=2e8, optimizer=6e8)
-    >>> simulate(program, sizes=apart).peak_memory / 1e6
-    array([1220., 1120.])
+    Raises:
+        UsageError: A size is negative or not finite; an array has rows of different lengths, or is
+            for what is not of a microbatch; `saved_and_deferred` is less than one of the two or
+            more than their sum; or `model_states` is given beside a part of it.
+
+    Example:
+        >>> from schedir import PipelineShape, Sizes, compile, schedules, simulate
+        >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=8),
+        ...     buffer_sharing="minimal")
+        >>> sizes = Sizes(activation=10e6, saved=100e6, model_states=1e9)
+        >>> simulate(program, sizes=sizes).peak_memory / 1e6  # MB on each rank
+        array([1220., 1120.])
+        >>> apart = Sizes(activation=10e6, saved=100e6, params=2e8, grads=2e8, optimizer=6e8)
+        >>> simulate(program, sizes=apart).peak_memory / 1e6
+        array([1220., 1120.])
     """
 
     activation: Size = 0.0
     gradient: Size | None = None
     saved: Size = 0.0
-    tape: Size | None = None
-    both: Size | None = None
+    deferred_wgrad: Size | None = None
+    saved_and_deferred: Size | None = None
     checkpoint: Size | None = None
-    weights: Size | None = None
+    model_states: Size | None = None
     params: Size = 0.0
     grads: Size = 0.0
     optimizer: Size = 0.0
@@ -121,14 +134,14 @@ class Sizes:
             what = f"size {f.name}"
             value = per_stage(what, value, UsageError, arrays=arrays, most=MOST_BYTES)
             object.__setattr__(self, f.name, value)
-        if self.both is not None:
+        if self.saved_and_deferred is not None:
             self._expect_both()
-        if self.weights is not None and (apart := self.told_apart):
+        if self.model_states is not None and (apart := self.told_apart):
             raise UsageError(
-                f"size weights is the sum of {', '.join(AT_REST)}, and is told beside "
+                f"size model_states is the sum of {', '.join(AT_REST)}, and is given beside "
                 f"{' and '.join(apart)}",
-                hint=f"leave out weights, or {' and '.join(apart)}",
-                fields=["weights", *apart],
+                hint=f"leave out model_states, or {' and '.join(apart)}",
+                fields=["model_states", *apart],
             )
 
     @property
@@ -138,14 +151,17 @@ class Sizes:
 
     @property
     def at_rest(self) -> tuple[str, ...]:
-        """The sizes that tell what a stage holds all the time: its parts, or `weights`."""
-        return self.told_apart or ("weights",)
+        """The sizes that tell what a stage holds all the time: its parts, or `model_states`."""
+        return self.told_apart or ("model_states",)
 
     def _expect_both(self) -> None:
         """Raise UsageError where `saved` and `tape` cannot be that much at once."""
         try:
             saved, tape, both = np.broadcast_arrays(
-                *(grid(self._said(name)) for name in ("saved", "tape", "both"))
+                *(
+                    grid(self._said(name))
+                    for name in ("saved", "deferred_wgrad", "saved_and_deferred")
+                )
             )
         except ValueError:
             return  # `each` says which is of another number of stages or microbatches
@@ -154,7 +170,8 @@ class Sizes:
         if wrong.any():
             at = np.unravel_index(wrong.argmax(), wrong.shape)
             raise UsageError(
-                f"size both is what there is of saved and tape at once: from {least[at]:g} to "
+                "size saved_and_deferred is for saved and deferred_wgrad together: "
+                f"from {least[at]:g} to "
                 f"{most[at]:g}, not {both[at]:g}"
             )
 
@@ -177,13 +194,13 @@ class Sizes:
             self.each(f.name, plan)
 
     def _each(self, name: str, stages: int, microbatches: int | None) -> NDArray[np.float64]:
-        if name == "both" and self.both is None:
-            each = (self._each(part, stages, microbatches) for part in ("saved", "tape"))
+        if name == "saved_and_deferred" and self.saved_and_deferred is None:
+            each = (self._each(part, stages, microbatches) for part in ("saved", "deferred_wgrad"))
             return np.maximum(*each)
         if name == "checkpoint" and self.checkpoint is None:
             before = self._each("activation", stages, microbatches)
             return np.concatenate([np.zeros_like(before[:1]), before[:-1]])
-        if name == "weights" and self.weights is None:
+        if name == "model_states" and self.model_states is None:
             return sum(
                 (self._each(part, stages, microbatches) for part in AT_REST), np.zeros((stages, 1))
             )

@@ -1,38 +1,38 @@
-"""The numbers of instructions, values, forms and lanes.  `instructions.py` has a row for each."""
+"""The numbers of instructions, values, forms and lanes; `instruction_table.py` has their rows."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
 
-class Token(IntEnum):
-    """What instructions hand to each other; `TOKENS` has a row for each."""
+class Value(IntEnum):
+    """What instructions hand to each other; `VALUES` has a row for each."""
 
     ACT_IN = 0
     ACT_OUT = 1
     SAVED = 2
     GRAD_IN = 3
     GRAD_OUT = 4
-    TAPE = 5
+    DEFERRED_WGRAD = 5
     WGRAD = 6
     GRAD = 7
     NORM = 8
-    PARAMETERS = 9
+    PARAMS = 9
     SKIP_IN = 10
     SKIP_OUT = 11
     SKIP_GRAD_IN = 12
     SKIP_GRAD_OUT = 13
-    OWN_NORM = 14
-    FULL = 15
-    PARTS = 16
-    ROOM = 17
-    COPY = 18
+    LOCAL_NORM = 14
+    UNSHARDED_PARAMS = 15
+    SHARDED_PARAMS = 16
+    WGRAD_BUFFER = 17
+    SNAPSHOT = 18
     STATE = 19
-    STORED = 20
+    STATE_WRITTEN = 20
     HOST_GRAD = 21
     HOST_WEIGHTS = 22
-    RELOADED = 23
-    JUDGED = 24
+    WEIGHTS_RELOADED = 23
+    GRADS_CHECKED = 24
 
 
 class Form(IntEnum):
@@ -73,12 +73,12 @@ class Opcode(IntEnum):
     RecvAct = 5
     SendGrad = 6
     RecvGrad = 7
-    Scatter = 8
-    Gather = 9
-    ScatterGrad = 10
-    GatherGrad = 11
+    TPScatterAct = 8
+    TPGatherAct = 9
+    TPScatterGrad = 10
+    TPGatherGrad = 11
     ReduceGrads = 12
-    ReduceHolders = 13
+    ReduceReplicatedStages = 13
     ReduceTied = 14
     ReduceNorm = 15
     OptimizerStep = 16
@@ -87,24 +87,24 @@ class Opcode(IntEnum):
     SendSkipGrad = 19
     RecvSkipGrad = 20
     Recompute = 21
-    Validate = 22
+    ReduceNormAfterStep = 22
     Unshard = 23
     Reshard = 24
     ReduceScatter = 25
     Snapshot = 26
     Offload = 27
     Reload = 28
-    Spill = 29
-    Fetch = 30
-    LoadState = 31
-    StepStage = 32
-    StoreState = 33
-    SumAct = 34
-    SumGrad = 35
-    ReduceSequence = 36
-    FetchState = 37
-    SpillState = 38
+    OffloadToDisk = 29
+    ReloadFromDisk = 30
+    ReloadState = 31
+    StageOptimizerStep = 32
+    OffloadState = 33
+    TPReduceAct = 34
+    TPReduceGrad = 35
+    ReduceSequenceParallelGrads = 36
+    ReadStateFromDisk = 37
+    WriteStateToDisk = 38
     OffloadGrads = 39
-    StepHost = 40
+    HostOptimizerStep = 40
     ReloadWeights = 41
-    ReleaseGrads = 42
+    CheckGradsFinite = 42

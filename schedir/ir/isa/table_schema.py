@@ -1,11 +1,11 @@
-"""Row types of the tables in `instructions.py`."""
+"""Row types of the tables in `instruction_table.py`."""
 
 from __future__ import annotations
 
 from enum import Enum
 from typing import Final, Literal, NamedTuple
 
-from schedir.ir.isa.opcodes import Form, Lane, Opcode, Token
+from schedir.ir.isa.opcodes import Form, Lane, Opcode, Value
 
 TIERS: Final = ("device", "host", "disk")
 
@@ -13,28 +13,28 @@ TIERS: Final = ("device", "host", "disk")
 class Scope(Enum):
     """What an instruction exists once for, which is also how its text is addressed.
 
-    STAGE and RANK once in each update, whose number follows in the text if it is not 0; TURN as
-    often as a program likes, and the k-th time for its stage has the number k there.
+    STAGE and RANK: once in each update.  The number of the update follows in the text if it is not
+    0.  OCCURRENCE: any number of times for a stage.  The k-th time has the number k.
     """
 
     MICROBATCH = "stage.mb"
     STAGE = "stage"
     RANK = ""
-    TURN = "stage.turn"
+    OCCURRENCE = "stage.occurrence"
 
 
 class ProducerRule(Enum):
-    """How the giver of a value is found (`schedir/ir/dataflow.py`)."""
+    """Which instruction gives a value to one that needs it (`schedir/ir/dataflow.py`)."""
 
-    ONCE = "made once for its address, and changed in the order of the table"
-    ALL = "collected from all that give it: the last of them"
-    VERSION = "of the update whose weights the microbatch uses"
-    AGAIN = "made again and again: by the nearest giver that stands earlier in the Stream"
-    SINCE = "there from the start, and since the nearest giver that stands earlier in the Stream"
+    ONCE = "the only one with its address; others change the value in the order of the table"
+    ALL = "the last of all that add to it"
+    VERSION = "the update whose weights the microbatch uses"
+    LATEST = "the nearest giver that is earlier in the Stream"
+    LATEST_OR_START = "the nearest giver that is earlier in the Stream, or none: it exists at first"
 
 
 class PeerRule(Enum):
-    """Where the other side of a message is, from a stage: a neighbour, or the end of a skip.
+    """Where the other side of a message is: a neighbouring stage, or the other end of a skip.
 
     `Program.beside` has the stages, by number.
     """
@@ -46,7 +46,7 @@ class PeerRule(Enum):
 
     @property
     def back(self) -> PeerRule:
-        """The way back."""
+        """The rule of the other side."""
         return _BACK[self]
 
     @property
@@ -61,44 +61,53 @@ _BACK: Final = {
 }  # fmt: skip
 
 
-class TokenRow(NamedTuple):
-    """A row of the table of values.
+class ValueRow(NamedTuple):
+    """A row of the table of values, which are what instructions hand to each other.
 
-    `per` is what there is one value of, `words` what a person calls it, `found` who gives it.
-    `size` is the field of Sizes that says how many bytes it takes, "" if nobody counts them; one of
-    what a stage holds all the time takes none of its own, but where replicas hold parts of that.
-    `across` is set for what one stage puts out and another takes in: where the other one is.  There
-    is such a value where there is that stage; its size is told for the earlier of the two.
-    `handed` is of what is taken in: on one rank it is this value of the other stage.
-    `made_of` says that an instruction makes it of another value that it frees, and which field of
-    Sizes tells the bytes of both.  `trait` names a trait of programs: only in those that have
-    another than its default there are such values; or, with `only`, one of these.
-    `lies` is one of TIERS: the value is there from the start, on that one, or on the one that a
-    program says by `trait`, and nobody makes or frees it; there it has its room all the time.  Of
-    what replicas hold parts of it is the own.
-    `room` is of what has memory of its own all the time, whoever fills it, beside what the device
-    holds: one of TIERS, and the field of Sizes that tells the bytes; of them a replica has a part
-    where it has one of the optimizer's state.
-    `like` is the field of Sizes that is used if `size` is not given.
-    A program has an `optional` value only if a pass has added an instruction that uses it and does
-    not run a stage. A program without such an instruction is complete.
-    `training` values exist only where the program trains, and only for stages that are not frozen.
+    Attributes:
+        value: The number of the value.
+        per: What there is one value of: a microbatch of a stage, a stage, or a rank.
+        producer_rule: Which instruction gives the value to one that needs it.
+        phrase: The value in messages: "the activation".
+        size: The field of `Sizes` with its bytes; empty if it is not counted.  A value that a stage
+            has all the time, such as its weights, takes no memory of its own, unless replicas have
+            parts of it.
+        peer: For a value that passes between stages, where the other stage is.  Such a value exists
+            where that stage does.  Its size is given for the earlier of the two stages.
+        local_source: For a value that a stage takes in, the value of the other stage that it is
+            where both stages are on one rank.
+        converted_from: A value that an instruction frees to make this one, and the field of `Sizes`
+            with the bytes of both together.
+        attribute: An attribute of programs: the value exists only in programs in which it is not
+            the default or, with `attribute_values`, is one of these.
+        initial_tier: One of TIERS, for a value that exists from the start and that no instruction
+            makes or frees: it is on that tier, or on the one that the program's `attribute` names,
+            and has memory there all the time.  Each replica has its part of it.
+        attribute_values: See `attribute`.
+        reserved: For a value with memory of its own all the time, beside what the device holds: one
+            of TIERS, and the field of `Sizes` with the bytes.  A replica has a part of it where it
+            has a part of the optimizer's state.
+        training: Whether the value exists only in programs that train, and only for stages that are
+            not frozen.
+        size_fallback: The field of `Sizes` that is used if `size` is not given.
+        optional: Whether the value exists only if a pass has added an instruction that uses it and
+            does not run a stage.  A program without such an instruction is complete.
     """
 
-    token: Token
+    value: Value
     per: Scope
-    found: ProducerRule
-    words: str
+    producer_rule: ProducerRule
+    phrase: str
     size: str = ""
-    across: PeerRule | None = None
-    handed: Token | None = None
-    made_of: tuple[Token, str] | None = None
-    trait: str = ""
-    lies: str = ""
-    only: tuple[str, ...] = ()
-    room: tuple[str, str] | None = None
+    peer: PeerRule | None = None
+    local_source: Value | None = None
+    converted_from: tuple[Value, str] | None = None
+    attribute: str = ""
+    initial_tier: str = ""
+    attribute_values: tuple[str, ...] = ()
+    reserved: tuple[str, str] | None = None
     training: bool = False
-    like: str = ""
+    size_fallback: str = ""
     optional: bool = False
 
 
@@ -126,13 +135,19 @@ class FormRow(NamedTuple):
 
 
 class LaneRow(NamedTuple):
-    """A row of the table of lanes.
+    """A row of the table of lanes, the in-order queues of a rank.
 
-    Progress models cut what is on the `wire` finer, or make one queue of it.  `host` says what a
-    host that blocks, as on CPUs, does with what is on the lane: it "runs" it itself; or it "waits"
-    for what it needs, and then starts it; or it "starts" it, and goes on.  `idle` names the
-    `Cause` for which a rank is idle while it waits for something on the lane.  Charts draw the lane
-    in `colour`, and legends call it `label`.
+    Attributes:
+        lane: The number of the lane.
+        wire: Whether it has the messages between ranks.  Progress models divide such lanes into
+            more queues, or merge them into one.
+        host: What a blocking host, as on CPUs, does with an instruction on the lane: it "runs" the
+            instruction itself; it "waits" for what the instruction needs and then starts it; or it
+            "starts" it at once.
+        doc: What the lane has.
+        idle: The `IdleCause` of a rank that waits for an instruction on the lane.
+        colour: Its colour in charts.
+        label: Its name in legends.
     """
 
     lane: Lane
@@ -145,27 +160,34 @@ class LaneRow(NamedTuple):
 
 
 class Change(NamedTuple):
-    """How an instruction that needs and gives a value changes it.
+    """How an instruction that needs and gives a value changes the state of the value.
 
-    From one state to another, which are two of TIERS, or two fields of Sizes: then the value takes
-    that many bytes before and after.  Who made it leaves it as the first change wants it, and in
-    the first of TIERS; whoever only reads it wants it there, and as the last change leaves it.
-    What reads it in another state says so by a change from that state to itself, and need not give
-    it.
+    A state is one of TIERS, or a field of `Sizes`; then the value has that many bytes.  The
+    instruction that makes a value leaves it in the first state of its changes, and on the first of
+    TIERS.  An instruction that only reads the value needs it there and in its last state.  One that
+    reads it in another state has a change from that state to itself, and need not give the value.
+
+    Attributes:
+        value: The value.
+        before: Its state when the instruction starts.
+        after: Its state when the instruction ends.
     """
 
-    token: Token
+    value: Value
     before: str
     after: str
 
 
 class CollectiveRing(NamedTuple):
-    """Whom a collective goes around, and how often: once if it gathers, or leaves each a part of
-    the sum, and twice if all get the sum.
+    """The bytes that a collective sends around a ring of its members.
 
-    Its members are those of the tensor-parallel group ("tp"), replicas ("dp") or the holders of the
-    stage ("holders").  `size` is the field of Sizes that tells what of a stage it is of; without,
-    it is of the value that it needs.
+    Attributes:
+        members: The tensor-parallel group ("tp"), the replicas ("dp"), or the ranks that have the
+            stage ("holders").
+        size: The field of `Sizes` with the bytes; empty for the bytes of the value that the
+            instruction needs.
+        turns: How often the bytes go around: once for an all-gather or a reduce-scatter, twice for
+            an all-reduce.
     """
 
     members: Literal["tp", "dp", "holders"]
@@ -186,62 +208,79 @@ class Traffic(NamedTuple):
         times: How often each byte is moved.
         always_shared: Whether each replica moves 1/dp of the bytes at every level of ZeRO, also at
             level 0.
-        trait: "snapshots" or "states", if the instruction is in all programs with some values of
-            this trait. Without a trait, a cluster that does not know the sizes prices nothing.
-        only: These values of the trait.
+        attribute: "checkpoint_snapshots" or "optimizer_placement", if the instruction is in all
+            programs with some values of this attribute.  Without it, a cluster that does not know
+            the sizes prices nothing.
+        attribute_values: These values of the attribute.
     """
 
     link: Literal["hbm", "host", "disk", "dram"]
     sizes: tuple[str, ...] = ()
     times: float = 1
     always_shared: bool = False
-    trait: str = ""
-    only: tuple[object, ...] = ()
+    attribute: str = ""
+    attribute_values: tuple[object, ...] = ()
 
 
 class Row(NamedTuple):
     """A row of the instruction table.
 
-    `needs` must have been given before the instruction starts, `gives` is there when it ends,
-    `frees` is of no use to anybody afterwards. A row that only reads a microbatch's value also
-    gives it. So the row runs before the one that frees the value.  `hop` is set for transfers:
-    where the stage of the message's other side is.  `meets` is set for what has partners on other
-    ranks, and `group` says who they are: all ranks of the pipeline ("model"), the holders of the
-    stage ("holders"), or those that share tied weights ("tied"), whose values it needs and gives at
-    once.  `cost` is the field of Costs that prices it.  `drains` says that a host that blocks waits
-    for what stands before it on its lane: "always", or where there are "replicas".  `ring` says of
-    a collective how many bytes it sends.  `of_all` says that of what is collected it needs what
-    there is of all stages of its rank, not of its own alone.  `waits` are lanes of which a host
-    that blocks waits for all that stands before it. A row that `computes` runs a stage's module:
-    schedules place it, and each other one is placed by a pass.  `form` is the form that it gives to
-    a value that its stage puts out, or takes from a value that its stage takes in.
-    `between_segments` is set for collectives of the tensor-parallel group that sum or gather what
-    one segment of a stage passes to the next: "always", or only in programs with "sequence yes". A
-    `Cluster` makes the cost of the row from `ring` or `traffic`.  `idle` is that of its lane,
-    unless it names another `Cause`.  `in_torch` is set where torch's runtime, or the training loop
-    around it, does the same: an export to torch leaves the row out.
+    Attributes:
+        op: The number of the instruction.
+        text: Its name in the text of a program.
+        lane: The queue that executes it.
+        per: What there is one such instruction of.
+        needs: Values that must exist before it starts.
+        gives: Values that exist when it ends.  A row that only reads a value of a microbatch gives
+            it, too, so that it runs before the instruction that frees the value.
+        frees: Values that no instruction uses afterwards.
+        doc: What it does.
+        cost: The field of `Costs` with its time.
+        peer: For a message, where the stage on its other side is.
+        partner: The instruction on other ranks that it meets; that of a collective is itself.
+        group: The ranks of a collective: all pipeline ranks ("model"), those that have the stage
+            ("holders"), or those that share a tied weight ("tied"), whose values it needs and gives
+            together.
+        drains_lane: Whether a blocking host waits for all that is before it on its lane: "always",
+            or where there are "replicas".
+        changes: How it changes values that it needs and gives.
+        ring: For a collective, its bytes.
+        needs_all_stages: Whether it needs the values of all stages of its rank, not of its own
+            stage alone.
+        waits_for_lanes: Lanes on which a blocking host waits for all that is before it.
+        computes: Whether it runs the module of a stage.  A schedule places such instructions, and
+            passes place all others.
+        form: The form that it gives to a value that its stage puts out, or removes from a value
+            that its stage takes in.
+        between_segments: Set for a tensor-parallel collective between two segments of a stage:
+            "always", or only in programs with "sequence_parallel".
+        idle: The `IdleCause` of a rank that waits for it, if it is not that of the lane.
+        traffic: The bytes that it moves over a link of the machine.  A `Cluster` computes the cost
+            from `ring` or `traffic`.
+        in_torch: Whether torch's runtime, or the training loop around it, does the same.  An export
+            to torch leaves the instruction out.
     """
 
     op: Opcode
     text: str
     lane: Lane
     per: Scope
-    needs: tuple[Token, ...]
-    gives: tuple[Token, ...]
-    frees: tuple[Token, ...]
-    doc: str
+    needs: tuple[Value, ...] = ()
+    gives: tuple[Value, ...] = ()
+    frees: tuple[Value, ...] = ()
+    doc: str = ""
     cost: str = ""
-    hop: PeerRule | None = None
-    meets: Opcode | None = None
+    peer: PeerRule | None = None
+    partner: Opcode | None = None
     group: Literal["", "model", "holders", "tied"] = ""
-    drains: Literal["", "always", "replicas"] = ""
+    drains_lane: Literal["", "always", "replicas"] = ""
     changes: tuple[Change, ...] = ()
     ring: CollectiveRing | None = None
-    of_all: bool = False
-    waits: tuple[Lane, ...] = ()
+    needs_all_stages: bool = False
+    waits_for_lanes: tuple[Lane, ...] = ()
     computes: bool = False
     form: Form | None = None
-    between_segments: Literal["", "always", "sequence"] = ""
+    between_segments: Literal["", "always", "sequence_parallel"] = ""
     idle: str = ""
     traffic: Traffic | None = None
     in_torch: bool = False

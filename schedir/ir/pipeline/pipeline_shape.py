@@ -67,16 +67,20 @@ _PLACEMENT = setting(
     always=True,
     digest=lambda _, plan: (plan.holders.tolist(),),
 )
-_UPDATES = setting(whole_number(1, MAX_MICROBATCHES), "updates without a flush (1)", digest=itself)
+_UPDATES = setting(
+    whole_number(1, MAX_MICROBATCHES),
+    "optimizer steps of one program, without a flush (1)",
+    digest=itself,
+)
 _DELAY = setting(
     FieldType(_NUMBERS, _read_delay, int | tuple[int, ...], show=_show),
-    "updates by which weights are old; or 2,1,0",
-    beside="updates",
+    "by how many optimizer steps weights are old: 1, or 2,1,0 per stage",
+    beside="optimizer_steps",
     digest=itself,
 )
 _SEGMENTS = setting(
     whole_number(1, MAX_MICROBATCHES),
-    "segments of each sequence, a microbatch each (1)",
+    "chunks of each sequence; each is a microbatch (1)",
     in_config=False,  # the GPT of a training run takes whole sequences
 )
 
@@ -94,59 +98,64 @@ _DEFAULTS: Final = (_DefaultNumber, _DefaultName)
 
 @dataclass(frozen=True, repr=False)
 class PipelineShape:
-    """The shape of the pipeline.
+    """The shape of a pipeline: ranks, stages, their placement, and microbatches.
 
-    `placement` is "loop" (rank r holds j*ranks + r), "vee" (r and 2*ranks-1-r; it has two
-    stages per rank unless told otherwise), or the rank of each stage in turn; from such a map
-    `stages_per_rank` is read off as the most stages that a rank holds.
+    Where `stages_per_rank`, `placement` or `weight_delay` is not given, `compile` takes the value
+    that the schedule needs: two stages per rank for `interleaved`, the placement "vee" for `zb_v`.
 
-    Where `stages_per_rank`, `placement` or `delay` is not given, `compile` takes what the schedule
-    is made for: two stages per rank for `interleaved`, the placement "vee" for `zb_v`.  `defaulted`
-    has the names of these fields.
+    Args:
+        ranks: Number of pipeline ranks.
+        microbatches: Number of microbatches of the program.
+        stages_per_rank: Number of stages on each rank.  With a placement that lists ranks it is the
+            largest number of stages on a rank.
+        placement: The rank of each stage.
 
-    A stage may have several holders: a placement of several such maps, `rows`, puts each stage on
-    as many ranks.  The first of as many parts of the microbatches, the larger ones first, goes from
-    the first holders to the first holders, the next part along the second row, and so on.
-    "mirror" has two rows, for DualPipe and Chimera: that of "loop" for half as many stages per
-    rank, and its mirror image, ranks-1-r; so half of the microbatches goes down the ranks, and half
-    up.  "mirror-vee", for BitPipe, has "vee" and its mirror image, and four stages per rank unless
-    told otherwise.
+            - "loop": rank r has the stages j * ranks + r.
+            - "vee": rank r has r and 2 * ranks - 1 - r; two stages per rank by default.
+            - The rank of each stage in turn: `(0, 1, 1, 0)`.
+            - "mirror", for DualPipe and Chimera: each stage has two replicas, one placed as in
+              "loop" for half as many stages per rank, the other on rank ranks - 1 - r.
+            - "mirror-vee", for BitPipe: "vee" and its mirror image; four stages per rank by
+              default.
+            - Several such lists: one row for each replica of the stages.  The microbatches are
+              divided into as many parts, larger parts first, and each part passes along one row.
+        optimizer_steps: Number of optimizer steps of the program, without a flush between them.
+            The first microbatches / optimizer_steps microbatches make the first step, and so on.
+        weight_delay: By how many steps the weights of a microbatch are old: one of step u uses,
+            forward and backward, the weights after max(u - weight_delay, 0) steps.  One number, or
+            one per stage.
+        sequence_chunks: Number of chunks of each sequence.  Each chunk is a microbatch: chunk j of
+            sequence n is microbatch n * sequence_chunks + j.  A chunk attends to the earlier chunks
+            of its sequence and gives them gradients, so each stage runs the chunks of a sequence
+            forward from the first on, and backward from the last on.
 
-    With several `updates` there is no flush between them: the first `microbatches / updates`
-    microbatches make update 0, the next ones update 1.  A microbatch of update u uses, forward
-    and backward, the weights after max(u - delay, 0) updates.  `delay` may be one number per
-    stage.
+    Raises:
+        PlanError: No pipeline can have this shape.
 
-    With several `segments` each sequence is cut into as many, and each is a microbatch: segment j
-    of sequence n is microbatch n * segments + j.  A later segment sees the earlier ones of its
-    sequence, as in causal attention, and gives them gradients.  So each stage runs the segments of
-    a sequence forward from the first on, and backward from the last on, as `check` makes sure.
-
-    Raises PlanError for anything that no pipeline can have, before anything is built.
-
-    >>> from schedir import PipelineShape
-    >>> PipelineShape(ranks=2, microbatches=8, stages_per_rank=2).stages_of
-    ((0, 2), (1, 3))
-    >>> PipelineShape(ranks=2, microbatches=8, placement="vee").stages_of
-    ((0, 3), (1, 2))
-    >>> PipelineShape(ranks=2, microbatches=8, placement=(0, 1, 1)).stages_of
-    ((0,), (1, 2))
-    >>> PipelineShape(ranks=3, microbatches=8, placement=((0, 1), (2, 0))).holders
-    array([[0, 1],
-           [2, 0]])
-    >>> PipelineShape(ranks=2, microbatches=0)
-    Traceback (most recent call last):
-        ...
-    schedir.errors.PlanError: microbatches must be from 1 to 1048576, not 0
+    Example:
+        >>> from schedir import PipelineShape
+        >>> PipelineShape(ranks=2, microbatches=8, stages_per_rank=2).stages_of
+        ((0, 2), (1, 3))
+        >>> PipelineShape(ranks=2, microbatches=8, placement="vee").stages_of
+        ((0, 3), (1, 2))
+        >>> PipelineShape(ranks=2, microbatches=8, placement=(0, 1, 1)).stages_of
+        ((0,), (1, 2))
+        >>> PipelineShape(ranks=3, microbatches=8, placement=((0, 1), (2, 0))).holders
+        array([[0, 1],
+               [2, 0]])
+        >>> PipelineShape(ranks=2, microbatches=0)
+        Traceback (most recent call last):
+            ...
+        schedir.errors.PlanError: microbatches must be from 1 to 1048576, not 0
     """
 
     ranks: int = field(metadata=_RANKS)
     microbatches: int = field(metadata=_MICROBATCHES)
     stages_per_rank: int = field(default=_DefaultNumber(1), metadata=_STAGES_PER_RANK)
     placement: Placement = field(default=_DefaultName("loop"), metadata=_PLACEMENT)
-    updates: int = field(default=1, metadata=_UPDATES)
-    delay: int | tuple[int, ...] = field(default=_DefaultNumber(0), metadata=_DELAY)
-    segments: int = field(default=1, metadata=_SEGMENTS)
+    optimizer_steps: int = field(default=1, metadata=_UPDATES)
+    weight_delay: int | tuple[int, ...] = field(default=_DefaultNumber(0), metadata=_DELAY)
+    sequence_chunks: int = field(default=1, metadata=_SEGMENTS)
 
     def __post_init__(self) -> None:
         for f in PLAN:
@@ -171,12 +180,12 @@ class PipelineShape:
         self.require_room()
         self._check_updates()
         whole = {*self.parts, self.per_update}  # where rows, and updates, begin
-        if any(number % self.segments for number in whole):
+        if any(number % self.sequence_chunks for number in whole):
             each = ", in each update and along each row of holders" * (len(whole) > 2)
             raise PlanError(
-                f"{self.microbatches} microbatches are no whole sequences of {self.segments} "
-                f"segments{each}",
-                fields=["segments", "microbatches"],
+                f"{self.microbatches} microbatches cannot be divided by sequence_chunks "
+                f"{self.sequence_chunks}{each}",
+                fields=["sequence_chunks", "microbatches"],
             )
 
     @property
@@ -201,9 +210,13 @@ class PipelineShape:
     def _read_name(self, name: str) -> None:
         named = named_of(name)
         if self.stages_per_rank == 1 != named.stages_per_rank:
-            default = isinstance(self.stages_per_rank, _DEFAULTS)
-            kind = _DefaultNumber if default else int
-            object.__setattr__(self, "stages_per_rank", kind(named.stages_per_rank))
+            if not isinstance(self.stages_per_rank, _DEFAULTS):
+                raise PlanError(
+                    f"placement {name!r} needs more than one stage per rank",
+                    hint=f"stages_per_rank={named.stages_per_rank}, which is its default",
+                    fields=["stages_per_rank", "placement"],
+                )
+            object.__setattr__(self, "stages_per_rank", _DefaultNumber(named.stages_per_rank))
         if len(named.rows) == 1:
             return
         for pairs in ("ranks", "stages_per_rank"):
@@ -227,56 +240,59 @@ class PipelineShape:
         object.__setattr__(self, "stages_per_rank", most)
 
     def _check_updates(self) -> None:
-        if self.microbatches % self.updates:
+        if self.microbatches % self.optimizer_steps:
             raise PlanError(
-                f"{self.microbatches} microbatches cannot be divided among {self.updates} updates",
-                fields=["microbatches", "updates"],
+                f"{self.microbatches} microbatches cannot be divided by optimizer_steps "
+                f"{self.optimizer_steps}",
+                fields=["microbatches", "optimizer_steps"],
             )
-        if self.rows > 1 and self.updates > 1:
+        if self.rows > 1 and self.optimizer_steps > 1:
             raise PlanError(
                 f"a placement with {self.rows} holders of each stage goes with one update",
-                fields=["placement", "updates"],
+                fields=["placement", "optimizer_steps"],
             )
         try:
-            if isinstance(self.delay, NO_NUMBERS):
+            if isinstance(self.weight_delay, NO_NUMBERS):
                 raise TypeError
-            if isinstance(self.delay, Iterable):
-                delay: int | tuple[int, ...] = tuple(index(d) for d in self.delay)
+            if isinstance(self.weight_delay, Iterable):
+                delay: int | tuple[int, ...] = tuple(index(d) for d in self.weight_delay)
             else:
-                delay = index(self.delay)
+                delay = index(self.weight_delay)
         except TypeError:
             raise PlanError(
-                f"delay must be a whole number or one per stage, not {self.delay!r}",
-                fields=["delay"],
+                f"weight_delay must be a whole number or one per stage, not {self.weight_delay!r}",
+                fields=["weight_delay"],
             ) from None
         each = delay if isinstance(delay, tuple) else (delay,)
         if isinstance(delay, tuple) and len(delay) != self.stages:
             raise PlanError(
-                f"delay has {len(delay)} numbers for {self.stages} stages", fields=["delay"]
+                f"weight_delay has {len(delay)} numbers for {self.stages} stages",
+                fields=["weight_delay"],
             )
         for d in each:
             if not 0 <= d < MAX_MICROBATCHES:
                 raise PlanError(
-                    f"delay must be from 0 to {MAX_MICROBATCHES - 1}, not {d}", fields=["delay"]
+                    f"weight_delay must be from 0 to {MAX_MICROBATCHES - 1}, not {d}",
+                    fields=["weight_delay"],
                 )
         if len({*each}) == 1:
             delay = each[0]
-        if delay != 0 and self.updates == 1:
+        if delay != 0 and self.optimizer_steps == 1:
             raise PlanError(
-                f"delay is {delay}, but there is one update, with nothing to be behind",
-                fields=["delay", "updates"],
+                f"weight_delay is {delay}, and optimizer_steps is 1: there is no older update",
+                fields=["weight_delay", "optimizer_steps"],
             )
-        if not isinstance(self.delay, _DEFAULTS):
-            object.__setattr__(self, "delay", delay)
+        if not isinstance(self.weight_delay, _DEFAULTS):
+            object.__setattr__(self, "weight_delay", delay)
 
     @property
     def per_update(self) -> int:
         """How many microbatches make an update."""
-        return self.microbatches // self.updates
+        return self.microbatches // self.optimizer_steps
 
     def version(self, stage: ArrayLike, mb: ArrayLike) -> NDArray[np.int64]:
         """After how many updates the weights are that each stage uses for each microbatch."""
-        delay = np.asarray(self.delay)
+        delay = np.asarray(self.weight_delay)
         lag = delay[np.asarray(stage)] if delay.ndim else delay
         return np.asarray(np.maximum(np.asarray(mb, np.int64) // self.per_update - lag, 0))
 
@@ -306,9 +322,9 @@ class PipelineShape:
         """The most instructions that a program can have without one that is there twice."""
         each = {
             Scope.MICROBATCH: self.stages * self.microbatches,
-            Scope.STAGE: self.stages * self.rows * self.updates,
-            Scope.RANK: self.ranks * self.updates,
-            Scope.TURN: self.stages * self.rows * self.microbatches,
+            Scope.STAGE: self.stages * self.rows * self.optimizer_steps,
+            Scope.RANK: self.ranks * self.optimizer_steps,
+            Scope.OCCURRENCE: self.stages * self.rows * self.microbatches,
         }
         return sum(each[row.per] for row in ROWS)
 
@@ -320,18 +336,18 @@ class PipelineShape:
         self._require_room(self.stages, most)
 
     def require_room_lowered(
-        self, *, trains: bool, frozen: int = 0, most: int | None = None
+        self, *, trains: bool, frozen_stages: int = 0, most: int | None = None
     ) -> None:
         """Raise PlanError if a lowered program has more instructions than it may.
 
         Counts forwards, sends and receives, and where the program `trains` backwards and what these
-        send and receive.  The first `frozen` stages have no backwards.  `most` is that of
+        send and receive.  The first `frozen_stages` stages have no backwards.  `most` is that of
         `trust.require_room`.
         """
         crosses = self.holders[:, 1:] != self.holders[:, :-1]  # from each stage to the next
         each = self.stages + 2 * int(crosses.sum(1).min())
         if trains:
-            each += self.stages - frozen + 2 * int(crosses[:, frozen:].sum(1).min())
+            each += self.stages - frozen_stages + 2 * int(crosses[:, frozen_stages:].sum(1).min())
         self._require_room(each, most)
 
     def _require_room(self, per_microbatch: int, most: int | None) -> None:

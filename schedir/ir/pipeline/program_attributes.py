@@ -22,6 +22,7 @@ from schedir.ir.pipeline.stage_segments import MEETS as MEETS_KIND
 from schedir.ir.pipeline.stage_segments import ranks_meet
 from schedir.ir.pipeline.tied_weights import TIED as TIED_KIND
 from schedir.ir.pipeline.tied_weights import Tied, show_tie, tied_stages
+from schedir.retired_names import renamed_value
 
 
 def _digest_of_ties(tied: Tied, plan: PipelineShape) -> tuple[object, ...]:
@@ -46,8 +47,10 @@ def _settled_chunked(name: str, value: Any, plan: PipelineShape) -> int:
     """Into how many chunks each microbatch is cut: those of each update, and of each row of
     holders, are whole ones."""
     chunked: int = CHUNKS.settle(name, value, plan)
-    if any(end % (chunked * plan.segments) for end in (*plan.parts, plan.per_update)):
-        each = ", in each update and along each row of holders" * (plan.updates + plan.rows > 2)
+    if any(end % (chunked * plan.sequence_chunks) for end in (*plan.parts, plan.per_update)):
+        each = ", in each update and along each row of holders" * (
+            plan.optimizer_steps + plan.rows > 2
+        )
         raise PlanError(
             f"{plan.microbatches} microbatches are no whole ones of {chunked} chunks{each}",
             fields=[name, "microbatches"],
@@ -61,7 +64,11 @@ def _one_of(*words: str) -> FieldType:
 
     def settle(name: str, value: Any, _: PipelineShape) -> str:
         if value not in words:
-            raise PlanError(f"{name} {takes}, not {describe(value)}", fields=[name])
+            raise PlanError(
+                f"{name} {takes}, not {describe(value)}",
+                hint=renamed_value(name, value),
+                fields=[name],
+            )
         return str(value)
 
     def read(text: str) -> str:
@@ -75,105 +82,129 @@ def _one_of(*words: str) -> FieldType:
 def require_together(
     plan: PipelineShape,
     *,
-    tied: Tied,
-    clip: bool,
-    frozen: int,
-    validate: str,
+    tied_weights: Tied,
+    clip_grad_norm: bool,
+    frozen_stages: int,
+    norm_check: str,
     zero: int,
-    reduce: str,
-    snapshots: bool,
-    states: str,
-    meets: str,
-    sequence: bool,
+    reduce_scatter_at: str,
+    checkpoint_snapshots: bool,
+    optimizer_placement: str,
+    segment_boundaries: str,
+    sequence_parallel: bool,
     tp: int,
 ) -> None:
-    """Raise PlanError for traits of which each is right, and that do not go together."""
-    for stages in tied:
-        if stages[0] < frozen <= stages[-1]:
-            raise PlanError(
-                f"stages {show_tie(stages)} share a weight, and of these "
-                f"{stages[0]} is frozen and {stages[-1]} is trained: one weight cannot be both",
-                hint="freeze all stages that share it, or let the frozen one have its own",
-                fields=["tied", "frozen"],
+    """Raise PlanError for attributes that are right one by one and cannot be combined."""
+    steps = plan.optimizer_steps
+
+    def refuse(fact: str, hint: str, *fields: str) -> None:
+        raise PlanError(fact, hint=hint, fields=fields)
+
+    for stages in tied_weights:
+        if stages[0] < frozen_stages <= stages[-1]:
+            refuse(
+                f"stages {show_tie(stages)} share a weight; stage {stages[0]} is frozen and stage "
+                f"{stages[-1]} is trained",
+                "freeze all stages that share the weight, or do not share it",
+                "tied_weights",
+                "frozen_stages",
             )
-    if validate == "after" and not clip:
-        raise PlanError(
-            "validate is 'after', and the program takes no norm: no step waits for another rank",
-            hint="clip=True; a max_norm of infinity clips nothing",
-            fields=["validate", "clip"],
+    if norm_check == "after_step":
+        if not clip_grad_norm:
+            refuse(
+                "norm_check='after_step' needs clip_grad_norm: without a norm, no step waits for "
+                "another rank",
+                "clip_grad_norm=True; an infinite max_norm clips nothing",
+                "norm_check",
+                "clip_grad_norm",
+            )
+        if steps > 1:
+            refuse(
+                f"norm_check='after_step' needs optimizer_steps=1, not {steps}: each step computes "
+                "with the weights of the step before it",
+                "norm_check='before_step', or optimizer_steps=1",
+                "norm_check",
+                "optimizer_steps",
+            )
+        if zero:
+            refuse(
+                f"norm_check='after_step' needs zero=0, not {zero}: to repeat a step, a rank needs "
+                "gradients that it has released",
+                "norm_check='before_step'",
+                "zero",
+                "norm_check",
+            )
+        if checkpoint_snapshots:
+            refuse(
+                "checkpoint_snapshots are copied during the next step, and with "
+                "norm_check='after_step' that step may still undo the update that is copied",
+                "norm_check='before_step', or no checkpoint_snapshots",
+                "checkpoint_snapshots",
+                "norm_check",
+            )
+        if optimizer_placement != "device":
+            refuse(
+                f"norm_check='after_step' needs optimizer_placement='device', not "
+                f"{optimizer_placement!r}: to repeat a step, a rank needs the state that it has "
+                "moved",
+                "optimizer_placement='device', or norm_check='before_step'",
+                "optimizer_placement",
+                "norm_check",
+            )
+    if zero and steps > 1:
+        refuse(
+            f"zero={zero} needs optimizer_steps=1, not {steps}: sharded weights are gathered once "
+            "per program, and each optimizer step would need its own",
+            "zero=0, or optimizer_steps=1",
+            "zero",
+            "optimizer_steps",
         )
-    if validate == "after" and plan.updates > 1:
-        raise PlanError(
-            f"validate is 'after', and a run has {plan.updates} updates, of which each is computed "
-            "from the one before it",
-            hint="validate='before', or one update",
-            fields=["validate", "updates"],
+    if reduce_scatter_at == "each_backward" and zero < CUT_FROM["grads"]:
+        refuse(
+            f"reduce_scatter_at='each_backward' needs zero={CUT_FROM['grads']} or more, not "
+            f"{zero}: each replica has the full gradient, which is reduced once",
+            f"zero={CUT_FROM['grads']}, or reduce_scatter_at='update_end'",
+            "reduce_scatter_at",
+            "zero",
         )
-    if zero and plan.updates > 1:
-        raise PlanError(
-            f"zero is {zero}, and a run has {plan.updates} updates: parts of weights are gathered "
-            "once in a step, and each update would need its own",
-            hint="zero=0, or one update",
-            fields=["zero", "updates"],
+    if optimizer_placement in TIERS[1:] and steps > 1:
+        refuse(
+            f"optimizer_placement={optimizer_placement!r} needs optimizer_steps=1, not "
+            f"{steps}: the "
+            "next step would compute while weights are stepped on the device",
+            "optimizer_placement='cpu_step' or 'device', or optimizer_steps=1",
+            "optimizer_placement",
+            "optimizer_steps",
         )
-    if zero and validate == "after":
-        raise PlanError(
-            f"zero is {zero}, and validate is 'after': a step that is made again needs what each "
-            "replica has let go",
-            hint="validate='before'",
-            fields=["zero", "validate"],
+    if ranks_meet(segment_boundaries) and tp == 1:
+        refuse(
+            f"segment_boundaries={segment_boundaries!r} has tensor-parallel collectives, and tp is "
+            "1",
+            "tp=2, or '.' for each f and g",
+            "segment_boundaries",
+            "tp",
         )
-    if reduce == "turn" and zero < CUT_FROM["grads"]:
-        raise PlanError(
-            f"reduce is 'turn', and with zero {zero} each replica holds the whole gradient: it is "
-            "reduced once",
-            hint=f"zero={CUT_FROM['grads']}, or reduce='end'",
-            fields=["reduce", "zero"],
-        )
-    if snapshots and validate == "after":
-        raise PlanError(
-            "snapshots are copied while the next step runs, and validate is 'after': that step may "
-            "find that the update before it was wrong, and take it back",
-            hint="validate='before', or no snapshots",
-            fields=["snapshots", "validate"],
-        )
-    if states in TIERS[1:] and plan.updates > 1:
-        raise PlanError(
-            f"the optimizer's states are on the {states}, and a run has {plan.updates} updates: "
-            "the next one computes while weights are stepped stage by stage on the device",
-            hint="states='cpu', where the host steps them beside; states='device', or one update",
-            fields=["states", "updates"],
-        )
-    if states != "device" and validate == "after":
-        raise PlanError(
-            f"the optimizer's states are on the {states}, and validate is 'after': an update that "
-            "is made again needs what it has moved there",
-            hint="states='device', or validate='before'",
-            fields=["states", "validate"],
-        )
-    if ranks_meet(meets) and tp == 1:
-        raise PlanError(
-            "meets says where tensor-parallel ranks meet, and tp is 1: there is nobody to meet",
-            hint="tp=2, or '.' for each f and g",
-            fields=["meets", "tp"],
-        )
-    if sequence and tp == 1:
-        raise PlanError(
-            "tensor-parallel ranks share the sequence, and tp is 1: there is nobody to share with",
-            hint="tp=2, or sequence=False",
-            fields=["sequence", "tp"],
+    if sequence_parallel and tp == 1:
+        refuse(
+            "sequence_parallel splits tokens over tensor-parallel ranks, and tp is 1",
+            "tp=2, or sequence_parallel=False",
+            "sequence_parallel",
+            "tp",
         )
 
 
-TOGETHER: Final = tuple(signature(require_together).parameters)[1:]  # the traits that it is told
+# The attributes that `require_together` compares.
+TOGETHER: Final = tuple(signature(require_together).parameters)[1:]
 
 _NUMBER = whole_number(0, MAX_STAGES)
 CHUNKS: Final = whole_number(1, MAX_MICROBATCHES)
 _CHUNKED = replace(CHUNKS, settle=_settled_chunked)
 _FROZEN_STAGES = replace(_NUMBER, settle=_settled_frozen)
-TP: Final = setting(whole_number(1, 65535), "tensor-parallel ranks (1)", always=True, digest=itself)
+TP: Final = setting(
+    whole_number(1, 65535), "size of the tensor-parallel groups (1)", always=True, digest=itself
+)
 DP: Final = setting(
-    whole_number(1, 65535), "data-parallel replicas (1)", always=True, digest=itself
+    whole_number(1, 65535), "number of data-parallel replicas (1)", always=True, digest=itself
 )
 TIED: Final = setting(
     TIED_KIND,
@@ -184,48 +215,52 @@ TIED: Final = setting(
 )
 CLIP: Final = setting(
     YES_OR_NO,
-    "clipped gradients",
+    "clip gradients by their global norm",
     always=True,
     digest=itself,
     in_config=False,  # it is the norm's there
 )
-FROZEN: Final = setting(_FROZEN_STAGES, "first stages that are not trained (0)")
+FROZEN: Final = setting(_FROZEN_STAGES, "number of first stages that are not trained (0)")
 VALIDATE: Final = setting(
-    _one_of("before", "after"),
-    "whether a step waits for the norm: before it (before), or after",
+    _one_of("before_step", "after_step"),
+    "whether a step waits for the gradient norm (before_step, the default) or is validated "
+    "behind it "
+    "(after_step)",
     in_config=False,  # a training run looks at each step's numbers
 )
-ZERO: Final = setting(whole_number(0, LEVELS - 1), "level of ZeRO, 0 to 3 (0)")
+ZERO: Final = setting(whole_number(0, LEVELS - 1), "ZeRO level, 0 to 3 (0)")
 REDUCE: Final = setting(
-    _one_of("end", "turn"), "when gradients in parts are reduced: at the end (end), or each turn"
+    _one_of("update_end", "each_backward"),
+    "with zero 2 or 3, when gradients are reduced: update_end (default) or each_backward",
 )
 SNAPSHOTS: Final = setting(
     YES_OR_NO,
-    "copies of what a step changes, under it, for checkpoints",
+    "copy what a step changes while the next step runs, for checkpoints",
     in_config=False,  # it is the checkpoint's there
 )
 STATES: Final = setting(
-    _one_of(*TIERS, "cpu"),
-    "where the optimizer's state lies between steps: on the device (device), the host, or its "
-    "disk; or on the host, which steps it itself (cpu)",
+    _one_of(*TIERS, "cpu_step"),
+    "where the optimizer's state is between steps: device (default), host, disk, or cpu_step: "
+    "on the "
+    "host, which makes the step",
     section="memory",
 )
 SEQUENCE: Final = setting(
-    YES_OR_NO, "tensor-parallel ranks share the sequence, too: norms, dropout, and what is sent"
+    YES_OR_NO, "tensor-parallel ranks also split the tokens of norms, dropout and messages"
 )
 SKIPS: Final = setting(
     SKIPS_KIND,
-    "from which stage to which: 0=3,1=2",
+    "skip connections, from which stage to which: 0=3,1=2",
     in_config=False,  # it is the model's there
 )
 MEETS: Final = setting(
     MEETS_KIND,
-    "which stages are pieces of one, and where tensor-parallel ranks meet between them: fgfg-fgfg "
-    "(-O cut sets it)",
-    in_config=False,  # a cut says it there
+    "which stages of the program are segments of one, and the tensor-parallel collectives between "
+    "them: fgfg-fgfg (-O stage_segments sets it)",
+    in_config=False,  # stage_segments says it there
 )
 CHUNKED: Final = setting(
     _CHUNKED,
-    "how many of the microbatches are chunks of one (-O chunks sets it)",
-    in_config=False,  # chunks say it there
+    "how many microbatches of the program are chunks of one (-O microbatch_chunks sets it)",
+    in_config=False,  # microbatch_chunks says it there
 )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from schedir.ir.isa.instructions import BETWEEN_NEIGHBOURS, SLOTTED, Token
+from schedir.ir.isa.instructions import BETWEEN_NEIGHBOURS, SLOTTED, Value
 
 if TYPE_CHECKING:
     from typing import Self
 
 OWN: Final = 2**31  # of slots: each value has its own, where nobody says how many there are
 # Names of slots of the host's memory, by what is moved there.
-ON_HOST: Final = {"host": Token.SAVED, "state_host": Token.STATE}
+ON_HOST: Final = {"host": Value.SAVED, "state_host": Value.STATE}
 
 if TYPE_CHECKING:
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         skip_grad_in: int = OWN
         skip_grad_out: int = OWN
         saved: int = OWN
-        full: int = OWN
+        unsharded_params: int = OWN
         state: int = OWN
         host: int = OWN
         state_host: int = OWN

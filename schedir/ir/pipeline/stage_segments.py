@@ -69,11 +69,11 @@ def whole_of(plan: PipelineShape, meets: str, chunked: int) -> UnsegmentedShape:
         return UnsegmentedShape(plan, pieces, chunked)
     first = np.cumsum((0, *pieces[:-1]))
     rows = tuple(tuple(row) for row in plan.holders[:, first].tolist())
-    delay = plan.delay
+    delay = plan.weight_delay
     if isinstance(delay, tuple):
         delay = tuple(delay[stage] for stage in first)
     placement = rows if len(rows) > 1 else rows[0]
-    plan = replace(plan, placement=placement, stages_per_rank=1, delay=delay)
+    plan = replace(plan, placement=placement, stages_per_rank=1, weight_delay=delay)
     return UnsegmentedShape(plan, pieces, chunked)
 
 
@@ -87,7 +87,7 @@ def _settle(name: str, value: object, plan: PipelineShape) -> str:
         raise PlanError(
             f"{name} has {len(value)} letters for the {plan.stages - 1} boundaries of "
             f"{plan.stages} stages",
-            hint="compile(..., cut=5) cuts stages in pieces, and says of each boundary who meets",
+            hint="compile(..., stage_segments=5) splits stages, and sets the segment_boundaries",
             fields=[name],
         )
     for s, letter in enumerate(value):

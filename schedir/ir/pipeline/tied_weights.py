@@ -5,7 +5,7 @@ knows parameters by name, and while it is whole, which names are one object:
 
     ties = schedir.find_tied_weights(model)                     # lm_head.weight is
     transformer.wte.weight ties = ties.among(stages)                      # of the model's stages,
-    shared or copied program = schedir.compile(schedule, plan, tied=ties)
+    shared or copied program = schedir.compile(schedule, plan, tied_weights=ties)
 
 Nothing here imports torch: a module is what has `named_parameters`.
 """
@@ -200,7 +200,7 @@ def tied_stages(tied: object, plan: PipelineShape) -> Tied:
         raise PlanError(
             "ties of a whole model do not say which stages have the weights",
             hint="schedir.find_tied_weights(model).among(stages)",
-            fields=["tied"],
+            fields=["tied_weights"],
         )
     sets: Any = tied.stages if isinstance(tied, TiedWeights) else tied
     try:
@@ -209,15 +209,15 @@ def tied_stages(tied: object, plan: PipelineShape) -> Tied:
         raise PlanError(
             "tied is a bool, schedir.find_tied_weights(stages), or stages like ((0, 3), (1, 2)), "
             f"not {tied!r:.60}",
-            fields=["tied"],
+            fields=["tied_weights"],
         ) from None
     for one in found:
         if len(one) < 2:
-            raise PlanError(f"tied are two stages or more, not {[*one]}", fields=["tied"])
+            raise PlanError(f"tied are two stages or more, not {[*one]}", fields=["tied_weights"])
         if one[0] < 0 or one[-1] >= plan.stages:
             raise PlanError(
                 f"stages {show_tie(one)} are tied, but there are {plan.stages} stages",
-                fields=["tied"],
+                fields=["tied_weights"],
             )
     return tuple(sorted(found))
 

@@ -10,14 +10,14 @@ import numpy as np
 
 from schedir.analysis.memory.buffer_slots import KINDS, counts, minimum_slots
 from schedir.ir.instruction_index import NONE, InstructionIndex
-from schedir.ir.isa.instructions import ADDS, Opcode, Scope, Token, producers
+from schedir.ir.isa.instructions import ADDS, Opcode, Scope, Value, producers
 from schedir.ir.program import FIELDS, Program, SlotCounts, is_op, pack
 from schedir.passes.insertion import at_places, behind
 from schedir.passes.pass_types import ExpectedInstructions, Mask, Options, Pass, Present
 from schedir.passes.stage_runs import runs, turns
 from schedir.passes.update_boundaries import places
 
-_WHOLE: Final = Token.WGRAD.name.lower()
+_WHOLE: Final = Value.WGRAD.name.lower()
 
 
 def reduce_grads(program: Program) -> Program:
@@ -30,7 +30,7 @@ def reduce_grads(program: Program) -> Program:
     at = np.flatnonzero(is_op(fields["op"], ADDS))
     stage, update = fields["stage"][at], fields["mb"][at] // plan.per_update
     rank = np.searchsorted(program.offsets, at, side="right") - 1
-    last = np.full((plan.updates, plan.rows, plan.stages), NONE)
+    last = np.full((plan.optimizer_steps, plan.rows, plan.stages), NONE)
     last[update, plan.row_of(stage, rank), stage] = at  # the last of those with one address stays
     at = last[last != NONE]
     update, _, stage = np.nonzero(last != NONE)
@@ -48,7 +48,7 @@ def reduce_scatter(program: Program) -> Program:
     """
     rank, _, stage, end = runs(program, ADDS)
     key = rank * program.plan.stages + stage
-    if program.reduce == "end":
+    if program.reduce_scatter_at == "update_end":
         last = np.unique(key[::-1], return_index=True)[1]
         rank, stage, end, key = (each[::-1][last] for each in (rank, stage, end, key))
     return at_places(program, end, rank, pack(Opcode.ReduceScatter, stage, turns(key)))
@@ -57,7 +57,7 @@ def reduce_scatter(program: Program) -> Program:
 def leave_room(program: Program) -> Program:
     """Say how many stages' gradients are whole at once, where not all of a rank's may be: the
     fewest, and one that is being reduced beside them, so that backwards go on meanwhile."""
-    column = KINDS.index(Token.WGRAD)
+    column = KINDS.index(Value.WGRAD)
     room, most = minimum_slots(program)[:, column] + 1, counts(program)[:, column]
     if (room >= most).all():
         return program
@@ -79,15 +79,15 @@ def reduce_holders(program: Program) -> Program:
     plan = program.plan
     if not (plan.rows > 1 and program.trains):
         return program
-    trained = np.arange(program.frozen, plan.stages)
+    trained = np.arange(program.frozen_stages, plan.stages)
     if program.dp > 1 or not program.order:
         own_of = [[s for s in own if s in trained] for own in plan.stages_of]
-        return append(program, Opcode.ReduceHolders, own_of)
+        return append(program, Opcode.ReduceReplicatedStages, own_of)
     index, begins = InstructionIndex.of(program), program.offsets.tolist()
     messages = index.messages()
     passed = np.concatenate([np.maximum.accumulate(messages[b:e]) for b, e in pairwise(begins)])
     holders = plan.holders[:, trained]
-    reduced, ready = index.where_all(producers(Token.GRAD)), np.zeros(plan.holders.size, np.intp)
+    reduced, ready = index.where_all(producers(Value.GRAD)), np.zeros(plan.holders.size, np.intp)
     first_turn = np.zeros(len(reduced), np.int64)
     np.maximum.at(ready, index.keys(Scope.STAGE, reduced, first_turn), reduced)  # the last turn's
     ready = ready.reshape(plan.holders.shape)[:, trained]
@@ -104,7 +104,7 @@ def reduce_holders(program: Program) -> Program:
         at.append(begins[rank] + index_of)
         stages.append(trained[own])
     return behind(
-        program, np.concatenate(at), pack(Opcode.ReduceHolders, np.concatenate(stages), 0)
+        program, np.concatenate(at), pack(Opcode.ReduceReplicatedStages, np.concatenate(stages), 0)
     )
 
 
@@ -123,15 +123,15 @@ def reduce_sequence(program: Program) -> Program:
 
     So of what replicas keep in parts it is the part that is summed, however often that is added to.
     """
-    if not (program.sequence and program.trains):
+    if not (program.sequence_parallel and program.trains):
         return program
-    own_of = [[s for s in own if s >= program.frozen] for own in program.plan.stages_of]
-    return append(program, Opcode.ReduceSequence, own_of)
+    own_of = [[s for s in own if s >= program.frozen_stages] for own in program.plan.stages_of]
+    return append(program, Opcode.ReduceSequenceParallelGrads, own_of)
 
 
 def reduce_norm(program: Program) -> Program:
     """The global norm that clipping needs; all ranks meet."""
-    if not (program.clip and program.trains and program.validate == "before"):
+    if not (program.clip_grad_norm and program.trains and program.norm_check == "before_step"):
         return program
     return append(program, Opcode.ReduceNorm, [[0]] * program.plan.ranks)
 
@@ -145,16 +145,16 @@ def optimizer_step(program: Program) -> Program:
 
 def validate(program: Program) -> Program:
     """The global norm behind a step that has not waited for it; all ranks meet."""
-    if not (program.trains and program.validate == "after"):
+    if not (program.trains and program.norm_check == "after_step"):
         return program
-    return append(program, Opcode.Validate, [[0]] * program.plan.ranks)
+    return append(program, Opcode.ReduceNormAfterStep, [[0]] * program.plan.ranks)
 
 
 def append(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Program:
     """End each Stream, and each update before the last, with an `op` for some stages."""
     ranks = np.repeat(np.arange(len(stages)), [*map(len, stages)])
     words = pack(op, np.array([stage for own in stages for stage in own], np.int64), 0)
-    ends, update = places(program), np.arange(program.plan.updates)[:, None]
+    ends, update = places(program), np.arange(program.plan.optimizer_steps)[:, None]
     each = np.broadcast_to(ranks, (len(update), len(ranks)))
     return at_places(
         program, ends[:, ranks].reshape(-1), each.reshape(-1), (words + update).reshape(-1)
@@ -169,7 +169,7 @@ def _each(program: Program, per: Scope) -> Mask:
     plan = program.plan
     if per is Scope.RANK:
         return np.full(plan.ranks, program.trains)
-    trained = np.arange(plan.stages) >= program.frozen
+    trained = np.arange(plan.stages) >= program.frozen_stages
     return np.tile(trained & program.trains, len(plan.holders))
 
 
@@ -183,11 +183,14 @@ def _stages(program: Program, present: Present) -> Iterator[ExpectedInstructions
     there = present(Opcode.ReduceScatter)
     once = np.resize(once & cut, len(there))
     each = program.plan.holders.size
-    once[each:] = there[each:] if program.reduce == "turn" else False  # as often as it likes
+    once[each:] = (
+        there[each:] if program.reduce_scatter_at == "each_backward" else False
+    )  # as often as it likes
     parts = ExpectedInstructions(
         Opcode.ReduceScatter,
         once,
-        "the program says 'reduce end': a gradient is reduced once, behind its last backward"
+        "the program says 'reduce_scatter_at update_end': a gradient is reduced once, behind "
+        "its last backward"
         if cut
         else "the program says 'zero 0', and reduce_grads leaves the whole",
         "one stands behind the last B or W of its stage",
@@ -197,7 +200,7 @@ def _stages(program: Program, present: Present) -> Iterator[ExpectedInstructions
 
 def _holders(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     once = _each(program, Scope.STAGE) & (program.plan.rows > 1)
-    yield ExpectedInstructions(Opcode.ReduceHolders, once, "each stage has one holder")
+    yield ExpectedInstructions(Opcode.ReduceReplicatedStages, once, "each stage has one holder")
 
 
 def _tied(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
@@ -209,25 +212,34 @@ def _tied(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     once = np.zeros(len(holders), bool)
     once[[*first.values()]] = program.trains
     why = "one per rank that holds a copy of a tied weight, at its first stage"
-    why = why if program.summed or not program.tied else "all that is tied is frozen"
+    why = why if program.summed or not program.tied_weights else "all that is tied is frozen"
     yield ExpectedInstructions(
-        Opcode.ReduceTied, once, why if program.tied else "the program says 'tied no'"
+        Opcode.ReduceTied,
+        once,
+        why if program.tied_weights else "the program says 'tied_weights no'",
     )
 
 
 def _sequence(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    once = _each(program, Scope.STAGE) & program.sequence
+    once = _each(program, Scope.STAGE) & program.sequence_parallel
     yield ExpectedInstructions(
-        Opcode.ReduceSequence,
+        Opcode.ReduceSequenceParallelGrads,
         once,
-        "the program says 'sequence no': each rank has seen all of it",
-        "the program says 'sequence yes': one stands behind what sums the stage's gradient",
+        "the program says 'sequence_parallel no': each rank has seen all of it",
+        "the program says 'sequence_parallel yes': one stands behind what sums the stage's "
+        "gradient",
     )
 
 
 def _norm(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    once = _each(program, Scope.RANK) & program.clip & (program.validate == "before")
-    why = "the program says 'validate after'" if program.clip else "the program says 'clip no'"
+    once = (
+        _each(program, Scope.RANK) & program.clip_grad_norm & (program.norm_check == "before_step")
+    )
+    why = (
+        "the program says 'norm_check after_step'"
+        if program.clip_grad_norm
+        else "the program says 'clip_grad_norm no'"
+    )
     yield ExpectedInstructions(Opcode.ReduceNorm, once, why)
 
 
@@ -236,8 +248,10 @@ def _steps(program: Program, present: Present) -> Iterator[ExpectedInstructions]
 
 
 def _validated(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    once = _each(program, Scope.RANK) & (program.validate == "after")
-    yield ExpectedInstructions(Opcode.Validate, once, "the program does not say 'validate after'")
+    once = _each(program, Scope.RANK) & (program.norm_check == "after_step")
+    yield ExpectedInstructions(
+        Opcode.ReduceNormAfterStep, once, "the program does not say 'norm_check after_step'"
+    )
 
 
 def _unless_there(program: Program, options: Options) -> bool:
@@ -259,18 +273,22 @@ PASSES: Final = (
         lambda p, options: leave_room(p),
         lambda p, options: (
             p.trains
-            and p.holds(Token.WGRAD)
-            and options.slots is None
+            and p.holds(Value.WGRAD)
+            and options.buffer_sharing is None
             and not any(_WHOLE in slots.said() for slots in p.slots)
         ),
         order=2,
     ),
     Pass(
-        "reduce_holders", "ends", lambda p, options: reduce_holders(p), expected=_holders, order=2
+        "reduce_replicated_stages",
+        "ends",
+        lambda p, options: reduce_holders(p),
+        expected=_holders,
+        order=2,
     ),
     Pass("reduce_tied", "ends", lambda p, options: reduce_tied(p), expected=_tied, order=3),
     Pass(
-        "reduce_sequence",
+        "reduce_sequence_parallel_grads",
         "ends",
         lambda p, options: reduce_sequence(p),
         expected=_sequence,

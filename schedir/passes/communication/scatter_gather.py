@@ -76,8 +76,8 @@ def _later_changes(program: Program, change: Opcode) -> tuple[Opcode, ...]:
     return tuple(op for op in changed[changed.index(change) + 1 :] if op in program.ops)
 
 
-def _read(program: Program, model: ProgressModel) -> dict[str, Any]:
-    if program.sequence:
+def _read(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
+    if program.sequence_parallel:
         return {}
     whole = program.tp == 1 or not program.ops.isdisjoint(_SHARDING)
     return {"boundary": "replicated" if whole else "sharded"}

@@ -22,14 +22,16 @@ from schedir.ir.program import JOINED, Program, StreamSlices, Words
 from schedir.passes.pass_types import Options, Pass
 
 
-def early_receives(program: Program, model: ProgressModel = "device", ahead: int = 1) -> Program:
+def early_receives(
+    program: Program, progress_model: ProgressModel = "per_device", ahead: int = 1
+) -> Program:
     """Post each receive up to `ahead` computes earlier, so that its buffer waits, not its rank.
 
-    A receive never passes an instruction of its own queue under `model`, and compute has no
-    say in when a transfer runs, so the dependency graph stays as it is.  Each step ahead
-    costs a buffer.
+    A receive never passes an instruction of its own queue under `progress_model`, and compute has
+    no say in when a transfer runs, so the dependency graph stays as it is.  Each step ahead costs a
+    buffer.
     """
-    graph = Graph.of(program, model)
+    graph = Graph.of(program, progress_model)
     joined, group_end = graph.index.joined, np.append(~graph.index.joined[1:], True)
     moves = graph.index.is_op(RECEIVES) & ~joined & group_end
     return _moved(program, moves, 2 * _floor(graph.index, graph.queue_predecessor, ahead) + 1)
@@ -43,7 +45,7 @@ def early_gathers(program: Program, ahead: int = 1) -> Program:
     """
     if program.tp == 1:
         return program
-    graph = Graph.of(program, "serial")
+    graph = Graph.of(program, "blocking_serial")
     floor = _floor(graph.index, graph.needs[0], ahead)
     computes = np.append(_computes(graph.index), len(graph))
     first = computes[np.searchsorted(computes, floor, side="right")]
@@ -90,7 +92,7 @@ def group_opposites(program: Program) -> Program:
     are joined on both.  No path leads from one to the other except directly, so this makes no
     cycle that was not there, under any model.
     """
-    graph = Graph.of(program, "serial")
+    graph = Graph.of(program, "blocking_serial")
     index, partner = graph.index, graph.partner
     send, receive = np.isin(index.op, SENDS), np.isin(index.op, RECEIVES)
     second = np.flatnonzero((send[1:] & receive[:-1]) | (receive[1:] & send[:-1])) + 1
@@ -110,7 +112,7 @@ def group_opposites(program: Program) -> Program:
     return _with(program, words)
 
 
-def _read(program: Program, model: ProgressModel) -> dict[str, Any]:
+def _read(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
     return {"overlap": bool((program.joined & np.isin(program.op, TRANSFERS)).any())}
 
 
@@ -137,7 +139,7 @@ PASSES: Final = (
     Pass(
         "early_receives",
         "better",
-        lambda program, options: early_receives(program, options.model),
+        lambda program, options: early_receives(program, options.progress_model),
         _wanted,
         order=3,
     ),

@@ -168,8 +168,8 @@ def _sides(
 ) -> Iterator[_MergedInstructions]:
     """The sends, and the receives, of what crosses ranks of all that is made at some positions."""
     row, plan = ROWS[send], index.program.plan
-    assert row.meets is not None and row.hop is not None
-    beside = index.program.beside(row.hop)
+    assert row.partner is not None and row.peer is not None
+    beside = index.program.beside(row.peer)
     other = beside[index.stage[at]]
     here, there = index.rank[at], plan.rank_at(np.maximum(other, 0), index.mb[at])
     crosses = np.flatnonzero((other >= index.program.first_of(send)) & (there != here))
@@ -179,7 +179,7 @@ def _sides(
     shifts = np.unique(shift[beside >= 0]).tolist()  # one, but of skips of several lengths
     for each in shifts:
         own = crosses if len(shifts) == 1 else crosses[shift[index.stage[at[crosses]]] == each]
-        lead = (int(row.meets) << OP) + (each << STAGE)
+        lead = (int(row.partner) << OP) + (each << STAGE)
         yield _MergedInstructions(at[own], number[own], there[own], ADDRESS, lead)
 
 

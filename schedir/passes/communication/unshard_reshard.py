@@ -16,7 +16,7 @@ from schedir.analysis.memory.unshard_residency import AHEAD, whole
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import PlanError, UsageError
 from schedir.ir.cost.zero_states import CUT_FROM
-from schedir.ir.isa.instructions import ROWS, Opcode, Token
+from schedir.ir.isa.instructions import ROWS, Opcode, Value
 from schedir.ir.pipeline.field_schema import whole_number
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES
 from schedir.ir.program import OWN, Program, SlotCounts, StreamSlices, pack
@@ -24,11 +24,13 @@ from schedir.passes.insertion import at_places
 from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, Present
 from schedir.passes.stage_runs import StageRuns, runs, turns
 
-_READS: Final = tuple(row.op for row in ROWS if Token.FULL in {*row.needs} - {*row.frees})
+_READS: Final = tuple(
+    row.op for row in ROWS if Value.UNSHARDED_PARAMS in {*row.needs} - {*row.frees}
+)
 _ROWS: Final = (Opcode.Unshard, Opcode.Reshard)
 _KINDS: Final = {
-    "active": whole_number(1, MAX_STAGES),
-    "ahead": whole_number(0, MAX_MICROBATCHES),
+    "unsharded_stages": whole_number(1, MAX_STAGES),
+    "unshard_prefetch": whole_number(0, MAX_MICROBATCHES),
 }
 
 
@@ -63,13 +65,13 @@ def shard(program: Program, options: Options) -> Program:
             fields=[name, "zero"],
         )
     uses = runs(program, _READS)
-    active = _active(program, uses, said.get("active"))
+    active = _active(program, uses, said.get("unsharded_stages"))
     rooms, at, rank, words = [], [], [], []
     for one in range(program.plan.ranks):
         here = slice(*np.searchsorted(uses.rank, [one, one + 1]))
         step, stage, end = uses.step[here], uses.stage[here], uses.end[here]
         own, begin, end = whole(
-            step, stage, end, active, said.get("ahead", AHEAD), program.offsets[one]
+            step, stage, end, active, said.get("unshard_prefetch", AHEAD), program.offsets[one]
         )
         turn = turns(own)
         at += [end, begin]
@@ -79,7 +81,9 @@ def shard(program: Program, options: Options) -> Program:
     program = at_places(program, *map(np.concatenate, (at, rank, words)))
     if program.zero < CUT_FROM["params"]:
         return program
-    return program.with_slots([SlotCounts.unsaid()._replace(full=room) for room in rooms])
+    return program.with_slots(
+        [SlotCounts.unsaid()._replace(unsharded_params=room) for room in rooms]
+    )
 
 
 def _may_let_go(program: Program) -> bool:
@@ -89,32 +93,32 @@ def _may_let_go(program: Program) -> bool:
 
 def _active(program: Program, uses: StageRuns, said: int | None) -> int:
     """How many stages of a rank are whole at once."""
-    own = [len({*stages} - {*range(program.frozen)}) for stages in program.plan.stages_of]
+    own = [len({*stages} - {*range(program.frozen_stages)}) for stages in program.plan.stages_of]
     if program.zero < CUT_FROM["params"]:
         return max(own)
     if said is None:
         return uses.most + 1
     if said > max(own):
         raise PlanError(
-            f"active is {said}, and no rank has more than {max(own)} "
+            f"unsharded_stages is {said}, and no rank has more than {max(own)} "
             f"stage{'s' if max(own) > 1 else ''} to make whole",
             program=program.name,
-            hint=f"active={max(own)}",
-            fields=["active"],
+            hint=f"unsharded_stages={max(own)}",
+            fields=["unsharded_stages"],
         )
     if said < uses.most:
         raise PlanError(
-            f"active is {said}, and what runs as one uses {uses.most} stages at once",
+            f"unsharded_stages is {said}, and what runs as one uses {uses.most} stages at once",
             program=program.name,
-            hint=f"active={uses.most}",
-            fields=["active"],
+            hint=f"unsharded_stages={uses.most}",
+            fields=["unsharded_stages"],
         )
     return said
 
 
 def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     once = present(Opcode.Unshard).copy()
-    each = np.arange(program.plan.stages) >= program.frozen
+    each = np.arange(program.plan.stages) >= program.frozen_stages
     once[: program.plan.holders.size] = np.tile(each, program.plan.rows)
     once &= program.zero > 0
     why = "the program says 'zero 0'" if not program.zero else "its weights are not gathered"
@@ -125,17 +129,17 @@ def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
         yield ExpectedInstructions(op, once, why, hint, other)
 
 
-def _read(program: Program, model: ProgressModel) -> dict[str, Any]:
+def _read(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
     """What gives the same stays: of `active` the slots, of `ahead` the first that does."""
-    rooms = [slots.full for slots in program.slots if slots.full != OWN]
+    rooms = [slots.unsharded_params for slots in program.slots if slots.unsharded_params != OWN]
     if program.zero < CUT_FROM["params"] or not any(rooms):
         return {}
     moved = np.isin(program.op, _ROWS)
     offsets = np.append(0, np.cumsum(~moved))[program.offsets]
     bare = replace(program, streams=StreamSlices.at(program.words[~moved], offsets), slots=())
-    found: dict[str, Any] = {"active": max(rooms)}
+    found: dict[str, Any] = {"unsharded_stages": max(rooms)}
     for ahead in (AHEAD, 0, *range(AHEAD + 1, max(rooms) + 1)):
-        more = found if ahead == AHEAD else found | {"ahead": ahead}
+        more = found if ahead == AHEAD else found | {"unshard_prefetch": ahead}
         if _stays_of(shard(bare, Options(more=more))) == _stays_of(program):
             return more
     return found
@@ -159,15 +163,17 @@ PASSES = (
         _wanted,
         _both,
         _read,
-        options=("active", "ahead"),
+        options=("unsharded_stages", "unshard_prefetch"),
         applies=_may_let_go,
         section="memory",
         kinds=_KINDS,
         abouts={
-            "active": "with zero 3: stages of a rank whose weights are whole at once, by default "
-            "what is computed with, and the next",
-            "ahead": "with zero 3: how many runs of other stages earlier weights are gathered (1), "
-            "where there is room; with 0 they are gathered least often",
+            "unsharded_stages": "with zero 3: how many stages of a rank have unsharded "
+            "weights at once; by "
+            "default the stage that computes and the next one",
+            "unshard_prefetch": "with zero 3: by how many runs of other stages an unshard "
+            "precedes its "
+            "use (1), where unsharded_stages allows it; 0 gathers least often",
         },
         order=20,  # a program with it is not right without
     ),

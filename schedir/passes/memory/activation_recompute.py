@@ -110,7 +110,7 @@ def _placed(program: Program, chosen: Words, options: Options) -> Program:
 def _times(found: Program, options: Options) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """When each compute of a draft starts and ends in the program that is made of it."""
     lowered = options.rest(found)
-    reached = walk(Graph.of(lowered, options.model), options.costs)
+    reached = walk(Graph.of(lowered, options.progress_model), options.costs)
     compute = np.isin(lowered.op, COMPUTE)
     return reached.start[compute], reached.end[compute]
 
@@ -154,13 +154,14 @@ def _as_few_as_fit(program: Program, candidates: Words, options: Options) -> Wor
 
     Where all stages keep equally much that is what is kept longest, and no smaller number would do.
     """
-    if options.limit is None or options.sizes is None:
+    if options.memory_limit is None or options.sizes is None:
         raise UsageError(
             'recompute="fit" recomputes what does not fit: it needs sizes and a limit',
-            hint="--sizes saved=1.2GB --memory-limit 40GB, or sizes=Sizes(saved=1.2e9), limit=40e9",
+            hint="--sizes saved=1.2GB --memory-limit 40GB, or sizes=Sizes(saved=1.2e9), "
+            "memory_limit=40e9",
             fields=["recompute"],
         )
-    sizes, limit = options.sizes, options.limit
+    sizes, limit = options.sizes, options.memory_limit
     chosen = candidates[:0]
     while True:
         lowered = options.rest(_placed(program, chosen, options))
@@ -180,7 +181,7 @@ def _beside_offload(program: Program, candidates: Words, options: Options) -> Pr
     Tried are none; as few as would fit alone, or some of these, evenly apart; and from the best of
     these on each stage alike.  A choice that costs nothing ends it.
     """
-    alone = replace(options, rest=partial(options.rest, offload=None, spill=None))
+    alone = replace(options, rest=partial(options.rest, offload=None, offload_to_disk=None))
     few = _as_few_as_fit(program, candidates, alone)
     plain = _judged(program, alone)[1] * (1 + 1e-9)
     best, least = program, _judged(program, options)
@@ -212,10 +213,10 @@ def _beside_offload(program: Program, candidates: Words, options: Options) -> Pr
 
 def _judged(program: Program, options: Options) -> tuple[float, float]:
     """By how many bytes what becomes of a draft is above the limit, and how long it takes."""
-    assert options.sizes is not None and options.limit is not None
+    assert options.sizes is not None and options.memory_limit is not None
     lowered = options.rest(program)
     most = max(own.bytes.max() for own in held(lowered, options.sizes, late=True))
-    return max(0.0, most - ample(options.limit)), span_of(lowered, options)
+    return max(0.0, most - ample(options.memory_limit)), span_of(lowered, options)
 
 
 def _spared(
@@ -282,10 +283,12 @@ PASSES: Final = (
         section="memory",
         kinds={"recompute": WHICH, "recompute_at": AT},
         abouts={
-            "recompute": "keep inputs only, and run forwards again: all, half (every other "
-            "microbatch), fit (as few as --memory-limit asks for), stages 0,1 or microbatches of "
+            "recompute": "which forwards save only their inputs and run again: all, half "
+            "(every other "
+            "microbatch), fit (as few as --memory-limit requires), stages 0,1 or microbatches of "
             "stages 0.3,0.4",
-            "recompute_at": "early: where it is hidden (default), or late: just before backwards",
+            "recompute_at": "early: where it costs no time (default), or late: just before "
+            "the backward",
         },
     ),
 )

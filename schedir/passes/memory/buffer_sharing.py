@@ -22,6 +22,7 @@ from schedir.ir.dataflow import Dataflow
 from schedir.ir.isa.instructions import BETWEEN_NEIGHBOURS, BOUNDARY, FORWARD, SENDS, SLOTTED
 from schedir.ir.program import OWN, Program, SlotCounts
 from schedir.passes.pass_types import BufferSharing, Options, Pass
+from schedir.retired_names import renamed_value
 
 MESSAGE: Final = 0.5  # of a forward: what a message takes where costs say that it takes no time
 _PARTS = 16  # how finely ranks and kinds are divided to try fewer on each part
@@ -31,18 +32,19 @@ def share_slots(
     program: Program,
     choice: BufferSharing,
     costs: Costs | None = None,
-    model: ProgressModel = "device",
+    progress_model: ProgressModel = "per_device",
 ) -> Program:
     """A lowered program with a number of slots for each rank and kind.
 
-    "fewest" is the most values that overlap along the Stream: with less, a Stream could not be
-    run in its order.  A program that is legal under `serial` stays legal under every model: a
-    fill waits only for what stands before it in its own Stream, which under `serial` it does
-    anyway.  Other programs must be checked again.
+    "minimal" is the most values that overlap along the Stream: with less, a Stream could not be
+    run in its order.  A program that is legal under `blocking_serial` stays legal under every
+    model: a fill waits only for what stands before it in its own Stream, which under
+    `blocking_serial` it does anyway.  Other programs must be checked again.
 
-    "enough" is the fewest with which the predicted time at `costs` under `model` stays what it
-    is with a slot for each value.  Of each rank and kind it is a proven minimum where all those
-    minima together keep the time; else it is as few as trying has found.
+    "latency_preserving" is the fewest with which the predicted time at `costs` under
+    `progress_model` stays what it is with a slot for each value.  Of each rank and kind it is a
+    proven minimum where all those minima together keep the time; else it is as few as trying has
+    found.
 
     Where it is said already how many there are of what crosses no boundary, as of whole weights,
     that stays.
@@ -51,12 +53,16 @@ def share_slots(
     as soon as it is full, and whoever fills it next would in fact wait for the message.  There it
     is enough for messages, too, that take half a forward.
     """
-    if choice not in ("fewest", "enough"):
-        raise UsageError(f"slots must be 'fewest' or 'enough', not {choice!r}")
+    if choice not in ("minimal", "latency_preserving"):
+        raise UsageError(
+            f"buffer_sharing must be 'minimal' or 'latency_preserving', not {choice!r}",
+            hint=renamed_value("buffer_sharing", choice),
+            fields=["buffer_sharing"],
+        )
     program = unshared(program)
-    graph = Graph.of(program, model)
+    graph = Graph.of(program, progress_model)
     least = minimum_slots(program)[:, : len(SLOTTED)]
-    if choice == "fewest":
+    if choice == "minimal":
         return _with(program, least)
     costs = costs or Costs()
     if not costs.of(SENDS[0], program.plan).any():
@@ -75,7 +81,7 @@ def _enough(
     span = float(reached.end.max(initial=0.0)) * (1 + 1e-9)
 
     def keeps(slots: NDArray[np.int64]) -> bool:
-        end = walk(Graph(_with(program, slots), graph.model), costs).end
+        end = walk(Graph(_with(program, slots), graph.progress_model), costs).end
         return float(end.max(initial=0.0)) <= span
 
     latest = span - remaining(graph, costs)
@@ -160,15 +166,15 @@ def _from_the_end(most: np.ufunc, times: Times) -> Times:
 
 
 def _lower(program: Program, options: Options) -> Program:
-    assert options.slots is not None
-    return share_slots(program, options.slots, options.costs, options.model)
+    assert options.buffer_sharing is not None
+    return share_slots(program, options.buffer_sharing, options.costs, options.progress_model)
 
 
-def _read(program: Program, model: ProgressModel) -> dict[str, Any]:
+def _read(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
     if not program.shares_slots:
-        return {"slots": None}
-    few = share_slots(program, "fewest").slots
-    return {"slots": "fewest" if program.slots == few else "enough"}
+        return {"buffer_sharing": None}
+    few = share_slots(program, "minimal").slots
+    return {"buffer_sharing": "minimal" if program.slots == few else "latency_preserving"}
 
 
 PASSES: Final = (
@@ -176,7 +182,7 @@ PASSES: Final = (
         "share_slots",
         "better",
         _lower,
-        wanted=lambda program, options: options.slots is not None,
+        wanted=lambda program, options: options.buffer_sharing is not None,
         read=_read,
         order=9,  # it changes no Stream
     ),

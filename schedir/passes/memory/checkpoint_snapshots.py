@@ -30,9 +30,9 @@ def snapshots(program: Program) -> Program:
             "the program has no backward: it changes nothing that could be lost",
             program=program.name,
             hint="leave snapshots out",
-            fields=["snapshots"],
+            fields=["checkpoint_snapshots"],
         )
-    stage = np.arange(program.frozen, program.plan.stages)
+    stage = np.arange(program.frozen_stages, program.plan.stages)
     rank = program.plan.holders[0, stage]
     at = program.offsets[rank]
     return at_places(program, at, rank, pack(Opcode.Snapshot, stage, 0))
@@ -42,7 +42,7 @@ def _first_holders(program: Program) -> Mask:
     """Whose stages have a snapshot: a mask over the holders of stages."""
     plan = program.plan
     once = np.zeros(plan.holders.shape, bool)
-    once[0, program.frozen :] = program.snapshots and program.trains
+    once[0, program.frozen_stages :] = program.checkpoint_snapshots and program.trains
     return once.reshape(-1)
 
 
@@ -53,8 +53,8 @@ def _each(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
         Opcode.Snapshot,
         once,
         "one for each trained stage in a step, on its first holder"
-        if program.snapshots
-        else "the program says 'snapshots no'",
+        if program.checkpoint_snapshots
+        else "the program says 'checkpoint_snapshots no'",
         "one stands at the beginning of its rank's Stream",
     )
 
@@ -64,7 +64,9 @@ PASSES: Final = (
         "snapshots",
         "ends",
         lambda program, options: snapshots(program),
-        lambda program, options: program.snapshots and Opcode.Snapshot not in program.ops,
+        lambda program, options: (
+            program.checkpoint_snapshots and Opcode.Snapshot not in program.ops
+        ),
         _each,
         order=30,  # so they come before all else, also before gathers of weights
     ),

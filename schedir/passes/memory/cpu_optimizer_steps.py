@@ -16,13 +16,13 @@ import numpy as np
 
 from schedir.ir.dataflow import Dataflow
 from schedir.ir.instruction_index import NONE, InstructionIndex
-from schedir.ir.isa.instructions import ROWS, STEPS, Opcode, Scope, Token, chain
+from schedir.ir.isa.instructions import ROWS, STEPS, Opcode, Scope, Value, chain
 from schedir.ir.program import Program, StreamSlices, pack
 from schedir.passes.insertion import at_places
 from schedir.passes.pass_types import ExpectedInstructions, Pass, Present
 from schedir.passes.update_boundaries import places
 
-_ROWS: Final = (Opcode.OffloadGrads, Opcode.StepHost, Opcode.ReloadWeights)
+_ROWS: Final = (Opcode.OffloadGrads, Opcode.HostOptimizerStep, Opcode.ReloadWeights)
 _PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Scope.RANK)
 
 
@@ -36,24 +36,28 @@ def host_steps(program: Program) -> Program:
     the rank's gradients before the host steps, so that the next may add to them.
     """
     plan, index = program.plan, InstructionIndex.of(program)
-    given = index.where_all(chain(Opcode.OffloadGrads, Token.GRAD))
-    latest = np.full(plan.holders.size * plan.updates, NONE)
-    time = None if plan.updates > 1 else np.zeros(len(given), np.int64)  # turns are of one update
+    given = index.where_all(chain(Opcode.OffloadGrads, Value.GRAD))
+    latest = np.full(plan.holders.size * plan.optimizer_steps, NONE)
+    time = (
+        None if plan.optimizer_steps > 1 else np.zeros(len(given), np.int64)
+    )  # turns are of one update
     np.maximum.at(latest, index.keys(Scope.STAGE, given, time), given)
-    last = latest.reshape(plan.updates, *plan.holders.shape)
+    last = latest.reshape(plan.optimizer_steps, *plan.holders.shape)
     tied = [s for stages in program.summed for s in stages]
     ends = places(program)
     at_, ranks, words = [], [], []
-    for update in range(plan.updates):
+    for update in range(plan.optimizer_steps):
         for rank, own in enumerate(plan.stages_of):
-            trained = np.array([s for s in own if s >= program.frozen], np.int64)
+            trained = np.array([s for s in own if s >= program.frozen_stages], np.int64)
             at = last[update, plan.row_of(trained, rank), trained]
             order = np.argsort(at, kind="stable")
             trained, at = trained[order], at[order]
             alone = (index.op[at] == Opcode.ReduceGrads) & (program.dp == 1)
             alone &= ~np.isin(trained, tied)
             go, step, back = (pack(op, trained, update) for op in _ROWS)
-            between = pack(Opcode.ReleaseGrads, 0, np.array([update] * (plan.updates > 1), int))
+            between = pack(
+                Opcode.CheckGradsFinite, 0, np.array([update] * (plan.optimizer_steps > 1), int)
+            )
             words += [go, between, step, back]
             end = ends[update, rank]
             at_ += [np.where(alone, at + 1, end), np.full(len(between) + 2 * len(at), end)]
@@ -74,11 +78,15 @@ def late_steps(program: Program) -> Program:
     for giver in Dataflow.of(program).needs:
         needer = np.flatnonzero((giver != NONE) & (giver < np.arange(n)))  # else it is refused
         np.minimum.at(first, giver[needer], needer)
-    end = index.rank.astype(np.int64) * program.plan.updates + index.mb  # of what ends updates
+    end = (
+        index.rank.astype(np.int64) * program.plan.optimizer_steps + index.mb
+    )  # of what ends updates
     ends, steps = (index.where_all(ops) for ops in (_PER_RANK, STEPS))
-    ahead = np.full(program.plan.ranks * program.plan.updates + 1, n)
+    ahead = np.full(program.plan.ranks * program.plan.optimizer_steps + 1, n)
     np.minimum.at(ahead, end[ends] - 1, ends)  # who ends the next update
-    ahead[program.plan.updates - 1 :: program.plan.updates] = n  # which the last has not
+    ahead[program.plan.optimizer_steps - 1 :: program.plan.optimizer_steps] = (
+        n  # which the last has not
+    )
     np.minimum.at(ahead, end[steps], first[steps])
     whole = np.append(np.maximum.accumulate(np.where(index.joined, 0, np.arange(n))), n)
     moves = index.where_all((Opcode.ReloadWeights, *STEPS))
@@ -89,16 +97,18 @@ def late_steps(program: Program) -> Program:
 
 
 def _each(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    there = program.trains and program.states == "cpu"
-    once = np.tile((np.arange(program.plan.stages) >= program.frozen) & there, program.plan.rows)
-    why = f"the program says 'states {program.states}'"
+    there = program.trains and program.optimizer_placement == "cpu_step"
+    once = np.tile(
+        (np.arange(program.plan.stages) >= program.frozen_stages) & there, program.plan.rows
+    )
+    why = f"the program says 'optimizer_placement {program.optimizer_placement}'"
     for op in _ROWS:
         yield ExpectedInstructions(
             op, once, why, "each trained stage goes, is stepped and comes back once"
         )
-    several = program.plan.updates > 1
+    several = program.plan.optimizer_steps > 1
     yield ExpectedInstructions(
-        Opcode.ReleaseGrads,
+        Opcode.CheckGradsFinite,
         np.full(program.plan.ranks, there and several),
         why if several or not there else "there is no next update to add to them",
         "each rank lets go of its gradients once in each of several updates",
@@ -111,7 +121,9 @@ PASSES: Final = (
         "ends",
         lambda program, options: host_steps(program),
         lambda program, options: (
-            program.trains and program.states == "cpu" and program.ops.isdisjoint(_ROWS)
+            program.trains
+            and program.optimizer_placement == "cpu_step"
+            and program.ops.isdisjoint(_ROWS)
         ),
         _each,
         order=8,
@@ -121,7 +133,9 @@ PASSES: Final = (
         "ends",
         lambda program, options: late_steps(program),
         lambda program, options: (
-            program.trains and program.states == "cpu" and program.plan.updates > 1
+            program.trains
+            and program.optimizer_placement == "cpu_step"
+            and program.plan.optimizer_steps > 1
         ),
         order=11,
     ),

@@ -25,7 +25,7 @@ from schedir.ir.isa.instructions import (
     SLOTTED,
     TIERS,
     Opcode,
-    Token,
+    Value,
     changes,
 )
 from schedir.ir.program import ADDRESS, OP, Program, SlotCounts, Words
@@ -50,7 +50,7 @@ class OffloadRoundTrip(NamedTuple):
 _MOVES: Final = {  # of what a forward saved, by from where to where
     (change.before, change.after): row.op
     for row in ROWS for change in row.changes
-    if change.token is Token.SAVED and change.before in TIERS
+    if change.value is Value.SAVED and change.before in TIERS
 }  # fmt: skip
 HOST: Final = OffloadRoundTrip(_MOVES["device", "host"], _MOVES["host", "device"])
 DISK: Final = OffloadRoundTrip(_MOVES["host", "disk"], _MOVES["disk", "host"])
@@ -74,12 +74,12 @@ class ForwardLifetimes(NamedTuple):
 
 def lives(program: Program) -> ForwardLifetimes:
     """Of all that is saved and used again, where it is made and first used on the compute lane."""
-    own = Dataflow.of(program).lives(Token.SAVED)
+    own = Dataflow.of(program).lives(Value.SAVED)
     address = program.words & ADDRESS
     made = own.fill.astype(np.intp)
     first = {
         int(address[at]): at
-        for op in reversed((*changes(Token.SAVED),))
+        for op in reversed((*changes(Value.SAVED),))
         if op in COMPUTE
         for at in np.flatnonzero(program.op == op).tolist()
     }
@@ -143,7 +143,7 @@ def _moved(
 
     def times(found: Program) -> tuple[Floats, Floats, Program]:
         """When what was there before starts and ends."""
-        reached = walk(Graph.of(found, options.model), options.costs)
+        reached = walk(Graph.of(found, options.progress_model), options.costs)
         old = ~np.isin(found.op, trip) | ~np.isin(found.words & ADDRESS, address)
         return reached.start[old], reached.end[old], found
 
@@ -211,8 +211,8 @@ class SlotRange(NamedTuple):
         if tier == "host":
             own = on_host(program)
             return cls(tier, own.peak(groups(InstructionIndex.of(program))), np.diff(own.first))
-        least = minimum_slots(program)[:, SLOTTED.index(Token.SAVED)]
-        return cls(tier, least, counts(program)[:, KINDS.index(Token.SAVED)])
+        least = minimum_slots(program)[:, SLOTTED.index(Value.SAVED)]
+        return cls(tier, least, counts(program)[:, KINDS.index(Value.SAVED)])
 
     def said(self, program: Program, number: Counts) -> Program:
         """The program with so many slots."""
@@ -262,5 +262,5 @@ def held_most(program: Program, options: Options, tier: Tier) -> Floats:
 
 def span_of(program: Program, options: Options) -> float:
     """The predicted time."""
-    end = walk(Graph(program, options.model), options.costs).end
+    end = walk(Graph(program, options.progress_model), options.costs).end
     return float(end.max(initial=0.0))

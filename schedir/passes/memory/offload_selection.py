@@ -52,7 +52,8 @@ class ImportedSelection(tuple[tuple[int, int], ...]):
 
 
 def offload(program: Program, options: Options) -> Program:
-    """Offload and Reload, and of some of these Spill and Fetch, for what the options say.
+    """Offload and Reload, and of some of these OffloadToDisk and ReloadFromDisk, for what the
+    options say.
 
     Each Offload stands right behind its forward: the copy begins as soon as the lane is free.  Each
     Reload stands where it must be issued so that, by the prediction, it ends just before its value
@@ -60,8 +61,9 @@ def offload(program: Program, options: Options) -> Program:
     earlier is said by the slots of what is saved: a Reload, and a forward, wait for one.  There are
     the fewest with which the predicted time is as long as without any; where costs say that moving
     is free, at moves of half a forward.  With a limit there are no more than it has room for,
-    whatever takes how long.  Of the host's slots the same holds, for its limit, and with Spill and
-    Fetch, which go on to the disk from there and come back.
+    whatever takes how long.  Of the host's slots the same holds, for its limit,
+    and with OffloadToDisk and
+    ReloadFromDisk, which go on to the disk from there and come back.
 
     What nothing is computed between its forward and its use is not offloaded; nor is, but where it
     is named, what is used before it could have gone and come back.  "half" is every other
@@ -81,7 +83,8 @@ def offload(program: Program, options: Options) -> Program:
     >>> runs = [
     ...     simulate(compile(schedules.gpipe, PipelineShape(2, 8), costs=costs, **how), costs,
     ...     sizes=sizes)
-    ...     for how in ({}, {"offload": "all"}, {"offload": "fit", "limit": 60, "sizes": sizes})
+    ...     for how in ({}, {"offload": "all"}, {"offload": "fit", "memory_limit": 60,
+    ...         "sizes": sizes})
     ... ]
     >>> [(run.span, float(run.peak_memory.max())) for run in runs]
     [(27.0, 80.0), (27.0, 30.0), (27.0, 60.0)]
@@ -97,12 +100,12 @@ def offload(program: Program, options: Options) -> Program:
         raise UsageError(
             "spill says what goes on to the disk of what is offloaded, and nothing is",
             hint='offload="all"',
-            fields=["spill", "offload"],
+            fields=["offload_to_disk", "offload"],
         )
     options = priced(program, options)
-    if not walk(Graph.of(program, options.model), options.costs).done.all():
+    if not walk(Graph.of(program, options.progress_model), options.costs).done.all():
         return program  # and `check` refuses it: moving hangs on times that there are not
-    which, further = options.more["offload"], options.more.get("spill")
+    which, further = options.more["offload"], options.more.get("offload_to_disk")
     none = program.words[:0]
 
     def to_host(chosen: Words) -> Program:
@@ -117,7 +120,7 @@ def offload(program: Program, options: Options) -> Program:
         def to_disk(spilled: Words) -> Program:
             return placed(program, chosen, spilled, options)
 
-        spilled = _chosen(program, further, "spill", chosen, options)
+        spilled = _chosen(program, further, "offload_to_disk", chosen, options)
         if fits(further):
             spilled = _as_few_as_fit(program, spilled, to_disk, "host", options)
     return _with_slots(placed(program, chosen, spilled, options), options)
@@ -132,11 +135,11 @@ def _chosen(
         candidates = candidates[_is_worth_it(program, candidates, trips, options)]
     else:
         for stage, *_ in pairs(which, option, program.plan):
-            if stage < program.frozen:
+            if stage < program.frozen_stages:
                 raise UsageError(
                     f"stage {stage} is frozen, and saves nothing to {option}",
-                    hint=f"stages from {program.frozen} on are trained",
-                    fields=[option, "frozen"],
+                    hint=f"stages from {program.frozen_stages} on are trained",
+                    fields=[option, "frozen_stages"],
                 )
     if fits(which):
         return candidates
@@ -183,7 +186,7 @@ def _is_worth_it(
 
 def _free(program: Program, own: ForwardLifetimes, options: Options) -> Floats:
     """How long nobody uses each value, by the prediction of the program as it is."""
-    reached = walk(Graph.of(program, options.model), options.costs)
+    reached = walk(Graph.of(program, options.progress_model), options.costs)
     return reached.start[own.used] - reached.end[own.made]
 
 
@@ -203,7 +206,7 @@ def _with_slots(program: Program, options: Options) -> Program:
 
 def _limit(options: Options, tier: Tier) -> float | None:
     """The bytes that a rank may hold on a tier."""
-    return options.limit if tier == "device" else options.more.get("host_limit")
+    return options.memory_limit if tier == "device" else options.more.get("host_memory_limit")
 
 
 # ---------------------------------------------------------------- as few as fit
@@ -217,7 +220,11 @@ def _as_few_as_fit(
     options: Options,
 ) -> Words:
     """Of the candidates those that `to` moves off a tier, so that no rank holds too much there."""
-    name, option = ("limit", "offload") if tier == "device" else ("host_limit", "spill")
+    name, option = (
+        ("memory_limit", "offload")
+        if tier == "device"
+        else ("host_memory_limit", "offload_to_disk")
+    )
     limit = _limit(options, tier)
     if limit is None or options.sizes is None:
         raise UsageError(
@@ -305,10 +312,10 @@ def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     )
 
 
-def _read(program: Program, model: ProgressModel) -> dict[str, Any]:
+def _read(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
     """What is moved, as pairs."""
     found = {}
-    for option, trip in (("offload", HOST), ("spill", DISK)):
+    for option, trip in (("offload", HOST), ("offload_to_disk", DISK)):
         stage, mb = stages_of((program.words & ADDRESS)[program.op == trip.there])
         found[option] = ImportedSelection(zip(stage.tolist(), mb.tolist(), strict=True)) or None
     return found
@@ -327,25 +334,28 @@ PASSES: Final = (
         "memory",
         offload,
         wanted=lambda program, options: any(
-            options.more.get(name) is not None for name in ("offload", "spill")
+            options.more.get(name) is not None for name in ("offload", "offload_to_disk")
         ),
         expected=_both,
         read=_read,
         applies=lambda program: program.trains,
-        options=("offload", "spill", "host_limit"),
+        options=("offload", "offload_to_disk", "host_memory_limit"),
         section="memory",
         kinds={
             "offload": kind("says what is offloaded"),
-            "spill": kind("says what is spilled"),
-            "host_limit": FieldType("must be bytes like 40GB", _read_bytes, str, metavar="BYTES"),
+            "offload_to_disk": kind("says what is spilled"),
+            "host_memory_limit": FieldType(
+                "must be bytes like 40GB", _read_bytes, str, metavar="BYTES"
+            ),
         },
         abouts={
-            "offload": "move what forwards saved to the host until it is used: all, half (every "
-            "other microbatch), fit (as few as --memory-limit asks for), stages 0,1 or "
+            "offload": "which saved activations move to the host until they are used: all, half "
+            "(every other microbatch), fit (as few as --memory-limit requires), stages 0,1 or "
             "microbatches of stages 0.3,0.4",
-            "spill": "of what is offloaded, what goes on to the disk: given like offload, and fit "
-            "is as few as host_limit asks for",
-            "host_limit": "the most that ranks may have on the host of what is offloaded",
+            "offload_to_disk": "which offloaded activations move on to the disk: given like "
+            "offload; "
+            "fit is as few as host_memory_limit requires",
+            "host_memory_limit": "bytes of offloaded values that a rank may have on the host",
         },
     ),
 )

@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 from schedir.analysis.memory.buffer_slots import KINDS, counts, groups, minimum_slots, on_host
 from schedir.errors import UsageError
 from schedir.ir.instruction_index import NONE, InstructionIndex
-from schedir.ir.isa.instructions import Opcode, Scope, Token, producers
+from schedir.ir.isa.instructions import Opcode, Scope, Value, producers
 from schedir.ir.pipeline.field_schema import whole_number
 from schedir.ir.pipeline.pipeline_shape import MAX_STAGES
 from schedir.ir.program import ON_HOST, OP, OWN, Program, SlotCounts, pack
 from schedir.passes.insertion import at_ends
 from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, Present
 
-_ROWS: Final = (Opcode.LoadState, Opcode.StepStage, Opcode.StoreState)
-_OF_DISK: Final = (Opcode.FetchState, Opcode.SpillState)
-_SLOT: Final = Token.STATE.name.lower()
-_ON_HOST: Final = next(name for name, kind in ON_HOST.items() if kind is Token.STATE)
+_ROWS: Final = (Opcode.ReloadState, Opcode.StageOptimizerStep, Opcode.OffloadState)
+_OF_DISK: Final = (Opcode.ReadStateFromDisk, Opcode.WriteStateToDisk)
+_SLOT: Final = Value.STATE.name.lower()
+_ON_HOST: Final = next(name for name, kind in ON_HOST.items() if kind is Value.STATE)
 _NUMBER: Final = whole_number(1, MAX_STAGES)
 # One is stepped while the next is loaded; on the host one is read while the one before is written.
 USUAL: Final = 2
@@ -45,16 +45,16 @@ def states(program: Program, slots: int | None = None, on_host: int | None = Non
     one slot.
     """
     plan, index = program.plan, InstructionIndex.of(program)
-    given = index.where_all(producers(Token.GRAD))
+    given = index.where_all(producers(Value.GRAD))
     last = np.full(plan.holders.size, NONE)
     key = index.keys(Scope.STAGE, given, np.zeros(len(given), np.int64))
     np.maximum.at(last, key, given)
     reduced = last.reshape(plan.holders.shape)
-    room = USUAL if slots is None else _NUMBER.settle("state_slots", slots, plan)
-    rooms = USUAL if on_host is None else _NUMBER.settle("state_rooms", on_host, plan)
+    room = USUAL if slots is None else _NUMBER.settle("optimizer_device_buffers", slots, plan)
+    rooms = USUAL if on_host is None else _NUMBER.settle("optimizer_host_buffers", on_host, plan)
     ranks, words = [], []
     for rank, own in enumerate(plan.stages_of):
-        trained = np.array([s for s in own if s >= program.frozen], np.int64)
+        trained = np.array([s for s in own if s >= program.frozen_stages], np.int64)
         trained = trained[np.argsort(reduced[plan.row_of(trained, rank), trained], kind="stable")]
         load, step, store = (pack(op, trained, 0) for op in _ROWS)
         turns, later = [*load[:room]], min(room - 1, 1)
@@ -62,7 +62,7 @@ def states(program: Program, slots: int | None = None, on_host: int | None = Non
             turns += [step[k], store[k]]
             if k >= later:
                 turns += [*load[k - later + room :][:1]]
-        if program.states == "disk":
+        if program.optimizer_placement == "disk":
             # One room is left to what is stored, which too few that still come leave anyway.
             ahead = rooms - (len(trained) - room >= rooms - 1)
             turns = _through_host(turns, trained, ahead)
@@ -78,12 +78,12 @@ def _through_host(turns: Sequence[int], trained: NDArray[np.int64], ahead: int) 
     found = [*islice(fetch, ahead)]
     for turn in turns:
         op = turn >> OP
-        if op == Opcode.LoadState and not ahead:
+        if op == Opcode.ReloadState and not ahead:
             found += islice(fetch, 1)
         found.append(turn)
-        if op == Opcode.StoreState:
+        if op == Opcode.OffloadState:
             found += islice(spill, 1)
-        elif op == Opcode.LoadState and ahead:
+        elif op == Opcode.ReloadState and ahead:
             found += islice(fetch, 1)
     return found
 
@@ -91,7 +91,7 @@ def _through_host(turns: Sequence[int], trained: NDArray[np.int64], ahead: int) 
 def leave_slots(program: Program) -> Program:
     """Say how many stages' states are on the device at once, where not all of a rank's may be: as
     few as the order of the Stream asks for."""
-    column = KINDS.index(Token.STATE)
+    column = KINDS.index(Value.STATE)
     room, most = minimum_slots(program)[:, column], counts(program)[:, column]
     return program if (room >= most).all() else _told(program, _SLOT, room)
 
@@ -111,16 +111,18 @@ def _told(program: Program, name: str, room: NDArray[np.int64]) -> Program:
 
 
 def _each(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    there = program.trains and program.states in _MOVED
-    once = np.tile((np.arange(program.plan.stages) >= program.frozen) & there, program.plan.rows)
-    why = f"the program says 'states {program.states}'"
+    there = program.trains and program.optimizer_placement in _MOVED
+    once = np.tile(
+        (np.arange(program.plan.stages) >= program.frozen_stages) & there, program.plan.rows
+    )
+    why = f"the program says 'optimizer_placement {program.optimizer_placement}'"
     for op in _ROWS:
         yield ExpectedInstructions(
             op, once, why, "each trained stage is loaded, stepped and stored once"
         )
     for op in _OF_DISK:
         yield ExpectedInstructions(
-            op, once & (program.states == "disk"), why,
+            op, once & (program.optimizer_placement == "disk"), why,
             "each trained stage's state is fetched and spilled once",
         )  # fmt: skip
 
@@ -128,22 +130,26 @@ def _each(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
 def _states(program: Program, options: Options) -> Program:
     for name, where in _WHERE.items():
         said = options.more.get(name)
-        if said is not None and program.states not in where:
-            stay = "stay on the device" if program.states == "device" else "lie on the host"
+        if said is not None and program.optimizer_placement not in where:
+            stay = (
+                "stay on the device"
+                if program.optimizer_placement == "device"
+                else "lie on the host"
+            )
             raise UsageError(
                 f"{name} is {said}, and the optimizer's states {stay}",
-                hint=f'states="{where[0]}", or leave {name} out',
-                fields=[name, "states"],
+                hint=f'optimizer_placement="{where[0]}", or leave {name} out',
+                fields=[name, "optimizer_placement"],
             )
     return states(program, *(options.more.get(name) for name in _WHERE))
 
 
 def _wanted(program: Program, options: Options) -> bool:
     wrong = any(
-        options.more.get(name) is not None and program.states not in where
+        options.more.get(name) is not None and program.optimizer_placement not in where
         for name, where in _WHERE.items()
     )
-    there = program.states in _MOVED and program.ops.isdisjoint(_ROWS)
+    there = program.optimizer_placement in _MOVED and program.ops.isdisjoint(_ROWS)
     return wrong or (program.trains and there)
 
 
@@ -152,14 +158,14 @@ def _options(program: Program) -> dict[str, int]:
     found = {}
     for option, name in zip(_WHERE, (_SLOT, _ON_HOST), strict=True):
         said = [n for slots in program.slots if (n := getattr(slots, name)) != OWN]
-        if said and program.states in _WHERE[option]:
+        if said and program.optimizer_placement in _WHERE[option]:
             found[option] = max(said)
     return found
 
 
 # Where states lie that are brought to the device stage by stage; and by option, where it is of use.
 _MOVED: Final = ("host", "disk")
-_WHERE: Final = {"state_slots": _MOVED, "state_rooms": ("disk",)}
+_WHERE: Final = {"optimizer_device_buffers": _MOVED, "optimizer_host_buffers": ("disk",)}
 
 
 PASSES: Final = (
@@ -171,12 +177,15 @@ PASSES: Final = (
         _each,
         lambda program, model: _options(program),
         options=tuple(_WHERE),
-        applies=lambda program: program.states in _MOVED,
+        applies=lambda program: program.optimizer_placement in _MOVED,
         kinds=dict.fromkeys(_WHERE, _NUMBER),
         abouts={
-            "state_slots": "how many stages of a rank have their optimizer's state on the device "
-            "at once (2)",
-            "state_rooms": "and on the host, between the device and the disk (2)",
+            "optimizer_device_buffers": "with optimizer_placement host or disk: how many "
+            "stages of a "
+            "rank have their optimizer state on the device at once (2)",
+            "optimizer_host_buffers": "with optimizer_placement disk: how many have it on the "
+            "host, on "
+            "its way (2)",
         },
         section="memory",
         order=8,
@@ -187,7 +196,7 @@ PASSES: Final = (
         lambda program, options: leave_slots(program),
         lambda program, options: (
             not program.ops.isdisjoint(_ROWS)
-            and options.slots is None
+            and options.buffer_sharing is None
             and not any(_SLOT in slots.said() for slots in program.slots)
         ),
         order=3,

@@ -66,40 +66,44 @@ def fill(program: Program, options: Options) -> Program:
     Raises UsageError for what says nothing, without costs or where sums are free, and for a program
     that is not cut.
     """
-    which = options.more["fill"]
+    which = options.more["fill_collective_waits"]
     if which not in _FILLS:
-        raise UsageError(f"fill {_TAKES}, not {describe(which)}", fields=["fill"])
+        raise UsageError(
+            f"fill_collective_waits {_TAKES}, not {describe(which)}",
+            fields=["fill_collective_waits"],
+        )
     if options.costs is None:
         raise UsageError(
             "fill puts work where a simulation has time for it, and needs costs",
-            hint="--costs F=1,B=2,sum=0.5, or costs=Costs(...)",
-            fields=["fill"],
+            hint="--costs F=1,B=2,tp_reduce=0.5, or costs=Costs(...)",
+            fields=["fill_collective_waits"],
         )
-    if not program.meets and options.more.get("cut") is None:
+    if not program.segment_boundaries and options.more.get("stage_segments") is None:
         raise UsageError(
             "fill puts work behind what pieces sum, and the program is not cut in pieces",
-            hint="cut=5",
-            fields=["fill", "cut"],
+            hint="stage_segments=5",
+            fields=["fill_collective_waits", "stage_segments"],
         )
-    if not ranks_meet(program.meets):
+    if not ranks_meet(program.segment_boundaries):
         return program  # one tensor-parallel rank meets nobody
     if not any(
-        options.costs.of(op, program.plan).any() for op in between_segments(program.sequence)
+        options.costs.of(op, program.plan).any()
+        for op in between_segments(program.sequence_parallel)
     ):
         raise UsageError(
             "fill puts work in the time of sums, and these take none",
-            hint="--costs F=1,B=2,sum=0.5, or costs=Costs(...)",
-            fields=["fill", "costs"],
+            hint="--costs F=1,B=2,tp_reduce=0.5, or costs=Costs(...)",
+            fields=["fill_collective_waits", "costs"],
         )
     if program.joined.any():
         raise UsageError(
             "fill takes computes one by one, and some of a stage that is not cut run together",
             hint="cut all stages",
-            fields=["fill", "cut"],
+            fields=["fill_collective_waits", "stage_segments"],
         )
     lowered, most = options.rest(program), None
-    if options.limit is None and program.trains:
-        most = [_most_ahead(own.op, own.stage >= program.frozen) for own in program.streams]
+    if options.memory_limit is None and program.trains:
+        most = [_most_ahead(own.op, own.stage >= program.frozen_stages) for own in program.streams]
     found = [_filled(program, lowered, options, fills, most) for fills in _FILLS[which]]
     return min(found, key=lambda one: one[1])[0]
 
@@ -144,9 +148,9 @@ def _most_ahead(op: NDArray[Any], trained: NDArray[Any]) -> int:
 def _judged(lowered: Program, options: Options) -> tuple[float, float]:
     """By how many bytes a program is above the limit, if there is one, and how long it takes."""
     over = 0.0
-    if options.sizes is not None and options.limit is not None:
+    if options.sizes is not None and options.memory_limit is not None:
         most = max(own.bytes.max(initial=0.0) for own in held(lowered, options.sizes, late=True))
-        over = max(0.0, most - ample(options.limit))
+        over = max(0.0, most - ample(options.memory_limit))
     return over, span_of(lowered, options)
 
 
@@ -167,7 +171,7 @@ class _ProgramSimulation:
         most: list[int] | None,
     ) -> None:
         assert options.costs is not None
-        graph = Graph.of(program, options.model)
+        graph = Graph.of(program, options.progress_model)
         index, node = graph.index, graph.node
         self.ahead, self.longer = ahead, longer
         self.tail: list[float] = remaining(graph, options.costs).tolist() if longer is None else []
@@ -179,7 +183,7 @@ class _ProgramSimulation:
         self.rank, self.op = index.rank.tolist(), index.op.tolist()
         self.stage, self.mb = index.stage.tolist(), index.mb.tolist()
         each = np.array([_ahead(op) for op in self.op], np.int64)
-        self.adds: list[int] = (each * (index.stage >= program.frozen)).tolist()
+        self.adds: list[int] = (each * (index.stage >= program.frozen_stages)).tolist()
         self.after: list[list[int]] = [[] for _ in range(len(index))]
         self.before: list[list[int]] = [[] for _ in range(len(index))]
         for giver in graph.needs:
@@ -191,7 +195,7 @@ class _ProgramSimulation:
         self.nodes = np.flatnonzero(node == np.arange(len(node))).tolist()
         computes = index.is_op(COMPUTE)
         self.computes: list[bool] = computes.tolist()
-        self.sums: list[bool] = index.is_op(between_segments(program.sequence)).tolist()
+        self.sums: list[bool] = index.is_op(between_segments(program.sequence_parallel)).tolist()
         self.meets: list[bool] = index.is_op(BOUNDARY_COLLECTIVES).tolist()
         self.fills: list[bool] = index.is_op(fills).tolist()
         self.todo = [np.flatnonzero(computes[lo:hi]) + lo for lo, hi in pairwise(program.offsets)]
@@ -365,14 +369,14 @@ _TAKES: Final = "is W, F or all"
 
 PASSES: Final = (
     Pass(
-        "fill",
+        "fill_collective_waits",
         "draft",
         fill,
-        wanted=lambda program, options: options.more.get("fill") is not None,
-        options=("fill",),
-        kinds={"fill": FieldType(_TAKES, _read, str, metavar="WHAT")},
-        about="let something compute while a piece waits for a sum: W, F (of other microbatches) "
-        "or all",
+        wanted=lambda program, options: options.more.get("fill_collective_waits") is not None,
+        options=("fill_collective_waits",),
+        kinds={"fill_collective_waits": FieldType(_TAKES, _read, str, metavar="WHAT")},
+        about="what computes while a segment waits for its tensor-parallel collective: W, F (of "
+        "other microbatches) or all",
         order=1,
     ),
 )

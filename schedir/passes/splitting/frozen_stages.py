@@ -19,11 +19,11 @@ def without_backwards(program: Program) -> Program:
 
     What ran together with one of them runs alone.
     """
-    if not program.frozen:
+    if not program.frozen_stages:
         return program
     streams = []
     for stream in program.streams:
-        gone = is_op(stream.op, OF_TRAINED) & (stream.stage < program.frozen)
+        gone = is_op(stream.op, OF_TRAINED) & (stream.stage < program.frozen_stages)
         words = stream.words.copy()
         words[1:][gone[:-1]] &= ~JOINED
         streams.append(Stream(words[~gone]))

@@ -56,7 +56,10 @@ def letters_of(given: Pieces, plan: PipelineShape) -> tuple[str, ...]:
     several = isinstance(given, Iterable) and not isinstance(given, (str, *NO_NUMBERS))
     each = [*given] if several and isinstance(given, Iterable) else [given]
     if several and len(each) != plan.stages:
-        raise UsageError(f"cut has {len(each)} entries for {plan.stages} stages", fields=["cut"])
+        raise UsageError(
+            f"stage_segments has {len(each)} entries for {plan.stages} stages",
+            fields=["stage_segments"],
+        )
     found = [_letters(one) for one in each]
     return tuple(found if several else found * plan.stages)
 
@@ -68,7 +71,9 @@ def _letters(one: object) -> str:
         if isinstance(one, NO_NUMBERS) or not 1 <= (number := index(one)) <= MAX_STAGES:  # type: ignore[arg-type]
             raise TypeError
     except TypeError:
-        raise UsageError(f"cut {_TAKES}, not {describe(one)}", fields=["cut"]) from None
+        raise UsageError(
+            f"stage_segments {_TAKES}, not {describe(one)}", fields=["stage_segments"]
+        ) from None
     return ((ENTERS + LEAVES) * number)[: number - 1]
 
 
@@ -85,7 +90,7 @@ def _read_here(text: str) -> Any:
     try:
         return _read(text)
     except ValueError as error:
-        raise UsageError(f"cut {error}", fields=["cut"]) from None
+        raise UsageError(f"stage_segments {error}", fields=["stage_segments"]) from None
 
 
 _TAKES: Final = (
@@ -117,8 +122,8 @@ def over_stages(given: Pieces, ranks: int, stages: int) -> tuple[str | int, ...]
                 f"ranks meet at {describe(own)} in what a rank has of the model, which its {v} "
                 "stages "
                 "cannot share alike",
-                hint=f"cut={2 * v + 1}, for a rank with one stage",
-                fields=["cut", "stages_per_rank"],
+                hint=f"stage_segments={2 * v + 1}, for a rank with one stage",
+                fields=["stage_segments", "stages_per_rank"],
             )
         found += [one or 1] * v
     return tuple(found)
@@ -141,29 +146,34 @@ def cut(program: Program, given: Pieces = 1, chunks: int = 1) -> Program:
     Raises UsageError for a cut of what is cut, of other stages that are tied, and where holders of
     a stage would share the microbatches in another way.
     """
-    letters, chunks = letters_of(given, program.plan), CHUNKS.settle("chunks", chunks, None)
+    letters, chunks = (
+        letters_of(given, program.plan),
+        CHUNKS.settle("microbatch_chunks", chunks, None),
+    )
     number = np.array([len(own) + 1 for own in letters])
     if (number == 1).all() and chunks == 1:
         return program
-    if program.meets and (number > 1).any():
+    if program.segment_boundaries and (number > 1).any():
         raise UsageError(
-            "the program is of pieces already, and says where they meet", fields=["cut"]
+            "the program is of pieces already, and says where they meet", fields=["stage_segments"]
         )
     first, alone = np.concatenate([[0], np.cumsum(number)]), [NOBODY * len(own) for own in letters]
     return replace(
         program,
         plan=_plan(program.plan, number, chunks),
         streams=tuple(
-            Stream(_pieces(own, program.plan.segments, number, first, chunks))
+            Stream(_pieces(own, program.plan.sequence_chunks, number, first, chunks))
             for own in program.streams
         ),
-        frozen=int(first[program.frozen]),
+        frozen_stages=int(first[program.frozen_stages]),
         skips=tuple((int(first[s + 1]) - 1, int(first[t])) for s, t in program.skips),
-        tied=tuple(
-            tuple(_tied(s, number, first, stages) for s in stages) for stages in program.tied
+        tied_weights=tuple(
+            tuple(_tied(s, number, first, stages) for s in stages)
+            for stages in program.tied_weights
         ),
-        meets=program.meets or ENDS.join(letters if program.tp > 1 else alone),
-        chunked=program.chunked * chunks,
+        segment_boundaries=program.segment_boundaries
+        or ENDS.join(letters if program.tp > 1 else alone),
+        chunks_per_microbatch=program.chunks_per_microbatch * chunks,
         order={},
     )
 
@@ -173,11 +183,11 @@ def cut_like(program: Program, like: Program) -> Program:
 
     Raises PlanError for other stages than that one has, where these are cut.
     """
-    letters = letters_in(like.meets, program.plan.stages)
+    letters = letters_in(like.segment_boundaries, program.plan.stages)
     if len(letters) != program.plan.stages:
         raise PlanError("of a model that is cut otherwise it is not known where ranks meet")
     given = [own or 1 for own in letters]
-    return cut(replace(program, tp=like.tp), given, like.chunked)
+    return cut(replace(program, tp=like.tp), given, like.chunks_per_microbatch)
 
 
 def _pieces(own: Stream, segments: int, number: Words, first: Words, chunks: int) -> Words:
@@ -202,11 +212,11 @@ def _plan(plan: PipelineShape, number: Words, chunks: int) -> PipelineShape:
     parts, more = plan.parts, plan.microbatches * chunks
     if (number > 1).any():
         rows = tuple(tuple(np.repeat(row, number).tolist()) for row in plan.holders)
-        delay = plan.delay
+        delay = plan.weight_delay
         if isinstance(delay, tuple):
             delay = tuple(np.repeat(delay, number).tolist())
         placement = rows if len(rows) > 1 else rows[0]
-        plan = replace(plan, placement=placement, stages_per_rank=1, delay=delay)
+        plan = replace(plan, placement=placement, stages_per_rank=1, weight_delay=delay)
     plan = replace(plan, microbatches=more)
     if plan.parts != tuple(chunks * end for end in parts):
         raise UsageError(
@@ -214,7 +224,7 @@ def _plan(plan: PipelineShape, number: Words, chunks: int) -> PipelineShape:
             f"{describe([*parts[1:]])}, and "
             f"{more} chunks as {describe([*plan.parts[1:]])}",
             hint="as many microbatches for each holder",
-            fields=["chunks", "microbatches"],
+            fields=["microbatch_chunks", "microbatches"],
         )
     return plan
 
@@ -223,10 +233,11 @@ def _tied(stage: int, number: Words, first: Words, stages: tuple[int, ...]) -> i
     """The piece of a stage that has its tied weight."""
     if stage not in (0, len(number) - 1) and number[stage] > 1:
         raise UsageError(
-            f"stages {', '.join(map(str, stages))} share a weight, and which piece of stage "
-            f"{stage} has it nobody says",
-            hint="leave that stage whole: cut=(5, 1, 5); or draft pieces as stages, with meets",
-            fields=["cut", "tied"],
+            f"stages {', '.join(map(str, stages))} share a weight, and it is not known which "
+            f"segment of stage {stage} has it",
+            hint="do not split that stage: stage_segments=(5, 1, 5); or write a schedule of "
+            "segments, with segment_boundaries",
+            fields=["stage_segments", "tied_weights"],
         )
     return int(first[stage + 1] - 1 if stage else first[0])
 
@@ -234,7 +245,15 @@ def _tied(stage: int, number: Words, first: Words, stages: tuple[int, ...]) -> i
 # ---------------------------------------------------------------- what pieces cost
 
 # Costs and sizes of which each piece of a stage has its share; of all others as much as the stage.
-SHARED: Final = (*OF_A_STAGE, "saved", "tape", "both", "weights", "version", *AT_REST)
+SHARED: Final = (
+    *OF_A_STAGE,
+    "saved",
+    "deferred_wgrad",
+    "saved_and_deferred",
+    "model_states",
+    "version",
+    *AT_REST,
+)
 _Each = TypeVar("_Each", Costs, Sizes)
 
 
@@ -259,15 +278,15 @@ def split_costs(
     Raises UsageError for another number of shares, or one that is negative.
 
     >>> from schedir import Costs, PipelineShape, split_costs
-    >>> split_costs(Costs(F=8, B=16, send=1, sum=0.5), "fg", PipelineShape(2, 4),
+    >>> split_costs(Costs(F=8, B=16, send=1, tp_reduce=0.5), "fg", PipelineShape(2, 4),
     ...     shares=(1, 6, 1)).told["F"]
     (1.0, 6.0, 1.0, 1.0, 6.0, 1.0)
-    >>> split_costs(Costs(F=8, sum=0.5), "g", PipelineShape(2, 4), chunks=4).told
-    {'F': 1.0, 'sum': 0.125}
+    >>> split_costs(Costs(F=8, tp_reduce=0.5), "g", PipelineShape(2, 4), chunks=4).told
+    {'F': 1.0, 'tp_reduce': 0.125}
     """
-    number, chunks = pieces_of(cut, plan), CHUNKS.settle("chunks", chunks, None)
+    number, chunks = pieces_of(cut, plan), CHUNKS.settle("microbatch_chunks", chunks, None)
     part = np.concatenate([own / own.sum() for own in _shares(shares, number)])
-    s = plan.segments
+    s = plan.sequence_chunks
     found: dict[str, Any] = {}
     for f in fields(each):
         if (value := getattr(each, f.name)) is None:
@@ -309,7 +328,7 @@ def _shares(shares: Iterable[float] | None, number: tuple[int, ...]) -> list[NDA
     else:
         raise UsageError(
             f"there are {len(told)} shares for stages of {describe([*number])} pieces",
-            fields=["shares", "cut"],
+            fields=["shares", "stage_segments"],
         )
     if any(not own.sum() > 0 for own in found):
         raise UsageError("the shares of a stage's pieces are all 0", fields=["shares"])
@@ -333,13 +352,13 @@ def _sums_of(program: Program) -> Iterator[tuple[Opcode, NDArray[np.bool_], int]
     """Of each kind of sum, which stages give what is summed, shape (stages,), and how many stages
     farther is the one that takes it, whose sum it is.  Where ranks share the sequence a sum leaves
     each its part of it (reduce-scatter), and so what goes the other way there is gathered."""
-    stages, trained = program.plan.stages, np.arange(program.plan.stages) > program.frozen
-    letters = np.array([*(program.meets or ENDS * (stages - 1)), ENDS])
-    yield Opcode.SumAct, letters == LEAVES, 1
-    yield Opcode.SumGrad, np.roll(letters == ENTERS, 1) & trained & program.trains, -1
-    if program.sequence:
-        yield Opcode.Gather, letters == ENTERS, 1
-        yield Opcode.GatherGrad, np.roll(letters == LEAVES, 1) & trained & program.trains, -1
+    stages, trained = program.plan.stages, np.arange(program.plan.stages) > program.frozen_stages
+    letters = np.array([*(program.segment_boundaries or ENDS * (stages - 1)), ENDS])
+    yield Opcode.TPReduceAct, letters == LEAVES, 1
+    yield Opcode.TPReduceGrad, np.roll(letters == ENTERS, 1) & trained & program.trains, -1
+    if program.sequence_parallel:
+        yield Opcode.TPGatherAct, letters == ENTERS, 1
+        yield Opcode.TPGatherGrad, np.roll(letters == LEAVES, 1) & trained & program.trains, -1
 
 
 def _expected(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
@@ -350,24 +369,28 @@ def _expected(program: Program, present: Present) -> Iterator[ExpectedInstructio
 
 def _finer(options: Options) -> dict[str, Any]:
     """What is said of pieces and chunks."""
-    told = {"given": options.more.get("cut"), "chunks": options.more.get("chunks")}
+    told = {
+        "given": options.more.get("stage_segments"),
+        "chunks": options.more.get("microbatch_chunks"),
+    }
     return {name: value for name, value in told.items() if value is not None}
 
 
 PASSES: Final = (
     Pass(
-        "cut",
+        "stage_segments",
         "draft",
         lambda program, options: cut(program, **_finer(options)),
         wanted=lambda program, options: bool(_finer(options)),
-        options=("cut", "chunks"),
-        kinds={"cut": PIECES, "chunks": CHUNKS},
+        options=("stage_segments", "microbatch_chunks"),
+        kinds={"stage_segments": PIECES, "microbatch_chunks": CHUNKS},
         abouts={
-            "cut": "cut stages in so many pieces where tensor-parallel ranks meet: 5, 5,9,5, or "
-            "letters between pieces, as fgfg; where schedules are compared, of what a rank "
-            "has of the model",
-            "chunks": "cut microbatches in so many, which go through each piece in turn: while one "
-            "is summed, the next is computed",
+            "stage_segments": "split each stage into so many segments at its tensor-parallel "
+            "collectives: 5, or 5,9,5 per stage, or the collectives between segments, fgfg; where "
+            "schedules are compared, the segments of a rank's part of the model",
+            "microbatch_chunks": "split each microbatch into so many chunks, which pass "
+            "through each "
+            "segment in turn: one computes during the collective of another",
         },
         order=-2,
     ),
@@ -375,7 +398,7 @@ PASSES: Final = (
         "sums",
         "messages",
         lambda program, options: sums(program),
-        wanted=lambda program, options: bool(program.meets),
+        wanted=lambda program, options: bool(program.segment_boundaries),
         expected=_expected,
         order=2,
     ),

@@ -61,7 +61,7 @@ def parts(
     `held` says what weights ranks have.
     """
     rank = ranks(model, cluster, plans, shares, constants)
-    m, rows = plans.m[:, None], np.arange(len(plans))
+    m, rows = plans.microbatches[:, None], np.arange(len(plans))
     busy = np.where(shares.number > 0, m * rank.all, -1.0)
     at = busy.argmax(axis=1)
 
@@ -72,7 +72,7 @@ def parts(
     waits, messages, each = _families(plans, shares, rank, constants)
     where = places_of(cluster, plans)
     way = ways(model, cluster, plans, where)
-    v, p = plans.v, plans.p
+    v, p = plans.stages_per_rank, plans.pp
     loop = np.array([FAMILIES[name].stages == "many" for name in NAMES])[plans.schedule]
     vee = np.array([FAMILIES[name].vee for name in NAMES])[plans.schedule]
     loops = np.array([FAMILIES[name].by_loops for name in NAMES])[plans.schedule] & (p > 1)
@@ -81,20 +81,20 @@ def parts(
     mean = path / np.maximum(borders, 1)
     # A rank sends each microbatch's boundary on, and a gradient back, for each of its stages.
     others = (rank.all * shares.number).sum(axis=1) / p
-    hidden = plans.m * np.minimum(each * mean, there(rank.all) - others)
+    hidden = plans.microbatches * np.minimum(each * mean, there(rank.all) - others)
     transfers = messages * mean - hidden
     # A slow rank that has both ends, as in a vee, waits the less for the others.
-    slack = plans.m * (there(rank.all) - others)
+    slack = plans.microbatches * (there(rank.all) - others)
     bubble = (waits * shares.number).sum(axis=1) - there(waits) - vee * slack
-    bubble = np.maximum(bubble + loops * plans.m * rank.ends, 0)
-    transfers = np.maximum(transfers, 2 * plans.m * v * mean * (p > 1) - there(busy))
+    bubble = np.maximum(bubble + loops * plans.microbatches * rank.ends, 0)
+    transfers = np.maximum(transfers, 2 * plans.microbatches * v * mean * (p > 1) - there(busy))
     compute, tensor = rank.times
     data = _data(model, cluster, plans, shares, held, constants, states, rank, where)
     optimizer = _optimizer(cluster, plans, held, states)
     found = dict(
-        compute=plans.m * there(compute.F + compute.I + compute.W),
-        recompute=plans.m * there(compute.R),
-        tensor=plans.m * there(tensor.F + tensor.I + tensor.W + tensor.R),
+        compute=plans.microbatches * there(compute.F + compute.I + compute.W),
+        recompute=plans.microbatches * there(compute.R),
+        tensor=plans.microbatches * there(tensor.F + tensor.I + tensor.W + tensor.R),
         transfers=transfers,
         bubble=bubble * _idle(cluster, plans),
         data=data,
@@ -114,9 +114,9 @@ def _idle(cluster: Cluster, plans: PlanColumns) -> Floats:
         return np.ones(len(plans))
     can = min(cluster.processors / cluster.gpus_per_node, 1.0)
     found = np.ones(len(plans))
-    for p in np.unique(plans.p[plans.p > 1]).tolist():
+    for p in np.unique(plans.pp[plans.pp > 1]).tolist():
         working = np.arange(1, p) / p
-        found[plans.p == p] = np.maximum(can - working, 0).sum() / (1 - working).sum()
+        found[plans.pp == p] = np.maximum(can - working, 0).sum() / (1 - working).sum()
     return found
 
 
@@ -129,7 +129,7 @@ def ranks(
 ) -> RankTimes:
     """What a microbatch takes on each rank: its stages one by one, as `layer.stage` has them."""
     layer, embedding, head = _works(model, cluster, plans, constants)
-    v = plans.v[:, None]
+    v = plans.stages_per_rank[:, None]
     each = shares.layers / v
     first, last = 1.0 * shares.first, 1.0 * shares.last
     one = v == 1
@@ -157,8 +157,8 @@ def _works(
     """The work of a layer, of the embedding and of the head in each plan, columns: plans differ in
     it by few combinations of their fields."""
     split = np.array([FAMILIES[name].split for name in NAMES])[plans.schedule]
-    names = ["t", "b", "recompute", "sequence_parallel", "c", "e"]
-    names += ["p"] if bool((plans.e > 1).any()) else []
+    names = ["tp", "microbatch_size", "recompute", "sequence_parallel", "cp", "ep"]
+    names += ["pp"] if bool((plans.ep > 1).any()) else []
     found = np.zeros((len(plans), 3, 12))
     for half in (False, True):
         mine = np.flatnonzero(split == half)
@@ -182,14 +182,16 @@ def _families(
     waits (`recompute_ahead`)."""
     waits = np.zeros(rank.F.shape)
     messages, each = np.zeros((2, len(plans)))
-    v, full = plans.v[:, None], (plans.recompute == RECOMPUTES.index("full"))[:, None]
+    v, full = plans.stages_per_rank[:, None], (plans.recompute == RECOMPUTES.index("full"))[:, None]
     awaited = rank.I - constants.recompute_ahead * full * rank.times.total.R
     for number in np.unique(plans.schedule).tolist():
         mine, family = plans.schedule == number, FAMILIES[NAMES[number]]
         waits[mine] = family.wait(*(x[mine] / v[mine] for x in (rank.F, awaited, rank.W)))
-        messages[mine] = family.messages(plans.p[mine], plans.v[mine], plans.m[mine])
-        each[mine] = family.each(plans.p[mine])
-    return waits, messages * (plans.p > 1), each * (plans.m > plans.p)
+        messages[mine] = family.messages(
+            plans.pp[mine], plans.stages_per_rank[mine], plans.microbatches[mine]
+        )
+        each[mine] = family.each(plans.pp[mine])
+    return waits, messages * (plans.pp > 1), each * (plans.microbatches > plans.pp)
 
 
 def _data(
@@ -213,7 +215,9 @@ def _data(
     again and again, beside what is computed.  Where gradients are in parts a rank has one whole one
     at a time: the next backward waits until it is summed.
     """
-    zero, v, p, m = (getattr(plans, name)[:, None] for name in ("zero", "v", "p", "m"))
+    zero, v, p, m = (
+        getattr(plans, name)[:, None] for name in ("zero", "stages_per_rank", "pp", "microbatches")
+    )
     each = [*zip(rings(cluster, plans, where), (held.numbers, held.experts), strict=True)]
     scatter = sum(ring.turn(states.grads * own) for ring, own in each)
     gather = sum(ring.turn(states.params * own) for ring, own in each)
@@ -245,18 +249,20 @@ def _data(
 
 def _gathers(plans: PlanColumns) -> Floats:
     """How often a rank makes a stage whole in a step."""
-    found = plans.v.astype(float)
+    found = plans.stages_per_rank.astype(float)
     for number in np.unique(plans.schedule).tolist():
         mine = (plans.schedule == number) & (plans.zero >= 3)
-        found[mine] = gathers(NAMES[number], plans.p[mine], plans.v[mine], plans.m[mine])
+        found[mine] = gathers(
+            NAMES[number], plans.pp[mine], plans.stages_per_rank[mine], plans.microbatches[mine]
+        )
     return found
 
 
 def _turns(plans: PlanColumns) -> Any:
     """How often each gradient is summed: behind each run of a stage's backwards where gradients are
     in parts, of which a breadth-first order has one."""
-    runs = np.where(plans.schedule == NAMES.index("looped_bfs"), 1, plans.m // plans.p)
-    return np.where((plans.zero >= 2) & (plans.v > 2), np.maximum(runs, 1), 1)
+    runs = np.where(plans.schedule == NAMES.index("looped_bfs"), 1, plans.microbatches // plans.pp)
+    return np.where((plans.zero >= 2) & (plans.stages_per_rank > 2), np.maximum(runs, 1), 1)
 
 
 def _tied(
@@ -269,10 +275,10 @@ def _tied(
     """The sum of the gradients of a tied embedding, of the first rank and the last (SC21, arXiv
     2104.04473, section 3; arXiv 1909.08053, appendix): a ring of two."""
     vee = np.array([FAMILIES[name].vee for name in NAMES])[plans.schedule]
-    apart = (plans.p > 1) & ~vee & model.tied
+    apart = (plans.pp > 1) & ~vee & model.tied
     slow = min(cluster.nvlink, cluster.network)
     link = np.where(where.apart, slow, cluster.nvlink)
-    size = states.grads * ends_numbers(model, plans.t)[2]
+    size = states.grads * ends_numbers(model, plans.tp)[2]
     return np.where(apart, 2 * (cluster.latency + size / 2 / link), 0.0)
 
 
@@ -284,17 +290,19 @@ def _sequence(
     states: StateBytes,
 ) -> Floats:
     """The sums over slices that share the sequence, of the rank on which they take longest."""
-    e, t, v, zero = (getattr(plans, name)[:, None] for name in ("e", "t", "v", "zero"))
-    every = np.where(zero > 0, (plans.d * plans.c)[:, None], 1)
+    e, t, v, zero = (
+        getattr(plans, name)[:, None] for name in ("ep", "tp", "stages_per_rank", "zero")
+    )
+    every = np.where(zero > 0, (plans.dp * plans.cp)[:, None], 1)
     each, (common, experts) = states.grads / every, whole_numbers(model, e)
     inner = shares.layers / v * common * each
     inner = inner + shares.layers / v * experts * states.grads / np.maximum(every // e, 1)
     ends = shares.first * model.sequence * model.hidden + shares.last * ends_numbers(model, t)[1]
     found: Any = np.zeros(shares.layers.shape)
     cut = plans.sequence_parallel > 0
-    for number in np.unique(plans.t[cut]).tolist():
-        mine, group = cut & (plans.t == number), slowest(cluster, 1, number)
-        for sizes, times in ((inner + ends * each, 1), (inner, plans.v - 1)):
+    for number in np.unique(plans.tp[cut]).tolist():
+        mine, group = cut & (plans.tp == number), slowest(cluster, 1, number)
+        for sizes, times in ((inner + ends * each, 1), (inner, plans.stages_per_rank - 1)):
             size, which = np.unique(sizes[mine], return_inverse=True)
             seconds = np.array([summed(cluster, one, group) for one in size.tolist()])
             more = seconds[which].reshape(int(mine.sum()), -1)
@@ -307,10 +315,10 @@ def _optimizer(
     cluster: Cluster, plans: PlanColumns, held: MemoryTable, states: StateBytes
 ) -> Floats:
     """Norms and updates: the step of `Cluster.costs`, of the rank with the most weights."""
-    zero, d, c, e = (getattr(plans, name)[:, None] for name in ("zero", "d", "c", "e"))
+    zero, d, c, e = (getattr(plans, name)[:, None] for name in ("zero", "dp", "cp", "ep"))
     common = held.numbers / np.where(zero > 0, d * c, 1)
     own = common + held.experts / np.where(zero > 0, np.maximum(d * c // e, 1), 1)
     each = stepped(*(size * own for size in states)) / cluster.hbm
-    first, which = plans.distinct("p", "t")
-    norms = [cluster.all_reduce_small(8, int(plans.p[i] * plans.t[i])) for i in first.tolist()]
+    first, which = plans.distinct("pp", "tp")
+    norms = [cluster.all_reduce_small(8, int(plans.pp[i] * plans.tp[i])) for i in first.tolist()]
     return each.max(axis=1) + np.array(norms)[which]  # type: ignore[no-any-return]

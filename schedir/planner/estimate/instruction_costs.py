@@ -64,7 +64,7 @@ def costs_of(
     bytes_of = (states.params, states.grads, states.optimizer)
     numbers = numbers_of(model, choice, plan)
     params, grads, optimizer = (_each(size * numbers.all) for size in bytes_of)
-    tokens = choice.b * (model.sequence // choice.c)
+    tokens = choice.microbatch_size * (model.sequence // choice.cp)
     sent = Sizes(
         activation=1.0 * cluster.itemsize * tokens * model.hidden,
         params=params,
@@ -80,14 +80,15 @@ def costs_of(
     where = mesh(choice)
     own = Costs(F=_each(F), I=_each(I), W=_each(W), B=_each(I + W), R=_each(ahead),
                 reduce_tied=_tied(model, cluster, plan, where, states))  # fmt: skip
-    if choice.sequence_parallel and choice.t > 1:
-        own = replace(own, reduce_sequence=_sequence(model, cluster, choice, states))
-    if choice.e > 1:
+    if choice.sequence_parallel and choice.tp > 1:
+        own = replace(own, reduce_sequence_parallel_grads=_sequence(model, cluster, choice, states))
+    if choice.ep > 1:
         own = replace(own, **_of_experts(cluster, choice, plan, where, numbers, states))
-    replicas = choice.d * choice.c
+    replicas = choice.dp * choice.cp
     found = cluster.costs(
-        plan, sent, own, tp=choice.t, dp=replicas, zero=choice.zero, mesh=where,
-        states=choice.states, offload=choice.offload != "none", recomputed=again,
+        plan, sent, own, tp=choice.tp, dp=replicas, zero=choice.zero, mesh=where,
+        optimizer_placement=choice.optimizer_placement, offload=choice.offload != "none",
+        recomputed=again,
     )  # fmt: skip
     left = {
         name: from_grid(whole - np.minimum(constants.reduce_hidden * whole, (I + W)[:, None]))
@@ -115,7 +116,7 @@ def _of_experts(
         **({"unshard": (cluster.all_gather, states.params)} if cut else {}),
     }  # fmt: skip
     found = {name: np.zeros(plan.stages) for name in rings}
-    every, same = len(where), max(len(where) // choice.e, 1)
+    every, same = len(where), max(len(where) // choice.ep, 1)
     parts = numbers.common / (every if cut else 1) + numbers.experts / (same if cut else 1)
     moved = stepped(*(size * parts for size in (states.params, states.grads, states.optimizer)))
     step = np.zeros(plan.stages)
@@ -125,7 +126,7 @@ def _of_experts(
         for one in stages:
             for name, (ring, size) in rings.items():
                 found[name][one] = ring(size * numbers.common[one], group)
-                found[name][one] += ring(size * numbers.experts[one], group[:: choice.e])
+                found[name][one] += ring(size * numbers.experts[one], group[:: choice.ep])
     return {name: _each(value) for name, value in found.items()} | {"step": _each(step)}
 
 
@@ -134,9 +135,9 @@ def _sequence(
 ) -> tuple[float, ...]:
     """The sum over slices, each of which has seen its own tokens with what all have whole; of what
     replicas have in parts it is the part (arXiv 2205.05198, section 4.2.2)."""
-    every = choice.d * choice.c if choice.zero else 1
-    group, seen = slowest(cluster, 1, choice.t), seen_in_parts(model, choice)
-    each = states.grads * (seen.common / every + seen.experts / max(every // choice.e, 1))
+    every = choice.dp * choice.cp if choice.zero else 1
+    group, seen = slowest(cluster, 1, choice.tp), seen_in_parts(model, choice)
+    each = states.grads * (seen.common / every + seen.experts / max(every // choice.ep, 1))
     return tuple(summed(cluster, size, group) for size in each.tolist())
 
 

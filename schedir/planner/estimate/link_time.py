@@ -30,9 +30,9 @@ def ways(
     2104.04473, section 4.1), whichever takes less; where the sequence is cut over slices each has
     its own part, and nothing is gathered.
     """
-    size = 1.0 * cluster.itemsize * plans.b * model.sequence / plans.c * model.hidden
+    size = 1.0 * cluster.itemsize * plans.microbatch_size * model.sequence / plans.cp * model.hidden
     within, between = cluster.nvlink, min(cluster.nvlink, cluster.network)
-    t = plans.t
+    t = plans.tp
     gather = (t - 1) * (
         cluster.latency + size / t / np.where(t > cluster.gpus_per_node, between, within)
     )
@@ -44,9 +44,9 @@ def ways(
         return np.where(cut, part, np.minimum(whole, part + gather))
 
     slow, near = message(between), message(within)
-    borders = where.crossings * slow + (plans.p - 1 - where.crossings) * near
+    borders = where.crossings * slow + (plans.pp - 1 - where.crossings) * near
     around = np.where(where.apart, slow, near)
-    return LinkTimes(np.where(plans.p > 1, borders, 0.0), np.where(plans.p > 1, around, 0.0))
+    return LinkTimes(np.where(plans.pp > 1, borders, 0.0), np.where(plans.pp > 1, around, 0.0))
 
 
 def mesh(choice: ParallelPlan) -> Ints:
@@ -55,12 +55,13 @@ def mesh(choice: ParallelPlan) -> Ints:
     Slices stand side by side, then parts of a sequence, and then what `order` says.
 
     >>> from schedir.planner import ParallelPlan
-    >>> mesh(ParallelPlan(p=2, d=2)).tolist(), mesh(ParallelPlan(p=2, d=2, order="tdp")).tolist()
+    >>> mesh(ParallelPlan(pp=2, dp=2)).tolist(), mesh(ParallelPlan(pp=2, dp=2,
+    ...     rank_order="tp-dp-pp")).tolist()
     ([[[0], [1]], [[2], [3]]], [[[0], [2]], [[1], [3]]])
     """
-    p, t, d, c = choice.p, choice.t, choice.d, choice.c
+    p, t, d, c = choice.pp, choice.tp, choice.dp, choice.cp
     each = np.arange(choice.gpus, dtype=np.int64)
-    if choice.order == "tpd":
+    if choice.rank_order == "tp-pp-dp":
         placed = each.reshape(d, p, c, t).transpose(0, 2, 1, 3)
     else:
         placed = each.reshape(p, d, c, t).transpose(1, 2, 0, 3)
@@ -88,7 +89,7 @@ def places(cluster: Cluster, choice: ParallelPlan) -> NodePlacement:
     alike = (nodes - nodes[:1]).reshape(len(where), -1)  # as seen from each group's first one
     some = groups[:, np.unique(alike, axis=1, return_index=True)[1]].T
     slowest, experts = (
-        min(cluster.bandwidth(group[::each]) for group in some) for each in (1, choice.e)
+        min(cluster.bandwidth(group[::each]) for group in some) for each in (1, choice.ep)
     )
     return NodePlacement(
         int(crossed.sum()), bool((nodes[:, 0] != nodes[:, -1]).any()), slowest, experts
@@ -97,11 +98,13 @@ def places(cluster: Cluster, choice: ParallelPlan) -> NodePlacement:
 
 def places_of(cluster: Cluster, plans: PlanColumns) -> NodePlacement:
     """Of many plans, a column each."""
-    first, which = plans.distinct("p", "t", "d", "c", "e")
+    first, which = plans.distinct("pp", "tp", "dp", "cp", "ep")
     each = []
     for i in first.tolist():
-        p, t, d, c, e = (int(getattr(plans, name)[i]) for name in ("p", "t", "d", "c", "e"))
-        each.append(places(cluster, ParallelPlan(p=p, t=t, d=d, c=c, e=e, order=plans.order)))
+        p, t, d, c, e = (int(getattr(plans, name)[i]) for name in ("pp", "tp", "dp", "cp", "ep"))
+        each.append(
+            places(cluster, ParallelPlan(pp=p, tp=t, dp=d, cp=c, ep=e, rank_order=plans.rank_order))
+        )
     columns: list[Any] = [np.array(column)[which] for column in zip(*each, strict=True)]
     return NodePlacement(*columns)
 
@@ -125,8 +128,8 @@ def rings(
     cluster: Cluster, plans: PlanColumns, where: NodePlacement
 ) -> tuple[ReplicaRing, ReplicaRing]:
     """The rings of each plan's replicas, and of those that have the same experts."""
-    many = plans.d * plans.c
+    many = plans.dp * plans.cp
     return (
         ReplicaRing(many, np.array(where.replicas), cluster.latency),
-        ReplicaRing(np.maximum(many // plans.e, 1), np.array(where.experts), cluster.latency),
+        ReplicaRing(np.maximum(many // plans.ep, 1), np.array(where.experts), cluster.latency),
     )

@@ -15,7 +15,7 @@ from schedir.ir.cost.zero_states import CUT_FROM
 from schedir.planner.bottleneck import alone, in_short
 from schedir.planner.estimate.simulated_estimate import simulate_plan
 from schedir.planner.hardware.software_constants import SoftwareConstants
-from schedir.planner.parallel_plan import Lies, Offload, ParallelPlan, PlanEstimate
+from schedir.planner.parallel_plan import Offload, ParallelPlan, PlanEstimate, StatePlacement
 from schedir.planner.plan_table import PlanTable
 from schedir.planner.transformer.memory_estimate import StateBytes, kept_by_layer
 from schedir.planner.transformer.transformer_spec import TransformerSpec
@@ -30,7 +30,7 @@ class OffloadOption(NamedTuple):
     """What goes to the host."""
 
     offload: Offload
-    states: Lies
+    optimizer_placement: StatePlacement
 
 
 WAYS: Final = (
@@ -70,7 +70,9 @@ def offloaded(
 def for_states_alone(found: PlanTable) -> NDArray[np.bool_]:
     """Of which plans ranks that are alone have many stages for nothing but to move their states."""
     plans = found.plans
-    which: NDArray[np.bool_] = (plans.p == 1) & (plans.v > 1) & (plans.zero < CUT_FROM["grads"])
+    which: NDArray[np.bool_] = (
+        (plans.pp == 1) & (plans.stages_per_rank > 1) & (plans.zero < CUT_FROM["grads"])
+    )
     return which
 
 
@@ -93,22 +95,24 @@ def _likely(
     compute, again, tensor = found.parts[:3]
     assert cluster.host is not None and cluster.host_memory is not None
     room = (cluster.memory - constants.reserved) / share
-    microbatch = kept_by_layer(model, plans, states.params)[0][:, 0] * model.layers / plans.p
+    microbatch = kept_by_layer(model, plans, states.params)[0][:, 0] * model.layers / plans.pp
     beside = np.clip(activations / microbatch - 1, _FORWARD, 1) * (compute + again + tensor)
-    stays = np.minimum(activations, _AT_ONCE * microbatch / plans.v)
+    stays = np.minimum(activations, _AT_ONCE * microbatch / plans.stages_per_rank)
     guesses = []
     for way in WAYS:
-        away = optimizer * (way.states == "host")
+        away = optimizer * (way.optimizer_placement == "host")
         over = np.maximum(found.total - share * away - cluster.memory, 0) / share
-        stepped = weights + gradients + away * np.minimum(_AT_ONCE / plans.v, 1)
-        can = (found.total > cluster.memory) & (way.states == "host" or ~for_states_alone(found))
+        stepped = weights + gradients + away * np.minimum(_AT_ONCE / plans.stages_per_rank, 1)
+        can = (found.total > cluster.memory) & (
+            way.optimizer_placement == "host" or ~for_states_alone(found)
+        )
         can &= away + over <= cluster.host_memory
         can &= stepped <= room
         can &= over <= activations - stays if way.offload == "fit" else over == 0
         can &= (over > 0) == (way.offload == "fit")
         moved = microbatch * over / np.maximum(activations, 1)
-        slower = np.maximum(plans.m * moved / cluster.host - beside, 0)
-        guess = found.step + slower + away / cluster.host * (1 + 1 / plans.v)
+        slower = np.maximum(plans.microbatches * moved / cluster.host - beside, 0)
+        guess = found.step + slower + away / cluster.host * (1 + 1 / plans.stages_per_rank)
         guesses.append(np.where(can, guess, np.inf))
     table = np.array(guesses)
     for number in np.argsort(table, axis=None, kind="stable").tolist():
@@ -122,15 +126,15 @@ def beside(plans: list[PlanEstimate], least: PlanEstimate) -> list[PlanEstimate]
     """The plans, the fastest first, with what offload is worth: each that offloads beside the best
     one that does not, and the first beside the best that does; where none fits without, `least`
     holds the least."""
-    plain = next((one for one in plans if not one.moves), None)
-    moving = next((one for one in plans if one.moves), None)
+    plain = next((one for one in plans if not one.offloads), None)
+    moving = next((one for one in plans if one.offloads), None)
     found = []
     for one in plans:
         said = ""
-        if one.moves and plain is None:
+        if one.offloads and plain is None:
             said = f"no plan fits without: the least holds {format_bytes(least.memory.total)}, "
             said += in_short(least)
-        elif one.moves and plain is not None:
+        elif one.offloads and plain is not None:
             said = _beside(one, plain, "the best plan without")
         elif one is plans[0]:
             said = "no plan that fits with it is among the first"
@@ -147,7 +151,8 @@ def _beside(one: PlanEstimate, other: PlanEstimate, what: str) -> str:
 
 def refuse_offload(choice: ParallelPlan, who: str) -> None:
     """Raise UsageError for a choice that offloads, of what knows nothing of copies."""
-    if choice.moves:
+    if choice.offloads:
         raise UsageError(
-            f"{who} knows nothing of copies to the host and back", fields=["offload", "states"]
+            f"{who} knows nothing of copies to the host and back",
+            fields=["offload", "optimizer_placement"],
         )

@@ -29,7 +29,7 @@ from schedir.ir.isa.instructions import (
     WHOLES,
     Lane,
     Opcode,
-    Token,
+    Value,
     changes,
     producers,
 )
@@ -80,7 +80,8 @@ def simulate_plan(
     >>> from schedir import planner
     >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
     >>> node = planner.cluster_preset("a100", nodes=1)
-    >>> found = planner.simulate_plan(gpt, node, planner.ParallelPlan(p=4, t=2, b=2, m=16))
+    >>> found = planner.simulate_plan(gpt, node, planner.ParallelPlan(pp=4, tp=2, microbatch_size=2,
+    ...     microbatches=16))
     >>> found.exact, found.step == sum(found.parts), found.fits
     (True, True, True)
     """
@@ -110,7 +111,7 @@ def simulated_program(
     >>> import schedir
     >>> from schedir import planner
     >>> gpt, node = planner.load_model("gpt-22b"), planner.cluster_preset("a100")
-    >>> one = planner.ParallelPlan(p=8, m=16, offload="fit", states="host")
+    >>> one = planner.ParallelPlan(pp=8, microbatches=16, offload="fit", optimizer_placement="host")
     >>> "offload 0.1" in schedir.to_text(planner.simulated_program(gpt, node, one), folded=False)
     True
     """
@@ -125,10 +126,10 @@ def program_of(
     The limit is what the allocator and the process leave of a GPU's memory.
     """
     if choice.offload == "none":
-        if choice.moves:
+        if choice.offloads:
             require_host(cluster, choice)
         whole = plan_program(choice, tied=model.tied, **of.options)
-        if not choice.moves and len(tiers_of(whole)) > 1:
+        if not choice.offloads and len(tiers_of(whole)) > 1:
             raise UsageError(
                 f"{choice.schedule} offloads, and what its copies take nobody has planned",
                 fields=["schedule", "offload"],
@@ -142,8 +143,8 @@ def program_of(
         tied=model.tied,
         costs=costs_of(model, cluster, choice, plan, times, constants, of.states),
         sizes=of.sizes(model, choice, plan, constants, of.states),
-        limit=(cluster.memory - constants.reserved) / (1 + constants.allocator_share),
-        host_limit=cluster.host_memory,
+        memory_limit=(cluster.memory - constants.reserved) / (1 + constants.allocator_share),
+        host_memory_limit=cluster.host_memory,
         **of.options,
     )
 
@@ -153,7 +154,7 @@ def require_host(cluster: Cluster, choice: ParallelPlan | None = None) -> None:
     if cluster.processors is not None:
         raise UsageError(
             "processors compute in their host's memory: there is no other to offload to",
-            fields=["offload", "states", "processors"],
+            fields=["offload", "optimizer_placement", "processors"],
         )
     told = {"host": "24GB/s", "host_memory": "225GB"}
     if missing := [name for name in told if getattr(cluster, name) is None]:
@@ -163,10 +164,10 @@ def require_host(cluster: Cluster, choice: ParallelPlan | None = None) -> None:
             hint=", ".join(f'{name} = "{told[name]}"' for name in missing),
             fields=missing,
         )
-    if choice is not None and choice.states == "host" and choice.e > 1:
+    if choice is not None and choice.optimizer_placement == "host" and choice.ep > 1:
         raise UsageError(
             "states of experts, of which replicas hold parts, are not planned on the host",
-            fields=["states", "e"],
+            fields=["optimizer_placement", "ep"],
         )
 
 
@@ -191,7 +192,7 @@ def simulated(
 def run_of(cluster: Cluster, choice: ParallelPlan, whole: Program, costs: Costs) -> Timeline:
     """The predicted run of a choice's program."""
     if cluster.processors is None:
-        return simulate(whole, costs, model="edge")
+        return simulate(whole, costs, progress_model="per_edge")
     plan = whole.plan
     alone = {
         name: from_grid(grid(getattr(costs, name) or 0.0) / cluster.alone)
@@ -224,7 +225,7 @@ def parts_of(run: Timeline, times: list[StageTimes], *, ahead: float = 0.0) -> S
     waits = idleness(run)
     waits = waits[waits["rank"] == rank]
     idle, cause = waits["end"] - waits["start"], waits["cause"]
-    norm = (waits["awaits"] >= 0) & np.isin(run.spans["op"][waits["awaits"]], producers(Token.NORM))
+    norm = (waits["awaits"] >= 0) & np.isin(run.spans["op"][waits["awaits"]], producers(Value.NORM))
     data = np.isin(cause, (IdleCause.REDUCTION, IdleCause.WEIGHTS)) & ~norm
     message, host = cause == IdleCause.MESSAGE, cause == IdleCause.OFFLOAD
     return StepBreakdown(
@@ -253,7 +254,7 @@ def _told_apart(times: list[StageTimes], ahead: float) -> NDArray[np.float64]:
     return found
 
 
-_UPDATES: Final = (*STEPS, *(op for op in changes(Token.STATE) if ROWS[op].lane is Lane.COMPUTE))
+_UPDATES: Final = (*STEPS, *(op for op in changes(Value.STATE) if ROWS[op].lane is Lane.COMPUTE))
 _FORM_CHANGES: Final = tuple(op for op in FORM_CHANGES if ROWS[op].lane is Lane.COMPUTE)
 _PHASES: Final[dict[Opcode, list[int]]] = {  # those of `PhaseTimes` that an instruction is
     FORWARD: [0],
@@ -293,6 +294,6 @@ _HELD: Final = {
     "params": "weights", IN_PARTS["params"]: "weights", WHOLE["params"]: "weights",
     "grads": "gradients", IN_PARTS["grads"]: "gradients", WHOLE["grads"]: "gradients",
     "optimizer": "optimizer", IN_PARTS["optimizer"]: "optimizer",
-    Token.STATE.name.lower(): "optimizer",
+    Value.STATE.name.lower(): "optimizer",
     **{token.name.lower(): "other" for token in BOUNDARY},
 }  # fmt: skip

@@ -128,7 +128,7 @@ def rows(cluster: Cluster, measured: MachineMeasurements) -> Iterator[FitRow]:
     for m, k, n, seconds in measured.products:
         yield FitRow(f"products {m} x {k} x {n}", seconds, 6.0 * m * k * n / cluster.flops)
     for model, choice, seconds in (*measured.smallest, *measured.layers):
-        what = f"layer h {model.hidden}, s {model.sequence}, b {choice.b}"
+        what = f"layer h {model.hidden}, s {model.sequence}, b {choice.microbatch_size}"
         yield FitRow(what, seconds, _told(cluster, model, choice))
     for group, size, seconds in measured.sums:
         what = f"all-reduce of {size / 1e3:g} kB over {group}"

@@ -44,24 +44,29 @@ def layers_of(model: TransformerSpec, choice: ParallelPlan) -> tuple[int, ...]:
 
     >>> from schedir.planner import TransformerSpec
     >>> model = TransformerSpec(layers=6, hidden=64, heads=4, vocab=256, sequence=32)
-    >>> layers_of(model, ParallelPlan(p=3)), layers_of(model, ParallelPlan(p=2, layers_of=(2, 4)))
+    >>> layers_of(model, ParallelPlan(pp=3)), layers_of(model,
+    ...     ParallelPlan(pp=2, layers_per_stage=(2, 4)))
     ((2, 2, 2), (2, 4))
     """
-    stages, given = choice.stages, choice.layers_of
+    stages, given = choice.stages, choice.layers_per_stage
     if not given:
         if model.layers % stages:
             raise UsageError(
-                f"{model.layers} layers do not divide into p {choice.p} x v {choice.v} = {stages} "
+                f"{model.layers} layers do not divide into pp {choice.pp} x stages_per_rank "
+                f"{choice.stages_per_rank} = {stages} "
                 "stages",
-                hint=f"layers_of={even(model.layers, stages)}" if stages <= model.layers else "",
-                fields=["layers_of", "p", "v"],
+                hint=f"layers_per_stage={even(model.layers, stages)}"
+                if stages <= model.layers
+                else "",
+                fields=["layers_per_stage", "pp", "stages_per_rank"],
             )
         return even(model.layers, stages)
     if len(given) != stages or sum(given) != model.layers or min(given) < 0:
         raise UsageError(
             f"layers_of divides {sum(given)} layers into {len(given)} stages, and there are "
-            f"{model.layers}, and p {choice.p} x v {choice.v} = {stages} stages",
-            fields=["layers_of"],
+            f"{model.layers}, and pp {choice.pp} x stages_per_rank {choice.stages_per_rank} = "
+            f"{stages} stages",
+            fields=["layers_per_stage"],
         )
     return given
 
@@ -71,7 +76,7 @@ def shares(
 ) -> tuple[RankGroupShare, ...]:
     """What the ranks of a choice have, those that are `alike` as one."""
     layers, vee = layers_of(model, choice), family(choice.schedule).vee
-    return _shares(layers, choice.p, vee, alike)
+    return _shares(layers, choice.pp, vee, alike)
 
 
 @lru_cache(maxsize=4096)

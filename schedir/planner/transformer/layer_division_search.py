@@ -58,7 +58,7 @@ def balanced(seconds: Floats) -> Division:
     if not np.isfinite(best[0, -1]):
         raise UsageError(
             f"{width - 1} layers cannot be divided among {ranks} ranks within their memory",
-            fields=["layers_of"],
+            fields=["layers_per_stage"],
         )
     found, left = [], width - 1
     for rank in range(ranks):
@@ -88,7 +88,8 @@ def optimize_layer_division(
     >>> from schedir import planner
     >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
     >>> node = planner.cluster_preset("a100", nodes=1)
-    >>> planner.optimize_layer_division(gpt, node, planner.ParallelPlan(p=4, t=2, b=2, m=16))
+    >>> planner.optimize_layer_division(gpt, node, planner.ParallelPlan(pp=4, tp=2,
+    ...     microbatch_size=2, microbatches=16))
     (6, 7, 6, 5)
     """
     return _DivisionSearch(
@@ -109,13 +110,13 @@ class _DivisionSearch:
         refuse_offload(choice, "a cut of layers")
         self.model, self.cluster, self.of = model, cluster, of
         self.constants, self.states = of.constants, of.states
-        self.choice = replace(plain(choice), layers_of=())
+        self.choice = replace(plain(choice), layers_per_stage=())
         self.program: Program = plan_program(self.choice, tied=model.tied, **of.options)
         self.plan: PipelineShape = self.program.plan
         if self.plan.stages > model.layers + 2:
             raise UsageError(
                 f"{model.layers} layers do not fill {self.plan.stages} stages",
-                fields=["layers", "p", "v"],
+                fields=["layers", "pp", "stages_per_rank"],
             )
         self.start = even(model.layers, self.plan.stages)
         self.known: dict[Division, float] = {}
@@ -175,9 +176,9 @@ class _DivisionSearch:
         for times in (1, 2):
             division = tuple(times * n for n in self.start)
             model = replace(self.model, layers=times * self.model.layers)
-            choice = replace(self.choice, layers_of=division)
+            choice = replace(self.choice, layers_per_stage=division)
             size = self.of.sizes(model, choice, self.plan, self.constants, self.states)
-            peak = simulate(self.program, sizes=size, model="edge").peak_memory
+            peak = simulate(self.program, sizes=size, progress_model="per_edge").peak_memory
             held.append(peak * (1 + self.constants.allocator_share) + self.constants.reserved)
         number = np.maximum(self._per_rank(self.start), 1)
         each = (held[1] - held[0]) / number
@@ -227,7 +228,7 @@ class _DivisionSearch:
     def _step(self, division: Division) -> float:
         """The exact step of a division."""
         if division not in self.known:
-            choice = replace(self.choice, layers_of=division)
+            choice = replace(self.choice, layers_per_stage=division)
             times = times_of(self.model, self.cluster, choice, self.constants)
             costs = costs_of(
                 self.model, self.cluster, choice, self.plan, times, self.constants, self.states

@@ -90,17 +90,17 @@ class LayerOps(NamedTuple):
 
 def refuse_uneven(model: TransformerSpec, choice: ParallelPlan) -> None:
     """Raise UsageError where slices, parts of a sequence, or experts do not come out even."""
-    t, c, kv = choice.t, choice.c, model.kv_heads
+    t, c, kv = choice.tp, choice.cp, model.kv_heads
     rows = [
-        ("heads", model.heads, t, "t"),
-        ("ffn", model.ffn, t, "t"),
+        ("heads", model.heads, t, "tp"),
+        ("ffn", model.ffn, t, "tp"),
         ("sequence", model.sequence, c * (t if choice.sequence_parallel else 1),
-         "c t" if choice.sequence_parallel else "c"),
-        ("experts", model.experts, choice.e, "e"),
-        ("d", choice.d, choice.e, "e"),
+         "cp tp" if choice.sequence_parallel else "cp"),
+        ("experts", model.experts, choice.ep, "ep"),
+        ("dp", choice.dp, choice.ep, "ep"),
     ]  # fmt: skip
     if kv % t and t % kv:
-        rows.append(("kv_heads", kv, t, "t"))
+        rows.append(("kv_heads", kv, t, "tp"))
     for name, size, parts, which in rows:
         if size % parts:
             raise UsageError(
@@ -116,12 +116,12 @@ def layer_pieces(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
 
 def tokens(model: TransformerSpec, choice: ParallelPlan) -> int:
     """Of a microbatch, on one GPU, where its slices do not cut the sequence."""
-    return choice.b * model.sequence // choice.c
+    return choice.microbatch_size * model.sequence // choice.cp
 
 
 def _wide(model: TransformerSpec, choice: ParallelPlan) -> float:
     """Numbers of an activation as wide as the model, on one GPU, where norms and dropout are."""
-    cut = choice.t if choice.sequence_parallel else 1
+    cut = choice.tp if choice.sequence_parallel else 1
     return tokens(model, choice) * model.hidden / cut
 
 
@@ -135,7 +135,7 @@ def _in_out(
     scattered sum, and the input is gathered once more for its weight's gradient, beside the
     product of the input's.
     """
-    if choice.t == 1:
+    if choice.tp == 1:
         return ()
     size = 2.0 * tokens(model, choice) * model.hidden
     if not choice.sequence_parallel:
@@ -167,10 +167,10 @@ def _dropout_add(what: str, model: TransformerSpec, choice: ParallelPlan) -> Mem
 
 
 def _attention(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
-    t, s, flash = choice.t, model.sequence, choice.attention == "flash"
+    t, s, flash = choice.tp, model.sequence, choice.attention == "flash"
     rows, width = tokens(model, choice), model.hidden // model.heads
     heads, kv = model.heads // t, max(model.kv_heads // t, 1)
-    many, mine = choice.b * heads, s // choice.c
+    many, mine = choice.microbatch_size * heads, s // choice.cp
     core = {"weight": False, "shared": heads // kv if heads % kv == 0 else 1, "core": True}
     gemms = (
         Gemm("qkv", rows, (heads + 2 * kv) * width, model.hidden),
@@ -196,8 +196,8 @@ def _attention(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
         _dropout_add("dropout and residual behind attention", model, choice),
     )
     exchange: tuple[CollectiveOp, ...] = ()
-    if choice.c > 1:
-        keys = 2 * 2.0 * choice.b * s * kv * width  # of keys and values, whole
+    if choice.cp > 1:
+        keys = 2 * 2.0 * choice.microbatch_size * s * kv * width  # of keys and values, whole
         exchange = (
             CollectiveOp("keys and values", "exchange", keys, "context", "F"),
             CollectiveOp("keys, values and their gradients", "exchange", 2 * keys, "context", "I"),
@@ -206,8 +206,8 @@ def _attention(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
 
 
 def _experts(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
-    """The feed-forward network, or those that a token is sent to, spread over `e` replicas."""
-    rows, ffn = tokens(model, choice), model.ffn // choice.t
+    """The feed-forward network, or those that a token is sent to, spread over `ep` replicas."""
+    rows, ffn = tokens(model, choice), model.ffn // choice.tp
     into = 2 * ffn if model.gated else ffn
     sent = rows * model.active
     batch, each = 1, rows
@@ -215,7 +215,7 @@ def _experts(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
     router: tuple[Gemm, ...] = ()
     exchange: tuple[CollectiveOp, ...] = ()
     if model.experts > 1:
-        batch = model.experts // choice.e
+        batch = model.experts // choice.ep
         each = -(-sent // batch)  # as many from everywhere as are sent away: an even load
         copies = _wide(model, choice) * model.active
         router = (Gemm("router", rows, model.experts, model.hidden),)
@@ -241,7 +241,7 @@ def _experts(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
     return LayerOps(
         gemms,
         passes,
-        _in_out(model, choice, "ffn in", "ffn out") + (exchange if choice.e > 1 else ()),
+        _in_out(model, choice, "ffn in", "ffn out") + (exchange if choice.ep > 1 else ()),
     )
 
 
@@ -254,9 +254,9 @@ def embedding_pieces(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
     """
     wide, rows = _wide(model, choice), tokens(model, choice)
     whole = float(rows) * model.hidden
-    table = model.vocab * model.hidden / choice.t  # its gradient is made whole, then added
+    table = model.vocab * model.hidden / choice.tp  # its gradient is made whole, then added
     size = 2 * whole
-    masks = 7 if choice.t > 1 else 0  # of rows that are on other slices
+    masks = 7 if choice.tp > 1 else 0  # of rows that are on other slices
     passes = (
         MemoryPass("tokens, targets and masks", 0, 0, 0, (9, 0, 0)),
         MemoryPass(
@@ -264,7 +264,7 @@ def embedding_pieces(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
         ),
         MemoryPass("positions and dropout", (6 + 5) * wide, 5 * wide, 2 * wide, (2, 1, 2)),
     )
-    if choice.t == 1:
+    if choice.tp == 1:
         return LayerOps((), passes)
     if choice.sequence_parallel:
         return LayerOps((), passes, (
@@ -284,7 +284,7 @@ def head_pieces(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
     its share; backwards a product with the loss's gradient, and to 16 bits.  The others are of a
     number for each token, and so are three sums that go around.
     """
-    rows, vocab = tokens(model, choice), -(-model.vocab // choice.t)
+    rows, vocab = tokens(model, choice), -(-model.vocab // choice.tp)
     logits = float(rows) * vocab
     size, each = 2.0 * rows * model.hidden, 4.0 * rows
     passes = (
@@ -292,7 +292,7 @@ def head_pieces(model: TransformerSpec, choice: ParallelPlan) -> LayerOps:
         MemoryPass("loss", (6 + 4 + 8 + 8 + 4 + 8) * logits, (8 + 6) * logits, 0, (27, 13, 0)),
     )
     collectives: tuple[CollectiveOp, ...] = ()
-    if choice.t > 1:
+    if choice.tp > 1:
         cut = choice.sequence_parallel
         kind: Kind = "reduce_scatter" if cut else "all_reduce"
         collectives = (

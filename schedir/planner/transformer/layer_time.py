@@ -65,7 +65,7 @@ def layer_time(
     >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
     >>> node = planner.cluster_preset("a100")
     >>> for t in (1, 8):
-    ...     times = planner.layer_time(gpt, node, planner.ParallelPlan(t=t, b=4))
+    ...     times = planner.layer_time(gpt, node, planner.ParallelPlan(tp=t, microbatch_size=4))
     ...     print(f"t {t}: {times.compute.F * 1e3:4.1f} ms, {times.tensor.F * 1e3:.1f} in sums")
     t 1: 41.8 ms, 0.0 in sums
     t 8:  6.0 ms, 1.7 in sums
@@ -84,7 +84,7 @@ def embedding_time(
     >>> from schedir import planner
     >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
     >>> taken = planner.embedding_time(gpt, planner.cluster_preset("a100"),
-    ...     planner.ParallelPlan(b=4)).total
+    ...     planner.ParallelPlan(microbatch_size=4)).total
     >>> f"{taken.F * 1e3:.1f} ms forward, {taken.B * 1e3:.1f} ms backward"
     '0.6 ms forward, 2.5 ms backward'
     """
@@ -101,7 +101,7 @@ def head_time(
 
     >>> from schedir import planner
     >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
-    >>> node, choice = planner.cluster_preset("a100"), planner.ParallelPlan(t=8, b=4)
+    >>> node, choice = planner.cluster_preset("a100"), planner.ParallelPlan(tp=8, microbatch_size=4)
     >>> head, layer = (part(gpt, node, choice).total for part in (planner.head_time,
     ...     planner.layer_time))
     >>> f"as long as {(head.F + head.B) / (layer.F + layer.B):.1f} layers"
@@ -126,7 +126,8 @@ def stage_time(
 
     >>> from schedir import planner
     >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
-    >>> node, choice = planner.cluster_preset("a100"), planner.ParallelPlan(p=12, t=8, b=4,
+    >>> node, choice = planner.cluster_preset("a100"), planner.ParallelPlan(pp=12, tp=8,
+    ...     microbatch_size=4,
     ...     recompute="full")
     >>> for ends in ({}, {"first": True}, {"last": True}):
     ...     F, I, W, R = (1e3 * each for each in planner.stage_time(gpt, node, choice, 4,
@@ -161,9 +162,10 @@ def work_of(
     """The work of a part, which many choices share."""
     whole = choice.schedule not in FAMILIES or not FAMILIES[choice.schedule].split
     few = ParallelPlan(
-        p=choice.p if choice.e > 1 else 1, t=choice.t, d=choice.e, b=choice.b,
-        recompute=choice.recompute, sequence_parallel=choice.sequence_parallel, c=choice.c,
-        e=choice.e, attention=choice.attention, order=choice.order,
+        pp=choice.pp if choice.ep > 1 else 1, tp=choice.tp, dp=choice.ep,
+        microbatch_size=choice.microbatch_size,
+        recompute=choice.recompute, sequence_parallel=choice.sequence_parallel, cp=choice.cp,
+        ep=choice.ep, attention=choice.attention, rank_order=choice.rank_order,
     )  # fmt: skip
     return _known(part, model, cluster, few, constants or SoftwareConstants(), whole)
 

@@ -41,8 +41,8 @@ def states_for(cluster: Cluster) -> StateBytes:
 
 
 def layer_numbers(model: TransformerSpec, t: Any = 1, e: Any = 1) -> tuple[Any, Any]:
-    """Numbers of a layer on one of `t` slices: those that all replicas have, and those of its
-    experts, of which `e` replicas have a part each.
+    """Numbers of a layer on one of `tp` slices: those that all replicas have, and those of its
+    experts, of which `ep` replicas have a part each.
 
     Matrices and what goes with their columns are cut, `whole_numbers` are not (arXiv 1909.08053,
     section 3).  With fewer `kv_heads` than slices each has one.
@@ -72,7 +72,7 @@ def whole_numbers(model: TransformerSpec, e: Any = 1) -> tuple[Any, Any]:
 
 
 def ends_numbers(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]:
-    """Numbers on one of `t` slices of the embedding with its positions; of the head's norm; and of
+    """Numbers on one of `tp` slices of the embedding with its positions; of the head's norm; and of
     its matrix, which a tied one shares with the embedding where both are on one rank."""
     table = -(-model.vocab // t) * model.hidden
     return table + model.sequence * model.hidden, 2 * model.hidden + 0 * table, table
@@ -84,17 +84,17 @@ def layer_kept(
     """Bytes that a layer keeps of a microbatch, and that it holds more while it runs again what it
     did not keep: `layer_terms` of arXiv 2205.05198, of this model.
 
-    Keys and values are as many as `kv_heads`; the terms of the feed-forward network are as wide as
-    it is, twice into a gate, and each token's of all `active` experts.  With "flash" no scores are
-    kept but 4 bytes for each token and head (arXiv 2307.08691, section 3.1.2).  With `c` parts of a
-    sequence a rank has 1/c of the tokens, and scores for all.  Recomputed layers keep their input,
-    which is cut where norms are.  All but masks and sums of the softmax are numbers of `itemsize`
-    bytes.
+    Keys and values are as many as `kv_heads`; the terms of the feed-forward network are as wide
+    as it is, twice into a gate, and each token's of all `active` experts.  With "flash" no scores
+    are kept but 4 bytes for each token and head (arXiv 2307.08691, section 3.1.2).  With `cp`
+    parts of a sequence a rank has 1/cp of the tokens, and scores for all.  Recomputed layers keep
+    their input, which is cut where norms are.  All but masks and sums of the softmax are numbers
+    of `itemsize` bytes.
     """
     none = _terms(model, choice, "none", itemsize)
     kept = _terms(model, choice, choice.recompute, itemsize)
     if choice.recompute == "full" and choice.sequence_parallel:
-        kept = {what: size / choice.t for what, size in kept.items()}
+        kept = {what: size / choice.tp for what, size in kept.items()}
     return sum(kept.values()), sum(none.values()) - sum(kept.values())
 
 
@@ -106,9 +106,9 @@ _SQUARE: Final = (
 def _terms(
     model: TransformerSpec, choice: ParallelPlan, recompute: Any, itemsize: float
 ) -> dict[str, float]:
-    tokens = model.sequence // choice.c
+    tokens = model.sequence // choice.cp
     terms = layer_terms(
-        tokens, choice.b, model.hidden, model.heads, choice.t,
+        tokens, choice.microbatch_size, model.hidden, model.heads, choice.tp,
         recompute=recompute, sequence_parallel=choice.sequence_parallel,
     )  # fmt: skip
     kv, wide = (
@@ -121,14 +121,16 @@ def _terms(
         "input of the first linear layer": model.active,
         "input of GELU": wide * (2 if model.gated else 1),
         "input of the second linear layer": wide,
-        **dict.fromkeys(_SQUARE, choice.c * (choice.attention != "flash")),
+        **dict.fromkeys(_SQUARE, choice.cp * (choice.attention != "flash")),
     }
     found = {
         what: size * scale.get(what, 1) * (1 if what.startswith("mask") else itemsize / 2)
         for what, size in terms.items()
     }
     if choice.attention == "flash" and recompute != "full":
-        found["sums of the softmax"] = 4.0 * model.heads * tokens * choice.b / choice.t
+        found["sums of the softmax"] = (
+            4.0 * model.heads * tokens * choice.microbatch_size / choice.tp
+        )
     return found
 
 
@@ -152,7 +154,18 @@ def held(
 ) -> MemoryTable:
     """What each share of many plans holds."""
     p, t, d, v, b, m, c, e, zero = (
-        getattr(plans, name)[:, None] for name in ("p", "t", "d", "v", "b", "m", "c", "e", "zero")
+        getattr(plans, name)[:, None]
+        for name in (
+            "pp",
+            "tp",
+            "dp",
+            "stages_per_rank",
+            "microbatch_size",
+            "microbatches",
+            "cp",
+            "ep",
+            "zero",
+        )
     )
     there, first, last = shares.number > 0, shares.first, shares.last
     common, network = layer_numbers(model, t, e)
@@ -216,7 +229,7 @@ def kept_by_layer(
     model: TransformerSpec, plans: PlanColumns, itemsize: float
 ) -> tuple[Floats, Floats]:
     """`layer_kept` of each plan, a column each."""
-    first, which = plans.distinct("t", "b", "recompute", "sequence_parallel", "c")
+    first, which = plans.distinct("tp", "microbatch_size", "recompute", "sequence_parallel", "cp")
     each = [layer_kept(model, plans.choice(model, i), itemsize) for i in first.tolist()]
     kept, again = np.array(each).reshape(-1, 2)[which].T
     return kept[:, None], again[:, None]
@@ -229,7 +242,10 @@ def _in_flight(plans: PlanColumns, shares: RankGroupShares) -> tuple[Floats, Flo
     for number in np.unique(plans.schedule).tolist():
         mine = plans.schedule == number
         family = FAMILIES[NAMES[number]]
-        P, v, m = (getattr(plans, name)[mine][:, None] for name in ("p", "v", "m"))
+        P, v, m = (
+            getattr(plans, name)[mine][:, None]
+            for name in ("pp", "stages_per_rank", "microbatches")
+        )
         stages[mine] = family.held(P, v, m, shares.rank[mine])
         ends[mine], waiting[mine] = family.ends(P, v, m), family.waiting(P, v, m)
     return stages, ends, waiting
@@ -256,7 +272,7 @@ def peak_memory(
     >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200,
     ...     sequence=2048)
     >>> node = planner.cluster_preset("a100", nodes=8)
-    >>> one = planner.peak_memory(gpt3, node, planner.ParallelPlan(p=8, t=8, m=64,
+    >>> one = planner.peak_memory(gpt3, node, planner.ParallelPlan(pp=8, tp=8, microbatches=64,
     ...     sequence_parallel=True))
     >>> f"{one.optimizer / one.weights:.1f} {one.activations / 1e9:.1f} GB"
     '6.0 34.5 GB'

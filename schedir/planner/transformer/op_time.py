@@ -111,10 +111,10 @@ class OpTimes:
     def collective(self, one: CollectiveOp) -> float:
         """Seconds of a collective over the slowest group of its kind."""
         choice, cluster = self.choice, self.cluster
-        t, c = choice.t, choice.c
-        ranks = choice.p if choice.order == "tpd" else 1
+        t, c = choice.tp, choice.cp
+        ranks = choice.pp if choice.rank_order == "tp-pp-dp" else 1
         stride, size = {
-            "tensor": (1, t), "context": (t, c), "expert": (t * c * ranks, choice.e),
+            "tensor": (1, t), "context": (t, c), "expert": (t * c * ranks, choice.ep),
         }[one.group]  # fmt: skip
         group, bytes_ = slowest(cluster, stride, size), one.size * self.scale
         if one.kind == "all_reduce":

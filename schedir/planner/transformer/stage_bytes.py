@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 
 class StageParameters(NamedTuple):
     """Numbers of weights of each stage, on one GPU: those that all replicas have, and those of
-    experts, of which `e` replicas have a part each."""
+    experts, of which `ep` replicas have a part each."""
 
     common: Floats
     experts: Floats
@@ -44,8 +44,8 @@ def numbers_of(
 ) -> StageParameters:
     """The numbers of each stage's weights, by `layer_numbers` and `ends_numbers`."""
     layers = np.array(layers_of(model, choice), float)
-    common, experts = (layers * each for each in layer_numbers(model, choice.t, choice.e))
-    table, norm, matrix = ends_numbers(model, choice.t)
+    common, experts = (layers * each for each in layer_numbers(model, choice.tp, choice.ep))
+    table, norm, matrix = ends_numbers(model, choice.tp)
     shared = model.tied and plan.holders[0, 0] == plan.holders[0, -1]
     common[0] += table
     common[-1] += norm + (0 if shared else matrix)
@@ -56,9 +56,9 @@ def seen_in_parts(model: TransformerSpec, choice: ParallelPlan) -> StageParamete
     """Of `numbers_of`, those that each slice has whole, and sees its own part of a sequence with
     where slices share that: `whole_numbers` of layers, positions, and the head's norm."""
     layers = np.array(layers_of(model, choice), float)
-    common, experts = (layers * each for each in whole_numbers(model, choice.e))
+    common, experts = (layers * each for each in whole_numbers(model, choice.ep))
     common[0] += model.sequence * model.hidden
-    common[-1] += ends_numbers(model, choice.t)[1]
+    common[-1] += ends_numbers(model, choice.tp)[1]
     return StageParameters(common, experts)
 
 
@@ -82,9 +82,11 @@ def sizes(
     layers = np.array(layers_of(model, choice), float)
     item = states.params  # bytes of an activation
     kept, again = layer_kept(model, choice, item)
-    tokens = float(choice.b) * (model.sequence // choice.c) * model.hidden
-    cut = choice.t if choice.sequence_parallel else 1
-    logits = float(choice.b) * (model.sequence // choice.c) * -(-model.vocab // choice.t)
+    tokens = float(choice.microbatch_size) * (model.sequence // choice.cp) * model.hidden
+    cut = choice.tp if choice.sequence_parallel else 1
+    logits = (
+        float(choice.microbatch_size) * (model.sequence // choice.cp) * -(-model.vocab // choice.tp)
+    )
     ahead = choice.recompute == "full" and constants.recompute_ahead == 1
     saved = layers * (kept + again if ahead else kept)
     saved[0] += tokens / cut
@@ -98,8 +100,8 @@ def sizes(
     each = {name: size * numbers.all for name, size in states._asdict().items()}
     # Of experts fewer replicas have parts of each: what these hold more.  The optimizer's are never
     # whole, so that they may count as if all replicas had parts of more experts.
-    every = choice.d * choice.c
-    more = numbers.experts * (1 / max(every // choice.e, 1) - 1 / every)
+    every = choice.dp * choice.cp
+    more = numbers.experts * (1 / max(every // choice.ep, 1) - 1 / every)
     for name, size in states._asdict().items():
         if not is_cut(name, choice.zero):
             continue
@@ -110,7 +112,7 @@ def sizes(
     return Sizes(
         activation=item * tokens / cut,
         saved=_each(saved),
-        tape=_each(tape),
+        deferred_wgrad=_each(tape),
         checkpoint=None if ahead or choice.recompute != "full" else _each(saved),
         buffers=_each(buffers),
         **{name: _each(value) for name, value in each.items()},

@@ -48,7 +48,7 @@ def weight_writes_checked(
     stage, holders = state.stages[i.stage], state.plan.rows
     tied = {id(weight.own[i.stage]) for weight in state.tied if i.stage in weight.own}
     copied, on_cpu = holders > 1, state.device.type == "cpu"
-    if not state.trains or i.stage < state.program.frozen or not (copied or tied):
+    if not state.trains or i.stage < state.program.frozen_stages or not (copied or tied):
         return run
 
     def weights() -> dict[str, Tensor]:

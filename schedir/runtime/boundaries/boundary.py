@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from schedir.errors import ModelError, describe
-from schedir.ir.isa.instructions import TOKENS, TRAINING_VALUES, PeerRule, Token
+from schedir.ir.isa.instructions import TRAINING_VALUES, VALUES, PeerRule, Value
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.runtime.arguments import shape_of
 
@@ -261,7 +261,7 @@ def _aligned(size: int, to: int = ALIGNED) -> int:
 
 # The tensors of boundary values that other instructions than stages give. The module with the
 # handlers of such an instruction adds them.
-CARRIED: dict[Token, BoundaryTensors] = {}
+CARRIED: dict[Value, BoundaryTensors] = {}
 
 
 @dataclass(frozen=True)
@@ -325,11 +325,11 @@ class ModelBoundaries:
             found |= {(PeerRule.SKIP_TO, begin): one, (PeerRule.SKIP_FROM, end): one}
         return found
 
-    def carried(self, kind: Token, stage: int) -> BoundaryTensors:
+    def carried(self, kind: Value, stage: int) -> BoundaryTensors:
         """What a value of a kind that crosses is, of a stage: tensors, or their gradients."""
         if kind in CARRIED:
             return CARRIED[kind]
-        across = TOKENS[kind].across
+        across = VALUES[kind].peer
         assert across is not None
         crossing = self._at[across, stage]
         return crossing.gradients if kind in TRAINING_VALUES else crossing

@@ -25,12 +25,12 @@ def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
     own = [(s, f"stage {s} passes on", one) for s, one in enumerate(boundaries.crossings)]
     own += [(s, f"passes from stage {s} to {t}", one) for (s, t), one in boundaries.skips]
     for s, what, crossing in own:
-        if program.trains and s >= program.frozen and not any(crossing.graded):
+        if program.trains and s >= program.frozen_stages and not any(crossing.graded):
             raise ModelError(
                 f"nothing that {what} has a gradient ({crossing}), and the program takes one back",
                 program=program.name,
                 hint="pass on a tensor that depends on what is trained, or "
-                f"compile(..., frozen={s + 1}) if nothing is until there",
+                f"compile(..., frozen_stages={s + 1}) if nothing is until there",
             )
     for at, (s, _, crossing) in enumerate(own):
         for k, one in enumerate(crossing.tensors):
@@ -53,8 +53,8 @@ def _taken(one: Boundary, stage: int, program: Program) -> tuple[int, ...]:
     If tensor-parallel ranks share the sequence, they gather all tokens where they enter a region,
     and each keeps its own tokens where they leave it.
     """
-    letter, t = program.meets[stage : stage + 1], program.tp
-    if not program.sequence or letter not in (ENTERS, LEAVES):
+    letter, t = program.segment_boundaries[stage : stage + 1], program.tp
+    if not program.sequence_parallel or letter not in (ENTERS, LEAVES):
         return one.shape
     if len(one.shape) < 2 or (letter == LEAVES and one.shape[-2] % t):
         raise ModelError(

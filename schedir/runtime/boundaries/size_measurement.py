@@ -126,7 +126,7 @@ def measure_sizes(
     loss: Loss,
     boundary: Given | Edges | ModelBoundaries,
     state: float | State = 8.0,
-    frozen: int = 0,
+    frozen_stages: int = 0,
     keywords: Mapping[str, Any] = MappingProxyType({}),
     dp: int = 1,
     zero: int = 0,
@@ -139,8 +139,8 @@ def measure_sizes(
     `state` is how many bytes an optimizer holds for each number that is trained: 8 are AdamW's
     two moments in float32.  Or it makes an optimizer of parameters, of which then all is counted
     that it holds after a step: copies in float32 that it steps, and numbers of steps.  The first
-    `frozen` stages keep nothing of a microbatch, as in a program with so many, and the stage behind
-    them nothing for a gradient of its input.
+    `frozen_stages` stages keep nothing of a microbatch, as in a program with so many, and the stage
+    behind them nothing for a gradient of its input.
 
     `saved` is the input of a stage and what autograd saves, each storage once; `tape` is what is
     left for a BackwardWeight, and `both` the most that there is of the two at once in a
@@ -167,7 +167,7 @@ def measure_sizes(
     >>> sizes = measure_sizes(stages, x, x, loss=nn.functional.mse_loss, boundary=(8, 64))
     >>> sizes.activation, sizes.saved, sizes.params  # bytes; of saved and params for each stage
     (2048.0, (0.0, 4096.0), (16640.0, 16640.0))
-    >>> sizes.of("weights", 2)  # with gradients and the optimizer's state
+    >>> sizes.of("model_states", 2)  # with gradients and the optimizer's state
     array([66560., 66560.])
     """
     loss = loss_of(loss)
@@ -188,7 +188,7 @@ def measure_sizes(
         raise ModelError(f"there are replicas 0 to {dp - 1}, not {describe(replica)}")
     parts = range(dp) if replica is None else range(replica, replica + 1)
     share = ShardSpec(dp, parts[0], zero)
-    given = _StageInputs(xs, target, keywords, loss, boundaries, state, frozen, share, parts)
+    given = _StageInputs(xs, target, keywords, loss, boundaries, state, frozen_stages, share, parts)
     found = [
         _stage(stages, s, given) if stage is not None else _StageBytes()
         for s, stage in enumerate(stages)
@@ -200,8 +200,8 @@ def measure_sizes(
         activation=_each(sent),
         gradient=None if back == sent else _each(back),
         saved=tuple(kept.saved for kept in found),
-        tape=tuple(kept.tape for kept in found),
-        both=tuple(kept.both for kept in found),
+        deferred_wgrad=tuple(kept.tape for kept in found),
+        saved_and_deferred=tuple(kept.both for kept in found),
         checkpoint=tuple(kept.checkpoint for kept in found),
         params=tuple(kept.params for kept in found),
         grads=tuple(kept.grads for kept in found),
@@ -217,7 +217,7 @@ def infer_boundaries(
     input: Tensor | Sequence[Tensor],
     *,
     keywords: Mapping[str, Any] = MappingProxyType({}),
-    frozen: int = 0,
+    frozen_stages: int = 0,
     skips: Skips = (),
 ) -> dict[Edge, tuple[Boundary, ...]]:
     """What passes between stages, found by running them once, in order: of each stage but the last
@@ -226,8 +226,8 @@ def infer_boundaries(
 
     `input` is one microbatch of the first stage's, `keywords` what all stages are given by name
     for it.  A tensor has a gradient if it depends on something that is trained, or on what came in
-    with one, and where nothing does so, if it can have one.  What the first `frozen` stages give
-    has none.
+    with one, and where nothing does so, if it can have one.  What the first `frozen_stages` stages
+    give has none.
 
     Gradients, buffers and random numbers are left as they were.  Hooks run, and stages that talk
     within their tensor-parallel group do: all its ranks must call this.  Raises ModelError where a
@@ -254,12 +254,12 @@ def infer_boundaries(
             )
         else:
             xs = tuple(x.clone() for x in xs)
-        with restored(module, device), torch.set_grad_enabled(s >= frozen):
+        with restored(module, device), torch.set_grad_enabled(s >= frozen_stages):
             y, _ = StageInputAdapter().run(module, xs, named, ours=True, together=len(skip))
         rest, given = with_skip(y, s) if s in ends else (passed_on(y, s), ())
         ys = (*rest, *given)
         each = tuple(
-            Boundary(tuple(y.shape), y.dtype, has and s >= frozen)
+            Boundary(tuple(y.shape), y.dtype, has and s >= frozen_stages)
             for y, has in zip(ys, graded(ys), strict=True)
         )
         own = tuple(y.detach().clone() for y in ys)
@@ -292,7 +292,7 @@ class _StageInputs(NamedTuple):
     loss: Loss
     boundaries: ModelBoundaries
     state: float | State
-    frozen: int
+    frozen_stages: int
     share: ShardSpec
     parts: range  # of which the one with most counts
 
@@ -329,7 +329,7 @@ def _stage(stages: Sequence[nn.Module | None], s: int, given: _StageInputs) -> _
     if s:
         xs = tuple(
             torch.zeros(one.shape, dtype=one.dtype, device=device).requires_grad_(
-                bool(one.grad) and begin >= given.frozen
+                bool(one.grad) and begin >= given.frozen_stages
             )
             for begin, one in boundaries.from_where(s)
         )
@@ -340,7 +340,7 @@ def _stage(stages: Sequence[nn.Module | None], s: int, given: _StageInputs) -> _
         packed.add(one := _PackedTensor(tensor.detach()))
         return one
 
-    with _as_before(module, device), torch.set_grad_enabled(s >= given.frozen):
+    with _as_before(module, device), torch.set_grad_enabled(s >= given.frozen_stages):
         with saved_tensors_hooks(pack, lambda one: one.tensor):
             # Of a model's own inputs, which are there, a module that writes gets a copy.
             lent, lender = xs if s else tuple(x.clone() for x in xs), StageInputAdapter()

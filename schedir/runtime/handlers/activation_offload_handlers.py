@@ -1,4 +1,4 @@
-"""Handlers of Offload, Reload, Spill and Fetch.
+"""Handlers of Offload, Reload, OffloadToDisk and ReloadFromDisk.
 
 All but the disk's are copies on lanes of their own (`runtime/offload/copy_lanes.py`).  Who computes
 with what was moved waits until it is back, and who takes the slot that it has left on the device
@@ -14,7 +14,7 @@ from typing import Final
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from schedir.ir.isa.instructions import OFF_COMPUTE, ROWS, Instr, Lane, Opcode, Token
+from schedir.ir.isa.instructions import OFF_COMPUTE, ROWS, Instr, Lane, Opcode, Value
 from schedir.ir.program import OWN
 from schedir.runtime.autograd.activation_checkpoint import Checkpoint
 from schedir.runtime.offload.activation_offloader import (
@@ -26,13 +26,13 @@ from schedir.runtime.offload.activation_offloader import (
 from schedir.runtime.offload.copy_lanes import LaneJob
 from schedir.runtime.rank_state import Call, Handler, State, in_turn
 
-_SAVED: Final = Token.SAVED
+_SAVED: Final = Value.SAVED
 _GIVES: Final = tuple(row.op for row in ROWS if _SAVED in row.gives)
 _COMPUTES: Final = tuple(
     row.op for row in ROWS if row.lane is Lane.COMPUTE and _SAVED in {*row.needs, *row.gives}
 )
 
-_BRINGS: Final = (Opcode.Offload, Opcode.Fetch)  # to the host
+_BRINGS: Final = (Opcode.Offload, Opcode.ReloadFromDisk)  # to the host
 
 
 def offload(state: State, i: Instr) -> Call:
@@ -63,7 +63,7 @@ def reload(state: State, i: Instr) -> Call:
     k, tiers = state.index_of[i], state.held.tiers
     slot, value = state.slot(_SAVED, i.stage, i.mb, k), _value_of(state, i)
     left = _left_by(state, k)
-    on_disk = _before(state, k) is Opcode.Fetch
+    on_disk = _before(state, k) is Opcode.ReloadFromDisk
 
     def run() -> None:
         slot.fill(state.away.kept.pop(i[1:]))
@@ -201,7 +201,7 @@ def _most_on_disk(state: State) -> int:
     """The most values that are on the rank's disk at once, in the order of its Stream."""
     now = most = 0
     for op, _, _ in state.stream:
-        now += (op == Opcode.Spill) - (op == Opcode.Fetch)
+        now += (op == Opcode.OffloadToDisk) - (op == Opcode.ReloadFromDisk)
         most = max(most, now)
     return most
 
@@ -269,7 +269,7 @@ def _has_anyway(state: State, i: Instr) -> Callable[[], set[int]]:
 HANDLERS: Final = {
     Opcode.Offload: offload,
     Opcode.Reload: reload,
-    Opcode.Spill: spill,
-    Opcode.Fetch: fetch,
+    Opcode.OffloadToDisk: spill,
+    Opcode.ReloadFromDisk: fetch,
 }
 WRAPPERS: Final = {op: partial(partial, _computing) for op in _COMPUTES}

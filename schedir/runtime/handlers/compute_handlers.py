@@ -21,7 +21,7 @@ from schedir.ir.isa.instructions import (
     ROWS,
     Instr,
     Opcode,
-    Token,
+    Value,
 )
 from schedir.ir.pipeline.stage_segments import LEAVES
 from schedir.runtime.arguments import one_number
@@ -43,16 +43,19 @@ from schedir.runtime.value_slots import Slot
 def forward(state: State, i: Instr) -> Call:
     stage, mb, last = state.stages[i.stage], i.mb, i.stage == state.plan.stages - 1
     taken, give, stage_run = taken_by(state, i), _put_out(state, i), StageRun(state, i)
-    trains, versions = state.trains and i.stage >= state.program.frozen, state.versions.get(i.stage)
-    saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i]) if trains else None
+    trains, versions = (
+        state.trains and i.stage >= state.program.frozen_stages,
+        state.versions.get(i.stage),
+    )
+    saved = state.slot(Value.SAVED, i.stage, mb, state.index_of[i]) if trains else None
     again = Instr(RECOMPUTE, i.stage, mb) in state.index_of
     checkpoints = Checkpoints(state, i) if again else None
     ours = is_ours(taken) and not again  # else it finds its inputs as they are
     # What is saved of it outlives its turn, or is moved.
     moved = _is_offloaded(state, i)
     take = _look_at(taken, Tensor.clone if state.program.shares_slots or moved else Tensor.detach)
-    letter = state.program.meets[i.stage : i.stage + 1]
-    summed = letter == LEAVES and not state.program.sequence
+    letter = state.program.segment_boundaries[i.stage : i.stage + 1]
+    summed = letter == LEAVES and not state.program.sequence_parallel
 
     def run() -> None:
         xs = take() if taken else tensors_of(state.batch.inputs[mb], mb)
@@ -89,7 +92,11 @@ class StageRun:
 
     def __init__(self, state: State, i: Instr) -> None:
         forward = i._replace(op=Opcode.Forward)
-        stage, boundaries, frozen = state.stages[i.stage], state.passing[i.mb], state.program.frozen
+        stage, boundaries, frozen = (
+            state.stages[i.stage],
+            state.passing[i.mb],
+            state.program.frozen_stages,
+        )
         self.state, self.stage, self.mb = state, i.stage, i.mb
         self.module, self.lender = stage.module, stage.lender
         self.together = boundaries.skipped_to(i.stage)
@@ -133,7 +140,7 @@ class StageRun:
 class _InputSlot(NamedTuple):
     """A value that an instruction takes in: its slot, and whether a stage of this rank gives it."""
 
-    kind: Token
+    kind: Value
     slot: Slot
     local: bool
 
@@ -148,7 +155,7 @@ def _is_offloaded(state: State, i: Instr) -> bool:
     return Instr(Opcode.Offload, i.stage, i.mb) in state.index_of
 
 
-def _kinds(state: State, i: Instr, tokens: Sequence[Token]) -> list[Token]:
+def _kinds(state: State, i: Instr, tokens: Sequence[Value]) -> list[Value]:
     """Of the values of a row those that cross the boundary of the instruction's stage."""
     return [kind for kind in tokens if kind in BOUNDARY and state.program.other(kind, i.stage) >= 0]
 
@@ -216,7 +223,7 @@ def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
     mb, last = i.mb, i.stage == state.plan.stages - 1
     taken, give = taken_by(state, i), _put_out(state, i)
     wanted = bool(_kinds(state, i, ROWS[i.op].gives))
-    saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i])
+    saved = state.slot(Value.SAVED, i.stage, mb, state.index_of[i])
     # A tape may keep it, and outlive its turn.
     take = _look_at(taken, Tensor.clone if splits and state.program.shares_slots else None)
     forward = i._replace(op=Opcode.Forward)
@@ -290,7 +297,7 @@ def _gradients(xs: Sequence[Tensor], dys: Sequence[Tensor], stage: int) -> Seque
 
 
 def backward_input(state: State, i: Instr) -> Call:
-    stage, tape_slot = state.stages[i.stage], state.slot(Token.TAPE, i.stage, i.mb)
+    stage, tape_slot = state.stages[i.stage], state.slot(Value.DEFERRED_WGRAD, i.stage, i.mb)
     wait, whole = backward(state, i, splits=True)
 
     def run() -> None:
@@ -310,7 +317,7 @@ def backward_input(state: State, i: Instr) -> Call:
         if not stage.warned_of_layers and not could:
             stage.warned_of_layers = True
             # Of pieces some have nothing to split.
-            split = len(tape) > 0 or bool(state.program.meets)
+            split = len(tape) > 0 or bool(state.program.segment_boundaries)
             if alone := left_whole(stage.module, came, split):
                 warnings.warn(f"{_name(stage, i)} is not split in {alone}", stacklevel=2)
 
@@ -322,7 +329,7 @@ def _name(stage: StageState, i: Instr) -> str:
 
 
 def backward_weight(state: State, i: Instr) -> Call:
-    tape_slot, beginning = state.slot(Token.TAPE, i.stage, i.mb), _beginning(state, i)
+    tape_slot, beginning = state.slot(Value.DEFERRED_WGRAD, i.stage, i.mb), _beginning(state, i)
 
     def run() -> None:
         tape, reduction = tape_slot.look(), beginning()

@@ -1,4 +1,4 @@
-"""Handlers of OffloadGrads, StepHost and ReloadWeights."""
+"""Handlers of OffloadGrads, HostOptimizerStep and ReloadWeights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _judge(state: State, update: int) -> None:
 def release_grads(state: State, i: Instr) -> Call:
     def run() -> None:
         _judge(state, i.mb)
-        if i.mb < state.plan.updates - 1:  # the last one's gradients are left to look at
+        if i.mb < state.plan.optimizer_steps - 1:  # the last one's gradients are left to look at
             state.begin_update()
 
     return Call(partial(_arrived, state), run)
@@ -67,7 +67,7 @@ def step_host(state: State, i: Instr) -> Call:
 
 
 def reload_weights(state: State, i: Instr) -> Call:
-    last = i.mb == state.plan.updates - 1
+    last = i.mb == state.plan.optimizer_steps - 1
 
     def run() -> None:
         if (steps := _steps(state)) is not None:
@@ -78,7 +78,7 @@ def reload_weights(state: State, i: Instr) -> Call:
 
 HANDLERS: Final = {
     Opcode.OffloadGrads: offload_grads,
-    Opcode.StepHost: step_host,
+    Opcode.HostOptimizerStep: step_host,
     Opcode.ReloadWeights: reload_weights,
-    Opcode.ReleaseGrads: release_grads,
+    Opcode.CheckGradsFinite: release_grads,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from schedir.ir.isa.instructions import Instr, Opcode, Token
+from schedir.ir.isa.instructions import Instr, Opcode, Value
 from schedir.ir.program import OWN
 from schedir.runtime.autograd.random_streams import UPDATE
 from schedir.runtime.handlers.reduction_handlers import judged
@@ -62,7 +62,7 @@ _HALF: Final = "of the update some stages may be stepped, and others not: go on 
 
 
 def load_state(state: State, i: Instr) -> Call:
-    left = freed_before(state.program, state.rank, Token.STATE).get(state.index_of[i])
+    left = freed_before(state.program, state.rank, Value.STATE).get(state.index_of[i])
 
     def run() -> None:
         if state.optimizer is not None:
@@ -100,9 +100,9 @@ def store_state(state: State, i: Instr) -> Call:
 
 
 HANDLERS: Final = {
-    Opcode.LoadState: load_state,
-    Opcode.StepStage: step_stage,
-    Opcode.StoreState: store_state,
-    Opcode.FetchState: fetch_state,
-    Opcode.SpillState: spill_state,
+    Opcode.ReloadState: load_state,
+    Opcode.StageOptimizerStep: step_stage,
+    Opcode.OffloadState: store_state,
+    Opcode.ReadStateFromDisk: fetch_state,
+    Opcode.WriteStateToDisk: spill_state,
 }

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Final
 
 from schedir.ir.isa.instructions import FORWARD as F
-from schedir.ir.isa.instructions import Instr, Opcode, Token
+from schedir.ir.isa.instructions import Instr, Opcode, Value
 from schedir.runtime.autograd.activation_checkpoint import Checkpoint, Checkpoints
 from schedir.runtime.autograd.random_streams import FORWARD
 from schedir.runtime.autograd.stage_context import on_version
@@ -17,7 +17,7 @@ from schedir.runtime.rank_state import Call, State
 def recompute(state: State, i: Instr) -> Call:
     stage_run, checkpoints = StageRun(state, i), Checkpoints(state, i)
     ours = is_ours(taken_by(state, i._replace(op=F)))
-    saved = state.slot(Token.SAVED, i.stage, i.mb, state.index_of[i])
+    saved = state.slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
     last = i.stage == state.plan.stages - 1
 
     def run() -> None:

@@ -184,7 +184,7 @@ def judged(state: State, update: int) -> Tensor:
     0-dim bool.  They are clipped then, and parameters are what the optimizer steps."""
     if state.ahead is not None:
         finite, shrink = state.ahead.judged
-    elif state.program.clip:
+    elif state.program.clip_grad_norm:
         total = state.norms.pop(update)
         finite, shrink = judge(state.held.max_norm, total)
         state.norm = total.sqrt()
@@ -194,10 +194,12 @@ def judged(state: State, update: int) -> Tensor:
             spoilt = finite.logical_not().to(torch.int32)
             state.transport.collective("all_reduce", "dp", spoilt, spoilt).wait()
             finite = spoilt == 0
-    if state.program.clip and state.program.states == "cpu":  # whose host clips its copies, too
+    if (
+        state.program.clip_grad_norm and state.program.optimizer_placement == "cpu_step"
+    ):  # whose host clips its copies, too
         state.shrink = shrink
     for stage in state.stages.values():
-        if state.program.clip:
+        if state.program.clip_grad_norm:
             stage.gradients.scale(shrink)
         if stage.weights is not None:
             stage.weights.expect_unwritten()
@@ -210,8 +212,11 @@ def judged(state: State, update: int) -> Tensor:
 
 
 def step(state: State, i: Instr) -> Call:
-    ahead, by_stage = state.ahead, state.program.states != "device"
-    last, released = i.mb == state.plan.updates - 1, not state.program.ops.isdisjoint(RELEASES)
+    ahead, by_stage = state.ahead, state.program.optimizer_placement != "device"
+    last, released = (
+        i.mb == state.plan.optimizer_steps - 1,
+        not state.program.ops.isdisjoint(RELEASES),
+    )
 
     def run() -> None:
         finite = judged(state, i.mb) if state.verdict is None else state.verdict
@@ -264,10 +269,10 @@ def validate(state: State, i: Instr) -> Call:
 
 HANDLERS: Final = {
     Opcode.ReduceGrads: reduce_grads,
-    Opcode.ReduceHolders: reduce_holders,
+    Opcode.ReduceReplicatedStages: reduce_holders,
     Opcode.ReduceTied: reduce_tied,
-    Opcode.ReduceSequence: reduce_sequence,
+    Opcode.ReduceSequenceParallelGrads: reduce_sequence,
     Opcode.ReduceNorm: reduce_norm,
     Opcode.OptimizerStep: step,
-    Opcode.Validate: validate,
+    Opcode.ReduceNormAfterStep: validate,
 }

@@ -21,7 +21,7 @@ from schedir.ir.isa.instructions import (
     LOCAL_HANDOVER,
     ROWS,
     Instr,
-    Token,
+    Value,
     between_segments,
 )
 from schedir.runtime.handlers.transfer_handlers import gather as gather_received
@@ -33,11 +33,11 @@ from schedir.transports.transport import ChainedWork, Transport, Work
 
 
 def sum_(state: State, i: Instr) -> Call:
-    return _meeting(state, i, _own_tokens if state.program.sequence else _in_place)
+    return _meeting(state, i, _own_tokens if state.program.sequence_parallel else _in_place)
 
 
 def gather(state: State, i: Instr) -> Call:
-    if i.op in between_segments(state.program.sequence):
+    if i.op in between_segments(state.program.sequence_parallel):
         return _meeting(state, i, _all_tokens)
     return gather_received(state, i)
 
@@ -62,7 +62,7 @@ def _meeting(state: State, i: Instr, start: Callable[[_SegmentOutput], Work]) ->
     assert isinstance(slot, OutputSlot)
     handed = _SegmentOutput(slot, state.transport)
     before = min(i.stage, other)
-    if not (first := state.passing[i.mb].carried(Token.ACT_OUT, before).tensors[0]).grad:
+    if not (first := state.passing[i.mb].carried(Value.ACT_OUT, before).tensors[0]).grad:
         raise ModelError(
             f"{i} {'gathers' if i.op in GATHERS else 'sums'} the first tensor that passes between "
             f"stages {before} and {before + 1}, and that has no gradient: {first}",

@@ -19,7 +19,7 @@ from schedir.ir.isa.instructions import (
     Form,
     Instr,
     Opcode,
-    Token,
+    Value,
     form_changes,
 )
 from schedir.runtime.model_checks.tensor_fingerprint import versions_of
@@ -58,7 +58,7 @@ def send(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def put_out(state: State, i: Instr, kind: Token) -> Callable[[Sequence[Tensor]], None]:
+def put_out(state: State, i: Instr, kind: Value) -> Callable[[Sequence[Tensor]], None]:
     """Fills the slot of a value that an instruction puts out, laid as its taker wants it.
 
     A stage on this rank takes the tensors as a message would bring them, a message one tensor from
@@ -102,13 +102,13 @@ def recv(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def _received(state: State, i: Instr, kind: Token) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _received(state: State, i: Instr, kind: Value) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Where a message comes in, or is made whole, and the tensors in it."""
     number = state.slot(kind, i.stage, i.mb).number
     return state.passing[i.mb].carried(kind, i.stage).lay(state.buffers[kind, number])
 
 
-def _changed(state: State, i: Instr, kind: Token) -> tuple[Opcode, ...]:
+def _changed(state: State, i: Instr, kind: Value) -> tuple[Opcode, ...]:
     """The instructions that change the form of a value of `i`'s stage and microbatch, in order."""
     return tuple(op for op in form_changes(kind) if (op, i.stage, i.mb) in state.index_of)
 
@@ -137,7 +137,7 @@ class ReceivedValue(NamedTuple):
     wait: Callable[[], None]
 
 
-def first_wait(state: State, i: Instr, kind: Token) -> Callable[[], None]:
+def first_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]:
     """Return a function that waits for a message before the stage of `i` waits for it."""
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
 
@@ -158,7 +158,7 @@ def received(state: State, i: Instr) -> ReceivedValue:
     return ReceivedValue(before, after, first_wait(state, i, kind))
 
 
-def message_wait(state: State, i: Instr, kind: Token) -> Callable[[], None] | None:
+def message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None] | None:
     """Waits until what an instruction takes in is there, if it comes by message, or ranks meet.
 
     Then what the message proves to have arrived is let go.

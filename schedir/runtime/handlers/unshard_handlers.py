@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
-from schedir.ir.isa.instructions import ADDS, FORWARDS, LATE, ROWS, Instr, Opcode, Token
+from schedir.ir.isa.instructions import ADDS, FORWARDS, LATE, ROWS, Instr, Opcode, Value
 from schedir.runtime.handlers.reduction_handlers import scaling
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.runtime.parameters.sharded_parameters import ShardedParameters
@@ -22,7 +22,7 @@ from schedir.runtime.stage_state import StageState
 from schedir.runtime.value_slots import Slot
 from schedir.transports.transport import ChainedWork, CompletedWork, Work
 
-_READS: Final = tuple(r.op for r in ROWS if Token.FULL in {*r.needs} - {*r.frees})
+_READS: Final = tuple(r.op for r in ROWS if Value.UNSHARDED_PARAMS in {*r.needs} - {*r.frees})
 
 
 def unshard(state: State, i: Instr) -> Call:
@@ -83,7 +83,7 @@ def _reading(handler: Handler, state: State, i: Instr) -> Call:
 
 
 def _tape(state: State, i: Instr) -> Slot:
-    return state.slot(Token.TAPE, i.stage, i.mb)
+    return state.slot(Value.DEFERRED_WGRAD, i.stage, i.mb)
 
 
 def _watched(parts: ShardedParameters, tape: Slot, run: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from schedir.errors import ModelError
-from schedir.ir.isa.instructions import LOCAL_HANDOVER, TOKENS, Token
+from schedir.ir.isa.instructions import LOCAL_HANDOVER, VALUES, Value
 from schedir.runtime.model_checks.storage_references import StorageReferences
 from schedir.runtime.model_checks.tensor_fingerprint import versions_of
 from schedir.runtime.parameters.sharded_parameters import ShardedParameters
@@ -37,8 +37,8 @@ class FirstStepChecks:
 
     def __init__(
         self,
-        slots: Mapping[Token, SlotTable],
-        assigned: Mapping[tuple[Token, int, int], Mapping[int, int]],
+        slots: Mapping[Value, SlotTable],
+        assigned: Mapping[tuple[Value, int, int], Mapping[int, int]],
         buffers: Mapping[Place, Tensor],
         weights: list[ShardedParameters],
         device: torch.device,
@@ -99,7 +99,7 @@ class FirstStepChecks:
             }
             names = " or ".join(map(str, sorted(stages)))
             raise ModelError(
-                f"stage {names} keeps a reference to {TOKENS[kind].words} that it received, "
+                f"stage {names} keeps a reference to {VALUES[kind].phrase} that it received, "
                 "and a later message is received into the same memory",
                 hint="keep a copy without its graph: self.last = x.detach().clone()",
             )

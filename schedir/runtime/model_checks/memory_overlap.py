@@ -122,7 +122,7 @@ def expect_no_views(stages: Mapping[int, nn.Module], program: str) -> None:
                 f"{one} and {other} share memory, and the program computes with older versions of "
                 f"weights: {other if one.trained else one} would have the newest version",
                 program=program,
-                hint="let the forward take the view of the weight itself, or delay=0",
+                hint="let the forward take the view of the weight itself, or weight_delay=0",
             )
 
 

@@ -87,11 +87,11 @@ def expect_kept(
                     program=program.name,
                     hint="max_norm=None, or zero=0",
                 )
-            if program.validate == "after":
+            if program.norm_check == "after_step":
                 raise ModelError(
-                    f"{fact}, and the step may have to be run again (validate 'after')",
+                    f"{fact}, and the step may have to be run again (norm_check 'after_step')",
                     program=program.name,
-                    hint="max_norm=None, or compile(..., validate='before')",
+                    hint="max_norm=None, or compile(..., norm_check='before_step')",
                 )
             if program.dp > 1:
                 warnings.warn(f"{fact}: each replica those that it uses", stacklevel=2)

@@ -56,11 +56,11 @@ def agreed(
     facts["the programs beside it"] = "; ".join(
         f"{one.name} ({one.digest[:12]}), boundary {passes}" for one, passes in more
     )
-    if program.clip:
+    if program.clip_grad_norm:
         facts["max_norm"] = repr(max_norm)
     everyone = transport.agree(facts, (transport.tp_rank, own), kinds=[ParameterFingerprint])
     for one in (program, *(one for one, _ in more)):
-        check(one, transport.model, blocks=transport.blocks)
+        check(one, transport.progress_model, blocking_hosts=transport.blocking_hosts)
     for one, passes in more:
         passes.fit(one)
         if adds:
@@ -132,11 +132,11 @@ def require_steps(
     adds: bool,
 ) -> None:
     """Refuse what could not step a program as it is to be stepped."""
-    if program.validate == "after" and program.trains:
+    if program.norm_check == "after_step" and program.trains:
         _require_repeatable(program, stages, optimizer)
     if loss_scale is not None:
         _require_scalable(program)
-    if program.trains and np.any(program.plan.delay):
+    if program.trains and np.any(program.plan.weight_delay):
         expect_no_views(stages, program.name)
     _require_each_once(optimizer, program)
     if adds:
@@ -145,15 +145,16 @@ def require_steps(
 
 def _require_scalable(program: Program) -> None:
     """Refuse a program in which a loss scale could not be led."""
-    if not program.clip:
+    if not program.clip_grad_norm:
         raise ModelError(
             "a loss scale is led by the norm of the gradients, which the program does not take",
             program=program.name,
-            hint="compile(..., clip=True); a max_norm of infinity clips nothing",
+            hint="compile(..., clip_grad_norm=True); a max_norm of infinity clips nothing",
         )
-    if program.plan.updates > 1:
+    if program.plan.optimizer_steps > 1:
         raise ModelError(
-            f"a loss scale changes between updates, and the program has {program.plan.updates} "
+            f"a loss scale changes between updates, and the program has "
+            f"{program.plan.optimizer_steps} "
             "in a step",
             program=program.name,
         )
@@ -167,10 +168,10 @@ def _require_repeatable(
     trains = any(p.requires_grad for module in stages.values() for p in module.parameters())
     if optimizer is None and trains:
         raise ModelError(
-            "gradients may have to be clipped when the next step runs (validate 'after'), and this "
-            "rank has no optimizer: whoever steps by hand would not know",
+            "gradients may have to be clipped when the next step runs (norm_check 'after_step'), "
+            "and this rank has no optimizer: whoever steps by hand would not know",
             program=program.name,
-            hint="optimizer=..., or compile(..., validate='before')",
+            hint="optimizer=..., or compile(..., norm_check='before_step')",
         )
 
 
@@ -179,9 +180,9 @@ def _require_others_step(program: Program, optimizer: OptimizerLike | None) -> N
     does = {
         "sums them over replicas": program.dp > 1,
         "sums them over the holders of a stage": program.plan.rows > 1 and program.trains,
-        "sums them over tensor-parallel ranks": program.sequence,
-        "has several updates": program.plan.updates > 1,
-        "takes their norm": program.clip,
+        "sums them over tensor-parallel ranks": program.sequence_parallel,
+        "has several updates": program.plan.optimizer_steps > 1,
+        "takes their norm": program.clip_grad_norm,
         "steps an optimizer": optimizer is not None,
     }
     if fact := next((what for what, it in does.items() if it), ""):
@@ -222,16 +223,18 @@ def _require_summed(program: Program, stage: int, module: nn.Module) -> None:
                 "those that hold others (summed_over_tp)",
                 program=program.name,
             )
-        if said is True and not program.sequence:
+        if said is True and not program.sequence_parallel:
             raise ModelError(
                 f"{name} of stage {stage} sees a part of the sequence (summed_over_tp), and the "
-                "program says 'sequence no': tensor-parallel ranks would drift apart",
+                "program says 'sequence_parallel no': tensor-parallel ranks would drift apart",
                 program=program.name,
-                hint="compile(..., sequence=True), or a model whose ranks all see the whole",
+                hint="compile(..., sequence_parallel=True), or a model whose ranks all see the "
+                "whole",
             )
-        if said is None and program.sequence:
+        if said is None and program.sequence_parallel:
             raise ModelError(
-                f"the program says 'sequence yes', and {name} of stage {stage} is held whole by "
+                f"the program says 'sequence_parallel yes', and {name} of stage {stage} is "
+                "held whole by "
                 "each tensor-parallel rank and does not say what of the sequence it sees",
                 program=program.name,
                 hint=f"{name}.summed_over_tp = True if it sees a part of it, or False if all",
@@ -260,11 +263,11 @@ def require_fit(
         )
     for s, module in stages.items():
         learns = [name for name, p in module.named_parameters() if p.requires_grad]
-        if program.trains and s < program.frozen and learns:
+        if program.trains and s < program.frozen_stages and learns:
             refuse(
                 f"stage {s} is frozen, and {learns[0]} in it requires a gradient: nobody would "
                 "train it",
-                f"stages[{s}].requires_grad_(False), or compile(..., frozen={s})",
+                f"stages[{s}].requires_grad_(False), or compile(..., frozen_stages={s})",
             )
         if program.trains:
             _require_summed(program, s, module)

@@ -22,7 +22,7 @@ from schedir.runtime.model_checks.memory_overlap import overlaps
 from schedir.runtime.model_checks.tensor_fingerprint import versions_of
 from schedir.runtime.parameters.mixed_precision import is_torchs
 
-ON_DEVICE: Final = "compile(..., states='device')"
+ON_DEVICE: Final = "compile(..., optimizer_placement='device')"
 _HELD_BY_STEPS: Final = ("param_groups", "state", "defaults")  # attributes that are moved, or fixed
 _Entry = tuple[str, object]  # what it is, for people to read, and its value
 

@@ -326,7 +326,7 @@ class _RandomDrawGuard(TorchDispatchMode):
             raise ModelError(
                 f"{self.name} draws random numbers in its step, which the host makes beside what "
                 "is computed",
-                hint="compile(..., states='host')",
+                hint="compile(..., optimizer_placement='host')",
             )
         return func(*args, **(kwargs or {}))
 

@@ -180,7 +180,7 @@ class HostOptimizerState:
             raise ModelError(
                 f"{type(self.inner).__name__} has hooks on its step, which would run for each "
                 "stage: the optimizer's states are not on the device",
-                hint="hooks of the training loop, or states='device'",
+                hint="hooks of the training loop, or optimizer_placement='device'",
             )
         if self.own.get(stage):
             with self._only(stage), self.isolation.watch(stage):
@@ -303,7 +303,7 @@ def require_by_stage(
         if trained and program.trains:
             raise refuse(
                 "this rank has no optimizer: who steps by hand keeps its state himself",
-                "optimizer=..., or compile(..., states='device')",
+                "optimizer=..., or compile(..., optimizer_placement='device')",
             )
         return
     inner, device = innermost(optimizer), ON_DEVICE
@@ -321,7 +321,9 @@ def require_by_stage(
         )
     if has_hooks(inner):
         raise refuse(f"{name} has hooks on its step, which would run for each stage", device)
-    if program.states == "cpu" and any(group.get("capturable") for group in inner.param_groups):
+    if program.optimizer_placement == "cpu_step" and any(
+        group.get("capturable") for group in inner.param_groups
+    ):
         raise refuse(f"{name} is capturable, which is for what a GPU steps", "capturable=False")
     main: dict[Tensor, Tensor] = {}
     if isinstance(optimizer, MainOptimizer):

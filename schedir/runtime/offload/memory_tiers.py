@@ -45,7 +45,7 @@ class MemoryTiers:
             raise ModelError(
                 f"it {what} to the disk, and no folder is given",
                 program=spilling[0].name,
-                hint="Executor(..., folder='/nvme'), [memory] folder = \"/nvme\"",
+                hint="Executor(..., folder='/nvme'), [memory] spill_dir = \"/nvme\"",
             )
         own = [one.name for one in spilling if any(i.op in _ON_DISK for i in one.streams[rank])]
         if own and folder is not None:

@@ -36,9 +36,9 @@ class SpillFile:
         except (OSError, ValueError) as error:  # or what is no path
             why = error.strerror if isinstance(error, OSError) else error
             raise ModelError(
-                f"nothing can be spilled to {str(self.folder)!r}: {why}",
+                f"nothing can be written to {str(self.folder)!r}: {why}",
                 program=program,
-                hint="Executor(..., folder=), or [memory] folder, is one to write in, on a disk",
+                hint="Executor(..., folder=), or [memory] spill_dir, is one to write in, on a disk",
             ) from error
         self.file = file
         weakref.finalize(self, file.close)
@@ -58,7 +58,7 @@ class SpillFile:
         except OSError as error:
             free = os.statvfs(self.file.fileno())
             raise OSError(
-                f"no room to spill {size} bytes more in {self.folder} beside {at}: "
+                f"no room for {size} bytes more in {self.folder} beside {at}: "
                 f"{error.strerror}, {free.f_bavail * free.f_frsize} are free"
             ) from error
         self.length += size

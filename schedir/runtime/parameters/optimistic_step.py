@@ -307,8 +307,8 @@ def require_torchs(optimizer: OptimizerLike | None, program: str = "") -> None:
     what = "has hooks on its step" if has_hooks(inner) else "is none of torch's own"
     name = type(optimizer if is_torchs(inner) and not has_hooks(inner) else inner).__name__
     raise ModelError(
-        f"an update may be made again (validate 'after'), and the optimizer, {name}, {what}: "
-        "nobody knows what else its step changes",
+        "an update may be made again (norm_check 'after_step'), and the optimizer, "
+        f"{name}, {what}: nobody knows what else its step changes",
         program=program,
-        hint="compile(..., validate='before')",
+        hint="compile(..., norm_check='before_step')",
     )

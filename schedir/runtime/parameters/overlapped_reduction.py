@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from schedir.errors import ModelError
-from schedir.ir.isa.instructions import ADDS, ROWS, Instr, Token, producers
+from schedir.ir.isa.instructions import ADDS, ROWS, Instr, Value, producers
 from schedir.ir.program import Stream
 from schedir.runtime.autograd.node_hook_detection import observe
 from schedir.runtime.autograd.split_backward import DeferredGradients
@@ -31,10 +31,10 @@ BUCKET: Final = 32 * 2**20  # bytes: enough for a link's rate; the last, which i
 # Where a backward begins: the last stage's loss, or where an output came from.
 Root = Tensor | GradientEdge
 
-_REDUCE: Final = producers(Token.GRAD)
+_REDUCE: Final = producers(Value.GRAD)
 # What knows of the sum of gradients before it is reduced.
 _OF_SUMS: Final = tuple(
-    row.op for row in ROWS if Token.WGRAD in {*row.needs, *row.gives} - {*row.frees}
+    row.op for row in ROWS if Value.WGRAD in {*row.needs, *row.gives} - {*row.frees}
 )
 
 

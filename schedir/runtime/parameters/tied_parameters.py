@@ -28,7 +28,7 @@ from schedir.transports.transport import ChainedWork, Transport, Work
 
 SAMPLE = 4096  # numbers of a parameter that are compared
 HOW = (
-    "ties = schedir.find_tied_weights(stages), for compile(..., tied=ties) "
+    "ties = schedir.find_tied_weights(stages), for compile(..., tied_weights=ties) "
     "and the executor's tied=ties"
 )
 
@@ -146,7 +146,7 @@ class ParameterTable:
             if not its:
                 raise ModelError(
                     f"stage {s} holds a copy of a tied weight, but the program does not reduce it",
-                    hint="compile(..., tied=True)",
+                    hint="compile(..., tied_weights=True)",
                 )
         for stages in sets:
             if any(s in named for s in stages):
@@ -199,7 +199,7 @@ class ParameterTable:
                     raise ModelError(
                         f"{where([one, other])} are equal, and not said to be one weight",
                         hint="ties = schedir.find_tied_weights(stages) before they are copied, "
-                        "for compile(..., tied=ties) and the executor's tied=ties; its "
+                        "for compile(..., tied_weights=ties) and the executor's tied=ties; its "
                         "alike=True lets pass what was only seeded alike",
                     )
 
@@ -261,7 +261,7 @@ def weights_of(
     Raises ModelError where what is tied does not go with the program.
     """
     try:
-        trained = [{s: own[s] for s in own if s >= program.frozen} for own in told]
+        trained = [{s: own[s] for s in own if s >= program.frozen_stages} for own in told]
         known = ParameterTable(trained, tied, program.summed)
         known.fit(program, alike=alike)
     except ModelError as error:

@@ -80,7 +80,7 @@ class GpuProgress:
         several."""
         program = self.executor.program
         # What is issued to a lane waits for all that was issued to compute before it.
-        graph = Graph.of(program, self.executor.state.transport.model, blocks=True)
+        graph = Graph.of(program, self.executor.state.transport.progress_model, blocking_hosts=True)
         first, end = program.offsets[self.executor.rank : self.executor.rank + 2].tolist()
         before = np.concatenate([graph.waits, graph.queue_predecessor[None]])[:, first:end] - first
         is_open = np.zeros(end - first + 1, bool)
@@ -129,7 +129,7 @@ def _started(state: State, k: int, i: Instr) -> Callable[[], Sequence[Any]]:
 def waits_for(program: Program, i: Instr) -> str:
     """What an instruction under way does, in words: for whom it waits, or that it computes."""
     row = ROWS[i.op]
-    if row.hop:
+    if row.peer:
         peer = program.peer(i)
         return f"waits for rank {peer} to {'send' if i.op in RECEIVES else 'receive'}"
     if row.group:

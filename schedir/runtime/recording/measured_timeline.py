@@ -41,6 +41,6 @@ def measured(executor: Executor, transport: ProcessTransport) -> Timeline | None
     ends = [each[len(each) // 2 : -1] for each in everyone]
     errors = [float(each[-1]) for each in everyone]
     start, end = np.concatenate(starts), np.concatenate(ends)
-    model, blocks = transport.model, transport.blocks
-    timeline = timeline_of(executor.program, start, end, model, blocks=blocks)
+    model, blocks = transport.progress_model, transport.blocking_hosts
+    timeline = timeline_of(executor.program, start, end, model, blocking_hosts=blocks)
     return replace(timeline, clock_error=sum(sorted(errors)[-2:]))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.errors import InstructionSite, NonFiniteError
-from schedir.ir.isa.instructions import COMPUTE, FORWARDS, ROWS, Instr, Opcode, Token, producers
+from schedir.ir.isa.instructions import COMPUTE, FORWARDS, ROWS, Instr, Opcode, Value, producers
 from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import are_finite
@@ -26,7 +26,7 @@ from schedir.runtime.step_inputs import Keywords, Microbatches
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather
 
-_COLLECTS = producers(Token.GRAD)  # what makes an update's gradient of those of its microbatches
+_COLLECTS = producers(Value.GRAD)  # what makes an update's gradient of those of its microbatches
 
 
 def find_origin(
@@ -93,7 +93,11 @@ def earliest(found: Iterable[NanOrigin], last: int) -> NanOrigin | None:
 def not_finite(found: NanOrigin | None, program: Program, step: int) -> NonFiniteError:
     """The error of a step (from 1) that was not finite, and began where `found` says."""
     what = "the loss" if found and found.forward else "a gradient"
-    taken = "was not made" if program.clip else "was made where a rank's own gradients are finite"
+    taken = (
+        "was not made"
+        if program.clip_grad_norm
+        else "was made where a rank's own gradients are finite"
+    )
     sites = []
     if found is not None:
         note = f"is where it began, in replica {found.replica}"
@@ -103,7 +107,7 @@ def not_finite(found: NanOrigin | None, program: Program, step: int) -> NonFinit
         f"{what} of step {step} is infinite or NaN; the update {taken}",
         program=program.name,
         sites=sites,
-        hint='train.nonfinite = "skip" goes on without such updates' * program.clip,
+        hint='train.on_nonfinite = "skip" goes on without such updates' * program.clip_grad_norm,
         step=step,
         process=found.process if found else 0,
     )
@@ -119,7 +123,7 @@ class StepResidue:
     def __init__(self, executor: Executor) -> None:
         self.executor, state = executor, executor.state
         plan = state.plan
-        update = plan.updates - 1
+        update = plan.optimizer_steps - 1
         self.trained = {
             s: stage
             for s, stage in executor.stages.items()
@@ -193,7 +197,7 @@ def _gives(executor: Executor, i: Instr) -> list[Tensor]:
     if i.op in FORWARDS and i.stage == executor.state.plan.stages - 1:
         return [executor.state.losses[i.mb]]
     given = [] if i.op in FORWARDS else [*executor.stages[i.stage].gradients.flat]
-    for kind in (Token.ACT_OUT, Token.GRAD_OUT):
-        if kind in ROWS[i.op].gives and (i.stage or kind is Token.ACT_OUT):
+    for kind in (Value.ACT_OUT, Value.GRAD_OUT):
+        if kind in ROWS[i.op].gives and (i.stage or kind is Value.ACT_OUT):
             given += executor.state.tensors_out(kind, i.stage, i.mb)
     return [x for x in given if x.is_floating_point() or x.is_complex()]

@@ -174,7 +174,7 @@ class EventTimestamps(Timestamps):
     """
 
     def __init__(
-        self, program: Program, rank: int, model: ProgressModel, device: torch.device
+        self, program: Program, rank: int, progress_model: ProgressModel, device: torch.device
     ) -> None:
         super().__init__()
         self.device, stream = device, torch.cuda.current_stream(device)
@@ -185,7 +185,9 @@ class EventTimestamps(Timestamps):
         for event in (*self.began, *self.ended, self.joined):
             event.record(stream)  # made at first use
         own = program.streams[rank]
-        queue = Graph.of(program, model).queue[slice(*program.offsets[rank : rank + 2].tolist())]
+        queue = Graph.of(program, progress_model).queue[
+            slice(*program.offsets[rank : rank + 2].tolist())
+        ]
         self.queue, self.group = queue.tolist(), np.cumsum(~own.joined).tolist()
         # What may end later than it is issued, on whatever lane; of sends their receivers know it.
         self.late = np.flatnonzero(~np.isin(own.op, SENDS)).tolist()
@@ -258,11 +260,11 @@ class EventTimestamps(Timestamps):
 
 
 def stamps_of(
-    program: Program, rank: int, model: ProgressModel, device: torch.device
+    program: Program, rank: int, progress_model: ProgressModel, device: torch.device
 ) -> Timestamps:
     """The stamps of a rank whose stages are on a device."""
     if device.type == "cuda":
-        return EventTimestamps(program, rank, model, device)
+        return EventTimestamps(program, rank, progress_model, device)
     return HostTimestamps(len(program.streams[rank]))
 
 

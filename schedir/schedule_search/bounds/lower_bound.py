@@ -24,7 +24,7 @@ def lower_bound(
     plan: PipelineShape,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
-    limit: float | None = None,
+    memory_limit: float | None = None,
     *,
     in_flight: int | Callable[[int], int] | None = None,
     objective: Objective = "span",
@@ -33,10 +33,10 @@ def lower_bound(
 ) -> LowerBound:
     """Below what no schedule of a plan can be within a limit of memory, and why.
 
-    `limit`, `in_flight`, `objective` and `split` are those of `search`.  `LowerBound.value` is in
-    the unit of the costs; `LowerBound.why` is the proof in words.  In about so many `seconds` it is
-    the tightest bound that is known; the clock does not decide it, so that it is always the same.
-    The formulas, and their proofs, are on the page of the search.
+    `memory_limit`, `in_flight`, `objective` and `split` are those of `search`.  `LowerBound.value`
+    is in the unit of the costs; `LowerBound.why` is the proof in words.  In about so many `seconds`
+    it is the tightest bound that is known; the clock does not decide it, so that it is always the
+    same. The formulas, and their proofs, are on the page of the search.
 
     Raises what `search` raises for a plan, costs, sizes or a limit that it does not take.
 
@@ -50,7 +50,7 @@ def lower_bound(
     """
     taken = seconds_of(seconds)
     problem = problem_of(
-        plan, costs, sizes, limit, in_flight=in_flight, objective=objective, split=split
+        plan, costs, sizes, memory_limit, in_flight=in_flight, objective=objective, split=split
     )
     return bound_of(problem, taken)
 

@@ -22,7 +22,7 @@ from schedir.ir.isa.instructions import (
     SENDS,
     SLOTTED,
     STEPS,
-    Token,
+    Value,
 )
 from schedir.ir.program import Program
 from schedir.schedule_search.bounds.lower_bound import bound_of
@@ -34,7 +34,8 @@ _KNOWN: Final = {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}
 _OTHER: Final = {
     row.op for row in ROWS
     if row.op not in _KNOWN
-    and (row.op in COMPUTE or {Token.SAVED, Token.TAPE} & {*row.needs, *row.gives, *row.frees})
+    and (row.op in COMPUTE or {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.needs, *row.gives,
+                                                                     *row.frees})
 }  # fmt: skip
 _SLOTS: Final = {kind.name.lower() for kind in SLOTTED}  # other programs may have fewer
 
@@ -64,7 +65,12 @@ def bound_of_program(
     """
     costs = Costs() if costs is None else costs
     plan = program.plan
-    if plan.rows > 1 or plan.updates > 1 or plan.segments > 1 or program.frozen:
+    if (
+        plan.rows > 1
+        or plan.optimizer_steps > 1
+        or plan.sequence_chunks > 1
+        or program.frozen_stages
+    ):
         return None
     if not program.trains or program.ops & _OTHER:
         return None
@@ -100,7 +106,7 @@ def _relaxed(
     ranks = held(program, sizes)
     most = max(float(own.bytes.max()) for own in ranks)
     room = tuple(most - _always(own) for own in ranks)
-    saved, tape = (sizes.each(name, plan).min(1) for name in ("saved", "tape"))
+    saved, tape = (sizes.each(name, plan).min(1) for name in ("saved", "deferred_wgrad"))
     # A whole backward keeps what was saved until its end, and never has a tape.
     return replace(
         problem, room=room, saved=_plain(saved), both=_plain(saved),

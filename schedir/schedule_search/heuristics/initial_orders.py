@@ -40,9 +40,9 @@ def unlike(program: Program) -> str:
     """What a program does that none does that is searched for, in words; else nothing."""
     for is_so, what in (
         (not program.trains, "has no backwards"),
-        (program.frozen, "has stages that are not trained"),
+        (program.frozen_stages, "has stages that are not trained"),
         (RECOMPUTE in program.ops, "runs forwards again"),
-        (ranks_meet(program.meets), "sums between pieces of stages"),
+        (ranks_meet(program.segment_boundaries), "sums between pieces of stages"),
     ):
         if is_so:
             return f"{what}: a search is for a forward and a backward of each"

@@ -23,7 +23,7 @@ from schedir.predict.timeline import Timeline
 from schedir.schedule_search.problem import Objective, SchedulingProblem
 from schedir.schedule_search.rank_order import Order, draft_of, one_by_one, peaks
 
-_SLOTS: tuple[BufferSharing | None, ...] = (None, "enough", "fewest")
+_SLOTS: tuple[BufferSharing | None, ...] = (None, "latency_preserving", "minimal")
 
 
 class BuiltProgram(NamedTuple):
@@ -63,7 +63,9 @@ class ProgramBuilder:
         if not self.takes_room:
             return within
         assert self._sizes is not None and self._limit is not None
-        program = compile(draft_of(self._problem, order), costs=self._costs, slots="enough")
+        program = compile(
+            draft_of(self._problem, order), costs=self._costs, buffer_sharing="latency_preserving"
+        )
         most = np.array([own.bytes.max() for own in held(program, self._sizes, late=True)])
         over = np.maximum(most - ample(self._limit), 0).tolist()
         room = tuple(
@@ -110,7 +112,8 @@ class ProgramBuilder:
         for slots in ways:
             try:
                 program = compile(
-                    drafted, costs=self._costs, sizes=self._sizes, limit=self._limit, slots=slots,
+                    drafted, costs=self._costs, sizes=self._sizes, memory_limit=self._limit,
+                    buffer_sharing=slots,
                     overlap=overlap,
                 )  # fmt: skip
                 break

@@ -35,12 +35,12 @@ class Corpus:
         """What is never trained on, if the configuration holds anything out: all its windows, in
         their own order; packed ones in one that is random and always the same, as packing begins
         with long documents."""
-        kept, share = self._parts.held_out, self.config.data.held_out
+        kept, share = self._parts.held_out, self.config.data.validation
         if kept is None:
             return None
         is_share = isinstance(share, float)
-        where = f"what held_out {share} leaves for evaluation" if is_share else _named(share)
-        seed = 0 if self.config.data.documents == "packed" else None
+        where = f"what validation {share} leaves for evaluation" if is_share else _named(share)
+        seed = 0 if self.config.data.packing == "best_fit" else None
         return self._batches(kept, 1, seed, where)
 
     @property
@@ -56,7 +56,7 @@ class Corpus:
     def _parts(self) -> _CorpusSplit:
         data, vocab = self.config.data, self.config.model.vocab
         tokenizer = tokenizer_of(data.tokenizer, vocab, data.end_of_document)
-        whole, share = data.documents == "packed", data.held_out
+        whole, share = data.packing == "best_fit", data.validation
         trained = read(data.source, tokenizer, vocab, whole=whole)
         if not share:
             return _CorpusSplit(trained, None, tokenizer)
@@ -65,21 +65,22 @@ class Corpus:
         for path in find(share):
             if data.source is not None and any(path.samefile(one) for one in find(data.source)):
                 raise UsageError(
-                    f"{path} is held out, and trained on as well", fields=["held_out", "source"]
+                    f"{path} is in data.validation and in data.source",
+                    fields=["validation", "source"],
                 )
         return _CorpusSplit(trained, read(share, tokenizer, vocab, whole=whole), tokenizer)
 
     def _batches(self, documents: Documents, size: int, seed: int | None, where: str) -> Batches:
         tokens, ends = documents
         model, windows = self.config.model, None
-        if self.config.data.documents == "packed":
+        if self.config.data.packing == "best_fit":
             if ends is None:
                 raise UsageError(
                     f"nothing says where documents end in {where}, and packed windows have whole "
                     "ones",
-                    hint='an .idx of Megatron-LM beside the .bin does; documents = "joined" needs '
-                    "none",
-                    fields=["documents", "source"],
+                    hint='an .idx of Megatron-LM beside the .bin does; packing = "concatenate" '
+                    "needs none",
+                    fields=["packing", "source"],
                 )
             windows = PackedWindows(ends, model.context, where)
         return Batches(

@@ -79,9 +79,9 @@ def read(path: str, sets: Sequence[str] = ()) -> Config:
                 for section, kind in sections.items()
             }
         )
-        frozen = getattr(config.pipeline, "frozen", 0)
+        frozen = getattr(config.pipeline, "frozen_stages", 0)
         plan, most = config.pipeline.plan, most_of_a_file()
-        plan.require_room_lowered(trains=True, frozen=frozen, most=most)
+        plan.require_room_lowered(trains=True, frozen_stages=frozen, most=most)
         return config
 
 
@@ -121,9 +121,10 @@ def _of_source(values: _Values, given: _Settings) -> _Values:
     usual = {f.name: getattr(PipelineConfig, f.name) for f in PLAN if f.required}
     request = Request(source, said, usual, lowers=True, contradicts=contradicts)
     decided = {f.name: getattr(request.plan, f.name) for f in PLAN if f.in_config}
-    if request.plan.segments > 1:
+    if request.plan.sequence_chunks > 1:
         raise PlanError(
-            f"{source} cuts each sequence into {request.plan.segments} segments, and the GPT of a "
+            f"{source} splits each sequence into {request.plan.sequence_chunks} chunks, and "
+            "the GPT of a "
             "training run takes whole ones",
             fields=["schedule"],
         )

@@ -20,6 +20,7 @@ from schedir.models.gpt_config import GPTConfig
 from schedir.models.partitioning import split_tokens
 from schedir.passes.pass_registry import OPTIONS, SECTION_OF
 from schedir.passes.pass_types import BufferSharing
+from schedir.retired_names import renamed_value
 from schedir.training.config.model_kinds import KINDS, ModelConfig, kind_of
 from schedir.training.config.segmentation import StageSegmentation, segmentation_of
 from schedir.training.config.setting_types import NumberRange
@@ -69,29 +70,32 @@ def _type_of(kind: FieldType, *, optional: bool) -> Any:
 @dataclass(frozen=True)
 @_with_all_settings
 class PipelineConfig:
-    """Who computes what.  A `schedule` that is a FILE.sched brings the other settings along.
+    """The schedule, the shape of the pipeline, and how the program is compiled.
 
-    `schedule` is a built-in name, file.py:function (which runs that file; `--no-code` refuses it)
-    or FILE.sched; the first two may have options in brackets, as in "interleaved(group=4)". A
-    schedule that is for one placement brings that along, and one that takes `v` has 2 stages per
-    rank unless told. A step has one update, or several `updates` without a flush, on weights that
-    are `delay` updates old (one number per stage, if need be); `pipedream_2bw` brings its delay
-    along. With `sequence` tensor-parallel ranks share the sequence, too, where each would do the
-    same with all of it: what they save of that, and send, is 1/tp. `overlap` groups opposite
-    transfers, and begins gathers and posts receives early; `slots` says whether each value has a
-    buffer of its own ("own"), or they share the "fewest", or "enough" to lose no time where a
-    message takes half a forward, and hardly any where less; "auto" is "enough" on GPUs, where
-    buffers of their own would take gigabytes, and "own" on CPUs, and leaves a FILE.sched that says
-    its slots as it is. `division` is the layers of each stage, where they cannot be or shall not be
-    the same. pp x tp x dp processes run it.
+    `schedule` is the name of a built-in schedule, `file.py:function` (the file is executed;
+    `--no-code` refuses it), or FILE.sched.  The first two take options in brackets:
+    `"interleaved(group=4)"`.  A FILE.sched brings the other settings of this section with it.  A
+    schedule that needs a placement, or two stages per rank, gets them by default.
 
-    With cut = "layers" the stages of a GPT are in pieces, cut where the tensor-parallel ranks of
-    each layer meet: n layers are 4 n + 1 pieces; numbers of pieces say as much, one for all stages
-    or each its own, with 1 for one that stays whole. With `chunks` each microbatch is cut in as
-    many, of `data.microbatch_size` / chunks samples. What `memory` names by stage and microbatch
-    are pieces and chunks, then. An order in which something else runs meanwhile (`fill`) needs
-    costs: `schedir compile ... -O cut=fgfg -O fill=W --costs ... -o x.sched` writes it, with the
-    numbers of pieces, and schedule = "x.sched" trains it.
+    - `ranks`, `tp`, `dp`: ranks * tp * dp processes train.
+    - `optimizer_steps`: the number of optimizer steps in one program, without a flush between them.
+      `weight_delay` is by how many of them the weights that a microbatch uses are old: one number,
+      or one per stage.  `pipedream_2bw` sets its delay.
+    - `sequence_parallel`: tensor-parallel ranks split the tokens between their linear layers, too.
+      What they save and send of these activations is 1/tp.
+    - `overlap`: group opposite transfers, and begin receives and unshards early.
+    - `buffer_sharing`: "none" gives each value a static buffer of its own, "minimal" shares as few
+      buffers as possible, "latency_preserving" as few as possible without a longer step, if a
+      message takes half as long as a forward.  "auto" is "latency_preserving" on GPUs and "none" on
+      CPUs, and keeps the buffers of a FILE.sched.
+    - `layers_per_stage`: the number of layers of each stage; by default they are divided evenly.
+    - `stage_segments`: "layers" splits the stages of a GPT at each tensor-parallel collective: n
+      layers become 4 n + 1 segments.  A number, or one per stage, splits them into so many.
+    - `microbatch_chunks`: split each microbatch into so many chunks, of `data.microbatch_size` /
+      chunks samples each.  Stages and microbatches in [memory] are then segments and chunks.
+    - `fill_collective_waits` needs costs, which a training run does not have: `schedir compile ...
+      -O stage_segments=fgfg -O fill_collective_waits=W --costs ... -o x.sched` writes a program for
+      `schedule = "x.sched"`.
     """
 
     schedule: str = "one_f_one_b"
@@ -99,18 +103,20 @@ class PipelineConfig:
     microbatches: int = 8
     stages_per_rank: int = field(default=1, metadata={"default": "1, or 2 with a parameter v"})
     placement: Placement = "loop"
-    updates: int = 1
-    delay: int | tuple[int, ...] = 0
+    optimizer_steps: int = 1
+    weight_delay: int | tuple[int, ...] = 0
     tp: Count = 1
     dp: Count = 1
     overlap: bool = True
-    slots: str = AUTO
-    division: tuple[int, ...] | None = None
+    buffer_sharing: str = AUTO
+    layers_per_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.slots not in (known := (AUTO, "own", "fewest", "enough")):
+        if self.buffer_sharing not in (known := (AUTO, "none", "minimal", "latency_preserving")):
             raise UsageError(
-                f"slots {self.slots!r} is not known", hint=" or ".join(known), fields=["slots"]
+                f"buffer_sharing {self.buffer_sharing!r} is not known",
+                hint=renamed_value("buffer_sharing", self.buffer_sharing) or " or ".join(known),
+                fields=["buffer_sharing"],
             )
         for f in TRAITS:
             if f.in_config and f.section == "pipeline":
@@ -129,29 +135,34 @@ def _with_memory(section: _Section) -> _Section:
 @dataclass(frozen=True)
 @_with_memory
 class MemoryConfig:
-    """What ranks may hold, and how they come to hold less.
+    """Limits of memory, and how memory is saved.
 
-    A run is refused before its first step if by prediction a rank holds more than the `limit`, as
-    in "1.5GB".  What is to `recompute` keeps of its forwards the inputs only, and runs them again:
-    "all", stages as in "0,1", microbatches of stages as in "0.3,0.4", or "fit", as few as the limit
-    asks for; `recompute_at` is "early", where that is hidden, or "late", just before backwards.
-    What is to `offload`, said alike, is on the host's memory meanwhile, and what of that is to
-    `spill` in a file without a name in a `folder` of the machine's disk, as in "/nvme";
-    `host_limit` is the most that ranks may have on the host, and what "fit" spills asks for.
-    With zero = 3, as many stages of a rank as are `active` have whole weights at once, by default
-    what is computed with, and the next; each is gathered `ahead` of its use by so many runs of
-    other stages, by default by one.  `states` says where the optimizer's state lies between steps:
-    on the "device", or on the "host", from where `state_slots` stages of a rank at once, by default
-    two, have theirs on the device while they are stepped; or on the "disk", in a file in `folder`,
-    from where they come through the host, `state_rooms` of a rank at once, by default two; or on
-    the host, which steps them itself ("cpu").
+    - `memory_limit`: bytes of a device, such as "1.5GB".  A run is refused before its first step if
+      a rank is predicted to hold more.
+    - `recompute`: which forwards save only their inputs and run again before their backwards:
+      "all", "half", stages such as "0,1", microbatches of stages such as "0.3,0.4", or "fit": as
+      few as `memory_limit` requires.  `recompute_at` is "early", where it costs no time, or "late",
+      just before the backward.
+    - `offload`: which saved activations move to the host's memory until they are used; given like
+      `recompute`.  `offload_to_disk`: which of these move on to the disk, into an unnamed file in
+      the directory `spill_dir`, such as "/nvme".
+    - `host_memory_limit`: bytes of offloaded values on the host of a rank; "fit" of
+      `offload_to_disk` depends on it.
+    - `unsharded_stages`: with zero = 3,
+    how many stages of a rank have unsharded weights at once; by
+      default the stage that computes and the next one.  `unshard_prefetch`: by how many runs of
+      other stages an unshard precedes its use (1).
+    - `optimizer_placement`: where the optimizer's state is between steps: "device"; "host", and
+      `optimizer_device_buffers` stages of a rank (2) have theirs on the device while they are
+      stepped; "disk", in a file in `spill_dir`, through `optimizer_host_buffers` stages of a rank
+      on the host (2); or "cpu_step", where the host has the state and makes the step.
     """
 
-    limit: str | None = None
+    memory_limit: str | None = None
     recompute: str | None = None
     offload: str | None = None
-    spill: str | None = None
-    folder: str | None = None
+    offload_to_disk: str | None = None
+    spill_dir: str | None = None
 
     def __post_init__(self) -> None:
         for f in TRAITS:
@@ -160,69 +171,76 @@ class MemoryConfig:
         for name, does in (("recompute", "recomputes"), ("offload", "offloads")):
             if self.bytes is None and getattr(self, name) == "fit":
                 raise UsageError(
-                    f'{name} = "fit" {does} what does not fit: it needs a limit',
-                    hint='limit = "1.5GB"',
+                    f'{name} = "fit" {does} what does not fit: it needs memory_limit',
+                    hint='memory_limit = "1.5GB"',
                     fields=[name],
                 )
         for name, asked in (
-            ("spill", self.spill),
-            ("states", getattr(self, "states", "") == "disk" or None),
+            ("offload_to_disk", self.offload_to_disk),
+            ("optimizer_placement", getattr(self, "optimizer_placement", "") == "disk" or None),
         ):
-            if asked is not None and self.folder is None:
-                what = "what is spilled goes" if name == "spill" else "the optimizer's states go"
+            if asked is not None and self.spill_dir is None:
                 raise UsageError(
-                    f"{what} to the disk, and there is no folder for it",
-                    hint='folder = "/nvme"',
-                    fields=["folder", name],
+                    f"{name} = {getattr(self, name)!r} writes to the disk, and spill_dir names no "
+                    "directory",
+                    hint='spill_dir = "/nvme"',
+                    fields=["spill_dir", name],
                 )
 
     @property
     def bytes(self) -> float | None:
         """The limit, if there is one.  Raises UsageError for what says no bytes."""
         try:
-            return None if self.limit is None else bytes_of(self.limit)
+            return None if self.memory_limit is None else bytes_of(self.memory_limit)
         except ValueError:
             raise UsageError(
-                f"limit {self.limit!r} says no bytes", hint='"1.5GB"', fields=["limit"]
+                f"memory_limit {self.memory_limit!r} is not a number of bytes",
+                hint='"1.5GB"',
+                fields=["memory_limit"],
             ) from None
 
     @property
     def fits(self) -> bool:
         """Whether what is recomputed or offloaded is chosen by limits."""
-        return "fit" in (self.recompute, self.offload, getattr(self, "spill", None))
+        return "fit" in (self.recompute, self.offload, getattr(self, "offload_to_disk", None))
 
     def waits_for_sizes(self, name: str) -> bool:
         """Whether what a setting says is known only with the sizes of the stages."""
-        chosen = getattr(self, name, None) == "fit" or name == "host_limit"
-        return chosen or (name == "spill" and self.offload == "fit")
+        chosen = getattr(self, name, None) == "fit" or name == "host_memory_limit"
+        return chosen or (name == "offload_to_disk" and self.offload == "fit")
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """What is read: a .bin of tokens, or text files and globs of them.
 
-    Without a `source`, the Python source of the standard library.  The `tokenizer` of text is
-    "bytes", or the path of a tokenizer.json, whose `end_of_document` is found unless it is told.
-    `documents` are "joined" into one stream, or "packed": whole ones into windows.  `held_out` is
-    never trained on: another source, or a share of this one, such as 0.01, from its end.  A step
-    takes the next dp x microbatches x `microbatch_size` windows of the model's context: an epoch
-    takes each once, in an order that depends on the `seed` alone, as does what dropout leaves out.
+    Without a `source`, the Python source of the standard library is read.
+
+    - `tokenizer`: "bytes", or the path of a tokenizer.json.  `end_of_document` is its token behind
+      each document; by default it is found by its usual names.
+    - `packing`: "concatenate" joins all documents into one stream of tokens; "best_fit" packs whole
+      documents into windows.
+    - `validation`: data that is never trained on: another source, or a share of this one from its
+      end, such as 0.01.
+    - `microbatch_size`: samples of a microbatch.  A step reads the next dp * microbatches *
+      microbatch_size windows of the model's context.  An epoch reads each window once.
+    - `seed`: decides the order of the windows and what dropout leaves out.
     """
 
     source: str | tuple[str, ...] | None = None
     tokenizer: str = "bytes"
     end_of_document: str | None = None
-    documents: str = "joined"
-    held_out: Share | str | tuple[str, ...] | None = None
+    packing: str = "concatenate"
+    validation: Share | str | tuple[str, ...] | None = None
     microbatch_size: Count = 4
     seed: Annotated[int, NumberRange(0)] = 0
 
     def __post_init__(self) -> None:
-        if self.documents not in (known := ("joined", "packed")):
+        if self.packing not in (known := ("concatenate", "best_fit")):
             raise UsageError(
-                f"documents {self.documents!r} is not known",
-                hint=" or ".join(known),
-                fields=["documents"],
+                f"packing {self.packing!r} is not known",
+                hint=renamed_value("packing", self.packing) or " or ".join(known),
+                fields=["packing"],
             )
         if self.end_of_document is not None and self.tokenizer == "bytes":
             raise UsageError(
@@ -233,16 +251,17 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Where results go: a folder, made if it is not there.
+    """Where results go.
 
-    One that has results of an earlier run is refused; with `replace` they are removed when the
-    first step begins.  `trace` is a folder for the last step's Timeline, which needs `record`: to
-    note when each instruction begins and ends.  Without it, nothing is said of bubbles.  With
-    `memory` the bytes that live in the second step are counted, which then takes longer.
+    - `dir`: a directory, which is created.  Results of an earlier run there are refused; with
+      `overwrite` they are removed when the first step begins.
+    - `trace`: a directory for the Timeline of the last step.  It needs `record`, which notes when
+      each instruction begins and ends; without `record` no bubble is reported.
+    - `memory`: count the bytes that are alive in the second step, which makes it slower.
     """
 
-    folder: str = "schedir-output"
-    replace: bool = False
+    dir: str = "schedir-output"
+    overwrite: bool = False
     trace: str | None = None
     record: bool = True
     memory: bool = False
@@ -265,29 +284,28 @@ class Config:
 
     def __post_init__(self) -> None:
         kind, _ = KINDS[kind_of(self.model)], self.finer  # which refuses what cannot be
-        if getattr(self.pipeline, "fill", None) is not None:
+        if getattr(self.pipeline, "fill_collective_waits", None) is not None:
             raise UsageError(
-                "fill finds an order by costs, and a training run has none before it begins",
-                hint="schedir compile ... -O fill=W --costs ... -o x.sched, then schedule = "
-                "x.sched",
-                fields=["fill"],
+                "fill_collective_waits needs costs, and a training run has none before it begins",
+                hint="schedir compile ... -O fill_collective_waits=W --costs ... -o x.sched, "
+                "then schedule = x.sched",
+                fields=["fill_collective_waits"],
             )
-        if self.train.precision == "float16" and self.pipeline.updates > 1:
+        if self.train.precision == "float16" and self.pipeline.optimizer_steps > 1:
             raise UsageError(
                 "the scale of a float16 loss changes between updates, and a step has "
-                f"{self.pipeline.updates} of them",
-                hint='precision = "bfloat16", or one update',
-                fields=["precision", "updates"],
+                f"{self.pipeline.optimizer_steps} of them",
+                hint='precision = "bfloat16", or optimizer_steps = 1',
+                fields=["precision", "optimizer_steps"],
             )
         kind.share(self.model, self.pipeline.tp)
-        if getattr(self.pipeline, "sequence", False):
+        if getattr(self.pipeline, "sequence_parallel", False):
             split_tokens(self.model.context, self.pipeline.tp)
-        if self.train.evaluate_every and not self.data.held_out:
+        if self.train.evaluate_every and not self.data.validation:
             raise UsageError(
-                f"evaluate_every is {self.train.evaluate_every}, and nothing is held out to "
-                "evaluate on",
-                hint="data.held_out = 0.01 keeps the last hundredth of the source",
-                fields=["evaluate_every", "held_out"],
+                f"evaluate_every is {self.train.evaluate_every}, and data.validation names no data",
+                hint="data.validation = 0.01 keeps the last hundredth of the source",
+                fields=["evaluate_every", "validation"],
             )
 
     @property
@@ -300,21 +318,22 @@ class Config:
         these are known, nothing is recomputed for it."""
         pipeline, train = self.pipeline, self.train
         said = {f.name: getattr(getattr(self, f.section), f.name) for f in HEADER if f.in_config}
-        said |= {"tied": self.model.tied, "clip": train.clip > 0, "skips": (), "validate": "before"}
+        said |= {"tied_weights": self.model.tied, "clip_grad_norm": train.clip_grad_norm > 0}
+        said |= {"skips": (), "norm_check": "before_step"}
         source = Source(pipeline.schedule)
-        found = source.found if train.checkpoint is not None else None
-        finer = {"cut": self.finer.pieces}
+        found = source.found if train.checkpoint_dir is not None else None
+        finer = {"stage_segments": self.finer.pieces}
         # A file that has its transfers has its snapshots, or none: it is saved between steps.
         if found is not None and (not isinstance(found, Program) or found.is_draft):
-            said["snapshots"] = True
+            said["checkpoint_snapshots"] = True
         return Request(
             source,
             said,
             usual={},
-            model=train.model,
-            blocks=True,
+            progress_model=train.progress_model,
+            blocking_hosts=True,
             overlap=pipeline.overlap,
-            slots=self.slots,
+            buffer_sharing=self.slots,
             more={
                 name: finer.get(name, said)
                 for name, (kind, _) in OPTIONS.items()
@@ -322,7 +341,7 @@ class Config:
                 and not (sizes is None and self.memory.waits_for_sizes(name))
             },
             sizes=sizes,
-            limit=None if sizes is None else self.memory.bytes,
+            memory_limit=None if sizes is None else self.memory.bytes,
             lowers=True,
             contradicts=contradicts,
         )
@@ -333,30 +352,33 @@ class Config:
         pipeline, name, found = self.pipeline, kind_of(self.model), None
         if pipeline.schedule.endswith((".sched", ".timeline")):
             found = Source(pipeline.schedule).found
-        meets, layer = found.meets if isinstance(found, Program) else "", KINDS[name].layer
+        meets, layer = (
+            found.segment_boundaries if isinstance(found, Program) else "",
+            KINDS[name].layer,
+        )
         return segmentation_of(
             self.model.layers,
             pipeline.plan,
-            pipeline.division,
+            pipeline.layers_per_stage,
             size=self.data.microbatch_size,
             layer=NOBODY * len(layer) if meets and pipeline.tp == 1 else layer,
             kind=name,
-            cut=getattr(pipeline, "cut", None),
-            chunks=getattr(pipeline, "chunks", None),
+            cut=getattr(pipeline, "stage_segments", None),
+            chunks=getattr(pipeline, "microbatch_chunks", None),
             meets=meets,
-            frozen=getattr(pipeline, "frozen", 0),
+            frozen_stages=getattr(pipeline, "frozen_stages", 0),
             tied=bool(getattr(self.model, "tied", False)),
         )
 
     @property
     def slots(self) -> BufferSharing | None:
         """How values share slots, as is said or as suits the device; None for slots as they are."""
-        said = self.pipeline.slots
+        said = self.pipeline.buffer_sharing
         if said == AUTO:
             found = Source(self.pipeline.schedule).found
             own = isinstance(found, Program) and found.shares_slots
-            said = "own" if own else DEVICES[self.train.device].slots
-        return None if said == "own" else cast(BufferSharing, said)
+            said = "none" if own else DEVICES[self.train.device].buffer_sharing
+        return None if said == "none" else cast(BufferSharing, said)
 
     @property
     def told(self) -> dict[str, str]:
@@ -377,11 +399,14 @@ class Config:
 def contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
     """The refusal of a configuration that says of a program what its file does not."""
     fact, hint = f"{source} has {field.name} {has}, not {said}", f"leave out {field.name}"
-    if field.name == "validate":
-        fact = f"{source} validates updates {has} they are made; a training run looks at each step"
-        hint = "compile it without -O validate=after"
-    if own := {"tied": "model.tied = {}", "clip": "train.clip = {:.1f}"}.get(field.name):
+    if field.name == "norm_check":
+        fact = f"{source} checks the norm {has}; a training run reports the norm of each step"
+        hint = "compile it without -O norm_check=after_step"
+    if own := {
+        "tied_weights": "model.tied = {}",
+        "clip_grad_norm": "train.clip_grad_norm = {:.1f}",
+    }.get(field.name):
         fact = f"{source} has {field.name} {has}, the configuration {said}"
-        right = own.format(json.dumps(has != "no") if field.name == "tied" else has != "no")
-        hint = f"{right}, or compile it with{'out' * (said == 'no')} --{field.name}"
+        right = own.format(json.dumps(has != "no") if field.name == "tied_weights" else has != "no")
+        hint = f"{right}, or compile it with{'out' * (said == 'no')} -O {field.name}"
     return UsageError(fact, hint=hint, fields=[field.name])

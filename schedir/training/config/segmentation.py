@@ -50,35 +50,36 @@ def segmentation_of(
     cut: Any = None,
     chunks: int | None = None,
     meets: str = "",
-    frozen: int = 0,
+    frozen_stages: int = 0,
     tied: bool = False,
 ) -> StageSegmentation:
     """How a model is cut: `layers` on the whole stages of a plan, or on those of a program that is
     of pieces and says so (`meets`).
 
     `layer` has the letters in a layer of its `kind`, "" where nobody cuts it; `cut`, `chunks`,
-    `frozen` and `tied` are as a configuration has them, and `size` is that of whole microbatches.
+    `frozen_stages` and `tied` are as a configuration has them, and `size` is that of whole
+    microbatches.
 
     Raises UsageError for pieces that are not those of the layers, and what else cannot be.
 
     >>> segmentation_of(4, PipelineShape(2, 8), None, size=4, layer="fgfg", cut="layers", chunks=2)
     StageSegmentation(division=(2, 2), pieces=(9, 9), size=2)
     """
-    chunks = 1 if chunks is None else CHUNKS.settle("chunks", chunks, None)
+    chunks = 1 if chunks is None else CHUNKS.settle("microbatch_chunks", chunks, None)
     if size % chunks:
         raise UsageError(
             f"microbatches of {size} samples cannot be cut in {chunks} chunks",
             hint=f"microbatch_size = {chunks * -(-size // chunks)}",
-            fields=["chunks", "microbatch_size"],
+            fields=["microbatch_chunks", "microbatch_size"],
         )
     size //= chunks
     if cut is None and not meets:
         return StageSegmentation(
             split_layers(layers, plan.stages, division), (1,) * plan.stages, size
         )
-    where = "schedule" if meets else "cut"
+    where = "schedule" if meets else "stage_segments"
     if meets and cut is not None:
-        raise UsageError("the program is of pieces already", fields=["cut", "schedule"])
+        raise UsageError("the program is of pieces already", fields=["stage_segments", "schedule"])
     if not layer:
         raise UsageError(
             f"stages of a model of kind {kind} have no pieces",
@@ -86,7 +87,11 @@ def segmentation_of(
             fields=[where, "kind"],
         )
     letters = letters_in(meets, plan.stages)
-    hint = f'cut = "{LAYERS}"' if cut is not None else "division = [...], as it was cut"
+    hint = (
+        f'stage_segments = "{LAYERS}"'
+        if cut is not None
+        else "layers_per_stage = [...], as it was split"
+    )
     if meets and division is None:
         there = tuple(len(own) // len(layer) for own in letters)
         division = there if sum(there) == layers else None
@@ -106,7 +111,7 @@ def segmentation_of(
                 f"stage {stage} has {number} layer{'s' * (number != 1)}, {len(layer) * number + 1} "
                 f"pieces with {describe(layer * number)} between them, and not {describe(own)}",
                 hint=hint,
-                fields=[where, "division"],
+                fields=[where, "layers_per_stage"],
             )
     found = StageSegmentation(each, tuple(len(own) + 1 for own in letters), size)
     if tied and found.pieces != (1,) and len(letters) == 1:
@@ -114,12 +119,12 @@ def segmentation_of(
             "the embedding is the head's weight, and they are in the first and the last of the "
             "pieces of one stage",
             hint="two stages, or tied = false",
-            fields=[where, "tied"],
+            fields=[where, "tied_weights"],
         )
-    if meets and frozen not in found.first:
+    if meets and frozen_stages not in found.first:
         raise UsageError(
-            f"the first {frozen} pieces are frozen, which are no whole stages",
-            hint=f"frozen = {' or '.join(map(str, found.first[1:-1])) or 0}",
-            fields=["frozen", "schedule"],
+            f"the first {frozen_stages} pieces are frozen, which are no whole stages",
+            hint=f"frozen_stages = {' or '.join(map(str, found.first[1:-1])) or 0}",
+            fields=["frozen_stages", "schedule"],
         )
     return found

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import UsageError
+from schedir.retired_names import renamed_value
 from schedir.training.config.setting_types import NumberRange
 from schedir.transports.registry import AUTO, DEVICES, TRANSPORTS, transports_of
 
@@ -19,39 +20,37 @@ CHOICES = {
     "device": (*DEVICES,),
     "transport": (AUTO, *TRANSPORTS),
     "precision": ("float32", "bfloat16", "float16"),
-    "nonfinite": ("stop", "skip"),
+    "on_nonfinite": ("stop", "skip"),
     "resume": ("auto", "must", "no"),
 }
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How it is trained: AdamW, a linear warm-up, then half a cosine from `lr` to `min_lr`.
+    """How the model is trained: AdamW, a linear warm-up, then half a cosine from `lr` to `min_lr`.
 
-    `clip` is the largest global gradient norm, 0 for no clipping; `timeout` how many seconds an
-    instruction may take, with its wait for other ranks; `threads` those of torch in a process.
-
-    `device` is cpu, or cuda for a GPU each.  `transport` is how messages travel, as the table of
-    transports says; `auto` takes the first of the device that fits.
-
-    `precision` is the type of the weights, float32, bfloat16 or float16; gradients and the
-    optimizer's numbers are float32 in any case.  In float16 the loss is scaled, led by the gradient
-    norm, which `clip` takes.
-
-    `nonfinite` is what becomes of an update whose loss or gradient is infinite or NaN, and which
-    is never made: the run shall `stop`, and say where it began, or `skip` it, led by the gradient
-    norm.  What the scale of float16 makes too large is skipped in any case.
-
-    `checkpoint` is a folder for checkpoints, none unless told: of `every` so many steps, written
-    beside the next ones, and of the last; the newest `keep` stay. A run goes on from the newest
-    whole one there, if there is any: so with resume "auto"; with "must" it is refused where there
-    is none, and with "no" where there is one, unless `output.replace` lets it be removed at the
-    first step. `steps` counts from the first one ever. Told to end (SIGTERM), all processes finish
-    the same step and save it, in at most `grace` seconds.
-
-    After every `evaluate_every` steps, and the last, the loss is taken on what `data.held_out`
-    keeps, with dropout off: on as many windows as `evaluate_batches` steps take, the same each
-    time; with 0, never.
+    - `steps`: the number of steps, counted from the first step ever, also after a resume.
+    - `clip_grad_norm`: the largest global gradient norm; 0 for no clipping.
+    - `timeout`: seconds that an instruction may take, including its wait for other ranks.
+    - `threads`: torch threads of a process.
+    - `device`: "cpu", or "cuda" for one GPU per process.  `transport`: how messages travel; "auto"
+      takes the first transport of the device that works.
+    - `precision`: the type of the weights: "float32", "bfloat16" or "float16".  Gradients and the
+      optimizer's state are float32.  In float16 the loss is scaled; the scale depends on the
+      gradient norm, so `clip_grad_norm` must not be 0.
+    - `on_nonfinite`: what happens if a loss or a gradient is infinite or NaN: "stop" the run and
+      say where the first such value was computed, or "skip" the update, which needs the gradient
+      norm.  Updates that overflow because of the scale of float16 are always skipped.
+    - `checkpoint_dir`: a directory for checkpoints; by default none are written.  One is written
+      after every `checkpoint_every` steps, while the next steps run, and after the last step.  The
+      newest `checkpoint_keep` are kept.
+    - `resume`: "auto" resumes from the newest complete checkpoint, if there is one; "must" refuses
+      to start without one; "no" refuses to start where there is one, unless `output.overwrite`
+      allows it to be removed at the first step.
+    - `shutdown_grace`: seconds in which all processes finish and save the same step after SIGTERM.
+    - `evaluate_every`: after so many steps, and after the last, the loss is measured on
+      `data.validation` without dropout; 0 for never.  `evaluate_batches`: on as many windows as so
+      many steps read, the same ones each time.
     """
 
     steps: Count = 100
@@ -60,19 +59,19 @@ class TrainConfig:
     warmup: Annotated[int, NumberRange(0)] = 10
     weight_decay: NotNegative = 0.1
     betas: tuple[Share, Share] = (0.9, 0.95)
-    clip: NotNegative = 1.0
+    clip_grad_norm: NotNegative = 1.0
     log_every: Count = 10
     timeout: Annotated[float, NumberRange(1, below=1e7)] = 120.0
     threads: Annotated[int, NumberRange(1, below=1025)] = 1
     device: str = "cpu"
     transport: str = AUTO
     precision: str = "float32"
-    nonfinite: str = "stop"
-    checkpoint: str | None = None
-    every: Count = 500
-    keep: Count = 2
+    on_nonfinite: str = "stop"
+    checkpoint_dir: str | None = None
+    checkpoint_every: Count = 500
+    checkpoint_keep: Count = 2
     resume: str = "auto"
-    grace: Annotated[float, NumberRange(0, below=1e7)] = 25.0
+    shutdown_grace: Annotated[float, NumberRange(0, below=1e7)] = 25.0
     evaluate_every: Annotated[int, NumberRange(0)] = 0
     evaluate_batches: Count = 10
 
@@ -83,18 +82,19 @@ class TrainConfig:
             )
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
+                value = getattr(self, name)
                 raise UsageError(
-                    f"{name} {getattr(self, name)!r} is not known",
-                    hint=" or ".join(known),
+                    f"{name} {value!r} is not known",
+                    hint=renamed_value(name, value) or " or ".join(known),
                     fields=[name],
                 )
-        if self.checkpoint == "" or (self.checkpoint is None and self.resume == "must"):
+        if self.checkpoint_dir == "" or (self.checkpoint_dir is None and self.resume == "must"):
             raise UsageError(
-                "resume must go on from a checkpoint, and no folder of them is given"
-                if self.checkpoint is None
-                else "checkpoint names no folder",
-                hint='checkpoint = "checkpoints"',
-                fields=["resume"] if self.checkpoint is None else ["checkpoint"],
+                "resume is 'must', and checkpoint_dir names no directory"
+                if self.checkpoint_dir is None
+                else "checkpoint_dir is empty",
+                hint='checkpoint_dir = "checkpoints"',
+                fields=["resume"] if self.checkpoint_dir is None else ["checkpoint_dir"],
             )
         if not transports_of(self.device, self.transport):
             raise UsageError(
@@ -102,22 +102,22 @@ class TrainConfig:
                 hint=" or ".join(r.name for r in TRANSPORTS.values() if r.device == self.device),
                 fields=["transport", "device"],
             )
-        if not self.clip:
+        if not self.clip_grad_norm:
             for name, value, why in (
-                ("precision", "float16", "float16 scales the loss by"),
-                ("nonfinite", "skip", "nonfinite skip leaves out updates by"),
+                ("precision", "float16", "precision = 'float16' scales the loss by"),
+                ("on_nonfinite", "skip", "on_nonfinite = 'skip' chooses updates by"),
             ):
                 if getattr(self, name) == value:
                     raise UsageError(
-                        f"{why} what the gradient norm says, and clip 0 takes none",
-                        hint="clip = 1e9 takes it and clips nothing",
-                        fields=["clip", name],
+                        f"{why} the gradient norm, and clip_grad_norm = 0 does not compute it",
+                        hint="clip_grad_norm = 1e9 computes it and clips nothing",
+                        fields=["clip_grad_norm", name],
                     )
 
     @property
-    def model(self) -> ProgressModel:
+    def progress_model(self) -> ProgressModel:
         """The progress model of the transport, under which a program must be proven."""
-        return transports_of(self.device, self.transport)[0].model
+        return transports_of(self.device, self.transport)[0].progress_model
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0.

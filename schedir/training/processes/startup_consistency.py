@@ -25,7 +25,7 @@ from schedir.transports.json_collectives import decoded, difference, encoded
 
 # Settings that may be a machine's own.
 OWN: Final = {
-    *("data.source", "data.held_out", "data.tokenizer"),  # digests of what they are are compared
+    *("data.source", "data.validation", "data.tokenizer"),  # digests of what they are are compared
     *("train.threads", "pipeline.schedule"),
 }
 _MOMENT: Final = 2.0  # seconds in which all read what is refused, before the store goes

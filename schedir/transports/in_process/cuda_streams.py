@@ -92,12 +92,16 @@ class StreamMailbox:
     """The transport of a virtual rank on a GPU: a message is a copy on the lane of its edge."""
 
     tp, dp, tp_rank, dp_rank = 1, 1, 0, 0
-    grouped, blocks, static = False, False, False
+    grouped, blocking_hosts, static = False, False, False
 
     def __init__(
-        self, hub: StreamHub, rank: int, members: dict[Group, list[int]], model: ProgressModel
+        self,
+        hub: StreamHub,
+        rank: int,
+        members: dict[Group, list[int]],
+        progress_model: ProgressModel,
     ) -> None:
-        self.hub, self.rank, self.members, self.model = hub, rank, members, model
+        self.hub, self.rank, self.members, self.progress_model = hub, rank, members, progress_model
         self.compute = torch.cuda.Stream()
         self.collectives = torch.cuda.Stream(priority=-1)
 

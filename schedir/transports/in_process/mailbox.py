@@ -43,12 +43,16 @@ class Mailbox:
     """The transport of one virtual rank."""
 
     tp, dp, tp_rank, dp_rank = 1, 1, 0, 0
-    grouped, blocks, static = False, False, False
+    grouped, blocking_hosts, static = False, False, False
 
     def __init__(
-        self, hub: MailboxHub, rank: int, members: dict[Group, list[int]], model: ProgressModel
+        self,
+        hub: MailboxHub,
+        rank: int,
+        members: dict[Group, list[int]],
+        progress_model: ProgressModel,
     ) -> None:
-        self.hub, self.rank, self.members, self.model = hub, rank, members, model
+        self.hub, self.rank, self.members, self.progress_model = hub, rank, members, progress_model
 
     buffers = staticmethod(buffers)
 
@@ -100,17 +104,17 @@ class Mailbox:
 
 
 def mailboxes(
-    program: Program, model: ProgressModel, cuda: bool, told: list[Any]
+    program: Program, progress_model: ProgressModel, cuda: bool, told: list[Any]
 ) -> Sequence[Mailbox | StreamMailbox]:
     """A transport for each virtual rank, to all of which this is told."""
     members = [members_of(program, rank) for rank in range(program.plan.ranks)]
     if cuda:
         streams = StreamHub()
         streams.told = told
-        return [StreamMailbox(streams, rank, m, model) for rank, m in enumerate(members)]
+        return [StreamMailbox(streams, rank, m, progress_model) for rank, m in enumerate(members)]
     hub = MailboxHub()
     hub.told = told
-    return [Mailbox(hub, rank, m, model) for rank, m in enumerate(members)]
+    return [Mailbox(hub, rank, m, progress_model) for rank, m in enumerate(members)]
 
 
 def members_of(program: Program, rank: int) -> dict[Group, list[int]]:

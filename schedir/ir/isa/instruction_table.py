@@ -1,0 +1,531 @@
+"""The tables of instructions, values, forms and lanes: a row each, with all that is known of it.
+
+Printer, parser, flow of values, dependency graph, memory count, simulator, executor and
+`docs/ir.md` read these rows; none of them repeats what a row says.  `table_schema.py` describes the
+columns.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from schedir.ir.isa.opcodes import Form, Lane, Opcode, Value
+from schedir.ir.isa.table_schema import (
+    Change,
+    CollectiveRing,
+    FormRow,
+    LaneRow,
+    PeerRule,
+    ProducerRule,
+    Row,
+    Scope,
+    Traffic,
+    ValueRow,
+)
+
+_V, _L, _O = Value, Lane, Opcode
+_MB, _STAGE, _RANK = Scope.MICROBATCH, Scope.STAGE, Scope.RANK
+_ONCE, _ALL = ProducerRule.ONCE, ProducerRule.ALL
+
+VALUES: Final[tuple[ValueRow, ...]] = (
+    ValueRow(
+        _V.ACT_IN, _MB, _ONCE, "the activation",
+        size="activation", peer=PeerRule.PREVIOUS, local_source=_V.ACT_OUT,
+    ),
+    ValueRow(_V.ACT_OUT, _MB, _ONCE, "the activation", size="activation", peer=PeerRule.NEXT),
+    ValueRow(_V.SAVED, _MB, _ONCE, "the saved activations", size="saved", training=True),
+    ValueRow(
+        _V.GRAD_IN, _MB, _ONCE, "the gradient",
+        size="gradient", peer=PeerRule.NEXT, local_source=_V.GRAD_OUT, training=True,
+        size_fallback="activation",
+    ),
+    ValueRow(
+        _V.GRAD_OUT, _MB, _ONCE, "the gradient",
+        size="gradient", peer=PeerRule.PREVIOUS, training=True, size_fallback="activation",
+    ),
+    ValueRow(
+        _V.DEFERRED_WGRAD, _MB, _ONCE, "the deferred weight gradients",
+        size="deferred_wgrad", converted_from=(_V.SAVED, "saved_and_deferred"), training=True,
+        size_fallback="saved",
+    ),
+    ValueRow(_V.WGRAD, _STAGE, _ALL, "the weights' gradient", size="grads", training=True),
+    ValueRow(_V.GRAD, _STAGE, _ALL, "the reduced gradient", training=True),
+    ValueRow(_V.NORM, _RANK, _ALL, "the norm"),
+    ValueRow(_V.PARAMS, _RANK, ProducerRule.VERSION, "the weights"),
+    ValueRow(
+        _V.SKIP_IN, _MB, _ONCE, "the skip",
+        size="skip", peer=PeerRule.SKIP_FROM, local_source=_V.SKIP_OUT,
+    ),
+    ValueRow(_V.SKIP_OUT, _MB, _ONCE, "the skip", size="skip", peer=PeerRule.SKIP_TO),
+    ValueRow(
+        _V.SKIP_GRAD_IN, _MB, _ONCE, "the skip's gradient",
+        size="skip", peer=PeerRule.SKIP_TO, local_source=_V.SKIP_GRAD_OUT, training=True,
+    ),
+    ValueRow(
+        _V.SKIP_GRAD_OUT, _MB, _ONCE, "the skip's gradient",
+        size="skip", peer=PeerRule.SKIP_FROM, training=True,
+    ),
+    ValueRow(_V.LOCAL_NORM, _RANK, _ALL, "the rank's part of the norm"),
+    ValueRow(
+        _V.UNSHARDED_PARAMS, _STAGE, ProducerRule.LATEST, "the unsharded weights",
+        size="params", attribute="zero", training=True,
+    ),
+    ValueRow(
+        _V.SHARDED_PARAMS, _STAGE, _ALL, "the sharded weights",
+        attribute="zero", training=True,
+    ),
+    ValueRow(
+        _V.WGRAD_BUFFER, _STAGE, ProducerRule.LATEST_OR_START,
+        "the buffer for the weights' gradient",
+        attribute="reduce_scatter_at", training=True,
+    ),
+    ValueRow(
+        _V.SNAPSHOT, _STAGE, _ALL, "the snapshot",
+        attribute="checkpoint_snapshots", training=True,
+    ),
+    ValueRow(
+        _V.STATE, _STAGE, ProducerRule.LATEST, "the optimizer's state",
+        size="optimizer", attribute="optimizer_placement", initial_tier="host", training=True,
+    ),
+    ValueRow(
+        _V.STATE_WRITTEN, _STAGE, _ALL, "the written state",
+        attribute="optimizer_placement", attribute_values=("host", "disk"), training=True,
+    ),
+    ValueRow(
+        _V.HOST_GRAD, _STAGE, _ALL, "the gradient on the host",
+        attribute="optimizer_placement", attribute_values=("cpu_step",), reserved=("host", "grads"),
+        training=True,
+    ),
+    ValueRow(
+        _V.HOST_WEIGHTS, _STAGE, _ALL, "the weights on the host",
+        attribute="optimizer_placement", attribute_values=("cpu_step",),
+        reserved=("host", "params"), training=True,
+    ),
+    ValueRow(
+        _V.WEIGHTS_RELOADED, _STAGE, _ALL, "the reloaded weights",
+        attribute="optimizer_placement", attribute_values=("cpu_step",), training=True,
+    ),
+    ValueRow(
+        _V.GRADS_CHECKED, _RANK, _ALL, "the check of the gradients",
+        attribute="optimizer_placement", attribute_values=("cpu_step",), training=True,
+    ),
+)  # fmt: skip
+
+FORMS: Final[tuple[FormRow, ...]] = (
+    FormRow(Form.PART, "a tensor-parallel rank's 1/t of the value", split=True),
+)
+
+LANES: Final[tuple[LaneRow, ...]] = (
+    LaneRow(_L.COMPUTE, False, "runs", "what the rank computes", "peer"),
+    LaneRow(_L.ACT, True, "starts", "messages with activations",
+            colour="#0072b2", label="activations"),
+    LaneRow(_L.GRAD, True, "starts", "messages with gradients",
+            colour="#d55e00", label="gradients"),
+    LaneRow(_L.TP, False, "waits", "collectives of the tensor-parallel group",
+            colour="#7a7a7a", label="tensor parallel"),
+    LaneRow(_L.DP, False, "starts", "reductions over replicas and ranks",
+            "reduction", "#1a1a1a", "reductions"),
+    LaneRow(_L.PARAMS, False, "starts", "gathers of weights over replicas",
+            "weights", "#cc79a7", "gathers of weights"),
+    LaneRow(_L.D2H, False, "starts", "copies to the host", "offload", "#8c6d31"),
+    LaneRow(_L.H2D, False, "starts", "copies from the host", "offload", "#c9a45c"),
+    LaneRow(_L.DISK, False, "starts", "what the host writes to its disk, and reads from it",
+            "disk", "#4a3728", "disk"),
+    LaneRow(_L.HOST, False, "starts", "what the host computes beside its device",
+            "step", "#6b8e23", "host computes"),
+)  # fmt: skip
+
+# The sizes that an optimizer step reads and writes. It only reads gradients.
+STEPPED: Final = ("params", "params", "grads", "optimizer", "optimizer")
+
+
+def _moves(link: Literal["hbm", "host", "disk", "dram"], *sizes: str, states: str) -> Traffic:
+    """The traffic of a row that programs have with some values of their trait `states`."""
+    return Traffic(
+        link, sizes, attribute="optimizer_placement", attribute_values=tuple(states.split())
+    )
+
+
+ROWS: Final[tuple[Row, ...]] = (
+    Row(
+        _O.Forward, "F", _L.COMPUTE, _MB,
+        needs=(_V.ACT_IN, _V.PARAMS, _V.SKIP_IN, _V.UNSHARDED_PARAMS),
+        gives=(_V.ACT_OUT, _V.SAVED, _V.SKIP_OUT),
+        frees=(_V.ACT_IN, _V.SKIP_IN),
+        doc=(
+            "Runs a stage on a microbatch, with the version of the weights that the microbatch "
+            "uses. The last stage also computes the loss."
+        ),
+        cost="F", computes=True,
+    ),
+    Row(
+        _O.Backward, "B", _L.COMPUTE, _MB,
+        needs=(_V.SAVED, _V.GRAD_IN, _V.SKIP_GRAD_IN, _V.UNSHARDED_PARAMS, _V.WGRAD_BUFFER),
+        gives=(_V.GRAD_OUT, _V.WGRAD, _V.SKIP_GRAD_OUT),
+        frees=(_V.SAVED, _V.GRAD_IN, _V.SKIP_GRAD_IN),
+        doc="The full backward: the gradients of the input and of the weights.",
+        cost="B", computes=True,
+    ),
+    Row(
+        _O.BackwardInput, "I", _L.COMPUTE, _MB,
+        needs=(_V.SAVED, _V.GRAD_IN, _V.SKIP_GRAD_IN, _V.UNSHARDED_PARAMS, _V.WGRAD_BUFFER),
+        gives=(_V.GRAD_OUT, _V.DEFERRED_WGRAD, _V.WGRAD, _V.SKIP_GRAD_OUT),
+        frees=(_V.SAVED, _V.GRAD_IN, _V.SKIP_GRAD_IN),
+        doc=(
+            "The gradient of the input, and of the weights that cannot be deferred (biases, "
+            "norms). What the deferred weight gradients need of the saved activations is kept. The "
+            "zero-bubble papers call it B."
+        ),
+        cost="I", computes=True,
+    ),
+    Row(
+        _O.BackwardWeight, "W", _L.COMPUTE, _MB,
+        needs=(_V.DEFERRED_WGRAD, _V.WGRAD_BUFFER),
+        gives=(_V.WGRAD,),
+        frees=(_V.DEFERRED_WGRAD,),
+        doc="The deferred weight gradients.",
+        cost="W", computes=True,
+    ),
+    Row(
+        _O.SendAct, "send_act", _L.ACT, _MB,
+        needs=(_V.ACT_OUT,),
+        frees=(_V.ACT_OUT,),
+        doc="Sends an activation to the rank of the next stage.",
+        cost="send", peer=PeerRule.NEXT, partner=_O.RecvAct,
+    ),
+    Row(
+        _O.RecvAct, "recv_act", _L.ACT, _MB,
+        gives=(_V.ACT_IN,),
+        doc="Receives an activation from the rank of the previous stage.",
+        peer=PeerRule.PREVIOUS, partner=_O.SendAct,
+    ),
+    Row(
+        _O.SendGrad, "send_grad", _L.GRAD, _MB,
+        needs=(_V.GRAD_OUT,),
+        frees=(_V.GRAD_OUT,),
+        doc="Sends a gradient to the rank of the previous stage.",
+        cost="send", peer=PeerRule.PREVIOUS, partner=_O.RecvGrad,
+    ),
+    Row(
+        _O.RecvGrad, "recv_grad", _L.GRAD, _MB,
+        gives=(_V.GRAD_IN,),
+        doc="Receives a gradient from the rank of the next stage.",
+        peer=PeerRule.NEXT, partner=_O.SendGrad,
+    ),
+    Row(
+        _O.TPScatterAct, "tp_scatter_act", _L.COMPUTE, _MB,
+        needs=(_V.ACT_OUT,),
+        gives=(_V.ACT_OUT,),
+        doc=(
+            "Keeps this tensor-parallel rank's 1/t of an activation, so that only this part is "
+            "sent."
+        ),
+        cost="tp_scatter", form=Form.PART, traffic=Traffic("hbm", times=2), in_torch=True,
+    ),
+    Row(
+        _O.TPGatherAct, "tp_gather_act", _L.TP, _MB,
+        needs=(_V.ACT_IN,),
+        gives=(_V.ACT_IN,),
+        doc=(
+            "All-gathers a received activation in the tensor-parallel group while the rank "
+            "computes; or, with sequence parallelism, the first tensor between two segments of a "
+            "stage (arXiv 2205.05198)."
+        ),
+        cost="tp_gather", ring=CollectiveRing("tp"), form=Form.PART,
+        between_segments="sequence_parallel", in_torch=True,
+    ),
+    Row(
+        _O.TPScatterGrad, "tp_scatter_grad", _L.COMPUTE, _MB,
+        needs=(_V.GRAD_OUT,),
+        gives=(_V.GRAD_OUT,),
+        doc="Keeps this tensor-parallel rank's 1/t of a gradient.",
+        cost="tp_scatter", form=Form.PART, traffic=Traffic("hbm", times=2), in_torch=True,
+    ),
+    Row(
+        _O.TPGatherGrad, "tp_gather_grad", _L.TP, _MB,
+        needs=(_V.GRAD_IN,),
+        gives=(_V.GRAD_IN,),
+        doc="All-gathers a received gradient in the tensor-parallel group.",
+        cost="tp_gather", ring=CollectiveRing("tp"), form=Form.PART,
+        between_segments="sequence_parallel", in_torch=True,
+    ),
+    Row(
+        _O.ReduceGrads, "reduce_grads", _L.DP, _STAGE,
+        needs=(_V.WGRAD,),
+        gives=(_V.GRAD,),
+        frees=(_V.WGRAD,),
+        doc="Sums a stage's gradient over the data-parallel group and scales it.",
+        cost="reduce_grads", ring=CollectiveRing("dp", "grads", 2),
+    ),
+    Row(
+        _O.ReduceReplicatedStages, "reduce_replicated_stages", _L.DP, _STAGE,
+        needs=(_V.GRAD,),
+        gives=(_V.GRAD,),
+        doc="Sums a stage's gradient over the ranks that have a replica of the stage.",
+        cost="reduce_replicated_stages", partner=_O.ReduceReplicatedStages, group="holders",
+        drains_lane="replicas", ring=CollectiveRing("holders", "grads", 2), in_torch=True,
+    ),
+    Row(
+        _O.ReduceTied, "reduce_tied", _L.DP, _STAGE,
+        needs=(_V.GRAD,),
+        gives=(_V.GRAD,),
+        doc=(
+            "Sums the gradients of the copies of each tied weight of the rank, in the order of "
+            "stages. Each copy gets the sum."
+        ),
+        cost="reduce_tied", partner=_O.ReduceTied, group="tied", drains_lane="always",
+        in_torch=True,
+    ),
+    Row(
+        _O.ReduceNorm, "reduce_norm", _L.DP, _RANK,
+        needs=(_V.GRAD,),
+        gives=(_V.NORM,),
+        doc="The norm of all gradients, over all pipeline ranks.",
+        cost="reduce_norm", partner=_O.ReduceNorm, group="model", drains_lane="always",
+        in_torch=True,
+    ),
+    Row(
+        _O.OptimizerStep, "step", _L.COMPUTE, _RANK,
+        needs=(
+            _V.GRAD, _V.NORM, _V.SHARDED_PARAMS, _V.SNAPSHOT, _V.STATE_WRITTEN, _V.WEIGHTS_RELOADED,
+            _V.GRADS_CHECKED,
+        ),
+        gives=(_V.PARAMS, _V.LOCAL_NORM),
+        frees=(_V.GRAD, _V.NORM),
+        doc=(
+            "Updates the parameters of the rank's stages. Where each stage has a step of its own, "
+            "it ends the update, when all states are written or all weights are back."
+        ),
+        cost="step", in_torch=True,
+    ),
+    Row(
+        _O.SendSkip, "send_skip", _L.ACT, _MB,
+        needs=(_V.SKIP_OUT,),
+        frees=(_V.SKIP_OUT,),
+        doc="Sends the second output of a stage to the rank of a later stage.",
+        cost="send", peer=PeerRule.SKIP_TO, partner=_O.RecvSkip,
+    ),
+    Row(
+        _O.RecvSkip, "recv_skip", _L.ACT, _MB,
+        gives=(_V.SKIP_IN,),
+        doc="Receives the second output of an earlier stage.",
+        peer=PeerRule.SKIP_FROM, partner=_O.SendSkip,
+    ),
+    Row(
+        _O.SendSkipGrad, "send_skip_grad", _L.GRAD, _MB,
+        needs=(_V.SKIP_GRAD_OUT,),
+        frees=(_V.SKIP_GRAD_OUT,),
+        doc="Sends the gradient of a skip to the rank of the stage that gave the skip.",
+        cost="send", peer=PeerRule.SKIP_FROM, partner=_O.RecvSkipGrad,
+    ),
+    Row(
+        _O.RecvSkipGrad, "recv_skip_grad", _L.GRAD, _MB,
+        gives=(_V.SKIP_GRAD_IN,),
+        doc="Receives the gradient of a skip.",
+        peer=PeerRule.SKIP_TO, partner=_O.SendSkipGrad,
+    ),
+    Row(
+        _O.Recompute, "R", _L.COMPUTE, _MB,
+        needs=(_V.SAVED, _V.PARAMS, _V.UNSHARDED_PARAMS),
+        gives=(_V.SAVED,),
+        doc="Runs a stage forward again, on its inputs; its F then saves only these.",
+        cost="R", changes=(Change(_V.SAVED, "checkpoint", "saved"),), computes=True,
+    ),
+    Row(
+        _O.ReduceNormAfterStep, "reduce_norm_after_step", _L.DP, _RANK,
+        needs=(_V.LOCAL_NORM,),
+        frees=(_V.LOCAL_NORM,),
+        doc=(
+            "The norm of all gradients over all pipeline ranks, after a step that did not wait for "
+            "it. The next step of the run waits for it, and both steps are repeated if gradients "
+            "had to be clipped."
+        ),
+        cost="reduce_norm_after_step", partner=_O.ReduceNormAfterStep, group="model", in_torch=True,
+    ),
+    Row(
+        _O.Unshard, "unshard", _L.PARAMS, Scope.OCCURRENCE,
+        needs=(_V.PARAMS,),
+        gives=(_V.UNSHARDED_PARAMS,),
+        doc="All-gathers the weights of a stage over the replicas.",
+        cost="unshard", ring=CollectiveRing("dp", "params"),
+    ),
+    Row(
+        _O.Reshard, "reshard", _L.COMPUTE, Scope.OCCURRENCE,
+        needs=(_V.UNSHARDED_PARAMS,),
+        gives=(_V.SHARDED_PARAMS,),
+        frees=(_V.UNSHARDED_PARAMS,),
+        doc="Frees all weights of a stage but the replica's own part.",
+    ),
+    Row(
+        _O.ReduceScatter, "reduce_scatter", _L.DP, Scope.OCCURRENCE,
+        needs=(_V.WGRAD,),
+        gives=(_V.GRAD, _V.WGRAD_BUFFER),
+        frees=(_V.WGRAD,),
+        doc=(
+            "Sums a stage's gradient over the data-parallel group and scales it. Each replica gets "
+            "its part of the sum."
+        ),
+        cost="reduce_scatter", ring=CollectiveRing("dp", "grads"),
+    ),
+    Row(
+        _O.Snapshot, "snapshot", _L.D2H, _STAGE,
+        needs=(_V.PARAMS,),
+        gives=(_V.SNAPSHOT,),
+        doc=(
+            "Copies what the step will change of a stage, weights and optimizer state, to the "
+            "host, for a checkpoint that is written meanwhile. It does nothing in a step after "
+            "which no checkpoint is due."
+        ),
+        cost="snapshot", idle="snapshot",
+        traffic=Traffic("host", ("params", "optimizer"), always_shared=True,
+                        attribute="checkpoint_snapshots", attribute_values=(True,)),
+        in_torch=True,
+    ),
+    Row(
+        _O.Offload, "offload", _L.D2H, _MB,
+        needs=(_V.SAVED,),
+        gives=(_V.SAVED,),
+        doc="Moves saved activations to the host.",
+        cost="offload", changes=(Change(_V.SAVED, "device", "host"),),
+    ),
+    Row(
+        _O.Reload, "reload", _L.H2D, _MB,
+        needs=(_V.SAVED,),
+        gives=(_V.SAVED,),
+        doc="Moves saved activations back to the device.",
+        cost="reload", changes=(Change(_V.SAVED, "host", "device"),),
+    ),
+    Row(
+        _O.OffloadToDisk, "offload_to_disk", _L.DISK, _MB,
+        needs=(_V.SAVED,),
+        gives=(_V.SAVED,),
+        doc="Moves offloaded activations from the host to its disk.",
+        cost="offload_to_disk", changes=(Change(_V.SAVED, "host", "disk"),),
+    ),
+    Row(
+        _O.ReloadFromDisk, "reload_from_disk", _L.DISK, _MB,
+        needs=(_V.SAVED,),
+        gives=(_V.SAVED,),
+        doc="Moves offloaded activations from the disk back to the host.",
+        cost="reload_from_disk", changes=(Change(_V.SAVED, "disk", "host"),),
+    ),
+    Row(
+        _O.ReloadState, "reload_state", _L.H2D, _STAGE,
+        needs=(_V.STATE, _V.GRAD, _V.SNAPSHOT),
+        gives=(_V.STATE,),
+        doc=(
+            "Moves a stage's part of the optimizer state to the device, when its gradient is "
+            "reduced."
+        ),
+        cost="reload_state", changes=(Change(_V.STATE, "host", "device"),),
+        traffic=_moves("host", "optimizer", states="host disk"), in_torch=True,
+    ),
+    Row(
+        _O.StageOptimizerStep, "stage_step", _L.COMPUTE, _STAGE,
+        needs=(_V.STATE, _V.GRAD, _V.NORM, _V.SHARDED_PARAMS),
+        gives=(_V.STATE,),
+        doc=(
+            "Updates the parameters of a stage, when all gradients of the rank are there: it is "
+            "known whether they are finite before anything is updated."
+        ),
+        cost="stage_step", needs_all_stages=True,
+        traffic=_moves("hbm", *STEPPED, states="host disk"), in_torch=True,
+    ),
+    Row(
+        _O.OffloadState, "offload_state", _L.D2H, _STAGE,
+        needs=(_V.STATE,),
+        gives=(_V.STATE, _V.STATE_WRITTEN),
+        doc="Moves the stage's part of the optimizer state back to the host.",
+        cost="offload_state", changes=(Change(_V.STATE, "device", "host"),),
+        traffic=_moves("host", "optimizer", states="host disk"), in_torch=True,
+    ),
+    Row(
+        _O.TPReduceAct, "tp_reduce_act", _L.TP, _MB,
+        needs=(_V.ACT_IN,),
+        gives=(_V.ACT_IN,),
+        doc=(
+            "Sums the output of a segment over the tensor-parallel group, before the next segment "
+            "takes it (Megatron-LM's g). With sequence parallelism each rank keeps its part of the "
+            "sum."
+        ),
+        cost="tp_reduce", ring=CollectiveRing("tp", turns=2), between_segments="always",
+    ),
+    Row(
+        _O.TPReduceGrad, "tp_reduce_grad", _L.TP, _MB,
+        needs=(_V.GRAD_IN,),
+        gives=(_V.GRAD_IN,),
+        doc=(
+            "Sums the gradient of a segment's input over the tensor-parallel group, before the "
+            "segment that gave the input takes it (Megatron-LM's f); with sequence parallelism, "
+            "likewise."
+        ),
+        cost="tp_reduce", ring=CollectiveRing("tp", turns=2), between_segments="always",
+    ),
+    Row(
+        _O.ReduceSequenceParallelGrads, "reduce_sequence_parallel_grads", _L.TP, _STAGE,
+        needs=(_V.GRAD,),
+        gives=(_V.GRAD,),
+        doc=(
+            "Sums over the tensor-parallel group the gradients of weights that each of its ranks "
+            "has in full and applies to its part of the tokens: norms, and biases after a "
+            "reduction."
+        ),
+        cost="reduce_sequence_parallel_grads", idle="reduction", in_torch=True,
+    ),
+    Row(
+        _O.ReadStateFromDisk, "read_state_from_disk", _L.DISK, _STAGE,
+        needs=(_V.STATE,),
+        gives=(_V.STATE,),
+        doc="Moves a stage's part of the optimizer state from the disk to the host.",
+        cost="read_state_from_disk", changes=(Change(_V.STATE, "disk", "host"),),
+        traffic=_moves("disk", "optimizer", states="disk"), in_torch=True,
+    ),
+    Row(
+        _O.WriteStateToDisk, "write_state_to_disk", _L.DISK, _STAGE,
+        needs=(_V.STATE,),
+        gives=(_V.STATE, _V.STATE_WRITTEN),
+        doc="Moves the stage's part of the optimizer state back to the disk.",
+        cost="write_state_to_disk", changes=(Change(_V.STATE, "host", "disk"),),
+        traffic=_moves("disk", "optimizer", states="disk"), in_torch=True,
+    ),
+    Row(
+        _O.OffloadGrads, "offload_grads", _L.D2H, _STAGE,
+        needs=(_V.GRAD, _V.PARAMS),
+        gives=(_V.HOST_GRAD,),
+        doc=(
+            "Copies a stage's gradient to the host, when it is reduced and the host no longer "
+            "needs that of the update before."
+        ),
+        cost="offload_grads", waits_for_lanes=(_L.DP,),
+        traffic=_moves("host", "grads", states="cpu_step"), in_torch=True,
+    ),
+    Row(
+        _O.HostOptimizerStep, "host_step", _L.HOST, _STAGE,
+        needs=(_V.HOST_GRAD, _V.NORM, _V.SHARDED_PARAMS, _V.SNAPSHOT, _V.GRADS_CHECKED),
+        gives=(_V.HOST_WEIGHTS,),
+        doc=(
+            "Updates a stage's parameters on the host, which has the optimizer state, when all "
+            "gradients of the rank are there: it is known whether they are finite before anything "
+            "is updated."
+        ),
+        cost="host_step", needs_all_stages=True, waits_for_lanes=(_L.DP, _L.D2H),
+        traffic=_moves("dram", *STEPPED, states="cpu_step"), in_torch=True,
+    ),
+    Row(
+        _O.ReloadWeights, "reload_weights", _L.H2D, _STAGE,
+        needs=(_V.HOST_WEIGHTS,),
+        gives=(_V.WEIGHTS_RELOADED,),
+        doc="Copies the weights that the host has updated back to the device.",
+        cost="reload_weights", traffic=_moves("host", "params", states="cpu_step"), in_torch=True,
+    ),
+    Row(
+        _O.CheckGradsFinite, "check_grads_finite", _L.COMPUTE, _RANK,
+        needs=(_V.HOST_GRAD, _V.NORM),
+        gives=(_V.GRADS_CHECKED,),
+        doc=(
+            "Decides whether the rank's gradients are finite, when all are on the host, and lets "
+            "the next update add to them while the host makes the step."
+        ),
+        cost="check_grads_finite", waits_for_lanes=(_L.DP, _L.D2H), in_torch=True,
+    ),
+)  # fmt: skip
