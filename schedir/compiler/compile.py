@@ -113,11 +113,10 @@ def compile(
             passes.  `schedir options` lists all of them.  `recompute` says which forwards save
             their inputs only and run again: "all", "half", "fit" (as few as `memory_limit` asks
             for), stages, pairs of (stage, microbatch), or a function of the two.  `offload` and
-            `offload_to_disk`
-            say in the same way which saved activations move to the host, and on to the disk.
-            `stage_segments` and `microbatch_chunks` split stages into segments and microbatches
-            into chunks, which are stages and microbatches of the program from then on; costs and
-            sizes are then those of segments and chunks (`split_costs`).
+            `offload_to_disk` say in the same way which saved activations move to the host, and on
+            to the disk.  `stage_segments` and `microbatch_chunks` split stages into segments and
+            microbatches into chunks, which are stages and microbatches of the program from then
+            on; costs and sizes are then those of segments and chunks (`split_costs`).
 
     Returns:
         The program.  It is complete, and finishes under `progress_model`.

@@ -49,8 +49,8 @@ class Request:
     `said` are the fields of the plan and the program that somebody said, by name; what nobody said
     the source decides, or `usual`, which has at least `ranks` and `microbatches`.  `costs`, `sizes`
     and `progress_model` are those of a prediction, `overlap`, `buffer_sharing`, `memory_limit`,
-    `blocking_hosts` and `more` as
-    `compile` takes them; None is what nobody said.  `draft` asks for the compute only.
+    `blocking_hosts` and `more` as `compile` takes them; None is what nobody said.  `draft` asks for
+    the compute only.
 
     A program in a file is taken as it is, and what contradicts it is refused, by
     `contradicts(source, field, has, said)`.  With `lowers` a draft in a file is lowered, with the

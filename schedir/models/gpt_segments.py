@@ -108,9 +108,8 @@ def boundaries(
 
     Of the first stage behind `frozen_stages` ones the residual stream depends on nothing that is
     trained, and has no gradient, until its attention adds to it.  Where so many tensor-parallel
-    ranks
-    `share` the sequence, the boundary of the stages is of a rank's own tokens; of what is summed a
-    piece gives or takes all of them.
+    ranks `share` the sequence, the boundary of the stages is of a rank's own tokens; of what is
+    summed a piece gives or takes all of them.
 
     >>> from schedir.models.gpt_segments import boundaries
     >>> behind = boundaries((2, 1), (8, 64))

@@ -30,8 +30,7 @@ class Options:
 
     `sizes` and `memory_limit` are those that the program is to fit.  `rest` is what the passes
     behind the one that is told make of what it gives, for one that chooses by what becomes of it;
-    options in
-    `more` may be said in another way there.
+    options in `more` may be said in another way there.
     """
 
     costs: Costs | None = None

@@ -132,8 +132,7 @@ def check(
     Raises a ProgramError that says what is wrong and where: CompletenessError
     (UnmatchedTransferError, ReductionError), GroupError, LoweringLevelError, OrderError, SlotError,
     ChannelMismatchError or DeadlockError; and UsageError for `lazy_communicators` on hosts that
-    block, and for
-    `eager_limit` without the sizes of messages.
+    block, and for `eager_limit` without the sizes of messages.
 
     >>> from schedir import PipelineShape, check, compile, from_text, schedules, to_text
     >>> text = to_text(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2)),

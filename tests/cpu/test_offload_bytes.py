@@ -162,9 +162,10 @@ def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_pa
         world.step(*flat_batch(plan.microbatches, k), seed=k or None)
         spans = world.timeline().spans
         brings, takes = (
-            spans[when][np.isin(spans["op"], ops)] for when, ops in
-            (("start", (Opcode.Offload, Opcode.ReloadFromDisk)), ("end", (Opcode.Reload,
-                                                                          Opcode.OffloadToDisk)))
+            spans[when][np.isin(spans["op"], ops)] for when, ops in (
+                ("start", (Opcode.Offload, Opcode.ReloadFromDisk)),
+                ("end", (Opcode.Reload, Opcode.OffloadToDisk)),
+            )
         )  # fmt: skip
         there = np.searchsorted(np.sort(brings), brings, "right")
         assert (there - np.searchsorted(np.sort(takes), brings, "right")).max() <= slots

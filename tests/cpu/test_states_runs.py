@@ -80,8 +80,7 @@ def _processes(rank: int, folder: str) -> Any:
             rank,
             Case(
                 looped_bfs, PipelineShape(1, 3, 3), half=half,
-                options={"optimizer_placement": states,
-                                                                        "clip_grad_norm": clip},
+                options={"optimizer_placement": states, "clip_grad_norm": clip},
                 folder=folder,
             ),
             zero,

@@ -112,11 +112,12 @@ COPIES: dict[str, Callable[[str], InProcessExecutor]] = {
     ),
     "tied on two ranks": lambda how: run_of(one_f_one_b, PipelineShape(2, 4), stages_of(how, True,
                                                                                         2)),
-    "tied on one rank": lambda how: run_of(looped_bfs, PipelineShape(1, 4, 2), stages_of(how, True,
-                                                                                         2)),
+    "tied on one rank": lambda how: run_of(
+        looped_bfs, PipelineShape(1, 4, 2), stages_of(how, True, 2)
+    ),
     "optimizer_steps": lambda how: run_of(
-        pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1), stages_of(how, False,
-                                                                                         2)
+        pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1),
+        stages_of(how, False, 2),
     ),
 }  # fmt: skip
 

@@ -125,8 +125,8 @@ def choices(draw: st.DrawFn) -> planner.ParallelPlan:
     return planner.ParallelPlan(
         pp=p, tp=t, dp=d, stages_per_rank=v, microbatch_size=draw(st.integers(1, 3)),
         microbatches=p * draw(st.integers(2, 3)),
-        schedule=schedule, layers_per_stage=tuple(parts), zero=draw(st.integers(0,
-                                                                                3)) if d > 1 else 0,
+        schedule=schedule, layers_per_stage=tuple(parts),
+        zero=draw(st.integers(0, 3)) if d > 1 else 0,
         recompute=draw(st.sampled_from([RECOMPUTE[0], RECOMPUTE[2]])),
     )  # fmt: skip
 
@@ -172,8 +172,8 @@ def test_a_choice_is_exported(tmp_path: Path) -> None:
     ({"kv_heads": 4}, {}), ({"gated": True}, {}), ({"ffn": 100}, {}),
     ({"experts": 4, "active": 2}, {}), ({}, {"cp": 2}), ({}, {"ep": 2, "dp": 2}),
     ({}, {"recompute": "selective"}), ({}, {"tp": 5}),
-    ({}, {"layers_per_stage": (4, 0, 4, 4), "pp": 4}), ({}, {"rank_order": "tp-dp-pp", "pp": 2,
-                                                             "dp": 2}),
+    ({}, {"layers_per_stage": (4, 0, 4, 4), "pp": 4}),
+    ({}, {"rank_order": "tp-dp-pp", "pp": 2, "dp": 2}),
 ])  # fmt: skip
 def test_what_the_trainer_cannot_do_is_refused(
     model: dict[str, Any], choice: dict[str, Any]

@@ -185,8 +185,8 @@ def test_a_run_of_more_than_a_search_knows(
     """What it cannot leave out is refused, and what it leaves out is said."""
     run, best = str(tmp_path / "x.timeline"), str(tmp_path / "x.sched")
     for source in (["one_f_one_b", "-O", "frozen_stages=2"], ["one_f_one_b", "-O", "recompute=all"],
-                   ["forward_only"], ["dualpipe"], ["pipedream_2bw", "-O",
-                                                    "optimizer_steps=2"]):  # fmt: skip
+                   ["forward_only"], ["dualpipe"],
+                   ["pipedream_2bw", "-O", "optimizer_steps=2"]):  # fmt: skip
         said(capsys, "simulate", *source, "-o", run)
         refused(capsys, "search", "--costs-from", run)
     said(capsys, "simulate", "gpipe", "-O", "tp=2", "-O", "clip_grad_norm", "-o", run)

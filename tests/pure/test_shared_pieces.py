@@ -154,8 +154,8 @@ def test_lowered_again_it_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(("cut", "costs"), [
-    ("f", Costs(F=2, B=2, tp_gather=1, tp_reduce=2)), ("g", Costs(F=2, B=2, tp_gather=2,
-                                                                  tp_reduce=1)),
+    ("f", Costs(F=2, B=2, tp_gather=1, tp_reduce=2)),
+    ("g", Costs(F=2, B=2, tp_gather=2, tp_reduce=1)),
     ("fg", Costs(F=2, B=2, tp_gather=1, tp_reduce=0.5)),
 ])  # fmt: skip
 def test_they_take_their_time(cut: str, costs: Costs) -> None:

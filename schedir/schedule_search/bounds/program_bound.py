@@ -34,8 +34,10 @@ _KNOWN: Final = {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}
 _OTHER: Final = {
     row.op for row in ROWS
     if row.op not in _KNOWN
-    and (row.op in COMPUTE or {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.needs, *row.gives,
-                                                                     *row.frees})
+    and (
+        row.op in COMPUTE
+        or {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.needs, *row.gives, *row.frees}
+    )
 }  # fmt: skip
 _SLOTS: Final = {kind.name.lower() for kind in SLOTTED}  # other programs may have fewer
 
