@@ -82,29 +82,26 @@ def compile(
         tp: Size of the tensor-parallel groups (1).
         dp: Number of data-parallel replicas (1).
         progress_model: The progress model under which the program must finish; see `check`.
-        costs: Times of instructions.  The order of messages, and options such as
-        `buffer_sharing="latency_preserving"`
-            and `recompute="fit"`, depend on them.
+        costs: Times of instructions.  The order of messages depends on them, and so do options
+            such as `buffer_sharing="latency_preserving"` and `recompute="fit"`.
         ranks: Number of pipeline ranks, instead of `shape`; so are the next six.
-        microbatches: Number of microbatches of a step.
+        microbatches: Number of microbatches of the program.
         stages_per_rank: Number of stages on each rank.
         placement: The rank of each stage: "loop", "vee", "mirror", "mirror-vee", or a map.
         optimizer_steps: Number of optimizer steps of the program, without a flush between them.
-        weight_delay: By how many updates the weights that a microbatch uses are old.
-        sequence_chunks: Number of segments of each sequence, each of which is a microbatch.
+        weight_delay: By how many optimizer steps the weights that a microbatch uses are old.
+        sequence_chunks: Number of chunks of each sequence, each of which is a microbatch.
         tied_weights: Which stages hold copies of one weight: `schedir.find_tied_weights(stages)`,
-        stages
-            like `((0, 3), (1, 2))`, or True for the first and the last.
+            stages like `((0, 3), (1, 2))`, or True for the first and the last.
         clip_grad_norm: Whether gradients are clipped by their global norm.
         skips: Skip connections, from which stage to which: `((0, 3), (1, 2))`.
         boundary: How tensor-parallel ranks hold the activations between stages: "replicated" ones
             are scattered before the send and gathered after it, "sharded" ones are sent as they
             are.  The default is "sharded" with `sequence_parallel=True`, and else "replicated".
         overlap: Whether opposite transfers are grouped, and other receives and gathers begin early.
-        buffer_sharing: How values share static buffers: "minimal", or "latency_preserving": as few
-        as
-            lose no time at these costs (where messages are free, at messages of half a forward).
-            By default each value has a buffer of its own.
+        buffer_sharing: How values share static buffers.  "minimal" uses the fewest buffers;
+            "latency_preserving" uses the fewest that lose no time at these costs (where messages
+            are free, at messages of half a forward).  By default each value has its own buffer.
         sizes: Bytes of values, for `memory_limit`.
         memory_limit: The most bytes that a rank may hold.
         blocking_hosts: Whether hosts wait themselves, as on CPUs.

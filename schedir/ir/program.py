@@ -185,7 +185,7 @@ class Program:
         except TypeError:
             raise PlanError(
                 f"slots are four whole numbers for each rank, not {describe(self.slots)}",
-                hint="Slots(act_in=2, act_out=1, grad_in=1, grad_out=1)",
+                hint="SlotCounts(act_in=2, act_out=1, grad_in=1, grad_out=1)",
                 fields=["slots"],
             ) from None
         if slots and len(slots) != self.plan.ranks:

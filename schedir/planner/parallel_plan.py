@@ -82,7 +82,7 @@ class ParallelPlan:
             if getattr(self, name) not in words:
                 value = getattr(self, name)
                 raise UsageError(
-                    f"choice: {name} is {' or '.join(words)}, not {describe(value)}",
+                    f"plan: {name} is {' or '.join(words)}, not {describe(value)}",
                     hint=renamed_value(name, value),
                     fields=[name],
                 )
@@ -91,23 +91,23 @@ class ParallelPlan:
             if isinstance(f.default, bool):
                 if not isinstance(value, bool):
                     raise UsageError(
-                        f"choice: {name} is True or False, not {describe(value)}", fields=[name]
+                        f"plan: {name} is True or False, not {describe(value)}", fields=[name]
                     )
             elif isinstance(f.default, int):
                 least = 0 if name == "zero" else 1
                 if not _whole(value, least):
                     raise UsageError(
-                        f"choice: {name} is a whole number from {least} on, not {describe(value)}",
+                        f"plan: {name} is a whole number from {least} on, not {describe(value)}",
                         fields=[name],
                     )
                 if value > MOST_SEQUENCES:
                     raise UsageError(
-                        f"choice: {name} is {describe(value)}; it must be at most {MOST_SEQUENCES}",
+                        f"plan: {name} is {describe(value)}; it must be at most {MOST_SEQUENCES}",
                         fields=[name],
                     )
         if self.zero >= LEVELS:
             raise UsageError(
-                f"choice: zero is a level of ZeRO, from 0 to {LEVELS - 1}, not {self.zero}",
+                f"plan: zero is a level of ZeRO, from 0 to {LEVELS - 1}, not {self.zero}",
                 fields=["zero"],
             )
         if isinstance(self.layers_per_stage, list):
@@ -117,7 +117,7 @@ class ParallelPlan:
             _whole(each, 0) and each <= MOST_LAYERS for each in parts
         ):
             raise UsageError(
-                f"choice: layers_per_stage are the layers of each stage, not {describe(parts)}",
+                f"plan: layers_per_stage are the layers of each stage, not {describe(parts)}",
                 hint="layers_per_stage=(2, 3, 2)",
                 fields=["layers_per_stage"],
             )

@@ -155,7 +155,8 @@ class MemoryConfig:
     - `optimizer_placement`: where the optimizer's state is between steps: "device"; "host", and
       `optimizer_device_buffers` stages of a rank (2) have theirs on the device while they are
       stepped; "disk", in a file in `spill_dir`, through `optimizer_host_buffers` stages of a rank
-      on the host (2); or "cpu_step", where the host has the state and makes the step.
+      on the host (2); or "cpu_step", where the host has the state and makes the step, as in
+      ZeRO-Offload.  With "host" and "disk" the device makes the step.
     """
 
     memory_limit: str | None = None

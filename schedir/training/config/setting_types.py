@@ -17,7 +17,7 @@ class NumberRange(NamedTuple):
     below: float = math.inf
 
     def __str__(self) -> str:
-        below = "" if self.below == math.inf else f" and below {self.below:g}"
+        below = "" if self.below == math.inf else f" and below {self.below:.9g}"
         return f"of at least {self.least:g}{below}"
 
 
