@@ -100,7 +100,7 @@ VALUES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
 )  # fmt: skip
 
 # Settings of a configuration, with their sections.
-_SETTINGS = {
+SETTINGS: Final = {
     "data.documents": "data.packing", "data.held_out": "data.validation",
     "memory.folder": "memory.spill_dir", "output.folder": "output.dir",
     "output.replace": "output.overwrite", "pipeline.division": "pipeline.layers_per_stage",
@@ -123,7 +123,7 @@ RETIRED: Final = MappingProxyType(
         **{f"--{old}": f"--{old} is now --{new}" for old, new in _OPTIONS.items()},
         **{f"schedir {old}": f"it is now schedir {new}" for old, new in _COMMANDS.items()},
         "--ties": "--ties is now -O tied_weights=STAGES",
-        **{old: f"it is now {new}" for old, new in {**NAMES, **_SETTINGS}.items()},
+        **{old: f"it is now {new}" for old, new in {**NAMES, **SETTINGS}.items()},
         "open": "use one program with more microbatches, which accumulates their gradients",
         "kind = bert": "examples/bert.py trains it with schedir.runtime.Executor",
         "kind = encoder_decoder": "examples/encoder_decoder.py trains it with "

@@ -89,7 +89,8 @@ class Saver:
         program = self.ranks[0].program
         if not program.checkpoint_snapshots:
             raise ModelError(
-                "the program has no snapshots, and what is saved beside a step is copied by them",
+                "the program takes no checkpoint_snapshots, and these copy what is saved beside a "
+                "step",
                 program=program.name,
                 hint="compile(..., checkpoint_snapshots=True), or save(executor, folder, step=...)",
             )

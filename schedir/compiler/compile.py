@@ -272,7 +272,7 @@ def check_memory(
             hint="--sizes activation=16MB,saved=1.2GB, or sizes=Sizes(...)",
         )
     require_type(sizes, Sizes, SIZES)
-    bytes_ = _bytes(limit, "memory_limit" if tier == "device" else f"{tier}_limit")
+    bytes_ = _bytes(limit, "memory_limit" if tier == "device" else f"{tier}_memory_limit")
     try:
         return require_memory_limit(program, sizes, bytes_, tier)
     except MemoryLimitError as error:

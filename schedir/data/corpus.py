@@ -100,10 +100,10 @@ def split(all_of_it: Documents, share: float) -> tuple[Documents, Documents]:
     before = int(np.searchsorted(ends, first, "right"))
     if not before:
         raise UsageError(
-            f"held_out {share:g} of {len(ends)} documents leaves none to train on: the first has "
+            f"validation {share:g} of {len(ends)} documents leaves none to train on: the first has "
             f"{ends[0] if len(ends) else 0} of {len(tokens)} tokens",
             hint="hold out a source of its own",
-            fields=["held_out"],
+            fields=["validation"],
         )
     first = int(ends[before - 1])
     return (

@@ -170,6 +170,9 @@ class _TimelineReader:
         header = json.loads(self._read(_HEADER))
         if not isinstance(header, dict) or header.get("schedir_timeline") != FORMAT:
             raise TraceError(f"this reads Timelines of format {FORMAT}, which the header is not")
+        for old, new in (("model", "progress_model"), ("blocks", "blocking_hosts")):
+            if old in header and new in header:
+                raise TraceError(f"the header has both {old} and {new}, which is its present name")
         model = header.get("progress_model", header.get("model"))  # its name in older files
         model = header["progress_model"] = current_value("progress_model", str(model))
         header.setdefault("blocking_hosts", header.get("blocks", False))
@@ -232,7 +235,10 @@ def _sizes(said: Any, plan: PipelineShape) -> Sizes | None:
     if said is None:
         return None
     if isinstance(said, dict):  # a file may be older than the names
-        said = {SIZES.get(name, name): size for name, size in said.items()}
+        current = {SIZES.get(name, name): size for name, size in said.items()}
+        if len(current) < len(said):
+            raise TraceError(f"sizes give one size by two names: {said!r:.80}")
+        said = current
     if not isinstance(said, dict) or not said.keys() <= {*names}:
         raise TraceError(f"sizes are {', '.join(names)}, and not {said!r:.80}")
     sizes = Sizes(**said)

@@ -252,8 +252,8 @@ def _header(lines: list[_Line], first: _Line) -> _Found:
         name = _NAME.match(line.text)
         for pair in [name] if name else _PAIR.finditer(line.text):
             key, value = pair.groups()
-            if key not in _KEYS:  # a file may be older than the name
-                key = NAMES.get(key, key)
+            if key not in _KEYS and NAMES.get(key) in _KEYS:  # a file may be older than the name
+                key = NAMES[key]
             if key not in (*_KEYS, "program"):
                 near = get_close_matches(key, [*_KEYS, "program", "rank"], 1)
                 hint = RETIRED.get(key, f"did you mean {near[0]!r}?" if near else "")

@@ -52,7 +52,7 @@ def split_layers(layers: int, stages: int, given: Sequence[int] | None = None) -
         return (each,) * stages
     if len(given) != stages or sum(given) != layers:
         raise UsageError(
-            f"division {tuple(given)} is not one of {layers} layers on {stages} stages",
+            f"layers_per_stage {tuple(given)} is not one of {layers} layers on {stages} stages",
             fields=["layers_per_stage", *cut],
         )
     if min(given) < 0 or 0 in given[1:-1]:

@@ -146,7 +146,9 @@ def read_run(
             failed = failed or error
             passed.append(f"{once.said} is not whole: not read")
             if isinstance(error, ReductionError) and not traits:
-                error.add_note("traces do not tell tp, dp, tied and clip: say what they were")
+                error.add_note(
+                    "traces do not tell tp, dp, tied_weights and clip_grad_norm: say what they were"
+                )
             continue
         of = once.replicas + len(once.ranks)
         replicas = "traces are of replicas, which hold the same stages as others"

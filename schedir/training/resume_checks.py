@@ -19,6 +19,7 @@ from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.errors import ProgramError, UsageError
 from schedir.io.files import atomic_write
 from schedir.models.gpt_config import GPTConfig
+from schedir.retired_names import SETTINGS, current_value
 from schedir.training.config.model_kinds import kind_of
 from schedir.training.config.run_config import Config
 
@@ -155,7 +156,11 @@ def _expect_same(config: Config, before: RunIdentity, settings: Mapping[str, str
 
 def _settings(state: Mapping[str, Any]) -> dict[str, str]:
     said = state.get("settings")
-    return {str(k): str(v) for k, v in said.items()} if isinstance(said, dict) else {}
+    settings = {}
+    for name, value in said.items() if isinstance(said, dict) else ():
+        current = SETTINGS.get(str(name), str(name))  # a checkpoint may be older than the names
+        settings[current] = current_value(current.rpartition(".")[2], str(value))
+    return settings
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -104,3 +104,10 @@ def test_a_setting_that_a_run_did_not_have_yet(
     expect_resumable(read(config, own))
     with pytest.raises(UsageError, match=sets[0].split("=")[0]):
         expect_resumable(read(config, [*own, *sets]))
+
+
+def test_settings_with_the_names_of_before_are_compared(tmp_path: Path) -> None:
+    """A checkpoint of an older version gives its settings by their names of then."""
+    now = {"train.clip_grad_norm": "0.5", "pipeline.buffer_sharing": "minimal"}
+    then = {"train.clip": "1.0", "pipeline.slots": "fewest"}
+    assert RunIdentity("it", now).changed({"settings": then}) == "train.clip_grad_norm 1.0 to 0.5"

@@ -183,7 +183,7 @@ def test_no_built_in_schedule_is_refused_for_the_slots_of_gpus(
         ("[train]\n\nlr = 1e-4\nmin_lr = 1e-3", 4, 1, "min_lr"),
         ("[output]\ntrace = \"t\"\nrecord = false", 2, 1, "trace"),
         ("[train]\nsteps = 1\ntimeout = 0", 3, 1, "at least 1"),
-        ("[train]\ntimeout = 1e300", 2, 1, "below 1e+07"),
+        ("[train]\ntimeout = 1e300", 2, 1, "below 10000000"),
         ("[train]\nthreads = 1_000_000_000", 2, 1, "below 1025"),
         (f"[train]\nwarmup = 1{'0' * 400}", 2, 1, "whole number"),
         ("[model]\nhidden = 10\nheads = 4", 2, 1, "heads 4"),

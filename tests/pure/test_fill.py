@@ -166,7 +166,7 @@ def test_refusals() -> None:
         of(costs=None)
     with pytest.raises(UsageError, match="in the time of sums, and these take none"):
         of(costs=Costs(F=1, B=2))  # as without any on the command line
-    with pytest.raises(UsageError, match="the program is not cut in pieces"):
+    with pytest.raises(UsageError, match="no stage has segments"):
         of(stage_segments=None)
     assert of(tp=1) == of(tp=1, fill_collective_waits=None), "one rank meets nobody"
     text = "F 0.0; F 1.0; B 1.0; F 0.1 & B 0.0; F 1.1; B 1.1; B 0.1"

@@ -170,6 +170,17 @@ def test_files_with_the_names_of_before_are_read() -> None:
     assert not found.blocking_hosts
 
 
+def test_two_names_of_one_field_are_refused() -> None:
+    """Else one would win, or a digest would not be compared."""
+    forge(header_json=header(model="per_edge"))
+    with pytest.raises(TraceError, match="both model and progress_model"):
+        load_timeline(FILE)
+    sizes = {"deferred_wgrad": 2.0, "tape": 5.0}
+    forge(header_json=header(sizes=sizes))
+    with pytest.raises(TraceError, match="one size by two names"):
+        load_timeline(FILE)
+
+
 END = timeline().spans["end"]
 EARLY = timeline().spans["rank"] == 1  # as if this rank's clock were late
 BEFORE, AFTER = (timeline().spans[name] - 4.0 * EARLY for name in ("start", "end"))

@@ -126,6 +126,8 @@ def _read(where: str, name: str, text: str) -> Any:
         return ALL[name].kind.parse(text)
     except ValueError as error:
         hint = renamed_value(name, text) or f"schedir options {name}"
+        if name == "buffer_sharing" and text in ("none", "own"):  # as a configuration says it
+            hint = "that is the default: leave buffer_sharing out"
         raise UsageError(f"{where}: {error}", hint=hint, fields=[name]) from None
 
 
@@ -192,9 +194,9 @@ def read_config(path: str) -> dict[str, Any]:
             raise UsageError(f"{path}: no section {section!r}", hint=nearest(section, known))
         for key in table if section in ("pipeline", "memory") else ():
             if key not in known[section]:
-                raise UsageError(
-                    f"{path}: no setting {section}.{key}", hint=nearest(key, known[section])
-                )
+                name = f"{section}.{key}"
+                hint = RETIRED.get(name) or nearest(key, known[section])
+                raise UsageError(f"{path}: no setting {name}", hint=hint)
     values: dict[str, Any] = {}
     for name, option in ALL.items():
         section, _, key = option.setting.partition(".")

@@ -207,13 +207,15 @@ def tied_stages(tied: object, plan: PipelineShape) -> Tied:
         found = {tuple(sorted({index(stage) for stage in one})) for one in sets}
     except TypeError:
         raise PlanError(
-            "tied is a bool, schedir.find_tied_weights(stages), or stages like ((0, 3), (1, 2)), "
-            f"not {tied!r:.60}",
+            "tied_weights is a bool, schedir.find_tied_weights(stages), or stages like "
+            f"((0, 3), (1, 2)), not {tied!r:.60}",
             fields=["tied_weights"],
         ) from None
     for one in found:
         if len(one) < 2:
-            raise PlanError(f"tied are two stages or more, not {[*one]}", fields=["tied_weights"])
+            raise PlanError(
+                f"tied_weights are of two stages or more, not {[*one]}", fields=["tied_weights"]
+            )
         if one[0] < 0 or one[-1] >= plan.stages:
             raise PlanError(
                 f"stages {show_tie(one)} are tied, but there are {plan.stages} stages",

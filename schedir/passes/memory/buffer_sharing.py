@@ -56,7 +56,9 @@ def share_slots(
     if choice not in ("minimal", "latency_preserving"):
         raise UsageError(
             f"buffer_sharing must be 'minimal' or 'latency_preserving', not {choice!r}",
-            hint=renamed_value("buffer_sharing", choice),
+            hint="leave buffer_sharing out"
+            if choice in ("own", "none")
+            else renamed_value("buffer_sharing", choice),
             fields=["buffer_sharing"],
         )
     program = unshared(program)

@@ -29,7 +29,7 @@ def snapshots(program: Program) -> Program:
         raise PlanError(
             "the program has no backward: it changes nothing that could be lost",
             program=program.name,
-            hint="leave snapshots out",
+            hint="leave checkpoint_snapshots out",
             fields=["checkpoint_snapshots"],
         )
     stage = np.arange(program.frozen_stages, program.plan.stages)

@@ -98,7 +98,7 @@ def offload(program: Program, options: Options) -> Program:
         )
     if options.more.get("offload") is None:
         raise UsageError(
-            "spill says what goes on to the disk of what is offloaded, and nothing is",
+            "offload_to_disk says what goes on to the disk of what is offloaded, and nothing is",
             hint='offload="all"',
             fields=["offload_to_disk", "offload"],
         )

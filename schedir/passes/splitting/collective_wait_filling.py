@@ -74,13 +74,13 @@ def fill(program: Program, options: Options) -> Program:
         )
     if options.costs is None:
         raise UsageError(
-            "fill puts work where a simulation has time for it, and needs costs",
+            "fill_collective_waits puts work where a simulation has time for it, and needs costs",
             hint="--costs F=1,B=2,tp_reduce=0.5, or costs=Costs(...)",
             fields=["fill_collective_waits"],
         )
     if not program.segment_boundaries and options.more.get("stage_segments") is None:
         raise UsageError(
-            "fill puts work behind what pieces sum, and the program is not cut in pieces",
+            "fill_collective_waits puts work behind what segments sum, and no stage has segments",
             hint="stage_segments=5",
             fields=["fill_collective_waits", "stage_segments"],
         )
@@ -91,14 +91,15 @@ def fill(program: Program, options: Options) -> Program:
         for op in between_segments(program.sequence_parallel)
     ):
         raise UsageError(
-            "fill puts work in the time of sums, and these take none",
+            "fill_collective_waits puts work in the time of sums, and these take none",
             hint="--costs F=1,B=2,tp_reduce=0.5, or costs=Costs(...)",
             fields=["fill_collective_waits", "costs"],
         )
     if program.joined.any():
         raise UsageError(
-            "fill takes computes one by one, and some of a stage that is not cut run together",
-            hint="cut all stages",
+            "fill_collective_waits takes computes one by one, and some of a stage without segments "
+            "run together",
+            hint="give each stage segments",
             fields=["fill_collective_waits", "stage_segments"],
         )
     lowered, most = options.rest(program), None

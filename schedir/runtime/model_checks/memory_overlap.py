@@ -143,7 +143,7 @@ def expect_ranks_apart(stages: Mapping[int, nn.Module], ranks: Sequence[int], pr
                 f"{' and '.join(map(str, sorted(users)))}: each rank trains memory of its own",
                 program=program,
                 hint="one Parameter in both stages (stage.b = stage.a) with compile(..., "
-                "tied=schedir.find_tied_weights(stages)), or a .clone()",
+                "tied_weights=schedir.find_tied_weights(stages)), or a .clone()",
             )
 
 

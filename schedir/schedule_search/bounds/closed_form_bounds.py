@@ -161,8 +161,8 @@ class _RankWait:
             area = problem.microbatches * sum(map(self._area, self.own)) / room
             yield LowerBound(
                 self.begin + area + self.tail,
-                f"rank {self.rank} holds each microbatch on its way there and back, and its tape "
-                f"for its W: within its limit that takes {area:.6g}{self._said_ends()}",
+                f"rank {self.rank} holds each microbatch on its way there and back, and what "
+                f"its W needs: within its limit that takes {area:.6g}{self._said_ends()}",
             )
 
     def _area(self, s: int) -> float:
