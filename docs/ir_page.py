@@ -78,7 +78,7 @@ def blocks() -> dict[str, object]:
         "forward": FORWARD,
         "send": SEND,
         "gather": GATHER,
-        "values": table(["value", "is", "one per", "found:", "bytes"], values),
+        "values": table(["value", "meaning", "one per", "produced by", "bytes"], values),
         "lanes": table(["lane", "has", "a host that blocks"], lanes),
         "rules": table(["model", "transfers", "used by"], rules),
         "models": ", ".join(f"`{m}`" for m in MODELS),

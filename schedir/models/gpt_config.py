@@ -18,17 +18,18 @@ LAYER: Final = 2 * (ENTERS + LEAVES)
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The whole model; raises UsageError if a size is not positive or heads do not fit.
+    """The sizes of a GPT.  A size that is not positive is refused.
 
-    `context` is the longest sequence, in tokens; the feed-forward width is 4 * hidden; `tied`
-    means that the head uses the embedding's weight; `seed` is what parameters are drawn from;
-    `dropout` is the share that is left out, while training, of the embedding, of the attention's
-    weights and of what each half of a layer adds, as in GPT-2.
-
-    In layers with a `window`, of 1 or more, each token sees that many at most, itself included, and
-    not all before it; all of them have one, or each its own, and 0 is none.  The window moves every
-    `stride` tokens only, so that kernels skip more: 1 slides, and stride = window cuts the sequence
-    into blocks (arXiv 2504.16922).
+    - `vocab`, `layers`, `hidden`, `heads`: the size of the vocabulary, and the numbers of layers,
+      of hidden units, and of attention heads.  The feed-forward layer has 4 * hidden units.
+    - `context`: the longest sequence, in tokens.
+    - `tied`: whether the head uses the weight of the embedding.
+    - `seed`: the seed of the initial parameters.
+    - `dropout`: the share that is left out, while training, of the embedding, of the attention's
+      weights and of the output of both halves of a layer, as in GPT-2.
+    - `window`: how many tokens each token sees, itself included: one number, or one per layer;
+      0 is all before it.  `stride` is by how many tokens the window moves, so that kernels skip
+      more: 1 slides it, and stride = window divides the sequence into blocks (arXiv 2504.16922).
     """
 
     vocab: int = 256

@@ -11,17 +11,22 @@ from schedir.models.window_config import Each, expect_windows
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The whole model; raises UsageError if a size is not positive or heads do not fit.
+    """The sizes of a Llama model.  A size that is not positive is refused.
 
-    `context` is the longest sequence, in tokens.  Of `heads` queries as many share a head of keys
-    and values as make `kv_heads` of them, unless told as many as there are heads.  `feed_forward`
-    is the width of the gated layer, unless told 8/3 of `hidden`, rounded up to a multiple of 8.
-    Positions turn by angles of base `theta`; `eps` is that of the norms; `tied` means that the
-    head uses the embedding's weight; `seed` is what parameters are drawn from.
-
-    In layers with a `window` each token sees that many at most, as in a GPT (`GPTConfig`): all of
-    them have one, or each its own, and 0 is none.  It moves every `stride` tokens.  With stride 1
-    these are Mistral's sliding windows (Jiang et al., arXiv 2310.06825, section 2).
+    - `vocab`, `layers`, `hidden`, `heads`: the size of the vocabulary, and the numbers of layers,
+      of hidden units, and of attention heads.
+    - `kv_heads`: the number of heads of keys and values (grouped-query attention); by default
+      `heads`.
+    - `feed_forward`: the width of the gated layer; by default 8/3 of `hidden`, rounded up to a
+      multiple of 8.
+    - `context`: the longest sequence, in tokens.
+    - `theta`: the base of the rotary position embedding.
+    - `eps`: the epsilon of the RMS norms.
+    - `tied`: whether the head uses the weight of the embedding.
+    - `seed`: the seed of the initial parameters.
+    - `window`: how many tokens each token sees, itself included: one number, or one per layer;
+      0 is all before it.  `stride` is by how many tokens the window moves.  With stride 1 it is
+      Mistral's sliding window (Jiang et al., arXiv 2310.06825, section 2).
     """
 
     vocab: int = 256

@@ -56,6 +56,8 @@ def estimate_step(
     _refuse(model, cluster, choice)
     if choice.tp > cluster.gpus_per_node:
         leaves_node(choice.tp, cluster, stacklevel=2)
+    if states is not None:
+        require_type(states, StateBytes, "StateBytes(), the bytes of each parameter's states")
     constants, states = constants or SoftwareConstants(), states or states_for(cluster)
     if exact:
         return alone(cluster, simulated(model, cluster, choice, constants, states=states))
@@ -115,6 +117,8 @@ def plan(
         require_host(cluster)
         if not exact:
             raise simulated_only()
+    if states is not None:
+        require_type(states, StateBytes, "StateBytes(), the bytes of each parameter's states")
     constants, states = constants or SoftwareConstants(), states or states_for(cluster)
     found = all_plans(
         model, cluster, batch, constants=constants, states=states, schedules=schedules, pp=pp,

@@ -21,7 +21,7 @@ BUDGET = {
     "schedir/hang_diagnosis": 1_750,
     "schedir/instrumentation": 510,
     "schedir/io": 1_640,
-    "schedir/ir": 3_930,
+    "schedir/ir": 3_940,
     "schedir/models": 730,
     "schedir/passes": 2_280,
     "schedir/planner": 3_030,

@@ -26,11 +26,13 @@ class Scope(Enum):
 class ProducerRule(Enum):
     """Which instruction gives a value to one that needs it (`schedir/ir/dataflow.py`)."""
 
-    ONCE = "the only one with its address; others change the value in the order of the table"
-    ALL = "the last of all that add to it"
-    VERSION = "the update whose weights the microbatch uses"
-    LATEST = "the nearest giver that is earlier in the Stream"
-    LATEST_OR_START = "the nearest giver that is earlier in the Stream, or none: it exists at first"
+    ONCE = (
+        "the one that makes it; those that change it follow in the order of the instruction table"
+    )
+    ALL = "the last of all that produce it"
+    VERSION = "the optimizer step whose weights the microbatch uses"
+    LATEST = "the latest one before it in the instruction list"
+    LATEST_OR_START = "the latest one before it in the instruction list; it exists at the start"
 
 
 class PeerRule(Enum):
