@@ -364,8 +364,8 @@ def large() -> None:
         head("plan", "layout", "also", "step, s", *StepBreakdown._fields, "GB", "MFU")
         told("the paper's", planner.estimate_step(model, cluster, paper, exact=True))
         told("ours", ours[0])
-        there = {name: getattr(paper, name) for name in ("p", "t", "d")}
-        for what, few in ({"the paper's p, t and d": there} | ONLY).items():
+        there = {name: getattr(paper, name) for name in ("pp", "tp", "dp")}
+        for what, few in ({"the paper's pp, tp and dp": there} | ONLY).items():
             try:
                 best, *_ = planner.plan(
                     model, cluster, batch, rank_order=paper.rank_order, top=1, exact=True, **few
