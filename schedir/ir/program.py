@@ -87,14 +87,14 @@ class Program:
         tp: Size of the tensor-parallel groups that run each Stream.
         dp: Number of data-parallel replicas that run each Stream.
         tied_weights: For each weight that several stages have a copy of, these stages, ascending:
-            `((0, 3),)`.  True stands for the first and the last stage.
+            `((0, 3),)`.  True means the first and the last stage.
         clip_grad_norm: Whether gradients are clipped by their global norm.
         frozen_stages: Number of first stages that are not trained.  They have no backward, and no
             gradient is sent to them.  Stage `frozen_stages` has no gradient of its input.
         skips: The stages, from and to, between which a second value passes: `((0, 3), (1, 2))`.
-        norm_check: Whether a step that clips waits for the norm ("before_step"), or is made as if
-            nothing was clipped, and is validated behind it ("after_step": post-validation, arXiv
-            2401.10241, section 4).
+        norm_check: "before_step": an optimizer step that clips waits for the gradient norm.
+            "after_step": the step is made as if nothing was clipped, and is undone and made again
+            if the norm shows otherwise (post-validation, arXiv 2401.10241, section 4).
         zero: Level of ZeRO (arXiv 1910.02054), 0 to 3.  From 1 on each replica has a part of the
             optimizer's state, from 2 on of the gradients, and at 3 of the weights, which Unshard
             gathers.
@@ -104,7 +104,7 @@ class Program:
             a checkpoint.
         optimizer_placement: Where the optimizer's state is between steps.  On the "device"; on the
             "host", and each update ends with a load, a step and a store of each trained stage; on
-            the "disk", with a read before the load and a write behind the store.  With "cpu_step"
+            the "disk", with a read before the load and a write after the store.  With "cpu_step"
             it stays on the host, which steps the stage: gradients are copied to the host, and
             weights come back (ZeRO-Offload, arXiv 2101.06840).
         segment_boundaries: A letter for each boundary between two stages, where stages of the
@@ -119,7 +119,7 @@ class Program:
             faster, and `check` verifies it.  A pass need not update it.
 
     Attributes:
-        words: The instructions of all Streams, one Stream behind the other.
+        words: The instructions of all Streams, one Stream after the other.
         offsets: Where each Stream begins in `words`; one more entry than there are ranks.
         proofs: The progress models and kinds of hosts for which `check` has proven the program.  A
             copy made by `dataclasses.replace`, `copy` or `pickle` has none.

@@ -49,7 +49,7 @@ def build_stage(
 
     To make it takes the shard's own memory, and on the CPU one block of a weight (`Drawn`).  Its
     numbers are the same on any device, but rounded to `dtype`.  With `sequence` tensor-parallel
-    ranks share the tokens, too: for a program that says `sequence_parallel yes`.  `division` is the
+    ranks share the tokens, too: for a program with `sequence_parallel yes`.  `division` is the
     number of layers of each stage (`split_layers`).  Raises UsageError if the layers do not fit the
     stages, or the heads the tensor-parallel ranks.
     """

@@ -28,9 +28,9 @@ PARTS: Final[tuple[Part, ...]] = get_args(Part)
 class Options:
     """How a draft is lowered; `more` has the options that passes bring along, by name.
 
-    `sizes` and `memory_limit` are those that the program is to fit.  `rest` is what the passes
-    behind the one that is told make of what it gives, for one that chooses by what becomes of it;
-    options in `more` may be said in another way there.
+    `sizes` and `memory_limit` are those that the program is to fit.  `rest` runs the later
+    passes on the result of a pass, for a pass that chooses by what becomes of its result; options
+    in `more` may have another form there.
     """
 
     costs: Costs | None = None

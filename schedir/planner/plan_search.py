@@ -97,7 +97,7 @@ def plan(
     With `offload` there are also plans that do not fit but with the memory of their hosts, to which
     activations, the optimizer's states, or both go meanwhile (`ParallelPlan.offload`,
     `ParallelPlan.optimizer_placement`). These are simulated, the likeliest ones;
-    `PlanEstimate.beside` tells what that is worth.
+    `PlanEstimate.beside` compares them with plans without.
 
     Raises UsageError where there is no plan, or none fits; with `offload` also where the cluster
     does not tell `host` and `host_memory`, and without `exact`.

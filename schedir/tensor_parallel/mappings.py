@@ -84,7 +84,7 @@ def seen_in_parts(
 ) -> _Whole:
     """A parameter, or a module with its own, that each rank holds whole, and that sees 1/t of the
     tokens if they share the `sequence`: then each parameter says that its gradients are to be
-    summed over them, which a program does that says `sequence_parallel yes`.  With own=False it
+    summed over them, which a program with `sequence_parallel yes` does.  With own=False it
     sees the same on all ranks nevertheless, and says so."""
     for parameter in whole.parameters() if isinstance(whole, nn.Module) else (whole,):
         if sequence and tp_size(group) > 1:

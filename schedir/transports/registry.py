@@ -38,8 +38,8 @@ class DeviceRow(NamedTuple):
 class TransportRow(NamedTuple):
     """A transport of processes.
 
-    `progress_model` is the progress model that it gives, and `blocking_hosts` whether what stands
-    behind a compute waits with it, as Transport says.  `home` is the name of a module of this
+    `progress_model` is its progress model, and `blocking_hosts` whether the instructions after a
+    compute wait for it, as in Transport.  `home` is the name of a module of this
     folder, and of a class in it that is made of (program, timeout, device=, message=), as
     Processes.  `doc` ends the sentence "messages travel".
     """

@@ -33,8 +33,8 @@ class Transport(Protocol):
     process's place in its tensor-parallel group and among the replicas.  Messages of one lane
     between two ranks arrive in the order in which they are sent.
 
-    Where it `blocking_hosts`, what stands behind a compute in its Stream waits with it: on a CPU
-    the host itself waits, and over NCCL torch lets a message wait for all that was issued to
+    With `blocking_hosts` the instructions after a compute in its Stream wait for it: on a CPU the
+    host itself waits, and over NCCL torch lets a message wait for all that was issued to
     compute before it.  Programs must be proven for that, too.
 
     Where it is `static`, what is sent is copied into memory that is made once: a library that

@@ -149,7 +149,7 @@ def test_best_passes_over_what_cannot_keep_so_few_whole(capsys: pytest.CaptureFi
         "-O",
         "unsharded_stages=1",
     )
-    assert "not dualpipe, dualpipe_v: unsharded_stages is 1" in out
+    assert "not dualpipe, dualpipe_v: unsharded_stages is 1, and one action uses 2 stages" in out
 
 
 def test_what_a_search_finds_is_lowered_with_zero(

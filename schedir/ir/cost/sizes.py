@@ -97,7 +97,7 @@ class Sizes:
     Raises:
         UsageError: A size is negative or not finite; an array has rows of different lengths, or is
             for what is not of a microbatch; `saved_and_deferred` is less than one of the two or
-            more than their sum; or `model_states` is given beside a part of it.
+            more than their sum; or both `model_states` and a part of it are given.
 
     Example:
         >>> from schedir import PipelineShape, Sizes, compile, schedules, simulate
@@ -138,7 +138,7 @@ class Sizes:
             self._expect_both()
         if self.model_states is not None and (apart := self.told_apart):
             raise UsageError(
-                f"size model_states is the sum of {', '.join(AT_REST)}, and is given beside "
+                f"size model_states is the sum of {', '.join(AT_REST)}, and is given together with "
                 f"{' and '.join(apart)}",
                 hint=f"leave out model_states, or {' and '.join(apart)}",
                 fields=["model_states", *apart],
@@ -146,12 +146,12 @@ class Sizes:
 
     @property
     def told_apart(self) -> tuple[str, ...]:
-        """The parts that are told of what a stage holds all the time."""
+        """The parts of the model states that are given."""
         return tuple(name for name in AT_REST if np.any(np.array(getattr(self, name))))
 
     @property
     def at_rest(self) -> tuple[str, ...]:
-        """The sizes that tell what a stage holds all the time: its parts, or `model_states`."""
+        """The sizes of what a stage holds all the time: its parts, or `model_states`."""
         return self.told_apart or ("model_states",)
 
     def _expect_both(self) -> None:

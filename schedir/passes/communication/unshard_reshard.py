@@ -108,7 +108,7 @@ def _active(program: Program, uses: StageRuns, said: int | None) -> int:
         )
     if said < uses.most:
         raise PlanError(
-            f"unsharded_stages is {said}, and what runs as one uses {uses.most} stages at once",
+            f"unsharded_stages is {said}, and one action uses {uses.most} stages at once",
             program=program.name,
             hint=f"unsharded_stages={uses.most}",
             fields=["unsharded_stages"],

@@ -98,7 +98,7 @@ def offload(program: Program, options: Options) -> Program:
         )
     if options.more.get("offload") is None:
         raise UsageError(
-            "offload_to_disk says what goes on to the disk of what is offloaded, and nothing is",
+            "offload_to_disk selects from the offloaded activations, and nothing is offloaded",
             hint='offload="all"',
             fields=["offload_to_disk", "offload"],
         )
@@ -342,8 +342,8 @@ PASSES: Final = (
         options=("offload", "offload_to_disk", "host_memory_limit"),
         section="memory",
         kinds={
-            "offload": kind("says what is offloaded"),
-            "offload_to_disk": kind("says what is spilled"),
+            "offload": kind("selects the saved activations that are offloaded"),
+            "offload_to_disk": kind("selects the offloaded activations that move on to the disk"),
             "host_memory_limit": FieldType(
                 "must be bytes like 40GB", _read_bytes, str, metavar="BYTES"
             ),

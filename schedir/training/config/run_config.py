@@ -20,10 +20,9 @@ from schedir.models.gpt_config import GPTConfig
 from schedir.models.partitioning import split_tokens
 from schedir.passes.pass_registry import OPTIONS, SECTION_OF
 from schedir.passes.pass_types import BufferSharing
-from schedir.retired_names import renamed_value
 from schedir.training.config.model_kinds import KINDS, ModelConfig, kind_of
 from schedir.training.config.segmentation import StageSegmentation, segmentation_of
-from schedir.training.config.setting_types import NumberRange
+from schedir.training.config.setting_types import NumberRange, require_known
 from schedir.training.config.train_config import Count, Share, TrainConfig
 from schedir.transports.registry import AUTO, DEVICES
 
@@ -112,12 +111,8 @@ class PipelineConfig:
     layers_per_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.buffer_sharing not in (known := (AUTO, "none", "minimal", "latency_preserving")):
-            raise UsageError(
-                f"buffer_sharing {self.buffer_sharing!r} is not known",
-                hint=renamed_value("buffer_sharing", self.buffer_sharing) or " or ".join(known),
-                fields=["buffer_sharing"],
-            )
+        known = (AUTO, "none", "minimal", "latency_preserving")
+        require_known("buffer_sharing", self.buffer_sharing, known)
         for f in TRAITS:
             if f.in_config and f.section == "pipeline":
                 f.kind.settle(f.name, getattr(self, f.name), self.plan)  # refuses what cannot be
@@ -217,7 +212,7 @@ class DataConfig:
 
     Without a `source`, the Python source of the standard library is read.
 
-    - `tokenizer`: "bytes", or the path of a tokenizer.json.  `end_of_document` is its token behind
+    - `tokenizer`: "bytes", or the path of a tokenizer.json.  `end_of_document` is its token after
       each document; by default it is found by its usual names.
     - `packing`: "concatenate" joins all documents into one stream of tokens; "best_fit" packs whole
       documents into windows.
@@ -237,12 +232,7 @@ class DataConfig:
     seed: Annotated[int, NumberRange(0)] = 0
 
     def __post_init__(self) -> None:
-        if self.packing not in (known := ("concatenate", "best_fit")):
-            raise UsageError(
-                f"packing {self.packing!r} is not known",
-                hint=renamed_value("packing", self.packing) or " or ".join(known),
-                fields=["packing"],
-            )
+        require_known("packing", self.packing, ("concatenate", "best_fit"))
         if self.end_of_document is not None and self.tokenizer == "bytes":
             raise UsageError(
                 "end_of_document is for a tokenizer of a file: bytes has its own",

@@ -6,12 +6,30 @@ Types are annotations: bool, int, float, str, tuples, unions, and Annotated[...,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
+from schedir.errors import UsageError
+from schedir.retired_names import renamed_value
+
+
+def require_known(name: str, value: str, known: Sequence[str]) -> None:
+    """Check that a setting has one of its known values.
+
+    Raises:
+        UsageError: The value is not known; the hint has its present name, or the known values.
+    """
+    if value not in known:
+        raise UsageError(
+            f"{name} {value!r} is not known",
+            hint=renamed_value(name, value) or " or ".join(known),
+            fields=[name],
+        )
+
 
 class NumberRange(NamedTuple):
-    """The numbers from `least` on; less than `below`, which is infinity unless told."""
+    """The numbers from `least` on; less than `below`, which is infinity by default."""
 
     least: float
     below: float = math.inf

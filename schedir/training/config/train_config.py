@@ -8,8 +8,7 @@ from typing import Annotated
 
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import UsageError
-from schedir.retired_names import renamed_value
-from schedir.training.config.setting_types import NumberRange
+from schedir.training.config.setting_types import NumberRange, require_known
 from schedir.transports.registry import AUTO, DEVICES, TRANSPORTS, transports_of
 
 Count = Annotated[int, NumberRange(1)]
@@ -81,13 +80,7 @@ class TrainConfig:
                 f"min_lr {self.min_lr:g} is above lr {self.lr:g}", fields=["min_lr", "lr"]
             )
         for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                value = getattr(self, name)
-                raise UsageError(
-                    f"{name} {value!r} is not known",
-                    hint=renamed_value(name, value) or " or ".join(known),
-                    fields=[name],
-                )
+            require_known(name, getattr(self, name), known)
         if self.checkpoint_dir == "" or (self.checkpoint_dir is None and self.resume == "must"):
             raise UsageError(
                 "resume is 'must', and checkpoint_dir names no directory"
